@@ -1,0 +1,33 @@
+"""Everything pipec raises on purpose. Each message says what was wrong, where, what was expected and what to do."""
+
+
+class PipecError(Exception):
+    """Any error of pipec's own."""
+
+
+class CaptureError(PipecError):
+    """The model cannot be captured as one graph."""
+
+
+class InputError(PipecError, ValueError):
+    """A call's arguments do not fit: wrong shape, dtype, batch size, device count or name."""
+
+
+class PlanError(PipecError):
+    """No plan can be made from what was asked."""
+
+
+class InfeasibleError(PlanError):
+    """A plan exists on paper but breaks a limit, such as a device's memory."""
+
+
+class VerifyError(PipecError):
+    """A graph, schedule or program breaks a rule that must always hold."""
+
+
+class ArtifactError(PipecError):
+    """A saved artifact, program text or profile is corrupted, foreign or of another version."""
+
+
+class TransportError(PipecError):
+    """A message could not be delivered: a peer failed, hung or holds another plan."""
