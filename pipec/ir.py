@@ -44,6 +44,30 @@ class Payload(StrEnum):
     def per_microbatch(self) -> bool:
         return self in (Payload.ACTIVATION, Payload.GRADIENT)
 
+    @property
+    def producers(self) -> tuple[Phase, ...]:
+        """The phases of the source stage that may make it; none for a weight, which is there at the start."""
+        match self:
+            case Payload.ACTIVATION | Payload.RESULT:
+                return (Phase.FORWARD,)
+            case Payload.GRADIENT:
+                return (Phase.BACKWARD, Phase.BACKWARD_INPUT)
+            case Payload.WEIGHT_GRADIENT:
+                return (Phase.BACKWARD, Phase.BACKWARD_WEIGHT)
+            case Payload.WEIGHT:
+                return ()
+
+    @property
+    def readers(self) -> tuple[Phase, ...]:
+        """The phases of the target stage that wait for it; none for what is read when the program is over."""
+        match self:
+            case Payload.ACTIVATION | Payload.WEIGHT:
+                return (Phase.FORWARD,)
+            case Payload.GRADIENT:
+                return (Phase.BACKWARD, Phase.BACKWARD_INPUT)
+            case Payload.WEIGHT_GRADIENT | Payload.RESULT:
+                return ()
+
 
 @dataclass(frozen=True, slots=True)
 class Value:
@@ -85,7 +109,7 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """One stage and one microbatch, in seconds and bytes. ``seconds`` has no entry for a phase that does not run."""
+    """One stage and one microbatch, in seconds and bytes. ``seconds`` has entries for the phases that run."""
 
     seconds: Mapping[Phase, float] = field(default_factory=dict)
     flops: float = 0.0
@@ -173,6 +197,14 @@ class Op(StrEnum):
     BACKWARD_INPUT = "backward_input"
     BACKWARD_WEIGHT = "backward_weight"
     FREE = "free"
+
+    @property
+    def phase(self) -> Phase | None:
+        """The phase a compute op runs; None for the others."""
+        return _PHASES.get(self.value)
+
+
+_PHASES = {phase.value: phase for phase in Phase}
 
 
 @dataclass(frozen=True, slots=True)
