@@ -1,0 +1,63 @@
+"""Train Hugging Face's ResNet, with its BatchNorms and skips, on scikit-learn's handwritten digits.
+
+python examples/resnet_digits.py                        # every stage in this process
+torchrun --nproc-per-node 4 examples/resnet_digits.py   # one stage per process: the same losses
+"""
+
+import argparse
+
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import Tensor
+from transformers import ResNetConfig, ResNetForImageClassification
+
+import pipec
+
+NUM_TRAIN, BATCH = 1536, 128
+
+
+def load_images() -> tuple[Tensor, Tensor]:
+    """All 1,797 digits in a random order: ``f32[n, 1, 32, 32]`` images, ``int64[n]`` labels."""
+    digits = load_digits()
+    order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
+    images = torch.from_numpy(digits.images).float()[order, None] / 16
+    return F.interpolate(images, size=(32, 32)), torch.from_numpy(digits.target)[order]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--epochs", type=int, default=3)
+    args = parser.parse_args()
+
+    torch.manual_seed(0)
+    images, labels = load_images()
+    generator = torch.Generator().manual_seed(0)
+
+    config = ResNetConfig(
+        num_channels=1,
+        embedding_size=16,
+        hidden_sizes=[16, 32, 64],
+        depths=[2, 2, 2],
+        layer_type="basic",
+        num_labels=10,
+    )
+    pipe = pipec.compile(ResNetForImageClassification(config), devices=4, schedule="1f1b", microbatches=4)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=3e-3)
+
+    for epoch in (bar := pipec.progress(range(args.epochs), "training")):
+        for batch in torch.randperm(NUM_TRAIN, generator=generator).split(BATCH):
+            loss = pipe.step(pixel_values=images[batch], labels=labels[batch])
+            optimizer.step()
+            optimizer.zero_grad()
+            bar.show(f"loss {loss:.3f}")
+        pipec.log(f"epoch {epoch:2}  loss {loss:.6f}")
+
+    pipe.eval()
+    predicted = pipe(pixel_values=images[NUM_TRAIN:]).logits.argmax(dim=-1)
+    accuracy = (predicted == labels[NUM_TRAIN:]).float().mean()
+    pipec.log(f"test accuracy {accuracy:.1%}")
+
+
+if __name__ == "__main__":
+    main()

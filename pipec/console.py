@@ -1,0 +1,75 @@
+"""What a script shows a person, shown once however many processes run the script.
+
+``torchrun`` starts the same script on every rank. These helpers act on rank 0 and are silent on the
+others, so that a training script needs no rank branches.
+"""
+
+import functools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, ParamSpec, TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def is_rank_zero() -> bool:
+    """True in a process started alone, and in the first of those that ``torchrun`` started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def rank_zero_only(function: Callable[P, T]) -> Callable[P, T | None]:
+    """``function`` on rank 0; on every other rank a call does nothing and returns None."""
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> T | None:
+        return function(*args, **kwargs) if is_rank_zero() else None
+
+    return wrapper
+
+
+@functools.cache
+def terminal() -> Console:
+    """The console that ``log`` and ``progress`` share, so that lines appear above a moving bar."""
+    return Console(quiet=not is_rank_zero(), highlight=False, soft_wrap=True)
+
+
+def log(*objects: object) -> None:
+    """``print`` on rank 0, as plain text and safe beside a running ``progress`` bar."""
+    terminal().print(*objects, markup=False)
+
+
+class progress(Generic[T]):
+    """Iterate over ``items`` behind a progress bar; ``show`` puts text at its end.
+
+    The bar appears on rank 0 and only in a terminal: a log file gets no bar.
+
+    >>> for step in (bar := progress(range(100), "training")):
+    ...     bar.show(f"step {step}")
+    """
+
+    def __init__(self, items: Sequence[T], description: str = "") -> None:
+        self.items = items
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[text]}"),
+            TimeRemainingColumn(),
+            console=terminal(),
+            disable=not terminal().is_terminal,
+        )
+        self._task = self._bar.add_task(description, total=len(items), text="")
+
+    def __iter__(self) -> Iterator[T]:
+        with self._bar:
+            for item in self.items:
+                yield item
+                self._bar.advance(self._task)
+
+    def show(self, text: str) -> None:
+        """Show ``text``, such as the current loss, at the end of the bar."""
+        self._bar.update(self._task, text=text)
