@@ -1,0 +1,143 @@
+"""The training graph: one flat ATen graph whose nodes say which operator caused them, where and when they run.
+
+Keys of ``node.meta`` (others are torch's own):
+
+=========== ========= ================================================================================
+key         set by    meaning
+=========== ========= ================================================================================
+``val``     capture   fake tensor (or a tuple of them): dtype, and shape in the batch symbol
+``op``      capture   id of the forward operator that caused the node: an index into ``operators``
+``phase``   capture   ``Phase.FORWARD`` or ``Phase.BACKWARD``; ``split_backward`` refines the latter
+``role``    capture   on placeholders: what the argument is
+``cost``    annotate  FLOPs, bytes and seconds
+``stage``   cut       the stage that runs the node
+``replay``  mark      True on forward nodes that the backward computes again
+=========== ========= ================================================================================
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import sympy
+import torch
+from torch import fx
+
+from pipec.ir import Mode, Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A trained tensor; its gradient is a result. ``fqn`` is its fully qualified name in the model."""
+
+    fqn: str
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A tensor of the model that is not trained."""
+
+    fqn: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInput:
+    """Leaf ``position`` of the flattened arguments of ``step``; ``path`` is how a person would write it."""
+
+    position: int
+    path: str
+    batched: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LossGradient:
+    """The weight of the microbatch's loss in the mini-batch loss: what the backward starts from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Leaf ``position`` of what the captured function returns: the loss, or the model's outputs."""
+
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class UpdatedBuffer:
+    """The new value of a buffer that the forward changes."""
+
+    fqn: str
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """The gradient of a parameter."""
+
+    fqn: str
+
+
+Argument = Parameter | Buffer | ModelInput | LossGradient
+Result = Output | UpdatedBuffer | Gradient
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One torch-level call of the model's forward, in program order: the unit in which stages are cut."""
+
+    name: str
+    module: str
+    module_type: str
+    source: str
+
+
+@dataclass(frozen=True)
+class TrainingGraph:
+    """Forward, loss and backward as one graph, with what is known about its nodes.
+
+    ``results`` describes the graph's outputs in order. ``batch`` is the symbol of the microbatch size
+    in every shape, None when the batch is fixed at ``batch_size``. ``guards`` must hold for a
+    microbatch size to be served by this graph.
+    """
+
+    module: fx.GraphModule
+    mode: Mode
+    operators: tuple[Operator, ...]
+    results: tuple[Result, ...]
+    batch_size: int
+    batch: sympy.Symbol | None = None
+    guards: tuple[sympy.Basic, ...] = ()
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def nodes(self) -> Iterator[fx.Node]:
+        """Every node that computes something, in order."""
+        return (node for node in self.module.graph.nodes if node.op == "call_function")
+
+    @property
+    def arguments(self) -> list[fx.Node]:
+        return [node for node in self.module.graph.nodes if node.op == "placeholder"]
+
+    @property
+    def outputs(self) -> list[tuple[Result, fx.Node]]:
+        """Each result and the node that makes it; a parameter the loss does not depend on has no gradient."""
+        nodes = self.module.graph.output_node().args[0]
+        return list(zip(self.results, nodes, strict=True))  # type: ignore[arg-type]
+
+    def serves(self, microbatch_size: int) -> bool:
+        """Whether the captured graph is right for this microbatch size."""
+        if self.batch is None:
+            return microbatch_size == self.batch_size
+        return all(guard.subs(self.batch, microbatch_size) != sympy.false for guard in self.guards)
+
+
+def stage_of(node: fx.Node) -> int:
+    stage = node.meta["stage"]
+    assert isinstance(stage, int)
+    return stage
+
+
+def is_forward(node: fx.Node) -> bool:
+    return node.meta["phase"] is Phase.FORWARD
+
+
+def has_tensor(node: fx.Node) -> bool:
+    """Whether the node's value is a tensor (not a tuple of them, not a number)."""
+    return isinstance(node.meta.get("val"), torch.Tensor)
