@@ -1,0 +1,53 @@
+"""The GPT that the benchmarks measure: plain PyTorch, a sequence of layers that can be cut by hand."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Embedding(nn.Module):
+    """``int64[batch, context]`` tokens to ``f32[batch, context, width]``."""
+
+    def __init__(self, vocabulary: int, context: int, width: int) -> None:
+        super().__init__()
+        self.token = nn.Embedding(vocabulary, width)
+        self.position = nn.Embedding(context, width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+
+
+class Block(nn.Module):
+    """Causal attention and an MLP, each normalised first and added to what came in."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.norm_1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.projection = nn.Linear(width, width)
+        self.norm_2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm_1(x))
+        return x + self.mlp(self.norm_2(x))
+
+    def attention(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.projection(heads.transpose(1, 2).flatten(2))
+
+
+def gpt(width: int, vocabulary: int, context: int, num_layers: int = 8) -> nn.Sequential:
+    """Embedding, ``num_layers`` blocks of heads 32 wide, final norm, output layer."""
+    return nn.Sequential(
+        Embedding(vocabulary, context, width),
+        *(Block(width, width // 32) for _ in range(num_layers)),
+        nn.Sequential(nn.LayerNorm(width), nn.Linear(width, vocabulary)),
+    )
+
+
+def next_token_loss(logits: Tensor, target: Tensor) -> Tensor:
+    """Mean cross entropy of ``f32[batch, context, vocabulary]`` logits against ``int64[batch, context]``."""
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
