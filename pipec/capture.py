@@ -5,8 +5,10 @@ custom backwards. Non-strict ``torch.export`` serves where Dynamo cannot. Both a
 batch, and then, with a logged reason, for a fixed one.
 """
 
+import itertools
 import logging
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -31,6 +33,8 @@ from pipec.graph import (
     Result,
     TrainingGraph,
     UpdatedBuffer,
+    is_constant,
+    is_random,
 )
 from pipec.ir import Mode, Phase
 
@@ -230,6 +234,10 @@ def _training_graph(
     if dynamic and batch is None:
         log.warning("the model turns its batch dimension into a constant; another size is captured anew")
     results = _keep_results(graph, joint.results)
+    changed = {role.fqn for role in results if isinstance(role, UpdatedBuffer)}
+    for node in placeholders:
+        if isinstance(node.meta["role"], Buffer):
+            node.meta["changed"] = node.meta["role"].fqn in changed
     _drop_what_does_nothing(graph)
     _classify(graph)
     trained = TrainingGraph(
@@ -240,7 +248,7 @@ def _training_graph(
         size,
         batch,
         tuple(guard.subs(joint.replacements) for guard in joint.guards),
-        _lift_constants(joint.module),
+        constants=_lift_constants(joint.module),
     )
     _check_loss(trained)
     return trained
@@ -307,7 +315,7 @@ def _drop_what_does_nothing(graph: fx.Graph) -> None:
     """Remove aliases and assertions, and write every size as an expression instead of a node."""
     numbers = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
     for node in list(graph.nodes):
-        if node.op == "call_function" and node.target in NO_OPS:
+        if _does_nothing(node):
             node.replace_all_uses_with(node.args[0])
         elif isinstance(value := node.meta.get("val"), numbers) and node.op != "output":
             for user in list(node.users):
@@ -318,8 +326,15 @@ def _drop_what_does_nothing(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
+def _does_nothing(node: fx.Node) -> bool:
+    if node.target is torch.ops.aten.slice.Tensor:
+        return tuple(node.args[2:]) == (0, sys.maxsize)
+    return node.op == "call_function" and node.target in NO_OPS
+
+
 def _classify(graph: fx.Graph) -> None:
     """Give every node its phase and its operator, from its own annotation or from its neighbours."""
+    draws = itertools.count()
     for node in graph.nodes:
         if node.op == "output":
             continue
@@ -332,6 +347,12 @@ def _classify(graph: fx.Graph) -> None:
         node.meta["phase"] = Phase.BACKWARD if backward else Phase.FORWARD
         if node.op in ("call_function", "get_attr"):
             node.meta["op"] = _operator_of(node)
+        if node.op == "call_function":
+            if is_random(node):
+                node.meta["draw"] = next(draws)
+            node.meta["constant"] = (
+                not backward and not is_random(node) and all(map(is_constant, node.all_input_nodes))
+            )
 
 
 def _operator_of(node: fx.Node) -> int:
@@ -360,7 +381,7 @@ def _lift_constants(module: fx.GraphModule) -> dict[str, torch.Tensor]:
             constants[fqn] = value
             with graph.inserting_before(next(iter(graph.nodes))):
                 lifted = graph.placeholder(f"constant_{len(names)}")
-            lifted.meta.update(node.meta, role=Buffer(fqn), phase=Phase.FORWARD)
+            lifted.meta.update(node.meta, role=Buffer(fqn), changed=False)
             lifted.meta.setdefault("val", value)
             names[attribute] = lifted
         node.replace_all_uses_with(names[attribute])

@@ -2,21 +2,26 @@
 
 Keys of ``node.meta`` (others are torch's own):
 
-=========== ========= ================================================================================
-key         set by    meaning
-=========== ========= ================================================================================
-``val``     capture   fake tensor (or a tuple of them): dtype, and shape in the batch symbol
-``op``      capture   id of the forward operator that caused the node: an index into ``operators``
-``phase``   capture   ``Phase.FORWARD`` or ``Phase.BACKWARD``; ``split_backward`` refines the latter
-``role``    capture   on placeholders: what the argument is
-``cost``    annotate  FLOPs, bytes and seconds
-``stage``   cut       the stage that runs the node
-``replay``  mark      True on forward nodes that the backward computes again
-=========== ========= ================================================================================
+============ ========= ================================================================================
+key          set by    meaning
+============ ========= ================================================================================
+``val``      capture   fake tensor (or a tuple of them): dtype, and shape in the batch symbol
+``op``       capture   id of the forward operator that caused the node: an index into ``operators``
+``phase``    capture   ``Phase.FORWARD`` or ``Phase.BACKWARD``; ``split_backward`` refines the latter
+``constant`` capture   True on forward nodes that depend on nothing but the batch size: masks, positions
+``role``     capture   on placeholders: what the argument is
+``draw``     capture   on random nodes: what seeds them, besides the step and the microbatch
+``changed``  capture   on buffers: True where the forward gives the buffer a new value
+``cost``     annotate  FLOPs, bytes and seconds
+``stage``    cut       the stage that runs the node
+``replay``   mark      True on forward nodes that the backward computes again
+============ ========= ================================================================================
 """
 
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 import sympy
 import torch
@@ -88,6 +93,15 @@ class Operator:
     source: str
 
 
+class Level(IntEnum):
+    """How far a graph has come; ``passes.verify`` has a list of rules for each level."""
+
+    CAPTURED = 0
+    CUT = 1
+    COMMUNICATING = 2
+    SPLIT = 3
+
+
 @dataclass(frozen=True)
 class TrainingGraph:
     """Forward, loss and backward as one graph, with what is known about its nodes.
@@ -104,6 +118,8 @@ class TrainingGraph:
     batch_size: int
     batch: sympy.Symbol | None = None
     guards: tuple[sympy.Basic, ...] = ()
+    level: Level = Level.CAPTURED
+    num_stages: int = 1
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -128,6 +144,16 @@ class TrainingGraph:
         return all(guard.subs(self.batch, microbatch_size) != sympy.false for guard in self.guards)
 
 
+def send(value: torch.Tensor, target: int) -> torch.Tensor:
+    """Node: ``value`` leaves its stage for stage ``target``. Its only user is one ``recv``."""
+    return value
+
+
+def recv(sent: torch.Tensor) -> torch.Tensor:
+    """Node: the value of a ``send`` node, as it arrives."""
+    return sent
+
+
 def stage_of(node: fx.Node) -> int:
     stage = node.meta["stage"]
     assert isinstance(stage, int)
@@ -138,6 +164,35 @@ def is_forward(node: fx.Node) -> bool:
     return node.meta["phase"] is Phase.FORWARD
 
 
-def has_tensor(node: fx.Node) -> bool:
-    """Whether the node's value is a tensor (not a tuple of them, not a number)."""
+def is_constant(node: fx.Node) -> bool:
+    return bool(node.meta.get("constant"))
+
+
+def is_tensor(node: fx.Node) -> bool:
+    """Whether the node's value is one tensor: not a tuple of them, not a number."""
     return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether running the node twice gives two different values. Attention without dropout draws nothing."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.name == "dropout_p":
+            given = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+            return given != 0.0
+    return True
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the node's value shares memory with its first input, so that making it again is free."""
+    if node.target is operator.getitem:
+        return is_view(node.args[0])  # type: ignore[arg-type]
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if node.target is torch.ops.aten._unsafe_view.default:
+        return True
+    returned = [result.alias_info for result in node.target._schema.returns]
+    return any(info is not None and not info.is_write for info in returned)

@@ -1,0 +1,197 @@
+"""One node as a Python expression: the ordinary torch call where it is the same operator, else the ATen one.
+
+Calling ``torch.ops.aten.mm.default`` costs microseconds more than ``torch.mm`` and reads worse.
+``tests/test_expressions.py`` proves for every name below that the ordinary call dispatches to the ATen
+operator it stands for.
+"""
+
+import math
+import operator
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from pipec import torch_compat
+from pipec.graph import is_random
+
+aten = torch.ops.aten
+
+INFIX = {
+    aten.add.Tensor: "+",
+    aten.sub.Tensor: "-",
+    aten.mul.Tensor: "*",
+    aten.div.Tensor: "/",
+    aten.eq.Tensor: "==",
+    aten.ne.Tensor: "!=",
+    aten.lt.Tensor: "<",
+    aten.le.Tensor: "<=",
+    aten.gt.Tensor: ">",
+    aten.ge.Tensor: ">=",
+    aten.eq.Scalar: "==",
+    aten.ne.Scalar: "!=",
+    aten.lt.Scalar: "<",
+    aten.le.Scalar: "<=",
+    aten.gt.Scalar: ">",
+    aten.ge.Scalar: ">=",
+    aten.bitwise_and.Tensor: "&",
+    aten.bitwise_or.Tensor: "|",
+}
+
+METHODS = {
+    aten.view.default: "view",
+    aten.expand.default: "expand",
+    aten.permute.default: "permute",
+    aten.transpose.int: "transpose",
+    aten.t.default: "t",
+    aten.unsqueeze.default: "unsqueeze",
+    aten.squeeze.dim: "squeeze",
+    aten.masked_fill.Scalar: "masked_fill",
+    aten.new_zeros.default: "new_zeros",
+    aten.new_ones.default: "new_ones",
+    aten.new_full.default: "new_full",
+    aten.new_empty.default: "new_empty",
+}
+
+FUNCTIONS = {
+    aten.mm.default: "mm",
+    aten.bmm.default: "bmm",
+    aten.addmm.default: "addmm",
+    aten.baddbmm.default: "baddbmm",
+    aten.convolution.default: "convolution",
+    aten.native_layer_norm.default: "native_layer_norm",
+    aten.native_group_norm.default: "native_group_norm",
+    aten.sum.dim_IntList: "sum",
+    aten.sum.default: "sum",
+    aten.mean.dim: "mean",
+    aten.mean.default: "mean",
+    aten.pow.Tensor_Scalar: "pow",
+    aten.rsqrt.default: "rsqrt",
+    aten.sqrt.default: "sqrt",
+    aten.exp.default: "exp",
+    aten.log.default: "log",
+    aten.neg.default: "neg",
+    aten.abs.default: "abs",
+    aten.sin.default: "sin",
+    aten.cos.default: "cos",
+    aten.tanh.default: "tanh",
+    aten.sigmoid.default: "sigmoid",
+    aten.relu.default: "relu",
+    aten.cat.default: "cat",
+    aten.stack.default: "stack",
+    aten.where.self: "where",
+    aten.arange.default: "arange",
+    aten.arange.start: "arange",
+    aten.arange.start_step: "arange",
+    aten.full.default: "full",
+    aten.ones.default: "ones",
+    aten.zeros.default: "zeros",
+    aten.empty.memory_format: "empty",
+    aten.full_like.default: "full_like",
+    aten.ones_like.default: "ones_like",
+    aten.zeros_like.default: "zeros_like",
+    aten.empty_like.default: "empty_like",
+    aten.clone.default: "clone",
+    aten.select.int: "select",
+    aten.index_select.default: "index_select",
+    aten.gather.default: "gather",
+    aten.embedding.default: "embedding",
+    aten.logical_not.default: "logical_not",
+    aten.logical_and.default: "logical_and",
+    aten.minimum.default: "minimum",
+    aten.maximum.default: "maximum",
+    aten.clamp.default: "clamp",
+    aten.clamp_min.default: "clamp_min",
+    aten.amax.default: "amax",
+    aten.argmax.default: "argmax",
+    aten.cumsum.default: "cumsum",
+    aten.tril.default: "tril",
+    aten.triu.default: "triu",
+    aten.rsub.Scalar: "rsub",
+    aten.reciprocal.default: "reciprocal",
+    aten.erf.default: "erf",
+    aten.log_softmax.int: "log_softmax",
+    aten.softmax.int: "softmax",
+}
+
+DEFAULTS = {"pin_memory": (False, None), "layout": (torch.strided, None), "memory_format": (None,), "device": (None,)}
+
+Namer = Callable[[fx.Node], str]
+
+
+def expression(node: fx.Node, name: Namer, batch: sympy.Symbol | None) -> str:
+    """Python source that computes ``node``; ``name`` gives the source of a node it reads."""
+    show = lambda argument: literal(argument, name, batch)  # noqa: E731
+    target = node.target
+    if target is operator.getitem:
+        return f"{show(node.args[0])}[{show(node.args[1])}]"
+    args = [show(argument) for argument in node.args]
+    kwargs = [
+        f"{key}={show(value)}"
+        for key, value in node.kwargs.items()
+        if not (key in DEFAULTS and value in DEFAULTS[key])
+    ]
+    if target is aten.slice.Tensor and len(args) < 5 and args[1:2] >= ["0"]:
+        return _slice(*args)
+    if is_random(node):
+        return _random(node, args, kwargs)
+    if target in INFIX and not kwargs and isinstance(node.args[0], fx.Node):
+        return f"{args[0]} {INFIX[target]} {args[1]}"
+    if target in METHODS and isinstance(node.args[0], fx.Node):
+        return f"{args[0]}.{METHODS[target]}({', '.join(args[1:] + kwargs)})"
+    call = f"torch.{FUNCTIONS[target]}" if target in FUNCTIONS else _qualified(target)
+    return f"{call}({', '.join(args + kwargs)})"
+
+
+def _slice(tensor: str, dim: str = "0", start: str = "", end: str = "") -> str:
+    """``x[:, 1:16]``; a slice that counts dimensions from the end keeps its ATen form in ``expression``."""
+    bounds = f"{start}:{'' if end == str(sys.maxsize) else end}"
+    return f"{tensor}[{':, ' * int(dim)}{bounds}]"
+
+
+def _random(node: fx.Node, args: list[str], kwargs: list[str]) -> str:
+    """Random operators draw from a generator seeded by step, microbatch and operator, never from a global one."""
+    generator = f"rng({node.meta['draw']})"
+    if node.target is aten.native_dropout.default:
+        return f"dropout({args[0]}, {args[1]}, {generator})"
+    return f"draw({', '.join([generator, _qualified(node.target), *args, *kwargs])})"
+
+
+def _qualified(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return f"torch.ops.{target.namespace}.{target._schema.name.split('::')[1]}.{target._overloadname}"
+    raise NotImplementedError(f"code generation does not know how to call {target!r}")
+
+
+def literal(argument: Any, name: Namer, batch: sympy.Symbol | None) -> str:
+    """Python source of any argument a node may have."""
+    match argument:
+        case fx.Node():
+            return name(argument)
+        case torch.SymInt() | torch.SymFloat() | torch.SymBool():
+            return dimension(argument, batch)
+        case torch.device():
+            return "device"
+        case float() if not math.isfinite(argument):
+            return f'float("{argument}")'
+        case list() | fx.immutable_collections.immutable_list():
+            return "[" + ", ".join(literal(item, name, batch) for item in argument) + "]"
+        case tuple():
+            inner = ", ".join(literal(item, name, batch) for item in argument)
+            return f"({inner},)" if len(argument) == 1 else f"({inner})"
+        case None | bool() | int() | float() | str() | torch.dtype() | torch.layout() | torch.memory_format():
+            return repr(argument)
+    raise NotImplementedError(f"code generation cannot write an argument of type {type(argument).__name__}")
+
+
+def dimension(size: Any, batch: sympy.Symbol | None) -> str:
+    """A size as Python source in the microbatch size ``b``."""
+    if isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool):
+        expr = size.node.expr
+        if batch is not None:
+            expr = expr.xreplace({batch: sympy.Symbol("b", integer=True, positive=True)})
+        return torch_compat.python_expression(expr)
+    return str(size)

@@ -1,0 +1,111 @@
+"""A Python identifier for every node, the same in every function: the user's own variable names where known.
+
+Names of modules and inputs come from the user's program. They are reduced to identifiers or to harmless
+comment text here, and never reach the generated source in any other way.
+"""
+
+import builtins
+import keyword
+import operator
+import re
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+from pipec.graph import LossGradient, ModelInput, TrainingGraph, is_forward, is_tensor, recv, send
+
+RESERVED = frozenset(
+    ["torch", "w", "buffers", "constants", "rng", "saved", "b", "device", "dropout", "draw", "grad_loss"]
+)
+
+ITEMS = {
+    torch.ops.aten.native_layer_norm.default: ("", "mean", "rstd"),
+    torch.ops.aten.native_group_norm.default: ("", "mean", "rstd"),
+    torch.ops.aten._native_batch_norm_legit_functional.default: ("", "mean", "rstd", "new_mean", "new_var"),
+    torch.ops.aten.native_batch_norm_backward.default: ("grad_input", "grad_weight", "grad_bias"),
+    torch.ops.aten.native_layer_norm_backward.default: ("grad_input", "grad_weight", "grad_bias"),
+    torch.ops.aten.convolution_backward.default: ("grad_input", "grad_weight", "grad_bias"),
+    torch.ops.aten.native_dropout.default: ("", "mask"),
+    torch.ops.aten.max_pool2d_with_indices.default: ("", "indices"),
+}
+"""What the items of operators that return several tensors are called."""
+
+
+def identifier(text: str) -> str:
+    """The nearest Python identifier to any text."""
+    name = re.sub(r"\W+", "_", text, flags=re.ASCII).strip("_") or "value"
+    return f"_{name}" if name[0].isdigit() else name
+
+
+def comment(text: str) -> str:
+    """Any text made safe to stand in a comment or a docstring."""
+    return re.sub(r"[^\w .,:<>()\[\]=+*/·-]", "?", text)
+
+
+def name_nodes(graph: TrainingGraph) -> dict[fx.Node, str]:
+    """Unique names for all nodes of the graph, in order; messages keep the name of what they carry."""
+    names: dict[fx.Node, str] = {}
+    taken: set[str] = set(RESERVED) | set(keyword.kwlist) | set(dir(builtins))
+    results = _operator_results(graph)
+    for node in graph.module.graph.nodes:
+        if node.target in (send, recv):
+            names[node] = names[node.args[0]]
+        elif node.op == "placeholder" and isinstance(node.meta["role"], LossGradient):
+            names[node] = "grad_loss"
+        elif node.op != "output":
+            names[node] = _unique(_base_name(graph, node, results), taken)
+    return names
+
+
+def _operator_results(graph: TrainingGraph) -> dict[int, fx.Node]:
+    """The last forward node of each operator, of several items the first: what the user's variable holds."""
+    return {
+        node.meta["op"]: node
+        for node in graph.nodes
+        if is_forward(node) and is_tensor(node) and node.target not in (send, recv) and not _item(node)
+    }
+
+
+def _item(node: fx.Node) -> int:
+    """Which item of a tuple the node is; 0 also for what is no item."""
+    return node.args[1] if node.target is operator.getitem else 0  # type: ignore[return-value]
+
+
+def _base_name(graph: TrainingGraph, node: fx.Node, results: Mapping[int, fx.Node]) -> str:
+    if node.op == "placeholder":
+        role = node.meta["role"]
+        return _input_name(role.path) if isinstance(role, ModelInput) else "buffer"
+    op: int = node.meta["op"]
+    if results.get(op) is node:
+        return identifier(graph.operators[op].name)
+    if not is_forward(node):
+        awaited = [u.meta["op"] for u in node.users if u.op != "output" and u.meta["op"] != op]
+        if awaited:
+            return f"grad_{identifier(graph.operators[awaited[0]].name)}"
+    return _operator_name(node)
+
+
+def _input_name(path: str) -> str:
+    """``kwargs['input_ids']`` is ``input_ids``, ``args[0]`` is ``args_0``."""
+    return identifier(re.sub(r"^kwargs", "", path))
+
+
+def _operator_name(node: fx.Node) -> str:
+    if node.target is operator.getitem:
+        source, item = node.args
+        known = ITEMS.get(source.target, ())  # type: ignore[union-attr]
+        suffix = known[item] if item < len(known) else str(item)  # type: ignore[operator,index]
+        return "_".join(filter(None, [_operator_name(source), suffix]))  # type: ignore[arg-type]
+    schema = getattr(node.target, "_schema", None)
+    name = schema.name.split("::")[1] if schema else str(node.target)
+    return identifier(name.strip("_").removeprefix("native_"))
+
+
+def _unique(base: str, taken: set[str]) -> str:
+    name, count = base, 0
+    while name in taken:
+        count += 1
+        name = f"{base}_{count}"
+    taken.add(name)
+    return name

@@ -1,0 +1,255 @@
+"""The Python source of one stage: a header that says what it is, then one function for each phase."""
+
+import operator
+import re
+import textwrap
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from pipec.codegen.expressions import dimension, expression
+from pipec.codegen.names import comment
+from pipec.functions import Function, StageFunctions, runs_in
+from pipec.graph import TrainingGraph, is_random, is_tensor, is_view
+from pipec.ir import Phase
+from pipec.text import format_dtype
+
+LINE_LENGTH = 100
+SIDE_COLUMN = 84
+
+RETURNS = {
+    Phase.FORWARD: ("sent", "saved", "updates"),
+    Phase.RECOMPUTE: ("saved",),
+    Phase.BACKWARD: ("sent", "gradients"),
+    Phase.BACKWARD_INPUT: ("sent", "saved", "gradients"),
+    Phase.BACKWARD_WEIGHT: ("gradients",),
+}
+"""What the function of each phase returns, as the interpreter unpacks it."""
+
+
+@dataclass(frozen=True)
+class StageSource:
+    """Writes one stage. ``names`` is shared by all stages, so that a message has one name everywhere."""
+
+    graph: TrainingGraph
+    stage: StageFunctions
+    names: Mapping[fx.Node, str]
+    title: str
+
+    @classmethod
+    def of(
+        cls, graph: TrainingGraph, stage: StageFunctions, names: Mapping[fx.Node, str], title: str
+    ) -> "StageSource":
+        """Gradients are called after their parameter, ``grad_w3``, where no value of the user's has that name."""
+        index = {node.meta["role"].fqn: i for i, node in enumerate(stage.parameters)}
+        gradients = {n: f"grad_w{index[fqn]}" for f in stage.functions for fqn, n in f.gradients}
+        taken = set(names.values())
+        free = {node: name for node, name in gradients.items() if name not in taken}
+        return cls(graph, stage, {**names, **free}, title)
+
+    def write(self) -> str:
+        """The whole module: the same bytes for the same graph and plan."""
+        lines = ['"""' + self.title, '"""', "", "import torch", *self._imports(), ""]
+        lines += self._table("PARAMETERS", "w", self.stage.parameters)
+        lines += self._table("BUFFERS", "buffers", self.stage.buffers)
+        updated = dict(self.stage.functions[0].updates)
+        lines += self._table("UPDATED_BUFFERS", "", [n for n in self.stage.buffers if n.meta["role"].fqn in updated])
+        if self.stage.constants:
+            lines += ["", "", *self._constants()]
+        for function in self.stage.functions:
+            lines += ["", "", *_FunctionSource(self, function).lines()]
+        return "\n".join(lines) + "\n"
+
+    def hoisted(self) -> list[fx.Node]:
+        """The constants that functions read, in the order ``constants(b)`` returns them."""
+        read = {node for function in self.stage.functions for node in function.reads}
+        return [node for node in self.stage.constants if node in read]
+
+    def assignment(self, node: fx.Node, source: str, read: Container[fx.Node]) -> list[str]:
+        """``ln, mean, rstd = torch.native_layer_norm(...)    # f32[b, 8], f32[b, 1], f32[b, 1]``; unread items are ``_``."""
+        if not isinstance(node.meta["val"], list | tuple):
+            return _statement(f"{self.names[node]} = {source}", self.type_of(node))
+        items = {u.args[1]: u for u in node.users if u.target is operator.getitem and u in read}
+        targets = [self.names[items[i]] if i in items else "_" for i in range(len(node.meta["val"]))]
+        note = ", ".join(self.type_of(item) for _, item in sorted(items.items()))
+        return _statement(f"{', '.join(targets)}{',' * (len(targets) == 1)} = {source}", note)
+
+    def type_of(self, node: fx.Node) -> str:
+        """``f32[b, 128]``"""
+        value = node.meta["val"]
+        sizes = ", ".join(dimension(size, self.graph.batch) for size in value.shape)
+        return f"{format_dtype(str(value.dtype).removeprefix('torch.'))}[{sizes}]"
+
+    def _imports(self) -> list[str]:
+        drawn = [n.target for function in self.stage.functions for n in function.body if is_random(n)]
+        names = {"dropout" if t is torch.ops.aten.native_dropout.default else "draw" for t in drawn}
+        return ["", f"from pipec.runtime.draws import {', '.join(sorted(names))}"] if names else []
+
+    def _table(self, name: str, variable: str, nodes: Sequence[fx.Node]) -> list[str]:
+        if not nodes:
+            return [f"{name} = ()"]
+        rows = [
+            _beside(f"    {node.meta['role'].fqn!r},", variable and f"{variable}[{i}]  {self.type_of(node)}")
+            for i, node in enumerate(nodes)
+        ]
+        return [f"{name} = (", *rows, ")"]
+
+    def _constants(self) -> list[str]:
+        body = [
+            line
+            for node in filter(_is_printed, self.stage.constants)
+            for line in self.assignment(
+                node, expression(node, self.names.__getitem__, self.graph.batch), self.stage.constants
+            )
+        ]
+        return [
+            "def constants(b, device):",
+            '    """Values that depend on nothing but the size of the microbatch."""',
+            *body,
+            f"    return {_tuple(self.names[node] for node in self.hoisted())}",
+        ]
+
+
+@dataclass(frozen=True)
+class _FunctionSource:
+    module: StageSource
+    function: Function
+
+    def lines(self) -> list[str]:
+        body = [*self._unpack(), *self._body(), *self._return()]
+        parameters = ", ".join(self._parameters(body))
+        return [f"def {self.function.phase}({parameters}):", *body]
+
+    def _parameters(self, body: Iterable[str]) -> Iterator[str]:
+        """What the body mentions, in one order everywhere; callers bind by name."""
+        words = set(re.findall(r"\w+", "\n".join(line.split("  # ")[0] for line in body)))
+        yield from (name for name in ("w", "buffers", "constants") if name in words)
+        if self.function.phase is not Phase.FORWARD:
+            yield "saved"
+        yield from (self.module.names[n] for n in self.function.received + self.function.inputs)
+        yield from (name for name in ("b", "device", "rng") if name in words)
+
+    def _unpack(self) -> Iterator[str]:
+        if self.function.saved_in:
+            names = [self.module.names[node] for node in self.function.saved_in]
+            yield from _wrapped("    ", names, " = saved")
+            yield "    saved.clear()"
+        reads = set(self.function.reads)
+        for i, node in enumerate(self.module.hoisted()):
+            if node in reads:
+                yield f"    {self.module.names[node]} = constants[{i}]"
+
+    def _body(self) -> Iterator[str]:
+        """Operators under comments that name their module; what a group no longer needs is deleted after it."""
+        last_read = self._last_reads()
+        group, dead = None, list[str]()
+        read = set(self.function.body)
+        for node in filter(_is_printed, self.function.body):
+            replayed = is_view(node) and not runs_in(node, self.function.phase)
+            if not replayed and (title := self._title(node)) != group:
+                if dead:
+                    yield from _wrapped("    del ", dead, "")
+                group, dead = title, []
+                yield _beside(f"    # {title}", self._source_line(node))
+            source = expression(node, self._name, self.module.graph.batch)
+            yield from self.module.assignment(node, source, read)
+            dead += [self.module.names[n] for n in last_read.get(node, ())]
+
+    def _last_reads(self) -> dict[fx.Node, list[fx.Node]]:
+        """For each node of the body, the tensors that nothing reads after it."""
+        mine = {*self.function.body, *self.function.saved_in}
+        kept = set(self.function.results)
+        last: dict[fx.Node, fx.Node] = {}
+        for node in filter(_is_printed, self.function.body):
+            unpacked = [user for user in node.users if user.target is operator.getitem and user in mine]
+            for value in [*node.all_input_nodes, *([node] if is_tensor(node) else unpacked)]:
+                last[value] = node
+        dying: dict[fx.Node, list[fx.Node]] = {}
+        for value, reader in last.items():
+            if value in mine and value not in kept and is_tensor(value):
+                dying.setdefault(reader, []).append(value)
+        return dying
+
+    def _return(self) -> Iterator[str]:
+        function, names, stage = self.function, self.module.names, self.module.stage
+        updates = dict(function.updates)
+        sent = {names[n]: self._name(n.all_input_nodes[0]) for n in function.sent}
+        sent |= {names[n]: self._name(n) for n in function.outputs}
+        gradients = dict(function.gradients)
+        parts = {
+            "sent": "{" + ", ".join(f'"{key}": {value}' for key, value in sent.items()) + "}",
+            "saved": "[" + ", ".join(map(self._name, function.saved_out)) + "]",
+            "updates": _tuple(self._name(updates[n.meta["role"].fqn]) for n in stage.buffers if n.meta["role"].fqn in updates),
+            "gradients": _tuple(
+                self._name(gradients[p.meta["role"].fqn]) if p.meta["role"].fqn in gradients else "None"
+                for p in stage.parameters
+            ),
+        }
+        returned = [parts[key] for key in RETURNS[function.phase]]
+        if sum(map(len, returned)) + 15 <= LINE_LENGTH:
+            yield f"    return {', '.join(returned)}"
+        else:
+            yield "    return ("
+            for part in returned:
+                yield from _folded(part + ("," if len(returned) > 1 else ""))
+            yield "    )"
+
+    def _name(self, node: fx.Node) -> str:
+        stage = self.module.stage
+        if node in stage.parameters:
+            return f"w[{stage.parameters.index(node)}]"
+        if node in stage.buffers and node not in self.function.saved_in:
+            return f"buffers[{stage.buffers.index(node)}]"
+        return self.module.names[node]
+
+    def _title(self, node: fx.Node) -> str:
+        operators = self.module.graph.operators
+        made_by = operators[node.meta["op"]] if operators else None
+        if made_by is None or not made_by.module_type:
+            return "loss"
+        return comment(f"{made_by.module or 'model'} · {made_by.module_type}")
+
+    def _source_line(self, node: fx.Node) -> str:
+        operators = self.module.graph.operators
+        return comment(operators[node.meta["op"]].source) if operators else ""
+
+
+def _is_printed(node: fx.Node) -> bool:
+    """An item of a tuple is named where the tuple is unpacked."""
+    return node.target is not operator.getitem
+
+
+def _beside(code: str, note: str) -> str:
+    """``code`` with ``note`` in the side column."""
+    return f"{code:<{SIDE_COLUMN}}  # {note}" if note else code
+
+
+def _statement(code: str, note: str) -> list[str]:
+    """One statement with its note beside it; a long call is broken after its bracket."""
+    if len(code) + 4 <= LINE_LENGTH or not code.endswith(")"):
+        return [_beside(f"    {code}", note)]
+    start = code.index("(", code.index(" = ")) + 1
+    inner = textwrap.wrap(code[start:-1], LINE_LENGTH - 8, break_long_words=False, break_on_hyphens=False)
+    return [f"    {code[:start]}", *(f"        {line}" for line in inner), _beside("    )", note)]
+
+
+def _tuple(items: Iterable[str]) -> str:
+    listed = list(items)
+    return "(" + ", ".join(listed) + ("," if len(listed) == 1 else "") + ")"
+
+
+def _folded(code: str) -> list[str]:
+    """Bracketed code over as many lines as it needs."""
+    lines = textwrap.wrap(code, LINE_LENGTH - 9, break_long_words=False, break_on_hyphens=False)
+    return [f"        {lines[0]}", *(f"         {line}" for line in lines[1:])]
+
+
+def _wrapped(head: str, items: Sequence[str], tail: str) -> list[str]:
+    """``head a, b, c tail`` on one line, or in brackets over several."""
+    single = ", ".join(items) + ("," if len(items) == 1 and tail.startswith(" =") else "")
+    if len(head) + len(single) + len(tail) <= LINE_LENGTH:
+        return [head + single + tail]
+    inner = textwrap.wrap(single, LINE_LENGTH - 8, break_long_words=False, break_on_hyphens=False)
+    return [f"{head}(", *(f"        {line}" for line in inner), f"    ){tail}"]

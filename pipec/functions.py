@@ -1,0 +1,229 @@
+"""What each function of a stage takes, computes, keeps and returns: the classified graph, read stage by stage.
+
+Every edge has one meaning. Same function: a local. Same stage, another function: a saved value. Another
+stage: a message. Parameters, buffers that never change and constants are arguments of every function and
+are never saved; views are made again where they are needed, so that what is saved is what owns memory.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from pipec.graph import (
+    Buffer,
+    Gradient,
+    LossGradient,
+    ModelInput,
+    Output,
+    Parameter,
+    Result,
+    TrainingGraph,
+    UpdatedBuffer,
+    is_constant,
+    is_view,
+    recv,
+    send,
+    stage_of,
+)
+from pipec.ir import Mode, Phase
+
+
+@dataclass(frozen=True)
+class Function:
+    """One phase of one stage.
+
+    ``body`` holds the nodes to compute, in order. ``received``, ``inputs`` and ``saved_in`` come from
+    outside; ``sent`` (send nodes), ``outputs``, ``saved_out``, ``updates`` and ``gradients`` leave.
+    """
+
+    stage: int
+    phase: Phase
+    body: tuple[fx.Node, ...]
+    received: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    saved_in: tuple[fx.Node, ...]
+    saved_out: tuple[fx.Node, ...]
+    sent: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...] = ()
+    updates: tuple[tuple[str, fx.Node], ...] = ()
+    gradients: tuple[tuple[str, fx.Node], ...] = ()
+
+    @property
+    def reads(self) -> Iterator[fx.Node]:
+        """Every node some node of the body, or the result, reads."""
+        for node in self.body:
+            yield from node.all_input_nodes
+        yield from self.results
+
+    @property
+    def results(self) -> tuple[fx.Node, ...]:
+        """Nodes whose values leave the function."""
+        sent = tuple(node.all_input_nodes[0] for node in self.sent)
+        named = tuple(node for _, node in self.updates + self.gradients)
+        return sent + self.outputs + self.saved_out + named
+
+
+@dataclass(frozen=True)
+class StageFunctions:
+    """The functions of one stage in the order they run, and the tensors it holds, in first-use order."""
+
+    index: int
+    functions: tuple[Function, ...]
+    parameters: tuple[fx.Node, ...]
+    buffers: tuple[fx.Node, ...]
+    constants: tuple[fx.Node, ...]
+    """Every constant node needed, in order; those some function reads are returned by ``constants(b)``."""
+
+
+def stage_functions(graph: TrainingGraph, stage: int, split_backward: bool) -> StageFunctions:
+    """Read one stage off the graph. ``split_backward``: two backward functions instead of one."""
+    mine = [n for n in graph.nodes if not is_constant(n) and stage_of(n) == stage]
+    phases = _phases(graph, mine, split_backward)
+    functions: list[Function] = []
+    needed: tuple[fx.Node, ...] = ()
+    for phase in reversed(phases):
+        function = _function(graph, stage, phase, mine, needed)
+        functions.insert(0, function)
+        needed = function.saved_in
+    assert not needed, f"stage {stage} saves {needed} that no function makes"
+    return StageFunctions(
+        stage,
+        tuple(functions),
+        parameters=_arguments(functions, Parameter),
+        buffers=_arguments(functions, Buffer),
+        constants=_constants(graph, functions),
+    )
+
+
+def _phases(graph: TrainingGraph, nodes: Sequence[fx.Node], split_backward: bool) -> list[Phase]:
+    phases = [Phase.FORWARD]
+    if graph.mode is not Mode.TRAIN:
+        return phases
+    if any(node.meta.get("replay") for node in nodes):
+        phases.append(Phase.RECOMPUTE)
+    return phases + ([Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT] if split_backward else [Phase.BACKWARD])
+
+
+def runs_in(node: fx.Node, phase: Phase) -> bool:
+    """Whether the phase's function computes the node for its own sake."""
+    own = node.meta["phase"]
+    match phase:
+        case Phase.RECOMPUTE:
+            return own is Phase.FORWARD and bool(node.meta.get("replay"))
+        case Phase.BACKWARD:
+            return own in (Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
+        case _:
+            return own is phase
+
+
+def _function(
+    graph: TrainingGraph, stage: int, phase: Phase, mine: Sequence[fx.Node], saved_out: tuple[fx.Node, ...]
+) -> Function:
+    local = {node for node in mine if runs_in(node, phase)}
+    results = [] if phase is Phase.RECOMPUTE else _results(graph, stage, phase)
+    sent = [] if phase is Phase.RECOMPUTE else [node for node in local if node.target is send]
+    roots = list(saved_out) + [n for _, n in results] + [n.all_input_nodes[0] for n in sent]
+    body, outside = _closure(roots, local, phase)
+    order = {node: i for i, node in enumerate(graph.module.graph.nodes)}
+
+    def ordered(nodes: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
+        return tuple(sorted(nodes, key=order.__getitem__))
+
+    arrives = {node for node in body if node.target is recv}
+    return Function(
+        stage,
+        phase,
+        body=tuple(_late_views(ordered(body - arrives), local)),
+        received=ordered(arrives),
+        inputs=ordered(n for n in outside if _is_input(n)),
+        saved_in=ordered(n for n in outside if not _is_input(n)),
+        saved_out=saved_out,
+        sent=ordered(sent),
+        outputs=tuple(n for r, n in results if isinstance(r, Output)),
+        updates=tuple((r.fqn, n) for r, n in results if isinstance(r, UpdatedBuffer)),
+        gradients=tuple((r.fqn, n) for r, n in results if isinstance(r, Gradient)),
+    )
+
+
+def _late_views(body: Sequence[fx.Node], local: set[fx.Node]) -> Iterator[fx.Node]:
+    """The body in order, with views that are made again moved down to where they are first read."""
+    pending = {node for node in body if node not in local}
+
+    def emit(node: fx.Node) -> Iterator[fx.Node]:
+        for source in node.all_input_nodes:
+            if source in pending:
+                pending.remove(source)
+                yield from emit(source)
+        yield node
+
+    for node in body:
+        if node in local:
+            yield from emit(node)
+    for node in [n for n in body if n in pending]:
+        if node in pending:
+            pending.remove(node)
+            yield from emit(node)
+
+
+def _results(graph: TrainingGraph, stage: int, phase: Phase) -> list[tuple[Result, fx.Node]]:
+    """The graph's outputs that this function makes; what no stage computes is returned by the last."""
+    found = []
+    for role, node in graph.outputs:
+        computed = node.op == "call_function" and not is_constant(node)
+        if stage == (stage_of(node) if computed else graph.num_stages - 1):
+            made_in = node.meta["phase"] if computed else Phase.FORWARD
+            if made_in is phase or (phase is Phase.BACKWARD and made_in is not Phase.FORWARD):
+                found.append((role, node))
+    return found
+
+
+def _closure(
+    roots: Iterable[fx.Node], local: set[fx.Node], phase: Phase
+) -> tuple[set[fx.Node], set[fx.Node]]:
+    """Nodes to compute so that the roots exist, and the values that must come from outside for it."""
+    body: set[fx.Node] = set()
+    outside: set[fx.Node] = set()
+    pending = list(roots)
+    while pending:
+        node = pending.pop()
+        if node in body or node in outside or is_constant(node) or _is_held(node, phase):
+            continue
+        if node in local or is_view(node):
+            body.add(node)
+            if node.target is not recv:
+                pending.extend(node.all_input_nodes)
+        else:
+            outside.add(node)
+    return body, outside
+
+
+def _is_held(node: fx.Node, phase: Phase) -> bool:
+    """Whether the stage holds the tensor itself. After the forward, a changed buffer has a new value."""
+    if node.op != "placeholder":
+        return False
+    role = node.meta["role"]
+    if isinstance(role, Buffer):
+        return phase is Phase.FORWARD or not node.meta["changed"]
+    return isinstance(role, Parameter)
+
+
+def _is_input(node: fx.Node) -> bool:
+    return node.op == "placeholder" and isinstance(node.meta["role"], ModelInput | LossGradient)
+
+
+def _arguments(functions: Sequence[Function], kind: type) -> tuple[fx.Node, ...]:
+    nodes = (node for function in functions for node in function.reads)
+    held = [n for n in nodes if n.op == "placeholder" and isinstance(n.meta["role"], kind)]
+    return tuple(dict.fromkeys(held))
+
+
+def _constants(graph: TrainingGraph, functions: Sequence[Function]) -> tuple[fx.Node, ...]:
+    needed: set[fx.Node] = set()
+    pending = [node for function in functions for node in function.reads if is_constant(node)]
+    while pending:
+        node = pending.pop()
+        if node not in needed:
+            needed.add(node)
+            pending.extend(node.all_input_nodes)
+    return tuple(node for node in graph.nodes if node in needed)

@@ -1,0 +1,151 @@
+"""Put a send and a recv on every edge between stages, or make the value again where that is cheaper.
+
+::
+
+    h = gelu(x)             stage 0            h = gelu(x)             stage 0
+    m = triu(mask)          stage 0            s = send(h, 2)          stage 0
+    y = mul(h, m)           stage 2     ->     r = recv(s)             stage 2
+                                               m_1 = triu(mask)        stage 2
+                                               y = mul(r, m_1)         stage 2
+
+A value goes straight from the stage that makes it to each stage that reads it, once: skip connections need
+no relay. Values that need no parameter, such as masks and positions, are made again on the reading stage when
+that costs less than the message; every rank holds the model's inputs.
+"""
+
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from pipec.cost.devices import LinkModel
+from pipec.cost.formulas import OperatorCost
+from pipec.cost.symbols import evaluate
+from pipec.graph import (
+    Level,
+    ModelInput,
+    TrainingGraph,
+    is_constant,
+    is_forward,
+    is_random,
+    is_tensor,
+    is_view,
+    recv,
+    send,
+    stage_of,
+)
+
+
+@dataclass(frozen=True)
+class InsertCommunication:
+    """``link`` prices a message against making the value again on the reading stage."""
+
+    link: LinkModel
+
+    def __call__(self, graph: TrainingGraph) -> TrainingGraph:
+        crossings = _Crossings(graph, self.link)
+        for user in list(graph.nodes):
+            if is_constant(user):
+                continue
+            for source in user.all_input_nodes:
+                if source.op == "call_function" and not is_constant(source):
+                    if stage_of(source) != stage_of(user):
+                        user.replace_input_with(source, crossings.on_stage_of(source, user))
+        graph.module.graph.eliminate_dead_code()
+        return replace(graph, level=Level.COMMUNICATING)
+
+
+@dataclass
+class _Crossings:
+    """The value of a node on other stages, made or received at most once for each."""
+
+    graph: TrainingGraph
+    link: LinkModel
+    free: dict[fx.Node, bool] = field(default_factory=dict)
+    copies: dict[tuple[fx.Node, int], fx.Node] = field(default_factory=dict)
+
+    def on_stage_of(self, source: fx.Node, user: fx.Node) -> fx.Node:
+        stage = stage_of(user)
+        if (source, stage) not in self.copies:
+            if self.is_free(source) and self.cost_to_make(source, stage) < self.cost_to_send(source):
+                self.make(source, stage)
+            elif self.is_view_of_no_more(source, user):
+                self.view_there(source, user)
+            else:
+                self.receive(source, user)
+        return self.copies[source, stage]
+
+    def is_view_of_no_more(self, node: fx.Node, user: fx.Node) -> bool:
+        """Whether sending what the node is a view of costs no more: it may be on its way already."""
+        if not is_view(node) or (is_forward(node) and stage_of(node) > stage_of(user)):
+            return False
+        base = node.all_input_nodes[0]
+        return (
+            is_tensor(base)
+            and len(node.all_input_nodes) == 1
+            and base.op == "call_function"
+            and self.cost_to_send(base) <= self.cost_to_send(node)
+        )
+
+    def view_there(self, node: fx.Node, user: fx.Node) -> None:
+        base = node.all_input_nodes[0]
+        if not is_constant(base) and stage_of(base) != stage_of(user):
+            base = self.on_stage_of(base, user)
+        with self.graph.module.graph.inserting_after(node):
+            copy = self.graph.module.graph.node_copy(node, lambda _: base)
+        copy.meta = {**node.meta, "stage": stage_of(user)}
+        self.copies[node, stage_of(user)] = copy
+
+    def is_free(self, node: fx.Node) -> bool:
+        """Whether the node can be made on any stage: it reads the model's inputs and constants only."""
+        if node not in self.free:
+            self.free[node] = node.op == "placeholder" and isinstance(node.meta["role"], ModelInput)
+            if node.op == "call_function" and is_forward(node) and not is_random(node):
+                self.free[node] = all(map(self.is_free, node.all_input_nodes))
+        return self.free[node]
+
+    def cost_to_make(self, node: fx.Node, stage: int) -> float:
+        """Seconds to make a free node on ``stage``, with every node it needs that is not there yet."""
+        pending, seen, seconds = [node], set(), 0.0
+        while pending:
+            current = pending.pop()
+            if current in seen or current.op == "placeholder" or is_constant(current):
+                continue
+            seen.add(current)
+            if (current, stage) not in self.copies and stage_of(current) != stage:
+                seconds += self.seconds(current)
+                pending.extend(current.all_input_nodes)
+        return seconds
+
+    def cost_to_send(self, node: fx.Node) -> float:
+        cost: OperatorCost = node.meta["cost"]
+        size = evaluate(cost.output_bytes, self.graph.batch_size)
+        return self.link.latency_seconds + size / self.link.bytes_per_second
+
+    def seconds(self, node: fx.Node) -> float:
+        cost: OperatorCost = node.meta["cost"]
+        return cost.seconds(self.graph.batch_size)
+
+    def make(self, node: fx.Node, stage: int) -> fx.Node:
+        if node.op == "placeholder" or is_constant(node) or stage_of(node) == stage:
+            return node
+        if (node, stage) not in self.copies:
+            inputs = {source: self.make(source, stage) for source in node.all_input_nodes}
+            with self.graph.module.graph.inserting_after(node):
+                copy = self.graph.module.graph.node_copy(node, lambda source: inputs[source])
+            copy.meta = {**node.meta, "stage": stage}
+            self.copies[node, stage] = copy
+        return self.copies[node, stage]
+
+    def receive(self, source: fx.Node, user: fx.Node) -> None:
+        """A forward value read by the backward of an earlier stage travels with the gradients."""
+        forward = is_forward(source) and stage_of(source) < stage_of(user)
+        phase = source.meta["phase"] if forward or not is_forward(source) else user.meta["phase"]
+        meta = {key: source.meta[key] for key in ("val", "op", "cost")} | {"phase": phase}
+        fx_graph = self.graph.module.graph
+        with fx_graph.inserting_after(source):
+            sent = fx_graph.call_function(send, (source, stage_of(user)))
+        with fx_graph.inserting_after(sent):
+            received = fx_graph.call_function(recv, (sent,))
+        sent.meta = {**meta, "stage": stage_of(source)}
+        received.meta = {**meta, "stage": stage_of(user)}
+        self.copies[source, stage_of(user)] = received

@@ -1,0 +1,29 @@
+"""Decide which forward values a stage keeps for its backward and which it computes again.
+
+::
+
+    h = relu(x)            stage 1 FORWARD            h = relu(x)            stage 1 FORWARD, replayed
+    g = gelu(h)            stage 1 FORWARD     ->     g = gelu(h)            stage 1 FORWARD, replayed
+    dg = gelu_back(d, h)   stage 1 BACKWARD           dg = gelu_back(d, h)   stage 1 BACKWARD
+"""
+
+from dataclasses import dataclass
+
+from pipec.graph import TrainingGraph, is_constant, is_forward, is_random, recv, send, stage_of
+
+
+@dataclass(frozen=True)
+class MarkRecompute:
+    """Stages in ``stages`` keep only what they received, as GPipe does (Huang et al. 2019, section 2.3).
+
+    Values of random operators are kept as well: drawn again they would differ.
+    """
+
+    stages: frozenset[int]
+
+    def __call__(self, graph: TrainingGraph) -> TrainingGraph:
+        for node in filter(is_forward, graph.nodes):
+            if not is_constant(node):
+                messages = node.target in (send, recv)
+                node.meta["replay"] = stage_of(node) in self.stages and not messages and not is_random(node)
+        return graph

@@ -1,0 +1,35 @@
+"""Tell the nodes that make input gradients from those that only make weight gradients.
+
+::
+
+    dx = mm(dy, w)        BACKWARD     ->     dx = mm(dy, w)        BACKWARD_INPUT
+    dw = mm(dy.t(), x)    BACKWARD            dw = mm(dy.t(), x)    BACKWARD_WEIGHT
+
+Input gradients are what another operator's backward waits for; the rest can run at any later time
+(Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2).
+"""
+
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from pipec.graph import Level, TrainingGraph, is_forward, send
+from pipec.ir import Phase
+
+
+@dataclass(frozen=True)
+class SplitBackward:
+    """Refine ``Phase.BACKWARD`` into its two halves; a fused backward runs both."""
+
+    def __call__(self, graph: TrainingGraph) -> TrainingGraph:
+        for node in reversed(list(graph.nodes)):
+            if not is_forward(node):
+                needed = node.target is send or any(_awaits(node, user) for user in node.users)
+                node.meta["phase"] = Phase.BACKWARD_INPUT if needed else Phase.BACKWARD_WEIGHT
+        return replace(graph, level=Level.SPLIT)
+
+
+def _awaits(node: fx.Node, user: fx.Node) -> bool:
+    if user.op == "output":
+        return False
+    return user.meta["phase"] is Phase.BACKWARD_INPUT or user.meta["op"] != node.meta["op"]

@@ -1,0 +1,69 @@
+"""Give a tied parameter one gradient per stage that uses it, so that the sum is made once per step.
+
+::
+
+    a = mm(dy, h)              stage 3            a = mm(dy, h)              stage 3   -> gradient of wte
+    b = embedding_back(...)    stage 0     ->     b = embedding_back(...)    stage 0   -> gradient of wte
+    g = add(a, b)              stage 0   -> gradient of wte
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from pipec.graph import Gradient, Result, TrainingGraph, is_forward, stage_of
+
+
+@dataclass(frozen=True)
+class UntieGradients:
+    """Split every gradient that sums over stages; without it each microbatch would send a whole gradient."""
+
+    def __call__(self, graph: TrainingGraph) -> TrainingGraph:
+        results: list[tuple[Result, fx.Node]] = []
+        for role, node in graph.outputs:
+            if isinstance(role, Gradient):
+                results += [(role, part) for part in _per_stage(graph, node)]
+            else:
+                results.append((role, node))
+        graph.module.graph.output_node().args = (tuple(node for _, node in results),)
+        graph.module.graph.eliminate_dead_code()
+        return replace(graph, results=tuple(role for role, _ in results))
+
+
+def _per_stage(graph: TrainingGraph, gradient: fx.Node) -> list[fx.Node]:
+    """The gradient as one sum per stage, each in the order autograd adds."""
+    terms = list(_terms(gradient))
+    stages = sorted({stage_of(term) for term in terms})
+    if len(stages) == 1:
+        return [gradient]
+    return [_sum(graph, gradient, [t for t in terms if stage_of(t) == stage]) for stage in stages]
+
+
+def _terms(node: fx.Node) -> Iterator[fx.Node]:
+    if _accumulates(node):
+        for term in node.all_input_nodes:
+            yield from _terms(term)
+    else:
+        yield node
+
+
+def _accumulates(node: fx.Node) -> bool:
+    """An addition autograd made to sum the gradients of several uses: it belongs to no operator of its own."""
+    return (
+        node.target is torch.ops.aten.add.Tensor
+        and not node.kwargs
+        and "custom" not in node.meta
+        and not any(is_forward(term) for term in node.all_input_nodes)
+    )
+
+
+def _sum(graph: TrainingGraph, gradient: fx.Node, terms: list[fx.Node]) -> fx.Node:
+    total = terms[0]
+    for term in terms[1:]:
+        with graph.module.graph.inserting_before(gradient):
+            partial = graph.module.graph.call_function(torch.ops.aten.add.Tensor, (total, term))
+        partial.meta.update(gradient.meta, op=min(total.meta["op"], term.meta["op"]), stage=stage_of(term))
+        total = partial
+    return total

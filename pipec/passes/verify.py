@@ -1,0 +1,181 @@
+"""What must hold of a training graph after every pass: a list of rules for each level it has reached."""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import fx
+
+from pipec.errors import VerifyError
+from pipec.graph import (
+    Buffer,
+    Gradient,
+    Level,
+    Parameter,
+    TrainingGraph,
+    UpdatedBuffer,
+    is_constant,
+    is_forward,
+    is_tensor,
+    recv,
+    send,
+    stage_of,
+)
+from pipec.ir import Phase
+
+Fault = tuple[fx.Node, str]
+Rule = Callable[[TrainingGraph], Iterator[Fault]]
+
+CONTEXT_LINES = 3
+
+
+def verify(graph: TrainingGraph, after: object = "capture") -> None:
+    """Raise VerifyError at the first broken rule, naming the pass, the stage and the node."""
+    graph.module.graph.lint()
+    for level, rules in RULES.items():
+        if graph.level < level:
+            break
+        for rule in rules:
+            for node, problem in rule(graph):
+                raise VerifyError(_message(graph, after, node, problem))
+
+
+def _message(graph: TrainingGraph, after: object, node: fx.Node, problem: str) -> str:
+    stage = f"stage {node.meta['stage']}, " if "stage" in node.meta else ""
+    operator = graph.operators[node.meta["op"]] if "op" in node.meta and graph.operators else None
+    where = f" ({operator.module} at {operator.source})" if operator else ""
+    return f"after {after!r}: {stage}node {node.name}{where}: {problem}\n{_around(graph, node)}"
+
+
+def _around(graph: TrainingGraph, node: fx.Node) -> str:
+    nodes = list(graph.module.graph.nodes)
+    position = nodes.index(node)
+    start = max(0, position - CONTEXT_LINES)
+    lines = []
+    for other in nodes[start : position + CONTEXT_LINES + 1]:
+        marker = ">" if other is node else " "
+        lines.append(f"{marker} [{other.meta.get('stage', '-')}] {other.format_node()}")
+    return "\n".join(lines)
+
+
+def _nodes_are_classified(graph: TrainingGraph) -> Iterator[Fault]:
+    for node in graph.nodes:
+        for key in ("val", "op", "phase"):
+            if key not in node.meta:
+                yield node, f"has no {key!r}; a pass that makes a node copies the meta of the one it stands for"
+
+
+def _forward_never_reads_backward(graph: TrainingGraph) -> Iterator[Fault]:
+    for node in filter(is_forward, graph.nodes):
+        for source in node.all_input_nodes:
+            if not is_forward(source):
+                yield node, f"runs in the forward but reads {source.name}, which the backward makes"
+
+
+def _every_node_has_a_stage(graph: TrainingGraph) -> Iterator[Fault]:
+    for node in graph.nodes:
+        if not is_constant(node) and not isinstance(node.meta.get("stage"), int):
+            yield node, "belongs to no stage"
+
+
+def _edges_follow_the_pipeline(graph: TrainingGraph) -> Iterator[Fault]:
+    for source, user in _stage_edges(graph):
+        if is_forward(source) and is_forward(user) and stage_of(source) > stage_of(user):
+            yield user, f"reads {source.name} of the later stage {stage_of(source)}: a forward edge goes back"
+        if not is_forward(source) and stage_of(source) < stage_of(user):
+            yield user, f"reads {source.name} of the earlier stage {stage_of(source)}: a gradient goes forward"
+
+
+def _changed_buffers_stay_home(graph: TrainingGraph) -> Iterator[Fault]:
+    homes = {role.fqn: stage_of(n) for role, n in graph.outputs if isinstance(role, UpdatedBuffer)}
+    for node in graph.arguments:
+        role = node.meta["role"]
+        if isinstance(role, Buffer) and role.fqn in homes:
+            for user in node.users:
+                if user.op == "call_function" and stage_of(user) != homes[role.fqn]:
+                    yield user, f"reads buffer {role.fqn}, which stage {homes[role.fqn]} changes"
+
+
+def _gradients_have_one_stage_each(graph: TrainingGraph) -> Iterator[Fault]:
+    seen: dict[tuple[str, int], fx.Node] = {}
+    for role, node in graph.outputs:
+        if isinstance(role, Gradient):
+            key = role.fqn, stage_of(node)
+            if key in seen:
+                yield node, f"is a second gradient of {role.fqn} on the same stage, besides {seen[key].name}"
+            seen[key] = node
+
+
+def _gradients_have_owners(graph: TrainingGraph) -> Iterator[Fault]:
+    users = {
+        n.meta["role"].fqn: {stage_of(u) for u in n.users if u.op == "call_function"}
+        for n in graph.arguments
+        if isinstance(n.meta["role"], Parameter)
+    }
+    for role, node in graph.outputs:
+        if isinstance(role, Gradient) and stage_of(node) not in users[role.fqn]:
+            yield node, f"is the gradient of {role.fqn}, but stage {stage_of(node)} does not hold that parameter"
+
+
+def _only_messages_cross(graph: TrainingGraph) -> Iterator[Fault]:
+    for source, user in _stage_edges(graph):
+        if stage_of(source) != stage_of(user) and user.target is not recv:
+            yield user, f"reads {source.name} of stage {stage_of(source)} without a send and a recv"
+
+
+def _messages_match(graph: TrainingGraph) -> Iterator[Fault]:
+    for node in graph.nodes:
+        if node.target is send:
+            receivers = [user for user in node.users if user.target is recv]
+            if len(receivers) != 1 or len(node.users) != 1:
+                yield node, f"must be received exactly once, but has {len(node.users)} users"
+            elif stage_of(receivers[0]) != node.args[1]:
+                yield node, f"goes to stage {node.args[1]} but stage {stage_of(receivers[0])} receives it"
+        elif node.target is recv:
+            source = node.args[0]
+            if not isinstance(source, fx.Node) or source.target is not send:
+                yield node, "receives something that was not sent"
+            elif not _same_type(source, node):
+                yield node, f"expects {_type(node)} but {source.name} carries {_type(source)}"
+
+
+def _weight_gradients_come_last(graph: TrainingGraph) -> Iterator[Fault]:
+    for node in graph.nodes:
+        if node.meta["phase"] is Phase.BACKWARD_INPUT:
+            for source in node.all_input_nodes:
+                if source.meta["phase"] is Phase.BACKWARD_WEIGHT:
+                    yield node, f"is part of the input gradient but reads {source.name} of the weight gradient"
+        elif node.meta["phase"] is Phase.BACKWARD:
+            yield node, "is neither part of the input gradient nor of the weight gradient"
+
+
+def _stage_edges(graph: TrainingGraph) -> Iterator[tuple[fx.Node, fx.Node]]:
+    for user in graph.nodes:
+        if is_constant(user):
+            continue
+        for source in user.all_input_nodes:
+            if source.op == "call_function" and not is_constant(source):
+                yield source, user
+
+
+def _type(node: fx.Node) -> str:
+    value = node.meta["val"]
+    return f"{value.dtype}{list(value.shape)}" if is_tensor(node) else type(value).__name__
+
+
+def _same_type(one: fx.Node, other: fx.Node) -> bool:
+    a, b = one.meta["val"], other.meta["val"]
+    return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and _type(one) == _type(other)
+
+
+RULES: dict[Level, tuple[Rule, ...]] = {
+    Level.CAPTURED: (_nodes_are_classified, _forward_never_reads_backward),
+    Level.CUT: (
+        _every_node_has_a_stage,
+        _edges_follow_the_pipeline,
+        _changed_buffers_stay_home,
+        _gradients_have_one_stage_each,
+        _gradients_have_owners,
+    ),
+    Level.COMMUNICATING: (_only_messages_cross, _messages_match),
+    Level.SPLIT: (_weight_gradients_come_last,),
+}

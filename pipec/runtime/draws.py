@@ -1,0 +1,36 @@
+"""Random operators as generated code calls them: with an explicit generator, so that placement changes nothing."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_default_generator = threading.Lock()
+
+
+def dropout(input: Tensor, p: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """What ``aten.native_dropout(input, p, True)`` returns: the scaled output and the mask of kept elements."""
+    mask = torch.empty_like(input, dtype=torch.bool)
+    if p == 1.0:
+        mask.zero_()
+        return torch.zeros_like(input), mask
+    mask.bernoulli_(1.0 - p, generator=generator)
+    return input * mask * (1.0 / (1.0 - p)), mask
+
+
+def draw(generator: torch.Generator, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a random operator that takes no generator: the device's default one is lent the state and put back."""
+    device = generator.device
+    with _default_generator:
+        if device.type == "cuda":
+            default = torch.cuda.default_generators[device.index or 0]
+        else:
+            default = torch.default_generator
+        before = default.get_state()
+        default.set_state(generator.get_state())
+        try:
+            return function(*args, **kwargs)
+        finally:
+            default.set_state(before)
