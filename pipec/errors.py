@@ -29,5 +29,9 @@ class ArtifactError(PipecError):
     """A saved artifact, program text or profile is corrupted, foreign or of another version."""
 
 
+class ExecutionError(PipecError):
+    """An instruction failed while a program ran. ``__cause__`` is the original error."""
+
+
 class TransportError(PipecError):
     """A message could not be delivered: a peer failed, hung or holds another plan."""

@@ -1,0 +1,211 @@
+"""Point-to-point connections between the ranks of a process group: gloo for CPU, NCCL for CUDA tensors.
+
+Both raise the same errors: ``TimeoutError`` when nothing happened for too long, ``ConnectionError`` when the
+other side is gone or has closed.
+"""
+
+import contextlib
+import queue
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Direction = tuple[int, int]
+"""A sending rank and a receiving rank."""
+
+
+class Connections(Protocol):
+    def open(self, directions: Iterable[Direction]) -> None:
+        """Connect these ranks; every rank calls it with the same directions."""
+
+    def send(self, tensor: Tensor, peer: int, tag: int) -> None:
+        """Start to send a contiguous tensor, which is kept alive until it has left."""
+
+    def receive(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
+        """Start to receive into ``tensor``."""
+
+    def wait(self, work: dist.Work) -> None:
+        """Until what was received may be read by whatever this thread launches next."""
+
+    def drain(self) -> None:
+        """Until everything sent and received is over."""
+
+    def close(self) -> None:
+        """For good. Every other rank that waits for this one notices."""
+
+
+class GlooConnections:
+    """One group of all ranks: messages between two of them that differ in tag do not wait for each other."""
+
+    def __init__(self, rank: int, num_ranks: int, timeout: float) -> None:
+        self._peers = [peer for peer in range(num_ranks) if peer != rank]
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        self._sends = _SendReaper()
+
+    def open(self, directions: Iterable[Direction]) -> None:
+        """Nothing to do: gloo connects all ranks of a group when it is made."""
+
+    def send(self, tensor: Tensor, peer: int, tag: int) -> None:
+        with _gloo_errors():
+            self._sends.add(_work(dist.isend(tensor, peer, group=self._group, tag=tag)), tensor)
+
+    def receive(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
+        with _gloo_errors():
+            return _work(dist.irecv(tensor, peer, group=self._group, tag=tag))
+
+    def wait(self, work: dist.Work) -> None:
+        with _gloo_errors():
+            work.wait()
+
+    def drain(self) -> None:
+        with _gloo_errors():
+            self._sends.drain()
+
+    def close(self) -> None:
+        """A receive that times out closes every connection of its group, whatever else is under way on it.
+
+        ``abort`` and ``shutdown`` of a gloo group do not (torch 2.13).
+        """
+        for peer in self._peers:
+            with contextlib.suppress(RuntimeError):
+                work = dist.irecv(torch.empty(1), peer, group=self._group, tag=_UNUSED_TAG)
+                _work(work).wait(timedelta(milliseconds=1))
+
+
+_UNUSED_TAG = 2**31 - 1
+
+
+@contextlib.contextmanager
+def _gloo_errors() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if "Timed out" in str(error):
+            raise TimeoutError(str(error)) from error
+        raise ConnectionError(str(error)) from error
+
+
+class _SendReaper:
+    """Keeps tensors alive until they are sent, in a thread that waits for one send after the other.
+
+    gloo tells only those who wait that a send is over, and a rank must not wait while it has work.
+    """
+
+    def __init__(self) -> None:
+        self._pending: queue.Queue[tuple[dist.Work, Tensor] | None] = queue.Queue()
+        self._errors: list[RuntimeError] = []
+        arguments = self._pending, self._errors
+        threading.Thread(target=_reap, args=arguments, name="pipec sends", daemon=True).start()
+        weakref.finalize(self, self._pending.put, None)
+
+    def add(self, work: dist.Work, tensor: Tensor) -> None:
+        self._pending.put((work, tensor))
+
+    def drain(self) -> None:
+        self._pending.join()
+        if self._errors:
+            raise self._errors[0]
+
+
+def _reap(pending: "queue.Queue[tuple[dist.Work, Tensor] | None]", errors: list[RuntimeError]) -> None:
+    while (entry := pending.get()) is not None:
+        try:
+            entry[0].wait()
+        except RuntimeError as error:
+            errors.append(error)
+        del entry
+        pending.task_done()
+
+
+class NcclConnections:
+    """A group of two ranks per direction: NCCL has no tags, and matches a group's messages in order.
+
+    A message thus waits for those of its own direction alone, whose order is the same on both sides.
+    Waiting happens on the stream; the host waits in ``drain`` only, and there also sees, through
+    ``is_failed``, that another rank has failed.
+    """
+
+    def __init__(
+        self, device: torch.device, rank: int, timeout: float, is_failed: Callable[[], bool]
+    ) -> None:
+        self._device = device
+        self._rank = rank
+        self._timeout = timeout
+        self._is_failed = is_failed
+        self._groups: dict[Direction, dist.ProcessGroup] = {}
+        self._pending: deque[tuple[dist.Work, Tensor]] = deque()
+
+    def open(self, directions: Iterable[Direction]) -> None:
+        """Also sends a first message, everywhere in the same order: the first use of a group blocks."""
+        for direction in sorted(set(directions) - self._groups.keys()):
+            # NCCL's own watchdog ends the process: it must not be faster than `drain`.
+            group = dist.new_group(list(direction), timedelta(seconds=2 * self._timeout), "nccl")
+            self._groups[direction] = group
+            if self._rank in direction:
+                self._greet(*direction)
+
+    def send(self, tensor: Tensor, peer: int, tag: int) -> None:
+        work = dist.isend(tensor, peer, group=self._groups[self._rank, peer])
+        self._remember(_work(work), tensor)
+
+    def receive(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
+        work = _work(dist.irecv(tensor, peer, group=self._groups[peer, self._rank]))
+        self._remember(work, tensor)
+        return work
+
+    def wait(self, work: dist.Work) -> None:
+        work.wait()
+
+    def drain(self) -> None:
+        deadline = time.monotonic() + self._timeout
+        next_check = time.monotonic() + _CHECK_SECONDS
+        while self._reap():
+            now = time.monotonic()
+            if now > deadline:
+                raise TimeoutError(f"NCCL messages are still under way after {self._timeout} s")
+            if now > next_check:
+                next_check = now + _CHECK_SECONDS
+                if self._is_failed():
+                    raise ConnectionError("another rank failed")
+            time.sleep(_POLL_SECONDS)
+
+    def close(self) -> None:
+        """Aborts kernels that wait for a peer; peers abort theirs when they see that this rank failed."""
+        for group in self._groups.values():
+            group.abort()
+        self._pending.clear()
+
+    def _greet(self, source: int, target: int) -> None:
+        greeting = torch.zeros(1, device=self._device)
+        if self._rank == source:
+            self.send(greeting, target, 0)
+        else:
+            self.receive(greeting, source, 0)
+        self.drain()
+
+    def _remember(self, work: dist.Work, tensor: Tensor) -> None:
+        self._reap()
+        self._pending.append((work, tensor))
+
+    def _reap(self) -> bool:
+        """Let go of the messages that are over, oldest first; True while there are others."""
+        while self._pending and self._pending[0][0].is_completed():
+            self._pending.popleft()
+        return bool(self._pending)
+
+
+_POLL_SECONDS = 50e-6
+_CHECK_SECONDS = 1.0
+
+
+def _work(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "this rank is not a member of the group"
+    return work

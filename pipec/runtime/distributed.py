@@ -1,0 +1,217 @@
+"""The transport between processes, over torch.distributed: gloo for CPU ranks, NCCL for CUDA ranks.
+
+The connections are the transport's own: they share nothing with the process group that was found but its
+members and its store, and can be closed without closing that.
+
+A rank that fails writes why into the store, then closes its connections. Closed connections are what the
+others notice, at once and wherever they wait; the store then tells them what happened. A process that dies
+closes its connections too, and leaves nothing in the store.
+"""
+
+import contextlib
+import hashlib
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# The store that the ranks of the process group share; the public API does not hand it out.
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+from pipec.errors import PipecError, TransportError
+from pipec.ir import Instruction, Link, Payload, Plan, Value
+from pipec.runtime.connections import Connections, Direction, GlooConnections, NcclConnections
+from pipec.runtime.storage import is_exclusive
+from pipec.runtime.transport import Receiver, Send
+from pipec.text import evaluate_dim, format_link
+
+_transport_numbers = itertools.count()
+"""Keep apart what several transports of one process write into the store. All ranks count alike."""
+
+
+class TorchDistributed:
+    """This process's rank. Every rank makes its transports in the same order, and calls ``connect`` alike.
+
+    Uses the default process group if there is one, else makes it from the environment that ``torchrun``
+    sets. A wait that lasts longer than ``timeout`` seconds is an error. After an error the transport stays
+    closed; the process group it found does not.
+    """
+
+    def __init__(self, device: torch.device, timeout: float = 300.0) -> None:
+        if not dist.is_initialized():
+            backend = "nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
+        self._device = device
+        self._timeout = timeout
+        self._store = PrefixStore(f"pipec/{next(_transport_numbers)}", _get_default_store())
+        self._agreements = itertools.count()
+        self._buffers: dict[tuple[Link, int], list[_Buffer]] = {}
+        self._connections: Connections = (
+            NcclConnections(device, self.rank, timeout, lambda: self._failure() is not None)
+            if device.type == "cuda"
+            else GlooConnections(self.rank, self.num_ranks, timeout)
+        )
+
+    def connect(self, plan: Plan, text: str) -> None:
+        """Check that every rank holds the same ``text``, then open what the links of ``plan`` need."""
+        self.agree(text)
+        self._connections.open(_directions(plan))
+
+    def agree(self, text: str) -> None:
+        """Check that every rank calls this with the same text: the plan, its programs and the stage sources.
+
+        Raises:
+            TransportError: some ranks hold another text, or did not answer; raised on every rank alike.
+        """
+        prefix = f"agreement/{next(self._agreements)}"
+        keys = [f"{prefix}/{rank}" for rank in range(self.num_ranks)]
+        self._store.set(keys[self.rank], hashlib.sha256(text.encode()).hexdigest())
+        try:
+            self._store.wait(keys, timedelta(seconds=self._timeout))
+        except RuntimeError as error:
+            absent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            raise TransportError(
+                f"rank {self.rank} waited {self._timeout:g} s for {_ranks(absent)} to compare plans; "
+                "every rank must run the same script with the same arguments"
+            ) from error
+        _check_equal([self._store.get(key).decode() for key in keys])
+
+    def sender(self, instruction: Instruction, tag: int) -> Send:
+        doing = f"sending {_message(instruction)} to rank {instruction.peer}"
+
+        def send(tensors: Sequence[Tensor]) -> None:
+            with self.explaining(doing) as connections:
+                for tensor in tensors:
+                    connections.send(tensor.contiguous(), instruction.peer, tag)
+
+        return send
+
+    def receiver(self, instruction: Instruction, tag: int) -> Receiver:
+        assert instruction.link is not None
+        key = instruction.link, instruction.slot
+        if key not in self._buffers:
+            self._buffers[key] = [_Buffer(value, self._device) for value in instruction.link.values]
+        return _Receiver(self, instruction, tag, self._buffers[key])
+
+    def finish(self) -> None:
+        with self.explaining("finishing the step") as connections:
+            connections.drain()
+
+    def fail(self, error: BaseException) -> None:
+        """Write down why, then close. What the first rank to fail writes is what all others read."""
+        text = str(error) if isinstance(error, PipecError) else f"rank {self.rank}: {error!r}"
+        with contextlib.suppress(RuntimeError):  # the process that holds the store may be gone
+            self._store.compare_set(_FAILURE, "", text)
+        self._connections.close()
+
+    @contextlib.contextmanager
+    def explaining(self, doing: str) -> Iterator[Connections]:
+        """The connections; their errors become a ``TransportError`` that tells what was being done."""
+        try:
+            yield self._connections
+        except (TimeoutError, ConnectionError) as error:
+            raise TransportError(self._explain(error, doing)) from error
+
+    def _explain(self, error: Exception, doing: str) -> str:
+        if failure := self._failure():
+            return f"another rank failed while this one was {doing}:\n{failure}"
+        if isinstance(error, TimeoutError):
+            return f"{doing} took more than {self._timeout:g} s; that rank hangs, or waits for one that does"
+        return (
+            f"the connection was lost while {doing}; that process ended or died, its own output may say why"
+        )
+
+    def _failure(self) -> str | None:
+        with contextlib.suppress(RuntimeError):
+            if self._store.check([_FAILURE]):
+                return self._store.get(_FAILURE).decode()
+        return None
+
+
+_FAILURE = "failure"
+
+
+class _Receiver:
+    """A receive into buffers that are shared with the other receives into the same slot."""
+
+    def __init__(
+        self, transport: TorchDistributed, instruction: Instruction, tag: int, buffers: Sequence["_Buffer"]
+    ) -> None:
+        self._transport = transport
+        self._peer = instruction.peer
+        self._tag = tag
+        self._buffers = buffers
+        self._doing = f"receiving {_message(instruction)} from rank {instruction.peer}"
+        self._posted: list[tuple[Tensor, dist.Work]] = []
+
+    def post(self, size: int) -> None:
+        tensors = [buffer.view(size) for buffer in self._buffers]
+        with self._transport.explaining(self._doing) as connections:
+            self._posted = [
+                (tensor, connections.receive(tensor, self._peer, self._tag)) for tensor in tensors
+            ]
+
+    def wait(self) -> Sequence[Tensor]:
+        posted, self._posted = self._posted, []
+        with self._transport.explaining(self._doing) as connections:
+            for _, work in posted:
+                connections.wait(work)
+        return [tensor for tensor, _ in posted]
+
+
+class _Buffer:
+    """Memory for one received value, used again as soon as nobody holds what it held before."""
+
+    def __init__(self, value: Value, device: torch.device) -> None:
+        self._value = value
+        self._device = device
+        self._memory = torch.empty(0)
+
+    def view(self, size: int) -> Tensor:
+        """A tensor of the value's shape for ``size`` samples, its contents undefined."""
+        shape = [evaluate_dim(dim, size) for dim in self._value.shape]
+        count = math.prod(shape)
+        if self._memory.numel() < count or not is_exclusive(self._memory):
+            dtype = getattr(torch, self._value.dtype)
+            self._memory = torch.empty(count, dtype=dtype, device=self._device)
+        return self._memory[:count].view(shape)
+
+
+def _message(instruction: Instruction) -> str:
+    assert instruction.link is not None
+    of = f" of microbatch {instruction.microbatch}" if instruction.microbatch != -1 else ""
+    return format_link(instruction.link) + of
+
+
+def _directions(plan: Plan) -> set[Direction]:
+    """Between which ranks the links of the plan carry something."""
+    directions = set()
+    for link in plan.links:
+        source = plan.placement[link.source]
+        everyone = range(plan.num_ranks)
+        targets = everyone if link.payload is Payload.RESULT else [plan.placement[link.target]]
+        directions |= {(source, target) for target in targets if target != source}
+    return directions
+
+
+def _check_equal(digests: Sequence[str]) -> None:
+    """Raise ``TransportError`` if the ranks, whose digests these are, do not all hold the same text."""
+    holders = defaultdict(list)
+    for rank, digest in enumerate(digests):
+        holders[digest[:8]].append(rank)
+    if len(holders) > 1:
+        held = "; ".join(f"{_ranks(ranks)} holds {digest}" for digest, ranks in holders.items())
+        raise TransportError(
+            f"the ranks do not hold the same plan, programs and stage sources: {held}; start every rank with "
+            "the same script, arguments, input shapes and versions"
+        )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {', '.join(map(str, ranks))}"

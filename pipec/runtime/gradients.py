@@ -1,0 +1,74 @@
+"""The gradients of one stage, summed over microbatches and steps as autograd's ``AccumulateGrad`` does."""
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from pipec.runtime.storage import fills_storage, is_exclusive
+
+# Adds lists of tensors in one call; the public API has no such function.
+_add_all = torch._foreach_add_
+
+
+class GradientSum:
+    """Adds gradients to ``parameter.grad``, or to private totals for parameters that another stage owns.
+
+    ``parameters`` is the stage's ``w``, by reference; ``borrowed`` are the indices of those owned by
+    another stage.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], borrowed: Collection[int]) -> None:
+        self._parameters = parameters
+        self._borrowed = borrowed
+        self._totals: list[Tensor | None] = []
+
+    def begin_step(self) -> None:
+        """Start from the ``.grad`` that previous steps left; private totals start empty."""
+        self._totals = [
+            None if index in self._borrowed else parameter.grad
+            for index, parameter in enumerate(self._parameters)
+        ]
+
+    def forget_step(self) -> None:
+        """Hold no gradient any longer, so that setting ``.grad`` to None frees it."""
+        self._totals = []
+
+    def add(self, gradients: list[Tensor | None]) -> None:
+        """Add one microbatch's gradients, aligned with ``parameters``; takes first ones out of the list."""
+        totals, terms = [], []
+        for index, total in enumerate(self._totals):
+            gradient = gradients[index]
+            if gradient is None:
+                continue
+            if total is None:
+                del gradient
+                self._set_first(index, gradients)
+            else:
+                totals.append(total)
+                terms.append(gradient)
+        if totals:
+            _add_all(totals, terms)
+
+    def add_one(self, index: int, gradient: Tensor) -> None:
+        """Add the gradient that another stage summed for a parameter it borrowed from this one."""
+        gradients: list[Tensor | None] = [None] * len(self._totals)
+        gradients[index] = gradient
+        self.add(gradients)
+
+    def take(self, index: int) -> Tensor:
+        """Hand over the total of a borrowed parameter."""
+        total, self._totals[index] = self._totals[index], None
+        assert total is not None
+        return total
+
+    def _set_first(self, index: int, gradients: list[Tensor | None]) -> None:
+        parameter, gradient = self._parameters[index], gradients[index]
+        assert gradient is not None
+        total = gradient.detach()
+        gradients[index] = gradient = None
+        if not (total.stride() == parameter.stride() and fills_storage(total) and is_exclusive(total)):
+            total = torch.empty_like(parameter, requires_grad=False).copy_(total)
+        self._totals[index] = total
+        if index not in self._borrowed:
+            parameter.grad = total

@@ -1,0 +1,161 @@
+"""The interpreter: runs the program of one rank, step after step.
+
+Whatever can be decided is decided once, when the program is linked: see ``pipec.runtime.linker``. A step
+fills the frames of its microbatches and then makes the linked calls, one after the other.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from pipec.errors import ExecutionError, PipecError, TransportError
+from pipec.ir import Instruction, Mode, Payload, Plan, Program, Value
+from pipec.runtime.linker import Rank, link
+from pipec.runtime.results import Results
+from pipec.runtime.stage import BoundStage, StageCode
+from pipec.runtime.transport import Transport
+from pipec.text import instruction_lines
+
+_NUM_LINES = 5
+"""How many instructions an error shows, the failed one last."""
+
+
+class Interpreter:
+    """Executes ``program`` on ``device``.
+
+    ``stages`` holds at least the rank's own stages; ``parameters`` and ``buffers``, by FQN, at least
+    their tensors, on ``device``. Gradients are added to ``.grad`` of the parameters.
+
+    Raises:
+        VerifyError: program, plan and stage code do not fit together.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        plan: Plan,
+        stages: Mapping[int, StageCode],
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        transport: Transport,
+        device: torch.device,
+    ) -> None:
+        self.position = -1
+        self._program = program
+        self._device = device
+        self._stages = {
+            stage.index: BoundStage(
+                stage, stages[stage.index], parameters, buffers, device, plan.num_microbatches
+            )
+            for stage in plan.stages
+            if plan.placement[stage.index] == program.rank
+        }
+        self._results = Results(_results_of(plan, self._stages), plan.num_microbatches)
+        self._rank = Rank(plan, self._stages, self._results, {}, [], transport, _loss_of(plan))
+        linked = link(program, self._rank)
+        self._instructions = [instruction for instruction, _ in linked]
+        self._calls = [call for _, call in linked]
+        self._calls += [transport.finish, *(stage.end_step for stage in self._stages.values())]
+
+    def run(
+        self, microbatches: Sequence[Mapping[str, Tensor]], sizes: Sequence[int], seed: int = 0, step: int = 0
+    ) -> dict[str, Tensor]:
+        """Execute one step; returns the results of the whole batch by name, on every rank.
+
+        ``microbatches[i]`` holds the model's inputs by name, for ``sizes[i]`` samples. Random operators draw
+        from streams that depend on ``seed``, ``step``, the microbatch and the operator alone.
+
+        A step that fails leaves in ``.grad`` what was added until then, and the model's buffers as they were.
+
+        Raises:
+            ExecutionError: an instruction failed here or, if every rank is in this process, anywhere.
+            TransportError: another rank failed, hung or is gone.
+        """
+        self.position = -1
+        try:
+            with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
+                self._begin_step(microbatches, sizes, seed, step)
+                for position, call in enumerate(self._calls):
+                    self.position = position
+                    call()
+                return self._merged_results()
+        except Exception as error:
+            located = self._locate(error)
+            self._rank.transport.fail(located)
+            raise located from error
+        except BaseException as interrupt:  # such as Ctrl-C
+            self._rank.transport.fail(interrupt)
+            raise
+        finally:
+            self._forget_step()
+
+    def _begin_step(
+        self, microbatches: Sequence[Mapping[str, Tensor]], sizes: Sequence[int], seed: int, step: int
+    ) -> None:
+        batch = sum(sizes)
+        self._rank.sizes[:] = [*sizes, batch]
+        for stage in self._stages.values():
+            stage.begin_step()
+            for microbatch, (inputs, size) in enumerate(zip(microbatches, sizes, strict=True)):
+                frame = stage.fill_frame(microbatch, (seed, step), size)
+                frame.update(
+                    {name: inputs[name].to(self._device, non_blocking=True) for name in stage.inputs}
+                )
+                if self._rank.loss:
+                    frame["grad_loss"] = self._loss_gradient(size / batch)
+
+    def _loss_gradient(self, weight: float) -> Tensor:
+        """What the backward of a microbatch starts from: its share of the batch, in the loss's dtype."""
+        assert self._rank.loss is not None
+        return torch.full((), weight, dtype=getattr(torch, self._rank.loss.dtype), device=self._device)
+
+    def _merged_results(self) -> dict[str, Tensor]:
+        return self._results.all_merged(self._rank.sizes[:-1]) | self._rank.received
+
+    def _forget_step(self) -> None:
+        for stage in self._stages.values():
+            stage.forget_step()
+        self._results.forget_step()
+        self._rank.received.clear()
+
+    def _locate(self, error: Exception) -> PipecError:
+        """The same error with the place where it happened."""
+        where, lines = f"rank {self._program.rank}", []
+        if 0 <= self.position < len(self._instructions):
+            instruction = self._instructions[self.position]
+            where = ", ".join([where, *_cell_of(instruction), instruction.op])
+            lines = self._last_lines(instruction)
+        if isinstance(error, TransportError):
+            return TransportError("\n".join([f"{where}: {error}", *lines]))
+        return ExecutionError("\n".join([f"{where} failed: {type(error).__name__}: {error}", *lines]))
+
+    def _last_lines(self, instruction: Instruction) -> list[str]:
+        """The program's text up to ``instruction``, which for what is awaited at the end is its receive."""
+        last = self._program.instructions.index(instruction)
+        return [
+            f"    {line}"
+            for line in instruction_lines(self._program)[max(0, last - _NUM_LINES + 1) : last + 1]
+        ]
+
+
+def _results_of(plan: Plan, stages: Collection[int]) -> list[Value]:
+    """The results that these stages make."""
+    return [
+        value
+        for link in plan.links
+        if link.payload is Payload.RESULT and link.source in stages
+        for value in link.values
+    ]
+
+
+def _loss_of(plan: Plan) -> Value | None:
+    if plan.mode is not Mode.TRAIN:
+        return None
+    results = _results_of(plan, range(len(plan.stages)))
+    return next((value for value in results if value.name == "loss"), None)
+
+
+def _cell_of(instruction: Instruction) -> list[str]:
+    cell = {"stage": instruction.stage, "microbatch": instruction.microbatch}
+    return [f"{word} {number}" for word, number in cell.items() if number != -1]

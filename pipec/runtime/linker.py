@@ -1,0 +1,263 @@
+"""Linking: every instruction of a program becomes a call without arguments, its every name resolved.
+
+The linker walks the program once and keeps track of which named values are present, for which stage and
+microbatch, or on their way. A compute that asks for a name nothing provides is refused here; one that asks
+for a value still on its way waits for it, the first reader only. Whoever reads a value last drops it.
+"""
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+from torch import Tensor
+
+from pipec.errors import VerifyError
+from pipec.ir import Instruction, Link, Op, Payload, Phase, Plan, Program, Value
+from pipec.runtime.compute import Call, Take, bind_phase
+from pipec.runtime.results import Results
+from pipec.runtime.stage import BoundStage, Frame, parameter_names
+from pipec.runtime.transport import Transport
+
+Source = Callable[[], Sequence[Any]]
+Sink = Callable[[Sequence[Tensor]], None]
+
+_ALWAYS = frozenset({"w", "buffers", "constants", "b", "rng", "device"})
+_SAVING = (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD_INPUT)
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What the calls of one rank work on.
+
+    ``sizes[mb]`` is the number of samples in a microbatch, set anew for each step, and ``sizes[-1]`` in the
+    batch, so that a link that moves once per step, whose microbatch is -1, finds its size as well.
+    ``received`` are the results of other ranks, ``loss`` is the result that a training step differentiates.
+    """
+
+    plan: Plan
+    stages: Mapping[int, BoundStage]
+    results: Results
+    received: dict[str, Tensor]
+    sizes: list[int]
+    transport: Transport
+    loss: Value | None
+
+
+def link(program: Program, rank: Rank) -> list[tuple[Instruction, Call]]:
+    """The calls of a step in order, each with its instruction.
+
+    After the program's own calls come those that take in what arrives when it is over: weight gradients
+    and other ranks' results.
+
+    Raises:
+        VerifyError: a stage lacks a function, or a function asks for a value that is not there.
+    """
+    linker = _Linker(rank)
+    calls = [(instruction, linker.link(instruction)) for instruction in program.instructions]
+    linker.mark_last_readers()
+    return calls + linker.closing
+
+
+@dataclass(eq=False)
+class _Delivery:
+    """Brings received values to their readers. ``call`` is None once a reader is to make it."""
+
+    call: Call | None = None
+
+    def awaited(self) -> list[Call]:
+        """What the next reader must call first."""
+        call, self.call = self.call, None
+        return [call] if call else []
+
+
+class _Linker:
+    def __init__(self, rank: Rank) -> None:
+        self.closing: list[tuple[Instruction, Call]] = []
+        self._rank = rank
+        self._always = _ALWAYS | {"grad_loss"} if rank.loss else _ALWAYS
+        self._inputs = {entry.value.name for entry in rank.plan.inputs}
+        self._present: dict[tuple[int, int], dict[str, _Delivery]] = defaultdict(dict)
+        self._dropped_by: dict[tuple[int, int, str], list[str]] = {}
+        self._lent: dict[int, dict[str, _Delivery]] = defaultdict(dict)
+
+    def link(self, instruction: Instruction) -> Call:
+        match instruction.op:
+            case Op.RECV:
+                return self._receive(instruction)
+            case Op.SEND:
+                return self._send(instruction)
+            case Op.MOVE:
+                return self._move(instruction)
+            case Op.FREE:
+                return self._free(instruction)
+            case _:
+                return self._compute(instruction)
+
+    def mark_last_readers(self) -> None:
+        """Tell each call which names to drop; known only once the whole program is linked."""
+        for (_, _, name), names in self._dropped_by.items():
+            names.append(name)
+
+    def _receive(self, instruction: Instruction) -> Call:
+        link, microbatch, sizes = _link_of(instruction), instruction.microbatch, self._rank.sizes
+        receiver = self._rank.transport.receiver(instruction, self._tag(link))
+        sink, wait, post = self._sink(link, microbatch), receiver.wait, receiver.post
+
+        def deliver() -> None:
+            sink(wait())
+
+        if link.payload.readers:
+            self._announce(link, microbatch, _Delivery(deliver))
+        else:
+            self.closing.append((instruction, deliver))
+        return lambda: post(sizes[microbatch])
+
+    def _send(self, instruction: Instruction) -> Call:
+        link = _link_of(instruction)
+        send = self._rank.transport.sender(instruction, self._tag(link))
+        source = self._source(link, instruction.microbatch)
+        return lambda: send(source())
+
+    def _move(self, instruction: Instruction) -> Call:
+        link, microbatch = _link_of(instruction), instruction.microbatch
+        source, sink = self._source(link, microbatch), self._sink(link, microbatch)
+        if link.payload.readers:
+            self._announce(link, microbatch, _Delivery())
+        return lambda: sink(source())
+
+    def _free(self, instruction: Instruction) -> Call:
+        self._present.pop((instruction.stage, instruction.microbatch), None)
+        return self._rank.stages[instruction.stage].frames[instruction.microbatch].clear
+
+    def _tag(self, link: Link) -> int:
+        return self._rank.plan.links.index(link)
+
+    def _announce(self, link: Link, microbatch: int, delivery: _Delivery) -> None:
+        for value in link.values:
+            if link.payload is Payload.WEIGHT:
+                self._lent[link.target][value.name] = delivery
+            else:
+                self._present[link.target, microbatch][value.name] = delivery
+
+    def _source(self, link: Link, microbatch: int) -> Source:
+        """Fetches what a link carries from where it was left."""
+        names = [value.name for value in link.values]
+        match link.payload:
+            case Payload.ACTIVATION | Payload.GRADIENT:
+                return self._take(link.source, microbatch, names, f"the link to stage {link.target}")
+            case Payload.RESULT:
+                results, sizes = self._rank.results, self._rank.sizes
+                return lambda: [results.merged(name, sizes[:-1]) for name in names]
+        stage = self._rank.stages[link.source]
+        indices = [stage.code.PARAMETERS.index(name) for name in names]
+        if link.payload is Payload.WEIGHT:
+            return lambda: [stage.weights[index] for index in indices]
+        return lambda: [stage.gradients.take(index) for index in indices]
+
+    def _sink(self, link: Link, microbatch: int) -> Sink:
+        """Puts what a link carries where its reader looks for it."""
+        names = [value.name for value in link.values]
+        if link.payload is Payload.RESULT:
+            received = self._rank.received
+            return lambda tensors: received.update(zip(names, tensors, strict=True))
+        stage = self._rank.stages[link.target]
+        if link.payload.per_microbatch:
+            frame = stage.frames[microbatch]
+            return lambda tensors: frame.update(zip(names, tensors, strict=True))
+        indices = [stage.code.PARAMETERS.index(name) for name in names]
+        keep = stage.weights.__setitem__ if link.payload is Payload.WEIGHT else stage.gradients.add_one
+
+        def sink(tensors: Sequence[Tensor]) -> None:
+            for index, tensor in zip(indices, tensors, strict=True):
+                keep(index, tensor)
+
+        return sink
+
+    def _compute(self, instruction: Instruction) -> Call:
+        stage, microbatch = self._rank.stages[instruction.stage], instruction.microbatch
+        phase = Phase(instruction.op)
+        function = getattr(stage.code, phase, None)
+        if function is None:
+            raise VerifyError(
+                f"the program runs {phase} of stage {stage.index}, whose code has no such function; generate "
+                "the stage code for this schedule"
+            )
+        take = self._take(stage.index, microbatch, parameter_names(function), phase)
+        unread = self._make(stage.index, microbatch, phase)
+        return bind_phase(phase, stage, microbatch, take, unread, self._rank.results)
+
+    def _make(self, stage: int, microbatch: int, phase: Phase) -> list[str]:
+        """Note what ``phase`` leaves in the frame; returns the list of those names nobody reads."""
+        names = {
+            value.name
+            for link in self._rank.plan.links
+            if link.source == stage and phase in link.payload.producers
+            for value in link.values
+            if link.payload is not Payload.WEIGHT_GRADIENT
+        }
+        if phase in _SAVING:
+            names.add("saved")
+        unread: list[str] = []
+        for name in names:
+            self._present[stage, microbatch][name] = _Delivery()
+            self._dropped_by[stage, microbatch, name] = unread
+        return unread
+
+    def _take(self, stage: int, microbatch: int, names: Sequence[str], reader: str) -> Take:
+        """Fetches values from a frame: waits for those on their way, drops those nobody reads later."""
+        waits: list[Call] = []
+        dropped: list[str] = []
+        for name in names:
+            if name in self._always:
+                waits += self._prepare(stage, microbatch, name, reader)
+            elif delivery := self._present[stage, microbatch].get(name):
+                waits += delivery.awaited()
+                self._dropped_by[stage, microbatch, name] = dropped
+            elif name in self._inputs:
+                self._rank.stages[stage].inputs.add(name)
+            else:
+                raise self._unknown(stage, microbatch, name, reader)
+        return _taking(self._rank.stages[stage].frames[microbatch], names, waits, dropped)
+
+    def _prepare(self, stage: int, microbatch: int, name: str, reader: str) -> list[Call]:
+        """What makes a value current that every frame has."""
+        bound = self._rank.stages[stage]
+        if name == "w":
+            if unlent := bound.borrowed - self._lent[stage].keys():
+                raise VerifyError(
+                    f"stage {stage}, {reader}: the parameters {', '.join(sorted(unlent))} are borrowed, but "
+                    "no weight link has brought them; add one to the plan, from the stage that owns them"
+                )
+            return [call for delivery in self._lent[stage].values() for call in delivery.awaited()]
+        if name == "buffers" and reader == Phase.FORWARD and bound.code.UPDATED_BUFFERS:
+            return [functools.partial(bound.show_buffers, microbatch)]
+        return []
+
+    def _unknown(self, stage: int, microbatch: int, name: str, reader: str) -> VerifyError:
+        present = sorted({*self._present[stage, microbatch], *self._inputs, *self._always})
+        return VerifyError(
+            f"stage {stage}, {reader}, microbatch {microbatch}: nothing provides {name!r}; "
+            f"at this point of the program there are {', '.join(present)}"
+        )
+
+
+def _taking(frame: Frame, names: Sequence[str], waits: Sequence[Call], dropped: Sequence[str]) -> Take:
+    fetch = itemgetter(*names) if len(names) > 1 else lambda frame: [frame[name] for name in names]
+
+    def take() -> Sequence[Any]:
+        for wait in waits:
+            wait()
+        values: Sequence[Any] = fetch(frame)
+        for name in dropped:
+            del frame[name]
+        return values
+
+    return take
+
+
+def _link_of(instruction: Instruction) -> Link:
+    assert instruction.link is not None
+    return instruction.link

@@ -1,0 +1,153 @@
+"""One stage on its rank: its code, its tensors, and one frame of named values per microbatch."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pipec.errors import VerifyError
+from pipec.ir import Stage
+from pipec.runtime.gradients import GradientSum
+from pipec.runtime.randomness import generator
+
+Frame = dict[str, Any]
+"""What a stage holds for one microbatch, under the names by which its phase functions ask for it."""
+
+
+class StageCode(Protocol):
+    """A generated stage module. Its phase functions ask for what they need by parameter name:
+
+    =============== ===================================================================================
+    ``w``           list of parameters, in the order of ``PARAMETERS``
+    ``buffers``     list of buffers as the microbatch's forward found them, in the order of ``BUFFERS``
+    ``constants``   tuple returned by ``constants``
+    ``b``           number of samples in the microbatch
+    ``rng``         function from an operator's id to the ``torch.Generator`` it draws from
+    ``saved``       list returned by the phase before; the function empties it, which frees the values
+    ``grad_loss``   0-dim tensor: the microbatch's share of the batch, what the backward starts from
+    ``device``      the stage's ``torch.device``
+    other names     a received value or a model input
+    =============== ===================================================================================
+
+    ``sent`` is a dict of values by name. Optional functions: ``recompute(...) -> saved``,
+    ``backward(...) -> (sent, gradients)``, ``backward_input(...) -> (sent, saved, gradients)``,
+    ``backward_weight(...) -> gradients``, each gradient aligned with ``PARAMETERS`` and None where there
+    is none, and ``constants(...) -> tuple`` of what depends on ``b`` and ``device`` alone.
+    """
+
+    PARAMETERS: tuple[str, ...]
+    BUFFERS: tuple[str, ...]
+    UPDATED_BUFFERS: tuple[str, ...]
+
+    @property
+    def forward(self) -> Callable[..., tuple[dict[str, Tensor], list[Any], tuple[Tensor, ...]]]:
+        """``forward(...) -> (sent, saved, updates)``, the updates aligned with ``UPDATED_BUFFERS``."""
+
+
+class BoundStage:
+    """The state of a stage while its rank executes a program.
+
+    Raises:
+        VerifyError: code and plan disagree, or a tensor the code names is missing.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        code: StageCode,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        device: torch.device,
+        num_microbatches: int,
+    ) -> None:
+        _check_agreement(stage, code, parameters, buffers)
+        self.index = stage.index
+        self.borrowed = frozenset(stage.borrowed)
+        self.code = code
+        self.device = device
+        self.weights = [_UNLENT if fqn in self.borrowed else parameters[fqn] for fqn in code.PARAMETERS]
+        self._borrowed_indices = [code.PARAMETERS.index(fqn) for fqn in stage.borrowed]
+        self.gradients = GradientSum(self.weights, self._borrowed_indices)
+        self.inputs: set[str] = set()
+        self.frames: list[Frame] = [{} for _ in range(num_microbatches)]
+        self._registered = [buffers[fqn] for fqn in code.BUFFERS]
+        self._updated = [code.BUFFERS.index(fqn) for fqn in code.UPDATED_BUFFERS]
+        self.buffers = self._registered
+        self._constants = functools.lru_cache(maxsize=8)(self._evaluate_constants)
+
+    def begin_step(self) -> None:
+        self.gradients.begin_step()
+
+    def fill_frame(self, microbatch: int, seed: tuple[int, int], size: int) -> Frame:
+        """Put into the frame what every stage has; ``seed`` is the run's, and the number of the step."""
+        frame = self.frames[microbatch]
+        frame.update(w=self.weights, buffers=self.buffers, b=size, device=self.device)
+        frame["rng"] = functools.partial(generator, self.device, *seed, microbatch)
+        frame["constants"] = self._constants(size)
+        return frame
+
+    def show_buffers(self, microbatch: int) -> None:
+        """Let a microbatch see the buffers as they are now, from its forward to its backward."""
+        self.frames[microbatch]["buffers"] = self.buffers
+
+    def update_buffers(self, updates: Sequence[Tensor]) -> None:
+        """Replace buffers for the forwards to come; what saved the old ones keeps them."""
+        if self._updated:
+            self.buffers = list(self.buffers)
+            for index, update in zip(self._updated, updates, strict=True):
+                self.buffers[index] = update
+
+    def end_step(self) -> None:
+        """Write the last state of updated buffers into the model's."""
+        for index in self._updated:
+            self._registered[index].copy_(self.buffers[index])
+
+    def forget_step(self) -> None:
+        """Let go of every value of the step."""
+        for frame in self.frames:
+            frame.clear()
+        for index in self._borrowed_indices:
+            self.weights[index] = _UNLENT
+        self.buffers = self._registered
+        self.gradients.forget_step()
+
+    def _evaluate_constants(self, size: int) -> tuple[Any, ...]:
+        constants = getattr(self.code, "constants", None)
+        if constants is None:
+            return ()
+        known = {"b": size, "device": self.device}
+        return tuple(constants(*(known[name] for name in parameter_names(constants))))
+
+
+_UNLENT = torch.empty(0)
+"""Stands for a borrowed parameter until its owner lends it."""
+
+
+def parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
+    """What a function of a stage module asks for, in order."""
+    return tuple(inspect.signature(function).parameters)
+
+
+def _check_agreement(
+    stage: Stage, code: StageCode, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
+) -> None:
+    named = (
+        ("PARAMETERS", code.PARAMETERS, stage.parameters),
+        ("BUFFERS", code.BUFFERS, stage.buffers),
+        ("UPDATED_BUFFERS", code.UPDATED_BUFFERS, stage.updated_buffers),
+    )
+    for table, found, planned in named:
+        if tuple(found) != planned:
+            raise VerifyError(
+                f"stage {stage.index}: the code's {table} are {tuple(found)}, but the plan has {planned}; "
+                "generate the stage code from this plan"
+            )
+    needed = {*code.PARAMETERS, *code.BUFFERS} - set(stage.borrowed)
+    if missing := sorted(needed - parameters.keys() - buffers.keys()):
+        raise VerifyError(
+            f"stage {stage.index} needs the parameters or buffers {', '.join(missing)}, which this rank "
+            "does not hold; give the interpreter every tensor of its stages"
+        )

@@ -1,0 +1,209 @@
+"""How ranks exchange tensors: what the interpreter asks of a transport, and all ranks in one process."""
+
+import contextlib
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
+from typing import Protocol, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from pipec.errors import TransportError
+from pipec.ir import Instruction
+
+T = TypeVar("T")
+
+Send = Callable[[Sequence[Tensor]], None]
+"""Starts sending the values of a link, in order, and returns at once. They must not change afterwards."""
+
+
+class Receiver(Protocol):
+    """One receive instruction, bound to its buffers."""
+
+    def post(self, size: int) -> None:
+        """Be ready for the values of ``size`` samples; returns at once."""
+
+    def wait(self) -> Sequence[Tensor]:
+        """The values, on this rank's device, once they have arrived. Raises ``TransportError``."""
+
+
+class Transport(Protocol):
+    """One rank's end. Messages with equal tag, from one rank to one other, arrive in the order sent.
+
+    ``tag`` is the position of the instruction's link in the plan: the same number on every rank.
+    """
+
+    def sender(self, instruction: Instruction, tag: int) -> Send: ...
+
+    def receiver(self, instruction: Instruction, tag: int) -> Receiver: ...
+
+    def finish(self) -> None:
+        """Wait until everything sent in this step has left. Raises ``TransportError``."""
+
+    def fail(self, error: BaseException) -> None:
+        """Tell every other rank that this one stopped, and why."""
+
+
+class InProcess:
+    """Every rank in this process, each on a worker thread of its own. Tensors are handed over by reference.
+
+    Rank r runs on ``devices[r]``; a tensor that crosses devices is copied by its receiver. CPU ranks divide
+    the intra-op threads of the thread that made this object among themselves.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.devices = tuple(devices)
+        self._mailboxes: dict[tuple[int, int], _Mailbox] = {}
+        self._failure: BaseException | None = None
+        self._failing = threading.Lock()
+        self._stopped = threading.Event()
+        self._inboxes = [_start_worker(rank) for rank in range(len(self.devices))]
+        weakref.finalize(self, _stop_workers, self._inboxes)
+        self._set_up_workers()
+
+    def endpoint(self, rank: int) -> Transport:
+        """The transport of one rank's interpreter."""
+        return _Endpoint(self, rank)
+
+    def run(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
+        """Run one job per rank, each on its rank's thread, and return what they return.
+
+        The first error of any rank stops the others at their next instruction that sends or receives,
+        and is raised once all have stopped. The transport is then ready for another run.
+        """
+        done: SimpleQueue[tuple[int, T | None]] = SimpleQueue()
+        results: dict[int, T | None] = {}
+        for rank, (inbox, job) in enumerate(zip(self._inboxes, jobs, strict=True)):
+            inbox.put(functools.partial(self._run_job, rank, job, done))
+        try:
+            _collect(done, results, len(jobs))
+        except BaseException as interrupt:  # such as Ctrl-C
+            self.fail(interrupt)
+            _collect(done, results, len(jobs))
+        self._raise_failure()
+        return [cast(T, results[rank]) for rank in range(len(jobs))]
+
+    def fail(self, error: BaseException) -> None:
+        """Stop every rank; the first error is the one that ``run`` raises."""
+        with self._failing:
+            self._failure = self._failure or error
+        self._stopped.set()
+        for mailbox in self._mailboxes.values():
+            mailbox.wake()
+
+    def mailbox(self, tag: int, source: int, target: int) -> "_Mailbox":
+        if (tag, target) not in self._mailboxes:
+            device = self.devices[target]
+            copy_to = None if device == self.devices[source] else device
+            self._mailboxes[tag, target] = _Mailbox(copy_to, self._stopped)
+        return self._mailboxes[tag, target]
+
+    def _run_job(self, rank: int, job: Callable[[], T], done: "SimpleQueue[tuple[int, T | None]]") -> None:
+        result = None
+        try:
+            result = job()
+        except BaseException as error:
+            self.fail(error)
+        done.put((rank, result))
+
+    def _raise_failure(self) -> None:
+        if self._failure is None:
+            return
+        failure, self._failure = self._failure, None
+        for mailbox in self._mailboxes.values():
+            mailbox.clear()
+        self._stopped.clear()
+        raise failure
+
+    def _set_up_workers(self) -> None:
+        """Threads are counted per thread, but each call also sets the count that later threads start with."""
+        num_threads = torch.get_num_threads()
+        num_cpu_ranks = sum(device.type == "cpu" for device in self.devices)
+        share = max(1, num_threads // max(1, num_cpu_ranks))
+        self.run([functools.partial(_set_up_worker, device, share) for device in self.devices])
+        torch.set_num_threads(num_threads)
+
+
+class _Endpoint:
+    def __init__(self, ranks: InProcess, rank: int) -> None:
+        self._ranks = ranks
+        self._rank = rank
+
+    def sender(self, instruction: Instruction, tag: int) -> Send:
+        return self._ranks.mailbox(tag, self._rank, instruction.peer).send
+
+    def receiver(self, instruction: Instruction, tag: int) -> Receiver:
+        return self._ranks.mailbox(tag, instruction.peer, self._rank)
+
+    def finish(self) -> None:
+        """Nothing to wait for: a message left when it was put into its mailbox."""
+
+    def fail(self, error: BaseException) -> None:
+        self._ranks.fail(error)
+
+
+class _Mailbox:
+    """The messages of one link for one rank, oldest first. ``copy_to`` is the reader's device, if another."""
+
+    def __init__(self, copy_to: torch.device | None, stopped: threading.Event) -> None:
+        self._queue: SimpleQueue[Sequence[Tensor]] = SimpleQueue()
+        self._copy_to = copy_to
+        self._stopped = stopped
+
+    def send(self, tensors: Sequence[Tensor]) -> None:
+        self._check_running()
+        self._queue.put(tensors)
+
+    def post(self, size: int) -> None:
+        """Nothing to prepare: the message brings its own memory."""
+
+    def wait(self) -> Sequence[Tensor]:
+        tensors = self._queue.get()
+        self._check_running()
+        return tensors if self._copy_to is None else [tensor.to(self._copy_to) for tensor in tensors]
+
+    def wake(self) -> None:
+        """Let a waiting reader notice that the ranks have stopped."""
+        self._queue.put(())
+
+    def clear(self) -> None:
+        with contextlib.suppress(Empty):
+            while True:
+                self._queue.get_nowait()
+
+    def _check_running(self) -> None:
+        if self._stopped.is_set():
+            raise TransportError("another rank of this process failed")
+
+
+def _start_worker(rank: int) -> "SimpleQueue[Callable[[], None] | None]":
+    inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+    threading.Thread(target=_work, args=(inbox,), name=f"pipec rank {rank}", daemon=True).start()
+    return inbox
+
+
+def _work(inbox: "SimpleQueue[Callable[[], None] | None]") -> None:
+    while (job := inbox.get()) is not None:
+        job()
+        del job  # and with it the tensors it holds, while this thread waits for the next
+
+
+def _stop_workers(inboxes: "Sequence[SimpleQueue[Callable[[], None] | None]]") -> None:
+    for inbox in inboxes:
+        inbox.put(None)
+
+
+def _set_up_worker(device: torch.device, num_threads: int) -> None:
+    if device.type == "cpu":
+        torch.set_num_threads(num_threads)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def _collect(done: "SimpleQueue[tuple[int, T]]", results: dict[int, T], count: int) -> None:
+    while len(results) < count:
+        rank, result = done.get()
+        results[rank] = result
