@@ -1,0 +1,43 @@
+"""The console helpers speak on rank 0 and are silent on every other rank."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from pipec import console
+
+
+@pytest.fixture(params=["0", "3"])
+def rank(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setenv("RANK", request.param)
+    console.terminal.cache_clear()
+    yield request.param
+    console.terminal.cache_clear()
+
+
+def test_log_prints_plain_text_on_rank_zero_only(rank: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "f32[b, 128] [red]stage 0[/red] " + "x" * 200
+    console.log(text, 7)
+    assert capsys.readouterr().out == (f"{text} 7\n" if rank == "0" else "")
+
+
+def test_rank_zero_only_calls_the_function_on_rank_zero_only(rank: str) -> None:
+    calls = []
+    result = console.rank_zero_only(lambda value: calls.append(value) or "done")(5)
+    assert (calls, result) == (([5], "done") if rank == "0" else ([], None))
+
+
+def test_progress_yields_every_item_and_leaves_no_bar_in_a_file(
+    rank: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = []
+    for item in (bar := console.progress(["a", "b"], "training")):
+        bar.show(f"loss of {item}")
+        seen.append(item)
+    assert seen == ["a", "b"]
+    assert capsys.readouterr().out == ""
+
+
+def test_a_process_started_alone_is_rank_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert console.is_rank_zero()

@@ -1,0 +1,46 @@
+"""Every example runs unchanged, alone and under torchrun, and prints the same losses both ways."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+ALONE = (sys.executable,)
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
+
+pytestmark = [pytest.mark.examples, pytest.mark.xdist_group("examples"), pytest.mark.timeout(300)]
+
+
+def run_example(launcher: tuple[str, ...], script: str, *arguments: str) -> list[str]:
+    """The lines that tell results: losses and accuracies."""
+    command = [*launcher, str(EXAMPLES / script), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [line for line in done.stdout.splitlines() if "loss" in line or "accuracy" in line]
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "num_lines"),
+    [
+        ("train_gpt.py", ("--steps", "3"), 2),
+        ("huggingface_gpt2.py", ("--steps", "3"), 2),
+        ("resnet_digits.py", ("--epochs", "1"), 2),
+    ],
+)
+def test_one_process_and_torchrun_print_the_same_losses(
+    script: str, arguments: tuple[str, ...], num_lines: int
+) -> None:
+    alone = run_example(ALONE, script, *arguments)
+    assert len(alone) == num_lines, alone
+    assert run_example(TORCHRUN, script, *arguments) == alone
+
+
+def test_train_gpt_leaves_an_artifact_a_timeline_and_a_loss_curve(tmp_path: Path) -> None:
+    run_example(ALONE, "train_gpt.py", "--steps", "2", "--output", str(tmp_path))
+    assert (tmp_path / "artifact" / "plan.json").is_file()
+    for picture in ("timeline.svg", "loss.svg"):
+        assert "<svg" in (tmp_path / picture).read_text(encoding="utf-8")
