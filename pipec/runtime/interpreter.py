@@ -4,6 +4,7 @@ Whatever can be decided is decided once, when the program is linked: see ``pipec
 fills the frames of its microbatches and then makes the linked calls, one after the other.
 """
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
@@ -103,12 +104,7 @@ class Interpreter:
                     {name: inputs[name].to(self._device, non_blocking=True) for name in stage.inputs}
                 )
                 if self._rank.loss:
-                    frame["grad_loss"] = self._loss_gradient(size / batch)
-
-    def _loss_gradient(self, weight: float) -> Tensor:
-        """What the backward of a microbatch starts from: its share of the batch, in the loss's dtype."""
-        assert self._rank.loss is not None
-        return torch.full((), weight, dtype=getattr(torch, self._rank.loss.dtype), device=self._device)
+                    frame["grad_loss"] = _loss_gradient(size / batch, self._rank.loss.dtype, self._device)
 
     def _merged_results(self) -> dict[str, Tensor]:
         return self._results.all_merged(self._rank.sizes[:-1]) | self._rank.received
@@ -154,6 +150,12 @@ def _loss_of(plan: Plan) -> Value | None:
         return None
     results = _results_of(plan, range(len(plan.stages)))
     return next((value for value in results if value.name == "loss"), None)
+
+
+@functools.lru_cache(maxsize=64)
+def _loss_gradient(weight: float, dtype: str, device: torch.device) -> Tensor:
+    """What the backward of a microbatch starts from: its share of the batch."""
+    return torch.full((), weight, dtype=getattr(torch, dtype), device=device)
 
 
 def _cell_of(instruction: Instruction) -> list[str]:

@@ -1,0 +1,154 @@
+"""Host time per instruction of the interpreter, with stages that compute nothing.
+
+python benchmarks/interpreter.py
+
+Four ranks run 1F1B over 32 microbatches; the stage functions return tensors made beforehand, so that all
+that is left is what the runtime itself does for each instruction. One rank is driven alone, by a transport
+that delivers at once, and then all four run in this process, where they share one Python interpreter.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from pipec.ir import Input, Instruction, Link, Mode, Payload, Plan, Program, Stage, Value
+from pipec.lower import chain_links, lower
+from pipec.runtime import InProcess, Interpreter, Transport
+from pipec.schedules import make_schedule
+
+NUM_RANKS, NUM_MICROBATCHES, NUM_STEPS = 4, 32, 200
+CPU = torch.device("cpu")
+TENSOR = torch.zeros(1)
+LOSS = torch.zeros(())
+Job = Callable[[], dict[str, Tensor]]
+
+
+class First:
+    """A stage with one parameter that does nothing. The others differ in what they receive and send."""
+
+    PARAMETERS = ("w",)
+    BUFFERS = ()
+    UPDATED_BUFFERS = ()
+
+    @staticmethod
+    def forward(w, x):
+        return {"hidden_1": TENSOR}, [TENSOR], ()
+
+    @staticmethod
+    def backward(w, saved, grad_hidden_1):
+        saved.clear()
+        return {}, (TENSOR,)
+
+
+class Second(First):
+    @staticmethod
+    def forward(w, hidden_1):
+        return {"hidden_2": TENSOR}, [TENSOR], ()
+
+    @staticmethod
+    def backward(w, saved, grad_hidden_2):
+        saved.clear()
+        return {"grad_hidden_1": TENSOR}, (TENSOR,)
+
+
+class Third(First):
+    @staticmethod
+    def forward(w, hidden_2):
+        return {"hidden_3": TENSOR}, [TENSOR], ()
+
+    @staticmethod
+    def backward(w, saved, grad_hidden_3):
+        saved.clear()
+        return {"grad_hidden_2": TENSOR}, (TENSOR,)
+
+
+class Last(First):
+    @staticmethod
+    def forward(w, hidden_3):
+        return {"loss": LOSS}, [TENSOR], ()
+
+    @staticmethod
+    def backward(w, saved, grad_loss):
+        saved.clear()
+        return {"grad_hidden_3": TENSOR}, (TENSOR,)
+
+
+STAGES = {0: First, 1: Second, 2: Third, 3: Last}
+
+
+class Instant:
+    """A transport on which everything has always just arrived."""
+
+    def __init__(self, tensors: Sequence[Tensor] = (TENSOR,)) -> None:
+        self.tensors = tensors
+
+    def sender(self, instruction: Instruction, tag: int) -> Callable[[Sequence[Tensor]], None]:
+        return self.finish
+
+    def receiver(self, instruction: Instruction, tag: int) -> "Instant":
+        return self
+
+    def post(self, size: int) -> None:
+        pass
+
+    def wait(self) -> Sequence[Tensor]:
+        return self.tensors
+
+    def finish(self, tensors: Sequence[Tensor] = ()) -> None:
+        pass
+
+    def fail(self, error: BaseException) -> None:
+        pass
+
+
+def make_plan() -> tuple[Plan, tuple[Program, ...]]:
+    schedule = make_schedule("1f1b", NUM_RANKS, NUM_MICROBATCHES)
+    stages = tuple(Stage(k, k, k, parameters=First.PARAMETERS) for k in STAGES)
+    loss = Link(NUM_RANKS - 1, -1, Payload.RESULT, (Value("loss", "float32", ()),))
+    links = (*chain_links(NUM_RANKS), loss)
+    inputs = (Input(0, "x", True, Value("x", "float32", ("b",))),)
+    plan = Plan(Mode.TRAIN, "1f1b", NUM_MICROBATCHES, 1, schedule.placement, stages, links, inputs)
+    return plan, lower(schedule, links)
+
+
+def make_jobs(endpoints: Sequence[Transport]) -> list[Job]:
+    """What runs one step of each rank."""
+    plan, programs = make_plan()
+    microbatches = [{"x": TENSOR}] * NUM_MICROBATCHES
+    sizes = [1] * NUM_MICROBATCHES
+    jobs = []
+    for program, endpoint in zip(programs, endpoints, strict=True):
+        parameters = {"w": torch.nn.Parameter(torch.zeros(1))}
+        interpreter = Interpreter(program, plan, STAGES, parameters, {}, endpoint, CPU)
+        jobs.append(partial(interpreter.run, microbatches, sizes))
+    return jobs
+
+
+def seconds(job: Callable[[], object]) -> float:
+    """The median time of a call, after some to warm up."""
+    times = []
+    for _ in range(NUM_STEPS):
+        start = time.perf_counter()
+        job()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[NUM_STEPS // 10 :])
+
+
+def main() -> None:
+    lengths = [len(program.instructions) for program in make_plan()[1]]
+    print(f"1F1B, {NUM_RANKS} ranks, {NUM_MICROBATCHES} microbatches, empty stages; median of {NUM_STEPS} steps")
+    alone = make_jobs([Instant() for _ in range(NUM_RANKS)])
+    for rank, (job, length) in enumerate(zip(alone, lengths, strict=True)):
+        print(f"rank {rank} alone: {seconds(job) / length * 1e6:5.2f} us per instruction ({length} instructions)")
+    ranks = InProcess([CPU] * NUM_RANKS)
+    jobs = make_jobs([ranks.endpoint(rank) for rank in range(NUM_RANKS)])
+    together = seconds(lambda: ranks.run(jobs))
+    print(f"all ranks in one process: {together / sum(lengths) * 1e6:5.2f} us per instruction")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,293 @@
+"""A model of three stages written by hand, as the code generator would emit it, and what runs it.
+
+::
+
+    stage 0    skip = x @ a;  hidden_1 = tanh(skip)
+    stage 1    hidden_2 = (relu(hidden_1 @ w + bias) - mean) * dropout mask;  mean moves with every microbatch
+    stage 2    loss = mse((hidden_2 + skip) @ a.T + position, target)          a is borrowed from stage 0
+
+Started as a script it is one process of several: see ``main``.
+"""
+
+import functools
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from pipec.ir import Compute, Input, Link, Mode, Payload, Phase, Plan, Schedule, Stage, Value
+from pipec.lower import lower
+from pipec.runtime import InProcess, Interpreter, TorchDistributed, Transport
+from pipec.runtime.randomness import generator
+
+WIDTH, HIDDEN, DROPOUT_ID = 8, 6, 7
+CPU = torch.device("cpu")
+
+
+class Stage0:
+    PARAMETERS = ("a",)
+    BUFFERS = ()
+    UPDATED_BUFFERS = ()
+
+    @staticmethod
+    def forward(w, x):
+        skip = x.mm(w[0])
+        hidden_1 = skip.tanh()
+        return {"hidden_1": hidden_1, "skip": skip}, [x, hidden_1], ()
+
+    @staticmethod
+    def backward(saved, grad_hidden_1, grad_skip):
+        x, hidden_1 = saved
+        saved.clear()
+        grad = torch.ops.aten.tanh_backward(grad_hidden_1, hidden_1) + grad_skip
+        return {}, (x.t().mm(grad),)
+
+    @staticmethod
+    def backward_input(saved, grad_hidden_1, grad_skip):
+        x, hidden_1 = saved
+        saved.clear()
+        grad = torch.ops.aten.tanh_backward(grad_hidden_1, hidden_1) + grad_skip
+        return {}, [x, grad], (None,)
+
+    @staticmethod
+    def backward_weight(saved):
+        x, grad = saved
+        saved.clear()
+        return (x.t().mm(grad),)
+
+
+class Stage1:
+    PARAMETERS = ("w", "bias")
+    BUFFERS = ("unused", "mean")
+    UPDATED_BUFFERS = ("mean",)
+
+    @staticmethod
+    def forward(w, buffers, rng, device, hidden_1):
+        z = hidden_1.mm(w[0]) + w[1]
+        mask = torch.rand(z.shape, generator=rng(DROPOUT_ID), device=device) > 0.5
+        sent = {"hidden_2": (z.relu() - buffers[1]) * mask}
+        return sent, [hidden_1, z, mask], (buffers[1] * 0.9 + z.mean(0) * 0.1,)
+
+    @staticmethod
+    def backward(w, saved, grad_hidden_2):
+        sent, saved, _ = Stage1.backward_input(w, saved, grad_hidden_2)
+        return sent, Stage1.backward_weight(saved)
+
+    @staticmethod
+    def backward_input(w, saved, grad_hidden_2):
+        hidden_1, z, mask = saved
+        saved.clear()
+        grad = torch.ops.aten.threshold_backward(grad_hidden_2 * mask, z, 0)
+        return {"grad_hidden_1": grad.mm(w[0].t())}, [hidden_1, grad], (None, None)
+
+    @staticmethod
+    def backward_weight(saved):
+        hidden_1, grad = saved
+        saved.clear()
+        return hidden_1.t().mm(grad), grad.sum(0)
+
+
+class ReplayedStage1(Stage1):
+    """Stage 1 saving only what it received; the mask is drawn again from the same stream."""
+
+    @staticmethod
+    def forward(w, buffers, rng, device, hidden_1):
+        sent, _, updates = Stage1.forward(w, buffers, rng, device, hidden_1)
+        return sent, [hidden_1], updates
+
+    @staticmethod
+    def recompute(w, buffers, rng, device, saved):
+        (hidden_1,) = saved
+        saved.clear()
+        return Stage1.forward(w, buffers, rng, device, hidden_1)[1]
+
+
+class Stage2:
+    PARAMETERS = ("a",)
+    BUFFERS = ()
+    UPDATED_BUFFERS = ()
+
+    @staticmethod
+    def constants(b, device):
+        return (torch.arange(b, device=device)[:, None] * 0.01,)
+
+    @staticmethod
+    def forward(w, constants, hidden_2, skip, target):
+        u = hidden_2 + skip
+        output = u.mm(w[0].t()) + constants[0]
+        difference = output - target
+        loss = (difference * difference).mean()
+        return {"loss": loss, "output": output}, [u, difference], ()
+
+    @staticmethod
+    def backward(w, saved, grad_loss):
+        sent, saved, _ = Stage2.backward_input(w, saved, grad_loss)
+        return sent, Stage2.backward_weight(saved)
+
+    @staticmethod
+    def backward_input(w, saved, grad_loss):
+        u, difference = saved
+        saved.clear()
+        half = grad_loss.expand(difference.shape) / difference.numel() * difference
+        grad = half + half
+        grad_u = grad.mm(w[0])
+        return {"grad_hidden_2": grad_u, "grad_skip": grad_u}, [u, grad], (None,)
+
+    @staticmethod
+    def backward_weight(saved):
+        u, grad = saved
+        saved.clear()
+        return (grad.t().mm(u),)
+
+
+STAGES = {0: Stage0, 1: Stage1, 2: Stage2}
+
+
+def _value(name: str, *shape: int | str) -> Value:
+    return Value(name, "float32", shape)
+
+
+LINKS = (
+    Link(0, 2, Payload.WEIGHT, (_value("a", WIDTH, HIDDEN),)),
+    Link(0, 1, Payload.ACTIVATION, (_value("hidden_1", "b", HIDDEN),)),
+    Link(0, 2, Payload.ACTIVATION, (_value("skip", "b", HIDDEN),)),
+    Link(1, 2, Payload.ACTIVATION, (_value("hidden_2", "b", HIDDEN),)),
+    Link(2, 1, Payload.GRADIENT, (_value("grad_hidden_2", "b", HIDDEN),)),
+    Link(2, 0, Payload.GRADIENT, (_value("grad_skip", "b", HIDDEN),)),
+    Link(1, 0, Payload.GRADIENT, (_value("grad_hidden_1", "b", HIDDEN),)),
+    Link(2, 0, Payload.WEIGHT_GRADIENT, (_value("a", WIDTH, HIDDEN),)),
+    Link(2, -1, Payload.RESULT, (_value("loss"), _value("output", "b", WIDTH))),
+)
+
+
+def make_plan(schedule: Schedule, mode: Mode = Mode.TRAIN) -> Plan:
+    training = mode is Mode.TRAIN
+    links = tuple(link for link in LINKS if training or Phase.BACKWARD not in link.payload.producers)
+    borrowed = {2: ("a",)}
+    stages = tuple(
+        Stage(
+            index,
+            index,
+            index,
+            parameters=code.PARAMETERS,
+            borrowed=borrowed.get(index, ()),
+            buffers=code.BUFFERS,
+            updated_buffers=code.UPDATED_BUFFERS,
+        )
+        for index, code in STAGES.items()
+    )
+    inputs = (
+        Input(0, "x", True, _value("x", "b", WIDTH)),
+        Input(1, "target", True, _value("target", "b", WIDTH)),
+    )
+    return Plan(mode, schedule.name, schedule.num_microbatches, 4, schedule.placement, stages, links, inputs)
+
+
+def split_backward(schedule: Schedule) -> Schedule:
+    """The same schedule with every backward in two halves, the weight gradients one cell later if there is one."""
+
+    def split(order: Sequence[Compute]) -> tuple[Compute, ...]:
+        cells: list[Compute] = []
+        late: list[Compute] = []
+        for cell in order:
+            if cell.phase is not Phase.BACKWARD:
+                cells.append(cell)
+                continue
+            cells += [replace(cell, phase=Phase.BACKWARD_INPUT), *late]
+            late = [replace(cell, phase=Phase.BACKWARD_WEIGHT)]
+        return (*cells, *late)
+
+    return replace(schedule, orders=tuple(map(split, schedule.orders)))
+
+
+@dataclass
+class Model:
+    """The tensors of the model; every rank has its own copy, equal at first."""
+
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+
+def make_model() -> Model:
+    random = torch.Generator().manual_seed(0)
+    shapes = {"a": (WIDTH, HIDDEN), "w": (HIDDEN, HIDDEN), "bias": (HIDDEN,)}
+    parameters = {
+        name: torch.nn.Parameter(torch.randn(shape, generator=random)) for name, shape in shapes.items()
+    }
+    return Model(parameters, {"unused": torch.zeros(1), "mean": torch.randn(HIDDEN, generator=random)})
+
+
+def make_batch(sizes: Sequence[int], step: int = 0) -> list[dict[str, Tensor]]:
+    random = torch.Generator().manual_seed(100 + step)
+    return [
+        {name: torch.randn(size, WIDTH, generator=random) for name in ("x", "target")} for size in sizes
+    ]
+
+
+def reference_step(model: Model, sizes: Sequence[int], step: int, seed: int = 5) -> dict[str, Tensor]:
+    """The unsplit model under autograd, one microbatch after the other.
+
+    The two uses of the tied parameter have sums of their own, as in a pipeline.
+    """
+    borrowed = model.parameters["a"].detach().clone().requires_grad_()
+    w, bias, mean = model.parameters["w"], model.parameters["bias"], model.buffers["mean"]
+    losses, outputs = [], []
+    for microbatch, (inputs, size) in enumerate(zip(make_batch(sizes, step), sizes, strict=True)):
+        skip = inputs["x"].mm(model.parameters["a"])
+        z = skip.tanh().mm(w) + bias
+        mask = torch.rand(z.shape, generator=generator(CPU, seed, step, microbatch, DROPOUT_ID)) > 0.5
+        hidden_2 = (z.relu() - mean) * mask
+        mean = (mean * 0.9 + z.mean(0) * 0.1).detach()
+        output = (hidden_2 + skip).mm(borrowed.t()) + torch.arange(size)[:, None] * 0.01
+        difference = output - inputs["target"]
+        loss = (difference * difference).mean() * (size / sum(sizes))
+        loss.backward()
+        losses.append(loss.detach())
+        outputs.append(output.detach())
+    model.parameters["a"].grad += borrowed.grad
+    model.buffers["mean"].copy_(mean)
+    return {"loss": functools.reduce(torch.add, losses), "output": torch.cat(outputs)}
+
+
+def make_interpreter(
+    schedule: Schedule,
+    rank: int,
+    transport: Transport,
+    model: Model,
+    stages: Mapping[int, Any] = STAGES,
+    mode: Mode = Mode.TRAIN,
+) -> Interpreter:
+    plan = make_plan(schedule, mode)
+    recompute = [index for index, code in stages.items() if hasattr(code, "recompute")]
+    program = lower(schedule, plan.links, recompute if mode is Mode.TRAIN else ())[rank]
+    return Interpreter(program, plan, stages, model.parameters, model.buffers, transport, CPU)
+
+
+class Pipeline:
+    """All ranks in this process, sharing one model."""
+
+    def __init__(
+        self, schedule: Schedule, stages: Mapping[int, Any] = STAGES, mode: Mode = Mode.TRAIN
+    ) -> None:
+        self.model = make_model()
+        self.ranks = InProcess([CPU] * schedule.num_ranks)
+        self.interpreters = [
+            make_interpreter(schedule, rank, self.ranks.endpoint(rank), self.model, stages, mode)
+            for rank in range(schedule.num_ranks)
+        ]
+
+    def step(self, sizes: Sequence[int], step: int = 0, seed: int = 5) -> list[dict[str, Tensor]]:
+        """Run one step; the results of each rank."""
+        batch = make_batch(sizes, step)
+        return self.ranks.run([partial(each.run, batch, sizes, seed, step) for each in self.interpreters])
