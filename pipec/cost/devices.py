@@ -1,0 +1,116 @@
+"""Devices and links as data: the few figures that turn FLOPs and bytes into seconds. No torch.
+
+Peak rates are the vendor's for dense arithmetic (without structured sparsity); ``float32`` is the rate of
+full precision, torch's default, not of TF32. Bandwidths of links are per direction.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class LinkModel:
+    """A message of n bytes arrives after ``latency_seconds + n / bytes_per_second``."""
+
+    bytes_per_second: float
+    latency_seconds: float
+
+    def seconds(self, num_bytes: float) -> float:
+        return self.latency_seconds + num_bytes / self.bytes_per_second
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceModel:
+    """One device under the roofline model (Williams, Waterman, Patterson: Roofline, CACM 2009).
+
+    ``flops_per_second`` maps names of dtypes to peak rates and always has ``float32``, which serves for
+    dtypes it lacks. ``launch_seconds`` is paid by each operator, ``link`` joins it to its peers in one
+    host, ``source`` says where the figures come from.
+    """
+
+    name: str
+    flops_per_second: Mapping[str, float]
+    memory_bytes_per_second: float
+    launch_seconds: float
+    memory_bytes: int
+    link: LinkModel
+    source: str
+
+    def seconds(self, flops: float, bytes_moved: float, dtype: str = "float32") -> float:
+        """Time of one operator: launch, then arithmetic or memory traffic, whichever takes longer."""
+        rate = self.flops_per_second.get(dtype, self.flops_per_second["float32"])
+        return self.launch_seconds + max(flops / rate, bytes_moved / self.memory_bytes_per_second)
+
+
+_KERNEL_LAUNCH_SECONDS = 5e-6
+"""Host time of one eager operator on a GPU, which bounds operators too small to fill it."""
+
+_GPU_LATENCY_SECONDS = 1e-5
+
+DEVICES: Mapping[str, DeviceModel] = {
+    device.name: device
+    for device in (
+        DeviceModel(
+            name="cpu",
+            flops_per_second={"float64": 24e9, "float32": 48e9, "bfloat16": 24e9, "float16": 24e9},
+            memory_bytes_per_second=8e9,
+            launch_seconds=3e-6,
+            memory_bytes=16 * 10**9,
+            link=LinkModel(1.5e9, 1e-4),
+            source="one core of a server CPU with AVX2, conservative; gloo over loopback",
+        ),
+        DeviceModel(
+            name="v100",
+            flops_per_second={"float64": 7.8e12, "float32": 15.7e12, "float16": 125e12},
+            memory_bytes_per_second=0.9e12,
+            launch_seconds=_KERNEL_LAUNCH_SECONDS,
+            memory_bytes=32 * 10**9,
+            link=LinkModel(150e9, _GPU_LATENCY_SECONDS),
+            source="NVIDIA V100 datasheet (2020), V100 SXM2 32 GB",
+        ),
+        DeviceModel(
+            name="a100",
+            flops_per_second={"float64": 9.7e12, "float32": 19.5e12, "bfloat16": 312e12, "float16": 312e12},
+            memory_bytes_per_second=2.039e12,
+            launch_seconds=_KERNEL_LAUNCH_SECONDS,
+            memory_bytes=80 * 10**9,
+            link=LinkModel(300e9, _GPU_LATENCY_SECONDS),
+            source="NVIDIA A100 datasheet (2021), A100 80GB SXM",
+        ),
+        DeviceModel(
+            name="h100",
+            flops_per_second={"float64": 34e12, "float32": 67e12, "bfloat16": 989e12, "float16": 989e12},
+            memory_bytes_per_second=3.35e12,
+            launch_seconds=_KERNEL_LAUNCH_SECONDS,
+            memory_bytes=80 * 10**9,
+            link=LinkModel(450e9, _GPU_LATENCY_SECONDS),
+            source="NVIDIA H100 datasheet (2023), H100 SXM",
+        ),
+        DeviceModel(
+            name="h200",
+            flops_per_second={"float64": 34e12, "float32": 67e12, "bfloat16": 989e12, "float16": 989e12},
+            memory_bytes_per_second=4.8e12,
+            launch_seconds=_KERNEL_LAUNCH_SECONDS,
+            memory_bytes=141 * 10**9,
+            link=LinkModel(450e9, _GPU_LATENCY_SECONDS),
+            source="NVIDIA H200 datasheet (2024), H200 SXM",
+        ),
+        DeviceModel(
+            name="l4",
+            flops_per_second={"float64": 0.47e12, "float32": 30.3e12, "bfloat16": 121e12, "float16": 121e12},
+            memory_bytes_per_second=0.3e12,
+            launch_seconds=_KERNEL_LAUNCH_SECONDS,
+            memory_bytes=24 * 10**9,
+            link=LinkModel(32e9, _GPU_LATENCY_SECONDS),
+            source="NVIDIA L4 datasheet (2023), PCIe 4.0 x16; float64 at the Ada rate of 1/64 of float32",
+        ),
+    )
+}
+"""Known devices by short name."""
+
+
+def find_device(product: str) -> DeviceModel | None:
+    """The entry whose name is a word of a vendor's product name, as in ``NVIDIA A100-SXM4-80GB``, if any."""
+    words = set(re.split(r"[^a-z0-9]+", product.lower()))
+    return next((device for name, device in DEVICES.items() if name in words), None)

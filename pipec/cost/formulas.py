@@ -1,0 +1,192 @@
+"""The cost of one node of an ATen graph: FLOPs, bytes moved, bytes made, as sympy expressions.
+
+FLOPs of matrix products, convolutions and attention come from the registry of ``torch.utils.flop_counter``,
+where a multiply-add counts two; the rest from ``tables``, whose counts need only the right order of
+magnitude, since memory traffic bounds those operators.
+"""
+
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from pipec.cost.devices import DeviceModel
+from pipec.cost.symbols import TensorSize, evaluate, in_microbatch, product, total
+from pipec.cost.tables import (
+    ALLOCATIONS,
+    FLOPS_PER_INPUT,
+    FLOPS_PER_OUTPUT,
+    GATHERED,
+    MOVES,
+    SCATTERED,
+    UNREAD,
+)
+from pipec.graph import is_view
+
+Sizes = Mapping[fx.Node, tuple[TensorSize, ...]]
+"""The tensors that make up each node's value."""
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorCost:
+    """What running one node once takes, in the microbatch size ``MICROBATCH``.
+
+    ``bytes_moved`` counts memory read and written, ``output_bytes`` the node's value when dense, as it is
+    saved or sent (a view has one too, though making it moves nothing). ``launches`` is 0 where no kernel
+    starts. ``dtype`` is the one computed in. ``known`` is False where no FLOP formula was found and the
+    bytes stand alone.
+    """
+
+    flops: sympy.Expr
+    bytes_moved: sympy.Expr
+    output_bytes: sympy.Expr
+    launches: int
+    dtype: str
+    known: bool
+    device: DeviceModel = field(repr=False)
+
+    def seconds(self, microbatch_size: int) -> float:
+        """Time on ``device``."""
+        if not self.launches:
+            return 0.0
+        arithmetic = evaluate(self.flops, microbatch_size)
+        return self.device.seconds(arithmetic, evaluate(self.bytes_moved, microbatch_size), self.dtype)
+
+
+def operator_cost(
+    node: fx.Node, sizes: Sizes, batch: sympy.Symbol | None, device: DeviceModel
+) -> OperatorCost:
+    """``sizes`` has the node and its inputs; ``batch`` is the microbatch size there, if symbolic."""
+    free = is_free(node) or not sizes[node]
+    computed = sympy.Integer(0) if free else flops(node, sizes)
+    moved = sympy.Integer(0) if free else bytes_moved(node, sizes)
+    return OperatorCost(
+        flops=in_microbatch(sympy.Integer(0) if computed is None else computed, batch),
+        bytes_moved=in_microbatch(moved, batch),
+        output_bytes=in_microbatch(total(size.dense_bytes for size in sizes[node]), batch),
+        launches=0 if free else 1,
+        dtype=_computed_in(node, sizes),
+        known=computed is not None,
+        device=device,
+    )
+
+
+def operator_name(node: fx.Node) -> str:
+    """``_softmax`` for an operator of ATen, ``library::name`` for another; in-place variants share a name."""
+    schema = getattr(node.target, "_schema", None)
+    return str(schema.name).removeprefix("aten::").removesuffix("_") if schema else str(node.target)
+
+
+def is_free(node: fx.Node) -> bool:
+    """Whether a node starts no kernel: an argument, a view, an allocation, picking from a tuple."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return True
+    return is_view(node) or operator_name(node) in ALLOCATIONS
+
+
+def flops(node: fx.Node, sizes: Sizes) -> sympy.Expr | None:
+    """Arithmetic operations of one node, None if no formula is known."""
+    name = operator_name(node)
+    if name == "convolution_backward":
+        return _convolution_backward_flops(node, sizes)
+    if (formula := flop_registry.get(_registered_as(node))) is not None:
+        return _registered_flops(formula, node, sizes)
+    if name in MOVES:
+        return sympy.Integer(0)
+    if name in FLOPS_PER_INPUT:
+        first = next(size for source in node.all_input_nodes for size in sizes[source])
+        return FLOPS_PER_INPUT[name] * first.elements
+    if name in FLOPS_PER_OUTPUT or torch.Tag.pointwise in getattr(node.target, "tags", ()):
+        return FLOPS_PER_OUTPUT.get(name, 1) * sizes[node][0].elements
+    return None
+
+
+def bytes_moved(node: fx.Node, sizes: Sizes) -> sympy.Expr:
+    """Memory that one node reads and writes: its inputs and outputs, or the part of them that it touches."""
+    name, arguments = operator_name(node), _arguments(node)
+    if name in SCATTERED and _writes_to_argument(node):
+        arguments.pop("self")
+        updates = arguments.get(SCATTERED[name], arguments.get("index"))
+        return total([*_touched(arguments.values(), sizes), *_touched([updates], sizes) * 2])
+    if name in UNREAD:
+        arguments.pop("self")
+    written = [size.touched_bytes for size in sizes[node]]
+    if name in GATHERED:
+        arguments.pop(GATHERED[name])
+        written *= 2
+    return total([*_touched(arguments.values(), sizes), *written])
+
+
+def _convolution_backward_flops(node: fx.Node, sizes: Sizes) -> sympy.Expr:
+    """Each gradient takes what the forward does (the registry's formula counts grouped ones too often)."""
+    arguments = _arguments(node)
+    scanned, weight = arguments["input" if arguments["transposed"] else "grad_output"], arguments["weight"]
+    positions, filters = sizes[scanned][0].shape, sizes[weight][0].elements
+    num_gradients = sum(arguments["output_mask"][:2])
+    return sympy.Integer(2 * num_gradients) * positions[0] * product(positions[2:]) * filters
+
+
+_aten = torch.ops.aten
+
+_TWINS: Mapping[str, object] = {
+    "_scaled_dot_product_flash_attention_for_cpu": _aten._scaled_dot_product_flash_attention,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": (
+        _aten._scaled_dot_product_flash_attention_backward
+    ),
+}
+"""Operators that the registry lacks, and the one in it that computes the same of the same arguments."""
+
+
+def _registered_as(node: fx.Node) -> object:
+    return _TWINS.get(operator_name(node)) or getattr(node.target, "overloadpacket", node.target)
+
+
+def _registered_flops(formula: Callable[..., Any], node: fx.Node, sizes: Sizes) -> sympy.Expr | None:
+    """Ask torch's registry: most formulas take shapes, here symbolic ones, the others take fake tensors.
+
+    Anyone may register a formula; None if it cannot do with symbols.
+    """
+    takes_shapes = hasattr(formula, "__wrapped__")
+
+    def value(source: fx.Node) -> Any:
+        fake = source.meta.get("val")
+        if takes_shapes and isinstance(fake, torch.Tensor):
+            return sizes[source][0].shape
+        return tuple(size.shape for size in sizes[source]) if takes_shapes and sizes[source] else fake
+
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
+    try:
+        return sympy.sympify(formula(*args, **kwargs, out_val=value(node)))
+    except (AssertionError, AttributeError, TypeError, ValueError):
+        return None
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments given, by the names of the operator's schema; by position where it has none."""
+    schema = getattr(node.target, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema else map(str, range(len(node.args)))
+    return dict(zip(names, node.args, strict=False)) | node.kwargs
+
+
+def _writes_to_argument(node: fx.Node) -> bool:
+    schema: Any = getattr(node.target, "_schema", None)
+    return any(result.alias_info is not None and result.alias_info.is_write for result in schema.returns)
+
+
+def _touched(values: Iterable[Any], sizes: Sizes) -> list[sympy.Expr]:
+    """Memory behind the distinct nodes among ``values``, at any depth."""
+    found: dict[fx.Node, None] = {}
+    fx.node.map_arg(tuple(values), found.setdefault)
+    return [size.touched_bytes for source in found for size in sizes[source]]
+
+
+def _computed_in(node: fx.Node, sizes: Sizes) -> str:
+    """The first floating-point dtype among inputs, then outputs; any other has no peak rate of its own."""
+    tensors = [size for source in (*node.all_input_nodes, node) for size in sizes[source]]
+    dtype = next((size.dtype for size in tensors if size.dtype.is_floating_point), torch.float32)
+    return str(dtype).removeprefix("torch.")

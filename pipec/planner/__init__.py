@@ -1,0 +1,1 @@
+"""Where to cut: optimisation over plain numbers, without torch."""
