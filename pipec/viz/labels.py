@@ -1,0 +1,81 @@
+"""The words and numbers that every picture of a timeline shares."""
+
+import math
+from collections.abc import Mapping
+
+from pipec.ir import Instruction, Phase
+from pipec.simulate import Event, Timeline
+from pipec.text import format_seconds
+
+LETTERS: Mapping[Phase, str] = {
+    Phase.FORWARD: "F",
+    Phase.RECOMPUTE: "R",
+    Phase.BACKWARD: "B",
+    Phase.BACKWARD_INPUT: "B",
+    Phase.BACKWARD_WEIGHT: "W",
+}
+
+NAMES: Mapping[Phase, str] = {
+    Phase.FORWARD: "forward",
+    Phase.RECOMPUTE: "recompute",
+    Phase.BACKWARD: "backward",
+    Phase.BACKWARD_INPUT: "input gradient",
+    Phase.BACKWARD_WEIGHT: "weight gradient",
+}
+
+
+def phases(timeline: Timeline) -> list[Phase]:
+    """The phases that run, in the order of ``NAMES``."""
+    run = {event.instruction.op.phase for event in timeline.computes}
+    return [phase for phase in NAMES if phase in run]
+
+
+def chunks(timeline: Timeline) -> dict[int, int]:
+    """The place of each stage among the stages of its rank, from 0."""
+    stages: dict[int, set[int]] = {}
+    for event in timeline.computes:
+        stages.setdefault(event.rank, set()).add(event.instruction.stage)
+    return {stage: chunk for held in stages.values() for chunk, stage in enumerate(sorted(held))}
+
+
+def cell_labels(timeline: Timeline) -> dict[Event, str]:
+    """``F3`` for the forward of microbatch 3; ``Fb3`` on the second stage of a rank that has several."""
+    chunk_of = chunks(timeline)
+    several = max(chunk_of.values(), default=0) > 0
+
+    def label(instruction: Instruction) -> str:
+        assert instruction.op.phase
+        chunk = chr(ord("a") + chunk_of[instruction.stage] % 26) if several else ""
+        return f"{LETTERS[instruction.op.phase]}{chunk}{instruction.microbatch}"
+
+    return {event: label(event.instruction) for event in timeline.computes}
+
+
+def summary(timeline: Timeline) -> str:
+    """The figures of merit on one line."""
+    times = f"makespan {_duration(timeline.makespan, timeline)}, span {_duration(timeline.span, timeline)}"
+    rates = f"bubble {timeline.bubble_rate:.1%}"
+    if timeline.overhead_rate - timeline.bubble_rate > 5e-4:
+        rates += f" ({timeline.overhead_rate:.1%} if recomputing counts as idle)"
+    return f"{rates}, {times}, at most {max(timeline.peak_in_flight, default=0)} in flight"
+
+
+def _duration(time: float, timeline: Timeline) -> str:
+    return format_seconds(time) if timeline.unit == "s" else f"{time:.6g} {timeline.unit}"
+
+
+def time_axis(timeline: Timeline, most: int) -> tuple[str, list[tuple[float, str]]]:
+    """The unit of the time axis and its ticks, as (time, text) at round numbers; about ``most`` of them."""
+    factor, unit = 1.0, timeline.unit
+    if unit == "s":
+        scales = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+        factor, unit = next((scale for scale in scales if timeline.makespan >= scale[0]), (1e-9, "ns"))
+    end = timeline.makespan / factor
+    step = _round_step(end / most) if end else 1.0
+    return unit, [(k * step * factor, f"{k * step:g}") for k in range(int(end / step + 1e-9) + 1)]
+
+
+def _round_step(least: float) -> float:
+    """The smallest of 1, 2, 5, 10, 20, ... times a power of ten that is at least ``least``."""
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))

@@ -1,0 +1,279 @@
+"""A timeline as a self-contained SVG: a lane per rank, a box per compute, thin arrows for messages.
+
+The picture is a card with its own background, light or dark as the viewer prefers. Times too short to
+see are drawn together: one box per phase for a run of cells, so that the size of the file is bounded.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from xml.sax.saxutils import escape
+
+from pipec.ir import Payload, Phase
+from pipec.simulate import Event, Timeline
+from pipec.viz.labels import NAMES, cell_labels, chunks, phases, summary, time_axis
+
+_STYLE = """
+svg { font-family: ui-sans-serif, system-ui, "Segoe UI", "Helvetica Neue", Arial, sans-serif; }
+text { fill: #57606a; font-size: 11px; }
+.title { fill: #1f2328; font-size: 15px; font-weight: 600; }
+.box { fill: #1f2328; font-size: 10.5px; text-anchor: middle; }
+.right { text-anchor: end; }
+.middle { text-anchor: middle; }
+.card { fill: #ffffff; stroke: #d0d7de; }
+.lane { fill: #f1f3f5; }
+.grid { stroke: #d8dee4; stroke-width: 1; }
+.forward { fill: #8cb8f2; }
+.recompute { fill: #c6b5ee; }
+.backward { fill: #f5b26b; }
+.backward_input { fill: #f5b26b; }
+.backward_weight { fill: #8fd0a4; }
+.message { fill: none; stroke-width: 1; }
+.activation { stroke: #2f6fc4; }
+.gradient { stroke: #b8650f; }
+.activation-head { fill: #2f6fc4; }
+.gradient-head { fill: #b8650f; }
+@media (prefers-color-scheme: dark) {
+  text { fill: #9198a1; }
+  .title { fill: #f0f6fc; }
+  .card { fill: #161b22; stroke: #30363d; }
+  .lane { fill: #21262d; }
+  .grid { stroke: #30363d; }
+  .activation { stroke: #79b0f5; }
+  .gradient { stroke: #f0a04b; }
+  .activation-head { fill: #79b0f5; }
+  .gradient-head { fill: #f0a04b; }
+}
+"""
+
+_LEFT, _RIGHT, _TOP, _BOTTOM = 88, 72, 72, 64
+"""Margins around the lanes, in pixels."""
+
+_CELL_WIDTH = 26
+"""Pixels wished for the shortest compute, while the lanes stay within ``_WIDTHS``."""
+
+_WIDTHS = (600, 1600)
+_CHARACTER_WIDTH = 6.4
+_LEAST_WIDTH = 3.0
+"""Pixels below which boxes are drawn together with their neighbours; more if there were too many boxes."""
+
+_MOST_BOXES = 20_000
+_MOST_ARROWS = 2_000
+_SIDESTEP = 2.0
+"""Pixels between arrows that meet, left for activations and right for gradients."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where times and ranks are on the page, in pixels."""
+
+    scale: float
+    width: float
+    lane: float
+    pitch: float
+    num_ranks: int
+
+    @staticmethod
+    def of(timeline: Timeline) -> "_Layout":
+        durations = [event.end - event.start for event in timeline.computes if event.end > event.start]
+        wished = timeline.makespan / min(durations, default=1.0) * _CELL_WIDTH
+        width = min(max(wished, _WIDTHS[0]), _WIDTHS[1])
+        lane, gap = next(
+            sizes
+            for most, *sizes in ((16, 26, 14), (64, 16, 8), (float("inf"), 5, 1))
+            if timeline.num_ranks <= most
+        )
+        return _Layout(width / (timeline.makespan or 1.0), width, lane, lane + gap, timeline.num_ranks)
+
+    def x(self, time: float) -> float:
+        return _LEFT + time * self.scale
+
+    def y(self, rank: int) -> float:
+        return _TOP + rank * self.pitch
+
+    @property
+    def least_time(self) -> float:
+        """The shortest time that gets a box of its own."""
+        return max(_LEAST_WIDTH, self.num_ranks * self.width / _MOST_BOXES) / self.scale
+
+    @property
+    def bottom(self) -> float:
+        return self.y(self.num_ranks - 1) + self.lane
+
+
+def timeline_svg(timeline: Timeline, title: str = "") -> str:
+    """The timeline as the text of an SVG file, under ``title`` and its figures of merit. Deterministic."""
+    layout = _Layout.of(timeline)
+    messages = _messages(timeline, layout)
+    parts = [
+        *_card(layout, title, summary(timeline)),
+        *_axis(timeline, layout),
+        *_lanes(timeline, layout),
+        *(_arrow(message, layout) for message in messages),
+        *_boxes(timeline, layout),
+        *_legend(phases(timeline), dict.fromkeys(map(_kind, messages)), layout),
+        "</svg>",
+    ]
+    return "\n".join([*parts, ""])
+
+
+def _card(layout: _Layout, title: str, figures: str) -> Iterator[str]:
+    width, height = _LEFT + layout.width + _RIGHT, layout.bottom + _BOTTOM
+    shown = "".join(filter(str.isprintable, title))
+    yield (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_px(width)}" height="{_px(height)}" '
+        f'viewBox="0 0 {_px(width)} {_px(height)}" role="img">'
+    )
+    yield f"<title>{escape(shown or 'timeline')}</title>"
+    yield f"<style>{_STYLE}</style>"
+    yield f"<defs>{_head('activation')}{_head('gradient')}</defs>"
+    yield f'<rect class="card" x="0.5" y="0.5" width="{_px(width - 1)}" height="{_px(height - 1)}" rx="8"/>'
+    yield _text(20, 30, shown, "title")
+    yield _text(20, 50 if shown else 30, figures)
+
+
+def _head(name: str) -> str:
+    size = 'viewBox="0 0 6 6" refX="5.5" refY="3" markerWidth="5" markerHeight="5" orient="auto"'
+    return f'<marker id="{name}" {size}><path class="{name}-head" d="M0 0L6 3L0 6z"/></marker>'
+
+
+def _axis(timeline: Timeline, layout: _Layout) -> Iterator[str]:
+    unit, ticks = time_axis(timeline, most=12)
+    yield _text(_LEFT - 10, layout.bottom + 20, f"time, {unit}", "right")
+    for time, text in ticks:
+        x = layout.x(time)
+        yield f'<path class="grid" d="M{_px(x)} {_px(_TOP - 4)}V{_px(layout.bottom + 6)}"/>'
+        yield _text(x, layout.bottom + 20, text, "middle")
+
+
+def _lanes(timeline: Timeline, layout: _Layout) -> Iterator[str]:
+    named = max(1, round(14 / layout.pitch))
+    yield _text(_LEFT + layout.width + 10, _TOP - 9, "in flight")
+    for rank, peak in enumerate(timeline.peak_in_flight):
+        yield _rect(_LEFT, layout.y(rank), layout.width, layout.lane, "lane")
+        if rank % named == 0:
+            baseline = layout.y(rank) + layout.lane / 2 + 4
+            yield _text(_LEFT - 10, baseline, f"rank {rank}", "right")
+            yield _text(_LEFT + layout.width + 10, baseline, str(peak))
+
+
+def _messages(timeline: Timeline, layout: _Layout) -> list[Event]:
+    """The messages of microbatches, or none where arrows would only blur the picture."""
+    messages = [event for event in timeline.messages if event.instruction.microbatch >= 0]
+    return messages if len(messages) <= _MOST_ARROWS and layout.pitch - layout.lane > 4 else []
+
+
+def _arrow(message: Event, layout: _Layout) -> str:
+    """From the end of the box that sends to the lane that receives, behind the lanes between."""
+    source, target = layout.y(message.rank), layout.y(message.instruction.peer)
+    start, end = (source + layout.lane, target) if source < target else (source, target + layout.lane)
+    kind = _kind(message)
+    aside = _SIDESTEP if kind == "gradient" else -_SIDESTEP
+    left, right = (_px(layout.x(time) + aside) for time in (message.start, message.end))
+    line = f"M{left} {_px(start)}L{right} {_px(end)}"
+    return f'<path class="message {kind}" marker-end="url(#{kind})" d="{line}"/>'
+
+
+def _kind(event: Event) -> str:
+    link = event.instruction.link
+    return "gradient" if link and link.payload is Payload.GRADIENT else "activation"
+
+
+@dataclass(frozen=True, slots=True)
+class _Box:
+    """Something drawn in a lane: one compute, or those of a phase in a run of short ones."""
+
+    start: float
+    end: float
+    phase: Phase
+    stage: int
+    label: str = ""
+
+
+def _boxes(timeline: Timeline, layout: _Layout) -> Iterator[str]:
+    labels, chunk_of = _fitting_labels(timeline, layout), chunks(timeline)
+    last_chunk = max(chunk_of.values(), default=0)
+    for rank, events in groupby(timeline.computes, key=lambda event: event.rank):
+        for run in _runs(events, layout.least_time):
+            for box in _drawn_together(run) if len(run) > 1 else [_single(run[0], labels[run[0]])]:
+                shade = 1 - 0.45 * chunk_of[box.stage] / last_chunk if last_chunk else 1.0
+                yield from _box(layout, rank, box, shade)
+
+
+def _fitting_labels(timeline: Timeline, layout: _Layout) -> dict[Event, str]:
+    """Labels such as ``F3`` if all of them fit, else the numbers alone where those fit."""
+
+    def fits(label: str, event: Event) -> bool:
+        return len(label) * _CHARACTER_WIDTH + 2 <= (event.end - event.start) * layout.scale
+
+    labels = cell_labels(timeline)
+    if all(fits(label, event) for event, label in labels.items()):
+        return labels
+    numbers = {event: str(event.instruction.microbatch) for event in labels}
+    return {event: number if fits(number, event) else "" for event, number in numbers.items()}
+
+
+def _runs(events: Iterable[Event], least: float) -> Iterator[list[Event]]:
+    """Split computes of a rank into runs without idle time that take at least ``least``, where they can."""
+    run: list[Event] = []
+    for event in events:
+        if run and (event.start > run[-1].end + least / 10 or run[-1].end - run[0].start >= least):
+            yield run
+            run = []
+        run.append(event)
+    if run:
+        yield run
+
+
+def _single(event: Event, label: str) -> _Box:
+    assert event.instruction.op.phase
+    return _Box(event.start, event.end, event.instruction.op.phase, event.instruction.stage, label)
+
+
+def _drawn_together(run: Sequence[Event]) -> Iterator[_Box]:
+    """One box for each phase of a run, as long as its computes together."""
+    start = run[0].start
+    for phase in NAMES:
+        events = [event for event in run if event.instruction.op.phase is phase]
+        if events:
+            end = start + sum(event.end - event.start for event in events)
+            yield _Box(start, end, phase, events[0].instruction.stage)
+            start = end
+
+
+def _box(layout: _Layout, rank: int, box: _Box, shade: float) -> Iterator[str]:
+    left, width = layout.x(box.start), (box.end - box.start) * layout.scale
+    gap = 1.0 if width >= 2 * _LEAST_WIDTH else 0.0
+    yield _rect(left, layout.y(rank), width - gap, layout.lane, box.phase, 2 if gap else 0, shade)
+    if box.label and layout.lane >= 12:
+        yield _text(left + (width - gap) / 2, layout.y(rank) + layout.lane / 2 + 3.7, box.label, "box")
+
+
+def _legend(run: Iterable[Phase], kinds: Iterable[str], layout: _Layout) -> Iterator[str]:
+    x, y = float(_LEFT), layout.bottom + 45
+    for phase in run:
+        yield _rect(x, y - 10, 14, 12, phase, 2)
+        yield _text(x + 20, y, NAMES[phase])
+        x += 20 + _CHARACTER_WIDTH * len(NAMES[phase]) + 20
+    for kind in kinds:
+        yield f'<path class="message {kind}" marker-end="url(#{kind})" d="M{_px(x)} {_px(y - 4)}h16"/>'
+        yield _text(x + 22, y, kind)
+        x += 22 + _CHARACTER_WIDTH * len(kind) + 20
+
+
+def _rect(
+    x: float, y: float, width: float, height: float, css: str, radius: int = 0, shade: float = 1.0
+) -> str:
+    rounded = f' rx="{radius}"' if radius else ""
+    faded = f' fill-opacity="{_px(shade)}"' if shade < 1 else ""
+    size = f'x="{_px(x)}" y="{_px(y)}" width="{_px(width)}" height="{_px(height)}"'
+    return f'<rect class="{css}" {size}{rounded}{faded}/>'
+
+
+def _text(x: float, y: float, text: str, css: str = "") -> str:
+    named = f' class="{css}"' if css else ""
+    return f'<text{named} x="{_px(x)}" y="{_px(y)}">{escape(text)}</text>'
+
+
+def _px(number: float) -> str:
+    return f"{number:.2f}".rstrip("0").rstrip(".")

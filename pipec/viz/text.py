@@ -1,0 +1,94 @@
+"""A timeline for the terminal: one row per rank, time from left to right, in a few panels if it is long."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pipec.simulate import Event, Timeline
+from pipec.viz.labels import LETTERS, NAMES, cell_labels, chunks, phases, summary, time_axis
+
+_WIDTH = 144
+"""Most columns of time in a panel."""
+
+_PANELS = 4
+"""Most panels; a timeline that needs more is compressed into one, where most labels do not fit."""
+
+_IDLE = "·"
+_FILL = "─"
+
+
+@dataclass(frozen=True, slots=True)
+class _Panel:
+    """The part of the timeline from ``start`` to ``end``, drawn with ``columns`` to a unit of time."""
+
+    start: float
+    end: float
+    columns: float
+
+    def column(self, time: float) -> int:
+        return round((min(max(time, self.start), self.end) - self.start) * self.columns)
+
+
+def timeline_text(timeline: Timeline, title: str = "") -> str:
+    """The timeline as lines of text, under ``title`` and its figures of merit."""
+    labels = cell_labels(timeline)
+    panels = [_panel_text(timeline, panel, labels) for panel in _panels(timeline, labels)]
+    heading = [title, summary(timeline)] if title else [summary(timeline)]
+    return "\n".join([*heading, *panels, _legend(timeline), ""])
+
+
+def _panels(timeline: Timeline, labels: Mapping[Event, str]) -> list[_Panel]:
+    """As wide as lets every cell show its label and a blank, if that takes few enough panels."""
+    durations = {event: event.end - event.start for event in timeline.computes if event.end > event.start}
+    if not durations:
+        return [_Panel(0.0, timeline.makespan, 0.0)]
+    shortest = min(durations.values())
+    columns = max((len(labels[event]) + 1) / duration for event, duration in durations.items())
+    length = max(int(_WIDTH / (columns * shortest)), 1) * shortest
+    count = math.ceil(timeline.makespan / length - 1e-9)
+    if count > _PANELS:
+        return [_Panel(0.0, timeline.makespan, _WIDTH / timeline.makespan)]
+    return [_Panel(k * length, min((k + 1) * length, timeline.makespan), columns) for k in range(count)]
+
+
+def _panel_text(timeline: Timeline, panel: _Panel, labels: Mapping[Event, str]) -> str:
+    rows: list[list[Event]] = [[] for _ in range(timeline.num_ranks)]
+    for event in timeline.computes:
+        rows[event.rank].append(event)
+    names = [f"rank {rank}" for rank in range(timeline.num_ranks)]
+    margin = len(names[-1])
+    lines = [
+        f"{name:{margin}} {_row(events, panel, labels)}" for name, events in zip(names, rows, strict=True)
+    ]
+    return "\n".join([*lines, f"{'':{margin}} {_axis(timeline, panel)}"])
+
+
+def _row(events: Sequence[Event], panel: _Panel, labels: Mapping[Event, str]) -> str:
+    cells = [_IDLE] * panel.column(panel.end)
+    for event in events:
+        first, last = panel.column(event.start), panel.column(event.end)
+        cells[first:last] = _cell(labels[event] if event.start >= panel.start else "", last - first)
+    return "".join(cells).rstrip()
+
+
+def _cell(label: str, width: int) -> str:
+    """``label`` and a blank in ``width`` columns, or as much of that as fits; a number is never cut short."""
+    if width < len(label):
+        return label[:1].ljust(width, _FILL)[:width]
+    return label.ljust(width - 1, _FILL).ljust(width)
+
+
+def _axis(timeline: Timeline, panel: _Panel) -> str:
+    unit, ticks = time_axis(timeline, most=20)
+    line = ""
+    for time, text in ticks:
+        if panel.start <= time <= panel.end and panel.column(time) >= len(line):
+            line = line.ljust(panel.column(time)) + f"{text} "
+    return f"{line}{unit}"
+
+
+def _legend(timeline: Timeline) -> str:
+    entries = "  ".join(f"{LETTERS[phase]} {NAMES[phase]}" for phase in phases(timeline))
+    several = max(chunks(timeline).values(), default=0) > 0
+    letters = "; letters a, b, ... are the stages of a rank" if several else ""
+    return f"{entries}  {_IDLE} idle; numbers are microbatches{letters}"
