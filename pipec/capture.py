@@ -9,8 +9,8 @@ import itertools
 import logging
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
@@ -74,6 +74,11 @@ class Call:
             "Pass the inputs of the whole mini-batch to step()."
         )
 
+    def signature(self) -> Hashable:
+        """What a compilation depends on: structure, dtypes, shapes but for the batch, and plain values."""
+        leaves, spec = pytree.tree_flatten((self.args, self.kwargs, self.target))
+        return str(spec), tuple(map(_kind, leaves, self.batched()))
+
     def batched(self) -> list[bool]:
         """For each leaf, whether dimension 0 is the batch."""
         size = self.batch_size
@@ -89,6 +94,12 @@ class Call:
         return Call(args, kwargs, target)
 
 
+def _kind(leaf: Any, batched: bool) -> Hashable:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.dtype, tuple(leaf.shape[batched:]), batched
+    return type(leaf), leaf
+
+
 class _Step(nn.Module):
     """What is traced: the model, and on top of it the loss."""
 
@@ -101,7 +112,7 @@ class _Step(nn.Module):
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
         output = self.model(*args, **kwargs)
         if self.mode is Mode.FORWARD:
-            return pytree.tree_leaves(output)
+            return output
         if self.loss_fn is not None:
             return self.loss_fn(output, target)
         if isinstance(output, torch.Tensor):
@@ -110,12 +121,18 @@ class _Step(nn.Module):
 
 
 def capture(
-    model: nn.Module, loss_fn: Callable[..., Any] | None, mode: Mode, call: Call, fixed_batch: bool = False
+    model: nn.Module,
+    loss_fn: Callable[..., Any] | None,
+    mode: Mode,
+    call: Call,
+    canonical: Mapping[str, str] | None = None,
+    fixed_batch: bool = False,
 ) -> TrainingGraph:
     """Trace ``call`` of ``model`` into one graph.
 
     ``call`` holds one microbatch. With a symbolic batch it is padded to at least two rows, because a
     dimension of size one is always traced as a constant. ``fixed_batch`` asks for this very size.
+    ``canonical`` maps every name of a tied tensor to the one to use.
 
     Raises :class:`CaptureError` naming the model's source line when no front end can capture it.
     """
@@ -127,7 +144,8 @@ def capture(
         captured, args, dynamic = _front_end(step, example, fixed_batch)
         operators = _number_operators(captured)
         joint = torch_compat.differentiate(captured, args, training=mode is Mode.TRAIN)
-    return _training_graph(joint, mode, operators, example, size, dynamic)
+    graph = _training_graph(joint, mode, operators, example, size, dynamic)
+    return _merge_tied(graph, canonical or {})
 
 
 def _front_end(step: _Step, call: Call, fixed: bool) -> tuple[fx.GraphModule, tuple[Any, ...], bool]:
@@ -249,6 +267,7 @@ def _training_graph(
         batch,
         tuple(guard.subs(joint.replacements) for guard in joint.guards),
         constants=_lift_constants(joint.module),
+        output_spec=joint.output_spec,
     )
     _check_loss(trained)
     return trained
@@ -387,6 +406,32 @@ def _lift_constants(module: fx.GraphModule) -> dict[str, torch.Tensor]:
         node.replace_all_uses_with(names[attribute])
         graph.erase_node(node)
     return constants
+
+
+def _merge_tied(graph: TrainingGraph, canonical: Mapping[str, str]) -> TrainingGraph:
+    """Let every use of a tied tensor read one argument, and sum the gradients of its names."""
+    arguments: dict[str, fx.Node] = {}
+    for node in graph.arguments:
+        role = node.meta["role"]
+        if isinstance(role, Parameter | Buffer):
+            fqn = canonical.get(role.fqn, role.fqn)
+            node.meta["role"] = replace(role, fqn=fqn)
+            node.replace_all_uses_with(arguments.setdefault(fqn, node))
+    merged: dict[Result, fx.Node] = {}
+    for role, node in graph.outputs:
+        if not isinstance(role, Output):
+            role = replace(role, fqn=canonical.get(role.fqn, role.fqn))
+        merged[role] = _plus(graph, merged[role], node) if role in merged else node
+    graph.module.graph.output_node().args = (tuple(merged.values()),)
+    return replace(graph, results=tuple(merged))
+
+
+def _plus(graph: TrainingGraph, one: fx.Node, other: fx.Node) -> fx.Node:
+    with graph.module.graph.inserting_before(graph.module.graph.output_node()):
+        total = graph.module.graph.call_function(torch.ops.aten.add.Tensor, (one, other))
+    total.meta = {"val": one.meta["val"], "phase": one.meta["phase"]}
+    total.meta["op"] = min(one.meta["op"], other.meta["op"])
+    return total
 
 
 def _check_loss(graph: TrainingGraph) -> None:

@@ -25,6 +25,7 @@ from enum import IntEnum
 
 import sympy
 import torch
+import torch.utils._pytree as pytree
 from torch import fx
 
 from pipec.ir import Mode, Phase
@@ -106,7 +107,7 @@ class Level(IntEnum):
 class TrainingGraph:
     """Forward, loss and backward as one graph, with what is known about its nodes.
 
-    ``results`` describes the graph's outputs in order. ``batch`` is the symbol of the microbatch size
+    ``results`` describes the graph's outputs in order; ``output_spec`` is the tree they are leaves of. ``batch`` is the symbol of the microbatch size
     in every shape, None when the batch is fixed at ``batch_size``. ``guards`` must hold for a
     microbatch size to be served by this graph.
     """
@@ -121,6 +122,7 @@ class TrainingGraph:
     level: Level = Level.CAPTURED
     num_stages: int = 1
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    output_spec: pytree.TreeSpec | None = None
 
     @property
     def nodes(self) -> Iterator[fx.Node]:
@@ -196,3 +198,21 @@ def is_view(node: fx.Node) -> bool:
         return True
     returned = [result.alias_info for result in node.target._schema.returns]
     return any(info is not None and not info.is_write for info in returned)
+
+
+def memory_of(node: fx.Node) -> fx.Node:
+    """The node that owns the memory a node shows: itself, or what it is a view of."""
+    while node.op == "call_function" and is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def needs_only_inputs(node: fx.Node) -> bool:
+    """Whether any stage can make the forward node: from the model's inputs and constants, drawing nothing."""
+    if "needs_only_inputs" not in node.meta:
+        if node.op == "placeholder":
+            answer = isinstance(node.meta["role"], ModelInput)
+        else:
+            answer = is_forward(node) and not is_random(node) and all(map(needs_only_inputs, node.all_input_nodes))
+        node.meta["needs_only_inputs"] = answer
+    return bool(node.meta["needs_only_inputs"])

@@ -141,7 +141,11 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything decided before code is generated. ``placement[stage]`` is the rank that runs it."""
+    """Everything decided before code is generated. ``placement[stage]`` is the rank that runs it.
+
+    ``outputs`` names the results in the order of the leaves of what the model returns;
+    ``link_seconds[i]`` is how long ``links[i]`` takes.
+    """
 
     mode: Mode
     schedule: str
@@ -150,12 +154,19 @@ class Plan:
     placement: tuple[int, ...]
     stages: tuple[Stage, ...]
     links: tuple[Link, ...]
+    link_seconds: tuple[float, ...] = ()
     inputs: tuple[Input, ...] = ()
+    outputs: tuple[str, ...] = ()
     dynamic_batch: bool = True
 
     @property
     def num_ranks(self) -> int:
         return max(self.placement) + 1
+
+    def __str__(self) -> str:
+        from pipec.report import plan_table  # a plan prints itself, but how is not this file's business
+
+        return plan_table(self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,6 +126,7 @@ class JointGraph:
     results: tuple[tuple[str, str | int], ...]
     guards: tuple[sympy.Basic, ...]
     replacements: dict[sympy.Symbol, sympy.Expr]
+    output_spec: pytree.TreeSpec
 
 
 def differentiate(captured: torch.fx.GraphModule, args: tuple[Any, ...], training: bool) -> JointGraph:
@@ -149,6 +150,7 @@ def differentiate(captured: torch.fx.GraphModule, args: tuple[Any, ...], trainin
         results=tuple(_result(desc) for desc in graph_module.graph.output_node().meta["desc"]),
         guards=tuple(guard.expr for guard in shape_env.guards) if shape_env else (),
         replacements=dict(shape_env.replacements) if shape_env else {},
+        output_spec=joint.out_spec,
     )
 
 

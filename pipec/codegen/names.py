@@ -8,15 +8,16 @@ import builtins
 import keyword
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import fx
 
-from pipec.graph import LossGradient, ModelInput, TrainingGraph, is_forward, is_tensor, recv, send
+from pipec.graph import LossGradient, ModelInput, Output, TrainingGraph, is_forward, is_tensor, recv, send
+from pipec.ir import Mode
 
 RESERVED = frozenset(
-    ["torch", "w", "buffers", "constants", "rng", "saved", "b", "device", "dropout", "draw", "grad_loss"]
+    ["torch", "w", "buffers", "constants", "rng", "saved", "b", "device", "dropout", "draw", "loss", "grad_loss"]
 )
 
 ITEMS = {
@@ -46,6 +47,7 @@ def comment(text: str) -> str:
 def name_nodes(graph: TrainingGraph) -> dict[fx.Node, str]:
     """Unique names for all nodes of the graph, in order; messages keep the name of what they carry."""
     names: dict[fx.Node, str] = {}
+    losses = {node for role, node in graph.outputs if isinstance(role, Output) and graph.mode is not Mode.FORWARD}
     taken: set[str] = set(RESERVED) | set(keyword.kwlist) | set(dir(builtins))
     results = _operator_results(graph)
     for node in graph.module.graph.nodes:
@@ -53,6 +55,8 @@ def name_nodes(graph: TrainingGraph) -> dict[fx.Node, str]:
             names[node] = names[node.args[0]]
         elif node.op == "placeholder" and isinstance(node.meta["role"], LossGradient):
             names[node] = "grad_loss"
+        elif node in losses:
+            names[node] = "loss"
         elif node.op != "output":
             names[node] = _unique(_base_name(graph, node, results), taken)
     return names
@@ -80,10 +84,19 @@ def _base_name(graph: TrainingGraph, node: fx.Node, results: Mapping[int, fx.Nod
     if results.get(op) is node:
         return identifier(graph.operators[op].name)
     if not is_forward(node):
-        awaited = [u.meta["op"] for u in node.users if u.op != "output" and u.meta["op"] != op]
+        awaited = [user.meta["op"] for user in _readers(node) if user.meta["op"] != op]
         if awaited:
             return f"grad_{identifier(graph.operators[awaited[0]].name)}"
     return _operator_name(node)
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Users of the node, here or behind a message."""
+    for user in node.users:
+        if user.target in (send, recv):
+            yield from _readers(user)
+        elif user.op != "output":
+            yield user
 
 
 def _input_name(path: str) -> str:

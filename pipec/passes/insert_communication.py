@@ -22,13 +22,12 @@ from pipec.cost.formulas import OperatorCost
 from pipec.cost.symbols import evaluate
 from pipec.graph import (
     Level,
-    ModelInput,
     TrainingGraph,
     is_constant,
     is_forward,
-    is_random,
     is_tensor,
     is_view,
+    needs_only_inputs,
     recv,
     send,
     stage_of,
@@ -60,13 +59,12 @@ class _Crossings:
 
     graph: TrainingGraph
     link: LinkModel
-    free: dict[fx.Node, bool] = field(default_factory=dict)
     copies: dict[tuple[fx.Node, int], fx.Node] = field(default_factory=dict)
 
     def on_stage_of(self, source: fx.Node, user: fx.Node) -> fx.Node:
         stage = stage_of(user)
         if (source, stage) not in self.copies:
-            if self.is_free(source) and self.cost_to_make(source, stage) < self.cost_to_send(source):
+            if needs_only_inputs(source) and self.cost_to_make(source, stage) < self.cost_to_send(source):
                 self.make(source, stage)
             elif self.is_view_of_no_more(source, user):
                 self.view_there(source, user)
@@ -94,14 +92,6 @@ class _Crossings:
             copy = self.graph.module.graph.node_copy(node, lambda _: base)
         copy.meta = {**node.meta, "stage": stage_of(user)}
         self.copies[node, stage_of(user)] = copy
-
-    def is_free(self, node: fx.Node) -> bool:
-        """Whether the node can be made on any stage: it reads the model's inputs and constants only."""
-        if node not in self.free:
-            self.free[node] = node.op == "placeholder" and isinstance(node.meta["role"], ModelInput)
-            if node.op == "call_function" and is_forward(node) and not is_random(node):
-                self.free[node] = all(map(self.is_free, node.all_input_nodes))
-        return self.free[node]
 
     def cost_to_make(self, node: fx.Node, stage: int) -> float:
         """Seconds to make a free node on ``stage``, with every node it needs that is not there yet."""

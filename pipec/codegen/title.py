@@ -1,0 +1,46 @@
+"""The header of a generated stage: which part of the model it is, what it receives, sends and keeps."""
+
+import textwrap
+
+from pipec.codegen.names import comment
+from pipec.graph import TrainingGraph
+from pipec.ir import Link, Payload, Plan, Stage
+from pipec.text import format_bytes, format_value
+
+
+def stage_title(stage: Stage, plan: Plan) -> str:
+    """::
+
+        Stage 1 of 4, rank 1: transformer.h.3 to transformer.h.5 (operators 74 to 139).
+
+        receives  hidden_3: f32[b, 128, 256] from stage 0
+        sends     hidden_6: f32[b, 128, 256] to stage 2
+        saves     11.8 MB a microbatch (b = 4)
+    """
+    rank = plan.placement[stage.index]
+    rows = [f"Stage {stage.index} of {len(plan.stages)}, rank {rank}: {_extent(stage)}.", ""]
+    rows += _messages("receives", "from stage", [(x, x.source) for x in plan.links if x.target == stage.index])
+    rows += _messages("sends", "to stage", [(x, x.target) for x in plan.links if x.source == stage.index])
+    if plan.num_microbatches:
+        kept = f"{format_bytes(stage.cost.saved_bytes)} a microbatch (b = {plan.microbatch_size})"
+        rows.append(f"saves     {kept}{', computes the rest again' if stage.recompute else ''}")
+    return "\n".join(rows)
+
+
+def _extent(stage: Stage) -> str:
+    if stage.last_operator < stage.first_operator:
+        return "no operators"
+    operators = f"operators {stage.first_operator} to {stage.last_operator}"
+    if not stage.modules:
+        return operators
+    first, last = comment(stage.modules[0]), comment(stage.modules[-1])
+    return f"{first} to {last} ({operators})" if first != last else f"{first} ({operators})"
+
+
+def _messages(verb: str, preposition: str, links: list[tuple[Link, int]]) -> list[str]:
+    rows = []
+    for link, peer in links:
+        if link.payload is Payload.ACTIVATION:
+            values = ", ".join(format_value(value) for value in link.values)
+            rows += textwrap.wrap(f"{verb:<9} {values} {preposition} {peer}", 96, subsequent_indent=" " * 10)
+    return rows

@@ -1,0 +1,192 @@
+"""From a model and a call to an artifact: the list of passes, in order, and what is emitted at its end."""
+
+import logging
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from typing import Any
+
+import torch.utils._pytree as pytree
+from torch import nn
+
+from pipec.artifact import Artifact
+from pipec.capture import Call, capture
+from pipec.codegen.names import name_nodes
+from pipec.codegen.stage import StageSource
+from pipec.codegen.title import stage_title
+from pipec.cost.devices import DeviceModel, LinkModel
+from pipec.errors import InfeasibleError
+from pipec.functions import stage_functions
+from pipec.graph import TrainingGraph
+from pipec.ir import Mode, Phase, Schedule
+from pipec.lower import lower
+from pipec.memory import rank_bytes, shortfall
+from pipec.passes import Pass, run_passes
+from pipec.passes.annotate_cost import AnnotateCost
+from pipec.passes.cut_stages import CutStages, FollowOwners, Owners, owners_of
+from pipec.passes.dump import requested_dumps
+from pipec.passes.insert_communication import InsertCommunication
+from pipec.passes.mark_recompute import MarkRecompute
+from pipec.passes.split_backward import SplitBackward
+from pipec.passes.untie_gradients import UntieGradients
+from pipec.plan import build_plan
+from pipec.schedules import make_schedule
+from pipec.verify import verify_programs
+
+log = logging.getLogger("pipec")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What code is generated for: devices with the links between them, and what to do about memory.
+
+    ``recompute`` is "auto", "none" or "full"; ``memory_limit`` is in bytes per device.
+    """
+
+    device: DeviceModel
+    recompute: str = "auto"
+    memory_limit: int | None = None
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """An artifact and the shape of what the model returns, to put its results back into."""
+
+    artifact: Artifact
+    output_spec: pytree.TreeSpec | None
+
+
+def passes(target: Target, cut: Pass, recompute: frozenset[int]) -> list[Pass]:
+    """The compilation, top to bottom."""
+    return [
+        AnnotateCost(target.device),
+        cut,
+        UntieGradients(),
+        InsertCommunication(target.device.link),
+        MarkRecompute(recompute),
+        SplitBackward(),
+    ]
+
+
+def emit(graph: TrainingGraph, schedule: Schedule, microbatch_size: int, link: LinkModel) -> Artifact:
+    """Plan, code and programs of a graph that has been through every pass. All that is emitted is verified."""
+    split = any(cell.phase is Phase.BACKWARD_INPUT for order in schedule.orders for cell in order)
+    names = name_nodes(graph)
+    stages = [stage_functions(graph, stage, split) for stage in range(graph.num_stages)]
+    plan = build_plan(graph, stages, names, schedule, microbatch_size, link)
+    recompute = [stage.index for stage in plan.stages if stage.recompute]
+    programs = lower(schedule, plan.links, recompute)
+    verify_programs(programs, plan.placement, plan.links, plan.num_microbatches, recompute=recompute)
+    sources = tuple(
+        StageSource.of(graph, functions, names, stage_title(stage, plan)).write()
+        for functions, stage in zip(stages, plan.stages, strict=True)
+    )
+    return Artifact(plan, sources, programs, graph.constants)
+
+
+def forward_only(schedule: Schedule) -> Schedule:
+    """The same schedule without backwards: what evaluation runs."""
+    orders = tuple(tuple(cell for cell in order if cell.phase is Phase.FORWARD) for order in schedule.orders)
+    return replace(schedule, orders=orders)
+
+
+@dataclass
+class Compiler:
+    """Compiles the calls of one model, each once. The first call decides which stage owns which parameter.
+
+    ``seconds`` says how long each step of the compilations took, all together.
+    """
+
+    model: nn.Module
+    loss_fn: Callable[..., Any] | None
+    schedule: str
+    num_ranks: int
+    target: Target
+    canonical: Mapping[str, str]
+    seconds: dict[str, float] = field(default_factory=dict)
+    owners: Owners | None = None
+    _graphs: dict[Hashable, list[TrainingGraph]] = field(default_factory=dict)
+    _compiled: dict[Hashable, Compiled] = field(default_factory=dict)
+
+    def compile(self, mode: Mode, call: Call, sizes: Sequence[int]) -> tuple[Compiled, int]:
+        """What runs microbatches of ``sizes`` rows of ``call``, and how many of them it serves from the first.
+
+        One graph serves all of them unless the model specialises on the number of rows.
+
+        Raises CaptureError, InputError, PlanError or InfeasibleError; nothing has run or been sent by then.
+        """
+        signature = (mode, call.signature(), tuple(module.training for module in self.model.modules()))
+        graph = self._graph(signature, mode, call, sizes[0])
+        count = len(list(takewhile(graph.serves, sizes)))
+        key = (id(graph), sizes[0], count)
+        if key not in self._compiled:
+            self._compiled[key] = self._finish(graph, sizes[0], count)
+        return self._compiled[key], count
+
+    def _graph(self, signature: Hashable, mode: Mode, call: Call, size: int) -> TrainingGraph:
+        known = self._graphs.setdefault(signature, [])
+        for graph in known:
+            if graph.serves(size):
+                return graph
+        known.append(self._capture(mode, call.rows(0, size)))
+        return known[-1]
+
+    @property
+    def num_stages(self) -> int:
+        return make_schedule(self.schedule, self.num_ranks, self.num_ranks).num_stages
+
+    def _capture(self, mode: Mode, call: Call) -> TrainingGraph:
+        with self._timed("capture and differentiate"):
+            graph = capture(self.model, self.loss_fn, mode, call, self.canonical)
+        return self._place(graph)
+
+    def _place(self, graph: TrainingGraph) -> TrainingGraph:
+        stages = self.num_stages
+        cut = CutStages(stages, self.target.device.link) if self.owners is None else FollowOwners(stages, self.owners)
+        everything = frozenset(range(stages))
+        again = everything if self.target.recompute == "full" else frozenset[int]()
+        graph = run_passes(graph, passes(self.target, cut, again), [self._time, *requested_dumps()])
+        if self.owners is None:
+            self.owners = owners_of(graph)
+        return graph
+
+    def _finish(self, graph: TrainingGraph, size: int, num_microbatches: int) -> Compiled:
+        schedule = make_schedule(self.schedule, self.num_ranks, num_microbatches)
+        if graph.mode is not Mode.TRAIN:
+            schedule = forward_only(schedule)
+        with self._timed("generate code"):
+            artifact = emit(graph, schedule, size, self.target.device.link)
+            artifact = self._within_memory(graph, schedule, artifact, size)
+        return Compiled(artifact, graph.output_spec)
+
+    def _within_memory(
+        self, graph: TrainingGraph, schedule: Schedule, artifact: Artifact, size: int
+    ) -> Artifact:
+        """The artifact, or one that recomputes on the stages that would not fit. Raises InfeasibleError."""
+        limit = self.target.memory_limit
+        if limit is None:
+            return artifact
+        plan = artifact.plan
+        needs = rank_bytes(plan, artifact.programs)
+        tight = [stage for stage, rank in enumerate(plan.placement) if needs[rank].total > limit]
+        if tight and graph.mode is Mode.TRAIN and self.target.recompute == "auto":
+            graph = run_passes(graph, [MarkRecompute(frozenset(tight))])
+            artifact = emit(graph, schedule, size, self.target.device.link)
+            needs = rank_bytes(artifact.plan, artifact.programs)
+        if any(need.total > limit for need in needs):
+            raise InfeasibleError(shortfall(needs, limit))
+        return artifact
+
+    @contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - started
+
+    def _time(self, position: int, transform: Pass, graph: TrainingGraph, seconds: float) -> None:
+        name = type(transform).__name__
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds

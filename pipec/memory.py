@@ -1,0 +1,57 @@
+"""How many bytes each rank needs for a plan, and what is short when it does not fit."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipec.ir import Mode, Plan, Program
+from pipec.simulate import peak_in_flight
+from pipec.text import format_bytes
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """Bytes of one rank: weights and their gradients, saved values of the microbatches in flight, and scratch."""
+
+    static: int
+    saved: int
+    in_flight: int
+    transient: int
+
+    @property
+    def total(self) -> int:
+        return self.static + self.saved + self.transient
+
+
+def rank_bytes(plan: Plan, programs: Sequence[Program]) -> list[RankBytes]:
+    """Optimizer state is not counted: pipec does not know which optimizer will be used."""
+    copies = 2 if plan.mode is Mode.TRAIN else 1
+    return [_bytes_of(plan, program.rank, copies, peak_in_flight(program)) for program in programs]
+
+
+def _bytes_of(plan: Plan, rank: int, copies: int, in_flight: int) -> RankBytes:
+    costs = [s.cost for s in plan.stages if plan.placement[s.index] == rank]
+    most_saved = max((cost.saved_bytes for cost in costs), default=0)
+    return RankBytes(
+        static=copies * sum(cost.parameter_bytes for cost in costs),
+        saved=most_saved * in_flight,
+        in_flight=in_flight,
+        transient=max((cost.transient_bytes for cost in costs), default=0),
+    )
+
+
+def shortfall(needs: Sequence[RankBytes], limit: int) -> str:
+    """What each rank needs against the limit, and what to do about it."""
+    rows = [
+        f"  rank {rank}: {format_bytes(need.static)} weights and gradients + {format_bytes(need.saved)} saved "
+        f"({need.in_flight} microbatches in flight) + {format_bytes(need.transient)} transient = "
+        f"{format_bytes(need.total)}"
+        + (f", {format_bytes(need.total - limit)} too many" if need.total > limit else "")
+        for rank, need in enumerate(needs)
+    ]
+    return "\n".join(
+        [
+            f"the plan does not fit into memory_limit={format_bytes(limit)} a device:",
+            *rows,
+            "Use more devices, more microbatches of fewer rows, recompute='full', or a higher limit.",
+        ]
+    )

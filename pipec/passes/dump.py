@@ -1,0 +1,60 @@
+"""Write the graph after every pass to ``PIPEC_DUMP``, to see what each pass changed."""
+
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import fx
+
+from pipec.codegen.expressions import dimension
+from pipec.graph import TrainingGraph, is_tensor
+from pipec.passes import Pass
+
+
+@dataclass
+class Dump:
+    """An observer that writes ``03_insert_communication.txt``, headed by the pass and what it added and removed."""
+
+    directory: Path
+    _previous: frozenset[str] = field(default_factory=frozenset)
+
+    def __call__(self, position: int, transform: Pass, graph: TrainingGraph, seconds: float) -> None:
+        nodes = frozenset(node.name for node in graph.nodes)
+        added, removed = sorted(nodes - self._previous), sorted(self._previous - nodes)
+        self._previous = nodes
+        lines = [
+            f"# {transform!r}, {seconds * 1e3:.1f} ms",
+            f"# {len(nodes)} nodes: {len(added)} added, {len(removed)} removed",
+            "",
+            *(line_of(graph, node) for node in graph.module.graph.nodes if node.op != "output"),
+            *(f"result {role}: {node.name}" for role, node in graph.outputs),
+        ]
+        self.directory.mkdir(parents=True, exist_ok=True)
+        name = re.sub(r"(?<!^)(?=[A-Z])", "_", type(transform).__name__).lower()
+        (self.directory / f"{position:02}_{name}.txt").write_text("\n".join(lines) + "\n")
+
+
+def requested_dumps() -> list[Dump]:
+    """One observer if the environment names a directory in ``PIPEC_DUMP``."""
+    directory = os.environ.get("PIPEC_DUMP")
+    return [Dump(Path(directory))] if directory else []
+
+
+def line_of(graph: TrainingGraph, node: fx.Node) -> str:
+    """``mm_3: f32[4*b, 8] = aten.mm.default(x, w)    stage 1, backward, operator 12``"""
+    if node.op == "placeholder":
+        return f"{node.name}{_type(graph, node)} = {node.meta['role']}"
+    arguments = ", ".join([*map(str, node.args), *(f"{key}={value}" for key, value in node.kwargs.items())])
+    target = getattr(node.target, "__name__", node.target)
+    facts = [f"{key} {node.meta[key]}" for key in ("stage", "op") if key in node.meta]
+    facts += [str(node.meta["phase"]), *(["replayed"] if node.meta.get("replay") else [])]
+    return f"{node.name}{_type(graph, node)} = {target}({arguments})    {', '.join(facts)}"
+
+
+def _type(graph: TrainingGraph, node: fx.Node) -> str:
+    if not is_tensor(node):
+        return ""
+    value = node.meta["val"]
+    sizes = ", ".join(dimension(size, graph.batch) for size in value.shape)
+    return f": {str(value.dtype).removeprefix('torch.')}[{sizes}]"

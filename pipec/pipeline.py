@@ -1,0 +1,254 @@
+"""What a user holds: a module that trains across stages, compiled at its first step."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from pipec.artifact import Artifact, save
+from pipec.capture import Call
+from pipec.compiler import Compiled, Compiler
+from pipec.errors import InputError
+from pipec.holder import ModelTensors, drop, hold
+from pipec.ir import Mode, Plan, Program
+from pipec.runtime.execution import Execution, Ranks
+from pipec.runtime.results import merge
+from pipec.report import simulate_plan
+from pipec.simulate import Timeline
+from pipec.viz.svg import timeline_svg
+from pipec.viz.text import timeline_text
+
+
+class Pipeline(nn.Module):
+    """A model cut into stages. Make one with :func:`pipec.compile`.
+
+    It holds the parameters and buffers under the model's own names: all of them in one process, under
+    ``torchrun`` those of this rank's stages once it is compiled. Where a tensor already is on its stage's
+    device, it is the model's own, so that the model sees what was trained.
+    """
+
+    def __init__(
+        self, compiler: Compiler, tensors: ModelTensors, ranks: Ranks, microbatches: int | None
+    ) -> None:
+        super().__init__()
+        self._compiler = compiler
+        self._tensors = tensors
+        self._ranks = ranks
+        self._microbatches = microbatches
+        self._executions: dict[int, Execution] = {}
+        self._trained: Compiled | None = None
+        self._mode_override: bool | None = None
+        self._num_steps = 0
+        self._placed = False
+        self._seed = ranks.agreed_seed()
+        self.training = compiler.model.training
+        hold(self, tensors, copies=ranks.count > 1 and (ranks.world.distributed or ranks.num_devices > 1))
+
+    def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
+        """Forward and backward of one mini-batch; gradients are added to ``.grad``.
+
+        The arguments are the model's, for the whole mini-batch, and ``target`` is the loss function's; every
+        rank passes all of them. Tensors whose dimension 0 equals that of the first one are split into
+        microbatches, others are passed whole. Returns the loss, the mean over microbatches weighted by their
+        size, on every rank.
+
+        Raises CaptureError, InputError or PlanError before anything is sent; ExecutionError or
+        TransportError when a rank fails.
+        """
+        call = self._checked(Call(args, kwargs, target))
+        loss = self._run(Mode.TRAIN, call)["loss"]
+        self._num_steps += 1
+        return loss
+
+    def eval_step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
+        """The loss of ``step`` without gradients, in the mode that ``train()`` or ``eval()`` last set."""
+        return self._run(Mode.LOSS, self._checked(Call(args, kwargs, target)))["loss"]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output for the whole batch, on every rank, without gradients."""
+        call = Call(args, kwargs)
+        results = self._run(Mode.FORWARD, call)
+        compiled = self._compiled(Mode.FORWARD, call, self._sizes(call))[0][0]
+        leaves = [results.get(name) for name in compiled.artifact.plan.outputs]
+        assert compiled.output_spec is not None
+        return pytree.tree_unflatten(leaves, compiled.output_spec)
+
+    def prepare(self, *args: Any, target: Any = None, **kwargs: Any) -> "Pipeline":
+        """Compile what ``step`` with these arguments will run, and run nothing. Returns the pipeline."""
+        call = self._checked(Call(args, kwargs, target))
+        self._compiled(Mode.TRAIN, call, self._sizes(call))
+        return self
+
+    def train(self, mode: bool = True) -> "Pipeline":
+        """Set every module of the model to training or evaluation mode, as ``nn.Module.train`` does."""
+        self._mode_override = mode
+        return super().train(mode)
+
+    @property
+    def plan(self) -> Plan:
+        """What was decided; prints as a table."""
+        return self._artifact.plan
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """What each rank executes in one step; each prints as text, one instruction a line."""
+        return self._artifact.programs
+
+    def source(self, stage: int) -> str:
+        """The generated Python of a stage."""
+        sources = self._artifact.sources
+        if not 0 <= stage < len(sources):
+            raise InputError(f"there is no stage {stage}: the pipeline has stages 0 to {len(sources) - 1}")
+        return sources[stage]
+
+    def simulate(self) -> Timeline:
+        """One step on paper: the programs played against the plan's costs."""
+        return simulate_plan(self.plan, self.programs)
+
+    def visualize(self, path: str | Path | None = None) -> str:
+        """The simulated timeline as text; also written to ``path`` if given, as ``.svg`` or ``.txt``."""
+        timeline = self.simulate()
+        title = f"{self.plan.schedule}, {self.plan.num_microbatches} microbatches"
+        drawn = timeline_text(timeline, title)
+        if path is not None and self._ranks.world.rank == 0:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            Path(path).write_text(timeline_svg(timeline, title) if Path(path).suffix == ".svg" else drawn)
+        return drawn
+
+    def save(self, directory: str | Path, tensors: bool = False) -> None:
+        """Write plan, code and programs to a directory that ``pipec.load`` and ``pipec run`` read.
+
+        ``tensors``: also the parameters and buffers, as safetensors. Under ``torchrun`` rank 0 writes, and
+        has only its own stages' tensors to write.
+        """
+        held = self._tensors_by_fqn() if tensors else None
+        if self._ranks.world.rank == 0:
+            save(self._artifact, Path(directory), held)
+
+    @property
+    def compile_seconds(self) -> dict[str, float]:
+        """How long each step of compilation took, all compilations together."""
+        return dict(self._compiler.seconds)
+
+    @property
+    def _artifact(self) -> Artifact:
+        if self._trained is None:
+            raise InputError(
+                "the pipeline is not compiled yet: call step(...), or prepare(...) with the arguments of step"
+            )
+        return self._trained.artifact
+
+    def _checked(self, call: Call) -> Call:
+        if self._compiler.loss_fn is not None and call.target is None:
+            raise InputError("target is missing: this pipeline has a loss_fn(output, target); pass target=...")
+        size, target = call.batch_size, call.target
+        if isinstance(target, Tensor) and target.ndim and target.shape[0] != size:
+            raise InputError(
+                f"target has {target.shape[0]} rows but the batch has {size}: dimension 0 of both is the batch"
+            )
+        return call
+
+    def _sizes(self, call: Call) -> list[int]:
+        """Rows of each microbatch, as equal as can be, larger ones first."""
+        batch = call.batch_size
+        count = self._microbatches or default_microbatches(batch, self._ranks.count)
+        if batch < count:
+            raise InputError(
+                f"a batch of {batch} rows cannot be split into {count} microbatches; "
+                f"pass at least {count} rows, or compile with microbatches={batch} or fewer"
+            )
+        return [batch // count + (i < batch % count) for i in range(count)]
+
+    def _compiled(self, mode: Mode, call: Call, sizes: list[int]) -> list[tuple[Compiled, list[int]]]:
+        """What runs the microbatches, in groups of consecutive ones that one graph serves."""
+        groups: list[tuple[Compiled, list[int]]] = []
+        with self._modules_in_mode():
+            while sizes:
+                compiled, count = self._compiler.compile(mode, call, sizes)
+                groups.append((compiled, sizes[:count]))
+                sizes = sizes[count:]
+        if mode is Mode.TRAIN:
+            self._trained = groups[0][0]
+            self._keep_own_tensors(self._trained.artifact.plan)
+        return groups
+
+    @contextlib.contextmanager
+    def _modules_in_mode(self) -> Iterator[None]:
+        """The model in the mode that ``train`` or ``eval`` set last, and afterwards as it was."""
+        model = self._compiler.model
+        before = {module: module.training for module in model.modules()}
+        if self._mode_override is not None:
+            model.train(self._mode_override)
+        try:
+            yield
+        finally:
+            for module, training in before.items():
+                module.training = training
+
+    def _run(self, mode: Mode, call: Call) -> dict[str, Tensor]:
+        groups = self._compiled(mode, call, self._sizes(call))
+        executions = [self._execution(compiled) for compiled, _ in groups]
+        batch, start, parts = call.batch_size, 0, []
+        for execution, (_, sizes) in zip(executions, groups, strict=True):
+            rows = call if len(groups) == 1 else call.rows(start, start + sum(sizes))
+            parts.append(execution.run(rows.leaves, sizes, batch, self._seed + start, self._num_steps))
+            start += sum(sizes)
+        return parts[0] if len(parts) == 1 else self._joined(groups, parts)
+
+    def _execution(self, compiled: Compiled) -> Execution:
+        key = id(compiled)
+        if key not in self._executions:
+            tensors = self._tensors_by_fqn()
+            if meta := [fqn for fqn, tensor in tensors.items() if tensor.is_meta]:
+                raise InputError(
+                    f"{meta[0]} and {len(meta) - 1} other tensors are on the meta device and hold no values; "
+                    "call pipe.to_empty(device=...) and load them with pipe.load_state_dict(...)"
+                )
+            self._executions[key] = Execution(compiled.artifact, tensors, tensors, self._ranks)
+        return self._executions[key]
+
+    def _joined(self, groups: list[tuple[Compiled, list[int]]], parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Results of groups of microbatches as results of the batch."""
+        counts = [sum(sizes) for _, sizes in groups]
+        values = {v.name: v for x in groups[0][0].artifact.plan.links if x.target == -1 for v in x.values}
+        return {name: merge(value, [part[name] for part in parts], counts) for name, value in values.items()}
+
+    def _tensors_by_fqn(self) -> dict[str, Tensor]:
+        return {**dict(self.named_parameters()), **dict(self.named_buffers())}
+
+    def _keep_own_tensors(self, plan: Plan) -> None:
+        """Put each tensor on the device of the stage that owns it; let go of those of other ranks."""
+        if self._placed:
+            return
+        self._placed = True
+        homes: dict[str, torch.device | None] = {}
+        for stage in plan.stages:
+            device = self._ranks.devices.get(plan.placement[stage.index])
+            for fqn in stage.parameters + stage.buffers:
+                homes.setdefault(fqn, device)
+        canonical = self._tensors.canonical
+        drop(self, [fqn for fqn, first in canonical.items() if first in homes and homes[first] is None])
+        for fqn, tensor in self._tensors_by_fqn().items():
+            home = homes.get(fqn)
+            if home is not None and tensor.device != home and not tensor.is_meta:
+                tensor.data = tensor.data.to(home)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Pipeline":
+        """What ``to_empty`` and the like are made of: they may replace tensors, so programs are linked anew."""
+        super()._apply(fn, recurse)
+        self._executions.clear()
+        return self
+
+
+def default_microbatches(batch: int, num_ranks: int) -> int:
+    """Four a rank where the batch has that many rows: the bubble is then below a fifth of the step.
+
+    Of the counts from ``num_ranks`` to that, the largest that splits the batch evenly is taken.
+    """
+    most = min(batch, 4 * num_ranks)
+    even = [count for count in range(min(num_ranks, most), most + 1) if batch % count == 0]
+    return even[-1] if even else most

@@ -1,0 +1,97 @@
+"""What a person reads of a plan: a table of its stages, and the timeline it predicts."""
+
+from collections.abc import Sequence
+from io import StringIO
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from pipec.ir import Payload, Phase, Plan, Program, Stage
+from pipec.lower import lower
+from pipec.memory import rank_bytes
+from pipec.schedules import make_schedule
+from pipec.simulate import Costs, Timeline, simulate
+from pipec.text import format_bytes, format_seconds, value_bytes
+
+WIDTH = 110
+
+
+def programs_of(plan: Plan) -> tuple[Program, ...]:
+    """The programs of a training plan, from its schedule's name."""
+    schedule = make_schedule(plan.schedule, plan.num_ranks, plan.num_microbatches)
+    return lower(schedule, plan.links, [stage.index for stage in plan.stages if stage.recompute])
+
+
+def simulate_plan(plan: Plan, programs: Sequence[Program]) -> Timeline:
+    """The programs played against the plan's costs."""
+    compute = {(s.index, phase): time for s in plan.stages for phase, time in s.cost.seconds.items()}
+    return simulate(programs, Costs(compute, dict(zip(plan.links, plan.link_seconds, strict=True))))
+
+
+def plan_table(plan: Plan) -> str:
+    """One row per stage, and under it what bounds the step."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for heading in ("stage", "rank", "operators", "parameters", "forward", "backward", "sends", "saves", "modules"):
+        table.add_column(heading, justify="left" if heading == "modules" else "right", no_wrap=heading != "modules")
+    for stage in plan.stages:
+        table.add_row(*_row(plan, stage))
+    out = StringIO()
+    Console(file=out, width=WIDTH, color_system=None).print(table)
+    rows = [line.rstrip() for line in out.getvalue().splitlines() if line.strip()]
+    return "\n".join([_headline(plan), "", *rows, "", *_predictions(plan)])
+
+
+def _headline(plan: Plan) -> str:
+    return (
+        f"{len(plan.stages)} stages on {plan.num_ranks} ranks, {plan.schedule}, {plan.num_microbatches} microbatches "
+        f"of {plan.microbatch_size}" + ("" if plan.dynamic_batch else " (fixed)")
+    )
+
+
+def _row(plan: Plan, stage: Stage) -> list[str]:
+    seconds = stage.cost.seconds
+    backward = sum(time for phase, time in seconds.items() if phase is not Phase.FORWARD)
+    return [
+        str(stage.index),
+        str(plan.placement[stage.index]),
+        f"{stage.first_operator}-{stage.last_operator}",
+        format_bytes(stage.cost.parameter_bytes),
+        format_seconds(seconds.get(Phase.FORWARD, 0.0)),
+        format_seconds(backward),
+        format_bytes(sent_bytes(plan, stage.index)),
+        format_bytes(stage.cost.saved_bytes) + ("*" if stage.recompute else ""),
+        _span(stage),
+    ]
+
+
+def _span(stage: Stage) -> str:
+    return " to ".join(dict.fromkeys([*stage.modules[:1], *stage.modules[-1:]]))
+
+
+def sent_bytes(plan: Plan, stage: int) -> int:
+    """Bytes a stage sends for one microbatch, both ways."""
+    return sum(
+        value_bytes(value, plan.microbatch_size)
+        for link in plan.links
+        if link.source == stage and link.payload.per_microbatch
+        for value in link.values
+    )
+
+
+def _predictions(plan: Plan) -> list[str]:
+    programs = programs_of(plan)
+    timeline = simulate_plan(plan, programs)
+    needs = rank_bytes(plan, programs)
+    slowest = max(plan.stages, key=lambda stage: sum(stage.cost.seconds.values()))
+    peaks = ", ".join(format_bytes(need.total) for need in needs)
+    lines = [
+        f"step {format_seconds(timeline.makespan)}, bubble {timeline.bubble_rate:.1%}, "
+        f"slowest stage {slowest.index}",
+        f"peak memory by rank, without optimizer state: {peaks}",
+    ]
+    if any(stage.recompute for stage in plan.stages):
+        lines.append("* keeps what it received and computes the rest again")
+    if tied := [v.name for link in plan.links if link.payload is Payload.WEIGHT for v in link.values]:
+        lines.append(f"tied across stages: {', '.join(tied)}")
+    return lines

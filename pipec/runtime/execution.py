@@ -1,0 +1,110 @@
+"""The ranks of this process, and one compiled artifact made ready to run on them."""
+
+import functools
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipec.artifact import Artifact, stage_module
+from pipec.runtime.distributed import TorchDistributed
+from pipec.runtime.interpreter import Interpreter
+from pipec.runtime.launch import Devices, resolve_devices, world
+from pipec.runtime.transport import InProcess, Transport
+
+
+class Ranks:
+    """Which ranks run in this process, on which devices, and how they reach the others.
+
+    Raises InputError when ``devices`` contradicts the number of processes that were started.
+    """
+
+    def __init__(self, devices: Devices, timeout: float) -> None:
+        self.world = world()
+        self.devices = resolve_devices(devices, self.world)
+        self.count = devices if isinstance(devices, int) else len(devices)
+        self._timeout = timeout
+
+    @functools.cached_property
+    def in_process(self) -> InProcess:
+        return InProcess([self.devices[rank] for rank in range(self.count)])
+
+    @functools.cached_property
+    def distributed(self) -> TorchDistributed:
+        return TorchDistributed(self.devices[self.world.rank], self._timeout)
+
+    @property
+    def num_devices(self) -> int:
+        """How many different devices this process uses."""
+        return len(set(self.devices.values()))
+
+    def agreed_seed(self) -> int:
+        """torch's initial seed of rank 0, on every rank."""
+        seed = torch.initial_seed() % 2**62
+        if not self.world.distributed:
+            return seed
+        device = self.distributed.device
+        shared = torch.tensor([seed], dtype=torch.int64, device=device)
+        dist.broadcast(shared, src=0)
+        return int(shared)
+
+    def transport(self, rank: int) -> Transport:
+        return self.distributed if self.world.distributed else self.in_process.endpoint(rank)
+
+
+class Execution:
+    """An artifact linked on the ranks of this process.
+
+    ``parameters`` and ``buffers`` hold the tensors of those ranks' stages by FQN, on their devices.
+
+    Raises TransportError on every rank when the ranks do not hold the same artifact.
+    """
+
+    def __init__(
+        self, artifact: Artifact, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], ranks: Ranks
+    ) -> None:
+        self.artifact = artifact
+        self._ranks = ranks
+        if ranks.world.distributed:
+            ranks.distributed.connect(artifact.plan, artifact.text())
+        plan = artifact.plan
+        self._interpreters = [
+            Interpreter(
+                artifact.programs[rank],
+                plan,
+                {
+                    stage: stage_module(stage, artifact.sources[stage])
+                    for stage, home in enumerate(plan.placement)
+                    if home == rank
+                },
+                parameters,
+                {**buffers, **{name: value.to(device) for name, value in artifact.constants.items()}},
+                ranks.transport(rank),
+                device,
+            )
+            for rank, device in ranks.devices.items()
+        ]
+
+    def run(
+        self, leaves: Sequence[object], sizes: Sequence[int], batch: int, seed: int, step: int
+    ) -> dict[str, Tensor]:
+        """One step over flattened arguments that hold ``sum(sizes)`` of the ``batch`` rows; results by name."""
+        microbatches = self._split(leaves, sizes)
+        jobs = [
+            functools.partial(interpreter.run, microbatches, sizes, seed, step, batch)
+            for interpreter in self._interpreters
+        ]
+        if self._ranks.world.distributed:
+            return jobs[0]()
+        return self._ranks.in_process.run(jobs)[0]
+
+    def _split(self, leaves: Sequence[object], sizes: Sequence[int]) -> list[dict[str, Tensor]]:
+        microbatches: list[dict[str, Tensor]] = [{} for _ in sizes]
+        for given in self.artifact.plan.inputs:
+            tensor = leaves[given.position]
+            assert isinstance(tensor, Tensor)
+            parts = tensor.split(list(sizes)) if given.batched else [tensor] * len(sizes)
+            for microbatch, part in zip(microbatches, parts, strict=True):
+                microbatch[given.value.name] = part
+        return microbatches
