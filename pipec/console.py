@@ -34,12 +34,12 @@ def rank_zero_only(function: Callable[P, T]) -> Callable[P, T | None]:
 @functools.cache
 def terminal() -> Console:
     """The console that ``log`` and ``progress`` share, so that lines appear above a moving bar."""
-    return Console(quiet=not is_rank_zero(), highlight=False, soft_wrap=True)
+    return Console(quiet=not is_rank_zero(), highlight=False, emoji=False, soft_wrap=True)
 
 
 def log(*objects: object) -> None:
     """``print`` on rank 0, as plain text and safe beside a running ``progress`` bar."""
-    terminal().print(*objects, markup=False)
+    terminal().print(*map(str, objects), markup=False)  # rich would print a dataclass by its fields
 
 
 class progress(Generic[T]):

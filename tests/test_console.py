@@ -1,10 +1,19 @@
 """The console helpers speak on rank 0 and are silent on every other rank."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 
 from pipec import console
+
+
+@dataclass(frozen=True)
+class Table:
+    rows: int
+
+    def __str__(self) -> str:
+        return f"a table of {self.rows} :smile:"
 
 
 @pytest.fixture(params=["0", "3"])
@@ -19,6 +28,11 @@ def test_log_prints_plain_text_on_rank_zero_only(rank: str, capsys: pytest.Captu
     text = "f32[b, 128] [red]stage 0[/red] " + "x" * 200
     console.log(text, 7)
     assert capsys.readouterr().out == (f"{text} 7\n" if rank == "0" else "")
+
+
+def test_log_prints_an_object_by_its_str(rank: str, capsys: pytest.CaptureFixture[str]) -> None:
+    console.log(Table(4))
+    assert capsys.readouterr().out == ("a table of 4 :smile:\n" if rank == "0" else "")
 
 
 def test_rank_zero_only_calls_the_function_on_rank_zero_only(rank: str) -> None:
