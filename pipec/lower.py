@@ -173,7 +173,11 @@ def _check_finished(schedule: Schedule, position: Sequence[int]) -> None:
 def _place(
     schedule: Schedule, messages: Iterable[_Message], order: Iterable[Site]
 ) -> tuple[Mapping[Site, list[Instruction]], Mapping[Site, list[Instruction]]]:
-    """The receives to post before each position, and the sends and moves that follow it."""
+    """The receives to post before each position, and the sends and moves that follow it.
+
+    A receive goes to where its rank has come when the message is sent, or to the position before its
+    reader if that is earlier; only weights are received before the weights that its rank lends.
+    """
     outgoing: dict[Site, list[_Message]] = defaultdict(list)
     for message in messages:
         outgoing[message.producer].append(message)
@@ -183,8 +187,9 @@ def _place(
     for site in order:
         for message in outgoing[site]:
             rank, reader = message.reader
+            ahead = max(reader - 1, 1) if site[1] else 0
             if message.crosses_ranks:
-                posts.append((min(passed[rank], max(reader - 1, 0)), message))
+                posts.append((min(passed[rank], ahead), message))
         passed[site[0]] += 1
 
     receives: dict[Site, list[Instruction]] = defaultdict(list)
