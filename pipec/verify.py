@@ -7,17 +7,16 @@ rule may rely on those before it. The rules know what programs mean, and nothing
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 
 from pipec.errors import VerifyError
-from pipec.ir import Instruction, Link, Op, Payload, Phase, Program
+from pipec.ir import Instruction, Link, Op, Payload, Program
 from pipec.rendezvous import Site, circle, stalls
+from pipec.step_index import BACKWARDS, Delivery, StepIndex
 from pipec.text import format_link, instruction_lines
 
 _CONTEXT_LINES = 3
 _TRANSFERS = (Op.RECV, Op.SEND, Op.MOVE)
-_BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 
 
 def verify_programs(
@@ -38,7 +37,7 @@ def verify_programs(
         VerifyError: a rule is broken; the message shows the lines of the program around the fault.
     """
     limits = (max_in_flight,) * len(programs) if isinstance(max_in_flight, int) else max_in_flight
-    step = _Step(programs, tuple(placement), tuple(links), num_microbatches, frozenset(recompute), limits)
+    step = StepIndex(programs, tuple(placement), tuple(links), num_microbatches, frozenset(recompute), limits)
     for rule in RULES:
         for fault in rule(step):
             raise VerifyError(_explain(programs, fault))
@@ -62,123 +61,7 @@ def _explain(programs: Sequence[Program], fault: _Fault) -> str:
     return "\n".join([f"rank {rank}, instruction {number}: {fault.message}", *shown])
 
 
-@dataclass(frozen=True, slots=True)
-class _Delivery:
-    """One message from where it is made to where it is read. A move is its own send and receive."""
-
-    link: Link
-    microbatch: int
-    made: Site | None
-    send: Site
-    receive: Site
-    read: Site | None
-
-
-@dataclass(frozen=True)
-class _Step:
-    """What is to be verified, indexed once for all rules."""
-
-    programs: Sequence[Program]
-    placement: tuple[int, ...]
-    links: tuple[Link, ...]
-    num_microbatches: int
-    recompute: frozenset[int]
-    limits: Sequence[int] | None
-
-    def show(self, site: Site) -> str:
-        """An instruction on one line."""
-        return " ".join(instruction_lines(self.programs[site[0]])[site[1]].split())
-
-    def instructions(self) -> Iterator[tuple[Site, Instruction]]:
-        for rank, program in enumerate(self.programs):
-            for number, instruction in enumerate(program.instructions):
-                yield (rank, number), instruction
-
-    def cells(self) -> Iterator[tuple[int, int]]:
-        """Every stage with every microbatch."""
-        for stage in range(len(self.placement)):
-            for microbatch in range(self.num_microbatches):
-                yield stage, microbatch
-
-    @cached_property
-    def link_set(self) -> frozenset[Link]:
-        return frozenset(self.links)
-
-    @cached_property
-    def trains(self) -> bool:
-        return any(instruction.op in _BACKWARDS for _, instruction in self.instructions())
-
-    @cached_property
-    def computes(self) -> Mapping[tuple[Op, int, int], list[Site]]:
-        """Where each op runs for each stage and microbatch."""
-        sites = defaultdict(list)
-        for site, instruction in self.instructions():
-            if instruction.op.phase:
-                sites[instruction.op, instruction.stage, instruction.microbatch].append(site)
-        return sites
-
-    @cached_property
-    def transfers(self) -> Mapping[tuple[Op, Link, int, int], list[Site]]:
-        """Where each link is sent, received or moved for each microbatch and receiving rank."""
-        sites = defaultdict(list)
-        for site, instruction in self.instructions():
-            if instruction.link:
-                target = instruction.peer if instruction.op is Op.SEND else site[0]
-                sites[instruction.op, instruction.link, instruction.microbatch, target].append(site)
-        return sites
-
-    def receivers(self, link: Link) -> list[int]:
-        """The ranks a link goes to."""
-        if link.payload is Payload.RESULT:
-            return [rank for rank in range(len(self.programs)) if rank != self.placement[link.source]]
-        return [self.placement[link.target]]
-
-    def microbatches(self, link: Link) -> Sequence[int]:
-        return range(self.num_microbatches) if link.payload.per_microbatch else (-1,)
-
-    def messages(self) -> Iterator[tuple[Link, int, int]]:
-        """Everything to deliver: a link, its microbatch or -1, and the receiving rank."""
-        for link in self.links:
-            for microbatch in self.microbatches(link):
-                for target in self.receivers(link):
-                    yield link, microbatch, target
-
-    @cached_property
-    def deliveries(self) -> Sequence[_Delivery]:
-        """How every message travels, once it is known that each is delivered exactly once."""
-        return [self._delivery(*message) for message in self.messages()]
-
-    def _delivery(self, link: Link, microbatch: int, target: int) -> _Delivery:
-        ops = self.transfer_ops(link, target)
-        sites = [self.transfers[op, link, microbatch, target][0] for op in ops]
-        made = self.runs(link.payload.producers, link.source, microbatch)
-        read = self.runs(link.payload.readers, link.target, microbatch)
-        return _Delivery(
-            link, microbatch, max(made, default=None), sites[0], sites[-1], min(read, default=None)
-        )
-
-    def transfer_ops(self, link: Link, target: int) -> tuple[Op, ...]:
-        """What brings a link to a rank: a send and a receive, or a move if it is there already."""
-        return (Op.MOVE,) if self.placement[link.source] == target else (Op.SEND, Op.RECV)
-
-    def nearest(self, rank: int, stage: int, microbatch: int) -> Site | None:
-        """Where to look for what is missing: the last compute of that cell, or the last line of the rank."""
-        sites = [site for op in Op for site in self.computes.get((op, stage, microbatch), ())]
-        last = len(self.programs[rank].instructions) - 1
-        return max(sites, default=(rank, last) if last >= 0 else None)
-
-    def runs(self, phases: Sequence[Phase], stage: int, microbatch: int) -> list[Site]:
-        """Where any of ``phases`` runs for a microbatch, or for all of them if it is -1."""
-        microbatches = range(self.num_microbatches) if microbatch == -1 else (microbatch,)
-        return [
-            site
-            for phase in phases
-            for mb in microbatches
-            for site in self.computes.get((Op(phase), stage, mb), ())
-        ]
-
-
-def _fits_plan(step: _Step) -> Iterator[_Fault]:
+def _fits_plan(step: StepIndex) -> Iterator[_Fault]:
     """Programs are of the plan's ranks, and every field of every instruction fits the plan."""
     ranks = [program.rank for program in step.programs]
     if ranks != list(range(max(step.placement) + 1)):
@@ -193,7 +76,7 @@ def _fits_plan(step: _Step) -> Iterator[_Fault]:
             yield _Fault(site, misfit)
 
 
-def _compute_misfits(step: _Step, rank: int, instruction: Instruction) -> Iterator[str]:
+def _compute_misfits(step: StepIndex, rank: int, instruction: Instruction) -> Iterator[str]:
     op, stage, microbatch = instruction.op, instruction.stage, instruction.microbatch
     if not 0 <= stage < len(step.placement) or step.placement[stage] != rank:
         held = [stage for stage, where in enumerate(step.placement) if where == rank]
@@ -204,7 +87,7 @@ def _compute_misfits(step: _Step, rank: int, instruction: Instruction) -> Iterat
         yield f"{op} carries a link, peer or slot; expected none"
 
 
-def _transfer_misfits(step: _Step, rank: int, instruction: Instruction) -> Iterator[str]:
+def _transfer_misfits(step: StepIndex, rank: int, instruction: Instruction) -> Iterator[str]:
     op, link = instruction.op, instruction.link
     if link is None or link not in step.link_set:
         yield f"{op} carries {format_link(link) if link else 'no link'}; expected a link of the plan"
@@ -212,7 +95,8 @@ def _transfer_misfits(step: _Step, rank: int, instruction: Instruction) -> Itera
     source, targets = step.placement[link.source], step.receivers(link)
     start, end = {Op.SEND: (rank, instruction.peer), Op.RECV: (instruction.peer, rank)}.get(op, (rank, rank))
     if start != source or end not in targets:
-        yield f"{op} takes {format_link(link)} from rank {start} to {end}; expected {source} to {targets}"
+        way = f"rank {source} to {' or '.join(map(str, targets))}"
+        yield f"{op} takes {format_link(link)} from rank {start} to {end}; expected from {way}"
     if (op is Op.MOVE) != (start == end) or (op is Op.MOVE) != (instruction.peer == -1):
         yield f"{op} from rank {start} to {end}; expected a send and a recv, or a move without a peer"
     stage = link.source if op is Op.SEND else link.target
@@ -225,30 +109,31 @@ def _transfer_misfits(step: _Step, rank: int, instruction: Instruction) -> Itera
         yield f"{op} names slot {instruction.slot}; only what arrives for a microbatch has one, others -1"
 
 
-def _computes_once(step: _Step) -> Iterator[_Fault]:
+def _computes_once(step: StepIndex) -> Iterator[_Fault]:
     """Each stage runs each phase exactly once per microbatch, its backward whole or in two halves."""
     for cell in step.cells():
-        for miscount in _miscounts(step, *cell):
-            yield _Fault(step.nearest(step.placement[cell[0]], *cell), miscount)
+        for ops, miscount in _miscounts(step, *cell):
+            found = [site for op in ops for site in step.computes.get((op, *cell), ())]
+            yield _Fault(step.suspect(found, step.placement[cell[0]], *cell), miscount)
 
 
-def _miscounts(step: _Step, stage: int, microbatch: int) -> Iterator[str]:
+def _miscounts(step: StepIndex, stage: int, microbatch: int) -> Iterator[tuple[Sequence[Op], str]]:
     def count(op: Op) -> int:
         return len(step.computes.get((op, stage, microbatch), ()))
 
     where = f"of stage {stage}, microbatch {microbatch}"
     replays = int(step.trains and stage in step.recompute)
-    backwards = tuple(count(op) for op in _BACKWARDS)
+    backwards = tuple(count(op) for op in BACKWARDS)
     if count(Op.FORWARD) != 1:
-        yield f"forward {where} runs {count(Op.FORWARD)} times; expected once"
+        yield [Op.FORWARD], f"forward {where} runs {count(Op.FORWARD)} times; expected once"
     if count(Op.RECOMPUTE) != replays:
-        yield f"recompute {where} runs {count(Op.RECOMPUTE)} times; expected {replays}"
+        yield [Op.RECOMPUTE], f"recompute {where} runs {count(Op.RECOMPUTE)} times; expected {replays}"
     if step.trains and backwards not in ((1, 0, 0), (0, 1, 1)):
-        found = ", ".join(f"{number} {op}" for op, number in zip(_BACKWARDS, backwards, strict=True))
-        yield f"the backward {where} is {found}; expected one backward, or one of each half"
+        found = ", ".join(f"{number} {op}" for op, number in zip(BACKWARDS, backwards, strict=True))
+        yield BACKWARDS, f"the backward {where} is {found}; expected one backward, or one of each half"
 
 
-def _computes_in_order(step: _Step) -> Iterator[_Fault]:
+def _computes_in_order(step: StepIndex) -> Iterator[_Fault]:
     """Forward, then recompute, then backward; the input half before the weight half."""
     order = (Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
     for stage, microbatch in step.cells():
@@ -259,25 +144,24 @@ def _computes_in_order(step: _Step) -> Iterator[_Fault]:
                 yield _Fault(second, f"{later} {where} runs before its {earlier} at {first[1]}")
 
 
-def _delivers_once(step: _Step) -> Iterator[_Fault]:
+def _delivers_once(step: StepIndex) -> Iterator[_Fault]:
     """Each link is sent and received exactly once for each microbatch, or moved on one rank."""
     for link, microbatch, target in step.messages():
         for op in step.transfer_ops(link, target):
             sites = step.transfers.get((op, link, microbatch, target), ())
             if len(sites) != 1:
-                rank, stage = (
-                    (step.placement[link.source], link.source) if op is Op.SEND else (target, link.target)
-                )
-                site = sites[-1] if sites else step.nearest(rank, stage, microbatch)
-                name = _message_name(link, microbatch)
-                yield _Fault(site, f"{op} of {name} to rank {target} runs {len(sites)} times; expected once")
+                sends = op is Op.SEND
+                rank, stage = (step.placement[link.source], link.source) if sends else (target, link.target)
+                message = f"{op} of {_message_name(link, microbatch)} to rank {target}"
+                site = step.suspect(sites, rank, stage, microbatch)
+                yield _Fault(site, f"{message} is there {len(sites)} times; expected once")
 
 
 def _message_name(link: Link, microbatch: int) -> str:
     return format_link(link) + (f", microbatch {microbatch}" if microbatch >= 0 else "")
 
 
-def _sends_what_was_made(step: _Step) -> Iterator[_Fault]:
+def _sends_what_was_made(step: StepIndex) -> Iterator[_Fault]:
     """Nothing is sent before the compute that makes it."""
     for delivery in step.deliveries:
         if delivery.made and delivery.send < delivery.made:
@@ -285,15 +169,15 @@ def _sends_what_was_made(step: _Step) -> Iterator[_Fault]:
             yield _Fault(delivery.send, f"{name} leaves before it is made at {delivery.made[1]}")
 
 
-def _posts_before_reading(step: _Step) -> Iterator[_Fault]:
+def _posts_before_reading(step: StepIndex) -> Iterator[_Fault]:
     """Every receive is posted, and every move done, before the compute that reads it."""
     for delivery in step.deliveries:
         if delivery.read and delivery.read < delivery.receive:
             name = _message_name(delivery.link, delivery.microbatch)
-            yield _Fault(delivery.read, f"reads {name}, which is asked for only at {delivery.receive[1]}")
+            yield _Fault(delivery.read, f"reads {name}, which is received only at {delivery.receive[1]}")
 
 
-def _frees_after_last_use(step: _Step) -> Iterator[_Fault]:
+def _frees_after_last_use(step: StepIndex) -> Iterator[_Fault]:
     """Each stage and microbatch is freed exactly once, and not used afterwards."""
     freed: dict[tuple[int, int], Site] = {}
     for site, instruction in step.instructions():
@@ -305,8 +189,8 @@ def _frees_after_last_use(step: _Step) -> Iterator[_Fault]:
             freed[instruction.stage, instruction.microbatch] = site
     for stage, microbatch in step.cells():
         if (stage, microbatch) not in freed:
-            nearest = step.nearest(step.placement[stage], stage, microbatch)
-            yield _Fault(nearest, f"stage {stage}, microbatch {microbatch} is never freed")
+            suspect = step.suspect((), step.placement[stage], stage, microbatch)
+            yield _Fault(suspect, f"stage {stage}, microbatch {microbatch} is never freed")
 
 
 def _cells_used(instruction: Instruction) -> Iterator[tuple[int, int]]:
@@ -317,7 +201,7 @@ def _cells_used(instruction: Instruction) -> Iterator[tuple[int, int]]:
             yield instruction.link.source, instruction.microbatch
 
 
-def _spares_live_slots(step: _Step) -> Iterator[_Fault]:
+def _spares_live_slots(step: StepIndex) -> Iterator[_Fault]:
     """Nothing is received into a buffer between the receive it holds and the free of that microbatch."""
     holder: dict[tuple[int, Link, int], int] = {}
     held: dict[tuple[int, int], list[tuple[int, Link, int]]] = defaultdict(list)
@@ -335,10 +219,10 @@ def _spares_live_slots(step: _Step) -> Iterator[_Fault]:
             held[cell].append(buffer)
 
 
-def _keeps_channel_order(step: _Step) -> Iterator[_Fault]:
+def _keeps_channel_order(step: StepIndex) -> Iterator[_Fault]:
     """From one rank to another, receives are posted in the order of the sends."""
     crossing = [delivery for delivery in step.deliveries if delivery.send != delivery.receive]
-    sent: dict[tuple[int, int], list[_Delivery]] = defaultdict(list)
+    sent: dict[tuple[int, int], list[Delivery]] = defaultdict(list)
     for delivery in sorted(crossing, key=lambda delivery: delivery.send):
         sent[delivery.send[0], delivery.receive[0]].append(delivery)
     for (source, _), deliveries in sent.items():
@@ -349,7 +233,7 @@ def _keeps_channel_order(step: _Step) -> Iterator[_Fault]:
                 yield _Fault(second.receive, f"{early} is received before {late}, but {order}")
 
 
-def _finishes(step: _Step) -> Iterator[_Fault]:
+def _finishes(step: StepIndex) -> Iterator[_Fault]:
     """No rank waits forever, even if every send waits until its receive is posted."""
     stalled = stalls([len(program.instructions) for program in step.programs], _awaited(step))
     if stalled:
@@ -361,7 +245,7 @@ def _finishes(step: _Step) -> Iterator[_Fault]:
         yield _Fault(ring[0][0], "\n".join(["deadlock if sends wait for their receives:", *lines]))
 
 
-def _awaited(step: _Step) -> Mapping[Site, list[Site]]:
+def _awaited(step: StepIndex) -> Mapping[Site, list[Site]]:
     """What must be behind other ranks before an instruction can pass: sends await receives, readers sends."""
     awaited: dict[Site, list[Site]] = defaultdict(list)
     for delivery in step.deliveries:
@@ -372,7 +256,7 @@ def _awaited(step: _Step) -> Mapping[Site, list[Site]]:
     return awaited
 
 
-def _bounds_in_flight(step: _Step) -> Iterator[_Fault]:
+def _bounds_in_flight(step: StepIndex) -> Iterator[_Fault]:
     """No rank holds more between forward and free than it may."""
     if step.limits is None:
         return
@@ -385,7 +269,7 @@ def _bounds_in_flight(step: _Step) -> Iterator[_Fault]:
             yield _Fault(site, f"holds {held} microbatches in flight; expected at most {limit}")
 
 
-RULES: tuple[Callable[[_Step], Iterator[_Fault]], ...] = (
+RULES: tuple[Callable[[StepIndex], Iterator[_Fault]], ...] = (
     _fits_plan,
     _computes_once,
     _computes_in_order,
