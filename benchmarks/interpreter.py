@@ -111,7 +111,7 @@ def make_plan() -> tuple[Plan, tuple[Program, ...]]:
     loss = Link(NUM_RANKS - 1, -1, Payload.RESULT, (Value("loss", "float32", ()),))
     links = (*chain_links(NUM_RANKS), loss)
     inputs = (Input(0, "x", True, Value("x", "float32", ("b",))),)
-    plan = Plan(Mode.TRAIN, "1f1b", NUM_MICROBATCHES, 1, schedule.placement, stages, links, inputs)
+    plan = Plan(Mode.TRAIN, "1f1b", NUM_MICROBATCHES, 1, schedule.placement, stages, links, inputs=inputs)
     return plan, lower(schedule, links)
 
 
@@ -140,10 +140,12 @@ def seconds(job: Callable[[], object]) -> float:
 
 def main() -> None:
     lengths = [len(program.instructions) for program in make_plan()[1]]
-    print(f"1F1B, {NUM_RANKS} ranks, {NUM_MICROBATCHES} microbatches, empty stages; median of {NUM_STEPS} steps")
+    print(
+        f"1F1B, {NUM_RANKS} ranks, {NUM_MICROBATCHES} microbatches, empty stages; median of {NUM_STEPS} steps"
+    )
     alone = make_jobs([Instant() for _ in range(NUM_RANKS)])
     for rank, (job, length) in enumerate(zip(alone, lengths, strict=True)):
-        print(f"rank {rank} alone: {seconds(job) / length * 1e6:5.2f} us per instruction ({length} instructions)")
+        print(f"rank {rank} alone: {seconds(job) / length * 1e6:5.2f} us per instruction of {length}")
     ranks = InProcess([CPU] * NUM_RANKS)
     jobs = make_jobs([ranks.endpoint(rank) for rank in range(NUM_RANKS)])
     together = seconds(lambda: ranks.run(jobs))

@@ -13,23 +13,21 @@ import functools
 import os
 import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from pipec.ir import Compute, Input, Link, Mode, Payload, Phase, Plan, Schedule, Stage, Value
 from pipec.lower import lower
 from pipec.runtime import InProcess, Interpreter, TorchDistributed, Transport
 from pipec.runtime.randomness import generator
+from pipec.schedules import make_schedule
 
 WIDTH, HIDDEN, DROPOUT_ID = 8, 6, 7
 CPU = torch.device("cpu")
@@ -191,11 +189,20 @@ def make_plan(schedule: Schedule, mode: Mode = Mode.TRAIN) -> Plan:
         Input(0, "x", True, _value("x", "b", WIDTH)),
         Input(1, "target", True, _value("target", "b", WIDTH)),
     )
-    return Plan(mode, schedule.name, schedule.num_microbatches, 4, schedule.placement, stages, links, inputs)
+    return Plan(
+        mode=mode,
+        schedule=schedule.name,
+        num_microbatches=schedule.num_microbatches,
+        microbatch_size=max(SIZES),
+        placement=schedule.placement,
+        stages=stages,
+        links=links,
+        inputs=inputs,
+    )
 
 
 def split_backward(schedule: Schedule) -> Schedule:
-    """The same schedule with every backward in two halves, the weight gradients one cell later if there is one."""
+    """The same schedule with every backward in two halves, the second half one cell later."""
 
     def split(order: Sequence[Compute]) -> tuple[Compute, ...]:
         cells: list[Compute] = []
@@ -230,9 +237,7 @@ def make_model() -> Model:
 
 def make_batch(sizes: Sequence[int], step: int = 0) -> list[dict[str, Tensor]]:
     random = torch.Generator().manual_seed(100 + step)
-    return [
-        {name: torch.randn(size, WIDTH, generator=random) for name in ("x", "target")} for size in sizes
-    ]
+    return [{name: torch.randn(size, WIDTH, generator=random) for name in ("x", "target")} for size in sizes]
 
 
 def reference_step(model: Model, sizes: Sequence[int], step: int, seed: int = 5) -> dict[str, Tensor]:
@@ -287,7 +292,108 @@ class Pipeline:
             for rank in range(schedule.num_ranks)
         ]
 
-    def step(self, sizes: Sequence[int], step: int = 0, seed: int = 5) -> list[dict[str, Tensor]]:
+    def step(
+        self,
+        sizes: Sequence[int],
+        step: int = 0,
+        seed: int = 5,
+        batch: Sequence[Mapping[str, Tensor]] | None = None,
+    ) -> list[dict[str, Tensor]]:
         """Run one step; the results of each rank."""
-        batch = make_batch(sizes, step)
+        batch = batch or make_batch(sizes, step)
         return self.ranks.run([partial(each.run, batch, sizes, seed, step) for each in self.interpreters])
+
+
+NUM_RANKS, SIZES = 3, (4, 4, 3, 4, 1)
+HANG_SECONDS, TIMEOUT_SECONDS = 3.0, 1.0
+
+Outcome = dict[str, Any]
+
+
+class FailingStage1(Stage1):
+    @staticmethod
+    def backward(w, saved, grad_hidden_2):
+        raise ValueError("the backward of stage 1 is broken")
+
+
+class SlowStage0(Stage0):
+    """Sends its first activation only long after its peers gave up."""
+
+    @staticmethod
+    def forward(w, x):
+        time.sleep(HANG_SECONDS)
+        return Stage0.forward(w, x)
+
+
+class DyingStage1(Stage1):
+    @staticmethod
+    def backward(w, saved, grad_hidden_2):
+        os._exit(1)
+
+
+def main() -> None:
+    """One of ``NUM_RANKS`` processes that go through every scenario; writes what it saw into a directory."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    outcomes: dict[str, Outcome] = {}
+    for scenario in (training, failure, disagreement, hang, aftermath):
+        outcomes[scenario.__name__] = scenario(dist.get_rank())
+        dist.barrier()
+    torch.save(outcomes, Path(sys.argv[1]) / f"{dist.get_rank()}.pt")
+    dist.barrier()
+    torch.save(death(dist.get_rank()), Path(sys.argv[1]) / f"death_{dist.get_rank()}.pt")
+
+
+def training(rank: int) -> Outcome:
+    """Two steps, then a forward alone: results, gradients and buffers of this rank."""
+    transport = TorchDistributed(CPU)
+    schedule, model = make_schedule("1f1b", NUM_RANKS, len(SIZES)), make_model()
+    transport.connect(make_plan(schedule), "the same text")
+    interpreter = make_interpreter(schedule, rank, transport, model)
+    results = [interpreter.run(make_batch(SIZES, step), SIZES, 5, step) for step in range(2)]
+    gradients = {name: parameter.grad for name, parameter in model.parameters.items()}
+    return {"results": results, "gradients": gradients, "buffers": model.buffers}
+
+
+def failure(rank: int) -> Outcome:
+    return _error_of_step(rank, {**STAGES, 1: FailingStage1}, TorchDistributed(CPU))
+
+
+def hang(rank: int) -> Outcome:
+    return _error_of_step(rank, {**STAGES, 0: SlowStage0}, TorchDistributed(CPU, TIMEOUT_SECONDS))
+
+
+def death(rank: int) -> Outcome:
+    return _error_of_step(rank, {**STAGES, 1: DyingStage1}, TorchDistributed(CPU))
+
+
+def disagreement(rank: int) -> Outcome:
+    transport = TorchDistributed(CPU)
+    return _error_of(lambda: transport.agree("another text" if rank == 1 else "the same text"))
+
+
+def aftermath(rank: int) -> Outcome:
+    """The process group that the failed transports were made in still works, and so does a new transport."""
+    total = torch.tensor(rank)
+    dist.all_reduce(total)
+    return {"sum of ranks": int(total), **training(rank)}
+
+
+def _error_of_step(rank: int, stages: Mapping[int, Any], transport: TorchDistributed) -> Outcome:
+    schedule = make_schedule("1f1b", NUM_RANKS, len(SIZES))
+    transport.connect(make_plan(schedule), "the same text")
+    interpreter = make_interpreter(schedule, rank, transport, make_model(), stages)
+    return _error_of(lambda: interpreter.run(make_batch(SIZES), SIZES))
+
+
+def _error_of(call: Callable[[], object]) -> Outcome:
+    start = time.monotonic()
+    try:
+        call()
+    except Exception as error:
+        return {"type": type(error).__name__, "text": str(error), "seconds": time.monotonic() - start}
+    return {"type": None}
+
+
+if __name__ == "__main__":
+    main()

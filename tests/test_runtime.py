@@ -1,54 +1,55 @@
 """The runtime on hand-written stages: the same bits as autograd, and errors that say where and why."""
 
+import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from runtime_stages import (
+    CPU,
+    NUM_RANKS,
+    SIZES,
     STAGES,
+    FailingStage1,
     Pipeline,
     ReplayedStage1,
+    Stage0,
+    Stage1,
+    Stage2,
+    make_batch,
+    make_interpreter,
     make_model,
+    make_plan,
     reference_step,
     split_backward,
 )
 from torch import Tensor
 
-from pipec.ir import Compute, Phase, Schedule
-from pipec.schedules import make_schedule
+from pipec.errors import ExecutionError, VerifyError
+from pipec.ir import Compute, Instruction, Mode, Op, Payload, Phase, Program, Schedule
+from pipec.lower import lower
+from pipec.runtime import InProcess, Interpreter
+from pipec.schedules import forward_only, make_schedule
 
-SIZES = (4, 4, 3, 4, 1)
 REPLAYED = {**STAGES, 1: ReplayedStage1}
 
 
-def two_ranks(num_microbatches: int) -> Schedule:
-    """Stages 0 and 2 on rank 0, so that they hand values to each other, and stage 1 on rank 1."""
-
-    def cells(phase: Phase, stage: int) -> list[Compute]:
-        return [Compute(phase, stage, microbatch) for microbatch in range(num_microbatches)]
-
-    outer = [*cells(Phase.FORWARD, 0), *cells(Phase.FORWARD, 2), *cells(Phase.BACKWARD, 2), *cells(Phase.BACKWARD, 0)]
-    inner = [*cells(Phase.FORWARD, 1), *cells(Phase.BACKWARD, 1)]
-    return Schedule("folded", num_microbatches, (0, 1, 0), (tuple(outer), tuple(inner)))
+def in_order(*parts: tuple[Phase, int]) -> tuple[Compute, ...]:
+    """Each of these cells for every microbatch before the next."""
+    return tuple(Compute(phase, stage, mb) for phase, stage in parts for mb in range(len(SIZES)))
 
 
+F, B = Phase.FORWARD, Phase.BACKWARD
 SCHEDULES = {
-    "gpipe": make_schedule("gpipe", 3, len(SIZES)),
-    "1f1b": make_schedule("1f1b", 3, len(SIZES)),
-    "1f1b, split backward": split_backward(make_schedule("1f1b", 3, len(SIZES))),
-    "two ranks": two_ranks(len(SIZES)),
+    "gpipe": make_schedule("gpipe", NUM_RANKS, len(SIZES)),
+    "1f1b": make_schedule("1f1b", NUM_RANKS, len(SIZES)),
+    "1f1b, split backward": split_backward(make_schedule("1f1b", NUM_RANKS, len(SIZES))),
+    "folded onto two ranks": Schedule(
+        "folded", len(SIZES), (0, 1, 0), (in_order((F, 0), (F, 2), (B, 2), (B, 0)), in_order((F, 1), (B, 1)))
+    ),
     "one rank": Schedule(
-        "sequential",
-        len(SIZES),
-        (0, 0, 0),
-        (
-            tuple(
-                Compute(phase, stage, microbatch)
-                for microbatch in range(len(SIZES))
-                for phase, order in ((Phase.FORWARD, (0, 1, 2)), (Phase.BACKWARD, (2, 1, 0)))
-                for stage in order
-            ),
-        ),
+        "sequential", len(SIZES), (0, 0, 0), (in_order((F, 0), (F, 1), (F, 2), (B, 2), (B, 1), (B, 0)),)
     ),
 }
 
@@ -57,6 +58,10 @@ def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> N
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
+
+
+def gradients_of(model: Any) -> dict[str, Tensor]:
+    return {name: parameter.grad for name, parameter in model.parameters.items()}
 
 
 @pytest.mark.parametrize("stages", [STAGES, REPLAYED], ids=["saved", "replayed"])
@@ -68,6 +73,250 @@ def test_steps_have_the_bits_of_autograd(schedule: Schedule, stages: dict[int, t
         expected = reference_step(model, SIZES, step)
         for results in pipeline.step(SIZES, step):
             assert_same_bits(results, expected)
-        for name, parameter in model.parameters.items():
-            assert torch.equal(pipeline.model.parameters[name].grad, parameter.grad), name
+        assert_same_bits(gradients_of(pipeline.model), gradients_of(model))
         assert_same_bits(pipeline.model.buffers, model.buffers)
+
+
+def test_batch_size_may_change_between_steps() -> None:
+    pipeline, model = Pipeline(SCHEDULES["1f1b"]), make_model()
+    for step, sizes in enumerate([SIZES, (2, 2, 2, 2, 2), (5, 5, 5, 5, 4)]):
+        expected = reference_step(model, sizes, step)
+        assert_same_bits(pipeline.step(sizes, step)[0], expected)
+
+
+def test_results_depend_on_seed_and_step() -> None:
+    pipeline = Pipeline(SCHEDULES["1f1b"])
+    batch = make_batch(SIZES)
+
+    def loss(seed: int, step: int) -> float:
+        pipeline.model.buffers["mean"].zero_()
+        return float(pipeline.step(SIZES, step, seed, batch)[0]["loss"])
+
+    assert loss(1, 0) == loss(1, 0)
+    assert len({loss(1, 0), loss(1, 1), loss(2, 0)}) == 3
+
+
+def test_a_step_over_part_of_a_batch_weighs_the_loss_by_the_whole() -> None:
+    whole, half = Pipeline(SCHEDULES["one rank"]), Pipeline(SCHEDULES["one rank"])
+    whole.interpreters[0].run(make_batch(SIZES), SIZES)
+    half.interpreters[0].run(make_batch(SIZES), SIZES, batch=2 * sum(SIZES))
+    for name, gradient in gradients_of(half.model).items():
+        assert torch.equal(2 * gradient, whole.model.parameters[name].grad), name
+
+
+def test_forward_alone_gives_the_results_and_no_gradients() -> None:
+    schedule = forward_only(SCHEDULES["1f1b"])
+    stages = {**STAGES, 2: ForwardStage2}
+    pipeline, model = Pipeline(schedule, stages, Mode.LOSS), make_model()
+    expected = reference_step(model, SIZES, 0)
+    assert_same_bits(pipeline.step(SIZES)[0], expected)
+    assert all(parameter.grad is None for parameter in pipeline.model.parameters.values())
+
+
+class ForwardStage2(Stage2):
+    backward = None
+
+
+def test_a_surrounding_autocast_or_grad_mode_changes_nothing() -> None:
+    """Stage code already says what runs in which precision; one rank runs in the caller's own thread."""
+    pipeline, model = Pipeline(SCHEDULES["one rank"]), make_model()
+    with torch.autocast("cpu", torch.bfloat16), torch.enable_grad():
+        results = pipeline.interpreters[0].run(make_batch(SIZES), SIZES, 5, 0)
+    assert_same_bits(results, reference_step(model, SIZES, 0))
+    assert not results["loss"].requires_grad
+
+
+# what a rank holds on to
+
+
+def test_a_received_value_is_dropped_by_its_last_reader_and_saved_values_when_the_backward_took_them() -> (
+    None
+):
+    received, alive = [], []
+
+    class Watching(Stage1):
+        @staticmethod
+        def forward(w, buffers, rng, device, hidden_1):
+            alive.append([reference() is not None for reference in received])
+            received.append(weakref.ref(hidden_1))
+            sent, (_, z, mask), updates = Stage1.forward(w, buffers, rng, device, hidden_1)
+            return sent, [hidden_1.clone(), z, mask], updates
+
+    class Careless(Stage0):
+        @staticmethod
+        def forward(w, x):
+            sent, saved, updates = Stage0.forward(w, x)
+            return sent, [saved[0], saved[1].clone()], updates
+
+    Pipeline(SCHEDULES["gpipe"], {**STAGES, 0: Careless, 1: Watching}).step(SIZES)
+    assert alive == [[False] * number for number in range(len(SIZES))]
+
+
+def test_nothing_of_a_step_outlives_it() -> None:
+    made = []
+
+    class Watching(Stage1):
+        @staticmethod
+        def forward(w, buffers, rng, device, hidden_1):
+            sent, saved, updates = Stage1.forward(w, buffers, rng, device, hidden_1)
+            made.extend(weakref.ref(tensor) for tensor in (hidden_1, *sent.values(), *saved, *updates))
+            return sent, saved, updates
+
+    pipeline = Pipeline(SCHEDULES["1f1b"], {**STAGES, 1: Watching})
+    pipeline.step(SIZES)
+    for parameter in pipeline.model.parameters.values():
+        made.append(weakref.ref(parameter.grad))
+        parameter.grad = None
+    assert not any(reference() is not None for reference in made)
+
+
+# linking
+
+
+def link_rank(
+    rank: int, stages: dict[int, Any], schedule: Schedule = SCHEDULES["1f1b"], **tensors: Any
+) -> None:
+    endpoint = InProcess([CPU] * NUM_RANKS).endpoint(rank)
+    make_interpreter(schedule, rank, endpoint, make_model(), stages)
+
+
+def test_a_name_that_nothing_provides_is_refused_when_linking() -> None:
+    class Asking(Stage1):
+        @staticmethod
+        def forward(w, hidden_1, hidden_9):
+            raise AssertionError
+
+    with pytest.raises(
+        VerifyError, match=r"stage 1, forward, microbatch 0: nothing provides 'hidden_9'.* hidden_1"
+    ):
+        link_rank(1, {**STAGES, 1: Asking})
+
+
+def test_a_value_is_not_provided_to_the_wrong_phase() -> None:
+    class Early(Stage1):
+        @staticmethod
+        def forward(w, hidden_1, grad_hidden_2):
+            raise AssertionError
+
+    with pytest.raises(VerifyError, match="stage 1, forward, microbatch 0: nothing provides 'grad_hidden_2'"):
+        link_rank(1, {**STAGES, 1: Early})
+
+
+def test_grad_loss_exists_only_in_training() -> None:
+    class Asking(Stage2):
+        @staticmethod
+        def forward(w, grad_loss):
+            raise AssertionError
+
+    endpoint = InProcess([CPU] * NUM_RANKS).endpoint(2)
+    schedule = forward_only(SCHEDULES["1f1b"])
+    with pytest.raises(VerifyError, match="nothing provides 'grad_loss'"):
+        make_interpreter(schedule, 2, endpoint, make_model(), {**STAGES, 2: Asking}, Mode.LOSS)
+
+
+def test_a_phase_without_function_is_refused_when_linking() -> None:
+    split = split_backward(SCHEDULES["1f1b"])
+
+    class Whole(Stage1):
+        backward_weight = None
+
+    with pytest.raises(VerifyError, match="runs backward_weight of stage 1, whose code has no such function"):
+        link_rank(1, {**STAGES, 1: Whole}, split)
+
+
+def make_rank_1(
+    instructions: Sequence[Instruction], parameters: dict[str, Tensor] | None = None, stage: Any = Stage1
+) -> Interpreter:
+    """Rank 1 with these instructions."""
+    plan, model = make_plan(SCHEDULES["1f1b"]), make_model()
+    tensors = model.parameters if parameters is None else parameters
+    endpoint = InProcess([CPU] * NUM_RANKS).endpoint(1)
+    return Interpreter(
+        Program(1, tuple(instructions)), plan, {1: stage}, tensors, model.buffers, endpoint, CPU
+    )
+
+
+def test_a_read_after_free_is_refused_when_linking() -> None:
+    receive = lower(SCHEDULES["1f1b"], make_plan(SCHEDULES["1f1b"]).links)[1].instructions[0]
+    assert receive.op is Op.RECV
+    free = Instruction(Op.FREE, 1, 0)
+    forward = Instruction(Op.FORWARD, 1, 0)
+    with pytest.raises(VerifyError, match="stage 1, forward, microbatch 0: nothing provides 'hidden_1'"):
+        make_rank_1([receive, free, forward])
+
+
+def test_a_borrowed_parameter_must_be_lent_before_it_is_read() -> None:
+    schedule = SCHEDULES["1f1b"]
+    plan, model = make_plan(schedule), make_model()
+    program = lower(schedule, plan.links)[2]
+    without = [
+        each for each in program.instructions if not (each.link and each.link.payload is Payload.WEIGHT)
+    ]
+    endpoint = InProcess([CPU] * NUM_RANKS).endpoint(2)
+    with pytest.raises(
+        VerifyError, match=r"stage 2, forward: the parameters a are borrowed, but no weight link"
+    ):
+        Interpreter(Program(2, tuple(without)), plan, {2: Stage2}, model.parameters, {}, endpoint, CPU)
+
+
+def test_missing_tensors_and_foreign_code_are_refused() -> None:
+    with pytest.raises(
+        VerifyError, match="stage 1 needs the parameters or buffers bias, w, which this rank does not"
+    ):
+        make_rank_1([], {})
+    with pytest.raises(
+        VerifyError, match=r"stage 1: the code's PARAMETERS are \('a',\), but the plan has \('w', 'bias'\)"
+    ):
+        make_rank_1([], stage=Stage0)
+
+
+# failing
+
+
+def test_a_failing_rank_stops_all_and_the_pipeline_works_again_afterwards() -> None:
+    broken = iter([True])
+
+    class Once(Stage1):
+        @staticmethod
+        def backward(w, saved, grad_hidden_2):
+            return (FailingStage1 if next(broken, False) else Stage1).backward(w, saved, grad_hidden_2)
+
+    pipeline, model = Pipeline(SCHEDULES["1f1b"], {**STAGES, 1: Once}), make_model()
+    buffers = {name: buffer.clone() for name, buffer in pipeline.model.buffers.items()}
+    with pytest.raises(ExecutionError) as caught:
+        pipeline.step(SIZES)
+    assert str(caught.value) == (
+        "rank 1, stage 1, microbatch 0, backward failed: ValueError: the backward of stage 1 is broken\n"
+        "last instructions of rank 1:\n"
+        "     4  recv      stage 1  mb 2  hidden_1 (0 -> 1)               from rank 0  slot 2\n"
+        "     5  recv      stage 1  mb 0  grad_hidden_2 (2 -> 1)          from rank 2  slot 0\n"
+        "     6  forward   stage 1  mb 1\n"
+        "     7  send      stage 1  mb 1  hidden_2 (1 -> 2)               to rank 2\n"
+        "     8  backward  stage 1  mb 0"
+    )
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert_same_bits(pipeline.model.buffers, buffers)
+
+    for parameter in pipeline.model.parameters.values():
+        parameter.grad = None
+    expected = reference_step(model, SIZES, 0)
+    assert_same_bits(pipeline.step(SIZES)[0], expected)
+    assert_same_bits(gradients_of(pipeline.model), gradients_of(model))
+
+
+def test_an_error_before_the_first_and_after_the_last_instruction_says_so() -> None:
+    pipeline = Pipeline(SCHEDULES["one rank"])
+    with pytest.raises(ExecutionError, match="rank 0, preparing the step failed: KeyError: 'x'"):
+        pipeline.interpreters[0].run([{}] * len(SIZES), SIZES)
+
+    class Counting(Stage2):
+        @staticmethod
+        def forward(w, constants, hidden_2, skip, target):
+            sent, saved, updates = Stage2.forward(w, constants, hidden_2, skip, target)
+            return {**sent, "loss": torch.tensor(len(target))}, saved, updates
+
+    pipeline = Pipeline(SCHEDULES["one rank"], {**STAGES, 2: Counting})
+    with pytest.raises(
+        ExecutionError, match="rank 0, finishing the step failed: InputError: the result loss"
+    ):
+        pipeline.step(SIZES)

@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import itertools
 import math
+import textwrap
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -47,7 +48,7 @@ class TorchDistributed:
             backend = "nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
-        self._device = device
+        self.device = device
         self._timeout = timeout
         self._store = PrefixStore(f"pipec/{next(_transport_numbers)}", _get_default_store())
         self._agreements = itertools.count()
@@ -96,7 +97,7 @@ class TorchDistributed:
         assert instruction.link is not None
         key = instruction.link, instruction.slot
         if key not in self._buffers:
-            self._buffers[key] = [_Buffer(value, self._device) for value in instruction.link.values]
+            self._buffers[key] = [_Buffer(value, self.device) for value in instruction.link.values]
         return _Receiver(self, instruction, tag, self._buffers[key])
 
     def finish(self) -> None:
@@ -120,7 +121,7 @@ class TorchDistributed:
 
     def _explain(self, error: Exception, doing: str) -> str:
         if failure := self._failure():
-            return f"another rank failed while this one was {doing}:\n{failure}"
+            return f"another rank failed while this one was {doing}:\n{textwrap.indent(failure, '  ')}"
         if isinstance(error, TimeoutError):
             return f"{doing} took more than {self._timeout:g} s; that rank hangs, or waits for one that does"
         return (
@@ -204,9 +205,9 @@ def _check_equal(digests: Sequence[str]) -> None:
     """Raise ``TransportError`` if the ranks, whose digests these are, do not all hold the same text."""
     holders = defaultdict(list)
     for rank, digest in enumerate(digests):
-        holders[digest[:8]].append(rank)
+        holders[digest].append(rank)
     if len(holders) > 1:
-        held = "; ".join(f"{_ranks(ranks)} holds {digest}" for digest, ranks in holders.items())
+        held = "; ".join(f"{digest[:8]} on {_ranks(ranks)}" for digest, ranks in holders.items())
         raise TransportError(
             f"the ranks do not hold the same plan, programs and stage sources: {held}; start every rank with "
             "the same script, arguments, input shapes and versions"
@@ -214,4 +215,4 @@ def _check_equal(digests: Sequence[str]) -> None:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {', '.join(map(str, ranks))}"
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -60,12 +60,18 @@ class Interpreter:
         self._calls += [transport.finish, *(stage.end_step for stage in self._stages.values())]
 
     def run(
-        self, microbatches: Sequence[Mapping[str, Tensor]], sizes: Sequence[int], seed: int = 0, step: int = 0
+        self,
+        microbatches: Sequence[Mapping[str, Tensor]],
+        sizes: Sequence[int],
+        seed: int = 0,
+        step: int = 0,
+        batch: int | None = None,
     ) -> dict[str, Tensor]:
         """Execute one step; returns the results of the whole batch by name, on every rank.
 
         ``microbatches[i]`` holds the model's inputs by name, for ``sizes[i]`` samples. Random operators draw
-        from streams that depend on ``seed``, ``step``, the microbatch and the operator alone.
+        from streams that depend on ``seed``, ``step``, the microbatch and the operator alone. ``batch``: the
+        samples of the whole mini-batch, if these are only some of them.
 
         A step that fails leaves in ``.grad`` what was added until then, and the model's buffers as they were.
 
@@ -76,7 +82,7 @@ class Interpreter:
         self.position = -1
         try:
             with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
-                self._begin_step(microbatches, sizes, seed, step)
+                self._begin_step(microbatches, sizes, (seed, step), batch or sum(sizes))
                 for position, call in enumerate(self._calls):
                     self.position = position
                     call()
@@ -92,14 +98,17 @@ class Interpreter:
             self._forget_step()
 
     def _begin_step(
-        self, microbatches: Sequence[Mapping[str, Tensor]], sizes: Sequence[int], seed: int, step: int
+        self,
+        microbatches: Sequence[Mapping[str, Tensor]],
+        sizes: Sequence[int],
+        seed: tuple[int, int],
+        batch: int,
     ) -> None:
-        batch = sum(sizes)
-        self._rank.sizes[:] = [*sizes, batch]
+        self._rank.sizes[:] = [*sizes, sum(sizes)]
         for stage in self._stages.values():
             stage.begin_step()
             for microbatch, (inputs, size) in enumerate(zip(microbatches, sizes, strict=True)):
-                frame = stage.fill_frame(microbatch, (seed, step), size)
+                frame = stage.fill_frame(microbatch, seed, size)
                 frame.update(
                     {name: inputs[name].to(self._device, non_blocking=True) for name in stage.inputs}
                 )
@@ -118,21 +127,23 @@ class Interpreter:
     def _locate(self, error: Exception) -> PipecError:
         """The same error with the place where it happened."""
         where, lines = f"rank {self._program.rank}", []
-        if 0 <= self.position < len(self._instructions):
+        if self.position < 0:
+            where += ", preparing the step"
+        elif self.position < len(self._instructions):
             instruction = self._instructions[self.position]
             where = ", ".join([where, *_cell_of(instruction), instruction.op])
             lines = self._last_lines(instruction)
+        else:
+            where += ", finishing the step"
         if isinstance(error, TransportError):
             return TransportError("\n".join([f"{where}: {error}", *lines]))
         return ExecutionError("\n".join([f"{where} failed: {type(error).__name__}: {error}", *lines]))
 
     def _last_lines(self, instruction: Instruction) -> list[str]:
         """The program's text up to ``instruction``, which for what is awaited at the end is its receive."""
-        last = self._program.instructions.index(instruction)
-        return [
-            f"    {line}"
-            for line in instruction_lines(self._program)[max(0, last - _NUM_LINES + 1) : last + 1]
-        ]
+        end = self._program.instructions.index(instruction) + 1
+        lines = instruction_lines(self._program)[max(0, end - _NUM_LINES) : end]
+        return [f"last instructions of rank {self._program.rank}:", *(f"    {line}" for line in lines)]
 
 
 def _results_of(plan: Plan, stages: Collection[int]) -> list[Value]:

@@ -56,7 +56,7 @@ class InProcess:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = tuple(devices)
-        self._mailboxes: dict[tuple[int, int], _Mailbox] = {}
+        self._mailboxes: dict[tuple[int, int, int], _Mailbox] = {}
         self._failure: BaseException | None = None
         self._failing = threading.Lock()
         self._stopped = threading.Event()
@@ -95,11 +95,12 @@ class InProcess:
             mailbox.wake()
 
     def mailbox(self, tag: int, source: int, target: int) -> "_Mailbox":
-        if (tag, target) not in self._mailboxes:
+        key = tag, source, target
+        if key not in self._mailboxes:
             device = self.devices[target]
             copy_to = None if device == self.devices[source] else device
-            self._mailboxes[tag, target] = _Mailbox(copy_to, self._stopped)
-        return self._mailboxes[tag, target]
+            self._mailboxes[key] = _Mailbox(copy_to, self._stopped)
+        return self._mailboxes[key]
 
     def _run_job(self, rank: int, job: Callable[[], T], done: "SimpleQueue[tuple[int, T | None]]") -> None:
         result = None
@@ -119,7 +120,7 @@ class InProcess:
         raise failure
 
     def _set_up_workers(self) -> None:
-        """Threads are counted per thread, but each call also sets the count that later threads start with."""
+        """Each thread has its own number of intra-op threads, but setting it also sets that of later threads."""
         num_threads = torch.get_num_threads()
         num_cpu_ranks = sum(device.type == "cpu" for device in self.devices)
         share = max(1, num_threads // max(1, num_cpu_ranks))
@@ -198,6 +199,7 @@ def _stop_workers(inboxes: "Sequence[SimpleQueue[Callable[[], None] | None]]") -
 
 def _set_up_worker(device: torch.device, num_threads: int) -> None:
     if device.type == "cpu":
+        torch.get_num_threads()  # a thread's first use of torch takes the process-wide count: not after this
         torch.set_num_threads(num_threads)
     if device.type == "cuda":
         torch.cuda.set_device(device)

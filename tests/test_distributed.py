@@ -1,0 +1,121 @@
+"""Three real processes over gloo, started once: the same bits, and what each sees when one misbehaves."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runtime_stages import HANG_SECONDS, NUM_RANKS, SIZES, make_model, reference_step
+
+from pipec.errors import TransportError
+from pipec.runtime.distributed import _check_equal
+
+Outcome = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
+    """What each scenario of ``runtime_stages.main`` led to on each rank."""
+    directory = tmp_path_factory.mktemp("outcomes")
+    run_processes(directory)
+    by_rank = [torch.load(directory / f"{rank}.pt") for rank in range(NUM_RANKS)]
+    survivors = {"death": [torch.load(directory / f"death_{rank}.pt") for rank in (0, 2)]}
+    return {name: [outcome[name] for outcome in by_rank] for name in by_rank[0]} | survivors
+
+
+def run_processes(directory: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    root = Path(__file__).parents[1]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(NUM_RANKS)}
+    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    processes = [
+        subprocess.Popen(
+            [sys.executable, root / "tests" / "runtime_stages.py", directory],
+            env={**os.environ, **common, "RANK": str(rank), "PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(NUM_RANKS)
+    ]
+    try:
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    codes = [process.returncode for process in processes]
+    assert codes == [0, 1, 0], "\n".join(outputs)  # rank 1 dies on purpose, at the end
+
+
+@pytest.mark.parametrize("scenario", ["training", "aftermath"])
+def test_steps_have_the_bits_of_autograd(outcomes: dict[str, list[Outcome]], scenario: str) -> None:
+    """Every rank has the results; the owner of a parameter, its gradient."""
+    model = make_model()
+    expected = [reference_step(model, SIZES, step) for step in range(2)]
+    for outcome in outcomes[scenario]:
+        for found, wanted in zip(outcome["results"], expected, strict=True):
+            assert found.keys() == wanted.keys()
+            assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    for name, owner in {"a": 0, "w": 1, "bias": 1}.items():
+        gradients = [outcome["gradients"][name] for outcome in outcomes[scenario]]
+        assert torch.equal(gradients.pop(owner), model.parameters[name].grad), name
+        assert gradients == [None] * (NUM_RANKS - 1), name
+    assert torch.equal(outcomes[scenario][1]["buffers"]["mean"], model.buffers["mean"])
+
+
+def test_the_process_group_survives_the_transports_that_failed(outcomes: dict[str, list[Outcome]]) -> None:
+    assert [outcome["sum of ranks"] for outcome in outcomes["aftermath"]] == [3, 3, 3]
+
+
+def test_a_failing_rank_fails_the_others_with_its_error(outcomes: dict[str, list[Outcome]]) -> None:
+    """At once, though its process lives on."""
+    first, failed, last = outcomes["failure"]
+    assert failed["type"] == "ExecutionError"
+    assert failed["text"].startswith(
+        "rank 1, stage 1, microbatch 0, backward failed: ValueError: the backward of stage 1 is broken\n"
+        "last instructions of rank 1:\n"
+    )
+    assert first["type"] == last["type"] == "TransportError"
+    assert first["text"].startswith(
+        "rank 0, stage 0, microbatch 0, backward: another rank failed while this one was receiving "
+        "grad_hidden_1 (1 -> 0) of microbatch 0 from rank 1:\n"
+        "  rank 1, stage 1, microbatch 0, backward failed: ValueError: the backward of stage 1 is broken\n"
+    )
+    assert first["text"].endswith("13  backward  stage 0  mb 0")
+    assert "  rank 1, stage 1, microbatch 0, backward failed: ValueError: the backward" in last["text"]
+
+
+def test_a_hung_rank_is_named_after_the_timeout(outcomes: dict[str, list[Outcome]]) -> None:
+    hung, waiting, _ = outcomes["hang"]
+    assert waiting["type"] == "TransportError"
+    assert waiting["text"].startswith("rank 1, stage 1, microbatch 0, forward: ")
+    assert "receiving hidden_1 (0 -> 1) of microbatch 0 from rank 0" in waiting["text"]
+    for outcome in outcomes["hang"][1:]:
+        assert outcome["seconds"] < HANG_SECONDS
+    assert "took more than 1 s; that rank hangs, or waits for one that does" in hung["text"]
+
+
+def test_a_rank_that_dies_is_noticed_by_all(outcomes: dict[str, list[Outcome]]) -> None:
+    for outcome in outcomes["death"]:
+        assert outcome["type"] == "TransportError"
+        assert "the connection was lost while" in outcome["text"]
+        assert "rank 1; that process ended or died, its own output may say why" in outcome["text"]
+
+
+def test_different_plans_are_refused_on_every_rank(outcomes: dict[str, list[Outcome]]) -> None:
+    texts = {outcome["text"] for outcome in outcomes["disagreement"]}
+    assert len(texts) == 1
+    assert "the ranks do not hold the same plan, programs and stage sources: " in texts.pop()
+
+
+def test_a_disagreement_names_the_ranks() -> None:
+    _check_equal(["aaaaaaaa1", "aaaaaaaa1"])
+    with pytest.raises(
+        TransportError, match=r"sources: aaaaaaaa on ranks 0, 2; aaaaaaaa on rank 1; start every"
+    ):
+        _check_equal(["aaaaaaaa1", "aaaaaaaa2", "aaaaaaaa1"])

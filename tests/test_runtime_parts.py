@@ -1,0 +1,276 @@
+"""The parts of the runtime: gradient sums, results, random streams, the in-process transport, launching."""
+
+import gc
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pipec.errors import InputError, VerifyError
+from pipec.ir import Instruction, Link, Op, Payload, Value
+from pipec.runtime import InProcess, World, resolve_devices, world
+from pipec.runtime.distributed import _Buffer
+from pipec.runtime.gradients import GradientSum
+from pipec.runtime.randomness import generator, mix
+from pipec.runtime.results import Results, merge
+
+CPU = torch.device("cpu")
+
+
+# gradients
+
+
+def sum_of(parameters: Sequence[Tensor], *microbatches: Sequence[Tensor | None]) -> None:
+    total = GradientSum(parameters, ())
+    total.begin_step()
+    for gradients in microbatches:
+        total.add([*gradients])
+
+
+def test_first_gradient_is_kept_without_a_copy_even_behind_views() -> None:
+    weight = torch.nn.Parameter(torch.zeros(3, 4))
+    with torch.no_grad():
+        gradients = [torch.ones(3, 2).mm(torch.ones(2, 4)).t().t()]
+    address = gradients[0].data_ptr()
+    total = GradientSum([weight], ())
+    total.begin_step()
+    total.add(gradients)
+    assert weight.grad.data_ptr() == address
+
+
+def test_a_gradient_that_is_shared_or_laid_out_otherwise_is_copied() -> None:
+    held, larger = torch.ones(2, 3), torch.ones(2, 6)
+    cases = {
+        "held elsewhere": held,
+        "a view of what is held": held.view(2, 3),
+        "part of a larger tensor": larger[:, :3],
+        "expanded": torch.ones(1).expand(2, 3),
+        "another layout": torch.ones(3, 2).t(),
+    }
+    for name, gradient in cases.items():
+        weight = torch.nn.Parameter(torch.zeros(2, 3))
+        sum_of([weight], [gradient], [gradient])
+        assert torch.equal(weight.grad, 2 * torch.ones(2, 3)), name
+        assert weight.grad.stride() == weight.stride(), name
+    assert torch.equal(held, torch.ones(2, 3))
+    assert torch.equal(larger, torch.ones(2, 6))
+
+
+def test_one_tensor_as_the_gradient_of_two_parameters() -> None:
+    first, second = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+    gradient = torch.ones(3)
+    both = [gradient, gradient]
+    del gradient
+    sum_of([first, second], both, [torch.ones(3), None])
+    assert first.grad.tolist() == [2, 2, 2]
+    assert second.grad.tolist() == [1, 1, 1]
+
+
+def test_gradients_add_to_what_earlier_steps_left_in_place() -> None:
+    weight = torch.nn.Parameter(torch.zeros(2))
+    before = weight.grad = torch.tensor([1.0, 2.0])
+    sum_of([weight], [torch.ones(2)])
+    assert weight.grad is before
+    assert before.tolist() == [2, 3]
+
+
+# results
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(0, 2), st.integers(1, 3))
+def test_parts_with_a_batch_dimension_join_to_the_whole(sizes: list[int], dim: int, factor: int) -> None:
+    shape: list[int | str] = [2, 3, 4]
+    shape[dim] = "b" if factor == 1 else f"{factor}*b"
+    whole_shape = [2, 3, 4]
+    whole_shape[dim] = factor * sum(sizes)
+    whole = torch.randn(whole_shape)
+    parts = whole.split([factor * size for size in sizes], dim)
+    assert torch.equal(merge(Value("y", "float32", tuple(shape)), parts, sizes), whole)
+
+
+def test_a_floating_result_without_batch_is_the_mean_over_samples() -> None:
+    loss = merge(Value("loss", "float32", ()), [torch.tensor(1.0), torch.tensor(5.0)], [3, 1])
+    assert loss.item() == 2.0
+
+
+def test_results_that_cannot_stand_for_the_batch_are_refused() -> None:
+    count = Value("count", "int64", ())
+    assert merge(count, [torch.tensor(2), torch.tensor(2)], [1, 1]).item() == 2
+    with pytest.raises(
+        InputError, match=r"result count: i64\[\] differs between microbatches.*return it per sample"
+    ):
+        merge(count, [torch.tensor(2), torch.tensor(3)], [1, 1])
+    padded = Value("padded", "float32", ("b + 1",))
+    with pytest.raises(InputError, match=r"padded: f32\[b \+ 1\] has size 4 .* but 3 for the whole batch"):
+        merge(padded, [torch.zeros(2), torch.zeros(2)], [1, 1])
+    similarity = Value("similarity", "float32", ("b", "b"))
+    with pytest.raises(
+        VerifyError, match=r"similarity: f32\[b, b\] has the batch in more than one dimension"
+    ):
+        Results([similarity], 2)
+    Results([similarity], 1)
+
+
+# randomness
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 2**32)] * 4), min_size=2, max_size=20, unique=True))
+def test_keys_lead_to_seeds_of_their_own(keys: list[tuple[int, ...]]) -> None:
+    seeds = [mix(*key) for key in keys]
+    assert len(set(seeds)) == len(keys)
+    assert all(0 <= seed < 2**64 for seed in seeds)
+
+
+def test_a_stream_depends_on_its_key_alone() -> None:
+    first, _, again = generator(CPU, 1, 2), generator(CPU, 1, 3), generator(CPU, 1, 2)
+    assert torch.equal(torch.rand(9, generator=first), torch.rand(9, generator=again))
+    assert f"{mix(1, 2):x}" == "bcd9dbb49673066b"  # streams stay what they are from version to version
+
+
+# receive buffers
+
+
+def test_a_buffer_is_used_again_once_nobody_holds_what_it_held() -> None:
+    buffer = _Buffer(Value("x", "float32", ("b", 3)), CPU)
+    first = buffer.view(4)
+    address, view = first.data_ptr(), first[1:]
+    assert first.shape == (4, 3)
+    second = buffer.view(4)
+    assert second.data_ptr() != address
+    del first, second
+    third = buffer.view(2)
+    assert third.shape == (2, 3)
+    assert third.data_ptr() not in (address, view.data_ptr())
+    address = third.data_ptr()
+    del third
+    assert buffer.view(3).data_ptr() == address
+
+
+# the in-process transport
+
+
+def test_ranks_divide_the_threads_and_leave_the_callers_alone() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        assert InProcess([CPU] * 2).run([torch.get_num_threads] * 2) == [2, 2]
+        assert InProcess([CPU] * 8).run([torch.get_num_threads] * 8) == [1] * 8
+        assert torch.get_num_threads() == 4
+        assert run_in_thread(torch.get_num_threads) == 4
+    finally:
+        torch.set_num_threads(before)
+
+
+def run_in_thread(function: Callable[[], int]) -> int:
+    results: list[int] = []
+    thread = threading.Thread(target=lambda: results.append(function()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def test_messages_of_a_link_arrive_in_order_and_by_reference() -> None:
+    ranks = InProcess([CPU, CPU])
+    link = Link(0, 1, Payload.ACTIVATION, (Value("x", "float32", ("b",)),))
+    send = ranks.endpoint(0).sender(Instruction(Op.SEND, 0, 0, link, peer=1), tag=0)
+    receiver = ranks.endpoint(1).receiver(Instruction(Op.RECV, 1, 0, link, peer=0, slot=0), tag=0)
+    sent = [torch.full((2,), float(number)) for number in range(3)]
+
+    def send_all() -> list[Tensor]:
+        for tensor in sent:
+            send([tensor])
+        return []
+
+    _, received = ranks.run([send_all, lambda: [tensor for _ in sent for tensor in receiver.wait()]])
+    assert all(found is expected for found, expected in zip(received, sent, strict=True))
+
+
+def make_waiting_rank(ranks: InProcess) -> Callable[[], object]:
+    """What rank 0 does to wait for a message that rank 1 never sends."""
+    link = Link(1, 0, Payload.ACTIVATION, (Value("x", "float32", ("b",)),))
+    return ranks.endpoint(0).receiver(Instruction(Op.RECV, 0, 0, link, peer=1, slot=0), tag=7).wait
+
+
+def fail(error: BaseException) -> None:
+    raise error
+
+
+def test_an_error_stops_ranks_that_wait_and_the_first_is_raised() -> None:
+    ranks, error = InProcess([CPU, CPU]), ValueError("first")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="first") as caught:
+            ranks.run([make_waiting_rank(ranks), lambda: fail(error)])
+        assert caught.value is error
+        assert ranks.run([lambda: 1, lambda: 2]) == [1, 2]
+
+
+def test_ctrl_c_stops_ranks_that_wait() -> None:
+    ranks = InProcess([CPU, CPU])
+    with pytest.raises(KeyboardInterrupt):
+        ranks.run([make_waiting_rank(ranks), lambda: os.kill(os.getpid(), signal.SIGINT)])
+    assert ranks.run([lambda: 1, lambda: 2]) == [1, 2]
+
+
+def test_threads_end_with_the_transport() -> None:
+    before = set(threading.enumerate())
+    ranks = InProcess([CPU] * 3)
+    workers = set(threading.enumerate()) - before
+    assert len(workers) == 3
+    del ranks
+    gc.collect()
+    for worker in workers:
+        worker.join(timeout=10)
+    assert not any(worker.is_alive() for worker in workers)
+
+
+# launching
+
+
+def test_a_lone_process_is_a_world_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert world() == World(0, 1)
+    assert not world().distributed
+    assert resolve_devices(3, world()) == {0: CPU, 1: CPU, 2: CPU}
+
+
+def test_torchrun_gives_each_process_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert world() == World(2, 4)
+    assert world().distributed
+    assert resolve_devices(4, world()) == {2: CPU}
+    assert resolve_devices(["cpu", "cpu", "meta", "cpu"], world()) == {2: torch.device("meta")}
+
+
+def test_devices_that_contradict_the_world_are_refused() -> None:
+    with pytest.raises(InputError, match=r"devices asks for 4 ranks, but 2 processes .* pass devices=2"):
+        resolve_devices(4, World(0, 2))
+    with pytest.raises(InputError, match="devices is 0; expected at least one device"):
+        resolve_devices(0, World(0, 1))
+    with pytest.raises(InputError, match=r"devices is \[\]; expected at least one device"):
+        resolve_devices([], World(0, 1))
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_gpus_are_shared_in_one_process_but_not_between_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    assert resolve_devices(3, World(0, 1)) == {0: first, 1: second, 2: first}
+    assert resolve_devices(["cpu"] * 2, World(0, 1)) == {0: CPU, 1: CPU}
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert resolve_devices(4, World(3, 4)) == {3: second}
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(InputError, match="process 2 of this machine has no GPU of its own: there are 2"):
+        resolve_devices(4, World(2, 4))
