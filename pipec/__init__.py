@@ -1,19 +1,24 @@
 """pipec: a pipeline-parallel graph compiler for PyTorch."""
 
-from pipec.api import Example, compile
-from pipec.console import log, progress, rank_zero_only
-from pipec.errors import (
-    ArtifactError,
-    CaptureError,
-    ExecutionError,
-    InfeasibleError,
-    InputError,
-    PipecError,
-    PlanError,
-    TransportError,
-    VerifyError,
-)
-from pipec.pipeline import Pipeline
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pipec.api import Example, compile
+    from pipec.console import log, progress, rank_zero_only
+    from pipec.errors import (
+        ArtifactError,
+        CaptureError,
+        ExecutionError,
+        InfeasibleError,
+        InputError,
+        PipecError,
+        PlanError,
+        TransportError,
+        VerifyError,
+    )
+    from pipec.pipeline import Pipeline
+    from pipec.runtime.loaded import LoadedPipeline, load
 
 __all__ = [
     "ArtifactError",
@@ -22,13 +27,37 @@ __all__ = [
     "ExecutionError",
     "InfeasibleError",
     "InputError",
+    "LoadedPipeline",
     "PipecError",
     "Pipeline",
     "PlanError",
     "TransportError",
     "VerifyError",
     "compile",
+    "load",
     "log",
     "progress",
     "rank_zero_only",
 ]
+
+_HOMES = {
+    "Example": "pipec.api",
+    "compile": "pipec.api",
+    "log": "pipec.console",
+    "progress": "pipec.console",
+    "rank_zero_only": "pipec.console",
+    "Pipeline": "pipec.pipeline",
+    "LoadedPipeline": "pipec.runtime.loaded",
+    "load": "pipec.runtime.loaded",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name when it is first used, so that a rank that runs an artifact loads no compiler."""
+    if name not in __all__:
+        raise AttributeError(f"module 'pipec' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES.get(name, "pipec.errors")), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -12,9 +12,9 @@ from torch import nn
 from pipec.compiler import Compiler, Target
 from pipec.cost.devices import DEVICES
 from pipec.errors import InputError
-from pipec.holder import ModelTensors
 from pipec.pipeline import Pipeline
 from pipec.runtime.execution import Ranks
+from pipec.runtime.holder import ModelTensors
 from pipec.runtime.launch import Devices
 from pipec.schedules import make_schedule
 

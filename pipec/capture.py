@@ -16,7 +16,6 @@ from typing import Any
 
 import sympy
 import torch
-import torch.utils._pytree as pytree
 from torch import fx, nn
 
 from pipec import torch_compat
@@ -37,6 +36,7 @@ from pipec.graph import (
     is_random,
 )
 from pipec.ir import Mode, Phase
+from pipec.torch_compat import pytree
 
 log = logging.getLogger("pipec")
 
@@ -103,13 +103,20 @@ def _kind(leaf: Any, batched: bool) -> Hashable:
 class _Step(nn.Module):
     """What is traced: the model, and on top of it the loss."""
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None, mode: Mode) -> None:
+    def __init__(
+        self, model: nn.Module, loss_fn: Callable[..., Any] | None, mode: Mode, batched: Sequence[bool]
+    ) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
         self.mode = mode
+        self.batched = tuple(batched)
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
+        leaves = pytree.tree_leaves((args, kwargs, target))
+        sizes = [leaf.shape[0] for leaf, batched in zip(leaves, self.batched, strict=True) if batched]
+        for size in sizes[1:]:
+            torch._check(size == sizes[0])  # else each tensor would have a batch symbol of its own
         output = self.model(*args, **kwargs)
         if self.mode is Mode.FORWARD:
             return output
@@ -136,7 +143,7 @@ def capture(
 
     Raises :class:`CaptureError` naming the model's source line when no front end can capture it.
     """
-    step = _Step(model, loss_fn, mode)
+    step = _Step(model, loss_fn, mode, call.batched())
     step.training = model.training
     size = call.batch_size
     example = call if fixed_batch else call.rows(0, max(size, 2))
@@ -416,7 +423,9 @@ def _merge_tied(graph: TrainingGraph, canonical: Mapping[str, str]) -> TrainingG
         if isinstance(role, Parameter | Buffer):
             fqn = canonical.get(role.fqn, role.fqn)
             node.meta["role"] = replace(role, fqn=fqn)
-            node.replace_all_uses_with(arguments.setdefault(fqn, node))
+            if arguments.setdefault(fqn, node) is not node:
+                node.replace_all_uses_with(arguments[fqn])
+                graph.module.graph.erase_node(node)
     merged: dict[Result, fx.Node] = {}
     for role, node in graph.outputs:
         if not isinstance(role, Output):

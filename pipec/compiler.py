@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
-import torch.utils._pytree as pytree
 from torch import nn
 
 from pipec.artifact import Artifact
@@ -33,6 +32,7 @@ from pipec.passes.split_backward import SplitBackward
 from pipec.passes.untie_gradients import UntieGradients
 from pipec.plan import build_plan
 from pipec.schedules import make_schedule
+from pipec.torch_compat import pytree
 from pipec.verify import verify_programs
 
 log = logging.getLogger("pipec")

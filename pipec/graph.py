@@ -25,10 +25,10 @@ from enum import IntEnum
 
 import sympy
 import torch
-import torch.utils._pytree as pytree
 from torch import fx
 
 from pipec.ir import Mode, Phase
+from pipec.torch_compat import OpOverload, pytree
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ def is_tensor(node: fx.Node) -> bool:
 
 def is_random(node: fx.Node) -> bool:
     """Whether running the node twice gives two different values. Attention without dropout draws nothing."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return False
     if torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
@@ -192,7 +192,7 @@ def is_view(node: fx.Node) -> bool:
     """Whether the node's value shares memory with its first input, so that making it again is free."""
     if node.target is operator.getitem:
         return is_view(node.args[0])  # type: ignore[arg-type]
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return False
     if node.target is torch.ops.aten._unsafe_view.default:
         return True

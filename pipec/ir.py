@@ -144,7 +144,7 @@ class Plan:
     """Everything decided before code is generated. ``placement[stage]`` is the rank that runs it.
 
     ``outputs`` names the results in the order of the leaves of what the model returns;
-    ``link_seconds[i]`` is how long ``links[i]`` takes.
+    ``link_seconds[i]`` is how long ``links[i]`` takes. ``parameters`` and ``buffers`` are named by FQN.
     """
 
     mode: Mode
@@ -155,6 +155,8 @@ class Plan:
     stages: tuple[Stage, ...]
     links: tuple[Link, ...]
     link_seconds: tuple[float, ...] = ()
+    parameters: tuple[Value, ...] = ()
+    buffers: tuple[Value, ...] = ()
     inputs: tuple[Input, ...] = ()
     outputs: tuple[str, ...] = ()
     dynamic_batch: bool = True
@@ -162,11 +164,6 @@ class Plan:
     @property
     def num_ranks(self) -> int:
         return max(self.placement) + 1
-
-    def __str__(self) -> str:
-        from pipec.report import plan_table  # a plan prints itself, but how is not this file's business
-
-        return plan_table(self)
 
 
 @dataclass(frozen=True, slots=True)

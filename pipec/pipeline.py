@@ -6,19 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from pipec.artifact import Artifact, save
 from pipec.capture import Call
 from pipec.compiler import Compiled, Compiler
 from pipec.errors import InputError
-from pipec.holder import ModelTensors, drop, hold
 from pipec.ir import Mode, Plan, Program
+from pipec.runtime.batch import default_microbatches, split_sizes
 from pipec.runtime.execution import Execution, Ranks
+from pipec.runtime.holder import ModelTensors, drop, hold
 from pipec.runtime.results import merge
-from pipec.report import simulate_plan
+from pipec.report import readable, simulate_plan
 from pipec.simulate import Timeline
+from pipec.torch_compat import pytree
 from pipec.viz.svg import timeline_svg
 from pipec.viz.text import timeline_text
 
@@ -91,7 +92,7 @@ class Pipeline(nn.Module):
     @property
     def plan(self) -> Plan:
         """What was decided; prints as a table."""
-        return self._artifact.plan
+        return readable(self._artifact.plan)
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -153,15 +154,8 @@ class Pipeline(nn.Module):
         return call
 
     def _sizes(self, call: Call) -> list[int]:
-        """Rows of each microbatch, as equal as can be, larger ones first."""
         batch = call.batch_size
-        count = self._microbatches or default_microbatches(batch, self._ranks.count)
-        if batch < count:
-            raise InputError(
-                f"a batch of {batch} rows cannot be split into {count} microbatches; "
-                f"pass at least {count} rows, or compile with microbatches={batch} or fewer"
-            )
-        return [batch // count + (i < batch % count) for i in range(count)]
+        return split_sizes(batch, self._microbatches or default_microbatches(batch, self._ranks.count))
 
     def _compiled(self, mode: Mode, call: Call, sizes: list[int]) -> list[tuple[Compiled, list[int]]]:
         """What runs the microbatches, in groups of consecutive ones that one graph serves."""
@@ -242,13 +236,3 @@ class Pipeline(nn.Module):
         super()._apply(fn, recurse)
         self._executions.clear()
         return self
-
-
-def default_microbatches(batch: int, num_ranks: int) -> int:
-    """Four a rank where the batch has that many rows: the bubble is then below a fifth of the step.
-
-    Of the counts from ``num_ranks`` to that, the largest that splits the batch evenly is taken.
-    """
-    most = min(batch, 4 * num_ranks)
-    even = [count for count in range(min(num_ranks, most), most + 1) if batch % count == 0]
-    return even[-1] if even else most

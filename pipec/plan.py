@@ -40,6 +40,8 @@ def build_plan(
         stages=tuple(_stage(graph, stage, owners, microbatch_size) for stage in stages),
         links=links,
         link_seconds=tuple(_link_seconds(each, link, microbatch_size) for each in links),
+        parameters=_held(graph, (node for stage in stages for node in stage.parameters)),
+        buffers=_held(graph, (node for stage in stages for node in stage.buffers)),
         inputs=tuple(_inputs(graph, stages, names)),
         outputs=tuple(names[node] for role, node in graph.outputs if isinstance(role, Output)),
         dynamic_batch=graph.batch is not None,
@@ -57,6 +59,10 @@ def _owners(stages: Sequence[StageFunctions]) -> dict[str, int]:
         for fqn in _fqns(stage.parameters):
             owners.setdefault(fqn, stage.index)
     return owners
+
+
+def _held(graph: TrainingGraph, nodes: Iterable[fx.Node]) -> tuple[Value, ...]:
+    return tuple(dict.fromkeys(value_of(graph, node, node.meta["role"].fqn) for node in nodes))
 
 
 def _fqns(nodes: Iterable[fx.Node]) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """What a person reads of a plan: a table of its stages, and the timeline it predicts."""
 
 from collections.abc import Sequence
+from dataclasses import fields
 from io import StringIO
 
 from rich.box import SIMPLE_HEAD
@@ -14,7 +15,21 @@ from pipec.schedules import make_schedule
 from pipec.simulate import Costs, Timeline, simulate
 from pipec.text import format_bytes, format_seconds, value_bytes
 
-WIDTH = 110
+WIDTH = 240
+"""Wide enough that no row is folded: a terminal folds it as it likes."""
+
+
+class ReadablePlan(Plan):
+    """A plan that prints as a table."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return plan_table(self)
+
+
+def readable(plan: Plan) -> ReadablePlan:
+    return ReadablePlan(**{field.name: getattr(plan, field.name) for field in fields(plan)})
 
 
 def programs_of(plan: Plan) -> tuple[Program, ...]:
@@ -33,7 +48,7 @@ def plan_table(plan: Plan) -> str:
     """One row per stage, and under it what bounds the step."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for heading in ("stage", "rank", "operators", "parameters", "forward", "backward", "sends", "saves", "modules"):
-        table.add_column(heading, justify="left" if heading == "modules" else "right", no_wrap=heading != "modules")
+        table.add_column(heading, justify="left" if heading == "modules" else "right", no_wrap=True)
     for stage in plan.stages:
         table.add_row(*_row(plan, stage))
     out = StringIO()

@@ -14,7 +14,6 @@ import sympy
 import torch
 import torch._dynamo
 import torch.fx.traceback as fx_traceback
-import torch.utils._pytree as pytree
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
@@ -27,9 +26,23 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
+from torch.utils import _pytree as pytree
 from torch.utils._sympy.printers import PythonPrinter
+
+__all__ = [
+    "CONSTRAINT_ERRORS",
+    "JointGraph",
+    "OpOverload",
+    "capture_with_dynamo",
+    "capture_with_export",
+    "differentiate",
+    "pytree",
+    "python_expression",
+    "user_frame",
+]
 
 DYNAMO_CONFIG = {
     "automatic_dynamic_shapes": False,

@@ -161,7 +161,7 @@ def _random(node: fx.Node, args: list[str], kwargs: list[str]) -> str:
 
 
 def _qualified(target: Any) -> str:
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, torch_compat.OpOverload):
         return f"torch.ops.{target.namespace}.{target._schema.name.split('::')[1]}.{target._overloadname}"
     raise NotImplementedError(f"code generation does not know how to call {target!r}")
 

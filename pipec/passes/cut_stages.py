@@ -44,12 +44,14 @@ class CutStages:
     link: LinkModel
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
+        seconds = _operator_seconds(graph)
         problem = PartitionProblem(
-            seconds=_operator_seconds(graph),
+            seconds=seconds,
             transfers=tuple(_transfers(graph)),
             num_stages=self.num_stages,
             bytes_per_second=self.link.bytes_per_second,
             latency_seconds=self.link.latency_seconds,
+            forbidden_cuts=_before_free_operators(seconds),
             names=[f"{op.name} of {op.module or 'the model'}" for op in graph.operators],
         )
         cuts = set(partition(problem).cuts)
@@ -109,6 +111,12 @@ def _operator_seconds(graph: TrainingGraph) -> list[float]:
         if not is_constant(node):
             seconds[node.meta["op"]] += node.meta["cost"].seconds(graph.batch_size)
     return seconds
+
+
+def _before_free_operators(seconds: Sequence[float]) -> frozenset[int]:
+    """Boundaries that would leave a stage without work: a stage begins with an operator that takes time."""
+    busy = [op for op, time in enumerate(seconds) if time > 0]
+    return frozenset(range(len(seconds))) - frozenset(busy[1:])
 
 
 def _transfers(graph: TrainingGraph) -> Iterator[Transfer]:
