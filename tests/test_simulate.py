@@ -1,0 +1,155 @@
+"""Simulation: closed forms at unit cost, published bubble rates, and hand-computed timelines."""
+
+import pytest
+from example_schedules import result_link, tied_links, v_gpipe, zb_h1, zb_v
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipec.errors import InputError, VerifyError
+from pipec.ir import Op, Phase, Program, Schedule
+from pipec.lower import chain_links, lower
+from pipec.schedules import SCHEDULES, forward_only, make_schedule
+from pipec.simulate import Costs, Timeline, peak_in_flight, simulate
+
+
+def played(schedule: Schedule, **costs: float) -> Timeline:
+    links = chain_links(schedule.num_stages)
+    return simulate(lower(schedule, links), Costs.uniform(schedule.num_stages, links=links, **costs))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 8), st.integers(1, 32))
+def test_unit_costs_give_the_closed_forms(name: str, p: int, m: int) -> None:
+    timeline = played(make_schedule(name, p, m))
+    assert timeline.makespan == timeline.span == (m + p - 1) * 3
+    assert timeline.bubble_rate == pytest.approx((p - 1) / (m + p - 1))
+    assert timeline.overhead_rate == timeline.bubble_rate
+    peaks = {"gpipe": [m] * p, "1f1b": [min(p - rank, m) for rank in range(p)]}
+    assert list(timeline.peak_in_flight) == peaks[name]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.sampled_from(sorted(SCHEDULES)),
+    st.integers(1, 8),
+    st.integers(1, 16),
+    st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9)),
+)
+def test_equal_stages_have_a_bubble_of_p_minus_1_microbatches(
+    name: str, p: int, m: int, costs: tuple[int, int, int]
+) -> None:
+    f, b, w = costs
+    timeline = played(make_schedule(name, p, m), forward=f, backward_input=b, backward_weight=w)
+    assert timeline.span == (m + p - 1) * (f + b + w)
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "f", "b", "w", "message", "rate_1f1b", "rate_zb_h1"),
+    [
+        (8, 24, 18.522, 18.086, 9.337, 0.601, 0.2431, 0.1585),
+        (8, 64, 18.546, 18.097, 9.321, 0.762, 0.1240, 0.0674),
+        (8, 32, 29.802, 29.428, 19.530, 0.577, 0.1898, 0.1045),
+        (16, 48, 11.347, 11.248, 8.132, 0.377, 0.2552, 0.1397),
+    ],
+)
+def test_bubble_rates_of_the_zero_bubble_paper(
+    p: int, m: int, f: float, b: float, w: float, message: float, rate_1f1b: float, rate_zb_h1: float
+) -> None:
+    """Table 5 of Qi et al., Zero Bubble Pipeline Parallelism (ICLR 2024)."""
+    costs = {"forward": f, "backward_input": b, "backward_weight": w, "message": message}
+    assert played(make_schedule("1f1b", p, m), **costs).overhead_rate == pytest.approx(rate_1f1b, abs=5e-5)
+    assert played(zb_h1(p, m), **costs).overhead_rate == pytest.approx(rate_zb_h1, abs=5e-5)
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 3), (3, 5), (4, 8), (8, 15)])
+def test_split_backwards_shorten_the_bubble(p: int, m: int) -> None:
+    timeline = played(zb_h1(p, m))
+    assert timeline.span == 3 * m + (p - 1)
+    assert max(timeline.peak_in_flight) == p
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (3, 6), (4, 8), (4, 12)])
+def test_zb_v_has_no_bubble_at_unit_cost(p: int, m: int) -> None:
+    timeline = played(zb_v(p, m))
+    assert (timeline.span, timeline.bubble_rate) == (6 * m, 0)
+    assert timeline.makespan == 6 * m + p - 1
+    assert max(timeline.peak_in_flight) == 2 * p
+
+
+def test_a_message_delays_its_reader_and_overlaps_the_computes_of_its_sender() -> None:
+    links = (*chain_links(2), result_link(1))
+    costs = Costs.uniform(2, links=links[:2], message=0.5)
+    timeline = simulate(lower(make_schedule("gpipe", 2, 2), links), costs)
+    shown = [(e.rank, e.instruction.op, e.instruction.microbatch, e.start, e.end) for e in timeline.events]
+    assert shown == [
+        (0, Op.FORWARD, 0, 0.0, 1.0),
+        (0, Op.SEND, 0, 1.0, 1.5),
+        (0, Op.FORWARD, 1, 1.0, 2.0),
+        (0, Op.SEND, 1, 2.0, 2.5),
+        (0, Op.BACKWARD, 0, 6.0, 8.0),
+        (0, Op.BACKWARD, 1, 8.0, 10.0),
+        (1, Op.FORWARD, 0, 1.5, 2.5),
+        (1, Op.FORWARD, 1, 2.5, 3.5),
+        (1, Op.BACKWARD, 0, 3.5, 5.5),
+        (1, Op.SEND, 0, 5.5, 6.0),
+        (1, Op.BACKWARD, 1, 5.5, 7.5),
+        (1, Op.SEND, 1, 7.5, 8.0),
+        (1, Op.SEND, -1, 7.5, 7.5),
+    ]
+    assert (timeline.makespan, timeline.span, timeline.num_ranks) == (10.0, 10.0, 2)
+    assert timeline.bubble_rate == pytest.approx(1 - 12 / 20)
+
+
+def test_moves_within_a_rank_take_no_time() -> None:
+    assert played(v_gpipe(1, 2), message=5).makespan == 2 * 2 * 3
+
+
+def test_a_weight_that_arrives_late_delays_the_first_forward_and_a_late_gradient_the_end() -> None:
+    weight, gradient = tied_links(0, 1)
+    links = (*chain_links(2), weight, gradient)
+    compute = Costs.uniform(2).compute
+    timeline = simulate(lower(make_schedule("1f1b", 2, 1), links), Costs(compute, {weight: 7, gradient: 9}))
+    forward = next(e for e in timeline.computes if e.rank == 1)
+    assert forward.start == 7
+    assert (timeline.makespan, timeline.span) == (10 + 9, 12)
+    assert timeline.unit == "s"
+
+
+def test_recomputing_is_busy_for_the_bubble_but_lost_for_the_overhead() -> None:
+    schedule, links = make_schedule("1f1b", 2, 4), chain_links(2)
+    timeline = simulate(lower(schedule, links, [0, 1]), Costs.uniform(2))
+    assert timeline.span == 4 * 4 + 3  # the first replay on rank 0 fits into its bubble
+    assert timeline.bubble_rate == pytest.approx(1 - 16 / 19)
+    assert timeline.overhead_rate == pytest.approx(1 - 12 / 19)
+
+
+def test_forwards_alone_hold_one_microbatch() -> None:
+    schedule = forward_only(make_schedule("1f1b", 3, 5))
+    timeline = simulate(lower(schedule, chain_links(3, training=False)), Costs.uniform(3))
+    assert (timeline.makespan, timeline.span, timeline.peak_in_flight) == (7, 5, (1, 1, 1))
+
+
+def test_a_program_without_instructions_takes_no_time() -> None:
+    timeline = simulate([Program(0, ())], Costs({}))
+    assert (timeline.makespan, timeline.span, timeline.bubble_rate, timeline.peak_in_flight) == (
+        0,
+        0,
+        0,
+        (0,),
+    )
+    assert peak_in_flight(Program(0, ())) == 0
+
+
+def test_a_missing_cost_is_named() -> None:
+    costs = Costs({(0, Phase.FORWARD): 1.0})
+    with pytest.raises(InputError, match="no cost is given for backward of stage 0"):
+        simulate(lower(make_schedule("gpipe", 1, 2), ()), costs)
+
+
+def test_waiting_for_what_is_never_sent_is_an_error() -> None:
+    programs = lower(make_schedule("gpipe", 2, 2), chain_links(2))
+    unsent = tuple(each for each in programs[0].instructions if each.op is not Op.SEND)
+    with pytest.raises(
+        VerifyError, match=r"rank 0 at instruction 4, rank 1 at instruction 2; verify_programs tells why"
+    ):
+        simulate([Program(0, unsent), programs[1]], Costs.uniform(2))

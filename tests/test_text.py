@@ -1,0 +1,245 @@
+"""The text forms: programs that read back to themselves, and numbers as people write them."""
+
+from collections.abc import Callable
+
+import pytest
+from example_schedules import result_link, skip_links, tied_links, v_gpipe, value, zb_h1, zb_v
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipec.errors import ArtifactError
+from pipec.ir import Instruction, Link, Op, Payload, Program, Value
+from pipec.lower import chain_links, lower
+from pipec.schedules import make_schedule
+from pipec.text import (
+    evaluate_dim,
+    format_bytes,
+    format_link,
+    format_program,
+    format_seconds,
+    format_value,
+    parse_program,
+    value_bytes,
+)
+
+LINKS = (*chain_links(2), *skip_links(0, 1), *tied_links(0, 1), result_link(1))
+
+SENDER = """\
+rank 0: 10 instructions
+0  send      stage 0        weight tied_0_1 (0 -> 1)                to rank 1
+1  recv      stage 0  mb 0  grad_hidden_1 (1 -> 0)                  from rank 1  slot 0
+2  recv      stage 0  mb 0  grad_skip_0_1 (1 -> 0)                  from rank 1  slot 0
+3  forward   stage 0  mb 0
+4  send      stage 0  mb 0  hidden_1 (0 -> 1)                       to rank 1
+5  send      stage 0  mb 0  skip_0_1, mask_skip_0_1 (0 -> 1)        to rank 1
+6  recv      stage 0        weight_gradient grad_tied_0_1 (1 -> 0)  from rank 1
+7  recv                     result loss (1 -> all)                  from rank 1
+8  backward  stage 0  mb 0
+9  free      stage 0  mb 0
+"""
+
+
+def test_a_program_is_one_aligned_line_per_instruction() -> None:
+    programs = lower(make_schedule("1f1b", 2, 1), LINKS)
+    assert format_program(programs[0]) == SENDER
+
+
+def test_values_and_links() -> None:
+    assert format_value(Value("hidden_3", "float32", ("b", 128, 256))) == "hidden_3: f32[b, 128, 256]"
+    assert format_value(Value("mask", "bool", ("2*b + 1",))) == "mask: b8[2*b + 1]"
+    assert format_value(Value("loss", "bits4", ())) == "loss: bits4[]"
+    assert list(map(format_link, LINKS)) == [
+        "hidden_1 (0 -> 1)",
+        "grad_hidden_1 (1 -> 0)",
+        "skip_0_1, mask_skip_0_1 (0 -> 1)",
+        "grad_skip_0_1 (1 -> 0)",
+        "weight tied_0_1 (0 -> 1)",
+        "weight_gradient grad_tied_0_1 (1 -> 0)",
+        "result loss (1 -> all)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (999.7, "1 kB"),
+        (11_800_000, "11.8 MB"),
+        (16 * 2**30, "17.2 GB"),
+        (-2500, "-2.5 kB"),
+        (1.5e18, "1500 PB"),
+    ],
+)
+def test_bytes(num_bytes: float, text: str) -> None:
+    assert format_bytes(num_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (4.5e-6, "4.5 µs"),
+        (0.0123, "12.3 ms"),
+        (0.9999, "1 s"),
+        (90, "90 s"),
+        (123456, "123000 s"),
+    ],
+)
+def test_seconds(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
+
+
+names = st.from_regex(r"[a-z_][a-z0-9_]{0,12}", fullmatch=True)
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> tuple[Program, tuple[Link, ...]]:
+    """Any program over any links, sensible or not, as long as links go the way of their payload."""
+    stages = st.tuples(st.integers(0, 9), st.integers(0, 9)).filter(lambda pair: pair[0] < pair[1]).map(list)
+
+    def link(pair: list[int], payload: Payload, values: list[str]) -> Link:
+        source, target = pair if payload is not Payload.GRADIENT else pair[::-1]
+        if payload is Payload.RESULT:
+            target = -1
+        return Link(source, target, payload, tuple(value(name) for name in values))
+
+    links = draw(
+        st.lists(
+            st.builds(
+                link, stages, st.sampled_from(Payload), st.lists(names, min_size=1, max_size=3, unique=True)
+            ),
+            unique_by=format_link,
+            max_size=5,
+        )
+    )
+    number = st.integers(-1, 300)
+    carried = st.sampled_from([None, *links])
+    instruction = st.builds(Instruction, st.sampled_from(Op), number, number, carried, number, number)
+    body = draw(st.lists(instruction, max_size=30))
+    return Program(draw(st.integers(0, 99)), tuple(body)), tuple(links)
+
+
+@given(programs())
+def test_any_program_reads_back_to_itself(case: tuple[Program, tuple[Link, ...]]) -> None:
+    program, links = case
+    assert parse_program(format_program(program), links) == program
+
+
+@pytest.mark.parametrize("make", [zb_h1, zb_v, v_gpipe])
+def test_lowered_programs_read_back_to_themselves(make: Callable) -> None:
+    schedule = make(3, 5)
+    links = (*chain_links(schedule.num_stages), *skip_links(0, 2), *tied_links(0, 2), result_link(2))
+    for program in lower(schedule, links, recompute=[1]):
+        text = format_program(program)
+        assert parse_program(text, links) == program
+        assert not any(line != line.rstrip() for line in text.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            "rank 0:",
+            "Rank 0:",
+            "line 1: found 'Rank 0: 10 instructions', expected a line such as 'rank 0: 12 in",
+        ),
+        (
+            "10 instr",
+            "13 instr",
+            "line 1: found 'rank 0: 13 instructions', expected 10 instructions, as many as",
+        ),
+        (
+            "forward  ",
+            "forwards ",
+            "line 5: found '3  forwards  stage 0  mb 0', expected 'NUMBER  OP  [stage S]",
+        ),
+        (
+            "hidden_1 (1",
+            "hidden_7 (1",
+            "expected a link of the plan: hidden_1 (0 -> 1); grad_hidden_1 (1 -> 0); skip",
+        ),
+        ("to rank 1", "from rank 1", "expected '0 send stage 0 weight tied_0_1 (0 -> 1) to rank 1'"),
+        (
+            "3  forward",
+            "7  forward",
+            "line 5: found '7  forward   stage 0  mb 0', expected '3 forward stage 0 mb 0'",
+        ),
+        ("mb 0", "mb 00", "line 3: found '1  recv      stage 0  mb 00  grad_hidden_1 (1 -> 0)"),
+        ("slot 0", "slot 0  slot 1", "slot 0  slot 1', expected 'NUMBER  OP  [stage S]"),
+    ],
+)
+def test_what_is_wrong_in_a_program_text_is_named_with_its_line(old: str, new: str, message: str) -> None:
+    assert old in SENDER
+    with pytest.raises(ArtifactError) as caught:
+        parse_program(SENDER.replace(old, new, 1), LINKS)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", "x" * 500])
+def test_foreign_text_is_refused(text: str) -> None:
+    with pytest.raises(ArtifactError, match=r"line 1: .* expected a line such as"):
+        parse_program(text, LINKS)
+
+
+expressions = st.recursive(
+    st.integers(0, 99).map(str) | st.just("b"),
+    lambda inner: (
+        st.builds("({} {} {})".format, inner, st.sampled_from(["+", "-", "*", "//", "%"]), inner)
+        | inner.map("-{}".format)
+        | inner.map("({})**2".format)
+    ),
+    max_leaves=5,
+)
+
+
+@given(expressions, st.integers(1, 64))
+def test_dims_are_evaluated_as_python_would(dim: str, b: int) -> None:
+    try:
+        expected = eval(dim, {"b": b})
+    except ZeroDivisionError:
+        with pytest.raises(ArtifactError, match="by zero"):
+            evaluate_dim(dim, b)
+        return
+    if abs(expected) < 2**31:
+        assert evaluate_dim(dim, b) == expected
+
+
+def test_plain_dims_and_bytes() -> None:
+    assert [evaluate_dim(dim, 4) for dim in (7, "128*b", "b//2", "2*b + 1", "b**2")] == [7, 512, 2, 9, 16]
+    assert value_bytes(Value("x", "bfloat16", ("b", 128, "2*b + 1")), 4) == 4 * 128 * 9 * 2
+    assert value_bytes(Value("loss", "float64", ()), 4) == 8
+
+
+@pytest.mark.parametrize(
+    ("dim", "message"),
+    [
+        ("__import__('os').remove('x')", "Call is not allowed; expected integers and b joined by"),
+        ("b.real", "Attribute is not allowed"),
+        ("a", "Name is not allowed"),
+        ("b if b else 1", "IfExp is not allowed"),
+        ("1.5*b", "Constant is not allowed"),
+        ("True", "Constant is not allowed"),
+        ("b/2", "BinOp is not allowed"),
+        ("~b", "UnaryOp is not allowed"),
+        ("b +", "invalid syntax"),
+        ("", "invalid syntax"),
+        ("b//0", "division or modulo by zero"),
+        ("9**9**9", "exponent 9 is not within 0 to 8"),
+        ("b**-1", "exponent -1 is not within"),
+        ("((b**8)**8)**8", "it exceeds 64 bits"),
+        ("9" * 5000, "cannot be evaluated"),
+        ("-" * 100_000 + "b", "cannot be evaluated"),
+        ("(" * 1000 + "b", "cannot be evaluated"),
+    ],
+)
+def test_a_dim_that_is_no_integer_expression_is_refused(dim: str, message: str) -> None:
+    with pytest.raises(ArtifactError) as caught:
+        evaluate_dim(dim, 1000)
+    assert message in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+def test_an_unknown_dtype_has_no_bytes() -> None:
+    with pytest.raises(ArtifactError, match="x has unknown dtype 'bits4'; expected one of bool, uint8"):
+        value_bytes(Value("x", "bits4", (2,)), 1)

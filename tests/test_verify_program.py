@@ -1,0 +1,403 @@
+"""The program verifier: each rule finds the program broken for it, and says where."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import networkx
+import pytest
+from example_schedules import result_link, skip_links, tied_links, v_gpipe, value, zb_h1
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipec.errors import VerifyError
+from pipec.ir import Instruction, Link, Op, Payload, Program, Schedule
+from pipec.lower import chain_links, lower
+from pipec.rendezvous import Site, circle, stalls
+from pipec.schedules import forward_only, gpipe, make_schedule
+from pipec.verify import RULES, verify_programs
+
+LINKS = (*chain_links(3), *skip_links(0, 2), *tied_links(0, 2), result_link(2))
+Edit = Callable[[list[Instruction]], None]
+
+
+def find(instructions: Sequence[Instruction], op: Op, microbatch: int = 0, name: str = "") -> int:
+    """The first instruction of that op and microbatch whose link, if asked for, has a value of that name."""
+    return next(
+        number
+        for number, each in enumerate(instructions)
+        if each.op is op
+        and each.microbatch == microbatch
+        and (not name or (each.link and name in [value.name for value in each.link.values]))
+    )
+
+
+def fault(
+    rank: int, edit: Edit, schedule: Schedule | None = None, links: Sequence[Link] = LINKS, **options
+) -> str:
+    """What the verifier says after ``edit`` changed the program of ``rank``."""
+    schedule = schedule or make_schedule("1f1b", 3, 4)
+    programs = list(lower(schedule, links, options.get("recompute", ())))
+    verify_programs(programs, schedule.placement, links, schedule.num_microbatches, **options)
+    instructions = list(programs[rank].instructions)
+    edit(instructions)
+    programs[rank] = Program(rank, tuple(instructions))
+    with pytest.raises(VerifyError) as caught:
+        verify_programs(programs, schedule.placement, links, schedule.num_microbatches, **options)
+    return str(caught.value)
+
+
+def change(op: Op, at: int = 0, name: str = "", /, **fields) -> Edit:
+    def edit(instructions: list[Instruction]) -> None:
+        number = find(instructions, op, at, name)
+        instructions[number] = replace(instructions[number], **fields)
+
+    return edit
+
+
+def drop(op: Op, microbatch: int = 0, name: str = "") -> Edit:
+    return lambda instructions: instructions.pop(find(instructions, op, microbatch, name)) and None
+
+
+def move(op: Op, microbatch: int = 0, name: str = "", *, by: int) -> Edit:
+    def edit(instructions: list[Instruction]) -> None:
+        number = find(instructions, op, microbatch, name)
+        instructions.insert(number + by, instructions.pop(number))
+
+    return edit
+
+
+def repeat(op: Op, microbatch: int = 0, name: str = "") -> Edit:
+    def edit(instructions: list[Instruction]) -> None:
+        number = find(instructions, op, microbatch, name)
+        instructions.insert(number, instructions[number])
+
+    return edit
+
+
+def unedited(instructions: list[Instruction]) -> None:
+    pass
+
+
+def test_the_message_shows_the_lines_around_the_fault_with_the_bad_one_marked() -> None:
+    assert (
+        fault(0, change(Op.FORWARD, 1, stage=1), links=chain_links(3))
+        == """\
+rank 0, instruction 2: forward names stage 1; expected a stage of this rank: [0]
+   0  forward   stage 0  mb 0
+   1  send      stage 0  mb 0  hidden_1 (0 -> 1)       to rank 1
+>  2  forward   stage 1  mb 1
+   3  send      stage 0  mb 1  hidden_1 (0 -> 1)       to rank 1
+   4  recv      stage 0  mb 0  grad_hidden_1 (1 -> 0)  from rank 1  slot 0
+   5  forward   stage 0  mb 2"""
+    )
+
+
+FOREIGN = Link(0, 1, Payload.ACTIVATION, (value("foreign"),))
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (change(Op.FORWARD, 1, microbatch=9), "6: forward names microbatch 9; expected 0 to 3"),
+        (change(Op.FORWARD, 1, slot=3), "6: forward carries a link, peer or slot; expected none"),
+        (change(Op.FREE, 1, stage=-1), "17: free names stage -1; expected a stage of this rank: [1]"),
+        (change(Op.SEND, 1, "hidden_2", link=None), "7: send carries no link; expected a link of the plan"),
+        (
+            change(Op.RECV, 1, "hidden_1", link=FOREIGN),
+            "1: recv carries foreign (0 -> 1); expected a link of",
+        ),
+        (
+            change(Op.SEND, 1, "hidden_2", peer=0),
+            "7: send takes hidden_2 (1 -> 2) from rank 1 to 0; expected from",
+        ),
+        (change(Op.SEND, 1, "hidden_2", stage=2), "7: send of hidden_2 (1 -> 2) names stage 2; expected 1"),
+        (
+            change(Op.RECV, 1, "hidden_1", peer=2),
+            "1: recv takes hidden_1 (0 -> 1) from rank 2 to 1; expected from",
+        ),
+        (
+            change(Op.RECV, 1, "hidden_1", slot=-1),
+            "1: recv names slot -1; only what arrives for a microbatch",
+        ),
+        (change(Op.SEND, 1, "hidden_2", slot=0), "7: send names slot 0; only what arrives for a microbatch"),
+        (change(Op.RECV, 1, "hidden_1", microbatch=4), "1: recv names microbatch 4; expected 0 to 3"),
+        (change(Op.RECV, -1, "loss", microbatch=0), "recv names microbatch 0; expected -1 to -1"),
+        (change(Op.RECV, -1, "loss", stage=1), "recv of result loss (2 -> all) names stage 1; expected -1"),
+    ],
+)
+def test_every_field_fits_the_plan(edit: Edit, message: str) -> None:
+    assert message in fault(1, edit)
+
+
+def test_a_move_stays_on_its_rank_and_names_no_peer() -> None:
+    v = v_gpipe(2, 2)
+    options = {"schedule": v, "links": chain_links(4)}
+    move_to = change(Op.MOVE, 0, "hidden_2", peer=0)
+    assert "move from rank 1 to 1; expected a send and a recv, or a move without a peer" in fault(
+        1, move_to, **options
+    )
+    sent = change(Op.MOVE, 0, "hidden_2", op=Op.SEND, peer=1, stage=1, slot=-1)
+    assert "send from rank 1 to 1; expected a send and a recv, or a move without" in fault(1, sent, **options)
+
+
+def test_programs_and_links_fit_the_placement() -> None:
+    programs = lower(gpipe(2, 2), chain_links(2))
+    with pytest.raises(
+        VerifyError, match=r"programs are of ranks \[1, 0\]; expected one for each rank of \(0, 1\)"
+    ):
+        verify_programs(programs[::-1], (0, 1), chain_links(2), 2)
+    with pytest.raises(VerifyError, match=r"hidden_2 \(1 -> 2\) names a stage beyond the plan's 2"):
+        verify_programs(programs, (0, 1), chain_links(3), 2)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (drop(Op.FORWARD, 1), "instruction 14: forward of stage 1, microbatch 1 runs 0 times; expected once"),
+        (
+            repeat(Op.FORWARD, 1),
+            "instruction 7: forward of stage 1, microbatch 1 runs 2 times; expected once",
+        ),
+        (
+            drop(Op.BACKWARD, 1),
+            "is 0 backward, 0 backward_input, 0 backward_weight; expected one backward, or",
+        ),
+        (repeat(Op.BACKWARD, 1), "instruction 16: the backward of stage 1, microbatch 1 is 2 backward, 0"),
+        (change(Op.BACKWARD, 1, op=Op.BACKWARD_INPUT), "is 0 backward, 1 backward_input, 0 backward_weight"),
+        (
+            change(Op.BACKWARD, 1, op=Op.RECOMPUTE),
+            "recompute of stage 1, microbatch 1 runs 1 times; expected 0",
+        ),
+    ],
+)
+def test_everything_is_computed_once(edit: Edit, message: str) -> None:
+    assert message in fault(1, edit)
+
+
+def test_a_stage_that_recomputes_does_so_for_every_microbatch() -> None:
+    message = fault(1, drop(Op.RECOMPUTE, 2), recompute=[1])
+    assert "recompute of stage 1, microbatch 2 runs 0 times; expected 1" in message
+
+
+def test_forwards_alone_must_all_run_and_need_no_backward() -> None:
+    schedule = forward_only(make_schedule("gpipe", 3, 4))
+    message = fault(2, drop(Op.FORWARD, 3), schedule, chain_links(3, training=False), recompute=[1])
+    assert "forward of stage 2, microbatch 3 runs 0 times" in message
+
+
+@pytest.mark.parametrize(
+    ("schedule", "edit", "message"),
+    [
+        (
+            make_schedule("1f1b", 3, 4),
+            move(Op.RECOMPUTE, 0, by=1),
+            "backward of stage 1, microbatch 0 runs before its",
+        ),
+        (
+            make_schedule("1f1b", 3, 4),
+            move(Op.RECOMPUTE, 0, by=-6),
+            "recompute of stage 1, microbatch 0 runs before",
+        ),
+        (
+            zb_h1(3, 4),
+            move(Op.BACKWARD_WEIGHT, 3, by=-5),
+            "backward_weight of stage 1, microbatch 3 runs before its",
+        ),
+    ],
+)
+def test_the_phases_of_a_microbatch_run_in_order(schedule: Schedule, edit: Edit, message: str) -> None:
+    assert message in fault(1, edit, schedule, chain_links(3), recompute=[1])
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (drop(Op.SEND, 1, "hidden_2"), "send of hidden_2 (1 -> 2), microbatch 1 to rank 2 is there 0 times"),
+        (
+            repeat(Op.SEND, 1, "hidden_2"),
+            "instruction 8: send of hidden_2 (1 -> 2), microbatch 1 to rank 2 is there 2",
+        ),
+        (
+            drop(Op.RECV, 1, "grad_hidden_2"),
+            "recv of grad_hidden_2 (2 -> 1), microbatch 1 to rank 1 is there 0 times",
+        ),
+        (
+            drop(Op.RECV, -1, "loss"),
+            "rank 1, instruction 27: recv of result loss (2 -> all) to rank 1 is there 0 times",
+        ),
+    ],
+)
+def test_everything_is_delivered_once(edit: Edit, message: str) -> None:
+    assert message in fault(1, edit)
+
+
+def test_weights_and_moves_are_delivered_once() -> None:
+    assert "send of weight tied_0_2 (0 -> 2) to rank 2 is there 0 times" in fault(
+        0, drop(Op.SEND, -1, "tied_0_2")
+    )
+    v, links = v_gpipe(2, 2), chain_links(4)
+    assert "move of hidden_2 (1 -> 2), microbatch 1 to rank 1 is there 0" in fault(
+        1, drop(Op.MOVE, 1), v, links
+    )
+
+
+def test_nothing_is_sent_before_it_is_made() -> None:
+    message = fault(1, move(Op.SEND, 1, "hidden_2", by=-2))
+    assert "rank 1, instruction 5: hidden_2 (1 -> 2), microbatch 1 leaves before it is made at 7" in message
+    message = fault(2, move(Op.SEND, -1, "grad_tied_0_2", by=-5))
+    assert "weight_gradient grad_tied_0_2 (2 -> 0) leaves before it is made" in message
+
+
+def test_everything_is_received_before_it_is_read() -> None:
+    message = fault(1, move(Op.RECV, 0, "hidden_1", by=4))
+    assert (
+        "rank 1, instruction 1: reads hidden_1 (0 -> 1), microbatch 0, which is received only at 4" in message
+    )
+    message = fault(2, move(Op.RECV, -1, "tied_0_2", by=10))
+    assert "reads weight tied_0_2 (0 -> 2), which is received only at 10" in message
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (drop(Op.FREE, 1), "rank 1, instruction 15: stage 1, microbatch 1 is never freed"),
+        (
+            repeat(Op.FREE, 1),
+            "rank 1, instruction 18: free needs stage 1, microbatch 1, which was freed at 17",
+        ),
+        (
+            move(Op.FREE, 1, by=-1),
+            "rank 1, instruction 17: send needs stage 1, microbatch 1, which was freed at 16",
+        ),
+        (
+            move(Op.FREE, 1, by=-2),
+            "rank 1, instruction 16: backward needs stage 1, microbatch 1, which was freed at 15",
+        ),
+    ],
+)
+def test_each_microbatch_is_freed_after_its_last_use(edit: Edit, message: str) -> None:
+    assert message in fault(1, edit)
+
+
+def test_a_move_reads_from_a_microbatch_that_is_not_freed() -> None:
+    schedule, links = forward_only(v_gpipe(2, 2)), chain_links(4, training=False)
+    message = fault(1, move(Op.MOVE, 0, by=1), schedule, links)
+    assert "move needs stage 1, microbatch 0, which was freed at" in message
+
+
+def test_a_slot_is_not_received_into_while_it_is_live() -> None:
+    message = fault(1, change(Op.RECV, 1, "hidden_1", slot=0))
+    assert (
+        "rank 1, instruction 1: slot 0 of hidden_1 (0 -> 1) still holds microbatch 0, which is not freed"
+        in message
+    )
+
+
+def test_receives_are_posted_in_the_order_of_the_sends() -> None:
+    message = fault(1, move(Op.RECV, 1, "hidden_1", by=-1))
+    assert (
+        "rank 1, instruction 0: hidden_1 (0 -> 1), microbatch 1 is received before hidden_1 (0 -> 1), "
+        "microbatch 0, but rank 0 sends them at 5 and 2"
+    ) in message
+
+
+def test_receiving_just_in_time_deadlocks_when_sends_wait() -> None:
+    """The naive lowering of 1F1B: receive, compute, then a send that waits for its receive."""
+    schedule, links = make_schedule("1f1b", 2, 2), chain_links(2)
+    programs = [
+        replace(each, instructions=just_in_time(each.instructions)) for each in lower(schedule, links)
+    ]
+    with pytest.raises(VerifyError) as caught:
+        verify_programs(programs, schedule.placement, links, 2)
+    heading, rank_0, rank_1, *shown = str(caught.value).splitlines()
+    assert heading == "rank 0, instruction 3: deadlock if sends wait for their receives:"
+    assert rank_0.startswith(
+        "  rank 0 at '3 send stage 0 mb 1 hidden_1 (0 -> 1) to rank 1' waits for rank 1 to"
+    )
+    assert rank_0.endswith("reach '5 recv stage 1 mb 1 hidden_1 (0 -> 1) from rank 0 slot 1'")
+    assert rank_1.startswith(
+        "  rank 1 at '3 send stage 1 mb 0 grad_hidden_1 (1 -> 0) to rank 0' waits for rank 0"
+    )
+    assert rank_1.endswith("to reach '4 recv stage 0 mb 0 grad_hidden_1 (1 -> 0) from rank 1 slot 0'")
+    assert [line for line in shown if line.startswith(">")] == [
+        "> 3  send      stage 0  mb 1  hidden_1 (0 -> 1)       to rank 1"
+    ]
+
+
+def just_in_time(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]:
+    """Each receive moved to directly before the compute that reads it."""
+    receives = [each for each in instructions if each.op is Op.RECV]
+    moved: list[Instruction] = []
+    for each in instructions:
+        if each.op.phase:
+            read = [
+                receive
+                for receive in receives
+                if receive.link
+                and each.op.phase in receive.link.payload.readers
+                and (receive.stage, receive.microbatch) == (each.stage, each.microbatch)
+            ]
+            moved.extend(read)
+        if each.op is not Op.RECV:
+            moved.append(each)
+    return tuple(moved)
+
+
+@pytest.mark.parametrize("limit", [3, (4, 2, 1), (3, 2, 0)])
+def test_microbatches_in_flight_stay_within_the_limit(limit: int | tuple[int, ...]) -> None:
+    schedule, links = make_schedule("gpipe", 3, 4), chain_links(3)
+    programs = lower(schedule, links)
+    verify_programs(programs, schedule.placement, links, 4, max_in_flight=4)
+    bound = limit if isinstance(limit, int) else next(each for each in limit if each < 4)
+    with pytest.raises(
+        VerifyError, match=f"holds {bound + 1} microbatches in flight; expected at most {bound}"
+    ):
+        verify_programs(programs, schedule.placement, links, 4, max_in_flight=limit)
+
+
+sites = st.tuples(st.integers(0, 3), st.integers(0, 4))
+
+
+@given(st.lists(st.tuples(sites, sites).filter(lambda pair: pair[0][0] != pair[1][0]), max_size=12))
+def test_programs_stall_exactly_where_the_waits_form_a_cycle(waits: list[tuple[Site, Site]]) -> None:
+    awaited: dict[Site, list[Site]] = {}
+    graph = networkx.DiGraph(((rank, k + 1), (rank, k)) for rank in range(4) for k in range(4))
+    for site, other in waits:
+        awaited.setdefault(site, []).append(other)
+        graph.add_edge(site, other)
+    stalled = stalls([5] * 4, awaited)
+    assert bool(stalled) == (not networkx.is_directed_acyclic_graph(graph))
+    if stalled:
+        ring = circle(stalled)
+        for (_, ahead), (following, _) in zip(ring, ring[1:] + ring[:1], strict=True):
+            assert ahead[0] == following[0]
+            assert ahead[1] >= following[1]
+
+
+def test_no_instruction_can_be_left_out_or_doubled() -> None:
+    schedule = make_schedule("1f1b", 3, 3)
+    programs = lower(schedule, LINKS, [1])
+    for rank, program in enumerate(programs):
+        for number, instruction in enumerate(program.instructions):
+            for copies in ((), (instruction, instruction)):
+                edited = (*program.instructions[:number], *copies, *program.instructions[number + 1 :])
+                others = [*programs[:rank], Program(rank, edited), *programs[rank + 1 :]]
+                with pytest.raises(VerifyError):
+                    verify_programs(others, schedule.placement, LINKS, 3, recompute=[1])
+
+
+def test_every_rule_is_broken_by_a_test_above() -> None:
+    """A new rule needs a test here, and this list a new line."""
+    assert [rule.__name__ for rule in RULES] == [
+        "_fits_plan",
+        "_computes_once",
+        "_computes_in_order",
+        "_delivers_once",
+        "_sends_what_was_made",
+        "_posts_before_reading",
+        "_frees_after_last_use",
+        "_spares_live_slots",
+        "_keeps_channel_order",
+        "_finishes",
+        "_bounds_in_flight",
+    ]
