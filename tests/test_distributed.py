@@ -77,17 +77,16 @@ def test_a_failing_rank_fails_the_others_with_its_error(outcomes: dict[str, list
     first, failed, last = outcomes["failure"]
     assert failed["type"] == "ExecutionError"
     assert failed["text"].startswith(
-        "rank 1, stage 1, microbatch 0, backward failed: ValueError: the backward of stage 1 is broken\n"
-        "last instructions of rank 1:\n"
+        "rank 1, stage 1, microbatch 0, backward: ValueError: the backward of stage 1 is broken ("
     )
     assert first["type"] == last["type"] == "TransportError"
     assert first["text"].startswith(
         "rank 0, stage 0, microbatch 0, backward: another rank failed while this one was receiving "
         "grad_hidden_1 (1 -> 0) of microbatch 0 from rank 1:\n"
-        "  rank 1, stage 1, microbatch 0, backward failed: ValueError: the backward of stage 1 is broken\n"
+        "  rank 1, stage 1, microbatch 0, backward: ValueError: the backward of stage 1 is broken ("
     )
     assert first["text"].endswith("13  backward  stage 0  mb 0")
-    assert "  rank 1, stage 1, microbatch 0, backward failed: ValueError: the backward" in last["text"]
+    assert "  rank 1, stage 1, microbatch 0, backward: ValueError: the backward" in last["text"]
 
 
 def test_a_hung_rank_is_named_after_the_timeout(outcomes: dict[str, list[Outcome]]) -> None:

@@ -88,9 +88,8 @@ def _gloo_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "Timed out" in str(error):
-            raise TimeoutError(str(error)) from error
-        raise ConnectionError(str(error)) from error
+        kind = TimeoutError if "Timed out" in str(error) else ConnectionError
+        raise kind(str(error)) from None
 
 
 class _SendReaper:

@@ -5,12 +5,14 @@ fills the frames of its microbatches and then makes the linked calls, one after 
 """
 
 import functools
+import traceback
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from pipec.errors import ExecutionError, PipecError, TransportError
+from pipec.errors import ExecutionError, TransportError
 from pipec.ir import Instruction, Mode, Payload, Plan, Program, Value
 from pipec.runtime.linker import Rank, link
 from pipec.runtime.results import Results
@@ -87,10 +89,14 @@ class Interpreter:
                     self.position = position
                     call()
                 return self._merged_results()
-        except Exception as error:
-            located = self._locate(error)
+        except TransportError as error:
+            located = TransportError(self._describe(str(error)))
             self._rank.transport.fail(located)
-            raise located from error
+            raise located from error.__cause__
+        except Exception as error:
+            failure = ExecutionError(self._describe(_describe_error(error)))
+            self._rank.transport.fail(failure)
+            raise failure from error
         except BaseException as interrupt:  # such as Ctrl-C
             self._rank.transport.fail(interrupt)
             raise
@@ -124,20 +130,16 @@ class Interpreter:
         self._results.forget_step()
         self._rank.received.clear()
 
-    def _locate(self, error: Exception) -> PipecError:
-        """The same error with the place where it happened."""
-        where, lines = f"rank {self._program.rank}", []
+    def _describe(self, problem: str) -> str:
+        """The problem after the place where it happened, and before the instructions that led there."""
+        rank = f"rank {self._program.rank}"
         if self.position < 0:
-            where += ", preparing the step"
-        elif self.position < len(self._instructions):
-            instruction = self._instructions[self.position]
-            where = ", ".join([where, *_cell_of(instruction), instruction.op])
-            lines = self._last_lines(instruction)
-        else:
-            where += ", finishing the step"
-        if isinstance(error, TransportError):
-            return TransportError("\n".join([f"{where}: {error}", *lines]))
-        return ExecutionError("\n".join([f"{where} failed: {type(error).__name__}: {error}", *lines]))
+            return f"{rank}, preparing the step: {problem}"
+        if self.position >= len(self._instructions):
+            return f"{rank}, finishing the step: {problem}"
+        instruction = self._instructions[self.position]
+        where = ", ".join([rank, *_cell_of(instruction), instruction.op])
+        return "\n".join([f"{where}: {problem}", *self._last_lines(instruction)])
 
     def _last_lines(self, instruction: Instruction) -> list[str]:
         """The program's text up to ``instruction``, which for what is awaited at the end is its receive."""
@@ -167,6 +169,14 @@ def _loss_of(plan: Plan) -> Value | None:
 def _loss_gradient(weight: float, dtype: str, device: torch.device) -> Tensor:
     """What the backward of a microbatch starts from: its share of the batch."""
     return torch.full((), weight, dtype=getattr(torch, dtype), device=device)
+
+
+def _describe_error(error: Exception) -> str:
+    """``ValueError: what it says (stage_1.py, line 57, in backward)``"""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return (
+        f"{type(error).__name__}: {error} ({Path(frame.filename).name}, line {frame.lineno}, in {frame.name})"
+    )
 
 
 def _cell_of(instruction: Instruction) -> list[str]:

@@ -120,7 +120,7 @@ class InProcess:
         raise failure
 
     def _set_up_workers(self) -> None:
-        """Each thread has its own number of intra-op threads, but setting it also sets that of later threads."""
+        """Each thread has its own number of intra-op threads; setting it also sets that of later threads."""
         num_threads = torch.get_num_threads()
         num_cpu_ranks = sum(device.type == "cpu" for device in self.devices)
         share = max(1, num_threads // max(1, num_cpu_ranks))
