@@ -119,12 +119,17 @@ class _Step(nn.Module):
             torch._check(size == sizes[0])  # else each tensor would have a batch symbol of its own
         output = self.model(*args, **kwargs)
         if self.mode is Mode.FORWARD:
-            return output
+            return pytree.tree_map(_result_leaf, output)
         if self.loss_fn is not None:
             return self.loss_fn(output, target)
         if isinstance(output, torch.Tensor):
             return output
         return output["loss"] if isinstance(output, Mapping) else output.loss
+
+
+def _result_leaf(leaf: Any) -> Any:
+    """Objects that are neither tensors nor plain values, such as caches, come back as None."""
+    return leaf if leaf is None or isinstance(leaf, torch.Tensor | bool | int | float | str) else None
 
 
 def capture(
