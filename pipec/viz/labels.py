@@ -1,9 +1,9 @@
 """The words and numbers that every picture of a timeline shares."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from pipec.ir import Instruction, Phase
+from pipec.ir import Phase
 from pipec.simulate import Event, Timeline
 from pipec.text import format_seconds
 
@@ -38,17 +38,21 @@ def chunks(timeline: Timeline) -> dict[int, int]:
     return {stage: chunk for held in stages.values() for chunk, stage in enumerate(sorted(held))}
 
 
-def cell_labels(timeline: Timeline) -> dict[Event, str]:
-    """``F3`` for the forward of microbatch 3; ``Fb3`` on the second stage of a rank that has several."""
+def cell_labels(timeline: Timeline) -> Callable[[Event], str]:
+    """How computes are labelled: ``F3`` is the forward of microbatch 3.
+
+    If ranks hold several stages, ``Fb3`` is that of the second stage of its rank.
+    """
     chunk_of = chunks(timeline)
     several = max(chunk_of.values(), default=0) > 0
 
-    def label(instruction: Instruction) -> str:
+    def label(event: Event) -> str:
+        instruction = event.instruction
         assert instruction.op.phase
         chunk = chr(ord("a") + chunk_of[instruction.stage] % 26) if several else ""
         return f"{LETTERS[instruction.op.phase]}{chunk}{instruction.microbatch}"
 
-    return {event: label(event.instruction) for event in timeline.computes}
+    return label
 
 
 def summary(timeline: Timeline) -> str:

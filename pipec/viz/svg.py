@@ -4,7 +4,7 @@ The picture is a card with its own background, light or dark as the viewer prefe
 see are drawn together: one box per phase for a run of cells, so that the size of the file is bounded.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from xml.sax.saxutils import escape
@@ -92,11 +92,6 @@ class _Layout:
         return _TOP + rank * self.pitch
 
     @property
-    def least_time(self) -> float:
-        """The shortest time that gets a box of its own."""
-        return max(_LEAST_WIDTH, self.num_ranks * self.width / _MOST_BOXES) / self.scale
-
-    @property
     def bottom(self) -> float:
         return self.y(self.num_ranks - 1) + self.lane
 
@@ -111,7 +106,7 @@ def timeline_svg(timeline: Timeline, title: str = "") -> str:
         *_lanes(timeline, layout),
         *(_arrow(message, layout) for message in messages),
         *_boxes(timeline, layout),
-        *_legend(phases(timeline), dict.fromkeys(map(_kind, messages)), layout),
+        *_legend(timeline, dict.fromkeys(map(_kind, messages)), layout),
         "</svg>",
     ]
     return "\n".join([*parts, ""])
@@ -191,26 +186,29 @@ class _Box:
 
 
 def _boxes(timeline: Timeline, layout: _Layout) -> Iterator[str]:
-    labels, chunk_of = _fitting_labels(timeline, layout), chunks(timeline)
+    label, chunk_of = _fitting_labels(timeline, layout), chunks(timeline)
     last_chunk = max(chunk_of.values(), default=0)
+    most_runs = _MOST_BOXES / max(len(phases(timeline)), 1)
+    least = max(_LEAST_WIDTH, timeline.num_ranks * layout.width / most_runs) / layout.scale
     for rank, events in groupby(timeline.computes, key=lambda event: event.rank):
-        for run in _runs(events, layout.least_time):
-            for box in _drawn_together(run) if len(run) > 1 else [_single(run[0], labels[run[0]])]:
+        for run in _runs(events, least):
+            for box in _drawn_together(run) if len(run) > 1 else [_single(run[0], label(run[0]))]:
                 shade = 1 - 0.45 * chunk_of[box.stage] / last_chunk if last_chunk else 1.0
                 yield from _box(layout, rank, box, shade)
 
 
-def _fitting_labels(timeline: Timeline, layout: _Layout) -> dict[Event, str]:
+def _fitting_labels(timeline: Timeline, layout: _Layout) -> Callable[[Event], str]:
     """Labels such as ``F3`` if all of them fit, else the numbers alone where those fit."""
 
     def fits(label: str, event: Event) -> bool:
         return len(label) * _CHARACTER_WIDTH + 2 <= (event.end - event.start) * layout.scale
 
-    labels = cell_labels(timeline)
-    if all(fits(label, event) for event, label in labels.items()):
-        return labels
-    numbers = {event: str(event.instruction.microbatch) for event in labels}
-    return {event: number if fits(number, event) else "" for event, number in numbers.items()}
+    def number(event: Event) -> str:
+        text = str(event.instruction.microbatch)
+        return text if fits(text, event) else ""
+
+    label = cell_labels(timeline)
+    return label if all(fits(label(event), event) for event in timeline.computes) else number
 
 
 def _runs(events: Iterable[Event], least: float) -> Iterator[list[Event]]:
@@ -249,9 +247,9 @@ def _box(layout: _Layout, rank: int, box: _Box, shade: float) -> Iterator[str]:
         yield _text(left + (width - gap) / 2, layout.y(rank) + layout.lane / 2 + 3.7, box.label, "box")
 
 
-def _legend(run: Iterable[Phase], kinds: Iterable[str], layout: _Layout) -> Iterator[str]:
+def _legend(timeline: Timeline, kinds: Iterable[str], layout: _Layout) -> Iterator[str]:
     x, y = float(_LEFT), layout.bottom + 45
-    for phase in run:
+    for phase in phases(timeline):
         yield _rect(x, y - 10, 14, 12, phase, 2)
         yield _text(x + 20, y, NAMES[phase])
         x += 20 + _CHARACTER_WIDTH * len(NAMES[phase]) + 20
@@ -259,6 +257,8 @@ def _legend(run: Iterable[Phase], kinds: Iterable[str], layout: _Layout) -> Iter
         yield f'<path class="message {kind}" marker-end="url(#{kind})" d="M{_px(x)} {_px(y - 4)}h16"/>'
         yield _text(x + 22, y, kind)
         x += 22 + _CHARACTER_WIDTH * len(kind) + 20
+    if max(chunks(timeline).values(), default=0):
+        yield _text(x, y, "lighter: a later stage of the rank")
 
 
 def _rect(

@@ -1,7 +1,7 @@
 """A timeline for the terminal: one row per rank, time from left to right, in a few panels if it is long."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pipec.simulate import Event, Timeline
@@ -31,19 +31,19 @@ class _Panel:
 
 def timeline_text(timeline: Timeline, title: str = "") -> str:
     """The timeline as lines of text, under ``title`` and its figures of merit."""
-    labels = cell_labels(timeline)
-    panels = [_panel_text(timeline, panel, labels) for panel in _panels(timeline, labels)]
+    label = cell_labels(timeline)
+    panels = [_panel_text(timeline, panel, label) for panel in _panels(timeline, label)]
     heading = [title, summary(timeline)] if title else [summary(timeline)]
     return "\n".join([*heading, *panels, _legend(timeline), ""])
 
 
-def _panels(timeline: Timeline, labels: Mapping[Event, str]) -> list[_Panel]:
+def _panels(timeline: Timeline, label: Callable[[Event], str]) -> list[_Panel]:
     """As wide as lets every cell show its label and a blank, if that takes few enough panels."""
-    durations = {event: event.end - event.start for event in timeline.computes if event.end > event.start}
-    if not durations:
+    events = [event for event in timeline.computes if event.end > event.start]
+    if not events:
         return [_Panel(0.0, timeline.makespan, 0.0)]
-    shortest = min(durations.values())
-    columns = max((len(labels[event]) + 1) / duration for event, duration in durations.items())
+    shortest = min(event.end - event.start for event in events)
+    columns = max((len(label(event)) + 1) / (event.end - event.start) for event in events)
     length = max(int(_WIDTH / (columns * shortest)), 1) * shortest
     count = math.ceil(timeline.makespan / length - 1e-9)
     if count > _PANELS:
@@ -51,23 +51,23 @@ def _panels(timeline: Timeline, labels: Mapping[Event, str]) -> list[_Panel]:
     return [_Panel(k * length, min((k + 1) * length, timeline.makespan), columns) for k in range(count)]
 
 
-def _panel_text(timeline: Timeline, panel: _Panel, labels: Mapping[Event, str]) -> str:
+def _panel_text(timeline: Timeline, panel: _Panel, label: Callable[[Event], str]) -> str:
     rows: list[list[Event]] = [[] for _ in range(timeline.num_ranks)]
     for event in timeline.computes:
         rows[event.rank].append(event)
     names = [f"rank {rank}" for rank in range(timeline.num_ranks)]
     margin = len(names[-1])
     lines = [
-        f"{name:{margin}} {_row(events, panel, labels)}" for name, events in zip(names, rows, strict=True)
+        f"{name:{margin}} {_row(events, panel, label)}" for name, events in zip(names, rows, strict=True)
     ]
     return "\n".join([*lines, f"{'':{margin}} {_axis(timeline, panel)}"])
 
 
-def _row(events: Sequence[Event], panel: _Panel, labels: Mapping[Event, str]) -> str:
+def _row(events: Sequence[Event], panel: _Panel, label: Callable[[Event], str]) -> str:
     cells = [_IDLE] * panel.column(panel.end)
     for event in events:
         first, last = panel.column(event.start), panel.column(event.end)
-        cells[first:last] = _cell(labels[event] if event.start >= panel.start else "", last - first)
+        cells[first:last] = _cell(label(event) if event.start >= panel.start else "", last - first)
     return "".join(cells).rstrip()
 
 

@@ -1,0 +1,155 @@
+"""Timelines as pictures: what a reader must find in them, for small steps and for very large ones."""
+
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from example_schedules import result_link, zb_v
+
+from pipec.ir import Instruction, Op, Schedule
+from pipec.lower import chain_links, lower
+from pipec.schedules import make_schedule
+from pipec.simulate import Costs, Event, Timeline, simulate
+from pipec.viz import timeline_svg, timeline_text
+from pipec.viz.labels import time_axis
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def played(schedule: Schedule, recompute: tuple[int, ...] = (), **costs: float | str) -> Timeline:
+    links = (*chain_links(schedule.num_stages), result_link(schedule.num_stages - 1))
+    return simulate(
+        lower(schedule, links, recompute), Costs.uniform(schedule.num_stages, links=links, **costs)
+    )
+
+
+def crowded(num_ranks: int, num_events: int) -> Timeline:
+    """Each rank alternates a forward and a backward without a pause."""
+    ops = (Op.FORWARD, Op.BACKWARD)
+    events = [
+        Event(rank, Instruction(ops[k % 2], rank, k // 2), float(k), float(k + 1))
+        for rank in range(num_ranks)
+        for k in range(num_events)
+    ]
+    return Timeline(tuple(events), (1,) * num_ranks)
+
+
+def rects(svg: str) -> Counter[str | None]:
+    return Counter(rect.get("class") for rect in ElementTree.fromstring(svg).iter(f"{SVG}rect"))
+
+
+def texts(svg: str) -> list[str]:
+    return [text.text or "" for text in ElementTree.fromstring(svg).iter(f"{SVG}text")]
+
+
+TIMELINE = """\
+1F1B with recomputing
+bubble 33.3% (40.0% if recomputing counts as idle), makespan 15 units, span 15 units, at most 3 in flight
+rank 0 F0 F1 F2 R0 ·········B0─── R1 B1─── R2 B2───
+rank 1 ···F0 F1 ······B0─── F2 B1─── ···B2─── ······
+rank 2 ······F0 B0─── F1 B1─── F2 B2─── ············
+       0  1  2  3  4  5  6  7  8  9  10 11 12 13 14 15 units
+F forward  R recompute  B backward  · idle; numbers are microbatches
+"""
+
+
+def test_text_shows_a_row_per_rank_and_a_label_per_cell() -> None:
+    assert timeline_text(played(make_schedule("1f1b", 3, 3), (0,)), "1F1B with recomputing") == TIMELINE
+
+
+def test_text_letters_the_stages_of_a_rank() -> None:
+    text = timeline_text(played(zb_v(2, 3)))
+    assert "rank 1 ····Fa0 Fb0 Fa1 Fb1 Bb0 Wb0 " in text
+    assert "B input gradient  W weight gradient" in text
+    assert "letters a, b, ... are the stages of a rank" in text
+
+
+def test_text_breaks_a_long_timeline_into_panels_and_compresses_a_very_long_one() -> None:
+    panels = timeline_text(played(make_schedule("1f1b", 4, 16))).splitlines()
+    assert [line[:6] for line in panels].count("rank 3") == 2
+    assert all(f" F{mb}" in "\n".join(panels) for mb in range(16))
+    compressed = timeline_text(played(make_schedule("1f1b", 4, 64))).splitlines()
+    assert [line[:6] for line in compressed].count("rank 3") == 1
+    assert max(map(len, panels + compressed)) <= 160
+
+
+@pytest.mark.parametrize("draw", [timeline_text, timeline_svg])
+def test_an_empty_timeline_can_be_drawn(draw: Callable[[Timeline], str]) -> None:
+    assert "bubble 0.0%" in draw(Timeline((), (0, 0)))
+    instant = Costs.uniform(2, forward=0, backward_input=0, backward_weight=0)
+    programs = lower(make_schedule("gpipe", 2, 2), chain_links(2))
+    assert "makespan 0 units" in draw(simulate(programs, instant))
+
+
+def test_the_svg_of_1f1b(golden: Callable[[str, str], None]) -> None:
+    schedule = make_schedule("1f1b", 4, 8)
+    svg = timeline_svg(played(schedule, message=0.25), "1F1B, 4 ranks, 8 microbatches")
+    golden(svg, "timeline_1f1b.svg")
+
+
+def test_svg_has_a_lane_per_rank_a_box_per_compute_and_an_arrow_per_message() -> None:
+    timeline = played(make_schedule("1f1b", 4, 8), (1,), message=0.25)
+    svg = timeline_svg(timeline)
+    assert rects(svg) == {"card": 1, "lane": 4, "forward": 32 + 1, "backward": 32 + 1, "recompute": 8 + 1}
+    arrows = Counter(path.get("class") for path in ElementTree.fromstring(svg).iter(f"{SVG}path"))
+    assert (arrows["message activation"], arrows["message gradient"]) == (24 + 1, 24 + 1)
+    words = texts(svg)
+    assert {"rank 0", "rank 3", "F0", "B7", "R3", "forward", "recompute", "time, units"} < set(words)
+    assert any(word.startswith(f"bubble {timeline.bubble_rate:.1%} (") for word in words)
+
+
+def test_svg_shades_the_stages_of_a_rank() -> None:
+    svg = timeline_svg(played(zb_v(2, 4)))
+    assert svg.count('fill-opacity="0.55"') == 3 * 4 * 2
+    assert {"Fa0", "Wb3", "lighter: a later stage of the rank"} < set(texts(svg))
+
+
+def test_svg_escapes_its_title_and_drops_what_xml_cannot_hold() -> None:
+    svg = timeline_svg(played(make_schedule("gpipe", 1, 1)), 'a <b> & "c"\x00\x1b')
+    assert 'a <b> & "c"' in texts(svg)
+
+
+def test_svg_of_a_large_step_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipec.viz.svg._MOST_BOXES", 1_500)
+    svg = timeline_svg(crowded(num_ranks=100, num_events=40), "large")
+    drawn = rects(svg)
+    assert drawn["lane"] == 100
+    assert drawn["forward"] == drawn["backward"]
+    assert 500 < drawn["forward"] + drawn["backward"] < 1_500
+    assert "rank 1" not in texts(svg)
+    assert "rank 2" in texts(svg)
+
+
+def test_cells_drawn_together_keep_their_total_time() -> None:
+    timeline = crowded(num_ranks=1, num_events=3_000)
+    width: Counter[str | None] = Counter()
+    for rect in ElementTree.fromstring(timeline_svg(timeline)).iter(f"{SVG}rect"):
+        if float(rect.get("y", 0)) == 72:
+            width[rect.get("class")] += float(rect.get("width", 0))
+    assert width["forward"] == pytest.approx(width["lane"] / 2, rel=0.02)
+    assert width["backward"] == pytest.approx(width["lane"] / 2, rel=0.02)
+
+
+def test_pictures_are_deterministic() -> None:
+    def draw() -> tuple[str, str]:
+        timeline = played(zb_v(3, 5), message=0.1)
+        return timeline_svg(timeline), timeline_text(timeline)
+
+    assert draw() == draw()
+
+
+@pytest.mark.parametrize(
+    ("makespan", "unit", "expected"),
+    [
+        (33.0, "units", ("units", ["0", "10", "20", "30"])),
+        (0.0442, "s", ("ms", ["0", "10", "20", "30", "40"])),
+        (2.1e-6, "s", ("µs", ["0", "0.5", "1", "1.5", "2"])),
+        (1.0, "s", ("s", ["0", "0.2", "0.4", "0.6", "0.8", "1"])),
+    ],
+)
+def test_the_time_axis_has_round_ticks(makespan: float, unit: str, expected: tuple[str, list[str]]) -> None:
+    event = Event(0, Instruction(Op.FORWARD, 0, 0), 0.0, makespan)
+    name, ticks = time_axis(Timeline((event,), (1,), unit), most=5)
+    assert (name, [text for _, text in ticks]) == expected
+    assert ticks[-1][0] <= makespan * (1 + 1e-9)
