@@ -116,10 +116,11 @@ def bytes_moved(node: fx.Node, sizes: Sizes) -> sympy.Expr:
     if name in UNREAD:
         arguments.pop("self")
     written = [size.touched_bytes for size in sizes[node]]
+    gathered = []
     if name in GATHERED:
         arguments.pop(GATHERED[name])
-        written *= 2
-    return total([*_touched(arguments.values(), sizes), *written])
+        gathered = written
+    return total([*_touched(arguments.values(), sizes), *gathered, *written])
 
 
 def _convolution_backward_flops(node: fx.Node, sizes: Sizes) -> sympy.Expr:

@@ -1,0 +1,439 @@
+"""Costs: FLOPs against known counts, symbolic against concrete shapes, bytes touched, devices."""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import sympy
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+from pipec.cost import tables
+from pipec.cost.devices import DEVICES, DeviceModel, LinkModel, find_device
+from pipec.cost.formulas import OperatorCost
+from pipec.cost.machine import FALLBACK_GPU, calibrate, default_device_model
+from pipec.cost.symbols import MICROBATCH as b
+from pipec.cost.symbols import evaluate
+from pipec.errors import PlanError
+from pipec.graph import TrainingGraph
+from pipec.ir import Mode
+from pipec.passes.annotate_cost import AnnotateCost, unknown_operators
+
+aten = torch.ops.aten
+
+DEVICE = DeviceModel(
+    name="test",
+    flops_per_second={"float32": 1e3, "bfloat16": 1e4},
+    memory_bytes_per_second=100.0,
+    launch_seconds=0.5,
+    memory_bytes=1,
+    link=LinkModel(1.0, 0.0),
+    source="round figures",
+)
+
+
+def annotated(function: Callable[..., Any], *inputs: Tensor, batched: int = 1) -> TrainingGraph:
+    """The ATen graph of a function, with costs; dimension 0 of the first ``batched`` inputs is symbolic."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    fake = [
+        mode.from_tensor(tensor, symbolic_context=dimensions(tensor, position < batched))
+        for position, tensor in enumerate(inputs)
+    ]
+    with mode:
+        module = make_fx(function)(*fake)
+    symbol = fake[0].shape[0].node.expr if batched else None
+    graph = TrainingGraph(module, Mode.TRAIN, (), (), batch_size=len(inputs[0]), batch=symbol)
+    return AnnotateCost(DEVICE)(graph)
+
+
+def dimensions(tensor: Tensor, batched: bool) -> StatelessSymbolicContext[Any, Any]:
+    symbolic = [DimDynamic.DUCK if batched else DimDynamic.STATIC]
+    return StatelessSymbolicContext((symbolic + [DimDynamic.STATIC] * tensor.ndim)[: tensor.ndim])
+
+
+def with_gradients(function: Callable[..., Tensor]) -> Callable[..., list[Tensor]]:
+    """The function and the gradients of its sum with respect to every floating-point input."""
+
+    def step(*inputs: Tensor) -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() if x.is_floating_point() else x for x in inputs]
+        loss = function(*leaves).sum()
+        return [loss, *torch.autograd.grad(loss, [x for x in leaves if x.requires_grad])]
+
+    return step
+
+
+def costs(graph: TrainingGraph, *targets: object) -> list[OperatorCost]:
+    """Costs of the nodes that call one of ``targets``, or of all nodes."""
+    nodes = graph.module.graph.nodes
+    return [node.meta["cost"] for node in nodes if not targets or node.target in targets]
+
+
+def cost(graph: TrainingGraph, target: object) -> OperatorCost:
+    (found,) = costs(graph, target)
+    return found
+
+
+def same(found: sympy.Expr, expected: sympy.Expr | int) -> bool:
+    return bool(sympy.expand(found - expected) == 0)
+
+
+def test_linear_takes_2mnk_forward_and_twice_that_backward() -> None:
+    function = with_gradients(lambda x, w: F.linear(x, w))
+    graph = annotated(function, torch.randn(4, 7), torch.randn(5, 7))
+    forward, *backward = costs(graph, aten.mm.default)
+    assert same(forward.flops, 2 * b * 7 * 5)
+    assert same(sum(item.flops for item in backward), 4 * b * 7 * 5)
+
+
+def test_linear_moves_its_operands_and_its_result() -> None:
+    found = cost(annotated(lambda x, w: x @ w, torch.randn(4, 7), torch.randn(7, 5)), aten.mm.default)
+    assert same(found.bytes_moved, 4 * (b * 7 + 7 * 5 + b * 5))
+    assert same(found.output_bytes, 4 * b * 5)
+
+
+def test_attention_counts_two_products_forward_and_five_backward() -> None:
+    heads, length, width = 3, 8, 16
+    qkv = [torch.randn(4, heads, length, width) for _ in range(3)]
+    graph = annotated(with_gradients(F.scaled_dot_product_attention), *qkv, batched=3)
+    one_product = 2 * b * heads * length * length * width
+    forward = aten._scaled_dot_product_flash_attention_for_cpu.default
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    assert same(cost(graph, forward).flops, 2 * one_product)
+    assert same(cost(graph, backward).flops, 5 * one_product)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_convolution_backward_takes_twice_its_forward(groups: int) -> None:
+    function = with_gradients(lambda x, w: F.conv2d(x, w, stride=2, padding=1, groups=groups))
+    graph = annotated(function, torch.randn(3, 4, 9, 9), torch.randn(8, 4 // groups, 3, 3))
+    forward = 2 * b * 8 * 5 * 5 * (4 // groups) * 3 * 3
+    assert same(cost(graph, aten.convolution.default).flops, forward)
+    assert same(cost(graph, aten.convolution_backward.default).flops, 2 * forward)
+
+
+def test_transposed_convolution_counts_its_input_positions() -> None:
+    function = with_gradients(lambda x, w: F.conv_transpose2d(x, w, stride=2))
+    graph = annotated(function, torch.randn(3, 4, 5, 5), torch.randn(4, 6, 3, 3))
+    forward = 2 * b * 5 * 5 * 4 * 6 * 3 * 3
+    assert same(cost(graph, aten.convolution.default).flops, forward)
+    assert same(cost(graph, aten.convolution_backward.default).flops, 2 * forward)
+
+
+def test_a_gradient_that_nobody_asks_for_is_not_counted() -> None:
+    def step(x: Tensor, w: Tensor) -> list[Tensor]:
+        w = w.detach().requires_grad_()
+        return list(torch.autograd.grad(F.conv2d(x, w).sum(), [w]))
+
+    graph = annotated(step, torch.randn(3, 4, 5, 5), torch.randn(6, 4, 3, 3))
+    forward, backward = (
+        cost(graph, op) for op in (aten.convolution.default, aten.convolution_backward.default)
+    )
+    assert same(backward.flops, forward.flops)
+
+
+def mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    hidden = F.dropout(F.gelu(F.layer_norm(x, (8,)) @ up), 0.1)
+    return F.log_softmax(hidden @ down + x, -1)
+
+
+def classifier(x: Tensor, filters: Tensor, weight: Tensor) -> Tensor:
+    features = F.max_pool2d(F.relu(F.batch_norm(F.conv2d(x, filters), None, None, training=True)), 2)
+    return F.cross_entropy(features.flatten(1) @ weight, torch.arange(x.shape[0]) % 3)
+
+
+def attention(x: Tensor, bias: Tensor) -> Tensor:
+    scores = torch.einsum("bqd,bkd->bqk", x, x) + bias.expand(x.shape[0], -1, -1)
+    return scores.masked_fill(torch.ones(6, 6).tril() == 0, -math.inf).softmax(-1) @ x
+
+
+def language_model(tokens: Tensor, table: Tensor) -> Tensor:
+    logits = F.embedding(tokens, table) @ table.t()
+    return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def tokens(rows: int) -> Tensor:
+    return torch.randint(0, 11, (rows, 6))
+
+
+MODELS: dict[str, tuple[Callable[..., Tensor], Callable[[int], list[Tensor]]]] = {
+    "mlp": (mlp, lambda rows: [torch.randn(rows, 8), torch.randn(8, 32), torch.randn(32, 8)]),
+    "classifier": (
+        classifier,
+        lambda rows: [torch.randn(rows, 3, 10, 10), torch.randn(4, 3, 3, 3), torch.randn(64, 3)],
+    ),
+    "attention": (attention, lambda rows: [torch.randn(rows, 6, 8), torch.randn(1, 6, 6)]),
+    "language_model": (language_model, lambda rows: [tokens(rows), torch.randn(11, 8)]),
+}
+
+
+@cache
+def symbolic_graph(name: str) -> TrainingGraph:
+    function, inputs = MODELS[name]
+    return annotated(with_gradients(function), *inputs(4))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_costs_in_b_equal_those_of_concrete_shapes(name: str) -> None:
+    function, inputs = MODELS[name]
+    symbolic = costs(symbolic_graph(name))
+    for size in (2, 7):
+        concrete = costs(annotated(with_gradients(function), *inputs(size), batched=0))
+        for field in ("flops", "bytes_moved", "output_bytes"):
+            found = [evaluate(getattr(item, field), size) for item in symbolic]
+            # Sizes are nodes of the symbolic graph only: they cost nothing and have no tensor.
+            assert [n for n in found if n] == [
+                getattr(item, field) for item in concrete if getattr(item, field)
+            ]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_counts_of_registered_operators_equal_torch_s_own(name: str) -> None:
+    function, inputs = MODELS[name]
+    step, example = with_gradients(function), inputs(4)
+    with FlopCounterMode(display=False) as counter:
+        step(*example)
+    registered = [
+        node
+        for node in symbolic_graph(name).nodes
+        if getattr(node.target, "overloadpacket", None) in flop_registry
+    ]
+    assert sum(evaluate(node.meta["cost"].flops, 4) for node in registered) == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_operator_of_common_models_is_known(name: str) -> None:
+    assert unknown_operators(symbolic_graph(name)) == []
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.view(-1, 3),
+        lambda x: x.t(),
+        lambda x: x.unsqueeze(0).expand(5, -1, -1),
+        lambda x: x.permute(1, 0)[1:],
+        lambda x: x.split(2, 1)[0],
+        lambda x: x.detach(),
+        lambda x: aten._unsafe_view(x, [-1]),
+        lambda x: torch.empty_like(x),
+    ],
+)
+def test_views_sizes_and_allocations_are_free(function: Callable[[Tensor], Tensor]) -> None:
+    graph = annotated(function, torch.randn(4, 6))
+    assert all(item.flops == 0 and item.bytes_moved == 0 for item in costs(graph))
+    assert sum(item.seconds(4) for item in costs(graph)) == 0
+    assert any(node.meta["cost"].output_bytes != 0 for node in graph.nodes)
+
+
+def moved(function: Callable[..., Any], target: object, *inputs: Tensor, batched: int = 1) -> sympy.Expr:
+    return cost(annotated(function, *inputs, batched=batched), target).bytes_moved
+
+
+def test_an_embedding_reads_the_rows_it_gathers() -> None:
+    found = moved(lambda i, w: F.embedding(i, w), aten.embedding.default, tokens(4), torch.randn(11, 8))
+    assert same(found, 8 * 6 * b + 2 * (4 * 6 * 8 * b))
+
+
+def test_the_gradient_of_an_embedding_writes_the_whole_table() -> None:
+    target = aten.embedding_dense_backward.default
+    found = moved(with_gradients(F.embedding), target, tokens(4), torch.randn(11, 8))
+    # The gradient of a sum is one number, expanded: stored once.
+    assert same(found, 4 + 8 * 6 * b + 4 * 11 * 8)
+
+
+def test_indexing_reads_what_it_picks() -> None:
+    index = torch.tensor([0, 2])
+    found = moved(lambda x, i: x[:, i], aten.index.Tensor, torch.randn(4, 100), index)
+    assert same(found, 2 * 8 + 2 * (4 * 2 * b))
+
+
+def test_writing_by_index_in_place_touches_only_those_places() -> None:
+    def write(x: Tensor, index: Tensor, values: Tensor) -> Tensor:
+        return x.index_put_((index,), values)
+
+    inputs = (torch.randn(4, 100), torch.tensor([0, 2]), torch.randn(2, 100))
+    assert same(moved(write, aten.index_put_.default, *inputs), 2 * 8 + 3 * (4 * 2 * 100))
+    copied = moved(lambda x, i, v: x.index_put((i,), v), aten.index_put.default, *inputs)
+    assert same(copied, 2 * 8 + 4 * 2 * 100 + 2 * (4 * 100 * b))
+
+
+def test_an_expanded_input_is_read_once() -> None:
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        return x * y.expand(x.shape[0], 10)
+
+    found = moved(function, aten.mul.Tensor, torch.randn(4, 10), torch.randn(1, 10))
+    assert same(found, 4 * (2 * 10 * b + 10))
+
+
+def test_filling_reads_nothing() -> None:
+    assert same(moved(torch.zeros_like, aten.zeros_like.default, torch.randn(4, 10)), 4 * 10 * b)
+
+
+def test_a_value_used_twice_is_read_once() -> None:
+    assert same(moved(lambda x: x * x, aten.mul.Tensor, torch.randn(4, 10)), 2 * 4 * 10 * b)
+
+
+@torch.library.custom_op("pipec_test::mystery", mutates_args=())
+def mystery(x: Tensor, y: Tensor) -> Tensor:
+    return x.clone()
+
+
+@mystery.register_fake
+def _(x: Tensor, y: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def test_an_unknown_operator_costs_the_bytes_it_moves_and_is_listed() -> None:
+    graph = annotated(lambda x, y: mystery(x, y).relu(), torch.randn(4, 10), torch.randn(10))
+    found = cost(graph, torch.ops.pipec_test.mystery.default)
+    assert found.flops == 0
+    assert same(found.bytes_moved, 4 * (2 * 10 * b + 10))
+    assert found.seconds(4) == 0.5 + 360 / 100
+    assert unknown_operators(graph) == ["pipec_test::mystery"]
+
+
+@pytest.mark.parametrize(
+    ("formula", "expected"),
+    [
+        (lambda x, y, out_shape=None: 3 * x[0] * y[0], 30 * b),
+        (lambda x, y, out_shape=None: int(x[0]), None),
+    ],
+    ids=["symbolic", "cannot do with symbols"],
+)
+def test_formulas_that_others_register_are_used(
+    monkeypatch: pytest.MonkeyPatch, formula: Callable[..., Any], expected: sympy.Expr | None
+) -> None:
+    def wrapper(*args: Any, out_val: Any = None) -> Any:
+        return formula(*args, out_shape=out_val)
+
+    wrapper.__wrapped__ = formula  # type: ignore[attr-defined]
+    monkeypatch.setitem(flop_registry, torch.ops.pipec_test.mystery, wrapper)
+    graph = annotated(mystery, torch.randn(4, 10), torch.randn(10))
+    found = cost(graph, torch.ops.pipec_test.mystery.default)
+    assert found.known == (expected is not None)
+    assert same(found.flops, expected or 0)
+
+
+def test_formulas_registered_for_raw_tensors_get_tensors() -> None:
+    """``_flash_attention_forward`` has no CPU kernel, so the node is written by hand."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    example = torch.randn(4, 2, 8, 16)
+    graph = fx.Graph()
+    query = graph.placeholder("query")
+    query.meta["val"] = mode.from_tensor(example, symbolic_context=dimensions(example, True))
+    node = graph.call_function(
+        aten._flash_attention_forward.default, (query, query, query, None, None, 8, 8, 0.0, False, False)
+    )
+    node.meta["val"] = query.meta["val"]
+    graph.output(node)
+    symbol = query.meta["val"].shape[0].node.expr
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    AnnotateCost(DEVICE)(TrainingGraph(module, Mode.TRAIN, (), (), batch_size=4, batch=symbol))
+    assert same(node.meta["cost"].flops, 2 * (2 * b * 2 * 8 * 8 * 16))
+
+
+def test_tables_name_operators_that_exist_once() -> None:
+    groups: Sequence[Any] = (
+        tables.ALLOCATIONS,
+        tables.MOVES,
+        tables.FLOPS_PER_INPUT,
+        tables.FLOPS_PER_OUTPUT,
+    )
+    names = [name for group in groups for name in group]
+    assert len(names) == len(set(names))
+    touched = {*tables.GATHERED, *tables.SCATTERED, *tables.UNREAD}
+    assert [name for name in {*names, *touched} if not hasattr(aten, name)] == []
+
+
+def test_tables_name_arguments_that_exist() -> None:
+    """Each argument is one of every overload's that computes a fresh result."""
+    touched = [*tables.GATHERED.items(), *((name, "self") for name in tables.UNREAD - {"zeros_like"})]
+    for name, argument in touched:
+        packet = getattr(aten, name)
+        schema = getattr(packet, packet.overloads()[0])._schema
+        assert argument in {given.name for given in schema.arguments}, name
+
+
+def test_seconds_are_launch_plus_the_slower_of_arithmetic_and_memory() -> None:
+    graph = annotated(lambda x, w: (x @ w).relu(), torch.randn(4, 100), torch.randn(100, 1))
+    product, relu = cost(graph, aten.mm.default), cost(graph, aten.relu.default)
+    assert product.seconds(10) == 0.5 + max(2 * 10 * 100 / 1e3, 4 * (10 * 100 + 100 + 10) / 100)
+    assert relu.seconds(10) == 0.5 + 2 * 4 * 10 / 100
+
+
+def test_seconds_use_the_rate_of_the_dtype() -> None:
+    device = DeviceModel("d", {"float32": 1.0, "bfloat16": 10.0}, math.inf, 0.0, 1, LinkModel(1.0, 0.0), "")
+    assert [device.seconds(100, 100, dtype) for dtype in ("float32", "bfloat16", "int64")] == [100, 10, 100]
+
+
+def test_half_precision_products_are_timed_as_such() -> None:
+    x, w = torch.randn(4, 10, dtype=torch.bfloat16), torch.randn(10, 10, dtype=torch.bfloat16)
+    found = cost(annotated(torch.mm, x, w), aten.mm.default)
+    assert found.dtype == "bfloat16"
+    assert same(found.bytes_moved, 2 * (20 * b + 100))
+
+
+def test_a_cost_that_depends_on_another_dimension_cannot_be_evaluated() -> None:
+    with pytest.raises(PlanError, match=r"the cost \d\*b\*s\d+ depends on s\d+, not on .* b alone"):
+        evaluate(4 * b * sympy.Symbol("s7"), 2)
+
+
+def test_a_message_takes_latency_and_its_bytes() -> None:
+    assert LinkModel(bytes_per_second=8.0, latency_seconds=0.25).seconds(4) == 0.75
+
+
+@pytest.mark.parametrize(
+    ("product", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("Tesla V100-SXM2-32GB", "v100"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA L40S", None),
+        ("NVIDIA GH200 480GB", None),
+    ],
+)
+def test_devices_are_found_by_their_product_names(product: str, name: str | None) -> None:
+    found = find_device(product)
+    assert (found and found.name) == name
+
+
+def test_device_models_have_a_source_and_positive_figures() -> None:
+    for device in DEVICES.values():
+        assert device.source
+        figures = [*device.flops_per_second.values(), device.memory_bytes_per_second, device.launch_seconds]
+        assert min(*figures, device.memory_bytes, device.link.bytes_per_second) > 0
+        assert "float32" in device.flops_per_second
+
+
+def test_default_models_are_entries_not_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert default_device_model(torch.device("cpu")) is DEVICES["cpu"]
+    assert default_device_model(torch.device("meta")) is DEVICES[FALLBACK_GPU]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    assert default_device_model(torch.device("cuda:1")) is DEVICES["h100"]
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Imaginary 9000")
+    assert default_device_model(torch.device("cuda")) is DEVICES[FALLBACK_GPU]
+
+
+def test_calibration_measures_this_machine() -> None:
+    found = calibrate(torch.device("cpu"))
+    assert found.name == "cpu-calibrated"
+    assert 1e8 < found.flops_per_second["float32"] < 1e14
+    assert 1e7 < found.memory_bytes_per_second < 1e13
+    assert 1e-8 < found.launch_seconds < 1e-2
+    assert found.memory_bytes > 1 << 28
+    assert found.link == DEVICES["cpu"].link
+
+
+def test_there_is_nothing_to_calibrate_on_meta() -> None:
+    with pytest.raises(PlanError, match="meta device computes nothing"):
+        calibrate(torch.device("meta"))
