@@ -199,7 +199,7 @@ def _place(
 
 
 def _in_channel_order(posts: Sequence[tuple[int, _Message]]) -> Iterator[tuple[int, _Message]]:
-    """The same posts, each moved forward to where no later message of its channel is posted before it."""
+    """The same posts, each moved to where no later message of its channel is posted before it."""
     earliest: dict[tuple[int, int], int] = {}
     moved = []
     for position, message in reversed(posts):
