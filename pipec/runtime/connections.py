@@ -5,13 +5,14 @@ other side is gone or has closed.
 """
 
 import contextlib
-import queue
+import functools
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import Protocol
 
 import torch
@@ -99,29 +100,34 @@ class _SendReaper:
     """
 
     def __init__(self) -> None:
-        self._pending: queue.Queue[tuple[dist.Work, Tensor] | None] = queue.Queue()
+        self._pending: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._errors: list[RuntimeError] = []
         arguments = self._pending, self._errors
         threading.Thread(target=_reap, args=arguments, name="pipec sends", daemon=True).start()
         weakref.finalize(self, self._pending.put, None)
 
     def add(self, work: dist.Work, tensor: Tensor) -> None:
-        self._pending.put((work, tensor))
+        self._pending.put(functools.partial(_wait, work, tensor))
 
     def drain(self) -> None:
-        self._pending.join()
+        reached = threading.Event()
+        self._pending.put(reached.set)
+        reached.wait()
         if self._errors:
             raise self._errors[0]
 
 
-def _reap(pending: "queue.Queue[tuple[dist.Work, Tensor] | None]", errors: list[RuntimeError]) -> None:
-    while (entry := pending.get()) is not None:
+def _reap(pending: "SimpleQueue[Callable[[], object] | None]", errors: list[RuntimeError]) -> None:
+    while (task := pending.get()) is not None:
         try:
-            entry[0].wait()
+            task()
         except RuntimeError as error:
             errors.append(error)
-        del entry
-        pending.task_done()
+        del task  # and with it the tensor, while this thread waits for the next
+
+
+def _wait(work: dist.Work, tensor: Tensor) -> None:
+    work.wait()
 
 
 class NcclConnections:

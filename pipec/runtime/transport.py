@@ -76,14 +76,16 @@ class InProcess:
         """
         done: SimpleQueue[tuple[int, T | None]] = SimpleQueue()
         results: dict[int, T | None] = {}
-        for rank, (inbox, job) in enumerate(zip(self._inboxes, jobs, strict=True)):
-            inbox.put(functools.partial(self._run_job, rank, job, done))
         try:
-            _collect(done, results, len(jobs))
+            for rank, (inbox, job) in enumerate(zip(self._inboxes, jobs, strict=True)):
+                inbox.put(functools.partial(self._run_job, rank, job, done))
+            while len(results) < len(jobs):
+                rank, result = done.get()
+                results[rank] = result
         except BaseException as interrupt:  # such as Ctrl-C
             self.fail(interrupt)
-            _collect(done, results, len(jobs))
-        self._raise_failure()
+        if self._failure is not None:
+            raise self._recover()
         return [cast(T, results[rank]) for rank in range(len(jobs))]
 
     def fail(self, error: BaseException) -> None:
@@ -110,14 +112,19 @@ class InProcess:
             self.fail(error)
         done.put((rank, result))
 
-    def _raise_failure(self) -> None:
-        if self._failure is None:
-            return
-        failure, self._failure = self._failure, None
+    def _recover(self) -> BaseException:
+        """The failure, once every worker is idle and ready for another run."""
+        idle: SimpleQueue[None] = SimpleQueue()
+        for inbox in self._inboxes:
+            inbox.put(functools.partial(idle.put, None))
+        for _ in self._inboxes:
+            idle.get()
         for mailbox in self._mailboxes.values():
             mailbox.clear()
         self._stopped.clear()
-        raise failure
+        failure, self._failure = self._failure, None
+        assert failure is not None
+        return failure
 
     def _set_up_workers(self) -> None:
         """Each thread has its own number of intra-op threads; setting it also sets that of later threads."""
@@ -203,9 +210,3 @@ def _set_up_worker(device: torch.device, num_threads: int) -> None:
         torch.set_num_threads(num_threads)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-
-
-def _collect(done: "SimpleQueue[tuple[int, T]]", results: dict[int, T], count: int) -> None:
-    while len(results) < count:
-        rank, result = done.get()
-        results[rank] = result
