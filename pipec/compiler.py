@@ -110,20 +110,28 @@ class Compiler:
     _graphs: dict[Hashable, list[TrainingGraph]] = field(default_factory=dict)
     _compiled: dict[Hashable, Compiled] = field(default_factory=dict)
 
-    def compile(self, mode: Mode, call: Call, sizes: Sequence[int]) -> tuple[Compiled, int]:
-        """What runs microbatches of ``sizes`` rows of ``call``, and how many of them it serves from the first.
+    def compile(self, mode: Mode, call: Call, sizes: Sequence[int]) -> list[tuple[Compiled, list[int]]]:
+        """What runs microbatches of ``sizes`` rows of ``call``, in groups of consecutive ones.
 
-        One graph serves all of them unless the model specialises on the number of rows.
+        There is one group unless the model specialises on the number of rows.
 
         Raises CaptureError, InputError, PlanError or InfeasibleError; nothing has run or been sent by then.
         """
-        signature = (mode, call.signature(), tuple(module.training for module in self.model.modules()))
-        graph = self._graph(signature, mode, call, sizes[0])
-        count = len(list(takewhile(graph.serves, sizes)))
-        key = (id(graph), sizes[0], count)
-        if key not in self._compiled:
-            self._compiled[key] = self._finish(graph, sizes[0], count)
-        return self._compiled[key], count
+        signature = (mode, call.signature(), self.training_flags())
+        groups, rest = [], list(sizes)
+        while rest:
+            graph = self._graph(signature, mode, call, rest[0])
+            served = list(takewhile(graph.serves, rest))
+            key = (id(graph), rest[0], len(served))
+            if key not in self._compiled:
+                self._compiled[key] = self._finish(graph, rest[0], len(served))
+            groups.append((self._compiled[key], served))
+            rest = rest[len(served) :]
+        return groups
+
+    def training_flags(self) -> tuple[bool, ...]:
+        """Which modules are in training mode."""
+        return tuple(module.training for module in self.model.modules())
 
     def _graph(self, signature: Hashable, mode: Mode, call: Call, size: int) -> TrainingGraph:
         known = self._graphs.setdefault(signature, [])

@@ -1,7 +1,8 @@
 """What a user holds: a module that trains across stages, compiled at its first step."""
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ class Pipeline(nn.Module):
         self._tensors = tensors
         self._ranks = ranks
         self._microbatches = microbatches
+        self._groups: dict[Hashable, list[tuple[Compiled, list[int]]]] = {}
         self._executions: dict[int, Execution] = {}
         self._trained: Compiled | None = None
         self._mode_override: bool | None = None
@@ -158,16 +160,16 @@ class Pipeline(nn.Module):
         return split_sizes(batch, self._microbatches or default_microbatches(batch, self._ranks.count))
 
     def _compiled(self, mode: Mode, call: Call, sizes: list[int]) -> list[tuple[Compiled, list[int]]]:
-        """What runs the microbatches, in groups of consecutive ones that one graph serves."""
-        groups: list[tuple[Compiled, list[int]]] = []
+        """What runs the microbatches, in groups of consecutive ones; one process compiles for all."""
         with self._modules_in_mode():
-            while sizes:
-                compiled, count = self._compiler.compile(mode, call, sizes)
-                groups.append((compiled, sizes[:count]))
-                sizes = sizes[count:]
+            key = (mode, call.signature(), self._compiler.training_flags(), tuple(sizes))
+            if key not in self._groups:
+                compile = functools.partial(self._compiler.compile, mode, call, sizes)
+                self._groups[key] = self._ranks.once(repr(key), compile)
+        groups = self._groups[key]
         if mode is Mode.TRAIN:
             self._trained = groups[0][0]
-            self._keep_own_tensors(self._trained.artifact.plan)
+        self._keep_own_tensors(groups[0][0].artifact.plan)
         return groups
 
     @contextlib.contextmanager

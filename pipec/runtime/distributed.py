@@ -12,10 +12,13 @@ import contextlib
 import hashlib
 import itertools
 import math
+import pickle
 import textwrap
+import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +33,8 @@ from pipec.runtime.connections import Connections, Direction, GlooConnections, N
 from pipec.runtime.storage import is_exclusive
 from pipec.runtime.transport import Receiver, Send
 from pipec.text import evaluate_dim, format_link
+
+T = TypeVar("T")
 
 _transport_numbers = itertools.count()
 """Keep apart what several transports of one process write into the store. All ranks count alike."""
@@ -51,7 +56,7 @@ class TorchDistributed:
         self.device = device
         self._timeout = timeout
         self._store = PrefixStore(f"pipec/{next(_transport_numbers)}", _get_default_store())
-        self._agreements = itertools.count()
+        self._agreements, self._made = itertools.count(), itertools.count()
         self._buffers: dict[tuple[Link, int], list[_Buffer]] = {}
         self._connections: Connections = (
             NcclConnections(device, self.rank, timeout, lambda: self._failure() is not None)
@@ -82,6 +87,23 @@ class TorchDistributed:
                 "every rank must run the same script with the same arguments"
             ) from error
         _check_equal([self._store.get(key).decode() for key in keys])
+
+    def once(self, request: str, make: Callable[[], T]) -> T:
+        """``make()`` on rank 0, for every rank: they share one result, or one error.
+
+        Every rank calls this with the same ``request``, or all of them raise TransportError.
+        """
+        self.agree(request)
+        key = f"made/{next(self._made)}"
+        if self.rank == 0:
+            self._store.set(key, pickle.dumps(_outcome(make)))
+        self._store.wait([key], _LONGEST_MAKE)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch's own, when it restores a TreeSpec
+            result, error = pickle.loads(self._store.get(key))
+        if error is not None:
+            raise error
+        return result  # type: ignore[no-any-return]
 
     def sender(self, instruction: Instruction, tag: int) -> Send:
         doing = f"sending {_message(instruction)} to rank {instruction.peer}"
@@ -136,6 +158,18 @@ class TorchDistributed:
 
 
 _FAILURE = "failure"
+
+_LONGEST_MAKE = timedelta(hours=6)
+"""How long ranks wait for what rank 0 makes. Should it die, its store goes with it and they wait no more."""
+
+
+def _outcome(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return make(), None
+    except PipecError as error:
+        return None, error
+    except Exception as error:  # of a class that other ranks may not know
+        return None, PipecError(f"rank 0: {type(error).__name__}: {error}")
 
 
 class _Receiver:

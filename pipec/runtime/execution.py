@@ -1,7 +1,8 @@
 """The ranks of this process, and one compiled artifact made ready to run on them."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,8 @@ from pipec.runtime.distributed import TorchDistributed
 from pipec.runtime.interpreter import Interpreter
 from pipec.runtime.launch import Devices, resolve_devices, world
 from pipec.runtime.transport import InProcess, Transport
+
+T = TypeVar("T")
 
 
 class Ranks:
@@ -48,6 +51,10 @@ class Ranks:
         shared = torch.tensor([seed], dtype=torch.int64, device=device)
         dist.broadcast(shared, src=0)
         return int(shared)
+
+    def once(self, request: str, make: Callable[[], T]) -> T:
+        """``make()``, run by one process for all of them; an error it raises is raised in each."""
+        return self.distributed.once(request, make) if self.world.distributed else make()
 
     def transport(self, rank: int) -> Transport:
         return self.distributed if self.world.distributed else self.in_process.endpoint(rank)
