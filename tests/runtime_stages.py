@@ -349,10 +349,18 @@ def training(rank: int) -> Outcome:
     transport = TorchDistributed(CPU)
     schedule, model = make_schedule("1f1b", NUM_RANKS, len(SIZES)), make_model()
     transport.connect(make_plan(schedule), "the same text")
-    interpreter = make_interpreter(schedule, rank, transport, model)
+    lent: list[int] = []
+
+    class Watching(Stage2):
+        @staticmethod
+        def forward(w, constants, hidden_2, skip, target):
+            lent.append(w[0].data_ptr())
+            return Stage2.forward(w, constants, hidden_2, skip, target)
+
+    interpreter = make_interpreter(schedule, rank, transport, model, {**STAGES, 2: Watching})
     results = [interpreter.run(make_batch(SIZES, step), SIZES, 5, step) for step in range(2)]
     gradients = {name: parameter.grad for name, parameter in model.parameters.items()}
-    return {"results": results, "gradients": gradients, "buffers": model.buffers}
+    return {"results": results, "gradients": gradients, "buffers": model.buffers, "lent": lent}
 
 
 def failure(rank: int) -> Outcome:

@@ -68,6 +68,11 @@ def test_steps_have_the_bits_of_autograd(outcomes: dict[str, list[Outcome]], sce
     assert torch.equal(outcomes[scenario][1]["buffers"]["mean"], model.buffers["mean"])
 
 
+def test_a_lent_parameter_arrives_in_the_same_memory_every_step(outcomes: dict[str, list[Outcome]]) -> None:
+    addresses = outcomes["training"][2]["lent"]
+    assert addresses == [addresses[0]] * 2 * len(SIZES)
+
+
 def test_the_process_group_survives_the_transports_that_failed(outcomes: dict[str, list[Outcome]]) -> None:
     assert [outcome["sum of ranks"] for outcome in outcomes["aftermath"]] == [3, 3, 3]
 

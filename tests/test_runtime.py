@@ -171,6 +171,44 @@ def test_nothing_of_a_step_outlives_it() -> None:
     assert not any(reference() is not None for reference in made)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "1f1b, split backward"])
+def test_the_first_gradient_of_a_step_is_not_copied(schedule: str) -> None:
+    addresses = []
+
+    class Watching(Stage1):
+        @staticmethod
+        def backward(w, saved, grad_hidden_2):
+            sent, gradients = Stage1.backward(w, saved, grad_hidden_2)
+            addresses.append(gradients[0].data_ptr())
+            return sent, gradients
+
+        @staticmethod
+        def backward_weight(saved):
+            gradients = Stage1.backward_weight(saved)
+            addresses.append(gradients[0].data_ptr())
+            return gradients
+
+    pipeline = Pipeline(SCHEDULES[schedule], {**STAGES, 1: Watching})
+    pipeline.step(SIZES)
+    assert pipeline.model.parameters["w"].grad.data_ptr() == addresses[0]
+
+
+def test_a_received_value_may_be_read_by_several_phases() -> None:
+    class Rereading(Stage1):
+        @staticmethod
+        def forward(w, buffers, rng, device, hidden_1):
+            sent, saved, updates = Stage1.forward(w, buffers, rng, device, hidden_1)
+            return sent, saved[1:], updates
+
+        @staticmethod
+        def backward(w, hidden_1, saved, grad_hidden_2):
+            return Stage1.backward(w, [hidden_1, *saved], grad_hidden_2)
+
+    pipeline, model = Pipeline(SCHEDULES["1f1b"], {**STAGES, 1: Rereading}), make_model()
+    assert_same_bits(pipeline.step(SIZES)[0], reference_step(model, SIZES, 0))
+    assert_same_bits(gradients_of(pipeline.model), gradients_of(model))
+
+
 # linking
 
 

@@ -4,6 +4,8 @@ import gc
 import os
 import signal
 import threading
+import time
+import weakref
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -12,13 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipec.errors import InputError, VerifyError
+from pipec.errors import InputError, TransportError, VerifyError
 from pipec.ir import Instruction, Link, Op, Payload, Value
 from pipec.runtime import InProcess, World, resolve_devices, world
 from pipec.runtime.distributed import _Buffer
 from pipec.runtime.gradients import GradientSum
 from pipec.runtime.randomness import generator, mix
 from pipec.runtime.results import Results, merge
+from pipec.runtime.worker import Worker
 
 CPU = torch.device("cpu")
 
@@ -26,11 +29,11 @@ CPU = torch.device("cpu")
 # gradients
 
 
-def sum_of(parameters: Sequence[Tensor], *microbatches: Sequence[Tensor | None]) -> None:
+def sum_of(parameters: Sequence[Tensor], *microbatches: list[Tensor | None]) -> None:
     total = GradientSum(parameters, ())
     total.begin_step()
     for gradients in microbatches:
-        total.add([*gradients])
+        total.add(gradients)
 
 
 def test_first_gradient_is_kept_without_a_copy_even_behind_views() -> None:
@@ -45,21 +48,21 @@ def test_first_gradient_is_kept_without_a_copy_even_behind_views() -> None:
 
 
 def test_a_gradient_that_is_shared_or_laid_out_otherwise_is_copied() -> None:
-    held, larger = torch.ones(2, 3), torch.ones(2, 6)
-    cases = {
-        "held elsewhere": held,
-        "a view of what is held": held.view(2, 3),
-        "part of a larger tensor": larger[:, :3],
-        "expanded": torch.ones(1).expand(2, 3),
-        "another layout": torch.ones(3, 2).t(),
+    held = torch.ones(2, 3)
+    cases: dict[str, Callable[[], Tensor]] = {
+        "held elsewhere": lambda: held,
+        "a view of what is held": lambda: held.view(2, 3),
+        "the start of a larger tensor": lambda: torch.ones(9, 3)[:2],
+        "expanded": lambda: torch.ones(1).expand(2, 3),
+        "another layout": lambda: torch.ones(3, 2).t(),
     }
-    for name, gradient in cases.items():
+    for name, make_gradient in cases.items():
         weight = torch.nn.Parameter(torch.zeros(2, 3))
-        sum_of([weight], [gradient], [gradient])
+        sum_of([weight], [make_gradient()], [make_gradient()])
         assert torch.equal(weight.grad, 2 * torch.ones(2, 3)), name
         assert weight.grad.stride() == weight.stride(), name
+        assert weight.grad.untyped_storage().nbytes() == 2 * 3 * 4, name
     assert torch.equal(held, torch.ones(2, 3))
-    assert torch.equal(larger, torch.ones(2, 6))
 
 
 def test_one_tensor_as_the_gradient_of_two_parameters() -> None:
@@ -210,6 +213,25 @@ def test_an_error_stops_ranks_that_wait_and_the_first_is_raised() -> None:
         assert ranks.run([lambda: 1, lambda: 2]) == [1, 2]
 
 
+def test_an_error_stops_a_rank_that_only_sends() -> None:
+    ranks = InProcess([CPU, CPU])
+    link = Link(0, 1, Payload.ACTIVATION, (Value("x", "float32", ("b",)),))
+    send = ranks.endpoint(0).sender(Instruction(Op.SEND, 0, 0, link, peer=1), tag=0)
+    stopped: list[str] = []
+
+    def send_until_stopped() -> None:
+        deadline = time.monotonic() + 30
+        try:
+            while time.monotonic() < deadline:
+                send([])
+        except TransportError as error:
+            stopped.append(str(error))
+
+    with pytest.raises(ValueError, match="elsewhere"):
+        ranks.run([send_until_stopped, lambda: fail(ValueError("elsewhere"))])
+    assert stopped == ["another rank of this process failed"]
+
+
 def test_ctrl_c_stops_ranks_that_wait() -> None:
     ranks = InProcess([CPU, CPU])
     with pytest.raises(KeyboardInterrupt):
@@ -227,6 +249,16 @@ def test_threads_end_with_the_transport() -> None:
     for worker in workers:
         worker.join(timeout=10)
     assert not any(worker.is_alive() for worker in workers)
+
+
+def test_a_worker_holds_nothing_of_what_it_did() -> None:
+    worker, tensor = Worker("test"), torch.zeros(1)
+    reference = weakref.ref(tensor)
+    worker.submit(tensor.clone)
+    del tensor
+    worker.wait_until_idle()
+    worker.wait_until_idle()
+    assert reference() is None
 
 
 # launching

@@ -6,18 +6,17 @@ other side is gone or has closed.
 
 import contextlib
 import functools
-import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from queue import SimpleQueue
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from pipec.runtime.worker import Worker
 
 Direction = tuple[int, int]
 """A sending rank and a receiving rank."""
@@ -100,34 +99,23 @@ class _SendReaper:
     """
 
     def __init__(self) -> None:
-        self._pending: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._worker = Worker("pipec sends")
         self._errors: list[RuntimeError] = []
-        arguments = self._pending, self._errors
-        threading.Thread(target=_reap, args=arguments, name="pipec sends", daemon=True).start()
-        weakref.finalize(self, self._pending.put, None)
 
     def add(self, work: dist.Work, tensor: Tensor) -> None:
-        self._pending.put(functools.partial(_wait, work, tensor))
+        self._worker.submit(functools.partial(_wait, work, tensor, self._errors))
 
     def drain(self) -> None:
-        reached = threading.Event()
-        self._pending.put(reached.set)
-        reached.wait()
+        self._worker.wait_until_idle()
         if self._errors:
             raise self._errors[0]
 
 
-def _reap(pending: "SimpleQueue[Callable[[], object] | None]", errors: list[RuntimeError]) -> None:
-    while (task := pending.get()) is not None:
-        try:
-            task()
-        except RuntimeError as error:
-            errors.append(error)
-        del task  # and with it the tensor, while this thread waits for the next
-
-
-def _wait(work: dist.Work, tensor: Tensor) -> None:
-    work.wait()
+def _wait(work: dist.Work, tensor: Tensor, errors: list[RuntimeError]) -> None:
+    try:
+        work.wait()
+    except RuntimeError as error:
+        errors.append(error)
 
 
 class NcclConnections:

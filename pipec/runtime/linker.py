@@ -186,25 +186,17 @@ class _Linker:
                 "the stage code for this schedule"
             )
         take = self._take(stage.index, microbatch, parameter_names(function), phase)
-        unread = self._make(stage.index, microbatch, phase)
-        return bind_phase(phase, stage, microbatch, take, unread, self._rank.results)
+        self._note_made(stage.index, microbatch, phase)
+        return bind_phase(phase, stage, microbatch, take, self._rank.results)
 
-    def _make(self, stage: int, microbatch: int, phase: Phase) -> list[str]:
-        """Note what ``phase`` leaves in the frame; returns the list of those names nobody reads."""
-        names = {
-            value.name
-            for link in self._rank.plan.links
-            if link.source == stage and phase in link.payload.producers
-            for value in link.values
-            if link.payload is not Payload.WEIGHT_GRADIENT
-        }
+    def _note_made(self, stage: int, microbatch: int, phase: Phase) -> None:
+        """What ``phase`` leaves in the frame is present from now on."""
+        present = self._present[stage, microbatch]
+        for link in self._rank.plan.links:
+            if link.source == stage and link.payload.per_microbatch and phase in link.payload.producers:
+                present.update({value.name: _Delivery() for value in link.values})
         if phase in _SAVING:
-            names.add("saved")
-        unread: list[str] = []
-        for name in names:
-            self._present[stage, microbatch][name] = _Delivery()
-            self._dropped_by[stage, microbatch, name] = unread
-        return unread
+            present["saved"] = _Delivery()
 
     def _take(self, stage: int, microbatch: int, names: Sequence[str], reader: str) -> Take:
         """Fetches values from a frame: waits for those on their way, drops those nobody reads later."""

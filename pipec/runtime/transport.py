@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Protocol, TypeVar, cast
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from pipec.errors import TransportError
 from pipec.ir import Instruction
+from pipec.runtime.worker import Worker
 
 T = TypeVar("T")
 
@@ -60,8 +60,7 @@ class InProcess:
         self._failure: BaseException | None = None
         self._failing = threading.Lock()
         self._stopped = threading.Event()
-        self._inboxes = [_start_worker(rank) for rank in range(len(self.devices))]
-        weakref.finalize(self, _stop_workers, self._inboxes)
+        self._workers = [Worker(f"pipec rank {rank}") for rank in range(len(self.devices))]
         self._set_up_workers()
 
     def endpoint(self, rank: int) -> Transport:
@@ -77,8 +76,8 @@ class InProcess:
         done: SimpleQueue[tuple[int, T | None]] = SimpleQueue()
         results: dict[int, T | None] = {}
         try:
-            for rank, (inbox, job) in enumerate(zip(self._inboxes, jobs, strict=True)):
-                inbox.put(functools.partial(self._run_job, rank, job, done))
+            for rank, (worker, job) in enumerate(zip(self._workers, jobs, strict=True)):
+                worker.submit(functools.partial(self._run_job, rank, job, done))
             while len(results) < len(jobs):
                 rank, result = done.get()
                 results[rank] = result
@@ -114,11 +113,8 @@ class InProcess:
 
     def _recover(self) -> BaseException:
         """The failure, once every worker is idle and ready for another run."""
-        idle: SimpleQueue[None] = SimpleQueue()
-        for inbox in self._inboxes:
-            inbox.put(functools.partial(idle.put, None))
-        for _ in self._inboxes:
-            idle.get()
+        for worker in self._workers:
+            worker.wait_until_idle()
         for mailbox in self._mailboxes.values():
             mailbox.clear()
         self._stopped.clear()
@@ -185,23 +181,6 @@ class _Mailbox:
     def _check_running(self) -> None:
         if self._stopped.is_set():
             raise TransportError("another rank of this process failed")
-
-
-def _start_worker(rank: int) -> "SimpleQueue[Callable[[], None] | None]":
-    inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-    threading.Thread(target=_work, args=(inbox,), name=f"pipec rank {rank}", daemon=True).start()
-    return inbox
-
-
-def _work(inbox: "SimpleQueue[Callable[[], None] | None]") -> None:
-    while (job := inbox.get()) is not None:
-        job()
-        del job  # and with it the tensors it holds, while this thread waits for the next
-
-
-def _stop_workers(inboxes: "Sequence[SimpleQueue[Callable[[], None] | None]]") -> None:
-    for inbox in inboxes:
-        inbox.put(None)
 
 
 def _set_up_worker(device: torch.device, num_threads: int) -> None:
