@@ -10,6 +10,7 @@ import sympy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -46,7 +47,7 @@ def annotated(function: Callable[..., Any], *inputs: Tensor, batched: int = 1) -
         mode.from_tensor(tensor, symbolic_context=dimensions(tensor, position < batched))
         for position, tensor in enumerate(inputs)
     ]
-    with mode:
+    with mode, enable_python_dispatcher():
         module = make_fx(function)(*fake)
     symbol = fake[0].shape[0].node.expr if batched else None
     graph = TrainingGraph(module, Mode.TRAIN, (), (), batch_size=len(inputs[0]), batch=symbol)

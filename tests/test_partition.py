@@ -156,9 +156,15 @@ def test_ties_then_prefer_earlier_cuts() -> None:
     assert partition(chain([100, 0, 0, 0], 3)).cuts == (1, 2)
 
 
-def test_decimal_times_tie_exactly() -> None:
-    """0.1 + 0.2 and 0.3 are the same time here, so the earlier cut wins."""
-    assert partition(chain([0.1, 0.2, 0.0, 0.3], 2)).cuts == (2,)
+@pytest.mark.parametrize(
+    ("num_layers", "num_stages", "cuts"), [(5, 2, (2,)), (10, 3, (2, 6)), (6, 4, (1, 2, 4))]
+)
+@pytest.mark.parametrize("seconds", [0.1, 0.3, 0.7])
+def test_equal_layers_tie_exactly(
+    seconds: float, num_layers: int, num_stages: int, cuts: tuple[int, ...]
+) -> None:
+    """Added in floating point, two of these layers may take longer than two others."""
+    assert partition(chain([seconds] * num_layers, num_stages)).cuts == cuts
 
 
 def test_forbidden_cuts_are_avoided() -> None:

@@ -16,7 +16,7 @@ Efficient Algorithms for Device Placement of DNN Graph Operators (NeurIPS 2020).
 **What is optimal.** Of all ways to choose ``num_stages - 1`` cuts among the allowed boundaries, the result
 has the least bottleneck; among those the least communication, summed over stages; among those the earliest
 cuts, compared in order. Any skip connections are allowed. Times are first rounded to a common grid, finer
-than 1e-15 of their sum, on which every sum is exact: ties are ties, in whatever order one adds.
+than 1e-15 of their sum, on which every sum is exact: stages of equal operators tie, wherever they stand.
 
 **How.** Operators between allowed boundaries merge into m blocks. The communication of all m * m ranges
 comes from a two-dimensional difference array, with one rectangle for each reader of a value. Dynamic
@@ -144,7 +144,7 @@ def _rectangles(problem: PartitionProblem, boundaries: NDArray[np.intp]) -> Iter
         seconds = _transfer_seconds(problem, transfer)
         maker = block_of[transfer.producer]
         previous = maker
-        for reader in sorted({block_of[consumer] for consumer in transfer.consumers} - {maker}):
+        for reader in sorted({block_of[consumer] for consumer in transfer.consumers}):
             # Received by the stage whose first reader this is: it begins after the block before.
             yield _Rectangle(range(previous + 1, reader + 1), range(reader + 1, last_boundary + 1), seconds)
             previous = reader
