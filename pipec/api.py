@@ -3,14 +3,12 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from pipec.compiler import Compiler, Target
-from pipec.cost.devices import DEVICES
+from pipec.cost.machine import default_device_model
 from pipec.errors import InputError
 from pipec.pipeline import Pipeline
 from pipec.runtime.execution import Ranks
@@ -53,8 +51,8 @@ def compile(
             a tensor, as ``.loss`` or under ``"loss"``.
         schedule: a name: ``gpipe`` or ``1f1b``.
         microbatches: how many a mini-batch is split into. None: up to four a rank.
-        recompute: ``"none"`` keeps every value the backward needs; ``"full"`` keeps only what a stage received
-            and computes the rest again; ``"auto"`` does so on the ranks that ``memory_limit`` forces to.
+        recompute: ``"none"`` keeps every value the backward needs; ``"full"`` keeps only what a stage
+            received and computes the rest again; ``"auto"`` does so where ``memory_limit`` forces it to.
         memory_limit: bytes per device, or text such as ``"16GiB"``. Optimizer state is not counted.
         timeout: seconds to wait for another process before giving it up.
 
@@ -70,7 +68,7 @@ def compile(
     make_schedule(schedule, ranks.count, microbatches or ranks.count)
     tensors = ModelTensors.of(model)
     device = next(iter(ranks.devices.values()))
-    target = Target(DEVICES["cpu"], recompute, limit)
+    target = Target(default_device_model(device), recompute, limit)
     compiler = Compiler(model, loss_fn, schedule, ranks.count, target, tensors.canonical)
     return Pipeline(compiler, tensors, ranks, microbatches)
 
@@ -79,6 +77,8 @@ def parse_bytes(text: str) -> int:
     """``"16GiB"``, ``"500 MB"`` or ``"1e9"`` as a number of bytes. Raises InputError."""
     match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
     if not match:
-        raise InputError(f"memory_limit is {text!r}; expected a number of bytes or text such as '16GiB' or '500MB'")
+        raise InputError(
+            f"memory_limit is {text!r}; expected a number of bytes or text such as '16GiB' or '500MB'"
+        )
     number, prefix, binary = match.groups()
     return int(float(number) * (1024 if binary else 1000) ** (" kmgt".index(prefix or " ")))

@@ -1,4 +1,4 @@
-"""What a compilation leaves: the plan, the source of each stage and the program of each rank, in memory or on disk.
+"""What a compilation leaves, in memory or on disk: the plan, the stages' sources and the ranks' programs.
 
 A saved artifact is a folder::
 
@@ -97,7 +97,9 @@ def _write(artifact: Artifact, directory: Path, tensors: Mapping[str, Tensor] | 
         (directory / f"rank_{program.rank}.txt").write_text(format_program(program))
     for name, values in ((CONSTANTS, artifact.constants), (TENSORS, tensors or {})):
         if values:
-            safetensors.torch.save_file({k: v.detach().cpu().contiguous() for k, v in values.items()}, directory / name)
+            safetensors.torch.save_file(
+                {k: v.detach().cpu().contiguous() for k, v in values.items()}, directory / name
+            )
     digests = {file.name: _digest(file.read_bytes()) for file in sorted(directory.iterdir())}
     header = _Header(FORMAT, artifact.plan, digests)
     (directory / PLAN).write_bytes(_HEADER.dump_json(header, indent=1))
@@ -113,7 +115,8 @@ def load(directory: Path) -> tuple[Artifact, dict[str, Tensor]]:
         _check_file(directory, name, digest)
     plan = header.plan
     programs = tuple(
-        parse_program((directory / f"rank_{rank}.txt").read_text(), plan.links) for rank in range(plan.num_ranks)
+        parse_program((directory / f"rank_{rank}.txt").read_text(), plan.links)
+        for rank in range(plan.num_ranks)
     )
     sources = tuple((directory / f"stage_{stage.index}.py").read_text() for stage in plan.stages)
     constants = _read_tensors(directory / CONSTANTS) if CONSTANTS in header.sha256 else {}
@@ -131,7 +134,8 @@ def _read_header(directory: Path) -> _Header:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
         raise ArtifactError(
-            f"{path} is not a plan of this format ({FORMAT!r}): {where}: {first['msg']}. Save the pipeline anew."
+            f"{path} is not a plan of this format ({FORMAT!r}): {where}: {first['msg']}. "
+            "Save the pipeline anew."
         ) from error
     if header.format != FORMAT:
         raise ArtifactError(
@@ -140,7 +144,9 @@ def _read_header(directory: Path) -> _Header:
     expected = {f"stage_{stage.index}.py" for stage in header.plan.stages}
     expected |= {f"rank_{rank}.txt" for rank in range(header.plan.num_ranks)}
     if missing := expected - header.sha256.keys():
-        raise ArtifactError(f"{path} lists no checksum of {', '.join(sorted(missing))}; it was edited or cut short")
+        raise ArtifactError(
+            f"{path} lists no checksum of {', '.join(sorted(missing))}; it was edited or cut short"
+        )
     return header
 
 

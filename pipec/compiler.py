@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
@@ -28,10 +28,11 @@ from pipec.passes.cut_stages import CutStages, FollowOwners, Owners, owners_of
 from pipec.passes.dump import requested_dumps
 from pipec.passes.insert_communication import InsertCommunication
 from pipec.passes.mark_recompute import MarkRecompute
+from pipec.passes.simplify import Simplify
 from pipec.passes.split_backward import SplitBackward
 from pipec.passes.untie_gradients import UntieGradients
 from pipec.plan import build_plan
-from pipec.schedules import make_schedule
+from pipec.schedules import forward_only, make_schedule
 from pipec.torch_compat import pytree
 from pipec.verify import verify_programs
 
@@ -61,6 +62,7 @@ class Compiled:
 def passes(target: Target, cut: Pass, recompute: frozenset[int]) -> list[Pass]:
     """The compilation, top to bottom."""
     return [
+        Simplify(),
         AnnotateCost(target.device),
         cut,
         UntieGradients(),
@@ -71,7 +73,7 @@ def passes(target: Target, cut: Pass, recompute: frozenset[int]) -> list[Pass]:
 
 
 def emit(graph: TrainingGraph, schedule: Schedule, microbatch_size: int, link: LinkModel) -> Artifact:
-    """Plan, code and programs of a graph that has been through every pass. All that is emitted is verified."""
+    """Plan, code and programs of a graph that has been through every pass; the programs are verified."""
     split = any(cell.phase is Phase.BACKWARD_INPUT for order in schedule.orders for cell in order)
     names = name_nodes(graph)
     stages = [stage_functions(graph, stage, split) for stage in range(graph.num_stages)]
@@ -84,12 +86,6 @@ def emit(graph: TrainingGraph, schedule: Schedule, microbatch_size: int, link: L
         for functions, stage in zip(stages, plan.stages, strict=True)
     )
     return Artifact(plan, sources, programs, graph.constants)
-
-
-def forward_only(schedule: Schedule) -> Schedule:
-    """The same schedule without backwards: what evaluation runs."""
-    orders = tuple(tuple(cell for cell in order if cell.phase is Phase.FORWARD) for order in schedule.orders)
-    return replace(schedule, orders=orders)
 
 
 @dataclass
@@ -152,7 +148,11 @@ class Compiler:
 
     def _place(self, graph: TrainingGraph) -> TrainingGraph:
         stages = self.num_stages
-        cut = CutStages(stages, self.target.device.link) if self.owners is None else FollowOwners(stages, self.owners)
+        cut = (
+            CutStages(stages, self.target.device.link)
+            if self.owners is None
+            else FollowOwners(stages, self.owners)
+        )
         everything = frozenset(range(stages))
         again = everything if self.target.recompute == "full" else frozenset[int]()
         graph = run_passes(graph, passes(self.target, cut, again), [self._time, *requested_dumps()])

@@ -1,4 +1,4 @@
-"""What each function of a stage takes, computes, keeps and returns: the classified graph, read stage by stage.
+"""What each function of a stage takes, computes, keeps and returns, read off the classified graph.
 
 Every edge has one meaning. Same function: a local. Same stage, another function: a saved value. Another
 stage: a message. Parameters, buffers that never change and constants are arguments of every function and

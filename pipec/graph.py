@@ -1,4 +1,4 @@
-"""The training graph: one flat ATen graph whose nodes say which operator caused them, where and when they run.
+"""The training graph: one flat ATen graph whose nodes say what caused them, where and when they run.
 
 Keys of ``node.meta`` (others are torch's own):
 
@@ -107,9 +107,9 @@ class Level(IntEnum):
 class TrainingGraph:
     """Forward, loss and backward as one graph, with what is known about its nodes.
 
-    ``results`` describes the graph's outputs in order; ``output_spec`` is the tree they are leaves of. ``batch`` is the symbol of the microbatch size
-    in every shape, None when the batch is fixed at ``batch_size``. ``guards`` must hold for a
-    microbatch size to be served by this graph.
+    ``results`` describes the graph's outputs in order; ``output_spec`` is the tree they are leaves of.
+    ``batch`` is the symbol of the microbatch size in every shape, None when the batch is fixed at
+    ``batch_size``. ``guards`` must hold for a microbatch size to be served by this graph.
     """
 
     module: fx.GraphModule
@@ -184,7 +184,7 @@ def is_random(node: fx.Node) -> bool:
     for position, argument in enumerate(node.target._schema.arguments):
         if argument.name == "dropout_p":
             given = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)
-            return given != 0.0
+            return bool(given != 0.0)
     return True
 
 
@@ -213,6 +213,8 @@ def needs_only_inputs(node: fx.Node) -> bool:
         if node.op == "placeholder":
             answer = isinstance(node.meta["role"], ModelInput)
         else:
-            answer = is_forward(node) and not is_random(node) and all(map(needs_only_inputs, node.all_input_nodes))
+            answer = (
+                is_forward(node) and not is_random(node) and all(map(needs_only_inputs, node.all_input_nodes))
+            )
         node.meta["needs_only_inputs"] = answer
     return bool(node.meta["needs_only_inputs"])

@@ -10,7 +10,7 @@ from pipec.text import format_bytes
 
 @dataclass(frozen=True)
 class RankBytes:
-    """Bytes of one rank: weights and their gradients, saved values of the microbatches in flight, and scratch."""
+    """Bytes of one rank: weights with gradients, saved values of the microbatches in flight, scratch."""
 
     static: int
     saved: int
@@ -42,8 +42,8 @@ def _bytes_of(plan: Plan, rank: int, copies: int, in_flight: int) -> RankBytes:
 def shortfall(needs: Sequence[RankBytes], limit: int) -> str:
     """What each rank needs against the limit, and what to do about it."""
     rows = [
-        f"  rank {rank}: {format_bytes(need.static)} weights and gradients + {format_bytes(need.saved)} saved "
-        f"({need.in_flight} microbatches in flight) + {format_bytes(need.transient)} transient = "
+        f"  rank {rank}: {format_bytes(need.static)} weights and gradients + {format_bytes(need.saved)} "
+        f"saved ({need.in_flight} microbatches in flight) + {format_bytes(need.transient)} transient = "
         f"{format_bytes(need.total)}"
         + (f", {format_bytes(need.total - limit)} too many" if need.total > limit else "")
         for rank, need in enumerate(needs)

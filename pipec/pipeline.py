@@ -14,11 +14,11 @@ from pipec.capture import Call
 from pipec.compiler import Compiled, Compiler
 from pipec.errors import InputError
 from pipec.ir import Mode, Plan, Program
+from pipec.report import readable, simulate_plan
 from pipec.runtime.batch import default_microbatches, split_sizes
 from pipec.runtime.execution import Execution, Ranks
 from pipec.runtime.holder import ModelTensors, drop, hold
 from pipec.runtime.results import merge
-from pipec.report import readable, simulate_plan
 from pipec.simulate import Timeline
 from pipec.torch_compat import pytree
 from pipec.viz.svg import timeline_svg
@@ -147,11 +147,13 @@ class Pipeline(nn.Module):
 
     def _checked(self, call: Call) -> Call:
         if self._compiler.loss_fn is not None and call.target is None:
-            raise InputError("target is missing: this pipeline has a loss_fn(output, target); pass target=...")
+            raise InputError(
+                "target is missing: this pipeline has a loss_fn(output, target); pass target=..."
+            )
         size, target = call.batch_size, call.target
         if isinstance(target, Tensor) and target.ndim and target.shape[0] != size:
             raise InputError(
-                f"target has {target.shape[0]} rows but the batch has {size}: dimension 0 of both is the batch"
+                f"target has {target.shape[0]} rows but the batch has {size}; both have the batch first"
             )
         return call
 
@@ -207,7 +209,9 @@ class Pipeline(nn.Module):
             self._executions[key] = Execution(compiled.artifact, tensors, tensors, self._ranks)
         return self._executions[key]
 
-    def _joined(self, groups: list[tuple[Compiled, list[int]]], parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    def _joined(
+        self, groups: list[tuple[Compiled, list[int]]], parts: list[dict[str, Tensor]]
+    ) -> dict[str, Tensor]:
         """Results of groups of microbatches as results of the batch."""
         counts = [sum(sizes) for _, sizes in groups]
         values = {v.name: v for x in groups[0][0].artifact.plan.links if x.target == -1 for v in x.values}
@@ -234,7 +238,7 @@ class Pipeline(nn.Module):
                 tensor.data = tensor.data.to(home)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Pipeline":
-        """What ``to_empty`` and the like are made of: they may replace tensors, so programs are linked anew."""
-        super()._apply(fn, recurse)
+        """What ``to_empty`` is made of: it may replace tensors, so programs are linked anew."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._executions.clear()
         return self

@@ -1,4 +1,4 @@
-"""Read the Plan off a classified graph: stages with their costs, the links between them, inputs and outputs."""
+"""Read the Plan off a classified graph: stages with costs, links between them, inputs and outputs."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -146,9 +146,7 @@ def _batched(value: Value) -> Value:
     return Value(value.name, value.dtype, ("b", *value.shape[1:]))
 
 
-def _message_links(
-    graph: TrainingGraph, stages: Sequence[StageFunctions], names: Names
-) -> Iterator[Link]:
+def _message_links(graph: TrainingGraph, stages: Sequence[StageFunctions], names: Names) -> Iterator[Link]:
     """One link for all values that go from one stage to another in the same direction."""
     groups: dict[tuple[int, int, Payload], list[Value]] = {}
     for function in (f for stage in stages for f in stage.functions):
@@ -158,7 +156,9 @@ def _message_links(
             groups.setdefault((function.stage, target, payload), []).append(
                 value_of(graph, node, names[node])
             )
-    return (Link(source, target, payload, tuple(values)) for (source, target, payload), values in groups.items())
+    return (
+        Link(source, target, payload, tuple(values)) for (source, target, payload), values in groups.items()
+    )
 
 
 def _tied_links(

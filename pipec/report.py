@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.table import Table
 
 from pipec.ir import Payload, Phase, Plan, Program, Stage
-from pipec.lower import lower
+from pipec.lower import chain_links, lower
 from pipec.memory import rank_bytes
 from pipec.schedules import make_schedule
-from pipec.simulate import Costs, Timeline, simulate
+from pipec.simulate import Costs, Event, Timeline, simulate
 from pipec.text import format_bytes, format_seconds, value_bytes
 
 WIDTH = 240
@@ -44,10 +44,79 @@ def simulate_plan(plan: Plan, programs: Sequence[Program]) -> Timeline:
     return simulate(programs, Costs(compute, dict(zip(plan.links, plan.link_seconds, strict=True))))
 
 
+def simulate_schedule(
+    name: str,
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    forward: float,
+    backward_input: float,
+    backward_weight: float,
+    message: float,
+) -> Timeline:
+    """A schedule of a plain chain of stages that all cost the same."""
+    schedule = make_schedule(name, num_stages, num_microbatches)
+    links = chain_links(schedule.num_stages)
+    costs = Costs.uniform(
+        schedule.num_stages,
+        forward=forward,
+        backward_input=backward_input,
+        backward_weight=backward_weight,
+        links=links,
+        message=message,
+    )
+    return simulate(lower(schedule, links), costs)
+
+
+def predicted(plan: Plan) -> dict[str, object]:
+    """What the plan's costs say about a step: seconds, the bubble's share, peak bytes of each rank."""
+    programs = programs_of(plan)
+    timeline = simulate_plan(plan, programs)
+    return {
+        "makespan": timeline.makespan,
+        "bubble_rate": timeline.bubble_rate,
+        "peak_bytes": [need.total for need in rank_bytes(plan, programs)],
+    }
+
+
+def timeline_facts(timeline: Timeline) -> dict[str, object]:
+    """A timeline as plain data: its figures of merit and every event."""
+    return {
+        "unit": timeline.unit,
+        "makespan": timeline.makespan,
+        "span": timeline.span,
+        "bubble_rate": timeline.bubble_rate,
+        "peak_in_flight": list(timeline.peak_in_flight),
+        "events": [_event_facts(event) for event in timeline.events],
+    }
+
+
+def _event_facts(event: Event) -> dict[str, object]:
+    instruction = event.instruction
+    return {
+        "rank": event.rank,
+        "op": instruction.op,
+        "stage": instruction.stage,
+        "microbatch": instruction.microbatch,
+        "start": event.start,
+        "end": event.end,
+    }
+
+
 def plan_table(plan: Plan) -> str:
     """One row per stage, and under it what bounds the step."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for heading in ("stage", "rank", "operators", "parameters", "forward", "backward", "sends", "saves", "modules"):
+    for heading in (
+        "stage",
+        "rank",
+        "operators",
+        "parameters",
+        "forward",
+        "backward",
+        "sends",
+        "saves",
+        "modules",
+    ):
         table.add_column(heading, justify="left" if heading == "modules" else "right", no_wrap=True)
     for stage in plan.stages:
         table.add_row(*_row(plan, stage))
@@ -59,8 +128,9 @@ def plan_table(plan: Plan) -> str:
 
 def _headline(plan: Plan) -> str:
     return (
-        f"{len(plan.stages)} stages on {plan.num_ranks} ranks, {plan.schedule}, {plan.num_microbatches} microbatches "
-        f"of {plan.microbatch_size}" + ("" if plan.dynamic_batch else " (fixed)")
+        f"{len(plan.stages)} stages on {plan.num_ranks} ranks, {plan.schedule}, "
+        f"{plan.num_microbatches} microbatches of {plan.microbatch_size}"
+        + ("" if plan.dynamic_batch else " (fixed)")
     )
 
 

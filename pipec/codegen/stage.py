@@ -42,7 +42,7 @@ class StageSource:
     def of(
         cls, graph: TrainingGraph, stage: StageFunctions, names: Mapping[fx.Node, str], title: str
     ) -> "StageSource":
-        """Gradients are called after their parameter, ``grad_w3``, where no value of the user's has that name."""
+        """Gradients are called after their parameter, ``grad_w3``, unless a value has that name already."""
         index = {node.meta["role"].fqn: i for i, node in enumerate(stage.parameters)}
         gradients = {n: f"grad_w{index[fqn]}" for f in stage.functions for fqn, n in f.gradients}
         taken = set(names.values())
@@ -55,7 +55,9 @@ class StageSource:
         lines += self._table("PARAMETERS", "w", self.stage.parameters)
         lines += self._table("BUFFERS", "buffers", self.stage.buffers)
         updated = dict(self.stage.functions[0].updates)
-        lines += self._table("UPDATED_BUFFERS", "", [n for n in self.stage.buffers if n.meta["role"].fqn in updated])
+        lines += self._table(
+            "UPDATED_BUFFERS", "", [n for n in self.stage.buffers if n.meta["role"].fqn in updated]
+        )
         if self.stage.constants:
             lines += ["", "", *self._constants()]
         for function in self.stage.functions:
@@ -68,7 +70,7 @@ class StageSource:
         return [node for node in self.stage.constants if node in read]
 
     def assignment(self, node: fx.Node, source: str, read: Container[fx.Node]) -> list[str]:
-        """``ln, mean, rstd = torch.native_layer_norm(...)    # f32[b, 8], f32[b, 1], f32[b, 1]``; unread items are ``_``."""
+        """``ln, _, rstd = torch.native_layer_norm(...)    # f32[b, 8], f32[b, 1]``; ``_`` is never read."""
         if not isinstance(node.meta["val"], list | tuple):
             return _statement(f"{self.names[node]} = {source}", self.type_of(node))
         items = {u.args[1]: u for u in node.users if u.target is operator.getitem and u in read}
@@ -142,7 +144,7 @@ class _FunctionSource:
                 yield f"    {self.module.names[node]} = constants[{i}]"
 
     def _body(self) -> Iterator[str]:
-        """Operators under comments that name their module; what a group no longer needs is deleted after it."""
+        """Operators under comments that name their module, each group followed by what can now be deleted."""
         last_read = self._last_reads()
         group, dead = None, list[str]()
         read = set(self.function.body)
@@ -181,7 +183,11 @@ class _FunctionSource:
         parts = {
             "sent": "{" + ", ".join(f'"{key}": {value}' for key, value in sent.items()) + "}",
             "saved": "[" + ", ".join(map(self._name, function.saved_out)) + "]",
-            "updates": _tuple(self._name(updates[n.meta["role"].fqn]) for n in stage.buffers if n.meta["role"].fqn in updates),
+            "updates": _tuple(
+                self._name(updates[n.meta["role"].fqn])
+                for n in stage.buffers
+                if n.meta["role"].fqn in updates
+            ),
             "gradients": _tuple(
                 self._name(gradients[p.meta["role"].fqn]) if p.meta["role"].fqn in gradients else "None"
                 for p in stage.parameters

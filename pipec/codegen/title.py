@@ -3,7 +3,6 @@
 import textwrap
 
 from pipec.codegen.names import comment
-from pipec.graph import TrainingGraph
 from pipec.ir import Link, Payload, Plan, Stage
 from pipec.text import format_bytes, format_value
 
@@ -11,15 +10,17 @@ from pipec.text import format_bytes, format_value
 def stage_title(stage: Stage, plan: Plan) -> str:
     """::
 
-        Stage 1 of 4, rank 1: transformer.h.3 to transformer.h.5 (operators 74 to 139).
+    Stage 1 of 4, rank 1: transformer.h.3 to transformer.h.5 (operators 74 to 139).
 
-        receives  hidden_3: f32[b, 128, 256] from stage 0
-        sends     hidden_6: f32[b, 128, 256] to stage 2
-        saves     11.8 MB a microbatch (b = 4)
+    receives  hidden_3: f32[b, 128, 256] from stage 0
+    sends     hidden_6: f32[b, 128, 256] to stage 2
+    saves     11.8 MB a microbatch (b = 4)
     """
     rank = plan.placement[stage.index]
     rows = [f"Stage {stage.index} of {len(plan.stages)}, rank {rank}: {_extent(stage)}.", ""]
-    rows += _messages("receives", "from stage", [(x, x.source) for x in plan.links if x.target == stage.index])
+    rows += _messages(
+        "receives", "from stage", [(x, x.source) for x in plan.links if x.target == stage.index]
+    )
     rows += _messages("sends", "to stage", [(x, x.target) for x in plan.links if x.source == stage.index])
     if plan.num_microbatches:
         kept = f"{format_bytes(stage.cost.saved_bytes)} a microbatch (b = {plan.microbatch_size})"

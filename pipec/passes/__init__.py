@@ -1,4 +1,4 @@
-"""Compiler passes: each a frozen dataclass called with a graph, returning a graph; ``verify`` holds after every one."""
+"""Compiler passes: frozen dataclasses from graph to graph, with ``verify`` after every one."""
 
 import time
 from collections.abc import Callable, Sequence

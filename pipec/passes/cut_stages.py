@@ -5,7 +5,7 @@
     h = mm(x, w0)     operator 3            h = mm(x, w0)     operator 3, stage 0
     g = mm(h, w1)     operator 7     ->     g = mm(h, w1)     operator 7, stage 1
 
-A stage is a range of forward operators in program order; whatever they caused, forward or backward, is theirs.
+A stage is a range of forward operators in program order, with all they caused, forward and backward.
 """
 
 import operator
@@ -38,7 +38,7 @@ Owners = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class CutStages:
-    """Cut so that the slowest stage is as fast as possible; ``planner.partition`` says for which model exactly."""
+    """Cut so that the slowest stage is as fast as possible, under the model of ``planner.partition``."""
 
     num_stages: int
     link: LinkModel
@@ -80,9 +80,9 @@ class FollowOwners:
         if not later:
             made_by = graph.operators[op]
             raise PlanError(
-                f"operator {made_by.name} ({made_by.module} at {made_by.source}) uses {fqn}, which is on stage "
-                f"{homes[-1]}, after stage {at_least} has begun: this call of the model uses its parameters in "
-                "another order than the one the stages were cut for. Compile a separate pipeline for it."
+                f"operator {made_by.name} ({made_by.module} at {made_by.source}) uses {fqn}, which is on "
+                f"stage {homes[-1]}, after stage {at_least} has begun: this call uses the model's parameters "
+                "in another order than the one the stages were cut for. Compile a separate pipeline for it."
             )
         return later[0]
 

@@ -14,7 +14,7 @@ from pipec.passes import Pass
 
 @dataclass
 class Dump:
-    """An observer that writes ``03_insert_communication.txt``, headed by the pass and what it added and removed."""
+    """An observer that writes ``03_insert_communication.txt``, headed by the pass and what it changed."""
 
     directory: Path
     _previous: frozenset[str] = field(default_factory=frozenset)

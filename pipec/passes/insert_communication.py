@@ -46,11 +46,14 @@ class InsertCommunication:
             if is_constant(user):
                 continue
             for source in user.all_input_nodes:
-                if source.op == "call_function" and not is_constant(source):
-                    if stage_of(source) != stage_of(user):
-                        user.replace_input_with(source, crossings.on_stage_of(source, user))
+                if _is_computed(source) and stage_of(source) != stage_of(user):
+                    user.replace_input_with(source, crossings.on_stage_of(source, user))
         graph.module.graph.eliminate_dead_code()
         return replace(graph, level=Level.COMMUNICATING)
+
+
+def _is_computed(node: fx.Node) -> bool:
+    return node.op == "call_function" and not is_constant(node)
 
 
 @dataclass

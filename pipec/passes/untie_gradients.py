@@ -50,7 +50,7 @@ def _terms(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _accumulates(node: fx.Node) -> bool:
-    """An addition autograd made to sum the gradients of several uses: it belongs to no operator of its own."""
+    """An addition autograd made to sum the gradients of several uses: it belongs to no operator."""
     return (
         node.target is torch.ops.aten.add.Tensor
         and not node.kwargs

@@ -61,7 +61,10 @@ def _nodes_are_classified(graph: TrainingGraph) -> Iterator[Fault]:
     for node in graph.nodes:
         for key in ("val", "op", "phase"):
             if key not in node.meta:
-                yield node, f"has no {key!r}; a pass that makes a node copies the meta of the one it stands for"
+                yield (
+                    node,
+                    f"has no {key!r}; a new node copies the meta of the one it stands for",
+                )
 
 
 def _forward_never_reads_backward(graph: TrainingGraph) -> Iterator[Fault]:
@@ -82,7 +85,10 @@ def _edges_follow_the_pipeline(graph: TrainingGraph) -> Iterator[Fault]:
         if is_forward(source) and is_forward(user) and stage_of(source) > stage_of(user):
             yield user, f"reads {source.name} of the later stage {stage_of(source)}: a forward edge goes back"
         if not is_forward(source) and stage_of(source) < stage_of(user):
-            yield user, f"reads {source.name} of the earlier stage {stage_of(source)}: a gradient goes forward"
+            yield (
+                user,
+                f"reads {source.name} of the earlier stage {stage_of(source)}: a gradient goes forward",
+            )
 
 
 def _changed_buffers_stay_home(graph: TrainingGraph) -> Iterator[Fault]:
@@ -113,7 +119,10 @@ def _gradients_have_owners(graph: TrainingGraph) -> Iterator[Fault]:
     }
     for role, node in graph.outputs:
         if isinstance(role, Gradient) and stage_of(node) not in users[role.fqn]:
-            yield node, f"is the gradient of {role.fqn}, but stage {stage_of(node)} does not hold that parameter"
+            yield (
+                node,
+                f"is the gradient of {role.fqn}, but stage {stage_of(node)} does not hold that parameter",
+            )
 
 
 def _only_messages_cross(graph: TrainingGraph) -> Iterator[Fault]:
@@ -143,7 +152,10 @@ def _weight_gradients_come_last(graph: TrainingGraph) -> Iterator[Fault]:
         if node.meta["phase"] is Phase.BACKWARD_INPUT:
             for source in node.all_input_nodes:
                 if source.meta["phase"] is Phase.BACKWARD_WEIGHT:
-                    yield node, f"is part of the input gradient but reads {source.name} of the weight gradient"
+                    yield (
+                        node,
+                        f"is part of the input gradient but reads {source.name} of the weight gradient",
+                    )
         elif node.meta["phase"] is Phase.BACKWARD:
             yield node, "is neither part of the input gradient nor of the weight gradient"
 

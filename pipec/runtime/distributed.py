@@ -96,7 +96,7 @@ class TorchDistributed:
         self.agree(request)
         key = f"made/{next(self._made)}"
         if self.rank == 0:
-            self._store.set(key, pickle.dumps(_outcome(make)))
+            self._store.set(key, pickle.dumps(_outcome(make)))  # type: ignore[arg-type]
         self._store.wait([key], _LONGEST_MAKE)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch's own, when it restores a TreeSpec
@@ -110,8 +110,7 @@ class TorchDistributed:
 
         def send(tensors: Sequence[Tensor]) -> None:
             with self.explaining(doing) as connections:
-                for tensor in tensors:
-                    connections.send(tensor.contiguous(), instruction.peer, tag)
+                connections.send([tensor.contiguous() for tensor in tensors], instruction.peer, tag)
 
         return send
 

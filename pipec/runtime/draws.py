@@ -1,4 +1,4 @@
-"""Random operators as generated code calls them: with an explicit generator, so that placement changes nothing."""
+"""Random operators as generated code calls them: with an explicit generator, whoever else draws."""
 
 import threading
 from collections.abc import Callable
@@ -11,7 +11,7 @@ _default_generator = threading.Lock()
 
 
 def dropout(input: Tensor, p: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """What ``aten.native_dropout(input, p, True)`` returns: the scaled output and the mask of kept elements."""
+    """As ``aten.native_dropout(input, p, True)``: the scaled output, and the mask of what is kept."""
     mask = torch.empty_like(input, dtype=torch.bool)
     if p == 1.0:
         mask.zero_()
@@ -21,7 +21,7 @@ def dropout(input: Tensor, p: float, generator: torch.Generator) -> tuple[Tensor
 
 
 def draw(generator: torch.Generator, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a random operator that takes no generator: the device's default one is lent the state and put back."""
+    """Call a random operator that takes no generator: the device's default one is lent the state."""
     device = generator.device
     with _default_generator:
         if device.type == "cuda":

@@ -69,7 +69,11 @@ class Execution:
     """
 
     def __init__(
-        self, artifact: Artifact, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], ranks: Ranks
+        self,
+        artifact: Artifact,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        ranks: Ranks,
     ) -> None:
         self.artifact = artifact
         self._ranks = ranks
@@ -96,7 +100,7 @@ class Execution:
     def run(
         self, leaves: Sequence[object], sizes: Sequence[int], batch: int, seed: int, step: int
     ) -> dict[str, Tensor]:
-        """One step over flattened arguments that hold ``sum(sizes)`` of the ``batch`` rows; results by name."""
+        """One step over flattened arguments with ``sum(sizes)`` of the ``batch`` rows; results by name."""
         microbatches = self._split(leaves, sizes)
         jobs = [
             functools.partial(interpreter.run, microbatches, sizes, seed, step, batch)

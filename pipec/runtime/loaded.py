@@ -32,7 +32,9 @@ def load(directory: str | Path, devices: Devices | None = None, timeout: float =
     num_ranks = artifact.plan.num_ranks
     ranks = Ranks(devices if devices is not None else num_ranks, timeout)
     if ranks.count != num_ranks:
-        raise InputError(f"the artifact in {directory} is for {num_ranks} ranks, but devices asks for {ranks.count}")
+        raise InputError(
+            f"the artifact in {directory} is for {num_ranks} ranks, but devices asks for {ranks.count}"
+        )
     return LoadedPipeline(artifact, tensors, ranks)
 
 
@@ -85,15 +87,15 @@ class LoadedPipeline(nn.Module):
         tensors = {**dict(self.named_parameters()), **dict(self.named_buffers())}
         if meta := [fqn for fqn, tensor in tensors.items() if tensor.is_meta]:
             raise InputError(
-                f"{meta[0]} and {len(meta) - 1} other tensors hold no values: the artifact was saved without them. "
-                "Call to_empty(device=...) and load_state_dict(...), or save with tensors=True."
+                f"{meta[0]} and {len(meta) - 1} other tensors hold no values: the artifact was saved without "
+                "them. Call to_empty(device=...) and load_state_dict(...), or save with tensors=True."
             )
         self._execution = Execution(self._artifact, tensors, tensors, self._ranks)
         return self._execution
 
     def _apply(self, fn: Any, recurse: bool = True) -> "LoadedPipeline":
         """What ``to_empty`` is made of: it may replace tensors, so the program is linked anew."""
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._execution = None
         return self
 
@@ -110,7 +112,11 @@ def _tensors_of(plan: Plan, saved: dict[str, Tensor], ranks: Ranks) -> ModelTens
         for value in plan.parameters + plan.buffers
         if (home := homes[value.name]) is not None
     }
-    parameters = {v.name: nn.Parameter(made[v.name], made[v.name].is_floating_point()) for v in plan.parameters if v.name in made}
+    parameters = {
+        v.name: nn.Parameter(made[v.name], made[v.name].is_floating_point())
+        for v in plan.parameters
+        if v.name in made
+    }
     buffers = {v.name: made[v.name] for v in plan.buffers if v.name in made}
     return ModelTensors(parameters, buffers, frozenset(buffers), {fqn: fqn for fqn in made})
 
@@ -133,5 +139,9 @@ def _check(given: Input, leaves: Sequence[Any], batch: int) -> None:
     leaf = leaves[given.position] if given.position < len(leaves) else None
     expected = tuple(batch if size == "b" else size for size in given.value.shape)
     found = f"{leaf.dtype} of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
-    if not isinstance(leaf, Tensor) or leaf.shape != expected or str(leaf.dtype) != f"torch.{given.value.dtype}":
+    if (
+        not isinstance(leaf, Tensor)
+        or leaf.shape != expected
+        or str(leaf.dtype) != f"torch.{given.value.dtype}"
+    ):
         raise InputError(f"{given.path} is {found}; expected torch.{given.value.dtype} of shape {expected}")
