@@ -344,10 +344,10 @@ def main() -> None:
     torch.save(death(dist.get_rank()), Path(sys.argv[1]) / f"death_{dist.get_rank()}.pt")
 
 
-def training(rank: int) -> Outcome:
-    """Two steps, then a forward alone: results, gradients and buffers of this rank."""
+def training(rank: int, schedule_name: str = "1f1b") -> Outcome:
+    """Two steps: results, gradients and buffers of this rank, and where its borrowed parameter was."""
     transport = TorchDistributed(CPU)
-    schedule, model = make_schedule("1f1b", NUM_RANKS, len(SIZES)), make_model()
+    schedule, model = make_schedule(schedule_name, NUM_RANKS, len(SIZES)), make_model()
     transport.connect(make_plan(schedule), "the same text")
     lent: list[int] = []
 
@@ -384,7 +384,7 @@ def aftermath(rank: int) -> Outcome:
     """The process group that the failed transports were made in still works, and so does a new transport."""
     total = torch.tensor(rank)
     dist.all_reduce(total)
-    return {"sum of ranks": int(total), **training(rank)}
+    return {"sum of ranks": int(total), **training(rank, "gpipe")}
 
 
 def _error_of_step(rank: int, stages: Mapping[int, Any], transport: TorchDistributed) -> Outcome:

@@ -5,18 +5,15 @@ other side is gone or has closed.
 """
 
 import contextlib
-import functools
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from pipec.runtime.worker import Worker
 
 Direction = tuple[int, int]
 """A sending rank and a receiving rank."""
@@ -26,8 +23,8 @@ class Connections(Protocol):
     def open(self, directions: Iterable[Direction]) -> None:
         """Connect these ranks; every rank calls it with the same directions."""
 
-    def send(self, tensor: Tensor, peer: int, tag: int) -> None:
-        """Start to send a contiguous tensor, which is kept alive until it has left."""
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
+        """Start to send contiguous tensors, which are kept alive until they have left."""
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
         """Start to receive into ``tensor``."""
@@ -43,19 +40,28 @@ class Connections(Protocol):
 
 
 class GlooConnections:
-    """One group of all ranks: messages between two of them that differ in tag do not wait for each other."""
+    """One group of all ranks: messages between two of them that differ in tag do not wait for each other.
+
+    gloo tells only those who wait that a send is over. A send therefore first waits for an earlier one of
+    its peer and tag: so much earlier that it is over unless the peer is far behind.
+    """
 
     def __init__(self, rank: int, num_ranks: int, timeout: float) -> None:
         self._peers = [peer for peer in range(num_ranks) if peer != rank]
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-        self._sends = _SendReaper()
+        self._sends: dict[tuple[int, int], deque[_Message]] = defaultdict(deque)
 
     def open(self, directions: Iterable[Direction]) -> None:
         """Nothing to do: gloo connects all ranks of a group when it is made."""
 
-    def send(self, tensor: Tensor, peer: int, tag: int) -> None:
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
+        under_way = self._sends[peer, tag]
         with _gloo_errors():
-            self._sends.add(_work(dist.isend(tensor, peer, group=self._group, tag=tag)), tensor)
+            if len(under_way) == _MOST_UNDER_WAY:
+                _wait(under_way.popleft())
+            under_way.append(
+                [(_work(dist.isend(tensor, peer, group=self._group, tag=tag)), tensor) for tensor in tensors]
+            )
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
         with _gloo_errors():
@@ -67,7 +73,9 @@ class GlooConnections:
 
     def drain(self) -> None:
         with _gloo_errors():
-            self._sends.drain()
+            for under_way in self._sends.values():
+                while under_way:
+                    _wait(under_way.popleft())
 
     def close(self) -> None:
         """A receive that times out closes every connection of its group, whatever else is under way on it.
@@ -92,30 +100,16 @@ def _gloo_errors() -> Iterator[None]:
         raise kind(str(error)) from None
 
 
-class _SendReaper:
-    """Keeps tensors alive until they are sent, in a thread that waits for one send after the other.
+_Message = list[tuple[dist.Work, Tensor]]
+"""The tensors of one message and their sends."""
 
-    gloo tells only those who wait that a send is over, and a rank must not wait while it has work.
-    """
-
-    def __init__(self) -> None:
-        self._worker = Worker("pipec sends")
-        self._errors: list[RuntimeError] = []
-
-    def add(self, work: dist.Work, tensor: Tensor) -> None:
-        self._worker.submit(functools.partial(_wait, work, tensor, self._errors))
-
-    def drain(self) -> None:
-        self._worker.wait_until_idle()
-        if self._errors:
-            raise self._errors[0]
+_MOST_UNDER_WAY = 2
+"""Messages of one peer and tag: one that the peer now reads, and one that comes early."""
 
 
-def _wait(work: dist.Work, tensor: Tensor, errors: list[RuntimeError]) -> None:
-    try:
+def _wait(message: _Message) -> None:
+    for work, _ in message:
         work.wait()
-    except RuntimeError as error:
-        errors.append(error)
 
 
 class NcclConnections:
@@ -145,9 +139,9 @@ class NcclConnections:
             if self._rank in direction:
                 self._greet(*direction)
 
-    def send(self, tensor: Tensor, peer: int, tag: int) -> None:
-        work = dist.isend(tensor, peer, group=self._groups[self._rank, peer])
-        self._remember(_work(work), tensor)
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
+        for tensor in tensors:
+            self._remember(_work(dist.isend(tensor, peer, group=self._groups[self._rank, peer])), tensor)
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
         work = _work(dist.irecv(tensor, peer, group=self._groups[peer, self._rank]))
@@ -179,7 +173,7 @@ class NcclConnections:
     def _greet(self, source: int, target: int) -> None:
         greeting = torch.zeros(1, device=self._device)
         if self._rank == source:
-            self.send(greeting, target, 0)
+            self.send([greeting], target, 0)
         else:
             self.receive(greeting, source, 0)
         self.drain()
