@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import pipec
 
-TORCH = ("capture", "differentiate")
+TORCH = ("capture and differentiate",)
 BATCH, CONTEXT = 8, 1024
 
 

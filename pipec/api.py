@@ -69,7 +69,7 @@ def compile(
     tensors = ModelTensors.of(model)
     device = next(iter(ranks.devices.values()))
     target = Target(default_device_model(device), recompute, limit)
-    compiler = Compiler(model, loss_fn, schedule, ranks.count, target, tensors.canonical)
+    compiler = Compiler(model, loss_fn, schedule, ranks.count, target, device, tensors.canonical)
     return Pipeline(compiler, tensors, ranks, microbatches)
 
 

@@ -1,6 +1,6 @@
 """From a model and a call to an artifact: the list of passes, in order, and what is emitted at its end."""
 
-import logging
+import copy
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
+import torch
 from torch import nn
 
 from pipec.artifact import Artifact
@@ -35,8 +36,6 @@ from pipec.plan import build_plan
 from pipec.schedules import forward_only, make_schedule
 from pipec.torch_compat import pytree
 from pipec.verify import verify_programs
-
-log = logging.getLogger("pipec")
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,8 @@ def emit(graph: TrainingGraph, schedule: Schedule, microbatch_size: int, link: L
 class Compiler:
     """Compiles the calls of one model, each once. The first call decides which stage owns which parameter.
 
-    ``seconds`` says how long each step of the compilations took, all together.
+    ``device`` is one of those that will run the code; a model on another kind of device is copied there to be
+    captured. ``seconds`` says how long each step of the compilations took, all together.
     """
 
     model: nn.Module
@@ -100,6 +100,7 @@ class Compiler:
     schedule: str
     num_ranks: int
     target: Target
+    device: torch.device
     canonical: Mapping[str, str]
     seconds: dict[str, float] = field(default_factory=dict)
     owners: Owners | None = None
@@ -142,9 +143,22 @@ class Compiler:
         return make_schedule(self.schedule, self.num_ranks, self.num_ranks).num_stages
 
     def _capture(self, mode: Mode, call: Call) -> TrainingGraph:
+        model, call = self._on_device(call)
         with self._timed("capture and differentiate"):
-            graph = capture(self.model, self.loss_fn, mode, call, self.canonical)
+            graph = capture(model, self.loss_fn, mode, call, self.canonical)
         return self._place(graph)
+
+    def _on_device(self, call: Call) -> tuple[nn.Module, Call]:
+        """Model and call on the kind of device that will run them: operators differ between kinds."""
+        kinds = {parameter.device.type for parameter in self.model.parameters()}
+        if kinds <= {self.device.type, "meta"}:
+            return self.model, call
+
+        def moved(leaf: Any) -> Any:
+            return leaf.to(self.device) if isinstance(leaf, torch.Tensor) else leaf
+
+        arguments = pytree.tree_map(moved, (call.args, call.kwargs, call.target))
+        return copy.deepcopy(self.model).to(self.device), Call(*arguments)
 
     def _place(self, graph: TrainingGraph) -> TrainingGraph:
         stages = self.num_stages
