@@ -15,6 +15,19 @@ import pipec
 BATCH, CONTEXT = 16, 64
 
 
+def make_model() -> GPT2LMHeadModel:
+    config = GPT2Config(
+        vocab_size=256, n_positions=CONTEXT, n_embd=64, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0
+    )
+    return GPT2LMHeadModel(config)
+
+
+def example() -> pipec.Example:
+    """For the command line: ``pipec plan examples/huggingface_gpt2.py:example --devices 4``."""
+    tokens = torch.zeros(BATCH, CONTEXT, dtype=torch.int64)
+    return pipec.Example(make_model(), kwargs={"input_ids": tokens, "labels": tokens})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=40)
@@ -24,10 +37,7 @@ def main() -> None:
     train, validation = load_bytes()
     generator = torch.Generator().manual_seed(0)
 
-    config = GPT2Config(
-        vocab_size=256, n_positions=CONTEXT, n_embd=64, n_layer=4, n_head=4, bos_token_id=0, eos_token_id=0
-    )
-    pipe = pipec.compile(GPT2LMHeadModel(config), devices=4, schedule="1f1b", microbatches=8)
+    pipe = pipec.compile(make_model(), devices=4, schedule="1f1b", microbatches=8)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=2e-3)
 
     for step in (bar := pipec.progress(range(args.steps), "training")):

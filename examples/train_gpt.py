@@ -60,6 +60,12 @@ def next_byte_loss(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
+def example() -> pipec.Example:
+    """For the command line: ``pipec plan examples/train_gpt.py:example --devices 4``."""
+    tokens = torch.zeros(BATCH, CONTEXT, dtype=torch.int64)
+    return pipec.Example(GPT(), (tokens,), target=tokens, loss_fn=next_byte_loss)
+
+
 @pipec.rank_zero_only
 def plot(losses: list[float], path: Path) -> None:
     import matplotlib.pyplot as plt

@@ -1,0 +1,83 @@
+"""``pipec check`` and ``pipec run``: what needs a saved artifact and no compiler."""
+
+import time
+from itertools import repeat
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pipec.cli.options import Artifact, Json
+from pipec.cli.output import show_json, status
+from pipec.console import log
+from pipec.text import format_seconds
+
+if TYPE_CHECKING:
+    from pipec.ir import Plan
+
+
+def check(directory: Artifact, as_json: Json = False) -> None:
+    """Verify a saved artifact without running it: checksums, programs, and the code of every stage.
+
+    JSON keys: stages, ranks, instructions.
+    """
+    with status("loading torch"):
+        from pipec.artifact import load
+        from pipec.check import check_artifact
+
+    artifact, _ = load(directory)
+    check_artifact(artifact)
+    stages, ranks = len(artifact.sources), len(artifact.programs)
+    instructions = sum(len(program.instructions) for program in artifact.programs)
+    if as_json:
+        show_json({"stages": stages, "ranks": ranks, "instructions": instructions})
+    else:
+        typer.echo(
+            f"{directory} is sound: {stages} stages, {ranks} ranks, {instructions} instructions verified"
+        )
+
+
+def run(
+    directory: Artifact,
+    steps: Annotated[int, typer.Option(min=1, help="How many steps to run.")] = 1,
+    inputs: Annotated[
+        Path | None,
+        typer.Option(help="A safetensors file with one mini-batch, by the names in the generated code."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of whatever is drawn at random.")] = 0,
+    int_high: Annotated[int, typer.Option(min=1, help="Random integers are below this.")] = 2,
+    as_json: Json = False,
+) -> None:
+    """Run a saved artifact: forward and backward of a mini-batch per step, without an optimizer.
+
+    In one process, or one rank each: torchrun --nproc-per-node 4 -m pipec run DIR. Inputs that no file gives
+    and parameters that were not saved are random: floats are normal, with deviation 0.02 for parameters, and
+    buffers are ones. An artifact does not know the size of an embedding table; keep --int-high within it.
+
+    JSON keys: losses and seconds, one of each a step; random_tensors, how many were not saved.
+    """
+    with status("loading torch"):
+        from pipec.cli.trial import load_filled, random_batches, read_batch
+
+    pipe, num_random = load_filled(directory, seed)
+    batches = repeat(read_batch(pipe.plan, inputs)) if inputs else random_batches(pipe.plan, int_high)
+    if not as_json:
+        log(_heading(pipe.plan, num_random, inputs, seed))
+    losses, seconds = [], []
+    for step, batch in zip(range(steps), batches, strict=False):
+        started = time.perf_counter()
+        losses.append(pipe.step(*batch).item())
+        seconds.append(time.perf_counter() - started)
+        if not as_json:
+            log(f"step {step:4}  loss {losses[-1]:.6f}  {format_seconds(seconds[-1])}")
+    if as_json:
+        show_json({"losses": losses, "seconds": seconds, "random_tensors": num_random})
+
+
+def _heading(plan: "Plan", num_random: int, inputs: Path | None, seed: int) -> str:
+    tensors = f"{num_random} tensors were not saved and are random" if num_random else "saved tensors"
+    batch = f"inputs from {inputs}" if inputs else "random inputs"
+    return (
+        f"{plan.schedule}, {plan.num_microbatches} microbatches of {plan.microbatch_size} "
+        f"on {plan.num_ranks} ranks; {tensors}; {batch}; seed {seed}"
+    )

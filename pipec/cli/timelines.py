@@ -1,0 +1,107 @@
+"""``pipec schedule``: the timeline of one step, on uniform costs or on those of a model's plan."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pipec.cli.options import TARGET_HELP, Json, Recompute
+from pipec.cli.output import show_json
+from pipec.errors import InputError
+
+if TYPE_CHECKING:
+    from pipec.simulate import Timeline
+
+_OF_NAME, _OF_TARGET = "Options with a NAME", "Options with a TARGET"
+
+
+def _of_name(help: str, least: float) -> Any:
+    return typer.Option(help=help, min=least, rich_help_panel=_OF_NAME)
+
+
+def _of_target(help: str, flag: str, least: float | None = None) -> Any:
+    return typer.Option(flag, help=help, min=least, rich_help_panel=_OF_TARGET)
+
+
+def schedule(
+    ctx: typer.Context,
+    what: Annotated[
+        str, typer.Argument(metavar="NAME|TARGET", help=f"gpipe, 1f1b, or a model: {TARGET_HELP}")
+    ],
+    microbatches: Annotated[
+        int | None, typer.Option(min=1, help="Default: 8; of a model, up to 4 a rank.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write to a file, .svg or .txt.")
+    ] = None,
+    as_json: Json = False,
+    stages: Annotated[int, _of_name("Number of stages.", 1)] = 4,
+    forward: Annotated[float, _of_name("Time of a forward.", 0)] = 1.0,
+    backward_input: Annotated[float, _of_name("Time of an input gradient.", 0)] = 1.0,
+    backward_weight: Annotated[float, _of_name("Time of a weight gradient.", 0)] = 1.0,
+    communication: Annotated[float, _of_name("Time of a message.", 0)] = 0.0,
+    devices: Annotated[int, _of_target("Number of ranks.", "--devices", 1)] = 4,
+    name: Annotated[str, _of_target("gpipe or 1f1b.", "--schedule")] = "1f1b",
+    recompute: Annotated[Recompute, _of_target("What to compute again.", "--recompute")] = Recompute.AUTO,
+    memory_limit: Annotated[
+        str | None, _of_target("Bytes per device, such as 16GiB.", "--memory-limit")
+    ] = None,
+) -> None:
+    """Draw the timeline of one step: of a schedule on equal stages, or of a model on its plan's costs.
+
+    JSON keys: schedule, num_microbatches, unit, makespan, span, bubble_rate, peak_in_flight of each rank, and
+    events with rank, op, stage, microbatch, start and end.
+    """
+    is_target = ":" in what
+    _refuse(ctx, _OF_NAME if is_target else _OF_TARGET)
+    if is_target:
+        from pipec.cli.target import prepare
+
+        pipe = prepare(what, devices, name, microbatches, recompute, memory_limit)
+        timeline, name, microbatches = pipe.simulate(), pipe.plan.schedule, pipe.plan.num_microbatches
+    else:
+        from pipec.report import simulate_schedule
+
+        name, microbatches = what, microbatches or 8
+        timeline = simulate_schedule(
+            name,
+            stages,
+            microbatches,
+            forward=forward,
+            backward_input=backward_input,
+            backward_weight=backward_weight,
+            message=communication,
+        )
+    _show(timeline, name, microbatches, output, as_json)
+
+
+def _refuse(ctx: typer.Context, panel: str) -> None:
+    """Options that would change nothing are errors: a NAME has no devices, a TARGET has costs of its own."""
+    misplaced = [
+        param.opts[0]
+        for param in ctx.command.params
+        if getattr(param, "rich_help_panel", None) == panel
+        and getattr(ctx.get_parameter_source(param.name or ""), "name", "DEFAULT") != "DEFAULT"
+    ]
+    if misplaced:
+        kind = "the name of a schedule" if panel == _OF_NAME else "a model such as file.py:factory"
+        raise InputError(f"{', '.join(misplaced)} is for {kind}, but the argument is {ctx.params['what']!r}")
+
+
+def _show(timeline: "Timeline", name: str, microbatches: int, output: Path | None, as_json: bool) -> None:
+    from pipec.report import timeline_facts
+    from pipec.viz import timeline_svg, timeline_text
+
+    title = f"{name}, {microbatches} microbatches"
+    if output is not None:
+        drawings = {".svg": timeline_svg, ".txt": timeline_text}
+        if output.suffix not in drawings:
+            raise InputError(f"--output is {output}; expected a name that ends in .svg or .txt")
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(drawings[output.suffix](timeline, title), encoding="utf-8")
+    if as_json:
+        show_json({"schedule": name, "num_microbatches": microbatches, **timeline_facts(timeline)})
+    elif output is None:
+        typer.echo(timeline_text(timeline, title), nl=False)
+    else:
+        typer.echo(f"wrote {output}")

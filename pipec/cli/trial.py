@@ -1,0 +1,98 @@
+"""Tensors to try an artifact with: random parameters, and mini-batches at random or from a file."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from pipec import artifact as storage
+from pipec.errors import InputError
+from pipec.ir import Plan, Value
+from pipec.runtime.execution import Ranks
+from pipec.runtime.loaded import LoadedPipeline
+from pipec.text import evaluate_dim, format_value
+
+PARAMETER_DEVIATION = 0.02
+"""Of random parameters: what GPT-2 starts from, small enough for most models."""
+
+Leaves = list[Tensor | None]
+"""The flattened arguments of ``step``; None where no stage reads one. Passed flat they stay the same."""
+
+
+def load_filled(directory: Path, seed: int) -> tuple[LoadedPipeline, int]:
+    """An artifact ready to run, and how many of its tensors were not saved and are random instead."""
+    artifact, saved = storage.load(directory)
+    torch.manual_seed(seed)
+    tensors = random_tensors(artifact.plan, {**saved, **artifact.constants})
+    pipe = LoadedPipeline(artifact, tensors, Ranks(artifact.plan.num_ranks, timeout=300.0))
+    return pipe, len(tensors) - len(saved) - len(artifact.constants)
+
+
+def random_tensors(plan: Plan, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The ``known`` tensors and those of the plan that are missing: parameters normal, buffers ones.
+
+    Ones serve as a mask that hides nothing, and as a variance.
+    """
+    tensors = dict(known)
+    for value in plan.parameters:
+        if value.name not in known:
+            tensors[value.name] = torch.randn(_shape(value, 0)).mul(PARAMETER_DEVIATION).to(_dtype(value))
+    for value in plan.buffers:
+        if value.name not in known:
+            tensors[value.name] = torch.ones(_shape(value, 0), dtype=_dtype(value))
+    return tensors
+
+
+def random_batches(plan: Plan, int_high: int) -> Iterator[Leaves]:
+    """One mini-batch after the other, of the size the plan was made for."""
+    while True:
+        leaves = _empty(plan)
+        for given in plan.inputs:
+            leaves[given.position] = _random(given.value, _batch_size(plan), int_high)
+        yield leaves
+
+
+def read_batch(plan: Plan, path: Path) -> Leaves:
+    """The mini-batch in a safetensors file, its tensors under the names they have in the generated code.
+
+    Raises InputError when the file cannot be read or lacks a tensor.
+    """
+    try:
+        tensors = safetensors.torch.load_file(path)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise InputError(f"{path} cannot be read as safetensors: {error}") from error
+    if missing := [given.value.name for given in plan.inputs if given.value.name not in tensors]:
+        expected = ", ".join(f"{format_value(given.value)} ({given.path})" for given in plan.inputs)
+        raise InputError(f"{path} lacks {', '.join(missing)}; expected {expected}, b being the mini-batch")
+    leaves = _empty(plan)
+    for given in plan.inputs:
+        leaves[given.position] = tensors[given.value.name]
+    return leaves
+
+
+def _empty(plan: Plan) -> Leaves:
+    return [None] * (max((given.position for given in plan.inputs), default=-1) + 1)
+
+
+def _batch_size(plan: Plan) -> int:
+    return plan.microbatch_size * plan.num_microbatches
+
+
+def _random(value: Value, batch: int, int_high: int) -> Tensor:
+    shape, dtype = _shape(value, batch), _dtype(value)
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(shape, dtype=dtype)
+    return torch.randint(2 if dtype is torch.bool else int_high, shape).to(dtype)
+
+
+def _shape(value: Value, batch: int) -> list[int]:
+    return [evaluate_dim(dim, batch) for dim in value.shape]
+
+
+def _dtype(value: Value) -> torch.dtype:
+    dtype = getattr(torch, value.dtype)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
