@@ -15,7 +15,7 @@ from pipec.compiler import Compiled, Compiler
 from pipec.errors import InputError
 from pipec.ir import Mode, Plan, Program
 from pipec.report import readable, simulate_plan
-from pipec.runtime.batch import default_microbatches, split_sizes
+from pipec.runtime.batch import default_microbatches, dense, split_sizes
 from pipec.runtime.execution import Execution, Ranks
 from pipec.runtime.holder import ModelTensors, drop, hold
 from pipec.runtime.results import merge
@@ -62,18 +62,18 @@ class Pipeline(nn.Module):
         Raises CaptureError, InputError or PlanError before anything is sent; ExecutionError or
         TransportError when a rank fails.
         """
-        call = self._checked(Call(args, kwargs, target))
+        call = self._checked(args, kwargs, target)
         loss = self._run(Mode.TRAIN, call)["loss"]
         self._num_steps += 1
         return loss
 
     def eval_step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
         """The loss of ``step`` without gradients, in the mode that ``train()`` or ``eval()`` last set."""
-        return self._run(Mode.LOSS, self._checked(Call(args, kwargs, target)))["loss"]
+        return self._run(Mode.LOSS, self._checked(args, kwargs, target))["loss"]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for the whole batch, on every rank, without gradients."""
-        call = Call(args, kwargs)
+        call = _call(args, kwargs)
         results = self._run(Mode.FORWARD, call)
         compiled = self._compiled(Mode.FORWARD, call, self._sizes(call))[0][0]
         leaves = [results.get(name) for name in compiled.artifact.plan.outputs]
@@ -82,7 +82,7 @@ class Pipeline(nn.Module):
 
     def prepare(self, *args: Any, target: Any = None, **kwargs: Any) -> "Pipeline":
         """Compile what ``step`` with these arguments will run, and run nothing. Returns the pipeline."""
-        call = self._checked(Call(args, kwargs, target))
+        call = self._checked(args, kwargs, target)
         self._compiled(Mode.TRAIN, call, self._sizes(call))
         return self
 
@@ -145,7 +145,8 @@ class Pipeline(nn.Module):
             )
         return self._trained.artifact
 
-    def _checked(self, call: Call) -> Call:
+    def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Call:
+        call = _call(args, kwargs, target)
         if self._compiler.loss_fn is not None and call.target is None:
             raise InputError(
                 "target is missing: this pipeline has a loss_fn(output, target); pass target=..."
@@ -242,3 +243,7 @@ class Pipeline(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._executions.clear()
         return self
+
+
+def _call(args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None) -> Call:
+    return Call(*pytree.tree_map(dense, (args, kwargs, target)))

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from pipec import artifact as storage
 from pipec.errors import InputError
 from pipec.ir import Input, Plan, Program, Value
-from pipec.runtime.batch import split_sizes
+from pipec.runtime.batch import dense, split_sizes
 from pipec.runtime.execution import Execution, Ranks
 from pipec.runtime.holder import ModelTensors, hold
 from pipec.runtime.launch import Devices
@@ -55,7 +55,7 @@ class LoadedPipeline(nn.Module):
 
         Raises InputError before anything is sent when they are not.
         """
-        leaves = pytree.tree_leaves((args, kwargs, target))
+        leaves = [dense(leaf) for leaf in pytree.tree_leaves((args, kwargs, target))]
         plan = self._artifact.plan
         batch = _batch_size(plan, leaves)
         for given in plan.inputs:
