@@ -1,0 +1,133 @@
+"""Ways to cut and run one model. It is captured once, which takes most of the time, and compiled for each of them."""
+
+import copy
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from unittest import mock
+
+from models import Factory
+from torch import Tensor, fx, nn
+from unsplit import Inputs, Outcome, unsplit_step
+
+import pipec
+from pipec.artifact import Artifact
+from pipec.capture import Call, capture
+from pipec.compiler import Target, emit, passes
+from pipec.cost.devices import DEVICES
+from pipec.graph import TrainingGraph
+from pipec.ir import Schedule
+from pipec.passes import Pass, run_passes
+from pipec.passes.cut_stages import CutStages
+from pipec.runtime.execution import Execution, Ranks
+from pipec.schedules import make_schedule
+
+SIZES = (3, 3, 2)
+"""Rows of each microbatch: they need not be equal."""
+
+SEED, TIMEOUT = 7, 30.0
+TARGET = Target(DEVICES["cpu"])
+
+
+@dataclass(frozen=True)
+class Combination:
+    """How a model is cut into stages and run. ``recompute``: "none" or "full"."""
+
+    num_stages: int
+    schedule: str
+    recompute: str
+
+    def __str__(self) -> str:
+        return f"{self.num_stages}-{self.schedule}-{self.recompute}"
+
+
+COMBINATIONS = [Combination(*c) for c in itertools.product((2, 4), ("gpipe", "1f1b"), ("none", "full"))]
+
+
+@dataclass(frozen=True, eq=False)
+class Captured:
+    """A model as it was at first, a mini-batch, and their graph before any pass: nothing here ever changes."""
+
+    model: nn.Module
+    inputs: Inputs
+    graph: TrainingGraph
+
+
+@functools.cache
+def pipeline(factory: Factory) -> tuple[pipec.Pipeline, nn.Module, Captured]:
+    """What ``pipec.compile`` makes for four devices, the model that it trains, and what was captured on the way."""
+    model, inputs = factory()
+    kept: list[TrainingGraph] = []
+
+    def capture_and_keep(*args: object) -> TrainingGraph:
+        graph = capture(*args)  # type: ignore[arg-type]
+        kept.append(copy_graph(graph))
+        return graph
+
+    trained = copy.deepcopy(model)
+    pipe = pipec.compile(trained, devices=4, microbatches=len(SIZES))
+    with mock.patch("pipec.compiler.capture", capture_and_keep):
+        pipe.prepare(**inputs)
+    return pipe, trained, Captured(model, inputs, kept[0])
+
+
+def captured(factory: Factory) -> Captured:
+    return pipeline(factory)[2]
+
+
+def copy_graph(graph: TrainingGraph) -> TrainingGraph:
+    """Passes change the nodes of a graph; those of a copy are its own."""
+    return replace(graph, module=fx.GraphModule(graph.module, copy.deepcopy(graph.module.graph)))
+
+
+@functools.cache
+def cut_evenly(model: Captured, num_stages: int, recompute: bool) -> TrainingGraph:
+    everything = frozenset(range(num_stages)) if recompute else frozenset[int]()
+    return cut(model, CutStages(num_stages, TARGET.device.link), everything)
+
+
+def cut(model: Captured, how: Pass, recompute: frozenset[int]) -> TrainingGraph:
+    """The captured graph through every pass, cut by ``how``."""
+    return run_passes(copy_graph(model.graph), passes(TARGET, how, recompute))
+
+
+@functools.cache
+def compiled(model: Captured, combination: Combination) -> Artifact:
+    graph = cut_evenly(model, combination.num_stages, combination.recompute == "full")
+    return generated(graph, make_schedule(combination.schedule, combination.num_stages, len(SIZES)))
+
+
+def generated(graph: TrainingGraph, schedule: Schedule) -> Artifact:
+    return emit(graph, schedule, max(SIZES), TARGET.device.link)
+
+
+@functools.cache
+def expected(model: Captured) -> Outcome:
+    """What one step of the unsplit model leaves."""
+    unsplit = copy.deepcopy(model.model)
+    return Outcome.of(unsplit_step(unsplit, model.inputs, SIZES), unsplit)
+
+
+def tied_parameters(artifact: Artifact) -> frozenset[str]:
+    """Parameters that more than one stage uses."""
+    return frozenset(fqn for stage in artifact.plan.stages for fqn in stage.borrowed)
+
+
+class TrainingRun:
+    """An artifact on all ranks of this process, with a copy of the model whose parameters it trains."""
+
+    def __init__(self, artifact: Artifact, model: nn.Module) -> None:
+        self.model = copy.deepcopy(model)
+        tensors: dict[str, Tensor] = {
+            **dict(self.model.named_parameters()),
+            **dict(self.model.named_buffers()),
+        }
+        self._execution = Execution(artifact, tensors, tensors, Ranks(artifact.plan.num_ranks, TIMEOUT))
+        self._num_steps = 0
+
+    def step(self, inputs: Inputs, sizes: Sequence[int] = SIZES) -> Tensor:
+        leaves = Call((), inputs).leaves
+        loss = self._execution.run(leaves, sizes, sum(sizes), SEED, self._num_steps)["loss"]
+        self._num_steps += 1
+        return loss

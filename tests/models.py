@@ -1,0 +1,125 @@
+"""Small Hugging Face models with random weights, and a batch of eight rows for each. Dropout is off unless asked for.
+
+Each factory returns a model in training mode and the keyword arguments of a call that returns its loss.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ROWS, TOKENS, VOCABULARY = 8, 12, 48
+
+Factory = Callable[[], tuple[nn.Module, dict[str, Any]]]
+
+
+def gpt2(dropout: float = 0.0) -> tuple[nn.Module, dict[str, Any]]:
+    """Its output head is its token embedding, which is used on the first stage and on the last."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        n_layer=2,
+        n_embd=32,
+        n_head=2,
+        vocab_size=VOCABULARY,
+        n_positions=TOKENS,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    ids = _ids()
+    return _made(GPT2LMHeadModel, config), {"input_ids": ids, "labels": ids}
+
+
+def llama() -> tuple[nn.Module, dict[str, Any]]:
+    """Nothing is tied; two heads share their keys and values."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=TOKENS,
+    )
+    ids = _ids()
+    return _made(LlamaForCausalLM, config), {"input_ids": ids, "labels": ids}
+
+
+def bert() -> tuple[nn.Module, dict[str, Any]]:
+    """Bidirectional, with padding; its output head is its token embedding, plus a bias."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=TOKENS,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    ids = _ids()
+    return _made(BertForMaskedLM, config), {"input_ids": ids, "attention_mask": _padding(), "labels": ids}
+
+
+def t5() -> tuple[nn.Module, dict[str, Any]]:
+    """Encoder and decoder: every layer of the second reads the last value of the first."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        d_model=32,
+        d_ff=48,
+        d_kv=16,
+        num_layers=2,
+        num_heads=2,
+        vocab_size=VOCABULARY,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )
+    kwargs = {"input_ids": _ids(), "attention_mask": _padding(), "labels": _ids(TOKENS // 2)}
+    return _made(T5ForConditionalGeneration, config), kwargs
+
+
+def resnet() -> tuple[nn.Module, dict[str, Any]]:
+    """Convolutions, skips, and BatchNorm, whose running statistics every microbatch changes."""
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    config = ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 2], num_labels=10, layer_type="basic"
+    )
+    random = torch.Generator().manual_seed(3)
+    kwargs = {
+        "pixel_values": torch.randn(ROWS, 3, 16, 16, generator=random),
+        "labels": torch.randint(0, 10, (ROWS,), generator=random),
+    }
+    return _made(ResNetForImageClassification, config), kwargs
+
+
+def gpt2_with_dropout() -> tuple[nn.Module, dict[str, Any]]:
+    return gpt2(0.1)
+
+
+MODELS: tuple[Factory, ...] = (gpt2, llama, bert, t5, resnet)
+
+
+def _made(model_class: Callable[[Any], nn.Module], config: Any) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return model_class(config).train()
+
+
+def _ids(tokens: int = TOKENS) -> Tensor:
+    return torch.randint(0, VOCABULARY, (ROWS, tokens), generator=torch.Generator().manual_seed(1))
+
+
+def _padding() -> Tensor:
+    """Rows of different lengths."""
+    lengths = torch.randint(TOKENS // 2, TOKENS + 1, (ROWS, 1), generator=torch.Generator().manual_seed(2))
+    return (torch.arange(TOKENS) < lengths).long()

@@ -1,0 +1,102 @@
+"""Placement does not change the result: every model, cut and run in every way, has the bits of the unsplit model."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from combinations import (
+    COMBINATIONS,
+    SIZES,
+    Combination,
+    TrainingRun,
+    captured,
+    compiled,
+    expected,
+    pipeline,
+    tied_parameters,
+)
+from models import MODELS, Factory, gpt2, gpt2_with_dropout, llama, resnet
+from torch import Tensor, nn
+from unsplit import Inputs, Outcome, assert_equal, microbatches, unsplit_step
+
+
+def each(*factories: Factory) -> list[Any]:
+    """Tests of one model run in one worker, so that it is captured once."""
+    return [
+        pytest.param(factory, marks=pytest.mark.xdist_group(factory.__name__), id=factory.__name__)
+        for factory in factories
+    ]
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS, ids=str)
+@pytest.mark.parametrize("factory", each(*MODELS))
+def test_a_step_has_the_bits_of_the_unsplit_model(factory: Factory, combination: Combination) -> None:
+    model = captured(factory)
+    artifact = compiled(model, combination)
+    run = TrainingRun(artifact, model.model)
+    outcome = Outcome.of(run.step(model.inputs), run.model)
+    assert_equal(outcome, expected(model), tied_parameters(artifact))
+
+
+@pytest.mark.parametrize("factory", each(*MODELS))
+def test_two_steps_of_a_compiled_model_accumulate_gradients(factory: Factory) -> None:
+    pipe, trained, model = pipeline(factory)
+    pipe.zero_grad()
+    unsplit = copy.deepcopy(trained)
+    for _ in range(2):
+        found = pipe.step(**model.inputs)
+        loss = unsplit_step(unsplit, model.inputs, SIZES)
+    tied = frozenset(fqn for stage in pipe.plan.stages for fqn in stage.borrowed)
+    assert_equal(Outcome.of(found, trained), Outcome.of(loss, unsplit), tied)
+    pipe.zero_grad()
+    assert all(parameter.grad is None for parameter in trained.parameters())
+
+
+ADAMW_STEPS = 20
+
+
+def batches(inputs: Inputs) -> Iterator[Inputs]:
+    for number in range(ADAMW_STEPS):
+        yield {name: value.roll(number, dims=0) for name, value in inputs.items()}
+
+
+def update(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("factory", each(llama, resnet))
+def test_twenty_steps_of_adamw_stay_equal(factory: Factory) -> None:
+    model = captured(factory)
+    run = TrainingRun(compiled(model, Combination(4, "1f1b", "none")), model.model)
+    unsplit = copy.deepcopy(model.model)
+    optimizers = [torch.optim.AdamW(trained.parameters(), lr=1e-2) for trained in (run.model, unsplit)]
+    for inputs in batches(model.inputs):
+        losses = run.step(inputs), unsplit_step(unsplit, inputs, SIZES)
+        for optimizer in optimizers:
+            update(optimizer)
+        assert_equal(Outcome.of(losses[0], run.model), Outcome.of(losses[1], unsplit))
+
+
+@pytest.mark.xdist_group("gpt2")
+def test_twenty_steps_stay_equal_to_a_model_that_sums_the_gradients_of_each_use_of_a_tied_weight() -> None:
+    """The order of that sum is all that differs: embedding and head are apart here, as two stages hold them."""
+    model = captured(gpt2)
+    artifact = compiled(model, Combination(4, "1f1b", "none"))
+    assert tied_parameters(artifact) == {"transformer.wte.weight"}
+    run, unsplit = TrainingRun(artifact, model.model), copy.deepcopy(model.model)
+    embedding, head = unsplit.transformer.wte.weight, nn.Parameter(unsplit.lm_head.weight.detach().clone())
+    tied = list(unsplit.parameters())
+    unsplit.lm_head.weight = head
+    optimizers = [torch.optim.AdamW(trained, lr=1e-2) for trained in (run.model.parameters(), tied)]
+    for inputs in batches(model.inputs):
+        losses = run.step(inputs), unsplit_step(unsplit, inputs, SIZES)
+        embedding.grad += head.grad
+        head.grad = None
+        for optimizer in optimizers:
+            update(optimizer)
+        head.data.copy_(embedding)
+        assert torch.equal(*losses)
+        assert all(map(torch.equal, run.model.parameters(), tied))
