@@ -1,4 +1,4 @@
-"""Ways to cut and run one model. It is captured once, which takes most of the time, and compiled for each of them."""
+"""Ways to cut and run a model, which is captured once for all of them: that takes most of the time."""
 
 import copy
 import functools
@@ -47,7 +47,7 @@ COMBINATIONS = [Combination(*c) for c in itertools.product((2, 4), ("gpipe", "1f
 
 @dataclass(frozen=True, eq=False)
 class Captured:
-    """A model as it was at first, a mini-batch, and their graph before any pass: nothing here ever changes."""
+    """A model as it was at first, a mini-batch, and their graph before any pass. Nothing of it changes."""
 
     model: nn.Module
     inputs: Inputs
@@ -56,7 +56,7 @@ class Captured:
 
 @functools.cache
 def pipeline(factory: Factory) -> tuple[pipec.Pipeline, nn.Module, Captured]:
-    """What ``pipec.compile`` makes for four devices, the model that it trains, and what was captured on the way."""
+    """What ``pipec.compile`` makes for four devices, the model it trains, and what it captured on the way."""
     model, inputs = factory()
     kept: list[TrainingGraph] = []
 

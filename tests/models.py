@@ -1,11 +1,13 @@
-"""Small Hugging Face models with random weights, and a batch of eight rows for each. Dropout is off unless asked for.
+"""Small Hugging Face models with random weights, and a batch of eight rows for each.
 
-Each factory returns a model in training mode and the keyword arguments of a call that returns its loss.
+Each factory returns a model in training mode and the keyword arguments of a call that returns its loss. None
+draws random numbers but ``gpt2_with_dropout``.
 """
 
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -107,6 +109,14 @@ def gpt2_with_dropout() -> tuple[nn.Module, dict[str, Any]]:
 
 
 MODELS: tuple[Factory, ...] = (gpt2, llama, bert, t5, resnet)
+
+
+def each(*factories: Factory) -> list[Any]:
+    """Tests of one model run in one worker, so that it is captured once."""
+    return [
+        pytest.param(factory, marks=pytest.mark.xdist_group(factory.__name__), id=factory.__name__)
+        for factory in factories
+    ]
 
 
 def _made(model_class: Callable[[Any], nn.Module], config: Any) -> nn.Module:

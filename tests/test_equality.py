@@ -1,8 +1,7 @@
-"""Placement does not change the result: every model, cut and run in every way, has the bits of the unsplit model."""
+"""Placement does not change the result: every model, cut in every way, has the bits of the unsplit model."""
 
 import copy
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -17,17 +16,9 @@ from combinations import (
     pipeline,
     tied_parameters,
 )
-from models import MODELS, Factory, gpt2, gpt2_with_dropout, llama, resnet
-from torch import Tensor, nn
-from unsplit import Inputs, Outcome, assert_equal, microbatches, unsplit_step
-
-
-def each(*factories: Factory) -> list[Any]:
-    """Tests of one model run in one worker, so that it is captured once."""
-    return [
-        pytest.param(factory, marks=pytest.mark.xdist_group(factory.__name__), id=factory.__name__)
-        for factory in factories
-    ]
+from models import MODELS, Factory, each, gpt2, llama, resnet
+from torch import nn
+from unsplit import Inputs, Outcome, assert_equal, unsplit_step
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=str)
@@ -43,7 +34,7 @@ def test_a_step_has_the_bits_of_the_unsplit_model(factory: Factory, combination:
 @pytest.mark.parametrize("factory", each(*MODELS))
 def test_two_steps_of_a_compiled_model_accumulate_gradients(factory: Factory) -> None:
     pipe, trained, model = pipeline(factory)
-    pipe.zero_grad()
+    pipe.train().zero_grad()
     unsplit = copy.deepcopy(trained)
     for _ in range(2):
         found = pipe.step(**model.inputs)
@@ -82,7 +73,7 @@ def test_twenty_steps_of_adamw_stay_equal(factory: Factory) -> None:
 
 @pytest.mark.xdist_group("gpt2")
 def test_twenty_steps_stay_equal_to_a_model_that_sums_the_gradients_of_each_use_of_a_tied_weight() -> None:
-    """The order of that sum is all that differs: embedding and head are apart here, as two stages hold them."""
+    """Nothing but the order of that sum differs: embedding and head are apart, as two stages hold them."""
     model = captured(gpt2)
     artifact = compiled(model, Combination(4, "1f1b", "none"))
     assert tied_parameters(artifact) == {"transformer.wte.weight"}

@@ -1,11 +1,13 @@
-"""The oracle: what an unsplit model computes when autograd runs it over the same microbatches, one after the other."""
+"""The oracle: what autograd computes when it runs the unsplit model over the same microbatches in turn."""
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 Inputs = Mapping[str, Any]
 
@@ -35,6 +37,22 @@ def unsplit_step(model: nn.Module, inputs: Inputs, sizes: Sequence[int]) -> Tens
     return total
 
 
+@torch.no_grad()
+def unsplit_output(model: nn.Module, inputs: Inputs, sizes: Sequence[int]) -> Any:
+    """What the model returns for the mini-batch, in a structure of its own class.
+
+    Tensors are joined along their rows; a number is the mean over rows.
+    """
+    shares = [size / sum(sizes) for size in sizes]
+
+    def join(*parts: Any) -> Any:
+        if not isinstance(parts[0], Tensor):
+            return parts[0]
+        return torch.cat(parts) if parts[0].ndim else sum(map(operator.mul, parts, shares))
+
+    return pytree.tree_map(join, *[model(**rows) for rows in microbatches(inputs, sizes)])
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a step leaves: its loss, and by FQN the gradients there are, the parameters and the buffers."""
@@ -56,7 +74,7 @@ class Outcome:
 
 
 TIED_ERROR = 1e-6
-"""How far the gradient of a parameter may be off that several stages use: they sum it in an order of their own."""
+"""How far off the gradient of a parameter may be that several stages use: its sum has another order."""
 
 
 def assert_equal(found: Outcome, expected: Outcome, tied: frozenset[str] = frozenset()) -> None:

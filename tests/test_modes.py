@@ -1,0 +1,78 @@
+"""Evaluation and plain forward equal the unsplit model's; dropout is the same wherever the model is cut."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from combinations import SIZES, Combination, TrainingRun, captured, compiled, pipeline, tied_parameters
+from models import Factory, bert, each, gpt2, gpt2_with_dropout, resnet
+from torch import nn
+from torch.utils import _pytree as pytree
+from unsplit import Inputs, Outcome, assert_equal, unsplit_output
+
+MODES = pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+
+
+def switched(factory: Factory, training: bool) -> tuple[Any, nn.Module, nn.Module, Inputs]:
+    """A pipeline and the model it trains, a copy of that model to compare with, and a call without caches."""
+    pipe, trained, model = pipeline(factory)
+    pipe.train(training)
+    inputs = {**model.inputs, "use_cache": False} if factory is gpt2 else model.inputs
+    return pipe, trained, copy.deepcopy(trained).train(training), inputs
+
+
+def assert_same_buffers(one: nn.Module, other: nn.Module) -> None:
+    assert all(map(torch.equal, one.buffers(), other.buffers()))
+
+
+@MODES
+@pytest.mark.parametrize("factory", each(gpt2, resnet))
+def test_evaluation_has_the_loss_of_the_unsplit_model(factory: Factory, training: bool) -> None:
+    """BatchNorm too: it normalises by, and moves, the statistics of a batch in training mode only."""
+    pipe, trained, unsplit, inputs = switched(factory, training)
+    pipe.zero_grad()
+    assert torch.equal(pipe.eval_step(**inputs), unsplit_output(unsplit, inputs, SIZES).loss)
+    assert_same_buffers(trained, unsplit)
+    assert all(parameter.grad is None for parameter in trained.parameters())
+
+
+@MODES
+@pytest.mark.parametrize("factory", each(gpt2, resnet, bert))
+def test_plain_forward_returns_what_the_unsplit_model_returns(factory: Factory, training: bool) -> None:
+    pipe, trained, unsplit, inputs = switched(factory, training)
+    found, expected = pipe(**inputs), unsplit_output(unsplit, inputs, SIZES)
+    assert type(found) is type(expected)
+    assert found.keys() == expected.keys()
+    assert all(map(torch.equal, pytree.tree_leaves(found), pytree.tree_leaves(expected)))
+    assert_same_buffers(trained, unsplit)
+
+
+# dropout
+
+
+def run_steps(combination: Combination) -> list[Outcome]:
+    """What each of two steps leaves."""
+    model = captured(gpt2_with_dropout)
+    run, outcomes = TrainingRun(compiled(model, combination), model.model), []
+    for _ in range(2):
+        outcomes.append(Outcome.of(run.step(model.inputs), run.model))
+        run.model.zero_grad()
+    return outcomes
+
+
+@pytest.mark.xdist_group("gpt2_with_dropout")
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_dropout_does_not_depend_on_the_cut(num_stages: int, recompute: str) -> None:
+    combination = Combination(num_stages, "1f1b", recompute)
+    tied = tied_parameters(compiled(captured(gpt2_with_dropout), combination))
+    whole = run_steps(Combination(1, "gpipe", "none"))
+    for found, expected in zip(run_steps(combination), whole, strict=True):
+        assert_equal(found, expected, tied)
+
+
+@pytest.mark.xdist_group("gpt2_with_dropout")
+def test_every_step_drops_something_else() -> None:
+    first, second = run_steps(Combination(2, "1f1b", "none"))
+    assert first.loss != second.loss
