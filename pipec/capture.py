@@ -5,99 +5,84 @@ custom backwards. Non-strict ``torch.export`` serves where Dynamo cannot. Both a
 batch, and then, with a logged reason, for a fixed one.
 """
 
-import itertools
 import logging
-import re
-import sys
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import PurePath
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import sympy
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from pipec import torch_compat
-from pipec.errors import CaptureError, InputError
-from pipec.graph import (
-    Argument,
-    Buffer,
-    Gradient,
-    LossGradient,
-    ModelInput,
-    Operator,
-    Output,
-    Parameter,
-    Result,
-    TrainingGraph,
-    UpdatedBuffer,
-    is_constant,
-    is_random,
-)
-from pipec.ir import Mode, Phase
-from pipec.torch_compat import pytree
+from pipec.call import Call
+from pipec.classify import OPERATOR_ID
+from pipec.diagnosis import brief, capture_error, lines_in, model_line
+from pipec.errors import InputError, PipecError
+from pipec.graph import Operator, TrainingGraph
+from pipec.ir import Mode
+from pipec.normalize import Traced, training_graph
+from pipec.torch_compat import Captured, fqn_of, pytree
+
+__all__ = ["Call", "capture"]
 
 log = logging.getLogger("pipec")
 
-OPERATOR_ID = "pipec_operator"
+FrontEnd = Callable[[nn.Module, tuple[Any, ...], Sequence[Tensor]], Captured]
 
-NO_OPS = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.lift_fresh.default}
-
-
-@dataclass(frozen=True)
-class Call:
-    """The arguments of one captured call, and which of their tensors are split along the batch."""
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    target: Any = None
-
-    @property
-    def leaves(self) -> list[Any]:
-        return pytree.tree_leaves((self.args, self.kwargs, self.target))
-
-    @property
-    def paths(self) -> list[str]:
-        """How a person would write each leaf: ``args[0]``, ``kwargs['mask']``, ``target``."""
-        tree = {"args": self.args, "kwargs": self.kwargs, "target": self.target}
-        return [_path(keys) for keys, _ in pytree.tree_flatten_with_path(tree)[0]]
-
-    @property
-    def batch_size(self) -> int:
-        """Dimension 0 of the first tensor among the arguments."""
-        for leaf in self.leaves:
-            if isinstance(leaf, torch.Tensor) and leaf.ndim:
-                return leaf.shape[0]
-        raise InputError(
-            "pipec needs a batch to split: no argument is a tensor with at least one dimension. "
-            "Pass the inputs of the whole mini-batch to step()."
-        )
-
-    def signature(self) -> Hashable:
-        """What a compilation depends on: structure, dtypes, shapes but for the batch, and plain values."""
-        leaves, spec = pytree.tree_flatten((self.args, self.kwargs, self.target))
-        return str(spec), tuple(map(_kind, leaves, self.batched()))
-
-    def batched(self) -> list[bool]:
-        """For each leaf, whether dimension 0 is the batch."""
-        size = self.batch_size
-        return [isinstance(x, torch.Tensor) and x.ndim > 0 and x.shape[0] == size for x in self.leaves]
-
-    def rows(self, start: int, stop: int) -> "Call":
-        """The call on some rows of the batch; rows past the end repeat from the first."""
-        size = self.batch_size
-        index = torch.arange(start, stop) % size
-        flags = iter(self.batched())
-        pick = lambda x: x.detach()[index.to(x.device)] if next(flags) else x  # noqa: E731
-        args, kwargs, target = pytree.tree_map(pick, (self.args, self.kwargs, self.target))
-        return Call(args, kwargs, target)
+FRONT_ENDS: tuple[tuple[str, FrontEnd], ...] = (
+    ("Dynamo", torch_compat.capture_with_dynamo),
+    ("torch.export", torch_compat.capture_with_export),
+)
 
 
-def _kind(leaf: Any, batched: bool) -> Hashable:
-    if isinstance(leaf, torch.Tensor):
-        return leaf.dtype, tuple(leaf.shape[batched:]), batched
-    return type(leaf), leaf
+def capture(
+    model: nn.Module,
+    loss_fn: Callable[..., Any] | None,
+    mode: Mode,
+    call: Call,
+    canonical: Mapping[str, str] | None = None,
+) -> TrainingGraph:
+    """Trace ``call`` of ``model`` into one graph. The model is left as it was.
+
+    ``call`` holds one microbatch. A symbolic batch is traced with at least two rows, because a dimension of
+    size one is always traced as a constant. ``canonical`` maps every name of a tied tensor to the one to use.
+
+    Raises CaptureError, naming the model's source line, when no front end can capture the model, and
+    InputError when the model fails on these arguments or its loss is not one number.
+    """
+    _check_arguments(call, mode)
+    step = _Step(model, loss_fn, mode, call.batched())
+    tracer = _Tracer(step, mode, call, canonical or {})
+    errors: list[Exception] = []
+    with torch_compat.quiet(), torch_compat.unchanged(step), torch.set_grad_enabled(mode is Mode.TRAIN):
+        for name, front_end in FRONT_ENDS:
+            for symbolic in (True, False):
+                try:
+                    graph = tracer.trace(front_end, symbolic)
+                except PipecError:
+                    raise
+                except Exception as error:
+                    log.info(
+                        "%s%s failed: %s", name, " with a symbolic batch" if symbolic else "", brief(error)
+                    )
+                    errors.append(error)
+                    continue
+                if graph.batch is None:
+                    log.warning(
+                        "microbatches of %d rows are compiled on their own, and so is every other size: %s",
+                        graph.batch_size,
+                        brief(errors[0]),
+                    )
+                return graph
+        raise capture_error(errors) from errors[0]
+
+
+def _check_arguments(call: Call, mode: Mode) -> None:
+    for path, leaf in zip(call.paths, call.leaves, strict=True):
+        if mode is Mode.TRAIN and isinstance(leaf, Tensor) and leaf.requires_grad:
+            raise InputError(
+                f"{path} requires a gradient, but pipec computes gradients of parameters alone; "
+                f"pass it detached, or make it a parameter of the model"
+            )
 
 
 class _Step(nn.Module):
@@ -111,116 +96,118 @@ class _Step(nn.Module):
         self.loss_fn = loss_fn
         self.mode = mode
         self.batched = tuple(batched)
+        self.training = model.training
+        self.replaceable = tuple(_replaceable_buffers(model))
 
-    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
+    def forward(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
+    ) -> tuple[Any, dict[str, Tensor]]:
+        """The loss, or the output, and by name the buffers that were replaced by other tensors."""
         leaves = pytree.tree_leaves((args, kwargs, target))
         sizes = [leaf.shape[0] for leaf, batched in zip(leaves, self.batched, strict=True) if batched]
         for size in sizes[1:]:
             torch._check(size == sizes[0])  # else each tensor would have a batch symbol of its own
+        before = [self.get_buffer(name) for name in self.replaceable]
+        output = self.result(args, kwargs, target)
+        after = [self.get_buffer(name) for name in self.replaceable]
+        named = zip(self.replaceable, before, after, strict=True)
+        return output, {name: new for name, old, new in named if new is not old}
+
+    def result(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
         output = self.model(*args, **kwargs)
         if self.mode is Mode.FORWARD:
-            return pytree.tree_map(_result_leaf, output)
+            return output
         if self.loss_fn is not None:
             return self.loss_fn(output, target)
-        if isinstance(output, torch.Tensor):
+        if isinstance(output, Tensor):
             return output
         return output["loss"] if isinstance(output, Mapping) else output.loss
 
 
-def _result_leaf(leaf: Any) -> Any:
-    """Objects that are neither tensors nor plain values, such as caches, come back as None."""
-    return leaf if leaf is None or isinstance(leaf, torch.Tensor | bool | int | float | str) else None
+def _replaceable_buffers(model: nn.Module) -> Iterator[str]:
+    """Names in ``_Step`` of buffers that ``self.name = tensor`` may replace; torch's own modules never do."""
+    for path, module in model.named_modules(prefix="model"):
+        if not type(module).__module__.startswith("torch.nn."):
+            yield from (f"{path}.{name}" for name, buffer in module._buffers.items() if buffer is not None)
 
 
-def capture(
-    model: nn.Module,
-    loss_fn: Callable[..., Any] | None,
-    mode: Mode,
-    call: Call,
-    canonical: Mapping[str, str] | None = None,
-    fixed_batch: bool = False,
-) -> TrainingGraph:
-    """Trace ``call`` of ``model`` into one graph.
+class _Tracer:
+    """Traces one call; attempts differ in front end and in whether the batch is symbolic."""
 
-    ``call`` holds one microbatch. With a symbolic batch it is padded to at least two rows, because a
-    dimension of size one is always traced as a constant. ``fixed_batch`` asks for this very size.
-    ``canonical`` maps every name of a tied tensor to the one to use.
+    def __init__(self, step: _Step, mode: Mode, call: Call, canonical: Mapping[str, str]) -> None:
+        self._step = step
+        self._mode = mode
+        self._call = call
+        self._fqns, self._constants = _model_names(step, canonical)
+        self._device = next((tensor.device for tensor in step.model.parameters()), None)
 
-    Raises :class:`CaptureError` naming the model's source line when no front end can capture it.
+    def trace(self, front_end: FrontEnd, symbolic: bool) -> TrainingGraph:
+        size = self._call.batch_size
+        sample = self._call.sample(max(size, 2) if symbolic else size, self._device)
+        flags = sample.batched() if symbolic else [False] * len(sample.leaves)
+        batched = [leaf for leaf, flag in zip(sample.leaves, flags, strict=True) if flag]
+        captured = front_end(self._step, (sample.args, dict(sample.kwargs), sample.target), batched)
+        operators = _number_operators(captured.module)
+        _warn_of_changed_state(self._step.model, captured.changed_state)
+        joint = torch_compat.differentiate(captured, training=self._mode is Mode.TRAIN)
+        return training_graph(
+            Traced(joint, self._mode, operators, sample, size, symbolic, self._fqns, self._constants)
+        )
+
+
+def _model_names(step: _Step, canonical: Mapping[str, str]) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """What the tensors of ``step`` are called in the model, and those that belong to the loss function alone.
+
+    Raises InputError if the loss function has parameters of its own to train.
     """
-    step = _Step(model, loss_fn, mode, call.batched())
-    step.training = model.training
-    size = call.batch_size
-    example = call if fixed_batch else call.rows(0, max(size, 2))
-    with torch.set_grad_enabled(mode is Mode.TRAIN):
-        captured, args, dynamic = _front_end(step, example, fixed_batch)
-        operators = _number_operators(captured)
-        joint = torch_compat.differentiate(captured, args, training=mode is Mode.TRAIN)
-    graph = _training_graph(joint, mode, operators, example, size, dynamic)
-    return _merge_tied(graph, canonical or {})
+    fqns: dict[str, str] = {}
+    constants: dict[str, Tensor] = {}
+    of_model: dict[int, str] = {}
+    tensors = [*step.named_parameters(remove_duplicate=False), *step.named_buffers(remove_duplicate=False)]
+    for name, tensor in tensors:
+        if name.startswith("model."):
+            fqn = name.removeprefix("model.")
+            fqns[name] = of_model[id(tensor)] = canonical.get(fqn, fqn)
+    for name, tensor in tensors:
+        if name not in fqns:
+            fqns[name] = of_model.get(id(tensor), f"constant.{name}")
+            if id(tensor) not in of_model:
+                constants[fqns[name]] = tensor
+                if tensor.requires_grad and step.mode is Mode.TRAIN:
+                    raise InputError(
+                        f"{name} would be trained, but belongs to no stage: pipec trains the parameters of "
+                        "the model. Make the loss a part of the model, which then returns it, or freeze it."
+                    )
+    return fqns, constants
 
 
-def _front_end(step: _Step, call: Call, fixed: bool) -> tuple[fx.GraphModule, tuple[Any, ...], bool]:
-    args = (call.args, dict(call.kwargs), call.target)
-    batched = [] if fixed else [x for x, flag in zip(call.leaves, call.batched(), strict=True) if flag]
-
-    def dynamo(tensors: Sequence[torch.Tensor]) -> tuple[fx.GraphModule, tuple[Any, ...]]:
-        return torch_compat.capture_with_dynamo(step, args, tensors), args
-
-    def export(tensors: Sequence[torch.Tensor]) -> tuple[fx.GraphModule, tuple[Any, ...]]:
-        return torch_compat.capture_with_export(step, args, tensors)
-
-    errors: list[Exception] = []
-    for name, trace in (("Dynamo", dynamo), ("torch.export", export)):
-        for tensors in [batched, []] if batched else [[]]:
-            try:
-                graph_module, traced_args = trace(tensors)
-            except Exception as error:
-                log.info("%s could not capture the model%s: %s", name, _with_batch(tensors), _brief(error))
-                errors.append(error)
-                continue
-            if batched and not tensors:
-                log.warning(
-                    "the batch dimension is fixed at %d rows a microbatch, so another size is captured anew: %s",
-                    call.batch_size,
-                    _brief(errors[-1]),
-                )
-            return graph_module, traced_args, bool(tensors)
-    raise _capture_error(errors) from errors[0]
-
-
-def _with_batch(tensors: Sequence[torch.Tensor]) -> str:
-    return " with a symbolic batch" if tensors else ""
-
-
-def _brief(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
-
-
-def _capture_error(errors: Sequence[Exception]) -> CaptureError:
-    first = errors[0]
-    frame = torch_compat.user_frame(first)
-    where = f"\n  at {frame[0]}:{frame[1]}\n     {frame[2]}" if frame else ""
-    tried = "".join(f"\n  - {_brief(error)}" for error in dict.fromkeys(errors))
-    return CaptureError(
-        f"the model cannot be captured as one graph{where}\n"
-        f"Control flow that depends on tensor values, .item() and calls into untraceable libraries break the "
-        f"graph.\nRewrite that line with tensor operations (torch.where, masks), or move it out of the model."
-        f"\nWhat was tried:{tried}"
-    )
+def _warn_of_changed_state(model: nn.Module, changed: Sequence[str]) -> None:
+    modules = {f"model.{path}" if path else "model" for path, _ in model.named_modules()}
+    for path in sorted(modules.intersection(changed)):
+        log.warning(
+            "forward() of %s (%s) sets attributes of the module; pipelines run what was captured and leave "
+            "them alone. State that changes from step to step belongs into a registered buffer.",
+            path,
+            type(model.get_submodule(path.removeprefix("model").removeprefix("."))).__name__,
+        )
 
 
 def _number_operators(captured: fx.GraphModule) -> tuple[Operator, ...]:
     """Give every torch-level call its id, to be carried to all nodes it causes."""
-    operators = []
+    operators: list[Operator] = []
     for node in captured.graph.nodes:
-        if node.op in ("placeholder", "output", "get_attr"):
+        if node.op in ("placeholder", "output", "get_attr") or _computes_sizes(node):
             continue
         node.meta["custom"] = {OPERATOR_ID: len(operators)}
         module, module_type = _module_of(node)
-        operators.append(Operator(node.name, module, module_type, _source_of(node)))
+        line = model_line(lines_in(node.meta.get("stack_trace") or ""))
+        operators.append(Operator(node.name, module, module_type, line.place if line else ""))
     return tuple(operators)
+
+
+def _computes_sizes(node: fx.Node) -> bool:
+    value = node.meta.get("example_value", node.meta.get("val"))
+    return node.target is torch._check or isinstance(value, torch.SymInt | torch.SymBool | int)
 
 
 def _module_of(node: fx.Node) -> tuple[str, str]:
@@ -230,232 +217,4 @@ def _module_of(node: fx.Node) -> tuple[str, str]:
         return "", ""
     path, module_type = stack[-1]
     name = module_type if isinstance(module_type, str) else module_type.__name__
-    return _fqn(path), name.rsplit(".", 1)[-1]
-
-
-def _fqn(path: str) -> str:
-    """``L['self']._modules['model'].h[0]`` and ``model.h.0`` both give ``h.0``."""
-    dotted = re.sub(r"\._modules\b", "", path)
-    dotted = re.sub(r"\[['\"]?(.*?)['\"]?\]", r".\1", dotted)
-    return re.sub(r"^(L\.self\.?)?(model(\.|$))?", "", dotted)
-
-
-def _source_of(node: fx.Node) -> str:
-    frames = re.findall(r'File "(.*?)", line (\d+)', node.meta.get("stack_trace") or "")
-    if not frames:
-        return ""
-    file, line = frames[-1]
-    return f"{PurePath(file).name}:{line}"
-
-
-def _training_graph(
-    joint: torch_compat.JointGraph,
-    mode: Mode,
-    operators: tuple[Operator, ...],
-    call: Call,
-    size: int,
-    dynamic: bool,
-) -> TrainingGraph:
-    graph = joint.module.graph
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    for node, described in zip(placeholders, joint.arguments, strict=True):
-        node.meta["role"] = _argument(described, call)
-    batch = _batch_symbol(placeholders) if dynamic else None
-    if dynamic and batch is None:
-        log.warning("the model turns its batch dimension into a constant; another size is captured anew")
-    results = _keep_results(graph, joint.results)
-    changed = {role.fqn for role in results if isinstance(role, UpdatedBuffer)}
-    for node in placeholders:
-        if isinstance(node.meta["role"], Buffer):
-            node.meta["changed"] = node.meta["role"].fqn in changed
-    _drop_what_does_nothing(graph)
-    _classify(graph)
-    trained = TrainingGraph(
-        joint.module,
-        mode,
-        operators,
-        results,
-        size,
-        batch,
-        tuple(guard.subs(joint.replacements) for guard in joint.guards),
-        constants=_lift_constants(joint.module),
-        output_spec=joint.output_spec,
-    )
-    _check_loss(trained)
-    return trained
-
-
-def _argument(described: tuple[str, str | int], call: Call) -> Argument:
-    match described:
-        case ("parameter", str(name)):
-            return Parameter(_model_fqn(name))
-        case ("buffer", str(name)):
-            return Buffer(_model_fqn(name))
-        case ("input", int(index)):
-            return ModelInput(index, call.paths[index], call.batched()[index])
-        case ("tangent", _):
-            return LossGradient()
-    raise CaptureError(f"the captured graph takes an argument that pipec does not know: {described[1]}")
-
-
-def _result(described: tuple[str, str | int]) -> Result:
-    match described:
-        case ("output", int(index)):
-            return Output(index)
-        case ("buffer", str(name)):
-            return UpdatedBuffer(_model_fqn(name))
-        case ("gradient", str(name)):
-            return Gradient(_model_fqn(name))
-    raise CaptureError(
-        f"the model changes something that pipec cannot carry: {described[1]}. "
-        "Only registered buffers may be changed in forward()."
-    )
-
-
-def _keep_results(graph: fx.Graph, described: Sequence[tuple[str, str | int]]) -> tuple[Result, ...]:
-    """Drop the outputs that hold nothing, such as gradients of inputs."""
-    output = graph.output_node()
-    kept = [
-        (value, _result(what))
-        for value, what in zip(output.args[0], described, strict=True)  # type: ignore[arg-type]
-        if isinstance(value, fx.Node) and what[0] != "ignored"
-    ]
-    output.args = (tuple(value for value, _ in kept),)
-    return tuple(role for _, role in kept)
-
-
-def _model_fqn(name: str) -> str:
-    return name.removeprefix("model.")
-
-
-def _path(keys: tuple[Any, ...]) -> str:
-    return str(keys[0].key) + "".join(str(key) for key in keys[1:])
-
-
-def _batch_symbol(placeholders: Sequence[fx.Node]) -> sympy.Symbol | None:
-    for node in placeholders:
-        role = node.meta["role"]
-        if isinstance(role, ModelInput) and role.batched:
-            size = node.meta["val"].shape[0]
-            if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
-                return size.node.expr
-    return None
-
-
-def _drop_what_does_nothing(graph: fx.Graph) -> None:
-    """Remove aliases and assertions, and write every size as an expression instead of a node."""
-    numbers = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
-    for node in list(graph.nodes):
-        if _does_nothing(node):
-            node.replace_all_uses_with(node.args[0])
-        elif isinstance(value := node.meta.get("val"), numbers) and node.op != "output":
-            for user in list(node.users):
-                user.args = fx.map_arg(user.args, lambda n, old=node, new=value: new if n is old else n)
-                user.kwargs = fx.map_arg(user.kwargs, lambda n, old=node, new=value: new if n is old else n)
-    for node in reversed(list(graph.nodes)):
-        if not node.users and node.op not in ("output", "placeholder"):
-            graph.erase_node(node)
-
-
-def _does_nothing(node: fx.Node) -> bool:
-    if node.target is torch.ops.aten.slice.Tensor:
-        return tuple(node.args[2:]) == (0, sys.maxsize)
-    return node.op == "call_function" and node.target in NO_OPS
-
-
-def _classify(graph: fx.Graph) -> None:
-    """Give every node its phase and its operator, from its own annotation or from its neighbours."""
-    draws = itertools.count()
-    for node in graph.nodes:
-        if node.op == "output":
-            continue
-        if node.op == "placeholder":
-            backward = isinstance(node.meta["role"], LossGradient)
-        else:
-            tag = node.meta.get("partitioner_tag")
-            inherited = any(n.meta["phase"] is Phase.BACKWARD for n in node.all_input_nodes)
-            backward = inherited or tag in ("is_backward", "must_be_in_backward")
-        node.meta["phase"] = Phase.BACKWARD if backward else Phase.FORWARD
-        if node.op in ("call_function", "get_attr"):
-            node.meta["op"] = _operator_of(node)
-        if node.op == "call_function":
-            if is_random(node):
-                node.meta["draw"] = next(draws)
-            node.meta["constant"] = (
-                not backward and not is_random(node) and all(map(is_constant, node.all_input_nodes))
-            )
-
-
-def _operator_of(node: fx.Node) -> int:
-    """Own annotation; else forward: the latest producer among its inputs, backward: the earliest."""
-    own = (node.meta.get("custom") or {}).get(OPERATOR_ID)
-    if own is not None:
-        return int(own)
-    phase = node.meta["phase"]
-    inputs = [n for n in node.all_input_nodes if "op" in n.meta]
-    same = [n.meta["op"] for n in inputs if n.meta["phase"] is phase] or [n.meta["op"] for n in inputs]
-    if not same:
-        return 0
-    return max(same) if phase is Phase.FORWARD else min(same)
-
-
-def _lift_constants(module: fx.GraphModule) -> dict[str, torch.Tensor]:
-    """Tensors that the graph holds itself become buffers named ``constant.N``."""
-    constants: dict[str, torch.Tensor] = {}
-    graph = module.graph
-    names: dict[str, fx.Node] = {}
-    for node in [n for n in graph.nodes if n.op == "get_attr"]:
-        attribute = str(node.target)
-        if attribute not in names:
-            value = getattr(module, attribute)
-            fqn = f"constant.{len(constants)}"
-            constants[fqn] = value
-            with graph.inserting_before(next(iter(graph.nodes))):
-                lifted = graph.placeholder(f"constant_{len(names)}")
-            lifted.meta.update(node.meta, role=Buffer(fqn), changed=False)
-            lifted.meta.setdefault("val", value)
-            names[attribute] = lifted
-        node.replace_all_uses_with(names[attribute])
-        graph.erase_node(node)
-    return constants
-
-
-def _merge_tied(graph: TrainingGraph, canonical: Mapping[str, str]) -> TrainingGraph:
-    """Let every use of a tied tensor read one argument, and sum the gradients of its names."""
-    arguments: dict[str, fx.Node] = {}
-    for node in graph.arguments:
-        role = node.meta["role"]
-        if isinstance(role, Parameter | Buffer):
-            fqn = canonical.get(role.fqn, role.fqn)
-            node.meta["role"] = replace(role, fqn=fqn)
-            if arguments.setdefault(fqn, node) is not node:
-                node.replace_all_uses_with(arguments[fqn])
-                graph.module.graph.erase_node(node)
-    merged: dict[Result, fx.Node] = {}
-    for role, node in graph.outputs:
-        if not isinstance(role, Output):
-            role = replace(role, fqn=canonical.get(role.fqn, role.fqn))
-        merged[role] = _plus(graph, merged[role], node) if role in merged else node
-    graph.module.graph.output_node().args = (tuple(merged.values()),)
-    return replace(graph, results=tuple(merged))
-
-
-def _plus(graph: TrainingGraph, one: fx.Node, other: fx.Node) -> fx.Node:
-    with graph.module.graph.inserting_before(graph.module.graph.output_node()):
-        total = graph.module.graph.call_function(torch.ops.aten.add.Tensor, (one, other))
-    total.meta = {"val": one.meta["val"], "phase": one.meta["phase"]}
-    total.meta["op"] = min(one.meta["op"], other.meta["op"])
-    return total
-
-
-def _check_loss(graph: TrainingGraph) -> None:
-    if graph.mode is Mode.FORWARD:
-        return
-    losses = [node for role, node in graph.outputs if isinstance(role, Output)]
-    value = losses[0].meta["val"] if len(losses) == 1 else None
-    if value is None or value.ndim != 0 or not value.is_floating_point():
-        found = "nothing" if value is None else f"{value.dtype} of shape {tuple(value.shape)}"
-        raise InputError(
-            f"the loss must be one floating-point number, but the model or loss_fn returned {found}. "
-            "Reduce it, for example with .mean(), or pass loss_fn=..."
-        )
+    return fqn_of(path).removeprefix("model").removeprefix("."), name.rsplit(".", 1)[-1]

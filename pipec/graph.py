@@ -207,6 +207,16 @@ def memory_of(node: fx.Node) -> fx.Node:
     return node
 
 
+def sums_gradients(node: fx.Node) -> bool:
+    """Whether the node sums gradients of several uses of a value, as autograd does, for no operator."""
+    return (
+        node.target is torch.ops.aten.add.Tensor
+        and not node.kwargs
+        and "custom" not in node.meta
+        and not any(is_forward(term) for term in node.all_input_nodes)
+    )
+
+
 def needs_only_inputs(node: fx.Node) -> bool:
     """Whether any stage can make the forward node: from the model's inputs and constants, drawing nothing."""
     if "needs_only_inputs" not in node.meta:

@@ -1,10 +1,14 @@
-"""The only compiler file that names a private part of torch; ``tests/test_torch_compat.py`` pins each of them.
+"""The only compiler file that names private parts of torch; ``tests/test_torch_compat.py`` pins each.
 
 Supported: torch 2.11 to 2.13.
 """
 
+import builtins
 import contextlib
+import io
 import logging
+import re
+import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +18,7 @@ import sympy
 import torch
 import torch._dynamo
 import torch.fx.traceback as fx_traceback
+from torch._dynamo.exc import TorchRuntimeError, Unsupported
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._functorch._aot_autograd.descriptors import (
     BufferAOTInput,
@@ -28,44 +33,53 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv, free_unbacked_symbols
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.printers import PythonPrinter
 
 __all__ = [
-    "CONSTRAINT_ERRORS",
+    "Captured",
     "JointGraph",
     "OpOverload",
     "capture_with_dynamo",
     "capture_with_export",
+    "depends_on_values",
     "differentiate",
-    "pytree",
+    "fqn_of",
+    "model_raised",
     "python_expression",
-    "user_frame",
+    "pytree",
+    "quiet",
+    "reason_of",
+    "unchanged",
+    "user_frames",
 ]
 
-DYNAMO_CONFIG = {
-    "automatic_dynamic_shapes": False,
-    "assume_static_by_default": True,
-    "allow_rnn": True,
-    "ignore_logger_methods": frozenset(
-        getattr(logging.Logger, name) for name in ("warning_once", "info") if hasattr(logging.Logger, name)
-    ),
-}
+DYNAMO_CONFIG = {"automatic_dynamic_shapes": False, "assume_static_by_default": True, "allow_rnn": True}
 
-CONSTRAINT_ERRORS = (ConstraintViolationError,)
-"""Raised when a dimension asked to be symbolic must be a constant."""
+IGNORED_LOGGING = ("debug", "info", "warning", "error", "exception", "critical", "log", "warning_once")
+"""Methods of every logger, the last one Hugging Face's: what a model logs is no part of its graph."""
+
+LOGGERS = (
+    "torch._dynamo",
+    "torch._export",
+    "torch._functorch",
+    "torch._subclasses",
+    "torch.export",
+    "torch.fx",
+)
 
 
 @contextlib.contextmanager
-def quiet_dynamo(verbose_loggers: Sequence[str] = ("torch._dynamo", "torch.fx.experimental")) -> Iterator[None]:
-    """Keep Dynamo's advice about side effects and recompiles out of the user's terminal."""
-    loggers = [logging.getLogger(name) for name in verbose_loggers]
+def quiet() -> Iterator[None]:
+    """Keep torch's advice about tracing off the terminal, except from loggers that TORCH_LOGS turned up."""
+    loggers = [logging.getLogger(name) for name in LOGGERS]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
+            if logger.level not in (logging.DEBUG, logging.INFO):
+                logger.setLevel(logging.CRITICAL + 1)
         try:
             yield
         finally:
@@ -73,66 +87,150 @@ def quiet_dynamo(verbose_loggers: Sequence[str] = ("torch._dynamo", "torch.fx.ex
                 logger.setLevel(level)
 
 
+@contextlib.contextmanager
+def unchanged(module: torch.nn.Module) -> Iterator[None]:
+    """Put every attribute, parameter and buffer back that tracing replaced, such as by a fake tensor.
+
+    Differentiation swaps the tensors of a module for its own, and where one module is registered under
+    two names it does not find its way back.
+    """
+    registries = [r for m in module.modules() for r in (m.__dict__, m._parameters, m._buffers)]
+    before = [dict(registry) for registry in registries]
+    try:
+        yield
+    finally:
+        for registry, kept in zip(registries, before, strict=True):
+            registry.clear()
+            registry.update(kept)
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A forward graph, and the arguments to differentiate it with.
+
+    ``changed_state`` names Python objects that the forward changed and that tracing left as they were, as
+    paths from the traced module, ``model.layers.0``; the attributes of a module count as the module.
+    """
+
+    module: torch.fx.GraphModule
+    args: tuple[Any, ...]
+    changed_state: tuple[str, ...] = ()
+
+
 def capture_with_dynamo(
     module: torch.nn.Module, args: tuple[Any, ...], batched: Sequence[torch.Tensor]
-) -> torch.fx.GraphModule:
-    """Trace ``module(*args)`` into one graph of torch-level calls; dimension 0 of ``batched`` becomes symbolic."""
-    torch._dynamo.reset()
+) -> Captured:
+    """Trace ``module(*args)`` into one graph of torch-level calls, dimension 0 of ``batched`` symbolic.
+
+    Dynamo's caches are neither read nor written, so functions the user compiled stay compiled.
+    """
     for tensor in batched:
         torch._dynamo.mark_dynamic(tensor, 0)
-    with quiet_dynamo(), torch._dynamo.config.patch(DYNAMO_CONFIG):  # type: ignore[attr-defined]
+    known: set[Any] = torch._dynamo.config.ignore_logger_methods
+    methods = {getattr(logging.Logger, name) for name in IGNORED_LOGGING if hasattr(logging.Logger, name)}
+    config = DYNAMO_CONFIG | {"ignore_logger_methods": known | methods | {builtins.print}}
+    with warnings.catch_warnings(record=True) as caught, torch._dynamo.config.patch(config):
+        warnings.simplefilter("always")
         graph_module: torch.fx.GraphModule = dynamo_graph_capture_for_export(module)(*args)
-    return graph_module
+    return Captured(graph_module, args, _changed_state([str(each.message) for each in caught]))
+
+
+def _changed_state(messages: Sequence[str]) -> tuple[str, ...]:
+    """What Dynamo's warning about side effects names below the traced module."""
+    listed = "".join(message for message in messages if "side effects" in message)
+    return tuple(fqn_of(source) for source in re.findall(r"\"(L\['self'\]\..*?)\"", listed))
+
+
+def fqn_of(source: str) -> str:
+    """``L['self']._modules['model'].h[0]`` and ``model.h.0`` both give ``model.h.0``."""
+    dotted = re.sub(r"\._modules\b", "", source)
+    dotted = re.sub(r"\[['\"]?(.*?)['\"]?\]", r".\1", dotted)
+    return dotted.removeprefix("L.self").removeprefix(".")
 
 
 def capture_with_export(
     module: torch.nn.Module, args: tuple[Any, ...], batched: Sequence[torch.Tensor]
-) -> tuple[torch.fx.GraphModule, tuple[Any, ...]]:
-    """Trace ``module(*args)`` by running it, and the fake arguments to differentiate it with.
+) -> Captured:
+    """Trace ``module(*args)`` by running it on fake tensors.
 
-    Raises TypeError when the model applies a ``torch.autograd.Function``, whose backward would be lost.
+    Raises TypeError when the model uses a custom backward or a hook on a gradient, which would be lost.
     """
-    batch = torch.export.Dim.DYNAMIC if batched else None
+    batch = torch.export.Dim.DYNAMIC
     dynamic = {id(tensor) for tensor in batched}
     shapes = pytree.tree_map(lambda leaf: {0: batch} if id(leaf) in dynamic else None, args)
-    with quiet_dynamo(), _refuse_custom_functions():
+    with (
+        _refuse_custom_backwards(),
+        contextlib.redirect_stderr(io.StringIO()),
+    ):  # it prints the graph of a failure
         program = torch.export.export(module, args, dynamic_shapes=shapes, strict=False)
     graph_module = program.module()
     assert isinstance(graph_module, torch.fx.GraphModule)
     values = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"]
     inputs = iter(values[len(values) - len(program.graph_signature.user_inputs) :])
     fake_args = pytree.tree_map(lambda leaf: next(inputs), args)
-    fake = next(v for v in values if isinstance(v, FakeTensor))
+    fake = next(value for value in values if isinstance(value, FakeTensor))
     graph_module.meta["fake_mode"] = fake.fake_mode
-    return graph_module, fake_args
+    return Captured(graph_module, fake_args)
 
 
 @contextlib.contextmanager
-def _refuse_custom_functions() -> Iterator[None]:
-    original = torch.autograd.Function.apply
+def _refuse_custom_backwards() -> Iterator[None]:
+    function, tensor = torch.autograd.Function, torch.Tensor
+    apply, register_hook = function.apply, tensor.register_hook
 
-    def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
+    def refuse_function(cls: type, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(f"the backward of the custom autograd function {cls.__qualname__} would be lost")
 
-    torch.autograd.Function.apply = classmethod(refuse)  # type: ignore[method-assign,assignment]
+    def refuse_hook(self: torch.Tensor, hook: Any) -> Any:
+        raise TypeError("the hook registered on a gradient with Tensor.register_hook would be lost")
+
+    function.apply = classmethod(refuse_function)  # type: ignore[method-assign,assignment]
+    tensor.register_hook = refuse_hook  # type: ignore[method-assign]
     try:
         yield
     finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+        function.apply = apply  # type: ignore[method-assign]
+        tensor.register_hook = register_hook  # type: ignore[method-assign]
 
 
-def user_frame(error: BaseException) -> tuple[str, int, str] | None:
-    """The line of the user's code on which Dynamo gave up: file, line number, text."""
-    stack = getattr(error, "real_stack", None)
-    if not stack:
-        return None
-    frame = stack[-1]
-    return frame.filename, frame.lineno or 0, (frame.line or "").strip()
+_MODEL_RAISED = ("Observed exception", "failed to bind arguments when attempting to inline")
+
+
+def model_raised(error: BaseException) -> bool:
+    """Whether Dynamo stopped at an error that the model raises on these arguments, captured or not."""
+    return isinstance(error, TorchRuntimeError) or str(error).startswith(_MODEL_RAISED)
+
+
+def reason_of(error: BaseException) -> str:
+    """In a sentence or two, why a front end stopped."""
+    if isinstance(error, GuardOnDataDependentSymNode):
+        return "Data-dependent size or branch: torch needs a value of a tensor to go on"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if isinstance(error, Unsupported):
+        explained = [line.removeprefix("Explanation:") for line in lines if line.startswith("Explanation:")]
+        return ":".join([*lines[:1], *explained])
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The stack of the traced program where Dynamo gave up, outermost first; empty for other errors."""
+    return list(getattr(error, "real_stack", None) or [])
+
+
+def depends_on_values(value: object) -> bool:
+    """Whether the shape of a fake tensor, or a symbolic number, is known only from the values of tensors."""
+    if isinstance(value, tuple | list):
+        return any(map(depends_on_values, value))
+    symbolic = isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool)
+    return symbolic and bool(free_unbacked_symbols(value))
 
 
 @dataclass(frozen=True)
 class JointGraph:
-    """What differentiation yields. ``arguments`` and ``results`` describe placeholders and outputs, in order."""
+    """What differentiation yields. ``arguments`` and ``results`` describe its placeholders and outputs.
+
+    ``fixed_by`` is the first line of the model that made a constant of a symbol, if any did.
+    """
 
     module: torch.fx.GraphModule
     arguments: tuple[tuple[str, str | int], ...]
@@ -140,23 +238,27 @@ class JointGraph:
     guards: tuple[sympy.Basic, ...]
     replacements: dict[sympy.Symbol, sympy.Expr]
     output_spec: pytree.TreeSpec
+    fixed_by: str
 
 
-def differentiate(captured: torch.fx.GraphModule, args: tuple[Any, ...], training: bool) -> JointGraph:
+def differentiate(captured: Captured, training: bool) -> JointGraph:
     """Forward, and when ``training`` backward, of a captured graph as one functional ATen graph.
 
     ``node.meta["custom"]`` of the captured nodes is copied to every node they cause.
     """
-    context = captured.meta.get("tracing_context") or TracingContext(captured.meta["fake_mode"])
+    meta = captured.module.meta
+    context = meta.get("tracing_context") or TracingContext(meta["fake_mode"])
     with contextlib.ExitStack() as stack:
-        stack.enter_context(quiet_dynamo())
         stack.enter_context(tracing(context))
         stack.enter_context(fx_traceback.preserve_node_meta())
         stack.enter_context(torch.set_grad_enabled(training))
-        joint = aot_export_joint_with_descriptors(stack, captured, args)
+        # torch takes an LSTM apart into oneDNN's layer for inference, which has no backward
+        stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
+        joint = aot_export_joint_with_descriptors(stack, captured.module, captured.args)
     graph_module = joint.graph_module
     placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
-    shape_env = context.fake_mode.shape_env
+    fake_mode = context.fake_mode
+    shape_env = fake_mode.shape_env if fake_mode else None
     return JointGraph(
         module=graph_module,
         arguments=tuple(_argument(node) for node in placeholders),
@@ -164,7 +266,14 @@ def differentiate(captured: torch.fx.GraphModule, args: tuple[Any, ...], trainin
         guards=tuple(guard.expr for guard in shape_env.guards) if shape_env else (),
         replacements=dict(shape_env.replacements) if shape_env else {},
         output_spec=joint.out_spec,
+        fixed_by=_fixed_by(shape_env),
     )
+
+
+def _fixed_by(shape_env: ShapeEnv | None) -> str:
+    """``x = x.view(4, -1)  # model.py:12 in forward``; where torch noticed it itself stands behind that."""
+    places = list(shape_env.replacements_slocs.values()) if shape_env else []
+    return re.sub(r" \([^()]*\)$", "", str(places[0])) if places else "its forward"
 
 
 def _argument(node: torch.fx.Node) -> tuple[str, str | int]:
@@ -187,6 +296,10 @@ def _result(descriptor: object) -> tuple[str, str | int]:
             return "output", index
         case InputMutationAOTOutput(mutated_input=BufferAOTInput(target=name)):
             return "buffer", name
+        case InputMutationAOTOutput(mutated_input=ParamAOTInput(target=name)):
+            return "changed parameter", name
+        case InputMutationAOTOutput(mutated_input=PlainAOTInput(idx=index)):
+            return "changed input", index
         case GradAOTOutput(grad_of=ParamAOTInput(target=name)):
             return "gradient", name
         case None | GradAOTOutput():
@@ -202,4 +315,3 @@ class _Printer(PythonPrinter):
 def python_expression(expression: sympy.Expr) -> str:
     """Python source of an integer or float expression of shapes (floor divisions, minima ... included)."""
     return str(_Printer().doprint(expression))
-

@@ -117,7 +117,12 @@ FUNCTIONS = {
     aten.softmax.int: "softmax",
 }
 
-DEFAULTS = {"pin_memory": (False, None), "layout": (torch.strided, None), "memory_format": (None,), "device": (None,)}
+DEFAULTS = {
+    "pin_memory": (False, None),
+    "layout": (torch.strided, None),
+    "memory_format": (None,),
+    "device": (None,),
+}
 
 Namer = Callable[[fx.Node], str]
 
@@ -153,7 +158,7 @@ def _slice(tensor: str, dim: str = "0", start: str = "", end: str = "") -> str:
 
 
 def _random(node: fx.Node, args: list[str], kwargs: list[str]) -> str:
-    """Random operators draw from a generator seeded by step, microbatch and operator, never from a global one."""
+    """Random operators draw from a generator of their own, seeded by step, microbatch and operator."""
     generator = f"rng({node.meta['draw']})"
     if node.target is aten.native_dropout.default:
         return f"dropout({args[0]}, {args[1]}, {generator})"
@@ -171,7 +176,7 @@ def literal(argument: Any, name: Namer, batch: sympy.Symbol | None) -> str:
     match argument:
         case fx.Node():
             return name(argument)
-        case torch.SymInt() | torch.SymFloat() | torch.SymBool():
+        case sympy.Basic():
             return dimension(argument, batch)
         case torch.device():
             return "device"
@@ -188,10 +193,10 @@ def literal(argument: Any, name: Namer, batch: sympy.Symbol | None) -> str:
 
 
 def dimension(size: Any, batch: sympy.Symbol | None) -> str:
-    """A size as Python source in the microbatch size ``b``."""
-    if isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool):
-        expr = size.node.expr
-        if batch is not None:
-            expr = expr.xreplace({batch: sympy.Symbol("b", integer=True, positive=True)})
-        return torch_compat.python_expression(expr)
-    return str(size)
+    """A size as Python source in the microbatch size ``b``: a number, a symbolic one, or its expression."""
+    expr = size.node.expr if isinstance(size, torch.SymInt) else size
+    if not isinstance(expr, sympy.Basic):
+        return str(expr)
+    if batch is not None:
+        expr = expr.xreplace({batch: sympy.Symbol("b", integer=True, positive=True)})
+    return torch_compat.python_expression(expr)

@@ -17,7 +17,20 @@ from pipec.graph import LossGradient, ModelInput, Output, TrainingGraph, is_forw
 from pipec.ir import Mode
 
 RESERVED = frozenset(
-    ["torch", "w", "buffers", "constants", "rng", "saved", "b", "device", "dropout", "draw", "loss", "grad_loss"]
+    [
+        "torch",
+        "w",
+        "buffers",
+        "constants",
+        "rng",
+        "saved",
+        "b",
+        "device",
+        "dropout",
+        "draw",
+        "loss",
+        "grad_loss",
+    ]
 )
 
 ITEMS = {
@@ -47,7 +60,9 @@ def comment(text: str) -> str:
 def name_nodes(graph: TrainingGraph) -> dict[fx.Node, str]:
     """Unique names for all nodes of the graph, in order; messages keep the name of what they carry."""
     names: dict[fx.Node, str] = {}
-    losses = {node for role, node in graph.outputs if isinstance(role, Output) and graph.mode is not Mode.FORWARD}
+    losses = {
+        node for role, node in graph.outputs if isinstance(role, Output) and graph.mode is not Mode.FORWARD
+    }
     taken: set[str] = set(RESERVED) | set(keyword.kwlist) | set(dir(builtins))
     results = _operator_results(graph)
     for node in graph.module.graph.nodes:
@@ -106,10 +121,10 @@ def _input_name(path: str) -> str:
 
 def _operator_name(node: fx.Node) -> str:
     if node.target is operator.getitem:
-        source, item = node.args
-        known = ITEMS.get(source.target, ())  # type: ignore[union-attr]
-        suffix = known[item] if item < len(known) else str(item)  # type: ignore[operator,index]
-        return "_".join(filter(None, [_operator_name(source), suffix]))  # type: ignore[arg-type]
+        source, item = node.all_input_nodes[0], _item(node)
+        known = ITEMS.get(source.target, ())  # type: ignore[call-overload]
+        suffix = known[item] if item < len(known) else str(item)
+        return "_".join(filter(None, [_operator_name(source), suffix]))
     schema = getattr(node.target, "_schema", None)
     name = schema.name.split("::")[1] if schema else str(node.target)
     return identifier(name.strip("_").removeprefix("native_"))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from pipec.graph import Gradient, Result, TrainingGraph, is_forward, stage_of
+from pipec.graph import Gradient, Result, TrainingGraph, stage_of, sums_gradients
 
 
 @dataclass(frozen=True)
@@ -42,21 +42,11 @@ def _per_stage(graph: TrainingGraph, gradient: fx.Node) -> list[fx.Node]:
 
 
 def _terms(node: fx.Node) -> Iterator[fx.Node]:
-    if _accumulates(node):
+    if sums_gradients(node):
         for term in node.all_input_nodes:
             yield from _terms(term)
     else:
         yield node
-
-
-def _accumulates(node: fx.Node) -> bool:
-    """An addition autograd made to sum the gradients of several uses: it belongs to no operator."""
-    return (
-        node.target is torch.ops.aten.add.Tensor
-        and not node.kwargs
-        and "custom" not in node.meta
-        and not any(is_forward(term) for term in node.all_input_nodes)
-    )
 
 
 def _sum(graph: TrainingGraph, gradient: fx.Node, terms: list[fx.Node]) -> fx.Node:

@@ -1,0 +1,101 @@
+"""The arguments of one call of the model, and which of their tensors are split along the batch."""
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipec.errors import InputError
+from pipec.torch_compat import pytree
+
+
+@dataclass(frozen=True)
+class Call:
+    """What ``step`` was given. Its leaves are what tuples, lists, dicts and the like hold, at any depth."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    target: Any = None
+
+    @property
+    def leaves(self) -> list[Any]:
+        return pytree.tree_leaves((self.args, self.kwargs, self.target))
+
+    @property
+    def paths(self) -> list[str]:
+        """How a person would write each leaf: ``args[0]``, ``kwargs['mask']``, ``target``."""
+        tree = {"args": self.args, "kwargs": self.kwargs, "target": self.target}
+        return [_path(keys) for keys, _ in pytree.tree_flatten_with_path(tree)[0]]
+
+    @property
+    def batch_size(self) -> int:
+        """Dimension 0 of the first tensor among the arguments."""
+        for leaf in self.leaves:
+            if isinstance(leaf, Tensor) and leaf.ndim:
+                return leaf.shape[0]
+        raise InputError(
+            "pipec needs a batch to split: no argument is a tensor with at least one dimension. "
+            "Pass the inputs of the whole mini-batch to step()."
+        )
+
+    def signature(self) -> Hashable:
+        """What a compilation depends on: structure, dtypes, layouts, shapes but for the batch, plain values.
+
+        Raises InputError for an argument that is neither a tensor nor a plain value.
+        """
+        leaves, spec = pytree.tree_flatten((self.args, self.kwargs, self.target))
+        return str(spec), tuple(map(_kind, leaves, self.batched(), self.paths))
+
+    def batched(self) -> list[bool]:
+        """For each leaf, whether dimension 0 is the batch."""
+        size = self.batch_size
+        return [isinstance(x, Tensor) and x.ndim > 0 and x.shape[0] == size for x in self.leaves]
+
+    def rows(self, start: int, stop: int) -> "Call":
+        """The call on some rows of the batch, in the same memory."""
+        flags = iter(self.batched())
+        return self._map(lambda leaf: leaf[start:stop] if next(flags) else leaf)
+
+    def sample(self, num_rows: int, device: torch.device | None) -> "Call":
+        """A call of the same structure and layout with ``num_rows`` rows, whose values mean nothing.
+
+        ``device``: where its tensors are; None leaves them where they are.
+        """
+        flags = iter(self.batched())
+
+        def like(leaf: Any) -> Any:
+            batched = next(flags)
+            if not isinstance(leaf, Tensor):
+                return leaf
+            shape = (num_rows, *leaf.shape[1:]) if batched else leaf.shape
+            kind: Any = {"dtype": leaf.dtype, "device": device or leaf.device}
+            if leaf.is_contiguous():
+                return torch.empty(shape, **kind)
+            return torch.empty_strided(shape, leaf.stride(), **kind)
+
+        return self._map(like)
+
+    def _map(self, function: Any) -> "Call":
+        """``function`` of every leaf, in order."""
+        return Call(*pytree.tree_map(function, (self.args, self.kwargs, self.target)))
+
+
+def _kind(leaf: Any, batched: bool, path: str) -> Hashable:
+    if isinstance(leaf, Tensor):
+        layout = None if leaf.is_contiguous() else leaf.stride()
+        return leaf.dtype, tuple(leaf.shape[batched:]), batched, layout
+    try:
+        hash(leaf)
+    except TypeError:
+        raise InputError(
+            f"{path} is a {type(leaf).__module__}.{type(leaf).__qualname__}, which no stage can take; "
+            "pass tensors, numbers, strings and None, in tuples, lists, dicts or classes registered with "
+            "torch.export.register_dataclass"
+        ) from None
+    return type(leaf), leaf
+
+
+def _path(keys: tuple[Any, ...]) -> str:
+    return str(keys[0].key) + "".join(str(key) for key in keys[1:])

@@ -1,0 +1,101 @@
+"""Why a model could not be captured: the line of the model at fault, what is wrong, and what to do."""
+
+import re
+import sysconfig
+import traceback
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+
+import torch
+
+from pipec import torch_compat
+from pipec.errors import CaptureError, InputError, PipecError
+
+_TRACING = str(Path(torch.__file__).parent), str(Path(__file__).parent)
+_STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
+
+ADVICE = (
+    (
+        "branching",
+        "A Python `if` or `while` asks for the value of a tensor, which does not exist at capture.\n"
+        "Compute both sides and choose with torch.where or a mask, or decide outside the model.",
+    ),
+    (
+        r"item\(\)|tolist|[Dd]ynamic (shape|slicing)|[Dd]ata[- ]dependent",
+        "The value of a tensor becomes a Python number or a shape, as with .item(), .tolist(), nonzero or a "
+        "mask as index.\nKeep it a tensor, with torch.where, gather, index_select or a mask of fixed shape.",
+    ),
+    ("", "Replace the call on that line with tensor operations of torch, or do it outside the model."),
+)
+"""What to do, by a pattern in torch's reason; the first that is found."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of Python. ``file`` is a full path; it is printed without its folders."""
+
+    file: str
+    number: int
+    text: str
+
+    @property
+    def place(self) -> str:
+        """``model.py:57``"""
+        return f"{PurePath(self.file).name}:{self.number}"
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.text}"
+
+
+def lines_in(text: str) -> list[Line]:
+    """The lines that a printed traceback names, outermost first."""
+    found = re.findall(r'File "(.*?)", line (\d+)[^\n]*(?:\n\s*([^\n]*))?', text)
+    return [Line(file, int(number), code.strip()) for file, number, code in found]
+
+
+def model_line(lines: Iterable[Line]) -> Line | None:
+    """The innermost line that is the model's own: not torch's, not pipec's, not the standard library's."""
+    own = [line for line in lines if not _is_machinery(line.file)]
+    return own[-1] if own else None
+
+
+def _is_machinery(file: str) -> bool:
+    if file.startswith(("<eval_with_key>", "<string>", *_TRACING)):
+        return True
+    return file.startswith(_STANDARD_LIBRARY) and "site-packages" not in file
+
+
+def capture_error(errors: Sequence[Exception]) -> PipecError:
+    """What to raise when every front end has failed, each with one of ``errors``: it is about the first.
+
+    InputError if the model itself fails on these arguments, CaptureError if it runs but cannot be captured.
+    """
+    first, last = errors[0], errors[-1]
+    line = _line_of(first) or _line_of(last)
+    where = f"\n  at {line}" if line else ""
+    if torch_compat.model_raised(first):
+        return InputError(
+            f"the model fails on these arguments{where}\n  {brief(last)}\n"
+            "Sizes are those of one microbatch. Check the arguments of step() against what the model expects."
+        )
+    reason = torch_compat.reason_of(first)
+    advice = next(text for pattern, text in ADVICE if re.search(pattern, reason))
+    tried = "\n  ".join(dict.fromkeys(map(brief, errors[1:])))
+    return CaptureError(
+        f"the model cannot be captured as one graph{where}\n  {reason}\n{advice}"
+        + (f"\nOther ways of capturing it failed too:\n  {tried}" if tried else "")
+    )
+
+
+def _line_of(error: Exception) -> Line | None:
+    """Where in the model an error of any front end arose."""
+    frames = [*traceback.extract_tb(error.__traceback__), *torch_compat.user_frames(error)]
+    lines = [Line(frame.filename, frame.lineno or 0, (frame.line or "").strip()) for frame in frames]
+    return model_line(lines_in(str(error))) or model_line(lines)
+
+
+def brief(error: Exception) -> str:
+    """The kind of an error and the first line of what it says."""
+    first = next(filter(None, map(str.strip, str(error).splitlines())), "")
+    return f"{type(error).__name__}: {first}"

@@ -1,0 +1,53 @@
+"""Tied tensors: one argument for all their names, and one gradient."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import fx
+
+from pipec.graph import Argument, Result, sums_gradients
+
+
+def merge_tied_arguments(graph: fx.Graph) -> None:
+    """Let every use of a tied tensor read one argument."""
+    first: dict[Argument, fx.Node] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        if first.setdefault(node.meta["role"], node) is not node:
+            node.replace_all_uses_with(first[node.meta["role"]])
+            graph.erase_node(node)
+
+
+def merge_tied_gradients(graph: fx.Graph, results: Iterable[Result]) -> tuple[Result, ...]:
+    """Sum the gradients of a tied parameter's names in the order autograd met them: that of the graph."""
+    output = graph.output_node()
+    found: dict[Result, list[fx.Node]] = {}
+    for role, node in zip(results, output.args[0], strict=True):  # type: ignore[arg-type]
+        found.setdefault(role, []).append(node)
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for role, nodes in found.items():
+        if len(nodes) > 1:
+            terms = sorted((term for node in nodes for term in _terms(node)), key=order.__getitem__)
+            found[role] = [_sum(graph, terms)]
+    output.args = (tuple(node for [node] in found.values()),)
+    for node in reversed(order):
+        if not node.users and sums_gradients(node):
+            graph.erase_node(node)
+    return tuple(found)
+
+
+def _terms(node: fx.Node) -> list[fx.Node]:
+    if not sums_gradients(node):
+        return [node]
+    return [term for source in node.all_input_nodes for term in _terms(source)]
+
+
+def _sum(graph: fx.Graph, terms: Sequence[fx.Node]) -> fx.Node:
+    total = terms[0]
+    for term in terms[1:]:
+        with graph.inserting_after(term):
+            partial = graph.call_function(torch.ops.aten.add.Tensor, (total, term))
+        partial.meta = {key: term.meta[key] for key in ("val", "phase")}
+        partial.meta["op"] = min(total.meta["op"], term.meta["op"])
+        partial.meta["constant"] = False
+        total = partial
+    return total
