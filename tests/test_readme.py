@@ -92,7 +92,7 @@ def test_the_stage_and_the_program_are_real(gpt: Path) -> None:
 def test_the_capture_error_is_real() -> None:
     target = ROOT / "tests" / "cli_models.py"
     output = pipec_cli("plan", f"{target}:undecided", "--devices", "2", status=1)
-    assert_excerpt(CAPTURE_ERROR.replace("model.py", str(target), 1), output)
+    assert_excerpt(CAPTURE_ERROR.replace("model.py", target.name, 1), output)
 
 
 def test_the_picture_is_what_the_command_line_draws(tmp_path: Path) -> None:
