@@ -10,17 +10,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from pipec import torch_compat
 from pipec.call import Call
-from pipec.classify import OPERATOR_ID
-from pipec.diagnosis import brief, capture_error, lines_in, model_line
-from pipec.errors import InputError, PipecError
-from pipec.graph import Operator, TrainingGraph
+from pipec.diagnosis import brief, capture_error
+from pipec.errors import CaptureError, InputError, PipecError
+from pipec.graph import TrainingGraph
 from pipec.ir import Mode
 from pipec.normalize import Traced, training_graph
-from pipec.torch_compat import Captured, fqn_of, pytree
+from pipec.operators import number_operators
+from pipec.torch_compat import Captured, pytree
 
 __all__ = ["Call", "capture"]
 
@@ -49,7 +49,8 @@ def capture(
     Raises CaptureError, naming the model's source line, when no front end can capture the model, and
     InputError when the model fails on these arguments or its loss is not one number.
     """
-    _check_arguments(call, mode)
+    if mode is Mode.TRAIN:
+        _check_gradients(model, call)
     step = _Step(model, loss_fn, mode, call.batched())
     tracer = _Tracer(step, mode, call, canonical or {})
     errors: list[Exception] = []
@@ -76,12 +77,19 @@ def capture(
         raise capture_error(errors) from errors[0]
 
 
-def _check_arguments(call: Call, mode: Mode) -> None:
+def _check_gradients(model: nn.Module, call: Call) -> None:
+    """Refuse what the user expects of gradients and a pipeline would not do."""
     for path, leaf in zip(call.paths, call.leaves, strict=True):
-        if mode is Mode.TRAIN and isinstance(leaf, Tensor) and leaf.requires_grad:
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
             raise InputError(
                 f"{path} requires a gradient, but pipec computes gradients of parameters alone; "
                 f"pass it detached, or make it a parameter of the model"
+            )
+    for fqn, parameter in model.named_parameters():
+        if torch_compat.has_gradient_hook(parameter):
+            raise CaptureError(
+                f"{fqn} has a hook on its gradient, which a pipeline would not call; remove it, "
+                "and change the gradient between step() and the optimizer's step"
             )
 
 
@@ -127,7 +135,7 @@ class _Step(nn.Module):
 def _replaceable_buffers(model: nn.Module) -> Iterator[str]:
     """Names in ``_Step`` of buffers that ``self.name = tensor`` may replace; torch's own modules never do."""
     for path, module in model.named_modules(prefix="model"):
-        if not type(module).__module__.startswith("torch.nn."):
+        if not type(module).__module__.startswith("torch.nn.modules."):
             yield from (f"{path}.{name}" for name, buffer in module._buffers.items() if buffer is not None)
 
 
@@ -147,7 +155,7 @@ class _Tracer:
         flags = sample.batched() if symbolic else [False] * len(sample.leaves)
         batched = [leaf for leaf, flag in zip(sample.leaves, flags, strict=True) if flag]
         captured = front_end(self._step, (sample.args, dict(sample.kwargs), sample.target), batched)
-        operators = _number_operators(captured.module)
+        operators = number_operators(captured.module)
         _warn_of_changed_state(self._step.model, captured.changed_state)
         joint = torch_compat.differentiate(captured, training=self._mode is Mode.TRAIN)
         return training_graph(
@@ -190,31 +198,3 @@ def _warn_of_changed_state(model: nn.Module, changed: Sequence[str]) -> None:
             path,
             type(model.get_submodule(path.removeprefix("model").removeprefix("."))).__name__,
         )
-
-
-def _number_operators(captured: fx.GraphModule) -> tuple[Operator, ...]:
-    """Give every torch-level call its id, to be carried to all nodes it causes."""
-    operators: list[Operator] = []
-    for node in captured.graph.nodes:
-        if node.op in ("placeholder", "output", "get_attr") or _computes_sizes(node):
-            continue
-        node.meta["custom"] = {OPERATOR_ID: len(operators)}
-        module, module_type = _module_of(node)
-        line = model_line(lines_in(node.meta.get("stack_trace") or ""))
-        operators.append(Operator(node.name, module, module_type, line.place if line else ""))
-    return tuple(operators)
-
-
-def _computes_sizes(node: fx.Node) -> bool:
-    value = node.meta.get("example_value", node.meta.get("val"))
-    return node.target is torch._check or isinstance(value, torch.SymInt | torch.SymBool | int)
-
-
-def _module_of(node: fx.Node) -> tuple[str, str]:
-    """FQN and class name of the innermost module of the user's model that a captured node belongs to."""
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    if not stack:
-        return "", ""
-    path, module_type = stack[-1]
-    name = module_type if isinstance(module_type, str) else module_type.__name__
-    return fqn_of(path).removeprefix("model").removeprefix("."), name.rsplit(".", 1)[-1]

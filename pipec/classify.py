@@ -6,9 +6,7 @@ from torch import fx
 
 from pipec.graph import LossGradient, is_constant, is_random
 from pipec.ir import Phase
-
-OPERATOR_ID = "pipec_operator"
-"""Key of ``node.meta["custom"]``, which differentiation copies: the id of the operator that caused a node."""
+from pipec.operators import OPERATOR_ID
 
 
 def classify(graph: fx.Graph) -> None:

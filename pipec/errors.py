@@ -1,4 +1,4 @@
-"""Everything pipec raises on purpose. Each message says what was wrong, where, what was expected and what to do."""
+"""Everything pipec raises on purpose: what was wrong, where, what was expected and what to do."""
 
 
 class PipecError(Exception):

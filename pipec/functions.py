@@ -91,7 +91,7 @@ def stage_functions(graph: TrainingGraph, stage: int, split_backward: bool) -> S
         stage,
         tuple(functions),
         parameters=_arguments(functions, Parameter),
-        buffers=_arguments(functions, Buffer),
+        buffers=_buffers(graph, functions),
         constants=_constants(graph, functions),
     )
 
@@ -216,6 +216,13 @@ def _arguments(functions: Sequence[Function], kind: type) -> tuple[fx.Node, ...]
     nodes = (node for function in functions for node in function.reads)
     held = [n for n in nodes if n.op == "placeholder" and isinstance(n.meta["role"], kind)]
     return tuple(dict.fromkeys(held))
+
+
+def _buffers(graph: TrainingGraph, functions: Sequence[Function]) -> tuple[fx.Node, ...]:
+    """Those some function reads, then those that are given a new value without being read."""
+    updated = {Buffer(fqn) for function in functions for fqn, _ in function.updates}
+    written = [node for node in graph.arguments if node.meta["role"] in updated]
+    return tuple(dict.fromkeys([*_arguments(functions, Buffer), *written]))
 
 
 def _constants(graph: TrainingGraph, functions: Sequence[Function]) -> tuple[fx.Node, ...]:

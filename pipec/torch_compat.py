@@ -3,7 +3,6 @@
 Supported: torch 2.11 to 2.13.
 """
 
-import builtins
 import contextlib
 import io
 import logging
@@ -38,6 +37,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._sympy.printers import PythonPrinter
 
 __all__ = [
+    "ASSERTIONS",
     "Captured",
     "JointGraph",
     "OpOverload",
@@ -46,6 +46,7 @@ __all__ = [
     "depends_on_values",
     "differentiate",
     "fqn_of",
+    "has_gradient_hook",
     "model_raised",
     "python_expression",
     "pytree",
@@ -59,6 +60,9 @@ DYNAMO_CONFIG = {"automatic_dynamic_shapes": False, "assume_static_by_default": 
 
 IGNORED_LOGGING = ("debug", "info", "warning", "error", "exception", "critical", "log", "warning_once")
 """Methods of every logger, the last one Hugging Face's: what a model logs is no part of its graph."""
+
+ASSERTIONS = (torch._check, torch.ops.aten._assert_scalar.default)
+"""What becomes of ``torch._check`` in a captured graph."""
 
 LOGGERS = (
     "torch._dynamo",
@@ -128,7 +132,7 @@ def capture_with_dynamo(
         torch._dynamo.mark_dynamic(tensor, 0)
     known: set[Any] = torch._dynamo.config.ignore_logger_methods
     methods = {getattr(logging.Logger, name) for name in IGNORED_LOGGING if hasattr(logging.Logger, name)}
-    config = DYNAMO_CONFIG | {"ignore_logger_methods": known | methods | {builtins.print}}
+    config = DYNAMO_CONFIG | {"ignore_logger_methods": known | methods}
     with warnings.catch_warnings(record=True) as caught, torch._dynamo.config.patch(config):
         warnings.simplefilter("always")
         graph_module: torch.fx.GraphModule = dynamo_graph_capture_for_export(module)(*args)
@@ -142,8 +146,9 @@ def _changed_state(messages: Sequence[str]) -> tuple[str, ...]:
 
 
 def fqn_of(source: str) -> str:
-    """``L['self']._modules['model'].h[0]`` and ``model.h.0`` both give ``model.h.0``."""
-    dotted = re.sub(r"\._modules\b", "", source)
+    """``L['self']._modules['model'].h[0]`` and ``getattr(L['self'].model.h, '0')`` as ``model.h.0``."""
+    dotted = re.sub(r"getattr\((.*), '(.*?)'\)", r"\1.\2", source)
+    dotted = re.sub(r"\._modules\b", "", dotted)
     dotted = re.sub(r"\[['\"]?(.*?)['\"]?\]", r".\1", dotted)
     return dotted.removeprefix("L.self").removeprefix(".")
 
@@ -158,10 +163,7 @@ def capture_with_export(
     batch = torch.export.Dim.DYNAMIC
     dynamic = {id(tensor) for tensor in batched}
     shapes = pytree.tree_map(lambda leaf: {0: batch} if id(leaf) in dynamic else None, args)
-    with (
-        _refuse_custom_backwards(),
-        contextlib.redirect_stderr(io.StringIO()),
-    ):  # it prints the graph of a failure
+    with _refuse_custom_backwards(), _no_output():
         program = torch.export.export(module, args, dynamic_shapes=shapes, strict=False)
     graph_module = program.module()
     assert isinstance(graph_module, torch.fx.GraphModule)
@@ -174,9 +176,17 @@ def capture_with_export(
 
 
 @contextlib.contextmanager
+def _no_output() -> Iterator[None]:
+    """The model may print what it sees of fake tensors, and torch prints the graph of a failure."""
+    nowhere = io.StringIO()
+    with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        yield
+
+
+@contextlib.contextmanager
 def _refuse_custom_backwards() -> Iterator[None]:
     function, tensor = torch.autograd.Function, torch.Tensor
-    apply, register_hook = function.apply, tensor.register_hook
+    apply, register_hook = function.__dict__["apply"], tensor.register_hook  # not bound to the base class
 
     def refuse_function(cls: type, *args: Any, **kwargs: Any) -> Any:
         raise TypeError(f"the backward of the custom autograd function {cls.__qualname__} would be lost")
@@ -207,14 +217,19 @@ def reason_of(error: BaseException) -> str:
         return "Data-dependent size or branch: torch needs a value of a tensor to go on"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if isinstance(error, Unsupported):
-        explained = [line.removeprefix("Explanation:") for line in lines if line.startswith("Explanation:")]
-        return ":".join([*lines[:1], *explained])
+        explained = [line for line in lines if line.startswith("Explanation:")]
+        return " ".join([f"{lines[0].rstrip('.')}.", *explained]).replace("Explanation: ", "")
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
 def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
     """The stack of the traced program where Dynamo gave up, outermost first; empty for other errors."""
     return list(getattr(error, "real_stack", None) or [])
+
+
+def has_gradient_hook(tensor: torch.Tensor) -> bool:
+    """Whether autograd calls a function of the user's with the gradient of the leaf ``tensor``."""
+    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
 def depends_on_values(value: object) -> bool:
@@ -271,9 +286,12 @@ def differentiate(captured: Captured, training: bool) -> JointGraph:
 
 
 def _fixed_by(shape_env: ShapeEnv | None) -> str:
-    """``x = x.view(4, -1)  # model.py:12 in forward``; where torch noticed it itself stands behind that."""
-    places = list(shape_env.replacements_slocs.values()) if shape_env else []
-    return re.sub(r" \([^()]*\)$", "", str(places[0])) if places else "its forward"
+    """``x = x.view(4, -1)  # model.py:12 in forward``; torch adds in brackets where it noticed."""
+    if shape_env is None:
+        return ""
+    fixed = [symbol for symbol, value in shape_env.replacements.items() if value.is_number]
+    places = [str(shape_env.replacements_slocs[symbol]) for symbol in fixed]
+    return re.sub(r" \([^()]*\)$", "", places[-1]) if places else "the model"
 
 
 def _argument(node: torch.fx.Node) -> tuple[str, str | int]:

@@ -1,4 +1,4 @@
-"""A training script as a user writes one, to be started by ``torchrun``: prints the loss of three steps, exactly."""
+"""A training script as a user writes one, for ``torchrun``: prints the loss of three steps, exactly."""
 
 import torch
 from models import gpt2

@@ -42,7 +42,7 @@ INFIX = {
 }
 
 METHODS = {
-    aten.view.default: "view",
+    aten.view.default: "reshape",
     aten.expand.default: "expand",
     aten.permute.default: "permute",
     aten.transpose.int: "transpose",
@@ -129,7 +129,10 @@ Namer = Callable[[fx.Node], str]
 
 def expression(node: fx.Node, name: Namer, batch: sympy.Symbol | None) -> str:
     """Python source that computes ``node``; ``name`` gives the source of a node it reads."""
-    show = lambda argument: literal(argument, name, batch)  # noqa: E731
+
+    def show(argument: Any) -> str:
+        return literal(argument, name, batch)
+
     target = node.target
     if target is operator.getitem:
         return f"{show(node.args[0])}[{show(node.args[1])}]"

@@ -7,7 +7,10 @@
     dg = gelu_back(d, h)   stage 1 BACKWARD           dg = gelu_back(d, h)   stage 1 BACKWARD
 """
 
+import operator
 from dataclasses import dataclass
+
+from torch import fx
 
 from pipec.graph import TrainingGraph, is_constant, is_forward, is_random, recv, send, stage_of
 
@@ -24,6 +27,11 @@ class MarkRecompute:
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         for node in filter(is_forward, graph.nodes):
             if not is_constant(node):
-                messages = node.target in (send, recv)
-                node.meta["replay"] = stage_of(node) in self.stages and not messages and not is_random(node)
+                kept = node.target in (send, recv) or _is_drawn(node)
+                node.meta["replay"] = stage_of(node) in self.stages and not kept
         return graph
+
+
+def _is_drawn(node: fx.Node) -> bool:
+    """Whether the node is a random operator, or picks from the tuple that one returns."""
+    return is_random(node.all_input_nodes[0] if node.target is operator.getitem else node)

@@ -1,6 +1,6 @@
 """A saved artifact, ready to train: no model and no compiler, only the plan, the code and the programs."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ class LoadedPipeline(nn.Module):
         self._execution: Execution | None = None
         self._num_steps = 0
         self._seed = ranks.agreed_seed()
-        hold(self, _tensors_of(artifact.plan, tensors, ranks), copies=False)
+        hold(self, _tensors_of(artifact.plan, tensors, artifact.constants, ranks), copies=False)
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
         """As ``Pipeline.step``, for arguments of the shapes the artifact was compiled for.
@@ -100,7 +100,9 @@ class LoadedPipeline(nn.Module):
         return self
 
 
-def _tensors_of(plan: Plan, saved: dict[str, Tensor], ranks: Ranks) -> ModelTensors:
+def _tensors_of(
+    plan: Plan, saved: Mapping[str, Tensor], constants: Collection[str], ranks: Ranks
+) -> ModelTensors:
     """The tensors of this process's stages, on their devices; on meta if they were not saved."""
     homes: dict[str, torch.device | None] = {}
     for stage in plan.stages:
@@ -110,7 +112,7 @@ def _tensors_of(plan: Plan, saved: dict[str, Tensor], ranks: Ranks) -> ModelTens
     made = {
         value.name: _make(value, saved.get(value.name), home)
         for value in plan.parameters + plan.buffers
-        if (home := homes[value.name]) is not None
+        if value.name not in constants and (home := homes[value.name]) is not None
     }
     parameters = {
         v.name: nn.Parameter(made[v.name], made[v.name].is_floating_point())

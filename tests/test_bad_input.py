@@ -1,0 +1,175 @@
+"""Bad input: each mistake is a clear error before anything is sent, and the pipeline works afterwards."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pipec
+from pipec.errors import ArtifactError, CaptureError, InputError, PipecError, PlanError
+from pipec.pipeline import Pipeline
+
+pytestmark = pytest.mark.xdist_group("bad_input")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.second = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+class Branching(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            x = x + 1
+        return super().forward(x)
+
+
+X, Y = torch.linspace(-1, 1, 32).view(8, 4), torch.linspace(0, 1, 16).view(8, 2)
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Pipeline:
+    return make(Net())
+
+
+def make(model: nn.Module) -> Pipeline:
+    return pipec.compile(model, devices=2, loss_fn=nn.functional.mse_loss, microbatches=4)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        (lambda p: p.step(X[:3], target=Y[:3]), "a batch of 3 rows cannot be split into 4 microbatches"),
+        (lambda p: p.step(X), r"target is missing: .* pass target="),
+        (lambda p: p.step(X, target=Y[:6]), "target has 6 rows but the batch has 8"),
+        (lambda p: p.step(X[:, :3].contiguous(), target=Y), "test_bad_input.py"),
+        (lambda p: p.step(X.long(), target=Y), "test_bad_input.py"),
+        (lambda p: p.step(target=Y[0, 0]), "needs a batch to split"),
+    ],
+    ids=["small batch", "no target", "target rows", "shape", "dtype", "no batch"],
+)
+def test_a_bad_call_is_refused_and_the_next_good_one_works(
+    pipe: Pipeline, mistake: Callable[[Pipeline], Tensor], message: str
+) -> None:
+    before = pipe.step(X, target=Y)
+    pipe.zero_grad()
+    with pytest.raises(PipecError, match=message):
+        mistake(pipe)
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+    assert torch.equal(pipe.step(X, target=Y), before)
+    pipe.zero_grad()
+
+
+def test_control_flow_on_values_names_the_line_of_the_model() -> None:
+    with pytest.raises(CaptureError, match=r"if x\.sum\(\) > 0"):
+        make(Branching()).step(X, target=Y)
+
+
+def test_more_stages_than_operators() -> None:
+    with pytest.raises(PlanError, match="operators"):
+        pipec.compile(nn.Linear(4, 2), devices=30, loss_fn=nn.functional.mse_loss, microbatches=4).step(
+            X, target=Y
+        )
+
+
+def test_an_unknown_schedule_lists_the_known_ones() -> None:
+    with pytest.raises(InputError, match="1f1b"):
+        pipec.compile(Net(), devices=2, schedule="1f2b")
+
+
+def test_devices_that_contradict_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(InputError, match="devices asks for 2 ranks, but 3 processes were started"):
+        pipec.compile(Net(), devices=2)
+
+
+@pytest.mark.parametrize("option", [{"recompute": "some"}, {"microbatches": 0}])
+def test_options_that_mean_nothing(option: dict[str, object]) -> None:
+    with pytest.raises(InputError, match="expected"):
+        pipec.compile(Net(), devices=2, **option)
+
+
+def test_names_that_are_code_stay_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = nn.Sequential()
+    model.add_module("\"\"\"\nopen('pwned', 'w') #'", nn.Linear(4, 8))
+    model.add_module("'); open('pwned', 'w') #", nn.Linear(8, 2))
+    pipe = make(model)
+    pipe.step(X, target=Y)
+    assert not (tmp_path / "pwned").exists()
+    assert [name for name, _ in pipe.named_parameters()] == [name for name, _ in model.named_parameters()]
+
+
+def test_a_saved_artifact_trains_with_the_same_bits(pipe: Pipeline, tmp_path: Path) -> None:
+    expected = pipe.step(X, target=Y)
+    pipe.zero_grad()
+    pipe.save(tmp_path / "saved", tensors=True)
+    loaded = pipec.load(tmp_path / "saved")
+    assert torch.equal(loaded.step(X, target=Y), expected)
+    assert loaded.programs == pipe.programs
+    assert [loaded.source(stage) for stage in range(2)] == [pipe.source(stage) for stage in range(2)]
+
+
+def test_compiling_twice_gives_the_same_bytes(pipe: Pipeline, tmp_path: Path) -> None:
+    pipe.step(X, target=Y)
+    again = make(Net()).prepare(X, target=Y)
+    for name, saved in (("one", pipe), ("other", again)):
+        saved.save(tmp_path / name)
+    files = sorted(path.name for path in (tmp_path / "one").iterdir())
+    assert files == sorted(path.name for path in (tmp_path / "other").iterdir())
+    for file in files:
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "other" / file).read_bytes(), file
+
+
+def change_a_byte(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "message"),
+    [
+        ("stage_1.py", change_a_byte, "stage_1.py is not what was saved"),
+        ("rank_0.txt", change_a_byte, "rank_0.txt is not what was saved"),
+        ("tensors.safetensors", change_a_byte, "tensors.safetensors is not what was saved"),
+        ("stage_0.py", Path.unlink, "stage_0.py is missing"),
+        ("plan.json", lambda file: file.write_text("{}"), "is not a plan of this format"),
+        (
+            "plan.json",
+            lambda file: file.write_text(file.read_text().replace("artifact 1", "artifact 9")),
+            "reads",
+        ),
+        (
+            "plan.json",
+            lambda file: file.write_text(file.read_text().replace("stage_0.py", "../x.py")),
+            "stage_0",
+        ),
+        ("plan.json", Path.unlink, "holds no plan.json"),
+    ],
+    ids=["source", "program", "tensors", "missing", "foreign", "version", "path", "no plan"],
+)
+def test_a_damaged_artifact_is_refused(
+    pipe: Pipeline, tmp_path: Path, file: str, damage: Callable[[Path], object], message: str
+) -> None:
+    pipe.step(X, target=Y)
+    pipe.save(tmp_path / "saved", tensors=True)
+    damage(tmp_path / "saved" / file)
+    with pytest.raises(ArtifactError, match=message):
+        pipec.load(tmp_path / "saved")
+
+
+def test_saving_over_something_else_is_refused(pipe: Pipeline, tmp_path: Path) -> None:
+    pipe.step(X, target=Y)
+    (tmp_path / "precious.txt").write_text("mine")
+    with pytest.raises(ArtifactError, match="is no artifact of pipec to replace"):
+        pipe.save(tmp_path)
+    assert (tmp_path / "precious.txt").read_text() == "mine"

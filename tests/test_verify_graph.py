@@ -1,0 +1,185 @@
+"""The rules of the graph verifier: each is broken on purpose, and its message names pass, stage and node."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from pipec.call import Call
+from pipec.capture import capture
+from pipec.compiler import Target, passes
+from pipec.cost.devices import DEVICES
+from pipec.errors import VerifyError
+from pipec.graph import TrainingGraph, is_forward, recv, send
+from pipec.ir import Mode, Phase
+from pipec.passes import run_passes
+from pipec.passes.cut_stages import CutStages
+from pipec.passes.verify import RULES, verify
+
+pytestmark = pytest.mark.xdist_group("verify_graph")
+
+
+class Counted(nn.Module):
+    """Two layers, and a buffer that the second half changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.second = nn.Linear(8, 2)
+        self.norm = nn.BatchNorm1d(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.second(torch.tanh(self.first(x))))
+
+
+@pytest.fixture(scope="module")
+def compiled() -> TrainingGraph:
+    call = Call((torch.randn(4, 4),), {}, torch.randn(4, 2))
+    graph = capture(Counted(), nn.functional.mse_loss, Mode.TRAIN, call)
+    device = DEVICES["cpu"]
+    return run_passes(graph, passes(Target(device), CutStages(2, device.link), frozenset()))
+
+
+def node_where(graph: TrainingGraph, test: Callable[[fx.Node], bool]) -> fx.Node:
+    return next(node for node in graph.nodes if test(node))
+
+
+def drop_operator(graph: TrainingGraph) -> None:
+    del node_where(graph, is_forward).meta["op"]
+
+
+def read_the_backward(graph: TrainingGraph) -> None:
+    backward = node_where(graph, lambda node: not is_forward(node))
+    with graph.module.graph.inserting_after(backward):
+        node = graph.module.graph.call_function(torch.ops.aten.relu.default, (backward,))
+    node.meta = {**backward.meta, "phase": Phase.FORWARD}
+
+
+def drop_stage(graph: TrainingGraph) -> None:
+    del node_where(graph, is_forward).meta["stage"]
+
+
+def forward_goes_back(graph: TrainingGraph) -> None:
+    node_where(graph, lambda n: n.target is send and is_forward(n)).meta["stage"] = 1
+    node_where(graph, lambda n: n.target is recv and is_forward(n)).meta["stage"] = 0
+
+
+def gradient_goes_forward(graph: TrainingGraph) -> None:
+    node_where(graph, lambda n: n.target is send and not is_forward(n)).meta["stage"] = 0
+    node_where(graph, lambda n: n.target is recv and not is_forward(n)).meta["stage"] = 1
+
+
+def move_a_changed_buffer(graph: TrainingGraph) -> None:
+    mean = next(node for role, node in graph.outputs if getattr(role, "fqn", "") == "norm.running_mean")
+    mean.meta["stage"] = 2
+
+
+def second_gradient(graph: TrainingGraph) -> None:
+    output = graph.module.graph.output_node()
+    values = list(output.args[0])
+    named = {role.fqn: i for i, role in enumerate(graph.results) if hasattr(role, "fqn")}
+    object.__setattr__(
+        graph,
+        "results",
+        tuple(
+            graph.results[named["second.weight"]] if i == named["second.bias"] else role
+            for i, role in enumerate(graph.results)
+        ),
+    )
+    output.args = (tuple(values),)
+
+
+def gradient_elsewhere(graph: TrainingGraph) -> None:
+    position = next(i for i, role in enumerate(graph.results) if getattr(role, "fqn", "") == "first.weight")
+    object.__setattr__(
+        graph,
+        "results",
+        tuple(role if i != position else type(role)("norm.weight") for i, role in enumerate(graph.results)),
+    )
+
+
+def skip_the_message(graph: TrainingGraph) -> None:
+    received = node_where(graph, lambda node: node.target is recv)
+    received.replace_all_uses_with(received.all_input_nodes[0].all_input_nodes[0])
+
+
+def lose_a_recv(graph: TrainingGraph) -> None:
+    received = node_where(graph, lambda node: node.target is recv)
+    copy_of = graph.module.graph.node_copy(received)
+    received.append(copy_of)
+    copy_of.meta = dict(received.meta)
+
+
+def another_target(graph: TrainingGraph) -> None:
+    sent = node_where(graph, lambda node: node.target is send)
+    sent.args = (sent.args[0], 7)
+
+
+def receive_what_was_not_sent(graph: TrainingGraph) -> None:
+    received = node_where(graph, lambda node: node.target is recv)
+    received.args = (received.all_input_nodes[0].all_input_nodes[0],)
+
+
+def another_type(graph: TrainingGraph) -> None:
+    received = node_where(graph, lambda node: node.target is recv)
+    received.meta["val"] = received.meta["val"].to(torch.float64)
+
+
+def weight_before_input(graph: TrainingGraph) -> None:
+    for node in graph.nodes:
+        if node.meta["phase"] is Phase.BACKWARD_INPUT and node.target is not recv:
+            node.meta["phase"] = Phase.BACKWARD_WEIGHT
+            return
+
+
+def unsplit(graph: TrainingGraph) -> None:
+    node_where(graph, lambda node: not is_forward(node)).meta["phase"] = Phase.BACKWARD
+
+
+BREAKS = {
+    drop_operator: "has no 'op'",
+    read_the_backward: "runs in the forward but reads",
+    drop_stage: "belongs to no stage",
+    forward_goes_back: "a forward edge goes back",
+    gradient_goes_forward: "a gradient goes forward",
+    move_a_changed_buffer: "reads buffer norm.running_mean, which stage 2 changes",
+    second_gradient: "is a second gradient of second.weight on the same stage",
+    gradient_elsewhere: "is the gradient of norm.weight, but stage 0 does not hold that parameter",
+    skip_the_message: "without a send and a recv",
+    lose_a_recv: "must be received exactly once, but has 2 users",
+    another_target: "goes to stage 7 but stage",
+    receive_what_was_not_sent: "without a send and a recv|receives something that was not sent|exactly once",
+    another_type: r"expects torch.float64\[.*\] but .* carries torch.float32",
+    weight_before_input: "is part of the input gradient but reads .* of the weight gradient",
+    unsplit: "is neither part of the input gradient nor of the weight gradient",
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), BREAKS.items(), ids=[damage.__name__ for damage in BREAKS])
+def test_a_broken_graph_is_refused(
+    compiled: TrainingGraph, damage: Callable[[TrainingGraph], None], message: str
+) -> None:
+    graph = copied(compiled)
+    verify(graph)
+    damage(graph)
+    with pytest.raises(VerifyError, match=message) as caught:
+        verify(graph, after="a test")
+    assert "after 'a test'" in str(caught.value)
+    assert "> [" in str(caught.value)  # the node's own line among its neighbours
+
+
+def test_every_rule_is_broken_somewhere() -> None:
+    assert len(BREAKS) >= sum(map(len, RULES.values()))
+
+
+def copied(graph: TrainingGraph) -> TrainingGraph:
+    """A copy of the graph whose nodes can be damaged."""
+    made = fx.Graph()
+    made.output(made.graph_copy(graph.module.graph, {}))
+    for new, old in zip(made.nodes, graph.module.graph.nodes, strict=True):
+        new.meta = dict(old.meta)
+    twin = copy.copy(graph)
+    object.__setattr__(twin, "module", fx.GraphModule({}, made))
+    return twin
