@@ -13,7 +13,8 @@ from unsplit import Inputs, Outcome, unsplit_step
 
 import pipec
 from pipec.artifact import Artifact
-from pipec.capture import Call, capture
+from pipec.call import Call
+from pipec.capture import capture
 from pipec.compiler import Target, emit, passes
 from pipec.cost.devices import DEVICES
 from pipec.graph import TrainingGraph

@@ -29,11 +29,12 @@ def loss_of(output: Any) -> Tensor:
 
 def unsplit_step(model: nn.Module, inputs: Inputs, sizes: Sequence[int]) -> Tensor:
     """The loss of the mini-batch; gradients are added to ``.grad``. Each microbatch counts by its rows."""
-    total = torch.zeros(())
+    total: Tensor | float = 0.0
     for rows, size in zip(microbatches(inputs, sizes), sizes, strict=True):
         loss, share = loss_of(model(**rows)), size / sum(sizes)
-        loss.backward(gradient=torch.tensor(share))
+        loss.backward(gradient=torch.tensor(share, dtype=loss.dtype))
         total = total + loss.detach() * share
+    assert isinstance(total, Tensor)
     return total
 
 
