@@ -55,7 +55,7 @@ class LoadedPipeline(nn.Module):
 
         Raises InputError before anything is sent when they are not.
         """
-        leaves = [dense(leaf) for leaf in pytree.tree_leaves((args, kwargs, target))]
+        leaves = [dense(leaf) for leaf in pytree.tree_leaves((args, dict(sorted(kwargs.items())), target))]
         plan = self._artifact.plan
         batch = _batch_size(plan, leaves)
         for given in plan.inputs:
