@@ -1,6 +1,7 @@
 """The rules of the graph verifier: each is broken on purpose, and its message names pass, stage and node."""
 
 import copy
+import operator
 from collections.abc import Callable
 
 import pytest
@@ -59,6 +60,11 @@ def read_the_backward(graph: TrainingGraph) -> None:
 
 def drop_stage(graph: TrainingGraph) -> None:
     del node_where(graph, is_forward).meta["stage"]
+
+
+def tear_a_tuple(graph: TrainingGraph) -> None:
+    part = node_where(graph, lambda node: node.target is operator.getitem and not is_forward(node))
+    part.meta["phase"] = Phase.BACKWARD
 
 
 def forward_goes_back(graph: TrainingGraph) -> None:
@@ -142,6 +148,7 @@ BREAKS = {
     drop_operator: "has no 'op'",
     read_the_backward: "runs in the forward but reads",
     drop_stage: "belongs to no stage",
+    tear_a_tuple: "but runs elsewhere: only tensors are sent or saved",
     forward_goes_back: "a forward edge goes back",
     gradient_goes_forward: "a gradient goes forward",
     move_a_changed_buffer: "reads buffer norm.running_mean, which stage 2 changes",

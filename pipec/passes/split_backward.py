@@ -9,6 +9,7 @@ Input gradients are what another operator's backward waits for; the rest can run
 (Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2).
 """
 
+import operator
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -26,6 +27,9 @@ class SplitBackward:
             if not is_forward(node):
                 needed = node.target is send or any(_awaits(node, user) for user in node.users)
                 node.meta["phase"] = Phase.BACKWARD_INPUT if needed else Phase.BACKWARD_WEIGHT
+        for node in graph.nodes:
+            if node.target is operator.getitem:
+                node.meta["phase"] = node.all_input_nodes[0].meta["phase"]
         return replace(graph, level=Level.SPLIT)
 
 

@@ -1,5 +1,6 @@
 """What must hold of a training graph after every pass: a list of rules for each level it has reached."""
 
+import operator
 from collections.abc import Callable, Iterator
 
 import torch
@@ -125,6 +126,14 @@ def _gradients_have_owners(graph: TrainingGraph) -> Iterator[Fault]:
             )
 
 
+def _tuples_stay_whole(graph: TrainingGraph) -> Iterator[Fault]:
+    for node in graph.nodes:
+        if node.target is operator.getitem and not is_constant(node):
+            (source,) = node.all_input_nodes
+            if _place(node) != _place(source):
+                yield node, f"is a part of {source.name} but runs elsewhere: only tensors are sent or saved"
+
+
 def _only_messages_cross(graph: TrainingGraph) -> Iterator[Fault]:
     for source, user in _stage_edges(graph):
         if stage_of(source) != stage_of(user) and user.target is not recv:
@@ -169,6 +178,10 @@ def _stage_edges(graph: TrainingGraph) -> Iterator[tuple[fx.Node, fx.Node]]:
                 yield source, user
 
 
+def _place(node: fx.Node) -> tuple[int, Phase]:
+    return stage_of(node), node.meta["phase"]
+
+
 def _type(node: fx.Node) -> str:
     value = node.meta["val"]
     return f"{value.dtype}{list(value.shape)}" if is_tensor(node) else type(value).__name__
@@ -187,6 +200,7 @@ RULES: dict[Level, tuple[Rule, ...]] = {
         _changed_buffers_stay_home,
         _gradients_have_one_stage_each,
         _gradients_have_owners,
+        _tuples_stay_whole,
     ),
     Level.COMMUNICATING: (_only_messages_cross, _messages_match),
     Level.SPLIT: (_weight_gradients_come_last,),

@@ -1,0 +1,94 @@
+"""Processes that train saved artifacts as ranks over gloo: forks of one that has imported torch."""
+
+import multiprocessing
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from torch import Tensor
+from torch.distributed import TCPStore
+from unsplit import Inputs, Outcome
+
+import pipec
+
+PIPEC_TIMEOUT, TIMEOUT = 30.0, 100.0
+"""Seconds: pipec gives up on a rank well before the processes are given up."""
+
+forks = multiprocessing.get_context("forkserver")
+forks.set_forkserver_preload(["pipec.runtime.loaded"])
+
+
+def train(artifacts: Sequence[Path], inputs: Inputs, scratch: Path) -> list[str]:
+    """Rank r loads ``artifacts[r]`` and makes one step; what each rank raised, or an empty text.
+
+    ``read_outcome(scratch, num_ranks)`` gives what the step left.
+    """
+    safetensors.torch.save_file({name: tensor.clone() for name, tensor in inputs.items()}, scratch / "inputs")
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    processes = [
+        forks.Process(target=_train, args=(_environment(rank, len(artifacts), store.port), artifact, scratch))
+        for rank, artifact in enumerate(artifacts)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + TIMEOUT
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        codes = [process.exitcode for process in processes]
+        assert codes == [0] * len(processes), f"exit codes of the ranks, None for one that hung: {codes}"
+    finally:
+        for process in processes:
+            process.kill()
+    return [(scratch / f"error_{rank}").read_text() for rank in range(len(artifacts))]
+
+
+def read_outcome(scratch: Path, num_ranks: int) -> Outcome:
+    """What all ranks together hold after the step. Each has the loss, and no two have the same parameter."""
+    ranks = [safetensors.torch.load_file(scratch / f"outcome_{rank}") for rank in range(num_ranks)]
+    losses = [tensors.pop("loss") for tensors in ranks]
+    assert all(torch.equal(loss, losses[0]) for loss in losses)
+    merged: dict[str, dict[str, Tensor]] = {"gradients": {}, "parameters": {}, "buffers": {}}
+    for name, tensor in (item for tensors in ranks for item in tensors.items()):
+        kind, fqn = name.split("/")
+        assert fqn not in merged[kind], f"two ranks hold {fqn}"
+        merged[kind][fqn] = tensor
+    return Outcome(losses[0], **merged)
+
+
+def _environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+    """What ``torchrun`` tells a process; the store is held by whoever started it."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+
+
+def _train(environment: Mapping[str, str], artifact: Path, scratch: Path) -> None:
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    rank, error = environment["RANK"], ""
+    try:
+        _save_step(artifact, scratch / "inputs", scratch / f"outcome_{rank}")
+    except Exception as caught:
+        error = f"{type(caught).__name__}: {caught}"
+    (scratch / f"error_{rank}").write_text(error)
+
+
+def _save_step(artifact: Path, inputs: Path, file: Path) -> None:
+    pipe = pipec.load(artifact, timeout=PIPEC_TIMEOUT)
+    outcome = Outcome.of(pipe.step(**safetensors.torch.load_file(inputs)), pipe)
+    held = {
+        f"{kind}/{fqn}": tensor
+        for kind in ("gradients", "parameters", "buffers")
+        for fqn, tensor in getattr(outcome, kind).items()
+    }
+    safetensors.torch.save_file({"loss": outcome.loss, **held}, file)
