@@ -24,7 +24,6 @@ from workers import read_outcome, train
 
 from pipec.artifact import Artifact, save
 
-
 ADAMW_STEPS = 20
 
 
