@@ -13,11 +13,17 @@ from pipec.torch_compat import pytree
 
 @dataclass(frozen=True)
 class Call:
-    """What ``step`` was given. Its leaves are what tuples, lists, dicts and the like hold, at any depth."""
+    """What ``step`` was given. Its leaves are what tuples, lists, dicts and the like hold, at any depth.
+
+    The order of keyword arguments means nothing, here as in any call.
+    """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     target: Any = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kwargs", dict(sorted(self.kwargs.items())))
 
     @property
     def leaves(self) -> list[Any]:

@@ -246,5 +246,4 @@ class Pipeline(nn.Module):
 
 
 def _call(args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None) -> Call:
-    """The order of keyword arguments means nothing, here as in any call."""
-    return Call(*pytree.tree_map(dense, (args, dict(sorted(kwargs.items())), target)))
+    return Call(*pytree.tree_map(dense, (args, kwargs, target)))

@@ -111,6 +111,12 @@ def skip_the_message(graph: TrainingGraph) -> None:
     received.replace_all_uses_with(received.all_input_nodes[0].all_input_nodes[0])
 
 
+def relay(graph: TrainingGraph) -> None:
+    received = node_where(graph, lambda node: node.target is recv and is_forward(node))
+    sent = node_where(graph, lambda node: node.target is send and not is_forward(node))
+    sent.args = (received, sent.args[1])
+
+
 def lose_a_recv(graph: TrainingGraph) -> None:
     received = node_where(graph, lambda node: node.target is recv)
     copy_of = graph.module.graph.node_copy(received)
@@ -155,6 +161,7 @@ BREAKS = {
     second_gradient: "is a second gradient of second.weight on the same stage",
     gradient_elsewhere: "is the gradient of norm.weight, but stage 0 does not hold that parameter",
     skip_the_message: "without a send and a recv",
+    relay: "the stage that makes a value sends it itself",
     lose_a_recv: "must be received exactly once, but has 2 users",
     another_target: "goes to stage 7 but stage",
     receive_what_was_not_sent: "without a send and a recv|receives something that was not sent|exactly once",

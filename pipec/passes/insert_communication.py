@@ -58,14 +58,20 @@ def _is_computed(node: fx.Node) -> bool:
 
 @dataclass
 class _Crossings:
-    """The value of a node on other stages, made or received at most once for each."""
+    """The value of a node on other stages, made or received at most once for each.
+
+    ``originals`` tells what a copy or a received value stands for: that is what a third stage asks for.
+    """
 
     graph: TrainingGraph
     link: LinkModel
     copies: dict[tuple[fx.Node, int], fx.Node] = field(default_factory=dict)
+    originals: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def on_stage_of(self, source: fx.Node, user: fx.Node) -> fx.Node:
-        stage = stage_of(user)
+        source, stage = self.originals.get(source, source), stage_of(user)
+        if is_constant(source) or stage_of(source) == stage:
+            return source
         if (source, stage) not in self.copies:
             if needs_only_inputs(source) and self.cost_to_make(source, stage) < self.cost_to_send(source):
                 self.make(source, stage)
@@ -88,19 +94,22 @@ class _Crossings:
         )
 
     def view_there(self, node: fx.Node, user: fx.Node) -> None:
-        base = node.all_input_nodes[0]
-        if not is_constant(base) and stage_of(base) != stage_of(user):
-            base = self.on_stage_of(base, user)
+        base = self.on_stage_of(node.all_input_nodes[0], user)
         with self.graph.module.graph.inserting_after(node):
             copy = self.graph.module.graph.node_copy(node, lambda _: base)
         copy.meta = {**node.meta, "stage": stage_of(user)}
-        self.copies[node, stage_of(user)] = copy
+        self.keep(node, copy)
+
+    def keep(self, original: fx.Node, copy: fx.Node) -> None:
+        self.copies[original, stage_of(copy)] = copy
+        self.originals[copy] = original
 
     def cost_to_make(self, node: fx.Node, stage: int) -> float:
         """Seconds to make a free node on ``stage``, with every node it needs that is not there yet."""
         pending, seen, seconds = [node], set(), 0.0
         while pending:
             current = pending.pop()
+            current = self.originals.get(current, current)
             if current in seen or current.op == "placeholder" or is_constant(current):
                 continue
             seen.add(current)
@@ -119,6 +128,7 @@ class _Crossings:
         return cost.seconds(self.graph.batch_size)
 
     def make(self, node: fx.Node, stage: int) -> fx.Node:
+        node = self.originals.get(node, node)
         if node.op == "placeholder" or is_constant(node) or stage_of(node) == stage:
             return node
         if (node, stage) not in self.copies:
@@ -126,7 +136,7 @@ class _Crossings:
             with self.graph.module.graph.inserting_after(node):
                 copy = self.graph.module.graph.node_copy(node, lambda source: inputs[source])
             copy.meta = {**node.meta, "stage": stage}
-            self.copies[node, stage] = copy
+            self.keep(node, copy)
         return self.copies[node, stage]
 
     def receive(self, source: fx.Node, user: fx.Node) -> None:
@@ -141,4 +151,4 @@ class _Crossings:
             received = fx_graph.call_function(recv, (sent,))
         sent.meta = {**meta, "stage": stage_of(source)}
         received.meta = {**meta, "stage": stage_of(user)}
-        self.copies[source, stage_of(user)] = received
+        self.keep(source, received)

@@ -140,6 +140,12 @@ def _only_messages_cross(graph: TrainingGraph) -> Iterator[Fault]:
             yield user, f"reads {source.name} of stage {stage_of(source)} without a send and a recv"
 
 
+def _values_go_straight(graph: TrainingGraph) -> Iterator[Fault]:
+    for node in graph.nodes:
+        if node.target is send and node.all_input_nodes[0].target is recv:
+            yield node, f"relays {node.all_input_nodes[0].name}; the stage that makes a value sends it itself"
+
+
 def _messages_match(graph: TrainingGraph) -> Iterator[Fault]:
     for node in graph.nodes:
         if node.target is send:
@@ -202,6 +208,6 @@ RULES: dict[Level, tuple[Rule, ...]] = {
         _gradients_have_owners,
         _tuples_stay_whole,
     ),
-    Level.COMMUNICATING: (_only_messages_cross, _messages_match),
+    Level.COMMUNICATING: (_only_messages_cross, _values_go_straight, _messages_match),
     Level.SPLIT: (_weight_gradients_come_last,),
 }
