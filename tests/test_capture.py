@@ -36,8 +36,6 @@ import pipec
 from pipec.errors import CaptureError, InputError
 from pipec.pipeline import Pipeline
 
-pytestmark = pytest.mark.xdist_group("capture")
-
 SIZES = 3, 2
 mse = nn.functional.mse_loss
 

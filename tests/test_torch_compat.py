@@ -12,8 +12,6 @@ from pipec import torch_compat
 from pipec.operators import OPERATOR_ID, number_operators
 from pipec.torch_compat import Captured, JointGraph
 
-pytestmark = pytest.mark.xdist_group("torch_compat")
-
 
 class Scaled(nn.Module):
     """A parameter, a buffer that changes, and an attribute that does when ``count`` is not None."""
