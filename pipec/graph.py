@@ -192,8 +192,8 @@ def is_view(node: fx.Node) -> bool:
     """Whether the node's value shares memory with its first input, so that making it again is free."""
     if node.target is operator.getitem:
         return is_view(node.args[0])  # type: ignore[arg-type]
-    if not isinstance(node.target, OpOverload):
-        return False
+    if not isinstance(node.target, OpOverload) or not node.all_input_nodes:
+        return False  # a complex number, conjugated, is a view of no node
     if node.target is torch.ops.aten._unsafe_view.default:
         return True
     returned = [result.alias_info for result in node.target._schema.returns]

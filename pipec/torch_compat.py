@@ -148,7 +148,9 @@ def _changed_state(messages: Sequence[str]) -> tuple[str, ...]:
 
 def fqn_of(source: str) -> str:
     """``L['self']._modules['model'].h[0]`` and ``getattr(L['self'].model.h, '0')`` as ``model.h.0``."""
-    dotted = re.sub(r"getattr\((.*), '(.*?)'\)", r"\1.\2", source)
+    dotted, changed = source, 1
+    while changed:
+        dotted, changed = re.subn(r"getattr\(([^()]*), '(.*?)'\)", r"\1.\2", dotted)
     dotted = re.sub(r"\._modules\b", "", dotted)
     dotted = re.sub(r"\[['\"]?(.*?)['\"]?\]", r".\1", dotted)
     return dotted.removeprefix("L.self").removeprefix(".")
@@ -328,9 +330,15 @@ def _result(descriptor: object) -> tuple[str, str | int]:
 
 
 class _Printer(PythonPrinter):
-    """sympy to Python source over plain ints."""
+    """sympy to Python source over plain ints, where torch's is for symbolic ones as well."""
+
+    def _print_ToFloat(self, expression: sympy.Expr) -> str:
+        return f"float({self._print(expression.args[0])})"
+
+    def _print_OpaqueUnaryFn_sqrt(self, expression: sympy.Expr) -> str:
+        return f"math.sqrt({self._print(expression.args[0])})"
 
 
 def python_expression(expression: sympy.Expr) -> str:
-    """Python source of an integer or float expression of shapes (floor divisions, minima ... included)."""
+    """Python source of an integer or float expression of shapes; it may call builtins and ``math``."""
     return str(_Printer().doprint(expression))

@@ -1,178 +1,467 @@
-"""What pipec relies on in the private parts of torch: each in one small assertion, for the day it changes."""
+"""Every private name of torch that ``torch_compat`` uses is there, and does what is relied upon."""
 
+import ast
+import importlib
 import logging
+import warnings
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import sympy
 import torch
-from torch import Tensor, nn
+import torch._dynamo
+from torch import Tensor, fx, nn
+from torch._dynamo.exc import TorchRuntimeError, Unsupported
+from torch._functorch._aot_autograd import descriptors
+from torch._guards import TracingContext
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv, free_unbacked_symbols
+from torch.utils import _pytree as pytree
+from torch.utils._sympy.functions import FloorDiv, Mod
 
 from pipec import torch_compat
-from pipec.operators import OPERATOR_ID, number_operators
-from pipec.torch_compat import Captured, JointGraph
+
+pytestmark = pytest.mark.xdist_group("torch_compat")
+
+TREE = ast.parse(Path(torch_compat.__file__).read_text(encoding="utf-8"))
 
 
-class Scaled(nn.Module):
-    """A parameter, a buffer that changes, and an attribute that does when ``count`` is not None."""
+log = logging.getLogger("model")
 
-    def __init__(self, count: int | None = None) -> None:
+
+class Net(nn.Module):
+    """A parameter, a buffer that changes, and a branch on the batch that becomes a guard."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
-        self.register_buffer("calls", torch.zeros(()))
-        self.count = count
+        self.layer = nn.Linear(4, 2)
+        self.register_buffer("count", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls.add_(1)
-        if self.count is not None:
-            self.count += 1
-        return (x.exp() * self.weight).mean()
+        self.count += 1
+        return self.layer(x).sum() * (2 if x.shape[0] > 2 else 3)
+
+
+# names
+
+
+def imported_names() -> list[tuple[str, str]]:
+    """Every (module, name) that the file imports from torch."""
+    return [
+        (node.module, alias.name)
+        for node in ast.walk(TREE)
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("torch")
+        for alias in node.names
+    ]
+
+
+def attribute_names() -> list[str]:
+    """Every dotted name of torch that the file mentions, such as ``torch._dynamo.mark_dynamic``."""
+    found = {ast.unparse(node) for node in ast.walk(TREE) if isinstance(node, ast.Attribute)}
+    return sorted(name for name in found if name.startswith("torch.") and "(" not in name)
+
+
+@pytest.mark.parametrize(("module", "name"), imported_names())
+def test_an_imported_name_exists(module: str, name: str) -> None:
+    parent = importlib.import_module(module)
+    assert hasattr(parent, name) or importlib.import_module(f"{module}.{name}")
+
+
+@pytest.mark.parametrize("name", attribute_names())
+def test_a_mentioned_name_exists(name: str) -> None:
+    value: Any = torch
+    for part in name.split(".")[1:]:
+        assert hasattr(value, part), f"{name}: there is no {part}"
+        value = getattr(value, part)
+
+
+@pytest.mark.parametrize("option", [*torch_compat.DYNAMO_CONFIG, "ignore_logger_methods"])
+def test_a_dynamo_option_exists(option: str) -> None:
+    assert hasattr(torch._dynamo.config, option)
+
+
+@pytest.mark.parametrize("name", torch_compat.LOGGERS)
+def test_a_silenced_logger_is_a_package_of_torch(name: str) -> None:
+    assert importlib.import_module(name)
+
+
+# Dynamo
+
+
+def capture(module: nn.Module, x: Tensor, dynamic: bool = True) -> torch_compat.Captured:
+    return torch_compat.capture_with_dynamo(module, (x,), [x] if dynamic else [])
+
+
+@pytest.fixture(scope="module")
+def captured() -> torch_compat.Captured:
+    return capture(Net(), torch.zeros(4, 4))
+
+
+def test_dynamo_returns_a_graph_with_what_differentiation_needs(captured: torch_compat.Captured) -> None:
+    assert isinstance(captured.module, fx.GraphModule)
+    assert isinstance(captured.module.meta["tracing_context"], TracingContext)
+    assert isinstance(captured.module.meta["fake_mode"].shape_env, ShapeEnv)
+    assert dict(captured.module.named_parameters()).keys() == {"layer.weight", "layer.bias"}
+    assert dict(captured.module.named_buffers()).keys() == {"count"}
+
+
+def test_a_node_of_dynamo_knows_its_module_and_its_line(captured: torch_compat.Captured) -> None:
+    (linear,) = [node for node in captured.module.graph.nodes if node.target is torch._C._nn.linear]
+    path, module_type = list(linear.meta["nn_module_stack"].values())[-1]
+    assert torch_compat.fqn_of(path) == "layer"
+    assert getattr(module_type, "__name__", module_type).endswith("Linear")
+    assert f'File "{__file__}"' in linear.meta["stack_trace"]
+    assert isinstance(linear.meta["example_value"], FakeTensor)
+
+
+@pytest.mark.parametrize(
+    ("source", "fqn"),
+    [
+        ("L['self']._modules['model']._modules['h']._modules['0']", "model.h.0"),
+        ("L['self'].model.h[0]", "model.h.0"),
+        ("getattr(L['self'].model.h, '0')", "model.h.0"),
+        ("getattr(getattr(L['self'].h, '0').mlp, '1')", "h.0.mlp.1"),
+        ("getattr(getattr(getattr(L['self'].h, '0'), '1'), '2')", "h.0.1.2"),
+        ("L['self']", ""),
+    ],
+)
+def test_the_path_of_a_module_as_dynamo_writes_it(source: str, fqn: str) -> None:
+    assert torch_compat.fqn_of(source) == fqn
+
+
+def test_only_the_marked_dimension_is_symbolic() -> None:
+    for dynamic, sizes in ((True, ["s", "4"]), (False, ["4", "4"])):
+        module = capture(Net(), torch.zeros(4, 4), dynamic).module
+        (x,) = [node for node in module.graph.find_nodes(op="placeholder") if node.name.startswith("l_x")]
+        assert [str(size)[0] for size in x.meta["example_value"].shape] == sizes
+
+
+def test_capture_leaves_dynamos_cache_to_the_user() -> None:
+    """What the user compiled is neither forgotten nor used, so nothing needs a reset between captures."""
+    compilations: list[fx.GraphModule] = []
+
+    def backend(graph: fx.GraphModule, example_inputs: list[Tensor]) -> Any:
+        compilations.append(graph)
+        return graph.forward
+
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.ones(2, 4)
+    compiled = torch.compile(model, backend=backend)
+    compiled(x)
+    for _ in range(2 * torch._dynamo.config.recompile_limit):
+        capture(model, torch.zeros(4, 4))
+    compiled(x)
+    assert len(compilations) == 1
+
+
+def test_loggers_are_no_part_of_the_graph_and_side_effects_are_reported() -> None:
+    class Talking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            log.warning("seen %s", x.shape)
+            self.inner.calls = 1
+            return x + 1
+
+    found = capture(Talking(), torch.zeros(4, 4))
+    assert found.changed_state == ("inner",)
+    calls = [node for node in found.module.graph.nodes if node.op == "call_function"]
+    assert len(calls) == 1
+
+
+class Branching(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            return x + 1
+        return x
+
+
+class Failing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] != 3:
+            raise ValueError("three columns, please")
+        return x
+
+
+class Misshapen(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ torch.ones(3)
+
+
+def failure(module: nn.Module) -> Exception:
+    with pytest.raises((Unsupported, TorchRuntimeError)) as caught, warnings.catch_warnings():
+        capture(module, torch.zeros(4, 4))
+    return caught.value
+
+
+def test_an_unsupported_error_says_why_and_where() -> None:
+    error = failure(Branching())
+    assert not torch_compat.model_raised(error)
+    assert torch_compat.reason_of(error).startswith(
+        "Data-dependent branching. Detected data-dependent branching"
+    )
+    assert [frame.line for frame in torch_compat.user_frames(error)][-1] == "if x.sum() > 0:"
+
+
+@pytest.mark.parametrize("module", [Failing(), Misshapen()], ids=lambda module: type(module).__name__)
+def test_an_error_of_the_model_itself_is_told_from_a_limit_of_dynamo(module: nn.Module) -> None:
+    assert torch_compat.model_raised(failure(module))
+
+
+# export
+
+
+def test_export_returns_fake_arguments_of_its_own_mode() -> None:
+    x = torch.zeros(4, 4)
+    found = torch_compat.capture_with_export(Net(), (x,), [x])
+    (fake,) = found.args
+    assert isinstance(fake, FakeTensor)
+    assert fake.fake_mode is found.module.meta["fake_mode"]
+    assert isinstance(fake.shape[0], torch.SymInt)
+    assert fake.shape[1] == 4
 
 
 class Doubled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return 2 * x
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * 20
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        return gradient
 
 
-class UsesDoubled(nn.Module):
+class WithFunction(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Doubled.apply(x)
+
+
+class WithHook(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
+        self.layer = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return Doubled.apply(x * self.weight).mean()
+        y = self.layer(x)
+        y.register_hook(lambda gradient: 2 * gradient)
+        return y
 
 
-class Hooked(UsesDoubled):
-    def forward(self, x: Tensor) -> Tensor:
-        y = x * self.weight
-        y.register_hook(lambda gradient: gradient * 2)
-        return y.mean()
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (WithFunction(), "custom autograd function Doubled would be lost"),
+        (WithHook(), "register_hook would be lost"),
+    ],
+)
+def test_export_refuses_what_it_would_lose_and_restores_what_it_replaced(
+    module: nn.Module, message: str
+) -> None:
+    before = torch.autograd.Function.__dict__["apply"], Tensor.register_hook
+    with pytest.raises(TypeError, match=message):
+        torch_compat.capture_with_export(module, (torch.zeros(4, 4),), [])
+    assert before == (torch.autograd.Function.__dict__["apply"], Tensor.register_hook)
 
 
-class ReadsValues(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x if x.sum() > 0 else -x
+# differentiation
 
 
-FRONT_ENDS = (torch_compat.capture_with_dynamo, torch_compat.capture_with_export)
+@pytest.fixture(scope="module")
+def joint() -> torch_compat.JointGraph:
+    found = capture(Net(), torch.zeros(4, 4))
+    for number, node in enumerate(found.module.graph.nodes):
+        node.meta["custom"] = {"number": number}
+    return torch_compat.differentiate(found, training=True)
 
 
-def captured(module: nn.Module, front_end: Any = torch_compat.capture_with_dynamo) -> Captured:
-    x = torch.rand(4, 3)
-    with torch_compat.quiet(), torch_compat.unchanged(module):
-        return front_end(module, (x,), [x])
+def test_every_argument_and_result_of_a_joint_graph_is_described(joint: torch_compat.JointGraph) -> None:
+    assert sorted(joint.arguments) == [
+        ("buffer", "count"),
+        ("input", 0),
+        ("parameter", "layer.bias"),
+        ("parameter", "layer.weight"),
+        ("tangent", 0),
+    ]
+    kinds = [result for result in joint.results if result[0] != "ignored"]
+    assert sorted(kinds) == [
+        ("buffer", "count"),
+        ("gradient", "layer.bias"),
+        ("gradient", "layer.weight"),
+        ("output", 0),
+    ]
+    assert len(joint.module.graph.find_nodes(op="placeholder")) == len(joint.arguments)
 
 
-def differentiated(module: nn.Module, front_end: Any = torch_compat.capture_with_dynamo) -> JointGraph:
-    with torch_compat.quiet(), torch_compat.unchanged(module):
-        x = torch.rand(4, 3)
-        graph = front_end(module, (x,), [x])
-        number_operators(graph.module)
-        return torch_compat.differentiate(graph, training=True)
+def test_annotations_reach_forward_and_backward(joint: torch_compat.JointGraph) -> None:
+    nodes = joint.module.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+    nodes += joint.module.graph.find_nodes(op="call_function", target=torch.ops.aten.addmm.default)
+    assert len(nodes) == 2
+    assert len({node.meta["custom"]["number"] for node in nodes}) == 1
+    assert [node.meta.get("partitioner_tag") for node in nodes].count("is_backward") == 1
 
 
-def test_settings_of_dynamo_have_their_names() -> None:
-    for name in torch_compat.DYNAMO_CONFIG:
-        assert hasattr(torch._dynamo.config, name), name
-    assert isinstance(torch._dynamo.config.ignore_logger_methods, set)
+def test_a_branch_on_the_batch_is_a_guard(joint: torch_compat.JointGraph) -> None:
+    (batch,) = {symbol for guard in joint.guards for symbol in guard.free_symbols}
+    assert all(guard.subs(batch, 4) == sympy.true for guard in joint.guards)
+    assert any(guard.subs(batch, 2) == sympy.false for guard in joint.guards)
+    assert joint.fixed_by == "the model"
 
 
-@pytest.mark.parametrize("front_end", FRONT_ENDS)
-def test_a_marked_dimension_becomes_a_symbol_and_every_node_knows_its_operator(front_end: Any) -> None:
-    joint = differentiated(Scaled(), front_end)
-    nodes = list(joint.module.graph.nodes)
-    x = next(n for n, (kind, _) in zip(nodes, joint.arguments, strict=False) if kind == "input")
-    assert isinstance(x.meta["val"].shape[0].node.expr, sympy.Symbol)
-    computed = [n for n in nodes if n.op == "call_function" and n.target is torch.ops.aten.exp.default]
-    assert len(computed) == 1
-    products = [n for n in nodes if n.target is torch.ops.aten.mul.Tensor]
-    assert len(products) == 2  # forward, and the gradient of the weight
-    assert len({n.meta["custom"][OPERATOR_ID] for n in products}) == 1
-
-
-@pytest.mark.parametrize("front_end", FRONT_ENDS)
-def test_arguments_and_results_are_described(front_end: Any) -> None:
-    joint = differentiated(Scaled(), front_end)
-    arguments = {(kind, str(what).rpartition(".")[2]) for kind, what in joint.arguments}
-    assert arguments == {("parameter", "weight"), ("buffer", "calls"), ("input", "0"), ("tangent", "0")}
-    results = {(kind, str(what).rpartition(".")[2]) for kind, what in joint.results if kind != "ignored"}
-    assert results == {("buffer", "calls"), ("output", "0"), ("gradient", "weight")}
-
-
-def test_attributes_that_forward_sets_are_named_and_put_back() -> None:
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = Scaled(0)
-
+def test_what_makes_a_constant_of_the_batch_is_named() -> None:
+    class Unrolled(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return self.model(x)
+            return x.view(4, -1).sum()
 
-    module = Outer()
-    assert captured(module).changed_state == ("model",)
-    assert module.model.count == 0
-    assert float(module.model.calls) == 0
-
-
-def test_export_refuses_what_it_would_lose() -> None:
-    with pytest.raises(TypeError, match="custom autograd function Doubled would be lost"):
-        captured(UsesDoubled(), torch_compat.capture_with_export)
-    with pytest.raises(TypeError, match=r"hook registered on a gradient .* would be lost"):
-        captured(Hooked(), torch_compat.capture_with_export)
-    x = torch.ones(2, requires_grad=True)
-    Doubled.apply(x).sum().backward()  # both work again
-    assert x.grad is not None
-    assert x.grad.tolist() == [20, 20]
+    found = torch_compat.differentiate(capture(Unrolled(), torch.zeros(4, 4)), training=False)
+    assert found.fixed_by.startswith("return x.view(4, -1).sum()  # ")
+    assert set(found.replacements.values()) == {sympy.Integer(4)}
 
 
-def test_dynamo_keeps_a_custom_backward() -> None:
-    joint = differentiated(UsesDoubled())
-    assert any(20 in node.args for node in joint.module.graph.nodes)
+def test_without_training_there_is_no_backward() -> None:
+    found = torch_compat.differentiate(capture(Net(), torch.zeros(4, 4)), training=False)
+    assert not [kind for kind, _ in found.arguments + found.results if kind in ("tangent", "gradient")]
 
 
-def test_a_failed_capture_tells_where_and_why() -> None:
-    with pytest.raises(Exception) as caught:  # noqa: PT011 - what torch raises is what is asked
-        captured(ReadsValues())
-    assert torch_compat.user_frames(caught.value)[-1].line == "return x if x.sum() > 0 else -x"
-    assert "ata-dependent" in torch_compat.reason_of(caught.value)
-    assert not torch_compat.model_raised(caught.value)
+@pytest.mark.parametrize(
+    ("descriptor", "described"),
+    [
+        (descriptors.ParamAOTInput(target="w"), ("parameter", "w")),
+        (descriptors.BufferAOTInput(target="w"), ("buffer", "w")),
+        (descriptors.PlainAOTInput(idx=1), ("input", 1)),
+        (descriptors.TangentAOTInput(output=descriptors.PlainAOTOutput(idx=0)), ("tangent", 0)),
+    ],
+)
+def test_an_argument_is_read_from_its_descriptor(descriptor: object, described: tuple[str, object]) -> None:
+    node = fx.Graph().placeholder("x")
+    node.meta["desc"] = descriptor
+    assert torch_compat._argument(node) == described
 
 
-def test_an_error_of_the_model_is_told_from_a_failed_capture() -> None:
-    with pytest.raises(Exception) as caught:  # noqa: PT011 - what torch raises is what is asked
-        captured(nn.Linear(7, 2))
-    assert torch_compat.model_raised(caught.value)
+@pytest.mark.parametrize(
+    ("descriptor", "described"),
+    [
+        (descriptors.PlainAOTOutput(idx=1), ("output", 1)),
+        (descriptors.GradAOTOutput(grad_of=descriptors.ParamAOTInput(target="w")), ("gradient", "w")),
+        (descriptors.GradAOTOutput(grad_of=descriptors.PlainAOTInput(idx=1)), ("ignored", 0)),
+        (
+            descriptors.InputMutationAOTOutput(mutated_input=descriptors.BufferAOTInput(target="w")),
+            ("buffer", "w"),
+        ),
+        (
+            descriptors.InputMutationAOTOutput(mutated_input=descriptors.ParamAOTInput(target="w")),
+            ("changed parameter", "w"),
+        ),
+        (
+            descriptors.InputMutationAOTOutput(mutated_input=descriptors.PlainAOTInput(idx=1)),
+            ("changed input", 1),
+        ),
+    ],
+)
+def test_a_result_is_read_from_its_descriptor(descriptor: object, described: tuple[str, object]) -> None:
+    assert torch_compat._result(descriptor) == described
 
 
-def test_hooks_on_gradients_are_seen() -> None:
-    hooks = (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
-    for register in hooks:
-        parameter = nn.Parameter(torch.ones(2))
-        assert not torch_compat.has_gradient_hook(parameter)
-        register(parameter, lambda gradient: None)
-        assert torch_compat.has_gradient_hook(parameter)
+# small things
 
 
-def test_loggers_are_quiet_only_meanwhile() -> None:
-    logger = logging.getLogger("torch._dynamo")
-    level = logger.level
-    with torch_compat.quiet():
-        assert not logger.isEnabledFor(logging.CRITICAL)
-    assert logger.level == level
+def test_sizes_known_from_values_alone_are_told_from_those_of_the_batch(
+    captured: torch_compat.Captured,
+) -> None:
+    class Selecting(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x[x > 0]
+
+    def depends(found: torch_compat.Captured) -> bool:
+        nodes = torch_compat.differentiate(found, training=False).module.graph.nodes
+        return any(torch_compat.depends_on_values(node.meta.get("val")) for node in nodes)
+
+    assert not depends(captured)
+    assert depends(capture(Selecting(), torch.zeros(4, 4)))
+    assert free_unbacked_symbols(3) == set()
+    assert not torch_compat.depends_on_values((None, 1, "text", [torch.zeros(2)]))
 
 
-def test_sources_of_dynamo_become_names() -> None:
-    assert torch_compat.fqn_of("L['self']._modules['model'].h[0]") == "model.h.0"
-    assert torch_compat.fqn_of("getattr(L['self'].model.h, '0')") == "model.h.0"
+def test_a_data_dependent_guard_has_a_short_reason() -> None:
+    error = GuardOnDataDependentSymNode(sympy.Symbol("u0"), "Could not guard ...\nmany lines")
+    assert torch_compat.reason_of(error).startswith("Data-dependent size or branch")
 
 
-def test_sizes_become_python() -> None:
-    b = sympy.Symbol("b", integer=True, positive=True)
-    assert eval(torch_compat.python_expression(sympy.Max(3 * b + 1, 5)), {"b": 4}) == 13
-    assert eval(torch_compat.python_expression(sympy.floor(b / 3)), {"b": 7, "math": __import__("math")}) == 2
+def test_hooks_on_a_gradient_are_seen() -> None:
+    plain, hooked, after = (torch.zeros(2, requires_grad=True) for _ in range(3))
+    hooked.register_hook(lambda gradient: gradient)
+    after.register_post_accumulate_grad_hook(lambda tensor: None)
+    assert [torch_compat.has_gradient_hook(tensor) for tensor in (plain, hooked, after)] == [
+        False,
+        True,
+        True,
+    ]
+
+
+def test_an_overload_is_what_nodes_call() -> None:
+    target = torch.ops.aten.add.Tensor
+    assert isinstance(target, OpOverload)
+    assert (target.namespace, target._schema.name, target._overloadname) == ("aten", "aten::add", "Tensor")
+
+
+def test_trees_are_taken_apart_in_one_order() -> None:
+    leaves, spec = pytree.tree_flatten({"a": (1, [2, None]), "b": 3})
+    assert leaves == [1, 2, None, 3]
+    assert pytree.tree_unflatten(leaves, spec) == {"a": (1, [2, None]), "b": 3}
+    assert [str(path[-1]) for path, _ in pytree.tree_flatten_with_path({"a": 1, "b": 2})[0]] == [
+        "['a']",
+        "['b']",
+    ]
+
+
+B = sympy.Symbol("b", integer=True, positive=True)
+
+
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [
+        (128 * B, lambda b: 128 * b),
+        (B**2 + 1, lambda b: b**2 + 1),
+        (5 * FloorDiv(B + 1, 2), lambda b: (b + 1) // 2 * 5),
+        (Mod(B, 5), lambda b: b % 5),
+        (sympy.Min(B, 6), lambda b: min(b, 6)),
+        (sympy.Max(2, B), lambda b: max(2, b)),
+    ],
+    ids=lambda value: str(value) if isinstance(value, sympy.Basic) else "",
+)
+def test_an_expression_of_sizes_prints_as_python(
+    expression: sympy.Expr, expected: Callable[[int], int]
+) -> None:
+    code = compile(torch_compat.python_expression(expression), "expression", "eval")
+    for size in (1, 4, 7, 12):
+        assert eval(code, {"b": size}) == expected(size)
+
+
+def test_quiet_spares_loggers_that_the_user_turned_up() -> None:
+    dynamo, export = logging.getLogger("torch._dynamo"), logging.getLogger("torch.export")
+    before = dynamo.level, export.level
+    dynamo.setLevel(logging.DEBUG)
+    try:
+        with torch_compat.quiet():
+            assert dynamo.isEnabledFor(logging.WARNING)
+            assert not export.isEnabledFor(logging.CRITICAL)
+        assert (dynamo.level, export.level) == (logging.DEBUG, before[1])
+    finally:
+        dynamo.setLevel(before[0])
+
+
+def test_unchanged_puts_everything_back() -> None:
+    model = Net()
+    weight, attributes = model.layer.weight, dict(vars(model))
+    with torch_compat.unchanged(model):
+        model.layer.weight = nn.Parameter(torch.ones(1))
+        model.extra, model.training = 1, False
+        weight.mark = 1
+        del model._buffers["count"]
+    assert model.layer.weight is weight
+    assert dict(vars(model)) == attributes
+    assert "count" in model._buffers
+    assert not vars(weight)

@@ -113,8 +113,6 @@ FUNCTIONS = {
     aten.rsub.Scalar: "rsub",
     aten.reciprocal.default: "reciprocal",
     aten.erf.default: "erf",
-    aten.log_softmax.int: "log_softmax",
-    aten.softmax.int: "softmax",
 }
 
 DEFAULTS = {
@@ -147,11 +145,16 @@ def expression(node: fx.Node, name: Namer, batch: sympy.Symbol | None) -> str:
     if is_random(node):
         return _random(node, args, kwargs)
     if target in INFIX and not kwargs and isinstance(node.args[0], fx.Node):
-        return f"{args[0]} {INFIX[target]} {args[1]}"
+        return f"{args[0]} {INFIX[target]} {_operand(node.args[1], args[1])}"
     if target in METHODS and isinstance(node.args[0], fx.Node):
         return f"{args[0]}.{METHODS[target]}({', '.join(args[1:] + kwargs)})"
     call = f"torch.{FUNCTIONS[target]}" if target in FUNCTIONS else _qualified(target)
     return f"{call}({', '.join(args + kwargs)})"
+
+
+def _operand(argument: Any, source: str) -> str:
+    """The source of an operand, in brackets where it is a formula of its own: ``x / (12*b)``."""
+    return f"({source})" if isinstance(argument, sympy.Basic) and not argument.is_Atom else source
 
 
 def _slice(tensor: str, dim: str = "0", start: str = "", end: str = "") -> str:
@@ -190,7 +193,17 @@ def literal(argument: Any, name: Namer, batch: sympy.Symbol | None) -> str:
         case tuple():
             inner = ", ".join(literal(item, name, batch) for item in argument)
             return f"({inner},)" if len(argument) == 1 else f"({inner})"
-        case None | bool() | int() | float() | str() | torch.dtype() | torch.layout() | torch.memory_format():
+        case (
+            None
+            | bool()
+            | int()
+            | float()
+            | complex()
+            | str()
+            | torch.dtype()
+            | torch.layout()
+            | torch.memory_format()
+        ):
             return repr(argument)
     raise NotImplementedError(f"code generation cannot write an argument of type {type(argument).__name__}")
 

@@ -18,6 +18,7 @@ from pipec.ir import Mode
 
 RESERVED = frozenset(
     [
+        "math",
         "torch",
         "w",
         "buffers",

@@ -51,18 +51,22 @@ class StageSource:
 
     def write(self) -> str:
         """The whole module: the same bytes for the same graph and plan."""
-        lines = ['"""' + self.title, '"""', "", "import torch", *self._imports(), ""]
+        functions = list(self._functions())
+        lines = ['"""' + self.title, '"""', "", *self._imports(functions), ""]
         lines += self._table("PARAMETERS", "w", self.stage.parameters)
         lines += self._table("BUFFERS", "buffers", self.stage.buffers)
         updated = dict(self.stage.functions[0].updates)
         lines += self._table(
             "UPDATED_BUFFERS", "", [n for n in self.stage.buffers if n.meta["role"].fqn in updated]
         )
+        return "\n".join(lines + functions) + "\n"
+
+    def _functions(self) -> Iterator[str]:
+        """The lines of ``constants``, if there are any, and of each phase."""
         if self.stage.constants:
-            lines += ["", "", *self._constants()]
+            yield from ("", "", *self._constants())
         for function in self.stage.functions:
-            lines += ["", "", *_FunctionSource(self, function).lines()]
-        return "\n".join(lines) + "\n"
+            yield from ("", "", *_FunctionSource(self, function).lines())
 
     def hoisted(self) -> list[fx.Node]:
         """The constants that functions read, in the order ``constants(b)`` returns them."""
@@ -84,10 +88,15 @@ class StageSource:
         sizes = ", ".join(dimension(size, self.graph.batch) for size in value.shape)
         return f"{format_dtype(str(value.dtype).removeprefix('torch.'))}[{sizes}]"
 
-    def _imports(self) -> list[str]:
+    def _imports(self, code: Iterable[str]) -> list[str]:
+        """``math`` is for sizes alone: ``math.ceil(b / 2)``."""
+        lines = (
+            ["import math", ""] if any(re.search(r"\bmath\.", line.split("  # ")[0]) for line in code) else []
+        )
         drawn = [n.target for function in self.stage.functions for n in function.body if is_random(n)]
         names = {"dropout" if t is torch.ops.aten.native_dropout.default else "draw" for t in drawn}
-        return ["", f"from pipec.runtime.draws import {', '.join(sorted(names))}"] if names else []
+        lines += ["import torch"]
+        return lines + (["", f"from pipec.runtime.draws import {', '.join(sorted(names))}"] if names else [])
 
     def _table(self, name: str, variable: str, nodes: Sequence[fx.Node]) -> list[str]:
         if not nodes:
