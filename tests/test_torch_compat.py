@@ -24,8 +24,6 @@ from torch.utils._sympy.functions import FloorDiv, Mod
 
 from pipec import torch_compat
 
-pytestmark = pytest.mark.xdist_group("torch_compat")
-
 TREE = ast.parse(Path(torch_compat.__file__).read_text(encoding="utf-8"))
 
 
