@@ -1,0 +1,267 @@
+"""What each pass makes of the graph before it, on one model: a tied embedding, a causal mask, a skip."""
+
+import copy
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import pipec
+from pipec.call import Call
+from pipec.capture import capture
+from pipec.cost.devices import DEVICES, LinkModel
+from pipec.cost.symbols import MICROBATCH
+from pipec.errors import VerifyError
+from pipec.graph import (
+    Gradient,
+    Level,
+    Operator,
+    TrainingGraph,
+    is_forward,
+    needs_only_inputs,
+    recv,
+    send,
+    stage_of,
+)
+from pipec.ir import Mode, Phase
+from pipec.passes import Pass, run_passes
+from pipec.passes.annotate_cost import AnnotateCost
+from pipec.passes.cut_stages import CutStages
+from pipec.passes.insert_communication import InsertCommunication
+from pipec.passes.mark_recompute import MarkRecompute
+from pipec.passes.simplify import Simplify
+from pipec.passes.split_backward import SplitBackward
+from pipec.passes.untie_gradients import UntieGradients
+
+aten = torch.ops.aten
+TOKENS, WIDTH, VOCABULARY, ROWS = 6, 8, 11, 4
+
+DEVICE = DEVICES["cpu"]
+LINK = LinkModel(bytes_per_second=1e9, latency_seconds=1e-6)
+
+
+class Tied(nn.Module):
+    """The head is the embedding; every block reads a mask that depends on the input's padding alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        keep = (ids != 0).unsqueeze(-1)
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x)) * keep
+        return x @ self.embed.weight.t()
+
+
+def loss(logits: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+@pytest.fixture(scope="module")
+def captured() -> TrainingGraph:
+    ids = torch.randint(0, VOCABULARY, (ROWS, TOKENS), generator=torch.Generator().manual_seed(0))
+    return capture(Tied(), loss, Mode.TRAIN, Call((ids,), {}, ids))
+
+
+def through(graph: TrainingGraph, *passes: Pass) -> TrainingGraph:
+    """A copy of the graph after the passes, each verified."""
+    return run_passes(copy.deepcopy(graph), passes)
+
+
+@pytest.fixture(scope="module")
+def costed(captured: TrainingGraph) -> TrainingGraph:
+    return through(captured, Simplify(), AnnotateCost(DEVICE))
+
+
+@pytest.fixture(scope="module")
+def cut(costed: TrainingGraph) -> TrainingGraph:
+    return through(costed, CutStages(3, LINK))
+
+
+@pytest.fixture(scope="module")
+def communicating(cut: TrainingGraph) -> TrainingGraph:
+    return through(cut, UntieGradients(), InsertCommunication(LINK))
+
+
+def count(graph: TrainingGraph, test: Callable[[fx.Node], bool]) -> int:
+    return sum(map(test, graph.nodes))
+
+
+def gradients(graph: TrainingGraph) -> list[str]:
+    return [role.fqn for role in graph.results if isinstance(role, Gradient)]
+
+
+def is_transpose(node: fx.Node) -> bool:
+    return node.target is aten.t.default
+
+
+def test_simplify_removes_transposes_that_undo_each_other(captured: TrainingGraph) -> None:
+    after = through(captured, Simplify())
+
+    def undone(node: fx.Node) -> bool:
+        return is_transpose(node) and is_transpose(node.all_input_nodes[0])
+
+    assert count(captured, undone) > 0
+    assert count(after, undone) == 0
+    others = [node.name for node in captured.nodes if not is_transpose(node)]
+    assert [node.name for node in after.nodes if not is_transpose(node)] == others
+
+
+def test_annotate_cost_prices_every_node_in_the_microbatch_size(costed: TrainingGraph) -> None:
+    products = [
+        n for n in costed.nodes if n.target in (aten.mm.default, aten.addmm.default) and is_forward(n)
+    ]
+    flops = 2 * TOKENS * WIDTH * MICROBATCH
+    assert [n.meta["cost"].flops for n in products] == [flops * WIDTH] * 3 + [flops * VOCABULARY]
+    assert all(node.meta["cost"].seconds(ROWS) >= 0 for node in costed.nodes)
+
+
+def test_views_cost_nothing(costed: TrainingGraph) -> None:
+    views = [node for node in costed.nodes if node.target in (aten.t.default, aten.view.default)]
+    assert views
+    assert {node.meta["cost"].seconds(ROWS) for node in views} == {0.0}
+
+
+def test_cut_stages_gives_each_stage_consecutive_operators(cut: TrainingGraph) -> None:
+    forward = [
+        (node.meta["op"], stage_of(node)) for node in cut.nodes if is_forward(node) and "stage" in node.meta
+    ]
+    assert {stage for _, stage in forward} == {0, 1, 2}
+    assert [stage for _, stage in sorted(forward)] == sorted(stage for _, stage in forward)
+    assert cut.level is Level.CUT
+
+
+def test_a_backward_node_runs_on_the_stage_of_its_operator(cut: TrainingGraph) -> None:
+    stage_of_operator = {node.meta["op"]: stage_of(node) for node in cut.nodes if is_forward(node)}
+    backward = [node for node in cut.nodes if not is_forward(node) and node.meta["op"] in stage_of_operator]
+    assert backward
+    assert all(stage_of(node) == stage_of_operator[node.meta["op"]] for node in backward)
+
+
+def test_untie_gradients_splits_the_sum_of_a_tied_parameter(cut: TrainingGraph) -> None:
+    after = through(cut, UntieGradients())
+    assert gradients(cut).count("embed.weight") == 1
+    assert gradients(after).count("embed.weight") == 2
+    stages = [stage_of(node) for role, node in after.outputs if getattr(role, "fqn", "") == "embed.weight"]
+    assert sorted(stages) == [0, 2]
+    assert [name for name in gradients(after) if name != "embed.weight"] == [
+        name for name in gradients(cut) if name != "embed.weight"
+    ]
+
+
+def crossings(graph: TrainingGraph) -> int:
+    """Edges between computed values of two stages."""
+    return sum(
+        "stage" in source.meta and source.op == "call_function" and stage_of(source) != stage_of(node)
+        for node in graph.nodes
+        if "stage" in node.meta and node.target is not recv
+        for source in node.all_input_nodes
+    )
+
+
+def test_insert_communication_leaves_no_edge_between_stages(
+    cut: TrainingGraph, communicating: TrainingGraph
+) -> None:
+    assert crossings(cut) > 0
+    assert crossings(communicating) == 0
+    sends = [node for node in communicating.nodes if node.target is send]
+    assert all([user.target for user in node.users] == [recv] for node in sends)
+    assert all(stage_of(n) < n.args[1] for n in sends if is_forward(n))
+    assert all(stage_of(n) > n.args[1] for n in sends if not is_forward(n))
+    messages = [(n.all_input_nodes[0], n.args[1]) for n in sends]
+    assert len(set(messages)) == len(messages)
+
+
+@pytest.mark.parametrize(("latency", "stages"), [(1.0, {0, 1, 2}), (0.0, {0})])
+def test_a_mask_is_made_again_where_that_costs_less_than_sending(
+    cut: TrainingGraph, latency: float, stages: set[int]
+) -> None:
+    """A slow link makes every stage compute it; over an instant one the first stage sends it."""
+    link = LinkModel(math.inf if latency == 0 else 1e9, latency)
+    after = through(cut, UntieGradients(), InsertCommunication(link))
+    made = {
+        stage_of(node) for node in after.nodes if node.target is aten.ne.Scalar and needs_only_inputs(node)
+    }
+    assert made == stages
+
+
+def test_mark_recompute_replays_what_the_stage_did_not_receive(communicating: TrainingGraph) -> None:
+    after = through(communicating, MarkRecompute(frozenset({1})))
+    replayed = [node for node in after.nodes if node.meta.get("replay")]
+    assert {stage_of(node) for node in replayed} == {1}
+    assert not {send, recv} & {node.target for node in replayed}
+    assert {n.name for n in replayed} == {
+        n.name
+        for n in after.nodes
+        if is_forward(n) and not n.meta.get("constant") and stage_of(n) == 1 and n.target not in (send, recv)
+    }
+
+
+def test_split_backward_defers_what_only_weights_await(communicating: TrainingGraph) -> None:
+    after = through(communicating, MarkRecompute(frozenset()), SplitBackward())
+    assert {node.meta["phase"] for node in communicating.nodes} == {Phase.FORWARD, Phase.BACKWARD}
+    phases = {node.name: node.meta["phase"] for node in after.nodes}
+    assert set(phases.values()) == {Phase.FORWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT}
+    weights = [node for role, node in after.outputs if isinstance(role, Gradient)]
+    assert {node.meta["phase"] for node in weights} == {Phase.BACKWARD_WEIGHT}
+    assert all(
+        phases[source.name] is not Phase.BACKWARD_WEIGHT
+        for node in after.nodes
+        if node.meta["phase"] is Phase.BACKWARD_INPUT
+        for source in node.all_input_nodes
+        if source.op == "call_function"
+    )
+
+
+class Forgetful:
+    """A pass that loses the cause of a node."""
+
+    def __repr__(self) -> str:
+        return "Forgetful()"
+
+    def __call__(self, graph: TrainingGraph) -> TrainingGraph:
+        next(iter(graph.nodes)).meta.pop("op")
+        return graph
+
+
+def test_the_pass_at_fault_is_named(captured: TrainingGraph) -> None:
+    with pytest.raises(VerifyError, match=r"Forgetful\(\)"):
+        through(captured, Simplify(), Forgetful())
+
+
+def test_every_node_knows_the_operator_that_caused_it(captured: TrainingGraph) -> None:
+    causes = {node.meta["op"] for node in captured.nodes if not node.meta.get("constant")}
+    assert causes <= set(range(len(captured.operators)))
+    assert all(isinstance(captured.operators[cause], Operator) for cause in causes)
+    assert {captured.operators[cause].module for cause in causes} >= {"embed", "blocks.0", "blocks.2"}
+
+
+def test_pipec_dump_writes_the_graph_after_every_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIPEC_DUMP", str(tmp_path / "dump"))
+    ids = torch.zeros(ROWS, TOKENS, dtype=torch.long)
+    pipec.compile(Tied(), devices=3, microbatches=2, loss_fn=loss).prepare(ids, target=ids)
+    files = sorted(path.name for path in (tmp_path / "dump").iterdir())
+    assert files == [
+        "00_simplify.txt",
+        "01_annotate_cost.txt",
+        "02_cut_stages.txt",
+        "03_untie_gradients.txt",
+        "04_insert_communication.txt",
+        "05_mark_recompute.txt",
+        "06_split_backward.txt",
+    ]
+    before, after = ((tmp_path / "dump" / name).read_text() for name in files[3:5])
+    assert after.startswith("# InsertCommunication(link=")
+    assert re.search(r"# \d+ nodes: [1-9]\d* added, \d+ removed", after)
+    assert "stage 1" in before
+    assert "= recv(" in after
+    assert "= recv(" not in before
