@@ -5,6 +5,7 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from unittest import mock
 
 from models import Factory
@@ -12,7 +13,7 @@ from torch import Tensor, fx, nn
 from unsplit import Inputs, Outcome, unsplit_step
 
 import pipec
-from pipec.artifact import Artifact
+from pipec.artifact import Artifact, save
 from pipec.call import Call
 from pipec.capture import capture
 from pipec.compiler import Target, emit, passes
@@ -108,6 +109,11 @@ def expected(model: Captured) -> Outcome:
     """What one step of the unsplit model leaves."""
     unsplit = copy.deepcopy(model.model)
     return Outcome.of(unsplit_step(unsplit, model.inputs, SIZES), unsplit)
+
+
+def save_with_tensors(artifact: Artifact, model: nn.Module, directory: Path) -> Path:
+    save(artifact, directory, {**dict(model.named_parameters()), **dict(model.named_buffers())})
+    return directory
 
 
 def tied_parameters(artifact: Artifact) -> frozenset[str]:

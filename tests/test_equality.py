@@ -2,6 +2,8 @@
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,11 +16,13 @@ from combinations import (
     compiled,
     expected,
     pipeline,
+    save_with_tensors,
     tied_parameters,
 )
 from models import MODELS, Factory, each, gpt2, llama, resnet
 from torch import nn
 from unsplit import Inputs, Outcome, assert_equal, unsplit_step
+from workers import read_outcome, train
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=str)
@@ -29,6 +33,23 @@ def test_a_step_has_the_bits_of_the_unsplit_model(factory: Factory, combination:
     run = TrainingRun(artifact, model.model)
     outcome = Outcome.of(run.step(model.inputs), run.model)
     assert_equal(outcome, expected(model), tied_parameters(artifact))
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS, ids=str)
+@pytest.mark.parametrize("factory", each(*MODELS))
+def test_a_loaded_artifact_has_the_bits_of_the_unsplit_model(
+    factory: Factory, combination: Combination, tmp_path: Path
+) -> None:
+    """One process per rank, over gloo."""
+    model = captured(factory)
+    artifact = compiled(model, combination)
+    directory = save_with_tensors(artifact, model.model, tmp_path / "artifact")
+    num_ranks = combination.num_stages
+    assert train([directory] * num_ranks, model.inputs, tmp_path) == [""] * num_ranks
+    found, wanted = read_outcome(tmp_path, num_ranks), expected(model)
+    assert {value.name for value in artifact.plan.buffers} - artifact.constants.keys() == found.buffers.keys()
+    used = {fqn: wanted.buffers[fqn] for fqn in found.buffers}
+    assert_equal(found, replace(wanted, buffers=used), tied_parameters(artifact))
 
 
 @pytest.mark.parametrize("factory", each(*MODELS))
