@@ -57,7 +57,7 @@ class Case:
 
 CASES = {
     case.name: case
-    for case in (Case("width 64", 64, 256), Case("width 256", 256, 256), Case("32k vocabulary", 64, 32768))
+    for case in (Case("width 64", 64, 256), Case("width 256", 256, 256), Case("32k vocabulary", 256, 32768))
 }
 
 Step = Callable[[], Tensor | None]
