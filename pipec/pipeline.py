@@ -18,9 +18,11 @@ from pipec.report import readable, simulate_plan
 from pipec.runtime.batch import default_microbatches, dense, split_sizes
 from pipec.runtime.execution import Execution, Ranks
 from pipec.runtime.holder import ModelTensors, drop, hold
+from pipec.runtime.recording import RecordedStep
 from pipec.runtime.results import merge
 from pipec.simulate import Timeline
 from pipec.torch_compat import pytree
+from pipec.trace import Trace, measured_timeline
 from pipec.viz.svg import timeline_svg
 from pipec.viz.text import timeline_text
 
@@ -46,6 +48,7 @@ class Pipeline(nn.Module):
         self._trained: Compiled | None = None
         self._mode_override: bool | None = None
         self._num_steps = 0
+        self._recorded: list[RecordedStep] | None = None
         self._placed = False
         self._seed = ranks.agreed_seed()
         self.training = compiler.model.training
@@ -114,13 +117,29 @@ class Pipeline(nn.Module):
 
     def visualize(self, path: str | Path | None = None) -> str:
         """The simulated timeline as text; also written to ``path`` if given, as ``.svg`` or ``.txt``."""
-        timeline = self.simulate()
-        title = f"{self.plan.schedule}, {self.plan.num_microbatches} microbatches"
+        timeline, title = self.simulate(), self._title
         drawn = timeline_text(timeline, title)
         if path is not None and self._ranks.world.rank == 0:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(path).write_text(timeline_svg(timeline, title) if Path(path).suffix == ".svg" else drawn)
         return drawn
+
+    @contextlib.contextmanager
+    def trace(self) -> Iterator[Trace]:
+        """Record the steps made inside a ``with``; afterwards the trace has the timeline of each.
+
+        Every rank records, or none, and each then has the times of all. They are the host's: work that a GPU
+        has yet to do is not in them.
+        """
+        self._recorded = []
+        try:
+            yield (trace := Trace())
+            recorded = self._recorded
+        finally:
+            self._recorded = None
+        if recorded:
+            trace.title, trace.planned = self._title, self.simulate()
+            trace.steps += [measured_timeline(s.programs, s.stamps) for s in self._ranks.gathered(recorded)]
 
     def save(self, directory: str | Path, tensors: bool = False) -> None:
         """Write plan, code and programs to a directory that ``pipec.load`` and ``pipec run`` read.
@@ -136,6 +155,10 @@ class Pipeline(nn.Module):
     def compile_seconds(self) -> dict[str, float]:
         """How long each step of compilation took, all compilations together."""
         return dict(self._compiler.seconds)
+
+    @property
+    def _title(self) -> str:
+        return f"{self.plan.schedule}, {self.plan.num_microbatches} microbatches"
 
     @property
     def _artifact(self) -> Artifact:
@@ -194,7 +217,10 @@ class Pipeline(nn.Module):
         batch, start, parts = call.batch_size, 0, []
         for execution, (_, sizes) in zip(executions, groups, strict=True):
             rows = call if len(groups) == 1 else call.rows(start, start + sum(sizes))
-            parts.append(execution.run(rows.leaves, sizes, batch, self._seed + start, self._num_steps))
+            recorded = self._recorded if mode is Mode.TRAIN else None
+            parts.append(
+                execution.run(rows.leaves, sizes, batch, self._seed + start, self._num_steps, recorded)
+            )
             start += sum(sizes)
         return parts[0] if len(parts) == 1 else self._joined(groups, parts)
 

@@ -21,6 +21,7 @@ TORCH_FREE = (
     "pipec.step_index",
     "pipec.verify",
     "pipec.simulate",
+    "pipec.trace",
     "pipec.planner",
     "pipec.viz",
 )

@@ -56,7 +56,7 @@ class TorchDistributed:
         self.device = device
         self._timeout = timeout
         self._store = PrefixStore(f"pipec/{next(_transport_numbers)}", _get_default_store())
-        self._agreements, self._made = itertools.count(), itertools.count()
+        self._gatherings, self._made = itertools.count(), itertools.count()
         self._buffers: dict[tuple[Link, int], list[_Buffer]] = {}
         self._connections: Connections = (
             NcclConnections(device, self.rank, timeout, lambda: self._failure() is not None)
@@ -75,18 +75,26 @@ class TorchDistributed:
         Raises:
             TransportError: some ranks hold another text, or did not answer; raised on every rank alike.
         """
-        prefix = f"agreement/{next(self._agreements)}"
+        _check_equal(self.gather(hashlib.sha256(text.encode()).hexdigest()))
+
+    def gather(self, text: str) -> list[str]:
+        """The text of each rank, on every rank.
+
+        Raises:
+            TransportError: some ranks did not answer.
+        """
+        prefix = f"gathering/{next(self._gatherings)}"
         keys = [f"{prefix}/{rank}" for rank in range(self.num_ranks)]
-        self._store.set(keys[self.rank], hashlib.sha256(text.encode()).hexdigest())
+        self._store.set(keys[self.rank], text)
         try:
             self._store.wait(keys, timedelta(seconds=self._timeout))
         except RuntimeError as error:
             absent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             raise TransportError(
-                f"rank {self.rank} waited {self._timeout:g} s for {_ranks(absent)} to compare plans; "
+                f"rank {self.rank} waited {self._timeout:g} s for {_ranks(absent)}; "
                 "every rank must run the same script with the same arguments"
             ) from error
-        _check_equal([self._store.get(key).decode() for key in keys])
+        return [self._store.get(key).decode() for key in keys]
 
     def once(self, request: str, make: Callable[[], T]) -> T:
         """``make()`` on rank 0, for every rank: they share one result, or one error.

@@ -1,6 +1,7 @@
 """The ranks of this process, and one compiled artifact made ready to run on them."""
 
 import functools
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
@@ -12,6 +13,7 @@ from pipec.artifact import Artifact, stage_module
 from pipec.runtime.distributed import TorchDistributed
 from pipec.runtime.interpreter import Interpreter
 from pipec.runtime.launch import Devices, resolve_devices, world
+from pipec.runtime.recording import RecordedStep, Stamps
 from pipec.runtime.transport import InProcess, Transport
 
 T = TypeVar("T")
@@ -56,6 +58,16 @@ class Ranks:
         """``make()``, run by one process for all of them; an error it raises is raised in each."""
         return self.distributed.once(request, make) if self.world.distributed else make()
 
+    def gathered(self, steps: Sequence[RecordedStep]) -> list[RecordedStep]:
+        """The steps with the stamps of every rank, on every rank."""
+        if not self.world.distributed:
+            return list(steps)
+        parts = [json.loads(part) for part in self.distributed.gather(json.dumps([s.stamps for s in steps]))]
+        return [
+            RecordedStep(step.programs, {int(rank): stamps for part in own for rank, stamps in part.items()})
+            for step, *own in zip(steps, *parts, strict=True)
+        ]
+
     def transport(self, rank: int) -> Transport:
         return self.distributed if self.world.distributed else self.in_process.endpoint(rank)
 
@@ -98,14 +110,26 @@ class Execution:
         ]
 
     def run(
-        self, leaves: Sequence[object], sizes: Sequence[int], batch: int, seed: int, step: int
+        self,
+        leaves: Sequence[object],
+        sizes: Sequence[int],
+        batch: int,
+        seed: int,
+        step: int,
+        recorded: list[RecordedStep] | None = None,
     ) -> dict[str, Tensor]:
-        """One step over flattened arguments with ``sum(sizes)`` of the ``batch`` rows; results by name."""
+        """One step over flattened arguments with ``sum(sizes)`` of the ``batch`` rows; results by name.
+
+        ``recorded`` gets the times of the step on the ranks of this process.
+        """
         microbatches = self._split(leaves, sizes)
+        stamps: dict[int, Stamps] = {} if recorded is None else {rank: [] for rank in self._ranks.devices}
         jobs = [
-            functools.partial(interpreter.run, microbatches, sizes, seed, step, batch)
-            for interpreter in self._interpreters
+            functools.partial(interpreter.run, microbatches, sizes, seed, step, batch, stamps.get(rank))
+            for rank, interpreter in zip(self._ranks.devices, self._interpreters, strict=True)
         ]
+        if recorded is not None:
+            recorded.append(RecordedStep(self.artifact.programs, stamps))
         if self._ranks.world.distributed:
             return jobs[0]()
         return self._ranks.in_process.run(jobs)[0]

@@ -5,6 +5,7 @@ fills the frames of its microbatches and then makes the linked calls, one after 
 """
 
 import functools
+import time
 import traceback
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor
 from pipec.errors import ExecutionError, TransportError
 from pipec.ir import Instruction, Mode, Payload, Plan, Program, Value
 from pipec.runtime.linker import Rank, link
+from pipec.runtime.recording import Stamps, epoch_offset
 from pipec.runtime.results import Results
 from pipec.runtime.stage import BoundStage, StageCode
 from pipec.runtime.transport import Transport
@@ -55,7 +57,7 @@ class Interpreter:
             if plan.placement[stage.index] == program.rank
         }
         self._results = Results(_results_of(plan, self._stages), plan.num_microbatches)
-        self._rank = Rank(plan, self._stages, self._results, {}, [], transport, _loss_of(plan))
+        self._rank = Rank(plan, self._stages, self._results, {}, [], transport, _loss_of(plan), [0])
         linked = link(program, self._rank)
         self._instructions = [instruction for instruction, _ in linked]
         self._calls = [call for _, call in linked]
@@ -68,12 +70,13 @@ class Interpreter:
         seed: int = 0,
         step: int = 0,
         batch: int | None = None,
+        stamps: Stamps | None = None,
     ) -> dict[str, Tensor]:
         """Execute one step; returns the results of the whole batch by name, on every rank.
 
         ``microbatches[i]`` holds the model's inputs by name, for ``sizes[i]`` samples. Random operators draw
         from streams that depend on ``seed``, ``step``, the microbatch and the operator alone. ``batch``: the
-        samples of the whole mini-batch, if these are only some of them.
+        samples of the whole mini-batch, if these are only some of them. ``stamps`` gets the step's times.
 
         A step that fails leaves in ``.grad`` what was added until then, and the model's buffers as they were.
 
@@ -85,9 +88,10 @@ class Interpreter:
         try:
             with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
                 self._begin_step(microbatches, sizes, (seed, step), batch or sum(sizes))
-                for position, call in enumerate(self._calls):
-                    self.position = position
-                    call()
+                if stamps is None:
+                    self._execute()
+                else:
+                    self._execute_and_stamp(stamps)
                 return self._merged_results()
         except TransportError as error:
             located = TransportError(self._describe(str(error)))
@@ -120,6 +124,21 @@ class Interpreter:
                 )
                 if self._rank.loss:
                     frame["grad_loss"] = _loss_gradient(size / batch, self._rank.loss.dtype, self._device)
+
+    def _execute(self) -> None:
+        for position, call in enumerate(self._calls):
+            self.position = position
+            call()
+
+    def _execute_and_stamp(self, stamps: Stamps) -> None:
+        offset, clock, arrival = epoch_offset(), time.perf_counter_ns, self._rank.arrival
+        num_instructions = len(self._program.instructions)
+        for position, call in enumerate(self._calls):
+            self.position = position
+            arrival[0] = start = clock()
+            call()
+            if position < num_instructions:
+                stamps += (start + offset, arrival[0] + offset, clock() + offset)
 
     def _merged_results(self) -> dict[str, Tensor]:
         return self._results.all_merged(self._rank.sizes[:-1]) | self._rank.received

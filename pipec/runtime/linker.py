@@ -6,6 +6,7 @@ for a value still on its way waits for it, the first reader only. Whoever reads 
 """
 
 import functools
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ class Rank:
     ``sizes[mb]`` is the number of samples in a microbatch, set anew for each step, and ``sizes[-1]`` in the
     batch, so that a link that moves once per step, whose microbatch is -1, finds its size as well.
     ``received`` are the results of other ranks, ``loss`` is the result that a training step differentiates.
+    ``arrival[0]`` is when a call last had everything it waited for, by ``time.perf_counter_ns``.
     """
 
     plan: Plan
@@ -44,6 +46,7 @@ class Rank:
     sizes: list[int]
     transport: Transport
     loss: Value | None
+    arrival: list[int]
 
 
 def link(program: Program, rank: Rank) -> list[tuple[Instruction, Call]]:
@@ -212,7 +215,12 @@ class _Linker:
                 self._rank.stages[stage].inputs.add(name)
             else:
                 raise self._unknown(stage, microbatch, name, reader)
+        if waits:
+            waits.append(self._note_arrival)
         return _taking(self._rank.stages[stage].frames[microbatch], names, waits, dropped)
+
+    def _note_arrival(self) -> None:
+        self._rank.arrival[0] = time.perf_counter_ns()
 
     def _prepare(self, stage: int, microbatch: int, name: str, reader: str) -> list[Call]:
         """What makes a value current that every frame has."""

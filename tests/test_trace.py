@@ -1,0 +1,96 @@
+"""Recorded steps: every instruction has its times, and they obey the program."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pipec
+from pipec.ir import Instruction, Op, Program
+from pipec.pipeline import Pipeline
+from pipec.simulate import Timeline
+from pipec.trace import measured_timeline
+
+X, Y = torch.randn(8, 16), torch.randn(8, 4)
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4))
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Pipeline:
+    return pipec.compile(net(), devices=2, microbatches=4, loss_fn=nn.functional.mse_loss)
+
+
+def loss_of(pipe: Pipeline) -> Tensor:
+    pipe.zero_grad()
+    return pipe.step(X, target=Y)
+
+
+@pytest.fixture(scope="module")
+def timeline(pipe: Pipeline) -> Timeline:
+    loss_of(pipe)
+    with pipe.trace() as trace:
+        loss_of(pipe)
+    return trace.steps[0]
+
+
+def test_only_the_steps_inside_are_recorded(pipe: Pipeline) -> None:
+    loss_of(pipe)
+    with pipe.trace() as trace:
+        loss_of(pipe)
+        loss_of(pipe)
+        pipe.eval_step(X, target=Y)
+    loss_of(pipe)
+    assert len(trace.steps) == 2
+    assert trace.planned == pipe.simulate()
+    with pipe.trace() as nothing:
+        pass
+    assert nothing.steps == []
+
+
+def test_recording_changes_no_bit(pipe: Pipeline) -> None:
+    expected = loss_of(pipe)
+    with pipe.trace():
+        assert torch.equal(loss_of(pipe), expected)
+
+
+def test_every_compute_and_message_has_its_times(pipe: Pipeline, timeline: Timeline) -> None:
+    recorded = [(event.rank, event.instruction) for event in timeline.events]
+    programs = [(p.rank, i) for p in pipe.programs for i in p.instructions if i.op is Op.SEND or i.op.phase]
+    assert recorded == programs
+    assert all(0 <= event.start <= event.end for event in timeline.events)
+
+
+def test_the_times_obey_the_program(timeline: Timeline) -> None:
+    """A rank computes one thing at a time, and what a message brings is read no earlier than it left."""
+    for rank in range(2):
+        computes = [event for event in timeline.computes if event.rank == rank]
+        assert all(one.end <= other.start for one, other in pairwise(computes))
+    starts = {
+        (e.instruction.stage, e.instruction.microbatch, e.instruction.op): e.start for e in timeline.computes
+    }
+    for message in timeline.messages:
+        link = message.instruction.link
+        assert link
+        for phase in link.payload.readers:
+            reader = (link.target, message.instruction.microbatch, Op(phase))
+            if reader in starts:
+                assert message.start <= starts[reader]
+
+
+def test_an_error_while_recording_ends_it(pipe: Pipeline) -> None:
+    with pytest.raises(pipec.errors.InputError), pipe.trace():
+        pipe.step(X)
+    with pipe.trace() as trace:
+        loss_of(pipe)
+    assert len(trace.steps) == 1
+
+
+def test_waiting_is_no_part_of_a_compute() -> None:
+    """Rank 1 begins at 2, has its input at 7 and ends at 9: it computed for two of those seven."""
+    program = Program(0, (Instruction(Op.FORWARD, 0, 0),))
+    timeline = measured_timeline([program], {0: [2, 7, 9]})
+    assert (timeline.events[0].start, timeline.events[0].end) == pytest.approx((5e-9, 7e-9))
