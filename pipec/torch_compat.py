@@ -166,7 +166,7 @@ def capture_with_export(
     batch = torch.export.Dim.DYNAMIC
     dynamic = {id(tensor) for tensor in batched}
     shapes = pytree.tree_map(lambda leaf: {0: batch} if id(leaf) in dynamic else None, args)
-    with _refuse_custom_backwards(), _no_output():
+    with _refuse_custom_backwards(), _buffer_hooks_removed(), _no_output():
         program = torch.export.export(module, args, dynamic_shapes=shapes, strict=False)
     graph_module = program.module()
     assert isinstance(graph_module, torch.fx.GraphModule)
@@ -184,6 +184,18 @@ def _no_output() -> Iterator[None]:
     nowhere = io.StringIO()
     with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
         yield
+
+
+@contextlib.contextmanager
+def _buffer_hooks_removed() -> Iterator[None]:
+    """torch 2.11 leaves its hook on assigned buffers behind when an export fails, and then traces it."""
+    hooks = torch.nn.modules.module._global_buffer_registration_hooks
+    before = dict(hooks)
+    try:
+        yield
+    finally:
+        hooks.clear()
+        hooks.update(before)
 
 
 @contextlib.contextmanager

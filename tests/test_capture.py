@@ -102,6 +102,9 @@ def test_an_awkward_module_trains_with_the_bits_of_the_unsplit_model(make: Calla
     assert_equal(found, expected, frozenset(fqn for stage in pipe.plan.stages for fqn in stage.borrowed))
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.11"), reason="torch 2.11 takes apart an LSTM into one of another shape"
+)
 def test_a_recurrent_layer_trains_with_the_bits_of_the_unsplit_model() -> None:
     """In double precision: in single, eager torch calls oneDNN for an LSTM, which rounds in another way."""
     found, expected, _ = trained_both_ways(Between(Recurrent).double(), batch(torch.float64))
