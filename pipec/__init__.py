@@ -4,8 +4,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pipec.api import Example, compile
+    from pipec.api import Example, compile, profile
     from pipec.console import log, progress, rank_zero_only
+    from pipec.cost.profile import Profile
     from pipec.errors import (
         ArtifactError,
         CaptureError,
@@ -31,18 +32,22 @@ __all__ = [
     "PipecError",
     "Pipeline",
     "PlanError",
+    "Profile",
     "TransportError",
     "VerifyError",
     "compile",
     "load",
     "log",
+    "profile",
     "progress",
     "rank_zero_only",
 ]
 
 _HOMES = {
     "Example": "pipec.api",
+    "Profile": "pipec.cost.profile",
     "compile": "pipec.api",
+    "profile": "pipec.api",
     "log": "pipec.console",
     "progress": "pipec.console",
     "rank_zero_only": "pipec.console",

@@ -3,14 +3,20 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
-from pipec.compiler import Compiler, Target
+from pipec.capture import Call, capture
+from pipec.compiler import Compiler, Target, on_device
 from pipec.cost.machine import default_device_model
+from pipec.cost.profile import Profile, load_profile
 from pipec.errors import InputError
+from pipec.ir import Mode
 from pipec.pipeline import Pipeline
+from pipec.profiler import Show, profile_graph
 from pipec.runtime.execution import Ranks
 from pipec.runtime.holder import ModelTensors
 from pipec.runtime.launch import Devices
@@ -39,6 +45,7 @@ def compile(
     microbatches: int | None = None,
     recompute: str = "auto",
     memory_limit: int | str | None = None,
+    profile: Profile | str | Path | None = None,
     timeout: float = 300.0,
 ) -> Pipeline:
     """Make a pipeline of ``model``; compilation itself happens at the first step, or in ``prepare``.
@@ -54,6 +61,8 @@ def compile(
         recompute: ``"none"`` keeps every value the backward needs; ``"full"`` keeps only what a stage
             received and computes the rest again; ``"auto"`` does so where ``memory_limit`` forces it to.
         memory_limit: bytes per device, or text such as ``"16GiB"``. Optimizer state is not counted.
+        profile: measured times, or the file that holds them, for the stages to be cut by; see ``profile``.
+            None: a model of the device.
         timeout: seconds to wait for another process before giving it up.
 
     Raises:
@@ -68,9 +77,49 @@ def compile(
     make_schedule(schedule, ranks.count, microbatches or ranks.count)
     tensors = ModelTensors.of(model)
     device = next(iter(ranks.devices.values()))
-    target = Target(default_device_model(device), recompute, limit)
+    measured = load_profile(profile) if isinstance(profile, str | Path) else profile
+    target = Target(default_device_model(device), recompute, limit, measured)
     compiler = Compiler(model, loss_fn, schedule, ranks.count, target, device, tensors.canonical)
     return Pipeline(compiler, tensors, ranks, microbatches)
+
+
+def profile(
+    example: Example,
+    *,
+    microbatch_size: int | None = None,
+    device: torch.device | str = "cpu",
+    repeats: int = 10,
+    ranks: int = 1,
+    show: Show = iter,
+) -> Profile:
+    """Measure every operator of a training step of ``example``, forward and backward, on one device.
+
+    Args:
+        example: the model, its arguments and its loss. Its tensors are not changed.
+        microbatch_size: how many rows to run at once, best those of a microbatch of the training to come.
+            None: an eighth of the example's rows.
+        device: where to run. A model on meta is given random values there.
+        repeats: how often each operator is timed; the median counts.
+        ranks: how many ranks will share the device, or its memory bus and caches if it is a CPU. The whole
+            model then runs in as many copies at a time, and is as slow as they make each other.
+        show: wraps the iteration over the runs, for a progress bar.
+
+    Raises:
+        CaptureError: the model cannot be captured.
+        InputError: ``microbatch_size`` or ``repeats`` does not fit, or the device is meta.
+    """
+    call = Call(example.args, dict(example.kwargs), example.target)
+    size = max(1, call.batch_size // 8) if microbatch_size is None else microbatch_size
+    if not 1 <= size <= call.batch_size:
+        raise InputError(
+            f"microbatch_size is {size}; expected 1 to the {call.batch_size} rows of the example"
+        )
+    for what, number in (("repeats", repeats), ("ranks", ranks)):
+        if number < 1:
+            raise InputError(f"{what} is {number}; expected at least 1")
+    model, call = on_device(example.model, call.rows(0, size), torch.device(device))
+    graph = capture(model, example.loss_fn, Mode.TRAIN, call, ModelTensors.of(model).canonical)
+    return profile_graph(graph, model, call, torch.device(device), repeats, ranks, show)
 
 
 def parse_bytes(text: str) -> int:

@@ -17,6 +17,7 @@ from pipec.codegen.names import name_nodes
 from pipec.codegen.stage import StageSource
 from pipec.codegen.title import stage_title
 from pipec.cost.devices import DeviceModel, LinkModel
+from pipec.cost.profile import Profile
 from pipec.errors import InfeasibleError
 from pipec.functions import stage_functions
 from pipec.graph import TrainingGraph
@@ -42,12 +43,14 @@ from pipec.verify import verify_programs
 class Target:
     """What code is generated for: devices with the links between them, and what to do about memory.
 
-    ``recompute`` is "auto", "none" or "full"; ``memory_limit`` is in bytes per device.
+    ``recompute`` is "auto", "none" or "full"; ``memory_limit`` is in bytes per device. ``profile`` is of the
+    training graph that decides the cut.
     """
 
     device: DeviceModel
     recompute: str = "auto"
     memory_limit: int | None = None
+    profile: Profile | None = None
 
 
 @dataclass(frozen=True)
@@ -58,11 +61,13 @@ class Compiled:
     output_spec: pytree.TreeSpec | None
 
 
-def passes(target: Target, cut: Pass, recompute: frozenset[int]) -> list[Pass]:
+def passes(
+    target: Target, cut: Pass, recompute: frozenset[int], profile: Profile | None = None
+) -> list[Pass]:
     """The compilation, top to bottom."""
     return [
         Simplify(),
-        AnnotateCost(target.device),
+        AnnotateCost(target.device, profile),
         cut,
         UntieGradients(),
         InsertCommunication(target.device.link),
@@ -85,6 +90,19 @@ def emit(graph: TrainingGraph, schedule: Schedule, microbatch_size: int, link: L
         for functions, stage in zip(stages, plan.stages, strict=True)
     )
     return Artifact(plan, sources, programs, graph.constants)
+
+
+def on_device(model: nn.Module, call: Call, device: torch.device) -> tuple[nn.Module, Call]:
+    """Model and call on the kind of device that will run them: operators differ between kinds."""
+    kinds = {parameter.device.type for parameter in model.parameters()}
+    if kinds <= {device.type, "meta"}:
+        return model, call
+
+    def moved(leaf: Any) -> Any:
+        return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
+
+    arguments = pytree.tree_map(moved, (call.args, call.kwargs, call.target))
+    return copy.deepcopy(model).to(device), Call(*arguments)
 
 
 @dataclass
@@ -143,22 +161,10 @@ class Compiler:
         return make_schedule(self.schedule, self.num_ranks, self.num_ranks).num_stages
 
     def _capture(self, mode: Mode, call: Call) -> TrainingGraph:
-        model, call = self._on_device(call)
+        model, call = on_device(self.model, call, self.device)
         with self._timed("capture and differentiate"):
             graph = capture(model, self.loss_fn, mode, call, self.canonical)
         return self._place(graph)
-
-    def _on_device(self, call: Call) -> tuple[nn.Module, Call]:
-        """Model and call on the kind of device that will run them: operators differ between kinds."""
-        kinds = {parameter.device.type for parameter in self.model.parameters()}
-        if kinds <= {self.device.type, "meta"}:
-            return self.model, call
-
-        def moved(leaf: Any) -> Any:
-            return leaf.to(self.device) if isinstance(leaf, torch.Tensor) else leaf
-
-        arguments = pytree.tree_map(moved, (call.args, call.kwargs, call.target))
-        return copy.deepcopy(self.model).to(self.device), Call(*arguments)
 
     def _place(self, graph: TrainingGraph) -> TrainingGraph:
         stages = self.num_stages
@@ -169,7 +175,9 @@ class Compiler:
         )
         everything = frozenset(range(stages))
         again = everything if self.target.recompute == "full" else frozenset[int]()
-        graph = run_passes(graph, passes(self.target, cut, again), [self._time, *requested_dumps()])
+        profile = self.target.profile if self.owners is None and graph.mode is Mode.TRAIN else None
+        pipeline = passes(self.target, cut, again, profile)
+        graph = run_passes(graph, pipeline, [self._time, *requested_dumps()])
         if self.owners is None:
             self.owners = owners_of(graph)
         return graph

@@ -18,9 +18,10 @@ key          set by    meaning
 ============ ========= ================================================================================
 """
 
+import copy
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 import sympy
@@ -144,6 +145,11 @@ class TrainingGraph:
         if self.batch is None:
             return microbatch_size == self.batch_size
         return all(guard.subs(self.batch, microbatch_size) != sympy.false for guard in self.guards)
+
+
+def copy_graph(graph: TrainingGraph) -> TrainingGraph:
+    """Passes change the nodes of a graph; those of a copy are its own."""
+    return replace(graph, module=fx.GraphModule(graph.module, copy.deepcopy(graph.module.graph)))
 
 
 def send(value: torch.Tensor, target: int) -> torch.Tensor:

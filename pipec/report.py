@@ -1,4 +1,4 @@
-"""What a person reads of a plan: a table of its stages, and the timeline it predicts."""
+"""What a person reads: a plan as a table of its stages, the timeline it predicts, a profile."""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -8,6 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from pipec.cost.profile import Profile
 from pipec.ir import Payload, Phase, Plan, Program, Stage
 from pipec.lower import chain_links, lower
 from pipec.memory import rank_bytes
@@ -120,10 +121,36 @@ def plan_table(plan: Plan) -> str:
         table.add_column(heading, justify="left" if heading == "modules" else "right", no_wrap=True)
     for stage in plan.stages:
         table.add_row(*_row(plan, stage))
+    return "\n".join([_headline(plan), "", *_lines(table), "", *_predictions(plan)])
+
+
+def profile_table(profile: Profile, most: int = 12) -> str:
+    """The operators that take longest, and the sum of all."""
+    forward, backward = (sum(op.seconds(phase) for op in profile.operators) for phase in _FUSED)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for heading in ("operator", "module", "forward", "backward", "share"):
+        table.add_column(
+            heading, justify="left" if heading in ("operator", "module") else "right", no_wrap=True
+        )
+    slowest = sorted(profile.operators, key=lambda op: sum(map(op.seconds, _FUSED)), reverse=True)
+    for op in slowest[:most]:
+        seconds = [op.seconds(phase) for phase in _FUSED]
+        share = sum(seconds) / (forward + backward)
+        table.add_row(op.name, op.module, *map(format_seconds, seconds), f"{share:.1%}")
+    headline = (
+        f"{len(profile.operators)} operators on {profile.device}, microbatches of {profile.microbatch_size}: "
+        f"forward {format_seconds(forward)}, backward {format_seconds(backward)}"
+    )
+    return "\n".join([headline, "", *_lines(table)])
+
+
+_FUSED = (Phase.FORWARD, Phase.BACKWARD)
+
+
+def _lines(table: Table) -> list[str]:
     out = StringIO()
     Console(file=out, width=WIDTH, color_system=None).print(table)
-    rows = [line.rstrip() for line in out.getvalue().splitlines() if line.strip()]
-    return "\n".join([_headline(plan), "", *rows, "", *_predictions(plan)])
+    return [line.rstrip() for line in out.getvalue().splitlines() if line.strip()]
 
 
 def _headline(plan: Plan) -> str:

@@ -4,12 +4,12 @@ import copy
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
 from models import Factory
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from unsplit import Inputs, Outcome, unsplit_step
 
 import pipec
@@ -18,7 +18,7 @@ from pipec.call import Call
 from pipec.capture import capture
 from pipec.compiler import Target, emit, passes
 from pipec.cost.devices import DEVICES
-from pipec.graph import TrainingGraph
+from pipec.graph import TrainingGraph, copy_graph
 from pipec.ir import Schedule
 from pipec.passes import Pass, run_passes
 from pipec.passes.cut_stages import CutStages
@@ -76,11 +76,6 @@ def pipeline(factory: Factory) -> tuple[pipec.Pipeline, nn.Module, Captured]:
 
 def captured(factory: Factory) -> Captured:
     return pipeline(factory)[2]
-
-
-def copy_graph(graph: TrainingGraph) -> TrainingGraph:
-    """Passes change the nodes of a graph; those of a copy are its own."""
-    return replace(graph, module=fx.GraphModule(graph.module, copy.deepcopy(graph.module.graph)))
 
 
 @functools.cache

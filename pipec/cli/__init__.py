@@ -1,4 +1,4 @@
-"""The command line: ``pipec plan | dump | schedule | check | run``.
+"""The command line: ``pipec profile | plan | dump | schedule | check | run``.
 
 Each command imports what it needs when it runs: ``--help`` and ``schedule NAME`` load no torch, ``check`` and
 ``run`` no compiler.
@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 from pipec.cli.artifacts import check, run
 from pipec.cli.models import dump, plan
 from pipec.cli.output import show_error
+from pipec.cli.profiling import profile
 from pipec.cli.timelines import schedule
 from pipec.errors import InputError, PipecError
 
@@ -36,7 +37,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (plan, dump, schedule, check, run):
+for command in (profile, plan, dump, schedule, check, run):
     app.command()(command)
 
 

@@ -11,6 +11,7 @@ from pipec.cli.options import (
     Json,
     MemoryLimit,
     Microbatches,
+    ProfilePath,
     Recompute,
     RecomputeChoice,
     ScheduleName,
@@ -27,6 +28,7 @@ def plan(
     microbatches: Microbatches = None,
     recompute: RecomputeChoice = Recompute.AUTO,
     memory_limit: MemoryLimit = None,
+    profile: ProfilePath = None,
     as_json: Json = False,
 ) -> None:
     """Print the plan of a model: stages, seconds, bytes sent, peak memory, bubble.
@@ -35,7 +37,7 @@ def plan(
     """
     from pipec.report import predicted
 
-    pipe = prepare(target, devices, schedule, microbatches, recompute, memory_limit)
+    pipe = prepare(target, devices, schedule, microbatches, recompute, memory_limit, profile)
     if as_json:
         show_json({"plan": asdict(pipe.plan), **predicted(pipe.plan)})
     else:
@@ -53,6 +55,7 @@ def dump(
     microbatches: Microbatches = None,
     recompute: RecomputeChoice = Recompute.AUTO,
     memory_limit: MemoryLimit = None,
+    profile: ProfilePath = None,
     as_json: Json = False,
 ) -> None:
     """Print the generated code of a model's stages, or write the whole artifact.
@@ -63,7 +66,7 @@ def dump(
     """
     from pipec.text import format_program
 
-    pipe = prepare(target, devices, schedule, microbatches, recompute, memory_limit)
+    pipe = prepare(target, devices, schedule, microbatches, recompute, memory_limit, profile)
     stages = range(len(pipe.plan.stages)) if stage is None else [stage]
     sources = {str(k): pipe.source(k) for k in stages}
     if output is not None:

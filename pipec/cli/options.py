@@ -33,4 +33,7 @@ RecomputeChoice = Annotated[
     Recompute, typer.Option("--recompute", help="auto recomputes on the ranks that --memory-limit forces to.")
 ]
 MemoryLimit = Annotated[str | None, typer.Option("--memory-limit", help="Bytes per device, such as 16GiB.")]
+ProfilePath = Annotated[
+    Path | None, typer.Option("--profile", help="Measured times, from `pipec profile`, to cut by.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]

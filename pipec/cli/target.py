@@ -22,6 +22,7 @@ def prepare(
     microbatches: int | None,
     recompute: str,
     memory_limit: str | None,
+    profile: Path | None = None,
 ) -> "Pipeline":
     """Compile what ``step`` with the example of ``target`` would run; nothing is run."""
     with status("loading torch") as spinner:
@@ -37,6 +38,7 @@ def prepare(
             microbatches=microbatches,
             recompute=recompute,
             memory_limit=memory_limit,
+            profile=profile,
         )
         spinner.update("capturing the model and compiling its stages ...")
         return pipe.prepare(*example.args, target=example.target, **example.kwargs)

@@ -33,13 +33,21 @@ Sizes = Mapping[fx.Node, tuple[TensorSize, ...]]
 
 
 @dataclass(frozen=True, slots=True)
+class Measured:
+    """How long a node took with microbatches of ``microbatch_size`` rows."""
+
+    seconds: float
+    microbatch_size: int
+
+
+@dataclass(frozen=True, slots=True)
 class OperatorCost:
     """What running one node once takes, in the microbatch size ``MICROBATCH``.
 
     ``bytes_moved`` counts memory read and written, ``output_bytes`` the node's value when dense, as it is
     saved or sent (a view has one too, though making it moves nothing). ``launches`` is 0 where no kernel
     starts. ``dtype`` is the one computed in. ``known`` is False where no FLOP formula was found and the
-    bytes stand alone.
+    bytes stand alone. ``measured`` is from a profile, if there is one.
     """
 
     flops: sympy.Expr
@@ -49,9 +57,17 @@ class OperatorCost:
     dtype: str
     known: bool
     device: DeviceModel = field(repr=False)
+    measured: Measured | None = None
 
     def seconds(self, microbatch_size: int) -> float:
-        """Time on ``device``."""
+        """Time on ``device``. A measured one grows with the microbatch as the formulas do."""
+        if self.measured is None:
+            return self.modelled_seconds(microbatch_size)
+        there = self.modelled_seconds(self.measured.microbatch_size)
+        return self.measured.seconds * (self.modelled_seconds(microbatch_size) / there if there else 1.0)
+
+    def modelled_seconds(self, microbatch_size: int) -> float:
+        """Time that the formulas and the device model give."""
         if not self.launches:
             return 0.0
         arithmetic = evaluate(self.flops, microbatch_size)

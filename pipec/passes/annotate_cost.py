@@ -6,26 +6,42 @@
     v = view(h, ...)                 v = view(h, ...)           cost: nothing, 393216*b bytes of output
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from pipec.cost.devices import DeviceModel
-from pipec.cost.formulas import OperatorCost, operator_cost, operator_name
+from pipec.cost.formulas import Measured, OperatorCost, operator_cost, operator_name
+from pipec.cost.profile import Profile, check_model
 from pipec.cost.symbols import tensor_sizes
 from pipec.graph import TrainingGraph
 
 
 @dataclass(frozen=True)
 class AnnotateCost:
-    """``device`` is what the nodes will run on; its model turns FLOPs and bytes into seconds."""
+    """``device`` is what the nodes will run on; its model turns FLOPs and bytes into seconds.
+
+    Where there is a ``profile``, its seconds stand instead. Raises InputError if it is of another graph.
+    """
 
     device: DeviceModel
+    profile: Profile | None = field(default=None, repr=False)
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         nodes = graph.module.graph.nodes
         sizes = {node: tensor_sizes(node.meta.get("val")) for node in nodes}
         for node in nodes:
             node.meta["cost"] = operator_cost(node, sizes, graph.batch, self.device)
+        if self.profile is not None:
+            _measure(graph, self.profile)
         return graph
+
+
+def _measure(graph: TrainingGraph, profile: Profile) -> None:
+    check_model(profile, graph)
+    seconds = profile.seconds()
+    for node in graph.nodes:
+        if node.name in seconds:
+            measured = Measured(seconds[node.name], profile.microbatch_size)
+            node.meta["cost"] = replace(node.meta["cost"], measured=measured)
 
 
 def unknown_operators(graph: TrainingGraph) -> list[str]:

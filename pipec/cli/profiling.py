@@ -1,0 +1,71 @@
+"""``pipec profile``: measure a model on this machine, for later plans."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipec.cli.options import Json, Target
+from pipec.cli.output import show_json, status
+from pipec.cli.target import load_example
+
+
+def profile(
+    target: Target,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the profile.")] = Path(
+        "profile.json"
+    ),
+    microbatch_size: Annotated[
+        int | None,
+        typer.Option("--microbatch-size", min=1, help="Rows to run; default: an eighth of the batch."),
+    ] = None,
+    device: Annotated[str, typer.Option("--device", help="Where to run, such as cpu or cuda:0.")] = "cpu",
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Runs of which the median counts.")] = 10,
+    ranks: Annotated[
+        int, typer.Option("--ranks", min=1, help="Copies to run at a time: as many ranks will share a CPU.")
+    ] = 1,
+    as_json: Json = False,
+) -> None:
+    """Measure every operator of a training step, forward and backward, and write a profile.
+
+    JSON keys: output; device; microbatch_size; operators, how many; forward and backward, in seconds.
+    """
+    with status("loading torch") as spinner:
+        from pipec import api
+        from pipec.console import progress
+        from pipec.report import profile_table
+
+        spinner.update(f"loading {target} ...")
+        example = load_example(target)
+        spinner.update("capturing the model ...")
+
+        def show(runs: range) -> Iterable[int]:
+            spinner.stop()
+            return progress(runs, "measuring")
+
+        measured = api.profile(
+            example,
+            microbatch_size=microbatch_size,
+            device=device,
+            repeats=repeats,
+            ranks=ranks,
+            show=show,
+        )
+    measured.save(output)
+    seconds = {
+        phase: sum(op.seconds(phase) for op in measured.operators) for phase in ("forward", "backward")
+    }
+    if as_json:
+        show_json(
+            {
+                "output": str(output),
+                "device": measured.device,
+                "microbatch_size": measured.microbatch_size,
+                "operators": len(measured.operators),
+                **seconds,
+            }
+        )
+    else:
+        typer.echo(profile_table(measured))
+        typer.echo(f"wrote {output}")

@@ -1,0 +1,153 @@
+"""A profile: how long each node of a training graph took on one device, kept as JSON that diffs and lasts.
+
+Nodes stand under the forward operator that caused them, backward ones too, as in PipeDream's profiler
+(Harlap et al., PipeDream: Fast and Efficient Pipeline Parallel DNN Training, 2018, section 3.2).
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+from pipec.errors import InputError
+from pipec.graph import TrainingGraph, is_constant
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ProfiledNode:
+    """One node of the graph: the operator it calls, its phase, and its median time in seconds."""
+
+    name: str
+    calls: str
+    phase: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ProfiledOperator:
+    """A forward operator with all the nodes it caused."""
+
+    name: str
+    module: str
+    nodes: tuple[ProfiledNode, ...]
+
+    def seconds(self, phase: str) -> float:
+        return sum(node.seconds for node in self.nodes if node.phase == phase)
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Measured with microbatches of ``microbatch_size`` rows; times of other sizes follow the cost formulas.
+
+    ``model`` identifies the graph that was run: see :func:`fingerprint`. ``device`` and ``torch`` say what
+    it ran on.
+    """
+
+    model: str
+    device: str
+    torch: str
+    microbatch_size: int
+    operators: tuple[ProfiledOperator, ...]
+
+    def seconds(self) -> dict[str, float]:
+        """Time of each node by its name."""
+        return {node.name: node.seconds for operator in self.operators for node in operator.nodes}
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile, one node a line."""
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(_text(self), encoding="utf-8")
+
+
+def load_profile(path: str | Path) -> Profile:
+    """Read what ``Profile.save`` wrote. Raises InputError, which says what is wrong with the file."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} is no profile: {error}; make one with `pipec profile`") from error
+    if not isinstance(data, dict) or data.get("format") != "pipec profile":
+        raise InputError(f"{path} is no profile of pipec; make one with `pipec profile`")
+    if data.get("version") != VERSION:
+        raise InputError(
+            f"{path} is a profile of version {data.get('version')}, and this pipec reads version {VERSION}; "
+            "make it again with `pipec profile`"
+        )
+    try:
+        profile = _parse(data)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise InputError(f"{path} is a damaged profile: {type(error).__name__} {error}") from error
+    for name, seconds in profile.seconds().items():
+        if not 0 <= seconds < math.inf:
+            raise InputError(f"{path}: node {name} took {seconds} seconds; expected 0 or more, and finite")
+    return profile
+
+
+def fingerprint(graph: TrainingGraph) -> str:
+    """A digest of every node, in order: what it calls, which operator caused it, and its arguments' names."""
+    digest = hashlib.sha256()
+    for node in graph.nodes:
+        digest.update(f"{node.name} {calls(node)} {node.meta['op']} {node.args} {node.kwargs}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def calls(node: fx.Node) -> str:
+    """What a node calls: ``aten.mm.default``."""
+    return (
+        str(node.target) if "built-in" not in str(node.target) else str(getattr(node.target, "__name__", ""))
+    )
+
+
+def profiled_nodes(graph: TrainingGraph) -> Iterator[fx.Node]:
+    """The nodes that run once per microbatch."""
+    return (node for node in graph.nodes if not is_constant(node))
+
+
+def check_model(profile: Profile, graph: TrainingGraph) -> None:
+    """Raise InputError unless the profile is one of this graph."""
+    if profile.model != (found := fingerprint(graph)):
+        ours = {node.name for node in profiled_nodes(graph)}
+        theirs = profile.seconds().keys()
+        other = sorted(ours ^ theirs)[:1]
+        detail = f", for example {other[0]} is in only one of them" if other else ""
+        raise InputError(
+            f"the profile is of another model, another loss or another version of torch: it is of graph "
+            f"{profile.model} with {len(theirs)} nodes, and this one is {found} with {len(ours)}{detail}. "
+            "Make one of this model with `pipec profile`"
+        )
+
+
+def _text(profile: Profile) -> str:
+    data = {"format": "pipec profile", "version": VERSION, **asdict(profile)}
+    operators = data.pop("operators")
+    head = json.dumps(data, indent=1).removesuffix("\n}")
+    return f'{head},\n "operators": [\n' + ",\n".join(map(_operator_text, operators)) + "\n ]\n}\n"
+
+
+def _operator_text(operator: dict[str, Any]) -> str:
+    nodes = ",\n".join(f"   {json.dumps(node)}" for node in operator["nodes"])
+    named = json.dumps({"name": operator["name"], "module": operator["module"]}).removesuffix("}")
+    return f'  {named}, "nodes": [\n{nodes}\n  ]}}'
+
+
+def _parse(data: dict[str, Any]) -> Profile:
+    operators = tuple(
+        ProfiledOperator(
+            str(operator["name"]),
+            str(operator["module"]),
+            tuple(
+                ProfiledNode(str(n["name"]), str(n["calls"]), str(n["phase"]), float(n["seconds"]))
+                for n in operator["nodes"]
+            ),
+        )
+        for operator in data["operators"]
+    )
+    return Profile(
+        str(data["model"]), str(data["device"]), str(data["torch"]), int(data["microbatch_size"]), operators
+    )

@@ -1,0 +1,237 @@
+"""Measure a training step of a model on one device: the time of every node of its graph.
+
+Two measurements are combined. The generated code of the whole model, as one stage, gives the time of a
+forward and of a backward as they will run. The nodes, run one by one, give the share of each: timed alone
+they take longer, by the cost of the call and of looking at the clock.
+"""
+
+import platform
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.node import map_aggregate
+
+from pipec.call import Call
+from pipec.compiler import Target, emit, passes
+from pipec.cost.machine import default_device_model
+from pipec.cost.profile import Profile, ProfiledNode, ProfiledOperator, calls, fingerprint, profiled_nodes
+from pipec.errors import InputError
+from pipec.graph import Buffer, LossGradient, ModelInput, Parameter, TrainingGraph, copy_graph
+from pipec.ir import Phase
+from pipec.passes import run_passes
+from pipec.passes.cut_stages import CutStages
+from pipec.passes.simplify import Simplify
+from pipec.runtime.execution import Execution, Ranks
+from pipec.runtime.recording import RecordedStep
+from pipec.schedules import gpipe
+from pipec.trace import measured_timeline
+
+T = TypeVar("T")
+
+WARMUP = 2
+"""Runs that are not counted: they allocate memory and let kernels choose their algorithms."""
+
+_MICROBATCHES = 3
+"""In a step of the whole model: the first sets gradients, the others add to them."""
+
+Show = Callable[[range], Iterable[int]]
+"""Iterates over the numbers of the runs, showing a person how far it has come."""
+
+
+def profile_graph(
+    graph: TrainingGraph,
+    model: nn.Module,
+    call: Call,
+    device: torch.device,
+    repeats: int = 10,
+    ranks: int = 1,
+    show: Show = iter,
+) -> Profile:
+    """Run ``graph``, as it was captured, on the microbatch ``call``, in ``ranks`` copies at a time.
+
+    The model's tensors are used as they are, or copied to ``device``; those on meta are made there, of small
+    random values. Their gradients are not touched.
+    """
+    if device.type == "meta":
+        raise InputError("the meta device computes nothing: profile on a device like those that will train")
+    tensors = _tensors(graph, model, device)
+    graph = Simplify()(graph)
+    nodes = _Timer(graph, call.batch_size, device)
+    whole = _Whole(graph, tensors, call, device, ranks)
+    arguments = list(_arguments(graph, tensors, call, device))
+    with torch.no_grad():
+        for number in show(range(WARMUP + repeats)):
+            if number == WARMUP:
+                nodes.seconds.clear()
+                whole.seconds.clear()
+            nodes.run(*arguments)
+            whole.run()
+    return Profile(
+        model=fingerprint(graph),
+        device=_describe(device),
+        torch=torch.__version__,
+        microbatch_size=call.batch_size,
+        operators=tuple(_operators(graph, _scaled(nodes.medians(), _medians(whole.seconds)))),
+    )
+
+
+class _Whole:
+    """The model as one stage, run by the interpreter that will run its parts, in some copies at a time."""
+
+    def __init__(
+        self,
+        graph: TrainingGraph,
+        tensors: Mapping[str, Tensor],
+        call: Call,
+        device: torch.device,
+        ranks: int,
+    ) -> None:
+        target = Target(default_device_model(device))
+        staged = run_passes(copy_graph(graph), passes(target, CutStages(1, target.device.link), frozenset()))
+        artifact = emit(staged, gpipe(1, _MICROBATCHES), call.batch_size, target.device.link)
+        self.seconds: dict[Phase, list[float]] = defaultdict(list)
+        self._parameters = [
+            {fqn: nn.Parameter(tensor, tensor.is_floating_point()) for fqn, tensor in tensors.items()}
+            for _ in range(ranks)
+        ]
+        self._executions = [
+            Execution(artifact, parameters, _cloned_buffers(tensors, graph), Ranks([device], timeout=300.0))
+            for parameters in self._parameters
+        ]
+        self._sizes = [call.batch_size] * _MICROBATCHES
+        self._leaves = _repeated(call, device)
+        self._threads = ThreadPoolExecutor(ranks)
+
+    def run(self) -> None:
+        for step in list(self._threads.map(self._step, self._executions)):
+            for event in measured_timeline(step.programs, step.stamps).computes:
+                assert event.instruction.op.phase
+                self.seconds[event.instruction.op.phase].append(event.end - event.start)
+        for parameter in (parameter for copy in self._parameters for parameter in copy.values()):
+            parameter.grad = None
+
+    def _step(self, execution: Execution) -> RecordedStep:
+        recorded: list[RecordedStep] = []
+        execution.run(self._leaves, self._sizes, sum(self._sizes), seed=0, step=0, recorded=recorded)
+        return recorded[0]
+
+
+class _Timer(fx.Interpreter):
+    """Runs a graph and notes how long each node takes; values are dropped after their last use."""
+
+    def __init__(self, graph: TrainingGraph, size: int, device: torch.device) -> None:
+        super().__init__(graph.module)
+        self._graph = graph
+        self.seconds: dict[fx.Node, list[float]] = defaultdict(list)
+        self._sizes = {graph.batch: size} if graph.batch is not None else {}
+        self._device = device
+        self._elapsed = 0.0
+
+    def run_node(self, node: fx.Node) -> Any:
+        self._elapsed = 0.0
+        value = super().run_node(node)
+        self.seconds[node].append(self._elapsed)
+        return value
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, kwargs = map_aggregate((args, kwargs), self._resolved)
+        self._finish()
+        start = time.perf_counter()
+        value = target(*args, **kwargs)
+        self._finish()
+        self._elapsed = time.perf_counter() - start
+        return value
+
+    def medians(self) -> dict[fx.Node, float]:
+        """Of the nodes that run once per microbatch."""
+        return {node: statistics.median(self.seconds[node]) for node in profiled_nodes(self._graph)}
+
+    def _resolved(self, argument: Any) -> Any:
+        """Sizes as numbers, devices as the one that is measured."""
+        if isinstance(argument, sympy.Basic):
+            number = argument.subs(self._sizes)
+            return int(number) if number.is_integer else float(number)
+        return self._device if isinstance(argument, torch.device) else argument
+
+    def _finish(self) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+
+
+def _scaled(nodes: Mapping[fx.Node, float], whole: Mapping[Phase, float]) -> dict[fx.Node, float]:
+    """The times of nodes, those of each phase scaled to add up to what the phase takes."""
+    alone: dict[Phase, float] = defaultdict(float)
+    for node, seconds in nodes.items():
+        alone[node.meta["phase"]] += seconds
+    return {
+        node: seconds * whole[node.meta["phase"]] / alone[node.meta["phase"]]
+        for node, seconds in nodes.items()
+    }
+
+
+def _tensors(graph: TrainingGraph, model: nn.Module, device: torch.device) -> dict[str, Tensor]:
+    """Parameters, buffers and constants on ``device``, in the model's memory if they are there."""
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers()), **graph.constants}
+    return {fqn: _on(tensor.detach(), device) for fqn, tensor in named.items()}
+
+
+def _cloned_buffers(tensors: Mapping[str, Tensor], graph: TrainingGraph) -> dict[str, Tensor]:
+    """The buffers, which a step changes, in memory of their own."""
+    roles = (node.meta["role"] for node in graph.arguments)
+    return {role.fqn: tensors[role.fqn].clone() for role in roles if isinstance(role, Buffer)}
+
+
+def _on(tensor: Tensor, device: torch.device) -> Tensor:
+    if not tensor.is_meta:
+        return tensor.to(device)
+    made = torch.empty_like(tensor, device=device)
+    return made.normal_(std=0.02) if made.is_floating_point() else made.zero_()
+
+
+def _arguments(
+    graph: TrainingGraph, tensors: Mapping[str, Tensor], call: Call, device: torch.device
+) -> Iterator[Any]:
+    for node in graph.arguments:
+        match node.meta["role"]:
+            case Parameter(fqn) | Buffer(fqn):
+                yield tensors[fqn]
+            case ModelInput(position=position):
+                leaf = call.leaves[position]
+                yield _on(leaf, device) if isinstance(leaf, Tensor) else leaf
+            case LossGradient():
+                yield torch.ones((), dtype=node.meta["val"].dtype, device=device)
+
+
+def _repeated(call: Call, device: torch.device) -> list[Any]:
+    """The leaves of a mini-batch whose microbatches are all ``call``."""
+    return [
+        torch.cat([_on(leaf, device)] * _MICROBATCHES) if batched else leaf
+        for leaf, batched in zip(call.leaves, call.batched(), strict=True)
+    ]
+
+
+def _medians(seconds: Mapping[T, list[float]]) -> dict[T, float]:
+    return {key: statistics.median(times) for key, times in seconds.items()}
+
+
+def _operators(graph: TrainingGraph, medians: Mapping[fx.Node, float]) -> Iterator[ProfiledOperator]:
+    caused: dict[int, list[ProfiledNode]] = defaultdict(list)
+    for node in profiled_nodes(graph):
+        caused[node.meta["op"]].append(
+            ProfiledNode(node.name, calls(node), str(node.meta["phase"]), round(medians[node], 9))
+        )
+    for number, operator in enumerate(graph.operators):
+        yield ProfiledOperator(operator.name, operator.module, tuple(caused[number]))
+
+
+def _describe(device: torch.device) -> str:
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return f"{platform.machine()} {device.type}, {torch.get_num_threads()} threads"
