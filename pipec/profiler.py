@@ -20,8 +20,9 @@ from torch.fx.node import map_aggregate
 
 from pipec.call import Call
 from pipec.compiler import Target, emit, passes
+from pipec.cost.fingerprint import calls, fingerprint, profiled_nodes
 from pipec.cost.machine import default_device_model
-from pipec.cost.profile import Profile, ProfiledNode, ProfiledOperator, calls, fingerprint, profiled_nodes
+from pipec.cost.profile import Profile, ProfiledNode, ProfiledOperator
 from pipec.errors import InputError
 from pipec.graph import Buffer, LossGradient, ModelInput, Parameter, TrainingGraph, copy_graph
 from pipec.ir import Phase

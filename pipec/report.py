@@ -128,10 +128,10 @@ def profile_table(profile: Profile, most: int = 12) -> str:
     """The operators that take longest, and the sum of all."""
     forward, backward = (sum(op.seconds(phase) for op in profile.operators) for phase in _FUSED)
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for heading in ("operator", "module", "forward", "backward", "share"):
-        table.add_column(
-            heading, justify="left" if heading in ("operator", "module") else "right", no_wrap=True
-        )
+    table.add_column("operator", no_wrap=True)
+    table.add_column("module", no_wrap=True)
+    for heading in ("forward", "backward", "share"):
+        table.add_column(heading, justify="right", no_wrap=True)
     slowest = sorted(profile.operators, key=lambda op: sum(map(op.seconds, _FUSED)), reverse=True)
     for op in slowest[:most]:
         seconds = [op.seconds(phase) for phase in _FUSED]

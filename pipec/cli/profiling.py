@@ -53,16 +53,15 @@ def profile(
             show=show,
         )
     measured.save(output)
-    seconds = {
-        phase: sum(op.seconds(phase) for op in measured.operators) for phase in ("forward", "backward")
-    }
+    operators, phases = measured.operators, ("forward", "backward")
+    seconds = {phase: sum(op.seconds(phase) for op in operators) for phase in phases}
     if as_json:
         show_json(
             {
                 "output": str(output),
                 "device": measured.device,
                 "microbatch_size": measured.microbatch_size,
-                "operators": len(measured.operators),
+                "operators": len(operators),
                 **seconds,
             }
         )

@@ -9,8 +9,9 @@
 from dataclasses import dataclass, field, replace
 
 from pipec.cost.devices import DeviceModel
+from pipec.cost.fingerprint import check_model
 from pipec.cost.formulas import Measured, OperatorCost, operator_cost, operator_name
-from pipec.cost.profile import Profile, check_model
+from pipec.cost.profile import Profile
 from pipec.cost.symbols import tensor_sizes
 from pipec.graph import TrainingGraph
 
