@@ -1,0 +1,60 @@
+"""What schedules are written with: placements, and the order of one rank, kind of cell by kind of cell."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from pipec.ir import Compute, Phase, Schedule
+
+Kind = tuple[Phase, int]
+"""A phase of a stage; a cell is a kind with a microbatch."""
+
+
+def straight_placement(num_ranks: int) -> tuple[int, ...]:
+    """Stage s on rank s."""
+    return tuple(range(num_ranks))
+
+
+def looped_placement(num_ranks: int, num_chunks: int) -> tuple[int, ...]:
+    """Stage k on rank k mod p: rank s holds stages s, s + p, s + 2p, ..."""
+    return tuple(range(num_ranks)) * num_chunks
+
+
+def v_placement(num_ranks: int) -> tuple[int, ...]:
+    """Down and up again: rank s holds stages s and 2p-1-s, rank 0 thus the first and the last."""
+    return (*range(num_ranks), *reversed(range(num_ranks)))
+
+
+def ordered(
+    name: str,
+    num_microbatches: int,
+    placement: tuple[int, ...],
+    order: Callable[[int], Iterable[Compute]],
+) -> Schedule:
+    """The schedule whose rank s runs ``order(s)``."""
+    ranks = range(max(placement) + 1)
+    return Schedule(name, num_microbatches, placement, tuple(tuple(order(rank)) for rank in ranks))
+
+
+class OrderWriter:
+    """The order of one rank as it is written: each kind of cell takes its next microbatch.
+
+    A kind whose microbatches are used up is passed over, so patterns may be repeated beyond the end.
+    """
+
+    def __init__(self, num_microbatches: int) -> None:
+        self.cells: list[Compute] = []
+        self._num_microbatches = num_microbatches
+        self._next: Counter[Kind] = Counter()
+
+    def run(self, times: int, *kinds: Kind) -> None:
+        """Append one cell of each of ``kinds``, ``times`` times over."""
+        for _ in range(times):
+            for kind in kinds:
+                if self._next[kind] < self._num_microbatches:
+                    self.cells.append(Compute(*kind, self._next[kind]))
+                    self._next[kind] += 1
+
+    def finish(self, *kinds: Kind) -> None:
+        """Append what is left of each of ``kinds``, one kind after the other."""
+        for kind in kinds:
+            self.run(self._num_microbatches - self._next[kind], kind)
