@@ -47,8 +47,9 @@ def greedy(problem: Problem, policy: Policy) -> Orders | None:
         end = rank.run(cell, now)
         heapq.heappush(events, (end, number))
         for reader in problem.readers[cell]:
-            arrived[reader] = end + problem.lags[reader]
-            heapq.heappush(events, (arrived[reader], problem.placement[problem.stage(reader)]))
+            if reader < problem.first_weight:
+                arrived[reader] = end + problem.lags[reader]
+                heapq.heappush(events, (arrived[reader], problem.placement[problem.stage(reader)]))
     orders = [rank.order for rank in ranks]
     return orders if sum(map(len, orders)) == len(problem.needs) else None
 
@@ -61,7 +62,7 @@ class _Rank:
         self.busy_until = 0.0
         self._problem, self._policy = problem, policy
         self._stages = [stage for stage, where in enumerate(problem.placement) if where == rank]
-        self._done = {(kind, stage): 0 for kind in (_FORWARD, _INPUT) for stage in self._stages}
+        self._done = [dict.fromkeys(self._stages, 0) for _ in (_FORWARD, _INPUT)]
         self._held = 0.0
         self._weights: list[int] = []
 
@@ -75,22 +76,22 @@ class _Rank:
         if kind == _WEIGHT:
             self._weights.pop(0)
         else:
-            self._done[kind, stage] += 1
+            self._done[kind][stage] += 1
             if kind == _INPUT:
                 self._weights.append(problem.readers[cell][-1])
         return self.busy_until
 
     def choose(self, now: float, arrived: list[float]) -> tuple[int, float]:
         """The cell to run now, or -1 and the time at which the next is known to arrive."""
-        inputs, next_input = self._ready(_INPUT, self._input_cells(), now, arrived)
+        inputs, next_input = self._pick(self._input_cells(), now, arrived)
         allowed, blocked = self._forward_cells(now, arrived)
-        forwards, next_forward = self._ready(_FORWARD, allowed, now, arrived)
+        forwards, next_forward = self._pick(allowed, now, arrived)
         policy, seconds = self._policy, self._problem.seconds
-        if forwards and next_input < now + policy.patience * seconds[forwards[0]]:
-            forwards = []
-        for cells in (forwards, inputs) if policy.forward_first else (inputs, forwards):
-            if cells:
-                return cells[0], 0.0
+        if forwards >= 0 and next_input < now + policy.patience * seconds[forwards]:
+            forwards = -1
+        for cell in (forwards, inputs) if policy.forward_first else (inputs, forwards):
+            if cell >= 0:
+                return cell, 0.0
         upcoming = min(next_input, next_forward)
         if self._weights:
             weight = self._weights[0]
@@ -98,20 +99,23 @@ class _Rank:
                 return weight, 0.0
         return -1, upcoming
 
-    def _ready(
-        self, kind: int, cells: list[int], now: float, arrived: list[float]
-    ) -> tuple[list[int], float]:
-        """The cells whose input is there, oldest microbatch first, and when the next of the others is."""
+    def _pick(self, cells: list[int], now: float, arrived: list[float]) -> tuple[int, float]:
+        """Of the cells whose input is there that of the oldest microbatch, or -1; and when the next arrives."""
         m = self._problem.num_microbatches
-        ready = [cell for cell in cells if arrived[cell] <= now]
-        later = min((arrived[cell] for cell in cells if arrived[cell] > now), default=math.inf)
-        return sorted(ready, key=lambda cell: (cell % m, -cell if kind == _INPUT else cell)), later
+        best, later = -1, math.inf
+        for cell in cells:
+            if arrived[cell] > now:
+                later = min(later, arrived[cell])
+            elif best < 0 or cell % m < best % m:
+                best = cell
+        return best, later
 
     def _input_cells(self) -> list[int]:
+        """The next input gradient of each stage that has one, from the last stage down."""
         return [
             self._cell(_INPUT, stage)
-            for stage in self._stages
-            if self._done[_INPUT, stage] < self._done[_FORWARD, stage]
+            for stage in reversed(self._stages)
+            if self._done[_INPUT][stage] < self._done[_FORWARD][stage]
         ]
 
     def _forward_cells(self, now: float, arrived: list[float]) -> tuple[list[int], bool]:
@@ -122,11 +126,12 @@ class _Rank:
         """
         problem, allowed, blocked = self._problem, [], False
         for place, stage in enumerate(self._stages):
-            if self._done[_FORWARD, stage] == problem.num_microbatches:
+            done = self._done[_FORWARD][stage]
+            if done == problem.num_microbatches:
                 continue
             cell = self._cell(_FORWARD, stage)
             needed = problem.holds[cell] * (len(self._stages) - place)
-            in_flight = self._done[_FORWARD, stage] - self._done[_INPUT, stage]
+            in_flight = done - self._done[_INPUT][stage]
             if self._held + needed <= problem.limit and in_flight < self._policy.caps[stage]:
                 allowed.append(cell)
             else:
@@ -135,4 +140,4 @@ class _Rank:
 
     def _cell(self, kind: int, stage: int) -> int:
         problem = self._problem
-        return (kind * problem.num_stages + stage) * problem.num_microbatches + self._done[kind, stage]
+        return (kind * problem.num_stages + stage) * problem.num_microbatches + self._done[kind][stage]

@@ -43,6 +43,11 @@ class Problem:
         return readers
 
     @property
+    def first_weight(self) -> int:
+        """The cells from here on are weight gradients."""
+        return 2 * self.num_stages * self.num_microbatches
+
+    @property
     def num_ranks(self) -> int:
         return max(self.placement) + 1
 
