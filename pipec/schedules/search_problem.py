@@ -34,13 +34,13 @@ class Problem:
     holds: Sequence[float] = field(repr=False)
 
     @cached_property
-    def readers(self) -> list[list[int]]:
-        """The cells that read the result of each cell; of an input gradient its weight gradient is the last."""
-        readers: list[list[int]] = [[] for _ in self.needs]
-        for cell, needed in enumerate(self.needs):
+    def awaiting(self) -> list[list[tuple[int, int]]]:
+        """The forwards and input gradients that read the result of each cell, with their ranks."""
+        awaiting: list[list[tuple[int, int]]] = [[] for _ in self.needs]
+        for cell, needed in enumerate(self.needs[: self.first_weight]):
             if needed >= 0:
-                readers[needed].append(cell)
-        return readers
+                awaiting[needed].append((cell, self.placement[self.stage(cell)]))
+        return awaiting
 
     @property
     def first_weight(self) -> int:

@@ -18,8 +18,8 @@ from pipec.schedules.search_problem import Orders, Problem, make_problem, play
 from pipec.schedules.workload import Workload
 
 _FILLS = (0.0, 0.75)
-_PATIENCES = (0.0, 0.25, 0.5)
-_EXTRA_WARMUPS = (0, 1, 2, None)
+_PATIENCES = (0.0, 0.5, 1.0)
+_EXTRA_WARMUPS = (0, None)
 _EFFORT = 60_000
 """Cells played while varying, and four times as many, which are cheaper, while moving cells: under a second for both on one core."""
 
