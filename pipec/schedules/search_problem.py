@@ -5,7 +5,7 @@ gradient (2). Searches play thousands of candidates, which instructions would ma
 the timeline of ``play`` is that which the simulator gives for the lowered programs.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -67,6 +67,16 @@ class Problem:
     def schedule(self, name: str, orders: Orders) -> Schedule:
         """The orders as a schedule."""
         return Schedule(name, self.num_microbatches, self.placement, tuple(map(self._computes, orders)))
+
+    def orders(self, schedule: Schedule) -> Orders:
+        """The orders of a schedule on these stages; a whole backward becomes its two halves."""
+        return [[cell for each in order for cell in self._cells(each)] for order in schedule.orders]
+
+    def _cells(self, compute: Compute) -> Iterator[int]:
+        halves = KINDS[1:] if compute.phase is Phase.BACKWARD else (compute.phase,)
+        for phase in halves:
+            kind = KINDS.index(phase)
+            yield (kind * self.num_stages + compute.stage) * self.num_microbatches + compute.microbatch
 
     def _computes(self, order: Iterable[int]) -> tuple[Compute, ...]:
         return tuple(

@@ -5,7 +5,7 @@ have in flight, then moves single cells of the critical path. All of it is deter
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -16,15 +16,16 @@ from pipec.schedules.orders import straight_placement
 from pipec.schedules.reorder import Score, reorder, score
 from pipec.schedules.search_problem import Orders, Problem, make_problem, play
 from pipec.schedules.workload import Workload
+from pipec.schedules.zb_h1 import zb_h1
+from pipec.schedules.zb_h2 import zb_h2
 
 _FILLS = (0.0, 0.75)
 _PATIENCES = (0.0, 0.5, 1.0)
-_EXTRA_WARMUPS = (0, None)
-_EFFORT = 60_000
-"""Cells played while varying, and four times as many, which are cheaper, while moving cells: under a second for both on one core."""
+_EFFORT = 40_000
+"""Cells played while varying, and four times as many, which are cheaper, while moving cells."""
 
 
-def zb_1p(num_ranks: int, num_microbatches: int, work: Workload | None = None) -> Schedule:
+def zb_1p(num_ranks: int, num_microbatches: int, work: Workload) -> Schedule:
     """One stage per rank and the memory of 1F1B's first rank: p microbatches, or ``work``'s limit if lower.
 
     At unit costs its bubble is that of ZB-H1; for other costs it fills the gaps that ZB-H1's fixed order
@@ -36,7 +37,7 @@ def zb_1p(num_ranks: int, num_microbatches: int, work: Workload | None = None) -
     return _zero_bubble("zb-1p", num_ranks, num_microbatches, work, num_ranks)
 
 
-def zb_2p(num_ranks: int, num_microbatches: int, work: Workload | None = None) -> Schedule:
+def zb_2p(num_ranks: int, num_microbatches: int, work: Workload) -> Schedule:
     """One stage per rank and twice the memory of ZB-1p, which leaves next to no bubble in the span.
 
     Raises:
@@ -45,52 +46,77 @@ def zb_2p(num_ranks: int, num_microbatches: int, work: Workload | None = None) -
     return _zero_bubble("zb-2p", num_ranks, num_microbatches, work, 2 * num_ranks)
 
 
-def _zero_bubble(name: str, num_ranks: int, m: int, work: Workload | None, depth: int) -> Schedule:
-    work = work or Workload.uniform(num_ranks)
+def _zero_bubble(name: str, num_ranks: int, m: int, work: Workload, depth: int) -> Schedule:
     most = depth * work.memory_backward
     limit = most if work.memory_limit is None else min(most, work.memory_limit)
-    if limit < work.memory_backward:
+    if limit < max(work.memory_backward, work.memory_weight):
         raise InfeasibleError(
-            f"schedule {name!r} has a memory limit of {limit}, but one microbatch holds "
-            f"{work.memory_backward}; raise the limit or use smaller microbatches"
+            f"schedule {name!r} has a memory limit of {limit:g}, but one microbatch holds "
+            f"{max(work.memory_backward, work.memory_weight):g}; raise the limit or use smaller microbatches"
         )
     problem = make_problem(straight_placement(num_ranks), m, work, limit)
-    orders = search(problem, by_span=True)
-    assert orders is not None
-    return problem.schedule(name, orders)
+    known = [problem.orders(make(num_ranks, m)) for make in (zb_h1, zb_h2)]
+    return problem.schedule(name, search(problem, known, by_span=True))
 
 
-def search(problem: Problem, *, by_span: bool) -> Orders | None:
-    """The best orders found; None if no policy can finish within the memory limit."""
-    found = [(_tried(problem, policy, by_span), policy) for policy in _policies(problem)]
-    (best, orders), policy = min(found, key=lambda each: each[0][0])
-    if orders is None:
-        return None
-    rounds = _EFFORT // len(problem.needs)
-    random_numbers = random.Random(0)
-    for _ in range(rounds):
-        varied = _vary(problem, policy, random_numbers)
-        (other, found_orders) = _tried(problem, varied, by_span)
-        if found_orders is not None and other <= best:
-            best, orders, policy = other, found_orders, varied
-    return reorder(problem, orders, by_span=by_span, plays=4 * rounds)
+def search(problem: Problem, known: Iterable[Orders], *, by_span: bool) -> Orders:
+    """The best orders found: of those ``known`` that fit and those of every policy, varied and reordered.
+
+    By span, then makespan; or the other way round.
+
+    Raises:
+        InfeasibleError: none fits within the memory limit.
+    """
+    found = [_scored(problem, orders, by_span) for orders in known if all(map(problem.fits, orders))]
+    tried = [(_tried(problem, policy, by_span), policy) for policy in _policies(problem)]
+    (greedy_score, greedy_orders), policy = min(tried, key=lambda each: each[0][0])
+    if greedy_orders:
+        found.append(_varied(problem, policy, (greedy_score, greedy_orders), by_span))
+    if not found:
+        raise InfeasibleError(
+            f"no order of {problem.num_stages} stages on {problem.num_ranks} ranks stays within a memory "
+            f"limit of {problem.limit:g} on each; raise the limit or use smaller microbatches"
+        )
+    _, orders = min(found, key=lambda each: each[0])
+    return reorder(problem, orders, by_span=by_span, plays=4 * _EFFORT // len(problem.needs))
 
 
-def _tried(problem: Problem, policy: Policy, by_span: bool) -> tuple[Score, Orders | None]:
+Scored = tuple[Score, Orders]
+
+
+def _scored(problem: Problem, orders: Orders, by_span: bool) -> Scored:
+    timeline = play(problem, orders)
+    assert timeline
+    return score(problem, timeline, by_span), orders
+
+
+def _tried(problem: Problem, policy: Policy, by_span: bool) -> Scored:
+    """What a policy leads to; if it does not finish, no orders and the worst of scores."""
     orders = greedy(problem, policy)
-    timeline = play(problem, orders) if orders else None
-    return (score(problem, timeline, by_span), orders) if timeline else ((float("inf"),), None)
+    return _scored(problem, orders, by_span) if orders else ((float("inf"),), [])
 
 
 def _policies(problem: Problem) -> Iterator[Policy]:
-    """Every combination of a few fills, patiences and preferences, with the warmup of ZB-H2 or a longer one."""
+    """Every combination of a few fills, patiences and preferences, with the warmup of ZB-H2 or any."""
     p, m = problem.num_ranks, problem.num_microbatches
-    warmups = {
-        tuple(m if extra is None else min(2 * (p - rank) - 1 + extra, m) for rank in problem.placement)
-        for extra in _EXTRA_WARMUPS
-    }
-    for caps, fill, patience, first in product(sorted(warmups), _FILLS, _PATIENCES, (False, True)):
+    warmups: Sequence[tuple[int, ...]] = (
+        tuple(min(2 * (p - rank) - 1, m) for rank in problem.placement),
+        (m,) * problem.num_stages,
+    )
+    for caps, fill, patience, first in product(warmups, _FILLS, _PATIENCES, (False, True)):
         yield Policy(fill, patience, first, caps)
+
+
+def _varied(problem: Problem, policy: Policy, start: Scored, by_span: bool) -> Scored:
+    """The best found on a walk from ``policy`` that never goes where the score is worse."""
+    numbers = random.Random(0)
+    best = start
+    for _ in range(_EFFORT // len(problem.needs)):
+        varied = _vary(problem, policy, numbers)
+        other = _tried(problem, varied, by_span)
+        if other[0] <= best[0]:
+            best, policy = other, varied
+    return best
 
 
 def _vary(problem: Problem, policy: Policy, numbers: random.Random) -> Policy:
