@@ -35,10 +35,10 @@ rank 1: 25 instructions
  9  backward   stage 1  mb 0
 10  send       stage 1  mb 0  grad_hidden_1 (1 -> 0)  to rank 0
 11  free       stage 1  mb 0
-12  recv       stage 1  mb 1  grad_hidden_2 (2 -> 1)  from rank 2  slot 0
+12  recv       stage 1  mb 1  grad_hidden_2 (2 -> 1)  from rank 2  slot 1
 13  forward    stage 1  mb 2
 14  send       stage 1  mb 2  hidden_2 (1 -> 2)       to rank 2
-15  recv       stage 1  mb 2  grad_hidden_2 (2 -> 1)  from rank 2  slot 1
+15  recv       stage 1  mb 2  grad_hidden_2 (2 -> 1)  from rank 2  slot 0
 16  recompute  stage 1  mb 1
 17  backward   stage 1  mb 1
 18  send       stage 1  mb 1  grad_hidden_1 (1 -> 0)  to rank 0

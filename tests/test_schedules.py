@@ -1,6 +1,8 @@
 """Schedules: who computes what in which order, as the literature draws them, and the closed forms it gives."""
 
 
+from collections.abc import Iterator, Sequence
+
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -247,30 +249,32 @@ def overlapped_makespan(schedule: Schedule, f: int, b: int, w: int) -> int:
     return max(clock)
 
 
-def blocks(cells: tuple[Compute, ...]):
-    """Runs of cells that are one: F with B, W of the other stage, and B with the W that follows it."""
-    block: list[Compute] = []
-    for cell in cells:
-        joins = bool(block) and (
-            (cell.phase is Phase.BACKWARD_WEIGHT and block[-1] == Compute(Phase.BACKWARD_INPUT, *cell_of(cell)))
-            or (
-                cell.phase is Phase.BACKWARD_INPUT
-                and block[-1].phase is Phase.FORWARD
-                and block[-1].stage != cell.stage
-            )
-        )
-        if not joins and block:
-            yield block
-            block = []
-        block.append(cell)
-    yield block
+def blocks(cells: Sequence[Compute]) -> Iterator[list[Compute]]:
+    """Each cell on its own, but F directly before B and W of the other stage with these.
+
+    Once the forwards are done, W directly after its B is a whole backward with it.
+    """
+    forwards = sum(cell.phase is Phase.FORWARD for cell in cells)
+    place = 0
+    while place < len(cells):
+        kinds = [(cell.phase, cell.stage) for cell in cells[place : place + 3]]
+        backward = [(Phase.BACKWARD_INPUT, kinds[-1][1]), (Phase.BACKWARD_WEIGHT, kinds[-1][1])]
+        size = 1
+        if kinds[0][0] is Phase.FORWARD and kinds[1:] == backward and kinds[0][1] != kinds[1][1]:
+            size = 3
+        elif not forwards and place + 1 < len(cells) and is_whole(*cells[place : place + 2]):
+            size = 2
+        forwards -= kinds[0][0] is Phase.FORWARD
+        yield list(cells[place : place + size])
+        place += size
 
 
-def cell_of(cell: Compute) -> tuple[int, int]:
-    return cell.stage, cell.microbatch
+def is_whole(first: Compute, second: Compute) -> bool:
+    same = (first.stage, first.microbatch) == (second.stage, second.microbatch)
+    return same and (first.phase, second.phase) == (Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
 
 
-def inputs(block: list[Compute], schedule: Schedule):
+def inputs(block: Sequence[Compute], schedule: Schedule) -> Iterator[Compute]:
     for cell in block:
         if cell.phase is Phase.FORWARD and cell.stage:
             yield Compute(Phase.FORWARD, cell.stage - 1, cell.microbatch)

@@ -6,6 +6,7 @@ from difflib import get_close_matches
 from importlib.metadata import entry_points
 from typing import cast
 
+from pipec.columns import PHASE_CODE, Cells
 from pipec.errors import InputError
 from pipec.ir import Phase, Schedule
 from pipec.schedules.dualpipe_v import dualpipe_v
@@ -75,8 +76,9 @@ def _installed(name: str) -> Callable[[int, int], Schedule]:
 
 def forward_only(schedule: Schedule) -> Schedule:
     """The same schedule without its backwards, for a loss or an output alone."""
-    orders = (tuple(cell for cell in order if cell.phase is Phase.FORWARD) for order in schedule.orders)
-    return replace(schedule, orders=tuple(orders))
+    orders = map(Cells.of, schedule.orders)
+    forwards = (order.where(order.phases == PHASE_CODE[Phase.FORWARD]) for order in orders)
+    return replace(schedule, orders=tuple(forwards))
 
 
 __all__ = [

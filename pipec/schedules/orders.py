@@ -3,6 +3,9 @@
 from collections import Counter
 from collections.abc import Callable, Iterable
 
+import numpy as np
+
+from pipec.columns import PHASE_CODE, Cells, Ints
 from pipec.ir import Compute, Phase, Schedule
 
 Kind = tuple[Phase, int]
@@ -31,8 +34,9 @@ def ordered(
     order: Callable[[int], Iterable[Compute]],
 ) -> Schedule:
     """The schedule whose rank s runs ``order(s)``."""
-    ranks = range(max(placement) + 1)
-    return Schedule(name, num_microbatches, placement, tuple(tuple(order(rank)) for rank in ranks))
+    orders = (order(rank) for rank in range(max(placement) + 1))
+    cells = (each if isinstance(each, Cells) else Cells.of(tuple(each)) for each in orders)
+    return Schedule(name, num_microbatches, placement, tuple(cells))
 
 
 class OrderWriter:
@@ -42,19 +46,32 @@ class OrderWriter:
     """
 
     def __init__(self, num_microbatches: int) -> None:
-        self.cells: list[Compute] = []
         self._num_microbatches = num_microbatches
         self._next: Counter[Kind] = Counter()
+        self._parts: list[Ints] = []
 
     def run(self, times: int, *kinds: Kind) -> None:
         """Append one cell of each of ``kinds``, ``times`` times over."""
-        for _ in range(times):
-            for kind in kinds:
-                if self._next[kind] < self._num_microbatches:
-                    self.cells.append(Compute(*kind, self._next[kind]))
-                    self._next[kind] += 1
+        times = max(times, 0)
+        part = np.empty((3, times, len(kinds)), np.int32)
+        places, steps = Counter[Kind](), Counter(kinds)
+        for column, (phase, stage) in enumerate(kinds):
+            kind = (phase, stage)
+            first = self._next[kind] + places[kind]
+            part[0, :, column], part[1, :, column] = PHASE_CODE[phase], stage
+            part[2, :, column] = first + steps[kind] * np.arange(times)
+            places[kind] += 1
+        for kind, step in steps.items():
+            self._next[kind] = min(self._next[kind] + step * times, self._num_microbatches)
+        cells = part.reshape(3, -1)
+        self._parts.append(cells[:, cells[2] < self._num_microbatches])
 
     def finish(self, *kinds: Kind) -> None:
         """Append what is left of each of ``kinds``, one kind after the other."""
         for kind in kinds:
             self.run(self._num_microbatches - self._next[kind], kind)
+
+    @property
+    def cells(self) -> Cells:
+        """What was written."""
+        return Cells(np.concatenate(self._parts, axis=1))

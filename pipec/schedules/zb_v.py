@@ -28,6 +28,6 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
         writer.run(rank, down_b, up_b)
         writer.run(below, down_b, down_w)
         writer.finish(up_w, down_w)
-        return (cell for cell in writer.cells if cell.microbatch < num_microbatches)
+        return writer.cells.where(writer.cells.microbatches < num_microbatches)
 
     return ordered("zb-v", num_microbatches, v_placement(num_ranks), order)
