@@ -223,7 +223,7 @@ def test_dualpipe_v_one_cell_after_the_other(p: int, each: tuple[int, int, int])
 
 
 @pytest.mark.parametrize("p", range(1, 7))
-@pytest.mark.parametrize("each", [(1, 1, 1), (2, 2, 1), (3, 4, 2), (5, 4, 3)])
+@pytest.mark.parametrize("each", [(1, 1, 1), (2, 2, 1), (3, 4, 2), (2, 5, 2)])
 def test_dualpipe_v_with_overlapped_pairs(p: int, each: tuple[int, int, int]) -> None:
     """The published bubble, (p-1)(F&B + BW - 3W) in chunk times, where a pair takes F + B + W."""
     f, b, w = each
