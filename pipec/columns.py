@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from pipec.ir import Compute, Instruction, Link, Op, Phase
 
-Ints = NDArray[np.int32]
+Ints = NDArray[np.signedinteger[Any]]
 Row = TypeVar("Row", Compute, Instruction)
 
 PHASES: Sequence[Phase] = tuple(Phase)
@@ -29,6 +29,10 @@ class _Columns(Sequence[Row]):
 
     def _row(self, *numbers: int) -> Row:
         raise NotImplementedError
+
+    def _column(self, number: int) -> Ints:
+        column: Ints = self.matrix[number]
+        return column
 
     def __len__(self) -> int:
         return int(self.matrix.shape[1])
@@ -72,15 +76,15 @@ class Cells(_Columns[Compute]):
 
     @property
     def phases(self) -> Ints:
-        return self.matrix[0]
+        return self._column(0)
 
     @property
     def stages(self) -> Ints:
-        return self.matrix[1]
+        return self._column(1)
 
     @property
     def microbatches(self) -> Ints:
-        return self.matrix[2]
+        return self._column(2)
 
     def where(self, mask: NDArray[np.bool_]) -> "Cells":
         """The cells at which ``mask`` is true."""
@@ -122,27 +126,27 @@ class Instructions(_Columns[Instruction]):
 
     @property
     def ops(self) -> Ints:
-        return self.matrix[0]
+        return self._column(0)
 
     @property
     def stages(self) -> Ints:
-        return self.matrix[1]
+        return self._column(1)
 
     @property
     def microbatches(self) -> Ints:
-        return self.matrix[2]
+        return self._column(2)
 
     @property
     def link_numbers(self) -> Ints:
-        return self.matrix[3]
+        return self._column(3)
 
     @property
     def peers(self) -> Ints:
-        return self.matrix[4]
+        return self._column(4)
 
     @property
     def slots(self) -> Ints:
-        return self.matrix[5]
+        return self._column(5)
 
     def _row(self, *numbers: int) -> Instruction:
         op, stage, microbatch, link, peer, slot = numbers

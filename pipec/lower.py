@@ -58,12 +58,13 @@ def lower(schedule: Schedule, links: Sequence[Link], recompute: Collection[int] 
         leaving[each.source].append(each)
         if each.crosses_ranks:
             arriving[each.target].append(each)
+    per_microbatch = np.array([*(link.payload.per_microbatch for link in links), False])
     programs = []
     for rank in range(schedule.num_ranks):
         receives = _receives(ends, rank, arriving[rank])
         computes, frees = _computes(index, rank, recompute), _frees(index, rank)
         rows = _in_order([receives, computes, _sends(leaving[rank]), frees])
-        number_slots(rows, [link.payload.per_microbatch for link in links])
+        number_slots(rows, buffered=per_microbatch)
         programs.append(Program(rank, Instructions(rows, tuple(links))))
     return tuple(programs)
 
@@ -116,7 +117,9 @@ def _ends(index: OrderIndex, traffic: Sequence[_Traffic]) -> list[Ints]:
     inputs = _Inputs(index.num_cells)
     for each in traffic:
         if each.link.payload.per_microbatch:
-            inputs.add(index.cell_numbers(each.target, each.readers), index.cell_numbers(each.source, each.producers))
+            inputs.add(
+                index.cell_numbers(each.target, each.readers), index.cell_numbers(each.source, each.producers)
+            )
     phases = np.concatenate([cells.phases for cells in index.cells])
     units = np.where(phases == PHASE_CODE[Phase.BACKWARD], 2, 1).astype(np.int32)
     ends = end_times(units, inputs.columns, index.first_cells)
@@ -197,10 +200,10 @@ def _receives(ends: Sequence[Ints], rank: int, arriving: Sequence[_Traffic]) -> 
         ahead = np.where(each.producers > 0, np.maximum(each.readers - 1, 1), 0)
         posts = np.minimum(passed, ahead).astype(np.int32)
         stage = each.link.target
-        blocks.append(
-            _block(posts, OP_CODE[Op.RECV], stage, each.microbatches, each.number, each.source, -1)
+        blocks.append(_block(posts, OP_CODE[Op.RECV], stage, each.microbatches, each.number, each.source, -1))
+        order.append(
+            np.stack([np.full_like(posts, each.number), each.producers, posts * 0 + each.source, sent])
         )
-        order.append(np.stack([np.full_like(posts, each.number), each.producers, posts * 0 + each.source, sent]))
     joined = _joined(blocks)
     if not blocks:
         return joined

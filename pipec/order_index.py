@@ -22,7 +22,7 @@ class OrderIndex:
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.cells = [Cells.of(order) for order in schedule.orders]
-        self.first_cells = [0, *np.cumsum([len(cells) for cells in self.cells]).tolist()]
+        self.first_cells: list[int] = [0, *np.cumsum([len(cells) for cells in self.cells]).tolist()]
         shape = (len(PHASES), schedule.num_stages, schedule.num_microbatches)
         self.positions = np.zeros(shape, np.int32)
         for rank, cells in enumerate(self.cells):
@@ -55,7 +55,7 @@ class OrderIndex:
 
     def positions_of(self, link: Link, phases: Sequence[Phase], stage: int) -> Ints:
         """Where the first of ``phases`` that runs is, for each microbatch of a stage that ``link`` joins."""
-        found = np.zeros(self.schedule.num_microbatches, np.int32)
+        found: Ints = np.zeros(self.schedule.num_microbatches, np.int32)
         for phase in phases:
             found = np.where(found, found, self.positions[PHASES.index(phase), stage])
         if missing := np.flatnonzero(found == 0).tolist():
@@ -72,7 +72,10 @@ class OrderIndex:
     def explain_stuck(self, cells: Ints) -> str:
         """What to say of cells that wait for each other, at most one of each rank."""
         ranks = np.searchsorted(self.first_cells, cells, "right") - 1
-        marked = {rank: cell - self.first_cells[rank] for rank, cell in zip(ranks.tolist(), cells.tolist(), strict=True)}
+        marked = {
+            rank: cell - self.first_cells[rank]
+            for rank, cell in zip(ranks.tolist(), cells.tolist(), strict=True)
+        }
         stuck = []
         for rank, place in marked.items():
             cell = self.cells[rank][place]

@@ -1,23 +1,22 @@
 """Buffer slots: which of its buffers a rank receives each message into."""
 
-from collections.abc import Sequence
-
 import numpy as np
+from numpy.typing import NDArray
 
 from pipec.columns import OP_CODE, Ints
 from pipec.ir import Op
 
 
-def number_slots(rows: Ints, per_microbatch: Sequence[bool]) -> None:
+def number_slots(rows: Ints, buffered: NDArray[np.bool_]) -> None:
     """Write the slots of a program's receives and moves into its columns ``rows``.
+
+    ``buffered`` says of each link by number, and last of none, whether its messages need a slot.
 
     A buffer is live from its receive to the free of its stage and microbatch. Each link has as many as are
     live at once, and they take turns: a message goes into the one that has been free for longest.
     """
     ops, stages, microbatches, links, _, slots = rows
-    numbers = np.flatnonzero(
-        (links >= 0) & (ops != OP_CODE[Op.SEND]) & np.array([*per_microbatch, False])[links]
-    )
+    numbers = np.flatnonzero(buffered[links] & (ops != OP_CODE[Op.SEND]))
     frees = np.flatnonzero(ops == OP_CODE[Op.FREE])
     by_link = numbers[np.argsort(links[numbers], kind="stable")]
     bounds = np.flatnonzero(np.diff(links[by_link])) + 1

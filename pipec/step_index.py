@@ -58,6 +58,10 @@ class StepIndex:
         return " ".join(instruction_lines(self.programs[site[0]])[site[1]].split())
 
     @cached_property
+    def link_set(self) -> frozenset[Link]:
+        return frozenset(self.links)
+
+    @cached_property
     def columns(self) -> Sequence[Instructions]:
         """The instructions of each rank; a link number beyond ``links`` is of a foreign one."""
         return [Instructions.of(program.instructions, self.links) for program in self.programs]

@@ -138,7 +138,7 @@ def _compute_misfits(step: StepIndex, rank: int, instruction: Instruction) -> It
 
 def _transfer_misfits(step: StepIndex, rank: int, instruction: Instruction) -> Iterator[str]:
     op, link = instruction.op, instruction.link
-    if link is None or link not in step.links:
+    if link is None or link not in step.link_set:
         yield f"{op} carries {format_link(link) if link else 'no link'}; expected a link of the plan"
         return
     source, targets = step.placement[link.source], step.receivers(link)
@@ -189,7 +189,10 @@ def _miscounts(step: StepIndex, stage: int, microbatch: int) -> Iterator[tuple[S
 
 def _computes_in_order(step: StepIndex) -> Iterator[_Fault]:
     """Forward, then recompute, then backward; the input half before the weight half."""
-    latest, latest_op = step.numbers[OP_CODE[Op.FORWARD]].copy(), np.full(step.numbers.shape[1:], OP_CODE[Op.FORWARD])
+    latest, latest_op = (
+        step.numbers[OP_CODE[Op.FORWARD]].copy(),
+        np.full(step.numbers.shape[1:], OP_CODE[Op.FORWARD]),
+    )
     for op in COMPUTES[1:]:
         numbers = step.numbers[OP_CODE[op]]
         runs = numbers >= 0
@@ -286,7 +289,9 @@ def _keeps_channel_order(step: StepIndex) -> Iterator[_Fault]:
         if each.crosses_ranks:
             channels[each.source, each.target].append(each)
     for (source, target), deliveries in channels.items():
-        sends, receives = (_joined([getattr(each, way) for each in deliveries]) for way in ("sends", "receives"))
+        sends, receives = (
+            _joined([getattr(each, way) for each in deliveries]) for way in ("sends", "receives")
+        )
         order = np.argsort(sends)
         for place in np.flatnonzero(np.diff(receives[order]) < 0).tolist()[:1]:
             late, early = order[place], order[place + 1]

@@ -1,6 +1,5 @@
 """Schedules: who computes what in which order, as the literature draws them, and the closed forms it gives."""
 
-
 from collections.abc import Iterator, Sequence
 
 import pytest

@@ -89,7 +89,10 @@ rank 0, instruction 2: forward names stage 1; expected a stage of this rank: [0]
 >  2  forward   stage 1  mb 1
    3  send      stage 0  mb 1  hidden_1 (0 -> 1)       to rank 1
    4  recv      stage 0  mb 0  grad_hidden_1 (1 -> 0)  from rank 1  slot 0
-   5  forward   stage 0  mb 2"""
+   5  forward   stage 0  mb 2
+  rank 0      F0 [F1] F2  B0  F3  B1  B2
+  rank 1      F0  F1  B0  F2  B1  F3  B2
+  rank 2      F0  B0  F1  B1  F2  B2  F3"""
     )
 
 

@@ -43,9 +43,7 @@ SEARCHED: Mapping[str, Callable[[int, int, Workload], Schedule]] = {"zb-1p": zb_
 """Orders that depend on how long things take and how much memory there is."""
 
 
-def make_schedule(
-    name: str, num_ranks: int, num_microbatches: int, work: Workload | None = None
-) -> Schedule:
+def make_schedule(name: str, num_ranks: int, num_microbatches: int, work: Workload | None = None) -> Schedule:
     """The schedule ``name`` for that many ranks and microbatches.
 
     ``work`` is what a searched schedule is searched for, by default phases that all cost the same.

@@ -93,9 +93,7 @@ class Problem:
         return True
 
 
-def make_problem(
-    placement: tuple[int, ...], num_microbatches: int, work: Workload, limit: float
-) -> Problem:
+def make_problem(placement: tuple[int, ...], num_microbatches: int, work: Workload, limit: float) -> Problem:
     """``work`` on the stages of ``placement``, with a memory limit for each rank."""
     num_stages, m = len(placement), num_microbatches
     memory = (work.memory_backward, work.memory_weight - work.memory_backward, -work.memory_weight)

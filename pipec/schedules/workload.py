@@ -51,8 +51,15 @@ class Workload:
                 raise InputError(f"{what} is {number}; expected 0 or more")
         if memory_backward <= 0:
             raise InputError(f"memory_backward is {memory_backward}; expected more than 0")
-        shares = ((each,) * num_ranks for each in (*times.values(), forward))
-        return cls(*shares, message, memory_backward, memory_weight, memory_limit)
+        each_rank = {name: (time,) * num_ranks for name, time in times.items()}
+        return cls(
+            **each_rank,
+            recompute=each_rank["forward"],
+            message=message,
+            memory_backward=memory_backward,
+            memory_weight=memory_weight,
+            memory_limit=memory_limit,
+        )
 
     def of_stage(self, phase: Phase, placement: tuple[int, ...], stage: int) -> float:
         """Time of one phase of a stage where ``placement`` puts the stages on ranks."""
