@@ -9,7 +9,9 @@ from typing import cast
 from pipec.columns import PHASE_CODE, Cells
 from pipec.errors import InputError
 from pipec.ir import Phase, Schedule
+from pipec.schedules.auto import auto
 from pipec.schedules.dualpipe_v import dualpipe_v
+from pipec.schedules.fixed import SCHEDULES
 from pipec.schedules.gpipe import gpipe
 from pipec.schedules.interleaved import interleaved_1f1b
 from pipec.schedules.looped_bfs import looped_bfs
@@ -25,21 +27,11 @@ from pipec.schedules.zero_bubble import zb_1p, zb_2p
 ENTRY_POINTS = "pipec.schedules"
 """The entry-point group in which a package registers functions of its own, under the names of its schedules."""
 
-SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "interleaved-1f1b": interleaved_1f1b,
-    "looped-bfs": looped_bfs,
-    "zb-h1": zb_h1,
-    "zb-h2": zb_h2,
-    "zb-v": zb_v,
-    "v-half": v_half,
-    "v-min": v_min,
-    "dualpipe-v": dualpipe_v,
+SEARCHED: Mapping[str, Callable[[int, int, Workload], Schedule]] = {
+    "zb-1p": zb_1p,
+    "zb-2p": zb_2p,
+    "auto": auto,
 }
-"""Fixed orders: functions of the number of ranks and of microbatches."""
-
-SEARCHED: Mapping[str, Callable[[int, int, Workload], Schedule]] = {"zb-1p": zb_1p, "zb-2p": zb_2p}
 """Orders that depend on how long things take and how much memory there is."""
 
 
@@ -84,6 +76,7 @@ __all__ = [
     "SCHEDULES",
     "SEARCHED",
     "Workload",
+    "auto",
     "dualpipe_v",
     "forward_only",
     "gpipe",

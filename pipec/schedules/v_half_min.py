@@ -15,6 +15,7 @@ from pipec.schedules.orders import ordered, v_placement
 
 _PERIOD = 6
 _REACHES = (0, 1, 2)
+_LONG_REACH = 3
 
 Slots = Callable[[int, int], tuple[int, int, int, int]]
 """Of rank i of p: the slots of F down, F up, B up and B down of microbatch 0."""
@@ -26,7 +27,7 @@ def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
     For when ZB-V does not fit: a longer warmup and cooldown, and a steady state without bubbles if F, B and
     W of a stage all cost the same.
     """
-    return _schedule("v-half", num_ranks, num_microbatches, _half_slots, (num_ranks + 2) // 2)
+    return _best("v-half", num_ranks, num_microbatches, _half_slots, (num_ranks + 2) // 2)
 
 
 def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -35,7 +36,7 @@ def v_min(num_ranks: int, num_microbatches: int) -> Schedule:
     The least memory of all without recomputing. When the phases of a stage differ in length, bubbles
     return with every microbatch.
     """
-    return _schedule("v-min", num_ranks, num_microbatches, _min_slots, (num_ranks + 4) // 3)
+    return _best("v-min", num_ranks, num_microbatches, _min_slots, (num_ranks + 4) // 3)
 
 
 def _half_slots(p: int, i: int) -> tuple[int, int, int, int]:
@@ -48,10 +49,28 @@ def _min_slots(p: int, i: int) -> tuple[int, int, int, int]:
     return i, 2 * p - i - 1, 2 * p + delta + i, 4 * p + delta - i - 1
 
 
-def _schedule(name: str, num_ranks: int, num_microbatches: int, slots: Slots, peak: int) -> Schedule:
-    patterns = [list(_pattern(slots, num_ranks, rank, num_microbatches)) for rank in range(num_ranks)]
-    _, orders = min((_squeeze(patterns, 2 * peak, reach) for reach in _REACHES), key=lambda found: found[0])
+def within_peak(num_ranks: int, num_microbatches: int, peak: int) -> Iterator[Schedule]:
+    """Both patterns squeezed to a peak of ``peak`` stage-microbatches on each rank, in every way that finishes."""
+    for slots in (_half_slots, _min_slots):
+        for reach in (*_REACHES, _LONG_REACH):
+            found = _squeeze(_patterns(slots, num_ranks, num_microbatches), peak, reach)
+            if found:
+                yield _schedule("v", num_ranks, num_microbatches, found[1])
+
+
+def _best(name: str, num_ranks: int, num_microbatches: int, slots: Slots, peak: int) -> Schedule:
+    patterns = _patterns(slots, num_ranks, num_microbatches)
+    found = filter(None, (_squeeze(patterns, 2 * peak, reach) for reach in _REACHES))
+    _, orders = min(found, key=lambda each: each[0])
+    return _schedule(name, num_ranks, num_microbatches, orders)
+
+
+def _schedule(name: str, num_ranks: int, num_microbatches: int, orders: list[list[Compute]]) -> Schedule:
     return ordered(name, num_microbatches, v_placement(num_ranks), lambda rank: orders[rank])
+
+
+def _patterns(slots: Slots, num_ranks: int, num_microbatches: int) -> list[list[Compute]]:
+    return [list(_pattern(slots, num_ranks, rank, num_microbatches)) for rank in range(num_ranks)]
 
 
 def _pattern(slots: Slots, num_ranks: int, rank: int, num_microbatches: int) -> Iterator[Compute]:
@@ -71,15 +90,19 @@ def _pattern(slots: Slots, num_ranks: int, rank: int, num_microbatches: int) -> 
     return (cell for _, cell in sorted(cells, key=lambda item: item[0]))
 
 
-def _squeeze(patterns: list[list[Compute]], peak: int, reach: int) -> tuple[int, list[list[Compute]]]:
-    """The time that the cells take in steps of one cell, and the order of each rank."""
+def _squeeze(
+    patterns: list[list[Compute]], peak: int, reach: int
+) -> tuple[int, list[list[Compute]]] | None:
+    """The time that the cells take in steps of one cell, and the order of each rank; None if they get stuck."""
     ranks = [_Rank(list(reversed(pattern)), peak, reach) for pattern in patterns]
     done: set[Compute] = set()
-    time = 0
+    time, ended = 0, -1
     while any(rank.ahead or rank.weights for rank in ranks):
         ran = [cell for rank in ranks if (cell := rank.step(done, last_stage=2 * len(ranks) - 1))]
         done.update(ran)
-        time += 1
+        time, before, ended = time + 1, ended, sum(len(rank.order) for rank in ranks)
+        if ended == before:
+            return None
     return time, [rank.order for rank in ranks]
 
 
