@@ -90,9 +90,7 @@ def _pattern(slots: Slots, num_ranks: int, rank: int, num_microbatches: int) -> 
     return (cell for _, cell in sorted(cells, key=lambda item: item[0]))
 
 
-def _squeeze(
-    patterns: list[list[Compute]], peak: int, reach: int
-) -> tuple[int, list[list[Compute]]] | None:
+def _squeeze(patterns: list[list[Compute]], peak: int, reach: int) -> tuple[int, list[list[Compute]]] | None:
     """The time that the cells take in steps of one cell, and the order of each rank; None if they get stuck."""
     ranks = [_Rank(list(reversed(pattern)), peak, reach) for pattern in patterns]
     done: set[Compute] = set()

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pipec.errors import InputError
+from pipec.errors import InfeasibleError, InputError
 from pipec.ir import Link, Phase, Schedule
 from pipec.simulate import Costs
 
@@ -105,3 +105,15 @@ class Workload:
         """Whether every rank stays within the limit."""
         slack = 1e-9 * (self.memory_limit or 0.0)
         return self.memory_limit is None or self.peak_memory(schedule) <= self.memory_limit + slack
+
+    def check_fits(self, schedule: Schedule) -> None:
+        """Refuse a schedule that goes beyond the limit.
+
+        Raises:
+            InfeasibleError: a rank holds more than ``memory_limit``.
+        """
+        if not self.fits(schedule):
+            raise InfeasibleError(
+                f"schedule {schedule.name!r} holds up to {self.peak_memory(schedule):g} on a rank, but the memory "
+                f"limit is {self.memory_limit:g}; raise the limit or take schedule 'auto', 'zb-1p' or 'v-min'"
+            )
