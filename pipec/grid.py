@@ -2,15 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 
-from pipec.ir import Compute, Phase
+from pipec.ir import Compute
+from pipec.text import PHASE_LETTERS
 
-LETTERS: Mapping[Phase, str] = {
-    Phase.FORWARD: "F",
-    Phase.RECOMPUTE: "R",
-    Phase.BACKWARD: "B",
-    Phase.BACKWARD_INPUT: "B",
-    Phase.BACKWARD_WEIGHT: "W",
-}
 _RANKS_AROUND = 2
 _CELLS_AROUND = 5
 _MOST_RANKS = 8
@@ -45,4 +39,4 @@ def grid(orders: Sequence[Sequence[Compute]], placement: Sequence[int], marked: 
 
 
 def _label(cell: Compute, several: bool) -> str:
-    return f"{LETTERS[cell.phase]}{cell.microbatch}" + (f".{cell.stage}" if several else "")
+    return f"{PHASE_LETTERS[cell.phase]}{cell.microbatch}" + (f".{cell.stage}" if several else "")

@@ -1,6 +1,5 @@
 """The programs of one step, indexed for verification: where everything is computed, moved and read."""
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

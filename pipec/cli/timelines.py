@@ -29,7 +29,8 @@ def schedule(
     what: Annotated[
         str,
         typer.Argument(
-            metavar="NAME|TARGET", help=f"gpipe, 1f1b, zb-h1, auto, ..., or a model: {TARGET_HELP}"
+            metavar="NAME|TARGET",
+            help=f"gpipe, 1f1b, zb-h1, auto, ...; a .txt file of compute orders; or a model: {TARGET_HELP}",
         ),
     ],
     microbatches: Annotated[
@@ -73,7 +74,7 @@ def schedule(
         timeline, name, microbatches = pipe.simulate(), pipe.plan.schedule, pipe.plan.num_microbatches
     else:
         from pipec.report import simulate_schedule
-        from pipec.schedules import Workload, make_schedule
+        from pipec.schedules import Workload, custom_schedule, make_schedule
 
         name, microbatches = what, microbatches or 8
         work = Workload.uniform(
@@ -86,7 +87,10 @@ def schedule(
             memory_weight=memory_weight,
             memory_limit=_number(memory_limit),
         )
-        schedule = make_schedule(name, stages, microbatches, work)
+        if what.endswith(".txt"):
+            schedule = custom_schedule(Path(what), stages, microbatches)
+        else:
+            schedule = make_schedule(name, stages, microbatches, work)
         work.check_fits(schedule)
         timeline, seconds = simulate_schedule(schedule, work)
         facts = {"lower_and_verify_seconds": seconds}

@@ -10,6 +10,7 @@ from pipec.columns import PHASE_CODE, Cells
 from pipec.errors import InputError
 from pipec.ir import Phase, Schedule
 from pipec.schedules.auto import auto
+from pipec.schedules.custom import custom_schedule, format_orders, parse_orders
 from pipec.schedules.dualpipe_v import dualpipe_v
 from pipec.schedules.fixed import SCHEDULES
 from pipec.schedules.gpipe import gpipe
@@ -77,7 +78,9 @@ __all__ = [
     "SEARCHED",
     "Workload",
     "auto",
+    "custom_schedule",
     "dualpipe_v",
+    "format_orders",
     "forward_only",
     "gpipe",
     "interleaved_1f1b",
@@ -85,6 +88,7 @@ __all__ = [
     "looped_placement",
     "make_schedule",
     "one_f_one_b",
+    "parse_orders",
     "straight_placement",
     "v_half",
     "v_min",
