@@ -1,4 +1,4 @@
-"""When cells end if every rank runs its next one as soon as it can: all ranks at once, unit by unit of time."""
+"""When cells end if every rank runs its next as soon as it can: all ranks at once, unit by unit of time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -134,7 +134,7 @@ def _ends(index: OrderIndex, traffic: Sequence[_Traffic]) -> list[Ints]:
 
 
 class _Inputs:
-    """The cells that each cell reads from, as columns: in column k the k-th of each, or one past the last cell."""
+    """The cells that each cell reads from: in column k the k-th of each, or one past the last cell."""
 
     def __init__(self, num_cells: int) -> None:
         self.columns: list[Ints] = []
@@ -158,7 +158,7 @@ _NUM_CLASSES = 4
 
 @dataclass(frozen=True)
 class _Block:
-    """Instructions of one class: the positions they belong to, and their rows in the order of instructions."""
+    """Instructions of one class: the positions they belong to, and their columns."""
 
     positions: Ints
     rows: Ints
@@ -228,7 +228,7 @@ def _sends(leaving: Sequence[_Traffic]) -> _Block:
 
 
 def _computes(index: OrderIndex, rank: int, recompute: Collection[int]) -> _Block:
-    """The cells of a rank, each input gradient of a stage in ``recompute`` after the replay of its forward."""
+    """The cells of a rank, the backwards of stages in ``recompute`` each after a replay of its forward."""
     cells = index.cells[rank]
     ops = np.array([OP_CODE[Op(phase)] for phase in Phase], np.int32)[cells.phases]
     positions = np.arange(1, len(cells) + 1, dtype=np.int32)

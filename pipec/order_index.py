@@ -94,7 +94,8 @@ class OrderIndex:
         for place in np.flatnonzero(~(known & here)).tolist()[:1]:
             cell = cells[place]
             if not known[place]:
-                expected = f"stages 0 to {schedule.num_stages - 1} and microbatches 0 to {schedule.num_microbatches - 1}"
+                stages, microbatches = schedule.num_stages, schedule.num_microbatches
+                expected = f"stages 0 to {stages - 1} and microbatches 0 to {microbatches - 1}"
             else:
                 expected = f"it on rank {schedule.placement[cell.stage]}, which holds that stage"
             raise VerifyError(self._complaint(rank, place, f"expected {expected}"))

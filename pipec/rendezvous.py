@@ -13,7 +13,7 @@ Site = tuple[int, int]
 
 @dataclass(frozen=True)
 class Waits:
-    """Entry by entry: the instruction ``numbers`` of ``ranks`` cannot pass before that of another rank is passed."""
+    """Entry by entry: instruction ``numbers`` of ``ranks`` passes only after that of another rank."""
 
     ranks: Ints
     numbers: Ints

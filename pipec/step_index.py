@@ -72,7 +72,7 @@ class StepIndex:
 
     @cached_property
     def numbers(self) -> Ints:
-        """``[op, stage, microbatch]``: the number of the last such compute, or first free, on its rank, or -1."""
+        """``[op, stage, microbatch]``: the number of the last such compute, or first free, or -1."""
         return self._found[0]
 
     @cached_property
@@ -94,7 +94,7 @@ class StepIndex:
 
     @cached_property
     def transfers(self) -> Mapping[tuple[Op, int, int], tuple[Ints, Ints]]:
-        """For an op, the number of a link and the receiving rank: the microbatches, and the instructions' numbers."""
+        """By op, number of the link and receiving rank: the microbatches, and the instructions' numbers."""
         found = {}
         for rank, each in enumerate(self.columns):
             for op in (Op.SEND, Op.RECV, Op.MOVE):

@@ -1,4 +1,4 @@
-"""Schedules: who computes what in which order, as the literature draws them, and the closed forms it gives."""
+"""Schedules: who computes what in which order, as the literature draws them, and its closed forms."""
 
 from collections.abc import Iterator, Sequence
 

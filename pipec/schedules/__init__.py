@@ -26,7 +26,7 @@ from pipec.schedules.zb_v import zb_v
 from pipec.schedules.zero_bubble import zb_1p, zb_2p
 
 ENTRY_POINTS = "pipec.schedules"
-"""The entry-point group in which a package registers functions of its own, under the names of its schedules."""
+"""The entry-point group in which a package registers functions under the names of its schedules."""
 
 SEARCHED: Mapping[str, Callable[[int, int, Workload], Schedule]] = {
     "zb-1p": zb_1p,

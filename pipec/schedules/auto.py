@@ -1,4 +1,4 @@
-"""The best order that can be found for given costs and memory: every known schedule, a search, and local moves."""
+"""The best order found for given costs and memory: every known schedule, a search, and local moves."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -28,8 +28,8 @@ def auto(num_ranks: int, num_microbatches: int, work: Workload) -> Schedule:
     found = [*named, *_searched(num_ranks, num_microbatches, work, named)]
     if not found:
         raise InfeasibleError(
-            f"no schedule of {num_ranks} ranks and {num_microbatches} microbatches stays within a memory limit "
-            f"of {work.memory_limit:g}; raise the limit, use smaller microbatches or recompute"
+            f"no schedule of {num_ranks} ranks and {num_microbatches} microbatches stays within a memory "
+            f"limit of {work.memory_limit:g}; raise the limit, use smaller microbatches or recompute"
         )
     return replace(min(found, key=lambda schedule: makespan(schedule, work)), name="auto")
 

@@ -7,8 +7,8 @@ The text has a line for each rank, its cells in the order in which they run::
     1: F0 B0 W0 F1 B1 W1 F2 B2 W2
 
 ``F3`` is the forward of microbatch 3, ``B3`` its backward, or its input gradient if the rank runs ``W3``, its
-weight gradient, too. Where ranks hold several stages, a first line ``placement: 0 1 1 0`` gives the rank of each
-stage, and ``F3.2`` is the forward of stage 2. What follows ``#`` is a comment.
+weight gradient, too. Where ranks hold several stages, a first line ``placement: 0 1 1 0`` gives the rank of
+each stage, and ``F3.2`` is the forward of stage 2. What follows ``#`` is a comment.
 """
 
 import re
@@ -30,7 +30,8 @@ def custom_schedule(
     """The schedule of a function of the numbers of ranks and microbatches, or of a file of compute orders.
 
     Raises:
-        InputError: there is no such file, it is for other numbers of ranks or microbatches, or its text is none of compute orders.
+        InputError: there is no such file, it is for other numbers of ranks or microbatches, or its
+            text is none of compute orders.
     """
     if isinstance(source, Path):
         if not source.is_file():
@@ -63,8 +64,8 @@ def parse_orders(text: str, name: str) -> Schedule:
             orders.append(_split(list(_cells(body, len(orders), f"{name}, line {number}"))))
         elif head.strip() or body.strip():
             raise InputError(
-                f"{name}, line {number}: found {line.strip()!r}; expected '{len(orders)}: F0 B0 ...', the order of "
-                f"rank {len(orders)}, or 'placement: 0 1 ...'"
+                f"{name}, line {number}: found {line.strip()!r}; expected '{len(orders)}: F0 B0 ...', the "
+                f"order of rank {len(orders)}, or 'placement: 0 1 ...'"
             )
     cells = [cell for order in orders for cell in order]
     if not cells:
@@ -79,7 +80,7 @@ def _cells(body: str, rank: int, where: str) -> Iterator[Compute]:
         match = _CELL.fullmatch(word)
         if not match:
             raise InputError(
-                f"{where}: found {word!r}; expected F, B or W and a microbatch, such as F3, or F3.2 of stage 2"
+                f"{where}: found {word!r}; expected F, B or W and a microbatch: F3, or F3.2 of stage 2"
             )
         letter, microbatch, stage = match.groups()
         yield Compute(_PHASES[letter], rank if stage is None else int(stage), int(microbatch))

@@ -1,4 +1,4 @@
-"""DualPipeV: a V whose ranks pair a forward of one chunk with a backward of the other (DeepSeek, DualPipe, 2025)."""
+"""DualPipeV: a V whose ranks pair a forward of one stage with a backward of the other (DeepSeek, 2025)."""
 
 from collections.abc import Iterable
 
@@ -11,8 +11,8 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
     """Rank s holds stages s and 2p-1-s; in the steady state each runs F of one next to B and W of the other.
 
     Played one after the other, as here, the halves of a pair give a bubble of (p-1)(F+B-W) in stage times,
-    for F + B of at least W, and send the gradient before W. Played as one cell of length F&B whose results
-    leave at its end, the bubble is (p-1)(F&B + B+W - 3W). 2p+1 stage-microbatches are in flight at most. For
+    where F and B cost the same and W no more. Played as one cell of length F&B whose results leave at its
+    end, the bubble is (p-1)(F&B + B+W - 3W) for F of at most B. 2p+1 stage-microbatches are in flight at most. For
     stages whose communication, such as that between experts, hides behind the other half of the pair.
 
     Raises:

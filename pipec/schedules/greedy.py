@@ -16,7 +16,7 @@ class Policy:
     ``fill``: a weight gradient runs in a pause of at least this share of its own time, and always where
     memory is what stops another cell. ``patience``: before the first input gradient of a rank, a forward is
     put off if that gradient arrives within this share of the forward's time. ``forward_first``: before input
-    gradients that can run as well. ``caps[stage]`` bounds the microbatches between forward and input gradient.
+    gradients that can run as well. ``caps[stage]`` bounds what is between forward and input gradient.
     """
 
     fill: float
@@ -125,7 +125,7 @@ class _Rank:
         return all(queue.next == queue.first for queue in self._inputs)
 
     def _oldest(self, queues: list[_Queue], now: float, arrived: list[float]) -> tuple[int, float, bool]:
-        """The cell of the oldest microbatch that can run, or -1; when the next arrives; is one there that does not fit."""
+        """The oldest microbatch's cell that can run, or -1; when the next arrives; whether one there does not fit."""
         best, oldest, later, blocked = -1, self._problem.num_microbatches, _NEVER, False
         for place, queue in enumerate(queues):
             cell = queue.next

@@ -21,8 +21,9 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int = 2)
         raise InputError(f"schedule 'interleaved-1f1b' needs num_chunks of at least 1, got {num_chunks}")
     if num_microbatches % num_ranks:
         raise InputError(
-            f"schedule 'interleaved-1f1b' needs a number of microbatches that is a multiple of the "
-            f"{num_ranks} ranks, got {num_microbatches}; take {_nearest_multiple(num_microbatches, num_ranks)}"
+            f"schedule 'interleaved-1f1b' needs a number of microbatches that is a multiple of "
+            f"the {num_ranks} ranks, got {num_microbatches}; "
+            f"take {_nearest_multiple(num_microbatches, num_ranks)}"
         )
 
     def cell(phase: Phase, rank: int, number: int) -> Compute:

@@ -1,4 +1,4 @@
-"""Looped BFS: GPipe over several smaller stages on each rank (Lamy-Poirier, Breadth-First Pipeline Parallelism)."""
+"""Looped BFS: GPipe over several smaller stages on each rank (Lamy-Poirier, 2023)."""
 
 from collections.abc import Iterable
 

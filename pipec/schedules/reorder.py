@@ -1,8 +1,8 @@
 """Local reordering: better orders from given ones, by moving cells of the critical path.
 
-Critical paths of a rank's span lead back from its last cell: each cell is there because the rank was busy until
-then, or because it waited for the cell whose result it reads, or both. Only a change on such a path can shorten
-the span, so the moves tried are those that take one of its cells past its neighbours.
+Critical paths of a rank's span lead back from its last cell: each cell is there because the rank was busy
+until then, or because it waited for the cell whose result it reads, or both. Only a change on such a path
+can shorten the span, so the moves tried are those that take one of its cells past its neighbours.
 """
 
 from collections import deque

@@ -21,7 +21,7 @@ Orders = list[list[int]]
 class Problem:
     """Which cells there are, how long they take, what they read and what they hold.
 
-    ``needs[cell]`` is the cell whose result it reads, or -1, and ``lags[cell]`` how long that takes to arrive;
+    ``needs[cell]`` is the cell whose result it reads, or -1, and ``lags[cell]`` how long that is on its way;
     ``holds[cell]`` is what memory grows by when it starts. ``limit`` is of each rank.
     """
 

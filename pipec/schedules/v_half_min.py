@@ -1,7 +1,7 @@
 """V-Half and V-Min: half and a third of 1F1B's memory, on a V of two stages per rank (Qi et al., 2024).
 
-Pipeline Parallelism with Controllable Memory builds a schedule from the cells of one microbatch at fixed slots,
-repeated every six slots; where the slots lie sets how long activations live. What is left then is to squeeze:
+Pipeline Parallelism with Controllable Memory builds a schedule from the cells of one microbatch at fixed
+slots, repeated every six slots; where the slots lie sets how long activations live. What is left then is to squeeze:
 here each rank takes the cells in the order of their slots as early as it can, weight gradients where nothing
 else can run, and a forward, or a backward once the forwards are done, may overtake up to ``reach`` cells that
 cannot run yet, if that keeps the peak. The best of a few reaches is taken, for phases of equal length.
@@ -50,7 +50,7 @@ def _min_slots(p: int, i: int) -> tuple[int, int, int, int]:
 
 
 def within_peak(num_ranks: int, num_microbatches: int, peak: int) -> Iterator[Schedule]:
-    """Both patterns squeezed to a peak of ``peak`` stage-microbatches on each rank, in every way that finishes."""
+    """Both patterns squeezed to ``peak`` stage-microbatches on each rank, in every way that finishes."""
     for slots in (_half_slots, _min_slots):
         for reach in (*_REACHES, _LONG_REACH):
             found = _squeeze(_patterns(slots, num_ranks, num_microbatches), peak, reach)
@@ -91,7 +91,7 @@ def _pattern(slots: Slots, num_ranks: int, rank: int, num_microbatches: int) -> 
 
 
 def _squeeze(patterns: list[list[Compute]], peak: int, reach: int) -> tuple[int, list[list[Compute]]] | None:
-    """The time that the cells take in steps of one cell, and the order of each rank; None if they get stuck."""
+    """The time that the cells take, one unit each, and the order of each rank; None if they get stuck."""
     ranks = [_Rank(list(reversed(pattern)), peak, reach) for pattern in patterns]
     done: set[Compute] = set()
     time, ended = 0, -1
@@ -120,7 +120,7 @@ class _Rank:
         self.forwards = sum(cell.phase is Phase.FORWARD for cell in self.ahead)
 
     def step(self, done: set[Compute], last_stage: int) -> Compute | None:
-        """Run a cell whose inputs are ``done``, or a weight gradient; the cell, if it can run, is returned."""
+        """Run a cell whose inputs are ``done``, or a weight gradient; returns what others may wait for."""
         number = self._choose(done, last_stage)
         if number is None:
             if self.weights:

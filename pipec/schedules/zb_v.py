@@ -1,4 +1,4 @@
-"""ZB-V: no bubble with the memory of 1F1B, on a V of two stages per rank (Qi et al., Controllable Memory, 2024)."""
+"""ZB-V: no bubble with the memory of 1F1B, on a V of two stages per rank (Qi et al., 2024)."""
 
 from collections.abc import Iterable
 

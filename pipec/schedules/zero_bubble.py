@@ -1,7 +1,7 @@
 """ZB-1p and ZB-2p: split backwards, searched for given costs and memory (Qi et al., Zero Bubble, ICLR 2024).
 
-The search plays a greedy schedule under a number of policies, then varies how many microbatches each stage may
-have in flight, then moves single cells of the critical path. All of it is deterministic.
+The search plays a greedy schedule under a number of policies, then varies how many microbatches each stage
+may have in flight, then moves single cells of the critical path. All of it is deterministic.
 """
 
 import random
