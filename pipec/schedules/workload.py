@@ -13,8 +13,8 @@ class Workload:
     """One microbatch's forward, input gradient and weight gradient on each rank, and a message between ranks.
 
     A rank that holds several stages does an equal share of its work in each; a whole backward takes the sum
-    of its halves. All times are in one unit. A microbatch holds ``memory_backward`` of its rank from forward to
-    input gradient and ``memory_weight`` from there to weight gradient, in the unit of ``memory_limit``;
+    of its halves. All times are in one unit. A microbatch holds ``memory_backward`` of its rank from forward
+    to input gradient and ``memory_weight`` from there to weight gradient, in the unit of ``memory_limit``;
     without a limit, a schedule may hold what it likes.
     """
 
@@ -114,6 +114,6 @@ class Workload:
         """
         if not self.fits(schedule):
             raise InfeasibleError(
-                f"schedule {schedule.name!r} holds up to {self.peak_memory(schedule):g} on a rank, but the "
-                f"memory limit is {self.memory_limit:g}; raise the limit or take schedule 'auto', 'zb-1p' or 'v-min'"
+                f"schedule {schedule.name!r} holds up to {self.peak_memory(schedule):g} on a rank, "
+                f"but the memory limit is {self.memory_limit:g}; raise the limit or take schedule 'auto', 'zb-1p' or 'v-min'"
             )
