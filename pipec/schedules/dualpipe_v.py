@@ -12,8 +12,9 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Schedule:
 
     Played one after the other, as here, the halves of a pair give a bubble of (p-1)(F+B-W) in stage times,
     where F and B cost the same and W no more. Played as one cell of length F&B whose results leave at its
-    end, the bubble is (p-1)(F&B + B+W - 3W) for F of at most B. 2p+1
-    stage-microbatches are in flight at most. For stages whose communication, such as that between experts, hides behind the other half of the pair.
+    end, the bubble is (p-1)(F&B + B+W - 3W) for F of at most B.
+    2p+1 stage-microbatches are in flight at most. For stages whose communication, such as that between
+    experts, hides behind the other half of the pair.
 
     Raises:
         InputError: m is below 2p.

@@ -125,7 +125,7 @@ class _Rank:
         return all(queue.next == queue.first for queue in self._inputs)
 
     def _oldest(self, queues: list[_Queue], now: float, arrived: list[float]) -> tuple[int, float, bool]:
-        """The oldest cell that can run, or -1; when the next arrives; whether one is there but does not fit."""
+        """The oldest cell that can run, or -1; when the next arrives; whether one there does not fit."""
         best, oldest, later, blocked = -1, self._problem.num_microbatches, _NEVER, False
         for place, queue in enumerate(queues):
             cell = queue.next

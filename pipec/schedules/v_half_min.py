@@ -2,9 +2,10 @@
 
 Pipeline Parallelism with Controllable Memory builds a schedule from the cells of one microbatch at fixed
 slots, repeated every six slots; where the slots lie sets how long activations live. What is left then is to
-squeeze: here each rank takes the cells in the order of their slots as early as it can, weight gradients where nothing
-else can run, and a forward, or a backward once the forwards are done, may overtake up to ``reach`` cells that
-cannot run yet, if that keeps the peak. The best of a few reaches is taken, for phases of equal length.
+squeeze: here each rank takes the cells in the order of their slots as early as it can, weight gradients
+where nothing else can run, and a forward, or a backward once the forwards are done, may overtake up to
+``reach`` cells that cannot run yet, if that keeps the peak. The best of a few reaches is taken, for phases
+of equal length.
 """
 
 from collections.abc import Callable, Iterator

@@ -115,5 +115,6 @@ class Workload:
         if not self.fits(schedule):
             raise InfeasibleError(
                 f"schedule {schedule.name!r} holds up to {self.peak_memory(schedule):g} on a rank, "
-                f"but the memory limit is {self.memory_limit:g}; raise the limit or take schedule 'auto', 'zb-1p' or 'v-min'"
+                f"but the memory limit is {self.memory_limit:g}; raise the limit or take schedule "
+                "'auto', 'zb-1p' or 'v-min'"
             )
