@@ -97,13 +97,17 @@ def _tried(problem: Problem, policy: Policy, by_span: bool) -> Scored:
 
 
 def _policies(problem: Problem) -> Iterator[Policy]:
-    """Every combination of a few fills, patiences and preferences, with the warmup of ZB-H2 or any."""
+    """Every combination of a few fills and patiences, with the warmup of ZB-H2 or any.
+
+    With forwards first as well if there are few enough cells: that pays where memory is short.
+    """
     p, m = problem.num_ranks, problem.num_microbatches
     warmups: Sequence[tuple[int, ...]] = (
         tuple(min(2 * (p - rank) - 1, m) for rank in problem.placement),
         (m,) * problem.num_stages,
     )
-    for caps, fill, patience, first in product(warmups, _FILLS, _PATIENCES, (False, True)):
+    preferences = (False, True) if len(problem.needs) <= _EFFORT // 10 else (False,)
+    for first, caps, fill, patience in product(preferences, warmups, _FILLS, _PATIENCES):
         yield Policy(fill, patience, first, caps)
 
 
