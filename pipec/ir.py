@@ -5,7 +5,7 @@ stages, the *stages* and the *plan* that holds them, the *schedule* that says wh
 and the *instructions* of the *program* each rank executes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -182,7 +182,7 @@ class Schedule:
     name: str
     num_microbatches: int
     placement: tuple[int, ...]
-    orders: tuple[tuple[Compute, ...], ...]
+    orders: tuple[Sequence[Compute], ...]
 
     @property
     def num_ranks(self) -> int:
@@ -246,4 +246,4 @@ class Program:
     """What one rank executes in one step: every peer, slot and microbatch resolved."""
 
     rank: int
-    instructions: tuple[Instruction, ...]
+    instructions: Sequence[Instruction]

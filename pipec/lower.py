@@ -9,19 +9,23 @@ not even if every send waited for its receive.
 Receives are posted one compute earlier where that rule alone would post them directly before their
 reader, because a transfer runs beside a compute only if its receive was posted before the compute began.
 On each directed channel between two ranks receives are posted in the order of the sends.
+
+Everything is worked out on columns of numbers, a rank or a link at a time: a step may have millions of
+instructions.
 """
 
-import heapq
-from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from pipec.errors import VerifyError
-from pipec.ir import Compute, Instruction, Link, Op, Payload, Phase, Program, Schedule, Value
+import numpy as np
 
-Site = tuple[int, int]
-"""A rank and a position on it. Position 0 is the start of the program, 1 the first cell of its order, and
-the position after the last cell is the end of the program, where once-per-step messages leave."""
+from pipec.columns import OP_CODE, PHASE_CODE, Instructions, Ints
+from pipec.errors import VerifyError
+from pipec.ir import Link, Op, Payload, Phase, Program, Schedule, Value
+from pipec.lockstep import Stuck, end_times
+from pipec.order_index import OrderIndex
+from pipec.slots import number_slots
 
 
 def chain_links(num_stages: int, training: bool = True) -> tuple[Link, ...]:
@@ -43,217 +47,204 @@ def lower(schedule: Schedule, links: Sequence[Link], recompute: Collection[int] 
     before the backward, or its input half, of each microbatch.
 
     Raises:
-        VerifyError: the schedule leaves out a cell that a link needs, or its cells wait for each other.
+        VerifyError: a cell is missing, doubled or on the wrong rank, or cells wait for each other.
     """
-    messages = list(_messages(schedule, links))
-    order = _linear_order(schedule, messages)
-    receives, sends = _place(schedule, messages, order)
-    return tuple(
-        Program(rank, _with_slots(_emit(schedule, rank, receives, sends, recompute)))
-        for rank in range(schedule.num_ranks)
-    )
+    index = OrderIndex(schedule)
+    traffic = list(_traffic(index, links))
+    ends = _ends(index, traffic)
+    arriving: dict[int, list[_Traffic]] = defaultdict(list)
+    leaving: dict[int, list[_Traffic]] = defaultdict(list)
+    for each in traffic:
+        leaving[each.source].append(each)
+        if each.crosses_ranks:
+            arriving[each.target].append(each)
+    per_microbatch = np.array([*(link.payload.per_microbatch for link in links), False])
+    programs = []
+    for rank in range(schedule.num_ranks):
+        receives = _receives(ends, rank, arriving[rank])
+        computes, frees = _computes(index, rank, recompute), _frees(index, rank)
+        rows = _in_order([receives, computes, _sends(leaving[rank]), frees])
+        number_slots(rows, buffered=per_microbatch)
+        programs.append(Program(rank, Instructions(rows, tuple(links))))
+    return tuple(programs)
 
 
-@dataclass(frozen=True, slots=True)
-class _Message:
-    """What one link carries once: where it is made, and the first position that reads it."""
+@dataclass(frozen=True)
+class _Traffic:
+    """What one link carries from one rank to another in a step: a column entry for each message.
 
+    Positions count the cells of a rank from 1. 0 is the start of its program, where weights leave, and the
+    one after its last cell the end, where messages that are read when the program is over leave.
+    """
+
+    number: int
     link: Link
-    microbatch: int
-    producer: Site
-    reader: Site
+    source: int
+    target: int
+    microbatches: Ints
+    producers: Ints
+    readers: Ints
 
     @property
     def crosses_ranks(self) -> bool:
-        return self.producer[0] != self.reader[0]
-
-    def send(self) -> Instruction:
-        """The instruction of the producing rank."""
-        if self.crosses_ranks:
-            return Instruction(Op.SEND, self.link.source, self.microbatch, self.link, self.reader[0])
-        return Instruction(Op.MOVE, self.link.target, self.microbatch, self.link)
-
-    def receive(self) -> Instruction:
-        """The instruction of the reading rank, if that is another."""
-        return Instruction(Op.RECV, self.link.target, self.microbatch, self.link, self.producer[0])
+        return self.source != self.target
 
 
-def _messages(schedule: Schedule, links: Iterable[Link]) -> Iterator[_Message]:
-    sites = {
-        (cell.phase, cell.stage, cell.microbatch): (rank, position)
-        for rank, order in enumerate(schedule.orders)
-        for position, cell in enumerate(order, 1)
-    }
-
-    def find(link: Link, phases: tuple[Phase, ...], stage: int, microbatch: int) -> Site:
-        for phase in phases:
-            if site := sites.get((phase, stage, microbatch)):
-                return site
-        raise VerifyError(
-            f"schedule {schedule.name!r} never runs {' or '.join(phases)} of stage {stage}, microbatch "
-            f"{microbatch}, but {', '.join(value.name for value in link.values)} from stage {link.source} "
-            f"to stage {link.target} needs it; add the cell or leave out the link"
-        )
-
-    for link in links:
+def _traffic(index: OrderIndex, links: Sequence[Link]) -> Iterator[_Traffic]:
+    schedule = index.schedule
+    once = np.array([-1], np.int32)
+    for number, link in enumerate(links):
+        source = schedule.placement[link.source]
         producers, readers = link.payload.producers, link.payload.readers
         if link.payload.per_microbatch:
-            for mb in range(schedule.num_microbatches):
-                producer = find(link, producers, link.source, mb)
-                yield _Message(link, mb, producer, find(link, readers, link.target, mb))
+            made = index.positions_of(link, producers, link.source)
+            read = index.positions_of(link, readers, link.target)
+            microbatches = np.arange(schedule.num_microbatches, dtype=np.int32)
+            yield _Traffic(number, link, source, schedule.placement[link.target], microbatches, made, read)
         elif link.payload is Payload.WEIGHT:
-            first = min(find(link, readers, link.target, mb) for mb in range(schedule.num_microbatches))
-            yield _Message(link, -1, (schedule.placement[link.source], 0), first)
+            first = index.positions_of(link, readers, link.target).min(keepdims=True)
+            yield _Traffic(number, link, source, schedule.placement[link.target], once, 0 * first, first)
         else:
-            yield from _closing_messages(schedule, link)
+            everyone_else = [rank for rank in range(schedule.num_ranks) if rank != source]
+            result = link.payload is Payload.RESULT
+            for target in everyone_else if result else [schedule.placement[link.target]]:
+                last, over = (np.array([index.length(rank) + 1], np.int32) for rank in (source, target))
+                yield _Traffic(number, link, source, target, once, last, over + 1)
 
 
-def _closing_messages(schedule: Schedule, link: Link) -> Iterator[_Message]:
-    """A weight gradient goes home, a result to every other rank; both are read when the program is over."""
-    source = schedule.placement[link.source]
-    everyone_else = [rank for rank in range(schedule.num_ranks) if rank != source]
-    targets = everyone_else if link.payload is Payload.RESULT else [schedule.placement[link.target]]
-    for target in targets:
-        yield _Message(link, -1, (source, _end(schedule, source)), (target, _end(schedule, target) + 1))
+def _ends(index: OrderIndex, traffic: Sequence[_Traffic]) -> list[Ints]:
+    """When each position of each rank ends, its start and its end included."""
+    inputs = _Inputs(index.num_cells)
+    for each in traffic:
+        if each.link.payload.per_microbatch:
+            inputs.add(
+                index.cell_numbers(each.target, each.readers), index.cell_numbers(each.source, each.producers)
+            )
+    phases = np.concatenate([cells.phases for cells in index.cells])
+    units = np.where(phases == PHASE_CODE[Phase.BACKWARD], 2, 1).astype(np.int32)
+    ends = end_times(units, inputs.columns, index.first_cells)
+    if isinstance(ends, Stuck):
+        raise VerifyError(index.explain_stuck(ends.cells))
+    padded = []
+    for rank in range(index.schedule.num_ranks):
+        first, last = index.first_cells[rank : rank + 2]
+        own = ends[first:last]
+        padded.append(np.concatenate([[0], own, own[-1:] if own.size else [0]]).astype(np.int32))
+    return padded
 
 
-def _end(schedule: Schedule, rank: int) -> int:
-    return len(schedule.orders[rank]) + 1
+class _Inputs:
+    """The cells that each cell reads from: in column k the k-th of each, or one past the last cell."""
+
+    def __init__(self, num_cells: int) -> None:
+        self.columns: list[Ints] = []
+        self._nothing = num_cells
+        self._counts = np.zeros(num_cells, np.int32)
+
+    def add(self, readers: Ints, producers: Ints) -> None:
+        """Each of ``readers``, all different, reads from one of ``producers``."""
+        counts = self._counts[readers]
+        for count in range(int(counts.max(initial=-1)) + 1):
+            if count == len(self.columns):
+                self.columns.append(np.full(self._counts.size, self._nothing, np.int32))
+            at = counts == count
+            self.columns[count][readers[at]] = producers[at]
+        self._counts[readers] += 1
 
 
-def _linear_order(schedule: Schedule, messages: Iterable[_Message]) -> list[Site]:
-    """Every position of every rank, sorted by the time at which it ends."""
-    readers: dict[Site, list[Site]] = defaultdict(list)
-    waits: Counter[Site] = Counter()
-    for message in messages:
-        readers[message.producer].append(message.reader)
-        waits[message.reader] += 1
-
-    ready: dict[Site, int] = defaultdict(int)
-    clock = [0] * schedule.num_ranks
-    position = [0] * schedule.num_ranks
-    ended: list[tuple[int, Site]] = []
-    runnable = deque(range(schedule.num_ranks))
-    while runnable:
-        rank = runnable.popleft()
-        while position[rank] <= _end(schedule, rank) and not waits[site := (rank, position[rank])]:
-            clock[rank] = max(clock[rank], ready[site]) + _units(schedule, site)
-            position[rank] += 1
-            ended.append((clock[rank], site))
-            for reader in readers[site]:
-                waits[reader] -= 1
-                ready[reader] = max(ready[reader], clock[rank])
-                runnable.append(reader[0])
-    _check_finished(schedule, position)
-    return [site for _, site in sorted(ended)]
+_NUM_CLASSES = 4
+"""At each position come receives, then computes, then sends and moves, then frees."""
 
 
-def _units(schedule: Schedule, site: Site) -> int:
-    """Time of a position: a fused backward is twice a forward; start and end take none."""
-    rank, position = site
-    if not 0 < position < _end(schedule, rank):
-        return 0
-    return 2 if schedule.orders[rank][position - 1].phase is Phase.BACKWARD else 1
+@dataclass(frozen=True)
+class _Block:
+    """Instructions of one class: the positions they belong to, and their columns."""
+
+    positions: Ints
+    rows: Ints
 
 
-def _check_finished(schedule: Schedule, position: Sequence[int]) -> None:
-    cells = [
-        (rank, schedule.orders[rank][position[rank] - 1])
-        for rank in range(schedule.num_ranks)
-        if position[rank] <= _end(schedule, rank)
-    ]
-    stuck = [f"rank {rank} at {cell.phase} {cell.stage} of mb {cell.microbatch}" for rank, cell in cells]
-    if stuck:
-        raise VerifyError(
-            f"schedule {schedule.name!r} cannot finish: these cells wait for each other: {'; '.join(stuck)}; "
-            "order each rank's cells so that every value is made before it is read"
+def _block(positions: Ints, *columns: Ints | int) -> _Block:
+    rows = np.empty((6, positions.size), np.int32)
+    for row, column in zip(rows, columns, strict=True):
+        row[:] = column
+    return _Block(positions, rows)
+
+
+def _joined(blocks: Sequence[_Block]) -> _Block:
+    if not blocks:
+        return _block(np.empty(0, np.int32), -1, -1, -1, -1, -1, -1)
+    return _Block(
+        np.concatenate([each.positions for each in blocks]),
+        np.concatenate([each.rows for each in blocks], axis=1),
+    )
+
+
+def _in_order(classes: Sequence[_Block]) -> Ints:
+    """The rows of all classes, by position and class, otherwise in the order they are in."""
+    keys = [block.positions * _NUM_CLASSES + number for number, block in enumerate(classes)]
+    order = np.argsort(np.concatenate(keys), kind="stable")
+    return np.ascontiguousarray(_joined(classes).rows[:, order])
+
+
+def _receives(ends: Sequence[Ints], rank: int, arriving: Sequence[_Traffic]) -> _Block:
+    """What ``rank`` receives, posted where it has come when the message is sent.
+
+    Or before the position before the reader if that is earlier; only weights are received before the
+    weights that the rank lends. In the order of the sends, so that each channel keeps its order.
+    """
+    blocks, order = [], []
+    for each in arriving:
+        sent = ends[each.source][each.producers]
+        passed = np.searchsorted(ends[rank], sent, "right" if rank < each.source else "left")
+        ahead = np.where(each.producers > 0, np.maximum(each.readers - 1, 1), 0)
+        posts = np.minimum(passed, ahead).astype(np.int32)
+        stage = each.link.target
+        blocks.append(_block(posts, OP_CODE[Op.RECV], stage, each.microbatches, each.number, each.source, -1))
+        order.append(
+            np.stack([np.full_like(posts, each.number), each.producers, posts * 0 + each.source, sent])
         )
+    joined = _joined(blocks)
+    if not blocks:
+        return joined
+    sorted_by_send = np.lexsort(np.concatenate(order, axis=1))
+    positions, rows = joined.positions[sorted_by_send], joined.rows[:, sorted_by_send]
+    for source in {each.source for each in arriving}:
+        channel = np.flatnonzero(rows[4] == source)
+        positions[channel] = np.minimum.accumulate(positions[channel][::-1])[::-1]
+    return _Block(positions, rows)
 
 
-def _place(
-    schedule: Schedule, messages: Iterable[_Message], order: Iterable[Site]
-) -> tuple[Mapping[Site, list[Instruction]], Mapping[Site, list[Instruction]]]:
-    """The receives to post before each position, and the sends and moves that follow it.
-
-    A receive goes to where its rank has come when the message is sent, or to the position before its
-    reader if that is earlier; only weights are received before the weights that its rank lends.
-    """
-    outgoing: dict[Site, list[_Message]] = defaultdict(list)
-    for message in messages:
-        outgoing[message.producer].append(message)
-
-    passed = [0] * schedule.num_ranks
-    posts: list[tuple[int, _Message]] = []
-    for site in order:
-        for message in outgoing[site]:
-            rank, reader = message.reader
-            ahead = max(reader - 1, 1) if site[1] else 0
-            if message.crosses_ranks:
-                posts.append((min(passed[rank], ahead), message))
-        passed[site[0]] += 1
-
-    receives: dict[Site, list[Instruction]] = defaultdict(list)
-    for position, message in _in_channel_order(posts):
-        receives[message.reader[0], position].append(message.receive())
-    return receives, {site: [message.send() for message in leaving] for site, leaving in outgoing.items()}
+def _sends(leaving: Sequence[_Traffic]) -> _Block:
+    """What a rank sends or moves, each directly after the cell that makes it."""
+    blocks = []
+    for each in leaving:
+        if each.crosses_ranks:
+            op, stage, peer = Op.SEND, each.link.source, each.target
+        else:
+            op, stage, peer = Op.MOVE, each.link.target, -1
+        blocks.append(_block(each.producers, OP_CODE[op], stage, each.microbatches, each.number, peer, -1))
+    return _joined(blocks)
 
 
-def _in_channel_order(posts: Sequence[tuple[int, _Message]]) -> Iterator[tuple[int, _Message]]:
-    """The same posts, each moved to where no later message of its channel is posted before it."""
-    earliest: dict[tuple[int, int], int] = {}
-    moved = []
-    for position, message in reversed(posts):
-        channel = (message.producer[0], message.reader[0])
-        earliest[channel] = min(position, earliest.get(channel, position))
-        moved.append((earliest[channel], message))
-    return reversed(moved)
+def _computes(index: OrderIndex, rank: int, recompute: Collection[int]) -> _Block:
+    """The cells of a rank, the backwards of stages in ``recompute`` each after a replay of its forward."""
+    cells = index.cells[rank]
+    ops = np.array([OP_CODE[Op(phase)] for phase in Phase], np.int32)[cells.phases]
+    positions = np.arange(1, len(cells) + 1, dtype=np.int32)
+    computes = _block(positions, ops, cells.stages, cells.microbatches, -1, -1, -1)
+    needs_forward = np.isin(cells.phases, [PHASE_CODE[Phase.BACKWARD], PHASE_CODE[Phase.BACKWARD_INPUT]])
+    replayed = np.flatnonzero(np.isin(cells.stages, list(recompute)) & needs_forward)
+    replays = _Block(positions[replayed], computes.rows[:, replayed])
+    replays.rows[0] = OP_CODE[Op.RECOMPUTE]
+    return _joined([replays, computes])
 
 
-def _emit(
-    schedule: Schedule,
-    rank: int,
-    receives: Mapping[Site, list[Instruction]],
-    sends: Mapping[Site, list[Instruction]],
-    recompute: Collection[int],
-) -> Iterator[Instruction]:
-    """The instructions of a rank, their slots still open."""
-    order = schedule.orders[rank]
-    last = {(cell.stage, cell.microbatch): cell for cell in order}
-    for position, cell in enumerate((None, *order, None)):
-        yield from receives.get((rank, position), ())
-        if cell:
-            yield from _compute(cell, recompute)
-        yield from sends.get((rank, position), ())
-        if cell and last[cell.stage, cell.microbatch] == cell:
-            yield Instruction(Op.FREE, cell.stage, cell.microbatch)
-
-
-def _compute(cell: Compute, recompute: Collection[int]) -> Iterator[Instruction]:
-    if cell.stage in recompute and cell.phase in (Phase.BACKWARD, Phase.BACKWARD_INPUT):
-        yield Instruction(Op.RECOMPUTE, cell.stage, cell.microbatch)
-    yield Instruction(Op(cell.phase), cell.stage, cell.microbatch)
-
-
-def _with_slots(instructions: Iterable[Instruction]) -> tuple[Instruction, ...]:
-    """Number the buffers: each is live from its receive or move to the free of its stage and microbatch.
-
-    Taking the lowest free number in program order colours these intervals with as few as can be. A pool
-    holds the free numbers below the first that was never used, and that one.
-    """
-    pools: dict[Link, list[int]] = {}
-    held: dict[tuple[int, int], list[tuple[list[int], int]]] = defaultdict(list)
-    numbered = []
-    for instruction in instructions:
-        cell, link = (instruction.stage, instruction.microbatch), instruction.link
-        if instruction.op is Op.FREE:
-            for pool, slot in held.pop(cell, ()):
-                heapq.heappush(pool, slot)
-        elif link and link.payload.per_microbatch and instruction.op is not Op.SEND:
-            pool = pools.setdefault(link, [0])
-            slot = heapq.heappop(pool)
-            if not pool:
-                pool.append(slot + 1)
-            held[cell].append((pool, slot))
-            instruction = Instruction(instruction.op, *cell, link, instruction.peer, slot)
-        numbered.append(instruction)
-    return tuple(numbered)
+def _frees(index: OrderIndex, rank: int) -> _Block:
+    """A free after the last cell of each stage and microbatch."""
+    blocks = []
+    for stage in index.stages_of(rank):
+        last = index.positions[:, stage].max(axis=0)
+        microbatches = np.flatnonzero(last).astype(np.int32)
+        blocks.append(_block(last[microbatches], OP_CODE[Op.FREE], stage, microbatches, -1, -1, -1))
+    return _joined(blocks)

@@ -1,37 +1,58 @@
 """Would programs finish if every send waited until its receive is posted? Worked out without running them."""
 
-import heapq
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipec.columns import Ints
 
 Site = tuple[int, int]
 """A rank and the number of an instruction in its program."""
 
 
-def stalls(lengths: Sequence[int], awaited: Mapping[Site, Sequence[Site]]) -> dict[int, tuple[Site, Site]]:
+@dataclass(frozen=True)
+class Waits:
+    """Entry by entry: instruction ``numbers`` of ``ranks`` passes only after that of another rank."""
+
+    ranks: Ints
+    numbers: Ints
+    other_ranks: Ints
+    other_numbers: Ints
+
+
+def stalls(lengths: Sequence[int], waits: Waits) -> dict[int, tuple[Site, Site]]:
     """For each rank that cannot finish: the instruction it is at, and that of another rank it waits for.
 
     ``lengths`` are the numbers of instructions of the programs. An instruction passes when its rank is
-    there and every instruction in ``awaited`` for it has been passed. The result does not depend on the
-    order in which ranks run. Time: n log n in the instructions and what they await.
+    there and everything it waits for has been passed. The result does not depend on the order in which
+    ranks run. All ranks go on at once, past one wait at a time.
     """
-    position = [0] * len(lengths)
-    sleepers: list[list[tuple[int, int]]] = [[] for _ in lengths]
-    stalled: dict[int, tuple[Site, Site]] = {}
-    runnable = list(range(len(lengths)))
-    while runnable:
-        rank = runnable.pop()
-        stalled.pop(rank, None)
-        while rank not in stalled and position[rank] < lengths[rank]:
-            site = (rank, position[rank])
-            ahead = next((other for other in awaited.get(site, ()) if position[other[0]] <= other[1]), None)
-            if ahead:
-                stalled[rank] = (site, ahead)
-                heapq.heappush(sleepers[ahead[0]], (ahead[1], rank))
-            else:
-                position[rank] += 1
-        while sleepers[rank] and sleepers[rank][0][0] < position[rank]:
-            runnable.append(heapq.heappop(sleepers[rank])[1])
-    return stalled
+    order = np.lexsort((waits.numbers, waits.ranks))
+    numbers, others = waits.numbers[order], waits.other_ranks[order]
+    awaited = waits.other_numbers[order]
+    bounds = np.searchsorted(waits.ranks[order], np.arange(len(lengths) + 1))
+    entry, last = bounds[:-1].copy(), bounds[1:]
+    reached = np.array(lengths, np.int64)
+    unfinished = np.flatnonzero(entry < last)
+    reached[unfinished] = numbers[entry[unfinished]]
+    while unfinished.size:
+        at = entry[unfinished]
+        passing = unfinished[reached[others[at]] > awaited[at]]
+        if not passing.size:
+            break
+        entry[passing] += 1
+        finishing = entry[passing] == last[passing]
+        going = passing[~finishing]
+        reached[going] = numbers[entry[going]]
+        if finishing.any():
+            done = passing[finishing]
+            reached[done] = np.array(lengths)[done]
+            unfinished = unfinished[entry[unfinished] < last[unfinished]]
+    return {
+        rank: ((rank, int(numbers[at])), (int(others[at]), int(awaited[at])))
+        for rank, at in zip(unfinished.tolist(), entry[unfinished].tolist(), strict=True)
+    }
 
 
 def circle(stalled: Mapping[int, tuple[Site, Site]]) -> list[tuple[Site, Site]]:

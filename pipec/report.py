@@ -3,18 +3,20 @@
 from collections.abc import Sequence
 from dataclasses import fields
 from io import StringIO
+from time import perf_counter
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from pipec.cost.profile import Profile
-from pipec.ir import Payload, Phase, Plan, Program, Stage
+from pipec.ir import Payload, Phase, Plan, Program, Schedule, Stage
 from pipec.lower import chain_links, lower
 from pipec.memory import rank_bytes
-from pipec.schedules import make_schedule
+from pipec.schedules import Workload, make_schedule
 from pipec.simulate import Costs, Event, Timeline, simulate
 from pipec.text import format_bytes, format_seconds, value_bytes
+from pipec.verify import verify_programs
 
 WIDTH = 240
 """Wide enough that no row is folded: a terminal folds it as it likes."""
@@ -45,28 +47,18 @@ def simulate_plan(plan: Plan, programs: Sequence[Program]) -> Timeline:
     return simulate(programs, Costs(compute, dict(zip(plan.links, plan.link_seconds, strict=True))))
 
 
-def simulate_schedule(
-    name: str,
-    num_stages: int,
-    num_microbatches: int,
-    *,
-    forward: float,
-    backward_input: float,
-    backward_weight: float,
-    message: float,
-) -> Timeline:
-    """A schedule of a plain chain of stages that all cost the same."""
-    schedule = make_schedule(name, num_stages, num_microbatches)
+def simulate_schedule(schedule: Schedule, work: Workload) -> tuple[Timeline, float]:
+    """A schedule of a plain chain of stages, and how many seconds it took to lower and verify it.
+
+    Raises:
+        VerifyError: the schedule is broken.
+    """
     links = chain_links(schedule.num_stages)
-    costs = Costs.uniform(
-        schedule.num_stages,
-        forward=forward,
-        backward_input=backward_input,
-        backward_weight=backward_weight,
-        links=links,
-        message=message,
-    )
-    return simulate(lower(schedule, links), costs)
+    begun = perf_counter()
+    programs = lower(schedule, links)
+    verify_programs(programs, schedule.placement, links, schedule.num_microbatches)
+    seconds = perf_counter() - begun
+    return simulate(programs, work.costs(schedule, links)), seconds
 
 
 def predicted(plan: Plan) -> dict[str, object]:

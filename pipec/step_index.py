@@ -1,27 +1,41 @@
 """The programs of one step, indexed for verification: where everything is computed, moved and read."""
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from pipec.ir import Instruction, Link, Op, Payload, Phase, Program
+import numpy as np
+
+from pipec.columns import OP_CODE, OPS, Instructions, Ints
+from pipec.ir import Link, Op, Payload, Phase, Program
 from pipec.rendezvous import Site
 from pipec.text import instruction_lines
 
 BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+COMPUTES = (Op.FORWARD, Op.RECOMPUTE, *BACKWARDS)
+"""In the order in which a microbatch runs them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Delivery:
-    """One message from where it is made to where it is read. A move is its own send and receive."""
+@dataclass(frozen=True)
+class Deliveries:
+    """What one link brings to one rank, a column entry for each message: where on its rank each step is.
+
+    ``made`` and ``reads`` are -1 where nothing in the programs makes or reads it. A move is its own send
+    and receive.
+    """
 
     link: Link
-    microbatch: int
-    made: Site | None
-    send: Site
-    receive: Site
-    read: Site | None
+    source: int
+    target: int
+    microbatches: Ints
+    made: Ints
+    sends: Ints
+    receives: Ints
+    reads: Ints
+
+    @property
+    def crosses_ranks(self) -> bool:
+        return self.source != self.target
 
 
 @dataclass(frozen=True)
@@ -42,43 +56,55 @@ class StepIndex:
         """An instruction on one line."""
         return " ".join(instruction_lines(self.programs[site[0]])[site[1]].split())
 
-    def instructions(self) -> Iterator[tuple[Site, Instruction]]:
-        for rank, program in enumerate(self.programs):
-            for number, instruction in enumerate(program.instructions):
-                yield (rank, number), instruction
-
-    def cells(self) -> Iterator[tuple[int, int]]:
-        """Every stage with every microbatch."""
-        for stage in range(len(self.placement)):
-            for microbatch in range(self.num_microbatches):
-                yield stage, microbatch
-
     @cached_property
     def link_set(self) -> frozenset[Link]:
         return frozenset(self.links)
 
     @cached_property
+    def columns(self) -> Sequence[Instructions]:
+        """The instructions of each rank; a link number beyond ``links`` is of a foreign one."""
+        return [Instructions.of(program.instructions, self.links) for program in self.programs]
+
+    @cached_property
     def trains(self) -> bool:
-        return any(instruction.op in BACKWARDS for _, instruction in self.instructions())
+        codes = [OP_CODE[op] for op in BACKWARDS]
+        return any(bool(np.isin(each.ops, codes).any()) for each in self.columns)
 
     @cached_property
-    def computes(self) -> Mapping[tuple[Op, int, int], list[Site]]:
-        """Where each op runs for each stage and microbatch."""
-        sites = defaultdict(list)
-        for site, instruction in self.instructions():
-            if instruction.op.phase:
-                sites[instruction.op, instruction.stage, instruction.microbatch].append(site)
-        return sites
+    def numbers(self) -> Ints:
+        """``[op, stage, microbatch]``: the number of the last such compute, or first free, or -1."""
+        return self._found[0]
 
     @cached_property
-    def transfers(self) -> Mapping[tuple[Op, Link, int, int], list[Site]]:
-        """Where each link is sent, received or moved for each microbatch and receiving rank."""
-        sites = defaultdict(list)
-        for site, instruction in self.instructions():
-            if instruction.link:
-                target = instruction.peer if instruction.op is Op.SEND else site[0]
-                sites[instruction.op, instruction.link, instruction.microbatch, target].append(site)
-        return sites
+    def counts(self) -> Ints:
+        """``[op, stage, microbatch]``: how many such computes and frees there are."""
+        return self._found[1]
+
+    @cached_property
+    def _found(self) -> tuple[Ints, Ints]:
+        shape = (len(OPS), len(self.placement), self.num_microbatches)
+        numbers, counts = np.full(shape, -1, np.int32), np.zeros(shape, np.int32)
+        for each in self.columns:
+            at = np.flatnonzero(each.link_numbers < 0)
+            for own in (at[each.ops[at] != OP_CODE[Op.FREE]], at[each.ops[at] == OP_CODE[Op.FREE]][::-1]):
+                where = (each.ops[own], each.stages[own], each.microbatches[own])
+                numbers[where] = own
+                np.add.at(counts, where, 1)
+        return numbers, counts
+
+    @cached_property
+    def transfers(self) -> Mapping[tuple[Op, int, int], tuple[Ints, Ints]]:
+        """By op, number of the link and receiving rank: the microbatches, and the instructions' numbers."""
+        found = {}
+        for rank, each in enumerate(self.columns):
+            for op in (Op.SEND, Op.RECV, Op.MOVE):
+                own = np.flatnonzero(each.ops == OP_CODE[op])
+                links = each.link_numbers[own]
+                targets = each.peers[own] if op is Op.SEND else np.full_like(links, rank)
+                for group in _groups(links * len(self.programs) + targets):
+                    key = (op, int(links[group[0]]), int(targets[group[0]]))
+                    found[key] = (each.microbatches[own[group]], own[group].astype(np.int32))
+        return found
 
     def receivers(self, link: Link) -> list[int]:
         """The ranks a link goes to."""
@@ -89,46 +115,55 @@ class StepIndex:
     def microbatches(self, link: Link) -> Sequence[int]:
         return range(self.num_microbatches) if link.payload.per_microbatch else (-1,)
 
-    def messages(self) -> Iterator[tuple[Link, int, int]]:
-        """Everything to deliver: a link, its microbatch or -1, and the receiving rank."""
-        for link in self.links:
-            for microbatch in self.microbatches(link):
-                for target in self.receivers(link):
-                    yield link, microbatch, target
-
-    @cached_property
-    def deliveries(self) -> Sequence[Delivery]:
-        """How every message travels, once it is known that each is delivered exactly once."""
-        return [self._delivery(*message) for message in self.messages()]
-
-    def _delivery(self, link: Link, microbatch: int, target: int) -> Delivery:
-        ops = self.transfer_ops(link, target)
-        sites = [self.transfers[op, link, microbatch, target][0] for op in ops]
-        made = self.runs(link.payload.producers, link.source, microbatch)
-        read = self.runs(link.payload.readers, link.target, microbatch)
-        return Delivery(
-            link, microbatch, max(made, default=None), sites[0], sites[-1], min(read, default=None)
-        )
-
     def transfer_ops(self, link: Link, target: int) -> tuple[Op, ...]:
         """What brings a link to a rank: a send and a receive, or a move if it is there already."""
         return (Op.MOVE,) if self.placement[link.source] == target else (Op.SEND, Op.RECV)
 
-    def suspect(self, found: Sequence[Site], rank: int, stage: int, microbatch: int) -> Site | None:
-        """Where to look when something was ``found`` too often, or not at all.
+    def routes(self) -> Iterator[tuple[int, Link, int]]:
+        """Every link by number, with each rank that it goes to."""
+        for number, link in enumerate(self.links):
+            for target in self.receivers(link):
+                yield number, link, target
+
+    @cached_property
+    def deliveries(self) -> Sequence[Deliveries]:
+        """How every message travels, once it is known that each is delivered exactly once."""
+        return [self._deliveries(*route) for route in self.routes()]
+
+    def _deliveries(self, number: int, link: Link, target: int) -> Deliveries:
+        microbatches = np.array(self.microbatches(link), np.int32)
+        found = []
+        for op in self.transfer_ops(link, target):
+            carried, at = self.transfers[op, number, target]
+            found.append(at[np.argsort(carried)])
+        made = self._numbers_of(link.payload.producers, link.source).max(axis=0, initial=-1)
+        unread = np.iinfo(np.int32).max
+        reads = self._numbers_of(link.payload.readers, link.target)
+        reads = np.where(reads < 0, unread, reads).min(axis=0, initial=unread)
+        if not link.payload.per_microbatch:
+            made, reads = made.max(keepdims=True), reads.min(keepdims=True)
+        reads = np.where(reads == unread, -1, reads)
+        return Deliveries(
+            link, self.placement[link.source], target, microbatches, made, found[0], found[-1], reads
+        )
+
+    def _numbers_of(self, phases: Sequence[Phase], stage: int) -> Ints:
+        return self.numbers[[OP_CODE[Op(phase)] for phase in phases], stage]
+
+    def suspect(self, found: Sequence[int], rank: int, stage: int, microbatch: int) -> Site | None:
+        """Where to look on ``rank`` when something was ``found`` too often, or not at all.
 
         That is the last of what was found, the last compute of the cell, or the last line of the rank.
         """
-        computed = [site for op in Op for site in self.computes.get((op, stage, microbatch), ())]
-        last = len(self.programs[rank].instructions) - 1
-        return max(found, default=None) or max(computed, default=(rank, last) if last >= 0 else None)
+        codes = [OP_CODE[op] for op in COMPUTES]
+        computed = int(self.numbers[codes, stage, microbatch].max()) if min(stage, microbatch) >= 0 else -1
+        last = computed if computed >= 0 else len(self.programs[rank].instructions) - 1
+        number = max(found, default=last)
+        return (rank, number) if number >= 0 else None
 
-    def runs(self, phases: Sequence[Phase], stage: int, microbatch: int) -> list[Site]:
-        """Where any of ``phases`` runs for a microbatch, or for all of them if it is -1."""
-        microbatches = range(self.num_microbatches) if microbatch == -1 else (microbatch,)
-        return [
-            site
-            for phase in phases
-            for mb in microbatches
-            for site in self.computes.get((Op(phase), stage, mb), ())
-        ]
+
+def _groups(keys: Ints) -> list[Ints]:
+    """The places of each different key, ascending."""
+    order = np.argsort(keys, kind="stable")
+    bounds = np.flatnonzero(np.diff(keys[order])) + 1
+    return np.split(order, bounds) if order.size else []

@@ -19,7 +19,16 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from pipec.errors import ArtifactError
-from pipec.ir import Dim, Instruction, Link, Op, Payload, Program, Value
+from pipec.ir import Dim, Instruction, Link, Op, Payload, Phase, Program, Value
+
+PHASE_LETTERS: Mapping[Phase, str] = {
+    Phase.FORWARD: "F",
+    Phase.RECOMPUTE: "R",
+    Phase.BACKWARD: "B",
+    Phase.BACKWARD_INPUT: "B",
+    Phase.BACKWARD_WEIGHT: "W",
+}
+"""How cells are labelled in pictures and in texts of compute orders."""
 
 _DTYPES: Mapping[str, tuple[str, int]] = {
     "bool": ("b8", 1),

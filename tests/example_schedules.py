@@ -10,57 +10,6 @@ FORWARD, BACKWARD, INPUT, WEIGHT = (
 )
 
 
-def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
-    """1F1B with a split backward: on rank s, W(j) runs directly after B(j+s), and the rest at the end."""
-
-    def order(rank: int) -> tuple[Compute, ...]:
-        warmup = min(num_ranks - rank - 1, num_microbatches)
-        cells = [Compute(FORWARD, rank, mb) for mb in range(warmup)]
-        for mb in range(num_microbatches):
-            if mb + warmup < num_microbatches:
-                cells.append(Compute(FORWARD, rank, mb + warmup))
-            cells.append(Compute(INPUT, rank, mb))
-            if mb >= rank:
-                cells.append(Compute(WEIGHT, rank, mb - rank))
-        done = max(num_microbatches - rank, 0)
-        return (*cells, *(Compute(WEIGHT, rank, mb) for mb in range(done, num_microbatches)))
-
-    placement = tuple(range(num_ranks))
-    return Schedule("zb-h1", num_microbatches, placement, tuple(order(rank) for rank in placement))
-
-
-def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
-    """ZB-V: rank s holds stages s and 2p-1-s, and F, B and W of both alternate."""
-    padded = max(num_microbatches, 2 * num_ranks - 1)
-
-    def order(rank: int) -> tuple[Compute, ...]:
-        first, second = rank, 2 * num_ranks - 1 - rank
-        done: dict[tuple[Phase, int], int] = {}
-        cells = []
-
-        def run(times: int, *kinds: tuple[Phase, int]) -> None:
-            for _ in range(times):
-                for kind in kinds:
-                    mb = done.get(kind, 0)
-                    if mb < padded:
-                        cells.append(Compute(*kind, mb))
-                        done[kind] = mb + 1
-
-        below = num_ranks - rank
-        run(2 * below - 1, (FORWARD, first))
-        run(rank, (FORWARD, second), (FORWARD, first))
-        run(below, (FORWARD, second), (INPUT, second), (WEIGHT, second))
-        steady = [(phase, stage) for stage in (first, second) for phase in (FORWARD, INPUT, WEIGHT)]
-        run(padded - num_ranks, *steady)
-        run(rank, (INPUT, first), (INPUT, second))
-        run(below, (INPUT, first), (WEIGHT, first))
-        run(padded, (WEIGHT, second))
-        run(padded, (WEIGHT, first))
-        return tuple(cell for cell in cells if cell.microbatch < num_microbatches)
-
-    return _v_schedule("zb-v", num_ranks, num_microbatches, [order(rank) for rank in range(num_ranks)])
-
-
 def v_gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     """GPipe on the V placement: a rank runs the forwards of its two stages, then their fused backwards."""
 

@@ -159,6 +159,7 @@ def test_schedule_as_json_follows_the_costs() -> None:
     costs = ("--forward", 2, "--backward-input", 3, "--backward-weight", 1, "--communication", 0.5)
     facts = pipec_json("schedule", "1f1b", "--stages", 2, "--microbatches", 1, *costs)
     events = facts.pop("events")
+    assert facts.pop("lower_and_verify_seconds") > 0
     assert facts == {
         "schedule": "1f1b",
         "num_microbatches": 1,
@@ -178,6 +179,21 @@ def test_schedule_of_a_model_uses_its_plan() -> None:
     assert len(computes) == 2 * 2 * 4
 
 
+def test_schedule_searches_within_a_memory_limit() -> None:
+    limit = ("--memory-backward", 2, "--memory-weight", 1, "--memory-limit", 6)
+    facts = pipec_json("schedule", "zb-2p", "--stages", 4, "--microbatches", 8, *limit)
+    assert facts["span"] <= 31  # the optimum for three whole microbatches
+    message = "schedule 'zb-h2' holds up to 14 on a rank, but the memory limit is 6; raise the limit or take"
+    assert message in pipec_cli("schedule", "zb-h2", "--stages", 4, *limit, status=1).stderr
+
+
+def test_schedule_of_a_file_of_compute_orders(tmp_path: Path) -> None:
+    path = tmp_path / "mine.txt"
+    path.write_text("0: F0 F1 B0 W0 B1 W1\n1: F0 B0 F1 B1 W0 W1\n")
+    facts = pipec_json("schedule", path, "--stages", 2, "--microbatches", 2)
+    assert (facts["makespan"], facts["bubble_rate"]) == (7.0, 1 - 6 / 7)
+
+
 @pytest.mark.parametrize("suffix", [".svg", ".txt"])
 def test_schedule_writes_a_picture(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / "pictures" / f"timeline{suffix}"
@@ -192,6 +208,8 @@ def test_schedule_writes_a_picture(tmp_path: Path, suffix: str) -> None:
         (("gpip",), "unknown schedule 'gpip'; did you mean 'gpipe'?"),
         (("gpipe", "--stages", 0), "Invalid value for '--stages'"),
         (("gpipe", "--output", "timeline.pdf"), "expected a name that ends in .svg or .txt"),
+        (("zb-2p", "--memory-limit", "3GB"), "expected a number in the unit of --memory-backward"),
+        (("orders.txt",), "orders.txt"),
         (("gpipe", "--devices", 4), "--devices is for a model such as file.py:factory"),
         ((MLP, "--forward", 2.0), "--forward is for the name of a schedule"),
     ],

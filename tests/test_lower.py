@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 
 import pytest
-from example_schedules import result_link, skip_links, tied_links, v_gpipe, value, zb_h1, zb_v
+from example_schedules import result_link, skip_links, tied_links, v_gpipe, value
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipec.errors import VerifyError
 from pipec.ir import Compute, Link, Op, Payload, Phase, Program, Schedule
 from pipec.lower import chain_links, lower
-from pipec.schedules import SCHEDULES, forward_only, make_schedule
+from pipec.schedules import SCHEDULES, dualpipe_v, forward_only, interleaved_1f1b, make_schedule, zb_h1
 from pipec.text import format_program
 from pipec.verify import verify_programs
 
@@ -35,10 +35,10 @@ rank 1: 25 instructions
  9  backward   stage 1  mb 0
 10  send       stage 1  mb 0  grad_hidden_1 (1 -> 0)  to rank 0
 11  free       stage 1  mb 0
-12  recv       stage 1  mb 1  grad_hidden_2 (2 -> 1)  from rank 2  slot 0
+12  recv       stage 1  mb 1  grad_hidden_2 (2 -> 1)  from rank 2  slot 1
 13  forward    stage 1  mb 2
 14  send       stage 1  mb 2  hidden_2 (1 -> 2)       to rank 2
-15  recv       stage 1  mb 2  grad_hidden_2 (2 -> 1)  from rank 2  slot 1
+15  recv       stage 1  mb 2  grad_hidden_2 (2 -> 1)  from rank 2  slot 0
 16  recompute  stage 1  mb 1
 17  backward   stage 1  mb 1
 18  send       stage 1  mb 1  grad_hidden_1 (1 -> 0)  to rank 0
@@ -105,18 +105,19 @@ def test_recomputing_goes_before_the_input_half_of_a_split_backward() -> None:
     assert ops[:4] == [Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD_INPUT, Op.FORWARD]
 
 
-schedules = st.builds(
-    lambda make, ranks, microbatches: make(ranks, microbatches),
-    st.sampled_from([*SCHEDULES.values(), zb_h1, zb_v, v_gpipe]),
-    st.integers(1, 8),
-    st.integers(1, 32),
-)
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    make = draw(st.sampled_from([*SCHEDULES.values(), v_gpipe]))
+    num_ranks, num_microbatches = draw(st.integers(1, 8)), draw(st.integers(1, 32))
+    if make is interleaved_1f1b:
+        num_microbatches = num_ranks * (1 + num_microbatches % 4)
+    return make(num_ranks, max(num_microbatches, 2 * num_ranks) if make is dualpipe_v else num_microbatches)
 
 
 @st.composite
 def linked_schedules(draw: st.DrawFn) -> tuple[Schedule, tuple[Link, ...], list[int]]:
     """A schedule with a chain, some skip connections, tied weights and a result, in any order."""
-    schedule = draw(schedules)
+    schedule = draw(schedules())
     stages = range(schedule.num_stages)
     pairs = st.lists(st.sampled_from([(i, j) for i in stages for j in stages if i < j] or [None]), max_size=4)
     skips = [link for pair in {*draw(pairs)} - {None} for link in skip_links(*pair)]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from combinations import Captured, TrainingRun, cut, generated, tied_parameters
-from example_schedules import v_gpipe, zb_h1, zb_v
+from example_schedules import v_gpipe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from pipec.call import Call
 from pipec.capture import capture
 from pipec.graph import Level, TrainingGraph, is_constant
 from pipec.ir import Mode, Schedule
-from pipec.schedules import make_schedule
+from pipec.schedules import make_schedule, zb_h1, zb_v
 
 WIDTH, NUM_STEPS, NUM_MODELS, MAX_STAGES = 8, 12, 6, 4
 

@@ -1,17 +1,40 @@
-"""Schedules: who computes what in which order, as the literature draws them."""
+"""Schedules: who computes what in which order, as the literature draws them, and its closed forms."""
+
+from collections.abc import Iterator, Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pipec.errors import InputError
-from pipec.ir import Phase, Schedule
-from pipec.schedules import SCHEDULES, forward_only, make_schedule
+from pipec.ir import Compute, Phase, Schedule
+from pipec.lower import chain_links, lower
+from pipec.schedules import SCHEDULES, forward_only, interleaved_1f1b, looped_bfs, make_schedule
+from pipec.simulate import Costs, Timeline, simulate
+from pipec.verify import verify_programs
+
+SPLIT = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v")
+ONE_STAGE_A_RANK = ("gpipe", "1f1b", "zb-h1", "zb-h2")
 
 
 def order(schedule: Schedule, rank: int) -> str:
-    letters = {Phase.FORWARD: "F", Phase.BACKWARD: "B"}
-    return " ".join(f"{letters[cell.phase]}{cell.microbatch}" for cell in schedule.orders[rank])
+    """The cells of a rank; ``Fb0`` is the forward of its second stage."""
+    letters = {Phase.FORWARD: "F", Phase.BACKWARD: "B", Phase.BACKWARD_INPUT: "B", Phase.BACKWARD_WEIGHT: "W"}
+    held = [stage for stage, where in enumerate(schedule.placement) if where == rank]
+    chunk = {stage: "ab"[held.index(stage)] if len(held) > 1 else "" for stage in held}
+    cells = schedule.orders[rank]
+    return " ".join(f"{letters[cell.phase]}{chunk[cell.stage]}{cell.microbatch}" for cell in cells)
+
+
+def played(schedule: Schedule, f: float = 1, b: float = 1, w: float = 1, message: float = 0) -> Timeline:
+    """The verified programs of a plain chain; costs are those of a stage."""
+    links = chain_links(schedule.num_stages)
+    programs = lower(schedule, links)
+    verify_programs(programs, schedule.placement, links, schedule.num_microbatches)
+    costs = Costs.uniform(
+        schedule.num_stages, forward=f, backward_input=b, backward_weight=w, links=links, message=message
+    )
+    return simulate(programs, costs)
 
 
 def test_gpipe_runs_all_forwards_then_all_backwards() -> None:
@@ -31,17 +54,232 @@ def test_1f1b_with_fewer_microbatches_than_ranks_is_gpipe_on_early_ranks() -> No
     assert order(make_schedule("1f1b", 4, 2), 0) == "F0 F1 B0 B1"
 
 
+def test_interleaved_sends_p_microbatches_through_one_stage_then_the_next() -> None:
+    schedule = make_schedule("interleaved-1f1b", 2, 4)
+    assert schedule.placement == (0, 1, 0, 1)
+    assert order(schedule, 0) == "Fa0 Fa1 Fb0 Fb1 Fa2 Bb0 Fa3 Bb1 Fb2 Ba0 Fb3 Ba1 Bb2 Bb3 Ba2 Ba3"
+    assert order(schedule, 1) == "Fa0 Fa1 Fb0 Bb0 Fb1 Bb1 Fa2 Ba0 Fa3 Ba1 Fb2 Bb2 Fb3 Bb3 Ba2 Ba3"
+
+
+def test_looped_bfs_sends_all_microbatches_through_one_stage_then_the_next() -> None:
+    schedule = make_schedule("looped-bfs", 2, 3)
+    assert schedule.placement == (0, 1, 0, 1)
+    assert order(schedule, 1) == "Fa0 Fa1 Fa2 Fb0 Fb1 Fb2 Bb0 Bb1 Bb2 Ba0 Ba1 Ba2"
+
+
+def test_zb_h1_moves_weight_gradients_into_the_bubbles_of_1f1b() -> None:
+    schedule = make_schedule("zb-h1", 3, 5)
+    assert order(schedule, 0) == "F0 F1 F2 B0 W0 F3 B1 W1 F4 B2 W2 B3 W3 B4 W4"
+    assert order(schedule, 2) == "F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 F4 B4 W2 W3 W4"
+
+
+def test_zb_h2_warms_up_twice_as_long() -> None:
+    schedule = make_schedule("zb-h2", 2, 5)
+    assert order(schedule, 0) == "F0 F1 F2 B0 W0 F3 B1 W1 F4 B2 W2 B3 W3 B4 W4"
+    assert order(schedule, 1) == "F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 F4 B4 W2 W3 W4"
+
+
+def test_zb_v_alternates_both_stages_of_a_rank() -> None:
+    schedule = make_schedule("zb-v", 2, 3)
+    assert schedule.placement == (0, 1, 1, 0)
+    assert order(schedule, 0) == "Fa0 Fa1 Fa2 Fb0 Bb0 Wb0 Fb1 Bb1 Wb1 Ba0 Wa0 Fb2 Bb2 Wb2 Ba1 Wa1 Ba2 Wa2"
+
+
+def test_dualpipe_v_pairs_a_forward_with_a_backward_of_the_other_stage() -> None:
+    schedule = make_schedule("dualpipe-v", 2, 5)
+    steady = "Fa3 Bb1 Wb1 Fb2 Ba0 Wa0"
+    assert steady in order(schedule, 0)
+
+
+def counts_that_fit(name: str, p: int, m: int) -> bool:
+    return (name != "interleaved-1f1b" or m % p == 0) and (name != "dualpipe-v" or m >= 2 * p)
+
+
+@settings(max_examples=150, deadline=None)
 @given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 8), st.integers(1, 32))
-def test_each_rank_computes_its_own_stage_once_per_phase_and_microbatch(
-    name: str, num_ranks: int, num_microbatches: int
-) -> None:
-    schedule = make_schedule(name, num_ranks, num_microbatches)
-    assert schedule.name == name
+def test_each_rank_computes_its_stages_once_per_phase_and_microbatch(name: str, p: int, m: int) -> None:
+    assume(counts_that_fit(name, p, m))
+    schedule = make_schedule(name, p, m)
+    assert (schedule.name, schedule.num_ranks, schedule.num_microbatches) == (name, p, m)
+    backwards = [Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT] if name in SPLIT else [Phase.BACKWARD]
     for rank, cells in enumerate(schedule.orders):
-        expected = {(phase, mb) for phase in ("forward", "backward") for mb in range(num_microbatches)}
-        assert {(cell.phase, cell.microbatch) for cell in cells} == expected
+        held = [stage for stage, where in enumerate(schedule.placement) if where == rank]
+        assert len(held) == (1 if name in ONE_STAGE_A_RANK else 2)
+        expected = {
+            Compute(phase, stage, mb)
+            for phase in (Phase.FORWARD, *backwards)
+            for stage in held
+            for mb in range(m)
+        }
+        assert set(cells) == expected
         assert len(cells) == len(expected)
-        assert {cell.stage for cell in cells} == {rank}
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 6), st.integers(1, 20), st.floats(0, 1))
+def test_every_schedule_finishes_without_waiting_for_messages_that_never_come(
+    name: str, p: int, m: int, message: float
+) -> None:
+    assume(counts_that_fit(name, p, m))
+    schedule = make_schedule(name, p, m)
+    assert played(schedule, 2, 3, 1, message).makespan >= m * (2 + 3 + 1) * schedule.num_stages / p
+
+
+costs = st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 8), st.integers(1, 32), costs)
+def test_gpipe_and_1f1b_have_a_bubble_of_p_minus_1_microbatches(
+    name: str, p: int, m: int, each: tuple[int, int, int]
+) -> None:
+    timeline = played(make_schedule(name, p, m), *each)
+    assert timeline.span == timeline.makespan == (m + p - 1) * sum(each)
+    assert timeline.bubble_rate == pytest.approx((p - 1) / (m + p - 1))
+    peaks = {"gpipe": [m] * p, "1f1b": [min(p - rank, m) for rank in range(p)]}
+    assert list(timeline.peak_in_flight) == peaks[name]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 4), costs)
+def test_interleaving_divides_the_bubble_by_the_number_of_chunks(
+    p: int, turns: int, v: int, each: tuple[int, int, int]
+) -> None:
+    m = turns * p
+    timeline = played(interleaved_1f1b(p, m, v), *each)
+    assert timeline.span == timeline.makespan == (v * m + p - 1) * sum(each)
+    in_flight = [min(2 * (p - s - 1) + (v - 1) * p + 1, v * m) for s in range(p)]
+    assert list(timeline.peak_in_flight) == in_flight
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 6), st.integers(0, 12), st.integers(1, 4), costs)
+def test_looped_bfs_has_the_bubble_of_interleaved_and_keeps_everything(
+    p: int, more: int, v: int, each: tuple[int, int, int]
+) -> None:
+    m = p + more
+    timeline = played(looped_bfs(p, m, v), *each)
+    assert timeline.span == timeline.makespan == (v * m + p - 1) * sum(each)
+    assert list(timeline.peak_in_flight) == [v * m] * p
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 8), st.integers(0, 16), costs)
+def test_zb_h1_has_a_bubble_of_p_minus_1_times_f_plus_b_minus_w(
+    p: int, more: int, each: tuple[int, int, int]
+) -> None:
+    f, b, w = each
+    assume(w <= min(f, b))
+    m = 2 * p - 1 + more
+    timeline = played(make_schedule("zb-h1", p, m), *each)
+    assert timeline.span == m * (f + b + w) + (p - 1) * (f + b - w)
+    assert list(timeline.peak_in_flight) == [p] * p
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 8), st.integers(0, 16), costs)
+def test_zb_h2_has_a_bubble_of_p_minus_1_times_f_plus_b_minus_2w(
+    p: int, more: int, each: tuple[int, int, int]
+) -> None:
+    f, b, w = each
+    assume(w <= min(f, b))
+    m = 2 * p - 1 + more
+    timeline = played(make_schedule("zb-h2", p, m), *each)
+    assert timeline.span == m * (f + b + w) + (p - 1) * (f + b - 2 * w)
+    assert list(timeline.peak_in_flight) == [2 * p - 1] * p
+
+
+@pytest.mark.parametrize("p", range(1, 9))
+def test_zb_v_has_no_bubble_at_unit_cost_and_the_memory_of_1f1b(p: int) -> None:
+    for m in (2 * p, 2 * p + 1, 3 * p + 2):
+        timeline = played(make_schedule("zb-v", p, m))
+        assert (timeline.span, timeline.bubble_rate) == (6 * m, 0)
+        assert timeline.makespan == 6 * m + p - 1
+        assert list(timeline.peak_in_flight) == [2 * p] * p
+
+
+@pytest.mark.parametrize("p", range(1, 13))
+def test_v_half_and_v_min_hold_half_and_a_third_of_the_microbatches(p: int) -> None:
+    for m in (2 * p, 3 * p + 1):
+        for name, peak in (("v-half", (p + 2) // 2), ("v-min", (p + 4) // 3)):
+            assert max(played(make_schedule(name, p, m)).peak_in_flight) == 2 * peak
+
+
+@pytest.mark.parametrize(("name", "makespan"), [("v-min", 59), ("v-half", 53), ("zb-v", 51)])
+def test_v_schedules_reach_the_proven_optimum(name: str, makespan: int) -> None:
+    """Proved by constraint programming for p = 4, m = 8 under the memory of each, at unit cost."""
+    assert played(make_schedule(name, 4, 8)).makespan == makespan
+
+
+@pytest.mark.parametrize("p", range(1, 7))
+@pytest.mark.parametrize("each", [(1, 1, 1), (2, 2, 1), (5, 5, 3)])
+def test_dualpipe_v_one_cell_after_the_other(p: int, each: tuple[int, int, int]) -> None:
+    f, b, w = each
+    for m in (2 * p, 2 * p + 1, 4 * p):
+        timeline = played(make_schedule("dualpipe-v", p, m), *each)
+        assert timeline.span == 2 * m * (f + b + w) + (p - 1) * (f + b - w)
+        assert list(timeline.peak_in_flight) == [2 * p + 1] * p
+
+
+@pytest.mark.parametrize("p", range(1, 7))
+@pytest.mark.parametrize("each", [(1, 1, 1), (2, 2, 1), (3, 4, 2), (2, 5, 2)])
+def test_dualpipe_v_with_overlapped_pairs(p: int, each: tuple[int, int, int]) -> None:
+    """The published bubble, (p-1)(F&B + BW - 3W) in chunk times, where a pair takes F + B + W."""
+    f, b, w = each
+    for m in (2 * p, 2 * p + 1, 4 * p):
+        makespan = overlapped_makespan(make_schedule("dualpipe-v", p, m), f, b, w)
+        assert makespan == 2 * m * (f + b + w) + (p - 1) * ((f + b + w) + (b + w) - 3 * w)
+
+
+def overlapped_makespan(schedule: Schedule, f: int, b: int, w: int) -> int:
+    """The makespan if F of one stage and B, W of the other are one cell, whose results leave at its end."""
+    seconds = {Phase.FORWARD: f, Phase.BACKWARD_INPUT: b, Phase.BACKWARD_WEIGHT: w}
+    queues = [list(blocks(cells)) for cells in schedule.orders]
+    clock, end = [0] * schedule.num_ranks, dict[Compute, int]()
+    while any(queues):
+        before = len(end)
+        for rank, queue in enumerate(queues):
+            while queue and all(needed in end or needed in queue[0] for needed in inputs(queue[0], schedule)):
+                block = queue.pop(0)
+                arrived = [end[needed] for needed in inputs(block, schedule) if needed in end]
+                clock[rank] = max([clock[rank], *arrived]) + sum(seconds[cell.phase] for cell in block)
+                end.update(dict.fromkeys(block, clock[rank]))
+        assert len(end) > before
+    return max(clock)
+
+
+def blocks(cells: Sequence[Compute]) -> Iterator[list[Compute]]:
+    """Each cell on its own, but F directly before B and W of the other stage with these.
+
+    Once the forwards are done, W directly after its B is a whole backward with it.
+    """
+    forwards = sum(cell.phase is Phase.FORWARD for cell in cells)
+    place = 0
+    while place < len(cells):
+        kinds = [(cell.phase, cell.stage) for cell in cells[place : place + 3]]
+        backward = [(Phase.BACKWARD_INPUT, kinds[-1][1]), (Phase.BACKWARD_WEIGHT, kinds[-1][1])]
+        size = 1
+        if kinds[0][0] is Phase.FORWARD and kinds[1:] == backward and kinds[0][1] != kinds[1][1]:
+            size = 3
+        elif not forwards and place + 1 < len(cells) and is_whole(*cells[place : place + 2]):
+            size = 2
+        forwards -= kinds[0][0] is Phase.FORWARD
+        yield list(cells[place : place + size])
+        place += size
+
+
+def is_whole(first: Compute, second: Compute) -> bool:
+    same = (first.stage, first.microbatch) == (second.stage, second.microbatch)
+    return same and (first.phase, second.phase) == (Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
+
+
+def inputs(block: Sequence[Compute], schedule: Schedule) -> Iterator[Compute]:
+    for cell in block:
+        if cell.phase is Phase.FORWARD and cell.stage:
+            yield Compute(Phase.FORWARD, cell.stage - 1, cell.microbatch)
+        elif cell.phase is Phase.BACKWARD_INPUT:
+            last = cell.stage == schedule.num_stages - 1
+            yield Compute(Phase.FORWARD if last else cell.phase, cell.stage + (not last), cell.microbatch)
 
 
 def test_forward_only_drops_the_backwards_and_keeps_the_order() -> None:
@@ -54,7 +292,7 @@ def test_an_unknown_name_lists_the_known_ones_and_suggests_the_closest() -> None
         InputError, match=r"unknown schedule '1F1b '; did you mean '1f1b'\? known .* gpipe, 1f1b"
     ):
         make_schedule("1F1b ", 4, 8)
-    with pytest.raises(InputError, match=r"unknown schedule 'wave'; known schedules: gpipe, 1f1b"):
+    with pytest.raises(InputError, match=r"unknown schedule 'wave'; known schedules: gpipe, .*zb-1p, zb-2p"):
         make_schedule("wave", 4, 8)
 
 
@@ -65,3 +303,13 @@ def test_an_unknown_name_lists_the_known_ones_and_suggests_the_closest() -> None
 def test_counts_below_one_are_refused(num_ranks: int, num_microbatches: int, what: str) -> None:
     with pytest.raises(InputError, match=f"'gpipe' needs {what} of at least 1"):
         make_schedule("gpipe", num_ranks, num_microbatches)
+
+
+def test_counts_that_a_schedule_cannot_do_with_are_refused_with_those_it_can() -> None:
+    with pytest.raises(InputError, match=r"multiple of the 4 ranks, got 10; take 8"):
+        make_schedule("interleaved-1f1b", 4, 10)
+    with pytest.raises(InputError, match=r"twice as many microbatches as its 4 ranks, got 7; take 8 or more"):
+        make_schedule("dualpipe-v", 4, 7)
+    for make in (interleaved_1f1b, looped_bfs):
+        with pytest.raises(InputError, match="needs num_chunks of at least 1, got 0"):
+            make(2, 4, 0)

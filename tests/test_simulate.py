@@ -1,79 +1,23 @@
-"""Simulation: closed forms at unit cost, published bubble rates, and hand-computed timelines."""
+"""Simulation: hand-computed timelines, what waits for what, and memory over time."""
+
+from itertools import pairwise
 
 import pytest
-from example_schedules import result_link, tied_links, v_gpipe, zb_h1, zb_v
+from example_schedules import result_link, tied_links, v_gpipe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipec.attribution import Held, critical_path, memory_over_time, waiting_time, waits
 from pipec.errors import InputError, VerifyError
 from pipec.ir import Op, Phase, Program, Schedule
 from pipec.lower import chain_links, lower
-from pipec.schedules import SCHEDULES, forward_only, make_schedule
+from pipec.schedules import forward_only, make_schedule
 from pipec.simulate import Costs, Timeline, peak_in_flight, simulate
 
 
 def played(schedule: Schedule, **costs: float) -> Timeline:
     links = chain_links(schedule.num_stages)
     return simulate(lower(schedule, links), Costs.uniform(schedule.num_stages, links=links, **costs))
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 8), st.integers(1, 32))
-def test_unit_costs_give_the_closed_forms(name: str, p: int, m: int) -> None:
-    timeline = played(make_schedule(name, p, m))
-    assert timeline.makespan == timeline.span == (m + p - 1) * 3
-    assert timeline.bubble_rate == pytest.approx((p - 1) / (m + p - 1))
-    assert timeline.overhead_rate == timeline.bubble_rate
-    peaks = {"gpipe": [m] * p, "1f1b": [min(p - rank, m) for rank in range(p)]}
-    assert list(timeline.peak_in_flight) == peaks[name]
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    st.sampled_from(sorted(SCHEDULES)),
-    st.integers(1, 8),
-    st.integers(1, 16),
-    st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9)),
-)
-def test_equal_stages_have_a_bubble_of_p_minus_1_microbatches(
-    name: str, p: int, m: int, costs: tuple[int, int, int]
-) -> None:
-    f, b, w = costs
-    timeline = played(make_schedule(name, p, m), forward=f, backward_input=b, backward_weight=w)
-    assert timeline.span == (m + p - 1) * (f + b + w)
-
-
-@pytest.mark.parametrize(
-    ("p", "m", "f", "b", "w", "message", "rate_1f1b", "rate_zb_h1"),
-    [
-        (8, 24, 18.522, 18.086, 9.337, 0.601, 0.2431, 0.1585),
-        (8, 64, 18.546, 18.097, 9.321, 0.762, 0.1240, 0.0674),
-        (8, 32, 29.802, 29.428, 19.530, 0.577, 0.1898, 0.1045),
-        (16, 48, 11.347, 11.248, 8.132, 0.377, 0.2552, 0.1397),
-    ],
-)
-def test_bubble_rates_of_the_zero_bubble_paper(
-    p: int, m: int, f: float, b: float, w: float, message: float, rate_1f1b: float, rate_zb_h1: float
-) -> None:
-    """Table 5 of Qi et al., Zero Bubble Pipeline Parallelism (ICLR 2024)."""
-    costs = {"forward": f, "backward_input": b, "backward_weight": w, "message": message}
-    assert played(make_schedule("1f1b", p, m), **costs).overhead_rate == pytest.approx(rate_1f1b, abs=5e-5)
-    assert played(zb_h1(p, m), **costs).overhead_rate == pytest.approx(rate_zb_h1, abs=5e-5)
-
-
-@pytest.mark.parametrize(("p", "m"), [(2, 3), (3, 5), (4, 8), (8, 15)])
-def test_split_backwards_shorten_the_bubble(p: int, m: int) -> None:
-    timeline = played(zb_h1(p, m))
-    assert timeline.span == 3 * m + (p - 1)
-    assert max(timeline.peak_in_flight) == p
-
-
-@pytest.mark.parametrize(("p", "m"), [(2, 4), (3, 6), (4, 8), (4, 12)])
-def test_zb_v_has_no_bubble_at_unit_cost(p: int, m: int) -> None:
-    timeline = played(zb_v(p, m))
-    assert (timeline.span, timeline.bubble_rate) == (6 * m, 0)
-    assert timeline.makespan == 6 * m + p - 1
-    assert max(timeline.peak_in_flight) == 2 * p
 
 
 def test_a_message_delays_its_reader_and_overlaps_the_computes_of_its_sender() -> None:
@@ -153,3 +97,56 @@ def test_waiting_for_what_is_never_sent_is_an_error() -> None:
         VerifyError, match=r"rank 0 at instruction 4, rank 1 at instruction 2; verify_programs tells why"
     ):
         simulate([Program(0, unsent), programs[1]], Costs.uniform(2))
+
+
+def test_a_wait_names_the_message_that_ends_it() -> None:
+    timeline = played(make_schedule("1f1b", 2, 2), message=0.5)
+    first, second, third = waits(timeline)
+    assert (first.compute.rank, first.start, first.seconds, first.seconds_on_the_way) == (0, 2.0, 3.0, 0.5)
+    assert (first.message.rank, first.message.instruction.op, first.message.end) == (1, Op.SEND, 5.0)
+    assert (second.compute.rank, second.seconds) == (0, 1.0)
+    assert (third.compute.rank, third.start, third.seconds) == (1, 0.0, 1.5)
+    assert waiting_time(timeline) == {(0, 1): 4.0, (1, 0): 1.5}
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(["1f1b", "zb-h1", "zb-v"]), st.integers(1, 5), st.integers(1, 8), st.floats(0, 2))
+def test_waits_and_computes_fill_the_time_of_each_rank(name: str, p: int, m: int, message: float) -> None:
+    timeline = played(make_schedule(name, p, m), message=message, forward=1.3, backward_weight=0.7)
+    idle = waits(timeline)
+    for rank in range(p):
+        computes = [event for event in timeline.computes if event.rank == rank]
+        busy = sum(event.end - event.start for event in computes)
+        waited = sum(wait.seconds for wait in idle if wait.compute.rank == rank)
+        assert busy + waited == pytest.approx(max(event.end for event in computes))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(["1f1b", "zb-h1", "zb-v"]), st.integers(1, 5), st.integers(1, 8), st.floats(0, 2))
+def test_the_critical_path_leads_from_the_start_to_the_end_without_a_pause(
+    name: str, p: int, m: int, message: float
+) -> None:
+    timeline = played(make_schedule(name, p, m), message=message)
+    path = critical_path(timeline)
+    assert (path[0].start, path[-1].end) == (0.0, timeline.makespan)
+    for before, after in pairwise(path):
+        assert before.end == pytest.approx(after.start)
+        assert before.rank == after.rank or not before.is_compute
+
+
+def test_the_critical_path_of_one_microbatch_is_everything() -> None:
+    path = critical_path(played(make_schedule("1f1b", 3, 1), message=0.5))
+    ops = [event.instruction.op.value for event in path]
+    assert ops == ["forward", "send"] * 2 + ["forward"] + ["backward", "send"] * 2 + ["backward"]
+
+
+def test_memory_rises_with_forwards_and_falls_with_backwards() -> None:
+    timeline = played(make_schedule("zb-h1", 2, 2))
+    held = {stage: Held(backward=3, weight=1) for stage in range(2)}
+    first, second = memory_over_time(timeline, held)
+    assert first == [(0.0, 3.0), (1.0, 6.0), (4.0, 4.0), (5.0, 3.0), (6.0, 1.0), (7.0, 0.0)]
+    assert second[0] == (0.0, 0.0)
+    for name, p, m in (("1f1b", 4, 8), ("zb-h2", 3, 9), ("zb-v", 3, 6)):
+        timeline = played(make_schedule(name, p, m))
+        peaks = tuple(max(amount for _, amount in steps) for steps in memory_over_time(timeline))
+        assert peaks == timeline.peak_in_flight

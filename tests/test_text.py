@@ -3,14 +3,14 @@
 from collections.abc import Callable
 
 import pytest
-from example_schedules import result_link, skip_links, tied_links, v_gpipe, value, zb_h1, zb_v
+from example_schedules import result_link, skip_links, tied_links, v_gpipe, value
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipec.errors import ArtifactError
 from pipec.ir import Instruction, Link, Op, Payload, Program, Value
 from pipec.lower import chain_links, lower
-from pipec.schedules import make_schedule
+from pipec.schedules import make_schedule, zb_h1, zb_v
 from pipec.text import (
     evaluate_dim,
     format_bytes,

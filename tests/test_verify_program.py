@@ -4,16 +4,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import networkx
+import numpy as np
 import pytest
-from example_schedules import result_link, skip_links, tied_links, v_gpipe, value, zb_h1
+from example_schedules import result_link, skip_links, tied_links, v_gpipe, value
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipec.errors import VerifyError
 from pipec.ir import Instruction, Link, Op, Payload, Program, Schedule
 from pipec.lower import chain_links, lower
-from pipec.rendezvous import Site, circle, stalls
-from pipec.schedules import forward_only, gpipe, make_schedule
+from pipec.rendezvous import Site, Waits, circle, stalls
+from pipec.schedules import forward_only, gpipe, make_schedule, zb_h1
 from pipec.verify import RULES, verify_programs
 
 LINKS = (*chain_links(3), *skip_links(0, 2), *tied_links(0, 2), result_link(2))
@@ -88,7 +89,10 @@ rank 0, instruction 2: forward names stage 1; expected a stage of this rank: [0]
 >  2  forward   stage 1  mb 1
    3  send      stage 0  mb 1  hidden_1 (0 -> 1)       to rank 1
    4  recv      stage 0  mb 0  grad_hidden_1 (1 -> 0)  from rank 1  slot 0
-   5  forward   stage 0  mb 2"""
+   5  forward   stage 0  mb 2
+  rank 0      F0 [F1] F2  B0  F3  B1  B2
+  rank 1      F0  F1  B0  F2  B1  F3  B2
+  rank 2      F0  B0  F1  B1  F2  B2  F3"""
     )
 
 
@@ -360,12 +364,11 @@ sites = st.tuples(st.integers(0, 3), st.integers(0, 4))
 
 @given(st.lists(st.tuples(sites, sites).filter(lambda pair: pair[0][0] != pair[1][0]), max_size=12))
 def test_programs_stall_exactly_where_the_waits_form_a_cycle(waits: list[tuple[Site, Site]]) -> None:
-    awaited: dict[Site, list[Site]] = {}
     graph = networkx.DiGraph(((rank, k + 1), (rank, k)) for rank in range(4) for k in range(4))
     for site, other in waits:
-        awaited.setdefault(site, []).append(other)
         graph.add_edge(site, other)
-    stalled = stalls([5] * 4, awaited)
+    columns = np.array([[*site, *other] for site, other in waits], np.int32).reshape(-1, 4).T
+    stalled = stalls([5] * 4, Waits(*columns))
     assert bool(stalled) == (not networkx.is_directed_acyclic_graph(graph))
     if stalled:
         ring = circle(stalled)

@@ -5,11 +5,11 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from example_schedules import result_link, zb_v
+from example_schedules import result_link
 
 from pipec.ir import Instruction, Op, Schedule
 from pipec.lower import chain_links, lower
-from pipec.schedules import make_schedule
+from pipec.schedules import make_schedule, zb_v
 from pipec.simulate import Costs, Event, Timeline, simulate
 from pipec.viz import timeline_svg, timeline_text
 from pipec.viz.labels import time_axis

@@ -1,5 +1,6 @@
 """``pipec schedule``: the timeline of one step, on uniform costs or on those of a model's plan."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,7 +27,11 @@ def _of_target(help: str, flag: str, least: float | None = None) -> Any:
 def schedule(
     ctx: typer.Context,
     what: Annotated[
-        str, typer.Argument(metavar="NAME|TARGET", help=f"gpipe, 1f1b, or a model: {TARGET_HELP}")
+        str,
+        typer.Argument(
+            metavar="NAME|TARGET",
+            help=f"gpipe, 1f1b, zb-h1, auto, ...; a .txt file of compute orders; or a model: {TARGET_HELP}",
+        ),
     ],
     microbatches: Annotated[
         int | None, typer.Option(min=1, help="Default: 8; of a model, up to 4 a rank.")
@@ -35,25 +40,33 @@ def schedule(
         Path | None, typer.Option("--output", "-o", help="Write to a file, .svg or .txt.")
     ] = None,
     as_json: Json = False,
-    stages: Annotated[int, _of_name("Number of stages.", 1)] = 4,
-    forward: Annotated[float, _of_name("Time of a forward.", 0)] = 1.0,
-    backward_input: Annotated[float, _of_name("Time of an input gradient.", 0)] = 1.0,
-    backward_weight: Annotated[float, _of_name("Time of a weight gradient.", 0)] = 1.0,
-    communication: Annotated[float, _of_name("Time of a message.", 0)] = 0.0,
+    stages: Annotated[int, _of_name("Number of ranks; a schedule may cut each's share into several.", 1)] = 4,
+    forward: Annotated[float, _of_name("Time of a microbatch's forward on a rank.", 0)] = 1.0,
+    backward_input: Annotated[float, _of_name("Time of its input gradient.", 0)] = 1.0,
+    backward_weight: Annotated[float, _of_name("Time of its weight gradient.", 0)] = 1.0,
+    communication: Annotated[float, _of_name("Time of a message between ranks.", 0)] = 0.0,
+    memory_backward: Annotated[
+        float, _of_name("What a microbatch holds on a rank until its input gradient.", 0)
+    ] = 1.0,
+    memory_weight: Annotated[float, _of_name("What it holds from there until its weight gradient.", 0)] = 1.0,
     devices: Annotated[int, _of_target("Number of ranks.", "--devices", 1)] = 4,
-    name: Annotated[str, _of_target("gpipe or 1f1b.", "--schedule")] = "1f1b",
+    name: Annotated[str, _of_target("Its schedule.", "--schedule")] = "1f1b",
     recompute: Annotated[Recompute, _of_target("What to compute again.", "--recompute")] = Recompute.AUTO,
     memory_limit: Annotated[
-        str | None, _of_target("Bytes per device, such as 16GiB.", "--memory-limit")
+        str | None,
+        typer.Option(
+            help="Of a model, bytes per device, such as 16GiB; of a NAME, in --memory-backward's unit."
+        ),
     ] = None,
 ) -> None:
     """Draw the timeline of one step: of a schedule on equal stages, or of a model on its plan's costs.
 
     JSON keys: schedule, num_microbatches, unit, makespan, span, bubble_rate, peak_in_flight of each rank, and
-    events with rank, op, stage, microbatch, start and end.
+    events with rank, op, stage, microbatch, start and end; of a NAME also lower_and_verify_seconds.
     """
     is_target = ":" in what
     _refuse(ctx, _OF_NAME if is_target else _OF_TARGET)
+    facts: dict[str, object] = {}
     if is_target:
         from pipec.cli.target import prepare
 
@@ -61,18 +74,37 @@ def schedule(
         timeline, name, microbatches = pipe.simulate(), pipe.plan.schedule, pipe.plan.num_microbatches
     else:
         from pipec.report import simulate_schedule
+        from pipec.schedules import Workload, custom_schedule, make_schedule
 
         name, microbatches = what, microbatches or 8
-        timeline = simulate_schedule(
-            name,
+        work = Workload.uniform(
             stages,
-            microbatches,
             forward=forward,
             backward_input=backward_input,
             backward_weight=backward_weight,
             message=communication,
+            memory_backward=memory_backward,
+            memory_weight=memory_weight,
+            memory_limit=_number(memory_limit),
         )
-    _show(timeline, name, microbatches, output, as_json)
+        if what.endswith(".txt"):
+            schedule = custom_schedule(Path(what), stages, microbatches)
+        else:
+            schedule = make_schedule(name, stages, microbatches, work)
+        work.check_fits(schedule)
+        timeline, seconds = simulate_schedule(schedule, work)
+        facts = {"lower_and_verify_seconds": seconds}
+    _show(timeline, name, microbatches, output, as_json, facts)
+
+
+def _number(memory_limit: str | None) -> float | None:
+    try:
+        return None if memory_limit is None else float(memory_limit)
+    except ValueError:
+        raise InputError(
+            f"--memory-limit is {memory_limit!r}; of a schedule's name, expected a number in the unit of "
+            "--memory-backward"
+        ) from None
 
 
 def _refuse(ctx: typer.Context, panel: str) -> None:
@@ -88,7 +120,14 @@ def _refuse(ctx: typer.Context, panel: str) -> None:
         raise InputError(f"{', '.join(misplaced)} is for {kind}, but the argument is {ctx.params['what']!r}")
 
 
-def _show(timeline: "Timeline", name: str, microbatches: int, output: Path | None, as_json: bool) -> None:
+def _show(
+    timeline: "Timeline",
+    name: str,
+    microbatches: int,
+    output: Path | None,
+    as_json: bool,
+    facts: Mapping[str, object],
+) -> None:
     from pipec.report import timeline_facts
     from pipec.viz import timeline_svg, timeline_text
 
@@ -100,7 +139,7 @@ def _show(timeline: "Timeline", name: str, microbatches: int, output: Path | Non
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(drawings[output.suffix](timeline, title), encoding="utf-8")
     if as_json:
-        show_json({"schedule": name, "num_microbatches": microbatches, **timeline_facts(timeline)})
+        show_json({"schedule": name, "num_microbatches": microbatches, **facts, **timeline_facts(timeline)})
     elif output is None:
         typer.echo(timeline_text(timeline, title), nl=False)
     else:

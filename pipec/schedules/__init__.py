@@ -1,37 +1,101 @@
 """Schedules by name: which rank computes what, in which order. Compute only; ``lower`` adds the rest."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
+from importlib.metadata import entry_points
+from typing import cast
 
+from pipec.columns import PHASE_CODE, Cells
 from pipec.errors import InputError
 from pipec.ir import Phase, Schedule
+from pipec.schedules.auto import auto
+from pipec.schedules.custom import custom_schedule, format_orders, parse_orders
+from pipec.schedules.dualpipe_v import dualpipe_v
+from pipec.schedules.fixed import SCHEDULES
 from pipec.schedules.gpipe import gpipe
+from pipec.schedules.interleaved import interleaved_1f1b
+from pipec.schedules.looped_bfs import looped_bfs
 from pipec.schedules.one_f_one_b import one_f_one_b
+from pipec.schedules.orders import looped_placement, straight_placement, v_placement
+from pipec.schedules.v_half_min import v_half, v_min
+from pipec.schedules.workload import Workload
+from pipec.schedules.zb_h1 import zb_h1
+from pipec.schedules.zb_h2 import zb_h2
+from pipec.schedules.zb_v import zb_v
+from pipec.schedules.zero_bubble import zb_1p, zb_2p
 
-SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b}
+ENTRY_POINTS = "pipec.schedules"
+"""The entry-point group in which a package registers functions under the names of its schedules."""
+
+SEARCHED: Mapping[str, Callable[[int, int, Workload], Schedule]] = {
+    "zb-1p": zb_1p,
+    "zb-2p": zb_2p,
+    "auto": auto,
+}
+"""Orders that depend on how long things take and how much memory there is."""
 
 
-def make_schedule(name: str, num_ranks: int, num_microbatches: int) -> Schedule:
+def make_schedule(name: str, num_ranks: int, num_microbatches: int, work: Workload | None = None) -> Schedule:
     """The schedule ``name`` for that many ranks and microbatches.
 
+    ``work`` is what a searched schedule is searched for, by default phases that all cost the same.
+
     Raises:
-        InputError: the name is unknown, or a count is below 1.
+        InputError: the name is unknown, a count is below 1, or the schedule cannot do with these counts.
+        InfeasibleError: a searched schedule finds no order within the memory limit of ``work``.
     """
-    if name not in SCHEDULES:
-        close = get_close_matches(name.lower(), SCHEDULES, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise InputError(f"unknown schedule {name!r}; {hint}known schedules: {', '.join(SCHEDULES)}")
+    make = SEARCHED.get(name) or SCHEDULES.get(name) or _installed(name)
     for what, count in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches)):
         if count < 1:
             raise InputError(f"schedule {name!r} needs {what} of at least 1, got {count}")
-    return SCHEDULES[name](num_ranks, num_microbatches)
+    if name in SEARCHED:
+        return SEARCHED[name](num_ranks, num_microbatches, work or Workload.uniform(num_ranks))
+    return cast("Callable[[int, int], Schedule]", make)(num_ranks, num_microbatches)
+
+
+def _installed(name: str) -> Callable[[int, int], Schedule]:
+    """The function that a package registered under ``name``."""
+    found = entry_points(group=ENTRY_POINTS)
+    if name in found.names:
+        return cast("Callable[[int, int], Schedule]", found[name].load())
+    known = [*SCHEDULES, *SEARCHED, *sorted(found.names)]
+    close = get_close_matches(name.lower(), known, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    raise InputError(f"unknown schedule {name!r}; {hint}known schedules: {', '.join(known)}")
 
 
 def forward_only(schedule: Schedule) -> Schedule:
     """The same schedule without its backwards, for a loss or an output alone."""
-    orders = (tuple(cell for cell in order if cell.phase is Phase.FORWARD) for order in schedule.orders)
-    return replace(schedule, orders=tuple(orders))
+    orders = map(Cells.of, schedule.orders)
+    forwards = (order.where(order.phases == PHASE_CODE[Phase.FORWARD]) for order in orders)
+    return replace(schedule, orders=tuple(forwards))
 
 
-__all__ = ["SCHEDULES", "forward_only", "gpipe", "make_schedule", "one_f_one_b"]
+__all__ = [
+    "ENTRY_POINTS",
+    "SCHEDULES",
+    "SEARCHED",
+    "Workload",
+    "auto",
+    "custom_schedule",
+    "dualpipe_v",
+    "format_orders",
+    "forward_only",
+    "gpipe",
+    "interleaved_1f1b",
+    "looped_bfs",
+    "looped_placement",
+    "make_schedule",
+    "one_f_one_b",
+    "parse_orders",
+    "straight_placement",
+    "v_half",
+    "v_min",
+    "v_placement",
+    "zb_1p",
+    "zb_2p",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
+]

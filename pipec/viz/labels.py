@@ -5,15 +5,7 @@ from collections.abc import Callable, Mapping
 
 from pipec.ir import Phase
 from pipec.simulate import Event, Timeline
-from pipec.text import format_seconds
-
-LETTERS: Mapping[Phase, str] = {
-    Phase.FORWARD: "F",
-    Phase.RECOMPUTE: "R",
-    Phase.BACKWARD: "B",
-    Phase.BACKWARD_INPUT: "B",
-    Phase.BACKWARD_WEIGHT: "W",
-}
+from pipec.text import PHASE_LETTERS, format_seconds
 
 NAMES: Mapping[Phase, str] = {
     Phase.FORWARD: "forward",
@@ -50,7 +42,7 @@ def cell_labels(timeline: Timeline) -> Callable[[Event], str]:
         instruction = event.instruction
         assert instruction.op.phase
         chunk = chr(ord("a") + chunk_of[instruction.stage] % 26) if several else ""
-        return f"{LETTERS[instruction.op.phase]}{chunk}{instruction.microbatch}"
+        return f"{PHASE_LETTERS[instruction.op.phase]}{chunk}{instruction.microbatch}"
 
     return label
 

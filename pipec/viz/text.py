@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pipec.simulate import Event, Timeline
-from pipec.viz.labels import LETTERS, NAMES, cell_labels, chunks, phases, summary, time_axis
+from pipec.text import PHASE_LETTERS
+from pipec.viz.labels import NAMES, cell_labels, chunks, phases, summary, time_axis
 
 _WIDTH = 144
 """Most columns of time in a panel."""
@@ -88,7 +89,7 @@ def _axis(timeline: Timeline, panel: _Panel) -> str:
 
 
 def _legend(timeline: Timeline) -> str:
-    entries = "  ".join(f"{LETTERS[phase]} {NAMES[phase]}" for phase in phases(timeline))
+    entries = "  ".join(f"{PHASE_LETTERS[phase]} {NAMES[phase]}" for phase in phases(timeline))
     several = max(chunks(timeline).values(), default=0) > 0
     letters = "; letters a, b, ... are the stages of a rank" if several else ""
     return f"{entries}  {_IDLE} idle; numbers are microbatches{letters}"

@@ -1,0 +1,158 @@
+"""Long runs of cells and instructions as columns of numbers: read like tuples, worked on with numpy.
+
+A step of a thousand ranks has millions of each. As columns they take a few bytes and are made, checked and
+compared without a Python object; an index or a loop gives the ``Compute`` or ``Instruction`` it stands for.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipec.ir import Compute, Instruction, Link, Op, Phase
+
+Ints = NDArray[np.signedinteger[Any]]
+Row = TypeVar("Row", Compute, Instruction)
+
+PHASES: Sequence[Phase] = tuple(Phase)
+OPS: Sequence[Op] = tuple(Op)
+PHASE_CODE: Mapping[Phase, int] = {phase: code for code, phase in enumerate(PHASES)}
+OP_CODE: Mapping[Op, int] = {op: code for code, op in enumerate(OPS)}
+
+
+class _Columns(Sequence[Row]):
+    """A sequence of rows held as a matrix, one line per column; equal to any sequence of the same rows."""
+
+    def __init__(self, matrix: Ints) -> None:
+        self.matrix = matrix
+
+    def _row(self, *numbers: int) -> Row:
+        raise NotImplementedError
+
+    def _column(self, number: int) -> Ints:
+        column: Ints = self.matrix[number]
+        return column
+
+    def __len__(self) -> int:
+        return int(self.matrix.shape[1])
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self._row(*numbers) for numbers in self.matrix.T.tolist())
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
+        if isinstance(index, slice):
+            return tuple(self._row(*numbers) for numbers in self.matrix[:, index].T.tolist())
+        return self._row(*self.matrix[:, index].tolist())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(self) == len(other) and all(map(_same, self, other))
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+
+def _same(first: Any, second: Any) -> bool:
+    return bool(first == second)
+
+
+class Cells(_Columns[Compute]):
+    """The order of a rank: columns of phase, stage and microbatch."""
+
+    @classmethod
+    def of(cls, order: Sequence[Compute]) -> "Cells":
+        """``order`` as columns; itself if it is so already."""
+        if isinstance(order, Cells):
+            return order
+        rows = [(PHASE_CODE[cell.phase], cell.stage, cell.microbatch) for cell in order]
+        return cls(_matrix(rows, 3))
+
+    @property
+    def phases(self) -> Ints:
+        return self._column(0)
+
+    @property
+    def stages(self) -> Ints:
+        return self._column(1)
+
+    @property
+    def microbatches(self) -> Ints:
+        return self._column(2)
+
+    def where(self, mask: NDArray[np.bool_]) -> "Cells":
+        """The cells at which ``mask`` is true."""
+        return Cells(self.matrix[:, mask])
+
+    def _row(self, *numbers: int) -> Compute:
+        phase, stage, microbatch = numbers
+        return Compute(PHASES[phase], stage, microbatch)
+
+
+class Instructions(_Columns[Instruction]):
+    """What a rank executes: columns of op, stage, microbatch, link, peer and slot.
+
+    ``link`` is an index into ``links``, or -1.
+    """
+
+    def __init__(self, matrix: Ints, links: Sequence[Link]) -> None:
+        super().__init__(matrix)
+        self.links = links
+
+    @classmethod
+    def of(cls, instructions: Sequence[Instruction], links: Sequence[Link]) -> "Instructions":
+        """``instructions`` as columns, itself if it is so already; a link that ``links`` lacks is added."""
+        if isinstance(instructions, Instructions) and instructions.links == links:
+            return instructions
+        index = {link: number for number, link in enumerate(links)}
+        rows = [
+            (
+                OP_CODE[each.op],
+                each.stage,
+                each.microbatch,
+                -1 if each.link is None else index.setdefault(each.link, len(index)),
+                each.peer,
+                each.slot,
+            )
+            for each in instructions
+        ]
+        return cls(_matrix(rows, 6), tuple(index))
+
+    @property
+    def ops(self) -> Ints:
+        return self._column(0)
+
+    @property
+    def stages(self) -> Ints:
+        return self._column(1)
+
+    @property
+    def microbatches(self) -> Ints:
+        return self._column(2)
+
+    @property
+    def link_numbers(self) -> Ints:
+        return self._column(3)
+
+    @property
+    def peers(self) -> Ints:
+        return self._column(4)
+
+    @property
+    def slots(self) -> Ints:
+        return self._column(5)
+
+    def _row(self, *numbers: int) -> Instruction:
+        op, stage, microbatch, link, peer, slot = numbers
+        return Instruction(OPS[op], stage, microbatch, self.links[link] if link >= 0 else None, peer, slot)
+
+
+def _matrix(rows: Iterable[tuple[int, ...]], num_columns: int) -> Ints:
+    """``rows`` as the columns of a matrix."""
+    return np.array(list(rows), np.int32).reshape(-1, num_columns).T

@@ -1,0 +1,63 @@
+"""The best order found for given costs and memory: every known schedule, a search, and local moves."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from pipec.errors import InfeasibleError, InputError
+from pipec.ir import Schedule
+from pipec.lower import chain_links, lower
+from pipec.schedules.fixed import SCHEDULES
+from pipec.schedules.orders import straight_placement, v_placement
+from pipec.schedules.search_problem import make_problem
+from pipec.schedules.v_half_min import within_peak
+from pipec.schedules.workload import Workload
+from pipec.schedules.zero_bubble import search
+from pipec.simulate import simulate
+
+
+def auto(num_ranks: int, num_microbatches: int, work: Workload) -> Schedule:
+    """The schedule of least makespan found, on a straight, looped or V placement, within the memory limit.
+
+    Never worse than the best of ``SCHEDULES`` that fits: those are candidates, as are the orders that a
+    search finds from them on the straight and the V placement. The simulator decides.
+
+    Raises:
+        InfeasibleError: nothing fits within the memory limit.
+    """
+    named = [schedule for schedule in _named(num_ranks, num_microbatches) if work.fits(schedule)]
+    found = [*named, *_searched(num_ranks, num_microbatches, work, named)]
+    if not found:
+        raise InfeasibleError(
+            f"no schedule of {num_ranks} ranks and {num_microbatches} microbatches stays within a memory "
+            f"limit of {work.memory_limit:g}; raise the limit, use smaller microbatches or recompute"
+        )
+    return replace(min(found, key=lambda schedule: makespan(schedule, work)), name="auto")
+
+
+def makespan(schedule: Schedule, work: Workload) -> float:
+    """How long the simulator says a step takes on a plain chain of stages."""
+    links = chain_links(schedule.num_stages)
+    return simulate(lower(schedule, links), work.costs(schedule, links)).makespan
+
+
+def _named(num_ranks: int, num_microbatches: int) -> Iterator[Schedule]:
+    for make in SCHEDULES.values():
+        try:
+            yield make(num_ranks, num_microbatches)
+        except InputError:  # a schedule that cannot do with these counts is no candidate
+            continue
+
+
+def _searched(num_ranks: int, m: int, work: Workload, named: list[Schedule]) -> Iterator[Schedule]:
+    limit = float("inf") if work.memory_limit is None else work.memory_limit
+    chunk = max(work.memory_backward, work.memory_weight) / 2
+    peak = int(min(limit / chunk + 1e-9, 2 * m))
+    for placement in (straight_placement(num_ranks), v_placement(num_ranks)):
+        problem = make_problem(placement, m, work, limit)
+        known = [schedule for schedule in named if schedule.placement == placement]
+        if placement == v_placement(num_ranks):
+            known += within_peak(num_ranks, m, peak)
+        try:
+            yield problem.schedule("auto", search(problem, map(problem.orders, known), by_span=False))
+        except InfeasibleError:  # the other placement may fit
+            continue

@@ -1,0 +1,110 @@
+"""A user's own schedule: a function, or a text of compute orders.
+
+The text has a line for each rank, its cells in the order in which they run::
+
+    # two ranks, three microbatches
+    0: F0 F1 B0 W0 F2 B1 W1 B2 W2
+    1: F0 B0 W0 F1 B1 W1 F2 B2 W2
+
+``F3`` is the forward of microbatch 3, ``B3`` its backward, or its input gradient if the rank runs ``W3``, its
+weight gradient, too. Where ranks hold several stages, a first line ``placement: 0 1 1 0`` gives the rank of
+each stage, and ``F3.2`` is the forward of stage 2. What follows ``#`` is a comment.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from pipec.columns import Cells
+from pipec.errors import InputError
+from pipec.ir import Compute, Phase, Schedule
+from pipec.text import PHASE_LETTERS
+
+_CELL = re.compile(r"([FBW])(\d{1,9})(?:\.(\d{1,9}))?")
+_PHASES = {"F": Phase.FORWARD, "B": Phase.BACKWARD, "W": Phase.BACKWARD_WEIGHT}
+
+
+def custom_schedule(
+    source: Callable[[int, int], Schedule] | Path, num_ranks: int, num_microbatches: int
+) -> Schedule:
+    """The schedule of a function of the numbers of ranks and microbatches, or of a file of compute orders.
+
+    Raises:
+        InputError: there is no such file, it is for other numbers of ranks or microbatches, or its
+            text is none of compute orders.
+    """
+    if isinstance(source, Path):
+        if not source.is_file():
+            raise InputError(f"there is no file {source}; expected one of compute orders")
+        schedule = parse_orders(source.read_text(encoding="utf-8"), source.stem)
+    else:
+        schedule = source(num_ranks, num_microbatches)
+    found = (schedule.num_ranks, schedule.num_microbatches)
+    if found != (num_ranks, num_microbatches):
+        raise InputError(
+            f"schedule {schedule.name!r} is for {found[0]} ranks and {found[1]} microbatches, but "
+            f"{num_ranks} ranks and {num_microbatches} microbatches were asked for"
+        )
+    return schedule
+
+
+def parse_orders(text: str, name: str) -> Schedule:
+    """The schedule that ``text`` spells out; ``format_orders`` writes such a text.
+
+    Raises:
+        InputError: a line is neither a rank's order nor the placement; the message names the line.
+    """
+    placement: tuple[int, ...] | None = None
+    orders: list[list[Compute]] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        head, _, body = line.partition("#")[0].partition(":")
+        if head.strip() == "placement" and body.split() and all(word.isdecimal() for word in body.split()):
+            placement = tuple(map(int, body.split()))
+        elif head.strip() == str(len(orders)) and ":" in line:
+            orders.append(_split(list(_cells(body, len(orders), f"{name}, line {number}"))))
+        elif head.strip() or body.strip():
+            raise InputError(
+                f"{name}, line {number}: found {line.strip()!r}; expected '{len(orders)}: F0 B0 ...', the "
+                f"order of rank {len(orders)}, or 'placement: 0 1 ...'"
+            )
+    cells = [cell for order in orders for cell in order]
+    if not cells:
+        raise InputError(f"{name}: no rank computes anything; expected lines such as '0: F0 B0'")
+    num_microbatches = max(cell.microbatch for cell in cells) + 1
+    straight = tuple(range(len(orders)))
+    return Schedule(name, num_microbatches, placement or straight, tuple(map(Cells.of, orders)))
+
+
+def _cells(body: str, rank: int, where: str) -> Iterator[Compute]:
+    for word in body.split():
+        match = _CELL.fullmatch(word)
+        if not match:
+            raise InputError(
+                f"{where}: found {word!r}; expected F, B or W and a microbatch: F3, or F3.2 of stage 2"
+            )
+        letter, microbatch, stage = match.groups()
+        yield Compute(_PHASES[letter], rank if stage is None else int(stage), int(microbatch))
+
+
+def _split(order: list[Compute]) -> list[Compute]:
+    """The same order, its backwards being input gradients where their weight gradient is there too."""
+    weights = {(cell.stage, cell.microbatch) for cell in order if cell.phase is Phase.BACKWARD_WEIGHT}
+    return [
+        Compute(Phase.BACKWARD_INPUT, cell.stage, cell.microbatch)
+        if cell.phase is Phase.BACKWARD and (cell.stage, cell.microbatch) in weights
+        else cell
+        for cell in order
+    ]
+
+
+def format_orders(schedule: Schedule) -> str:
+    """The text that ``parse_orders`` reads back to the same schedule."""
+    several = schedule.placement != tuple(range(schedule.num_ranks))
+    lines = [f"placement: {' '.join(map(str, schedule.placement))}"] if several else []
+    for rank, order in enumerate(schedule.orders):
+        words = (
+            f"{PHASE_LETTERS[cell.phase]}{cell.microbatch}" + (f".{cell.stage}" if several else "")
+            for cell in order
+        )
+        lines.append(f"{rank}: {' '.join(words)}")
+    return "\n".join([*lines, ""])

@@ -1,0 +1,51 @@
+"""Interleaved 1F1B: 1F1B over several smaller stages on each rank (Narayanan et al., SC 2021)."""
+
+from collections.abc import Iterable
+
+from pipec.errors import InputError
+from pipec.ir import Compute, Phase, Schedule
+from pipec.schedules.orders import looped_placement, ordered
+
+
+def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
+    """Rank s holds stages s, s+p, ..., v of them; p microbatches go through one chunk, then the next.
+
+    Rank s warms up with 2(p-s-1) + (v-1)p forwards, at most all v*m, and then alternates. With F, B and W
+    of a whole rank the bubble is (p-1)(F+B+W)/v, v times shorter than that of 1F1B, for v times as many
+    messages and 2(p-s-1) + (v-1)p + 1 chunks in flight on rank s. For fast links and few microbatches.
+
+    Raises:
+        InputError: m is not a multiple of p, or v is below 1.
+    """
+    if num_chunks < 1:
+        raise InputError(f"schedule 'interleaved-1f1b' needs num_chunks of at least 1, got {num_chunks}")
+    if num_microbatches % num_ranks:
+        raise InputError(
+            f"schedule 'interleaved-1f1b' needs a number of microbatches that is a multiple of "
+            f"the {num_ranks} ranks, got {num_microbatches}; "
+            f"take {_nearest_multiple(num_microbatches, num_ranks)}"
+        )
+
+    def cell(phase: Phase, rank: int, number: int) -> Compute:
+        """The ``number``-th forward or backward of a rank."""
+        turn, within = divmod(number, num_ranks * num_chunks)
+        chunk, microbatch = divmod(within, num_ranks)
+        if phase is Phase.BACKWARD:
+            chunk = num_chunks - 1 - chunk
+        return Compute(phase, chunk * num_ranks + rank, turn * num_ranks + microbatch)
+
+    def order(rank: int) -> Iterable[Compute]:
+        count = num_chunks * num_microbatches
+        warmup = min(2 * (num_ranks - rank - 1) + (num_chunks - 1) * num_ranks, count)
+        for number in range(count + warmup):
+            if number < count:
+                yield cell(Phase.FORWARD, rank, number)
+            if number >= warmup:
+                yield cell(Phase.BACKWARD, rank, number - warmup)
+
+    placement = looped_placement(num_ranks, num_chunks)
+    return ordered("interleaved-1f1b", num_microbatches, placement, order)
+
+
+def _nearest_multiple(number: int, of: int) -> int:
+    return max(round(number / of), 1) * of

@@ -1,0 +1,77 @@
+"""What schedules are written with: placements, and the order of one rank, kind of cell by kind of cell."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from pipec.columns import PHASE_CODE, Cells, Ints
+from pipec.ir import Compute, Phase, Schedule
+
+Kind = tuple[Phase, int]
+"""A phase of a stage; a cell is a kind with a microbatch."""
+
+
+def straight_placement(num_ranks: int) -> tuple[int, ...]:
+    """Stage s on rank s."""
+    return tuple(range(num_ranks))
+
+
+def looped_placement(num_ranks: int, num_chunks: int) -> tuple[int, ...]:
+    """Stage k on rank k mod p: rank s holds stages s, s + p, s + 2p, ..."""
+    return tuple(range(num_ranks)) * num_chunks
+
+
+def v_placement(num_ranks: int) -> tuple[int, ...]:
+    """Down and up again: rank s holds stages s and 2p-1-s, rank 0 thus the first and the last."""
+    return (*range(num_ranks), *reversed(range(num_ranks)))
+
+
+def ordered(
+    name: str,
+    num_microbatches: int,
+    placement: tuple[int, ...],
+    order: Callable[[int], Iterable[Compute]],
+) -> Schedule:
+    """The schedule whose rank s runs ``order(s)``."""
+    orders = (order(rank) for rank in range(max(placement) + 1))
+    cells = (each if isinstance(each, Cells) else Cells.of(tuple(each)) for each in orders)
+    return Schedule(name, num_microbatches, placement, tuple(cells))
+
+
+class OrderWriter:
+    """The order of one rank as it is written: each kind of cell takes its next microbatch.
+
+    A kind whose microbatches are used up is passed over, so patterns may be repeated beyond the end.
+    """
+
+    def __init__(self, num_microbatches: int) -> None:
+        self._num_microbatches = num_microbatches
+        self._next: Counter[Kind] = Counter()
+        self._parts: list[Ints] = []
+
+    def run(self, times: int, *kinds: Kind) -> None:
+        """Append one cell of each of ``kinds``, ``times`` times over."""
+        times = max(times, 0)
+        part = np.empty((3, times, len(kinds)), np.int32)
+        places, steps = Counter[Kind](), Counter(kinds)
+        for column, (phase, stage) in enumerate(kinds):
+            kind = (phase, stage)
+            first = self._next[kind] + places[kind]
+            part[0, :, column], part[1, :, column] = PHASE_CODE[phase], stage
+            part[2, :, column] = first + steps[kind] * np.arange(times)
+            places[kind] += 1
+        for kind, step in steps.items():
+            self._next[kind] = min(self._next[kind] + step * times, self._num_microbatches)
+        cells = part.reshape(3, -1)
+        self._parts.append(cells[:, cells[2] < self._num_microbatches])
+
+    def finish(self, *kinds: Kind) -> None:
+        """Append what is left of each of ``kinds``, one kind after the other."""
+        for kind in kinds:
+            self.run(self._num_microbatches - self._next[kind], kind)
+
+    @property
+    def cells(self) -> Cells:
+        """What was written."""
+        return Cells(np.concatenate(self._parts, axis=1))

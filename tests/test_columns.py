@@ -1,0 +1,48 @@
+"""Cells and instructions as columns: sequences like any other."""
+
+import pytest
+
+from pipec.columns import Cells, Instructions
+from pipec.ir import Compute, Instruction, Op, Phase
+from pipec.lower import chain_links, lower
+from pipec.schedules import make_schedule
+from pipec.verify import verify_programs
+
+ROWS = (
+    Compute(Phase.FORWARD, 0, 0),
+    Compute(Phase.BACKWARD_INPUT, 3, 1),
+    Compute(Phase.BACKWARD_WEIGHT, 3, 1),
+)
+
+
+def test_cells_read_like_a_tuple() -> None:
+    cells = Cells.of(ROWS)
+    assert (len(cells), tuple(cells), cells[1], cells[-1], cells[1:]) == (3, ROWS, ROWS[1], ROWS[2], ROWS[1:])
+    assert cells == ROWS
+    assert cells == Cells.of(list(ROWS))
+    assert cells != ROWS[:2]
+    assert cells != (ROWS[0], ROWS[2], ROWS[1])
+    assert hash(cells) == hash(ROWS)
+    assert repr(cells) == repr(ROWS)
+    assert Cells.of(cells) is cells
+    with pytest.raises(IndexError):
+        cells[3]
+
+
+def test_instructions_keep_links_that_their_plan_lacks() -> None:
+    links = chain_links(3)
+    rows = (
+        Instruction(Op.RECV, 1, 0, links[0], 0, 0),
+        Instruction(Op.FORWARD, 1, 0),
+        Instruction(Op.SEND, 1, 0, links[1], 2),
+    )
+    columns = Instructions.of(rows, links[:1])
+    assert columns == rows
+    assert columns.link_numbers.tolist() == [0, -1, 1]
+
+
+def test_a_step_of_many_instructions_is_lowered_and_verified() -> None:
+    schedule, links = make_schedule("1f1b", 100, 300), chain_links(100)
+    programs = lower(schedule, links)
+    verify_programs(programs, schedule.placement, links, 300, max_in_flight=range(100, 0, -1))
+    assert sum(len(program.instructions) for program in programs) == 7 * 100 * 300 - 4 * 300

@@ -1,0 +1,223 @@
+"""Users' own schedules: read, registered, chosen automatically, and refused where they are broken."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipec.errors import InfeasibleError, InputError, VerifyError
+from pipec.ir import Compute, Op, Phase, Program, Schedule
+from pipec.lower import chain_links, lower
+from pipec.schedules import (
+    SCHEDULES,
+    Workload,
+    custom_schedule,
+    format_orders,
+    make_schedule,
+    one_f_one_b,
+    parse_orders,
+)
+from pipec.schedules.auto import makespan
+from pipec.verify import verify_programs
+
+
+def verified(schedule: Schedule, **options: int) -> None:
+    links = chain_links(schedule.num_stages)
+    programs = lower(schedule, links)
+    verify_programs(programs, schedule.placement, links, schedule.num_microbatches, **options)
+
+
+V_ORDERS = """\
+placement: 0 1 1 0
+0: F0.0 F0.3 B0.3 W0.3 B0.0 W0.0
+1: F0.1 F0.2 B0.2 B0.1
+"""
+
+
+def test_orders_are_read_and_written() -> None:
+    schedule = parse_orders("# mine\n0: F0 F1 B0 W0 B1  # whole\n\n1: F0 B0 F1 B1", "mine")
+    assert (schedule.name, schedule.placement, schedule.num_microbatches) == ("mine", (0, 1), 2)
+    assert [cell.phase for cell in schedule.orders[0]][2:] == [
+        Phase.BACKWARD_INPUT,
+        Phase.BACKWARD_WEIGHT,
+        Phase.BACKWARD,
+    ]
+    verified(schedule)
+    several = parse_orders(V_ORDERS, "v")
+    assert several.orders[1][2] == Compute(Phase.BACKWARD, 2, 0)
+    assert format_orders(several) == V_ORDERS
+    verified(several)
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULES))
+def test_every_schedule_can_be_written_and_read_back(name: str) -> None:
+    schedule = make_schedule(name, 3, 6)
+    assert parse_orders(format_orders(schedule), name) == schedule
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "0: F0 B0\n2: F0 B0",
+            r"mine, line 2: found '2: F0 B0'; expected '1: F0 B0 ...', the order of rank 1",
+        ),
+        ("0: F0 C0", r"mine, line 1: found 'C0'; expected F, B or W and a microbatch: F3"),
+        ("placement: a b", r"mine, line 1: found 'placement: a b'; expected '0: F0 B0 ...'"),
+        ("# nothing", r"mine: no rank computes anything"),
+    ],
+)
+def test_a_text_that_is_none_of_orders_is_refused(text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        parse_orders(text, "mine")
+
+
+def test_a_function_or_a_file_is_asked_for_the_right_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "mine.txt"
+    path.write_text(format_orders(one_f_one_b(2, 3)))
+    assert custom_schedule(path, 2, 3).orders == custom_schedule(one_f_one_b, 2, 3).orders
+    with pytest.raises(
+        InputError, match=r"'mine' is for 2 ranks and 3 microbatches, but 2 ranks and 4 micro"
+    ):
+        custom_schedule(path, 2, 4)
+
+
+def test_packages_register_schedules_by_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = EntryPoint("theirs", "pipec.schedules:gpipe", "pipec.schedules")
+    monkeypatch.setattr(
+        "pipec.schedules.entry_points", lambda group: EntryPoints([point]).select(group=group)
+    )
+    assert make_schedule("theirs", 2, 3) == make_schedule("gpipe", 2, 3)
+    with pytest.raises(InputError, match=r"unknown schedule 'their'; did you mean 'theirs'\?"):
+        make_schedule("their", 2, 3)
+
+
+phase_times = st.tuples(*[st.integers(1, 4)] * 3, st.sampled_from([0, 0.25, 1]))
+
+
+@settings(max_examples=3, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 8), phase_times, st.sampled_from([None, 2, 3, 5]))
+def test_auto_is_never_worse_than_the_best_named_schedule_that_fits(
+    p: int, m: int, each: tuple[float, ...], limit: float | None
+) -> None:
+    f, b, w, message = each
+    work = Workload.uniform(
+        p, forward=f, backward_input=b, backward_weight=w, message=message, memory_limit=limit
+    )
+    found = make_schedule("auto", p, m, work)
+    verified(found)
+    assert work.fits(found)
+    for name in SCHEDULES:
+        try:
+            named = make_schedule(name, p, m)
+        except InputError:
+            continue
+        assert not work.fits(named) or makespan(found, work) <= makespan(named, work)
+
+
+@pytest.mark.parametrize(("chunks", "optimum"), [(4, 59), (6, 53), (7, 52), (8, 51)])
+def test_auto_reaches_the_proven_optimum_of_a_v(chunks: int, optimum: int) -> None:
+    """Proved by constraint programming for p = 4, m = 8 and a V of stages whose phases take 1 each."""
+    work = Workload.uniform(4, forward=2, backward_input=2, backward_weight=2, memory_limit=chunks / 2)
+    assert makespan(make_schedule("auto", 4, 8, work), work) == optimum
+
+
+def test_auto_says_when_nothing_fits() -> None:
+    with pytest.raises(InfeasibleError, match=r"no schedule of 4 ranks and 8 microbatches .* limit of 0.5;"):
+        make_schedule("auto", 4, 8, Workload.uniform(4, memory_limit=0.5))
+
+
+def edited(edit: Callable[[list[list[Compute]]], None], schedule: Schedule | None = None) -> Schedule:
+    """A schedule, by default 1F1B of three ranks and four microbatches, with its orders edited."""
+    schedule = schedule or make_schedule("1f1b", 3, 4)
+    orders = [list(order) for order in schedule.orders]
+    edit(orders)
+    return replace(schedule, orders=tuple(map(tuple, orders)))
+
+
+def refusal(schedule: Schedule, **options: int) -> str:
+    with pytest.raises(VerifyError) as caught:
+        verified(schedule, **options)
+    return str(caught.value)
+
+
+def test_a_missing_backward_is_refused() -> None:
+    message = refusal(edited(lambda orders: orders[1].remove(Compute(Phase.BACKWARD, 1, 2))))
+    assert message.startswith(
+        "schedule '1f1b' never runs backward or backward_input of stage 1, microbatch 2,"
+    )
+    assert message.endswith("""\
+add the cell to rank 1 or leave out the link
+  rank 0      F0  F1  F2  B0  F3  B1  B2  B3
+  rank 1      F0  F1  B0 [F2] B1  F3  B3
+  rank 2      F0  B0  F1  B1  F2  B2  F3  B3""")
+
+
+def test_a_missing_weight_gradient_is_refused() -> None:
+    schedule = edited(
+        lambda orders: orders[0].remove(Compute(Phase.BACKWARD_WEIGHT, 0, 1)), make_schedule("zb-h1", 2, 3)
+    )
+    message = refusal(schedule)
+    assert (
+        "the backward of stage 0, microbatch 1 is 0 backward, 1 backward_input, 0 backward_weight" in message
+    )
+    assert "  rank 0      F0  F1  B0  W0  F2 [B1]" in message
+
+
+def test_swapped_receives_are_refused() -> None:
+    schedule = make_schedule("1f1b", 3, 4)
+    links = chain_links(3)
+    programs = list(lower(schedule, links))
+    rows = list(programs[1].instructions)
+    first, second = [number for number, row in enumerate(rows) if row.op is Op.RECV and row.peer == 0][:2]
+    rows[first], rows[second] = rows[second], rows[first]
+    programs[1] = Program(1, tuple(rows))
+    with pytest.raises(VerifyError) as caught:
+        verify_programs(programs, schedule.placement, links, 4)
+    message = str(caught.value)
+    assert "microbatch 1 is received before hidden_1 (0 -> 1), microbatch 0, but rank 0 sends them" in message
+    assert "  rank 1     [F0] F1  B0 " in message
+
+
+def test_a_cycle_is_refused() -> None:
+    def backward_first(orders: list[list[Compute]]) -> None:
+        orders[0].insert(0, orders[0].pop(3))
+
+    message = refusal(edited(backward_first))
+    assert (
+        "cannot finish: these cells wait for each other: rank 0 at backward 0 of mb 0; rank 1 at forward"
+        in (message)
+    )
+    assert "  rank 0     [B0] F0  F1" in message
+    assert "  rank 1     [F0] F1  B0" in message
+
+
+def test_too_many_in_flight_are_refused() -> None:
+    message = refusal(make_schedule("gpipe", 2, 5), max_in_flight=3)
+    assert "holds 4 microbatches in flight; expected at most 3" in message
+    assert "  rank 0      F0  F1  F2 [F3] F4  B0  B1  B2" in message
+
+
+def test_a_chunk_on_the_wrong_rank_is_refused() -> None:
+    def misplaced(orders: list[list[Compute]]) -> None:
+        orders[0][4] = Compute(Phase.FORWARD, 3, 0)
+
+    message, *drawn = refusal(edited(misplaced, make_schedule("looped-bfs", 2, 3))).split("\n", 1)
+    assert message.endswith("microbatch 0 on rank 0; expected it on rank 1, which holds that stage")
+    assert drawn == [
+        """\
+  rank 0      F0.0  F1.0  F2.0  F0.2 [F0.3] F2.2  B0.2  B1.2  B2.2  B0.0
+  rank 1      F0.1  F1.1  F2.1  F0.3  F1.3  F2.3  B0.3  B1.3  B2.3  B0.1"""
+    ]
+
+
+def test_what_is_there_twice_or_not_at_all_is_refused() -> None:
+    message = refusal(edited(lambda orders: orders[2].insert(3, orders[2][0])))
+    assert "runs forward of stage 2, microbatch 0 on rank 2; and once more; expected it once" in message
+    beyond = Compute(Phase.FORWARD, 2, 7)
+    message = refusal(edited(lambda orders: orders[2].append(beyond)))
+    assert "microbatch 7 on rank 2; expected stages 0 to 2 and microbatches 0 to 3" in message
