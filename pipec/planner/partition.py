@@ -50,8 +50,8 @@ class Transfer:
 
     producer: int
     consumers: tuple[int, ...]
-    forward_bytes: int
-    backward_bytes: int
+    forward_bytes: float
+    backward_bytes: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,14 +116,14 @@ def _range_seconds(problem: PartitionProblem, boundaries: NDArray[np.intp]) -> t
     rectangles = list(_rectangles(problem, boundaries))
     weights = np.array([rectangle.seconds for rectangle in rectangles])
     compute = np.asarray(problem.seconds, dtype=np.float64)
-    grid = _grid(compute.sum() + 4 * weights.sum())
+    grid = exact_grid(compute.sum() + 4 * weights.sum())
     communication = _stack(rectangles, np.rint(weights / grid) * grid, len(boundaries))
     communication[np.tri(len(boundaries), dtype=bool)] = math.inf
     until = np.concatenate([[0.0], np.cumsum(np.rint(compute / grid) * grid)])[boundaries]
     return communication + (until[None, :] - until[:, None]), communication
 
 
-def _grid(largest_sum: float) -> float:
+def exact_grid(largest_sum: float) -> float:
     """A spacing whose multiples add up exactly in float64, as far as ``largest_sum``."""
     return max(math.ldexp(1.0, math.frexp(largest_sum)[1] - 51), sys.float_info.min)
 
@@ -153,9 +153,13 @@ def _rectangles(problem: PartitionProblem, boundaries: NDArray[np.intp]) -> Iter
 
 
 def _transfer_seconds(problem: PartitionProblem, transfer: Transfer) -> float:
+    return transfer_seconds(transfer, problem.bytes_per_second, problem.latency_seconds)
+
+
+def transfer_seconds(transfer: Transfer, bytes_per_second: float, latency_seconds: float) -> float:
     """Time on the link of the activation and of its gradient, whichever there are."""
     messages = [size for size in (transfer.forward_bytes, transfer.backward_bytes) if size]
-    return sum(problem.latency_seconds + size / problem.bytes_per_second for size in messages)
+    return sum(latency_seconds + size / bytes_per_second for size in messages)
 
 
 def _stack(rectangles: Sequence[_Rectangle], weights: Matrix, num_boundaries: int) -> Matrix:
