@@ -81,21 +81,27 @@ class Leaf:
     index: int
     device: Device
 
-    num_devices = 1
+    @property
+    def num_devices(self) -> int:
+        return 1
 
     @property
     def signature(self) -> tuple[object, ...]:
         return (self.device.memory_bytes, self.device.speed)
 
+    @property
+    def device_indices(self) -> tuple[int, ...]:
+        return (self.index,)
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Devices or groups joined by the links of ``level``, sorted into kinds.
+    """Devices or groups joined by the links of level ``level`` of the topology, sorted into kinds.
 
     Members of a kind are interchangeable: they consist of equal devices, listed in the same order.
     """
 
-    level: Level
+    level: int
     kinds: tuple[tuple["Leaf | Group", ...], ...]
 
     @property
@@ -105,6 +111,14 @@ class Group:
     @property
     def signature(self) -> tuple[object, ...]:
         return tuple((len(kind), kind[0].signature) for kind in self.kinds)
+
+    @property
+    def device_indices(self) -> tuple[int, ...]:
+        """All of them, in an order in which groups of one signature correspond."""
+        return tuple(index for kind in self.kinds for member in kind for index in member.device_indices)
+
+
+Member = Leaf | Group
 
 
 def uniform(
@@ -134,17 +148,17 @@ def read_topology(path: Path) -> Topology:
 
 def group(topology: Topology) -> Group:
     """The outermost group, in which every other is nested."""
-    members: list[Leaf | Group] = [Leaf(index, device) for index, device in enumerate(topology.devices)]
-    for level in topology.levels:
+    members: list[Member] = [Leaf(index, device) for index, device in enumerate(topology.devices)]
+    for index, level in enumerate(topology.levels):
         groups = range(0, len(members), level.size)
-        members = [Group(level, _kinds(members[first : first + level.size])) for first in groups]
+        members = [Group(index, _kinds(members[first : first + level.size])) for first in groups]
     (outermost,) = members
     assert isinstance(outermost, Group)
     return outermost
 
 
-def _kinds(members: Sequence[Leaf | Group]) -> tuple[tuple[Leaf | Group, ...], ...]:
-    by_signature: dict[tuple[object, ...], list[Leaf | Group]] = {}
+def _kinds(members: Sequence[Member]) -> tuple[tuple[Member, ...], ...]:
+    by_signature: dict[tuple[object, ...], list[Member]] = {}
     for member in members:
         by_signature.setdefault(member.signature, []).append(member)
     return tuple(tuple(by_signature[key]) for key in sorted(by_signature, key=repr))
