@@ -6,6 +6,7 @@ Of operators in one line there are n + 1; a graph with branches has more, in pri
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -25,12 +26,13 @@ Mask = NDArray[np.bool_]
 class Boundaries:
     """B boundaries, the empty one first and the whole last; a subset comes before what it is a subset of.
 
-    ``order`` lists the operators, ``members[k, b]`` says whether the k-th of them is before boundary b;
-    None if every boundary is a beginning of the order, b operators long. ``totals`` sums each of COLUMNS
-    over the operators before b, ``cuts`` the seconds of the values that cross b, one row a level.
+    ``order`` lists the operators, and ``sizes[b]`` counts those before boundary b. ``members[k, b]`` says
+    whether the k-th is; None if they are always the first in order. ``totals`` sums each of COLUMNS over the
+    operators before b, ``cuts`` the seconds of the values that cross b, one row a level.
     """
 
     order: Sequence[int]
+    sizes: NDArray[np.intp]
     members: Mask | None
     totals: Vector
     cuts: Vector
@@ -43,17 +45,17 @@ class Boundaries:
         return int(self.totals.shape[1])
 
     def take(self, kept: NDArray[np.intp]) -> "Boundaries":
-        """Only those ``kept``, with their members written out."""
-        return Boundaries(self.order, self.holds()[:, kept], self.totals[:, kept], self.cuts[:, kept])
+        members = None if self.members is None else self.members[:, kept]
+        return Boundaries(self.order, self.sizes[kept], members, self.totals[:, kept], self.cuts[:, kept])
 
     def holds(self) -> Mask:
-        """``members``, written out for a line too."""
-        return np.tri(len(self), dtype=bool)[:, :-1].T.copy() if self.members is None else self.members
+        """``members``, written out where it is None."""
+        return np.arange(len(self.order))[:, None] < self.sizes if self.members is None else self.members
 
     def between(self, first: int, last: int) -> tuple[int, ...]:
         """The operators of the stage that begins at one boundary and ends at the other, in order."""
         if self.members is None:
-            return tuple(self.order[first:last])
+            return tuple(self.order[self.sizes[first] : self.sizes[last]])
         inside = self.members[:, last] & ~self.members[:, first]
         return tuple(self.order[k] for k in np.flatnonzero(inside).tolist())
 
@@ -66,12 +68,19 @@ def boundaries(workload: Workload, order: Sequence[int], value_seconds: Vector) 
         for transfer in workload.transfers
     ]
     columns = np.array([getattr(workload, column) for column in COLUMNS], dtype=np.float64)[:, order]
-    before = {(position[u], position[v]) for u, v in workload.before}
-    if all((k, k + 1) in before for k in range(len(order) - 1)):
+    if is_line(workload, order):
         totals = np.concatenate([np.zeros((len(COLUMNS), 1)), np.cumsum(columns, axis=1)], axis=1)
-        return Boundaries(order, None, totals, _line_cuts(values, value_seconds, len(order) + 1))
-    members = _downsets(before, len(order))
-    return Boundaries(order, members, _totals(columns, members), _cuts(values, value_seconds, members))
+        cuts = _line_cuts(values, value_seconds, len(order) + 1)
+        return Boundaries(order, np.arange(len(order) + 1), None, totals, cuts)
+    members = _downsets({(position[u], position[v]) for u, v in workload.before}, len(order))
+    sizes = members.sum(axis=0, dtype=np.intp)
+    return Boundaries(order, sizes, members, _totals(columns, members), _cuts(values, value_seconds, members))
+
+
+def is_line(workload: Workload, order: Sequence[int]) -> bool:
+    """Whether every operator must follow the one before it in ``order``, so that there is no other order."""
+    before = set(workload.before)
+    return all(pair in before for pair in pairwise(order))
 
 
 def _line_cuts(values: Sequence[Sequence[int]], value_seconds: Vector, num_boundaries: int) -> Vector:

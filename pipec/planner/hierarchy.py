@@ -156,11 +156,9 @@ class Hierarchy:
                 best = _FirstStage(float(costs.min()), option, int(columns[costs.argmin()]))
         return best
 
-    def _placed(
-        self, task: _Task, option: _Option, last: int, members: Sequence[Member]
-    ) -> Iterator[Chosen]:
+    def _placed(self, task: _Task, option: _Option, last: int, members: Sequence[Member]) -> Iterator[Chosen]:
         """The stage itself, or the stages within each of its replicas, with the share of this level added."""
-        after = self._later(task.group, task.after, option)
+        after = _later(task.group, task.after, option)
         inside = self._inside(members[0], task.first, last, after)
         for index, stage in enumerate(inside):
             begins = task.begins or index > 0
@@ -185,20 +183,14 @@ class Hierarchy:
     def _stage(
         self, group: Group, after: Fraction, option: _Option, begins: bool, rows: Indices, columns: Indices
     ) -> Matrix:
-        busy = self._busy(group.kinds[option.kind][0], self._later(group, after, option), rows, columns)
+        busy = self._busy(group.kinds[option.kind][0], _later(group, after, option), rows, columns)
         return self.ranges.stage(busy, group.level, option.replicas, begins, rows, columns)
-
-    def _later(self, group: Group, after: Fraction, option: _Option) -> Fraction:
-        """Devices that follow each member of the option's stage, 0 where that makes no difference."""
-        if not self.limits_memory:
-            return Fraction(0)
-        return (after + _num_devices(group, option.rest)) / option.replicas
 
     def _busy(self, member: Member, after: Fraction, rows: Indices, columns: Indices) -> Matrix:
         """Seconds of the best pipeline on one ``member``."""
         if isinstance(member, Leaf):
             return self.ranges.on_device(member.device, after, rows, columns)
-        key = (member.signature, after)
+        key = (member.signature, after if self.limits_memory else None)
         if key not in self._known:
             self._known[key] = self._all_pipelines(member, after)
         return self._known[key][np.ix_(rows, columns)]
@@ -258,6 +250,11 @@ def _as_good(counts: Counts, finish: dict[Counts, Vector], boundary: int) -> Cou
 
 def _num_devices(group: Group, counts: Counts) -> int:
     return sum(count * kind[0].num_devices for count, kind in zip(counts, group.kinds, strict=True))
+
+
+def _later(group: Group, after: Fraction, option: _Option) -> Fraction:
+    """Devices that follow each member of the option's stage."""
+    return (after + _num_devices(group, option.rest)) / option.replicas
 
 
 def _minimise(found: Matrix, stages: Matrix, rest: Matrix) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pipec.planner.boundaries import Vector
+from pipec.planner.boundaries import Vector, is_line
 from pipec.planner.partition import Transfer
 from pipec.planner.workload import COLUMNS, Workload
 
@@ -32,8 +32,16 @@ class Merged:
         return tuple(sorted(op for k in operators for op in self.members[k]))
 
 
-def merge(workload: Workload, value_seconds: Vector, overlap: bool, slowest: float) -> Merged:
-    """Merge while any operator can be. ``value_seconds[level, transfer]``; ``slowest`` is a device's speed."""
+def merge(
+    workload: Workload, order: Sequence[int], value_seconds: Vector, overlap: bool, slowest: float
+) -> Merged:
+    """Merge while any operator can be; operators in one line stay, they have few boundaries anyway.
+
+    ``order`` is one that ``workload.before`` permits, ``value_seconds`` is indexed by level and transfer,
+    ``slowest`` is the least speed of a device.
+    """
+    if is_line(workload, order):
+        return Merged(workload, [(op,) for op in range(len(order))])
     state = _State(workload, value_seconds)
     weightless = [
         not (workload.parameter_bytes[op] or workload.resident_bytes[op] or workload.saved_bytes[op])
@@ -81,7 +89,9 @@ class _State:
         return [next(iter(near)) for near in (self.before[op], self.after[op]) if len(near) == 1]
 
     def prefers(self, op: int, home: int, seconds: float) -> bool:
-        others = [value for value in self.values[op] if home not in self.ends[value] and len(self.ends[value]) > 1]
+        others = [
+            value for value in self.values[op] if home not in self.ends[value] and len(self.ends[value]) > 1
+        ]
         shared = [value for value in self.values[op] if self.ends[value] == {op, home}]
         elsewhere = self.value_seconds[:, others].sum(axis=1)
         return bool(np.all(seconds + elsewhere <= self.value_seconds[:, shared].sum(axis=1)))
@@ -108,10 +118,7 @@ def _merged(workload: Workload, state: _State) -> Merged:
         column: [sum(getattr(workload, column)[op] for op in state.members[k]) for k in kept]
         for column in COLUMNS
     }
-    transfers = [
-        _moved(transfer, index)
-        for transfer in workload.transfers
-    ]
+    transfers = [_moved(transfer, index) for transfer in workload.transfers]
     before = sorted({(index[u], index[v]) for u, v in workload.before if index[u] != index[v]})
     smaller = replace(
         workload, names=[workload.names[k] for k in kept], transfers=transfers, before=before, **sums

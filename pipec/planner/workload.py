@@ -48,7 +48,7 @@ def program_order(workload: Workload) -> list[int]:
 
 def _sorted(workload: Workload) -> list[int]:
     sorter: graphlib.TopologicalSorter[int] = graphlib.TopologicalSorter(
-        {op: () for op in range(len(workload.names))}
+        dict.fromkeys(range(len(workload.names)), ())
     )
     for u, v in workload.before:
         sorter.add(v, u)
