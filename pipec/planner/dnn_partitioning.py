@@ -1,0 +1,115 @@
+"""Read the training graphs of msr-fiddle/dnn-partitioning: JSON, with separate backward nodes.
+
+Tarnawski et al., Efficient Algorithms for Device Placement of DNN Graph Operators (NeurIPS 2020). Nodes of
+one ``colorClass``, a forward node and its backward, are on one device: together they are an operator here.
+A node without one is an operator by itself. The file gives the cost of an edge in milliseconds rather than
+bytes, so values are sized in seconds and links carry one "byte" per second. CPUs are not used.
+
+Both directions are contiguous: if a forward node or a gradient joins two operators, the one that is first in
+the forward is not on a later device. Operators that this orders both ways are on one device.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import networkx as nx
+
+from pipec.errors import PlanError
+from pipec.planner.partition import Transfer
+from pipec.planner.topology import Device, Topology, uniform
+from pipec.planner.workload import Workload
+
+Node = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlacement:
+    """A file's problem. A plan uses no replicas."""
+
+    workload: Workload
+    topology: Topology
+
+
+def read_dnn_partitioning(path: Path) -> DevicePlacement:
+    """PlanError if the file is not of this format."""
+    try:
+        graph = json.loads(path.read_text(encoding="utf-8"))
+        return parse_dnn_partitioning(graph)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PlanError(
+            f"{path} is not a dnn-partitioning graph: {error!r}. Expected JSON with maxFPGAs, maxSizePerFPGA, "
+            f"nodes (id, fpgaLatency, size, isBackwardNode) and edges (sourceId, destId, cost)"
+        ) from error
+
+
+def parse_dnn_partitioning(graph: Mapping[str, Any]) -> DevicePlacement:
+    nodes: dict[int, Node] = {node["id"]: node for node in graph["nodes"]}
+    edges = [(edge["sourceId"], edge["destId"], edge["cost"] / 1000) for edge in graph["edges"]]
+    operator_of = _operators(nodes, [(source, target) for source, target, _ in edges])
+    num_operators = max(operator_of.values(), default=-1) + 1
+    names = [""] * num_operators
+    seconds, size = [0.0] * num_operators, [0.0] * num_operators
+    for key, node in nodes.items():
+        op = operator_of[key]
+        names[op] = names[op] or str(node.get("name", key))
+        seconds[op] += node["fpgaLatency"] / 1000
+        size[op] += node["size"]
+    before = {
+        _forward(nodes, operator_of, source, target)
+        for source, target, _ in edges
+        if bool(nodes[source]["isBackwardNode"]) == bool(nodes[target]["isBackwardNode"])
+    }
+    idle = [0.0] * num_operators
+    workload = Workload(
+        names=names,
+        seconds=seconds,
+        parameter_bytes=idle,
+        resident_bytes=size,
+        saved_bytes=idle,
+        transfers=_transfers(edges, operator_of),
+        before=sorted((u, v) for u, v in before if u != v),
+    )
+    device = Device(memory_bytes=graph["maxSizePerFPGA"])
+    return DevicePlacement(workload, uniform([graph["maxFPGAs"]], [1.0], device))
+
+
+def _operators(nodes: Mapping[int, Node], edges: Sequence[tuple[int, int]]) -> dict[int, int]:
+    """The operator of each node: its colour's, merged with those it must share a device with."""
+    colour = {key: ("colour", node["colorClass"]) if "colorClass" in node else ("node", key)
+              for key, node in nodes.items()}
+    graph = nx.DiGraph()
+    graph.add_nodes_from(colour.values())
+    graph.add_edges_from(
+        _forward(nodes, colour, source, target)
+        for source, target in edges
+        if bool(nodes[source]["isBackwardNode"]) == bool(nodes[target]["isBackwardNode"])
+    )
+    together = {}
+    for component in nx.strongly_connected_components(graph):
+        together.update(dict.fromkeys(component, min(component)))
+    numbers = {first: number for number, first in enumerate(dict.fromkeys(together[c] for c in colour.values()))}
+    return {key: numbers[together[colour[key]]] for key in nodes}
+
+
+def _forward(nodes: Mapping[int, Node], owner: Mapping[int, Any], source: int, target: int) -> tuple[Any, Any]:
+    """The owners of an edge's ends, the one that comes first in the forward first."""
+    ends = (owner[source], owner[target])
+    return ends[::-1] if nodes[source]["isBackwardNode"] else ends
+
+
+def _transfers(
+    edges: Sequence[tuple[int, int, float]], operator_of: Mapping[int, int]
+) -> list[Transfer]:
+    cost: dict[int, float] = {}
+    readers: dict[int, set[int]] = {}
+    for source, target, seconds in edges:
+        cost[source] = seconds
+        readers.setdefault(source, set()).add(operator_of[target])
+    return [
+        Transfer(operator_of[source], tuple(sorted(consumers)), cost[source], 0)
+        for source, consumers in readers.items()
+        if consumers != {operator_of[source]}
+    ]
