@@ -28,7 +28,7 @@ demo: $(READY) ## train a byte-level GPT on four stages for a minute; results in
 	$(BIN)/python examples/train_gpt.py --output build/demo
 
 test: lint ## lint, types and every test
-	$(BIN)/pytest --numprocesses 2 --dist loadgroup
+	$(BIN)/pytest --numprocesses 2 --dist loadfile
 
 lint: $(READY) ## lint and types
 	$(BIN)/ruff check

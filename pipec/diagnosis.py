@@ -17,6 +17,15 @@ _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 
 ADVICE = (
     (
+        "multi_head_attention_forward",
+        "torch looks at the values of an attention mask to find out whether it is causal.\n"
+        "Pass is_causal=True or is_causal=False along with the mask.",
+    ),
+    (
+        "backwards hooks",
+        "Register the hook on a tensor inside forward(), with Tensor.register_hook: there it is captured.",
+    ),
+    (
         "branching",
         "A Python `if` or `while` asks for the value of a tensor, which does not exist at capture.\n"
         "Compute both sides and choose with torch.where or a mask, or decide outside the model.",
@@ -28,7 +37,7 @@ ADVICE = (
     ),
     ("", "Replace the call on that line with tensor operations of torch, or do it outside the model."),
 )
-"""What to do, by a pattern in torch's reason; the first that is found."""
+"""What to do, by a pattern in torch's reason or in the line where it arose; the first that is found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +89,18 @@ def capture_error(errors: Sequence[Exception]) -> PipecError:
             "Sizes are those of one microbatch. Check the arguments of step() against what the model expects."
         )
     reason = torch_compat.reason_of(first)
-    advice = next(text for pattern, text in ADVICE if re.search(pattern, reason))
+    advice = next(text for pattern, text in ADVICE if re.search(pattern, f"{reason}\n{_innermost(first)}"))
     tried = "\n  ".join(dict.fromkeys(map(brief, errors[1:])))
     return CaptureError(
         f"the model cannot be captured as one graph{where}\n  {reason}\n{advice}"
         + (f"\nOther ways of capturing it failed too:\n  {tried}" if tried else "")
     )
+
+
+def _innermost(error: Exception) -> str:
+    """The text of the last line that an error of a front end names, be it the model's or torch's."""
+    lines = lines_in(str(error))
+    return lines[-1].text if lines else ""
 
 
 def _line_of(error: Exception) -> Line | None:

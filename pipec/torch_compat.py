@@ -93,12 +93,13 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def unchanged(module: torch.nn.Module) -> Iterator[None]:
-    """Put every attribute, parameter and buffer back that tracing replaced, such as by a fake tensor.
+    """Put back every attribute, parameter and buffer that tracing replaced, such as by a fake tensor.
 
     Differentiation swaps the tensors of a module for its own, and where one module is registered under
-    two names it does not find its way back.
+    two names it does not find its way back. Dynamo marks the tensors themselves.
     """
     registries = [r for m in module.modules() for r in (m.__dict__, m._parameters, m._buffers)]
+    registries += [vars(tensor) for tensor in (*module.parameters(), *module.buffers())]
     before = [dict(registry) for registry in registries]
     try:
         yield
@@ -217,8 +218,8 @@ def reason_of(error: BaseException) -> str:
         return "Data-dependent size or branch: torch needs a value of a tensor to go on"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if isinstance(error, Unsupported):
-        explained = [line for line in lines if line.startswith("Explanation:")]
-        return " ".join([f"{lines[0].rstrip('.')}.", *explained]).replace("Explanation: ", "")
+        explained = [line.removeprefix("Explanation:") for line in lines if line.startswith("Explanation:")]
+        return " ".join([f"{lines[0].rstrip('.')}.", *map(str.strip, explained)]).strip()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 

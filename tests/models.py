@@ -112,11 +112,7 @@ MODELS: tuple[Factory, ...] = (gpt2, llama, bert, t5, resnet)
 
 
 def each(*factories: Factory) -> list[Any]:
-    """Tests of one model run in one worker, so that it is captured once."""
-    return [
-        pytest.param(factory, marks=pytest.mark.xdist_group(factory.__name__), id=factory.__name__)
-        for factory in factories
-    ]
+    return [pytest.param(factory, id=factory.__name__) for factory in factories]
 
 
 def _made(model_class: Callable[[Any], nn.Module], config: Any) -> nn.Module:

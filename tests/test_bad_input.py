@@ -11,8 +11,6 @@ import pipec
 from pipec.errors import ArtifactError, CaptureError, InputError, PipecError, PlanError
 from pipec.pipeline import Pipeline
 
-pytestmark = pytest.mark.xdist_group("bad_input")
-
 
 class Net(nn.Module):
     def __init__(self) -> None:

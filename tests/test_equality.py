@@ -71,7 +71,6 @@ def test_twenty_steps_of_adamw_stay_equal(factory: Factory) -> None:
         assert_equal(Outcome.of(losses[0], run.model), Outcome.of(losses[1], unsplit))
 
 
-@pytest.mark.xdist_group("gpt2")
 def test_twenty_steps_stay_equal_to_a_model_that_sums_the_gradients_of_each_use_of_a_tied_weight() -> None:
     """Nothing but the order of that sum differs: embedding and head are apart, as two stages hold them."""
     model = captured(gpt2)

@@ -11,36 +11,36 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 ALONE = (sys.executable,)
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
 
-pytestmark = [pytest.mark.examples, pytest.mark.xdist_group("examples"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.examples, pytest.mark.timeout(400)]
 
 
 def run_example(launcher: tuple[str, ...], script: str, *arguments: str) -> list[str]:
     """The lines that tell results: losses and accuracies."""
     command = [*launcher, str(EXAMPLES / script), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=380)
     assert done.returncode == 0, done.stdout + done.stderr
     return [line for line in done.stdout.splitlines() if "loss" in line or "accuracy" in line]
 
 
 @pytest.mark.parametrize(
-    ("script", "arguments", "num_lines"),
-    [
-        ("train_gpt.py", ("--steps", "3"), 2),
-        ("huggingface_gpt2.py", ("--steps", "3"), 2),
-        ("resnet_digits.py", ("--epochs", "1"), 2),
-    ],
+    ("script", "arguments"),
+    [("huggingface_gpt2.py", ("--steps", "3")), ("resnet_digits.py", ("--epochs", "1"))],
 )
-def test_one_process_and_torchrun_print_the_same_losses(
-    script: str, arguments: tuple[str, ...], num_lines: int
-) -> None:
+def test_one_process_and_torchrun_print_the_same_losses(script: str, arguments: tuple[str, ...]) -> None:
     alone = run_example(ALONE, script, *arguments)
-    assert len(alone) == num_lines, alone
+    assert len(alone) == 2, alone
     assert run_example(TORCHRUN, script, *arguments) == alone
 
 
-def test_train_gpt_leaves_an_artifact_a_timeline_and_a_loss_curve(tmp_path: Path) -> None:
-    run_example(ALONE, "train_gpt.py", "--steps", "2", "--output", str(tmp_path))
-    assert (tmp_path / "artifact" / "plan.json").is_file()
-    for picture in ("timeline.svg", "loss.svg"):
-        assert "<svg" in (tmp_path / picture).read_text(encoding="utf-8")
+def test_train_gpt_leaves_the_same_losses_and_an_artifact_a_timeline_and_a_loss_curve(tmp_path: Path) -> None:
+    alone, distributed = (
+        run_example(launcher, "train_gpt.py", "--steps", "3", "--output", str(tmp_path / str(len(launcher))))
+        for launcher in (ALONE, TORCHRUN)
+    )
+    assert len(alone) == 2, alone
+    assert distributed == alone
+    for output in tmp_path.iterdir():
+        assert (output / "artifact" / "plan.json").is_file()
+        for picture in ("timeline.svg", "loss.svg"):
+            assert "<svg" in (output / picture).read_text(encoding="utf-8")

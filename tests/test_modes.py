@@ -61,7 +61,6 @@ def run_steps(combination: Combination) -> list[Outcome]:
     return outcomes
 
 
-@pytest.mark.xdist_group("gpt2_with_dropout")
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_dropout_does_not_depend_on_the_cut(num_stages: int, recompute: str) -> None:
@@ -72,7 +71,6 @@ def test_dropout_does_not_depend_on_the_cut(num_stages: int, recompute: str) -> 
         assert_equal(found, expected, tied)
 
 
-@pytest.mark.xdist_group("gpt2_with_dropout")
 def test_every_step_drops_something_else() -> None:
     first, second = run_steps(Combination(2, "1f1b", "none"))
     assert first.loss != second.loss

@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import pytest
 import torch
 from combinations import Captured, TrainingRun, cut, generated, tied_parameters
 from example_schedules import v_gpipe, zb_h1, zb_v
@@ -23,8 +22,6 @@ from pipec.capture import capture
 from pipec.graph import Level, TrainingGraph, is_constant
 from pipec.ir import Mode, Schedule
 from pipec.schedules import make_schedule
-
-pytestmark = pytest.mark.xdist_group("random graphs")
 
 WIDTH, NUM_STEPS, NUM_MODELS, MAX_STAGES = 8, 12, 6, 4
 

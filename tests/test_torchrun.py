@@ -48,7 +48,6 @@ def test_a_loaded_artifact_has_the_bits_of_the_unsplit_model(
     assert_equal(found, replace(wanted, buffers=used), tied_parameters(artifact))
 
 
-@pytest.mark.xdist_group("gpt2")
 def test_a_stage_that_fails_fails_every_rank_with_its_error(tmp_path: Path) -> None:
     model = captured(gpt2)
     artifact = compiled(model, Combination(2, "1f1b", "none"))
@@ -64,7 +63,6 @@ def test_a_stage_that_fails_fails_every_rank_with_its_error(tmp_path: Path) -> N
     assert original in errors[0]
 
 
-@pytest.mark.xdist_group("gpt2")
 def test_ranks_that_load_different_artifacts_refuse_to_run(tmp_path: Path) -> None:
     model = captured(gpt2)
     directories = [
@@ -78,7 +76,6 @@ def test_ranks_that_load_different_artifacts_refuse_to_run(tmp_path: Path) -> No
         )
 
 
-@pytest.mark.xdist_group("gpt2")
 def test_a_script_under_torchrun_prints_the_losses_of_one_process() -> None:
     model = captured(gpt2)
     run = TrainingRun(compiled(model, Combination(4, "1f1b", "none")), model.model)

@@ -19,8 +19,6 @@ from pipec.passes import run_passes
 from pipec.passes.cut_stages import CutStages
 from pipec.passes.verify import RULES, verify
 
-pytestmark = pytest.mark.xdist_group("verify_graph")
-
 
 class Counted(nn.Module):
     """Two layers, and a buffer that the second half changes."""

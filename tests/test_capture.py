@@ -1,0 +1,422 @@
+"""Awkward but real modules train in two stages with the bits of the unsplit model, and stay as they were."""
+
+import copy
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from awkward import (
+    SHAPE,
+    WIDTH,
+    Autocast,
+    CellLoop,
+    Checkpointed,
+    Encoder,
+    Fourier,
+    FrozenNorm,
+    Hooked,
+    InPlace,
+    MovingMean,
+    Normalized,
+    Quantized,
+    Recurrent,
+    Shared,
+    Teacher,
+    Unused,
+)
+from torch import Tensor, nn
+from unsplit import Inputs, Outcome, assert_equal, microbatches, unsplit_step
+
+import pipec
+from pipec.errors import CaptureError, InputError
+from pipec.pipeline import Pipeline
+
+SIZES = 3, 2
+mse = nn.functional.mse_loss
+
+
+class Between(nn.Module):
+    """A module between two layers, so that there is something to train on both sides of it."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.awkward = make()
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.awkward(torch.tanh(self.first(x))))
+
+
+def batch(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x, target = torch.randn(2, sum(SIZES), *SHAPE, generator=generator, dtype=dtype)
+    return {"x": x, "target": target}
+
+
+def compiled(model: nn.Module, loss_fn: Callable[..., Tensor] | None = mse) -> Pipeline:
+    return pipec.compile(model, devices=2, loss_fn=loss_fn, microbatches=len(SIZES))
+
+
+def trained_both_ways(
+    model: nn.Module, inputs: Inputs, loss_fn: Callable[..., Tensor] = mse
+) -> tuple[Outcome, Outcome, Pipeline]:
+    """What one step of the pipeline and of the unsplit model leave; ``inputs`` are ``x`` and ``target``."""
+    unsplit, unsplit_loss_fn = copy.deepcopy((model, loss_fn))
+    pipe = compiled(model, loss_fn)
+    found = Outcome.of(pipe.step(inputs["x"], target=inputs["target"]), model)
+    loss = unsplit_step(lambda x, target: unsplit_loss_fn(unsplit(x), target), inputs, SIZES)
+    return found, Outcome.of(loss, unsplit), pipe
+
+
+AWKWARD: dict[str, Callable[[], nn.Module]] = {
+    "GRUCell loop": CellLoop,
+    "TransformerEncoder": Encoder,
+    "autograd.Function": Quantized,
+    "checkpoint": partial(Checkpointed, use_reentrant=False),
+    "reentrant checkpoint": partial(Checkpointed, use_reentrant=True),
+    "autocast": Autocast,
+    "no_grad": Teacher,
+    "in place": InPlace,
+    "frozen": FrozenNorm,
+    "changed buffers": MovingMean,
+    "shared": Shared,
+    "unused": Unused,
+    "hooks": Hooked,
+    "parametrizations": Normalized,
+    "complex": Fourier,
+}
+
+
+@pytest.mark.parametrize("make", AWKWARD.values(), ids=AWKWARD)
+def test_an_awkward_module_trains_with_the_bits_of_the_unsplit_model(make: Callable[[], nn.Module]) -> None:
+    found, expected, pipe = trained_both_ways(Between(make), batch())
+    assert_equal(found, expected, frozenset(fqn for stage in pipe.plan.stages for fqn in stage.borrowed))
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
+def test_a_recurrent_layer_trains_with_the_bits_of_the_unsplit_model(layer: type[nn.RNNBase]) -> None:
+    """In double precision: in single, eager torch calls oneDNN for an LSTM, which rounds in another way."""
+    found, expected, _ = trained_both_ways(Between(lambda: Recurrent(layer)).double(), batch(torch.float64))
+    assert_equal(found, expected)
+
+
+def test_what_is_not_trained_has_no_gradient() -> None:
+    """That gradients have the same names is compared above, too; here the names are spelled out."""
+    ends = {"first.weight", "first.bias", "last.weight", "last.bias"}
+    frozen, _, _ = trained_both_ways(Between(FrozenNorm), batch())
+    assert frozen.gradients.keys() == ends | {"awkward.norm.weight", "awkward.norm.bias"}
+    unused, _, _ = trained_both_ways(Between(Unused), batch())
+    assert unused.gradients.keys() == ends
+
+
+def test_a_loss_function_may_be_a_module_with_buffers() -> None:
+    class WeightedLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("weight", torch.linspace(0.5, 2, WIDTH))
+
+        def forward(self, output: Tensor, target: Tensor) -> Tensor:
+            return (self.weight * (output - target).abs()).mean()
+
+    found, expected, pipe = trained_both_ways(Between(Unused), batch(), WeightedLoss())
+    assert_equal(found, expected)
+    assert not [name for name, _ in pipe.named_buffers()]
+
+
+# inputs and outputs of any shape
+
+
+@dataclass
+class Pair:
+    left: Tensor
+    right: Tensor
+
+
+torch.export.register_dataclass(Pair)
+
+
+class Scores(NamedTuple):
+    scores: Tensor
+    extras: dict[str, Any]
+
+
+class Nested(nn.Module):
+    """Takes a dataclass in a dict and a tuple with plain values; returns tensors and plain values in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, inputs: dict[str, Any], *, options: tuple[Any, ...] = ()) -> Scores:
+        scale, name, mask = options
+        hidden = torch.tanh(self.first(inputs["pair"].left)) + inputs["more"][0]
+        scores = self.last(hidden) * scale + mask
+        return Scores(scores, {"pair": Pair(hidden, inputs["pair"].right), "name": name, "none": None})
+
+
+def nested_call() -> dict[str, Any]:
+    x, more = batch().values()
+    return {"inputs": {"pair": Pair(x, more), "more": [more]}, "options": (0.5, "half", torch.ones(WIDTH))}
+
+
+def split(call: dict[str, Any]) -> list[dict[str, Any]]:
+    """The call of each microbatch, where every tensor but the mask is split."""
+    inputs = call["inputs"]
+    parts = microbatches({"x": inputs["pair"].left, "more": inputs["more"][0]}, SIZES)
+    return [
+        {"inputs": {"pair": Pair(p["x"], p["more"]), "more": [p["more"]]}, "options": call["options"]}
+        for p in parts
+    ]
+
+
+def nested_loss(output: Scores, target: dict[str, Tensor]) -> Tensor:
+    return mse(output.scores + output.extras["pair"].left, target["wanted"])
+
+
+def test_nested_arguments_are_split_leaf_by_leaf() -> None:
+    model, call, wanted = Nested(), nested_call(), batch()["target"]
+    unsplit = copy.deepcopy(model)
+    loss = compiled(model, nested_loss).step(**call, target={"wanted": wanted})
+    expected = torch.tensor(0.0)
+    for part, target, size in zip(split(call), wanted.split(SIZES), SIZES, strict=True):
+        one = nested_loss(unsplit(**part), {"wanted": target})
+        one.backward(gradient=torch.tensor(size / sum(SIZES)))
+        expected = expected + one.detach() * (size / sum(SIZES))
+    assert_equal(Outcome.of(loss, model), Outcome.of(expected, unsplit))
+
+
+def test_nested_outputs_come_back_in_their_own_classes() -> None:
+    model, call = Nested(), nested_call()
+    found = compiled(model, nested_loss)(**call)
+    parts = [model(**part) for part in split(call)]
+    pair = found.extras["pair"]
+    assert type(found) is Scores
+    assert type(pair) is Pair
+    assert torch.equal(found.scores, torch.cat([part.scores for part in parts]))
+    assert torch.equal(pair.left, torch.cat([part.extras["pair"].left for part in parts]))
+    assert torch.equal(pair.right, call["inputs"]["pair"].right)
+    assert (found.extras["name"], found.extras["none"]) == ("half", None)
+
+
+def test_an_argument_of_a_class_that_torch_cannot_take_apart_is_refused() -> None:
+    class Unknown:
+        __hash__ = None  # type: ignore[assignment]
+
+    call = nested_call()
+    call["inputs"]["pair"] = Unknown()
+    with pytest.raises(InputError, match=r"kwargs\['inputs'\]\['pair'\] is a .*Unknown.*register_dataclass"):
+        compiled(Nested(), nested_loss).step(**call, target=batch()["target"])
+
+
+# meta
+
+
+def test_a_model_on_the_meta_device_is_compiled_and_trains_once_it_has_values() -> None:
+    real, inputs = Between(MovingMean), batch()
+    with torch.device("meta"):
+        model = Between(MovingMean)
+    pipe = compiled(model).prepare(inputs["x"], target=inputs["target"])
+    reference = compiled(copy.deepcopy(real)).prepare(inputs["x"], target=inputs["target"])
+    assert [pipe.source(stage) for stage in (0, 1)] == [reference.source(stage) for stage in (0, 1)]
+    with pytest.raises(InputError, match=r"first\.weight and 5 other tensors are on the meta device"):
+        pipe.step(inputs["x"], target=inputs["target"])
+    pipe.to_empty(device="cpu").load_state_dict(real.state_dict())
+    loss = pipe.step(inputs["x"], target=inputs["target"])
+    expected, _, _ = trained_both_ways(real, inputs)
+    assert_equal(Outcome.of(loss, pipe), expected)
+
+
+# a batch that cannot be symbolic
+
+
+class RowByRow(nn.Module):
+    """Unrolls the batch, which becomes a constant by it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([row * number for number, row in enumerate(x, start=1)])
+
+
+def test_a_model_that_unrolls_the_batch_is_compiled_for_each_size(caplog: pytest.LogCaptureFixture) -> None:
+    found, expected, _ = trained_both_ways(Between(RowByRow), batch())
+    assert_equal(found, expected)
+    messages = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(messages) == len(SIZES)
+    for message, size in zip(messages, SIZES, strict=True):
+        assert message.startswith(f"microbatches of {size} rows are compiled on their own")
+        assert "enumerate(x, start=1)" in message
+        assert "test_capture.py:" in message
+
+
+def test_a_branch_on_the_batch_size_is_compiled_once_for_each_side() -> None:
+    class OnlySmall(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.relu() if x.shape[0] > 2 else x.sigmoid()
+
+    found, expected, _ = trained_both_ways(Between(OnlySmall), batch())
+    assert_equal(found, expected)
+
+
+# what cannot be captured
+
+
+class Branch(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            x = x + 1
+        return x
+
+
+class Number(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.max().item()
+
+
+class Selection(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x[x > 0].mean()
+
+
+class UnclearMask(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = Encoder().layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x, torch.zeros(x.shape[1], x.shape[1]))
+
+
+class BackwardHook(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.layer.register_full_backward_hook(lambda module, inputs, outputs: (2 * inputs[0],))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+REFUSED = [
+    (Branch, "if x.sum() > 0:", "torch.where"),
+    (Number, "return x * x.max().item()", "Keep it a tensor"),
+    (Selection, "return x + x[x > 0].mean()", "a mask of fixed shape"),
+    (UnclearMask, "return self.layers(x, torch.zeros(x.shape[1], x.shape[1]))", "Pass is_causal=True or"),
+    (BackwardHook, "return self.layer(x)", "with Tensor.register_hook: there it is captured"),
+]
+
+
+@pytest.mark.parametrize(("make", "line", "remedy"), REFUSED, ids=[make.__name__ for make, *_ in REFUSED])
+def test_what_cannot_be_captured_names_the_line_and_a_remedy(
+    make: type[nn.Module], line: str, remedy: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And torch's own advice about it stays off the terminal."""
+    inputs = batch()
+    with pytest.raises(CaptureError) as caught:
+        compiled(Between(make)).step(inputs["x"], target=inputs["target"])
+    message = str(caught.value)
+    assert f"  at test_capture.py:{line_number(line)}: {line}\n" in message
+    assert remedy in message
+    assert "/" not in message.split("Other ways")[0]
+    assert capfd.readouterr() == ("", "")
+
+
+def line_number(text: str) -> int:
+    """Where in this file the line stands."""
+    with open(__file__, encoding="utf-8") as file:
+        return next(number for number, line in enumerate(file, start=1) if line.strip() == text)
+
+
+# the model is left as it was
+
+
+class Counting(nn.Module):
+    """Sets attributes of itself, as logging and caching code does; and prints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.last, self.layer = 0, None, nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.last = x.detach()
+        return self.layer(x)
+
+
+def everything_of(model: nn.Module) -> list[tuple[str, object]]:
+    """Every attribute of every module, by identity, and what torch keeps of every tensor."""
+    state: list[tuple[str, object]] = []
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            held = tuple(value.items()) if isinstance(value, dict) else value
+            state.append(
+                (f"{path}.{name}", [(k, id(v)) for k, v in held] if held is not value else id(value))
+            )
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        state.append((name, (tensor._version, tensor.requires_grad, tensor.grad, sorted(vars(tensor)))))
+    return state
+
+
+def surroundings() -> dict[str, object]:
+    """What a capture might change outside the model."""
+    return {
+        "torch's random state": torch.get_rng_state().tolist(),
+        "Python's random state": random.getstate(),
+        "gradient mode": torch.is_grad_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "oneDNN": torch.backends.mkldnn.enabled,
+        "dtype": torch.get_default_dtype(),
+        "apply": torch.autograd.Function.__dict__["apply"],
+        "register_hook": Tensor.register_hook,
+        "levels": {name: logging.getLogger(name).level for name in ("torch", "torch._dynamo", "torch.fx")},
+    }
+
+
+@pytest.mark.parametrize("make", [Counting, MovingMean, Shared, Normalized, Branch], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_capture_leaves_the_model_and_its_surroundings_as_they_were(
+    make: type[nn.Module], training: bool
+) -> None:
+    model, inputs = Between(make).train(training), batch()
+    model.first.eval()
+    pipe = compiled(model)
+    before = everything_of(model), surroundings(), [vars(tensor).copy() for tensor in inputs.values()]
+    try:
+        pipe.prepare(inputs["x"], target=inputs["target"])
+    except CaptureError:
+        assert make is Branch
+    assert everything_of(model) == before[0]
+    assert surroundings() == before[1]
+    assert [vars(tensor) for tensor in inputs.values()] == before[2]
+
+
+def test_attributes_that_forward_sets_are_named_in_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    inputs = batch()
+    compiled(Between(Counting)).prepare(inputs["x"], target=inputs["target"])
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert warning.startswith("forward() of model.awkward (Counting) sets attributes of the module")
+    assert "registered buffer" in warning
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_captures_do_not_disturb_one_another(depth: int) -> None:
+    """Dynamo caches code by function: models of one class that differ in a number are told apart."""
+
+    class Deep(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(self.depth):
+                x = torch.tanh(x) * self.depth
+            return x
+
+    for _ in range(2):
+        model = Between(Deep)
+        model.awkward.depth = depth
+        found, expected, _ = trained_both_ways(model, batch())
+        assert_equal(found, expected)
+        depth += 2
