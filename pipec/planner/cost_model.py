@@ -11,7 +11,8 @@ of the larger (PIPEDREAM) of
 A value takes its activation and its gradient over the link. In a hierarchy, a group of devices acts as one
 device of the level above: it is busy as long as the slowest stage of the best pipeline inside it, and pays
 for the links of its own level as a stage does. Inside a group, the first stage of PIPEDREAM has no link to
-pay for; a stage of PIPEC pays inside the group for values that leave it, too, on their way to its border.
+pay for, and the groups it is on all-reduce over as many links at a time as they have members; a stage of
+PIPEC pays inside the group for values that leave it, too, on their way to its border.
 """
 
 import math
@@ -33,8 +34,10 @@ def one_f_one_b(later_devices: Fraction) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """``overlap``: transfers run beside the operators, and the larger counts. ``all_reduce_passes``: see above.
+    """``overlap``: transfers run beside the operators, and the larger counts. ``all_reduce_passes``: as above.
 
+    ``first_shares_links``: the first stage of a group all-reduces over as many links at a time as the level
+    below joins members.
     ``microbatches_per_update``: replicas all-reduce once for so many microbatches, all replicas together;
     None: each replica after each of its own. ``in_flight``: the microbatches a replica holds at once, of
     the number of later devices for each replica; it must not fall.
@@ -42,6 +45,7 @@ class CostModel:
 
     overlap: bool
     all_reduce_passes: float
+    first_shares_links: bool = False
     microbatches_per_update: int | None = None
     in_flight: Callable[[Fraction], int] = one_f_one_b
 
@@ -59,7 +63,7 @@ class CostModel:
 PIPEC = CostModel(overlap=False, all_reduce_passes=2)
 """Sends and receives block the stage, links are full duplex: what pipec's runtime does."""
 
-PIPEDREAM = CostModel(overlap=True, all_reduce_passes=4)
+PIPEDREAM = CostModel(overlap=True, all_reduce_passes=4, first_shares_links=True)
 """What PipeDream's published optimizer minimises (msr-fiddle/pipedream, optimizer_graph_hierarchical.py)."""
 
 COST_MODELS = {"pipec": PIPEC, "pipedream": PIPEDREAM}

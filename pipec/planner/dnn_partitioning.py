@@ -78,8 +78,10 @@ def parse_dnn_partitioning(graph: Mapping[str, Any]) -> DevicePlacement:
 
 def _operators(nodes: Mapping[int, Node], edges: Sequence[tuple[int, int]]) -> dict[int, int]:
     """The operator of each node: its colour's, merged with those it must share a device with."""
-    colour = {key: ("colour", node["colorClass"]) if "colorClass" in node else ("node", key)
-              for key, node in nodes.items()}
+    colour = {
+        key: ("colour", node["colorClass"]) if "colorClass" in node else ("node", key)
+        for key, node in nodes.items()
+    }
     graph = nx.DiGraph()
     graph.add_nodes_from(colour.values())
     graph.add_edges_from(
@@ -90,19 +92,21 @@ def _operators(nodes: Mapping[int, Node], edges: Sequence[tuple[int, int]]) -> d
     together = {}
     for component in nx.strongly_connected_components(graph):
         together.update(dict.fromkeys(component, min(component)))
-    numbers = {first: number for number, first in enumerate(dict.fromkeys(together[c] for c in colour.values()))}
+    numbers = {
+        first: number for number, first in enumerate(dict.fromkeys(together[c] for c in colour.values()))
+    }
     return {key: numbers[together[colour[key]]] for key in nodes}
 
 
-def _forward(nodes: Mapping[int, Node], owner: Mapping[int, Any], source: int, target: int) -> tuple[Any, Any]:
+def _forward(
+    nodes: Mapping[int, Node], owner: Mapping[int, Any], source: int, target: int
+) -> tuple[Any, Any]:
     """The owners of an edge's ends, the one that comes first in the forward first."""
     ends = (owner[source], owner[target])
     return ends[::-1] if nodes[source]["isBackwardNode"] else ends
 
 
-def _transfers(
-    edges: Sequence[tuple[int, int, float]], operator_of: Mapping[int, int]
-) -> list[Transfer]:
+def _transfers(edges: Sequence[tuple[int, int, float]], operator_of: Mapping[int, int]) -> list[Transfer]:
     cost: dict[int, float] = {}
     readers: dict[int, set[int]] = {}
     for source, target, seconds in edges:

@@ -84,9 +84,7 @@ def _planned(nodes: Mapping[str, _Node], edges: Edges) -> tuple[dict[str, _Node]
     edges = [edge for edge in edges if inputs.isdisjoint(edge)]
     sources = {source for source, _ in edges}
     unread = {
-        name
-        for name in nodes
-        if name not in sources and nodes[name].description.startswith("__getitem__")
+        name for name in nodes if name not in sources and nodes[name].description.startswith("__getitem__")
     }
     edges = [edge for edge in edges if unread.isdisjoint(edge)]
     return {name: node for name, node in nodes.items() if name not in inputs | unread}, edges

@@ -55,7 +55,7 @@ class Ranges:
         self, busy: Matrix, level: int, replicas: int, is_first: bool, rows: Indices, columns: Indices
     ) -> Matrix:
         """Seconds on ``replicas`` members that are ``busy`` for so long; ``is_first`` within its group."""
-        computes = busy / replicas + self._all_reduce(level, replicas, rows, columns)
+        computes = busy / replicas + self._all_reduce(level, replicas, is_first, rows, columns)
         link = self._link(level, is_first, rows, columns) / replicas
         return np.maximum(computes, link) if self.model.overlap else computes + link
 
@@ -64,7 +64,7 @@ class Ranges:
     ) -> Matrix:
         """Seconds of links and all-reduce: what decides between plans that are equally fast."""
         link = self._link(level, is_first, rows, columns) / replicas
-        return self._all_reduce(level, replicas, rows, columns) + link
+        return self._all_reduce(level, replicas, is_first, rows, columns) + link
 
     def _is_range(self, rows: Indices, columns: Indices) -> Mask:
         if self.nested is None:
@@ -83,11 +83,15 @@ class Ranges:
             return cuts[rows, None] + cuts[None, columns]
         return self.exchanged[level][np.ix_(rows, columns)]
 
-    def _all_reduce(self, level: int, replicas: int, rows: Indices, columns: Indices) -> Matrix:
+    def _all_reduce(
+        self, level: int, replicas: int, is_first: bool, rows: Indices, columns: Indices
+    ) -> Matrix:
         if replicas == 1:
             return np.zeros((len(rows), len(columns)))
         parameters = self._total(_PARAMETERS, rows, columns)
         share = self.model.all_reduce_seconds_per_byte(replicas, self.levels[level])
+        if is_first and level > 0 and self.model.first_shares_links:
+            share /= self.levels[level - 1].size
         return parameters * share + (parameters > 0) * self.model.all_reduce_latency(
             replicas, self.levels[level]
         )
