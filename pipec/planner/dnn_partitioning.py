@@ -5,8 +5,8 @@ one ``colorClass``, a forward node and its backward, are on one device: together
 A node without one is an operator by itself. The file gives the cost of an edge in milliseconds rather than
 bytes, so values are sized in seconds and links carry one "byte" per second. CPUs are not used.
 
-Both directions are contiguous: if a forward node or a gradient joins two operators, the one that is first in
-the forward is not on a later device. Operators that this orders both ways are on one device.
+The forward nodes of a device are contiguous: an edge between two of them orders their operators. Backward
+nodes follow their forwards, or go anywhere. Operators ordered both ways are on one device.
 """
 
 import json
@@ -23,6 +23,9 @@ from pipec.planner.topology import Device, Topology, uniform
 from pipec.planner.workload import Workload
 
 Node = Mapping[str, Any]
+
+Edge = tuple[int, int, float]
+"""The source, the target, and the seconds it takes to move the source's output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,7 @@ def read_dnn_partitioning(path: Path) -> DevicePlacement:
 def parse_dnn_partitioning(graph: Mapping[str, Any]) -> DevicePlacement:
     nodes: dict[int, Node] = {node["id"]: node for node in graph["nodes"]}
     edges = [(edge["sourceId"], edge["destId"], edge["cost"] / 1000) for edge in graph["edges"]]
-    operator_of = _operators(nodes, [(source, target) for source, target, _ in edges])
+    operator_of = _operators(nodes, edges)
     num_operators = max(operator_of.values(), default=-1) + 1
     names = [""] * num_operators
     seconds, size = [0.0] * num_operators, [0.0] * num_operators
@@ -57,11 +60,7 @@ def parse_dnn_partitioning(graph: Mapping[str, Any]) -> DevicePlacement:
         names[op] = names[op] or str(node.get("name", key))
         seconds[op] += node["fpgaLatency"] / 1000
         size[op] += node["size"]
-    before = {
-        _forward(nodes, operator_of, source, target)
-        for source, target, _ in edges
-        if bool(nodes[source]["isBackwardNode"]) == bool(nodes[target]["isBackwardNode"])
-    }
+    before = {(operator_of[u], operator_of[v]) for u, v in _forward_edges(nodes, edges)}
     idle = [0.0] * num_operators
     workload = Workload(
         names=names,
@@ -76,7 +75,7 @@ def parse_dnn_partitioning(graph: Mapping[str, Any]) -> DevicePlacement:
     return DevicePlacement(workload, uniform([graph["maxFPGAs"]], [1.0], device))
 
 
-def _operators(nodes: Mapping[int, Node], edges: Sequence[tuple[int, int]]) -> dict[int, int]:
+def _operators(nodes: Mapping[int, Node], edges: Sequence[Edge]) -> dict[int, int]:
     """The operator of each node: its colour's, merged with those it must share a device with."""
     colour = {
         key: ("colour", node["colorClass"]) if "colorClass" in node else ("node", key)
@@ -84,11 +83,7 @@ def _operators(nodes: Mapping[int, Node], edges: Sequence[tuple[int, int]]) -> d
     }
     graph = nx.DiGraph()
     graph.add_nodes_from(colour.values())
-    graph.add_edges_from(
-        _forward(nodes, colour, source, target)
-        for source, target in edges
-        if bool(nodes[source]["isBackwardNode"]) == bool(nodes[target]["isBackwardNode"])
-    )
+    graph.add_edges_from((colour[u], colour[v]) for u, v in _forward_edges(nodes, edges))
     together = {}
     for component in nx.strongly_connected_components(graph):
         together.update(dict.fromkeys(component, min(component)))
@@ -98,15 +93,15 @@ def _operators(nodes: Mapping[int, Node], edges: Sequence[tuple[int, int]]) -> d
     return {key: numbers[together[colour[key]]] for key in nodes}
 
 
-def _forward(
-    nodes: Mapping[int, Node], owner: Mapping[int, Any], source: int, target: int
-) -> tuple[Any, Any]:
-    """The owners of an edge's ends, the one that comes first in the forward first."""
-    ends = (owner[source], owner[target])
-    return ends[::-1] if nodes[source]["isBackwardNode"] else ends
+def _forward_edges(nodes: Mapping[int, Node], edges: Sequence[Edge]) -> list[tuple[int, int]]:
+    return [
+        (source, target)
+        for source, target, _ in edges
+        if not (nodes[source]["isBackwardNode"] or nodes[target]["isBackwardNode"])
+    ]
 
 
-def _transfers(edges: Sequence[tuple[int, int, float]], operator_of: Mapping[int, int]) -> list[Transfer]:
+def _transfers(edges: Sequence[Edge], operator_of: Mapping[int, int]) -> list[Transfer]:
     cost: dict[int, float] = {}
     readers: dict[int, set[int]] = {}
     for source, target, seconds in edges:
