@@ -3,14 +3,19 @@
 Tarnawski et al., Efficient Algorithms for Device Placement of DNN Graph Operators (NeurIPS 2020). Nodes of
 one ``colorClass``, a forward node and its backward, are on one device: together they are an operator here.
 A node without one is an operator by itself. The file gives the cost of an edge in milliseconds rather than
-bytes, so values are sized in seconds and links carry one "byte" per second. CPUs are not used.
+bytes, so values are sized in seconds and links carry one "byte" per second.
+
+A CPU is a slow device: for every operator it takes as much longer as for the one that suits it least, and it
+pays for its links. Their solver charges each operator its ``cpuLatency`` and no links, so that a plan of ours
+is never better than theirs, and where it is as good, it is the optimum of both.
 
 The forward nodes of a device are contiguous: an edge between two of them orders their operators. Backward
-nodes follow their forwards, or go anywhere. Operators ordered both ways are on one device.
+nodes follow their forwards; an edge between two orders their operators the other way around if one of them
+has no forward. Operators ordered both ways are on one device.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +24,12 @@ import networkx as nx
 
 from pipec.errors import PlanError
 from pipec.planner.partition import Transfer
-from pipec.planner.topology import Device, Topology, uniform
+from pipec.planner.topology import Device, Level, Topology
 from pipec.planner.workload import Workload
 
 Node = Mapping[str, Any]
+
+Colour = tuple[str, int]
 
 Edge = tuple[int, int, float]
 """The source, the target, and the seconds it takes to move the source's output."""
@@ -51,7 +58,7 @@ def read_dnn_partitioning(path: Path) -> DevicePlacement:
 def parse_dnn_partitioning(graph: Mapping[str, Any]) -> DevicePlacement:
     nodes: dict[int, Node] = {node["id"]: node for node in graph["nodes"]}
     edges = [(edge["sourceId"], edge["destId"], edge["cost"] / 1000) for edge in graph["edges"]]
-    operator_of = _operators(nodes, edges)
+    operator_of, before = _operators(nodes, edges)
     num_operators = max(operator_of.values(), default=-1) + 1
     names = [""] * num_operators
     seconds, size = [0.0] * num_operators, [0.0] * num_operators
@@ -60,7 +67,6 @@ def parse_dnn_partitioning(graph: Mapping[str, Any]) -> DevicePlacement:
         names[op] = names[op] or str(node.get("name", key))
         seconds[op] += node["fpgaLatency"] / 1000
         size[op] += node["size"]
-    before = {(operator_of[u], operator_of[v]) for u, v in _forward_edges(nodes, edges)}
     idle = [0.0] * num_operators
     workload = Workload(
         names=names,
@@ -69,36 +75,58 @@ def parse_dnn_partitioning(graph: Mapping[str, Any]) -> DevicePlacement:
         resident_bytes=size,
         saved_bytes=idle,
         transfers=_transfers(edges, operator_of),
-        before=sorted((u, v) for u, v in before if u != v),
+        before=before,
     )
-    device = Device(memory_bytes=graph["maxSizePerFPGA"])
-    return DevicePlacement(workload, uniform([graph["maxFPGAs"]], [1.0], device))
+    return DevicePlacement(workload, _topology(graph))
 
 
-def _operators(nodes: Mapping[int, Node], edges: Sequence[Edge]) -> dict[int, int]:
-    """The operator of each node: its colour's, merged with those it must share a device with."""
+def _topology(graph: Mapping[str, Any]) -> Topology:
+    accelerators = (Device(memory_bytes=graph["maxSizePerFPGA"]),) * graph["maxFPGAs"]
+    speed = min(
+        (node["fpgaLatency"] / node["cpuLatency"] for node in graph["nodes"] if node["cpuLatency"]),
+        default=1.0,
+    )
+    cpus = (Device(speed=speed),) * (graph["maxCPUs"] if speed > 0 else 0)
+    devices = accelerators + cpus
+    return Topology(devices, (Level(len(devices), 1.0),))
+
+
+def _operators(
+    nodes: Mapping[int, Node], edges: Sequence[Edge]
+) -> tuple[dict[int, int], list[tuple[int, int]]]:
+    """The operator of each node, and which come before which.
+
+    An operator is a colour, or several that must share a device.
+    """
     colour = {
         key: ("colour", node["colorClass"]) if "colorClass" in node else ("node", key)
         for key, node in nodes.items()
     }
     graph = nx.DiGraph()
     graph.add_nodes_from(colour.values())
-    graph.add_edges_from((colour[u], colour[v]) for u, v in _forward_edges(nodes, edges))
+    graph.add_edges_from(_order(nodes, edges, colour))
     together = {}
     for component in nx.strongly_connected_components(graph):
         together.update(dict.fromkeys(component, min(component)))
     numbers = {
         first: number for number, first in enumerate(dict.fromkeys(together[c] for c in colour.values()))
     }
-    return {key: numbers[together[colour[key]]] for key in nodes}
+    operator_of = {each: numbers[first] for each, first in together.items()}
+    before = {(operator_of[u], operator_of[v]) for u, v in graph.edges}
+    return {key: operator_of[colour[key]] for key in nodes}, sorted((u, v) for u, v in before if u != v)
 
 
-def _forward_edges(nodes: Mapping[int, Node], edges: Sequence[Edge]) -> list[tuple[int, int]]:
-    return [
-        (source, target)
-        for source, target, _ in edges
-        if not (nodes[source]["isBackwardNode"] or nodes[target]["isBackwardNode"])
-    ]
+def _order(
+    nodes: Mapping[int, Node], edges: Sequence[Edge], colour: Mapping[int, Colour]
+) -> Iterator[tuple[Colour, Colour]]:
+    """Pairs of colours, the one that no stage may have after the other first."""
+    with_forward = {colour[key] for key, node in nodes.items() if not node["isBackwardNode"]}
+    for source, target, _ in edges:
+        ends = (colour[source], colour[target])
+        if not (nodes[source]["isBackwardNode"] or nodes[target]["isBackwardNode"]):
+            yield ends
+        elif nodes[source]["isBackwardNode"] and not with_forward.issuperset(ends):
+            yield ends[::-1]
 
 
 def _transfers(edges: Sequence[Edge], operator_of: Mapping[int, int]) -> list[Transfer]:
