@@ -1,84 +1,124 @@
 """How fast the slowest stage can be at best, and which boundaries a plan that fast can use.
 
-The bound charges a stage from boundary b to boundary e on m replicas no more than it costs,
-
-    max(end[m, e] - begin[m, b], link[b]) / m
-
-seconds. Of boundaries in one line it asks only that b comes before e; of others it asks nothing, so that
-what is before b need not be before e. For a limit on these seconds, the fewest devices that finish from a
-boundary follow from those that finish from the ones after it, and bisection finds the least limit for which
-the devices suffice.
+A bound charges a stage no more than it costs. For a limit on seconds, the fewest devices that finish from a
+boundary follow from those that finish from later ones, and bisection finds the least limit for which the
+devices suffice. ``Loose`` needs no pair of boundaries, ``pipec.planner.pairs`` charges each pair what it costs.
 """
 
 import math
 from dataclasses import dataclass
+from typing import Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipec.planner.boundaries import Vector
+from pipec.planner.boundaries import Mask, Vector
 
 Counts = NDArray[np.intp]
 
 
+class Bound(Protocol):
+    """Over some boundaries, the empty one first and the whole last."""
+
+    @property
+    def ceiling(self) -> float:
+        """Seconds that can be met, everything being one stage."""
+        ...
+
+    def take(self, kept: NDArray[np.intp]) -> Self:
+        """The same for these boundaries alone."""
+        ...
+
+    def to_finish(self, num_devices: int, limit: float) -> Counts:
+        """The fewest devices for what is after each boundary; ``num_devices + 1`` if these are too few."""
+        ...
+
+    def to_reach(self, num_devices: int, limit: float) -> Counts:
+        """The fewest devices for what is before each boundary, as far as known."""
+        ...
+
+
+def least_seconds(bound: Bound, num_devices: int, closeness: float, guess: float) -> float:
+    """A limit that the bound meets, by a factor of 1 + ``closeness`` at most above one it cannot meet.
+
+    ``guess`` is tried first: one little above the result saves work.
+    """
+    low, high = 0.0, bound.ceiling
+    limit = guess if guess < high else high / 2
+    while high - low > closeness * high and low < limit < high:
+        finish = bound.to_finish(num_devices, limit)
+        if finish[0] > num_devices:
+            low = limit
+        else:
+            high = limit
+            bound = bound.take(np.flatnonzero(finish + bound.to_reach(num_devices, limit) <= num_devices))
+        limit = low + (high - low) / 2
+    return high
+
+
 @dataclass(frozen=True, slots=True)
-class Potentials:
-    """Row m - 1 of ``begin`` and ``end`` serves stages on m replicas. Columns and ``link``: boundaries."""
+class Loose:
+    """Charges a stage from boundary b to boundary e on m replicas
+
+        max(end[m - 1, e] - begin[m - 1, b], link[b]) / m
+
+    seconds. Of boundaries in one line it asks that b comes before e; of others it asks nothing, so that what
+    is before b need not be before e.
+    """
 
     begin: Vector
     end: Vector
     link: Vector
     is_line: bool
 
-    def take(self, kept: NDArray[np.intp]) -> "Potentials":
-        return Potentials(self.begin[:, kept], self.end[:, kept], self.link[kept], self.is_line)
+    @property
+    def ceiling(self) -> float:
+        replicas = np.arange(1, len(self.begin) + 1)
+        return float(((self.end[:, -1] - self.begin[:, 0]) / replicas).min())
 
+    def take(self, kept: NDArray[np.intp]) -> "Loose":
+        return Loose(self.begin[:, kept], self.end[:, kept], self.link[kept], self.is_line)
 
-def least_seconds(potentials: Potentials, num_devices: int, closeness: float) -> float:
-    """A limit that the bound meets, by a factor of 1 + ``closeness`` at most above one it cannot meet."""
-    replicas = np.arange(1, len(potentials.begin) + 1)
-    high = float(((potentials.end[:, -1] - potentials.begin[:, 0]) / replicas).min())
-    low = 0.0
-    while high - low > closeness * high and low < (middle := low + (high - low) / 2) < high:
-        if to_finish(potentials, num_devices, middle)[0] > num_devices:
-            low = middle
-            continue
-        high = middle
-        if not potentials.is_line:
-            finish, reach = devices_around(potentials, num_devices, high)
-            potentials = potentials.take(np.flatnonzero(finish + reach <= num_devices))
-    return high
+    def to_finish(self, num_devices: int, limit: float) -> Counts:
+        fewest = np.full(len(self.link), num_devices + 1, dtype=np.intp)
+        fewest[-1] = 0
+        nearest = np.full((len(self.end), num_devices + 1), math.inf)
+        for count in range(1, num_devices + 1):
+            joined = self.end[:, fewest == count - 1].min(axis=1, initial=math.inf)
+            nearest[:, count - 1 :] = np.minimum(nearest[:, count - 1 :], joined[:, None])
+            waiting = np.flatnonzero(fewest > num_devices)
+            for replicas in range(1, min(count, len(self.begin)) + 1):
+                end = nearest[replicas - 1, count - replicas]
+                if self.is_line:
+                    end = self._end_after(replicas, fewest <= count - replicas)[waiting]
+                begin = self.begin[replicas - 1, waiting] + replicas * limit
+                fewest[waiting[(begin >= end) & (self.link[waiting] <= replicas * limit)]] = count
+        return fewest
 
+    def to_reach(self, num_devices: int, limit: float) -> Counts:
+        """Read backwards, and without links."""
+        backwards = Loose(-self.end[:, ::-1], -self.begin[:, ::-1], np.zeros_like(self.link), self.is_line)
+        return backwards.to_finish(num_devices, limit)[::-1]
 
-def devices_around(potentials: Potentials, num_devices: int, limit: float) -> tuple[Counts, Counts]:
-    """The fewest devices for what is after each boundary, and for what is before it, as far as known."""
-    mirrored = Potentials(
-        -potentials.end[:, ::-1],
-        -potentials.begin[:, ::-1],
-        np.zeros_like(potentials.link),
-        potentials.is_line,
-    )
-    reach = to_finish(mirrored, num_devices, limit)[::-1]
-    return to_finish(potentials, num_devices, limit), reach
+    def chain(self, finish: Counts, limit: float) -> list[int]:
+        """In a line: boundaries of a plan within the limit, on the fewest devices."""
+        chain, left = [0], int(finish[0])
+        while finish[chain[-1]] > 0:
+            left, following = self._next_boundary(finish, chain[-1], left, limit)
+            chain.append(following)
+        return chain
 
+    def _next_boundary(self, finish: Counts, boundary: int, left: int, limit: float) -> tuple[int, int]:
+        """The devices left after a stage on the fewest replicas, and the last place it may end."""
+        for replicas in range(1, left + 1):
+            begin, link = self.begin[replicas - 1, boundary], self.link[boundary]
+            able = (finish <= left - replicas) & (self.end[replicas - 1] - begin <= replicas * limit)
+            able[: boundary + 1] = False
+            if link <= replicas * limit and able.any():
+                return left - replicas, int(np.flatnonzero(able)[-1])
+        raise AssertionError("to_finish promised a stage")
 
-def to_finish(potentials: Potentials, num_devices: int, limit: float) -> Counts:
-    """The fewest devices for what is after each boundary; ``num_devices + 1`` if these are too few."""
-    fewest = np.full(len(potentials.link), num_devices + 1, dtype=np.intp)
-    fewest[-1] = 0
-    for count in range(1, num_devices + 1):
-        replicas = np.arange(1, min(count, len(potentials.begin)) + 1)[:, None]
-        open_ends = np.where(fewest <= count - replicas, potentials.end[: len(replicas)], math.inf)
-        within = _lowest(open_ends, potentials.is_line) - potentials.begin[: len(replicas)]
-        able = (within <= replicas * limit) & (potentials.link <= replicas * limit)
-        fewest[able.any(axis=0) & (fewest > count)] = count
-    return fewest
-
-
-def _lowest(ends: Vector, is_line: bool) -> Vector:
-    """For each boundary, the least of the ``ends`` that a stage from it may reach."""
-    if not is_line:
-        return ends.min(axis=1, keepdims=True)
-    lowest = np.full(ends.shape, math.inf)
-    lowest[:, :-1] = np.minimum.accumulate(ends[:, :0:-1], axis=1)[:, ::-1]
-    return lowest
+    def _end_after(self, replicas: int, able: Mask) -> Vector:
+        """For each boundary, the least ``end`` of those after it that are able to finish."""
+        ends = np.where(able, self.end[replicas - 1], math.inf)
+        return np.append(np.minimum.accumulate(ends[:0:-1])[::-1], math.inf)

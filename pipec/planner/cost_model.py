@@ -16,7 +16,7 @@ PIPEC pays inside the group for values that leave it, too, on their way to its b
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -49,10 +49,14 @@ class CostModel:
     microbatches_per_update: int | None = None
     in_flight: Callable[[Fraction], int] = one_f_one_b
 
-    def all_reduce_seconds_per_byte(self, replicas: int, level: Level) -> float:
+    def all_reduce_seconds_per_byte(self, replicas: int, bytes_per_second: float) -> float:
         """Of one microbatch, for each parameter byte of a stage; bandwidth alone."""
-        once = self.all_reduce_passes * (replicas - 1) / (replicas * level.bytes_per_second)
+        once = self.all_reduce_passes * (replicas - 1) / (replicas * bytes_per_second)
         return once / (self.microbatches_per_update or replicas)
+
+    def links_of_first(self, levels: Sequence[Level], level: int) -> int:
+        """How many links at a time the first stage of a group all-reduces over."""
+        return levels[level - 1].size if self.first_shares_links and level > 0 else 1
 
     def all_reduce_latency(self, replicas: int, level: Level) -> float:
         """Of one microbatch: a ring takes 2 (m - 1) steps."""

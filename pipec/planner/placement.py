@@ -55,9 +55,10 @@ class PlacedStage:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Stages in the order the forward visits them."""
+    """Stages in the order the forward visits them; no plan takes less than ``least_seconds``."""
 
     stages: tuple[PlacedStage, ...]
+    least_seconds: float
 
     @property
     def seconds(self) -> float:
@@ -76,12 +77,12 @@ def place(
     order = program_order(workload)
     updates = model.microbatches_per_update or len(topology.devices)
     most_replicas = min(max_replicas or len(topology.devices), updates)
-    stages = _solve(workload, order, topology, model, most_replicas, _may_run_out(workload, topology, model))
-    if not stages:
-        raise _infeasible(
-            _solve(workload, order, topology, model, most_replicas, limits_memory=False), topology
-        )
-    return Placement(stages)
+    limits_memory = _may_run_out(workload, topology, model)
+    placement = _solve(workload, order, topology, model, most_replicas, limits_memory)
+    if not placement.stages:
+        unlimited = _solve(workload, order, topology, model, most_replicas, limits_memory=False)
+        raise _infeasible(unlimited.stages, topology)
+    return placement
 
 
 def _solve(
@@ -91,8 +92,8 @@ def _solve(
     model: CostModel,
     most_replicas: int,
     limits_memory: bool,
-) -> tuple[PlacedStage, ...]:
-    """The stages of the best plan; none if no plan fits in memory."""
+) -> Placement:
+    """The best plan; without stages if none fits in memory."""
     seconds, value_seconds = _on_a_grid(workload, topology)
     idle = [0.0] * len(order)
     relevant = replace(
@@ -108,11 +109,12 @@ def _solve(
     search = Search(
         found, merged.workload.transfers, value_seconds, topology, model, most_replicas, limits_memory
     )
-    kept, chosen = search.run()
-    return tuple(
-        _placed(workload, model, merged.originals(kept.between(stage.first, stage.last)), stage)
-        for stage in chosen
+    best = search.run()
+    stages = tuple(
+        _placed(workload, model, merged.originals(found.between(stage.first, stage.last)), stage)
+        for stage in best.stages
     )
+    return Placement(stages, best.least_seconds)
 
 
 def _on_a_grid(workload: Workload, topology: Topology) -> tuple[list[float], Vector]:

@@ -3,6 +3,7 @@
 An entry is infinite where the first boundary is not a subset of the last, or the stage does not fit in memory.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -10,7 +11,6 @@ from fractions import Fraction
 import numpy as np
 from numpy.typing import NDArray
 
-from pipec.errors import PlanError
 from pipec.planner.boundaries import Boundaries, Mask, Vector
 from pipec.planner.cost_model import CostModel
 from pipec.planner.partition import Transfer
@@ -19,9 +19,6 @@ from pipec.planner.workload import COLUMNS
 
 Matrix = Vector
 Indices = NDArray[np.intp]
-
-MOST_PAIRED = 6000
-"""So many boundaries can be compared in pairs: their matrices take a few gigabytes at most."""
 
 _SECONDS, _PARAMETERS, _RESIDENT, _SAVED = range(len(COLUMNS))
 
@@ -46,6 +43,13 @@ class Ranges:
         fits = self.memory_bytes(after, rows, columns) <= device.memory_bytes
         seconds = self._total(_SECONDS, rows, columns) / device.speed
         return np.where(self._is_range(rows, columns) & fits, seconds, np.inf)
+
+    def lower_bounds(self, speed: float, everything: Indices) -> tuple[Matrix, Matrix, Matrix]:
+        """Seconds of the operators, infinite where there is no stage; parameter bytes; seconds of links."""
+        seconds = self._total(_SECONDS, everything, everything) / speed
+        busy = np.where(self._is_range(everything, everything), seconds, np.inf)
+        links = (self._link(level, False, everything, everything) for level in range(len(self.levels)))
+        return busy, self._total(_PARAMETERS, everything, everything), functools.reduce(np.minimum, links)
 
     def memory_bytes(self, after: Fraction, rows: Indices, columns: Indices) -> Matrix:
         saved = self.model.in_flight(after) * self._total(_SAVED, rows, columns)
@@ -89,12 +93,11 @@ class Ranges:
         if replicas == 1:
             return np.zeros((len(rows), len(columns)))
         parameters = self._total(_PARAMETERS, rows, columns)
-        share = self.model.all_reduce_seconds_per_byte(replicas, self.levels[level])
-        if is_first and level > 0 and self.model.first_shares_links:
-            share /= self.levels[level - 1].size
-        return parameters * share + (parameters > 0) * self.model.all_reduce_latency(
-            replicas, self.levels[level]
-        )
+        links = self.model.links_of_first(self.levels, level) if is_first else 1
+        at_this = self.levels[level]
+        share = self.model.all_reduce_seconds_per_byte(replicas, links * at_this.bytes_per_second)
+        latency = self.model.all_reduce_latency(replicas, at_this)
+        return parameters * share + (parameters > 0) * latency
 
 
 def ranges(
@@ -104,13 +107,7 @@ def ranges(
     levels: Sequence[Level],
     model: CostModel,
 ) -> Ranges:
-    """PlanError if pairs of boundaries have to be compared, and there are too many."""
     by_cuts = model.overlap or cuts_suffice(boundaries, transfers)
-    if len(boundaries) > MOST_PAIRED and not (by_cuts and boundaries.is_line):
-        raise PlanError(
-            f"{len(boundaries)} places to cut remain, and at most {MOST_PAIRED} can be compared in pairs. "
-            f"Order branches that need not be on different devices, or use the pipedream cost model"
-        )
     nested = None if boundaries.is_line else _nested(boundaries)
     exchanged = None if by_cuts else _exchanged(boundaries, transfers, value_seconds)
     return Ranges(boundaries, model, levels, nested, exchanged)
