@@ -37,10 +37,11 @@ Edge = tuple[int, int, float]
 
 @dataclass(frozen=True, slots=True)
 class DevicePlacement:
-    """A file's problem. A plan uses no replicas."""
+    """A file's problem; a plan uses no replicas. ``nodes[op]`` are the ids of the nodes of operator ``op``."""
 
     workload: Workload
     topology: Topology
+    nodes: tuple[tuple[str, ...], ...]
 
 
 def read_dnn_partitioning(path: Path) -> DevicePlacement:
@@ -77,7 +78,8 @@ def parse_dnn_partitioning(graph: Mapping[str, Any]) -> DevicePlacement:
         transfers=_transfers(edges, operator_of),
         before=before,
     )
-    return DevicePlacement(workload, _topology(graph))
+    members = [[str(key) for key in nodes if operator_of[key] == op] for op in range(num_operators)]
+    return DevicePlacement(workload, _topology(graph), tuple(map(tuple, members)))
 
 
 def _topology(graph: Mapping[str, Any]) -> Topology:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipec.planner.bounds import Counts
 from pipec.planner.boundaries import Vector
+from pipec.planner.bounds import Counts
 from pipec.planner.ranges import Indices, Matrix
 
 

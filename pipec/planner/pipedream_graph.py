@@ -101,7 +101,7 @@ def _workload(nodes: Mapping[str, _Node], edges: Edges) -> Workload:
         for op, consumers in sorted(readers.items())
     ]
     return Workload(
-        names=[f"{name} ({node.description})" for name, node in nodes.items()],
+        names=list(nodes),
         seconds=[node.seconds for node in kept],
         parameter_bytes=[node.parameter_bytes for node in kept],
         resident_bytes=[0.0] * len(kept),

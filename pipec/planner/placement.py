@@ -65,6 +65,11 @@ class Placement:
         """Of a microbatch, in the steady state: the slowest stage's."""
         return max(stage.seconds for stage in self.stages)
 
+    @property
+    def is_optimal(self) -> bool:
+        """Whether the plan is proved to be the best, up to rounding."""
+        return self.seconds <= self.least_seconds * (1 + 1e-9)
+
 
 def place(
     workload: Workload, topology: Topology, model: CostModel, max_replicas: int | None = None
