@@ -160,9 +160,8 @@ class Hierarchy:
         """The stage itself, or the stages within each of its replicas, with the share of this level added."""
         after = _later(task.group, task.after, option)
         inside = self._inside(members[0], task.first, last, after)
-        for index, stage in enumerate(inside):
-            begins = task.begins or index > 0
-            span = (task.group.level, option.replicas, begins, np.array([task.first]), np.array([last]))
+        span = (task.group.level, option.replicas, task.begins, np.array([task.first]), np.array([last]))
+        for stage in inside:
             busy = np.array([[stage.seconds]])
             spent = stage.communication_seconds / option.replicas
             yield stage._replace(

@@ -24,6 +24,9 @@ from pipec.planner.topology import Topology, group
 _FEW_STEPS = 5 * 10**7
 """Pairs of boundaries, times devices, times replicas: less than it takes to work out bounds."""
 
+_MOST_SOLVED_DIRECTLY = 3000
+"""So many boundaries go without the loose bound."""
+
 _MOST_PAIRED = 3000
 """So many boundaries are compared in pairs within seconds."""
 
@@ -73,7 +76,7 @@ class Search:
 
     def run(self) -> Found:
         everything = np.arange(len(self.boundaries))
-        if len(everything) <= _MOST_PAIRED:
+        if len(everything) <= _MOST_SOLVED_DIRECTLY:
             return self._over_pairs(everything, math.inf)
         closeness = 0.0 if self._is_exact else _CLOSE
 
