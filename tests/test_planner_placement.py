@@ -39,19 +39,19 @@ def chain(num_operators: int, size: float = 1.0) -> Workload:
     return Workload(names, one, one, none, none, transfers, [(k, k + 1) for k in range(num_operators - 1)])
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(trials(10, FLAT))
 def test_a_plan_on_one_level_is_as_fast_as_the_best_of_all(trial: Trial) -> None:
     assert seconds(trial) == pytest.approx(trial.best_seconds(), rel=1e-9)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(trials(6, NESTED))
 def test_a_plan_on_two_levels_is_as_fast_as_the_best_of_all(trial: Trial) -> None:
     assert seconds(trial) == pytest.approx(trial.best_seconds(), rel=1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(trials(8, FLAT | NESTED))
 def test_bounds_narrow_the_search_without_missing_the_best(trial: Trial) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -62,7 +62,7 @@ def test_bounds_narrow_the_search_without_missing_the_best(trial: Trial) -> None
     assert narrowed == pytest.approx(seconds(trial), rel=1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(trials(8, FLAT))
 def test_every_operator_is_placed_once_and_none_before_what_it_must_follow(trial: Trial) -> None:
     try:
@@ -77,7 +77,7 @@ def test_every_operator_is_placed_once_and_none_before_what_it_must_follow(trial
     assert all(stage.memory_bytes <= trial.device.memory_bytes for stage in stages)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(trials(8, FLAT))
 def test_more_of_anything_is_never_worse(trial: Trial) -> None:
     known = seconds(trial) * (1 + 1e-9)
@@ -103,9 +103,9 @@ def test_plans_are_deterministic() -> None:
 
 
 def test_of_equally_fast_plans_the_one_on_the_fewest_devices_is_taken() -> None:
-    workload = replace(chain(3, size=0), seconds=[1.0, 4.0, 1.0])
-    (first, second) = place(workload, uniform([8], [1.0]), PIPEC, max_replicas=1).stages
-    assert {first.devices, second.devices} == {(0,), (1,)} or first.replicas + second.replicas == 2
+    workload = replace(chain(3, size=0), seconds=[4.0, 1.0, 1.0])
+    stages = place(workload, uniform([8], [1.0]), PIPEC, max_replicas=1).stages
+    assert [stage.operators for stage in stages] == [(0,), (1, 2)]
 
 
 def test_of_equally_fast_plans_on_as_many_devices_the_one_that_communicates_least_is_taken() -> None:
