@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 
 from hypothesis import strategies as st
 
@@ -50,7 +50,7 @@ class Trial:
     def best_seconds(self) -> float:
         """Of the best plan; infinite if none fits in memory."""
 
-        @lru_cache(maxsize=None)
+        @cache
         def best(
             level: int, first: Downset, members: int, last: Downset, after: Fraction, begins: bool
         ) -> float:

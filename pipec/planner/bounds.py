@@ -2,7 +2,7 @@
 
 A bound charges a stage no more than it costs. For a limit on seconds, the fewest devices that finish from a
 boundary follow from those that finish from later ones, and bisection finds the least limit for which the
-devices suffice. ``Loose`` needs no pair of boundaries, ``pipec.planner.pairs`` charges each pair what it costs.
+devices suffice. ``Loose`` looks at one boundary at a time, ``pipec.planner.pairs`` at any two.
 """
 
 import math

@@ -51,8 +51,8 @@ def read_dnn_partitioning(path: Path) -> DevicePlacement:
         return parse_dnn_partitioning(graph)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise PlanError(
-            f"{path} is not a dnn-partitioning graph: {error!r}. Expected JSON with maxFPGAs, maxSizePerFPGA, "
-            f"nodes (id, fpgaLatency, size, isBackwardNode) and edges (sourceId, destId, cost)"
+            f"{path} is not a dnn-partitioning graph: {error!r}. Expected JSON with maxFPGAs, "
+            f"maxSizePerFPGA, maxCPUs, nodes (id, fpgaLatency, cpuLatency, size, isBackwardNode) and edges (sourceId, destId, cost)"
         ) from error
 
 

@@ -257,7 +257,7 @@ def _later(group: Group, after: Fraction, option: _Option) -> Fraction:
 
 
 def _minimise(found: Matrix, stages: Matrix, rest: Matrix) -> None:
-    """Lower each ``found[b, e]`` to the least, over x, of the larger of ``stages[b, x]`` and ``rest[x, e]``."""
+    """Lower each ``found[b, e]`` to the least, over x, of ``max(stages[b, x], rest[x, e])``."""
     for b in range(len(found)):
         reached = np.flatnonzero(stages[b] < np.inf)
         slowest = np.maximum(stages[b, reached, None], rest[reached])

@@ -3,7 +3,7 @@
 An operator v with no parameters and no bytes in memory may join its neighbour u if v can always follow u
 (v's only predecessor) or always wait for u (v's only successor), and, at every level,
 
-    v's own seconds + seconds of v's values that do not involve u  <=  seconds of the values u and v alone share.
+    v's own seconds + seconds of v's values without u  <=  seconds of the values u and v alone share.
 
 Take a plan that separates them, and move v to u's stage. That stage gains at most the left-hand side and
 loses the right-hand side; v's old stage loses more than it gains; no other stage and no other boundary sees
@@ -82,7 +82,7 @@ class _State:
         self.members: dict[int, list[int]] = {op: [op] for op in operators}
 
     def homes(self, op: int) -> list[int]:
-        """Operators that ``op`` can always be beside: its only predecessor or successor, any if it has neither."""
+        """Operators that ``op`` can always be beside: its only predecessor or successor, any if none."""
         if not self.before[op] and not self.after[op]:
             near = {end for value in self.values[op] for end in self.ends[value]} or set(self.members)
             return sorted(near - {op})

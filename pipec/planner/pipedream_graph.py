@@ -2,7 +2,7 @@
 
 ::
 
-    node4 -- Conv2d(...) -- forward_compute_time=1.2, backward_compute_time=2.4, activation_size=[8.0; 4.0], ...
+    node4 -- Conv2d(...) -- forward_compute_time=1.2, backward_compute_time=2.4, activation_size=[8.0; 4.0],
         node4 -- node5
 
 Times are milliseconds of a mini-batch, sizes bytes; an edge line begins with a tab. As in PipeDream's
@@ -57,8 +57,8 @@ def parse_pipedream_graph(lines: Iterable[str]) -> Workload:
                 nodes[fields[0]] = _node(fields[1], fields[2])
         except (ValueError, IndexError, KeyError) as error:
             raise PlanError(
-                f"line {number} is neither a node nor an edge of a PipeDream graph: {line.strip()!r}. Expected "
-                f"`id -- description -- {'=, '.join(_FIGURES)}=`, or a tab and `id -- id`"
+                f"line {number} is neither a node nor an edge of a PipeDream graph: {line.strip()!r}. "
+                f"Expected `id -- description -- {'=, '.join(_FIGURES)}=`, or a tab and `id -- id`"
             ) from error
     for source, target in edges:
         if source not in nodes or target not in nodes:

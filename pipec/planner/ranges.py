@@ -1,6 +1,6 @@
 """The seconds of stages that begin at some boundaries (rows) and end at others (columns), as matrices.
 
-An entry is infinite where the first boundary is not a subset of the last, or the stage does not fit in memory.
+An entry is infinite where no stage lies between the boundaries, or it does not fit in memory.
 """
 
 import functools

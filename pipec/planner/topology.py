@@ -127,8 +127,8 @@ def uniform(
     """Equal devices in equal groups, from the inside out. PlanError unless there is a bandwidth a level."""
     if len(sizes) != len(bytes_per_second):
         raise PlanError(
-            f"{len(sizes)} levels of devices and {len(bytes_per_second)} bandwidths: give one of each a level, "
-            f"innermost first"
+            f"{len(sizes)} levels of devices and {len(bytes_per_second)} bandwidths: give one of each a "
+            f"level, innermost first"
         )
     levels = tuple(Level(size, rate) for size, rate in zip(sizes, bytes_per_second, strict=True))
     return Topology((device or Device(),) * max(0, math.prod(sizes)), levels)
@@ -177,7 +177,7 @@ def _check_level(index: int, level: Level) -> None:
         raise PlanError(f"level {index} joins {level.size} members: expected 1 or more")
     if not (level.bytes_per_second > 0 and 0 <= level.latency_seconds < math.inf):
         raise PlanError(
-            f"level {index} carries {level.bytes_per_second} bytes per second after {level.latency_seconds} "
-            f"seconds, so devices cannot reach each other: expected a bandwidth above 0 and a finite latency, "
+            f"level {index} carries {level.bytes_per_second} bytes per second after "
+            f"{level.latency_seconds} seconds, so devices cannot reach each other: expected a bandwidth above 0 and a finite latency, "
             f"0 or more"
         )
