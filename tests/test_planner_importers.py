@@ -165,7 +165,7 @@ def test_a_profile_that_cannot_be_planned_is_refused(line: str, message: str) ->
 
 
 def test_a_missing_or_empty_profile_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="cannot be read: .*Expected a graph.txt of PipeDream"):
+    with pytest.raises(PlanError, match=r"cannot be read: .*Expected a graph\.txt of PipeDream"):
         read_pipedream_graph(tmp_path / "none.txt")
     (tmp_path / "empty.txt").write_text("", encoding="utf-8")
     error = planned("--pipedream-graph", tmp_path / "empty.txt", "--devices", 2, "--bandwidth", 1, status=1)

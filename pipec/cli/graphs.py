@@ -103,8 +103,8 @@ def _topology(options: GraphOptions) -> "Topology":
         rates = [float(rate) for rate in options.bandwidth.split(",")]
     except ValueError as error:
         raise InputError(
-            f"--devices is {options.devices!r} and --bandwidth {options.bandwidth!r}; expected numbers such as "
-            f"16 and 1e9, or one of each a level, innermost first, such as 4x4 and 12e9,1.25e9"
+            f"--devices is {options.devices!r} and --bandwidth {options.bandwidth!r}; expected numbers such "
+            f"as 16 and 1e9, or one of each a level, innermost first, such as 4x4 and 12e9,1.25e9"
         ) from error
     return uniform(sizes, rates)
 

@@ -118,8 +118,8 @@ def _with_room(found: NDArray[Any], count: int, more: int, num_operators: int) -
     if count + more > MOST_BOUNDARIES:
         raise PlanError(
             f"{num_operators} operators can be cut in more than {MOST_BOUNDARIES} places, too many to "
-            f"search: too many of them are independent of each other. Order them, by edges between branches that "
-            f"need not be on different devices"
+            f"search: too many of them are independent of each other. Order them, by edges "
+            f"between branches that need not be on different devices"
         )
     if count + more <= len(found):
         return found

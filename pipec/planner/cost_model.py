@@ -36,8 +36,8 @@ def one_f_one_b(later_devices: Fraction) -> int:
 class CostModel:
     """``overlap``: transfers run beside the operators, and the larger counts.
 
-    ``all_reduce_passes``: as above. ``first_shares_links``: the first stage of a group all-reduces over as many links at a time as the level
-    below joins members.
+    ``all_reduce_passes``: as above. ``first_shares_links``: the first stage of a group all-reduces over as
+    many links at a time as the level below joins members.
     ``microbatches_per_update``: replicas all-reduce once for so many microbatches, all replicas together;
     None: each replica after each of its own. ``in_flight``: the microbatches a replica holds at once, of
     the number of later devices for each replica; it must not fall.

@@ -37,7 +37,7 @@ Edge = tuple[int, int, float]
 
 @dataclass(frozen=True, slots=True)
 class DevicePlacement:
-    """A file's problem; a plan uses no replicas. ``nodes[op]`` are the ids of the nodes of operator ``op``."""
+    """A file's problem; a plan uses no replicas. ``nodes[op]`` are the ids of operator ``op``'s nodes."""
 
     workload: Workload
     topology: Topology
@@ -52,7 +52,8 @@ def read_dnn_partitioning(path: Path) -> DevicePlacement:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise PlanError(
             f"{path} is not a dnn-partitioning graph: {error!r}. Expected JSON with maxFPGAs, "
-            f"maxSizePerFPGA, maxCPUs, nodes (id, fpgaLatency, cpuLatency, size, isBackwardNode) and edges (sourceId, destId, cost)"
+            f"maxSizePerFPGA, maxCPUs, nodes (id, fpgaLatency, cpuLatency, size, isBackwardNode) and "
+            f"edges (sourceId, destId, cost)"
         ) from error
 
 

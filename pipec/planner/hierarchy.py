@@ -8,6 +8,7 @@ the group is one device of the level above (PipeDream, Narayanan et al., SOSP 20
 Memory depends on how many devices follow a stage, which is why stages are chosen from the last to the first.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -92,10 +93,7 @@ class Hierarchy:
         return self._solve(_Task(group, 0, len(self.ranges.boundaries) - 1, Fraction(0), useful))
 
     def _solve(self, task: _Task) -> tuple[Chosen, ...]:
-        def seconds(option: _Option, begins: bool, rows: Indices, columns: Indices) -> Matrix:
-            return self._stage(task.group, task.after, option, begins, rows, columns)
-
-        seconds = self._remembering(seconds)
+        seconds = self._remembering(functools.partial(self._stage, task.group, task.after))
         finish = self._finish(task, seconds, np.maximum)
         fastest = {
             counts: self._first_stage(task, counts, finish, seconds, np.maximum).cost

@@ -77,15 +77,19 @@ class Ranges:
 
     def _total(self, column: int, rows: Indices, columns: Indices) -> Matrix:
         totals = self.boundaries.totals[column]
-        return totals[None, columns] - totals[rows, None]
+        total: Matrix = totals[None, columns] - totals[rows, None]
+        return total
 
     def _link(self, level: int, is_first: bool, rows: Indices, columns: Indices) -> Matrix:
         cuts = self.boundaries.cuts[level]
         if self.model.overlap:
             return np.zeros((len(rows), 1)) if is_first else cuts[rows, None]
+        link: Matrix
         if self.exchanged is None:
-            return cuts[rows, None] + cuts[None, columns]
-        return self.exchanged[level][np.ix_(rows, columns)]
+            link = cuts[rows, None] + cuts[None, columns]
+        else:
+            link = self.exchanged[level][np.ix_(rows, columns)]
+        return link
 
     def _all_reduce(
         self, level: int, replicas: int, is_first: bool, rows: Indices, columns: Indices

@@ -178,6 +178,6 @@ def _check_level(index: int, level: Level) -> None:
     if not (level.bytes_per_second > 0 and 0 <= level.latency_seconds < math.inf):
         raise PlanError(
             f"level {index} carries {level.bytes_per_second} bytes per second after "
-            f"{level.latency_seconds} seconds, so devices cannot reach each other: expected a bandwidth above 0 and a finite latency, "
-            f"0 or more"
+            f"{level.latency_seconds} seconds, so devices cannot reach each other: expected a "
+            f"bandwidth above 0 and a finite latency, 0 or more"
         )
