@@ -7,7 +7,7 @@ devices suffice. ``Loose`` looks at one boundary at a time, ``pipec.planner.pair
 
 import math
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +16,17 @@ from pipec.planner.boundaries import Mask, Vector
 
 Counts = NDArray[np.intp]
 
+_FIRST_GUESS = 1.02
+"""Of the seconds that all devices would take if the work could be divided at will."""
+
 
 class Bound(Protocol):
     """Over some boundaries, the empty one first and the whole last."""
+
+    @property
+    def total_seconds(self) -> float:
+        """Of everything on one device."""
+        ...
 
     @property
     def ceiling(self) -> float:
@@ -29,29 +37,41 @@ class Bound(Protocol):
         """The same for these boundaries alone."""
         ...
 
-    def to_finish(self, num_devices: int, limit: float) -> Counts:
-        """The fewest devices for what is after each boundary; ``num_devices + 1`` if these are too few."""
+    def around(self, num_devices: int, limit: float) -> "Around | None":
+        """None if no plan keeps within the limit."""
         ...
 
-    def to_reach(self, num_devices: int, limit: float) -> Counts:
-        """The fewest devices for what is before each boundary, as far as known."""
-        ...
+
+class Around(NamedTuple):
+    """The fewest devices for what is after each boundary, and for what is before it, as far as known.
+
+    One more than there are if these are too few.
+    """
+
+    finish: Counts
+    reach: Counts
+
+    def useful(self, num_devices: int) -> NDArray[np.intp]:
+        """The boundaries of plans that keep within the limit."""
+        return np.flatnonzero(self.finish + self.reach <= num_devices)
 
 
 def least_seconds(bound: Bound, num_devices: int, closeness: float, guess: float) -> float:
     """A limit that the bound meets, by a factor of 1 + ``closeness`` at most above one it cannot meet.
 
-    ``guess`` is tried first: one little above the result saves work.
+    ``guess`` may be tried first: one little above the result saves work.
     """
-    low, high = 0.0, bound.ceiling
-    limit = guess if guess < high else high / 2
-    while high - low > closeness * high and low < limit < high:
-        finish = bound.to_finish(num_devices, limit)
-        if finish[0] > num_devices:
+    low, high = bound.total_seconds / num_devices, bound.ceiling
+    limit = min(guess, low * _FIRST_GUESS)
+    while high - low > closeness * high:
+        if not low < limit < high and not low < (limit := low + (high - low) / 2) < high:
+            break
+        around = bound.around(num_devices, limit)
+        if around is None:
             low = limit
         else:
             high = limit
-            bound = bound.take(np.flatnonzero(finish + bound.to_reach(num_devices, limit) <= num_devices))
+            bound = bound.take(around.useful(num_devices))
         limit = low + (high - low) / 2
     return high
 
@@ -72,6 +92,10 @@ class Loose:
     is_line: bool
 
     @property
+    def total_seconds(self) -> float:
+        return float(self.end[0, -1] - self.begin[0, 0])
+
+    @property
     def ceiling(self) -> float:
         replicas = np.arange(1, len(self.begin) + 1)
         return float(((self.end[:, -1] - self.begin[:, 0]) / replicas).min())
@@ -79,7 +103,16 @@ class Loose:
     def take(self, kept: NDArray[np.intp]) -> "Loose":
         return Loose(self.begin[:, kept], self.end[:, kept], self.link[kept], self.is_line)
 
-    def to_finish(self, num_devices: int, limit: float) -> Counts:
+    def around(self, num_devices: int, limit: float) -> Around | None:
+        """Backwards, links are left out."""
+        finish = self._to_finish(num_devices, limit)
+        if finish[0] > num_devices:
+            return None
+        free = np.zeros_like(self.link)
+        backwards = Loose(-self.end[:, ::-1], -self.begin[:, ::-1], free, self.is_line)
+        return Around(finish, backwards._to_finish(num_devices, limit)[::-1])
+
+    def _to_finish(self, num_devices: int, limit: float) -> Counts:
         fewest = np.full(len(self.link), num_devices + 1, dtype=np.intp)
         fewest[-1] = 0
         nearest = np.full((len(self.end), num_devices + 1), math.inf)
@@ -94,11 +127,6 @@ class Loose:
                 begin = self.begin[replicas - 1, waiting] + replicas * limit
                 fewest[waiting[(begin >= end) & (self.link[waiting] <= replicas * limit)]] = count
         return fewest
-
-    def to_reach(self, num_devices: int, limit: float) -> Counts:
-        """Read backwards, and without links."""
-        backwards = Loose(-self.end[:, ::-1], -self.begin[:, ::-1], np.zeros_like(self.link), self.is_line)
-        return backwards.to_finish(num_devices, limit)[::-1]
 
     def chain(self, finish: Counts, limit: float) -> list[int]:
         """In a line: boundaries of a plan within the limit, on the fewest devices."""

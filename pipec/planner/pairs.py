@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipec.planner.boundaries import Vector
-from pipec.planner.bounds import Counts
+from pipec.planner.bounds import Around
 from pipec.planner.ranges import Indices, Matrix
 
 
@@ -27,6 +27,10 @@ class Pairs:
     all_reduce: Vector
 
     @property
+    def total_seconds(self) -> float:
+        return float(self.busy[0, -1])
+
+    @property
     def ceiling(self) -> float:
         replicas = np.arange(1, len(self.all_reduce) + 1)
         seconds = self.busy[0, -1] + self.all_reduce * self.parameters[0, -1]
@@ -36,21 +40,17 @@ class Pairs:
         both = np.ix_(kept, kept)
         return Pairs(self.busy[both], self.parameters[both], self.link[kept], self.all_reduce)
 
-    def to_finish(self, num_devices: int, limit: float) -> Counts:
+    def around(self, num_devices: int, limit: float) -> Around | None:
         fewest = self._fewest_replicas(limit, num_devices)
-        finish = np.full(len(fewest), num_devices + 1, dtype=np.intp)
-        finish[-1] = 0
+        finish, reach = np.zeros((2, len(fewest)), dtype=np.intp)
         for first in range(len(fewest) - 2, -1, -1):
-            finish[first] = min(num_devices + 1, (fewest[first, first + 1 :] + finish[first + 1 :]).min())
-        return finish
-
-    def to_reach(self, num_devices: int, limit: float) -> Counts:
-        fewest = self._fewest_replicas(limit, num_devices).T
-        reach = np.full(len(fewest), num_devices + 1, dtype=np.intp)
-        reach[0] = 0
+            finish[first] = (fewest[first, first + 1 :] + finish[first + 1 :]).min()
+        if finish[0] > num_devices:
+            return None
+        columns = np.ascontiguousarray(fewest.T)
         for last in range(1, len(fewest)):
-            reach[last] = min(num_devices + 1, (fewest[last, :last] + reach[:last]).min())
-        return reach
+            reach[last] = (columns[last, :last] + reach[:last]).min()
+        return Around(finish, reach)
 
     def _fewest_replicas(self, limit: float, num_devices: int) -> Indices:
         """For each stage, the fewest replicas that keep it within the limit; too many if none do.

@@ -117,8 +117,10 @@ class Search:
         best, proven = _found(()), least / (1 + max(closeness, _ROUNDING))
         for slack in _SLACKS:
             limit = min(least * (1 + slack), best.seconds)
-            finish, reach = bound.to_finish(num_devices, limit), bound.to_reach(num_devices, limit)
-            kept = np.flatnonzero(finish + reach <= num_devices)
+            around = bound.around(num_devices, limit)
+            assert around is not None, "the bound promised a plan"
+            finish, reach = around
+            kept = around.useful(num_devices)
             complete = len(kept) <= most
             if not complete:
                 kept = self._promising(chosen, kept, bound, finish, limit, most)
