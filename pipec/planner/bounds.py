@@ -62,7 +62,7 @@ def least_seconds(bound: Bound, num_devices: int, closeness: float, guess: float
     ``guess`` may be tried first: one little above the result saves work.
     """
     low, high = bound.total_seconds / num_devices, bound.ceiling
-    limit = min(guess, low * _FIRST_GUESS)
+    limit = guess if guess < high else low * _FIRST_GUESS
     while high - low > closeness * high:
         if not low < limit < high and not low < (limit := low + (high - low) / 2) < high:
             break

@@ -26,7 +26,7 @@ Time O(m * m * num_stages + reads), memory O(m * m).
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -141,15 +141,30 @@ def _rectangles(problem: PartitionProblem, boundaries: NDArray[np.intp]) -> Iter
     block_of = (np.searchsorted(boundaries, np.arange(len(problem.seconds)), side="right") - 1).tolist()
     last_boundary = len(boundaries) - 1
     for transfer in problem.transfers:
-        seconds = _transfer_seconds(problem, transfer)
-        maker = block_of[transfer.producer]
-        previous = maker
-        for reader in sorted({block_of[consumer] for consumer in transfer.consumers}):
-            # Received by the stage whose first reader this is: it begins after the block before.
-            yield _Rectangle(range(previous + 1, reader + 1), range(reader + 1, last_boundary + 1), seconds)
-            previous = reader
-        # Sent by the stage that holds the maker and ends before the last reader.
-        yield _Rectangle(range(maker + 1), range(maker + 1, previous + 1), seconds)
+        blocks = sorted({block_of[op] for op in (transfer.producer, *transfer.consumers)})
+        yield from _charges(blocks, _transfer_seconds(problem, transfer), last_boundary)
+
+
+def _charges(blocks: Sequence[int], seconds: float, last_boundary: int) -> Iterator[_Rectangle]:
+    """What a value costs that the operators of ``blocks``, in order, make or read."""
+    maker = previous = blocks[0]
+    for reader in blocks[1:]:
+        # Received by the stage whose first reader this is: it begins after the block before.
+        yield _Rectangle(range(previous + 1, reader + 1), range(reader + 1, last_boundary + 1), seconds)
+        previous = reader
+    # Sent by the stage that holds the maker and ends before the last reader.
+    yield _Rectangle(range(maker + 1), range(maker + 1, previous + 1), seconds)
+
+
+def exchanged_seconds(values: Iterable[tuple[Sequence[int], float]], num_boundaries: int) -> Matrix:
+    """At [i, j], the seconds of the values that a stage from boundary i to boundary j shares with others.
+
+    ``values`` are pairs of the blocks, in order, whose operators make or read a value, and its seconds.
+    """
+    rectangles = [
+        each for blocks, seconds in values for each in _charges(blocks, seconds, num_boundaries - 1)
+    ]
+    return _stack(rectangles, np.array([each.seconds for each in rectangles]), num_boundaries)
 
 
 def _transfer_seconds(problem: PartitionProblem, transfer: Transfer) -> float:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from pipec.planner.boundaries import Boundaries, Mask, Vector
 from pipec.planner.cost_model import CostModel
-from pipec.planner.partition import Transfer
+from pipec.planner.partition import Transfer, exchanged_seconds
 from pipec.planner.topology import Device, Level
 from pipec.planner.workload import COLUMNS
 
@@ -134,14 +134,31 @@ def _nested(boundaries: Boundaries) -> Mask:
 def _exchanged(
     boundaries: Boundaries, transfers: Sequence[Transfer], value_seconds: Vector
 ) -> Sequence[Matrix]:
+    """For each level, between any two boundaries, the seconds of the values that a stage shares with others."""
+    position = {op: k for k, op in enumerate(boundaries.order)}
+    ends = [[position[op] for op in {value.producer, *value.consumers}] for value in transfers]
+    if boundaries.is_line:
+        blocks = [
+            np.unique(np.searchsorted(boundaries.sizes, each, side="right") - 1).tolist() for each in ends
+        ]
+        together = [k for k, each in enumerate(blocks) if len(each) > 1]
+        return [
+            exchanged_seconds(((blocks[k], float(seconds[k])) for k in together), len(boundaries))
+            for seconds in value_seconds
+        ]
+    return _exchanged_by_sets(boundaries, ends, value_seconds)
+
+
+def _exchanged_by_sets(
+    boundaries: Boundaries, values: Sequence[Sequence[int]], value_seconds: Vector
+) -> Sequence[Matrix]:
     """A value costs a stage nothing if all its ends are inside, or none is: two products of indicators.
 
     As many ends of a value are before a stage's first boundary as before its last exactly if none is inside.
     """
-    holds, position = boundaries.holds(), {op: k for k, op in enumerate(boundaries.order)}
+    holds = boundaries.holds()
     at_first, at_last, owner = [], [], []
-    for index, transfer in enumerate(transfers):
-        ends = [position[op] for op in {transfer.producer, *transfer.consumers}]
+    for index, ends in enumerate(values):
         before = holds[ends].sum(axis=0)
         counts = range(len(ends) + 1)
         at_first += [*(before == count for count in counts), before == 0]
