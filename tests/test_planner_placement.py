@@ -56,6 +56,7 @@ def test_a_plan_on_two_levels_is_as_fast_as_the_best_of_all(trial: Trial) -> Non
 def test_bounds_narrow_the_search_without_missing_the_best(trial: Trial) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pipec.planner.search._FEW_STEPS", 0)
+        patch.setattr("pipec.planner.search._FEW_OPTIONS", 0)
         narrowed = seconds(trial)
         patch.setattr("pipec.planner.search._MOST_SOLVED_DIRECTLY", 0)
         assert seconds(trial) == pytest.approx(narrowed, rel=1e-9)
@@ -138,6 +139,7 @@ def test_what_does_not_fit_is_explained_stage_by_stage() -> None:
 
 def test_a_bound_is_told_where_too_much_remains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipec.planner.search._FEW_STEPS", 0)
+    monkeypatch.setattr("pipec.planner.search._FEW_OPTIONS", 0)
     monkeypatch.setattr("pipec.planner.search._MOST_PAIRED", 6)
     monkeypatch.setattr("pipec.planner.search._MOST_SOLVED_DIRECTLY", 0)
     workload = replace(chain(12), before=[(k, k + 2) for k in range(10)])

@@ -21,8 +21,11 @@ from pipec.planner.partition import Transfer
 from pipec.planner.ranges import Indices, Ranges, cuts_suffice, ranges
 from pipec.planner.topology import Topology, group
 
-_FEW_STEPS = 5 * 10**7
-"""Pairs of boundaries, times devices, times replicas: less than it takes to work out bounds."""
+_FEW_OPTIONS = 64
+"""Of devices times replicas for a stage: trying them all is faster than bounds."""
+
+_FEW_STEPS = 10**6
+"""Of pairs of boundaries times options: likewise."""
 
 _MOST_SOLVED_DIRECTLY = 3000
 """So many boundaries go without the loose bound."""
@@ -87,11 +90,13 @@ class Search:
 
     def _over_pairs(self, chosen: Indices, known: float) -> Found:
         """Over the boundaries ``chosen``, few enough to compare all of them; a plan has ``known`` seconds."""
-        num_devices = len(self.topology.devices)
-        num_options = num_devices * min(num_devices, self.most_replicas)
-        if len(chosen) ** 2 * num_options <= _FEW_STEPS:
+        flat = len(self.topology.levels) == 1
+        most = _MOST_PAIRED if flat else _MOST_NESTED
+        outermost = self.topology.levels[-1].size
+        num_options = outermost * min(outermost, self.most_replicas)
+        small = len(chosen) ** 2 * num_options <= _FEW_STEPS
+        if small or (num_options <= _FEW_OPTIONS and len(chosen) <= most):
             return self._exactly(chosen, lambda _: np.arange(len(chosen)))
-        most = _MOST_PAIRED if len(self.topology.levels) == 1 else _MOST_NESTED
         return self._raise_limit(chosen, self._pairs(chosen), _CLOSE, most, known, self._within_reach)
 
     def _within_reach(self, kept: Indices, finish: Counts, reach: Counts, _known: float) -> Found:
