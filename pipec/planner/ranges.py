@@ -134,7 +134,7 @@ def _nested(boundaries: Boundaries) -> Mask:
 def _exchanged(
     boundaries: Boundaries, transfers: Sequence[Transfer], value_seconds: Vector
 ) -> Sequence[Matrix]:
-    """For each level, between any two boundaries, the seconds of the values that a stage shares with others."""
+    """For each level, between any two boundaries, the seconds of the values a stage shares with others."""
     position = {op: k for k, op in enumerate(boundaries.order)}
     ends = [[position[op] for op in {value.producer, *value.consumers}] for value in transfers]
     if boundaries.is_line:
