@@ -40,9 +40,11 @@ class Ranges:
 
     def on_device(self, device: Device, after: Fraction, rows: Indices, columns: Indices) -> Matrix:
         """Seconds of the operators alone, with ``after`` later devices for each replica."""
-        fits = self.memory_bytes(after, rows, columns) <= device.memory_bytes
         seconds = self._total(_SECONDS, rows, columns) / device.speed
-        return np.where(self._is_range(rows, columns) & fits, seconds, np.inf)
+        able = self._is_range(rows, columns)
+        if device.memory_bytes < np.inf:
+            able &= self.memory_bytes(after, rows, columns) <= device.memory_bytes
+        return np.where(able, seconds, np.inf)
 
     def lower_bounds(self, speed: float, everything: Indices) -> tuple[Matrix, Matrix, Matrix]:
         """Seconds of the operators, infinite where there is no stage; parameter bytes; seconds of links."""
