@@ -139,7 +139,7 @@ def test_a_fault_of_the_factory_keeps_its_traceback() -> None:
         ((MLP, "--devices", 2, "--memory-limit", "much"), 2, "memory_limit is 'much'"),
         ((MLP, "--devices", 2, "--schedule", "1f2b"), 2, "did you mean '1f1b'?"),
         ((MLP, "--devices", 2, "--recompute", "some"), 2, "'some' is not one of"),
-        ((MLP,), 2, "Missing option '--devices'"),
+        ((MLP,), 2, "give a TARGET and its number of --devices"),
     ],
 )
 def test_what_cannot_be_planned_says_why(arguments: tuple[object, ...], status: int, message: str) -> None:

@@ -2,42 +2,75 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pipec.cli.graphs import GraphOptions, plan_graph
 from pipec.cli.options import (
+    Bandwidth,
+    CostModelName,
     Devices,
+    DnnPartitioning,
     Json,
+    Levels,
     MemoryLimit,
     Microbatches,
+    OptionalTarget,
+    PipeDreamGraph,
     ProfilePath,
     Recompute,
     RecomputeChoice,
     ScheduleName,
     Target,
+    TopologyFile,
 )
 from pipec.cli.output import show_json, show_python
 from pipec.cli.target import prepare
+from pipec.errors import InputError
+
+if TYPE_CHECKING:
+    from pipec.pipeline import Pipeline
 
 
 def plan(
-    target: Target,
-    devices: Devices,
+    target: OptionalTarget = None,
+    devices: Levels = None,
     schedule: ScheduleName = "1f1b",
     microbatches: Microbatches = None,
     recompute: RecomputeChoice = Recompute.AUTO,
     memory_limit: MemoryLimit = None,
     profile: ProfilePath = None,
+    pipedream_graph: PipeDreamGraph = None,
+    dnn_partitioning: DnnPartitioning = None,
+    bandwidth: Bandwidth = None,
+    topology: TopologyFile = None,
+    cost_model: CostModelName = None,
     as_json: Json = False,
 ) -> None:
     """Print the plan of a model: stages, seconds, bytes sent, peak memory, bubble.
 
     JSON keys: plan, as in plan.json; makespan in seconds; bubble_rate; peak_bytes of each rank.
+
+    Or the plan of a published graph, with replicas. JSON keys: seconds of the slowest stage; stages, each
+    with replicas, operators, seconds, devices; planning_seconds; least_seconds, which no plan is below.
     """
+    if pipedream_graph is None and dnn_partitioning is None:
+        if target is None or devices is None or not devices.isdecimal() or int(devices) < 1:
+            raise InputError("to plan a model, give a TARGET and its number of --devices, 1 or more")
+        if (bandwidth, topology, cost_model) != (None, None, None):
+            raise InputError("--bandwidth, --topology and --cost-model are for graphs, not for a model")
+        pipe = prepare(target, int(devices), schedule, microbatches, recompute, memory_limit, profile)
+        return _show_plan(pipe, as_json)
+    if target is not None:
+        raise InputError(f"give either the target {target} or a graph, not both")
+    options = GraphOptions(pipedream_graph, dnn_partitioning, devices, bandwidth, topology, cost_model)
+    return plan_graph(options, as_json)
+
+
+def _show_plan(pipe: "Pipeline", as_json: bool) -> None:
     from pipec.report import predicted
 
-    pipe = prepare(target, devices, schedule, microbatches, recompute, memory_limit, profile)
     if as_json:
         show_json({"plan": asdict(pipe.plan), **predicted(pipe.plan)})
     else:

@@ -18,10 +18,33 @@ class Recompute(StrEnum):
 
 
 Target = Annotated[str, typer.Argument(metavar="TARGET", help=TARGET_HELP)]
+OptionalTarget = Annotated[str | None, typer.Argument(metavar="[TARGET]", help=TARGET_HELP)]
 Artifact = Annotated[
     Path, typer.Argument(metavar="DIR", help="A folder that Pipeline.save or `pipec dump -o` wrote.")
 ]
 Devices = Annotated[int, typer.Option("--devices", min=1, help="Number of ranks.")]
+Levels = Annotated[
+    str | None,
+    typer.Option(
+        "--devices", help="Number of ranks; for a graph also by level, innermost first, such as 4x4."
+    ),
+]
+Bandwidth = Annotated[
+    str | None,
+    typer.Option("--bandwidth", help="For a graph: bytes per second of each level, such as 12e9,1.25e9."),
+]
+TopologyFile = Annotated[
+    Path | None, typer.Option("--topology", help="For a graph: devices and links, a TOML or JSON file.")
+]
+PipeDreamGraph = Annotated[
+    Path | None, typer.Option("--pipedream-graph", help="Plan a profile of PipeDream, a graph.txt.")
+]
+DnnPartitioning = Annotated[
+    Path | None, typer.Option("--dnn-partitioning", help="Plan a graph of dnn-partitioning, a JSON file.")
+]
+CostModelName = Annotated[
+    str | None, typer.Option("--cost-model", help="For a PipeDream graph: pipedream, the default, or pipec.")
+]
 ScheduleName = Annotated[str, typer.Option("--schedule", help="gpipe or 1f1b.")]
 Microbatches = Annotated[
     int | None,

@@ -26,7 +26,7 @@ Time O(m * m * num_stages + reads), memory O(m * m).
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -50,8 +50,8 @@ class Transfer:
 
     producer: int
     consumers: tuple[int, ...]
-    forward_bytes: int
-    backward_bytes: int
+    forward_bytes: float
+    backward_bytes: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,14 +116,14 @@ def _range_seconds(problem: PartitionProblem, boundaries: NDArray[np.intp]) -> t
     rectangles = list(_rectangles(problem, boundaries))
     weights = np.array([rectangle.seconds for rectangle in rectangles])
     compute = np.asarray(problem.seconds, dtype=np.float64)
-    grid = _grid(compute.sum() + 4 * weights.sum())
+    grid = exact_grid(compute.sum() + 4 * weights.sum())
     communication = _stack(rectangles, np.rint(weights / grid) * grid, len(boundaries))
     communication[np.tri(len(boundaries), dtype=bool)] = math.inf
     until = np.concatenate([[0.0], np.cumsum(np.rint(compute / grid) * grid)])[boundaries]
     return communication + (until[None, :] - until[:, None]), communication
 
 
-def _grid(largest_sum: float) -> float:
+def exact_grid(largest_sum: float) -> float:
     """A spacing whose multiples add up exactly in float64, as far as ``largest_sum``."""
     return max(math.ldexp(1.0, math.frexp(largest_sum)[1] - 51), sys.float_info.min)
 
@@ -141,21 +141,40 @@ def _rectangles(problem: PartitionProblem, boundaries: NDArray[np.intp]) -> Iter
     block_of = (np.searchsorted(boundaries, np.arange(len(problem.seconds)), side="right") - 1).tolist()
     last_boundary = len(boundaries) - 1
     for transfer in problem.transfers:
-        seconds = _transfer_seconds(problem, transfer)
-        maker = block_of[transfer.producer]
-        previous = maker
-        for reader in sorted({block_of[consumer] for consumer in transfer.consumers}):
-            # Received by the stage whose first reader this is: it begins after the block before.
-            yield _Rectangle(range(previous + 1, reader + 1), range(reader + 1, last_boundary + 1), seconds)
-            previous = reader
-        # Sent by the stage that holds the maker and ends before the last reader.
-        yield _Rectangle(range(maker + 1), range(maker + 1, previous + 1), seconds)
+        blocks = sorted({block_of[op] for op in (transfer.producer, *transfer.consumers)})
+        yield from _charges(blocks, _transfer_seconds(problem, transfer), last_boundary)
+
+
+def _charges(blocks: Sequence[int], seconds: float, last_boundary: int) -> Iterator[_Rectangle]:
+    """What a value costs that the operators of ``blocks``, in order, make or read."""
+    maker = previous = blocks[0]
+    for reader in blocks[1:]:
+        # Received by the stage whose first reader this is: it begins after the block before.
+        yield _Rectangle(range(previous + 1, reader + 1), range(reader + 1, last_boundary + 1), seconds)
+        previous = reader
+    # Sent by the stage that holds the maker and ends before the last reader.
+    yield _Rectangle(range(maker + 1), range(maker + 1, previous + 1), seconds)
+
+
+def exchanged_seconds(values: Iterable[tuple[Sequence[int], float]], num_boundaries: int) -> Matrix:
+    """At [i, j], the seconds of the values that a stage from boundary i to boundary j shares with others.
+
+    ``values`` are pairs of the blocks, in order, whose operators make or read a value, and its seconds.
+    """
+    rectangles = [
+        each for blocks, seconds in values for each in _charges(blocks, seconds, num_boundaries - 1)
+    ]
+    return _stack(rectangles, np.array([each.seconds for each in rectangles]), num_boundaries)
 
 
 def _transfer_seconds(problem: PartitionProblem, transfer: Transfer) -> float:
+    return transfer_seconds(transfer, problem.bytes_per_second, problem.latency_seconds)
+
+
+def transfer_seconds(transfer: Transfer, bytes_per_second: float, latency_seconds: float) -> float:
     """Time on the link of the activation and of its gradient, whichever there are."""
     messages = [size for size in (transfer.forward_bytes, transfer.backward_bytes) if size]
-    return sum(problem.latency_seconds + size / problem.bytes_per_second for size in messages)
+    return sum(latency_seconds + size / bytes_per_second for size in messages)
 
 
 def _stack(rectangles: Sequence[_Rectangle], weights: Matrix, num_boundaries: int) -> Matrix:

@@ -1,0 +1,165 @@
+"""The planner on published problems and on long chains, as the Markdown tables of docs/planner.md.
+
+    python benchmarks/planner.py DATA
+
+``DATA`` holds ``pipedream-profiles/NAME.txt``, the profiles of msr-fiddle/pipedream, and
+``dnn-partitioning/NAME.json``, graphs of msr-fiddle/dnn-partitioning. What their own optimizers find, and how
+long these take, was measured on a machine like ours; None: not finished.
+"""
+
+import argparse
+import math
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipec.planner.cost_model import PIPEC, PIPEDREAM, CostModel
+from pipec.planner.dnn_partitioning import read_dnn_partitioning
+from pipec.planner.partition import Transfer
+from pipec.planner.pipedream_graph import read_pipedream_graph
+from pipec.planner.placement import Placement, place
+from pipec.planner.topology import Topology, uniform
+from pipec.planner.workload import Workload
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A profile on levels of devices, innermost first; ``seconds`` and ``wall_seconds`` of PipeDream."""
+
+    name: str
+    sizes: tuple[int, ...]
+    rates: tuple[float, ...]
+    plan: str
+    seconds: float | None
+    wall_seconds: float | None
+
+
+PROFILES = (
+    Profile("vgg16", (4,), (1e9,), "3-1", 0.205520896, 0.3),
+    Profile("vgg16", (16,), (1e9,), "13-2-1", 0.056529767, 0.6),
+    Profile("vgg16", (16,), (2.5e9,), "15-1", 0.046320860, None),
+    Profile("vgg16", (4, 4), (12e9, 1.25e9), "several tie", 0.066888752, 0.5),
+    Profile("alexnet", (4,), (1e9,), "3-1", 0.034217141, 0.01),
+    Profile("alexnet", (16,), (1.25e9,), "15-1", 0.015099494, 0.03),
+    Profile("resnet50", (16,), (1e9,), "7-6-3", 0.047801345, 3.4),
+    Profile("resnet50", (8, 2), (100e9, 3.125e9), "hybrid", 0.031907304, 152),
+    Profile("gnmt", (4,), (1e9,), "straight", 0.025868, 0.4),
+    Profile("gnmt", (16,), (1e9,), "several tie", 0.019285, 1.4),
+    Profile("gnmt_large", (4,), (12e9,), "straight", 0.137129, 11),
+    Profile("gnmt_large", (16,), (1e9,), "1 x 11-4-1", 0.058971, 106),
+    Profile("gnmt_large", (4, 4), (12e9, 1.25e9), "not finished", None, None),
+    Profile("inception_v3", (4,), (1e9,), "not finished", None, None),
+    Profile("inception_v3", (16,), (1e9,), "not finished", None, None),
+    Profile("inception_v3", (4, 4), (12e9, 1.25e9), "not finished", None, None),
+)
+
+GRAPHS = (
+    ("gnmt_training", 107.0044, 38.7),
+    ("resnet50_training", 78.6318, 0.3),
+    ("bert_l-3_training", 65.3031, 7.4),
+)
+"""The proved optimum in milliseconds, and the seconds of the exact solver."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("data", type=Path, help="the folder of pipedream-profiles and dnn-partitioning")
+    data = parser.parse_args().data
+    print(
+        "\n".join(
+            (*profiles(data / "pipedream-profiles"), "", *graphs(data / "dnn-partitioning"), "", *chains())
+        )
+    )
+
+
+def profiles(folder: Path) -> Iterator[str]:
+    yield from heading(
+        "profile", "devices, bytes/s", "PipeDream", "s", "found in s", "pipec", "s", "proved", "found in s"
+    )
+    for profile in PROFILES:
+        workload = read_pipedream_graph(folder / f"{profile.name}.txt")
+        plan, wall = timed(workload, uniform(profile.sizes, profile.rates), PIPEDREAM)
+        assert profile.seconds is None or plan.seconds <= profile.seconds * (1 + 1e-6)
+        levels = (
+            f"{' x '.join(map(str, profile.sizes))}, {' and '.join(f'{rate:g}' for rate in profile.rates)}"
+        )
+        theirs = (profile.plan, figure(profile.seconds, 9), figure(profile.wall_seconds, 2))
+        yield row(
+            profile.name, levels, *theirs, shape(plan), f"{plan.seconds:.9f}", proof(plan), f"{wall:.2f}"
+        )
+
+
+def graphs(folder: Path) -> Iterator[str]:
+    yield from heading("graph", "proved optimum, ms", "their exact solver, s", "pipec, ms", "found in s")
+    for name, optimum, theirs in GRAPHS:
+        problem = read_dnn_partitioning(folder / f"{name}.json")
+        plan, wall = timed(problem.workload, problem.topology, PIPEC, 1)
+        assert math.isclose(plan.seconds * 1000, optimum, rel_tol=1e-6)
+        yield row(name, str(optimum), str(theirs), f"{plan.seconds * 1000:.4f}", f"{wall:.2f}")
+
+
+def chains() -> Iterator[str]:
+    yield from heading("operators", "replicas", "cost model", "stages", "found in s")
+    cases: Sequence[tuple[int, int | None, str, CostModel]] = (
+        (1000, None, "pipec", PIPEC),
+        (1000, None, "pipedream", PIPEDREAM),
+        (100_000, 1, "pipec", PIPEC),
+        (100_000, 1, "pipedream", PIPEDREAM),
+    )
+    for num_operators, most, name, model in cases:
+        workload = chain(num_operators)
+        plan, wall = timed(workload, uniform([64], [1e9]), model, most)
+        replicas = "any" if most is None else str(most)
+        yield row(f"{num_operators:,}", replicas, name, str(len(plan.stages)), f"{wall:.2f}")
+
+
+def chain(num_operators: int) -> Workload:
+    """Operators of random costs in one line, for 64 devices and links of 1e9 bytes per second."""
+    draw = random.Random(0)
+    seconds, parameters, sizes = ([draw.random() for _ in range(num_operators)] for _ in range(3))
+    return Workload(
+        names=[f"operator {k}" for k in range(num_operators)],
+        seconds=[each * 1e-3 for each in seconds],
+        parameter_bytes=[each * 1e6 for each in parameters],
+        resident_bytes=[0.0] * num_operators,
+        saved_bytes=[0.0] * num_operators,
+        transfers=[Transfer(k, (k + 1,), sizes[k] * 1e6, sizes[k] * 1e6) for k in range(num_operators - 1)],
+        before=[(k, k + 1) for k in range(num_operators - 1)],
+    )
+
+
+def timed(
+    workload: Workload, topology: Topology, model: CostModel, max_replicas: int | None = None
+) -> tuple[Placement, float]:
+    started = time.perf_counter()
+    placement = place(workload, topology, model, max_replicas)
+    return placement, time.perf_counter() - started
+
+
+def shape(placement: Placement) -> str:
+    return "-".join(str(stage.replicas) for stage in placement.stages)
+
+
+def proof(placement: Placement) -> str:
+    """Whether the plan is the best there can be, and if not how much better one could be."""
+    if placement.is_optimal:
+        return "yes"
+    return f"to {placement.seconds / placement.least_seconds - 1:.0%}"
+
+
+def figure(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def heading(*cells: str) -> tuple[str, str]:
+    return row(*cells), row(*("---" for _ in cells))
+
+
+def row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""How fast the slowest stage can be at best, and which boundaries a plan that fast can use.
+
+A bound charges a stage no more than it costs. For a limit on seconds, the fewest devices that finish from a
+boundary follow from those that finish from later ones, and bisection finds the least limit for which the
+devices suffice. ``Loose`` looks at one boundary at a time, ``pipec.planner.pairs`` at any two.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipec.planner.boundaries import Mask, Vector
+
+Counts = NDArray[np.intp]
+
+_FIRST_GUESS = 1.02
+"""Of the seconds that all devices would take if the work could be divided at will."""
+
+
+class Bound(Protocol):
+    """Over some boundaries, the empty one first and the whole last."""
+
+    @property
+    def total_seconds(self) -> float:
+        """Of everything on one device."""
+        ...
+
+    @property
+    def ceiling(self) -> float:
+        """Seconds that can be met, everything being one stage."""
+        ...
+
+    def take(self, kept: NDArray[np.intp]) -> Self:
+        """The same for these boundaries alone."""
+        ...
+
+    def around(self, num_devices: int, limit: float) -> "Around | None":
+        """None if no plan keeps within the limit."""
+        ...
+
+
+class Around(NamedTuple):
+    """The fewest devices for what is after each boundary, and for what is before it, as far as known.
+
+    One more than there are if these are too few.
+    """
+
+    finish: Counts
+    reach: Counts
+
+    def useful(self, num_devices: int) -> NDArray[np.intp]:
+        """The boundaries of plans that keep within the limit."""
+        return np.flatnonzero(self.finish + self.reach <= num_devices)
+
+
+def least_seconds(bound: Bound, num_devices: int, closeness: float, guess: float) -> float:
+    """A limit that the bound meets, by a factor of 1 + ``closeness`` at most above one it cannot meet.
+
+    ``guess`` may be tried first: one little above the result saves work.
+    """
+    low, high = bound.total_seconds / num_devices, bound.ceiling
+    limit = guess if guess < high else low * _FIRST_GUESS
+    while high - low > closeness * high:
+        if not low < limit < high and not low < (limit := low + (high - low) / 2) < high:
+            break
+        around = bound.around(num_devices, limit)
+        if around is None:
+            low = limit
+        else:
+            high = limit
+            bound = bound.take(around.useful(num_devices))
+        limit = low + (high - low) / 2
+    return high
+
+
+@dataclass(frozen=True, slots=True)
+class Loose:
+    """Charges a stage from boundary b to boundary e on m replicas
+
+        max(end[m - 1, e] - begin[m - 1, b], link[b]) / m
+
+    seconds. Of boundaries in one line it asks that b comes before e; of others it asks nothing, so that what
+    is before b need not be before e.
+    """
+
+    begin: Vector
+    end: Vector
+    link: Vector
+    is_line: bool
+
+    @property
+    def total_seconds(self) -> float:
+        return float(self.end[0, -1] - self.begin[0, 0])
+
+    @property
+    def ceiling(self) -> float:
+        replicas = np.arange(1, len(self.begin) + 1)
+        return float(((self.end[:, -1] - self.begin[:, 0]) / replicas).min())
+
+    def take(self, kept: NDArray[np.intp]) -> "Loose":
+        return Loose(self.begin[:, kept], self.end[:, kept], self.link[kept], self.is_line)
+
+    def around(self, num_devices: int, limit: float) -> Around | None:
+        """Backwards, links are left out."""
+        finish = self._to_finish(num_devices, limit)
+        if finish[0] > num_devices:
+            return None
+        free = np.zeros_like(self.link)
+        backwards = Loose(-self.end[:, ::-1], -self.begin[:, ::-1], free, self.is_line)
+        return Around(finish, backwards._to_finish(num_devices, limit)[::-1])
+
+    def _to_finish(self, num_devices: int, limit: float) -> Counts:
+        fewest = np.full(len(self.link), num_devices + 1, dtype=np.intp)
+        fewest[-1] = 0
+        nearest = np.full((len(self.end), num_devices + 1), math.inf)
+        for count in range(1, num_devices + 1):
+            joined = self.end[:, fewest == count - 1].min(axis=1, initial=math.inf)
+            nearest[:, count - 1 :] = np.minimum(nearest[:, count - 1 :], joined[:, None])
+            waiting = np.flatnonzero(fewest > num_devices)
+            for replicas in range(1, min(count, len(self.begin)) + 1):
+                end = nearest[replicas - 1, count - replicas]
+                if self.is_line:
+                    end = self._end_after(replicas, fewest <= count - replicas)[waiting]
+                begin = self.begin[replicas - 1, waiting] + replicas * limit
+                fewest[waiting[(begin >= end) & (self.link[waiting] <= replicas * limit)]] = count
+        return fewest
+
+    def chain(self, finish: Counts, limit: float) -> list[int]:
+        """In a line: boundaries of a plan within the limit, on the fewest devices."""
+        chain, left = [0], int(finish[0])
+        while finish[chain[-1]] > 0:
+            left, following = self._next_boundary(finish, chain[-1], left, limit)
+            chain.append(following)
+        return chain
+
+    def _next_boundary(self, finish: Counts, boundary: int, left: int, limit: float) -> tuple[int, int]:
+        """The devices left after a stage on the fewest replicas, and the last place it may end."""
+        for replicas in range(1, left + 1):
+            begin, link = self.begin[replicas - 1, boundary], self.link[boundary]
+            able = (finish <= left - replicas) & (self.end[replicas - 1] - begin <= replicas * limit)
+            able[: boundary + 1] = False
+            if link <= replicas * limit and able.any():
+                return left - replicas, int(np.flatnonzero(able)[-1])
+        raise AssertionError("to_finish promised a stage")
+
+    def _end_after(self, replicas: int, able: Mask) -> Vector:
+        """For each boundary, the least ``end`` of those after it that are able to finish."""
+        ends = np.where(able, self.end[replicas - 1], math.inf)
+        return np.append(np.minimum.accumulate(ends[:0:-1])[::-1], math.inf)

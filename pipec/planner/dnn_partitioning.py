@@ -1,0 +1,145 @@
+"""Read the training graphs of msr-fiddle/dnn-partitioning: JSON, with separate backward nodes.
+
+Tarnawski et al., Efficient Algorithms for Device Placement of DNN Graph Operators (NeurIPS 2020). Nodes of
+one ``colorClass``, a forward node and its backward, are on one device: together they are an operator here.
+A node without one is an operator by itself. The file gives the cost of an edge in milliseconds rather than
+bytes, so values are sized in seconds and links carry one "byte" per second.
+
+A CPU is a slow device: for every operator it takes as much longer as for the one that suits it least, and it
+pays for its links. Their solver charges each operator its ``cpuLatency`` and no links, so that a plan of ours
+is never better than theirs, and where it is as good, it is the optimum of both.
+
+The forward nodes of a device are contiguous: an edge between two of them orders their operators. Backward
+nodes follow their forwards; an edge between two orders their operators the other way around if one of them
+has no forward. Operators ordered both ways are on one device.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import networkx as nx
+
+from pipec.errors import PlanError
+from pipec.planner.partition import Transfer
+from pipec.planner.topology import Device, Level, Topology
+from pipec.planner.workload import Workload
+
+Node = Mapping[str, Any]
+
+Colour = tuple[str, int]
+
+Edge = tuple[int, int, float]
+"""The source, the target, and the seconds it takes to move the source's output."""
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlacement:
+    """A file's problem; a plan uses no replicas. ``nodes[op]`` are the ids of operator ``op``'s nodes."""
+
+    workload: Workload
+    topology: Topology
+    nodes: tuple[tuple[str, ...], ...]
+
+
+def read_dnn_partitioning(path: Path) -> DevicePlacement:
+    """PlanError if the file is not of this format."""
+    try:
+        graph = json.loads(path.read_text(encoding="utf-8"))
+        return parse_dnn_partitioning(graph)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PlanError(
+            f"{path} is not a dnn-partitioning graph: {error!r}. Expected JSON with maxFPGAs, "
+            f"maxSizePerFPGA, maxCPUs, nodes (id, fpgaLatency, cpuLatency, size, isBackwardNode) and "
+            f"edges (sourceId, destId, cost)"
+        ) from error
+
+
+def parse_dnn_partitioning(graph: Mapping[str, Any]) -> DevicePlacement:
+    nodes: dict[int, Node] = {node["id"]: node for node in graph["nodes"]}
+    edges = [(edge["sourceId"], edge["destId"], edge["cost"] / 1000) for edge in graph["edges"]]
+    operator_of, before = _operators(nodes, edges)
+    num_operators = max(operator_of.values(), default=-1) + 1
+    names = [""] * num_operators
+    seconds, size = [0.0] * num_operators, [0.0] * num_operators
+    for key, node in nodes.items():
+        op = operator_of[key]
+        names[op] = names[op] or str(node.get("name", key))
+        seconds[op] += node["fpgaLatency"] / 1000
+        size[op] += node["size"]
+    idle = [0.0] * num_operators
+    workload = Workload(
+        names=names,
+        seconds=seconds,
+        parameter_bytes=idle,
+        resident_bytes=size,
+        saved_bytes=idle,
+        transfers=_transfers(edges, operator_of),
+        before=before,
+    )
+    members = [[str(key) for key in nodes if operator_of[key] == op] for op in range(num_operators)]
+    return DevicePlacement(workload, _topology(graph), tuple(map(tuple, members)))
+
+
+def _topology(graph: Mapping[str, Any]) -> Topology:
+    accelerators = (Device(memory_bytes=graph["maxSizePerFPGA"]),) * graph["maxFPGAs"]
+    speed = min(
+        (node["fpgaLatency"] / node["cpuLatency"] for node in graph["nodes"] if node["cpuLatency"]),
+        default=1.0,
+    )
+    cpus = (Device(speed=speed),) * (graph["maxCPUs"] if speed > 0 else 0)
+    devices = accelerators + cpus
+    return Topology(devices, (Level(len(devices), 1.0),))
+
+
+def _operators(
+    nodes: Mapping[int, Node], edges: Sequence[Edge]
+) -> tuple[dict[int, int], list[tuple[int, int]]]:
+    """The operator of each node, and which come before which.
+
+    An operator is a colour, or several that must share a device.
+    """
+    colour = {
+        key: ("colour", node["colorClass"]) if "colorClass" in node else ("node", key)
+        for key, node in nodes.items()
+    }
+    graph = nx.DiGraph()
+    graph.add_nodes_from(colour.values())
+    graph.add_edges_from(_order(nodes, edges, colour))
+    together = {}
+    for component in nx.strongly_connected_components(graph):
+        together.update(dict.fromkeys(component, min(component)))
+    numbers = {
+        first: number for number, first in enumerate(dict.fromkeys(together[c] for c in colour.values()))
+    }
+    operator_of = {each: numbers[first] for each, first in together.items()}
+    before = {(operator_of[u], operator_of[v]) for u, v in graph.edges}
+    return {key: operator_of[colour[key]] for key in nodes}, sorted((u, v) for u, v in before if u != v)
+
+
+def _order(
+    nodes: Mapping[int, Node], edges: Sequence[Edge], colour: Mapping[int, Colour]
+) -> Iterator[tuple[Colour, Colour]]:
+    """Pairs of colours, the one that no stage may have after the other first."""
+    with_forward = {colour[key] for key, node in nodes.items() if not node["isBackwardNode"]}
+    for source, target, _ in edges:
+        ends = (colour[source], colour[target])
+        if not (nodes[source]["isBackwardNode"] or nodes[target]["isBackwardNode"]):
+            yield ends
+        elif nodes[source]["isBackwardNode"] and not with_forward.issuperset(ends):
+            yield ends[::-1]
+
+
+def _transfers(edges: Sequence[Edge], operator_of: Mapping[int, int]) -> list[Transfer]:
+    cost: dict[int, float] = {}
+    readers: dict[int, set[int]] = {}
+    for source, target, seconds in edges:
+        cost[source] = seconds
+        readers.setdefault(source, set()).add(operator_of[target])
+    return [
+        Transfer(operator_of[source], tuple(sorted(consumers)), cost[source], 0)
+        for source, consumers in readers.items()
+        if consumers != {operator_of[source]}
+    ]

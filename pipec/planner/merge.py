@@ -1,0 +1,131 @@
+"""Merge operators that some best plan keeps together: fewer boundaries, the same optimum.
+
+An operator v with no parameters and no bytes in memory may join its neighbour u if v can always follow u
+(v's only predecessor) or always wait for u (v's only successor), and, at every level,
+
+    v's own seconds + seconds of v's values without u  <=  seconds of the values u and v alone share.
+
+Take a plan that separates them, and move v to u's stage. That stage gains at most the left-hand side and
+loses the right-hand side; v's old stage loses more than it gains; no other stage and no other boundary sees
+a difference. With overlap, seconds of operators do not trade against seconds of links, so v must take none.
+On a device of speed s, v takes 1/s of its seconds: the slowest device counts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pipec.planner.boundaries import Vector, is_line
+from pipec.planner.partition import Transfer
+from pipec.planner.workload import COLUMNS, Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """``members[k]`` are the operators of the original workload that operator k stands for."""
+
+    workload: Workload
+    members: Sequence[Sequence[int]]
+
+    def originals(self, operators: Sequence[int]) -> tuple[int, ...]:
+        return tuple(sorted(op for k in operators for op in self.members[k]))
+
+
+def merge(
+    workload: Workload, order: Sequence[int], value_seconds: Vector, overlap: bool, slowest: float
+) -> Merged:
+    """Merge while any operator can be; operators in one line stay, they have few boundaries anyway.
+
+    ``order`` is one that ``workload.before`` permits, ``value_seconds`` is indexed by level and transfer,
+    ``slowest`` is the least speed of a device.
+    """
+    if is_line(workload, order):
+        return Merged(workload, [(op,) for op in range(len(order))])
+    state = _State(workload, value_seconds)
+    weightless = [
+        not (workload.parameter_bytes[op] or workload.resident_bytes[op] or workload.saved_bytes[op])
+        for op in range(len(workload.names))
+    ]
+    seconds = [time / slowest for time in workload.seconds]
+    waiting = dict.fromkeys(op for op, light in enumerate(weightless) if light)
+    while waiting:
+        op = next(iter(waiting))
+        del waiting[op]
+        if overlap and seconds[op] > 0:
+            continue
+        home = next((u for u in state.homes(op) if state.prefers(op, u, seconds[op])), None)
+        if home is not None:
+            seconds[home] += seconds[op]
+            weightless[home] = weightless[home] and weightless[op]
+            touched = state.join(op, home)
+            waiting.update(dict.fromkeys(near for near in sorted(touched) if weightless[near]))
+    return _merged(workload, state)
+
+
+class _State:
+    """The graph while it shrinks: who is next to whom, and which values each operator makes or reads."""
+
+    def __init__(self, workload: Workload, value_seconds: Vector) -> None:
+        operators = range(len(workload.names))
+        self.before: list[set[int]] = [set() for _ in operators]
+        self.after: list[set[int]] = [set() for _ in operators]
+        for u, v in workload.before:
+            self.before[v].add(u)
+            self.after[u].add(v)
+        self.ends = [{transfer.producer, *transfer.consumers} for transfer in workload.transfers]
+        self.values: list[set[int]] = [set() for _ in operators]
+        for value, ends in enumerate(self.ends):
+            for op in ends:
+                self.values[op].add(value)
+        self.value_seconds = value_seconds
+        self.members: dict[int, list[int]] = {op: [op] for op in operators}
+
+    def homes(self, op: int) -> list[int]:
+        """Operators that ``op`` can always be beside: its only predecessor or successor, any if none."""
+        if not self.before[op] and not self.after[op]:
+            near = {end for value in self.values[op] for end in self.ends[value]} or set(self.members)
+            return sorted(near - {op})
+        return [next(iter(near)) for near in (self.before[op], self.after[op]) if len(near) == 1]
+
+    def prefers(self, op: int, home: int, seconds: float) -> bool:
+        others = [
+            value for value in self.values[op] if home not in self.ends[value] and len(self.ends[value]) > 1
+        ]
+        shared = [value for value in self.values[op] if self.ends[value] == {op, home}]
+        elsewhere = self.value_seconds[:, others].sum(axis=1)
+        return bool(np.all(seconds + elsewhere <= self.value_seconds[:, shared].sum(axis=1)))
+
+    def join(self, op: int, home: int) -> set[int]:
+        """Make ``op`` part of ``home``; the operators that see a difference."""
+        self.members[home] += self.members.pop(op)
+        for mine, theirs in ((self.before, self.after), (self.after, self.before)):
+            for near in mine[op]:
+                theirs[near].discard(op)
+                if near != home:
+                    theirs[near].add(home)
+            mine[home] = (mine[home] | mine[op]) - {op, home}
+        for value in self.values[op]:
+            self.ends[value] = (self.ends[value] - {op}) | {home}
+        self.values[home] |= self.values[op]
+        return {home, *self.before[home], *self.after[home]}
+
+
+def _merged(workload: Workload, state: _State) -> Merged:
+    kept = list(state.members)
+    index = {op: k for k, original in enumerate(kept) for op in state.members[original]}
+    sums = {
+        column: [sum(getattr(workload, column)[op] for op in state.members[k]) for k in kept]
+        for column in COLUMNS
+    }
+    transfers = [_moved(transfer, index) for transfer in workload.transfers]
+    before = sorted({(index[u], index[v]) for u, v in workload.before if index[u] != index[v]})
+    smaller = replace(
+        workload, names=[workload.names[k] for k in kept], transfers=transfers, before=before, **sums
+    )
+    return Merged(smaller, [state.members[k] for k in kept])
+
+
+def _moved(transfer: Transfer, index: dict[int, int]) -> Transfer:
+    consumers = tuple(sorted({index[op] for op in transfer.consumers}))
+    return replace(transfer, producer=index[transfer.producer], consumers=consumers)

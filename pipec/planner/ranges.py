@@ -1,0 +1,171 @@
+"""The seconds of stages that begin at some boundaries (rows) and end at others (columns), as matrices.
+
+An entry is infinite where no stage lies between the boundaries, or it does not fit in memory.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipec.planner.boundaries import Boundaries, Mask, Vector
+from pipec.planner.cost_model import CostModel
+from pipec.planner.partition import Transfer, exchanged_seconds
+from pipec.planner.topology import Device, Level
+from pipec.planner.workload import COLUMNS
+
+Matrix = Vector
+Indices = NDArray[np.intp]
+
+_SECONDS, _PARAMETERS, _RESIDENT, _SAVED = range(len(COLUMNS))
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """Costs of stages between ``boundaries``. ``nested`` and ``exchanged`` hold what needs pairs of them.
+
+    ``nested`` is None in a line. ``exchanged[level]`` has the seconds of all values with one end inside the
+    stage and one outside; it is None if the cost model asks for cuts alone, or if the cuts at both
+    boundaries add up to just that.
+    """
+
+    boundaries: Boundaries
+    model: CostModel
+    levels: Sequence[Level]
+    nested: Mask | None
+    exchanged: Sequence[Matrix] | None
+
+    def on_device(self, device: Device, after: Fraction, rows: Indices, columns: Indices) -> Matrix:
+        """Seconds of the operators alone, with ``after`` later devices for each replica."""
+        seconds = self._total(_SECONDS, rows, columns) / device.speed
+        able = self._is_range(rows, columns)
+        if device.memory_bytes < np.inf:
+            able &= self.memory_bytes(after, rows, columns) <= device.memory_bytes
+        return np.where(able, seconds, np.inf)
+
+    def lower_bounds(self, speed: float, everything: Indices) -> tuple[Matrix, Matrix, Matrix]:
+        """Seconds of the operators, infinite where there is no stage; parameter bytes; seconds of links."""
+        seconds = self._total(_SECONDS, everything, everything) / speed
+        busy = np.where(self._is_range(everything, everything), seconds, np.inf)
+        links = (self._link(level, False, everything, everything) for level in range(len(self.levels)))
+        return busy, self._total(_PARAMETERS, everything, everything), functools.reduce(np.minimum, links)
+
+    def memory_bytes(self, after: Fraction, rows: Indices, columns: Indices) -> Matrix:
+        saved = self.model.in_flight(after) * self._total(_SAVED, rows, columns)
+        return self._total(_RESIDENT, rows, columns) + saved
+
+    def stage(
+        self, busy: Matrix, level: int, replicas: int, is_first: bool, rows: Indices, columns: Indices
+    ) -> Matrix:
+        """Seconds on ``replicas`` members that are ``busy`` for so long; ``is_first`` within its group."""
+        computes = busy / replicas + self._all_reduce(level, replicas, is_first, rows, columns)
+        link = self._link(level, is_first, rows, columns) / replicas
+        return np.maximum(computes, link) if self.model.overlap else computes + link
+
+    def communication(
+        self, level: int, replicas: int, is_first: bool, rows: Indices, columns: Indices
+    ) -> Matrix:
+        """Seconds of links and all-reduce: what decides between plans that are equally fast."""
+        link = self._link(level, is_first, rows, columns) / replicas
+        return self._all_reduce(level, replicas, is_first, rows, columns) + link
+
+    def _is_range(self, rows: Indices, columns: Indices) -> Mask:
+        if self.nested is None:
+            return rows[:, None] < columns[None, :]
+        return self.nested[np.ix_(rows, columns)]
+
+    def _total(self, column: int, rows: Indices, columns: Indices) -> Matrix:
+        totals = self.boundaries.totals[column]
+        total: Matrix = totals[None, columns] - totals[rows, None]
+        return total
+
+    def _link(self, level: int, is_first: bool, rows: Indices, columns: Indices) -> Matrix:
+        cuts = self.boundaries.cuts[level]
+        if self.model.overlap:
+            return np.zeros((len(rows), 1)) if is_first else cuts[rows, None]
+        link: Matrix
+        if self.exchanged is None:
+            link = cuts[rows, None] + cuts[None, columns]
+        else:
+            link = self.exchanged[level][np.ix_(rows, columns)]
+        return link
+
+    def _all_reduce(
+        self, level: int, replicas: int, is_first: bool, rows: Indices, columns: Indices
+    ) -> Matrix:
+        if replicas == 1:
+            return np.zeros((len(rows), len(columns)))
+        parameters = self._total(_PARAMETERS, rows, columns)
+        links = self.model.links_of_first(self.levels, level) if is_first else 1
+        at_this = self.levels[level]
+        share = self.model.all_reduce_seconds_per_byte(replicas, links * at_this.bytes_per_second)
+        latency = self.model.all_reduce_latency(replicas, at_this)
+        return parameters * share + (parameters > 0) * latency
+
+
+def ranges(
+    boundaries: Boundaries,
+    transfers: Sequence[Transfer],
+    value_seconds: Vector,
+    levels: Sequence[Level],
+    model: CostModel,
+) -> Ranges:
+    by_cuts = model.overlap or cuts_suffice(boundaries, transfers)
+    nested = None if boundaries.is_line else _nested(boundaries)
+    exchanged = None if by_cuts else _exchanged(boundaries, transfers, value_seconds)
+    return Ranges(boundaries, model, levels, nested, exchanged)
+
+
+def cuts_suffice(boundaries: Boundaries, transfers: Sequence[Transfer]) -> bool:
+    """Whether no value can cross two boundaries: then a stage exchanges what crosses either of its own."""
+    position = {op: k for k, op in enumerate(boundaries.order)}
+    spans = ([position[op] for op in (value.producer, *value.consumers)] for value in transfers)
+    return boundaries.is_line and all(max(span) - min(span) <= 1 for span in spans)
+
+
+def _nested(boundaries: Boundaries) -> Mask:
+    holds = boundaries.holds().astype(np.float32)  # exact: counts below 2 ** 24
+    nested: Mask = (holds.T @ holds) == holds.sum(axis=0)[:, None]
+    np.fill_diagonal(nested, False)
+    return nested
+
+
+def _exchanged(
+    boundaries: Boundaries, transfers: Sequence[Transfer], value_seconds: Vector
+) -> Sequence[Matrix]:
+    """For each level, between any two boundaries, the seconds of the values a stage shares with others."""
+    position = {op: k for k, op in enumerate(boundaries.order)}
+    ends = [[position[op] for op in {value.producer, *value.consumers}] for value in transfers]
+    if boundaries.is_line:
+        blocks = [
+            np.unique(np.searchsorted(boundaries.sizes, each, side="right") - 1).tolist() for each in ends
+        ]
+        together = [k for k, each in enumerate(blocks) if len(each) > 1]
+        return [
+            exchanged_seconds(((blocks[k], float(seconds[k])) for k in together), len(boundaries))
+            for seconds in value_seconds
+        ]
+    return _exchanged_by_sets(boundaries, ends, value_seconds)
+
+
+def _exchanged_by_sets(
+    boundaries: Boundaries, values: Sequence[Sequence[int]], value_seconds: Vector
+) -> Sequence[Matrix]:
+    """A value costs a stage nothing if all its ends are inside, or none is: two products of indicators.
+
+    As many ends of a value are before a stage's first boundary as before its last exactly if none is inside.
+    """
+    holds = boundaries.holds()
+    at_first, at_last, owner = [], [], []
+    for index, ends in enumerate(values):
+        before = holds[ends].sum(axis=0)
+        counts = range(len(ends) + 1)
+        at_first += [*(before == count for count in counts), before == 0]
+        at_last += [*(before == count for count in counts), before == len(ends)]
+        owner += [index] * (len(ends) + 2)
+    first = np.array(at_first, dtype=float).reshape(len(owner), len(boundaries))
+    last = np.array(at_last, dtype=float).reshape(len(owner), len(boundaries))
+    return [seconds.sum() - (first.T * seconds[owner]) @ last for seconds in value_seconds]

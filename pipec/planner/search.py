@@ -1,0 +1,204 @@
+"""From boundaries to stages: bounds first, to search only boundaries that a best plan may use.
+
+Small searches go without. Otherwise the first limit is the least that a bound allows, and it is raised until
+the best plan over the boundaries it leaves is within it: then no other plan is better. A loose bound, for
+many boundaries, leaves some for a closer one, which leaves fewer for dynamic programming.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from pipec.planner.boundaries import Boundaries, Vector
+from pipec.planner.bounds import Bound, Counts, Loose, least_seconds
+from pipec.planner.cost_model import CostModel
+from pipec.planner.hierarchy import Chosen, Hierarchy, Useful
+from pipec.planner.pairs import Pairs
+from pipec.planner.partition import Transfer
+from pipec.planner.ranges import Indices, Ranges, cuts_suffice, ranges
+from pipec.planner.topology import Topology, group
+
+_FEW_OPTIONS = 64
+"""Of devices times replicas for a stage: trying them all is faster than bounds."""
+
+_FEW_STEPS = 10**6
+"""Of pairs of boundaries times options: likewise."""
+
+_MOST_SOLVED_DIRECTLY = 3000
+"""So many boundaries go without the loose bound."""
+
+_MOST_PAIRED = 3000
+"""So many boundaries are compared in pairs within seconds."""
+
+_MOST_NESTED = 300
+"""So many, if pipelines inside groups are needed between all pairs."""
+
+_PROMISING = 800
+"""So many are searched where too many remain."""
+
+_CLOSE = 1e-3
+"""How close bisection comes, unless the bound is exact: dynamic programming finds the rest."""
+
+_SLACKS = (1e-9, 1e-3, 1e-2, 1e-1, math.inf)
+"""By how much the limit may exceed the bound, one attempt each."""
+
+_ROUNDING = 1e-12
+"""Bounds and the search add the same figures in another order."""
+
+
+class Found(NamedTuple):
+    """The best stages found, none if none fit in memory, and the seconds that no plan can be below."""
+
+    stages: tuple[Chosen, ...]
+    least_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return max((stage.seconds for stage in self.stages), default=math.inf)
+
+
+_Solve = Callable[[Indices, Counts, Counts, float], Found]
+"""The best stages over some boundaries, given the devices to finish from and to reach each of them, and the
+seconds of a plan."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """``value_seconds[level, transfer]``; ``most_replicas`` a stage has at each level."""
+
+    boundaries: Boundaries
+    transfers: Sequence[Transfer]
+    value_seconds: Vector
+    topology: Topology
+    model: CostModel
+    most_replicas: int
+    limits_memory: bool
+
+    def run(self) -> Found:
+        everything = np.arange(len(self.boundaries))
+        if len(everything) <= _MOST_SOLVED_DIRECTLY:
+            return self._over_pairs(everything, math.inf)
+        closeness = 0.0 if self._is_exact else _CLOSE
+
+        def solve(kept: Indices, _finish: Counts, _reach: Counts, known: float) -> Found:
+            return self._over_pairs(kept, known)
+
+        return self._raise_limit(everything, self._loose(), closeness, _MOST_PAIRED, math.inf, solve)
+
+    def _over_pairs(self, chosen: Indices, known: float) -> Found:
+        """Over the boundaries ``chosen``, few enough to compare all of them; a plan has ``known`` seconds."""
+        flat = len(self.topology.levels) == 1
+        most = _MOST_PAIRED if flat else _MOST_NESTED
+        outermost = self.topology.levels[-1].size
+        num_options = outermost * min(outermost, self.most_replicas)
+        small = len(chosen) ** 2 * num_options <= _FEW_STEPS
+        if small or (num_options <= _FEW_OPTIONS and len(chosen) <= most):
+            return self._exactly(chosen, lambda _: np.arange(len(chosen)))
+        return self._raise_limit(chosen, self._pairs(chosen), _CLOSE, most, known, self._within_reach)
+
+    def _within_reach(self, kept: Indices, finish: Counts, reach: Counts, _known: float) -> Found:
+        num_devices = len(self.topology.devices)
+        useful = [
+            np.flatnonzero((finish <= count) & (reach <= num_devices - count))
+            for count in range(num_devices + 1)
+        ]
+        return self._exactly(kept, lambda count: useful[count])
+
+    def _exactly(self, kept: Indices, useful: Useful) -> Found:
+        hierarchy = Hierarchy(self._ranges(kept), self.most_replicas, self.limits_memory)
+        found = hierarchy.pipeline(group(self.topology), useful)
+        stages = (stage._replace(first=int(kept[stage.first]), last=int(kept[stage.last])) for stage in found)
+        return _found(tuple(stages))
+
+    def _raise_limit(
+        self, chosen: Indices, bound: Bound, closeness: float, most: int, known: float, solve: _Solve
+    ) -> Found:
+        """The best plan over the boundaries ``chosen``, of which ``solve`` can take ``most``."""
+        num_devices = len(self.topology.devices)
+        least = least_seconds(bound, num_devices, closeness, known)
+        best, proven = _found(()), least / (1 + max(closeness, _ROUNDING))
+        for slack in _SLACKS:
+            limit = min(least * (1 + slack), best.seconds)
+            around = bound.around(num_devices, limit)
+            assert around is not None, "the bound promised a plan"
+            finish, reach = around
+            kept = around.useful(num_devices)
+            complete = len(kept) <= most
+            if not complete:
+                kept = self._promising(chosen, kept, bound, finish, limit, most)
+            found = solve(chosen[kept], finish[kept], reach[kept], best.seconds)
+            best = min(best, found, key=lambda each: each.seconds)
+            if complete:
+                proven = max(proven, min(limit, found.least_seconds))
+            if best.seconds <= limit or (best.stages and not complete):
+                break
+        return best._replace(least_seconds=min(proven, best.seconds))
+
+    def _promising(
+        self, chosen: Indices, kept: Indices, bound: Bound, finish: Counts, limit: float, most: int
+    ) -> Indices:
+        """Some of too many boundaries: in a line those of a plan that meets the bound, then the cheapest."""
+        chain = [0, len(chosen) - 1]
+        if isinstance(bound, Loose) and bound.is_line:
+            chain = bound.chain(finish, limit)
+            if self._is_exact:
+                return np.array(chain)
+        cheapest = np.argsort(self.boundaries.cuts[0, chosen[kept]], kind="stable")[: min(most, _PROMISING)]
+        return np.union1d(chain, kept[cheapest])
+
+    def _ranges(self, kept: Indices) -> Ranges:
+        boundaries = self.boundaries.take(kept)
+        return ranges(boundaries, self.transfers, self.value_seconds, self.topology.levels, self.model)
+
+    @property
+    def _is_flat(self) -> bool:
+        return len(self.topology.levels) == len(set(self.topology.devices)) == 1
+
+    @property
+    def _is_exact(self) -> bool:
+        """Whether the loose bound is the optimum: its seconds are those of the stages."""
+        has_cuts = self.model.overlap or cuts_suffice(self.boundaries, self.transfers)
+        has_latency = self.most_replicas > 1 and self.topology.levels[0].latency_seconds > 0
+        simple = self._is_flat and not has_latency and not self.limits_memory
+        return simple and has_cuts and self.boundaries.is_line
+
+    def _loose(self) -> Loose:
+        seconds, parameters = self.boundaries.totals[:2]
+        busy = seconds / self._fastest + np.outer(self._all_reduce(), parameters)
+        cuts = self.boundaries.cuts.min(axis=0)
+        if self.model.overlap:
+            return Loose(busy, busy, cuts, self.boundaries.is_line)
+        both = cuts if self._is_exact else np.zeros_like(cuts)
+        return Loose(busy - both, busy + both, np.zeros_like(cuts), self.boundaries.is_line)
+
+    def _pairs(self, chosen: Indices) -> Pairs:
+        everything = np.arange(len(chosen))
+        busy, parameters, link = self._ranges(chosen).lower_bounds(self._fastest, everything)
+        if not self.model.overlap:
+            busy, link = busy + link, np.zeros((len(chosen), 1))
+        return Pairs(busy, parameters, link, self._all_reduce())
+
+    @property
+    def _fastest(self) -> float:
+        return max(device.speed for device in self.topology.devices)
+
+    def _all_reduce(self) -> Vector:
+        """Seconds a parameter byte costs a stage, times its replicas, one entry for each number of replicas.
+
+        On several levels, over the best link there is.
+        """
+        levels, num_devices = self.topology.levels, len(self.topology.devices)
+        most = min(num_devices, self.most_replicas ** len(levels))
+        best = max(
+            level.bytes_per_second * self.model.links_of_first(levels, index)
+            for index, level in enumerate(levels)
+        )
+        return np.array([m * self.model.all_reduce_seconds_per_byte(m, best) for m in range(1, most + 1)])
+
+
+def _found(stages: tuple[Chosen, ...]) -> Found:
+    found = Found(stages, 0.0)
+    return found._replace(least_seconds=found.seconds)

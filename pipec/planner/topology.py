@@ -1,0 +1,183 @@
+"""Devices and the links between them: a hierarchy of equal groups, such as 2 hosts of 4 devices.
+
+A topology file, in TOML or the same keys in JSON, lists devices in order and levels from the inside out::
+
+    [[devices]]
+    count = 8
+    memory_bytes = 16e9      # without it, as much as is needed
+    speed = 1.0              # operators take seconds / speed
+
+    [[levels]]               # 4 devices share a host
+    size = 4
+    bytes_per_second = 12e9
+
+    [[levels]]               # 2 hosts share a network
+    size = 2
+    bytes_per_second = 1.25e9
+    latency_seconds = 1e-5
+"""
+
+import json
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipec.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Device:
+    """Operators take their seconds divided by ``speed``; a stage may hold ``memory_bytes``."""
+
+    memory_bytes: float = math.inf
+    speed: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """``size`` devices, or groups of the level below, joined by links of one bandwidth and latency."""
+
+    size: int
+    bytes_per_second: float
+    latency_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """``levels`` from the inside out: the first groups consecutive devices, the next consecutive groups.
+
+    PlanError if a figure is out of range, or the groups leave a device out or need more than there are.
+    """
+
+    devices: tuple[Device, ...]
+    levels: tuple[Level, ...]
+
+    def __post_init__(self) -> None:
+        for index, device in enumerate(self.devices):
+            if not (device.memory_bytes > 0 and 0 < device.speed < math.inf):
+                raise PlanError(
+                    f"device {index} has {device.memory_bytes} bytes of memory and speed {device.speed}: "
+                    f"expected both above 0"
+                )
+        for index, level in enumerate(self.levels):
+            _check_level(index, level)
+        reached = math.prod(level.size for level in self.levels)
+        if not self.levels or reached != len(self.devices):
+            sizes = " x ".join(str(level.size) for level in self.levels) or "no"
+            lost = f": device {reached} cannot be reached" if reached < len(self.devices) else ""
+            raise PlanError(
+                f"the topology lists {len(self.devices)} devices, but {sizes} levels join {reached}{lost}. "
+                f"Make the product of the sizes equal to the number of devices"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A device, by its index in the topology."""
+
+    index: int
+    device: Device
+
+    @property
+    def num_devices(self) -> int:
+        return 1
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        return (self.device.memory_bytes, self.device.speed)
+
+    @property
+    def device_indices(self) -> tuple[int, ...]:
+        return (self.index,)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Devices or groups joined by the links of level ``level`` of the topology, sorted into kinds.
+
+    Members of a kind are interchangeable: they consist of equal devices, listed in the same order.
+    """
+
+    level: int
+    kinds: tuple[tuple["Leaf | Group", ...], ...]
+
+    @property
+    def num_devices(self) -> int:
+        return sum(member.num_devices for kind in self.kinds for member in kind)
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        return tuple((len(kind), kind[0].signature) for kind in self.kinds)
+
+    @property
+    def device_indices(self) -> tuple[int, ...]:
+        """All of them, in an order in which groups of one signature correspond."""
+        return tuple(index for kind in self.kinds for member in kind for index in member.device_indices)
+
+
+Member = Leaf | Group
+
+
+def uniform(
+    sizes: Sequence[int], bytes_per_second: Sequence[float], device: Device | None = None
+) -> Topology:
+    """Equal devices in equal groups, from the inside out. PlanError unless there is a bandwidth a level."""
+    if len(sizes) != len(bytes_per_second):
+        raise PlanError(
+            f"{len(sizes)} levels of devices and {len(bytes_per_second)} bandwidths: give one of each a "
+            f"level, innermost first"
+        )
+    levels = tuple(Level(size, rate) for size, rate in zip(sizes, bytes_per_second, strict=True))
+    return Topology((device or Device(),) * max(0, math.prod(sizes)), levels)
+
+
+def read_topology(path: Path) -> Topology:
+    """The topology in a ``.toml`` or ``.json`` file. PlanError if it is malformed."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        return _from_facts(tomllib.loads(text) if path.suffix == ".toml" else json.loads(text))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PlanError(
+            f"{path} is not a topology: {error!r}. Expected devices (count, memory_bytes, speed) and levels "
+            f"(size, bytes_per_second, latency_seconds), in TOML or JSON"
+        ) from error
+
+
+def group(topology: Topology) -> Group:
+    """The outermost group, in which every other is nested."""
+    members: list[Member] = [Leaf(index, device) for index, device in enumerate(topology.devices)]
+    for index, level in enumerate(topology.levels):
+        groups = range(0, len(members), level.size)
+        members = [Group(index, _kinds(members[first : first + level.size])) for first in groups]
+    (outermost,) = members
+    assert isinstance(outermost, Group)
+    return outermost
+
+
+def _kinds(members: Sequence[Member]) -> tuple[tuple[Member, ...], ...]:
+    by_signature: dict[tuple[object, ...], list[Member]] = {}
+    for member in members:
+        by_signature.setdefault(member.signature, []).append(member)
+    return tuple(tuple(by_signature[key]) for key in sorted(by_signature, key=repr))
+
+
+def _from_facts(facts: Mapping[str, Any]) -> Topology:
+    devices: list[Device] = []
+    for entry in facts["devices"]:
+        figures = {key: float(value) for key, value in entry.items() if key != "count"}
+        devices += [Device(**figures)] * entry.get("count", 1)
+    return Topology(tuple(devices), tuple(Level(**entry) for entry in facts["levels"]))
+
+
+def _check_level(index: int, level: Level) -> None:
+    if level.size < 1:
+        raise PlanError(f"level {index} joins {level.size} members: expected 1 or more")
+    if not (level.bytes_per_second > 0 and 0 <= level.latency_seconds < math.inf):
+        raise PlanError(
+            f"level {index} carries {level.bytes_per_second} bytes per second after "
+            f"{level.latency_seconds} seconds, so devices cannot reach each other: expected a "
+            f"bandwidth above 0 and a finite latency, 0 or more"
+        )

@@ -1,0 +1,167 @@
+"""Plans: equal to trying every plan, monotone in devices, bandwidth and memory, bad problems refused."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planner_problems import Trial, trials
+
+from pipec.errors import InfeasibleError, PlanError
+from pipec.planner.cost_model import PIPEC, PIPEDREAM
+from pipec.planner.partition import Transfer
+from pipec.planner.placement import Placement, place
+from pipec.planner.topology import Device, Level, Topology, uniform
+from pipec.planner.workload import Workload
+
+FLAT = st.integers(1, 4).map(lambda size: (size,))
+NESTED = st.sampled_from([(2, 2), (2, 1), (1, 3), (3, 1)])
+
+
+def planned(trial: Trial) -> Placement:
+    return place(trial.workload, trial.topology, trial.model, trial.max_replicas)
+
+
+def seconds(trial: Trial) -> float:
+    """Infinite if nothing fits in memory."""
+    try:
+        return planned(trial).seconds
+    except InfeasibleError:
+        return math.inf
+
+
+def chain(num_operators: int, size: float = 1.0) -> Workload:
+    """Equal operators of a second and a byte of parameters, each reading the one before."""
+    one, none = [1.0] * num_operators, [0.0] * num_operators
+    names = [f"op{k}" for k in range(num_operators)]
+    transfers = [Transfer(k, (k + 1,), size, 0) for k in range(num_operators - 1)]
+    return Workload(names, one, one, none, none, transfers, [(k, k + 1) for k in range(num_operators - 1)])
+
+
+@settings(max_examples=80, deadline=None)
+@given(trials(10, FLAT))
+def test_a_plan_on_one_level_is_as_fast_as_the_best_of_all(trial: Trial) -> None:
+    assert seconds(trial) == pytest.approx(trial.best_seconds(), rel=1e-9)
+
+
+@settings(max_examples=80, deadline=None)
+@given(trials(6, NESTED))
+def test_a_plan_on_two_levels_is_as_fast_as_the_best_of_all(trial: Trial) -> None:
+    assert seconds(trial) == pytest.approx(trial.best_seconds(), rel=1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(trials(8, FLAT | NESTED))
+def test_bounds_narrow_the_search_without_missing_the_best(trial: Trial) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pipec.planner.search._FEW_STEPS", 0)
+        patch.setattr("pipec.planner.search._FEW_OPTIONS", 0)
+        narrowed = seconds(trial)
+        patch.setattr("pipec.planner.search._MOST_SOLVED_DIRECTLY", 0)
+        assert seconds(trial) == pytest.approx(narrowed, rel=1e-9)
+    assert narrowed == pytest.approx(seconds(trial), rel=1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(trials(8, FLAT))
+def test_every_operator_is_placed_once_and_none_before_what_it_must_follow(trial: Trial) -> None:
+    try:
+        stages = planned(trial).stages
+    except InfeasibleError:
+        return
+    stage_of = {op: index for index, stage in enumerate(stages) for op in stage.operators}
+    assert sorted(op for stage in stages for op in stage.operators) == sorted(trial.whole)
+    assert all(stage_of[u] <= stage_of[v] for u, v in trial.workload.before)
+    devices = [device for stage in stages for device in stage.devices]
+    assert len(devices) == len(set(devices)) <= math.prod(trial.sizes)
+    assert all(stage.memory_bytes <= trial.device.memory_bytes for stage in stages)
+
+
+@settings(max_examples=40, deadline=None)
+@given(trials(8, FLAT))
+def test_more_of_anything_is_never_worse(trial: Trial) -> None:
+    known = seconds(trial) * (1 + 1e-9)
+    assert seconds(replace(trial, sizes=(trial.sizes[0] + 1,))) <= known
+    assert seconds(replace(trial, rates=(trial.rates[0] * 2,))) <= known
+    assert seconds(replace(trial, device=replace(trial.device, memory_bytes=64.0))) <= known or math.isinf(
+        trial.device.memory_bytes
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(trials(8, FLAT | NESTED), st.sampled_from([1e-3, 0.5, 1000.0]))
+def test_scaling_all_costs_scales_the_answer(trial: Trial, factor: float) -> None:
+    times = [factor * time for time in trial.workload.seconds]
+    slower = tuple(rate / factor for rate in trial.rates)
+    scaled = replace(trial, workload=replace(trial.workload, seconds=times), rates=slower)
+    assert seconds(scaled) == pytest.approx(factor * seconds(trial), rel=1e-9)
+
+
+def test_plans_are_deterministic() -> None:
+    workload = chain(30)
+    assert place(workload, uniform([6], [1.0]), PIPEC) == place(workload, uniform([6], [1.0]), PIPEC)
+
+
+def test_of_equally_fast_plans_the_one_on_the_fewest_devices_is_taken() -> None:
+    workload = replace(chain(3, size=0), seconds=[4.0, 1.0, 1.0])
+    stages = place(workload, uniform([8], [1.0]), PIPEC, max_replicas=1).stages
+    assert [stage.operators for stage in stages] == [(0,), (1, 2)]
+
+
+def test_of_equally_fast_plans_on_as_many_devices_the_one_that_communicates_least_is_taken() -> None:
+    workload = replace(chain(4), seconds=[2.0, 1.0, 1.0, 2.0])
+    workload = replace(workload, transfers=[Transfer(0, (1,), 1.0, 0), Transfer(1, (2,), 0.5, 0)])
+    first, second = place(workload, uniform([2], [1.0]), PIPEDREAM, max_replicas=1).stages
+    assert (first.operators, second.operators) == ((0, 1), (2, 3))
+
+
+def test_a_slow_device_gets_little() -> None:
+    topology = Topology((Device(speed=1.0), Device(speed=0.25)), (Level(2, math.inf),))
+    stages = place(chain(5), topology, PIPEC, max_replicas=1).stages
+    assert sorted((len(stage.operators), stage.devices) for stage in stages) == [(1, (1,)), (4, (0,))]
+
+
+def test_a_latency_is_paid_for_each_message() -> None:
+    topology = Topology((Device(),) * 2, (Level(2, 1.0, latency_seconds=0.5),))
+    assert place(chain(2), topology, PIPEC, max_replicas=1).seconds == pytest.approx(2.0)
+    free = Topology((Device(),) * 2, (Level(2, math.inf, latency_seconds=0.5),))
+    assert place(chain(2), free, PIPEC, max_replicas=1).seconds == pytest.approx(1.5)
+
+
+def test_what_does_not_fit_is_explained_stage_by_stage() -> None:
+    workload = replace(chain(4), resident_bytes=[6.0] * 4, saved_bytes=[1.0] * 4)
+    with pytest.raises(InfeasibleError, match="no plan fits in the memory of the devices") as caught:
+        place(workload, uniform([2], [math.inf], Device(memory_bytes=10)), PIPEC, max_replicas=1)
+    assert "stage 0: 16 bytes of 10, 6 short" in str(caught.value)
+    assert "stage 1: 14 bytes of 10, 4 short" in str(caught.value)
+
+
+def test_a_bound_is_told_where_too_much_remains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipec.planner.search._FEW_STEPS", 0)
+    monkeypatch.setattr("pipec.planner.search._FEW_OPTIONS", 0)
+    monkeypatch.setattr("pipec.planner.search._MOST_PAIRED", 6)
+    monkeypatch.setattr("pipec.planner.search._MOST_SOLVED_DIRECTLY", 0)
+    workload = replace(chain(12), before=[(k, k + 2) for k in range(10)])
+    placement = place(workload, uniform([4], [1.0]), PIPEDREAM)
+    best = place(chain(12), uniform([4], [1.0]), PIPEDREAM)
+    assert placement.least_seconds <= best.seconds * (1 + 1e-9)
+    assert placement.least_seconds <= placement.seconds
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"names": [], "seconds": []}, "there are no operators to plan for"),
+        ({"seconds": [1.0, -1.0, 1.0]}, "op1 has seconds -1.0: expected a finite number, 0 or more"),
+        ({"seconds": [1.0, math.nan, 1.0]}, "op1 has seconds nan"),
+        ({"saved_bytes": [0.0, 0.0, math.inf]}, "op2 has saved_bytes inf"),
+        ({"transfers": [Transfer(0, (1,), -1, 0)]}, "the value of op0 has -1 bytes"),
+        ({"transfers": [Transfer(0, (5,), 1, 0)]}, "operator 5 reads or makes a value, but there are 3"),
+        ({"before": [(0, 1), (1, 7)]}, "operator 7 is ordered, but there are 3 operators"),
+        ({"before": [(0, 1), (1, 2), (2, 0)]}, "the operators form a cycle, .*Remove one of these edges"),
+    ],
+)
+def test_a_malformed_workload_is_refused(changed: dict[str, object], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        place(replace(chain(3), **changed), uniform([2], [1.0]), PIPEC)
