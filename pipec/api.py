@@ -20,7 +20,7 @@ from pipec.profiler import Show, profile_graph
 from pipec.runtime.execution import Ranks
 from pipec.runtime.holder import ModelTensors
 from pipec.runtime.launch import Devices
-from pipec.schedules import make_schedule
+from pipec.scheduling import ScheduleChoice, Scheduler, check_choice
 
 RECOMPUTE = ("auto", "none", "full")
 
@@ -41,7 +41,7 @@ def compile(
     devices: Devices,
     *,
     loss_fn: Callable[..., Any] | None = None,
-    schedule: str = "1f1b",
+    schedule: ScheduleChoice = "1f1b",
     microbatches: int | None = None,
     recompute: str = "auto",
     memory_limit: int | str | None = None,
@@ -56,7 +56,9 @@ def compile(
         devices: how many ranks, or the device of each. Under ``torchrun`` each process is one rank.
         loss_fn: ``loss_fn(output, target)``, one floating-point number. None: the model returns its loss, as
             a tensor, as ``.loss`` or under ``"loss"``.
-        schedule: a name: ``gpipe`` or ``1f1b``.
+        schedule: a name, such as ``1f1b`` or ``zb-h1``; ``"auto"`` for the fastest one found for the model's
+            costs within the memory limit; a ``Path`` to a file of compute orders; or a function of the number
+            of ranks and of microbatches that returns a ``Schedule``. See docs/schedules.md.
         microbatches: how many a mini-batch is split into. None: up to four a rank.
         recompute: ``"none"`` keeps every value the backward needs; ``"full"`` keeps only what a stage
             received and computes the rest again; ``"auto"`` does so where ``memory_limit`` forces it to.
@@ -74,12 +76,12 @@ def compile(
         raise InputError(f"microbatches is {microbatches}; expected at least 1, or None to let pipec choose")
     limit = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
     ranks = Ranks(devices, timeout)
-    make_schedule(schedule, ranks.count, microbatches or ranks.count)
+    microbatches = check_choice(schedule, ranks.count, microbatches)
     tensors = ModelTensors.of(model)
     device = next(iter(ranks.devices.values()))
     measured = load_profile(profile) if isinstance(profile, str | Path) else profile
     target = Target(default_device_model(device), recompute, limit, measured)
-    compiler = Compiler(model, loss_fn, schedule, ranks.count, target, device, tensors.canonical)
+    compiler = Compiler(model, loss_fn, Scheduler(schedule, ranks.count), target, device, tensors.canonical)
     return Pipeline(compiler, tensors, ranks, microbatches)
 
 

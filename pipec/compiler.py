@@ -1,9 +1,10 @@
 """From a model and a call to an artifact: the list of passes, in order, and what is emitted at its end."""
 
 import copy
+import functools
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
@@ -18,10 +19,10 @@ from pipec.codegen.stage import StageSource
 from pipec.codegen.title import stage_title
 from pipec.cost.devices import DeviceModel, LinkModel
 from pipec.cost.profile import Profile
-from pipec.errors import InfeasibleError
-from pipec.functions import stage_functions
-from pipec.graph import TrainingGraph
-from pipec.ir import Mode, Phase, Schedule
+from pipec.errors import InfeasibleError, PlanError
+from pipec.functions import StageFunctions, stage_functions
+from pipec.graph import TrainingGraph, copy_graph
+from pipec.ir import Mode, Phase, Plan, Program, Schedule
 from pipec.lower import lower
 from pipec.memory import rank_bytes, shortfall
 from pipec.passes import Pass, run_passes
@@ -33,8 +34,9 @@ from pipec.passes.mark_recompute import MarkRecompute
 from pipec.passes.simplify import Simplify
 from pipec.passes.split_backward import SplitBackward
 from pipec.passes.untie_gradients import UntieGradients
-from pipec.plan import build_plan
-from pipec.schedules import forward_only, make_schedule
+from pipec.plan import Names, build_plan
+from pipec.report import simulate_plan
+from pipec.scheduling import Placement, Scheduler, Score, workload_of
 from pipec.torch_compat import pytree
 from pipec.verify import verify_programs
 
@@ -76,14 +78,22 @@ def passes(
     ]
 
 
-def emit(graph: TrainingGraph, schedule: Schedule, microbatch_size: int, link: LinkModel) -> Artifact:
-    """Plan, code and programs of a graph that has been through every pass; the programs are verified."""
+def planned(
+    graph: TrainingGraph, schedule: Schedule, microbatch_size: int, link: LinkModel
+) -> tuple[Plan, tuple[Program, ...], Sequence[StageFunctions], Names]:
+    """Plan and programs of a graph that has been through every pass, and what its code is written from."""
     split = any(cell.phase is Phase.BACKWARD_INPUT for order in schedule.orders for cell in order)
     names = name_nodes(graph)
     stages = [stage_functions(graph, stage, split) for stage in range(graph.num_stages)]
     plan = build_plan(graph, stages, names, schedule, microbatch_size, link)
+    programs = lower(schedule, plan.links, [stage.index for stage in plan.stages if stage.recompute])
+    return plan, programs, stages, names
+
+
+def emit(graph: TrainingGraph, schedule: Schedule, microbatch_size: int, link: LinkModel) -> Artifact:
+    """Plan, code and programs of a graph that has been through every pass; the programs are verified."""
+    plan, programs, stages, names = planned(graph, schedule, microbatch_size, link)
     recompute = [stage.index for stage in plan.stages if stage.recompute]
-    programs = lower(schedule, plan.links, recompute)
     verify_programs(programs, plan.placement, plan.links, plan.num_microbatches, recompute=recompute)
     sources = tuple(
         StageSource.of(graph, functions, names, stage_title(stage, plan)).write()
@@ -107,7 +117,7 @@ def on_device(model: nn.Module, call: Call, device: torch.device) -> tuple[nn.Mo
 
 @dataclass
 class Compiler:
-    """Compiles the calls of one model, each once. The first call decides which stage owns which parameter.
+    """Compiles the calls of one model, each once. The first call decides where stages are, and what they own.
 
     ``device`` is one of those that will run the code; a model on another kind of device is copied there to be
     captured. ``seconds`` says how long each step of the compilations took, all together.
@@ -115,13 +125,13 @@ class Compiler:
 
     model: nn.Module
     loss_fn: Callable[..., Any] | None
-    schedule: str
-    num_ranks: int
+    scheduler: Scheduler
     target: Target
     device: torch.device
     canonical: Mapping[str, str]
     seconds: dict[str, float] = field(default_factory=dict)
     owners: Owners | None = None
+    placement: Placement | None = None
     _graphs: dict[Hashable, list[TrainingGraph]] = field(default_factory=dict)
     _compiled: dict[Hashable, Compiled] = field(default_factory=dict)
 
@@ -135,7 +145,7 @@ class Compiler:
         signature = (mode, call.signature(), self.training_flags())
         groups, rest = [], list(sizes)
         while rest:
-            graph = self._graph(signature, mode, call, rest[0])
+            graph = self._graph(signature, mode, call, rest[0], len(sizes))
             served = list(takewhile(graph.serves, rest))
             key = (id(graph), rest[0], len(served))
             if key not in self._compiled:
@@ -148,26 +158,57 @@ class Compiler:
         """Which modules are in training mode."""
         return tuple(module.training for module in self.model.modules())
 
-    def _graph(self, signature: Hashable, mode: Mode, call: Call, size: int) -> TrainingGraph:
+    def _graph(
+        self, signature: Hashable, mode: Mode, call: Call, size: int, num_microbatches: int
+    ) -> TrainingGraph:
         known = self._graphs.setdefault(signature, [])
         for graph in known:
             if graph.serves(size):
                 return graph
-        known.append(self._capture(mode, call.rows(0, size)))
+        known.append(self._capture(mode, call.rows(0, size), num_microbatches))
         return known[-1]
 
-    @property
-    def num_stages(self) -> int:
-        return make_schedule(self.schedule, self.num_ranks, self.num_ranks).num_stages
-
-    def _capture(self, mode: Mode, call: Call) -> TrainingGraph:
+    def _capture(self, mode: Mode, call: Call, num_microbatches: int) -> TrainingGraph:
+        size = call.batch_size
         model, call = on_device(self.model, call, self.device)
         with self._timed("capture and differentiate"):
             graph = capture(model, self.loss_fn, mode, call, self.canonical)
-        return self._place(graph)
+        if self.placement is None:
+            self.placement = self._best_placement(graph, size, num_microbatches)
+        return self._place(graph, len(self.placement))
 
-    def _place(self, graph: TrainingGraph) -> TrainingGraph:
-        stages = self.num_stages
+    def _best_placement(self, graph: TrainingGraph, size: int, num_microbatches: int) -> Placement:
+        """The placement whose schedule is best once the model is cut for it, if there is a choice."""
+        options = self.scheduler.placements(num_microbatches)
+        if len(options) == 1 or graph.mode is not Mode.TRAIN:
+            return options[0]
+        scores: dict[Placement, tuple[float, float]] = {}
+        for placement in options:
+            with suppress(PlanError):  # too few operators for that many stages
+                self.placement, self.owners = placement, None
+                cut = self._place(copy_graph(graph), len(placement))
+                scores[placement] = self._score(cut, size)(self._schedule(cut, size, num_microbatches))
+        self.owners = None
+        return min(scores, key=lambda each: scores[each]) if scores else options[0]
+
+    def _schedule(self, graph: TrainingGraph, size: int, num_microbatches: int) -> Schedule:
+        assert self.placement is not None
+        if graph.mode is not Mode.TRAIN:
+            return self.scheduler.forwards(num_microbatches, self.placement)
+        link, limit = self.target.device.link, self.target.memory_limit
+        work = functools.partial(workload_of, graph, self.placement, size, link, limit)
+        return self.scheduler.schedule(num_microbatches, self.placement, work, self._score(graph, size))
+
+    def _score(self, graph: TrainingGraph, size: int) -> Score:
+        def score(schedule: Schedule) -> tuple[float, float]:
+            plan, programs = planned(graph, schedule, size, self.target.device.link)[:2]
+            needs = [need.total for need in rank_bytes(plan, programs)]
+            excess = max(0, max(needs) - (self.target.memory_limit or max(needs)))
+            return excess, simulate_plan(plan, programs).makespan
+
+        return score
+
+    def _place(self, graph: TrainingGraph, stages: int) -> TrainingGraph:
         cut = (
             CutStages(stages, self.target.device.link)
             if self.owners is None
@@ -183,9 +224,8 @@ class Compiler:
         return graph
 
     def _finish(self, graph: TrainingGraph, size: int, num_microbatches: int) -> Compiled:
-        schedule = make_schedule(self.schedule, self.num_ranks, num_microbatches)
-        if graph.mode is not Mode.TRAIN:
-            schedule = forward_only(schedule)
+        with self._timed("schedule"):
+            schedule = self._schedule(graph, size, num_microbatches)
         with self._timed("generate code"):
             artifact = emit(graph, schedule, size, self.target.device.link)
             artifact = self._within_memory(graph, schedule, artifact, size)

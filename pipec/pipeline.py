@@ -97,7 +97,7 @@ class Pipeline(nn.Module):
     @property
     def plan(self) -> Plan:
         """What was decided; prints as a table."""
-        return readable(self._artifact.plan)
+        return readable(self._artifact.plan, self._artifact.programs)
 
     @property
     def programs(self) -> tuple[Program, ...]:

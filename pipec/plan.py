@@ -83,7 +83,7 @@ def _stage(graph: TrainingGraph, stage: StageFunctions, owners: Mapping[str, int
         buffers=_fqns(stage.buffers),
         updated_buffers=tuple(fqn for fqn in _fqns(stage.buffers) if fqn in updated),
         recompute=any(function.phase is Phase.RECOMPUTE for function in stage.functions),
-        cost=_cost(graph, stage, size),
+        cost=stage_cost(graph, stage, size),
     )
 
 
@@ -93,13 +93,13 @@ def _modules(graph: TrainingGraph, operators: Sequence[int]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(filter(None, named)))
 
 
-def _cost(graph: TrainingGraph, stage: StageFunctions, size: int) -> StageCost:
+def stage_cost(graph: TrainingGraph, stage: StageFunctions, size: int) -> StageCost:
     forward = stage.functions[0]
     return StageCost(
         seconds={function.phase: _seconds(function, size) for function in stage.functions},
         flops=sum(evaluate(n.meta["cost"].flops, size) for f in stage.functions for n in f.body),
-        parameter_bytes=sum(_bytes(node, size) for node in stage.parameters),
-        saved_bytes=sum(_bytes(node, size) for node in set(map(memory_of, forward.saved_out))),
+        parameter_bytes=sum(node_bytes(node, size) for node in stage.parameters),
+        saved_bytes=sum(node_bytes(node, size) for node in set(map(memory_of, forward.saved_out))),
         transient_bytes=max(_transient_bytes(function, size) for function in stage.functions),
     )
 
@@ -108,7 +108,7 @@ def _seconds(function: Function, size: int) -> float:
     return float(sum(node.meta["cost"].seconds(size) for node in function.body))
 
 
-def _bytes(node: fx.Node, size: int) -> int:
+def node_bytes(node: fx.Node, size: int) -> int:
     if node.op == "call_function":
         return evaluate(node.meta["cost"].output_bytes, size)
     held: torch.Tensor = node.meta["val"]
@@ -122,11 +122,11 @@ def _transient_bytes(function: Function, size: int) -> int:
     live = peak = 0
     for node in function.body:
         if is_tensor(node) and not is_view(node) and node not in kept:
-            live += _bytes(node, size)
+            live += node_bytes(node, size)
             peak = max(peak, live)
         for source in set(map(memory_of, node.all_input_nodes)):
             if last[source] is node and source in function.body and source not in kept:
-                live -= _bytes(source, size) if is_tensor(source) else 0
+                live -= node_bytes(source, size) if is_tensor(source) else 0
     return peak
 
 

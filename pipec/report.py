@@ -13,7 +13,7 @@ from pipec.cost.profile import Profile
 from pipec.ir import Payload, Phase, Plan, Program, Schedule, Stage
 from pipec.lower import chain_links, lower
 from pipec.memory import rank_bytes
-from pipec.schedules import Workload, make_schedule
+from pipec.schedules import Workload
 from pipec.simulate import Costs, Event, Timeline, simulate
 from pipec.text import format_bytes, format_seconds, value_bytes
 from pipec.verify import verify_programs
@@ -23,22 +23,19 @@ WIDTH = 240
 
 
 class ReadablePlan(Plan):
-    """A plan that prints as a table."""
+    """A plan that prints as a table, with what the programs made from it predict."""
 
-    __slots__ = ()
+    __slots__ = ("_programs",)
+    _programs: Sequence[Program]
 
     def __str__(self) -> str:
-        return plan_table(self)
+        return plan_table(self, self._programs)
 
 
-def readable(plan: Plan) -> ReadablePlan:
-    return ReadablePlan(**{field.name: getattr(plan, field.name) for field in fields(plan)})
-
-
-def programs_of(plan: Plan) -> tuple[Program, ...]:
-    """The programs of a training plan, from its schedule's name."""
-    schedule = make_schedule(plan.schedule, plan.num_ranks, plan.num_microbatches)
-    return lower(schedule, plan.links, [stage.index for stage in plan.stages if stage.recompute])
+def readable(plan: Plan, programs: Sequence[Program]) -> ReadablePlan:
+    shown = ReadablePlan(**{field.name: getattr(plan, field.name) for field in fields(plan)})
+    object.__setattr__(shown, "_programs", programs)
+    return shown
 
 
 def simulate_plan(plan: Plan, programs: Sequence[Program]) -> Timeline:
@@ -61,9 +58,8 @@ def simulate_schedule(schedule: Schedule, work: Workload) -> tuple[Timeline, flo
     return simulate(programs, work.costs(schedule, links)), seconds
 
 
-def predicted(plan: Plan) -> dict[str, object]:
+def predicted(plan: Plan, programs: Sequence[Program]) -> dict[str, object]:
     """What the plan's costs say about a step: seconds, the bubble's share, peak bytes of each rank."""
-    programs = programs_of(plan)
     timeline = simulate_plan(plan, programs)
     return {
         "makespan": timeline.makespan,
@@ -96,7 +92,7 @@ def _event_facts(event: Event) -> dict[str, object]:
     }
 
 
-def plan_table(plan: Plan) -> str:
+def plan_table(plan: Plan, programs: Sequence[Program]) -> str:
     """One row per stage, and under it what bounds the step."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for heading in (
@@ -113,7 +109,7 @@ def plan_table(plan: Plan) -> str:
         table.add_column(heading, justify="left" if heading == "modules" else "right", no_wrap=True)
     for stage in plan.stages:
         table.add_row(*_row(plan, stage))
-    return "\n".join([_headline(plan), "", *_lines(table), "", *_predictions(plan)])
+    return "\n".join([_headline(plan), "", *_lines(table), "", *_predictions(plan, programs)])
 
 
 def profile_table(profile: Profile, most: int = 12) -> str:
@@ -183,8 +179,7 @@ def sent_bytes(plan: Plan, stage: int) -> int:
     )
 
 
-def _predictions(plan: Plan) -> list[str]:
-    programs = programs_of(plan)
+def _predictions(plan: Plan, programs: Sequence[Program]) -> list[str]:
     timeline = simulate_plan(plan, programs)
     needs = rank_bytes(plan, programs)
     slowest = max(plan.stages, key=lambda stage: sum(stage.cost.seconds.values()))

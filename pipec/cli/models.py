@@ -72,7 +72,7 @@ def _show_plan(pipe: "Pipeline", as_json: bool) -> None:
     from pipec.report import predicted
 
     if as_json:
-        show_json({"plan": asdict(pipe.plan), **predicted(pipe.plan)})
+        show_json({"plan": asdict(pipe.plan), **predicted(pipe.plan, pipe.programs)})
     else:
         typer.echo(pipe.plan)
 

@@ -9,7 +9,7 @@ from typing import cast
 from pipec.columns import PHASE_CODE, Cells
 from pipec.errors import InputError
 from pipec.ir import Phase, Schedule
-from pipec.schedules.auto import auto
+from pipec.schedules.auto import auto, candidates
 from pipec.schedules.custom import custom_schedule, format_orders, parse_orders
 from pipec.schedules.dualpipe_v import dualpipe_v
 from pipec.schedules.fixed import SCHEDULES
@@ -78,6 +78,7 @@ __all__ = [
     "SEARCHED",
     "Workload",
     "auto",
+    "candidates",
     "custom_schedule",
     "dualpipe_v",
     "format_orders",

@@ -18,20 +18,29 @@ from pipec.simulate import simulate
 def auto(num_ranks: int, num_microbatches: int, work: Workload) -> Schedule:
     """The schedule of least makespan found, on a straight, looped or V placement, within the memory limit.
 
-    Never worse than the best of ``SCHEDULES`` that fits: those are candidates, as are the orders that a
-    search finds from them on the straight and the V placement. The simulator decides.
+    Never worse than the best of ``SCHEDULES`` that fits: those are among the candidates. The simulator
+    decides.
 
     Raises:
         InfeasibleError: nothing fits within the memory limit.
     """
-    named = [schedule for schedule in _named(num_ranks, num_microbatches) if work.fits(schedule)]
-    found = [*named, *_searched(num_ranks, num_microbatches, work, named)]
+    found = [each for each in candidates(num_ranks, num_microbatches, work) if work.fits(each)]
     if not found:
         raise InfeasibleError(
             f"no schedule of {num_ranks} ranks and {num_microbatches} microbatches stays within a memory "
             f"limit of {work.memory_limit:g}; raise the limit, use smaller microbatches or recompute"
         )
     return replace(min(found, key=lambda schedule: makespan(schedule, work)), name="auto")
+
+
+def candidates(num_ranks: int, num_microbatches: int, work: Workload) -> list[Schedule]:
+    """Every schedule of ``SCHEDULES`` that can do with these counts, and orders found from them.
+
+    The search for those is on the straight and the V placement, within the memory limit.
+    """
+    named = list(_named(num_ranks, num_microbatches))
+    fitting = [schedule for schedule in named if work.fits(schedule)]
+    return [*named, *_searched(num_ranks, num_microbatches, work, fitting)]
 
 
 def makespan(schedule: Schedule, work: Workload) -> float:

@@ -25,9 +25,11 @@ _PHASES = {"F": Phase.FORWARD, "B": Phase.BACKWARD, "W": Phase.BACKWARD_WEIGHT}
 
 
 def custom_schedule(
-    source: Callable[[int, int], Schedule] | Path, num_ranks: int, num_microbatches: int
+    source: Callable[[int, int], Schedule] | Path, num_ranks: int, num_microbatches: int | None
 ) -> Schedule:
     """The schedule of a function of the numbers of ranks and microbatches, or of a file of compute orders.
+
+    None stands for as many microbatches as the file has.
 
     Raises:
         InputError: there is no such file, it is for other numbers of ranks or microbatches, or its
@@ -37,7 +39,9 @@ def custom_schedule(
         if not source.is_file():
             raise InputError(f"there is no file {source}; expected one of compute orders")
         schedule = parse_orders(source.read_text(encoding="utf-8"), source.stem)
+        num_microbatches = num_microbatches or schedule.num_microbatches
     else:
+        assert num_microbatches is not None
         schedule = source(num_ranks, num_microbatches)
     found = (schedule.num_ranks, schedule.num_microbatches)
     if found != (num_ranks, num_microbatches):

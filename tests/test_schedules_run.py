@@ -1,0 +1,184 @@
+"""Every schedule runs for real, several stages on a rank and split backwards included."""
+
+import copy
+import functools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from combinations import (
+    Captured,
+    TrainingRun,
+    captured,
+    cut_evenly,
+    generated,
+    save_with_tensors,
+    tied_parameters,
+)
+from models import Factory, each, gpt2, resnet
+from torch import nn
+from unsplit import Inputs, Outcome, assert_equal, unsplit_step
+from workers import read_outcome, train
+
+import pipec
+from pipec.artifact import Artifact
+from pipec.errors import VerifyError
+from pipec.ir import Compute, Phase, Plan, Program, Schedule
+from pipec.memory import rank_bytes
+from pipec.schedules import SCHEDULES, SEARCHED, make_schedule
+from pipec.scheduling import ScheduleChoice
+
+SIZES = (2,) * 8
+"""Twice as many microbatches as ranks, which is the least that some schedules need."""
+
+NAMES = [*SCHEDULES, *SEARCHED]
+
+
+def inputs_of(model: Captured) -> Inputs:
+    """The model's rows, twice."""
+    return {name: torch.cat([value, value]) for name, value in model.inputs.items()}
+
+
+@functools.cache
+def expected(model: Captured) -> Outcome:
+    unsplit = copy.deepcopy(model.model)
+    return Outcome.of(unsplit_step(unsplit, inputs_of(model), SIZES), unsplit)
+
+
+@functools.cache
+def compiled(model: Captured, name: str, num_ranks: int) -> Artifact:
+    schedule = make_schedule(name, num_ranks, len(SIZES))
+    return generated(cut_evenly(model, schedule.num_stages, recompute=False), schedule)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("factory", each(gpt2, resnet))
+def test_in_one_process(factory: Factory, name: str, num_ranks: int) -> None:
+    model = captured(factory)
+    artifact = compiled(model, name, num_ranks)
+    run = TrainingRun(artifact, model.model)
+    outcome = Outcome.of(run.step(inputs_of(model), SIZES), run.model)
+    assert_equal(outcome, expected(model), tied_parameters(artifact))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("factory", each(gpt2, resnet))
+def test_in_a_process_per_rank(factory: Factory, name: str, num_ranks: int, tmp_path: Path) -> None:
+    model = captured(factory)
+    artifact = compiled(model, name, num_ranks)
+    directory = save_with_tensors(artifact, model.model, tmp_path / "artifact")
+    assert train([directory] * num_ranks, inputs_of(model), tmp_path) == [""] * num_ranks
+    found, wanted = read_outcome(tmp_path, num_ranks), expected(model)
+    used = {fqn: wanted.buffers[fqn] for fqn in found.buffers}
+    assert_equal(found, replace(wanted, buffers=used), tied_parameters(artifact))
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "interleaved-1f1b", "zb-v"])
+def test_recomputing(name: str) -> None:
+    """A split backward replays its forward before the input half alone."""
+    model = captured(gpt2)
+    schedule = make_schedule(name, 2, len(SIZES))
+    artifact = generated(cut_evenly(model, schedule.num_stages, recompute=True), schedule)
+    run = TrainingRun(artifact, model.model)
+    outcome = Outcome.of(run.step(inputs_of(model), SIZES), run.model)
+    assert_equal(outcome, expected(model), tied_parameters(artifact))
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(16, 16), nn.Tanh())))
+
+
+X, Y = torch.randn(32, 16), torch.randn(32, 16)
+
+
+def trained(schedule: ScheduleChoice, **options: Any) -> tuple[pipec.Pipeline, Outcome, Outcome]:
+    """A pipeline after a step, what that left, and what autograd does with the same microbatches."""
+    torch.manual_seed(0)
+    model = layers()
+    unsplit = copy.deepcopy(model)
+    loss_fn = nn.functional.mse_loss
+    pipe = pipec.compile(model, devices=2, loss_fn=loss_fn, schedule=schedule, **options)
+    loss = pipe.step(X, target=Y)
+    rows = 32 // pipe.plan.num_microbatches
+    for x, y in zip(X.split(rows), Y.split(rows), strict=True):
+        (loss_fn(unsplit(x), y) * (rows / 32)).backward()
+    return pipe, Outcome.of(loss, model), Outcome.of(loss, unsplit)
+
+
+@pytest.mark.parametrize("name", ["auto", "zb-h1", "zb-2p", "dualpipe-v", "interleaved-1f1b"])
+def test_a_schedule_by_name(name: str) -> None:
+    pipe, found, wanted = trained(name, microbatches=8)
+    assert pipe.plan.schedule == name
+    assert_equal(found, wanted)
+
+
+def test_auto_is_no_slower_than_any_named_schedule_on_the_costs_of_the_model() -> None:
+    """Each is simulated on the stages it would have."""
+    best = trained("auto", microbatches=8)[0].simulate().makespan
+    others = {
+        name: trained(name, microbatches=8)[0].simulate().makespan for name in ("gpipe", "1f1b", "zb-h1")
+    }
+    assert best <= min(others.values()) * (1 + 1e-9), others
+
+
+def test_auto_stays_within_the_memory_limit() -> None:
+    needs = [need.total for need in rank_bytes(*plan_and_programs("gpipe"))]
+    limit = max(needs) - 1
+    pipe = trained("auto", microbatches=8, memory_limit=limit, recompute="none")[0]
+    assert max(need.total for need in rank_bytes(pipe.plan, pipe.programs)) <= limit
+
+
+def plan_and_programs(name: str) -> tuple[Plan, tuple[Program, ...]]:
+    pipe = trained(name, microbatches=8)[0]
+    return pipe.plan, pipe.programs
+
+
+def test_a_function_of_ones_own() -> None:
+    """All forwards, then the backwards in the other order."""
+
+    def last_in_first_out(num_ranks: int, num_microbatches: int) -> Schedule:
+        orders = []
+        for rank in range(num_ranks):
+            forwards = [Compute(Phase.FORWARD, rank, microbatch) for microbatch in range(num_microbatches)]
+            orders.append((*forwards, *(replace(f, phase=Phase.BACKWARD) for f in reversed(forwards))))
+        return Schedule("lifo", num_microbatches, tuple(range(num_ranks)), tuple(orders))
+
+    pipe, found, wanted = trained(last_in_first_out, microbatches=4)
+    assert pipe.plan.schedule == "lifo"
+    assert all(torch.allclose(found.gradients[fqn], wanted.gradients[fqn]) for fqn in wanted.gradients)
+
+
+def test_a_file_of_compute_orders_sets_the_number_of_microbatches(tmp_path: Path) -> None:
+    path = tmp_path / "mine.txt"
+    path.write_text("0: F0 F1 B0 W0 B1 W1\n1: F0 B0 F1 W0 B1 W1\n")
+    pipe, found, wanted = trained(path)
+    assert (pipe.plan.schedule, pipe.plan.num_microbatches) == ("mine", 2)
+    assert_equal(found, wanted)
+
+
+def test_a_broken_order_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    path = tmp_path / "broken.txt"
+    path.write_text("0: F0 B0\n1: F0\n")
+    with pytest.raises(VerifyError, match="never runs backward"):
+        trained(path)
+
+
+def test_another_number_of_microbatches_keeps_the_placement() -> None:
+    pipe = pipec.compile(layers(), devices=2, loss_fn=nn.functional.mse_loss, schedule="auto")
+    pipe.step(X, target=Y)
+    placement = pipe.plan.placement
+    pipe.step(X[:6], target=Y[:6])
+    assert pipe.plan.placement == placement
+    assert pipe.plan.num_microbatches == 6
+
+
+def test_evaluation_under_a_searched_schedule() -> None:
+    pipe = pipec.compile(
+        layers(), devices=2, loss_fn=nn.functional.mse_loss, schedule="zb-2p", microbatches=4
+    )
+    pipe.step(X, target=Y)
+    assert pipe(X).shape == (32, 16)
