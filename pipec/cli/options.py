@@ -45,7 +45,10 @@ DnnPartitioning = Annotated[
 CostModelName = Annotated[
     str | None, typer.Option("--cost-model", help="For a PipeDream graph: pipedream, the default, or pipec.")
 ]
-ScheduleName = Annotated[str, typer.Option("--schedule", help="gpipe or 1f1b.")]
+ScheduleName = Annotated[
+    str,
+    typer.Option("--schedule", help="A name such as 1f1b or zb-h1, auto, or a .txt file of compute orders."),
+]
 Microbatches = Annotated[
     int | None,
     typer.Option(

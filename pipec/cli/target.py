@@ -34,7 +34,7 @@ def prepare(
             example.model,
             devices,
             loss_fn=example.loss_fn,
-            schedule=schedule,
+            schedule=Path(schedule) if schedule.endswith(".txt") else schedule,
             microbatches=microbatches,
             recompute=recompute,
             memory_limit=memory_limit,
