@@ -1,0 +1,302 @@
+// Drawing: the visible part of the lanes on a canvas, in the colours of the style sheet.
+
+const LEAST_WIDTH = 3; // pixels below which boxes are drawn together with their neighbours
+const MOST_ARROWS = 4000;
+const FONT = getComputedStyle(document.body).fontFamily;
+
+const canvas = document.getElementById("canvas");
+const ctx = canvas.getContext("2d");
+let colors = {};
+let strip = null; // the whole step in little, drawn once
+let selection = null; // [from, to] in pixels, while a range is picked
+let hovered = null; // what is under the pointer, as cardLines takes it
+
+function readColors() {
+  const style = getComputedStyle(document.documentElement);
+  const fixed = ["page", "lane", "line", "edge", "text", "muted", "ink", "other", "critical", "curve", "focus"];
+  const names = [...fixed, "activation", "gradient", ...data.phases.map(({ key }) => key)];
+  colors = Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
+  strip = null;
+}
+
+const payloadColor = (payload) => colors[data.payloads[payload]] || colors.other;
+
+function draw() {
+  ctx.setTransform(devicePixelRatio, 0, 0, devicePixelRatio, 0, 0);
+  fill(colors.page, 0, 0, page.width, page.height);
+  ctx.save();
+  ctx.translate(0, -view.top);
+  const lanes = page.lanes.filter(({ y }) => y < view.top + page.height && y + MOST_PITCH > view.top + TOP);
+  page.headers.forEach(drawHeader);
+  lanes.forEach(drawGutter);
+  drawLanes(lanes);
+  ctx.restore();
+  drawAxis();
+  drawStrip();
+  drawScrollbar();
+  if (selection) fill(colors.focus, Math.min(...selection), 0, Math.abs(selection[1] - selection[0]), page.height, 0.2);
+}
+
+function drawLanes(lanes) {
+  ctx.beginPath();
+  ctx.rect(GUTTER, view.top + TOP, laneWidth(), page.height);
+  ctx.clip();
+  for (const { y, box } of lanes) fill(colors.lane, GUTTER, y, laneWidth(), box);
+  for (const [time] of ticks()) fill(colors.line, Math.round(x(time)), view.top + TOP, 1, page.bottom);
+  lanes.forEach(drawCurve);
+  if (shown.messages) timelines.forEach(drawMessages);
+  const brush = { pen: ctx, place: x, from: view.start, right: GUTTER + laneWidth(), detailed: true };
+  for (const lane of lanes) drawBoxes(lane, brush);
+  if (shown.critical) for (const each of timelines) strokeMessages(each, each.critical.messages, colors.critical, 2);
+  if (hovered) drawHovered();
+}
+
+function fill(color, px, py, wide, high, alpha = 1) {
+  ctx.globalAlpha = alpha;
+  ctx.fillStyle = color;
+  ctx.fillRect(px, py, wide, high);
+  ctx.globalAlpha = 1;
+}
+
+function write(words, px, py, { color = colors.muted, size = 12, align = "left", weight = 400 } = {}) {
+  ctx.fillStyle = color;
+  ctx.textAlign = align;
+  ctx.font = `${weight} ${size}px ${FONT}`;
+  ctx.fillText(words, px, py);
+}
+
+// ---- what names the lanes ----
+
+function drawHeader({ timeline, y }) {
+  write(timeline.name, 16, y + 20, { color: colors.text, weight: 600, size: 13 });
+  write(timeline.summary, Math.max(GUTTER, 30 + ctx.measureText(timeline.name).width), y + 20);
+}
+
+function drawGutter({ timeline, rank, y, box, curveY, curve }) {
+  const roomy = box + curve > 26;
+  const among = shown.byRank ? timeline.name.slice(0, 12) : "";
+  const name = among && !roomy ? `${rank} ${among}` : `rank ${rank}`;
+  write(name, GUTTER - 10, y + (roomy ? box / 2 + 4 : box - 2), { color: colors.text, align: "right" });
+  const peak = highest(curveOf(timeline, rank));
+  const below = among || (isMemory(timeline) ? bytes(peak) : `≤ ${peak} in flight`);
+  if (roomy) write(below, GUTTER - 10, curveY + curve / 2 + 4, { size: 11, align: "right" });
+}
+
+/** Round times about 110 pixels apart, with their text. */
+function ticks() {
+  const [factor] = data.unit === "s" ? secondsUnit(view.end) : [1];
+  const least = 110 / scale() / factor;
+  const power = 10 ** Math.floor(Math.log10(least));
+  const step = [1, 2, 5, 10].find((each) => each * power >= least * 0.999) * power;
+  const from = Math.ceil(view.start / factor / step - 1e-9), to = Math.floor(view.end / factor / step + 1e-9);
+  return Array.from({ length: to - from + 1 }, (_, k) => (from + k) * step).map((time) => [time * factor, String(+time.toPrecision(12))]);
+}
+
+function drawAxis() {
+  fill(colors.page, 0, 0, page.width, TOP);
+  write(`time, ${data.unit === "s" ? secondsUnit(view.end)[1] : data.unit}`, GUTTER - 10, STRIP + 16, { align: "right" });
+  for (const [time, words] of ticks()) write(words, x(time), STRIP + 16, { align: "center" });
+  fill(colors.edge, GUTTER, TOP - 1, laneWidth(), 1);
+}
+
+// ---- boxes ----
+
+/** The boxes of a lane; a run of boxes too narrow to see is drawn as one box per phase. */
+function drawBoxes(lane, brush) {
+  const { computes: { start, end }, first } = lane.timeline;
+  const last = first[lane.rank + 1];
+  let i = firstAbove(end, brush.from, first[lane.rank], last);
+  while (i < last && brush.place(start[i]) < brush.right) {
+    const left = brush.place(start[i]);
+    const run = i;
+    while (i < last && brush.place(end[i]) - left < LEAST_WIDTH) i++;
+    if (i > run) drawRun(lane, brush, run, i);
+    else drawBox(lane, brush, i++);
+  }
+}
+
+const isCritical = (timeline, i) => shown.critical && timeline.onPath.has(i);
+
+function alphaOf(timeline, i) {
+  const shade = timeline.lastChunk ? 1 - (0.45 * timeline.computes.chunk[i]) / timeline.lastChunk : 1;
+  return shown.critical && !timeline.onPath.has(i) ? 0.25 * shade : shade;
+}
+
+function drawRun(lane, brush, from, to) {
+  const { timeline } = lane, { start, end, phase } = timeline.computes;
+  const boxes = new Map(); // of one phase, on the critical path or not
+  for (let i = from; i < to; i++) {
+    const key = phase[i] * 2 + isCritical(timeline, i);
+    const width = brush.place(end[i]) - brush.place(start[i]);
+    boxes.set(key, { i, width: width + (boxes.get(key)?.width ?? 0) });
+  }
+  let left = brush.place(start[from]);
+  for (const key of [...boxes.keys()].sort((one, other) => one - other)) {
+    const { i, width } = boxes.get(key);
+    fillBox(lane, brush.pen, i, left, width);
+    left += width;
+  }
+}
+
+function drawBox(lane, brush, i) {
+  const { start, end } = lane.timeline.computes;
+  const left = brush.place(start[i]);
+  const width = brush.place(end[i]) - left - (brush.detailed ? 1 : 0);
+  fillBox(lane, brush.pen, i, left, width);
+  if (brush.detailed && lane.box >= 11) drawLabel(lane, i, left, width);
+}
+
+function fillBox({ timeline, y, box }, pen, i, left, width) {
+  pen.globalAlpha = alphaOf(timeline, i);
+  pen.fillStyle = colors[data.phases[timeline.computes.phase[i]].key];
+  pen.fillRect(left, y, width, box);
+  pen.globalAlpha = 1;
+  if (!isCritical(timeline, i)) return;
+  const thick = Math.min(3, box / 4);
+  pen.fillStyle = colors.critical;
+  pen.fillRect(left, y + box - thick, width, thick);
+}
+
+function drawLabel({ timeline, y, box }, i, left, width) {
+  const from = Math.max(left, GUTTER), to = Math.min(left + width, GUTTER + laneWidth());
+  const texts = [boxLabel(timeline, i), String(timeline.computes.microbatch[i])];
+  const fitting = texts.find((text) => text.length * 6.6 + 3 <= to - from);
+  const faded = shown.critical && !timeline.onPath.has(i);
+  const color = faded ? colors.muted : colors.ink;
+  if (fitting) write(fitting, (from + to) / 2, y + box / 2 + 4, { color, size: 11, align: "center" });
+}
+
+// ---- curves ----
+
+const curveTops = {};
+
+/** The most that any rank holds, in any timeline: curves of one kind have one scale. */
+function curveTop(kind) {
+  const curves = timelines.flatMap((timeline) => timeline.curves[kind] ?? []);
+  return (curveTops[kind] ??= Math.max(1, ...curves.map(highest)));
+}
+
+function drawCurve({ timeline, rank, curveY, curve }) {
+  const { time, amount } = curveOf(timeline, rank);
+  const unit = curve / curveTop(isMemory(timeline) ? "memory" : "inFlight");
+  const bottom = curveY + curve;
+  const last = x(Math.min(timeline.makespan, view.end));
+  ctx.beginPath();
+  ctx.moveTo(GUTTER, bottom);
+  for (let i = Math.max(firstAbove(time, view.start) - 1, 0); i < time.length && time[i] <= view.end; i++) {
+    ctx.lineTo(x(time[i]), bottom - unit * amount[i]);
+    ctx.lineTo(i + 1 < time.length ? x(time[i + 1]) : last, bottom - unit * amount[i]);
+  }
+  ctx.lineTo(last, bottom);
+  ctx.fillStyle = colors.curve;
+  ctx.fill();
+  fill(colors.line, GUTTER, bottom, laneWidth(), 1);
+}
+
+// ---- messages ----
+
+/** The messages of microbatches that are visible, or none where arrows would only blur the picture. */
+function arrows(timeline) {
+  const { start, end, microbatch } = timeline.messages;
+  const found = [];
+  for (let i = 0; i < start.length; i++)
+    if (microbatch[i] >= 0 && end[i] >= view.start && start[i] <= view.end) found.push(i);
+  return found.length > Math.min(MOST_ARROWS, laneWidth() * timeline.peaks.length / 12) ? [] : found;
+}
+
+/** Where an arrow begins and ends; activations and gradients that meet are drawn side by side. */
+function arrowEnds(timeline, i) {
+  const { rank, peer, start, end, payload } = timeline.messages;
+  const source = timeline.lanes[rank[i]], target = timeline.lanes[peer[i]];
+  const down = source.y < target.y;
+  const aside = data.payloads[payload[i]] === "gradient" ? 2 : -2;
+  return [
+    x(start[i]) + aside, down ? source.y + source.box : source.y,
+    x(end[i]) + aside, down ? target.y : target.y + target.box,
+  ];
+}
+
+function drawMessages(timeline) {
+  const visible = arrows(timeline);
+  ctx.globalAlpha = shown.critical ? 0.25 : 0.75;
+  data.payloads.forEach((_, payload) => {
+    const same = visible.filter((i) => timeline.messages.payload[i] === payload);
+    if (same.length) strokeMessages(timeline, same, payloadColor(payload), 1);
+  });
+  ctx.globalAlpha = 1;
+}
+
+function strokeMessages(timeline, indices, color, thickness) {
+  const lines = new Path2D(), heads = new Path2D(), size = 4 + thickness;
+  for (const i of indices) {
+    const [fromX, fromY, toX, toY] = arrowEnds(timeline, i);
+    const angle = Math.atan2(toY - fromY, toX - fromX);
+    lines.moveTo(fromX, fromY);
+    lines.lineTo(toX, toY);
+    heads.moveTo(toX, toY);
+    for (const turn of [-0.45, 0.45])
+      heads.lineTo(toX - size * Math.cos(angle + turn), toY - size * Math.sin(angle + turn));
+  }
+  ctx.strokeStyle = ctx.fillStyle = color;
+  ctx.lineWidth = thickness;
+  ctx.stroke(lines);
+  ctx.fill(heads);
+}
+
+// ---- what is under the pointer ----
+
+/** Outline it, the message it waited for with that message's maker, and what does the same elsewhere. */
+function drawHovered() {
+  const { kind, timeline, index } = hovered;
+  if (index === null || kind === "curve") return;
+  const message = kind === "message" ? index : timeline.computes.cause[index];
+  if (message >= 0) {
+    strokeMessages(timeline, [message], payloadColor(timeline.messages.payload[message]), 2.5);
+    outline(timeline, timeline.messages.maker[message], colors.muted);
+  }
+  if (kind === "message") return;
+  outline(timeline, index, colors.text);
+  for (const other of timelines) outline(other, counterpart(timeline, other, index) ?? -1, colors.focus);
+}
+
+function outline(timeline, i, color) {
+  if (i < 0) return;
+  const { rank, start, end } = timeline.computes;
+  const { y, box } = timeline.lanes[rank[i]];
+  ctx.strokeStyle = color;
+  ctx.lineWidth = 2;
+  ctx.strokeRect(x(start[i]) - 0.5, y - 1, Math.max(x(end[i]) - x(start[i]), 2), box + 2);
+}
+
+// ---- the strip above, and the scrollbar ----
+
+const stripX = (time) => (time / longest) * laneWidth();
+
+function drawnStrip() {
+  const size = { width: laneWidth() * devicePixelRatio, height: (STRIP - 8) * devicePixelRatio };
+  const whole = Object.assign(document.createElement("canvas"), size);
+  const pen = whole.getContext("2d");
+  pen.scale(devicePixelRatio, devicePixelRatio);
+  const brush = { pen, place: stripX, from: 0, right: laneWidth(), detailed: false };
+  const box = (STRIP - 8) / page.lanes.length;
+  page.lanes.forEach(({ timeline, rank }, k) => drawBoxes({ timeline, rank, y: k * box, box }, brush));
+  return whole;
+}
+
+/** The whole step, with what is not visible faded. */
+function drawStrip() {
+  strip ??= drawnStrip();
+  const left = GUTTER + stripX(view.start), right = GUTTER + stripX(view.end);
+  fill(colors.lane, GUTTER, 5, laneWidth(), STRIP - 6);
+  ctx.drawImage(strip, GUTTER, 6, laneWidth(), STRIP - 8);
+  fill(colors.page, GUTTER, 5, left - GUTTER, STRIP - 6, 0.75);
+  fill(colors.page, right, 5, GUTTER + laneWidth() - right, STRIP - 6, 0.75);
+  ctx.strokeStyle = colors.muted;
+  ctx.lineWidth = 1;
+  ctx.strokeRect(left + 0.5, 4.5, Math.max(right - left - 1, 2), STRIP - 5);
+}
+
+function drawScrollbar() {
+  const room = page.height - TOP, all = page.bottom - TOP;
+  if (all > room + 1) fill(colors.edge, page.width - 9, TOP + (view.top / all) * room, 6, (room / all) * room);
+}
