@@ -16,20 +16,35 @@ function readColors() {
   const fixed = ["page", "lane", "line", "edge", "text", "muted", "ink", "other", "critical", "curve", "focus"];
   const names = [...fixed, "activation", "gradient", ...data.phases.map(({ key }) => key)];
   colors = Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
+  for (const timeline of timelines)
+    timeline.fills = data.phases.map(({ key }) => shades(colors[key], timeline.lastChunk + 1));
   strip = null;
+}
+
+/** `color`, such as #8cb8f2, and lighter ones for the later stages of a rank. */
+function shades(color, count) {
+  const channels = [1, 3, 5].map((at) => parseInt(color.slice(at, at + 2), 16));
+  const mixed = (white) => channels.map((channel) => Math.round(channel + (255 - channel) * white));
+  return Array.from({ length: count }, (_, k) => `rgb(${mixed((0.5 * k) / Math.max(count - 1, 1))})`);
 }
 
 const payloadColor = (payload) => colors[data.payloads[payload]] || colors.other;
 
 function draw() {
+  for (const timeline of timelines) timeline.visible = visibleMessages(timeline);
   ctx.setTransform(devicePixelRatio, 0, 0, devicePixelRatio, 0, 0);
   fill(colors.page, 0, 0, page.width, page.height);
   ctx.save();
   ctx.translate(0, -view.top);
   const lanes = page.lanes.filter(({ y }) => y < view.top + page.height && y + MOST_PITCH > view.top + TOP);
-  page.headers.forEach(drawHeader);
   lanes.forEach(drawGutter);
+  ctx.beginPath();
+  ctx.rect(GUTTER, view.top + TOP, laneWidth(), page.height);
+  ctx.save();
+  ctx.clip();
   drawLanes(lanes);
+  ctx.restore();
+  page.headers.forEach(drawHeader);
   ctx.restore();
   drawAxis();
   drawStrip();
@@ -38,15 +53,12 @@ function draw() {
 }
 
 function drawLanes(lanes) {
-  ctx.beginPath();
-  ctx.rect(GUTTER, view.top + TOP, laneWidth(), page.height);
-  ctx.clip();
   for (const { y, box } of lanes) fill(colors.lane, GUTTER, y, laneWidth(), box);
-  for (const [time] of ticks()) fill(colors.line, Math.round(x(time)), view.top + TOP, 1, page.bottom);
+  for (const [time] of ticks()) fill(colors.line, Math.round(x(time)), TOP, 1, page.bottom - TOP);
   lanes.forEach(drawCurve);
-  if (shown.messages) timelines.forEach(drawMessages);
-  const brush = { pen: ctx, place: x, from: view.start, right: GUTTER + laneWidth(), detailed: true };
-  for (const lane of lanes) drawBoxes(lane, brush);
+  timelines.forEach(drawMessages);
+  const brush = { place: x, from: view.start, right: GUTTER + laneWidth(), detailed: true };
+  drawGathered(ctx, gatherBoxes(lanes, brush));
   if (shown.critical) for (const each of timelines) strokeMessages(each, each.critical.messages, colors.critical, 2);
   if (hovered) drawHovered();
 }
@@ -68,6 +80,7 @@ function write(words, px, py, { color = colors.muted, size = 12, align = "left",
 // ---- what names the lanes ----
 
 function drawHeader({ timeline, y }) {
+  fill(colors.page, 0, y, page.width, HEADER);
   write(timeline.name, 16, y + 20, { color: colors.text, weight: 600, size: 13 });
   write(timeline.summary, Math.max(GUTTER, 30 + ctx.measureText(timeline.name).width), y + 20);
 }
@@ -84,7 +97,7 @@ function drawGutter({ timeline, rank, y, box, curveY, curve }) {
 
 /** Round times about 110 pixels apart, with their text. */
 function ticks() {
-  const [factor] = data.unit === "s" ? secondsUnit(view.end) : [1];
+  const [factor] = unitOf(view.end);
   const least = 110 / scale() / factor;
   const power = 10 ** Math.floor(Math.log10(least));
   const step = [1, 2, 5, 10].find((each) => each * power >= least * 0.999) * power;
@@ -94,35 +107,35 @@ function ticks() {
 
 function drawAxis() {
   fill(colors.page, 0, 0, page.width, TOP);
-  write(`time, ${data.unit === "s" ? secondsUnit(view.end)[1] : data.unit}`, GUTTER - 10, STRIP + 16, { align: "right" });
+  write(`time, ${unitOf(view.end)[1]}`, GUTTER - 28, STRIP + 16, { align: "right" });
   for (const [time, words] of ticks()) write(words, x(time), STRIP + 16, { align: "center" });
   fill(colors.edge, GUTTER, TOP - 1, laneWidth(), 1);
 }
 
 // ---- boxes ----
 
-/** The boxes of a lane; a run of boxes too narrow to see is drawn as one box per phase. */
-function drawBoxes(lane, brush) {
+/** The boxes of the lanes by colour, for changing colours is what costs most, and their labels. */
+function gatherBoxes(lanes, brush) {
+  const found = { faded: new Map(), full: new Map(), labels: [] };
+  for (const lane of lanes) gatherLane(lane, brush, found);
+  return found;
+}
+
+/** A run of boxes too narrow to see becomes one box per phase. */
+function gatherLane(lane, brush, found) {
   const { computes: { start, end }, first } = lane.timeline;
   const last = first[lane.rank + 1];
   let i = firstAbove(end, brush.from, first[lane.rank], last);
   while (i < last && brush.place(start[i]) < brush.right) {
     const left = brush.place(start[i]);
-    const run = i;
+    const from = i;
     while (i < last && brush.place(end[i]) - left < LEAST_WIDTH) i++;
-    if (i > run) drawRun(lane, brush, run, i);
-    else drawBox(lane, brush, i++);
+    if (i > from) gatherRun(lane, brush, found, from, i);
+    else gatherBox(lane, brush, found, i++);
   }
 }
 
-const isCritical = (timeline, i) => shown.critical && timeline.onPath.has(i);
-
-function alphaOf(timeline, i) {
-  const shade = timeline.lastChunk ? 1 - (0.45 * timeline.computes.chunk[i]) / timeline.lastChunk : 1;
-  return shown.critical && !timeline.onPath.has(i) ? 0.25 * shade : shade;
-}
-
-function drawRun(lane, brush, from, to) {
+function gatherRun(lane, brush, found, from, to) {
   const { timeline } = lane, { start, end, phase } = timeline.computes;
   const boxes = new Map(); // of one phase, on the critical path or not
   for (let i = from; i < to; i++) {
@@ -133,37 +146,53 @@ function drawRun(lane, brush, from, to) {
   let left = brush.place(start[from]);
   for (const key of [...boxes.keys()].sort((one, other) => one - other)) {
     const { i, width } = boxes.get(key);
-    fillBox(lane, brush.pen, i, left, width);
+    addBox(lane, found, i, left, width);
     left += width;
   }
 }
 
-function drawBox(lane, brush, i) {
+function gatherBox(lane, brush, found, i) {
   const { start, end } = lane.timeline.computes;
   const left = brush.place(start[i]);
   const width = brush.place(end[i]) - left - (brush.detailed ? 1 : 0);
-  fillBox(lane, brush.pen, i, left, width);
-  if (brush.detailed && lane.box >= 11) drawLabel(lane, i, left, width);
+  addBox(lane, found, i, left, width);
+  if (brush.detailed && lane.box >= 11) addLabel(lane, found, i, left, width);
 }
 
-function fillBox({ timeline, y, box }, pen, i, left, width) {
-  pen.globalAlpha = alphaOf(timeline, i);
-  pen.fillStyle = colors[data.phases[timeline.computes.phase[i]].key];
-  pen.fillRect(left, y, width, box);
-  pen.globalAlpha = 1;
-  if (!isCritical(timeline, i)) return;
+const isCritical = (timeline, i) => shown.critical && timeline.onPath.has(i);
+const isFaded = (timeline, i) => shown.critical && !timeline.onPath.has(i);
+
+function addBox({ timeline, y, box }, { faded, full }, i, left, width) {
+  const { phase, chunk } = timeline.computes;
+  addRect(isFaded(timeline, i) ? faded : full, timeline.fills[phase[i]][chunk[i]], left, y, width, box);
   const thick = Math.min(3, box / 4);
-  pen.fillStyle = colors.critical;
-  pen.fillRect(left, y + box - thick, width, thick);
+  if (isCritical(timeline, i)) addRect(full, colors.critical, left, y + box - thick, width, thick);
 }
 
-function drawLabel({ timeline, y, box }, i, left, width) {
+function addRect(rects, color, left, top, width, height) {
+  const same = rects.get(color);
+  if (same) same.push(left, top, width, height);
+  else rects.set(color, [left, top, width, height]);
+}
+
+function addLabel({ timeline, y, box }, { labels }, i, left, width) {
   const from = Math.max(left, GUTTER), to = Math.min(left + width, GUTTER + laneWidth());
   const texts = [boxLabel(timeline, i), String(timeline.computes.microbatch[i])];
-  const fitting = texts.find((text) => text.length * 6.6 + 3 <= to - from);
-  const faded = shown.critical && !timeline.onPath.has(i);
-  const color = faded ? colors.muted : colors.ink;
-  if (fitting) write(fitting, (from + to) / 2, y + box / 2 + 4, { color, size: 11, align: "center" });
+  const text = texts.find((each) => each.length * 6.6 + 3 <= to - from);
+  const color = isFaded(timeline, i) ? colors.muted : colors.ink;
+  if (text) labels.push({ text, color, px: (from + to) / 2, py: y + box / 2 + 4 });
+}
+
+function drawGathered(pen, { faded, full, labels }) {
+  const order = ([one], [other]) => (one === colors.critical) - (other === colors.critical);
+  for (const [alpha, rects] of [[0.25, faded], [1, full]]) {
+    pen.globalAlpha = alpha;
+    for (const [color, same] of [...rects].sort(order)) {
+      pen.fillStyle = color;
+      for (let k = 0; k < same.length; k += 4) pen.fillRect(same[k], same[k + 1], same[k + 2], same[k + 3]);
+    }
+  }
+  for (const { text, color, px, py } of labels) write(text, px, py, { color, size: 11, align: "center" });
 }
 
 // ---- curves ----
@@ -195,14 +224,18 @@ function drawCurve({ timeline, rank, curveY, curve }) {
 
 // ---- messages ----
 
-/** The messages of microbatches that are visible, or none where arrows would only blur the picture. */
-function arrows(timeline) {
-  const { start, end, microbatch } = timeline.messages;
+/** The messages of microbatches on the way in the visible range. */
+function visibleMessages({ messages: { start, end, microbatch } }) {
   const found = [];
   for (let i = 0; i < start.length; i++)
     if (microbatch[i] >= 0 && end[i] >= view.start && start[i] <= view.end) found.push(i);
-  return found.length > Math.min(MOST_ARROWS, laneWidth() * timeline.peaks.length / 12) ? [] : found;
+  return found;
 }
+
+const isBlurred = ({ visible, peaks }) => visible.length > Math.min(MOST_ARROWS, (laneWidth() * peaks.length) / 12);
+
+/** Those to draw: none where arrows would only blur the picture. */
+const arrows = (timeline) => (shown.messages && !isBlurred(timeline) ? timeline.visible : []);
 
 /** Where an arrow begins and ends; activations and gradients that meet are drawn side by side. */
 function arrowEnds(timeline, i) {
@@ -217,10 +250,10 @@ function arrowEnds(timeline, i) {
 }
 
 function drawMessages(timeline) {
-  const visible = arrows(timeline);
+  const drawn = arrows(timeline);
   ctx.globalAlpha = shown.critical ? 0.25 : 0.75;
   data.payloads.forEach((_, payload) => {
-    const same = visible.filter((i) => timeline.messages.payload[i] === payload);
+    const same = drawn.filter((i) => timeline.messages.payload[i] === payload);
     if (same.length) strokeMessages(timeline, same, payloadColor(payload), 1);
   });
   ctx.globalAlpha = 1;
@@ -277,9 +310,10 @@ function drawnStrip() {
   const whole = Object.assign(document.createElement("canvas"), size);
   const pen = whole.getContext("2d");
   pen.scale(devicePixelRatio, devicePixelRatio);
-  const brush = { pen, place: stripX, from: 0, right: laneWidth(), detailed: false };
+  const brush = { place: stripX, from: 0, right: laneWidth(), detailed: false };
   const box = (STRIP - 8) / page.lanes.length;
-  page.lanes.forEach(({ timeline, rank }, k) => drawBoxes({ timeline, rank, y: k * box, box }, brush));
+  const lanes = page.lanes.map(({ timeline, rank }, k) => ({ timeline, rank, y: k * box, box }));
+  drawGathered(pen, gatherBoxes(lanes, brush));
   return whole;
 }
 

@@ -14,8 +14,8 @@ function redraw() {
     hovered = pointer && !drag ? pick(...pointer) : null;
     draw();
     showCard();
-    document.getElementById("range").textContent =
-      `${clock(view.start)} to ${clock(view.end)} of ${duration(longest)}`;
+    const hint = shown.messages && timelines.some(isBlurred) ? "; zoom in for messages" : "";
+    document.getElementById("range").textContent = `${range(view.start, view.end)} of ${duration(longest)}${hint}`;
   });
 }
 
@@ -26,7 +26,7 @@ function pick(px, py) {
   const y = py + view.top, time = timeAt(px);
   const lane = page.lanes.find((each) => y >= each.y - 1 && y <= each.y + each.box + 1);
   if (lane) return pickCompute(lane, time);
-  return (shown.messages && pickMessage(px, y)) || pickCurve(y, time);
+  return pickMessage(px, y) || pickCurve(y, time);
 }
 
 function pickCompute({ timeline, rank }, time) {
@@ -207,8 +207,9 @@ function addLegend() {
   };
   const used = (kind, column, index) => timelines.some((timeline) => timeline[kind][column].includes(index));
   data.phases.forEach(({ key, name }, i) => used("computes", "phase", i) && add(key, name));
-  data.payloads.forEach((name, i) => used("messages", "payload", i) &&
-    add(["activation", "gradient"].includes(name) ? name : "other", name, "arrow"));
+  for (const name of ["activation", "gradient"])
+    if (used("messages", "payload", data.payloads.indexOf(name))) add(name, name, "arrow");
+  if (timelines.some(({ lastChunk }) => lastChunk)) document.getElementById("legend").append("lighter: a later stage of the rank");
   add("curve", timelines.some(({ curves }) => curves.memory) ? "in flight, or bytes" : "in flight");
 }
 

@@ -87,18 +87,29 @@ const highest = ({ amount }) => amount.reduce((most, each) => Math.max(most, eac
 
 // ---- words ----
 
-const secondsUnit = (size) =>
-  [[1, "s"], [1e-3, "ms"], [1e-6, "µs"]].find(([factor]) => size >= factor) || [1e-9, "ns"];
+/** The factor and the name of the unit that suits times of this size. */
+function unitOf(time) {
+  if (data.unit !== "s") return [1, data.unit];
+  return [[1, "s"], [1e-3, "ms"], [1e-6, "µs"]].find(([factor]) => time >= factor) || [1e-9, "ns"];
+}
 
-function inUnits(time, digits) {
-  const [factor, unit] = data.unit === "s" ? secondsUnit(Math.abs(time)) : [1, data.unit];
+function inUnits(time, digits, [factor, unit]) {
   return `${+(time / factor).toPrecision(digits)} ${unit}`;
 }
 
-const duration = (time) => inUnits(time, 4);
+const duration = (time) => inUnits(time, 4, unitOf(time));
 
-/** A point in time, with enough digits to tell apart two that are visible. */
-const clock = (time) => inUnits(time, 4 + Math.max(0, Math.ceil(Math.log10(scale() * longest / laneWidth()))));
+/** A point in time, in the unit of the axis, with enough digits to tell apart two that are visible. */
+function clock(time) {
+  const zoomed = longest / (view.end - view.start);
+  return inUnits(time, 4 + Math.floor(Math.log10(zoomed)), unitOf(view.end));
+}
+
+/** `3 to 4.5 ms` */
+function range(start, end) {
+  const [from, to] = [clock(start), clock(end)];
+  return `${from.slice(0, from.indexOf(" "))} to ${to}`;
+}
 
 function bytes(amount) {
   const power = Math.min(Math.floor(Math.log2(Math.max(amount, 1)) / 10), 4);
@@ -118,8 +129,7 @@ const boxLabel = ({ computes, lastChunk }, i) =>
   (lastChunk ? String.fromCharCode(97 + (computes.chunk[i] % 26)) : "") +
   computes.microbatch[i];
 
-const spanWords = ({ start, end }, i) =>
-  `${clock(start[i])} to ${clock(end[i])}, took ${duration(end[i] - start[i])}`;
+const spanWords = ({ start, end }, i) => `${range(start[i], end[i])}, took ${duration(end[i] - start[i])}`;
 
 const journeyWords = ({ start, end }, i) => `sent at ${clock(start[i])}, there at ${clock(end[i])}`;
 
