@@ -6,6 +6,7 @@ const FONT = getComputedStyle(document.body).fontFamily;
 
 const canvas = document.getElementById("canvas");
 const ctx = canvas.getContext("2d");
+const overlay = document.getElementById("overlay").getContext("2d"); // what follows the pointer
 let colors = {};
 let strip = null; // the whole step in little, drawn once
 let selection = null; // [from, to] in pixels, while a range is picked
@@ -32,16 +33,13 @@ const payloadColor = (payload) => colors[data.payloads[payload]] || colors.other
 
 function draw() {
   for (const timeline of timelines) timeline.visible = visibleMessages(timeline);
-  ctx.setTransform(devicePixelRatio, 0, 0, devicePixelRatio, 0, 0);
   fill(colors.page, 0, 0, page.width, page.height);
   ctx.save();
   ctx.translate(0, -view.top);
   const lanes = page.lanes.filter(({ y }) => y < view.top + page.height && y + MOST_PITCH > view.top + TOP);
   lanes.forEach(drawGutter);
-  ctx.beginPath();
-  ctx.rect(GUTTER, view.top + TOP, laneWidth(), page.height);
   ctx.save();
-  ctx.clip();
+  clipToLanes(ctx);
   drawLanes(lanes);
   ctx.restore();
   page.headers.forEach(drawHeader);
@@ -49,7 +47,12 @@ function draw() {
   drawAxis();
   drawStrip();
   drawScrollbar();
-  if (selection) fill(colors.focus, Math.min(...selection), 0, Math.abs(selection[1] - selection[0]), page.height, 0.2);
+}
+
+function clipToLanes(pen) {
+  pen.beginPath();
+  pen.rect(GUTTER, view.top + TOP, laneWidth(), page.height);
+  pen.clip();
 }
 
 function drawLanes(lanes) {
@@ -59,8 +62,7 @@ function drawLanes(lanes) {
   timelines.forEach(drawMessages);
   const brush = { place: x, from: view.start, right: GUTTER + laneWidth(), detailed: true };
   drawGathered(ctx, gatherBoxes(lanes, brush));
-  if (shown.critical) for (const each of timelines) strokeMessages(each, each.critical.messages, colors.critical, 2);
-  if (hovered) drawHovered();
+  if (shown.critical) for (const each of timelines) strokeMessages(ctx, each, each.critical.messages, colors.critical, 2);
 }
 
 function fill(color, px, py, wide, high, alpha = 1) {
@@ -135,20 +137,22 @@ function gatherLane(lane, brush, found) {
   }
 }
 
+const widths = new Float64Array(2 * data.phases.length); // of a phase, on the critical path or not
+const members = new Int32Array(widths.length);
+
 function gatherRun(lane, brush, found, from, to) {
   const { timeline } = lane, { start, end, phase } = timeline.computes;
-  const boxes = new Map(); // of one phase, on the critical path or not
+  widths.fill(0);
   for (let i = from; i < to; i++) {
-    const key = phase[i] * 2 + isCritical(timeline, i);
-    const width = brush.place(end[i]) - brush.place(start[i]);
-    boxes.set(key, { i, width: width + (boxes.get(key)?.width ?? 0) });
+    const key = 2 * phase[i] + isCritical(timeline, i);
+    widths[key] += brush.place(end[i]) - brush.place(start[i]);
+    members[key] = i;
   }
   let left = brush.place(start[from]);
-  for (const key of [...boxes.keys()].sort((one, other) => one - other)) {
-    const { i, width } = boxes.get(key);
-    addBox(lane, found, i, left, width);
+  widths.forEach((width, key) => {
+    if (width > 0) addBox(lane, found, members[key], left, width);
     left += width;
-  }
+  });
 }
 
 function gatherBox(lane, brush, found, i) {
@@ -254,12 +258,12 @@ function drawMessages(timeline) {
   ctx.globalAlpha = shown.critical ? 0.25 : 0.75;
   data.payloads.forEach((_, payload) => {
     const same = drawn.filter((i) => timeline.messages.payload[i] === payload);
-    if (same.length) strokeMessages(timeline, same, payloadColor(payload), 1);
+    if (same.length) strokeMessages(ctx, timeline, same, payloadColor(payload), 1);
   });
   ctx.globalAlpha = 1;
 }
 
-function strokeMessages(timeline, indices, color, thickness) {
+function strokeMessages(pen, timeline, indices, color, thickness) {
   const lines = new Path2D(), heads = new Path2D(), size = 4 + thickness;
   for (const i of indices) {
     const [fromX, fromY, toX, toY] = arrowEnds(timeline, i);
@@ -270,21 +274,34 @@ function strokeMessages(timeline, indices, color, thickness) {
     for (const turn of [-0.45, 0.45])
       heads.lineTo(toX - size * Math.cos(angle + turn), toY - size * Math.sin(angle + turn));
   }
-  ctx.strokeStyle = ctx.fillStyle = color;
-  ctx.lineWidth = thickness;
-  ctx.stroke(lines);
-  ctx.fill(heads);
+  pen.strokeStyle = pen.fillStyle = color;
+  pen.lineWidth = thickness;
+  pen.stroke(lines);
+  pen.fill(heads);
 }
 
-// ---- what is under the pointer ----
+// ---- what follows the pointer ----
+
+function drawOverlay() {
+  overlay.clearRect(0, 0, page.width, page.height);
+  overlay.save();
+  overlay.translate(0, -view.top);
+  clipToLanes(overlay);
+  if (hovered) drawHovered(hovered);
+  overlay.restore();
+  if (!selection) return;
+  overlay.globalAlpha = 0.2;
+  overlay.fillStyle = colors.focus;
+  overlay.fillRect(Math.min(...selection), 0, Math.abs(selection[1] - selection[0]), page.height);
+  overlay.globalAlpha = 1;
+}
 
 /** Outline it, the message it waited for with that message's maker, and what does the same elsewhere. */
-function drawHovered() {
-  const { kind, timeline, index } = hovered;
+function drawHovered({ kind, timeline, index }) {
   if (index === null || kind === "curve") return;
   const message = kind === "message" ? index : timeline.computes.cause[index];
   if (message >= 0) {
-    strokeMessages(timeline, [message], payloadColor(timeline.messages.payload[message]), 2.5);
+    strokeMessages(overlay, timeline, [message], payloadColor(timeline.messages.payload[message]), 2.5);
     outline(timeline, timeline.messages.maker[message], colors.muted);
   }
   if (kind === "message") return;
@@ -296,9 +313,9 @@ function outline(timeline, i, color) {
   if (i < 0) return;
   const { rank, start, end } = timeline.computes;
   const { y, box } = timeline.lanes[rank[i]];
-  ctx.strokeStyle = color;
-  ctx.lineWidth = 2;
-  ctx.strokeRect(x(start[i]) - 0.5, y - 1, Math.max(x(end[i]) - x(start[i]), 2), box + 2);
+  overlay.strokeStyle = color;
+  overlay.lineWidth = 2;
+  overlay.strokeRect(x(start[i]) - 0.5, y - 1, Math.max(x(end[i]) - x(start[i]), 2), box + 2);
 }
 
 // ---- the strip above, and the scrollbar ----

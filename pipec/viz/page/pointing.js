@@ -4,19 +4,24 @@ const NEAR = 4; // pixels
 const card = document.getElementById("card");
 let pointer = null; // where it is on the canvas, [x, y]
 let drag = null; // {kind, from: [x, y], start, end, top} while a button is down
-let drawing = false;
+let asked = ""; // what the next frame draws: "", "overlay" or "all"
 
-function redraw() {
-  if (drawing) return;
-  drawing = true;
-  requestAnimationFrame(() => {
-    drawing = false;
-    hovered = pointer && !drag ? pick(...pointer) : null;
+/** Draw in the next frame: all of the page, or what follows the pointer. */
+function redraw(what = "all") {
+  if (!asked) requestAnimationFrame(drawFrame);
+  if (asked !== "all") asked = what;
+}
+
+function drawFrame() {
+  if (asked === "all") {
     draw();
-    showCard();
     const hint = shown.messages && timelines.some(isBlurred) ? "; zoom in for messages" : "";
     document.getElementById("range").textContent = `${range(view.start, view.end)} of ${duration(longest)}${hint}`;
-  });
+  }
+  hovered = pointer && !drag ? pick(...pointer) : null;
+  drawOverlay();
+  showCard();
+  asked = "";
 }
 
 // ---- what is under the pointer ----
@@ -108,7 +113,10 @@ function toggle(name) {
 function resize() {
   const { width, height } = canvas.getBoundingClientRect();
   Object.assign(page, { width, height });
-  Object.assign(canvas, { width: width * devicePixelRatio, height: height * devicePixelRatio });
+  for (const pen of [ctx, overlay]) {
+    Object.assign(pen.canvas, { width: width * devicePixelRatio, height: height * devicePixelRatio });
+    pen.scale(devicePixelRatio, devicePixelRatio);
+  }
   strip = null;
   layOut();
   redraw();
@@ -136,7 +144,7 @@ canvas.addEventListener("wheel", (event) => {
 canvas.addEventListener("pointerdown", (event) => {
   canvas.setPointerCapture(event.pointerId);
   drag = { kind: event.shiftKey || event.offsetY < TOP ? "pick" : "move", from: at(event), last: at(event) };
-  redraw();
+  redraw("overlay");
 });
 
 canvas.addEventListener("pointermove", (event) => {
@@ -147,7 +155,7 @@ canvas.addEventListener("pointermove", (event) => {
     scroll(drag.last[1] - pointer[1]);
     drag.last = pointer;
   }
-  redraw();
+  redraw(drag?.kind === "move" ? "all" : "overlay");
 });
 
 canvas.addEventListener("pointerup", () => {
@@ -158,12 +166,12 @@ canvas.addEventListener("pointerup", () => {
 
 canvas.addEventListener("pointercancel", () => {
   selection = drag = null;
-  redraw();
+  redraw("overlay");
 });
 
 canvas.addEventListener("pointerleave", () => {
   pointer = null;
-  redraw();
+  redraw("overlay");
 });
 
 canvas.addEventListener("dblclick", () => {
@@ -209,7 +217,7 @@ function addLegend() {
   data.phases.forEach(({ key, name }, i) => used("computes", "phase", i) && add(key, name));
   for (const name of ["activation", "gradient"])
     if (used("messages", "payload", data.payloads.indexOf(name))) add(name, name, "arrow");
-  if (timelines.some(({ lastChunk }) => lastChunk)) document.getElementById("legend").append("lighter: a later stage of the rank");
+  if (timelines.some(({ lastChunk }) => lastChunk)) document.getElementById("legend").append("lighter: later stage");
   add("curve", timelines.some(({ curves }) => curves.memory) ? "in flight, or bytes" : "in flight");
 }
 
