@@ -90,7 +90,10 @@ class _Process:
             if maker is not None:
                 leaves = max(self._time(events[maker].end) - 1, self._time(events[maker].start))
                 read = min(self._time(events[reader].start) + 1, self._time(events[reader].end))
-                for phase, rank, time in (("s", events[maker].rank, leaves), ("f", events[reader].rank, read)):
+                for phase, rank, time in (
+                    ("s", events[maker].rank, leaves),
+                    ("f", events[reader].rank, read),
+                ):
                     flow = {"id": f"{self._number}.{index}", "ts": time / 1000, "cat": "message", "bp": "e"}
                     yield self._event(phase, _payload(events[index]), rank, **flow)
 

@@ -1,7 +1,7 @@
 """Timelines as one self-contained page to explore: zoom, hover, arrows, curves and the critical path.
 
-The page is ``page/page.html`` with its style, its scripts and the timelines as JSON put in. What the page says of waits and of the
-critical path is decided here; the page only draws, and looks up what is under the pointer.
+The page is ``page/page.html`` with its style, its scripts and the timelines as JSON put in. What it says of
+waits and of the critical path is decided here; the page only draws, and looks up what is under the pointer.
 """
 
 import json
