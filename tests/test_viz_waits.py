@@ -58,17 +58,31 @@ def test_a_rank_waits_for_the_message_that_arrives_last() -> None:
     assert path == [*forwards, "backward 1.0", "send 1.0", "backward 0.0"]
 
 
-def test_idle_time_that_no_message_ended_is_the_rank_s_own() -> None:
-    """Between recorded computes there is time even if all inputs are there."""
+def recorded(start: float) -> Timeline:
+    """Two microbatches, as recorded: messages last until they are read, and rank 1 is busy until 3."""
     link = Link(0, 1, Payload.ACTIVATION, ())
     events = (
         Event(0, Instruction(Op.FORWARD, 0, 0), 0.0, 1.0),
-        Event(0, Instruction(Op.SEND, 0, 1, link, peer=1), 1.0, 2.0),
-        Event(1, Instruction(Op.FORWARD, 1, 0), 1.0, 3.0),
-        Event(1, Instruction(Op.FORWARD, 1, 1), 3.5, 4.0),
+        Event(0, Instruction(Op.SEND, 0, 0, link, peer=1), 1.0, 1.2),
+        Event(0, Instruction(Op.FORWARD, 0, 1), 1.0, start - 0.5),
+        Event(0, Instruction(Op.SEND, 0, 1, link, peer=1), start - 0.5, start),
+        Event(1, Instruction(Op.FORWARD, 1, 0), 1.2, 3.0),
+        Event(1, Instruction(Op.FORWARD, 1, 1), start, 6.0),
     )
-    wait = waits(Timeline(events, (1, 2)))[3]
-    assert (wait.idle, wait.message, wait.previous, wait.cause) == (0.5, None, 2, 2)
+    return Timeline(events, (1, 2))
+
+
+def test_idle_time_is_the_rank_s_own_if_a_message_was_there_in_time() -> None:
+    """The message left at 2.7, and one of its link took 0.2: what the rank did from 3 to 3.2 is unknown."""
+    timeline = recorded(start=3.2)
+    wait = waits(timeline)[-1]
+    assert (wait.idle, wait.message, named(timeline, wait.cause)) == (pytest.approx(0.2), None, "forward 1.0")
+
+
+def test_a_recorded_message_that_left_too_late_was_waited_for() -> None:
+    timeline = recorded(start=3.4)
+    wait = waits(timeline)[-1]
+    assert (wait.idle, named(timeline, wait.cause)) == (pytest.approx(0.4), "send 0.1")
 
 
 def test_a_borrowed_weight_is_waited_for_by_the_first_forward_alone() -> None:

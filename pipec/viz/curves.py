@@ -10,7 +10,7 @@ Curve = Sequence[tuple[float, float]]
 
 
 def in_flight(timeline: Timeline) -> tuple[Curve, ...]:
-    """For each rank the pairs of stage and microbatch that it holds: from their forward to their last compute."""
+    """For each rank the pairs of stage and microbatch it holds: from their forward to their last compute."""
     lanes: list[list[Event]] = [[] for _ in range(timeline.num_ranks)]
     for event in timeline.computes:
         lanes[event.rank].append(event)

@@ -1,10 +1,11 @@
 """Why a compute begins when it does: what its rank waited for, and the chain that makes the step last."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from pipec.ir import Phase
+from pipec.ir import Link, Phase
 from pipec.simulate import Event, Timeline
 
 _NEGLIGIBLE = 1e-6
@@ -34,15 +35,21 @@ def waits(timeline: Timeline) -> tuple[Wait, ...]:
 
     A rank waits for the message that arrived last of those it reads. If they had all arrived before the
     rank was free, or it reads none, idle time is the rank's own, as that between recorded computes is.
+    A recorded message lasts until it is read, so any is taken to arrive as fast as the fastest of its link.
     """
     inputs = _messages_by_reader(timeline)
+    arrivals = _arrivals(timeline)
     least = _NEGLIGIBLE * timeline.makespan
     previous: dict[int, int] = {}
     found = []
     for index, event in enumerate(timeline.events):
         before = previous.get(event.rank)
         if event.is_compute:
-            found.append(_wait(timeline.events, event, before, _inputs(event, inputs), least))
+            free = 0.0 if before is None else timeline.events[before].end
+            last = max(_inputs(event, inputs), key=arrivals.__getitem__, default=None)
+            late = last is not None and arrivals[last] > free + least
+            idle = event.start - free
+            found.append(Wait(before, idle, last if late else None) if idle > least else Wait(before))
             previous[event.rank] = index
         else:
             found.append(Wait(before))
@@ -93,12 +100,14 @@ def _inputs(event: Event, inputs: dict[_Reader, list[int]]) -> Iterable[int]:
         yield from inputs.get((event.rank, stage, phase, microbatch), ())
 
 
-def _wait(
-    events: Sequence[Event], event: Event, previous: int | None, inputs: Iterable[int], least: float
-) -> Wait:
-    free = 0.0 if previous is None else events[previous].end
-    if event.start - free <= least:
-        return Wait(previous)
-    last = max(inputs, key=lambda index: events[index].end, default=None)
-    late = last is not None and events[last].end > free + least
-    return Wait(previous, event.start - free, last if late else None)
+def _arrivals(timeline: Timeline) -> dict[int, float]:
+    """When each message, by its index, could be read."""
+    messages = [(index, event) for index, event in enumerate(timeline.events) if not event.is_compute]
+    fastest: dict[tuple[Link | None, int], float] = {}
+    for _, event in messages:
+        way = event.instruction.link, event.instruction.peer
+        fastest[way] = min(event.end - event.start, fastest.get(way, math.inf))
+    return {
+        index: event.start + fastest[event.instruction.link, event.instruction.peer]
+        for index, event in messages
+    }

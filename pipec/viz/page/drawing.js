@@ -131,11 +131,13 @@ function gatherLane(lane, brush, found) {
   while (i < last && brush.place(start[i]) < brush.right) {
     const left = brush.place(start[i]);
     const from = i;
-    while (i < last && brush.place(end[i]) - left < LEAST_WIDTH) i++;
+    while (i < last && brush.place(start[i]) - left < LEAST_WIDTH && isNarrow(brush, start[i], end[i])) i++;
     if (i > from) gatherRun(lane, brush, found, from, i);
     else gatherBox(lane, brush, found, i++);
   }
 }
+
+const isNarrow = ({ place }, start, end) => place(end) - place(start) < LEAST_WIDTH;
 
 const widths = new Float64Array(2 * data.phases.length); // of a phase, on the critical path or not
 const members = new Int32Array(widths.length);

@@ -26,7 +26,7 @@ function firstAbove(values, value, from = 0, to = values.length) {
 // ---- what is visible, and where ----
 
 const GUTTER = 96, RIGHT = 18, STRIP = 30, AXIS = 24, TOP = STRIP + AXIS, HEADER = 30;
-const LEAST_PITCH = 24, MOST_PITCH = 92;
+const LEAST_PITCH = 24, MOST_PITCH = 110;
 
 const view = { start: 0, end: longest, top: 0 };
 const shown = { critical: false, messages: true, byRank: false, memory: false };
