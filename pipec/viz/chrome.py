@@ -83,19 +83,19 @@ class _Process:
         return waited
 
     def _flows(self) -> Iterator[dict[str, object]]:
-        """A flow binds to the slice its time lies in, so both ends are put a nanosecond inside."""
-        events = self._timeline.events
         for index, reader in sorted(readers(self._timeline).items()):
             maker = self._waits[index].previous
             if maker is not None:
-                leaves = max(self._time(events[maker].end) - 1, self._time(events[maker].start))
-                read = min(self._time(events[reader].start) + 1, self._time(events[reader].end))
-                for phase, rank, time in (
-                    ("s", events[maker].rank, leaves),
-                    ("f", events[reader].rank, read),
-                ):
-                    flow = {"id": f"{self._number}.{index}", "ts": time / 1000, "cat": "message", "bp": "e"}
-                    yield self._event(phase, _payload(events[index]), rank, **flow)
+                yield from self._flow(index, self._timeline.events[maker], self._timeline.events[reader])
+
+    def _flow(self, index: int, maker: Event, reader: Event) -> Iterator[dict[str, object]]:
+        """A flow binds to the slice its time lies in, so both ends are put a nanosecond inside."""
+        left = max(self._time(maker.end) - 1, self._time(maker.start))
+        read = min(self._time(reader.start) + 1, self._time(reader.end))
+        name = _payload(self._timeline.events[index])
+        same = {"id": f"{self._number}.{index}", "cat": "message", "bp": "e"}
+        yield self._event("s", name, maker.rank, **same, ts=left / 1000)
+        yield self._event("f", name, reader.rank, **same, ts=read / 1000)
 
     def _counters(self) -> Iterator[dict[str, object]]:
         for rank, curve in enumerate(in_flight(self._timeline)):

@@ -21,7 +21,7 @@ from pipec.viz.waits import critical_path, waits
 _PHASES = tuple(NAMES)
 _PAYLOADS = tuple(Payload)
 
-_FILES = ("style.css", "timeline.js", "drawing.js", "pointing.js")
+_FILES = ("style.css", "timeline.js", "words.js", "drawing.js", "pointing.js")
 """What ``page.html`` is filled with, next to it."""
 
 _DIGITS = 7

@@ -14,8 +14,8 @@ let hovered = null; // what is under the pointer, as cardLines takes it
 
 function readColors() {
   const style = getComputedStyle(document.documentElement);
-  const fixed = ["page", "lane", "line", "edge", "text", "muted", "ink", "other", "critical", "curve", "focus"];
-  const names = [...fixed, "activation", "gradient", ...data.phases.map(({ key }) => key)];
+  const surfaces = ["page", "lane", "line", "edge", "text", "muted", "ink", "curve", "critical", "focus"];
+  const names = [...surfaces, "activation", "gradient", "other", ...data.phases.map(({ key }) => key)];
   colors = Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
   for (const timeline of timelines)
     timeline.fills = data.phases.map(({ key }) => shades(colors[key], timeline.lastChunk + 1));
@@ -62,7 +62,7 @@ function drawLanes(lanes) {
   timelines.forEach(drawMessages);
   const brush = { place: x, from: view.start, right: GUTTER + laneWidth(), detailed: true };
   drawGathered(ctx, gatherBoxes(lanes, brush));
-  if (shown.critical) for (const each of timelines) strokeMessages(ctx, each, each.critical.messages, colors.critical, 2);
+  if (shown.critical) timelines.forEach(drawCriticalMessages);
 }
 
 function fill(color, px, py, wide, high, alpha = 1) {
@@ -103,8 +103,10 @@ function ticks() {
   const least = 110 / scale() / factor;
   const power = 10 ** Math.floor(Math.log10(least));
   const step = [1, 2, 5, 10].find((each) => each * power >= least * 0.999) * power;
-  const from = Math.ceil(view.start / factor / step - 1e-9), to = Math.floor(view.end / factor / step + 1e-9);
-  return Array.from({ length: to - from + 1 }, (_, k) => (from + k) * step).map((time) => [time * factor, String(+time.toPrecision(12))]);
+  const from = Math.ceil(view.start / factor / step - 1e-9);
+  const to = Math.floor(view.end / factor / step + 1e-9);
+  const times = Array.from({ length: to - from + 1 }, (_, k) => (from + k) * step);
+  return times.map((time) => [time * factor, String(+time.toPrecision(12))]);
 }
 
 function drawAxis() {
@@ -238,7 +240,9 @@ function visibleMessages({ messages: { start, end, microbatch } }) {
   return found;
 }
 
-const isBlurred = ({ visible, peaks }) => visible.length > Math.min(MOST_ARROWS, (laneWidth() * peaks.length) / 12);
+function isBlurred({ visible, lanes }) {
+  return visible.length > Math.min(MOST_ARROWS, (laneWidth() * lanes.length) / 12);
+}
 
 /** Those to draw: none where arrows would only blur the picture. */
 const arrows = (timeline) => (shown.messages && !isBlurred(timeline) ? timeline.visible : []);
@@ -263,6 +267,10 @@ function drawMessages(timeline) {
     if (same.length) strokeMessages(ctx, timeline, same, payloadColor(payload), 1);
   });
   ctx.globalAlpha = 1;
+}
+
+function drawCriticalMessages(timeline) {
+  strokeMessages(ctx, timeline, timeline.critical.messages, colors.critical, 2);
 }
 
 function strokeMessages(pen, timeline, indices, color, thickness) {
@@ -351,5 +359,6 @@ function drawStrip() {
 
 function drawScrollbar() {
   const room = page.height - TOP, all = page.bottom - TOP;
-  if (all > room + 1) fill(colors.edge, page.width - 9, TOP + (view.top / all) * room, 6, (room / all) * room);
+  const share = room / all;
+  if (share < 1) fill(colors.edge, page.width - 9, TOP + view.top * share, 6, room * share);
 }

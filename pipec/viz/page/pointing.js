@@ -3,7 +3,7 @@
 const NEAR = 4; // pixels
 const card = document.getElementById("card");
 let pointer = null; // where it is on the canvas, [x, y]
-let drag = null; // {kind, from: [x, y], start, end, top} while a button is down
+let drag = null; // {kind, from: [x, y], last: [x, y]} while a button is down
 let asked = ""; // what the next frame draws: "", "overlay" or "all"
 
 /** Draw in the next frame: all of the page, or what follows the pointer. */
@@ -15,8 +15,7 @@ function redraw(what = "all") {
 function drawFrame() {
   if (asked === "all") {
     draw();
-    const hint = shown.messages && timelines.some(isBlurred) ? "; zoom in for messages" : "";
-    document.getElementById("range").textContent = `${range(view.start, view.end)} of ${duration(longest)}${hint}`;
+    document.getElementById("range").textContent = rangeWords();
   }
   hovered = pointer && !drag ? pick(...pointer) : null;
   drawOverlay();
@@ -38,11 +37,11 @@ function pickCompute({ timeline, rank }, time) {
   const { computes: { start, end }, first } = timeline;
   const next = firstAbove(end, time, first[rank], first[rank + 1]);
   const near = NEAR / 2 / scale();
-  const within = (i) => i >= first[rank] && i < first[rank + 1] && start[i] - near <= time && time <= end[i] + near;
-  const exact = next < first[rank + 1] && start[next] <= time;
-  const index = exact ? next : [next, next - 1].find(within);
-  if (index !== undefined) return { kind: "compute", timeline, rank, index };
-  return { kind: "idle", timeline, rank, index: next < first[rank + 1] ? next : null };
+  const isNext = next < first[rank + 1];
+  if (isNext && start[next] - near <= time) return { kind: "compute", timeline, rank, index: next };
+  if (next > first[rank] && time <= end[next - 1] + near)
+    return { kind: "compute", timeline, rank, index: next - 1 };
+  return { kind: "idle", timeline, rank, index: isNext ? next : null };
 }
 
 function pickMessage(px, y) {
@@ -73,8 +72,9 @@ function pickCurve(y, time) {
 function showCard() {
   card.hidden = !hovered;
   if (!hovered) return;
-  card.replaceChildren(...cardLines(hovered).map((words, k) =>
-    Object.assign(document.createElement(k ? "p" : "b"), { textContent: words, className: k === 1 ? "muted" : "" })));
+  const line = (textContent, k) =>
+    Object.assign(document.createElement(k ? "p" : "b"), { textContent, className: k === 1 ? "muted" : "" });
+  card.replaceChildren(...cardLines(hovered).map(line));
   const [px, py] = pointer;
   const left = px + 16 + card.offsetWidth > page.width ? px - 16 - card.offsetWidth : px + 16;
   const top = py + 16 + card.offsetHeight > page.height ? py - 16 - card.offsetHeight : py + 16;
@@ -143,7 +143,8 @@ canvas.addEventListener("wheel", (event) => {
 
 canvas.addEventListener("pointerdown", (event) => {
   canvas.setPointerCapture(event.pointerId);
-  drag = { kind: event.shiftKey || event.offsetY < TOP ? "pick" : "move", from: at(event), last: at(event) };
+  const kind = event.shiftKey || event.offsetY < TOP ? "pick" : "move";
+  drag = { kind, from: at(event), last: at(event) };
   redraw("overlay");
 });
 
@@ -159,7 +160,8 @@ canvas.addEventListener("pointermove", (event) => {
 });
 
 canvas.addEventListener("pointerup", () => {
-  if (drag && selection && Math.abs(selection[1] - selection[0]) > NEAR) show(...pickedTimes(drag.from, selection[1]));
+  if (selection && Math.abs(selection[1] - selection[0]) > NEAR)
+    show(...pickedTimes(drag.from, selection[1]));
   selection = drag = null;
   redraw();
 });
@@ -186,7 +188,8 @@ const actions = {
 const keys = {
   "+": actions.in, "=": actions.in, "-": actions.out, 0: fit,
   c: actions.critical, m: actions.messages, r: actions.byRank, b: actions.memory,
-  ArrowLeft: () => pan(-80), ArrowRight: () => pan(80), ArrowUp: () => scroll(-60), ArrowDown: () => scroll(60),
+  ArrowLeft: () => pan(-80), ArrowRight: () => pan(80),
+  ArrowUp: () => scroll(-60), ArrowDown: () => scroll(60),
 };
 
 for (const [name, action] of Object.entries(actions))
@@ -206,18 +209,22 @@ addEventListener("keydown", (event) => {
 // ---- the page ----
 
 function addLegend() {
+  const legend = document.getElementById("legend");
   const add = (color, words, className = "") => {
     const mark = Object.assign(document.createElement("i"), { className });
     mark.style.background = `var(--${color})`;
     const entry = document.createElement("span");
     entry.append(mark, words);
-    document.getElementById("legend").append(entry);
+    legend.append(entry);
   };
-  const used = (kind, column, index) => timelines.some((timeline) => timeline[kind][column].includes(index));
-  data.phases.forEach(({ key, name }, i) => used("computes", "phase", i) && add(key, name));
-  for (const name of ["activation", "gradient"])
-    if (used("messages", "payload", data.payloads.indexOf(name))) add(name, name, "arrow");
-  if (timelines.some(({ lastChunk }) => lastChunk)) document.getElementById("legend").append("lighter: later stage");
+  data.phases.forEach(({ key, name }, i) => {
+    if (timelines.some(({ computes }) => computes.phase.includes(i))) add(key, name);
+  });
+  data.payloads.forEach((name, i) => {
+    const drawn = ["activation", "gradient"].includes(name);
+    if (drawn && timelines.some(({ messages }) => messages.payload.includes(i))) add(name, name, "arrow");
+  });
+  if (timelines.some(({ lastChunk }) => lastChunk)) legend.append("lighter: later stage");
   add("curve", timelines.some(({ curves }) => curves.memory) ? "in flight, or bytes" : "in flight");
 }
 
