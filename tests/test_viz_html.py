@@ -39,7 +39,9 @@ def one_f_one_b(num_ranks: int = 4, num_microbatches: int = 8, **costs: float | 
 def browser() -> Iterator[Browser]:
     with sync_playwright() as playwright:
         # Without its sandbox Chromium also runs as root, as in a container.
-        yield playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
 
 
 @pytest.fixture
@@ -278,7 +280,7 @@ def test_a_large_step_is_drawn_in_as_many_boxes_as_are_visible(open_page: Open) 
     page = open_page({"1f1b": one_f_one_b(4, 512)})
     code = """() => {
         const brush = { place: x, from: view.start, right: GUTTER + laneWidth(), detailed: true };
-        const { full, labels } = gatherBoxes([timelines[0].lanes[2]], brush);
+        const { full } = gatherBoxes([timelines[0].lanes[2]], brush);
         const sum = (rects) => rects.reduce((total, each, k) => total + (k % 4 === 2 ? each : 0), 0);
         return [...full].map(([color, rects]) => [color, rects.length / 4, sum(rects) / scale()]);
     }"""
@@ -351,11 +353,11 @@ def test_a_curve_says_what_is_held(open_page: Open) -> None:
 @in_browser
 def test_a_compute_is_compared_with_the_same_in_the_other_timeline(open_page: Open) -> None:
     costs = {"backward_input": 2e-3, "backward_weight": 1e-3, "unit": "s"}
-    played_ = {
+    timelines = {
         name: simulate(lower(make_schedule("gpipe", 1, 2), ()), Costs.uniform(1, forward=forward, **costs))
         for name, forward in (("planned", 4e-3), ("measured", 5e-3))
     }
-    page = open_page(played_)
+    page = open_page(timelines)
     assert hover(page, lane(0, 6e-3, timeline=1)) == [
         "forward of microbatch 1",
         "stage 0, rank 0, measured",

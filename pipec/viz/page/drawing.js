@@ -93,7 +93,7 @@ function drawGutter({ timeline, rank, y, box, curveY, curve }) {
   const name = among && !roomy ? `${rank} ${among}` : `rank ${rank}`;
   write(name, GUTTER - 10, y + (roomy ? box / 2 + 4 : box - 2), { color: colors.text, align: "right" });
   const peak = highest(curveOf(timeline, rank));
-  const below = among || (isMemory(timeline) ? bytes(peak) : `≤ ${peak} in flight`);
+  const below = among || `≤ ${isMemory(timeline) ? bytes(peak) : `${peak} in flight`}`;
   if (roomy) write(below, GUTTER - 10, curveY + curve / 2 + 4, { size: 11, align: "right" });
 }
 
