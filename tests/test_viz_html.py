@@ -149,16 +149,17 @@ def press(page: Page, button: str) -> None:
 def embedded(html: str) -> dict[str, object]:
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
     assert found
+    assert not set(found[1]) & set("<>&")
     return json.loads(found[1])
 
 
-HOSTILE = "</script><script>document.body.remove()</script> {{data}} & \"'\x00"
+HOSTILE = "<!--</script ></script><script>document.body.remove()</script> {{data}} & \"'\x00"
 
 
 def test_neither_title_nor_name_breaks_out_of_its_place() -> None:
     html = timeline_html({HOSTILE: one_f_one_b()}, HOSTILE)
     assert "<script>document" not in html
-    assert "<title>&lt;/script&gt;&lt;script&gt;" in html
+    assert "<title>&lt;!--&lt;/script &gt;&lt;/script&gt;&lt;script&gt;" in html
     assert embedded(html)["timelines"][0]["name"] == HOSTILE
 
 
