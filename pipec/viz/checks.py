@@ -1,0 +1,27 @@
+"""What must hold for several timelines to be drawn on one axis."""
+
+from collections.abc import Mapping, Sequence
+
+from pipec.errors import InputError
+from pipec.simulate import Timeline
+from pipec.viz.curves import Curve
+
+
+def check_timelines(timelines: Mapping[str, Timeline], memory: Mapping[str, Sequence[Curve]]) -> None:
+    """Raises ``InputError`` unless all have one unit, and each of ``memory`` is of one, rank by rank."""
+    if not timelines:
+        raise InputError("no timeline is given; expected at least one, under the name it is shown with")
+    units = {name: timeline.unit for name, timeline in timelines.items()}
+    if len(set(units.values())) > 1:
+        shown = ", ".join(f"{name!r} in {unit}" for name, unit in units.items())
+        raise InputError(f"timelines on one axis need one unit of time: {shown}; draw them apart")
+    for name, curves in memory.items():
+        if name not in timelines:
+            raise InputError(
+                f"memory is given for {name!r}; expected one of the timelines: {', '.join(timelines)}"
+            )
+        if len(curves) != timelines[name].num_ranks:
+            raise InputError(
+                f"memory of {name!r} has {len(curves)} curves; expected one for each of its "
+                f"{timelines[name].num_ranks} ranks"
+            )

@@ -1,0 +1,131 @@
+"""Timelines as Chrome trace events: JSON that Perfetto and chrome://tracing open.
+
+The format is the "Trace Event Format" of Chromium. Its times are in microseconds; they are rounded to
+whole nanoseconds, as Perfetto stores them. A timeline whose unit is not the second has a millisecond for
+each of its units.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+
+from pipec.simulate import Event, Timeline
+from pipec.viz.checks import check_timelines
+from pipec.viz.curves import Curve, in_flight
+from pipec.viz.labels import NAMES, cell_labels
+from pipec.viz.waits import Wait, readers, waits
+
+_NANOSECONDS = {"s": 1e9}
+_NANOSECONDS_OF_A_UNIT = 1e6
+
+
+def chrome_trace(
+    timelines: Mapping[str, Timeline], memory: Mapping[str, Sequence[Curve]] | None = None
+) -> str:
+    """The JSON text: a process per timeline under its name, a track per rank, a slice per compute.
+
+    Arrows lead from the compute before a send to the one that reads the message; results and gradients of
+    borrowed weights, which are read after the step, have none. Counters show what is in flight on each
+    rank, and its bytes where ``memory[name][rank]`` gives them.
+
+    Raises:
+        InputError: the timelines have different units, or ``memory`` does not fit them.
+    """
+    memory = memory or {}
+    check_timelines(timelines, memory)
+    events = [
+        each
+        for process, (name, timeline) in enumerate(timelines.items(), start=1)
+        for each in _Process(process, name, timeline, memory.get(name, ())).events()
+    ]
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":")) + "\n"
+
+
+class _Process:
+    """One timeline. Tracks are numbered from 1: viewers take thread 0 for the idle thread of a system."""
+
+    def __init__(self, number: int, name: str, timeline: Timeline, memory: Sequence[Curve]) -> None:
+        self._name = name
+        self._timeline = timeline
+        self._memory = memory
+        self._number = number
+        self._waits = waits(timeline)
+        self._nanoseconds = _NANOSECONDS.get(timeline.unit, _NANOSECONDS_OF_A_UNIT)
+
+    def events(self) -> Iterator[dict[str, object]]:
+        yield from self._names()
+        yield from self._slices()
+        yield from self._flows()
+        yield from self._counters()
+
+    def _names(self) -> Iterator[dict[str, object]]:
+        yield self._event("M", "process_name", args={"name": self._name})
+        yield self._event("M", "process_sort_index", args={"sort_index": self._number})
+        for rank in range(self._timeline.num_ranks):
+            yield self._event("M", "thread_name", rank, args={"name": f"rank {rank}"})
+            yield self._event("M", "thread_sort_index", rank, args={"sort_index": rank})
+
+    def _slices(self) -> Iterator[dict[str, object]]:
+        label = cell_labels(self._timeline)
+        for event, wait in zip(self._timeline.events, self._waits, strict=True):
+            if event.is_compute:
+                start, end = self._time(event.start), self._time(event.end)
+                args = {**_identity(event), **self._waited(wait)}
+                times = {"ts": start / 1000, "dur": (end - start) / 1000}
+                yield self._event("X", label(event), event.rank, cat=args["phase"], **times, args=args)
+
+    def _waited(self, wait: Wait) -> dict[str, object]:
+        if not wait.idle:
+            return {}
+        waited: dict[str, object] = {"waited_us": self._time(wait.idle) / 1000}
+        if wait.message is not None:
+            message = self._timeline.events[wait.message]
+            waited["waited_for"] = f"{_payload(message)} from rank {message.rank}"
+        return waited
+
+    def _flows(self) -> Iterator[dict[str, object]]:
+        for index, reader in sorted(readers(self._timeline).items()):
+            maker = self._waits[index].previous
+            if maker is not None:
+                yield from self._flow(index, self._timeline.events[maker], self._timeline.events[reader])
+
+    def _flow(self, index: int, maker: Event, reader: Event) -> Iterator[dict[str, object]]:
+        """A flow binds to the slice its time lies in, so both ends are put a nanosecond inside."""
+        left = max(self._time(maker.end) - 1, self._time(maker.start))
+        read = min(self._time(reader.start) + 1, self._time(reader.end))
+        name = _payload(self._timeline.events[index])
+        same = {"id": f"{self._number}.{index}", "cat": "message", "bp": "e"}
+        yield self._event("s", name, maker.rank, **same, ts=left / 1000)
+        yield self._event("f", name, reader.rank, **same, ts=read / 1000)
+
+    def _counters(self) -> Iterator[dict[str, object]]:
+        for rank, curve in enumerate(in_flight(self._timeline)):
+            yield from self._counter(f"in flight, rank {rank}", "microbatches", curve)
+        for rank, curve in enumerate(self._memory):
+            yield from self._counter(f"memory, rank {rank}", "bytes", curve)
+
+    def _counter(self, name: str, unit: str, curve: Curve) -> Iterator[dict[str, object]]:
+        for time, amount in curve:
+            yield self._event("C", name, ts=self._time(time) / 1000, args={unit: amount})
+
+    def _event(self, phase: str, name: str, rank: int = -1, **fields: object) -> dict[str, object]:
+        return {"ph": phase, "name": name, "pid": self._number, "tid": rank + 1, **fields}
+
+    def _time(self, time: float) -> int:
+        return round(time * self._nanoseconds)
+
+
+def _identity(event: Event) -> dict[str, object]:
+    phase = event.instruction.op.phase
+    assert phase
+    return {
+        "phase": NAMES[phase],
+        "stage": event.instruction.stage,
+        "microbatch": event.instruction.microbatch,
+    }
+
+
+def _payload(message: Event) -> str:
+    link, microbatch = message.instruction.link, message.instruction.microbatch
+    assert link
+    kind = link.payload.replace("_", " ")
+    return kind if microbatch < 0 else f"{kind} of microbatch {microbatch}"

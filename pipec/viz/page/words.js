@@ -1,0 +1,113 @@
+// Words: how times, computes and messages are told, and what the card says of each.
+
+/** The factor and the name of the unit that suits times of this size. */
+function unitOf(time) {
+  if (data.unit !== "s") return [1, data.unit];
+  return [[1, "s"], [1e-3, "ms"], [1e-6, "µs"]].find(([factor]) => time >= factor) || [1e-9, "ns"];
+}
+
+function inUnits(time, digits, [factor, unit]) {
+  return `${+(time / factor).toPrecision(digits)} ${unit}`;
+}
+
+const duration = (time) => inUnits(time, 4, unitOf(time));
+
+/** A point in time, in the unit of the axis, with enough digits to tell apart two that are visible. */
+function clock(time) {
+  const zoomed = longest / (view.end - view.start);
+  return inUnits(time, 4 + Math.floor(Math.log10(zoomed)), unitOf(view.end));
+}
+
+/** `3 to 4.5 ms` */
+function range(start, end) {
+  const [from, to] = [clock(start), clock(end)];
+  return `${from.slice(0, from.indexOf(" "))} to ${to}`;
+}
+
+function bytes(amount) {
+  const power = Math.min(Math.floor(Math.log2(Math.max(amount, 1)) / 10), 4);
+  return `${+(amount / 1024 ** power).toPrecision(3)} ${["B", "KiB", "MiB", "GiB", "TiB"][power]}`;
+}
+
+const computeName = ({ computes }, i) =>
+  `${data.phases[computes.phase[i]].name} of microbatch ${computes.microbatch[i]}`;
+
+const payloadName = ({ messages }, i) =>
+  data.payloads[messages.payload[i]] +
+  (messages.microbatch[i] < 0 ? "" : ` of microbatch ${messages.microbatch[i]}`);
+
+/** `F3`, or `Fb3` for the second stage of its rank. */
+const boxLabel = ({ computes, lastChunk }, i) =>
+  data.phases[computes.phase[i]].letter +
+  (lastChunk ? String.fromCharCode(97 + (computes.chunk[i] % 26)) : "") +
+  computes.microbatch[i];
+
+const spanWords = ({ start, end }, i) => `${range(start[i], end[i])}, took ${duration(end[i] - start[i])}`;
+
+const journeyWords = ({ start, end }, i) => `sent at ${clock(start[i])}, there at ${clock(end[i])}`;
+
+function waitWords(timeline, i) {
+  const { computes, messages } = timeline;
+  const idle = computes.start[i] - freeAt(timeline, i);
+  if (idle <= longest * 1e-6) return "the rank did not wait before it";
+  const m = computes.cause[i];
+  if (m < 0) return `the rank was idle for ${duration(idle)} before it, with its inputs there`;
+  const sender = `rank ${messages.rank[m]}, stage ${messages.source[m]}`;
+  return `the rank waited ${duration(idle)} for the ${payloadName(timeline, m)} ` +
+    `from ${sender}: ${journeyWords(messages, m)}`;
+}
+
+/** How the same compute fared in another timeline. */
+function comparison(timeline, other, i) {
+  const j = counterpart(timeline, other, i);
+  if (j === undefined) return [];
+  const length = ({ computes: { start, end } }, k) => end[k] - start[k];
+  const percent = length(timeline, i) ? 100 * (length(other, j) / length(timeline, i) - 1) : 0;
+  const change = `${percent > 0 ? "+" : "−"}${+Math.abs(percent).toPrecision(2)}%`;
+  return [`${other.name}: ${spanWords(other.computes, j)}${Math.abs(percent) < 0.1 ? "" : ` (${change})`}`];
+}
+
+/** `0 to 20 of 37 units` */
+function rangeWords() {
+  const hint = shown.messages && timelines.some(isBlurred) ? "; zoom in for messages" : "";
+  return `${range(view.start, view.end)} of ${duration(longest)}${hint}`;
+}
+
+/** The lines of the card for what is under the pointer: a headline, where it is, and what to know of it. */
+function cardLines(what) {
+  const among = timelines.length > 1 ? `, ${what.timeline.name}` : "";
+  const [headline, where, ...rest] = tellers[what.kind](what);
+  return [headline, `${where}${among}`, ...rest];
+}
+
+const tellers = {
+  compute({ timeline, rank, index }) {
+    const { computes } = timeline;
+    return [
+      computeName(timeline, index),
+      `stage ${computes.stage[index]}, rank ${rank}`,
+      spanWords(computes, index),
+      waitWords(timeline, index),
+      ...timelines.flatMap((other) => comparison(timeline, other, index)),
+    ];
+  },
+  idle({ timeline, rank, index }) {
+    if (index === null) return ["idle", `rank ${rank}`, "nothing is left to compute"];
+    const next = `the ${computeName(timeline, index)}, stage ${timeline.computes.stage[index]}`;
+    return ["idle", `rank ${rank}`, `until ${next}`, waitWords(timeline, index)];
+  },
+  message({ timeline, index }) {
+    const { rank, peer, source, target, start, end } = timeline.messages;
+    return [
+      payloadName(timeline, index),
+      `rank ${rank[index]} to rank ${peer[index]}`,
+      `from stage ${source[index]} to stage ${target[index]}`,
+      `${journeyWords(timeline.messages, index)}, under way for ${duration(end[index] - start[index])}`,
+    ];
+  },
+  curve({ timeline, rank, index, time }) {
+    const curve = curveOf(timeline, rank);
+    const words = (held) => (isMemory(timeline) ? bytes(held) : `${held} in flight`);
+    return [words(curve.amount[index]), `rank ${rank}`, `at ${clock(time)}; at most ${words(highest(curve))}`];
+  },
+};

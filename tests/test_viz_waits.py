@@ -1,0 +1,138 @@
+"""Why a compute begins when it does, and what ranks hold: read off small steps, and true of all of them."""
+
+import pytest
+from example_schedules import result_link, tied_links, zb_h1, zb_v
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipec.ir import Instruction, Link, Op, Payload, Schedule
+from pipec.lower import chain_links, lower
+from pipec.schedules import make_schedule
+from pipec.simulate import Costs, Event, Timeline, simulate
+from pipec.viz.curves import in_flight
+from pipec.viz.waits import critical_path, readers, waits
+
+
+def played(schedule: Schedule, links: tuple[Link, ...] = (), **costs: float) -> Timeline:
+    links = (*chain_links(schedule.num_stages), *links)
+    return simulate(lower(schedule, links), Costs.uniform(schedule.num_stages, links=links, **costs))
+
+
+def named(timeline: Timeline, index: int | None) -> str:
+    """``forward 1.0`` is the forward of stage 1 for microbatch 0, ``send 1.0`` a message it sends."""
+    if index is None:
+        return "nothing"
+    instruction = timeline.events[index].instruction
+    return f"{instruction.op} {instruction.stage}.{instruction.microbatch}"
+
+
+timelines = st.builds(
+    lambda make, ranks, microbatches, forward, message: played(
+        make(ranks, microbatches), forward=forward, message=message
+    ),
+    st.sampled_from([lambda p, m: make_schedule("1f1b", p, m), zb_h1, zb_v]),
+    st.integers(1, 4),
+    st.integers(1, 6),
+    st.sampled_from([0.3, 1.0, 1.7]),
+    st.sampled_from([0.0, 0.1, 0.7]),
+)
+
+
+def test_a_rank_waits_for_the_message_that_arrives_last() -> None:
+    timeline = played(make_schedule("gpipe", 2, 1), message=0.5)
+    found = waits(timeline)
+    told = [
+        (named(timeline, k), wait.idle, named(timeline, wait.message), named(timeline, wait.previous))
+        for k, wait in enumerate(found)
+    ]
+    assert told == [
+        ("forward 0.0", 0.0, "nothing", "nothing"),
+        ("send 0.0", 0.0, "nothing", "forward 0.0"),
+        ("backward 0.0", 4.0, "send 1.0", "forward 0.0"),
+        ("forward 1.0", 1.5, "send 0.0", "nothing"),
+        ("backward 1.0", 0.0, "nothing", "forward 1.0"),
+        ("send 1.0", 0.0, "nothing", "backward 1.0"),
+    ]
+    path = [named(timeline, k) for k in critical_path(timeline, found)]
+    forwards = ["forward 0.0", "send 0.0", "forward 1.0"]
+    assert path == [*forwards, "backward 1.0", "send 1.0", "backward 0.0"]
+
+
+def recorded(start: float) -> Timeline:
+    """Two microbatches, as recorded: messages last until they are read, and rank 1 is busy until 3."""
+    link = Link(0, 1, Payload.ACTIVATION, ())
+    events = (
+        Event(0, Instruction(Op.FORWARD, 0, 0), 0.0, 1.0),
+        Event(0, Instruction(Op.SEND, 0, 0, link, peer=1), 1.0, 1.2),
+        Event(0, Instruction(Op.FORWARD, 0, 1), 1.0, start - 0.5),
+        Event(0, Instruction(Op.SEND, 0, 1, link, peer=1), start - 0.5, start),
+        Event(1, Instruction(Op.FORWARD, 1, 0), 1.2, 3.0),
+        Event(1, Instruction(Op.FORWARD, 1, 1), start, 6.0),
+    )
+    return Timeline(events, (1, 2))
+
+
+def test_idle_time_is_the_rank_s_own_if_a_message_was_there_in_time() -> None:
+    """The message left at 2.7, and one of its link took 0.2: what the rank did from 3 to 3.2 is unknown."""
+    timeline = recorded(start=3.2)
+    wait = waits(timeline)[-1]
+    assert (wait.idle, wait.message, named(timeline, wait.cause)) == (pytest.approx(0.2), None, "forward 1.0")
+
+
+def test_a_recorded_message_that_left_too_late_was_waited_for() -> None:
+    timeline = recorded(start=3.4)
+    wait = waits(timeline)[-1]
+    assert (wait.idle, named(timeline, wait.cause)) == (pytest.approx(0.4), "send 0.1")
+
+
+def test_a_borrowed_weight_is_waited_for_by_the_first_forward_alone() -> None:
+    timeline = played(make_schedule("1f1b", 2, 2), tied_links(1, 0), message=0.5)
+    (lent,) = [
+        k
+        for k, event in enumerate(timeline.messages)
+        if event.instruction.link and event.instruction.link.payload is Payload.WEIGHT
+    ]
+    message = timeline.events.index(timeline.messages[lent])
+    found = waits(timeline)
+    assert [named(timeline, k) for k, wait in enumerate(found) if wait.message == message] == ["forward 0.0"]
+    assert named(timeline, readers(timeline)[message]) == "forward 0.0"
+    assert critical_path(timeline, found)[0] == message
+
+
+def test_results_are_read_by_no_compute() -> None:
+    timeline = played(make_schedule("1f1b", 2, 2), (result_link(1),), message=0.5)
+    unread = set(map(timeline.events.index, timeline.messages)) - set(readers(timeline))
+    payloads = [event.instruction.link.payload for event in map(timeline.events.__getitem__, unread)]
+    assert payloads == [Payload.RESULT]
+
+
+def test_an_empty_timeline_has_no_critical_path() -> None:
+    assert critical_path(Timeline((), (0,)), ()) == ()
+
+
+@given(timelines)
+def test_the_critical_path_accounts_for_the_whole_makespan(timeline: Timeline) -> None:
+    events = [timeline.events[index] for index in critical_path(timeline, waits(timeline))]
+    assert sum(event.end - event.start for event in events) == pytest.approx(timeline.makespan)
+    assert events[0].start == 0
+    assert [one.end for one in events[:-1]] == pytest.approx([other.start for other in events[1:]])
+
+
+@given(timelines)
+def test_idle_time_and_work_fill_each_rank_up_to_its_end(timeline: Timeline) -> None:
+    found = waits(timeline)
+    for rank in range(timeline.num_ranks):
+        mine = [k for k, event in enumerate(timeline.events) if event.rank == rank and event.is_compute]
+        worked = sum(timeline.events[k].end - timeline.events[k].start for k in mine)
+        assert worked + sum(found[k].idle for k in mine) == pytest.approx(timeline.events[mine[-1]].end)
+        assert all(found[k].message is not None for k in mine if found[k].idle)
+
+
+@given(timelines)
+def test_curves_reach_the_peak_in_flight_and_return_to_nothing(timeline: Timeline) -> None:
+    curves = in_flight(timeline)
+    assert tuple(max(amount for _, amount in curve) for curve in curves) == timeline.peak_in_flight
+    assert all(curve[-1][1] == 0 for curve in curves)
+    for curve in curves:
+        times = [time for time, _ in curve]
+        assert times == sorted(set(times))
