@@ -1,118 +1,129 @@
-"""Why a step takes as long as it does: for whom each rank waits, the critical path, and memory over time."""
+"""Why a step takes as long as it does: what ranks wait for, the critical path, and memory over time."""
 
+import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate, pairwise
 
-from pipec.ir import Phase
+from pipec.ir import Link, Phase
 from pipec.simulate import Event, Timeline
 
-_TIE = 1e-9
-"""Times closer than this share of the makespan are equal: sums of the same costs in another order."""
+Curve = Sequence[tuple[float, float]]
+"""Times, ascending, each with the amount held from then on."""
+
+_NEGLIGIBLE = 1e-6
+"""Share of the makespan below which a rank is not said to have waited: times are sums of floats."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A rank idles from ``start`` until ``compute`` begins, because ``message`` has not arrived earlier."""
+    """What came right before an event. Indices count ``timeline.events``; None stands for nothing.
 
-    compute: Event
-    start: float
-    message: Event
+    ``previous`` is the compute of the same rank before it, ``idle`` the time the rank computed nothing in
+    between, and ``message`` the one that ended it. Messages are never idle: they leave when they can.
+    """
+
+    previous: int | None = None
+    idle: float = 0.0
+    message: int | None = None
 
     @property
-    def seconds(self) -> float:
-        return self.compute.start - self.start
-
-    @property
-    def seconds_on_the_way(self) -> float:
-        """The part in which the message was on its way; until then its sender had not made it."""
-        return min(self.seconds, self.message.end - self.message.start)
+    def cause(self) -> int | None:
+        """The event without which this one could have begun earlier."""
+        return self.previous if self.message is None else self.message
 
 
-def waits(timeline: Timeline) -> list[Wait]:
-    """Every pause of every rank before and between its computes, rank by rank in the order of time."""
-    causes = _Causes(timeline)
+def waits(timeline: Timeline) -> tuple[Wait, ...]:
+    """What came right before each event, in the order of the events.
+
+    A rank waits for the message that arrived last of those it reads. If they had all arrived before the
+    rank was free, or it reads none, idle time is the rank's own, as that between recorded computes is.
+    A recorded message lasts until it is read, so any is taken to arrive as fast as the fastest of its link.
+    """
+    inputs = _messages_by_reader(timeline)
+    arrivals = _arrivals(timeline)
+    least = _NEGLIGIBLE * timeline.makespan
+    previous: dict[int, int] = {}
     found = []
-    for computes in causes.by_rank.values():
-        ends = [0.0, *(event.end for event in computes)]
-        for end, compute in zip(ends, computes, strict=False):
-            message = causes.latest_message(compute)
-            if message and compute.start - end > causes.tie:
-                found.append(Wait(compute, end, message))
-    return found
+    for index, event in enumerate(timeline.events):
+        before = previous.get(event.rank)
+        if event.is_compute:
+            free = 0.0 if before is None else timeline.events[before].end
+            last = max(_inputs(event, inputs), key=arrivals.__getitem__, default=None)
+            late = last is not None and arrivals[last] > free + least
+            idle = event.start - free
+            found.append(Wait(before, idle, last if late else None) if idle > least else Wait(before))
+            previous[event.rank] = index
+        else:
+            found.append(Wait(before))
+    return tuple(found)
 
 
 def waiting_time(timeline: Timeline) -> dict[tuple[int, int], float]:
     """How long each rank waits for each other one, as ``{(rank, other): time}``."""
     total: dict[tuple[int, int], float] = defaultdict(float)
-    for wait in waits(timeline):
-        total[wait.compute.rank, wait.message.rank] += wait.seconds
+    for event, wait in zip(timeline.events, waits(timeline), strict=True):
+        if wait.message is not None:
+            total[event.rank, timeline.events[wait.message].rank] += wait.idle
     return dict(total)
 
 
-def critical_path(timeline: Timeline) -> list[Event]:
-    """Computes and messages from time 0 to the makespan, each of which begins when the one before it ends.
+def critical_path(timeline: Timeline, found: Sequence[Wait]) -> tuple[int, ...]:
+    """The events, first to last, each of which kept the next from beginning; the last one ends the step.
 
-    To shorten the step, one of them must get shorter or move. Where several paths are as long, the one that
-    stays on its rank.
+    ``found`` are the ``waits`` of the timeline.
     """
-    causes = _Causes(timeline)
-    path = []
-    event = max(timeline.events, key=lambda each: (each.end, each.is_compute), default=None)
-    while event:
-        path.append(event)
-        event = causes.of(event)
-    return path[::-1]
+    events = timeline.events
+    at = max(range(len(events)), key=lambda k: (events[k].end, events[k].is_compute), default=None)
+    path: list[int] = []
+    while at is not None:
+        path.append(at)
+        at = found[at].cause
+    return tuple(reversed(path))
 
 
-class _Causes:
-    """What each event of a timeline had to wait for."""
+def readers(timeline: Timeline) -> dict[int, int]:
+    """The compute that reads each message first, both as indices; what is read after the step is absent."""
+    inputs = _messages_by_reader(timeline)
+    first: dict[int, int] = {}
+    for index, event in enumerate(timeline.events):
+        for message in _inputs(event, inputs) if event.is_compute else ():
+            first.setdefault(message, index)
+    return first
 
-    def __init__(self, timeline: Timeline) -> None:
-        self._timeline = timeline
-        self.tie = _TIE * timeline.makespan
-        self.by_rank: dict[int, list[Event]] = defaultdict(list)
-        for event in timeline.computes:
-            self.by_rank[event.rank].append(event)
 
-    def of(self, event: Event) -> Event | None:
-        """The event whose end let this one begin; None at the start of the step."""
-        before = self._before.get(event)
-        if not event.is_compute or (before and before.end >= event.start - self.tie):
-            return before
-        return self.latest_message(event)
+_Reader = tuple[int, int, Phase | None, int]
+"""Rank, stage, phase and microbatch of a compute; -1 stands for every microbatch."""
 
-    def latest_message(self, compute: Event) -> Event | None:
-        """Of the messages that a compute reads, that which arrives last."""
-        instruction = compute.instruction
-        phase, stage, microbatch = instruction.op.phase, instruction.stage, instruction.microbatch
-        read = [*self._readers[phase, stage, microbatch], *self._readers[phase, stage, -1]]
-        return max(read, key=lambda message: message.end, default=None)
 
-    @cached_property
-    def _before(self) -> Mapping[Event, Event]:
-        """The compute of its rank before each compute, and before each message."""
-        before: dict[Event, Event] = {}
-        last: dict[int, Event] = {}
-        for event in self._timeline.events:
-            if event.rank in last:
-                before[event] = last[event.rank]
-            if event.is_compute:
-                last[event.rank] = event
-        return before
+def _messages_by_reader(timeline: Timeline) -> dict[_Reader, list[int]]:
+    inputs: dict[_Reader, list[int]] = defaultdict(list)
+    for index, event in enumerate(timeline.events):
+        sent, link = event.instruction, event.instruction.link
+        if link and not event.is_compute:
+            for phase in link.payload.readers:
+                inputs[sent.peer, link.target, phase, sent.microbatch].append(index)
+    return inputs
 
-    @cached_property
-    def _readers(self) -> Mapping[tuple[Phase | None, int, int], list[Event]]:
-        """The messages that each compute reads; microbatch -1 stands for all of a stage's."""
-        readers: dict[tuple[Phase | None, int, int], list[Event]] = defaultdict(list)
-        for message in self._timeline.messages:
-            link = message.instruction.link
-            for phase in link.payload.readers if link else ():
-                assert link
-                readers[phase, link.target, message.instruction.microbatch].append(message)
-        return readers
+
+def _inputs(event: Event, inputs: dict[_Reader, list[int]]) -> Iterable[int]:
+    stage, phase = event.instruction.stage, event.instruction.op.phase
+    for microbatch in (event.instruction.microbatch, -1):
+        yield from inputs.get((event.rank, stage, phase, microbatch), ())
+
+
+def _arrivals(timeline: Timeline) -> dict[int, float]:
+    """When each message, by its index, could be read."""
+    messages = [(index, event) for index, event in enumerate(timeline.events) if not event.is_compute]
+    fastest: dict[tuple[Link | None, int], float] = {}
+    for _, event in messages:
+        way = event.instruction.link, event.instruction.peer
+        fastest[way] = min(event.end - event.start, fastest.get(way, math.inf))
+    return {
+        index: event.start + fastest[event.instruction.link, event.instruction.peer]
+        for index, event in messages
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,19 +135,17 @@ class Held:
     weight: float = 1.0
 
 
-def memory_over_time(
-    timeline: Timeline, held: Mapping[int, Held] | None = None
-) -> list[list[tuple[float, float]]]:
+def memory_over_time(timeline: Timeline, held: Mapping[int, Held] | None = None) -> tuple[Curve, ...]:
     """For each rank the steps of what its microbatches hold: ``(time, amount from then on)``, from time 0.
 
-    ``held[stage]`` is what one microbatch holds, by default 1 until its last compute. A forward holds from
-    its start, a backward lets go at its end.
+    ``held[stage]`` is what one microbatch holds, by default 1 until its last compute: that counts the
+    pairs of stage and microbatch in flight. A forward holds from its start, a backward lets go at its end.
     """
     changes: list[list[tuple[float, float]]] = [[] for _ in range(timeline.num_ranks)]
     for event in timeline.computes:
         one = (held or {}).get(event.instruction.stage, Held())
         changes[event.rank] += _changes(event, one)
-    return [_steps(each) for each in changes]
+    return tuple(map(_steps, changes))
 
 
 def _changes(event: Event, held: Held) -> Iterator[tuple[float, float]]:
@@ -151,7 +160,7 @@ def _changes(event: Event, held: Held) -> Iterator[tuple[float, float]]:
             yield event.end, -held.weight
 
 
-def _steps(changes: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+def _steps(changes: Sequence[tuple[float, float]]) -> Curve:
     """Running totals, one step for all changes at the same time."""
     ordered = sorted([(0.0, 0.0), *changes])
     totals = list(accumulate(change for _, change in ordered))

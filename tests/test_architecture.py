@@ -79,9 +79,17 @@ RULES = (
         ),
     ),
     Rule(
-        "viz draws from ir, text and simulate alone",
+        "viz draws from ir, text, simulate and attribution alone",
         ("pipec.viz",),
-        allowed=("pipec.viz", "pipec.ir", "pipec.text", "pipec.simulate", "pipec.errors", *STDLIB),
+        allowed=(
+            "pipec.viz",
+            "pipec.attribution",
+            "pipec.ir",
+            "pipec.text",
+            "pipec.simulate",
+            "pipec.errors",
+            *STDLIB,
+        ),
     ),
     Rule("pipec imports nothing from the folders around it", ("pipec",), forbidden=OUTSIDE),
 )

@@ -1,13 +1,8 @@
-"""Simulation: hand-computed timelines, what waits for what, and memory over time."""
-
-from itertools import pairwise
+"""Simulation: hand-computed timelines, and closed forms."""
 
 import pytest
 from example_schedules import result_link, tied_links, v_gpipe
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from pipec.attribution import Held, critical_path, memory_over_time, waiting_time, waits
 from pipec.errors import InputError, VerifyError
 from pipec.ir import Op, Phase, Program, Schedule
 from pipec.lower import chain_links, lower
@@ -97,56 +92,3 @@ def test_waiting_for_what_is_never_sent_is_an_error() -> None:
         VerifyError, match=r"rank 0 at instruction 4, rank 1 at instruction 2; verify_programs tells why"
     ):
         simulate([Program(0, unsent), programs[1]], Costs.uniform(2))
-
-
-def test_a_wait_names_the_message_that_ends_it() -> None:
-    timeline = played(make_schedule("1f1b", 2, 2), message=0.5)
-    first, second, third = waits(timeline)
-    assert (first.compute.rank, first.start, first.seconds, first.seconds_on_the_way) == (0, 2.0, 3.0, 0.5)
-    assert (first.message.rank, first.message.instruction.op, first.message.end) == (1, Op.SEND, 5.0)
-    assert (second.compute.rank, second.seconds) == (0, 1.0)
-    assert (third.compute.rank, third.start, third.seconds) == (1, 0.0, 1.5)
-    assert waiting_time(timeline) == {(0, 1): 4.0, (1, 0): 1.5}
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.sampled_from(["1f1b", "zb-h1", "zb-v"]), st.integers(1, 5), st.integers(1, 8), st.floats(0, 2))
-def test_waits_and_computes_fill_the_time_of_each_rank(name: str, p: int, m: int, message: float) -> None:
-    timeline = played(make_schedule(name, p, m), message=message, forward=1.3, backward_weight=0.7)
-    idle = waits(timeline)
-    for rank in range(p):
-        computes = [event for event in timeline.computes if event.rank == rank]
-        busy = sum(event.end - event.start for event in computes)
-        waited = sum(wait.seconds for wait in idle if wait.compute.rank == rank)
-        assert busy + waited == pytest.approx(max(event.end for event in computes))
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.sampled_from(["1f1b", "zb-h1", "zb-v"]), st.integers(1, 5), st.integers(1, 8), st.floats(0, 2))
-def test_the_critical_path_leads_from_the_start_to_the_end_without_a_pause(
-    name: str, p: int, m: int, message: float
-) -> None:
-    timeline = played(make_schedule(name, p, m), message=message)
-    path = critical_path(timeline)
-    assert (path[0].start, path[-1].end) == (0.0, timeline.makespan)
-    for before, after in pairwise(path):
-        assert before.end == pytest.approx(after.start)
-        assert before.rank == after.rank or not before.is_compute
-
-
-def test_the_critical_path_of_one_microbatch_is_everything() -> None:
-    path = critical_path(played(make_schedule("1f1b", 3, 1), message=0.5))
-    ops = [event.instruction.op.value for event in path]
-    assert ops == ["forward", "send"] * 2 + ["forward"] + ["backward", "send"] * 2 + ["backward"]
-
-
-def test_memory_rises_with_forwards_and_falls_with_backwards() -> None:
-    timeline = played(make_schedule("zb-h1", 2, 2))
-    held = {stage: Held(backward=3, weight=1) for stage in range(2)}
-    first, second = memory_over_time(timeline, held)
-    assert first == [(0.0, 3.0), (1.0, 6.0), (4.0, 4.0), (5.0, 3.0), (6.0, 1.0), (7.0, 0.0)]
-    assert second[0] == (0.0, 0.0)
-    for name, p, m in (("1f1b", 4, 8), ("zb-h2", 3, 9), ("zb-v", 3, 6)):
-        timeline = played(make_schedule(name, p, m))
-        peaks = tuple(max(amount for _, amount in steps) for steps in memory_over_time(timeline))
-        assert peaks == timeline.peak_in_flight

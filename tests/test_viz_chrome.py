@@ -7,17 +7,17 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from example_schedules import result_link, tied_links, zb_h1, zb_v
+from example_schedules import result_link, tied_links
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipec.attribution import Curve
 from pipec.errors import InputError
 from pipec.ir import Schedule
 from pipec.lower import chain_links, lower
-from pipec.schedules import make_schedule
+from pipec.schedules import make_schedule, zb_h1, zb_v
 from pipec.simulate import Costs, Timeline, simulate
 from pipec.viz.chrome import chrome_trace
-from pipec.viz.curves import Curve
 
 TraceEvent = dict[str, Any]
 

@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from example_schedules import result_link, zb_h1, zb_v
+from example_schedules import result_link
 from playwright.sync_api import Browser, Page, sync_playwright
 
+from pipec.attribution import Curve
 from pipec.errors import InputError
 from pipec.ir import Schedule
 from pipec.lower import chain_links, lower
-from pipec.schedules import make_schedule
+from pipec.schedules import make_schedule, zb_h1, zb_v
 from pipec.simulate import Costs, Timeline, simulate
-from pipec.viz.curves import Curve
 from pipec.viz.html import timeline_html
 
 CHROMIUM = shutil.which("chromium")

@@ -8,11 +8,10 @@ each of its units.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 
+from pipec.attribution import Curve, Wait, memory_over_time, readers, waits
 from pipec.simulate import Event, Timeline
 from pipec.viz.checks import check_timelines
-from pipec.viz.curves import Curve, in_flight
 from pipec.viz.labels import NAMES, cell_labels
-from pipec.viz.waits import Wait, readers, waits
 
 _NANOSECONDS = {"s": 1e9}
 _NANOSECONDS_OF_A_UNIT = 1e6
@@ -98,7 +97,7 @@ class _Process:
         yield self._event("f", name, reader.rank, **same, ts=read / 1000)
 
     def _counters(self) -> Iterator[dict[str, object]]:
-        for rank, curve in enumerate(in_flight(self._timeline)):
+        for rank, curve in enumerate(memory_over_time(self._timeline)):
             yield from self._counter(f"in flight, rank {rank}", "microbatches", curve)
         for rank, curve in enumerate(self._memory):
             yield from self._counter(f"memory, rank {rank}", "bytes", curve)

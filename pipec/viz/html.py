@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
 
+from pipec.attribution import Curve, critical_path, memory_over_time, waits
 from pipec.ir import Payload, Phase
 from pipec.simulate import Event, Timeline
+from pipec.text import PHASE_LETTERS
 from pipec.viz.checks import check_timelines
-from pipec.viz.curves import Curve, in_flight
-from pipec.viz.labels import LETTERS, NAMES, chunks, summary
-from pipec.viz.waits import critical_path, waits
+from pipec.viz.labels import NAMES, chunks, summary
 
 _PHASES = tuple(NAMES)
 _PAYLOADS = tuple(Payload)
@@ -48,7 +48,7 @@ def timeline_html(
     rounded = _rounding(max(timeline.makespan for timeline in timelines.values()))
     data = {
         "unit": next(iter(timelines.values())).unit,
-        "phases": [{"key": phase, "name": NAMES[phase], "letter": LETTERS[phase]} for phase in _PHASES],
+        "phases": [{"key": phase, "name": NAMES[phase], "letter": PHASE_LETTERS[phase]} for phase in _PHASES],
         "payloads": [payload.replace("_", " ") for payload in _PAYLOADS],
         "timelines": [
             _timeline_data(name, timeline, memory.get(name, ()), rounded)
@@ -110,7 +110,7 @@ def _timeline_data(
             "messages": [place[index] for index in path if not timeline.events[index].is_compute],
         },
         "curves": {
-            "inFlight": [_curve_columns(curve, rounded) for curve in in_flight(timeline)],
+            "inFlight": [_curve_columns(curve, rounded) for curve in memory_over_time(timeline)],
             **({"memory": [_curve_columns(curve, rounded) for curve in memory]} if memory else {}),
         },
     }

@@ -1,16 +1,15 @@
-"""Why a compute begins when it does, and what ranks hold: read off small steps, and true of all of them."""
+"""What ranks wait for, the critical path, and what ranks hold: read off small steps, and true of all."""
 
 import pytest
-from example_schedules import result_link, tied_links, zb_h1, zb_v
+from example_schedules import result_link, tied_links
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipec.attribution import Held, critical_path, memory_over_time, readers, waiting_time, waits
 from pipec.ir import Instruction, Link, Op, Payload, Schedule
 from pipec.lower import chain_links, lower
-from pipec.schedules import make_schedule
+from pipec.schedules import make_schedule, zb_h1, zb_v
 from pipec.simulate import Costs, Event, Timeline, simulate
-from pipec.viz.curves import in_flight
-from pipec.viz.waits import critical_path, readers, waits
 
 
 def played(schedule: Schedule, links: tuple[Link, ...] = (), **costs: float) -> Timeline:
@@ -130,9 +129,21 @@ def test_idle_time_and_work_fill_each_rank_up_to_its_end(timeline: Timeline) -> 
 
 @given(timelines)
 def test_curves_reach_the_peak_in_flight_and_return_to_nothing(timeline: Timeline) -> None:
-    curves = in_flight(timeline)
+    curves = memory_over_time(timeline)
     assert tuple(max(amount for _, amount in curve) for curve in curves) == timeline.peak_in_flight
     assert all(curve[-1][1] == 0 for curve in curves)
     for curve in curves:
         times = [time for time, _ in curve]
         assert times == sorted(set(times))
+
+
+def test_memory_rises_with_forwards_and_falls_with_backwards() -> None:
+    timeline = played(make_schedule("zb-h1", 2, 2))
+    held = {stage: Held(backward=3, weight=1) for stage in range(2)}
+    first, second = memory_over_time(timeline, held)
+    assert list(first) == [(0.0, 3.0), (1.0, 6.0), (4.0, 4.0), (5.0, 3.0), (6.0, 1.0), (7.0, 0.0)]
+    assert second[0] == (0.0, 0.0)
+
+
+def test_ranks_wait_for_one_another() -> None:
+    assert waiting_time(played(make_schedule("1f1b", 2, 2), message=0.5)) == {(0, 1): 4.0, (1, 0): 1.5}
