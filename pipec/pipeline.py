@@ -14,7 +14,7 @@ from pipec.capture import Call
 from pipec.compiler import Compiled, Compiler
 from pipec.errors import InputError
 from pipec.ir import Mode, Plan, Program
-from pipec.report import readable, simulate_plan
+from pipec.report import readable, saved_bytes_over_time, simulate_plan
 from pipec.runtime.batch import default_microbatches, dense, split_sizes
 from pipec.runtime.execution import Execution, Ranks
 from pipec.runtime.holder import ModelTensors, drop, hold
@@ -23,8 +23,7 @@ from pipec.runtime.results import merge
 from pipec.simulate import Timeline
 from pipec.torch_compat import pytree
 from pipec.trace import Trace, measured_timeline
-from pipec.viz.svg import timeline_svg
-from pipec.viz.text import timeline_text
+from pipec.viz import timeline_text, write_timelines
 
 
 class Pipeline(nn.Module):
@@ -115,14 +114,17 @@ class Pipeline(nn.Module):
         """One step on paper: the programs played against the plan's costs."""
         return simulate_plan(self.plan, self.programs)
 
-    def visualize(self, path: str | Path | None = None) -> str:
-        """The simulated timeline as text; also written to ``path`` if given, as ``.svg`` or ``.txt``."""
-        timeline, title = self.simulate(), self._title
-        drawn = timeline_text(timeline, title)
+    def visualize(self, path: str | Path | None = None, trace: Trace | None = None) -> str:
+        """The simulated timeline, and with a ``trace`` the measured one, as text.
+
+        Also drawn to ``path`` if given, on rank 0: .html is a page to explore, .svg and .txt are pictures,
+        .json is for Perfetto and chrome://tracing. Raises InputError for another ending.
+        """
+        timelines = trace.timelines() if trace else {"planned": self.simulate()}
         if path is not None and self._ranks.world.rank == 0:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            Path(path).write_text(timeline_svg(timeline, title) if Path(path).suffix == ".svg" else drawn)
-        return drawn
+            memory = {name: saved_bytes_over_time(self.plan, each) for name, each in timelines.items()}
+            write_timelines(Path(path), timelines, self._title, memory)
+        return "\n".join(timeline_text(each, f"{name}: {self._title}") for name, each in timelines.items())
 
     @contextlib.contextmanager
     def trace(self) -> Iterator[Trace]:
@@ -138,7 +140,7 @@ class Pipeline(nn.Module):
         finally:
             self._recorded = None
         if recorded:
-            trace.title, trace.planned = self._title, self.simulate()
+            trace.planned = self.simulate()
             trace.steps += [measured_timeline(s.programs, s.stamps) for s in self._ranks.gathered(recorded)]
 
     def save(self, directory: str | Path, tensors: bool = False) -> None:

@@ -9,6 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from pipec.attribution import Curve, Held, memory_over_time
 from pipec.cost.profile import Profile
 from pipec.ir import Payload, Phase, Plan, Program, Schedule, Stage
 from pipec.lower import chain_links, lower
@@ -56,6 +57,12 @@ def simulate_schedule(schedule: Schedule, work: Workload) -> tuple[Timeline, flo
     verify_programs(programs, schedule.placement, links, schedule.num_microbatches)
     seconds = perf_counter() - begun
     return simulate(programs, work.costs(schedule, links)), seconds
+
+
+def saved_bytes_over_time(plan: Plan, timeline: Timeline) -> tuple[Curve, ...]:
+    """What the microbatches in flight on each rank hold: all of it until their last backward has ended."""
+    held = {stage.index: Held(stage.cost.saved_bytes, stage.cost.saved_bytes) for stage in plan.stages}
+    return memory_over_time(timeline, held)
 
 
 def predicted(plan: Plan, programs: Sequence[Program]) -> dict[str, object]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from pipec.errors import InputError
 from pipec.ir import Instruction, Op, Phase, Program
 from pipec.simulate import Event, Timeline, peak_in_flight
 
@@ -11,9 +12,19 @@ from pipec.simulate import Event, Timeline, peak_in_flight
 class Trace:
     """Timelines of the steps made while it was recorded, in order, and of the same step on paper."""
 
-    title: str = ""
     planned: Timeline | None = None
     steps: list[Timeline] = field(default_factory=list)
+
+    def typical(self) -> Timeline:
+        """The step of median makespan. Raises InputError if there is none."""
+        if not self.steps:
+            raise InputError("nothing was recorded; call step() inside `with pipe.trace() as trace:`")
+        return sorted(self.steps, key=lambda step: step.makespan)[(len(self.steps) - 1) // 2]
+
+    def timelines(self) -> dict[str, Timeline]:
+        """The planned step and the typical measured one, by those names, to be drawn on one axis."""
+        planned = {"planned": self.planned} if self.planned else {}
+        return {**planned, "measured": self.typical()}
 
 
 def measured_timeline(programs: Sequence[Program], stamps: Mapping[int, Sequence[int]]) -> Timeline:

@@ -207,7 +207,7 @@ def test_schedule_writes_a_picture(tmp_path: Path, suffix: str) -> None:
     [
         (("gpip",), "unknown schedule 'gpip'; did you mean 'gpipe'?"),
         (("gpipe", "--stages", 0), "Invalid value for '--stages'"),
-        (("gpipe", "--output", "timeline.pdf"), "expected a name that ends in .svg or .txt"),
+        (("gpipe", "--output", "timeline.pdf"), "expected a name that ends in .html, .json, .svg"),
         (("zb-2p", "--memory-limit", "3GB"), "expected a number in the unit of --memory-backward"),
         (("orders.txt",), "orders.txt"),
         (("gpipe", "--devices", 4), "--devices is for a model such as file.py:factory"),

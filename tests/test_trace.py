@@ -1,16 +1,21 @@
 """Recorded steps: every instruction has its times, and they obey the program."""
 
+import json
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 import pipec
+from pipec.cli import app
+from pipec.errors import InputError
 from pipec.ir import Instruction, Op, Program
 from pipec.pipeline import Pipeline
 from pipec.simulate import Timeline
-from pipec.trace import measured_timeline
+from pipec.trace import Trace, measured_timeline
 
 X, Y = torch.randn(8, 16), torch.randn(8, 4)
 
@@ -82,7 +87,7 @@ def test_the_times_obey_the_program(timeline: Timeline) -> None:
 
 
 def test_an_error_while_recording_ends_it(pipe: Pipeline) -> None:
-    with pytest.raises(pipec.errors.InputError), pipe.trace():
+    with pytest.raises(InputError), pipe.trace():
         pipe.step(X)
     with pipe.trace() as trace:
         loss_of(pipe)
@@ -94,3 +99,49 @@ def test_waiting_is_no_part_of_a_compute() -> None:
     program = Program(0, (Instruction(Op.FORWARD, 0, 0),))
     timeline = measured_timeline([program], {0: [2, 7, 9]})
     assert (timeline.events[0].start, timeline.events[0].end) == pytest.approx((5e-9, 7e-9))
+
+
+@pytest.mark.parametrize("suffix", [".html", ".json", ".svg", ".txt"])
+def test_planned_and_measured_are_drawn_together(pipe: Pipeline, tmp_path: Path, suffix: str) -> None:
+    loss_of(pipe)
+    with pipe.trace() as trace:
+        loss_of(pipe)
+    path = tmp_path / "drawn" / f"step{suffix}"
+    shown = pipe.visualize(path, trace)
+    assert "planned: 1f1b, 4 microbatches" in shown
+    assert "measured: 1f1b, 4 microbatches" in shown
+    drawn = path.read_text()
+    assert ("planned" in drawn) is (suffix in (".html", ".json"))
+    assert len(drawn) > 100
+
+
+def test_another_ending_is_refused(pipe: Pipeline, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"cannot draw step.png: expected a name .* \.html, \.json"):
+        pipe.visualize(tmp_path / "step.png")
+
+
+def test_an_empty_trace_says_how_to_record(pipe: Pipeline) -> None:
+    with pipe.trace() as trace:
+        pass
+    with pytest.raises(InputError, match="nothing was recorded; call step"):
+        pipe.visualize(trace=trace)
+
+
+def test_the_command_line_traces_a_saved_artifact(pipe: Pipeline, tmp_path: Path) -> None:
+    pipe.save(tmp_path / "artifact")
+    page = tmp_path / "step.html"
+    made = CliRunner().invoke(
+        app, ["trace", str(tmp_path / "artifact"), "-o", str(page), "--steps", "2", "--json"]
+    )
+    assert made.exit_code == 0, made.output
+    facts = json.loads(made.stdout)
+    assert facts["planned"].keys() == facts["measured"].keys()
+    assert facts["measured"]["makespan"] > 0
+    assert "measured" in page.read_text()
+
+
+def test_the_median_step_is_typical() -> None:
+    steps = [
+        measured_timeline([Program(0, (Instruction(Op.FORWARD, 0, 0),))], {0: [0, 0, n]}) for n in (5, 1, 3)
+    ]
+    assert Trace(None, steps).typical() is steps[2]

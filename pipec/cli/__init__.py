@@ -1,4 +1,4 @@
-"""The command line: ``pipec profile | plan | dump | schedule | check | run``.
+"""The command line: ``pipec profile | plan | dump | schedule | check | run | trace``.
 
 Each command imports what it needs when it runs: ``--help`` and ``schedule NAME`` load no torch, ``check`` and
 ``run`` no compiler.
@@ -14,6 +14,7 @@ from pipec.cli.models import dump, plan
 from pipec.cli.output import show_error
 from pipec.cli.profiling import profile
 from pipec.cli.timelines import schedule
+from pipec.cli.tracing import trace
 from pipec.errors import InputError, PipecError
 
 
@@ -37,7 +38,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (profile, plan, dump, schedule, check, run):
+for command in (profile, plan, dump, schedule, check, run, trace):
     app.command()(command)
 
 

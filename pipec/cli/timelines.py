@@ -129,15 +129,11 @@ def _show(
     facts: Mapping[str, object],
 ) -> None:
     from pipec.report import timeline_facts
-    from pipec.viz import timeline_svg, timeline_text
+    from pipec.viz import timeline_text, write_timelines
 
     title = f"{name}, {microbatches} microbatches"
     if output is not None:
-        drawings = {".svg": timeline_svg, ".txt": timeline_text}
-        if output.suffix not in drawings:
-            raise InputError(f"--output is {output}; expected a name that ends in .svg or .txt")
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(drawings[output.suffix](timeline, title), encoding="utf-8")
+        write_timelines(output, {name: timeline}, title)
     if as_json:
         show_json({"schedule": name, "num_microbatches": microbatches, **facts, **timeline_facts(timeline)})
     elif output is None:

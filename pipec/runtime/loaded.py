@@ -1,6 +1,7 @@
 """A saved artifact, ready to train: no model and no compiler, only the plan, the code and the programs."""
 
-from collections.abc import Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from pipec.runtime.batch import dense, split_sizes
 from pipec.runtime.execution import Execution, Ranks
 from pipec.runtime.holder import ModelTensors, hold
 from pipec.runtime.launch import Devices
+from pipec.runtime.recording import RecordedStep
 from pipec.text import format_value
 
 
@@ -47,6 +49,7 @@ class LoadedPipeline(nn.Module):
         self._ranks = ranks
         self._execution: Execution | None = None
         self._num_steps = 0
+        self._recorded: list[RecordedStep] | None = None
         self._seed = ranks.agreed_seed()
         hold(self, _tensors_of(artifact.plan, tensors, artifact.constants, ranks), copies=False)
 
@@ -67,9 +70,21 @@ class LoadedPipeline(nn.Module):
                 f"this artifact takes microbatches of exactly {plan.microbatch_size} rows, so a batch of "
                 f"{plan.microbatch_size * plan.num_microbatches}; the batch has {batch}"
             )
-        results = execution.run(leaves, sizes, batch, self._seed, self._num_steps)
+        results = execution.run(leaves, sizes, batch, self._seed, self._num_steps, self._recorded)
         self._num_steps += 1
         return results["loss"]
+
+    @contextlib.contextmanager
+    def record(self) -> Iterator[list[RecordedStep]]:
+        """Note when every instruction of the steps made inside runs; the list then has all ranks' times."""
+        steps: list[RecordedStep] = []
+        self._recorded = []
+        try:
+            yield steps
+            recorded = self._recorded
+        finally:
+            self._recorded = None
+        steps += self._ranks.gathered(recorded)
 
     @property
     def plan(self) -> Plan:
