@@ -153,8 +153,9 @@ def test_what_does_not_fit_is_explained_stage_by_stage() -> None:
     workload = replace(chain(4), resident_bytes=[6.0] * 4, saved_bytes=[1.0] * 4)
     with pytest.raises(InfeasibleError, match="no plan fits in the memory of the devices") as caught:
         place(workload, uniform([2], [math.inf], Device(memory_bytes=10)), PIPEC, max_replicas=1)
-    assert "stage 0: 16 bytes of 10, 6 short" in str(caught.value)
-    assert "stage 1: 14 bytes of 10, 4 short" in str(caught.value)
+    bytes_of = "12 bytes resident + 2 saved for each of"
+    assert f"stage 0: {bytes_of} 2 microbatches in flight = 16 of 10, 6 too many" in str(caught.value)
+    assert f"stage 1: {bytes_of} 1 microbatches in flight = 14 of 10, 4 too many" in str(caught.value)
 
 
 def test_a_bound_is_told_where_too_much_remains(monkeypatch: pytest.MonkeyPatch) -> None:
