@@ -139,7 +139,7 @@ def test_a_plan_says_what_bounds_the_step(profile: Path) -> None:
     alone = planned(*options, 2, "--bandwidth", "1e9")
     assert "stage 0 bounds the step by its operators, all in one operator" in alone
     links = planned(*options, 2, "--bandwidth", "0.6e9")
-    assert "stage 1 bounds the step, most of all by 3.333 s of links and all-reduce" in links
+    assert "stage 1 bounds the step, most of all by 3.33 s of links and all-reduce" in links
 
 
 def test_the_cost_model_of_pipec_counts_links_and_operators(profile: Path) -> None:
