@@ -58,7 +58,9 @@ def gpt2() -> pipec.Example:
 
 
 def t5() -> pipec.Example:
-    config = T5Config(vocab_size=VOCABULARY, d_model=WIDTH, d_kv=32, d_ff=4 * WIDTH, num_layers=4)
+    config = T5Config(
+        vocab_size=VOCABULARY, d_model=WIDTH, d_kv=32, d_ff=4 * WIDTH, num_layers=4, decoder_start_token_id=0
+    )
     return pipec.Example(T5ForConditionalGeneration(config), kwargs=_text())
 
 
