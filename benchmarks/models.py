@@ -1,4 +1,4 @@
-"""The GPT that the benchmarks measure: plain PyTorch, a sequence of layers that can be cut by hand."""
+"""The models that the benchmarks measure, in plain PyTorch: a GPT to cut by hand, and a U-Net."""
 
 import torch
 import torch.nn.functional as F
@@ -51,3 +51,43 @@ def gpt(width: int, vocabulary: int, context: int, num_layers: int = 8) -> nn.Se
 def next_token_loss(logits: Tensor, target: Tensor) -> Tensor:
     """Mean cross entropy of ``f32[batch, context, vocabulary]`` logits against ``int64[batch, context]``."""
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+class ConvBlock(nn.Module):
+    """Two 3 x 3 convolutions, each normalised and activated; height and width stay."""
+
+    def __init__(self, num_in: int, num_out: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Conv2d(num_in, num_out, 3, padding=1), nn.GroupNorm(8, num_out), nn.SiLU()),
+            *(nn.Conv2d(num_out, num_out, 3, padding=1), nn.GroupNorm(8, num_out), nn.SiLU()),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class UNet(nn.Module):
+    """``f32[batch, 3, height, width]`` images to images (Ronneberger et al., MICCAI 2015).
+
+    Each of ``depth`` levels halves height and width and doubles the channels, ``width`` at first; on the way
+    up each reads what its counterpart on the way down made.
+    """
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        channels = [width * 2**level for level in range(depth)]
+        self.down = nn.ModuleList(map(ConvBlock, [3, *channels], channels))
+        self.middle = ConvBlock(channels[-1], channels[-1])
+        self.up = nn.ModuleList(ConvBlock(2 * size, max(width, size // 2)) for size in reversed(channels))
+        self.head = nn.Conv2d(width, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips = []
+        for block in self.down:
+            skips.append(block(x))
+            x = F.avg_pool2d(skips[-1], 2)
+        x = self.middle(x)
+        for block in self.up:
+            x = block(torch.cat([F.interpolate(x, scale_factor=2.0), skips.pop()], dim=1))
+        return self.head(x)

@@ -11,7 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipec.errors import PlanError
+from pipec.planner.cost_model import PIPEC
 from pipec.planner.partition import Partition, PartitionProblem, Transfer, partition
+from pipec.planner.placement import place
+from pipec.planner.topology import Device, Level, Topology
+from pipec.planner.workload import Workload
 
 
 def chain(seconds: Sequence[float], num_stages: int, size: int = 0, **options: object) -> PartitionProblem:
@@ -124,6 +128,30 @@ def test_scaling_all_times_scales_the_answer(
     expected, found = partition(staged), partition(scaled)
     assert found.cuts == expected.cuts
     assert found.bottleneck_seconds == factor * expected.bottleneck_seconds
+
+
+def on_devices(problem: PartitionProblem, num_devices: int) -> tuple[Workload, Topology]:
+    """The same problem for the search that may also replicate, reorder and leave devices unused."""
+    count, link = len(problem.seconds), Level(num_devices, problem.bytes_per_second, problem.latency_seconds)
+    names, idle = [f"op{k}" for k in range(count)], [0.0] * count
+    before = [(k, k + 1) for k in range(count - 1)]
+    workload = Workload(names, problem.seconds, idle, idle, idle, problem.transfers, before)
+    return workload, Topology((Device(),) * num_devices, (link,))
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems(st.integers(0, 5).map(float)), st.integers(1, 5))
+def test_without_replicas_a_line_is_placed_as_it_is_cut(problem: PartitionProblem, num_devices: int) -> None:
+    """``place`` takes as many stages as help, and cuts them where ``partition`` does."""
+    problem = replace(problem, forbidden_cuts=frozenset())
+    placed = place(*on_devices(problem, num_devices), PIPEC, max_replicas=1)
+    most = min(num_devices, num_blocks(problem))
+    cuts = [partition(replace(problem, num_stages=count)) for count in range(1, most + 1)]
+    assert placed.seconds == min(found.bottleneck_seconds for found in cuts)
+    found = cuts[len(placed.stages) - 1]
+    assert tuple(stage.operators[0] for stage in placed.stages[1:]) == found.cuts
+    assert tuple(stage.seconds for stage in placed.stages) == found.stage_seconds
+    assert tuple(stage.communication_seconds for stage in placed.stages) == found.communication_seconds
 
 
 def test_a_balanced_chain() -> None:

@@ -122,6 +122,7 @@ def test_a_profile_is_planned_by_the_command_line(profile: Path) -> None:
     assert [stage["operators"] for stage in facts["stages"]] == [["n2"], ["n3", "n5"]]
     assert [stage["replicas"] for stage in facts["stages"]] == [1, 1]
     assert [stage["seconds"] for stage in facts["stages"]] == pytest.approx([3.0, 3.0])
+    assert [stage["communication_seconds"] for stage in facts["stages"]] == pytest.approx([0.0, 2.0])
     assert facts["planning_seconds"] > 0
     assert facts["least_seconds"] == facts["seconds"]
 
@@ -129,6 +130,16 @@ def test_a_profile_is_planned_by_the_command_line(profile: Path) -> None:
 def test_levels_are_given_from_the_inside_out(profile: Path) -> None:
     options = ("--pipedream-graph", profile, "--devices", "2x2", "--bandwidth", "4e9,1e9")
     assert planned(*options).startswith("2 stages, the slowest 2 s, ")
+
+
+def test_a_plan_says_what_bounds_the_step(profile: Path) -> None:
+    options = ("--pipedream-graph", profile, "--devices")
+    operators = planned(*options, 1, "--bandwidth", "1e9")
+    assert "stage 0 bounds the step by its operators; links and all-reduce take 0 s" in operators
+    alone = planned(*options, 2, "--bandwidth", "1e9")
+    assert "stage 0 bounds the step by its operators, all in one operator" in alone
+    links = planned(*options, 2, "--bandwidth", "0.6e9")
+    assert "stage 1 bounds the step, most of all by 3.33 s of links and all-reduce" in links
 
 
 def test_the_cost_model_of_pipec_counts_links_and_operators(profile: Path) -> None:

@@ -55,12 +55,32 @@ def test_a_plan_on_two_levels_is_as_fast_as_the_best_of_all(trial: Trial) -> Non
 @given(trials(8, FLAT | NESTED))
 def test_bounds_narrow_the_search_without_missing_the_best(trial: Trial) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipec.planner.search._FEW_STEPS", 0)
-        patch.setattr("pipec.planner.search._FEW_OPTIONS", 0)
+        search_with(patch)
         narrowed = seconds(trial)
-        patch.setattr("pipec.planner.search._MOST_SOLVED_DIRECTLY", 0)
+        search_with(patch, _MOST_SOLVED_DIRECTLY=0)
         assert seconds(trial) == pytest.approx(narrowed, rel=1e-9)
     assert narrowed == pytest.approx(seconds(trial), rel=1e-9)
+
+
+def search_with(patch: pytest.MonkeyPatch, **sizes: int) -> None:
+    """Use bounds however small the problem; ``sizes`` are further thresholds."""
+    for name, value in {"_FEW_STEPS": 0, "_FEW_OPTIONS": 0, **sizes}.items():
+        patch.setattr(f"pipec.planner.search.{name}", value)
+
+
+def test_a_bound_that_rounds_two_ways_keeps_the_best_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bisection comes to 22 less one rounding error, which stages of 22 keep forwards, but not backwards."""
+    workload = replace(chain(7), seconds=[0.0, 0.0, 5.0, 5.0, 6.0, 8.0, 8.0], transfers=[], before=[])
+    search_with(monkeypatch, _MOST_SOLVED_DIRECTLY=0)
+    placement = place(workload, uniform([3], [0.5], Device(speed=0.5)), PIPEC, max_replicas=1)
+    assert placement.seconds == 26.0
+
+
+def test_bounds_of_nothing_find_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    search_with(monkeypatch)
+    workload = replace(chain(1), seconds=[0.0], saved_bytes=[5.0])
+    with pytest.raises(InfeasibleError, match="no plan fits in the memory"):
+        place(workload, uniform([1], [1.0], Device(memory_bytes=4.0)), PIPEC)
 
 
 @settings(max_examples=40, deadline=None)
@@ -133,15 +153,13 @@ def test_what_does_not_fit_is_explained_stage_by_stage() -> None:
     workload = replace(chain(4), resident_bytes=[6.0] * 4, saved_bytes=[1.0] * 4)
     with pytest.raises(InfeasibleError, match="no plan fits in the memory of the devices") as caught:
         place(workload, uniform([2], [math.inf], Device(memory_bytes=10)), PIPEC, max_replicas=1)
-    assert "stage 0: 16 bytes of 10, 6 short" in str(caught.value)
-    assert "stage 1: 14 bytes of 10, 4 short" in str(caught.value)
+    bytes_of = "12 bytes resident + 2 saved for each of"
+    assert f"stage 0: {bytes_of} 2 microbatches in flight = 16 of 10, 6 too many" in str(caught.value)
+    assert f"stage 1: {bytes_of} 1 microbatches in flight = 14 of 10, 4 too many" in str(caught.value)
 
 
 def test_a_bound_is_told_where_too_much_remains(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipec.planner.search._FEW_STEPS", 0)
-    monkeypatch.setattr("pipec.planner.search._FEW_OPTIONS", 0)
-    monkeypatch.setattr("pipec.planner.search._MOST_PAIRED", 6)
-    monkeypatch.setattr("pipec.planner.search._MOST_SOLVED_DIRECTLY", 0)
+    search_with(monkeypatch, _MOST_PAIRED=6, _MOST_SOLVED_DIRECTLY=0)
     workload = replace(chain(12), before=[(k, k + 2) for k in range(10)])
     placement = place(workload, uniform([4], [1.0]), PIPEDREAM)
     best = place(chain(12), uniform([4], [1.0]), PIPEDREAM)

@@ -13,7 +13,7 @@ from pipec.errors import InputError
 from pipec.text import format_seconds
 
 if TYPE_CHECKING:
-    from pipec.planner.placement import Placement
+    from pipec.planner.placement import PlacedStage, Placement
     from pipec.planner.topology import Topology
     from pipec.planner.workload import Workload
 
@@ -117,6 +117,7 @@ def _facts(
             "replicas": stage.replicas,
             "operators": [name for op in stage.operators for name in nodes[op]],
             "seconds": stage.seconds,
+            "communication_seconds": stage.communication_seconds,
             "devices": stage.devices,
         }
         for stage in placement.stages
@@ -127,6 +128,15 @@ def _facts(
         "planning_seconds": planning_seconds,
         "least_seconds": placement.least_seconds,
     }
+
+
+def _bottleneck(stage: "PlacedStage", index: int) -> str:
+    """Why the step is not faster: links and all-reduce, an operator that cannot be divided, or the work."""
+    spent = format_seconds(stage.communication_seconds)
+    if 2 * stage.communication_seconds > stage.seconds:
+        return f"stage {index} bounds the step, most of all by {spent} of links and all-reduce"
+    alone = ", all in one operator" if len(stage.operators) == 1 else ""
+    return f"stage {index} bounds the step by its operators{alone}; links and all-reduce take {spent}"
 
 
 def _lines(placement: "Placement", nodes: Sequence[Sequence[str]], planning_seconds: float) -> Iterator[str]:
@@ -140,5 +150,6 @@ def _lines(placement: "Placement", nodes: Sequence[Sequence[str]], planning_seco
             f"stage {index}: {stage.replicas} replicas, {format_seconds(stage.seconds)}, "
             f"{len(names)} operators, {names[0]} to {names[-1]}"
         )
+    yield _bottleneck(placement.stages[placement.slowest], placement.slowest)
     if not placement.is_optimal:
         yield f"not proved optimal: no plan takes less than {format_seconds(placement.least_seconds)}"

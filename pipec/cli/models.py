@@ -53,7 +53,8 @@ def plan(
     JSON keys: plan, as in plan.json; makespan in seconds; bubble_rate; peak_bytes of each rank.
 
     Or the plan of a published graph, with replicas. JSON keys: seconds of the slowest stage; stages, each
-    with replicas, operators, seconds, devices; planning_seconds; least_seconds, which no plan is below.
+    with replicas, operators, seconds, communication_seconds, devices; planning_seconds; least_seconds, which
+    no plan is below.
     """
     if pipedream_graph is None and dnn_partitioning is None:
         if target is None or devices is None or not devices.isdecimal() or int(devices) < 1:

@@ -18,8 +18,13 @@ from typing import NamedTuple
 import numpy as np
 
 from pipec.planner.boundaries import Vector
-from pipec.planner.ranges import Indices, Matrix, Ranges
+from pipec.planner.ranges import Indices, Matrix, Ranges, between
 from pipec.planner.topology import Group, Leaf, Member
+
+_ROWS = 64
+
+_MOST_REMEMBERED = 1 << 24
+"""So many costs are worth keeping, if it saves working them out for some boundaries at a time."""
 
 Counts = tuple[int, ...]
 """How many members of each kind."""
@@ -93,11 +98,12 @@ class Hierarchy:
         return self._solve(_Task(group, 0, len(self.ranges.boundaries) - 1, Fraction(0), useful))
 
     def _solve(self, task: _Task) -> tuple[Chosen, ...]:
-        seconds = self._remembering(functools.partial(self._stage, task.group, task.after))
+        seconds = self._remembering(task.group, functools.partial(self._stage, task.group, task.after))
         finish = self._finish(task, seconds, np.maximum)
         fastest = {
             counts: self._first_stage(task, counts, finish, seconds, np.maximum).cost
             for counts in _all_counts(task.group)
+            if task.first in task.useful(_num_devices(task.group, counts))
         }
         limit = min(fastest.values())
         if limit == np.inf:
@@ -109,7 +115,8 @@ class Hierarchy:
             spent = self.ranges.communication(task.group.level, option.replicas, begins, rows, columns)
             return np.where(seconds(option, begins, rows, columns) <= limit, spent, np.inf)
 
-        return self._follow(task, counts, self._remembering(communication))
+        in_time = task._replace(useful=_in_time(task, finish, limit))
+        return self._follow(in_time, counts, self._remembering(task.group, communication))
 
     def _follow(self, task: _Task, counts: Counts, cost: _Cost) -> tuple[Chosen, ...]:
         """The stages with the least sum of ``cost`` on ``counts`` members, from the first to the last."""
@@ -136,8 +143,8 @@ class Hierarchy:
                 np.minimum(least, best[fewer], out=least)
             for option in self._options(counts):
                 columns = task.useful(_num_devices(task.group, option.rest))
-                costs = join(cost(option, False, rows, columns), best[option.rest][columns])
-                least[rows] = np.minimum(least[rows], costs.min(axis=1, initial=np.inf))
+                found = _least(join, cost(option, False, rows, columns), best[option.rest][columns])
+                least[rows] = np.minimum(least[rows], found)
             best[counts] = least
         return best
 
@@ -213,17 +220,19 @@ class Hierarchy:
             for replicas in range(1, min(most, self.max_replicas) + 1):
                 yield _Option(kind, replicas, (*counts[:kind], most - replicas, *counts[kind + 1 :]))
 
-    def _remembering(self, cost: _Cost) -> _Cost:
-        """The same costs, those between all boundaries worked out only once."""
+    def _remembering(self, group: Group, cost: _Cost) -> _Cost:
+        """The same costs, those between all boundaries worked out only once; all of them if they are few."""
         known: dict[object, Matrix] = {}
+        everywhere = self._everywhere(0)
+        num_options = sum(min(len(kind), self.max_replicas) for kind in group.kinds)
+        few = not self.limits_memory and num_options * len(everywhere) ** 2 <= _MOST_REMEMBERED
 
         def remembered(option: _Option, begins: bool, rows: Indices, columns: Indices) -> Matrix:
-            if min(len(rows), len(columns)) < len(self.ranges.boundaries):
-                return cost(option, begins, rows, columns)
             key = (option.kind, option.replicas, begins, option.rest if self.limits_memory else ())
-            if key not in known:
-                known[key] = cost(option, begins, rows, columns)
-            return known[key]
+            all_of_them = len(rows) == len(columns) == len(everywhere)
+            if key not in known and (all_of_them or (few and not begins)):
+                known[key] = cost(option, begins, everywhere, everywhere)
+            return between(known[key], rows, columns) if key in known else cost(option, begins, rows, columns)
 
         return remembered
 
@@ -245,6 +254,21 @@ def _as_good(counts: Counts, finish: dict[Counts, Vector], boundary: int) -> Cou
     return next((fewer for fewer in _one_fewer(counts) if finish[fewer][boundary] == cost), None)
 
 
+def _in_time(task: _Task, finish: dict[Counts, Vector], limit: float) -> Useful:
+    """Of the useful boundaries, those from which the stages that are left can keep within the limit."""
+    from_each: dict[int, Vector] = {}
+    for counts, seconds in finish.items():
+        num_devices = _num_devices(task.group, counts)
+        from_each[num_devices] = np.minimum(from_each.get(num_devices, np.inf), seconds)
+
+    @functools.cache
+    def useful(num_devices: int) -> Indices:
+        known = task.useful(num_devices)
+        return known[from_each[num_devices][known] <= limit]
+
+    return useful
+
+
 def _num_devices(group: Group, counts: Counts) -> int:
     return sum(count * kind[0].num_devices for count, kind in zip(counts, group.kinds, strict=True))
 
@@ -252,6 +276,12 @@ def _num_devices(group: Group, counts: Counts) -> int:
 def _later(group: Group, after: Fraction, option: _Option) -> Fraction:
     """Devices that follow each member of the option's stage."""
     return (after + _num_devices(group, option.rest)) / option.replicas
+
+
+def _least(join: np.ufunc, costs: Matrix, rest: Vector) -> Vector:
+    """For each row, the least ``join(costs[row, x], rest[x])``, a few rows at a time to stay in the cache."""
+    blocks = (costs[row : row + _ROWS] for row in range(0, len(costs), _ROWS))
+    return np.concatenate([np.empty(0), *(join(block, rest).min(axis=1, initial=np.inf) for block in blocks)])
 
 
 def _minimise(found: Matrix, stages: Matrix, rest: Matrix) -> None:

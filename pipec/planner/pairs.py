@@ -9,8 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipec.planner.boundaries import Vector
-from pipec.planner.bounds import Around
+from pipec.planner.bounds import ROUNDING, Around
 from pipec.planner.ranges import Indices, Matrix
+
+_ROWS = 64
+"""So many are worked on at a time, to stay in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,9 @@ class Pairs:
         return Pairs(self.busy[both], self.parameters[both], self.link[kept], self.all_reduce)
 
     def around(self, num_devices: int, limit: float) -> Around | None:
-        fewest = self._fewest_replicas(limit, num_devices)
+        blocks = [slice(row, row + _ROWS) for row in range(0, len(self.busy), _ROWS)]
+        above = limit * (1 + ROUNDING)
+        fewest = np.concatenate([self._fewest_replicas(rows, above, num_devices) for rows in blocks])
         finish, reach = np.zeros((2, len(fewest)), dtype=np.intp)
         for first in range(len(fewest) - 2, -1, -1):
             finish[first] = (fewest[first, first + 1 :] + finish[first + 1 :]).min()
@@ -52,21 +57,26 @@ class Pairs:
             reach[last] = (columns[last, :last] + reach[:last]).min()
         return Around(finish, reach)
 
-    def _fewest_replicas(self, limit: float, num_devices: int) -> Indices:
-        """For each stage, the fewest replicas that keep it within the limit; too many if none do.
+    def _fewest_replicas(self, rows: slice, limit: float, num_devices: int) -> Indices:
+        """For each stage from ``rows``, the fewest replicas to keep within the limit; too many if none do.
 
-        From two on, more replicas are never slower, so that bisection finds the fewest.
+        So many replicas as the seconds call for may reduce more, which calls for further ones: from below,
+        that ends at the fewest.
         """
         most = len(self.all_reduce)
-        fewest = np.where(np.maximum(self.busy, self.link) <= limit, 1, num_devices + 1)
-        seconds = np.maximum(self.busy + self.all_reduce[-1] * self.parameters, self.link)
-        rows, columns = np.nonzero((fewest > 1) & (seconds <= most * limit))
-        busy, parameters = self.busy[rows, columns], self.parameters[rows, columns]
-        link = np.broadcast_to(self.link, self.busy.shape)[rows, columns]
-        low, high = np.ones(len(rows), dtype=np.intp), np.full(len(rows), most)
-        while np.any(high - low > 1):
-            middle = (low + high) // 2
-            within = np.maximum(busy + self.all_reduce[middle - 1] * parameters, link) <= middle * limit
-            high, low = np.where(within, middle, high), np.where(within, low, middle)
-        fewest[rows, columns] = high
-        return fewest
+        seconds = np.maximum(self.busy[rows], self.link[rows]).ravel()
+        fewest = np.ones(len(seconds))
+        slow = np.flatnonzero(seconds > limit)
+        with np.errstate(divide="ignore"):  # nothing keeps within a limit of 0
+            fewest[slow] = np.ceil(seconds[slow] / limit)
+        short = slow[fewest[slow] <= most]
+        busy, parameters = self.busy[rows].ravel()[short], self.parameters[rows].ravel()[short]
+        replicas = fewest[short]
+        while len(short):
+            needed = np.ceil((busy + self.all_reduce[replicas.astype(np.intp) - 1] * parameters) / limit)
+            grown = needed > replicas
+            fewest[short[grown]] = needed[grown]
+            grown &= needed <= most
+            short, busy, parameters, replicas = short[grown], busy[grown], parameters[grown], needed[grown]
+        fewest[fewest > most] = num_devices + 1
+        return fewest.astype(np.intp).reshape(-1, len(self.busy))

@@ -39,14 +39,21 @@ from pipec.planner.workload import Workload, program_order
 class PlacedStage:
     """``operators`` on every one of ``devices``, each of which takes its share of the microbatches.
 
-    Seconds are per microbatch, divided by the replicas, communication included.
+    Seconds are per microbatch, divided by the replicas, communication included. A replica holds
+    ``resident_bytes`` once and ``saved_bytes`` for each of ``in_flight`` microbatches.
     """
 
     operators: tuple[int, ...]
     devices: tuple[int, ...]
     seconds: float
     communication_seconds: float
-    memory_bytes: float
+    resident_bytes: float
+    saved_bytes: float
+    in_flight: int
+
+    @property
+    def memory_bytes(self) -> float:
+        return self.resident_bytes + self.in_flight * self.saved_bytes
 
     @property
     def replicas(self) -> int:
@@ -63,7 +70,12 @@ class Placement:
     @property
     def seconds(self) -> float:
         """Of a microbatch, in the steady state: the slowest stage's."""
-        return max(stage.seconds for stage in self.stages)
+        return self.stages[self.slowest].seconds
+
+    @property
+    def slowest(self) -> int:
+        """The stage that bounds the step, the first if several do."""
+        return max(range(len(self.stages)), key=lambda index: self.stages[index].seconds)
 
     @property
     def is_optimal(self) -> bool:
@@ -148,14 +160,14 @@ def _may_run_out(workload: Workload, topology: Topology, model: CostModel) -> bo
 
 
 def _placed(workload: Workload, model: CostModel, operators: tuple[int, ...], stage: Chosen) -> PlacedStage:
-    resident = sum(workload.resident_bytes[op] for op in operators)
-    saved = sum(workload.saved_bytes[op] for op in operators)
     return PlacedStage(
         operators=operators,
         devices=stage.devices,
         seconds=stage.seconds,
         communication_seconds=stage.communication_seconds,
-        memory_bytes=resident + model.in_flight(stage.after) * saved,
+        resident_bytes=sum(workload.resident_bytes[op] for op in operators),
+        saved_bytes=sum(workload.saved_bytes[op] for op in operators),
+        in_flight=model.in_flight(stage.after),
     )
 
 
@@ -164,8 +176,12 @@ def _infeasible(stages: Sequence[PlacedStage], topology: Topology) -> Infeasible
     lines = []
     for index, stage in enumerate(stages):
         limit = min(topology.devices[device].memory_bytes for device in stage.devices)
-        missing = max(0.0, stage.memory_bytes - limit)
-        lines.append(f"  stage {index}: {stage.memory_bytes:.0f} bytes of {limit:.0f}, {missing:.0f} short")
+        short = f", {stage.memory_bytes - limit:.0f} too many" if stage.memory_bytes > limit else ""
+        lines.append(
+            f"  stage {index}: {stage.resident_bytes:.0f} bytes resident + {stage.saved_bytes:.0f} saved for "
+            f"each of {stage.in_flight} microbatches in flight = {stage.memory_bytes:.0f} of {limit:.0f}"
+            f"{short}"
+        )
     return InfeasibleError(
         "no plan fits in the memory of the devices. The fastest plan without that limit would need\n"
         + "\n".join(lines)

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,8 @@ from pipec.planner.cost_model import CostModel
 from pipec.planner.partition import Transfer, exchanged_seconds
 from pipec.planner.topology import Device, Level
 from pipec.planner.workload import COLUMNS
+
+T = TypeVar("T", bound=np.generic)
 
 Matrix = Vector
 Indices = NDArray[np.intp]
@@ -41,10 +44,10 @@ class Ranges:
     def on_device(self, device: Device, after: Fraction, rows: Indices, columns: Indices) -> Matrix:
         """Seconds of the operators alone, with ``after`` later devices for each replica."""
         seconds = self._total(_SECONDS, rows, columns) / device.speed
-        able = self._is_range(rows, columns)
+        seconds[~self._is_range(rows, columns)] = np.inf
         if device.memory_bytes < np.inf:
-            able &= self.memory_bytes(after, rows, columns) <= device.memory_bytes
-        return np.where(able, seconds, np.inf)
+            seconds[self.memory_bytes(after, rows, columns) > device.memory_bytes] = np.inf
+        return seconds
 
     def lower_bounds(self, speed: float, everything: Indices) -> tuple[Matrix, Matrix, Matrix]:
         """Seconds of the operators, infinite where there is no stage; parameter bytes; seconds of links."""
@@ -61,21 +64,26 @@ class Ranges:
         self, busy: Matrix, level: int, replicas: int, is_first: bool, rows: Indices, columns: Indices
     ) -> Matrix:
         """Seconds on ``replicas`` members that are ``busy`` for so long; ``is_first`` within its group."""
-        computes = busy / replicas + self._all_reduce(level, replicas, is_first, rows, columns)
-        link = self._link(level, is_first, rows, columns) / replicas
-        return np.maximum(computes, link) if self.model.overlap else computes + link
+        link = self._link(level, is_first, rows, columns)
+        if replicas > 1:
+            busy = busy / replicas + self._all_reduce(level, replicas, is_first, rows, columns)
+            link = link / replicas
+        return np.maximum(busy, link) if self.model.overlap else busy + link
 
     def communication(
         self, level: int, replicas: int, is_first: bool, rows: Indices, columns: Indices
     ) -> Matrix:
         """Seconds of links and all-reduce: what decides between plans that are equally fast."""
+        shape = (len(rows), len(columns))
         link = self._link(level, is_first, rows, columns) / replicas
-        return self._all_reduce(level, replicas, is_first, rows, columns) + link
+        if replicas > 1:
+            link = link + self._all_reduce(level, replicas, is_first, rows, columns)
+        return np.broadcast_to(link, shape)
 
     def _is_range(self, rows: Indices, columns: Indices) -> Mask:
         if self.nested is None:
             return rows[:, None] < columns[None, :]
-        return self.nested[np.ix_(rows, columns)]
+        return between(self.nested, rows, columns)
 
     def _total(self, column: int, rows: Indices, columns: Indices) -> Matrix:
         totals = self.boundaries.totals[column]
@@ -90,20 +98,23 @@ class Ranges:
         if self.exchanged is None:
             link = cuts[rows, None] + cuts[None, columns]
         else:
-            link = self.exchanged[level][np.ix_(rows, columns)]
+            link = between(self.exchanged[level], rows, columns)
         return link
 
     def _all_reduce(
         self, level: int, replicas: int, is_first: bool, rows: Indices, columns: Indices
     ) -> Matrix:
-        if replicas == 1:
-            return np.zeros((len(rows), len(columns)))
         parameters = self._total(_PARAMETERS, rows, columns)
         links = self.model.links_of_first(self.levels, level) if is_first else 1
         at_this = self.levels[level]
         share = self.model.all_reduce_seconds_per_byte(replicas, links * at_this.bytes_per_second)
         latency = self.model.all_reduce_latency(replicas, at_this)
         return parameters * share + (parameters > 0) * latency
+
+
+def between(matrix: NDArray[T], rows: Indices, columns: Indices) -> NDArray[T]:
+    """Not a copy if all of it is asked for."""
+    return matrix if matrix.shape == (len(rows), len(columns)) else matrix[rows[:, None], columns]
 
 
 def ranges(

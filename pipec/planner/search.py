@@ -1,8 +1,10 @@
 """From boundaries to stages: bounds first, to search only boundaries that a best plan may use.
 
 Small searches go without. Otherwise the first limit is the least that a bound allows, and it is raised until
-the best plan over the boundaries it leaves is within it: then no other plan is better. A loose bound, for
-many boundaries, leaves some for a closer one, which leaves fewer for dynamic programming.
+the best plan over the boundaries it leaves is within it: then no other plan is better. If it leaves more than
+can be searched, the best plan over the most promising ones is taken, and the bound tells how much better
+another could be. A loose bound, for many boundaries, leaves some for a closer one, which leaves fewer for
+dynamic programming.
 """
 
 import math
@@ -13,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipec.planner.boundaries import Boundaries, Vector
-from pipec.planner.bounds import Bound, Counts, Loose, least_seconds
+from pipec.planner.bounds import ROUNDING, Bound, Counts, Loose, least_seconds
 from pipec.planner.cost_model import CostModel
 from pipec.planner.hierarchy import Chosen, Hierarchy, Useful
 from pipec.planner.pairs import Pairs
@@ -44,9 +46,6 @@ _CLOSE = 1e-3
 
 _SLACKS = (1e-9, 1e-3, 1e-2, 1e-1, math.inf)
 """By how much the limit may exceed the bound, one attempt each."""
-
-_ROUNDING = 1e-12
-"""Bounds and the search add the same figures in another order."""
 
 
 class Found(NamedTuple):
@@ -119,9 +118,9 @@ class Search:
         """The best plan over the boundaries ``chosen``, of which ``solve`` can take ``most``."""
         num_devices = len(self.topology.devices)
         least = least_seconds(bound, num_devices, closeness, known)
-        best, proven = _found(()), least / (1 + max(closeness, _ROUNDING))
+        best, proven = _found(()), least / (1 + max(closeness, ROUNDING))
         for slack in _SLACKS:
-            limit = min(least * (1 + slack), best.seconds)
+            limit = min(least * (1 + slack) if slack < math.inf else math.inf, best.seconds)
             around = bound.around(num_devices, limit)
             assert around is not None, "the bound promised a plan"
             finish, reach = around

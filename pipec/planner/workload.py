@@ -69,7 +69,7 @@ def _check_figures(workload: Workload) -> None:
             if not 0 <= figure < math.inf:
                 raise PlanError(f"{name} has {column} {figure}: expected a finite number, 0 or more")
     for transfer in workload.transfers:
-        last = max(transfer.producer, *transfer.consumers)
+        last = max((transfer.producer, *transfer.consumers))
         if last >= len(workload.names):
             raise PlanError(
                 f"operator {last} reads or makes a value, but there are {len(workload.names)} operators"
