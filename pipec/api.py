@@ -117,9 +117,10 @@ def profile(
     for what, number in (("repeats", repeats), ("ranks", ranks)):
         if number < 1:
             raise InputError(f"{what} is {number}; expected at least 1")
-    model, call = on_device(example.model, call.rows(0, size), torch.device(device))
-    graph = capture(model, example.loss_fn, Mode.TRAIN, call, ModelTensors.of(model).canonical)
-    return profile_graph(graph, model, call, torch.device(device), repeats, ranks, show)
+    where = torch.device(device)
+    model, call = on_device(example.model, call.rows(0, size), where)
+    graph = capture(model, example.loss_fn, Mode.TRAIN, call, ModelTensors.of(model).canonical, where)
+    return profile_graph(graph, model, call, where, repeats, ranks, show)
 
 
 def parse_bytes(text: str) -> int:

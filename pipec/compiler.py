@@ -163,7 +163,7 @@ class Compiler:
     def _capture(self, mode: Mode, call: Call) -> TrainingGraph:
         model, call = on_device(self.model, call, self.device)
         with self._timed("capture and differentiate"):
-            graph = capture(model, self.loss_fn, mode, call, self.canonical)
+            graph = capture(model, self.loss_fn, mode, call, self.canonical, self.device)
         return self._place(graph)
 
     def _place(self, graph: TrainingGraph) -> TrainingGraph:
