@@ -46,6 +46,7 @@ def compile(
     recompute: str = "auto",
     memory_limit: int | str | None = None,
     profile: Profile | str | Path | None = None,
+    dynamic: bool = True,
     timeout: float = 300.0,
 ) -> Pipeline:
     """Make a pipeline of ``model``; compilation itself happens at the first step, or in ``prepare``.
@@ -63,6 +64,9 @@ def compile(
         memory_limit: bytes per device, or text such as ``"16GiB"``. Optimizer state is not counted.
         profile: measured times, or the file that holds them, for the stages to be cut by; see ``profile``.
             None: a model of the device.
+        dynamic: compile once for every size of microbatch. False: for each size anew, which takes half the
+            time where there is only one, as for a plan that is only looked at. A ``profile`` is of dynamic
+            graphs.
         timeout: seconds to wait for another process before giving it up.
 
     Raises:
@@ -79,7 +83,7 @@ def compile(
     device = next(iter(ranks.devices.values()))
     measured = load_profile(profile) if isinstance(profile, str | Path) else profile
     target = Target(default_device_model(device), recompute, limit, measured)
-    compiler = Compiler(model, loss_fn, schedule, ranks.count, target, device, tensors.canonical)
+    compiler = Compiler(model, loss_fn, schedule, ranks.count, target, device, tensors.canonical, dynamic)
     return Pipeline(compiler, tensors, ranks, microbatches)
 
 

@@ -43,10 +43,12 @@ def capture(
     call: Call,
     canonical: Mapping[str, str] | None = None,
     device: torch.device = CPU,
+    symbolic: bool = True,
 ) -> TrainingGraph:
     """Trace ``call`` of ``model`` into one graph. The model is left as it was.
 
-    A model on meta is traced as if it were on ``device``.
+    A model on meta is traced as if it were on ``device``. Unless ``symbolic``, the graph is for as many rows
+    as the call has and no others, and takes half the time to make.
 
     ``call`` holds one microbatch. A symbolic batch is traced with at least two rows, because a dimension of
     size one is always traced as a constant. ``canonical`` maps every name of a tied tensor to the one to use.
@@ -62,18 +64,18 @@ def capture(
     with torch_compat.quiet(), torch_compat.unchanged(step), torch.set_grad_enabled(mode is Mode.TRAIN):
         torch_compat.leave_meta(step, device)
         for name, front_end in FRONT_ENDS:
-            for symbolic in (True, False):
+            for any_size in (True, False) if symbolic else (False,):
                 try:
-                    graph = tracer.trace(front_end, symbolic)
+                    graph = tracer.trace(front_end, any_size)
                 except PipecError:
                     raise
                 except Exception as error:
                     log.info(
-                        "%s%s failed: %s", name, " with a symbolic batch" if symbolic else "", brief(error)
+                        "%s%s failed: %s", name, " with a symbolic batch" if any_size else "", brief(error)
                     )
                     errors.append(error)
                     continue
-                if graph.batch is None:
+                if graph.batch is None and symbolic:
                     log.warning(
                         "microbatches of %d rows are compiled on their own, and so is every other size: %s",
                         graph.batch_size,

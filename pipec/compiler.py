@@ -110,7 +110,8 @@ class Compiler:
     """Compiles the calls of one model, each once. The first call decides which stage owns which parameter.
 
     ``device`` is one of those that will run the code; a model on another kind of device is copied there to be
-    captured. ``seconds`` says how long each step of the compilations took, all together.
+    captured. Unless ``dynamic``, graphs are captured for one size of microbatch each, where all of a call have
+    the same. ``seconds`` says how long each step of the compilations took, all together.
     """
 
     model: nn.Module
@@ -120,6 +121,7 @@ class Compiler:
     target: Target
     device: torch.device
     canonical: Mapping[str, str]
+    dynamic: bool = True
     seconds: dict[str, float] = field(default_factory=dict)
     owners: Owners | None = None
     _graphs: dict[Hashable, list[TrainingGraph]] = field(default_factory=dict)
@@ -134,8 +136,9 @@ class Compiler:
         """
         signature = (mode, call.signature(), self.training_flags())
         groups, rest = [], list(sizes)
+        symbolic = self.dynamic or len(set(sizes)) > 1
         while rest:
-            graph = self._graph(signature, mode, call, rest[0])
+            graph = self._graph(signature, mode, call.rows(0, rest[0]), symbolic)
             served = list(takewhile(graph.serves, rest))
             key = (id(graph), rest[0], len(served))
             if key not in self._compiled:
@@ -148,22 +151,24 @@ class Compiler:
         """Which modules are in training mode."""
         return tuple(module.training for module in self.model.modules())
 
-    def _graph(self, signature: Hashable, mode: Mode, call: Call, size: int) -> TrainingGraph:
+    def _graph(self, signature: Hashable, mode: Mode, call: Call, symbolic: bool) -> TrainingGraph:
         known = self._graphs.setdefault(signature, [])
         for graph in known:
-            if graph.serves(size):
+            if graph.serves(call.batch_size):
                 return graph
-        known.append(self._capture(mode, call.rows(0, size)))
+        known.append(self._capture(mode, call, symbolic))
         return known[-1]
 
     @property
     def num_stages(self) -> int:
         return make_schedule(self.schedule, self.num_ranks, self.num_ranks).num_stages
 
-    def _capture(self, mode: Mode, call: Call) -> TrainingGraph:
+    def _capture(self, mode: Mode, call: Call, symbolic: bool) -> TrainingGraph:
         model, call = on_device(self.model, call, self.device)
         with self._timed("capture and differentiate"):
-            graph = capture(model, self.loss_fn, mode, call, self.canonical, self.device)
+            graph = capture(
+                model, self.loss_fn, mode, call, self.canonical, self.device, symbolic
+            )
         return self._place(graph)
 
     def _place(self, graph: TrainingGraph) -> TrainingGraph:
