@@ -110,8 +110,8 @@ class Compiler:
     """Compiles the calls of one model, each once. The first call decides which stage owns which parameter.
 
     ``device`` is one of those that will run the code; a model on another kind of device is copied there to be
-    captured. Unless ``dynamic``, graphs are captured for one size of microbatch each, where all of a call have
-    the same. ``seconds`` says how long each step of the compilations took, all together.
+    captured. Unless ``dynamic``, the microbatches of a call are captured for the size they all have, if they
+    have one. ``seconds`` says how long each step of the compilations took, all together.
     """
 
     model: nn.Module
@@ -166,9 +166,7 @@ class Compiler:
     def _capture(self, mode: Mode, call: Call, symbolic: bool) -> TrainingGraph:
         model, call = on_device(self.model, call, self.device)
         with self._timed("capture and differentiate"):
-            graph = capture(
-                model, self.loss_fn, mode, call, self.canonical, self.device, symbolic
-            )
+            graph = capture(model, self.loss_fn, mode, call, self.canonical, self.device, symbolic)
         return self._place(graph)
 
     def _place(self, graph: TrainingGraph) -> TrainingGraph:
