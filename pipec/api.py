@@ -46,6 +46,7 @@ def compile(
     recompute: str = "auto",
     memory_limit: int | str | None = None,
     profile: Profile | str | Path | None = None,
+    dynamic: bool = True,
     timeout: float = 300.0,
 ) -> Pipeline:
     """Make a pipeline of ``model``; compilation itself happens at the first step, or in ``prepare``.
@@ -65,6 +66,9 @@ def compile(
         memory_limit: bytes per device, or text such as ``"16GiB"``. Optimizer state is not counted.
         profile: measured times, or the file that holds them, for the stages to be cut by; see ``profile``.
             None: a model of the device.
+        dynamic: compile once for every size of microbatch. False: for each size anew, which takes half the
+            time where there is only one, as for a plan that is only looked at. A ``profile`` is of dynamic
+            graphs.
         timeout: seconds to wait for another process before giving it up.
 
     Raises:
@@ -81,7 +85,8 @@ def compile(
     device = next(iter(ranks.devices.values()))
     measured = load_profile(profile) if isinstance(profile, str | Path) else profile
     target = Target(default_device_model(device), recompute, limit, measured)
-    compiler = Compiler(model, loss_fn, Scheduler(schedule, ranks.count), target, device, tensors.canonical)
+    scheduler = Scheduler(schedule, ranks.count)
+    compiler = Compiler(model, loss_fn, scheduler, target, device, tensors.canonical, dynamic)
     return Pipeline(compiler, tensors, ranks, microbatches)
 
 
@@ -119,9 +124,10 @@ def profile(
     for what, number in (("repeats", repeats), ("ranks", ranks)):
         if number < 1:
             raise InputError(f"{what} is {number}; expected at least 1")
-    model, call = on_device(example.model, call.rows(0, size), torch.device(device))
-    graph = capture(model, example.loss_fn, Mode.TRAIN, call, ModelTensors.of(model).canonical)
-    return profile_graph(graph, model, call, torch.device(device), repeats, ranks, show)
+    where = torch.device(device)
+    model, call = on_device(example.model, call.rows(0, size), where)
+    graph = capture(model, example.loss_fn, Mode.TRAIN, call, ModelTensors.of(model).canonical, where)
+    return profile_graph(graph, model, call, where, repeats, ranks, show)
 
 
 def parse_bytes(text: str) -> int:

@@ -26,6 +26,8 @@ __all__ = ["Call", "capture"]
 
 log = logging.getLogger("pipec")
 
+CPU = torch.device("cpu")
+
 FrontEnd = Callable[[nn.Module, tuple[Any, ...], Sequence[Tensor]], Captured]
 
 FRONT_ENDS: tuple[tuple[str, FrontEnd], ...] = (
@@ -40,8 +42,13 @@ def capture(
     mode: Mode,
     call: Call,
     canonical: Mapping[str, str] | None = None,
+    device: torch.device = CPU,
+    symbolic: bool = True,
 ) -> TrainingGraph:
     """Trace ``call`` of ``model`` into one graph. The model is left as it was.
+
+    A model on meta is traced as if it were on ``device``. Unless ``symbolic``, the graph is for as many rows
+    as the call has and no others, and takes half the time to make.
 
     ``call`` holds one microbatch. A symbolic batch is traced with at least two rows, because a dimension of
     size one is always traced as a constant. ``canonical`` maps every name of a tied tensor to the one to use.
@@ -52,22 +59,23 @@ def capture(
     if mode is Mode.TRAIN:
         _check_gradients(model, call)
     step = _Step(model, loss_fn, mode, call.batched())
-    tracer = _Tracer(step, mode, call, canonical or {})
+    tracer = _Tracer(step, mode, call, canonical or {}, device)
     errors: list[Exception] = []
     with torch_compat.quiet(), torch_compat.unchanged(step), torch.set_grad_enabled(mode is Mode.TRAIN):
+        torch_compat.leave_meta(step, device)
         for name, front_end in FRONT_ENDS:
-            for symbolic in (True, False):
+            for any_size in (True, False) if symbolic else (False,):
                 try:
-                    graph = tracer.trace(front_end, symbolic)
+                    graph = tracer.trace(front_end, any_size)
                 except PipecError:
                     raise
                 except Exception as error:
                     log.info(
-                        "%s%s failed: %s", name, " with a symbolic batch" if symbolic else "", brief(error)
+                        "%s%s failed: %s", name, " with a symbolic batch" if any_size else "", brief(error)
                     )
                     errors.append(error)
                     continue
-                if graph.batch is None:
+                if graph.batch is None and symbolic:
                     log.warning(
                         "microbatches of %d rows are compiled on their own, and so is every other size: %s",
                         graph.batch_size,
@@ -142,12 +150,15 @@ def _replaceable_buffers(model: nn.Module) -> Iterator[str]:
 class _Tracer:
     """Traces one call; attempts differ in front end and in whether the batch is symbolic."""
 
-    def __init__(self, step: _Step, mode: Mode, call: Call, canonical: Mapping[str, str]) -> None:
+    def __init__(
+        self, step: _Step, mode: Mode, call: Call, canonical: Mapping[str, str], device: torch.device
+    ) -> None:
         self._step = step
         self._mode = mode
         self._call = call
         self._fqns, self._constants = _model_names(step, canonical)
-        self._device = next((tensor.device for tensor in step.model.parameters()), None)
+        devices = (device if tensor.is_meta else tensor.device for tensor in step.model.parameters())
+        self._device = next(devices, None)
 
     def trace(self, front_end: FrontEnd, symbolic: bool) -> TrainingGraph:
         size = self._call.batch_size

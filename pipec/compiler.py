@@ -120,7 +120,8 @@ class Compiler:
     """Compiles the calls of one model, each once. The first call decides where stages are, and what they own.
 
     ``device`` is one of those that will run the code; a model on another kind of device is copied there to be
-    captured. ``seconds`` says how long each step of the compilations took, all together.
+    captured. Unless ``dynamic``, the microbatches of a call are captured for the size they all have, if they
+    have one. ``seconds`` says how long each step of the compilations took, all together.
     """
 
     model: nn.Module
@@ -129,6 +130,7 @@ class Compiler:
     target: Target
     device: torch.device
     canonical: Mapping[str, str]
+    dynamic: bool = True
     seconds: dict[str, float] = field(default_factory=dict)
     owners: Owners | None = None
     placement: Placement | None = None
@@ -144,8 +146,9 @@ class Compiler:
         """
         signature = (mode, call.signature(), self.training_flags())
         groups, rest = [], list(sizes)
+        symbolic = self.dynamic or len(set(sizes)) > 1
         while rest:
-            graph = self._graph(signature, mode, call, rest[0], len(sizes))
+            graph = self._graph(signature, mode, call.rows(0, rest[0]), len(sizes), symbolic)
             served = list(takewhile(graph.serves, rest))
             key = (id(graph), rest[0], len(served))
             if key not in self._compiled:
@@ -159,20 +162,20 @@ class Compiler:
         return tuple(module.training for module in self.model.modules())
 
     def _graph(
-        self, signature: Hashable, mode: Mode, call: Call, size: int, num_microbatches: int
+        self, signature: Hashable, mode: Mode, call: Call, num_microbatches: int, symbolic: bool
     ) -> TrainingGraph:
         known = self._graphs.setdefault(signature, [])
         for graph in known:
-            if graph.serves(size):
+            if graph.serves(call.batch_size):
                 return graph
-        known.append(self._capture(mode, call.rows(0, size), num_microbatches))
+        known.append(self._capture(mode, call, num_microbatches, symbolic))
         return known[-1]
 
-    def _capture(self, mode: Mode, call: Call, num_microbatches: int) -> TrainingGraph:
+    def _capture(self, mode: Mode, call: Call, num_microbatches: int, symbolic: bool) -> TrainingGraph:
         size = call.batch_size
         model, call = on_device(self.model, call, self.device)
         with self._timed("capture and differentiate"):
-            graph = capture(model, self.loss_fn, mode, call, self.canonical)
+            graph = capture(model, self.loss_fn, mode, call, self.canonical, self.device, symbolic)
         if self.placement is None:
             self.placement = self._best_placement(graph, size, num_microbatches)
         return self._place(graph, len(self.placement))

@@ -31,7 +31,7 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv, free_unbacked_symbols
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.printers import PythonPrinter
@@ -47,6 +47,7 @@ __all__ = [
     "differentiate",
     "fqn_of",
     "has_gradient_hook",
+    "leave_meta",
     "model_raised",
     "python_expression",
     "pytree",
@@ -107,6 +108,28 @@ def unchanged(module: torch.nn.Module) -> Iterator[None]:
         for registry, kept in zip(registries, before, strict=True):
             registry.clear()
             registry.update(kept)
+
+
+def leave_meta(module: torch.nn.Module, device: torch.device) -> None:
+    """Replace every tensor of ``module`` on meta by a fake one on ``device``, which holds no memory either.
+
+    Attention and others are other operators on meta, and torch differentiates some that it has no backward
+    for there, ``nll_loss`` among them, to no gradient at all. ``unchanged`` puts the tensors back.
+    """
+    mode = FakeTensorMode()
+    fakes: dict[int, torch.Tensor] = {}
+    for registry in (r for m in module.modules() for r in (m.__dict__, m._parameters, m._buffers)):
+        for name, tensor in registry.items():
+            if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+                if id(tensor) not in fakes:
+                    fakes[id(tensor)] = _fake(tensor, device, mode)
+                registry[name] = fakes[id(tensor)]
+
+
+def _fake(tensor: torch.Tensor, device: torch.device, mode: FakeTensorMode) -> torch.Tensor:
+    with mode:
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return torch.nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else fake
 
 
 @dataclass(frozen=True)

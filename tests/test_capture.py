@@ -34,7 +34,10 @@ from torch import Tensor, nn
 from unsplit import Inputs, Outcome, assert_equal, microbatches, unsplit_step
 
 import pipec
+from pipec.call import Call
+from pipec.capture import capture
 from pipec.errors import CaptureError, InputError
+from pipec.ir import Mode
 from pipec.pipeline import Pipeline
 
 SIZES = 3, 2
@@ -221,6 +224,50 @@ def test_an_argument_of_a_class_that_torch_cannot_take_apart_is_refused() -> Non
 
 
 # meta
+
+
+def test_a_model_on_meta_is_captured_as_on_its_device() -> None:
+    """torch differentiates a cross entropy on meta to no gradient, and takes attention apart there."""
+
+    def graph_on(device: str) -> list[str]:
+        with torch.device(device):
+            model, tokens = _Attending(), torch.zeros(4, 8, dtype=torch.int64)
+        graph = capture(model, _token_loss, Mode.TRAIN, Call((tokens,), {}, tokens))
+        assert all(parameter.device.type == device for parameter in model.parameters())
+        return [f"{node.name} {node.target} {node.meta['phase']}" for node in graph.nodes]
+
+    assert graph_on("meta") == graph_on("cpu")
+    assert any("nll_loss_backward" in line for line in graph_on("meta"))
+
+
+@pytest.mark.parametrize("batch", [8, 10])  # microbatches of one size, and of two
+def test_a_plan_of_one_size_of_microbatch_is_that_of_every_size(batch: int) -> None:
+    tokens = torch.zeros(batch, 8, dtype=torch.int64)
+    one, every = (
+        pipec.compile(_Attending(), 2, loss_fn=_token_loss, microbatches=4, dynamic=dynamic)
+        .prepare(tokens, target=tokens)
+        .plan
+        for dynamic in (False, True)
+    )
+    assert [stage.parameters for stage in one.stages] == [stage.parameters for stage in every.stages]
+    assert [stage.cost for stage in one.stages] == [stage.cost for stage in every.stages]
+    assert one.num_microbatches == every.num_microbatches == 4
+    assert one.dynamic_batch == (batch == 10)
+
+
+class _Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 16)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.first(self.embedding(tokens)).unsqueeze(1)
+        return self.second(nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True).squeeze(1))
+
+
+def _token_loss(logits: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
 def test_a_model_on_the_meta_device_is_compiled_and_trains_once_it_has_values() -> None:

@@ -61,7 +61,10 @@ def plan(
             raise InputError("to plan a model, give a TARGET and its number of --devices, 1 or more")
         if (bandwidth, topology, cost_model) != (None, None, None):
             raise InputError("--bandwidth, --topology and --cost-model are for graphs, not for a model")
-        pipe = prepare(target, int(devices), schedule, microbatches, recompute, memory_limit, profile)
+        dynamic = profile is not None
+        pipe = prepare(
+            target, int(devices), schedule, microbatches, recompute, memory_limit, profile, dynamic
+        )
         return _show_plan(pipe, as_json)
     if target is not None:
         raise InputError(f"give either the target {target} or a graph, not both")

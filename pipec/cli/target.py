@@ -23,6 +23,7 @@ def prepare(
     recompute: str,
     memory_limit: str | None,
     profile: Path | None = None,
+    dynamic: bool = True,
 ) -> "Pipeline":
     """Compile what ``step`` with the example of ``target`` would run; nothing is run."""
     with status("loading torch") as spinner:
@@ -39,6 +40,7 @@ def prepare(
             recompute=recompute,
             memory_limit=memory_limit,
             profile=profile,
+            dynamic=dynamic,
         )
         spinner.update("capturing the model and compiling its stages ...")
         return pipe.prepare(*example.args, target=example.target, **example.kwargs)
