@@ -99,7 +99,7 @@ def unchanged(module: torch.nn.Module) -> Iterator[None]:
     Differentiation swaps the tensors of a module for its own, and where one module is registered under
     two names it does not find its way back. Dynamo marks the tensors themselves.
     """
-    registries = [r for m in module.modules() for r in (m.__dict__, m._parameters, m._buffers)]
+    registries = _registries(module)
     registries += [vars(tensor) for tensor in (*module.parameters(), *module.buffers())]
     before = [dict(registry) for registry in registries]
     try:
@@ -110,6 +110,11 @@ def unchanged(module: torch.nn.Module) -> Iterator[None]:
             registry.update(kept)
 
 
+def _registries(module: torch.nn.Module) -> list[dict[str, Any]]:
+    """Where the module and those below it keep their tensors and attributes."""
+    return [r for m in module.modules() for r in (m.__dict__, m._parameters, m._buffers)]
+
+
 def leave_meta(module: torch.nn.Module, device: torch.device) -> None:
     """Replace every tensor of ``module`` on meta by a fake one on ``device``, which holds no memory either.
 
@@ -118,7 +123,7 @@ def leave_meta(module: torch.nn.Module, device: torch.device) -> None:
     """
     mode = FakeTensorMode()
     fakes: dict[int, torch.Tensor] = {}
-    for registry in (r for m in module.modules() for r in (m.__dict__, m._parameters, m._buffers)):
+    for registry in _registries(module):
         for name, tensor in registry.items():
             if isinstance(tensor, torch.Tensor) and tensor.is_meta:
                 if id(tensor) not in fakes:
