@@ -152,7 +152,6 @@ def _headline(plan: Plan) -> str:
     return (
         f"{len(plan.stages)} stages on {plan.num_ranks} ranks, {plan.schedule}, "
         f"{plan.num_microbatches} microbatches of {plan.microbatch_size}"
-        + ("" if plan.dynamic_batch else " (fixed)")
     )
 
 

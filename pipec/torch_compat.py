@@ -116,19 +116,18 @@ def _registries(module: torch.nn.Module) -> list[dict[str, Any]]:
 
 
 def leave_meta(module: torch.nn.Module, device: torch.device) -> None:
-    """Replace every tensor of ``module`` on meta by a fake one on ``device``, which holds no memory either.
+    """Replace parameters and buffers on meta by fake ones on ``device``, which hold no memory either.
 
-    Attention and others are other operators on meta, and torch differentiates some that it has no backward
-    for there, ``nll_loss`` among them, to no gradient at all. ``unchanged`` puts the tensors back.
+    On meta torch takes attention apart, and differentiates composite operators that have a kernel for meta,
+    such as ``nll_loss``, to no gradient and no error. ``unchanged`` puts the tensors back. Tensors that are
+    registered nowhere stay, and torch refuses to compute with them: nothing could give them values later.
     """
     mode = FakeTensorMode()
-    fakes: dict[int, torch.Tensor] = {}
+    tensors = (*module.parameters(), *module.buffers())
+    fakes = {id(tensor): _fake(tensor, device, mode) for tensor in tensors if tensor.is_meta}
     for registry in _registries(module):
-        for name, tensor in registry.items():
-            if isinstance(tensor, torch.Tensor) and tensor.is_meta:
-                if id(tensor) not in fakes:
-                    fakes[id(tensor)] = _fake(tensor, device, mode)
-                registry[name] = fakes[id(tensor)]
+        for name, value in registry.items():
+            registry[name] = fakes.get(id(value), value)
 
 
 def _fake(tensor: torch.Tensor, device: torch.device, mode: FakeTensorMode) -> torch.Tensor:

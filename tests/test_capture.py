@@ -240,6 +240,22 @@ def test_a_model_on_meta_is_captured_as_on_its_device() -> None:
     assert any("nll_loss_backward" in line for line in graph_on("meta"))
 
 
+def test_a_tensor_on_meta_that_is_no_buffer_is_refused_where_it_is_used() -> None:
+    class Masked(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.mask = torch.ones(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.mask
+
+    with torch.device("meta"):
+        model = Masked()
+    with pytest.raises(InputError, match=r"\* self\.mask\n.*cpu and meta"):
+        pipec.compile(model, 1).prepare(torch.zeros(4, 4))
+    assert model.mask.is_meta
+
+
 @pytest.mark.parametrize("batch", [8, 10])  # microbatches of one size, and of two
 def test_a_plan_of_one_size_of_microbatch_is_that_of_every_size(batch: int) -> None:
     tokens = torch.zeros(batch, 8, dtype=torch.int64)

@@ -109,7 +109,7 @@ def trained(schedule: ScheduleChoice, **options: Any) -> tuple[pipec.Pipeline, O
     return pipe, Outcome.of(loss, model), Outcome.of(loss, unsplit)
 
 
-@pytest.mark.parametrize("name", ["auto", "zb-h1", "zb-2p", "dualpipe-v", "interleaved-1f1b"])
+@pytest.mark.parametrize("name", ["auto", "dualpipe-v"])
 def test_a_schedule_by_name(name: str) -> None:
     pipe, found, wanted = trained(name, microbatches=8)
     assert pipe.plan.schedule == name

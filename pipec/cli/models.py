@@ -61,7 +61,7 @@ def plan(
             raise InputError("to plan a model, give a TARGET and its number of --devices, 1 or more")
         if (bandwidth, topology, cost_model) != (None, None, None):
             raise InputError("--bandwidth, --topology and --cost-model are for graphs, not for a model")
-        dynamic = profile is not None
+        dynamic = as_json or profile is not None  # plan.json and profiles are of graphs for any size
         pipe = prepare(
             target, int(devices), schedule, microbatches, recompute, memory_limit, profile, dynamic
         )
