@@ -104,6 +104,48 @@ def resnet() -> tuple[nn.Module, dict[str, Any]]:
     return _made(ResNetForImageClassification, config), kwargs
 
 
+class Perceptron(nn.Module):
+    """Three layers, and the loss as it returns it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.mse_loss(self.layers(x), y)
+
+
+class Encoder(nn.Module):
+    """torch's own transformer layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def encoder() -> tuple[nn.Module, dict[str, Any]]:
+    """Attention and layers with names, without loading ``transformers``."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Encoder(), {"x": torch.randn(ROWS, TOKENS, 8, generator=torch.Generator().manual_seed(5))}
+
+
+def perceptron() -> tuple[nn.Module, dict[str, Any]]:
+    """Captured in a second, for tests of what does not depend on the model."""
+    random = torch.Generator().manual_seed(4)
+    inputs = {name: torch.randn(ROWS, size, generator=random) for name, size in (("x", 6), ("y", 3))}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Perceptron(), inputs
+
+
 def gpt2_with_dropout() -> tuple[nn.Module, dict[str, Any]]:
     return gpt2(0.1)
 

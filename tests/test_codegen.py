@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import llama
+from models import encoder
 from torch import Tensor, nn
 
 import pipec
@@ -82,9 +82,9 @@ def hostile_output(pipe: Pipeline, x: Tensor) -> Tensor:
 
 SAVE = """
 import sys
-from models import llama
+from models import encoder
 import pipec
-model, batch = llama()
+model, batch = encoder()
 pipec.compile(model, devices=2, microbatches=2).prepare(**batch).save(sys.argv[1])
 """
 
@@ -93,7 +93,7 @@ pipec.compile(model, devices=2, microbatches=2).prepare(**batch).save(sys.argv[1
 def artifacts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, bytes]]:
     """The files of one artifact, made here and by a process that hashes strings in another way."""
     here, there = (tmp_path_factory.mktemp("artifacts") / name for name in ("here", "there"))
-    model, batch = llama()
+    model, batch = encoder()
     pipec.compile(model, devices=2, microbatches=2).prepare(**batch).save(here)
     environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": str(Path(__file__).parent)}
     subprocess.run([sys.executable, "-c", SAVE, str(there)], env=environment, check=True)
@@ -116,6 +116,6 @@ def test_no_path_of_the_machine_is_written(artifacts: list[dict[str, bytes]]) ->
 def test_operators_stand_under_the_module_they_come_from(artifacts: list[dict[str, bytes]]) -> None:
     sources = [content.decode() for name, content in sorted(artifacts[0].items()) if name.endswith(".py")]
     assert len(sources) == 2
-    assert "# model.layers.0.self_attn · LlamaAttention" in sources[0]
-    assert "# model.layers.1.mlp · LlamaMLP" in sources[1]
+    assert "# layers.0.self_attn · MultiheadAttention" in sources[0]
+    assert "# layers.1.linear2 · Linear" in sources[1]
     assert "f32[2*b, " in sources[0] or "f32[b, " in sources[0]

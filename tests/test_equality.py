@@ -1,6 +1,9 @@
 """Placement does not change the result: every model, cut in every way, has the bits of the unsplit model."""
 
 import copy
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -111,3 +114,26 @@ def test_twenty_steps_stay_equal_to_a_model_that_sums_the_gradients_of_each_use_
         head.data.copy_(embedding)
         assert torch.equal(*losses)
         assert all(map(torch.equal, run.model.parameters(), tied))
+
+
+def test_a_script_under_torchrun_prints_the_losses_of_one_process() -> None:
+    model = captured(gpt2)
+    run = TrainingRun(compiled(model, Combination(4, "1f1b", "none")), model.model)
+    optimizer = torch.optim.AdamW(run.model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(ADAMW_STEPS):
+        losses.append(f"loss {float(run.step(model.inputs)).hex()}")
+        optimizer.step()
+        optimizer.zero_grad()
+    tests = Path(__file__).parent
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    path = os.pathsep.join([str(tests.parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [*torchrun, tests / "train_gpt2.py", str(ADAMW_STEPS)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line for line in done.stdout.splitlines() if line.startswith("loss")] == losses

@@ -119,10 +119,8 @@ def test_a_schedule_by_name(name: str) -> None:
 def test_auto_is_no_slower_than_any_named_schedule_on_the_costs_of_the_model() -> None:
     """Each is simulated on the stages it would have."""
     best = trained("auto", microbatches=8)[0].simulate().makespan
-    others = {
-        name: trained(name, microbatches=8)[0].simulate().makespan for name in ("gpipe", "1f1b", "zb-h1")
-    }
-    assert best <= min(others.values()) * (1 + 1e-9), others
+    named = [trained(name, microbatches=8)[0].simulate().makespan for name in ("1f1b", "zb-v")]
+    assert best <= min(named) * (1 + 1e-9)
 
 
 def test_auto_stays_within_the_memory_limit() -> None:
