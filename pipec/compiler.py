@@ -186,12 +186,14 @@ class Compiler:
         if len(options) == 1 or graph.mode is not Mode.TRAIN:
             return options[0]
         scores: dict[Placement, tuple[float, float]] = {}
-        for placement in options:
-            with suppress(PlanError):  # too few operators for that many stages
-                self.placement, self.owners = placement, None
-                cut = self._place(copy_graph(graph), len(placement))
-                scores[placement] = self._score(cut, size)(self._schedule(cut, size, num_microbatches))
-        self.owners = None
+        try:
+            for placement in options:
+                with suppress(PlanError):  # too few operators for that many stages
+                    self.placement, self.owners = placement, None
+                    cut = self._place(copy_graph(graph), len(placement))
+                    scores[placement] = self._score(cut, size)(self._schedule(cut, size, num_microbatches))
+        finally:
+            self.placement, self.owners = None, None
         return min(scores, key=lambda each: scores[each]) if scores else options[0]
 
     def _schedule(self, graph: TrainingGraph, size: int, num_microbatches: int) -> Schedule:

@@ -32,7 +32,6 @@ Placement = tuple[int, ...]
 
 T = TypeVar("T", int, float)
 
-
 Score = Callable[[Schedule], tuple[float, float]]
 """By how many bytes a schedule exceeds the memory limit, and then how long a step takes: less is better."""
 
