@@ -16,7 +16,7 @@ from pipec import torch_compat
 from pipec.call import Call
 from pipec.diagnosis import brief, capture_error
 from pipec.errors import CaptureError, InputError, PipecError
-from pipec.graph import TrainingGraph
+from pipec.graph import Gradient, TrainingGraph
 from pipec.ir import Mode
 from pipec.normalize import Traced, training_graph
 from pipec.operators import number_operators
@@ -75,6 +75,8 @@ def capture(
                     )
                     errors.append(error)
                     continue
+                if mode is Mode.TRAIN:
+                    _check_trained(graph)
                 if graph.batch is None and symbolic:
                     log.warning(
                         "microbatches of %d rows are compiled on their own, and so is every other size: %s",
@@ -99,6 +101,15 @@ def _check_gradients(model: nn.Module, call: Call) -> None:
                 f"{fqn} has a hook on its gradient, which a pipeline would not call; remove it, "
                 "and change the gradient between step() and the optimizer's step"
             )
+
+
+def _check_trained(graph: TrainingGraph) -> None:
+    """Refuse a step that would train nothing, where eager torch refuses ``loss.backward()``."""
+    if not any(isinstance(result, Gradient) for result in graph.results):
+        raise InputError(
+            "no parameter would get a gradient: none that the loss depends on has requires_grad set. "
+            "Set it on those to train, or use eval_step() for the loss alone"
+        )
 
 
 class _Step(nn.Module):

@@ -22,7 +22,10 @@ OP_CODE: Mapping[Op, int] = {op: code for code, op in enumerate(OPS)}
 
 
 class _Columns(Sequence[Row]):
-    """A sequence of rows held as a matrix, one line per column; equal to any sequence of the same rows."""
+    """A sequence of rows held as a matrix, one line per column; equal to any sequence of the same rows.
+
+    Line 0 says what is done, in a code of the subclass; 1 and 2 are the stage and the microbatch.
+    """
 
     def __init__(self, matrix: Ints) -> None:
         self.matrix = matrix
@@ -33,6 +36,14 @@ class _Columns(Sequence[Row]):
     def _column(self, number: int) -> Ints:
         column: Ints = self.matrix[number]
         return column
+
+    @property
+    def stages(self) -> Ints:
+        return self._column(1)
+
+    @property
+    def microbatches(self) -> Ints:
+        return self._column(2)
 
     def __len__(self) -> int:
         return int(self.matrix.shape[1])
@@ -78,14 +89,6 @@ class Cells(_Columns[Compute]):
     def phases(self) -> Ints:
         return self._column(0)
 
-    @property
-    def stages(self) -> Ints:
-        return self._column(1)
-
-    @property
-    def microbatches(self) -> Ints:
-        return self._column(2)
-
     def where(self, mask: NDArray[np.bool_]) -> "Cells":
         """The cells at which ``mask`` is true."""
         return Cells(self.matrix[:, mask])
@@ -127,14 +130,6 @@ class Instructions(_Columns[Instruction]):
     @property
     def ops(self) -> Ints:
         return self._column(0)
-
-    @property
-    def stages(self) -> Ints:
-        return self._column(1)
-
-    @property
-    def microbatches(self) -> Ints:
-        return self._column(2)
 
     @property
     def link_numbers(self) -> Ints:

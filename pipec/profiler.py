@@ -108,10 +108,11 @@ class _Whole:
         ]
         self._sizes = [call.batch_size] * _MICROBATCHES
         self._leaves = _repeated(call, device)
-        self._threads = ThreadPoolExecutor(ranks)
 
     def run(self) -> None:
-        for step in list(self._threads.map(self._step, self._executions)):
+        with ThreadPoolExecutor(len(self._executions)) as threads:
+            steps = list(threads.map(self._step, self._executions))
+        for step in steps:
             for event in measured_timeline(step.programs, step.stamps).computes:
                 assert event.instruction.op.phase
                 self.seconds[event.instruction.op.phase].append(event.end - event.start)

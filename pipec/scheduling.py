@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from pipec.cost.devices import LinkModel
-from pipec.errors import PlanError
+from pipec.errors import InputError, PlanError
 from pipec.functions import StageFunctions, stage_functions
 from pipec.graph import TrainingGraph, memory_of
 from pipec.ir import Phase, Schedule
@@ -96,6 +96,11 @@ def check_choice(choice: ScheduleChoice, num_ranks: int, num_microbatches: int |
     Raises:
         InputError: nothing can come of the choice.
     """
+    if not isinstance(choice, str | Path) and not callable(choice):
+        raise InputError(
+            f"schedule is {choice!r}; expected a name, a Path to a file of compute orders, or a function of "
+            "the numbers of ranks and of microbatches that returns a Schedule"
+        )
     if isinstance(choice, Path) and num_microbatches is None:
         return custom_schedule(choice, num_ranks, None).num_microbatches
     if not isinstance(choice, str):

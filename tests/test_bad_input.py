@@ -89,7 +89,14 @@ def test_devices_that_contradict_the_world(monkeypatch: pytest.MonkeyPatch) -> N
         pipec.compile(Net(), devices=2)
 
 
-@pytest.mark.parametrize("option", [{"recompute": "some"}, {"microbatches": 0}])
+def test_a_model_without_anything_to_train() -> None:
+    pipe = make(Net().requires_grad_(False))
+    with pytest.raises(InputError, match=r"no parameter would get a gradient.* use eval_step\(\)"):
+        pipe.step(X, target=Y)
+    assert pipe.eval_step(X, target=Y) > 0
+
+
+@pytest.mark.parametrize("option", [{"recompute": "some"}, {"microbatches": 0}, {"schedule": 5}])
 def test_options_that_mean_nothing(option: dict[str, object]) -> None:
     with pytest.raises(InputError, match="expected"):
         pipec.compile(Net(), devices=2, **option)

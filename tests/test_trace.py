@@ -11,9 +11,10 @@ from typer.testing import CliRunner
 
 import pipec
 from pipec.cli import app
-from pipec.errors import InputError
+from pipec.errors import ExecutionError, InputError
 from pipec.ir import Instruction, Op, Program
 from pipec.pipeline import Pipeline
+from pipec.runtime.stage import BoundStage
 from pipec.simulate import Timeline
 from pipec.trace import Trace, measured_timeline
 
@@ -92,6 +93,19 @@ def test_an_error_while_recording_ends_it(pipe: Pipeline) -> None:
     with pipe.trace() as trace:
         loss_of(pipe)
     assert len(trace.steps) == 1
+
+
+def test_a_step_that_fails_is_not_recorded(pipe: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it stamped is half a step. The steps around it are whole."""
+    loss_of(pipe)
+    with pipe.trace() as trace:
+        loss_of(pipe)
+        with monkeypatch.context() as patch:
+            patch.setattr(BoundStage, "update_buffers", None)
+            with pytest.raises(ExecutionError):
+                loss_of(pipe)
+        loss_of(pipe)
+    assert len(trace.steps) == 2
 
 
 def test_waiting_is_no_part_of_a_compute() -> None:

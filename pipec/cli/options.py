@@ -62,4 +62,8 @@ MemoryLimit = Annotated[str | None, typer.Option("--memory-limit", help="Bytes p
 ProfilePath = Annotated[
     Path | None, typer.Option("--profile", help="Measured times, from `pipec profile`, to cut by.")
 ]
+Drawing = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", help="Draw it: .html, .svg, .txt, or .json for Perfetto and Chrome."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipec.cli.options import TARGET_HELP, Json, Recompute
+from pipec.cli.options import TARGET_HELP, Drawing, Json, Recompute
 from pipec.cli.output import show_json
 from pipec.errors import InputError
 
 if TYPE_CHECKING:
+    from pipec.schedules import Workload
     from pipec.simulate import Timeline
 
 _OF_NAME, _OF_TARGET = "Options with a NAME", "Options with a TARGET"
@@ -36,9 +37,7 @@ def schedule(
     microbatches: Annotated[
         int | None, typer.Option(min=1, help="Default: 8; of a model, up to 4 a rank.")
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write to a file, .svg or .txt.")
-    ] = None,
+    output: Drawing = None,
     as_json: Json = False,
     stages: Annotated[int, _of_name("Number of ranks; a schedule may cut each's share into several.", 1)] = 4,
     forward: Annotated[float, _of_name("Time of a microbatch's forward on a rank.", 0)] = 1.0,
@@ -66,35 +65,42 @@ def schedule(
     """
     is_target = ":" in what
     _refuse(ctx, _OF_NAME if is_target else _OF_TARGET)
-    facts: dict[str, object] = {}
     if is_target:
         from pipec.cli.target import prepare
 
         pipe = prepare(what, devices, name, microbatches, recompute, memory_limit)
-        timeline, name, microbatches = pipe.simulate(), pipe.plan.schedule, pipe.plan.num_microbatches
-    else:
-        from pipec.report import simulate_schedule
-        from pipec.schedules import Workload, custom_schedule, make_schedule
+        _show(pipe.simulate(), pipe.plan.schedule, pipe.plan.num_microbatches, output, as_json, {})
+        return
+    from pipec.schedules import Workload
 
-        name, microbatches = what, microbatches or 8
-        work = Workload.uniform(
-            stages,
-            forward=forward,
-            backward_input=backward_input,
-            backward_weight=backward_weight,
-            message=communication,
-            memory_backward=memory_backward,
-            memory_weight=memory_weight,
-            memory_limit=_number(memory_limit),
-        )
-        if what.endswith(".txt"):
-            schedule = custom_schedule(Path(what), stages, microbatches)
-        else:
-            schedule = make_schedule(name, stages, microbatches, work)
-        work.check_fits(schedule)
-        timeline, seconds = simulate_schedule(schedule, work)
-        facts = {"lower_and_verify_seconds": seconds}
-    _show(timeline, name, microbatches, output, as_json, facts)
+    work = Workload.uniform(
+        stages,
+        forward=forward,
+        backward_input=backward_input,
+        backward_weight=backward_weight,
+        message=communication,
+        memory_backward=memory_backward,
+        memory_weight=memory_weight,
+        memory_limit=_number(memory_limit),
+    )
+    microbatches = microbatches or 8
+    timeline, seconds = _of_schedule(what, stages, microbatches, work)
+    _show(timeline, what, microbatches, output, as_json, {"lower_and_verify_seconds": seconds})
+
+
+def _of_schedule(
+    name: str, num_ranks: int, num_microbatches: int, work: "Workload"
+) -> tuple["Timeline", float]:
+    """The timeline of a schedule, or a file of compute orders, and the seconds to lower and verify it."""
+    from pipec.report import simulate_schedule
+    from pipec.schedules import custom_schedule, make_schedule
+
+    if name.endswith(".txt"):
+        schedule = custom_schedule(Path(name), num_ranks, num_microbatches)
+    else:
+        schedule = make_schedule(name, num_ranks, num_microbatches, work)
+    work.check_fits(schedule)
+    return simulate_schedule(schedule, work)
 
 
 def _number(memory_limit: str | None) -> float | None:

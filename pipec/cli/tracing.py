@@ -1,11 +1,10 @@
 """``pipec trace``: what a step of a saved artifact takes for real, beside what was planned."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from pipec.cli.options import Artifact, Json
+from pipec.cli.options import Artifact, Drawing, Json
 from pipec.cli.output import show_json, status
 from pipec.console import is_rank_zero, log
 
@@ -15,10 +14,7 @@ WARMUP = 2
 
 def trace(
     directory: Artifact,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Draw it: .html, .svg, .txt, or .json for Perfetto and Chrome."),
-    ] = None,
+    output: Drawing = None,
     steps: Annotated[int, typer.Option(min=1, help="How many steps to record; the median is shown.")] = 5,
     seed: Annotated[int, typer.Option(help="Of the random inputs and tensors.")] = 0,
     int_high: Annotated[int, typer.Option(min=1, help="Random integers are below this.")] = 2,

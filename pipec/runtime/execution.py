@@ -120,7 +120,7 @@ class Execution:
     ) -> dict[str, Tensor]:
         """One step over flattened arguments with ``sum(sizes)`` of the ``batch`` rows; results by name.
 
-        ``recorded`` gets the times of the step on the ranks of this process.
+        ``recorded`` gets the times of the step, if it succeeds, on the ranks of this process.
         """
         microbatches = self._split(leaves, sizes)
         stamps: dict[int, Stamps] = {} if recorded is None else {rank: [] for rank in self._ranks.devices}
@@ -128,11 +128,10 @@ class Execution:
             functools.partial(interpreter.run, microbatches, sizes, seed, step, batch, stamps.get(rank))
             for rank, interpreter in zip(self._ranks.devices, self._interpreters, strict=True)
         ]
+        results = jobs[0]() if self._ranks.world.distributed else self._ranks.in_process.run(jobs)[0]
         if recorded is not None:
             recorded.append(RecordedStep(self.artifact.programs, stamps))
-        if self._ranks.world.distributed:
-            return jobs[0]()
-        return self._ranks.in_process.run(jobs)[0]
+        return results
 
     def _split(self, leaves: Sequence[object], sizes: Sequence[int]) -> list[dict[str, Tensor]]:
         microbatches: list[dict[str, Tensor]] = [{} for _ in sizes]
