@@ -21,6 +21,7 @@ from pipec.runtime.execution import Ranks
 from pipec.runtime.holder import ModelTensors
 from pipec.runtime.launch import Devices
 from pipec.scheduling import ScheduleChoice, Scheduler, check_choice
+from pipec.search import Search
 
 RECOMPUTE = ("auto", "none", "full")
 
@@ -60,15 +61,16 @@ def compile(
         schedule: a name, such as ``1f1b`` or ``zb-h1``; ``"auto"`` for the fastest one found for the model's
             costs within the memory limit; a ``Path`` to a file of compute orders; or a function of the number
             of ranks and of microbatches that returns a ``Schedule``. See docs/schedules.md.
-        microbatches: how many a mini-batch is split into. None: up to four a rank.
+        microbatches: how many a mini-batch is split into. None: as many as the simulated step is fastest
+            with, within the memory limit.
         recompute: ``"none"`` keeps every value the backward needs; ``"full"`` keeps only what a stage
             received and computes the rest again; ``"auto"`` does so where ``memory_limit`` forces it to.
         memory_limit: bytes per device, or text such as ``"16GiB"``. Optimizer state is not counted.
         profile: measured times, or the file that holds them, for the stages to be cut by; see ``profile``.
             None: a model of the device.
         dynamic: compile once for every size of microbatch. False: for each size anew, which takes half the
-            time where there is only one, as for a plan that is only looked at. A ``profile`` is of dynamic
-            graphs.
+            time where there is only one, as for a plan that is only looked at; ``microbatches=None`` then
+            means up to four a rank. A ``profile`` is of dynamic graphs.
         timeout: seconds to wait for another process before giving it up.
 
     Raises:
@@ -84,10 +86,10 @@ def compile(
     tensors = ModelTensors.of(model)
     device = next(iter(ranks.devices.values()))
     measured = load_profile(profile) if isinstance(profile, str | Path) else profile
-    target = Target(default_device_model(device), recompute, limit, measured)
-    scheduler = Scheduler(schedule, ranks.count)
-    compiler = Compiler(model, loss_fn, scheduler, target, device, tensors.canonical, dynamic)
-    return Pipeline(compiler, tensors, ranks, microbatches)
+    target = Target(default_device_model(device), recompute, measured)
+    search = Search(Scheduler(schedule, ranks.count), limit, may_recompute=recompute == "auto")
+    compiler = Compiler(model, loss_fn, search, target, device, tensors.canonical, microbatches, dynamic)
+    return Pipeline(compiler, tensors, ranks)
 
 
 def profile(

@@ -140,11 +140,29 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
+class Alternative:
+    """Another way to run the step that was considered, and why it was not taken.
+
+    ``replicas`` pipelines of ``num_stages`` stages share the mini-batch, each in ``num_microbatches``.
+    ``seconds`` is what the step was predicted to take, ``peak_bytes`` what the rank that needs most would.
+    """
+
+    schedule: str
+    num_stages: int
+    replicas: int
+    num_microbatches: int
+    seconds: float
+    peak_bytes: int
+    refused: str
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Everything decided before code is generated. ``placement[stage]`` is the rank that runs it.
 
     ``outputs`` names the results in the order of the leaves of what the model returns;
     ``link_seconds[i]`` is how long ``links[i]`` takes. ``parameters`` and ``buffers`` are named by FQN.
+    ``alternatives`` are there if something was left to be chosen, the fastest first.
     """
 
     mode: Mode
@@ -160,6 +178,7 @@ class Plan:
     inputs: tuple[Input, ...] = ()
     outputs: tuple[str, ...] = ()
     dynamic_batch: bool = True
+    alternatives: tuple[Alternative, ...] = ()
 
     @property
     def num_ranks(self) -> int:

@@ -15,7 +15,7 @@ from pipec.compiler import Compiled, Compiler
 from pipec.errors import InputError
 from pipec.ir import Mode, Plan, Program
 from pipec.report import readable, saved_bytes_over_time, simulate_plan
-from pipec.runtime.batch import default_microbatches, dense, split_sizes
+from pipec.runtime.batch import dense
 from pipec.runtime.execution import Execution, Ranks
 from pipec.runtime.holder import ModelTensors, drop, hold
 from pipec.runtime.recording import RecordedStep
@@ -34,14 +34,11 @@ class Pipeline(nn.Module):
     device, it is the model's own, so that the model sees what was trained.
     """
 
-    def __init__(
-        self, compiler: Compiler, tensors: ModelTensors, ranks: Ranks, microbatches: int | None
-    ) -> None:
+    def __init__(self, compiler: Compiler, tensors: ModelTensors, ranks: Ranks) -> None:
         super().__init__()
         self._compiler = compiler
         self._tensors = tensors
         self._ranks = ranks
-        self._microbatches = microbatches
         self._groups: dict[Hashable, list[tuple[Compiled, list[int]]]] = {}
         self._executions: dict[int, Execution] = {}
         self._trained: Compiled | None = None
@@ -77,7 +74,7 @@ class Pipeline(nn.Module):
         """The model's output for the whole batch, on every rank, without gradients."""
         call = _call(args, kwargs)
         results = self._run(Mode.FORWARD, call)
-        compiled = self._compiled(Mode.FORWARD, call, self._sizes(call))[0][0]
+        compiled = self._compiled(Mode.FORWARD, call)[0][0]
         leaves = [results.get(name) for name in compiled.artifact.plan.outputs]
         assert compiled.output_spec is not None
         return pytree.tree_unflatten(leaves, compiled.output_spec)
@@ -85,7 +82,7 @@ class Pipeline(nn.Module):
     def prepare(self, *args: Any, target: Any = None, **kwargs: Any) -> "Pipeline":
         """Compile what ``step`` with these arguments will run, and run nothing. Returns the pipeline."""
         call = self._checked(args, kwargs, target)
-        self._compiled(Mode.TRAIN, call, self._sizes(call))
+        self._compiled(Mode.TRAIN, call)
         return self
 
     def train(self, mode: bool = True) -> "Pipeline":
@@ -183,16 +180,12 @@ class Pipeline(nn.Module):
             )
         return call
 
-    def _sizes(self, call: Call) -> list[int]:
-        batch = call.batch_size
-        return split_sizes(batch, self._microbatches or default_microbatches(batch, self._ranks.count))
-
-    def _compiled(self, mode: Mode, call: Call, sizes: list[int]) -> list[tuple[Compiled, list[int]]]:
+    def _compiled(self, mode: Mode, call: Call) -> list[tuple[Compiled, list[int]]]:
         """What runs the microbatches, in groups of consecutive ones; one process compiles for all."""
         with self._modules_in_mode():
-            key = (mode, call.signature(), self._compiler.training_flags(), tuple(sizes))
+            key = (mode, call.signature(), self._compiler.training_flags(), call.batch_size)
             if key not in self._groups:
-                compile = functools.partial(self._compiler.compile, mode, call, sizes)
+                compile = functools.partial(self._compiler.compile, mode, call)
                 self._groups[key] = self._ranks.once(repr(key), compile)
         groups = self._groups[key]
         if mode is Mode.TRAIN:
@@ -214,7 +207,7 @@ class Pipeline(nn.Module):
                 module.training = training
 
     def _run(self, mode: Mode, call: Call) -> dict[str, Tensor]:
-        groups = self._compiled(mode, call, self._sizes(call))
+        groups = self._compiled(mode, call)
         executions = [self._execution(compiled) for compiled, _ in groups]
         batch, start, parts = call.batch_size, 0, []
         for execution, (_, sizes) in zip(executions, groups, strict=True):

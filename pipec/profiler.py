@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
 from pipec.call import Call
-from pipec.compiler import Target, emit, passes
+from pipec.compiler import Target, passes
 from pipec.cost.fingerprint import calls, fingerprint, profiled_nodes
 from pipec.cost.machine import default_device_model
 from pipec.cost.profile import Profile, ProfiledNode, ProfiledOperator
@@ -32,6 +32,7 @@ from pipec.passes.simplify import Simplify
 from pipec.runtime.execution import Execution, Ranks
 from pipec.runtime.recording import RecordedStep
 from pipec.schedules import gpipe
+from pipec.staged import Staged
 from pipec.trace import measured_timeline
 
 T = TypeVar("T")
@@ -95,8 +96,9 @@ class _Whole:
         ranks: int,
     ) -> None:
         target = Target(default_device_model(device))
-        staged = run_passes(copy_graph(graph), passes(target, CutStages(1, target.device.link), frozenset()))
-        artifact = emit(staged, gpipe(1, _MICROBATCHES), call.batch_size, target.device.link)
+        link = target.device.link
+        whole = run_passes(copy_graph(graph), passes(target, CutStages(1, link), frozenset()))
+        artifact = Staged(whole, link).artifact(gpipe(1, _MICROBATCHES), call.batch_size)
         self.seconds: dict[Phase, list[float]] = defaultdict(list)
         self._parameters = [
             {fqn: nn.Parameter(tensor, tensor.is_floating_point()) for fqn, tensor in tensors.items()}

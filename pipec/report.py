@@ -1,5 +1,6 @@
 """What a person reads: a plan as a table of its stages, the timeline it predicts, a profile."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import fields
 from io import StringIO
@@ -9,7 +10,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from pipec.attribution import Curve, Held, memory_over_time
+from pipec.attribution import Curve, Held, critical_path, memory_over_time, waits
 from pipec.cost.profile import Profile
 from pipec.ir import Payload, Phase, Plan, Program, Schedule, Stage
 from pipec.lower import chain_links, lower
@@ -116,7 +117,8 @@ def plan_table(plan: Plan, programs: Sequence[Program]) -> str:
         table.add_column(heading, justify="left" if heading == "modules" else "right", no_wrap=True)
     for stage in plan.stages:
         table.add_row(*_row(plan, stage))
-    return "\n".join([_headline(plan), "", *_lines(table), "", *_predictions(plan, programs)])
+    parts = [[_headline(plan)], _lines(table), _predictions(plan, programs), _alternatives(plan)]
+    return "\n\n".join("\n".join(part) for part in parts if part)
 
 
 def profile_table(profile: Profile, most: int = 12) -> str:
@@ -188,11 +190,10 @@ def sent_bytes(plan: Plan, stage: int) -> int:
 def _predictions(plan: Plan, programs: Sequence[Program]) -> list[str]:
     timeline = simulate_plan(plan, programs)
     needs = rank_bytes(plan, programs)
-    slowest = max(plan.stages, key=lambda stage: sum(stage.cost.seconds.values()))
     peaks = ", ".join(format_bytes(need.total) for need in needs)
     lines = [
-        f"step {format_seconds(timeline.makespan)}, bubble {timeline.bubble_rate:.1%}, "
-        f"slowest stage {slowest.index}",
+        f"step {format_seconds(timeline.makespan)}, bubble {timeline.bubble_rate:.1%}",
+        f"bounded by {_bounds(timeline)}",
         f"peak memory by rank, without optimizer state: {peaks}",
     ]
     if any(stage.recompute for stage in plan.stages):
@@ -200,3 +201,33 @@ def _predictions(plan: Plan, programs: Sequence[Program]) -> list[str]:
     if tied := [v.name for link in plan.links if link.payload is Payload.WEIGHT for v in link.values]:
         lines.append(f"tied across stages: {', '.join(tied)}")
     return lines
+
+
+def _bounds(timeline: Timeline) -> str:
+    """What the critical path, which has no gaps but those of messages, consists of."""
+    seconds: dict[str, float] = defaultdict(float)
+    for index in critical_path(timeline, waits(timeline)):
+        event = timeline.events[index]
+        stage = f"stage {event.instruction.stage}"
+        seconds[stage if event.is_compute else "messages"] += event.end - event.start
+    shares = sorted(((time / timeline.makespan, what) for what, time in seconds.items()), reverse=True)
+    return ", ".join(f"{what} {share:.0%}" for share, what in shares if share >= _WORTH_TELLING)
+
+
+_WORTH_TELLING = 0.01
+"""Of the step."""
+
+
+def _alternatives(plan: Plan) -> list[str]:
+    if not plan.alternatives:
+        return []
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("instead", no_wrap=True)
+    for heading in ("microbatches", "stages", "replicas", "step", "peak memory"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("refused", no_wrap=True)
+    for each in plan.alternatives:
+        counts = map(str, (each.num_microbatches, each.num_stages, each.replicas))
+        step, peak = format_seconds(each.seconds), format_bytes(each.peak_bytes)
+        table.add_row(each.schedule, *counts, step, peak, each.refused)
+    return _lines(table)

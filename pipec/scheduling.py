@@ -3,14 +3,9 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
-from pipec.cost.devices import LinkModel
-from pipec.errors import InputError, PlanError
-from pipec.functions import StageFunctions, stage_functions
-from pipec.graph import TrainingGraph, memory_of
-from pipec.ir import Phase, Schedule
-from pipec.plan import node_bytes, stage_cost, value_of
+from pipec.errors import InfeasibleError, InputError, PlanError
+from pipec.ir import Schedule
 from pipec.schedules import (
     SCHEDULES,
     SEARCHED,
@@ -20,20 +15,18 @@ from pipec.schedules import (
     forward_only,
     looped_placement,
     make_schedule,
+    named,
     straight_placement,
     v_placement,
 )
-from pipec.text import value_bytes
 
 ScheduleChoice = str | Path | Callable[[int, int], Schedule]
 """A name, a file of compute orders, or a function of the numbers of ranks and of microbatches."""
 
 Placement = tuple[int, ...]
 
-T = TypeVar("T", int, float)
-
-Score = Callable[[Schedule], tuple[float, float]]
-"""By how many bytes a schedule exceeds the memory limit, and then how long a step takes: less is better."""
+_MOST_PER_RANK = 8
+"""Microbatches: filling and draining then take a ninth of the step. More gain little and launch more."""
 
 
 @dataclass(frozen=True)
@@ -43,19 +36,41 @@ class Scheduler:
     choice: ScheduleChoice
     num_ranks: int
 
-    def placements(self, num_microbatches: int) -> list[Placement]:
-        """Which rank has each stage; several if that is to be found out."""
+    def counts(self, batch: int) -> list[int]:
+        """Numbers of microbatches that may suit a batch of so many rows, the usual one first.
+
+        Raises:
+            InputError: the schedule can do with none of them.
+        """
+        worthwhile = [usual_microbatches(batch, self.num_ranks), *counts_to_try(batch, self.num_ranks)]
+        possible = [count for count in dict.fromkeys(worthwhile) if self._can(count)]
+        return possible or [self._fixed(worthwhile[0]).num_microbatches]
+
+    def placements(self, counts: Iterable[int]) -> list[Placement]:
+        """Which rank has each stage; several if that is to be found out. Raises InputError as a schedule."""
         if self.choice == "auto":
             p = self.num_ranks
             return list(dict.fromkeys([straight_placement(p), v_placement(p), looped_placement(p, 2)]))
         if self.choice in SEARCHED:
             return [straight_placement(self.num_ranks)]
-        return [self._fixed(num_microbatches).placement]
+        return list(dict.fromkeys(self._fixed(count).placement for count in counts))
 
-    def schedule(
-        self, num_microbatches: int, placement: Placement, work: Callable[[], Workload], score: Score
-    ) -> Schedule:
-        """What a training step runs. ``work`` tells the costs of the ranks, if those matter.
+    def options(
+        self, num_microbatches: int, placement: Placement, work: Callable[[], Workload]
+    ) -> list[Schedule]:
+        """What may run with so many microbatches: none, if the schedule cannot, and quick to say."""
+        try:
+            if self.choice == "auto":
+                found = named(self.num_ranks, num_microbatches)
+                return [schedule for schedule in found if schedule.placement == placement]
+            return self.candidates(num_microbatches, placement, work)
+        except (InputError, InfeasibleError, PlanError):
+            return []
+
+    def candidates(
+        self, num_microbatches: int, placement: Placement, work: Callable[[], Workload]
+    ) -> list[Schedule]:
+        """The schedules of which the best is to run a step. ``work`` tells what the ranks have to do.
 
         Raises:
             InputError, InfeasibleError: as ``make_schedule``.
@@ -63,9 +78,9 @@ class Scheduler:
         """
         if self.choice == "auto":
             found = candidates(self.num_ranks, num_microbatches, work())
-            return replace(min((s for s in found if s.placement == placement), key=score), name="auto")
+            return [replace(each, name="auto") for each in found if each.placement == placement]
         if isinstance(self.choice, str) and self.choice in SEARCHED:
-            return make_schedule(self.choice, self.num_ranks, num_microbatches, work())
+            return [make_schedule(self.choice, self.num_ranks, num_microbatches, work())]
         schedule = self._fixed(num_microbatches)
         if schedule.placement != placement:
             raise PlanError(
@@ -73,7 +88,7 @@ class Scheduler:
                 f"{num_microbatches} microbatches, but the parameters are where {placement} put them; "
                 "compile another pipeline for this number of microbatches"
             )
-        return schedule
+        return [schedule]
 
     def forwards(self, num_microbatches: int, placement: Placement) -> Schedule:
         """What an evaluation runs. What is searched for concerns backwards, so a simple order serves."""
@@ -84,10 +99,41 @@ class Scheduler:
         )
         return forward_only(next(schedule for schedule in simple if schedule.placement == placement))
 
+    def _can(self, num_microbatches: int) -> bool:
+        try:
+            return self.choice in SEARCHED or bool(self._fixed(num_microbatches))
+        except InputError:
+            return False
+
     def _fixed(self, num_microbatches: int) -> Schedule:
         if isinstance(self.choice, str):
             return make_schedule(self.choice, self.num_ranks, num_microbatches)
         return custom_schedule(self.choice, self.num_ranks, num_microbatches)
+
+
+def usual_microbatches(batch: int, num_ranks: int) -> int:
+    """Four a rank where the batch has that many rows: the bubble is then below a fifth of the step.
+
+    Of the counts from ``num_ranks`` to that, the largest that splits the batch evenly is taken.
+    """
+    most = max(1, min(batch, 4 * num_ranks))
+    even = [count for count in range(min(num_ranks, most), most + 1) if batch % count == 0]
+    return even[-1] if even else most
+
+
+def counts_to_try(batch: int, num_ranks: int) -> list[int]:
+    """Numbers of microbatches, up to eight a rank: ascending, each at most four times the one before.
+
+    From each power of two up to the next it is the largest that splits ``batch`` evenly, if one does; and
+    the number of ranks, doubled and doubled again, which every schedule can do with.
+    """
+    most = min(batch, _MOST_PER_RANK * num_ranks)
+    even = (
+        max((n for n in range(1 << k, min(2 << k, most + 1)) if batch % n == 0), default=1 << k)
+        for k in range(most.bit_length())
+    )
+    multiples = (num_ranks << k for k in range(_MOST_PER_RANK.bit_length()))
+    return sorted({*even, *(count for count in multiples if count <= most)})
 
 
 def check_choice(choice: ScheduleChoice, num_ranks: int, num_microbatches: int | None) -> int | None:
@@ -108,49 +154,3 @@ def check_choice(choice: ScheduleChoice, num_ranks: int, num_microbatches: int |
     if choice not in SEARCHED:
         make_schedule(choice, num_ranks, num_microbatches or 2 * num_ranks)
     return num_microbatches
-
-
-def workload_of(
-    graph: TrainingGraph, placement: Placement, size: int, link: LinkModel, memory_limit: int | None
-) -> Workload:
-    """What the ranks of a cut graph do for a microbatch of ``size`` rows, in seconds and bytes.
-
-    Of a memory limit too low for weights and gradients alone, nothing is left.
-    """
-    stages = [stage_functions(graph, stage, split_backward=True) for stage in range(graph.num_stages)]
-    costs = [stage_cost(graph, stage, size) for stage in stages]
-
-    def by_rank(each: Iterable[T]) -> tuple[T, ...]:
-        sums: dict[int, T] = {}
-        for rank, amount in zip(placement, each, strict=True):
-            sums[rank] = sums[rank] + amount if rank in sums else amount
-        return tuple(sums[rank] for rank in sorted(sums))
-
-    def seconds(phase: Phase) -> tuple[float, ...]:
-        return by_rank(cost.seconds.get(phase, 0.0) for cost in costs)
-
-    static = max(by_rank(2 * cost.parameter_bytes + cost.transient_bytes for cost in costs))
-    return Workload(
-        forward=seconds(Phase.FORWARD),
-        backward_input=seconds(Phase.BACKWARD_INPUT),
-        backward_weight=seconds(Phase.BACKWARD_WEIGHT),
-        recompute=seconds(Phase.RECOMPUTE),
-        message=max(_message_seconds(graph, stage, size, link) for stage in stages),
-        memory_backward=max(1, *by_rank(cost.saved_bytes for cost in costs)),
-        memory_weight=max(by_rank(_kept_for_weights(stage, size) for stage in stages)),
-        memory_limit=None if memory_limit is None else max(0, memory_limit - static),
-    )
-
-
-def _message_seconds(graph: TrainingGraph, stage: StageFunctions, size: int, link: LinkModel) -> float:
-    """Time of what the stage's forward sends."""
-    sent = [node for function in stage.functions if function.phase is Phase.FORWARD for node in function.sent]
-    sizes = [value_bytes(value_of(graph, node, node.name), size) for node in sent]
-    return link.seconds(sum(sizes)) if sizes else 0.0
-
-
-def _kept_for_weights(stage: StageFunctions, size: int) -> int:
-    """Bytes of what a microbatch still holds between its two backwards."""
-    halves = [function for function in stage.functions if function.phase is Phase.BACKWARD_INPUT]
-    kept = {memory_of(node) for function in halves for node in function.saved_out}
-    return sum(node_bytes(node, size) for node in kept)

@@ -16,7 +16,7 @@ import pipec
 from pipec.artifact import Artifact, save
 from pipec.call import Call
 from pipec.capture import capture
-from pipec.compiler import Target, emit, passes
+from pipec.compiler import Target, passes
 from pipec.cost.devices import DEVICES
 from pipec.graph import TrainingGraph, copy_graph
 from pipec.ir import Schedule
@@ -24,6 +24,7 @@ from pipec.passes import Pass, run_passes
 from pipec.passes.cut_stages import CutStages
 from pipec.runtime.execution import Execution, Ranks
 from pipec.schedules import make_schedule
+from pipec.staged import Staged
 
 SIZES = (3, 3, 2)
 """Rows of each microbatch: they need not be equal."""
@@ -96,7 +97,7 @@ def compiled(model: Captured, combination: Combination) -> Artifact:
 
 
 def generated(graph: TrainingGraph, schedule: Schedule) -> Artifact:
-    return emit(graph, schedule, max(SIZES), TARGET.device.link)
+    return Staged(graph, TARGET.device.link).artifact(schedule, max(SIZES))
 
 
 @functools.cache

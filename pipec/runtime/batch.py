@@ -35,13 +35,3 @@ def split_sizes(batch: int, num_microbatches: int) -> list[int]:
             f"pass at least {num_microbatches} rows, or compile with microbatches={max(batch, 1)} or fewer"
         )
     return [batch // num_microbatches + (i < batch % num_microbatches) for i in range(num_microbatches)]
-
-
-def default_microbatches(batch: int, num_ranks: int) -> int:
-    """Four a rank where the batch has that many rows: the bubble is then below a fifth of the step.
-
-    Of the counts from ``num_ranks`` to that, the largest that splits the batch evenly is taken.
-    """
-    most = max(1, min(batch, 4 * num_ranks))
-    even = [count for count in range(min(num_ranks, most), most + 1) if batch % count == 0]
-    return even[-1] if even else most

@@ -9,7 +9,7 @@ from typing import cast
 from pipec.columns import PHASE_CODE, Cells
 from pipec.errors import InputError
 from pipec.ir import Phase, Schedule
-from pipec.schedules.auto import auto, candidates
+from pipec.schedules.auto import auto, candidates, named
 from pipec.schedules.custom import custom_schedule, format_orders, parse_orders
 from pipec.schedules.dualpipe_v import dualpipe_v
 from pipec.schedules.fixed import SCHEDULES
@@ -88,6 +88,7 @@ __all__ = [
     "looped_bfs",
     "looped_placement",
     "make_schedule",
+    "named",
     "one_f_one_b",
     "parse_orders",
     "straight_placement",

@@ -1,6 +1,7 @@
 """The best order found for given costs and memory: every known schedule, a search, and local moves."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 from pipec.errors import InfeasibleError, InputError
@@ -38,9 +39,9 @@ def candidates(num_ranks: int, num_microbatches: int, work: Workload) -> list[Sc
 
     The search for those is on the straight and the V placement, within the memory limit.
     """
-    named = list(_named(num_ranks, num_microbatches))
-    fitting = [schedule for schedule in named if work.fits(schedule)]
-    return [*named, *_searched(num_ranks, num_microbatches, work, fitting)]
+    known = named(num_ranks, num_microbatches)
+    fitting = [schedule for schedule in known if work.fits(schedule)]
+    return [*known, *_searched(num_ranks, num_microbatches, work, fitting)]
 
 
 def makespan(schedule: Schedule, work: Workload) -> float:
@@ -49,21 +50,22 @@ def makespan(schedule: Schedule, work: Workload) -> float:
     return simulate(lower(schedule, links), work.costs(schedule, links)).makespan
 
 
-def _named(num_ranks: int, num_microbatches: int) -> Iterator[Schedule]:
+def named(num_ranks: int, num_microbatches: int) -> list[Schedule]:
+    """Every schedule of ``SCHEDULES`` that can do with these counts."""
+    found = []
     for make in SCHEDULES.values():
-        try:
-            yield make(num_ranks, num_microbatches)
-        except InputError:  # a schedule that cannot do with these counts is no candidate
-            continue
+        with suppress(InputError):
+            found.append(make(num_ranks, num_microbatches))
+    return found
 
 
-def _searched(num_ranks: int, m: int, work: Workload, named: list[Schedule]) -> Iterator[Schedule]:
+def _searched(num_ranks: int, m: int, work: Workload, fitting: list[Schedule]) -> Iterator[Schedule]:
     limit = float("inf") if work.memory_limit is None else work.memory_limit
     chunk = max(work.memory_backward, work.memory_weight) / 2
     peak = int(min(limit / chunk + 1e-9, 2 * m))
     for placement in (straight_placement(num_ranks), v_placement(num_ranks)):
         problem = make_problem(placement, m, work, limit)
-        known = [schedule for schedule in named if schedule.placement == placement]
+        known = [schedule for schedule in fitting if schedule.placement == placement]
         if placement == v_placement(num_ranks):
             known += within_peak(num_ranks, m, peak)
         try:

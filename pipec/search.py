@@ -1,0 +1,162 @@
+"""The fastest way to run a step: how many microbatches under which schedule, as the simulator scores them."""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from pipec.cost.devices import LinkModel
+from pipec.errors import InputError, PlanError
+from pipec.ir import Alternative, Schedule
+from pipec.runtime.batch import split_sizes
+from pipec.scheduling import Placement, Scheduler
+from pipec.staged import Estimate, Staged
+from pipec.text import format_bytes
+
+Cut = Callable[[Placement], Staged]
+"""Cuts a captured graph for stages on these ranks. Raises PlanError if it has too few operators."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A way to run a step and what it is predicted to take, ``excess`` bytes more than a rank may."""
+
+    staged: Staged
+    schedule: Schedule
+    microbatch_size: int
+    estimate: Estimate
+    excess: int
+
+    @property
+    def score(self) -> tuple[float, float]:
+        """Less is better."""
+        return self.excess, self.estimate.seconds
+
+
+@dataclass(frozen=True)
+class Choice:
+    """On which ranks stages are, into how many microbatches a batch is split, and all that was tried."""
+
+    placement: Placement
+    num_microbatches: int
+    tried: tuple[Alternative, ...] = ()
+
+
+@dataclass(frozen=True)
+class Search:
+    """Tries schedules on the stages of a cut graph.
+
+    If ``may_recompute``, stages of ranks that would be above ``memory_limit`` compute again what they did
+    not keep.
+    """
+
+    scheduler: Scheduler
+    memory_limit: int | None
+    may_recompute: bool
+
+    def choose(self, cut: Cut, placements: Iterable[Placement], batch: int, counts: Sequence[int]) -> Choice:
+        """The best of all schedules on offer on these placements, for steps of ``batch`` rows.
+
+        The first of each where nothing can be tried: compiling that says why.
+        """
+        trials = list(self._on_each(cut, placements, batch, counts))
+        best = min(trials, key=lambda trial: trial.score, default=None)
+        if best is None:
+            return Choice(next(iter(placements)), counts[0])
+        schedule = best.schedule
+        return Choice(schedule.placement, schedule.num_microbatches, tuple(map(alternative, trials)))
+
+    def with_replicas(self, choice: Choice, cut: Cut, batch: int, link: LinkModel) -> Choice:
+        """The choice beside the best of several pipelines, each with a part of the ranks and of the batch."""
+        num_ranks = self.scheduler.num_ranks
+        counts = [n for n in range(2, num_ranks + 1) if num_ranks % n == batch % n == 0]
+        parts = (self._replicated(cut, batch, replicas, link) for replicas in counts)
+        return replace(choice, tried=(*choice.tried, *(each for part in parts for each in part)))
+
+    def _replicated(self, cut: Cut, batch: int, replicas: int, link: LinkModel) -> Iterator[Alternative]:
+        scheduler = replace(self.scheduler, num_ranks=self.scheduler.num_ranks // replicas)
+        part, rows = replace(self, scheduler=scheduler), batch // replicas
+        with suppress(InputError):  # a schedule that cannot do with fewer ranks
+            counts = scheduler.counts(rows)
+            trials = part._on_each(cut, scheduler.placements(counts), rows, counts)
+            yield min((replicated(trial, replicas, link) for trial in trials), key=lambda each: each.seconds)
+
+    def _on_each(
+        self, cut: Cut, placements: Iterable[Placement], batch: int, counts: Sequence[int]
+    ) -> Iterator[Trial]:
+        for placement in placements:
+            with suppress(PlanError):  # too few operators for that many stages
+                yield from self.trials(cut(placement), placement, batch, counts)
+
+    def trials(
+        self, staged: Staged, placement: Placement, batch: int, counts: Iterable[int]
+    ) -> Iterator[Trial]:
+        """Every schedule on offer, with each number of microbatches that the graph serves."""
+        for count in counts:
+            sizes = split_sizes(batch, count)
+            if all(map(staged.graph.serves, {sizes[0], sizes[-1]})):
+                work = functools.partial(staged.workload, placement, sizes[0], self.memory_limit)
+                for schedule in self.scheduler.options(count, placement, work):
+                    yield self.trial(staged, schedule, sizes[0])
+
+    def best(self, staged: Staged, placement: Placement, num_microbatches: int, size: int) -> Trial:
+        """The schedule to run, for which candidates may be searched one by one."""
+        work = functools.partial(staged.workload, placement, size, self.memory_limit)
+        schedules = self.scheduler.candidates(num_microbatches, placement, work)
+        return min((self.trial(staged, each, size) for each in schedules), key=lambda trial: trial.score)
+
+    def trial(self, staged: Staged, schedule: Schedule, size: int) -> Trial:
+        """What a step takes, with the stages that would not fit recomputing."""
+        estimate = staged.estimate(schedule, size)
+        if self.may_recompute and estimate.excess(self.memory_limit):
+            needs = [estimate.needs[rank].total for rank in schedule.placement]
+            tight = frozenset(stage for stage, need in enumerate(needs) if need > (self.memory_limit or need))
+            staged = staged.recomputing(tight)
+            estimate = staged.estimate(schedule, size)
+        return Trial(staged, schedule, size, estimate, estimate.excess(self.memory_limit))
+
+
+def alternative(trial: Trial) -> Alternative:
+    """A trial as data, refused so far only if it does not fit."""
+    return Alternative(
+        schedule=trial.schedule.name,
+        num_stages=trial.schedule.num_stages,
+        replicas=1,
+        num_microbatches=trial.schedule.num_microbatches,
+        seconds=trial.estimate.seconds,
+        peak_bytes=trial.estimate.peak_bytes,
+        refused=f"needs {format_bytes(trial.excess)} above the memory limit" if trial.excess else "",
+    )
+
+
+def replicated(trial: Trial, replicas: int, link: LinkModel) -> Alternative:
+    """A trial as one of several pipelines whose ranks then sum their gradients in a ring."""
+    gradient_bytes = max(need.static for need in trial.estimate.needs) / 2
+    ring = 2 * (replicas - 1) * link.seconds(gradient_bytes / replicas)
+    one = alternative(trial)
+    why = one.refused or "a stage cannot have replicas yet"
+    return replace(one, replicas=replicas, seconds=one.seconds + ring, refused=why)
+
+
+def refused(tried: Sequence[Alternative], chosen: Trial) -> tuple[Alternative, ...]:
+    """What was tried and not taken, fastest first: the best of each schedule and number of microbatches."""
+    best: dict[object, Alternative] = {}
+    for each in sorted(tried, key=lambda each: (bool(each.refused), each.seconds)):
+        best.setdefault((each.replicas, each.schedule), each)
+        best.setdefault((each.replicas, each.num_microbatches), each)
+    taken = chosen.schedule.name, chosen.schedule.num_microbatches, 1
+    others = [each for each in dict.fromkeys(best.values()) if _way(each) != taken]
+    slower = [each.seconds / chosen.estimate.seconds - 1 for each in others]
+    explained = [
+        replace(each, refused=each.refused or _slower(share))
+        for each, share in zip(others, slower, strict=True)
+    ]
+    return tuple(sorted(explained, key=lambda each: each.seconds))
+
+
+def _way(each: Alternative) -> tuple[str, int, int]:
+    return each.schedule, each.num_microbatches, each.replicas
+
+
+def _slower(share: float) -> str:
+    return f"{share:.1%} slower" if share >= 0.0005 else "no faster"

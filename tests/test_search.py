@@ -1,0 +1,139 @@
+"""The search for a way to run a step: what it tries, what it takes, and how the plan explains it."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import pipec
+from pipec.errors import InfeasibleError, InputError
+from pipec.ir import Alternative, Plan
+from pipec.memory import rank_bytes
+from pipec.pipeline import Pipeline
+from pipec.scheduling import counts_to_try, usual_microbatches
+
+ROWS = 32
+
+
+def heavy() -> nn.Module:
+    """Wide enough that smaller microbatches pay, in the model of the device, and not endlessly."""
+    return nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(256, 256), nn.Tanh())))
+
+
+def prepared(devices: int = 4, **options: Any) -> Pipeline:
+    pipe = pipec.compile(heavy(), devices, loss_fn=nn.functional.mse_loss, **options)
+    x = torch.empty(ROWS, 64, 256)
+    return pipe.prepare(x, target=x)
+
+
+@pytest.fixture(scope="module")
+def searched() -> Pipeline:
+    return prepared()
+
+
+def alternative(plan: Plan, **wanted: object) -> Alternative:
+    return next(
+        each
+        for each in plan.alternatives
+        if all(getattr(each, name) == value for name, value in wanted.items())
+    )
+
+
+@given(batch=st.integers(1, 3000), num_ranks=st.integers(1, 64))
+def test_numbers_of_microbatches_worth_a_try(batch: int, num_ranks: int) -> None:
+    counts, most = counts_to_try(batch, num_ranks), min(batch, 8 * num_ranks)
+    assert counts[0] == 1
+    assert counts[-1] <= most
+    assert all(low < high < 4 * low for low, high in itertools.pairwise(counts))
+    assert {num_ranks, 8 * num_ranks} & {*range(most + 1)} <= {*counts}
+    for power in range(most.bit_length()):
+        octave = range(1 << power, min(2 << power, most + 1))
+        even = [count for count in octave if batch % count == 0]
+        assert max(even, default=1 << power) in counts
+
+
+@given(batch=st.integers(1, 3000), num_ranks=st.integers(1, 64))
+def test_the_usual_number_of_microbatches(batch: int, num_ranks: int) -> None:
+    count = usual_microbatches(batch, num_ranks)
+    assert 1 <= count <= min(batch, 4 * num_ranks)
+    assert batch % count == 0 or all(batch % each for each in range(num_ranks, 4 * num_ranks + 1))
+
+
+def test_no_other_number_of_microbatches_is_predicted_to_be_faster(searched: Pipeline) -> None:
+    taken = searched.simulate().makespan
+    for count in {1, 2, 4, 8, 16, 32} - {searched.plan.num_microbatches}:
+        other = alternative(searched.plan, num_microbatches=count, replicas=1)
+        assert other.seconds > taken
+        assert other.refused == f"{other.seconds / taken - 1:.1%} slower"
+
+
+def test_an_alternative_takes_what_it_is_said_to_take(searched: Pipeline) -> None:
+    for count in (2, 8):
+        pipe = prepared(microbatches=count)
+        said = alternative(searched.plan, num_microbatches=count, replicas=1)
+        assert said.seconds == pytest.approx(pipe.simulate().makespan)
+        assert said.peak_bytes == max(need.total for need in rank_bytes(pipe.plan, pipe.programs))
+        assert pipe.plan.alternatives == ()
+
+
+def test_replicas_are_pipelines_with_part_of_the_batch_and_a_ring(searched: Pipeline) -> None:
+    said = alternative(searched.plan, replicas=4)
+    alone = pipec.compile(heavy(), 1, loss_fn=nn.functional.mse_loss, microbatches=said.num_microbatches)
+    x = torch.empty(ROWS // 4, 64, 256)
+    step = alone.prepare(x, target=x).simulate().makespan
+    gradients = sum(parameter.numel() * parameter.itemsize for parameter in alone.parameters())
+    link = alone._compiler.target.device.link
+    ring = 6 * (link.latency_seconds + gradients / 4 / link.bytes_per_second)
+    assert said.seconds == pytest.approx(step + ring)
+    assert said.refused == "a stage cannot have replicas yet"
+
+
+def test_a_memory_limit_rules_ways_out() -> None:
+    tight = min(
+        max(need.total for need in rank_bytes(pipe.plan, pipe.programs))
+        for pipe in (prepared(microbatches=count, recompute="none") for count in (16, 32))
+    )
+    pipe = prepared(memory_limit=tight, recompute="none")
+    assert max(need.total for need in rank_bytes(pipe.plan, pipe.programs)) <= tight
+    assert "above the memory limit" in alternative(pipe.plan, num_microbatches=1, replicas=1).refused
+
+
+def test_a_limit_that_nothing_meets_is_told_by_rank() -> None:
+    with pytest.raises(InfeasibleError, match=r"rank 3: .* microbatches in flight\)"):
+        prepared(memory_limit="10kB")
+
+
+def test_auto_tries_every_schedule_and_is_as_fast_as_the_best() -> None:
+    plan = prepared(devices=2, schedule="auto", microbatches=8).plan
+    tried = {each.schedule for each in plan.alternatives if each.replicas == 1}
+    assert {"gpipe", "1f1b", "zb-h1", "zb-v", "interleaved-1f1b"} <= tried
+    assert not any(each.refused == "" for each in plan.alternatives)
+
+
+def test_a_schedule_gets_a_number_of_microbatches_it_can_do_with() -> None:
+    x = torch.empty(10, 64, 256)
+    pipe = pipec.compile(heavy(), 4, loss_fn=nn.functional.mse_loss, schedule="interleaved-1f1b")
+    assert pipe.prepare(x, target=x).plan.num_microbatches in (4, 8)
+    with pytest.raises(InputError, match="multiple of the 4 ranks"):
+        pipec.compile(
+            heavy(), 4, loss_fn=nn.functional.mse_loss, schedule="interleaved-1f1b", microbatches=None
+        ).prepare(x[:3], target=x[:3])
+
+
+def test_costs_of_one_size_leave_nothing_to_search() -> None:
+    plan = prepared(dynamic=False).plan
+    assert (plan.num_microbatches, plan.alternatives) == (16, ())
+
+
+def test_the_plan_prints_and_keeps_what_was_tried(searched: Pipeline, tmp_path: Path) -> None:
+    printed = str(searched.plan)
+    assert "instead" in printed
+    assert "a stage cannot have replicas yet" in printed
+    assert "bounded by stage" in printed
+    searched.save(tmp_path / "artifact")
+    assert pipec.load(tmp_path / "artifact").plan.alternatives == searched.plan.alternatives
