@@ -11,11 +11,13 @@ from torch import nn
 
 from pipec.capture import Call, capture
 from pipec.compiler import Compiler, Target, on_device
+from pipec.cost.devices import LinkModel
 from pipec.cost.machine import default_device_model
 from pipec.cost.profile import Profile, load_profile
 from pipec.errors import InputError
 from pipec.ir import Mode
 from pipec.pipeline import Pipeline
+from pipec.planner.topology import Topology, alike, read_topology
 from pipec.profiler import Show, profile_graph
 from pipec.runtime.execution import Ranks
 from pipec.runtime.holder import ModelTensors
@@ -46,6 +48,7 @@ def compile(
     microbatches: int | None = None,
     recompute: str = "auto",
     memory_limit: int | str | None = None,
+    topology: Topology | str | Path | None = None,
     profile: Profile | str | Path | None = None,
     dynamic: bool = True,
     timeout: float = 300.0,
@@ -66,6 +69,8 @@ def compile(
         recompute: ``"none"`` keeps every value the backward needs; ``"full"`` keeps only what a stage
             received and computes the rest again; ``"auto"`` does so where ``memory_limit`` forces it to.
         memory_limit: bytes per device, or text such as ``"16GiB"``. Optimizer state is not counted.
+        topology: how fast the devices are, how much they hold and how they are joined, or the file that says
+            so; see docs/planner.md. Rank r is its device r. None: devices that are alike.
         profile: measured times, or the file that holds them, for the stages to be cut by; see ``profile``.
             None: a model of the device.
         dynamic: compile once for every size of microbatch. False: for each size anew, which takes half the
@@ -86,8 +91,12 @@ def compile(
     tensors = ModelTensors.of(model)
     device = next(iter(ranks.devices.values()))
     measured = load_profile(profile) if isinstance(profile, str | Path) else profile
-    target = Target(default_device_model(device), recompute, measured)
-    search = Search(Scheduler(schedule, ranks.count), limit, may_recompute=recompute == "auto")
+    model_of_device = default_device_model(device)
+    joined = topology_of(topology, ranks.count, model_of_device.link)
+    if limit is not None:
+        joined = joined.within(limit)
+    target = Target(model_of_device, joined, recompute, measured)
+    search = Search(Scheduler(schedule, ranks.count), may_recompute=recompute == "auto")
     compiler = Compiler(model, loss_fn, search, target, device, tensors.canonical, microbatches, dynamic)
     return Pipeline(compiler, tensors, ranks)
 
@@ -130,6 +139,22 @@ def profile(
     model, call = on_device(example.model, call.rows(0, size), where)
     graph = capture(model, example.loss_fn, Mode.TRAIN, call, ModelTensors.of(model).canonical, where)
     return profile_graph(graph, model, call, where, repeats, ranks, show)
+
+
+def topology_of(given: Topology | str | Path | None, num_ranks: int, link: LinkModel) -> Topology:
+    """What was given or is in the file, else as many devices with the same link between any two.
+
+    Raises InputError for another number of devices, PlanError for a malformed file.
+    """
+    if given is None:
+        return alike(num_ranks, link)
+    topology = given if isinstance(given, Topology) else read_topology(Path(given))
+    if len(topology.devices) != num_ranks:
+        raise InputError(
+            f"the topology has {len(topology.devices)} devices, but there are {num_ranks} ranks; "
+            f"list {num_ranks} devices, or pass devices={len(topology.devices)}"
+        )
+    return topology
 
 
 def parse_bytes(text: str) -> int:

@@ -1,6 +1,7 @@
 """From a model and a call to an artifact: the list of passes, in order, and what is emitted at its end."""
 
 import copy
+import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,15 +22,17 @@ from pipec.ir import Alternative, Mode
 from pipec.memory import shortfall
 from pipec.passes import Observer, Pass, run_passes
 from pipec.passes.annotate_cost import AnnotateCost
-from pipec.passes.cut_stages import CutStages, FollowOwners, Owners, owners_of
+from pipec.passes.cut_stages import FollowOwners, Owners, owners_of
 from pipec.passes.dump import requested_dumps
 from pipec.passes.insert_communication import InsertCommunication
 from pipec.passes.mark_recompute import MarkRecompute
+from pipec.passes.place_stages import ways_to_cut
 from pipec.passes.simplify import Simplify
 from pipec.passes.split_backward import SplitBackward
 from pipec.passes.untie_gradients import UntieGradients
+from pipec.planner.topology import Topology
 from pipec.runtime.batch import split_sizes
-from pipec.scheduling import Placement
+from pipec.scheduling import Placement, Scheduler
 from pipec.search import Choice, Search, refused
 from pipec.staged import Staged
 from pipec.torch_compat import pytree
@@ -37,12 +40,13 @@ from pipec.torch_compat import pytree
 
 @dataclass(frozen=True)
 class Target:
-    """What code is generated for: devices with the links between them.
+    """What code is generated for: devices of one kind, and how they are joined.
 
     ``recompute`` is "auto", "none" or "full"; ``profile`` is of the training graph that decides the cut.
     """
 
     device: DeviceModel
+    topology: Topology
     recompute: str = "auto"
     profile: Profile | None = None
 
@@ -55,16 +59,14 @@ class Compiled:
     output_spec: pytree.TreeSpec | None
 
 
-def passes(
-    target: Target, cut: Pass, recompute: frozenset[int], profile: Profile | None = None
-) -> list[Pass]:
-    """The compilation, top to bottom."""
+def passes(target: Target, cut: Pass, recompute: frozenset[int]) -> list[Pass]:
+    """The compilation, top to bottom. ``recompute`` are the stages that do."""
     return [
         Simplify(),
-        AnnotateCost(target.device, profile),
+        AnnotateCost(target.device, target.profile),
         cut,
         UntieGradients(),
-        InsertCommunication(target.device.link),
+        InsertCommunication(target.topology.slowest_link),
         MarkRecompute(recompute),
         SplitBackward(),
     ]
@@ -109,6 +111,7 @@ class Compiler:
     seconds: dict[str, float] = field(default_factory=dict)
     placement: Placement | None = None
     owners: Owners | None = None
+    ranks: tuple[int, ...] = ()
     _staged: dict[Signature, list[Staged]] = field(default_factory=dict)
     _choices: dict[Hashable, Choice] = field(default_factory=dict)
     _compiled: dict[Hashable, Compiled] = field(default_factory=dict)
@@ -148,7 +151,8 @@ class Compiler:
         counts = [self.microbatches] if self.microbatches else scheduler.counts(batch)
         counts = counts if trains and self.dynamic else counts[:1]
         placements = [self.placement] if self.placement else scheduler.placements(counts)
-        if not trains or len(counts) == len(placements) == 1:
+        limited = self.target.topology.least_memory_bytes < math.inf
+        if not trains or (len(counts) == len(placements) == 1 and not limited):
             self.placement = placements[0]
             return Choice(placements[0], counts[0])
         rows = call.rows(0, split_sizes(batch, counts[0])[0])
@@ -156,17 +160,22 @@ class Compiler:
         if self.placement:
             staged = self._stages(signature, rows, symbolic)
             with self._timed("search"):
-                return self.search.choose(lambda _: staged, placements, batch, counts)
-        graph = self._capture(signature, rows, symbolic)
+                return self.search.choose(lambda *_: [staged], placements, batch, counts)
+        return self._settle_choice(signature, self._capture(signature, rows, symbolic), batch, counts)
 
-        def cut(placement: Placement) -> Staged:
-            return self._cut(copy_graph(graph), placement)
+    def _settle_choice(
+        self, signature: Signature, graph: TrainingGraph, batch: int, counts: Sequence[int]
+    ) -> Choice:
+        def cuts(scheduler: Scheduler, placement: Placement, sizes: Sequence[int]) -> Iterator[Staged]:
+            topology = self.target.topology.part(scheduler.num_ranks)
+            for cut in ways_to_cut(placement, topology, scheduler.in_flight(counts[0]), sizes):
+                yield self._cut(copy_graph(graph), placement, cut, topology)
 
+        placements = self.search.scheduler.placements(counts)
         with self._timed("search"):
-            choice = self.search.choose(cut, placements, batch, counts)
-            choice = self.search.with_replicas(choice, cut, batch, self.target.device.link)
-        size = split_sizes(batch, choice.num_microbatches)[0]
-        self._settle(signature, replace(graph, batch_size=size), choice.placement)
+            choice = self.search.choose(cuts, placements, batch, counts)
+            choice = self.search.with_replicas(choice, cuts, batch, self.target.topology.slowest_link)
+        self._settle(signature, graph, choice.placement, choice.cut)
         return choice
 
     def _stages(self, signature: Signature, call: Call, symbolic: bool) -> Staged:
@@ -183,20 +192,33 @@ class Compiler:
         with self._timed("capture and differentiate"):
             return capture(model, self.loss_fn, signature[0], call, self.canonical, self.device, symbolic)
 
-    def _settle(self, signature: Signature, graph: TrainingGraph, placement: Placement) -> Staged:
+    def _settle(
+        self, signature: Signature, graph: TrainingGraph, placement: Placement, cut: Pass | None = None
+    ) -> Staged:
         """Cut a graph for good, where the parameters already are or, the first time, where they will be."""
-        staged = self._cut(graph, placement, self._time, *requested_dumps())
-        self.placement = placement
-        self.owners = self.owners or owners_of(staged.graph)
+        topology = self.target.topology
+        if self.owners is not None:
+            cut = FollowOwners(len(placement), self.owners, self.ranks)
+        cut = cut or next(ways_to_cut(placement, topology, (), [graph.batch_size]))
+        staged = self._cut(graph, placement, cut, topology, self._time, *requested_dumps())
+        if self.owners is None:
+            self.placement, self.owners, self.ranks = placement, owners_of(staged.graph), staged.graph.ranks
         self._staged.setdefault(signature, []).append(staged)
         return staged
 
-    def _cut(self, graph: TrainingGraph, placement: Placement, *observers: Observer) -> Staged:
-        stages, link = len(placement), self.target.device.link
-        cut = CutStages(stages, link) if self.owners is None else FollowOwners(stages, self.owners)
-        again = frozenset(range(stages)) if self.target.recompute == "full" else frozenset[int]()
-        profile = self.target.profile if self.owners is None and graph.mode is Mode.TRAIN else None
-        return Staged(run_passes(graph, passes(self.target, cut, again, profile), observers), link)
+    def _cut(
+        self,
+        graph: TrainingGraph,
+        placement: Placement,
+        cut: Pass,
+        topology: Topology,
+        *observers: Observer,
+    ) -> Staged:
+        first = self.owners is None and graph.mode is Mode.TRAIN
+        target = replace(self.target, topology=topology, profile=self.target.profile if first else None)
+        everything = frozenset(range(len(placement)))
+        again = everything if self.target.recompute == "full" else frozenset[int]()
+        return Staged(run_passes(graph, passes(target, cut, again), observers), topology, cut)
 
     def _finish(
         self, staged: Staged, size: int, num_microbatches: int, tried: Sequence[Alternative]
@@ -209,8 +231,8 @@ class Compiler:
                 schedule = self.search.scheduler.forwards(num_microbatches, self.placement)
                 trial = replace(self.search, may_recompute=False).trial(staged, schedule, size)
         if trial.excess:
-            assert self.search.memory_limit is not None
-            raise InfeasibleError(shortfall(trial.estimate.needs, self.search.memory_limit))
+            limits = [device.memory_bytes for device in self.target.topology.devices]
+            raise InfeasibleError(shortfall(trial.estimate.needs, limits))
         with self._timed("generate code"):
             artifact = trial.staged.artifact(trial.schedule, size)
         plan = replace(artifact.plan, alternatives=refused(tried, trial))

@@ -111,6 +111,7 @@ class TrainingGraph:
     ``results`` describes the graph's outputs in order; ``output_spec`` is the tree they are leaves of.
     ``batch`` is the symbol of the microbatch size in every shape, None when the batch is fixed at
     ``batch_size``. ``guards`` must hold for a microbatch size to be served by this graph.
+    ``ranks[k]`` is the rank that acts as the k-th of a schedule; without them, each is itself.
     """
 
     module: fx.GraphModule
@@ -122,6 +123,7 @@ class TrainingGraph:
     guards: tuple[sympy.Basic, ...] = ()
     level: Level = Level.CAPTURED
     num_stages: int = 1
+    ranks: tuple[int, ...] = ()
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     output_spec: pytree.TreeSpec | None = None
 

@@ -39,18 +39,18 @@ def _bytes_of(plan: Plan, rank: int, copies: int, in_flight: int) -> RankBytes:
     )
 
 
-def shortfall(needs: Sequence[RankBytes], limit: int) -> str:
-    """What each rank needs against the limit, and what to do about it."""
+def shortfall(needs: Sequence[RankBytes], limits: Sequence[float]) -> str:
+    """What each rank needs against its limit, and what to do about it."""
     rows = [
         f"  rank {rank}: {format_bytes(need.static)} weights and gradients + {format_bytes(need.saved)} "
         f"saved ({need.in_flight} microbatches in flight) + {format_bytes(need.transient)} transient = "
-        f"{format_bytes(need.total)}"
+        f"{format_bytes(need.total)} of {format_bytes(limit)}"
         + (f", {format_bytes(need.total - limit)} too many" if need.total > limit else "")
-        for rank, need in enumerate(needs)
+        for rank, (need, limit) in enumerate(zip(needs, limits, strict=True))
     ]
     return "\n".join(
         [
-            f"the plan does not fit into memory_limit={format_bytes(limit)} a device:",
+            "nothing that was tried fits into the memory of the devices; what comes nearest needs",
             *rows,
             "Use more devices, more microbatches of fewer rows, recompute='full', or a higher limit.",
         ]

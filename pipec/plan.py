@@ -6,11 +6,11 @@ import torch
 from torch import fx
 
 from pipec.codegen.expressions import dimension
-from pipec.cost.devices import LinkModel
 from pipec.cost.symbols import evaluate
 from pipec.functions import Function, StageFunctions
 from pipec.graph import ModelInput, Output, TrainingGraph, is_tensor, is_view, memory_of, stage_of
 from pipec.ir import Dim, Input, Link, Payload, Phase, Plan, Schedule, Stage, StageCost, Value
+from pipec.planner.topology import Topology
 from pipec.text import value_bytes
 
 Names = Mapping[fx.Node, str]
@@ -22,9 +22,12 @@ def build_plan(
     names: Names,
     schedule: Schedule,
     microbatch_size: int,
-    link: LinkModel,
+    topology: Topology,
 ) -> Plan:
-    """Everything the schedule, the interpreter and a person need to know about the cut graph."""
+    """Everything the schedule, the interpreter and a person need to know about the cut graph.
+
+    Rank r is device r of the topology.
+    """
     owners = _owners(stages)
     links = (
         *_message_links(graph, stages, names),
@@ -37,9 +40,14 @@ def build_plan(
         num_microbatches=schedule.num_microbatches,
         microbatch_size=microbatch_size,
         placement=schedule.placement,
-        stages=tuple(_stage(graph, stage, owners, microbatch_size) for stage in stages),
+        stages=tuple(
+            _stage(graph, stage, owners, microbatch_size, topology.devices[rank].speed)
+            for stage, rank in zip(stages, schedule.placement, strict=True)
+        ),
         links=links,
-        link_seconds=tuple(_link_seconds(each, link, microbatch_size) for each in links),
+        link_seconds=tuple(
+            _link_seconds(each, schedule.placement, topology, microbatch_size) for each in links
+        ),
         parameters=_held(graph, (node for stage in stages for node in stage.parameters)),
         buffers=_held(graph, (node for stage in stages for node in stage.buffers)),
         inputs=tuple(_inputs(graph, stages, names)),
@@ -48,8 +56,14 @@ def build_plan(
     )
 
 
-def _link_seconds(link: Link, model: LinkModel, size: int) -> float:
-    return model.seconds(sum(value_bytes(value, size) for value in link.values))
+def _link_seconds(link: Link, placement: Sequence[int], topology: Topology, size: int) -> float:
+    """A result goes to every other rank: the slowest way counts."""
+    way = (
+        topology.slowest_link
+        if link.payload is Payload.RESULT
+        else topology.link_between(placement[link.source], placement[link.target])
+    )
+    return way.seconds(sum(value_bytes(value, size) for value in link.values))
 
 
 def _owners(stages: Sequence[StageFunctions]) -> dict[str, int]:
@@ -69,7 +83,9 @@ def _fqns(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
     return tuple(node.meta["role"].fqn for node in nodes)
 
 
-def _stage(graph: TrainingGraph, stage: StageFunctions, owners: Mapping[str, int], size: int) -> Stage:
+def _stage(
+    graph: TrainingGraph, stage: StageFunctions, owners: Mapping[str, int], size: int, speed: float
+) -> Stage:
     operators = sorted({n.meta["op"] for n in stage.functions[0].body})
     parameters = _fqns(stage.parameters)
     updated = {fqn for fqn, _ in stage.functions[0].updates}
@@ -83,7 +99,7 @@ def _stage(graph: TrainingGraph, stage: StageFunctions, owners: Mapping[str, int
         buffers=_fqns(stage.buffers),
         updated_buffers=tuple(fqn for fqn in _fqns(stage.buffers) if fqn in updated),
         recompute=any(function.phase is Phase.RECOMPUTE for function in stage.functions),
-        cost=stage_cost(graph, stage, size),
+        cost=stage_cost(graph, stage, size, speed),
     )
 
 
@@ -93,10 +109,10 @@ def _modules(graph: TrainingGraph, operators: Sequence[int]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(filter(None, named)))
 
 
-def stage_cost(graph: TrainingGraph, stage: StageFunctions, size: int) -> StageCost:
+def stage_cost(graph: TrainingGraph, stage: StageFunctions, size: int, speed: float) -> StageCost:
     forward = stage.functions[0]
     return StageCost(
-        seconds={function.phase: _seconds(function, size) for function in stage.functions},
+        seconds={function.phase: _seconds(function, size) / speed for function in stage.functions},
         flops=sum(evaluate(n.meta["cost"].flops, size) for f in stage.functions for n in f.body),
         parameter_bytes=sum(node_bytes(node, size) for node in stage.parameters),
         saved_bytes=sum(node_bytes(node, size) for node in set(map(memory_of, forward.saved_out))),

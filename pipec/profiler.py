@@ -29,6 +29,7 @@ from pipec.ir import Phase
 from pipec.passes import run_passes
 from pipec.passes.cut_stages import CutStages
 from pipec.passes.simplify import Simplify
+from pipec.planner.topology import alike
 from pipec.runtime.execution import Execution, Ranks
 from pipec.runtime.recording import RecordedStep
 from pipec.schedules import gpipe
@@ -95,10 +96,10 @@ class _Whole:
         device: torch.device,
         ranks: int,
     ) -> None:
-        target = Target(default_device_model(device))
-        link = target.device.link
-        whole = run_passes(copy_graph(graph), passes(target, CutStages(1, link), frozenset()))
-        artifact = Staged(whole, link).artifact(gpipe(1, _MICROBATCHES), call.batch_size)
+        model = default_device_model(device)
+        target = Target(model, alike(1, model.link))
+        whole = run_passes(copy_graph(graph), passes(target, CutStages(1, model.link), frozenset()))
+        artifact = Staged(whole, target.topology).artifact(gpipe(1, _MICROBATCHES), call.batch_size)
         self.seconds: dict[Phase, list[float]] = defaultdict(list)
         self._parameters = [
             {fqn: nn.Parameter(tensor, tensor.is_floating_point()) for fqn, tensor in tensors.items()}

@@ -15,7 +15,9 @@ from pipec.schedules import (
     forward_only,
     looped_placement,
     make_schedule,
+    most_in_flight,
     named,
+    one_f_one_b,
     straight_placement,
     v_placement,
 )
@@ -35,6 +37,19 @@ class Scheduler:
 
     choice: ScheduleChoice
     num_ranks: int
+
+    @property
+    def is_named(self) -> bool:
+        """Whether it is a schedule for any number of ranks."""
+        return isinstance(self.choice, str)
+
+    def in_flight(self, num_microbatches: int) -> tuple[int, ...]:
+        """The most microbatches each rank has in flight; where that is to be found out, as under 1F1B."""
+        searched = self.choice == "auto" or self.choice in SEARCHED
+        schedule = (
+            one_f_one_b(self.num_ranks, num_microbatches) if searched else self._fixed(num_microbatches)
+        )
+        return tuple(map(most_in_flight, schedule.orders))
 
     def counts(self, batch: int) -> list[int]:
         """Numbers of microbatches that may suit a batch of so many rows, the usual one first.

@@ -8,13 +8,18 @@ from dataclasses import dataclass, replace
 from pipec.cost.devices import LinkModel
 from pipec.errors import InputError, PlanError
 from pipec.ir import Alternative, Schedule
+from pipec.passes import Pass
 from pipec.runtime.batch import split_sizes
 from pipec.scheduling import Placement, Scheduler
 from pipec.staged import Estimate, Staged
 from pipec.text import format_bytes
 
-Cut = Callable[[Placement], Staged]
-"""Cuts a captured graph for stages on these ranks. Raises PlanError if it has too few operators."""
+Cuts = Callable[[Scheduler, Placement, Sequence[int]], Iterable[Staged]]
+"""Cuts a captured graph for stages on these ranks: the fastest way first, then those that need less memory.
+
+The last argument are the sizes of microbatches that are tried. Raises PlanError if there are too few
+operators, InfeasibleError if there is no way within the memory.
+"""
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,7 @@ class Trial:
     schedule: Schedule
     microbatch_size: int
     estimate: Estimate
-    excess: int
+    excess: float
 
     @property
     def score(self) -> tuple[float, float]:
@@ -35,10 +40,11 @@ class Trial:
 
 @dataclass(frozen=True)
 class Choice:
-    """On which ranks stages are, into how many microbatches a batch is split, and all that was tried."""
+    """On which ranks stages are, how to cut for them, into how many microbatches, and all that was tried."""
 
     placement: Placement
     num_microbatches: int
+    cut: Pass | None = None
     tried: tuple[Alternative, ...] = ()
 
 
@@ -46,74 +52,82 @@ class Choice:
 class Search:
     """Tries schedules on the stages of a cut graph.
 
-    If ``may_recompute``, stages of ranks that would be above ``memory_limit`` compute again what they did
-    not keep.
+    If ``may_recompute``, stages of ranks that would need more memory than there is compute again what they
+    did not keep.
     """
 
     scheduler: Scheduler
-    memory_limit: int | None
     may_recompute: bool
 
-    def choose(self, cut: Cut, placements: Iterable[Placement], batch: int, counts: Sequence[int]) -> Choice:
+    def choose(
+        self, cuts: Cuts, placements: Sequence[Placement], batch: int, counts: Sequence[int]
+    ) -> Choice:
         """The best of all schedules on offer on these placements, for steps of ``batch`` rows.
 
         The first of each where nothing can be tried: compiling that says why.
         """
-        trials = list(self._on_each(cut, placements, batch, counts))
-        best = min(trials, key=lambda trial: trial.score, default=None)
-        if best is None:
-            return Choice(next(iter(placements)), counts[0])
-        schedule = best.schedule
-        return Choice(schedule.placement, schedule.num_microbatches, tuple(map(alternative, trials)))
+        trials = [each for placement in placements for each in self._on(cuts, placement, batch, counts)]
+        if not trials:
+            return Choice(placements[0], counts[0])
+        best = min(trials, key=lambda trial: trial.score)
+        schedule, tried = best.schedule, tuple(map(alternative, trials))
+        return Choice(schedule.placement, schedule.num_microbatches, best.staged.cut, tried)
 
-    def with_replicas(self, choice: Choice, cut: Cut, batch: int, link: LinkModel) -> Choice:
+    def with_replicas(self, choice: Choice, cuts: Cuts, batch: int, link: LinkModel) -> Choice:
         """The choice beside the best of several pipelines, each with a part of the ranks and of the batch."""
         num_ranks = self.scheduler.num_ranks
-        counts = [n for n in range(2, num_ranks + 1) if num_ranks % n == batch % n == 0]
-        parts = (self._replicated(cut, batch, replicas, link) for replicas in counts)
-        return replace(choice, tried=(*choice.tried, *(each for part in parts for each in part)))
+        splits = [n for n in range(2, num_ranks + 1) if num_ranks % n == batch % n == 0]
+        found = [self._replicated(cuts, batch, n, link) for n in splits if self.scheduler.is_named]
+        return replace(choice, tried=(*choice.tried, *filter(None, found)))
 
-    def _replicated(self, cut: Cut, batch: int, replicas: int, link: LinkModel) -> Iterator[Alternative]:
+    def _replicated(self, cuts: Cuts, batch: int, replicas: int, link: LinkModel) -> Alternative | None:
         scheduler = replace(self.scheduler, num_ranks=self.scheduler.num_ranks // replicas)
         part, rows = replace(self, scheduler=scheduler), batch // replicas
-        with suppress(InputError):  # a schedule that cannot do with fewer ranks
+        try:
             counts = scheduler.counts(rows)
-            trials = part._on_each(cut, scheduler.placements(counts), rows, counts)
-            yield min((replicated(trial, replicas, link) for trial in trials), key=lambda each: each.seconds)
+            placements = scheduler.placements(counts)
+        except InputError:  # the schedule cannot do with fewer ranks
+            return None
+        trials = [each for placement in placements for each in part._on(cuts, placement, rows, counts)]
+        found = [replicated(trial, replicas, link) for trial in trials]
+        return min(found, key=lambda each: each.seconds, default=None)
 
-    def _on_each(
-        self, cut: Cut, placements: Iterable[Placement], batch: int, counts: Sequence[int]
-    ) -> Iterator[Trial]:
-        for placement in placements:
-            with suppress(PlanError):  # too few operators for that many stages
-                yield from self.trials(cut(placement), placement, batch, counts)
+    def _on(self, cuts: Cuts, placement: Placement, batch: int, counts: Sequence[int]) -> Iterator[Trial]:
+        """Trials on the fastest cut and, unless it fits as it is, on others."""
+        sizes = [split_sizes(batch, count)[0] for count in counts]
+        with suppress(PlanError):
+            for staged in cuts(self.scheduler, placement, sizes):
+                trials = list(self._trials(staged, placement, batch, counts))
+                yield from trials
+                if any(trial.staged is staged and not trial.excess for trial in trials):
+                    break
 
-    def trials(
+    def _trials(
         self, staged: Staged, placement: Placement, batch: int, counts: Iterable[int]
     ) -> Iterator[Trial]:
         """Every schedule on offer, with each number of microbatches that the graph serves."""
         for count in counts:
             sizes = split_sizes(batch, count)
             if all(map(staged.graph.serves, {sizes[0], sizes[-1]})):
-                work = functools.partial(staged.workload, placement, sizes[0], self.memory_limit)
+                work = functools.partial(staged.workload, placement, sizes[0])
                 for schedule in self.scheduler.options(count, placement, work):
                     yield self.trial(staged, schedule, sizes[0])
 
     def best(self, staged: Staged, placement: Placement, num_microbatches: int, size: int) -> Trial:
         """The schedule to run, for which candidates may be searched one by one."""
-        work = functools.partial(staged.workload, placement, size, self.memory_limit)
+        work = functools.partial(staged.workload, placement, size)
         schedules = self.scheduler.candidates(num_microbatches, placement, work)
         return min((self.trial(staged, each, size) for each in schedules), key=lambda trial: trial.score)
 
     def trial(self, staged: Staged, schedule: Schedule, size: int) -> Trial:
         """What a step takes, with the stages that would not fit recomputing."""
         estimate = staged.estimate(schedule, size)
-        if self.may_recompute and estimate.excess(self.memory_limit):
-            needs = [estimate.needs[rank].total for rank in schedule.placement]
-            tight = frozenset(stage for stage, need in enumerate(needs) if need > (self.memory_limit or need))
-            staged = staged.recomputing(tight)
+        excess = estimate.excess(staged.topology)
+        if self.may_recompute and any(excess):
+            owners = enumerate(staged.ranks_of(schedule.placement))
+            staged = staged.recomputing(frozenset(stage for stage, rank in owners if excess[rank]))
             estimate = staged.estimate(schedule, size)
-        return Trial(staged, schedule, size, estimate, estimate.excess(self.memory_limit))
+        return Trial(staged, schedule, size, estimate, max(estimate.excess(staged.topology)))
 
 
 def alternative(trial: Trial) -> Alternative:
@@ -125,7 +139,7 @@ def alternative(trial: Trial) -> Alternative:
         num_microbatches=trial.schedule.num_microbatches,
         seconds=trial.estimate.seconds,
         peak_bytes=trial.estimate.peak_bytes,
-        refused=f"needs {format_bytes(trial.excess)} above the memory limit" if trial.excess else "",
+        refused=f"needs {format_bytes(trial.excess)} more than a device has" if trial.excess else "",
     )
 
 

@@ -1,6 +1,7 @@
 """A cut graph as its stages: what they take under any schedule and size of microbatch, and their code."""
 
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -10,17 +11,17 @@ from pipec.codegen.names import name_nodes
 from pipec.codegen.stage import StageSource
 from pipec.codegen.title import stage_title
 from pipec.columns import PHASE_CODE, Cells
-from pipec.cost.devices import LinkModel
 from pipec.functions import StageFunctions, stage_functions
 from pipec.graph import TrainingGraph, copy_graph, memory_of
 from pipec.ir import Phase, Plan, Program, Schedule
 from pipec.lower import lower
 from pipec.memory import RankBytes, rank_bytes
-from pipec.passes import run_passes
+from pipec.passes import Pass, run_passes
 from pipec.passes.mark_recompute import MarkRecompute
 from pipec.plan import Names, build_plan, node_bytes, stage_cost, value_of
+from pipec.planner.topology import Topology
 from pipec.report import simulate_plan
-from pipec.schedules import Workload
+from pipec.schedules import Workload, on_ranks
 from pipec.text import value_bytes
 from pipec.verify import verify_programs
 
@@ -38,17 +39,23 @@ class Estimate:
     def peak_bytes(self) -> int:
         return max(need.total for need in self.needs)
 
-    def excess(self, limit: int | None) -> int:
-        """By how many bytes the rank that needs most is above the limit."""
-        return 0 if limit is None else max(0, self.peak_bytes - limit)
+    def excess(self, topology: Topology) -> list[float]:
+        """By how many bytes each rank is above the memory of its device."""
+        pairs = zip(self.needs, topology.devices, strict=True)
+        return [max(0, need.total - device.memory_bytes) for need, device in pairs]
 
 
 class Staged:
-    """The stages of a graph that has been through every pass and does not change any more."""
+    """The stages of a graph that has been through every pass and does not change any more.
 
-    def __init__(self, graph: TrainingGraph, link: LinkModel) -> None:
+    Schedules may be for any ranks: those that the graph was cut for take their parts.
+    """
+
+    def __init__(self, graph: TrainingGraph, topology: Topology, cut: Pass | None = None) -> None:
+        """``cut`` is the pass that gave the nodes their stages, where somebody may ask for it."""
         self.graph = graph
-        self._link = link
+        self.topology = topology
+        self.cut = cut
         self._functions: dict[bool, Sequence[StageFunctions]] = {}
         self._plans: dict[object, Plan] = {}
         self._recomputing: dict[frozenset[int], Staged] = {}
@@ -57,11 +64,12 @@ class Staged:
         """The same, with these stages computing again what they did not receive."""
         if stages not in self._recomputing:
             graph = run_passes(copy_graph(self.graph), [MarkRecompute(stages)])
-            self._recomputing[stages] = Staged(graph, self._link)
+            self._recomputing[stages] = Staged(graph, self.topology, self.cut)
         return self._recomputing[stages]
 
     def planned(self, schedule: Schedule, microbatch_size: int) -> tuple[Plan, tuple[Program, ...]]:
         """The plan of a step, and what each rank executes. Raises VerifyError if the schedule is broken."""
+        schedule = on_ranks(schedule, self.graph.ranks) if self.graph.ranks else schedule
         plan = self._plan(schedule, microbatch_size)
         recompute = [stage.index for stage in plan.stages if stage.recompute]
         programs = lower(schedule, plan.links, recompute)
@@ -73,6 +81,10 @@ class Staged:
         plan, programs = self.planned(schedule, microbatch_size)
         return Estimate(simulate_plan(plan, programs).makespan, rank_bytes(plan, programs))
 
+    def ranks_of(self, placement: Sequence[int]) -> list[int]:
+        """Which rank really has each stage of schedules with this placement."""
+        return [self.graph.ranks[rank] for rank in placement] if self.graph.ranks else list(placement)
+
     def artifact(self, schedule: Schedule, microbatch_size: int) -> Artifact:
         """Plan, code and programs."""
         plan, programs = self.planned(schedule, microbatch_size)
@@ -83,13 +95,17 @@ class Staged:
         )
         return Artifact(plan, sources, programs, self.graph.constants)
 
-    def workload(self, placement: Sequence[int], size: int, memory_limit: int | None) -> Workload:
+    def workload(self, placement: Sequence[int], size: int) -> Workload:
         """What the ranks do for a microbatch of ``size`` rows, in seconds and bytes.
 
-        Of a memory limit too low for weights and gradients alone, nothing is left.
+        Of a memory too small for weights and gradients alone, nothing is left.
         """
         stages = self._stages(split_backward=True)
-        costs = [stage_cost(self.graph, stage, size) for stage in stages]
+        speeds = [self.topology.devices[rank].speed for rank in self.ranks_of(placement)]
+        costs = [
+            stage_cost(self.graph, stage, size, speed) for stage, speed in zip(stages, speeds, strict=True)
+        ]
+        memory = self.topology.least_memory_bytes
 
         def by_rank(each: Iterable[T]) -> tuple[T, ...]:
             sums: dict[int, T] = {}
@@ -109,7 +125,7 @@ class Staged:
             message=max(self._message_seconds(stage, size) for stage in stages),
             memory_backward=max(1, *by_rank(cost.saved_bytes for cost in costs)),
             memory_weight=max(by_rank(_kept_for_weights(stage, size) for stage in stages)),
-            memory_limit=None if memory_limit is None else max(0, memory_limit - static),
+            memory_limit=None if memory == math.inf else max(0.0, memory - static),
         )
 
     def _message_seconds(self, stage: StageFunctions, size: int) -> float:
@@ -117,7 +133,7 @@ class Staged:
         forwards = (function for function in stage.functions if function.phase is Phase.FORWARD)
         sent = [node for function in forwards for node in function.sent]
         sizes = [value_bytes(value_of(self.graph, node, node.name), size) for node in sent]
-        return self._link.seconds(sum(sizes)) if sizes else 0.0
+        return self.topology.slowest_link.seconds(sum(sizes)) if sizes else 0.0
 
     def _plan(self, schedule: Schedule, size: int) -> Plan:
         """Schedules that split the backward alike, or not, share the costs of their stages."""
@@ -125,7 +141,7 @@ class Staged:
         key = split, size, schedule.placement
         if key not in self._plans:
             stages = self._stages(split)
-            self._plans[key] = build_plan(self.graph, stages, self._names, schedule, size, self._link)
+            self._plans[key] = build_plan(self.graph, stages, self._names, schedule, size, self.topology)
         return replace(self._plans[key], schedule=schedule.name, num_microbatches=schedule.num_microbatches)
 
     def _stages(self, split_backward: bool) -> Sequence[StageFunctions]:

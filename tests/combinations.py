@@ -22,6 +22,7 @@ from pipec.graph import TrainingGraph, copy_graph
 from pipec.ir import Schedule
 from pipec.passes import Pass, run_passes
 from pipec.passes.cut_stages import CutStages
+from pipec.planner.topology import alike
 from pipec.runtime.execution import Execution, Ranks
 from pipec.schedules import make_schedule
 from pipec.staged import Staged
@@ -30,7 +31,7 @@ SIZES = (3, 3, 2)
 """Rows of each microbatch: they need not be equal."""
 
 SEED, TIMEOUT = 7, 30.0
-TARGET = Target(DEVICES["cpu"])
+TARGET = Target(DEVICES["cpu"], alike(4, DEVICES["cpu"].link))
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def compiled(model: Captured, combination: Combination) -> Artifact:
 
 
 def generated(graph: TrainingGraph, schedule: Schedule) -> Artifact:
-    return Staged(graph, TARGET.device.link).artifact(schedule, max(SIZES))
+    return Staged(graph, TARGET.topology).artifact(schedule, max(SIZES))
 
 
 @functools.cache

@@ -28,6 +28,7 @@ TORCH_FREE = (
     "pipec.simulate",
     "pipec.trace",
     "pipec.attribution",
+    "pipec.cost.devices",
     "pipec.planner",
     "pipec.viz",
 )

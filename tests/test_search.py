@@ -100,7 +100,7 @@ def test_a_memory_limit_rules_ways_out() -> None:
     )
     pipe = prepared(memory_limit=tight, recompute="none")
     assert max(need.total for need in rank_bytes(pipe.plan, pipe.programs)) <= tight
-    assert "above the memory limit" in alternative(pipe.plan, num_microbatches=1, replicas=1).refused
+    assert "more than a device has" in alternative(pipe.plan, num_microbatches=1, replicas=1).refused
 
 
 def test_a_limit_that_nothing_meets_is_told_by_rank() -> None:

@@ -18,6 +18,7 @@ from pipec.ir import Mode, Phase
 from pipec.passes import run_passes
 from pipec.passes.cut_stages import CutStages
 from pipec.passes.verify import RULES, verify
+from pipec.planner.topology import alike
 
 
 class Counted(nn.Module):
@@ -38,7 +39,9 @@ def compiled() -> TrainingGraph:
     call = Call((torch.randn(4, 4),), {}, torch.randn(4, 2))
     graph = capture(Counted(), nn.functional.mse_loss, Mode.TRAIN, call)
     device = DEVICES["cpu"]
-    return run_passes(graph, passes(Target(device), CutStages(2, device.link), frozenset()))
+    return run_passes(
+        graph, passes(Target(device, alike(2, device.link)), CutStages(2, device.link), frozenset())
+    )
 
 
 def node_where(graph: TrainingGraph, test: Callable[[fx.Node], bool]) -> fx.Node:

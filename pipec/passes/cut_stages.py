@@ -44,27 +44,28 @@ class CutStages:
     link: LinkModel
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
-        seconds = _operator_seconds(graph)
+        seconds = operator_seconds(graph, graph.batch_size)
         problem = PartitionProblem(
             seconds=seconds,
-            transfers=tuple(_transfers(graph)),
+            transfers=tuple(transfers(graph, graph.batch_size)),
             num_stages=self.num_stages,
             bytes_per_second=self.link.bytes_per_second,
             latency_seconds=self.link.latency_seconds,
-            forbidden_cuts=_before_free_operators(seconds),
+            forbidden_cuts=before_free_operators(seconds),
             names=[f"{op.name} of {op.module or 'the model'}" for op in graph.operators],
         )
         cuts = set(partition(problem).cuts)
         stages = list(accumulate(int(op in cuts) for op in range(len(graph.operators))))
-        return _assign(graph, stages, self.num_stages)
+        return assign(graph, stages, self.num_stages)
 
 
 @dataclass(frozen=True)
 class FollowOwners:
-    """Cut another graph of the same model where its parameters already are."""
+    """Cut another graph of the same model where its parameters already are, for the same ranks."""
 
     num_stages: int
     owners: Owners = field(repr=False)
+    ranks: tuple[int, ...] = ()
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         stages, current = [], 0
@@ -72,7 +73,7 @@ class FollowOwners:
             for fqn in needed:
                 current = self._stage_holding(graph, op, fqn, current)
             stages.append(current)
-        return _assign(graph, stages, self.num_stages)
+        return replace(assign(graph, stages, self.num_stages), ranks=self.ranks)
 
     def _stage_holding(self, graph: TrainingGraph, op: int, fqn: str, at_least: int) -> int:
         homes = self.owners.get(fqn, (at_least,))
@@ -96,7 +97,8 @@ def owners_of(graph: TrainingGraph) -> Owners:
     }
 
 
-def _assign(graph: TrainingGraph, stages: Sequence[int], num_stages: int) -> TrainingGraph:
+def assign(graph: TrainingGraph, stages: Sequence[int], num_stages: int) -> TrainingGraph:
+    """Put every node on the stage of its operator."""
     for node in graph.nodes:
         if node.target is operator.getitem:
             node.meta["op"] = node.all_input_nodes[0].meta["op"]
@@ -105,21 +107,22 @@ def _assign(graph: TrainingGraph, stages: Sequence[int], num_stages: int) -> Tra
     return replace(graph, level=Level.CUT, num_stages=num_stages)
 
 
-def _operator_seconds(graph: TrainingGraph) -> list[float]:
+def operator_seconds(graph: TrainingGraph, microbatch_size: int) -> list[float]:
+    """Of each operator, forward and backward."""
     seconds = [0.0] * len(graph.operators)
     for node in graph.nodes:
         if not is_constant(node):
-            seconds[node.meta["op"]] += node.meta["cost"].seconds(graph.batch_size)
+            seconds[node.meta["op"]] += node.meta["cost"].seconds(microbatch_size)
     return seconds
 
 
-def _before_free_operators(seconds: Sequence[float]) -> frozenset[int]:
+def before_free_operators(seconds: Sequence[float]) -> frozenset[int]:
     """Boundaries that would leave a stage without work: a stage begins with an operator that takes time."""
     busy = [op for op, time in enumerate(seconds) if time > 0]
     return frozenset(range(len(seconds))) - frozenset(busy[1:])
 
 
-def _transfers(graph: TrainingGraph) -> Iterator[Transfer]:
+def transfers(graph: TrainingGraph, microbatch_size: int) -> Iterator[Transfer]:
     """Every value that owns memory, with the operators that read it or a view of it."""
     readers: dict[fx.Node, set[int]] = {}
     for node in graph.nodes:
@@ -131,7 +134,7 @@ def _transfers(graph: TrainingGraph) -> Iterator[Transfer]:
             made_by = node.meta["op"]
             later = tuple(sorted(op for op in ops if op > made_by))
             if later and not needs_only_inputs(node):
-                size = evaluate(node.meta["cost"].output_bytes, graph.batch_size)
+                size = evaluate(node.meta["cost"].output_bytes, microbatch_size)
                 returns = graph.mode is Mode.TRAIN and made_by in differentiated
                 trained = returns and node.meta["val"].is_floating_point()
                 yield Transfer(made_by, later, size, size if trained else 0)

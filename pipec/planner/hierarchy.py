@@ -82,11 +82,15 @@ _Cost = Callable[[_Option, bool, Indices, Indices], Matrix]
 
 @dataclass(frozen=True)
 class Hierarchy:
-    """Stages of ``ranges`` on groups of devices, each on ``max_replicas`` members of a group at most."""
+    """Stages of ``ranges`` on groups of devices, each on ``max_replicas`` members of a group at most.
+
+    ``every_device``: none may stay unused.
+    """
 
     ranges: Ranges
     max_replicas: int
     limits_memory: bool
+    every_device: bool
     _known: dict[object, Matrix] = field(default_factory=dict, repr=False)
 
     def pipeline(self, group: Group, useful: Useful) -> tuple[Chosen, ...]:
@@ -104,6 +108,7 @@ class Hierarchy:
             counts: self._first_stage(task, counts, finish, seconds, np.maximum).cost
             for counts in _all_counts(task.group)
             if task.first in task.useful(_num_devices(task.group, counts))
+            and self._may_take(task.group, counts)
         }
         limit = min(fastest.values())
         if limit == np.inf:
@@ -124,7 +129,7 @@ class Hierarchy:
         unused = [iter(kind) for kind in task.group.kinds]
         stages: list[Chosen] = []
         while task.first != task.last:
-            while not task.begins and (fewer := _as_good(counts, finish, task.first)):
+            while not (task.begins or self.every_device) and (fewer := _as_good(counts, finish, task.first)):
                 counts = fewer
             _, option, last = self._first_stage(task, counts, finish, cost, np.add)
             members = [next(unused[option.kind]) for _ in range(option.replicas)]
@@ -138,8 +143,8 @@ class Hierarchy:
         for counts in _all_counts(task.group):
             rows = task.useful(_num_devices(task.group, counts))
             least = np.full(len(self.ranges.boundaries), np.inf)
-            least[task.last] = 0.0
-            for fewer in _one_fewer(counts):
+            least[task.last] = 0.0 if self._may_leave(counts) else np.inf
+            for fewer in self._fewer(counts):
                 np.minimum(least, best[fewer], out=least)
             for option in self._options(counts):
                 columns = task.useful(_num_devices(task.group, option.rest))
@@ -205,15 +210,29 @@ class Hierarchy:
         finish: dict[Counts, Matrix] = {}
         fastest = np.full((len(everywhere), len(everywhere)), np.inf)
         for counts in _all_counts(group):
-            least = np.where(np.eye(len(everywhere), dtype=bool), 0.0, np.inf)
-            for fewer in _one_fewer(counts):
+            least = np.where(np.eye(len(everywhere), dtype=bool) & self._may_leave(counts), 0.0, np.inf)
+            for fewer in self._fewer(counts):
                 np.minimum(least, finish[fewer], out=least)
             for option in self._options(counts):
                 for begins, found in ((False, least), (True, fastest)):
+                    if begins and not self._may_take(group, counts):
+                        continue
                     stages = self._stage(group, after, option, begins, everywhere, everywhere)
                     _minimise(found, stages, finish[option.rest])
             finish[counts] = least
         return fastest
+
+    def _may_leave(self, counts: Counts) -> bool:
+        """Whether so many members may be left when everything is done."""
+        return not self.every_device or not any(counts)
+
+    def _may_take(self, group: Group, counts: Counts) -> bool:
+        """Whether a pipeline may be on so many members of a group."""
+        return not self.every_device or counts == tuple(map(len, group.kinds))
+
+    def _fewer(self, counts: Counts) -> Iterator[Counts]:
+        """One member left unused."""
+        return iter(()) if self.every_device else _one_fewer(counts)
 
     def _options(self, counts: Counts) -> Iterator[_Option]:
         for kind, most in enumerate(counts):

@@ -24,7 +24,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from pipec.errors import InfeasibleError
+from pipec.errors import InfeasibleError, PlanError
 from pipec.planner.boundaries import Vector, boundaries
 from pipec.planner.cost_model import CostModel
 from pipec.planner.hierarchy import Chosen
@@ -84,21 +84,34 @@ class Placement:
 
 
 def place(
-    workload: Workload, topology: Topology, model: CostModel, max_replicas: int | None = None
+    workload: Workload,
+    topology: Topology,
+    model: CostModel,
+    max_replicas: int | None = None,
+    *,
+    every_device: bool = False,
 ) -> Placement:
-    """The best plan.
+    """The best plan, or of those that leave no device unused the best.
 
-    PlanError if the workload is malformed or has too many independent operators to search all of it;
-    InfeasibleError if no plan fits in memory.
+    PlanError if the workload is malformed, has too many independent operators to search all of it, or too
+    few for every device; InfeasibleError if no plan fits in memory.
     """
     order = program_order(workload)
     updates = model.microbatches_per_update or len(topology.devices)
     most_replicas = min(max_replicas or len(topology.devices), updates)
     limits_memory = _may_run_out(workload, topology, model)
-    placement = _solve(workload, order, topology, model, most_replicas, limits_memory)
+
+    def solve(limits_memory: bool) -> Placement:
+        return _solve(workload, order, topology, model, most_replicas, limits_memory, every_device)
+
+    placement = solve(limits_memory)
     if not placement.stages:
-        unlimited = _solve(workload, order, topology, model, most_replicas, limits_memory=False)
-        raise _infeasible(unlimited.stages, topology)
+        unlimited = solve(limits_memory=False).stages
+        if not unlimited:
+            raise PlanError(
+                f"{len(order)} operators are too few for a stage on each of {len(topology.devices)} devices"
+            )
+        raise _infeasible(unlimited, topology)
     return placement
 
 
@@ -109,8 +122,9 @@ def _solve(
     model: CostModel,
     most_replicas: int,
     limits_memory: bool,
+    every_device: bool,
 ) -> Placement:
-    """The best plan; without stages if none fits in memory."""
+    """The best plan; without stages if there is none, or none fits in memory."""
     seconds, value_seconds = _on_a_grid(workload, topology)
     idle = [0.0] * len(order)
     relevant = replace(
@@ -123,8 +137,9 @@ def _solve(
     slowest = min(device.speed for device in topology.devices)
     merged = merge(relevant, order, value_seconds, model.overlap, slowest)
     found = boundaries(merged.workload, program_order(merged.workload), value_seconds)
+    transfers = merged.workload.transfers
     search = Search(
-        found, merged.workload.transfers, value_seconds, topology, model, most_replicas, limits_memory
+        found, transfers, value_seconds, topology, model, most_replicas, limits_memory, every_device
     )
     best = search.run()
     stages = tuple(

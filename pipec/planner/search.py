@@ -75,6 +75,7 @@ class Search:
     model: CostModel
     most_replicas: int
     limits_memory: bool
+    every_device: bool
 
     def run(self) -> Found:
         everything = np.arange(len(self.boundaries))
@@ -107,7 +108,8 @@ class Search:
         return self._exactly(kept, lambda count: useful[count])
 
     def _exactly(self, kept: Indices, useful: Useful) -> Found:
-        hierarchy = Hierarchy(self._ranges(kept), self.most_replicas, self.limits_memory)
+        ranges = self._ranges(kept)
+        hierarchy = Hierarchy(ranges, self.most_replicas, self.limits_memory, self.every_device)
         found = hierarchy.pipeline(group(self.topology), useful)
         stages = (stage._replace(first=int(kept[stage.first]), last=int(kept[stage.last])) for stage in found)
         return _found(tuple(stages))

@@ -21,10 +21,11 @@ import json
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pipec.cost.devices import LinkModel
 from pipec.errors import PlanError
 
 
@@ -43,6 +44,10 @@ class Level:
     size: int
     bytes_per_second: float
     latency_seconds: float = 0.0
+
+    @property
+    def link(self) -> LinkModel:
+        return LinkModel(self.bytes_per_second, self.latency_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +77,47 @@ class Topology:
                 f"the topology lists {len(self.devices)} devices, but {sizes} levels join {reached}{lost}. "
                 f"Make the product of the sizes equal to the number of devices"
             )
+
+    def link_between(self, first: int, second: int) -> LinkModel:
+        """That of the innermost level that joins two devices."""
+        reach = 1
+        for level in self.levels:
+            reach *= level.size
+            if first // reach == second // reach:
+                break
+        return level.link
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all devices are equally fast, and all links alike."""
+        return len(self.levels) == len({device.speed for device in self.devices}) == 1
+
+    @property
+    def slowest_link(self) -> LinkModel:
+        return min(self.levels, key=lambda level: level.bytes_per_second).link
+
+    @property
+    def least_memory_bytes(self) -> float:
+        return min(device.memory_bytes for device in self.devices)
+
+    def within(self, memory_bytes: float) -> "Topology":
+        """The same, but no device holds more than so many bytes."""
+        limited = (
+            replace(device, memory_bytes=min(device.memory_bytes, memory_bytes)) for device in self.devices
+        )
+        return replace(self, devices=tuple(limited))
+
+    def without_limits(self) -> "Topology":
+        """The same, with as much memory as is needed."""
+        return replace(self, devices=tuple(Device(speed=device.speed) for device in self.devices))
+
+    def part(self, num_devices: int) -> "Topology":
+        """The first so many devices; unless they are all, joined by the slowest link between any of them."""
+        if num_devices == len(self.devices):
+            return self
+        link = self.link_between(0, num_devices - 1)
+        level = Level(num_devices, link.bytes_per_second, link.latency_seconds)
+        return Topology(self.devices[:num_devices], (level,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +165,12 @@ class Group:
 
 
 Member = Leaf | Group
+
+
+def alike(num_devices: int, link: LinkModel, memory_bytes: float = math.inf) -> Topology:
+    """Equal devices, any two joined by the same link."""
+    level = Level(num_devices, link.bytes_per_second, link.latency_seconds)
+    return Topology((Device(memory_bytes),) * num_devices, (level,))
 
 
 def uniform(

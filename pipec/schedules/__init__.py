@@ -17,7 +17,7 @@ from pipec.schedules.gpipe import gpipe
 from pipec.schedules.interleaved import interleaved_1f1b
 from pipec.schedules.looped_bfs import looped_bfs
 from pipec.schedules.one_f_one_b import one_f_one_b
-from pipec.schedules.orders import looped_placement, straight_placement, v_placement
+from pipec.schedules.orders import looped_placement, most_in_flight, on_ranks, straight_placement, v_placement
 from pipec.schedules.v_half_min import v_half, v_min
 from pipec.schedules.workload import Workload
 from pipec.schedules.zb_h1 import zb_h1
@@ -88,7 +88,9 @@ __all__ = [
     "looped_bfs",
     "looped_placement",
     "make_schedule",
+    "most_in_flight",
     "named",
+    "on_ranks",
     "one_f_one_b",
     "parse_orders",
     "straight_placement",

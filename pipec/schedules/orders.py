@@ -1,7 +1,8 @@
 """What schedules are written with: placements, and the order of one rank, kind of cell by kind of cell."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -25,6 +26,24 @@ def looped_placement(num_ranks: int, num_chunks: int) -> tuple[int, ...]:
 def v_placement(num_ranks: int) -> tuple[int, ...]:
     """Down and up again: rank s holds stages s and 2p-1-s, rank 0 thus the first and the last."""
     return (*range(num_ranks), *reversed(range(num_ranks)))
+
+
+def on_ranks(schedule: Schedule, ranks: Sequence[int]) -> Schedule:
+    """The same schedule, with ``ranks[k]`` in the part of rank k."""
+    orders = dict(zip(ranks, schedule.orders, strict=True))
+    return replace(
+        schedule,
+        placement=tuple(ranks[rank] for rank in schedule.placement),
+        orders=tuple(orders[rank] for rank in range(len(ranks))),
+    )
+
+
+def most_in_flight(order: Sequence[Compute]) -> int:
+    """The most microbatches a rank holds at once, from forward to whole backward or weight gradient."""
+    phases = Cells.of(order).phases
+    ends = (phases == PHASE_CODE[Phase.BACKWARD]) | (phases == PHASE_CODE[Phase.BACKWARD_WEIGHT])
+    held = np.cumsum((phases == PHASE_CODE[Phase.FORWARD]).astype(np.int64) - ends)
+    return int(held.max(initial=0))
 
 
 def ordered(
