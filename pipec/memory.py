@@ -1,5 +1,6 @@
 """How many bytes each rank needs for a plan, and what is short when it does not fit."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,8 +44,9 @@ def shortfall(needs: Sequence[RankBytes], limits: Sequence[float]) -> str:
     """What each rank needs against its limit, and what to do about it."""
     rows = [
         f"  rank {rank}: {format_bytes(need.static)} weights and gradients + {format_bytes(need.saved)} "
-        f"saved ({need.in_flight} microbatches in flight) + {format_bytes(need.transient)} transient = "
-        f"{format_bytes(need.total)} of {format_bytes(limit)}"
+        f"saved ({need.in_flight} in flight) + {format_bytes(need.transient)} transient = "
+        f"{format_bytes(need.total)}"
+        + (f" of {format_bytes(limit)}" if limit < math.inf else "")
         + (f", {format_bytes(need.total - limit)} too many" if need.total > limit else "")
         for rank, (need, limit) in enumerate(zip(needs, limits, strict=True))
     ]

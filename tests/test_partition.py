@@ -152,6 +152,9 @@ def test_without_replicas_a_line_is_placed_as_it_is_cut(problem: PartitionProble
     assert tuple(stage.operators[0] for stage in placed.stages[1:]) == found.cuts
     assert tuple(stage.seconds for stage in placed.stages) == found.stage_seconds
     assert tuple(stage.communication_seconds for stage in placed.stages) == found.communication_seconds
+    everywhere = place(*on_devices(problem, most), PIPEC, max_replicas=1, every_device=True)
+    assert tuple(stage.operators[0] for stage in everywhere.stages[1:]) == cuts[-1].cuts
+    assert tuple(stage.seconds for stage in everywhere.stages) == cuts[-1].stage_seconds
 
 
 def test_a_balanced_chain() -> None:

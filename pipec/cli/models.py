@@ -48,7 +48,9 @@ def plan(
     cost_model: CostModelName = None,
     as_json: Json = False,
 ) -> None:
-    """Print the plan of a model: stages, seconds, bytes sent, peak memory, bubble.
+    """Print the plan of a model: stages, seconds, bytes sent, peak memory, bubble, and what else was tried.
+
+    Without --microbatches their number is searched, which takes twice as long to capture.
 
     JSON keys: plan, as in plan.json; makespan in seconds; bubble_rate; peak_bytes of each rank.
 
@@ -57,19 +59,37 @@ def plan(
     no plan is below.
     """
     if pipedream_graph is None and dnn_partitioning is None:
+        if devices is None and topology is not None:
+            devices = _number_of_devices(topology)
         if target is None or devices is None or not devices.isdecimal() or int(devices) < 1:
-            raise InputError("to plan a model, give a TARGET and its number of --devices, 1 or more")
-        if (bandwidth, topology, cost_model) != (None, None, None):
-            raise InputError("--bandwidth, --topology and --cost-model are for graphs, not for a model")
-        dynamic = as_json or profile is not None  # plan.json and profiles are of graphs for any size
+            raise InputError(
+                "to plan a model, give a TARGET and its number of --devices, 1 or more, or a --topology"
+            )
+        if (bandwidth, cost_model) != (None, None):
+            raise InputError("--bandwidth and --cost-model are for graphs, not for a model")
+        one_size = not as_json and profile is None and microbatches is not None
         pipe = prepare(
-            target, int(devices), schedule, microbatches, recompute, memory_limit, profile, dynamic
+            target,
+            int(devices),
+            schedule,
+            microbatches,
+            recompute,
+            memory_limit,
+            profile,
+            topology,
+            dynamic=not one_size,
         )
         return _show_plan(pipe, as_json)
     if target is not None:
         raise InputError(f"give either the target {target} or a graph, not both")
     options = GraphOptions(pipedream_graph, dnn_partitioning, devices, bandwidth, topology, cost_model)
     return plan_graph(options, as_json)
+
+
+def _number_of_devices(topology: Path) -> str:
+    from pipec.planner.topology import read_topology
+
+    return str(len(read_topology(topology).devices))
 
 
 def _show_plan(pipe: "Pipeline", as_json: bool) -> None:
@@ -93,6 +113,7 @@ def dump(
     recompute: RecomputeChoice = Recompute.AUTO,
     memory_limit: MemoryLimit = None,
     profile: ProfilePath = None,
+    topology: TopologyFile = None,
     as_json: Json = False,
 ) -> None:
     """Print the generated code of a model's stages, or write the whole artifact.
@@ -103,7 +124,7 @@ def dump(
     """
     from pipec.text import format_program
 
-    pipe = prepare(target, devices, schedule, microbatches, recompute, memory_limit, profile)
+    pipe = prepare(target, devices, schedule, microbatches, recompute, memory_limit, profile, topology)
     stages = range(len(pipe.plan.stages)) if stage is None else [stage]
     sources = {str(k): pipe.source(k) for k in stages}
     if output is not None:

@@ -34,7 +34,11 @@ Bandwidth = Annotated[
     typer.Option("--bandwidth", help="For a graph: bytes per second of each level, such as 12e9,1.25e9."),
 ]
 TopologyFile = Annotated[
-    Path | None, typer.Option("--topology", help="For a graph: devices and links, a TOML or JSON file.")
+    Path | None,
+    typer.Option(
+        "--topology",
+        help="How fast devices are, what they hold and how they are joined: a TOML or JSON file.",
+    ),
 ]
 PipeDreamGraph = Annotated[
     Path | None, typer.Option("--pipedream-graph", help="Plan a profile of PipeDream, a graph.txt.")
@@ -52,7 +56,7 @@ ScheduleName = Annotated[
 Microbatches = Annotated[
     int | None,
     typer.Option(
-        "--microbatches", min=1, help="How many a mini-batch is split into; default: up to 4 a rank."
+        "--microbatches", min=1, help="How many a mini-batch is split into; default: the fastest found."
     ),
 ]
 RecomputeChoice = Annotated[

@@ -23,6 +23,8 @@ def prepare(
     recompute: str,
     memory_limit: str | None,
     profile: Path | None = None,
+    topology: Path | None = None,
+    *,
     dynamic: bool = True,
 ) -> "Pipeline":
     """Compile what ``step`` with the example of ``target`` would run; nothing is run."""
@@ -40,6 +42,7 @@ def prepare(
             recompute=recompute,
             memory_limit=memory_limit,
             profile=profile,
+            topology=topology,
             dynamic=dynamic,
         )
         spinner.update("capturing the model and compiling its stages ...")

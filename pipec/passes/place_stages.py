@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import accumulate
+from itertools import accumulate, product
 
 from pipec.graph import Parameter, TrainingGraph, is_constant, is_forward, is_tensor, memory_of
 from pipec.passes import Pass
@@ -53,13 +53,17 @@ class PlaceStages:
         return max(self.in_flight[-1 - math.ceil(later_devices) :], default=0)
 
 
+_SHARES = (1.0, 0.85, 0.7, 0.5)
+
+
 def ways_to_cut(
     placement: Sequence[int], topology: Topology, in_flight: tuple[int, ...], sizes: Sequence[int]
 ) -> Iterator[Pass]:
     """The fastest way for stages on these ranks; then, where memory is limited, the fastest within it.
 
-    Those are for the first and for the least of the ``sizes`` of microbatches. Where a rank has several
-    stages, all devices and links are taken to be alike.
+    Those are for the first and for the least of the ``sizes`` of microbatches, and leave ever more memory for
+    what the planner does not count: values that live inside a function, and copies of what is received.
+    Where a rank has several stages, all devices and links are taken to be alike.
     """
     straight = list(placement) == list(range(len(topology.devices)))
     if topology.is_uniform or not straight:
@@ -67,8 +71,8 @@ def ways_to_cut(
     else:
         yield PlaceStages(topology.without_limits(), sizes[0])
     if straight and topology.least_memory_bytes < math.inf:
-        for size in dict.fromkeys([sizes[0], min(sizes)]):
-            yield PlaceStages(topology, size, in_flight)
+        for size, share in product(dict.fromkeys([sizes[0], min(sizes)]), _SHARES):
+            yield PlaceStages(topology.with_memory(share), size, in_flight)
 
 
 def _workload(graph: TrainingGraph, blocks: Sequence[int], seconds: Sequence[float], size: int) -> Workload:
@@ -87,7 +91,7 @@ def _workload(graph: TrainingGraph, blocks: Sequence[int], seconds: Sequence[flo
         names=[f"{graph.operators[op].name} of {graph.operators[op].module or 'the model'}" for op in firsts],
         seconds=time,
         parameter_bytes=parameters,
-        resident_bytes=[2 * num_bytes for num_bytes in parameters],
+        resident_bytes=[3 * num_bytes for num_bytes in parameters],  # with gradients, old and new
         saved_bytes=saved,
         transfers=list(_between_blocks(transfers(graph, size), blocks)),
         before=[(block, block + 1) for block in indices[:-1]],

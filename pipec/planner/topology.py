@@ -107,6 +107,11 @@ class Topology:
         )
         return replace(self, devices=tuple(limited))
 
+    def with_memory(self, share: float) -> "Topology":
+        """The same, with a share of each device's memory."""
+        smaller = (replace(device, memory_bytes=share * device.memory_bytes) for device in self.devices)
+        return replace(self, devices=tuple(smaller))
+
     def without_limits(self) -> "Topology":
         """The same, with as much memory as is needed."""
         return replace(self, devices=tuple(Device(speed=device.speed) for device in self.devices))

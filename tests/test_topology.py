@@ -1,0 +1,193 @@
+"""Models on devices and links that differ, and in limited memory: where they are cut, and that they train."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from typer.testing import CliRunner
+from unsplit import Outcome
+
+import pipec
+from pipec.cli import app
+from pipec.cost.devices import LinkModel
+from pipec.errors import InputError, PlanError
+from pipec.ir import Phase
+from pipec.memory import rank_bytes
+from pipec.pipeline import Pipeline
+from pipec.planner.topology import Device, Level, Topology, alike
+
+MODELS = Path(__file__).parent / "cli_models.py"
+FAST = 1e15
+"""Bytes per second of a link whose time does not count."""
+
+HOSTS = """
+[[devices]]
+count = 2
+speed = 1.0
+
+[[devices]]
+speed = 3.0
+
+[[levels]]
+size = 3
+bytes_per_second = 1e10
+"""
+
+
+def even() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.Tanh())))
+
+
+def narrow_at(position: int) -> nn.Sequential:
+    """Eight layers of equal work, and after so many of them a place where only a few values pass."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Linear(64, 64) for _ in range(8)]
+    layers[position:position] = [nn.Linear(64, 1), nn.Linear(1, 64)]
+    return nn.Sequential(*layers)
+
+
+def compiled(model: nn.Module, topology: Topology, **options: Any) -> Pipeline:
+    options = {"microbatches": 4, **options}
+    return pipec.compile(model, len(topology.devices), loss_fn=F.mse_loss, topology=topology, **options)
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(16, 32, 64, generator=generator), torch.randn(16, 32, 64, generator=generator)
+
+
+def different(*speeds: float) -> Topology:
+    return Topology(tuple(Device(speed=speed) for speed in speeds), (Level(len(speeds), FAST),))
+
+
+def work(pipe: Pipeline) -> list[float]:
+    """FLOPs of each rank."""
+    done = [0.0] * pipe.plan.num_ranks
+    for stage in pipe.plan.stages:
+        done[pipe.plan.placement[stage.index]] += stage.cost.flops
+    return done
+
+
+def test_a_faster_device_gets_more_work_wherever_it_is() -> None:
+    x, y = batch()
+    for speeds in ((4.0, 1.0, 1.0), (1.0, 4.0, 1.0), (1.0, 1.0, 4.0)):
+        pipe = compiled(even(), different(*speeds)).prepare(x, target=y)
+        found = work(pipe)
+        assert max(found) == found[speeds.index(4.0)]
+        assert max(found) > 2.5 * min(found)
+        assert sorted(pipe.plan.placement) == [0, 1, 2]
+
+
+def test_a_speed_divides_the_times_of_the_rank() -> None:
+    x, y = batch()
+    slow = compiled(even(), different(1.0, 1.0)).prepare(x, target=y).plan
+    fast = compiled(even(), different(2.0, 2.0)).prepare(x, target=y).plan
+    for one, other in zip(slow.stages, fast.stages, strict=True):
+        assert other.cost.seconds[Phase.FORWARD] == pytest.approx(one.cost.seconds[Phase.FORWARD] / 2)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_ranks_in_another_order_train_and_evaluate_as_the_unsplit_model(schedule: str) -> None:
+    x, y = batch()
+    model = even()
+    unsplit = copy.deepcopy(model)
+    pipe = compiled(model, different(1.0, 1.0, 4.0), schedule=schedule)
+    loss = pipe.step(x, target=y)
+    assert pipe.plan.placement != (0, 1, 2)
+    parts = [
+        F.mse_loss(unsplit(rows), wanted) / 4 for rows, wanted in zip(x.split(4), y.split(4), strict=True)
+    ]
+    for part in parts:
+        part.backward()
+    assert torch.equal(loss, torch.stack(parts).sum().detach())
+    found, expected = Outcome.of(loss, model), Outcome.of(loss, unsplit)
+    assert found.gradients.keys() == expected.gradients.keys()
+    assert all(torch.equal(found.gradients[fqn], expected.gradients[fqn]) for fqn in found.gradients)
+    assert torch.equal(pipe(x), torch.cat([unsplit(rows) for rows in x.split(4)]).detach())
+    assert pipe.eval_step(x, target=y) == loss
+
+
+@pytest.mark.parametrize("position", [2, 6])
+def test_a_slow_link_gets_the_narrow_place(position: int) -> None:
+    """Two devices share a host on one side, however uneven that makes the stages."""
+    x, y = batch()
+    devices = (Device(),) * 2
+    slow = Topology(devices, (Level(1, FAST), Level(2, 1e6)))
+    pipe = compiled(narrow_at(position), slow).prepare(x, target=y)
+    (link,) = {link for link in pipe.plan.links if link.payload == "activation"}
+    assert [value.shape[-1] for value in link.values] == [1]
+
+
+def test_what_crosses_hosts_takes_the_time_of_the_slow_link() -> None:
+    x, y = batch()
+    topology = Topology((Device(),) * 4, (Level(2, FAST), Level(2, 1e6, 1e-3)))
+    plan = compiled(even(), topology).prepare(x, target=y).plan
+    seconds = {
+        (link.source, link.target): time
+        for link, time in zip(plan.links, plan.link_seconds, strict=True)
+        if link.payload == "activation"
+    }
+    num_bytes = plan.microbatch_size * 32 * 64 * 4
+    assert seconds[1, 2] == pytest.approx(1e-3 + num_bytes / 1e6)
+    assert seconds[0, 1] == seconds[2, 3] == pytest.approx(num_bytes / FAST)
+
+
+def test_a_device_with_less_memory_gets_the_stage_that_needs_least() -> None:
+    x, y = batch()
+    free = compiled(even(), alike(2, LinkModel(FAST, 0.0)), recompute="none").prepare(x, target=y)
+    needs = [need.total for need in rank_bytes(free.plan, free.programs)]
+    small = Topology((Device(memory_bytes=0.8 * needs[0]), Device()), (Level(2, FAST),))
+    pipe = compiled(even(), small, recompute="none").prepare(x, target=y)
+    assert rank_bytes(pipe.plan, pipe.programs)[0].total <= 0.8 * needs[0]
+    assert pipe.plan.placement == (1, 0)
+
+
+def test_a_cut_within_memory_saves_computing_again() -> None:
+    x, y = batch()
+    free = compiled(even(), alike(2, LinkModel(FAST, 0.0))).prepare(x, target=y)
+    most = max(need.total for need in rank_bytes(free.plan, free.programs))
+    pipe = compiled(even(), alike(2, LinkModel(FAST, 0.0), 0.95 * most)).prepare(x, target=y)
+    assert max(need.total for need in rank_bytes(pipe.plan, pipe.programs)) <= 0.95 * most
+    assert not any(stage.recompute for stage in pipe.plan.stages)
+    assert pipe.plan.stages[0].last_operator < free.plan.stages[0].last_operator
+
+
+def test_several_stages_on_a_rank_run_on_devices_that_differ() -> None:
+    x, y = batch()
+    pipe = compiled(even(), different(1.0, 2.0), schedule="zb-v").prepare(x, target=y)
+    assert pipe.plan.placement == (0, 1, 1, 0)
+    assert pipe.simulate().makespan > 0
+
+
+@pytest.mark.parametrize(
+    ("topology", "error", "message"),
+    [
+        (alike(3, LinkModel(1e9, 0.0)), InputError, "the topology has 3 devices, but there are 2 ranks"),
+        ("absent.toml", PlanError, "absent.toml is not a topology"),
+    ],
+)
+def test_a_topology_that_does_not_fit_is_refused(
+    topology: Topology | str, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        pipec.compile(even(), 2, loss_fn=F.mse_loss, topology=topology)
+
+
+def test_too_few_operators_for_the_devices_is_said() -> None:
+    x, y = batch()
+    with pytest.raises(PlanError, match="too few for a stage on each of 3 devices"):
+        compiled(nn.Sequential(nn.Linear(64, 64)), different(1.0, 2.0, 3.0)).prepare(x, target=y)
+
+
+def test_the_command_line_takes_a_topology(tmp_path: Path) -> None:
+    (tmp_path / "hosts.toml").write_text(HOSTS, encoding="utf-8")
+    result = CliRunner().invoke(
+        app, ["plan", f"{MODELS}:mlp", "--topology", str(tmp_path / "hosts.toml"), "--microbatches", "4"]
+    )
+    assert result.exit_code == 0, result.output
+    assert "3 stages on 3 ranks, 1f1b, 4 microbatches of 2" in result.output
