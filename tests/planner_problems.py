@@ -1,151 +1,236 @@
 """Small planning problems for property tests, and their answers by trying every plan."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
-from functools import cache, cached_property
+from functools import cache
+from itertools import combinations
+from typing import NamedTuple, TypeAlias
 
+from hypothesis import assume
 from hypothesis import strategies as st
 
 from pipec.planner.cost_model import PIPEC, PIPEDREAM, CostModel
 from pipec.planner.partition import Transfer
-from pipec.planner.topology import Device, Topology, uniform
+from pipec.planner.topology import Device, Level, Topology
 from pipec.planner.workload import Workload
 
-Downset = frozenset[int]
+Operators = int
+"""A set of them: bit k says whether operator k is in it."""
 
-MEMORY = st.sampled_from([4.0, 8.0, 16.0, 32.0, math.inf])
+Member: TypeAlias = "int | tuple[Member, ...]"
+"""A device, by its kind, or a group: its members, sorted, so that groups which are alike are equal."""
+
+MOST_DOWNSETS = 100
+"""On several levels, where any three of them are tried together."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Every plan of ``workload`` on ``sizes`` equal devices, from the inside out, each tried."""
+    """``workload`` on ``devices``, in groups of ``sizes`` from the inside out, with links of ``rates``."""
 
     workload: Workload
+    devices: tuple[Device, ...]
     sizes: tuple[int, ...]
     rates: tuple[float, ...]
-    device: Device
+    latency_seconds: float
     model: CostModel
     max_replicas: int
 
     @property
     def topology(self) -> Topology:
-        return uniform(self.sizes, self.rates, self.device)
+        levels = zip(self.sizes, self.rates, strict=True)
+        return Topology(self.devices, tuple(Level(*level, self.latency_seconds) for level in levels))
 
-    @cached_property
-    def whole(self) -> Downset:
-        return frozenset(range(len(self.workload.names)))
+    @property
+    def kinds(self) -> list[Device]:
+        return sorted(set(self.devices))
 
-    @cached_property
-    def downsets(self) -> list[Downset]:
-        found = {frozenset()}
-        for _ in self.whole:
-            found |= {held | {op} for held in found for op in self.whole if self._may_join(op, held)}
-        return sorted(found, key=lambda held: (len(held), sorted(held)))
+    @property
+    def outermost(self) -> tuple[Member, ...]:
+        members: Sequence[Member] = [self.kinds.index(device) for device in self.devices]
+        for size in self.sizes:
+            members = [tuple(sorted(members[k : k + size])) for k in range(0, len(members), size)]
+        return members[0]
 
-    def _may_join(self, op: int, held: Downset) -> bool:
-        return all(u in held for u, v in self.workload.before if v == op)
+    @property
+    def limits_memory(self) -> bool:
+        return min(device.memory_bytes for device in self.devices) < math.inf
 
     def best_seconds(self) -> float:
         """Of the best plan; infinite if none fits in memory."""
+        return _EveryPlan(self).best_seconds()
 
-        @cache
-        def best(
-            level: int, first: Downset, members: int, last: Downset, after: Fraction, begins: bool
-        ) -> float:
-            if first == last:
-                return 0.0
-            return min(
-                (
-                    max(stage, best(level, end, rest, last, after, False))
-                    for end, rest, stage in stages(level, first, members, last, after, begins)
-                ),
-                default=math.inf,
-            )
 
-        def stages(
-            level: int, first: Downset, members: int, last: Downset, after: Fraction, begins: bool
-        ) -> Iterator:
-            for end in self.downsets:
-                if not (first < end <= last):
-                    continue
-                for rest in range(members):
-                    for replicas in range(1, min(members - rest, self.max_replicas) + 1):
-                        later = (after + rest * math.prod(self.sizes[:level])) / replicas
-                        if level == 0:
-                            busy = self._alone(end - first, later)
-                        else:
-                            busy = best(level - 1, first, self.sizes[level - 1], end, later, True)
-                        yield end, rest, self._stage(busy, level, replicas, first, end, begins)
+def downsets(workload: Workload) -> list[Operators]:
+    """Sets of operators that hold whatever must come before one of them."""
+    needs = [0] * len(workload.names)
+    for u, v in workload.before:
+        needs[v] |= 1 << u
+    found = {0}
+    for _ in needs:
+        found |= {held | 1 << op for held in found for op, need in enumerate(needs) if held & need == need}
+    return sorted(found)
 
-        return best(len(self.sizes) - 1, frozenset(), self.sizes[-1], self.whole, Fraction(0), True)
 
-    def _alone(self, held: Downset, later: Fraction) -> float:
-        saved = sum(self.workload.saved_bytes[op] for op in held)
-        resident = sum(self.workload.resident_bytes[op] for op in held)
-        if resident + (1 + math.ceil(later)) * saved > self.device.memory_bytes:
-            return math.inf
-        return sum(self.workload.seconds[op] for op in held) / self.device.speed
+class _Stage(NamedTuple):
+    """On up to ``devices`` of each of ``replicas`` members alike; the rest is for later stages.
 
-    def _stage(
-        self, busy: float, level: int, replicas: int, first: Downset, end: Downset, begins: bool
+    These have ``after`` devices for each replica, rounded up.
+    """
+
+    member: Member
+    replicas: int
+    devices: int
+    rest: tuple[Member, ...]
+    rest_devices: int
+    after: int
+
+
+class _EveryPlan:
+    """Every plan of a trial is tried, but no part of it twice."""
+
+    def __init__(self, trial: Trial) -> None:
+        self.trial, self.workload, self.kinds = trial, trial.workload, trial.kinds
+        self.downsets = downsets(trial.workload)
+        self.larger = {k: [end for end in self.downsets if end & k == k != end] for k in self.downsets}
+        self.best, self.stages, self.seconds = cache(self._best), cache(self._stages), cache(self._seconds)
+        self.exchanged, self.total = cache(self._exchanged), cache(self._total)
+
+    def best_seconds(self) -> float:
+        level, members = len(self.trial.sizes) - 1, self.trial.outermost
+        return self.best(level, members, num_devices(members), 0, 0, self.downsets[-1], True)
+
+    def _best(
+        self,
+        level: int,
+        members: tuple[Member, ...],
+        devices: int,
+        after: int,
+        first: Operators,
+        last: Operators,
+        begins: bool,
     ) -> float:
-        held, rate = end - first, self.rates[level]
-        parameters = sum(self.workload.parameter_bytes[op] for op in held)
-        passes = 4 if self.model is PIPEDREAM else 2
-        all_reduce = passes * (replicas - 1) * parameters / (rate * replicas)
-        if self.model is PIPEDREAM and begins and level > 0:
-            all_reduce /= self.sizes[level - 1]
-        if self.model is PIPEDREAM:
-            link = 0.0 if begins else self._cut_bytes(first) / rate
-            return max((busy + all_reduce) / replicas, link / replicas)
-        return (busy + all_reduce + self._exchanged_bytes(held) / rate) / replicas
+        """The slowest stage of the best pipeline between two downsets."""
+        if first == last:
+            return 0.0
+        ends = [end for end in self.larger[first] if end & last == end]
+        found = math.inf
+        for stage in self.stages(members, devices, after):
+            for end in ends:
+                seconds = self.seconds(level, stage, first, end, begins)
+                if seconds < found:
+                    rest = self.best(level, stage.rest, stage.rest_devices, after, end, last, False)
+                    found = min(found, max(seconds, rest))
+        return found
 
-    def _cut_bytes(self, first: Downset) -> float:
+    def _stages(self, members: tuple[Member, ...], devices: int, after: int) -> list[_Stage]:
+        return [
+            _Stage(member, replicas, each, rest, later, math.ceil((after + later) / replicas))
+            for member in dict.fromkeys(members)
+            for replicas in range(1, min(members.count(member), self.trial.max_replicas) + 1)
+            for each in range(1, num_devices([member]) + 1)
+            for rest in some(without(members, member, replicas))
+            for later in range(len(rest), min(num_devices(rest), devices - replicas * each) + 1)
+        ]
+
+    def _seconds(self, level: int, stage: _Stage, first: Operators, last: Operators, begins: bool) -> float:
+        trial, held, replicas = self.trial, last & ~first, stage.replicas
+        if level == 0:
+            busy = self._alone(stage, held)
+        else:
+            after = stage.after if trial.limits_memory else 0
+            busy = self.best(level - 1, stage.member, stage.devices, after, first, last, True)
+        busy += self._all_reduce(level, replicas, held, begins)
+        if trial.model is PIPEC:
+            return (busy + self.exchanged(level, held)) / replicas
+        return max(busy, 0.0 if begins else self.exchanged(level, first)) / replicas
+
+    def _alone(self, stage: _Stage, held: Operators) -> float:
+        device, saved = self.kinds[stage.member], self.total("saved_bytes", held)
+        if self.total("resident_bytes", held) + (1 + stage.after) * saved > device.memory_bytes:
+            return math.inf
+        return self.total("seconds", held) / device.speed
+
+    def _all_reduce(self, level: int, replicas: int, held: Operators, begins: bool) -> float:
+        parameters = self.total("parameter_bytes", held)
+        if replicas == 1 or not parameters:
+            return 0.0
+        passes, links = (2, 1) if self.trial.model is PIPEC else (4, 1)
+        if self.trial.model is PIPEDREAM and begins and level > 0:
+            links = self.trial.sizes[level - 1]
+        share = passes * (replicas - 1) / replicas * parameters / (self.trial.rates[level] * links)
+        return share + 2 * (replicas - 1) * self.trial.latency_seconds
+
+    def _exchanged(self, level: int, held: Operators) -> float:
+        """Of all values with an end inside and one outside."""
         return sum(
-            value.forward_bytes + value.backward_bytes
+            self.trial.latency_seconds + size / self.trial.rates[level]
             for value in self.workload.transfers
-            if len({end in first for end in (value.producer, *value.consumers)}) == 2
+            if len({held >> end & 1 for end in (value.producer, *value.consumers)}) == 2
+            for size in (value.forward_bytes, value.backward_bytes)
+            if size
         )
 
-    _exchanged_bytes = _cut_bytes  # both count the values with an end inside a set and one outside
+    def _total(self, column: str, held: Operators) -> float:
+        return sum(figure for op, figure in enumerate(getattr(self.workload, column)) if held >> op & 1)
+
+
+def num_devices(members: Sequence[Member]) -> int:
+    return sum(1 if isinstance(member, int) else num_devices(member) for member in members)
+
+
+def without(members: tuple[Member, ...], member: Member, count: int) -> tuple[Member, ...]:
+    first = members.index(member)
+    return members[:first] + members[first + count :]
+
+
+def some(members: tuple[Member, ...]) -> set[tuple[Member, ...]]:
+    return {each for count in range(len(members) + 1) for each in combinations(members, count)}
+
+
+SECONDS = st.integers(0, 8).map(float)
+BYTES = st.integers(0, 6).map(float)
+MEMORY = st.sampled_from([math.inf, 16.0, 32.0, 64.0])
+
+
+@st.composite
+def workloads(draw: st.DrawFn, max_operators: int) -> Workload:
+    """Mostly in line, so that there are few downsets."""
+    count = draw(st.integers(1, max_operators) | st.just(max_operators))
+    figures = st.lists(BYTES, min_size=count, max_size=count)
+    before = [(k, k + 1) for k in range(count - 1) if draw(st.integers(0, 3))]
+    before += [(k, k + 2) for k in range(count - 2) if draw(st.booleans())]
+    makers = draw(st.lists(st.integers(0, max(0, count - 2)), max_size=6)) if count > 1 else []
+    return Workload(
+        names=[f"op{k}" for k in range(count)],
+        seconds=draw(st.lists(SECONDS, min_size=count, max_size=count)),
+        parameter_bytes=draw(figures),
+        resident_bytes=draw(figures),
+        saved_bytes=draw(figures),
+        transfers=[draw(values(maker, count)) for maker in makers],
+        before=before,
+    )
+
+
+@st.composite
+def values(draw: st.DrawFn, maker: int, num_operators: int) -> Transfer:
+    readers = draw(st.sets(st.integers(maker + 1, num_operators - 1), min_size=1, max_size=2))
+    return Transfer(maker, tuple(readers), draw(BYTES), draw(BYTES))
 
 
 @st.composite
 def trials(draw: st.DrawFn, max_operators: int, sizes: st.SearchStrategy[tuple[int, ...]]) -> Trial:
-    """Mostly in line, so that there are few downsets; memory tight in about half."""
-    count = draw(st.integers(1, max_operators))
-    figures = st.lists(st.integers(0, 8).map(float), min_size=count, max_size=count)
-    before = [(k, k + 1) for k in range(count - 1) if draw(st.integers(0, 3))]
-    before += [(k, k + 2) for k in range(count - 2) if draw(st.booleans())]
-    transfers = [
-        Transfer(
-            u, tuple(draw(st.sets(st.integers(u + 1, count - 1), min_size=1, max_size=2))), draw(bytes_), 0
-        )
-        for u in draw(st.lists(st.integers(0, max(0, count - 2)), max_size=6))
-        if count > 1
-    ]
-    workload = Workload(
-        names=[f"op{k}" for k in range(count)],
-        seconds=draw(figures),
-        parameter_bytes=draw(figures),
-        resident_bytes=draw(figures),
-        saved_bytes=draw(figures),
-        transfers=transfers,
-        before=before,
-    )
-    chosen = draw(sizes)
-    rates = tuple(draw(st.sampled_from([0.5, 1.0, 4.0])) for _ in chosen)
-    device = Device(draw(MEMORY), draw(st.sampled_from([0.5, 1.0])))
+    """Devices of up to two kinds, each with or without a limit of memory."""
+    workload, chosen = draw(workloads(max_operators)), draw(sizes)
+    assume(len(chosen) == 1 or len(downsets(workload)) <= MOST_DOWNSETS)
+    kinds = st.sampled_from([Device(draw(MEMORY)), Device(draw(MEMORY), speed=0.5)])
     return Trial(
         workload,
-        chosen,
-        rates,
-        device,
-        draw(st.sampled_from([PIPEC, PIPEDREAM])),
-        draw(st.sampled_from([1, 4])),
+        devices=tuple(draw(kinds) for _ in range(math.prod(chosen))),
+        sizes=chosen,
+        rates=tuple(draw(st.sampled_from([0.5, 2.0, 16.0])) for _ in chosen),
+        latency_seconds=draw(st.sampled_from([0.0, 0.5])),
+        model=draw(st.sampled_from([PIPEC, PIPEDREAM])),
+        max_replicas=draw(st.sampled_from([1, 4])),
     )
-
-
-bytes_ = st.integers(0, 6).map(float)

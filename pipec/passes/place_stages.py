@@ -9,7 +9,6 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from itertools import accumulate, product
 
 from pipec.graph import Parameter, TrainingGraph, is_constant, is_forward, is_tensor, memory_of
@@ -48,9 +47,9 @@ class PlaceStages:
         graph = assign(graph, [stage_of[block] for block in blocks], len(placed))
         return replace(graph, ranks=tuple(stage.devices[0] for stage in placed))
 
-    def _in_flight(self, later_devices: Fraction) -> int:
+    def _in_flight(self, later_devices: int) -> int:
         """Of a rank that so many follow: no fewer than any of those, as the planner asks for."""
-        return max(self.in_flight[-1 - math.ceil(later_devices) :], default=0)
+        return max(self.in_flight[-1 - later_devices :], default=0)
 
 
 _SHARES = (1.0, 0.85, 0.7, 0.5)

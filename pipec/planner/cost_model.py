@@ -15,21 +15,19 @@ pay for, and the groups it is on all-reduce over as many links at a time as they
 PIPEC pays inside the group for values that leave it, too, on their way to its border.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 
 from pipec.planner.topology import Level
 
 
-def one_f_one_b(later_devices: Fraction) -> int:
-    """Microbatches a replica holds at once under 1F1B, with so many later devices for each replica.
+def one_f_one_b(later_devices: int) -> int:
+    """Microbatches a replica holds at once under 1F1B, with so many later devices for each, rounded up.
 
     Without replication this is the number of stages from this one on. With it, it is PipeDream's NOAM
     (Narayanan et al., SOSP 2019, section 3.2) for the stages from this one on.
     """
-    return 1 + math.ceil(later_devices)
+    return 1 + later_devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +38,14 @@ class CostModel:
     many links at a time as the level below joins members.
     ``microbatches_per_update``: replicas all-reduce once for so many microbatches, all replicas together;
     None: each replica after each of its own. ``in_flight``: the microbatches a replica holds at once, of
-    the number of later devices for each replica; it must not fall.
+    the number of later devices for each replica, rounded up; it must not fall.
     """
 
     overlap: bool
     all_reduce_passes: float
     first_shares_links: bool = False
     microbatches_per_update: int | None = None
-    in_flight: Callable[[Fraction], int] = one_f_one_b
+    in_flight: Callable[[int], int] = one_f_one_b
 
     def all_reduce_seconds_per_byte(self, replicas: int, bytes_per_second: float) -> float:
         """Of one microbatch, for each parameter byte of a stage; bandwidth alone."""

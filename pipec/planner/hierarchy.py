@@ -5,13 +5,14 @@ takes the least, over the first stage's last boundary x, kind and replicas, of t
 seconds and those of the best pipeline from x to e on the members that are left. With all members at work
 the group is one device of the level above (PipeDream, Narayanan et al., SOSP 2019, section 3.1).
 
-Memory depends on how many devices follow a stage, which is why stages are chosen from the last to the first.
+Memory depends on how many devices follow a stage, which is why stages are chosen from the last to the first,
+and why, where it is limited, a pipeline in a group may be asked for on some of the group's devices alone.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 from itertools import product
 from typing import NamedTuple
 
@@ -20,6 +21,9 @@ import numpy as np
 from pipec.planner.boundaries import Vector
 from pipec.planner.ranges import Indices, Matrix, Ranges, between
 from pipec.planner.topology import Group, Leaf, Member
+
+Tensor = Matrix
+"""Of three dimensions."""
 
 _ROWS = 64
 
@@ -37,7 +41,7 @@ class Chosen(NamedTuple):
     """A stage from boundary ``first`` to boundary ``last``, with a replica on each of ``devices``.
 
     Seconds are per microbatch and count what the stage has to do with at every level. ``after`` is the
-    number of later devices for each replica.
+    number of later devices for each replica, rounded up.
     """
 
     first: int
@@ -45,27 +49,37 @@ class Chosen(NamedTuple):
     devices: tuple[int, ...]
     seconds: float
     communication_seconds: float
-    after: Fraction
+    after: int
+
+
+class _Left(NamedTuple):
+    """What stages may use: ``members`` of each kind, ``devices`` of theirs at most."""
+
+    members: Counts
+    devices: int
 
 
 class _Option(NamedTuple):
-    """A stage on ``replicas`` members of a kind, with the members ``rest`` for all later stages."""
+    """A stage on up to ``devices`` of each of ``replicas`` members; the ``rest`` is for later stages."""
 
     kind: int
     replicas: int
-    rest: Counts
+    devices: int
+    rest: _Left
 
 
 class _Task(NamedTuple):
-    """What is between two boundaries, on ``group``, with ``after`` later devices for each replica of it.
+    """What is between two boundaries, on up to ``devices`` of ``group``.
 
-    ``begins``: a stage at ``first`` is the first of its group.
+    ``after``: later devices for each replica of it, rounded up. ``begins``: a stage at ``first`` is the first
+    of its group.
     """
 
     group: Group
+    devices: int
     first: int
     last: int
-    after: Fraction
+    after: int
     useful: Useful
     begins: bool = True
 
@@ -91,7 +105,7 @@ class Hierarchy:
     max_replicas: int
     limits_memory: bool
     every_device: bool
-    _known: dict[object, Matrix] = field(default_factory=dict, repr=False)
+    _known: dict[object, Tensor] = field(default_factory=dict, repr=False)
 
     def pipeline(self, group: Group, useful: Useful) -> tuple[Chosen, ...]:
         """The fastest stages for everything, none if they do not fit in memory.
@@ -99,67 +113,65 @@ class Hierarchy:
         Of these the ones on the fewest members; of these the ones that communicate least, in seconds.
         ``useful`` has to name every boundary that a fastest plan may use.
         """
-        return self._solve(_Task(group, 0, len(self.ranges.boundaries) - 1, Fraction(0), useful))
+        last = len(self.ranges.boundaries) - 1
+        return self._solve(_Task(group, group.num_devices, 0, last, 0, useful))
 
     def _solve(self, task: _Task) -> tuple[Chosen, ...]:
         seconds = self._remembering(task.group, functools.partial(self._stage, task.group, task.after))
         finish = self._finish(task, seconds, np.maximum)
         fastest = {
-            counts: self._first_stage(task, counts, finish, seconds, np.maximum).cost
-            for counts in _all_counts(task.group)
-            if task.first in task.useful(_num_devices(task.group, counts))
-            and self._may_take(task.group, counts)
+            left: self._first_stage(task, left, finish, seconds, np.maximum).cost
+            for left in finish
+            if task.first in task.useful(left.devices) and self._may_take(task.group, left)
         }
         limit = min(fastest.values())
         if limit == np.inf:
             return ()
-        enough = [counts for counts, least in fastest.items() if least == limit]
-        counts = min(enough, key=lambda counts: _num_devices(task.group, counts))
+        enough = [left for left, least in fastest.items() if least == limit]
+        fewest = min(enough, key=lambda left: (_num_devices(task.group, left.members), left.devices))
 
         def communication(option: _Option, begins: bool, rows: Indices, columns: Indices) -> Matrix:
             spent = self.ranges.communication(task.group.level, option.replicas, begins, rows, columns)
             return np.where(seconds(option, begins, rows, columns) <= limit, spent, np.inf)
 
         in_time = task._replace(useful=_in_time(task, finish, limit))
-        return self._follow(in_time, counts, self._remembering(task.group, communication))
+        return self._follow(in_time, fewest, self._remembering(task.group, communication))
 
-    def _follow(self, task: _Task, counts: Counts, cost: _Cost) -> tuple[Chosen, ...]:
-        """The stages with the least sum of ``cost`` on ``counts`` members, from the first to the last."""
+    def _follow(self, task: _Task, left: _Left, cost: _Cost) -> tuple[Chosen, ...]:
+        """The stages with the least sum of ``cost`` on what is ``left``, from the first to the last."""
         finish = self._finish(task, cost, np.add)
         unused = [iter(kind) for kind in task.group.kinds]
         stages: list[Chosen] = []
         while task.first != task.last:
-            while not (task.begins or self.every_device) and (fewer := _as_good(counts, finish, task.first)):
-                counts = fewer
-            _, option, last = self._first_stage(task, counts, finish, cost, np.add)
+            _, option, last = self._first_stage(task, left, finish, cost, np.add)
             members = [next(unused[option.kind]) for _ in range(option.replicas)]
             stages += self._placed(task, option, last, members)
-            task, counts = task._replace(first=last, begins=False), option.rest
+            task, left = task._replace(first=last, begins=False), option.rest
         return tuple(stages)
 
-    def _finish(self, task: _Task, cost: _Cost, join: np.ufunc) -> dict[Counts, Vector]:
-        """The least cost from every boundary to the task's last, on up to so many members of each kind."""
-        best: dict[Counts, Vector] = {}
-        for counts in _all_counts(task.group):
-            rows = task.useful(_num_devices(task.group, counts))
+    def _finish(self, task: _Task, cost: _Cost, join: np.ufunc) -> dict[_Left, Vector]:
+        """The least cost from every boundary to the task's last, with so much left."""
+        best: dict[_Left, Vector] = {}
+        for left in self._all_left(task.group, task.devices):
+            rows = task.useful(left.devices)
             least = np.full(len(self.ranges.boundaries), np.inf)
-            least[task.last] = 0.0 if self._may_leave(counts) else np.inf
-            for fewer in self._fewer(counts):
-                np.minimum(least, best[fewer], out=least)
-            for option in self._options(counts):
-                columns = task.useful(_num_devices(task.group, option.rest))
+            least[task.last] = 0.0 if self._may_remain(left) else np.inf
+            for less in self._less(task.group, left):
+                np.minimum(least, best[less], out=least)
+            for option in self._options(task.group, left):
+                columns = task.useful(option.rest.devices)
                 found = _least(join, cost(option, False, rows, columns), best[option.rest][columns])
                 least[rows] = np.minimum(least[rows], found)
-            best[counts] = least
+            best[left] = least
         return best
 
     def _first_stage(
-        self, task: _Task, counts: Counts, finish: dict[Counts, Vector], cost: _Cost, join: np.ufunc
+        self, task: _Task, left: _Left, finish: dict[_Left, Vector], cost: _Cost, join: np.ufunc
     ) -> _FirstStage:
-        """The first stage of the task, and all it costs, on ``counts`` members, as many of them as needed."""
-        best = _FirstStage(np.inf, _Option(0, 0, counts), task.last)
-        for option in self._options(counts):
-            columns = task.useful(_num_devices(task.group, option.rest))
+        """The first stage of the task, and all it costs, with so much left, as much of it as needed."""
+        best = _FirstStage(np.inf, _Option(0, 0, 0, left), task.last)
+        for option in self._options(task.group, left):
+            columns = task.useful(option.rest.devices)
             row = cost(option, task.begins, np.array([task.first]), columns)
             costs = join(row, finish[option.rest][columns])[0]
             if costs.min(initial=np.inf) < best.cost:
@@ -168,8 +180,7 @@ class Hierarchy:
 
     def _placed(self, task: _Task, option: _Option, last: int, members: Sequence[Member]) -> Iterator[Chosen]:
         """The stage itself, or the stages within each of its replicas, with the share of this level added."""
-        after = _later(task.group, task.after, option)
-        inside = self._inside(members[0], task.first, last, after)
+        inside = self._inside(members[0], task, option, last)
         span = (task.group.level, option.replicas, task.begins, np.array([task.first]), np.array([last]))
         for stage in inside:
             busy = np.array([[stage.seconds]])
@@ -180,64 +191,89 @@ class Hierarchy:
                 communication_seconds=spent + float(self.ranges.communication(*span)[0, 0]),
             )
 
-    def _inside(self, member: Member, first: int, last: int, after: Fraction) -> tuple[Chosen, ...]:
+    def _inside(self, member: Member, task: _Task, option: _Option, last: int) -> tuple[Chosen, ...]:
+        after = _later(task.after, option)
         if isinstance(member, Group):
-            return self._solve(_Task(member, first, last, after, self._everywhere))
-        busy = self._busy(member, after, np.array([first]), np.array([last]))
-        return (Chosen(first, last, (member.index,), float(busy[0, 0]), 0.0, after),)
+            return self._solve(_Task(member, option.devices, task.first, last, after, self._everywhere))
+        busy = self.ranges.on_device(member.device, after, np.array([task.first]), np.array([last]))
+        return (Chosen(task.first, last, (member.index,), float(busy[0, 0]), 0.0, after),)
 
     def _everywhere(self, num_devices: int) -> Indices:
         return np.arange(len(self.ranges.boundaries))
 
     def _stage(
-        self, group: Group, after: Fraction, option: _Option, begins: bool, rows: Indices, columns: Indices
+        self, group: Group, after: int, option: _Option, begins: bool, rows: Indices, columns: Indices
     ) -> Matrix:
-        busy = self._busy(group.kinds[option.kind][0], _later(group, after, option), rows, columns)
+        busy = self._busy(group.kinds[option.kind][0], option.devices, _later(after, option), rows, columns)
         return self.ranges.stage(busy, group.level, option.replicas, begins, rows, columns)
 
-    def _busy(self, member: Member, after: Fraction, rows: Indices, columns: Indices) -> Matrix:
-        """Seconds of the best pipeline on one ``member``."""
+    def _busy(self, member: Member, devices: int, after: int, rows: Indices, columns: Indices) -> Matrix:
+        """Seconds of the best pipeline on so many devices of one ``member``."""
         if isinstance(member, Leaf):
             return self.ranges.on_device(member.device, after, rows, columns)
         key = (member.signature, after if self.limits_memory else None)
         if key not in self._known:
             self._known[key] = self._all_pipelines(member, after)
-        return self._known[key][np.ix_(rows, columns)]
+        return between(self._known[key][devices], rows, columns)
 
-    def _all_pipelines(self, group: Group, after: Fraction) -> Matrix:
-        """Seconds of the best pipeline on ``group`` between any two boundaries."""
+    def _all_pipelines(self, group: Group, after: int) -> Tensor:
+        """Seconds of the best pipeline on up to so many devices of ``group`` between any two boundaries."""
         everywhere = self._everywhere(0)
-        finish: dict[Counts, Matrix] = {}
-        fastest = np.full((len(everywhere), len(everywhere)), np.inf)
-        for counts in _all_counts(group):
-            least = np.where(np.eye(len(everywhere), dtype=bool) & self._may_leave(counts), 0.0, np.inf)
-            for fewer in self._fewer(counts):
-                np.minimum(least, finish[fewer], out=least)
-            for option in self._options(counts):
-                for begins, found in ((False, least), (True, fastest)):
-                    if begins and not self._may_take(group, counts):
+        finish: dict[_Left, Matrix] = {}
+        fastest = np.full((group.num_devices + 1, len(everywhere), len(everywhere)), np.inf)
+        for left in self._all_left(group, group.num_devices):
+            least = np.where(np.eye(len(everywhere), dtype=bool) & self._may_remain(left), 0.0, np.inf)
+            for less in self._less(group, left):
+                np.minimum(least, finish[less], out=least)
+            for option in self._options(group, left):
+                for begins, found in ((False, least), (True, fastest[left.devices])):
+                    if begins and not self._may_take(group, left):
                         continue
                     stages = self._stage(group, after, option, begins, everywhere, everywhere)
                     _minimise(found, stages, finish[option.rest])
-            finish[counts] = least
-        return fastest
+            finish[left] = least
+        return np.minimum.accumulate(fastest, out=fastest)
 
-    def _may_leave(self, counts: Counts) -> bool:
-        """Whether so many members may be left when everything is done."""
-        return not self.every_device or not any(counts)
+    def _all_left(self, group: Group, most: int) -> Iterator[_Left]:
+        """Of ``group``, up to so many devices; less comes before more."""
+        for members in product(*(range(len(kind) + 1) for kind in group.kinds)):
+            devices = _num_devices(group, members)
+            for fewer in range(devices + 1) if self._counts_devices(group) else (devices,):
+                if fewer <= most:
+                    yield _Left(members, fewer)
 
-    def _may_take(self, group: Group, counts: Counts) -> bool:
-        """Whether a pipeline may be on so many members of a group."""
-        return not self.every_device or counts == tuple(map(len, group.kinds))
+    def _less(self, group: Group, left: _Left) -> Iterator[_Left]:
+        """One member less of each kind, and one device less, where any may stay unused."""
+        if self.every_device:
+            return
+        for kind, count in enumerate(left.members):
+            if count:
+                members = _without(left.members, kind, 1)
+                yield _Left(members, min(left.devices, _num_devices(group, members)))
+        if self._counts_devices(group) and left.devices:
+            yield left._replace(devices=left.devices - 1)
 
-    def _fewer(self, counts: Counts) -> Iterator[Counts]:
-        """One member left unused."""
-        return iter(()) if self.every_device else _one_fewer(counts)
-
-    def _options(self, counts: Counts) -> Iterator[_Option]:
-        for kind, most in enumerate(counts):
+    def _options(self, group: Group, left: _Left) -> Iterator[_Option]:
+        for kind, most in enumerate(left.members):
             for replicas in range(1, min(most, self.max_replicas) + 1):
-                yield _Option(kind, replicas, (*counts[:kind], most - replicas, *counts[kind + 1 :]))
+                members = _without(left.members, kind, replicas)
+                all_devices, whole = _num_devices(group, members), group.kinds[kind][0].num_devices
+                for devices in range(whole, 0, -1) if self._counts_devices(group) else (whole,):
+                    rest = min(left.devices - replicas * devices, all_devices)
+                    if rest >= 0:
+                        yield _Option(kind, replicas, devices, _Left(members, rest))
+
+    def _counts_devices(self, group: Group) -> bool:
+        """Whether earlier stages need less memory if a member does without some of its devices."""
+        return self.limits_memory and group.level > 0 and not self.every_device
+
+    def _may_take(self, group: Group, left: _Left) -> bool:
+        """Whether a pipeline may be on so much of a group."""
+        return not self.every_device or left.devices == group.num_devices
+
+    def _may_remain(self, left: _Left) -> bool:
+        """Whether so much may be left when everything is done."""
+        return not self.every_device or left.devices == 0
 
     def _remembering(self, group: Group, cost: _Cost) -> _Cost:
         """The same costs, those between all boundaries worked out only once; all of them if they are few."""
@@ -247,7 +283,7 @@ class Hierarchy:
         few = not self.limits_memory and num_options * len(everywhere) ** 2 <= _MOST_REMEMBERED
 
         def remembered(option: _Option, begins: bool, rows: Indices, columns: Indices) -> Matrix:
-            key = (option.kind, option.replicas, begins, option.rest if self.limits_memory else ())
+            key = (option if self.limits_memory else (option.kind, option.replicas), begins)
             all_of_them = len(rows) == len(columns) == len(everywhere)
             if key not in known and (all_of_them or (few and not begins)):
                 known[key] = cost(option, begins, everywhere, everywhere)
@@ -256,29 +292,15 @@ class Hierarchy:
         return remembered
 
 
-def _all_counts(group: Group) -> Iterator[Counts]:
-    """Every number of members of each kind, none of them first; fewer come before more."""
-    return product(*(range(len(kind) + 1) for kind in group.kinds))
+def _without(members: Counts, kind: int, count: int) -> Counts:
+    return (*members[:kind], members[kind] - count, *members[kind + 1 :])
 
 
-def _one_fewer(counts: Counts) -> Iterator[Counts]:
-    for kind, count in enumerate(counts):
-        if count:
-            yield (*counts[:kind], count - 1, *counts[kind + 1 :])
-
-
-def _as_good(counts: Counts, finish: dict[Counts, Vector], boundary: int) -> Counts | None:
-    """One member fewer, if it costs no more to finish from ``boundary``."""
-    cost = finish[counts][boundary]
-    return next((fewer for fewer in _one_fewer(counts) if finish[fewer][boundary] == cost), None)
-
-
-def _in_time(task: _Task, finish: dict[Counts, Vector], limit: float) -> Useful:
+def _in_time(task: _Task, finish: dict[_Left, Vector], limit: float) -> Useful:
     """Of the useful boundaries, those from which the stages that are left can keep within the limit."""
     from_each: dict[int, Vector] = {}
-    for counts, seconds in finish.items():
-        num_devices = _num_devices(task.group, counts)
-        from_each[num_devices] = np.minimum(from_each.get(num_devices, np.inf), seconds)
+    for left, seconds in finish.items():
+        from_each[left.devices] = np.minimum(from_each.get(left.devices, np.inf), seconds)
 
     @functools.cache
     def useful(num_devices: int) -> Indices:
@@ -288,13 +310,13 @@ def _in_time(task: _Task, finish: dict[Counts, Vector], limit: float) -> Useful:
     return useful
 
 
-def _num_devices(group: Group, counts: Counts) -> int:
-    return sum(count * kind[0].num_devices for count, kind in zip(counts, group.kinds, strict=True))
+def _num_devices(group: Group, members: Counts) -> int:
+    return sum(count * kind[0].num_devices for count, kind in zip(members, group.kinds, strict=True))
 
 
-def _later(group: Group, after: Fraction, option: _Option) -> Fraction:
-    """Devices that follow each member of the option's stage."""
-    return (after + _num_devices(group, option.rest)) / option.replicas
+def _later(after: int, option: _Option) -> int:
+    """Devices that follow each replica of the option's stage, rounded up."""
+    return math.ceil((after + option.rest.devices) / option.replicas)
 
 
 def _least(join: np.ufunc, costs: Matrix, rest: Vector) -> Vector:

@@ -9,7 +9,7 @@ fast, the one on the fewest devices of the outermost group is taken; of these th
 in sum; inside a group the same rule decides again.
 
 Memory: a replica holds the resident bytes of its stage once, and the saved bytes for each microbatch in
-flight; the devices that follow count whether they are used or not.
+flight, of which there are the more, the more devices later stages are on.
 
 **How.** Operators that some best plan keeps together are merged (``merge``); a lower bound that ignores which
 boundaries contain which tells how fast a plan can be and which boundaries it may use (``bounds``); dynamic
@@ -20,7 +20,6 @@ taken without regard to communication.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 
 import numpy as np
 
@@ -169,7 +168,7 @@ def _on_a_grid(workload: Workload, topology: Topology) -> tuple[list[float], Vec
 
 def _may_run_out(workload: Workload, topology: Topology, model: CostModel) -> bool:
     """Whether any device could be too small for any stage."""
-    most_in_flight = model.in_flight(Fraction(len(topology.devices)))
+    most_in_flight = model.in_flight(len(topology.devices))
     most = sum(workload.resident_bytes) + most_in_flight * sum(workload.saved_bytes)
     return most > min(device.memory_bytes for device in topology.devices)
 

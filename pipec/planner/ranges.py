@@ -6,7 +6,6 @@ An entry is infinite where no stage lies between the boundaries, or it does not 
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import TypeVar
 
 import numpy as np
@@ -41,7 +40,7 @@ class Ranges:
     nested: Mask | None
     exchanged: Sequence[Matrix] | None
 
-    def on_device(self, device: Device, after: Fraction, rows: Indices, columns: Indices) -> Matrix:
+    def on_device(self, device: Device, after: int, rows: Indices, columns: Indices) -> Matrix:
         """Seconds of the operators alone, with ``after`` later devices for each replica."""
         seconds = self._total(_SECONDS, rows, columns) / device.speed
         seconds[~self._is_range(rows, columns)] = np.inf
@@ -56,7 +55,7 @@ class Ranges:
         links = (self._link(level, False, everything, everything) for level in range(len(self.levels)))
         return busy, self._total(_PARAMETERS, everything, everything), functools.reduce(np.minimum, links)
 
-    def memory_bytes(self, after: Fraction, rows: Indices, columns: Indices) -> Matrix:
+    def memory_bytes(self, after: int, rows: Indices, columns: Indices) -> Matrix:
         saved = self.model.in_flight(after) * self._total(_SAVED, rows, columns)
         return self._total(_RESIDENT, rows, columns) + saved
 
