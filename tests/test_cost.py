@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -23,9 +24,10 @@ from pipec.cost.machine import FALLBACK_GPU, calibrate, default_device_model
 from pipec.cost.symbols import MICROBATCH as b
 from pipec.cost.symbols import evaluate
 from pipec.errors import PlanError
-from pipec.graph import TrainingGraph
+from pipec.graph import Gradient, Output, TrainingGraph
 from pipec.ir import Mode
 from pipec.passes.annotate_cost import AnnotateCost, unknown_operators
+from pipec.torch_compat import pytree
 
 aten = torch.ops.aten
 
@@ -40,6 +42,14 @@ DEVICE = DeviceModel(
 )
 
 
+def listed_results(module: fx.GraphModule) -> tuple[Output, ...]:
+    """What describes the results, which are made a list."""
+    output = module.graph.output_node()
+    nodes = [each for each in pytree.tree_leaves(output.args) if isinstance(each, fx.Node)]
+    output.args = (nodes,)
+    return tuple(map(Output, range(len(nodes))))
+
+
 def annotated(function: Callable[..., Any], *inputs: Tensor, batched: int = 1) -> TrainingGraph:
     """The ATen graph of a function, with costs; dimension 0 of the first ``batched`` inputs is symbolic."""
     mode = FakeTensorMode(shape_env=ShapeEnv())
@@ -50,7 +60,8 @@ def annotated(function: Callable[..., Any], *inputs: Tensor, batched: int = 1) -
     with mode, enable_python_dispatcher():
         module = make_fx(function)(*fake)
     symbol = fake[0].shape[0].node.expr if batched else None
-    graph = TrainingGraph(module, Mode.TRAIN, (), (), batch_size=len(inputs[0]), batch=symbol)
+    results = listed_results(module)
+    graph = TrainingGraph(module, Mode.TRAIN, (), results, batch_size=len(inputs[0]), batch=symbol)
     return AnnotateCost(DEVICE)(graph)
 
 
@@ -336,7 +347,8 @@ def test_formulas_registered_for_raw_tensors_get_tensors() -> None:
     graph.output(node)
     symbol = query.meta["val"].shape[0].node.expr
     module = fx.GraphModule(torch.nn.Module(), graph)
-    AnnotateCost(DEVICE)(TrainingGraph(module, Mode.TRAIN, (), (), batch_size=4, batch=symbol))
+    results = listed_results(module)
+    AnnotateCost(DEVICE)(TrainingGraph(module, Mode.TRAIN, (), results, batch_size=4, batch=symbol))
     assert same(node.meta["cost"].flops, 2 * (2 * b * 2 * 8 * 8 * 16))
 
 
@@ -438,3 +450,12 @@ def test_calibration_measures_this_machine() -> None:
 def test_there_is_nothing_to_calibrate_on_meta() -> None:
     with pytest.raises(PlanError, match="meta device computes nothing"):
         calibrate(torch.device("meta"))
+
+
+def test_adding_up_gradients_is_part_of_making_them() -> None:
+    """Of a linear layer's weight: the product, and then two reads and a write of as many bytes."""
+    plain = annotated(lambda x, y: x.t() @ y, torch.randn(8, 4), torch.randn(8, 2))
+    trained = annotated(lambda x, y: x.t() @ y, torch.randn(8, 4), torch.randn(8, 2))
+    summed = AnnotateCost(DEVICE)(replace(trained, results=(Gradient("weight"),)))
+    costs = [[*graph.nodes][-1].meta["cost"] for graph in (plain, summed)]
+    assert costs[1].bytes_moved - costs[0].bytes_moved == 3 * costs[0].output_bytes == 3 * 4 * 2 * 4

@@ -64,12 +64,16 @@ def test_the_usual_number_of_microbatches(batch: int, num_ranks: int) -> None:
     assert batch % count == 0 or all(batch % each for each in range(num_ranks, 4 * num_ranks + 1))
 
 
-def test_no_other_number_of_microbatches_is_predicted_to_be_faster(searched: Pipeline) -> None:
+def test_no_other_number_of_microbatches_is_predicted_to_be_much_faster(searched: Pipeline) -> None:
     taken = searched.simulate().makespan
     for count in {1, 2, 4, 8, 16, 32} - {searched.plan.num_microbatches}:
         other = alternative(searched.plan, num_microbatches=count, replicas=1)
-        assert other.seconds > taken
-        assert other.refused == f"{other.seconds / taken - 1:.1%} slower"
+        if other.seconds > taken:
+            assert other.refused == f"{other.seconds / taken - 1:.1%} slower"
+        else:
+            assert other.seconds > taken / 1.02
+            assert count > searched.plan.num_microbatches
+            assert other.refused == "about as fast, with more and smaller microbatches"
 
 
 def test_an_alternative_takes_what_it_is_said_to_take(searched: Pipeline) -> None:

@@ -55,10 +55,11 @@ DEVICES: Mapping[str, DeviceModel] = {
             name="cpu",
             flops_per_second={"float64": 24e9, "float32": 48e9, "bfloat16": 24e9, "float16": 24e9},
             memory_bytes_per_second=8e9,
-            launch_seconds=5e-6,
+            launch_seconds=3e-5,
             memory_bytes=16 * 10**9,
             link=LinkModel(1e9, 1e-4),
-            source="conservative, for one core of a server CPU with AVX2; the link is gloo over loopback",
+            source="conservative, for one core of a server CPU with AVX2; a launch as measured on one, with "
+            "the Python and the views around an operator; the link is gloo over loopback",
         ),
         DeviceModel(
             name="v100",

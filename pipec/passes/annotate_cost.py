@@ -13,14 +13,15 @@ from pipec.cost.fingerprint import check_model
 from pipec.cost.formulas import Measured, OperatorCost, operator_cost, operator_name
 from pipec.cost.profile import Profile
 from pipec.cost.symbols import tensor_sizes
-from pipec.graph import TrainingGraph
+from pipec.graph import Gradient, TrainingGraph
 
 
 @dataclass(frozen=True)
 class AnnotateCost:
     """``device`` is what the nodes will run on; its model turns FLOPs and bytes into seconds.
 
-    Where there is a ``profile``, its seconds stand instead. Raises InputError if it is of another graph.
+    Adding up gradients counts as part of making them. Where there is a ``profile``, its seconds, in which
+    that is so, stand instead. Raises InputError if it is of another graph.
     """
 
     device: DeviceModel
@@ -31,9 +32,17 @@ class AnnotateCost:
         sizes = {node: tensor_sizes(node.meta.get("val")) for node in nodes}
         for node in nodes:
             node.meta["cost"] = operator_cost(node, sizes, graph.batch, self.device)
+        for result, node in graph.outputs:
+            if isinstance(result, Gradient):
+                node.meta["cost"] = _accumulated(node.meta["cost"])
         if self.profile is not None:
             _measure(graph, self.profile)
         return graph
+
+
+def _accumulated(cost: OperatorCost) -> OperatorCost:
+    """With the addition to the gradients of the microbatches before: two are read, one is written."""
+    return replace(cost, bytes_moved=cost.bytes_moved + 3 * cost.output_bytes, launches=1)
 
 
 def _measure(graph: TrainingGraph, profile: Profile) -> None:
