@@ -204,18 +204,14 @@ def _predictions(plan: Plan, programs: Sequence[Program]) -> list[str]:
 
 
 def _bounds(timeline: Timeline) -> str:
-    """What the critical path, which has no gaps but those of messages, consists of."""
+    """What most of the critical path consists of, which has no gaps but those of messages."""
     seconds: dict[str, float] = defaultdict(float)
     for index in critical_path(timeline, waits(timeline)):
         event = timeline.events[index]
         stage = f"stage {event.instruction.stage}"
         seconds[stage if event.is_compute else "messages"] += event.end - event.start
-    shares = sorted(((time / timeline.makespan, what) for what, time in seconds.items()), reverse=True)
-    return ", ".join(f"{what} {share:.0%}" for share, what in shares if share >= _WORTH_TELLING)
-
-
-_WORTH_TELLING = 0.01
-"""Of the step."""
+    longest = sorted(((time / timeline.makespan, what) for what, time in seconds.items()), reverse=True)
+    return ", ".join(f"{what} {share:.0%}" for share, what in longest[:3])
 
 
 def _alternatives(plan: Plan) -> list[str]:

@@ -24,14 +24,14 @@ from pipec.verify import verify_programs
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 QUICKSTART, ADD_PASS, ADD_SCHEDULE = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
-CONSOLE = re.findall(r"^\$ pipec (.*)\n((?:[^`$].*\n)+)", README, re.MULTILINE)
-STAGE, PROGRAM, CAPTURE_ERROR = (
+CONSOLE = re.findall(r"^```console\n\$ pipec (.*)\n((?:[^`$].*\n)+)", README, re.MULTILINE)
+STAGE, PROGRAM, PLAN, CAPTURE_ERROR = (
     next(
         block
         for block in re.findall(r"^```text\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
         if word in block
     )
-    for word in ("def backward", "recv      stage 1", "error: the model")
+    for word in ("def backward", "recv      stage 1", "$ pipec plan", "error: the model")
 )
 
 
@@ -87,6 +87,11 @@ def test_the_commands_print_what_is_shown(command: str, output: str) -> None:
 def test_the_stage_and_the_program_are_real(gpt: Path) -> None:
     assert_excerpt(STAGE, (gpt / "stage_1.py").read_text())
     assert_excerpt(PROGRAM, (gpt / "rank_1.txt").read_text())
+
+
+def test_the_plan_and_its_alternatives_are_real() -> None:
+    command, excerpt = PLAN.removeprefix("$ pipec ").split("\n", 1)
+    assert_excerpt(excerpt, pipec_cli(*command.split()))
 
 
 def test_the_capture_error_is_real() -> None:
