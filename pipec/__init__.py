@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pipec.api import Example, compile, profile
     from pipec.console import log, progress, rank_zero_only
+    from pipec.cost.machine import calibrate
     from pipec.cost.profile import Profile
     from pipec.errors import (
         ArtifactError,
@@ -19,22 +20,27 @@ if TYPE_CHECKING:
         VerifyError,
     )
     from pipec.pipeline import Pipeline
+    from pipec.planner.topology import Device, Level, Topology
     from pipec.runtime.loaded import LoadedPipeline, load
 
 __all__ = [
     "ArtifactError",
     "CaptureError",
+    "Device",
     "Example",
     "ExecutionError",
     "InfeasibleError",
     "InputError",
+    "Level",
     "LoadedPipeline",
     "PipecError",
     "Pipeline",
     "PlanError",
     "Profile",
+    "Topology",
     "TransportError",
     "VerifyError",
+    "calibrate",
     "compile",
     "load",
     "log",
@@ -45,7 +51,11 @@ __all__ = [
 
 _HOMES = {
     "Example": "pipec.api",
+    "Device": "pipec.planner.topology",
+    "Level": "pipec.planner.topology",
     "Profile": "pipec.cost.profile",
+    "Topology": "pipec.planner.topology",
+    "calibrate": "pipec.cost.machine",
     "compile": "pipec.api",
     "profile": "pipec.api",
     "log": "pipec.console",

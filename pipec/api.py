@@ -11,7 +11,7 @@ from torch import nn
 
 from pipec.capture import Call, capture
 from pipec.compiler import Compiler, Target, on_device
-from pipec.cost.devices import LinkModel
+from pipec.cost.devices import DeviceModel, LinkModel
 from pipec.cost.machine import default_device_model
 from pipec.cost.profile import Profile, load_profile
 from pipec.errors import InputError
@@ -49,6 +49,7 @@ def compile(
     recompute: str = "auto",
     memory_limit: int | str | None = None,
     topology: Topology | str | Path | None = None,
+    device_model: DeviceModel | None = None,
     profile: Profile | str | Path | None = None,
     dynamic: bool = True,
     timeout: float = 300.0,
@@ -71,8 +72,10 @@ def compile(
         memory_limit: bytes per device, or text such as ``"16GiB"``. Optimizer state is not counted.
         topology: how fast the devices are, how much they hold and how they are joined, or the file that says
             so; see docs/planner.md. Rank r is its device r. None: devices that are alike.
+        device_model: what turns FLOPs and bytes into seconds, such as ``pipec.calibrate("cpu")`` measures.
+            None: an entry of a table, by the kind of device.
         profile: measured times, or the file that holds them, for the stages to be cut by; see ``profile``.
-            None: a model of the device.
+            None: the device model.
         dynamic: compile once for every size of microbatch. False: for each size anew, which takes half the
             time where there is only one, as for a plan that is only looked at; ``microbatches=None`` then
             means up to four a rank. A ``profile`` is of dynamic graphs.
@@ -91,11 +94,11 @@ def compile(
     tensors = ModelTensors.of(model)
     device = next(iter(ranks.devices.values()))
     measured = load_profile(profile) if isinstance(profile, str | Path) else profile
-    model_of_device = default_device_model(device)
-    joined = topology_of(topology, ranks.count, model_of_device.link)
+    device_model = device_model or default_device_model(device)
+    joined = topology_of(topology, ranks.count, device_model.link)
     if limit is not None:
         joined = joined.within(limit)
-    target = Target(model_of_device, joined, recompute, measured)
+    target = Target(device_model, joined, recompute, measured)
     search = Search(Scheduler(schedule, ranks.count), may_recompute=recompute == "auto")
     compiler = Compiler(model, loss_fn, search, target, device, tensors.canonical, microbatches, dynamic)
     return Pipeline(compiler, tensors, ranks)

@@ -232,7 +232,8 @@ class Compiler:
                 trial = replace(self.search, may_recompute=False).trial(staged, schedule, size)
         if trial.excess:
             limits = [device.memory_bytes for device in self.target.topology.devices]
-            raise InfeasibleError(shortfall(trial.estimate.needs, limits))
+            placement = trial.staged.ranks_of(trial.schedule.placement)
+            raise InfeasibleError(shortfall(trial.estimate.needs, limits, placement))
         with self._timed("generate code"):
             artifact = trial.staged.artifact(trial.schedule, size)
         plan = replace(artifact.plan, alternatives=refused(tried, trial))

@@ -40,10 +40,13 @@ def _bytes_of(plan: Plan, rank: int, copies: int, in_flight: int) -> RankBytes:
     )
 
 
-def shortfall(needs: Sequence[RankBytes], limits: Sequence[float]) -> str:
-    """What each rank needs against its limit, and what to do about it."""
+def shortfall(needs: Sequence[RankBytes], limits: Sequence[float], placement: Sequence[int]) -> str:
+    """What each rank needs for its stages against its limit, and what to do about it."""
+    stages = [
+        [str(stage) for stage, home in enumerate(placement) if home == rank] for rank in range(len(needs))
+    ]
     rows = [
-        f"  rank {rank}: {format_bytes(need.static)} weights and gradients + {format_bytes(need.saved)} "
+        f"  rank {rank}, stage {' and '.join(stages[rank])}: {format_bytes(need.static)} weights and gradients + {format_bytes(need.saved)} "
         f"saved ({need.in_flight} in flight) + {format_bytes(need.transient)} transient = "
         f"{format_bytes(need.total)}"
         + (f" of {format_bytes(limit)}" if limit < math.inf else "")

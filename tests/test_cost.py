@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
+import pipec
 from pipec.cost import tables
 from pipec.cost.devices import DEVICES, DeviceModel, LinkModel, find_device
 from pipec.cost.formulas import OperatorCost
@@ -25,7 +26,7 @@ from pipec.cost.symbols import MICROBATCH as b
 from pipec.cost.symbols import evaluate
 from pipec.errors import PlanError
 from pipec.graph import Gradient, Output, TrainingGraph
-from pipec.ir import Mode
+from pipec.ir import Mode, Phase
 from pipec.passes.annotate_cost import AnnotateCost, unknown_operators
 from pipec.torch_compat import pytree
 
@@ -459,3 +460,16 @@ def test_adding_up_gradients_is_part_of_making_them() -> None:
     summed = AnnotateCost(DEVICE)(replace(trained, results=(Gradient("weight"),)))
     costs = [[*graph.nodes][-1].meta["cost"] for graph in (plain, summed)]
     assert costs[1].bytes_moved - costs[0].bytes_moved == 3 * costs[0].output_bytes == 3 * 4 * 2 * 4
+
+
+def test_a_measured_device_model_prices_the_plan() -> None:
+    slow = replace(DEVICES["cpu"], flops_per_second={"float32": 1e6}, launch_seconds=0.0)
+    model, x = torch.nn.Linear(8, 8), torch.ones(4, 8)
+    plans = [
+        pipec.compile(model, 1, loss_fn=F.mse_loss, microbatches=1, device_model=device)
+        .prepare(x, target=x)
+        .plan
+        for device in (None, slow)
+    ]
+    seconds = [plan.stages[0].cost.seconds[Phase.FORWARD] for plan in plans]
+    assert seconds[1] > 2 * 4 * 8 * 8 / 1e6 > seconds[0]

@@ -67,8 +67,8 @@ def test_an_impossible_limit_says_what_each_rank_needs() -> None:
     with pytest.raises(InfeasibleError, match="nothing that was tried fits") as caught:
         prepared("1kB")
     message = str(caught.value)
-    assert "rank 0:" in message
-    assert "rank 1:" in message
+    assert "rank 0, stage 0:" in message
+    assert "rank 1, stage 1:" in message
     assert "of 1 kB, " in message
     assert "too many" in message
     assert "Use more devices" in message

@@ -108,7 +108,7 @@ def test_a_memory_limit_rules_ways_out() -> None:
 
 
 def test_a_limit_that_nothing_meets_is_told_by_rank() -> None:
-    with pytest.raises(InfeasibleError, match=r"rank 3: .* \(1 in flight\)"):
+    with pytest.raises(InfeasibleError, match=r"rank 3, stage 3: .* \(1 in flight\)"):
         prepared(memory_limit="10kB")
 
 

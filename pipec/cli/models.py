@@ -9,6 +9,7 @@ import typer
 from pipec.cli.graphs import GraphOptions, plan_graph
 from pipec.cli.options import (
     Bandwidth,
+    Calibrate,
     CostModelName,
     Devices,
     DnnPartitioning,
@@ -41,6 +42,7 @@ def plan(
     recompute: RecomputeChoice = Recompute.AUTO,
     memory_limit: MemoryLimit = None,
     profile: ProfilePath = None,
+    calibrate: Calibrate = False,
     pipedream_graph: PipeDreamGraph = None,
     dnn_partitioning: DnnPartitioning = None,
     bandwidth: Bandwidth = None,
@@ -77,6 +79,7 @@ def plan(
             memory_limit,
             profile,
             topology,
+            calibrated=calibrate,
             dynamic=not one_size,
         )
         return _show_plan(pipe, as_json)

@@ -33,6 +33,9 @@ Bandwidth = Annotated[
     str | None,
     typer.Option("--bandwidth", help="For a graph: bytes per second of each level, such as 12e9,1.25e9."),
 ]
+Calibrate = Annotated[
+    bool, typer.Option("--calibrate", help="Measure this machine's device first, for a second or two.")
+]
 TopologyFile = Annotated[
     Path | None,
     typer.Option(

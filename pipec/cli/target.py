@@ -25,12 +25,16 @@ def prepare(
     profile: Path | None = None,
     topology: Path | None = None,
     *,
+    calibrated: bool = False,
     dynamic: bool = True,
 ) -> "Pipeline":
     """Compile what ``step`` with the example of ``target`` would run; nothing is run."""
     with status("loading torch") as spinner:
         from pipec.api import compile
+        from pipec.cost.machine import calibrate
+        from pipec.runtime.launch import resolve_devices, world
 
+        on = next(iter(resolve_devices(devices, world()).values()))
         spinner.update(f"loading {target} ...")
         example = load_example(target)
         pipe = compile(
@@ -43,6 +47,7 @@ def prepare(
             memory_limit=memory_limit,
             profile=profile,
             topology=topology,
+            device_model=calibrate(on) if calibrated else None,
             dynamic=dynamic,
         )
         spinner.update("capturing the model and compiling its stages ...")

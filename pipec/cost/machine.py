@@ -35,16 +35,19 @@ def default_device_model(device: torch.device) -> DeviceModel:
     return DEVICES[FALLBACK_GPU]
 
 
-def calibrate(device: torch.device) -> DeviceModel:
+def calibrate(device: torch.device | str) -> DeviceModel:
     """Measure a device in a second or two: matrix products, copies, launches and memory, but not its link.
 
-    The CPU is measured with torch's current number of threads. Raises PlanError for ``meta``.
+    A launch is that of a small product between two views, as in a stage. The CPU is measured with torch's
+    current number of threads. Raises PlanError for ``meta``.
     """
+    device = torch.device(device)
     if device.type == "meta":
         raise PlanError("the meta device computes nothing: calibrate on the device that will train the model")
     kind = "cpu" if device.type == "cpu" else "accelerator"
     base = default_device_model(device)
-    single = torch.ones(1, device=device)
+    small, bias = torch.ones(2, 2, 4, device=device), torch.ones(4, device=device)
+    weight = torch.ones(4, 4, device=device)
     source = torch.ones(_COPY_BYTES[kind] // 4, device=device)
     target = torch.empty_like(source)
     return replace(
@@ -55,7 +58,7 @@ def calibrate(device: torch.device) -> DeviceModel:
             for dtype in (torch.float32, torch.bfloat16)
         },
         memory_bytes_per_second=2 * _COPY_BYTES[kind] / _seconds(lambda: target.copy_(source), device),
-        launch_seconds=_seconds(lambda: single + single, device),
+        launch_seconds=_seconds(lambda: torch.addmm(bias, small.view(4, 4), weight.t()), device),
         memory_bytes=_memory_bytes(device, base),
         source=f"measured, {torch.get_num_threads()} threads; the link as in {base.name}",
     )
