@@ -42,17 +42,16 @@ def _bytes_of(plan: Plan, rank: int, copies: int, in_flight: int) -> RankBytes:
 
 def shortfall(needs: Sequence[RankBytes], limits: Sequence[float], placement: Sequence[int]) -> str:
     """What each rank needs for its stages against its limit, and what to do about it."""
-    stages = [
-        [str(stage) for stage, home in enumerate(placement) if home == rank] for rank in range(len(needs))
-    ]
-    rows = [
-        f"  rank {rank}, stage {' and '.join(stages[rank])}: {format_bytes(need.static)} weights and gradients + {format_bytes(need.saved)} "
-        f"saved ({need.in_flight} in flight) + {format_bytes(need.transient)} transient = "
-        f"{format_bytes(need.total)}"
-        + (f" of {format_bytes(limit)}" if limit < math.inf else "")
-        + (f", {format_bytes(need.total - limit)} too many" if need.total > limit else "")
-        for rank, (need, limit) in enumerate(zip(needs, limits, strict=True))
-    ]
+    rows = []
+    for rank, (need, limit) in enumerate(zip(needs, limits, strict=True)):
+        stages = " and ".join(str(stage) for stage, home in enumerate(placement) if home == rank)
+        of_limit = f" of {format_bytes(limit)}" if limit < math.inf else ""
+        excess = f", {format_bytes(need.total - limit)} too many" if need.total > limit else ""
+        rows.append(
+            f"  rank {rank}, stage {stages}: {format_bytes(need.static)} weights and gradients + "
+            f"{format_bytes(need.saved)} saved ({need.in_flight} in flight) + "
+            f"{format_bytes(need.transient)} transient = {format_bytes(need.total)}{of_limit}{excess}"
+        )
     return "\n".join(
         [
             "nothing that was tried fits into the memory of the devices; what comes nearest needs",
