@@ -4,13 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from pipec.columns import Ints
+from pipec.columns import Floats, Ints
 
-Floats = NDArray[np.float64]
-
-AT_START, NEVER = -2, -1
+AT_START, NEVER = -1, -2
 """What a cell may read besides what cells make: what is there from the start, and what never comes."""
 
 
@@ -75,8 +72,7 @@ def _columns(reads: Reads, num_cells: int) -> list[tuple[Ints, Floats]]:
     columns = []
     for k in range(int(nth.max(initial=-1)) + 1):
         own = nth == k
-        column = np.full(num_cells, AT_START, np.int32), np.zeros(num_cells)
-        for cells, entries in zip(column, (producers, delays), strict=True):
-            cells[readers[own]] = entries[own]
-        columns.append(column)
+        column, delay = np.full(num_cells, AT_START, np.int32), np.zeros(num_cells)
+        column[readers[own]], delay[readers[own]] = producers[own], delays[own]
+        columns.append((column, delay))
     return columns

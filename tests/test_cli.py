@@ -155,10 +155,15 @@ def test_schedule_draws_a_named_schedule() -> None:
     assert [line.split()[1] for line in printed.splitlines() if line.startswith("rank")] == ["0", "1", "2"]
 
 
+def waits(rank: int, time: float, other: int, payload: str, after: float) -> dict[str, object]:
+    awaited = [{"rank": other, "stage": other, "payload": payload, "time": time}]
+    return {"rank": rank, "busy": 6.0, "waiting": time, "own": 0.0, "after": after, "for": awaited}
+
+
 def test_schedule_as_json_follows_the_costs() -> None:
     costs = ("--forward", 2, "--backward-input", 3, "--backward-weight", 1, "--communication", 0.5)
     facts = pipec_json("schedule", "1f1b", "--stages", 2, "--microbatches", 1, *costs)
-    events = facts.pop("events")
+    events, path = facts.pop("events"), facts.pop("critical_path")
     assert facts.pop("lower_and_verify_seconds") > 0
     assert facts == {
         "schedule": "1f1b",
@@ -168,8 +173,19 @@ def test_schedule_as_json_follows_the_costs() -> None:
         "span": 13.0,
         "bubble_rate": 1 - 12 / 26,
         "peak_in_flight": [1, 1],
+        "waits": [waits(0, 11.0 - 4.0, 1, "gradient", after=0.0), waits(1, 2.5, 0, "activation", after=4.5)],
+        "num_events": 6,
     }
     assert events[0] == {"rank": 0, "op": "forward", "stage": 0, "microbatch": 0, "start": 0.0, "end": 2.0}
+    assert [event["op"] for event in path] == ["forward", "send", "forward", "backward", "send", "backward"]
+    assert all(event in events for event in path)
+
+
+def test_a_step_of_very_many_events_is_told_by_its_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipec.facts.MOST_EVENTS", 5)
+    facts = pipec_json("schedule", "1f1b", "--stages", 2, "--microbatches", 1)
+    assert (facts["num_events"], len(facts["critical_path"])) == (6, 6)
+    assert "events" not in facts
 
 
 def test_schedule_of_a_model_uses_its_plan() -> None:

@@ -10,7 +10,8 @@ from example_schedules import result_link
 from pipec.ir import Instruction, Op, Schedule
 from pipec.lower import chain_links, lower
 from pipec.schedules import make_schedule, zb_v
-from pipec.simulate import Costs, Event, Timeline, simulate
+from pipec.simulate import Costs, simulate
+from pipec.timeline import Event, Timeline
 from pipec.viz import timeline_svg, timeline_text
 from pipec.viz.labels import time_axis
 

@@ -12,7 +12,7 @@ from pipec.errors import InputError
 
 if TYPE_CHECKING:
     from pipec.schedules import Workload
-    from pipec.simulate import Timeline
+    from pipec.timeline import Timeline
 
 _OF_NAME, _OF_TARGET = "Options with a NAME", "Options with a TARGET"
 
@@ -60,8 +60,10 @@ def schedule(
 ) -> None:
     """Draw the timeline of one step: of a schedule on equal stages, or of a model on its plan's costs.
 
-    JSON keys: schedule, num_microbatches, unit, makespan, span, bubble_rate, peak_in_flight of each rank, and
-    events with rank, op, stage, microbatch, start and end; of a NAME also lower_and_verify_seconds.
+    JSON keys: schedule, num_microbatches, unit, makespan, span, bubble_rate, peak_in_flight of each rank;
+    waits, for each rank its time busy, waiting, for whose messages, idle of its own and after its last
+    compute; critical_path, num_events and, if they are at most 100,000, events, each with rank, op, stage,
+    microbatch, start and end. Of a NAME also lower_and_verify_seconds.
     """
     is_target = ":" in what
     _refuse(ctx, _OF_NAME if is_target else _OF_TARGET)
@@ -134,7 +136,7 @@ def _show(
     as_json: bool,
     facts: Mapping[str, object],
 ) -> None:
-    from pipec.report import timeline_facts
+    from pipec.facts import timeline_facts
     from pipec.viz import timeline_text, write_timelines
 
     title = f"{name}, {microbatches} microbatches"

@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable, Mapping
 
 from pipec.ir import Phase
-from pipec.simulate import Event, Timeline
 from pipec.text import PHASE_LETTERS, format_seconds
+from pipec.timeline import Event, Timeline
 
 NAMES: Mapping[Phase, str] = {
     Phase.FORWARD: "forward",

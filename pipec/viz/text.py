@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pipec.simulate import Event, Timeline
 from pipec.text import PHASE_LETTERS
+from pipec.timeline import Event, Timeline
 from pipec.viz.labels import NAMES, cell_labels, chunks, phases, summary, time_axis
 
 _WIDTH = 144
