@@ -49,14 +49,15 @@ def cell_labels(timeline: Timeline) -> Callable[[Event], str]:
 
 def summary(timeline: Timeline) -> str:
     """The figures of merit on one line."""
-    times = f"makespan {_duration(timeline.makespan, timeline)}, span {_duration(timeline.span, timeline)}"
+    times = f"makespan {duration(timeline.makespan, timeline)}, span {duration(timeline.span, timeline)}"
     rates = f"bubble {timeline.bubble_rate:.1%}"
     if timeline.overhead_rate - timeline.bubble_rate > 5e-4:
         rates += f" ({timeline.overhead_rate:.1%} if recomputing counts as idle)"
     return f"{rates}, {times}, at most {max(timeline.peak_in_flight, default=0)} in flight"
 
 
-def _duration(time: float, timeline: Timeline) -> str:
+def duration(time: float, timeline: Timeline) -> str:
+    """``time`` with its unit."""
     return format_seconds(time) if timeline.unit == "s" else f"{time:.6g} {timeline.unit}"
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from pipec.text import PHASE_LETTERS
 from pipec.timeline import Event, Timeline
+from pipec.viz.causes import causes
 from pipec.viz.labels import NAMES, cell_labels, chunks, phases, summary, time_axis
 
 _WIDTH = 144
@@ -31,11 +32,11 @@ class _Panel:
 
 
 def timeline_text(timeline: Timeline, title: str = "") -> str:
-    """The timeline as lines of text, under ``title`` and its figures of merit."""
+    """The timeline as lines of text, under ``title`` and its figures of merit, above what makes it last."""
     label = cell_labels(timeline)
     panels = [_panel_text(timeline, panel, label) for panel in _panels(timeline, label)]
     heading = [title, summary(timeline)] if title else [summary(timeline)]
-    return "\n".join([*heading, *panels, _legend(timeline), ""])
+    return "\n".join([*heading, *panels, _legend(timeline), *causes(timeline), ""])
 
 
 def _panels(timeline: Timeline, label: Callable[[Event], str]) -> list[_Panel]:
