@@ -11,7 +11,7 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from pipec.columns import OP_CODE, Floats, Instructions, Ints
+from pipec.columns import OP_CODE, OPS, Floats, Instructions, Ints
 from pipec.ir import Instruction, Op, Phase
 
 
@@ -60,6 +60,11 @@ class Events(Sequence[Event]):
     def where(self, mask: NDArray[np.bool_]) -> "Events":
         """The events at which ``mask`` is true."""
         return Events(self.ranks[mask], self.instructions.where(mask), self.starts[mask], self.ends[mask])
+
+    def part(self, first: int, last: int) -> "Events":
+        """The events from ``first`` on, before ``last``."""
+        instructions = Instructions(self.instructions.matrix[:, first:last], self.instructions.links)
+        return Events(self.ranks[first:last], instructions, self.starts[first:last], self.ends[first:last])
 
     def __len__(self) -> int:
         return len(self.instructions)
@@ -143,6 +148,24 @@ class Timeline:
     @cached_property
     def messages(self) -> Events:
         return self.columns.where(~self.columns.is_compute)
+
+    def computes_of(self, rank: int) -> Events:
+        """The computes of a rank, in order."""
+        first, last = np.searchsorted(self.computes.ranks, (rank, rank + 1)).tolist()
+        return self.computes.part(first, last)
+
+    @cached_property
+    def phases(self) -> frozenset[Phase]:
+        """The phases that run."""
+        codes = np.flatnonzero(np.bincount(self.computes.instructions.ops, minlength=len(OPS))).tolist()
+        return frozenset(Phase(OPS[code]) for code in codes)
+
+    @cached_property
+    def stages(self) -> tuple[Sequence[int], ...]:
+        """The stages that each rank computes, ascending."""
+        return tuple(
+            np.unique(self.computes_of(rank).instructions.stages).tolist() for rank in range(self.num_ranks)
+        )
 
     def _share_outside(self, *phases: Phase) -> float:
         computes = self.computes

@@ -81,13 +81,14 @@ RULES = (
         ),
     ),
     Rule(
-        "viz draws from ir, text, timeline and attribution alone",
+        "viz draws from ir, text, columns, timeline and attribution alone",
         ("pipec.viz",),
         allowed=(
             "pipec.viz",
             "pipec.attribution",
             "pipec.ir",
             "pipec.text",
+            "pipec.columns",
             "pipec.timeline",
             "pipec.errors",
             *STDLIB,

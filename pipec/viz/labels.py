@@ -18,16 +18,12 @@ NAMES: Mapping[Phase, str] = {
 
 def phases(timeline: Timeline) -> list[Phase]:
     """The phases that run, in the order of ``NAMES``."""
-    run = {event.instruction.op.phase for event in timeline.computes}
-    return [phase for phase in NAMES if phase in run]
+    return [phase for phase in NAMES if phase in timeline.phases]
 
 
 def chunks(timeline: Timeline) -> dict[int, int]:
     """The place of each stage among the stages of its rank, from 0."""
-    stages: dict[int, set[int]] = {}
-    for event in timeline.computes:
-        stages.setdefault(event.rank, set()).add(event.instruction.stage)
-    return {stage: chunk for held in stages.values() for chunk, stage in enumerate(sorted(held))}
+    return {stage: chunk for held in timeline.stages for chunk, stage in enumerate(held)}
 
 
 def cell_labels(timeline: Timeline) -> Callable[[Event], str]:
