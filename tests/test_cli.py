@@ -210,6 +210,27 @@ def test_schedule_of_a_file_of_compute_orders(tmp_path: Path) -> None:
     assert (facts["makespan"], facts["bubble_rate"]) == (7.0, 1 - 6 / 7)
 
 
+def test_schedule_shows_another_beside_it(tmp_path: Path) -> None:
+    both = ("schedule", "gpipe", "--stages", 3, "--beside", "zb-h1")
+    printed = pipec_cli(*both).stdout
+    assert printed == "\n".join(
+        pipec_cli("schedule", name, "--stages", 3).stdout for name in ("gpipe", "zb-h1")
+    )
+    page = tmp_path / "both.html"
+    facts = pipec_json(*both, "--output", page)
+    assert (facts["makespan"], facts["beside"]["schedule"]) == (30.0, "zb-h1")
+    assert facts["beside"]["makespan"] < facts["makespan"]
+    assert "gpipe and zb-h1, 8 microbatches" in page.read_text(encoding="utf-8")
+
+
+def test_schedule_of_a_model_beside_another_shows_bytes(tmp_path: Path) -> None:
+    trace = tmp_path / "both.json"
+    pipec_cli("schedule", MLP, "--devices", 2, "--microbatches", 4, "--beside", "gpipe", "--output", trace)
+    events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    counted = {(event["pid"], *event["args"]) for event in events if event["ph"] == "C"}
+    assert counted == {(step, what) for step in (1, 2) for what in ("microbatches", "bytes")}
+
+
 @pytest.mark.parametrize("suffix", [".svg", ".txt"])
 def test_schedule_writes_a_picture(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / "pictures" / f"timeline{suffix}"
@@ -228,6 +249,8 @@ def test_schedule_writes_a_picture(tmp_path: Path, suffix: str) -> None:
         (("orders.txt",), "orders.txt"),
         (("gpipe", "--devices", 4), "--devices is for a model such as file.py:factory"),
         ((MLP, "--forward", 2.0), "--forward is for the name of a schedule"),
+        (("gpipe", "--beside", "gpipe"), "--beside names 'gpipe' again; expected another schedule"),
+        (("gpipe", "--beside", "1f1b", "-o", "a.svg"), "a .svg file shows one step; expected .html or .json"),
     ],
 )
 def test_schedule_refuses_what_it_cannot_draw(arguments: tuple[object, ...], message: str) -> None:

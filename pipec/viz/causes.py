@@ -24,7 +24,7 @@ def causes(timeline: Timeline) -> list[str]:
     waited = _told(timeline, _waited(times[longest]))
     path = _told(timeline, _critical(timeline, critical_path(timeline, found)))
     return [
-        f"rank {longest} waits longest: {waited}" if waited else "no rank waits",
+        f"longest wait: rank {longest}, {waited}" if waited else "longest wait: none",
         f"critical path: {path}",
     ]
 

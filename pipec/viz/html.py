@@ -75,7 +75,7 @@ def _rounding(longest: float) -> _Round:
     digits = _DIGITS - math.ceil(math.log10(longest)) if longest else 0
 
     def rounded(time: float) -> float:
-        short = round(time, digits)
+        short = float(round(time, digits))
         return int(short) if short.is_integer() else short
 
     return rounded
