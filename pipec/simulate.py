@@ -71,12 +71,15 @@ def simulate(programs: Sequence[Program], costs: Costs) -> Timeline:
     """Play ``programs`` against ``costs``. Time and memory are linear in the number of instructions.
 
     Raises:
-        InputError: ``costs`` lack a stage and phase that runs.
+        InputError: ``costs`` lack a stage and phase that runs, or are not finite.
         VerifyError: a compute reads a message that is never sent.
     """
     step = _Step(aligned(programs))
+    durations = _durations(step.computes, costs)
     delays = np.array([*(costs.messages.get(link, 0.0) for link in step.events.links), 0.0])
-    run = run_cells(_durations(step.computes, costs), _reads(step, delays), step.first_computes)
+    if not np.isfinite(durations.sum() + delays.sum()):
+        raise InputError("a cost is no finite number; expected the time of every phase and link")
+    run = run_cells(durations, _reads(step, delays), step.first_computes)
     if isinstance(run, Stuck):
         raise VerifyError(_explain(step, run))
     starts = np.append(run.ends, 0.0)[step.last_computes]

@@ -156,6 +156,12 @@ def test_a_missing_cost_is_named() -> None:
         simulate(lower(make_schedule("gpipe", 1, 2), ()), costs)
 
 
+@pytest.mark.parametrize("costs", [{"forward": float("inf")}, {"message": float("nan")}])
+def test_a_cost_without_end_is_refused(costs: dict[str, float]) -> None:
+    with pytest.raises(InputError, match="a cost is no finite number"):
+        played(make_schedule("1f1b", 2, 2), **costs)
+
+
 def test_waiting_for_what_is_never_sent_is_an_error() -> None:
     programs = lower(make_schedule("gpipe", 2, 2), chain_links(2))
     unsent = tuple(each for each in programs[0].instructions if each.op is not Op.SEND)
