@@ -22,7 +22,7 @@ from pipec.report import simulate_plan
 from pipec.runtime.execution import Execution, Ranks
 from pipec.runtime.recording import RecordedStep
 from pipec.schedules import make_schedule
-from pipec.simulate import Timeline
+from pipec.timeline import Timeline
 from pipec.trace import measured_timeline
 from pipec.verify import verify_programs
 

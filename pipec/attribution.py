@@ -1,13 +1,17 @@
 """Why a step takes as long as it does: what ranks wait for, the critical path, and memory over time."""
 
-import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 
-from pipec.ir import Link, Phase
-from pipec.simulate import Event, Timeline
+import numpy as np
+
+from pipec.columns import Floats, Ints
+from pipec.ir import Payload, Phase
+from pipec.readers import first_readers
+from pipec.timeline import Event, Events, Timeline
 
 Curve = Sequence[tuple[float, float]]
 """Times, ascending, each with the amount held from then on."""
@@ -16,114 +20,154 @@ _NEGLIGIBLE = 1e-6
 """Share of the makespan below which a rank is not said to have waited: times are sums of floats."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """What came right before an event. Indices count ``timeline.events``; None stands for nothing.
+@dataclass(frozen=True, eq=False)
+class Waits:
+    """What came right before each event of a timeline, entry by entry; -1 stands for nothing.
 
     ``previous`` is the compute of the same rank before it, ``idle`` the time the rank computed nothing in
-    between, and ``message`` the one that ended it. Messages are never idle: they leave when they can.
+    between, and ``messages`` the one that ended it. Messages are never idle: they leave when they can.
     """
 
-    previous: int | None = None
-    idle: float = 0.0
-    message: int | None = None
+    previous: Ints
+    idle: Floats
+    messages: Ints
 
-    @property
-    def cause(self) -> int | None:
-        """The event without which this one could have begun earlier."""
-        return self.previous if self.message is None else self.message
+    @cached_property
+    def causes(self) -> Ints:
+        """The events without which these could have begun earlier."""
+        return np.where(self.messages < 0, self.previous, self.messages)
 
 
-def waits(timeline: Timeline) -> tuple[Wait, ...]:
+def waits(timeline: Timeline) -> Waits:
     """What came right before each event, in the order of the events.
 
     A rank waits for the message that arrived last of those it reads. If they had all arrived before the
     rank was free, or it reads none, idle time is the rank's own, as that between recorded computes is.
     A recorded message lasts until it is read, so any is taken to arrive as fast as the fastest of its link.
     """
-    inputs = _messages_by_reader(timeline)
-    arrivals = _arrivals(timeline)
-    least = _NEGLIGIBLE * timeline.makespan
-    previous: dict[int, int] = {}
-    found = []
-    for index, event in enumerate(timeline.events):
-        before = previous.get(event.rank)
-        if event.is_compute:
-            free = 0.0 if before is None else timeline.events[before].end
-            last = max(_inputs(event, inputs), key=arrivals.__getitem__, default=None)
-            late = last is not None and arrivals[last] > free + least
-            idle = event.start - free
-            found.append(Wait(before, idle, last if late else None) if idle > least else Wait(before))
-            previous[event.rank] = index
-        else:
-            found.append(Wait(before))
-    return tuple(found)
+    events, least = timeline.columns, _NEGLIGIBLE * timeline.makespan
+    previous = _previous(events)
+    free = np.append(events.ends, 0.0)[previous]
+    idle = np.where(events.is_compute, events.starts - free, 0.0)
+    idle[idle <= least] = 0.0
+    arrivals = _arrivals(events)
+    last = _last_inputs(readers(timeline), arrivals)
+    late = (idle > 0) & (np.append(arrivals, -np.inf)[last] > free + least)
+    return Waits(previous, idle, np.where(late, last, -1))
 
 
-def waiting_time(timeline: Timeline) -> dict[tuple[int, int], float]:
-    """How long each rank waits for each other one, as ``{(rank, other): time}``."""
-    total: dict[tuple[int, int], float] = defaultdict(float)
-    for event, wait in zip(timeline.events, waits(timeline), strict=True):
-        if wait.message is not None:
-            total[event.rank, timeline.events[wait.message].rank] += wait.idle
-    return dict(total)
+def readers(timeline: Timeline) -> Ints:
+    """For each event the compute that reads it first; -1 for computes and for what is read after the step."""
+    events = timeline.columns
+    computes, messages = np.flatnonzero(events.is_compute), np.flatnonzero(~events.is_compute)
+    found = np.full(len(events), -1)
+    read = first_readers(events.instructions.where(events.is_compute), timeline.messages.instructions)
+    found[messages] = np.append(computes, -1)[read]
+    return found
 
 
-def critical_path(timeline: Timeline, found: Sequence[Wait]) -> tuple[int, ...]:
+def _previous(events: Events) -> Ints:
+    """The compute before each event on its rank, or -1."""
+    numbers = np.arange(len(events))
+    latest = np.maximum.accumulate(np.where(events.is_compute, numbers, -1))
+    before = np.concatenate([[-1], latest])[: len(events)]
+    return np.where(before < np.searchsorted(events.ranks, events.ranks), -1, before)
+
+
+def _arrivals(events: Events) -> Floats:
+    """When each message could be read."""
+    ways = events.instructions.link_numbers * (int(events.instructions.peers.max(initial=0)) + 1)
+    ways = np.where(events.is_compute, 0, ways + events.instructions.peers)
+    fastest = np.full(int(ways.max(initial=0)) + 1, np.inf)
+    messages = ~events.is_compute
+    np.minimum.at(fastest, ways[messages], (events.ends - events.starts)[messages])
+    arrivals: Floats = events.starts + fastest[ways]
+    return arrivals
+
+
+def _last_inputs(read_by: Ints, arrivals: Floats) -> Ints:
+    """The message each event reads that arrives last, the first of several; -1 where it reads none."""
+    messages = np.flatnonzero(read_by >= 0)[::-1]
+    found = np.full(read_by.size, -1)
+    ascending = messages[np.argsort(arrivals[messages], kind="stable")]
+    found[read_by[ascending]] = ascending
+    return found
+
+
+def critical_path(timeline: Timeline, found: Waits) -> tuple[int, ...]:
     """The events, first to last, each of which kept the next from beginning; the last one ends the step.
 
     ``found`` are the ``waits`` of the timeline.
     """
-    events = timeline.events
-    at = max(range(len(events)), key=lambda k: (events[k].end, events[k].is_compute), default=None)
+    events = timeline.columns
+    last = np.flatnonzero(events.ends == timeline.makespan)
+    at = int(last[np.argmax(events.is_compute[last])]) if last.size else -1
     path: list[int] = []
-    while at is not None:
+    while at >= 0:
         path.append(at)
-        at = found[at].cause
+        at = int(found.causes[at])
     return tuple(reversed(path))
 
 
-def readers(timeline: Timeline) -> dict[int, int]:
-    """The compute that reads each message first, both as indices; what is read after the step is absent."""
-    inputs = _messages_by_reader(timeline)
-    first: dict[int, int] = {}
-    for index, event in enumerate(timeline.events):
-        for message in _inputs(event, inputs) if event.is_compute else ():
-            first.setdefault(message, index)
-    return first
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """How long a rank waits for what a stage of another rank sends."""
+
+    rank: int
+    stage: int
+    payload: Payload
+    time: float
 
 
-_Reader = tuple[int, int, Phase | None, int]
-"""Rank, stage, phase and microbatch of a compute; -1 stands for every microbatch."""
+@dataclass(frozen=True, slots=True)
+class RankTime:
+    """Where the time of a rank goes; the parts add up to the makespan.
+
+    It is ``busy`` computing, or waits for messages, ``waits``, longest first; ``own`` is the idle time in
+    which all it needed was there, ``after`` that behind its last compute.
+    """
+
+    busy: float
+    waits: tuple[Awaited, ...]
+    own: float
+    after: float
+
+    @property
+    def waiting(self) -> float:
+        return sum(each.time for each in self.waits)
 
 
-def _messages_by_reader(timeline: Timeline) -> dict[_Reader, list[int]]:
-    inputs: dict[_Reader, list[int]] = defaultdict(list)
-    for index, event in enumerate(timeline.events):
-        sent, link = event.instruction, event.instruction.link
-        if link and not event.is_compute:
-            for phase in link.payload.readers:
-                inputs[sent.peer, link.target, phase, sent.microbatch].append(index)
-    return inputs
+def rank_times(timeline: Timeline, found: Waits) -> tuple[RankTime, ...]:
+    """Where the time of each rank goes. ``found`` are the ``waits`` of the timeline."""
+    events, num_ranks = timeline.columns, timeline.num_ranks
+    computes = events.is_compute
+    busy = np.bincount(events.ranks, np.where(computes, events.ends - events.starts, 0.0), num_ranks)
+    own = np.bincount(events.ranks, np.where(found.messages < 0, found.idle, 0.0), num_ranks)
+    ends = np.zeros(num_ranks)
+    np.maximum.at(ends, events.ranks[computes], events.ends[computes])
+    awaited = _awaited(events, found)
+    after = timeline.makespan - ends
+    return tuple(
+        RankTime(float(busy[rank]), tuple(awaited[rank]), float(own[rank]), float(after[rank]))
+        for rank in range(num_ranks)
+    )
 
 
-def _inputs(event: Event, inputs: dict[_Reader, list[int]]) -> Iterable[int]:
-    stage, phase = event.instruction.stage, event.instruction.op.phase
-    for microbatch in (event.instruction.microbatch, -1):
-        yield from inputs.get((event.rank, stage, phase, microbatch), ())
-
-
-def _arrivals(timeline: Timeline) -> dict[int, float]:
-    """When each message, by its index, could be read."""
-    messages = [(index, event) for index, event in enumerate(timeline.events) if not event.is_compute]
-    fastest: dict[tuple[Link | None, int], float] = {}
-    for _, event in messages:
-        way = event.instruction.link, event.instruction.peer
-        fastest[way] = min(event.end - event.start, fastest.get(way, math.inf))
-    return {
-        index: event.start + fastest[event.instruction.link, event.instruction.peer]
-        for index, event in messages
-    }
+def _awaited(events: Events, found: Waits) -> dict[int, list[Awaited]]:
+    """What each rank waits for, longest first."""
+    late = np.flatnonzero(found.messages >= 0)
+    messages = found.messages[late]
+    numbers, links = events.instructions.link_numbers[messages], events.instructions.links
+    kinds = events.ranks[late].astype(np.int64) * len(links) + numbers
+    firsts, kind = np.unique(kinds, return_index=True, return_inverse=True)[1:]
+    times = np.bincount(kind, found.idle[late])
+    awaited: dict[int, list[Awaited]] = defaultdict(list)
+    for place in np.argsort(-times, kind="stable").tolist():
+        first = firsts[place]
+        link, sender = links[numbers[first]], int(events.ranks[messages[first]])
+        one = Awaited(sender, link.source, link.payload, float(times[place]))
+        awaited[int(events.ranks[late[first]])].append(one)
+    return awaited
 
 
 @dataclass(frozen=True, slots=True)

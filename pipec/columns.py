@@ -10,9 +10,10 @@ from typing import Any, TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from pipec.ir import Compute, Instruction, Link, Op, Phase
+from pipec.ir import Compute, Instruction, Link, Op, Phase, Program
 
 Ints = NDArray[np.signedinteger[Any]]
+Floats = NDArray[np.float64]
 Row = TypeVar("Row", Compute, Instruction)
 
 PHASES: Sequence[Phase] = tuple(Phase)
@@ -91,7 +92,7 @@ class Cells(_Columns[Compute]):
 
     def where(self, mask: NDArray[np.bool_]) -> "Cells":
         """The cells at which ``mask`` is true."""
-        return Cells(self.matrix[:, mask])
+        return Cells(self.matrix.compress(mask, axis=1))
 
     def _row(self, *numbers: int) -> Compute:
         phase, stage, microbatch = numbers
@@ -127,6 +128,10 @@ class Instructions(_Columns[Instruction]):
         ]
         return cls(_matrix(rows, 6), tuple(index))
 
+    def where(self, mask: NDArray[np.bool_]) -> "Instructions":
+        """The instructions at which ``mask`` is true."""
+        return Instructions(self.matrix.compress(mask, axis=1), self.links)
+
     @property
     def ops(self) -> Ints:
         return self._column(0)
@@ -146,6 +151,23 @@ class Instructions(_Columns[Instruction]):
     def _row(self, *numbers: int) -> Instruction:
         op, stage, microbatch, link, peer, slot = numbers
         return Instruction(OPS[op], stage, microbatch, self.links[link] if link >= 0 else None, peer, slot)
+
+
+def aligned(programs: Sequence[Program]) -> list[Instructions]:
+    """The instructions of each program as columns; a link has the same number in all of them."""
+    columns = [each.instructions for each in programs if isinstance(each.instructions, Instructions)]
+    links = columns[0].links if columns else ()
+    found = []
+    for program in programs:
+        found.append(Instructions.of(program.instructions, links))
+        links = found[-1].links
+    return [Instructions(each.matrix, links) for each in found]
+
+
+def joined(parts: Sequence[Instructions]) -> Instructions:
+    """``aligned`` instructions one after the other."""
+    matrix = np.concatenate([_matrix((), 6), *(each.matrix for each in parts)], axis=1)
+    return Instructions(matrix, parts[0].links if parts else ())
 
 
 def _matrix(rows: Iterable[tuple[int, ...]], num_columns: int) -> Ints:

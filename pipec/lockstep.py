@@ -1,13 +1,31 @@
-"""When cells end if every rank runs its next as soon as it can: all ranks at once, unit by unit of time."""
+"""When cells run if every rank runs its next as soon as it can: all ranks go on at once, a cell at a time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from pipec.columns import Ints
+from pipec.columns import Floats, Ints
 
-_NEVER = np.iinfo(np.int32).max
+AT_START, NEVER = -1, -2
+"""What a cell may read besides what cells make: what is there from the start, and what never comes."""
+
+
+@dataclass(frozen=True)
+class Reads:
+    """Entry by entry: cell ``readers`` starts no earlier than ``delays`` after ``producers`` has ended."""
+
+    readers: Ints
+    producers: Ints
+    delays: Floats | float = 0.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """When each cell starts and ends, from time 0."""
+
+    starts: Floats
+    ends: Floats
 
 
 @dataclass(frozen=True)
@@ -17,32 +35,44 @@ class Stuck:
     cells: Ints
 
 
-def end_times(units: Ints, inputs: Sequence[Ints], first_cells: Sequence[int]) -> Ints | Stuck:
-    """When each cell ends. Cells are numbered rank by rank: those of rank r start at ``first_cells[r]``.
+def run_cells(durations: Floats, reads: Reads, first_cells: Sequence[int]) -> Run | Stuck:
+    """Run all cells. They are numbered rank by rank: those of rank r start at ``first_cells[r]``.
 
-    ``units[cell]``, at least 1, is how long it takes; in each column of ``inputs`` there is a cell that must
-    have ended before it starts, or the number of cells where there is none. Time: that of the whole step in
-    units, and for each unit a few operations on a column of the ranks.
+    Takes a few operations on a column of the ranks for each step of the longest chain of cells of which each
+    has to wait for the one before it, on its own rank or on another.
     """
-    num_cells = units.size
-    ends = np.full(num_cells + 1, _NEVER, np.int32)
-    ends[num_cells] = 0
+    starts, ends = np.empty(durations.size), np.full(durations.size + 2, np.inf)
+    ends[AT_START] = 0.0
+    inputs = _columns(reads, durations.size)
     cell, last = np.array(first_cells[:-1]), np.array(first_cells[1:])
-    busy_until = np.zeros(cell.size, np.int32)
+    clock = np.zeros(cell.size)
     unfinished = np.flatnonzero(cell < last)
-    now = 0
     while unfinished.size:
-        free = unfinished[busy_until[unfinished] <= now]
-        ready = np.ones(free.size, bool)
-        for column in inputs:
-            ready &= ends[column[cell[free]]] <= now
-        started = free[ready]
-        if not started.size and (busy_until <= now).all():
-            return Stuck(cell[free])
-        cells = cell[started]
-        busy_until[started] = ends[cells] = now + units[cells]
-        cell[started] += 1
-        if (cell[started] == last[started]).any():
+        at, start = cell[unfinished], clock[unfinished]
+        for producers, delays in inputs:
+            np.maximum(start, ends[producers[at]] + delays[at], out=start)
+        ready = start < np.inf
+        started, at, start = unfinished[ready], at[ready], start[ready]
+        if not started.size:
+            return Stuck(cell[unfinished])
+        starts[at] = start
+        clock[started] = ends[at] = start + durations[at]
+        cell[started] = at + 1
+        if (at + 1 == last[started]).any():
             unfinished = unfinished[cell[unfinished] < last[unfinished]]
-        now += 1
-    return ends[:num_cells]
+    return Run(starts, ends[: durations.size])
+
+
+def _columns(reads: Reads, num_cells: int) -> list[tuple[Ints, Floats]]:
+    """What each cell reads: in column k its k-th producer with the delay, or what is there from the start."""
+    order = np.argsort(reads.readers, kind="stable")
+    readers, producers = reads.readers[order], reads.producers[order]
+    delays = np.broadcast_to(reads.delays, order.shape)[order]
+    nth = np.arange(readers.size) - np.searchsorted(readers, readers)
+    columns = []
+    for k in range(int(nth.max(initial=-1)) + 1):
+        own = nth == k
+        column, delay = np.full(num_cells, AT_START, np.int32), np.zeros(num_cells)
+        column[readers[own]], delay[readers[own]] = producers[own], delays[own]
+        columns.append((column, delay))
+    return columns

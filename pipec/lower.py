@@ -23,7 +23,7 @@ import numpy as np
 from pipec.columns import OP_CODE, PHASE_CODE, Instructions, Ints
 from pipec.errors import VerifyError
 from pipec.ir import Link, Op, Payload, Phase, Program, Schedule, Value
-from pipec.lockstep import Stuck, end_times
+from pipec.lockstep import Reads, Stuck, run_cells
 from pipec.order_index import OrderIndex
 from pipec.slots import number_slots
 
@@ -114,42 +114,22 @@ def _traffic(index: OrderIndex, links: Sequence[Link]) -> Iterator[_Traffic]:
 
 def _ends(index: OrderIndex, traffic: Sequence[_Traffic]) -> list[Ints]:
     """When each position of each rank ends, its start and its end included."""
-    inputs = _Inputs(index.num_cells)
-    for each in traffic:
-        if each.link.payload.per_microbatch:
-            inputs.add(
-                index.cell_numbers(each.target, each.readers), index.cell_numbers(each.source, each.producers)
-            )
+    read = [each for each in traffic if each.link.payload.per_microbatch]
+    nothing = np.empty(0, np.int32)
+    readers = [index.cell_numbers(each.target, each.readers) for each in read]
+    producers = [index.cell_numbers(each.source, each.producers) for each in read]
     phases = np.concatenate([cells.phases for cells in index.cells])
-    units = np.where(phases == PHASE_CODE[Phase.BACKWARD], 2, 1).astype(np.int32)
-    ends = end_times(units, inputs.columns, index.first_cells)
-    if isinstance(ends, Stuck):
-        raise VerifyError(index.explain_stuck(ends.cells))
+    units = np.where(phases == PHASE_CODE[Phase.BACKWARD], 2.0, 1.0)
+    reads = Reads(np.concatenate([nothing, *readers]), np.concatenate([nothing, *producers]))
+    run = run_cells(units, reads, index.first_cells)
+    if isinstance(run, Stuck):
+        raise VerifyError(index.explain_stuck(run.cells))
     padded = []
     for rank in range(index.schedule.num_ranks):
         first, last = index.first_cells[rank : rank + 2]
-        own = ends[first:last]
+        own = run.ends[first:last]
         padded.append(np.concatenate([[0], own, own[-1:] if own.size else [0]]).astype(np.int32))
     return padded
-
-
-class _Inputs:
-    """The cells that each cell reads from: in column k the k-th of each, or one past the last cell."""
-
-    def __init__(self, num_cells: int) -> None:
-        self.columns: list[Ints] = []
-        self._nothing = num_cells
-        self._counts = np.zeros(num_cells, np.int32)
-
-    def add(self, readers: Ints, producers: Ints) -> None:
-        """Each of ``readers``, all different, reads from one of ``producers``."""
-        counts = self._counts[readers]
-        for count in range(int(counts.max(initial=-1)) + 1):
-            if count == len(self.columns):
-                self.columns.append(np.full(self._counts.size, self._nothing, np.int32))
-            at = counts == count
-            self.columns[count][readers[at]] = producers[at]
-        self._counts[readers] += 1
 
 
 _NUM_CLASSES = 4

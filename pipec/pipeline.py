@@ -20,7 +20,7 @@ from pipec.runtime.execution import Execution, Ranks
 from pipec.runtime.holder import ModelTensors, drop, hold
 from pipec.runtime.recording import RecordedStep
 from pipec.runtime.results import merge
-from pipec.simulate import Timeline
+from pipec.timeline import Timeline
 from pipec.torch_compat import pytree
 from pipec.trace import Trace, measured_timeline
 from pipec.viz import timeline_text, write_timelines

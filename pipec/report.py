@@ -16,8 +16,9 @@ from pipec.ir import Payload, Phase, Plan, Program, Schedule, Stage
 from pipec.lower import chain_links, lower
 from pipec.memory import rank_bytes
 from pipec.schedules import Workload
-from pipec.simulate import Costs, Event, Timeline, simulate
+from pipec.simulate import Costs, simulate
 from pipec.text import format_bytes, format_seconds, value_bytes
+from pipec.timeline import Timeline
 from pipec.verify import verify_programs
 
 WIDTH = 240
@@ -73,30 +74,6 @@ def predicted(plan: Plan, programs: Sequence[Program]) -> dict[str, object]:
         "makespan": timeline.makespan,
         "bubble_rate": timeline.bubble_rate,
         "peak_bytes": [need.total for need in rank_bytes(plan, programs)],
-    }
-
-
-def timeline_facts(timeline: Timeline) -> dict[str, object]:
-    """A timeline as plain data: its figures of merit and every event."""
-    return {
-        "unit": timeline.unit,
-        "makespan": timeline.makespan,
-        "span": timeline.span,
-        "bubble_rate": timeline.bubble_rate,
-        "peak_in_flight": list(timeline.peak_in_flight),
-        "events": [_event_facts(event) for event in timeline.events],
-    }
-
-
-def _event_facts(event: Event) -> dict[str, object]:
-    instruction = event.instruction
-    return {
-        "rank": event.rank,
-        "op": instruction.op,
-        "stage": instruction.stage,
-        "microbatch": instruction.microbatch,
-        "start": event.start,
-        "end": event.end,
     }
 
 

@@ -5,14 +5,18 @@ after the seconds of its link; messages do not slow each other down. A compute s
 free and everything it reads has arrived.
 """
 
-from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
 
+import numpy as np
+
+from pipec.columns import OP_CODE, OPS, Floats, Instructions, Ints, aligned, joined
 from pipec.errors import InputError, VerifyError
-from pipec.ir import Instruction, Link, Op, Phase, Program
+from pipec.ir import Link, Op, Phase, Program
+from pipec.lockstep import AT_START, NEVER, Reads, Stuck, run_cells
+from pipec.readers import first_readers
+from pipec.timeline import Events, Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,160 +60,84 @@ class Costs:
         return self.compute[stage, phase]
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
-    """A compute while it runs, or a message from its send to its arrival at the peer."""
-
-    rank: int
-    instruction: Instruction
-    start: float
-    end: float
-
-    @property
-    def is_compute(self) -> bool:
-        return self.instruction.op is not Op.SEND
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """One simulated step, from time 0. ``peak_in_flight[rank]`` counts pairs of stage and microbatch.
-
-    ``events`` are ordered by rank, then as in its program.
-    """
-
-    events: tuple[Event, ...]
-    peak_in_flight: tuple[int, ...]
-    unit: str = "s"
-
-    @property
-    def num_ranks(self) -> int:
-        return len(self.peak_in_flight)
-
-    @cached_property
-    def makespan(self) -> float:
-        """When the last compute has ended and the last message has arrived."""
-        return max((event.end for event in self.events), default=0.0)
-
-    @cached_property
-    def span(self) -> float:
-        """The longest time any rank takes from the start of its first compute to the end of its last."""
-        first: dict[int, float] = {}
-        last: dict[int, float] = {}
-        for event in self.computes:
-            first[event.rank] = min(event.start, first.get(event.rank, event.start))
-            last[event.rank] = max(event.end, last.get(event.rank, event.end))
-        return max((last[rank] - first[rank] for rank in first), default=0.0)
-
-    @property
-    def bubble_rate(self) -> float:
-        """The share of ``span`` in which the ranks, on average, compute nothing."""
-        return self._share_outside(Phase.FORWARD, *_BACKWARDS, Phase.RECOMPUTE)
-
-    @property
-    def overhead_rate(self) -> float:
-        """``bubble_rate`` with recomputing counted as lost: 1 - m(F+B+W) / span for equal stages."""
-        return self._share_outside(Phase.FORWARD, *_BACKWARDS)
-
-    @cached_property
-    def computes(self) -> tuple[Event, ...]:
-        return tuple(event for event in self.events if event.is_compute)
-
-    @cached_property
-    def messages(self) -> tuple[Event, ...]:
-        return tuple(event for event in self.events if not event.is_compute)
-
-    def _share_outside(self, *phases: Phase) -> float:
-        busy = sum(event.end - event.start for event in self.computes if event.instruction.op.phase in phases)
-        return 1 - busy / (self.num_ranks * self.span) if self.span else 0.0
-
-
-_BACKWARDS = (Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
-
-
 def peak_in_flight(program: Program) -> int:
     """The most pairs of stage and microbatch a rank holds at once between their forward and their free."""
-    changes = ((each.op is Op.FORWARD) - (each.op is Op.FREE) for each in program.instructions)
-    return max(accumulate(changes, initial=0))
+    (columns,) = aligned([program])
+    starts, ends = columns.ops == OP_CODE[Op.FORWARD], columns.ops == OP_CODE[Op.FREE]
+    return int(np.cumsum(starts.astype(int) - ends).max(initial=0))
 
 
 def simulate(programs: Sequence[Program], costs: Costs) -> Timeline:
-    """Play ``programs`` against ``costs``. Time is linear in the number of instructions.
+    """Play ``programs`` against ``costs``. Time and memory are linear in the number of instructions.
 
     Raises:
-        InputError: ``costs`` lack a stage and phase that runs.
+        InputError: ``costs`` lack a stage and phase that runs, or are not finite.
         VerifyError: a compute reads a message that is never sent.
     """
-    arrivals: dict[_Message, float] = {}
-    ranks = [_Rank(program, costs, arrivals) for program in programs]
-    waiting: dict[_Message, _Rank] = {}
-    runnable = deque(ranks)
-    while runnable:
-        rank = runnable.popleft()
-        for message in rank.run():
-            if message in waiting:
-                runnable.append(waiting.pop(message))
-        if rank.missing:
-            waiting[rank.missing] = rank
-    if waiting:
-        where = ", ".join(
-            f"rank {rank.program.rank} at instruction {rank.position}" for rank in waiting.values()
-        )
-        raise VerifyError(f"these wait for messages that are never sent: {where}; verify_programs tells why")
-    events = tuple(event for rank in ranks for event in rank.events)
+    step = _Step(aligned(programs))
+    durations = _durations(step.computes, costs)
+    delays = np.array([*(costs.messages.get(link, 0.0) for link in step.events.links), 0.0])
+    if not np.isfinite(durations.sum() + delays.sum()):
+        raise InputError("a cost is no finite number; expected the time of every phase and link")
+    run = run_cells(durations, _reads(step, delays), step.first_computes)
+    if isinstance(run, Stuck):
+        raise VerifyError(_explain(step, run))
+    starts = np.append(run.ends, 0.0)[step.last_computes]
+    starts[step.is_compute] = run.starts
+    ends = starts + delays[step.events.link_numbers]
+    ends[step.is_compute] = run.ends
+    events = Events(step.ranks, step.events, starts, ends)
     return Timeline(events, tuple(map(peak_in_flight, programs)), costs.unit)
 
 
-_Message = tuple[Link, int, int]
-"""A link, its microbatch and the rank that receives it."""
+_IS_COMPUTE = np.array([op.phase is not None for op in OPS])
+_IS_TIMED = np.array([op.phase is not None or op is Op.SEND for op in OPS])
 
 
-class _Rank:
-    """One rank as it plays its program."""
+class _Step:
+    """The computes, sends and receives of all ranks, rank by rank."""
 
-    def __init__(self, program: Program, costs: Costs, arrivals: dict[_Message, float]) -> None:
-        self.program = program
-        self.events: list[Event] = []
-        self.position = 0
-        self.missing: _Message | None = None
-        self._costs = costs
-        self._arrivals = arrivals
-        self._clock = 0.0
-        self._unread: dict[tuple[Phase, int, int], list[_Message]] = defaultdict(list)
+    def __init__(self, programs: Sequence[Instructions]) -> None:
+        timed = [_IS_TIMED[each.ops] for each in programs]
+        self.programs = programs
+        self.events = joined([each.where(mask) for each, mask in zip(programs, timed, strict=True)])
+        self.receives = joined([each.where(each.ops == OP_CODE[Op.RECV]) for each in programs])
+        self.ranks = np.repeat(np.arange(len(programs), dtype=np.int32), [mask.sum() for mask in timed])
+        self.is_compute = _IS_COMPUTE[self.events.ops]
+        self.computes = self.events.where(self.is_compute)
+        self.first_computes = np.searchsorted(self.ranks[self.is_compute], range(len(programs) + 1)).tolist()
 
-    def run(self) -> Iterator[_Message]:
-        """Go on to the end, or to a compute whose input is ``missing``; yields each message it sends."""
-        while self.position < len(self.program.instructions):
-            instruction = self.program.instructions[self.position]
-            if instruction.op.phase and not self._compute(instruction, instruction.op.phase):
-                return
-            if instruction.op is Op.SEND:
-                yield self._send(instruction)
-            elif instruction.op is Op.RECV:
-                self._receive(instruction)
-            self.position += 1
+    @cached_property
+    def last_computes(self) -> Ints:
+        """Each compute's own number, and for each message that of the compute before it on its rank."""
+        numbers = np.cumsum(self.is_compute) - 1
+        return np.where(numbers < np.array(self.first_computes)[self.ranks], AT_START, numbers)
 
-    def _compute(self, instruction: Instruction, phase: Phase) -> bool:
-        """Run a compute if its inputs are known to arrive; otherwise say which is missing."""
-        stage, microbatch = instruction.stage, instruction.microbatch
-        inputs = [*self._unread[phase, stage, microbatch], *self._unread[phase, stage, -1]]
-        self.missing = next((message for message in inputs if message not in self._arrivals), None)
-        if self.missing:
-            return False
-        start = max([self._clock, *(self._arrivals[message] for message in inputs)])
-        self._clock = start + self._costs.of_compute(stage, phase)
-        self.events.append(Event(self.program.rank, instruction, start, self._clock))
-        return True
 
-    def _send(self, instruction: Instruction) -> _Message:
-        assert instruction.link
-        message = (instruction.link, instruction.microbatch, instruction.peer)
-        arrival = self._clock + self._costs.messages.get(instruction.link, 0.0)
-        self._arrivals[message] = arrival
-        self.events.append(Event(self.program.rank, instruction, self._clock, arrival))
-        return message
+def _durations(computes: Instructions, costs: Costs) -> Floats:
+    kinds = np.zeros((len(OPS), int(computes.stages.max(initial=-1)) + 1), bool)
+    kinds[computes.ops, computes.stages] = True
+    durations = np.zeros(kinds.shape)
+    for code, stage in np.argwhere(kinds).tolist():
+        durations[code, stage] = costs.of_compute(stage, Phase(OPS[code]))
+    return durations[computes.ops, computes.stages]
 
-    def _receive(self, instruction: Instruction) -> None:
-        assert instruction.link
-        for phase in instruction.link.payload.readers:
-            message = (instruction.link, instruction.microbatch, self.program.rank)
-            self._unread[phase, instruction.stage, instruction.microbatch].append(message)
+
+def _reads(step: _Step, delays: Floats) -> Reads:
+    """What each compute waits for; a link takes every microbatch to one rank, or is read by no compute."""
+    events, receives, sent = step.events, step.receives, ~step.is_compute
+    num_microbatches = max(int(each.microbatches.max(initial=-1)) for each in (events, receives)) + 1
+    makers = np.full((len(events.links), num_microbatches + 1), NEVER)
+    makers[events.link_numbers[sent], events.microbatches[sent]] = step.last_computes[sent]
+    readers = first_readers(step.computes, receives)
+    read = readers >= 0
+    links, microbatches = receives.link_numbers[read], receives.microbatches[read]
+    return Reads(readers[read], makers[links, microbatches], delays[links])
+
+
+def _explain(step: _Step, stuck: Stuck) -> str:
+    where = []
+    for rank, compute in zip(step.ranks[step.is_compute][stuck.cells].tolist(), stuck.cells, strict=True):
+        numbers = np.flatnonzero(_IS_COMPUTE[step.programs[rank].ops])
+        where.append(f"rank {rank} at instruction {numbers[compute - step.first_computes[rank]]}")
+    return f"these wait for messages that are never sent: {', '.join(where)}; verify_programs tells why"

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 
 from pipec.errors import InputError
 from pipec.ir import Instruction, Op, Phase, Program
-from pipec.simulate import Event, Timeline, peak_in_flight
+from pipec.simulate import peak_in_flight
+from pipec.timeline import Event, Timeline
 
 
 @dataclass

@@ -1,15 +1,26 @@
 """What ranks wait for, the critical path, and what ranks hold: read off small steps, and true of all."""
 
+import numpy as np
 import pytest
 from example_schedules import result_link, tied_links
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipec.attribution import Held, critical_path, memory_over_time, readers, waiting_time, waits
+from pipec.attribution import (
+    Awaited,
+    Held,
+    RankTime,
+    critical_path,
+    memory_over_time,
+    rank_times,
+    readers,
+    waits,
+)
 from pipec.ir import Instruction, Link, Op, Payload, Schedule
 from pipec.lower import chain_links, lower
 from pipec.schedules import make_schedule, zb_h1, zb_v
-from pipec.simulate import Costs, Event, Timeline, simulate
+from pipec.simulate import Costs, simulate
+from pipec.timeline import Event, Timeline
 
 
 def played(schedule: Schedule, links: tuple[Link, ...] = (), **costs: float) -> Timeline:
@@ -17,9 +28,9 @@ def played(schedule: Schedule, links: tuple[Link, ...] = (), **costs: float) -> 
     return simulate(lower(schedule, links), Costs.uniform(schedule.num_stages, links=links, **costs))
 
 
-def named(timeline: Timeline, index: int | None) -> str:
+def named(timeline: Timeline, index: int) -> str:
     """``forward 1.0`` is the forward of stage 1 for microbatch 0, ``send 1.0`` a message it sends."""
-    if index is None:
+    if index < 0:
         return "nothing"
     instruction = timeline.events[index].instruction
     return f"{instruction.op} {instruction.stage}.{instruction.microbatch}"
@@ -41,8 +52,13 @@ def test_a_rank_waits_for_the_message_that_arrives_last() -> None:
     timeline = played(make_schedule("gpipe", 2, 1), message=0.5)
     found = waits(timeline)
     told = [
-        (named(timeline, k), wait.idle, named(timeline, wait.message), named(timeline, wait.previous))
-        for k, wait in enumerate(found)
+        (
+            named(timeline, k),
+            found.idle[k],
+            named(timeline, found.messages[k]),
+            named(timeline, found.previous[k]),
+        )
+        for k in range(len(timeline.events))
     ]
     assert told == [
         ("forward 0.0", 0.0, "nothing", "nothing"),
@@ -74,14 +90,16 @@ def recorded(start: float) -> Timeline:
 def test_idle_time_is_the_rank_s_own_if_a_message_was_there_in_time() -> None:
     """The message left at 2.7, and one of its link took 0.2: what the rank did from 3 to 3.2 is unknown."""
     timeline = recorded(start=3.2)
-    wait = waits(timeline)[-1]
-    assert (wait.idle, wait.message, named(timeline, wait.cause)) == (pytest.approx(0.2), None, "forward 1.0")
+    found = waits(timeline)
+    assert (found.idle[-1], found.messages[-1]) == (pytest.approx(0.2), -1)
+    assert named(timeline, found.causes[-1]) == "forward 1.0"
+    assert rank_times(timeline, found)[1].own == pytest.approx(0.2)
 
 
 def test_a_recorded_message_that_left_too_late_was_waited_for() -> None:
     timeline = recorded(start=3.4)
-    wait = waits(timeline)[-1]
-    assert (wait.idle, named(timeline, wait.cause)) == (pytest.approx(0.4), "send 0.1")
+    found = waits(timeline)
+    assert (found.idle[-1], named(timeline, found.causes[-1])) == (pytest.approx(0.4), "send 0.1")
 
 
 def test_a_borrowed_weight_is_waited_for_by_the_first_forward_alone() -> None:
@@ -93,20 +111,27 @@ def test_a_borrowed_weight_is_waited_for_by_the_first_forward_alone() -> None:
     ]
     message = timeline.events.index(timeline.messages[lent])
     found = waits(timeline)
-    assert [named(timeline, k) for k, wait in enumerate(found) if wait.message == message] == ["forward 0.0"]
+    waiting = np.flatnonzero(found.messages == message).tolist()
+    assert [named(timeline, k) for k in waiting] == ["forward 0.0"]
     assert named(timeline, readers(timeline)[message]) == "forward 0.0"
     assert critical_path(timeline, found)[0] == message
 
 
 def test_results_are_read_by_no_compute() -> None:
     timeline = played(make_schedule("1f1b", 2, 2), (result_link(1),), message=0.5)
-    unread = set(map(timeline.events.index, timeline.messages)) - set(readers(timeline))
-    payloads = [event.instruction.link.payload for event in map(timeline.events.__getitem__, unread)]
-    assert payloads == [Payload.RESULT]
+    unread = [
+        event.instruction.link.payload
+        for event, reader in zip(timeline.events, readers(timeline), strict=True)
+        if reader < 0 and not event.is_compute and event.instruction.link
+    ]
+    assert unread == [Payload.RESULT]
 
 
 def test_an_empty_timeline_has_no_critical_path() -> None:
-    assert critical_path(Timeline((), (0,)), ()) == ()
+    timeline = Timeline((), (0,))
+    found = waits(timeline)
+    assert critical_path(timeline, found) == ()
+    assert rank_times(timeline, found) == (RankTime(0, (), 0, 0),)
 
 
 @given(timelines)
@@ -123,8 +148,8 @@ def test_idle_time_and_work_fill_each_rank_up_to_its_end(timeline: Timeline) -> 
     for rank in range(timeline.num_ranks):
         mine = [k for k, event in enumerate(timeline.events) if event.rank == rank and event.is_compute]
         worked = sum(timeline.events[k].end - timeline.events[k].start for k in mine)
-        assert worked + sum(found[k].idle for k in mine) == pytest.approx(timeline.events[mine[-1]].end)
-        assert all(found[k].message is not None for k in mine if found[k].idle)
+        assert worked + found.idle[mine].sum() == pytest.approx(timeline.events[mine[-1]].end)
+        assert all(found.messages[k] >= 0 for k in mine if found.idle[k])
 
 
 @given(timelines)
@@ -145,5 +170,17 @@ def test_memory_rises_with_forwards_and_falls_with_backwards() -> None:
     assert second[0] == (0.0, 0.0)
 
 
-def test_ranks_wait_for_one_another() -> None:
-    assert waiting_time(played(make_schedule("1f1b", 2, 2), message=0.5)) == {(0, 1): 4.0, (1, 0): 1.5}
+def test_the_time_of_a_rank_is_told_by_what_it_waits_for() -> None:
+    timeline = played(make_schedule("1f1b", 2, 2), message=0.5)
+    assert rank_times(timeline, waits(timeline)) == (
+        RankTime(6.0, (Awaited(1, 1, Payload.GRADIENT, 4.0),), 0.0, 0.0),
+        RankTime(6.0, (Awaited(0, 0, Payload.ACTIVATION, 1.5),), 0.0, 2.5),
+    )
+
+
+@given(timelines)
+def test_the_parts_of_each_rank_s_time_add_up_to_the_makespan(timeline: Timeline) -> None:
+    for time in rank_times(timeline, waits(timeline)):
+        assert time.busy + time.waiting + time.own + time.after == pytest.approx(timeline.makespan)
+        lengths = [each.time for each in time.waits]
+        assert lengths == sorted(lengths, reverse=True)

@@ -155,10 +155,15 @@ def test_schedule_draws_a_named_schedule() -> None:
     assert [line.split()[1] for line in printed.splitlines() if line.startswith("rank")] == ["0", "1", "2"]
 
 
+def waits(rank: int, time: float, other: int, payload: str, after: float) -> dict[str, object]:
+    awaited = [{"rank": other, "stage": other, "payload": payload, "time": time}]
+    return {"rank": rank, "busy": 6.0, "waiting": time, "own": 0.0, "after": after, "for": awaited}
+
+
 def test_schedule_as_json_follows_the_costs() -> None:
     costs = ("--forward", 2, "--backward-input", 3, "--backward-weight", 1, "--communication", 0.5)
     facts = pipec_json("schedule", "1f1b", "--stages", 2, "--microbatches", 1, *costs)
-    events = facts.pop("events")
+    events, path = facts.pop("events"), facts.pop("critical_path")
     assert facts.pop("lower_and_verify_seconds") > 0
     assert facts == {
         "schedule": "1f1b",
@@ -168,8 +173,19 @@ def test_schedule_as_json_follows_the_costs() -> None:
         "span": 13.0,
         "bubble_rate": 1 - 12 / 26,
         "peak_in_flight": [1, 1],
+        "waits": [waits(0, 11.0 - 4.0, 1, "gradient", after=0.0), waits(1, 2.5, 0, "activation", after=4.5)],
+        "num_events": 6,
     }
     assert events[0] == {"rank": 0, "op": "forward", "stage": 0, "microbatch": 0, "start": 0.0, "end": 2.0}
+    assert [event["op"] for event in path] == ["forward", "send", "forward", "backward", "send", "backward"]
+    assert all(event in events for event in path)
+
+
+def test_a_step_of_very_many_events_is_told_by_its_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipec.facts.MOST_EVENTS", 5)
+    facts = pipec_json("schedule", "1f1b", "--stages", 2, "--microbatches", 1)
+    assert (facts["num_events"], len(facts["critical_path"])) == (6, 6)
+    assert "events" not in facts
 
 
 def test_schedule_of_a_model_uses_its_plan() -> None:
@@ -194,6 +210,27 @@ def test_schedule_of_a_file_of_compute_orders(tmp_path: Path) -> None:
     assert (facts["makespan"], facts["bubble_rate"]) == (7.0, 1 - 6 / 7)
 
 
+def test_schedule_shows_another_beside_it(tmp_path: Path) -> None:
+    both = ("schedule", "gpipe", "--stages", 3, "--beside", "zb-h1")
+    printed = pipec_cli(*both).stdout
+    assert printed == "\n".join(
+        pipec_cli("schedule", name, "--stages", 3).stdout for name in ("gpipe", "zb-h1")
+    )
+    page = tmp_path / "both.html"
+    facts = pipec_json(*both, "--output", page)
+    assert (facts["makespan"], facts["beside"]["schedule"]) == (30.0, "zb-h1")
+    assert facts["beside"]["makespan"] < facts["makespan"]
+    assert "gpipe and zb-h1, 8 microbatches" in page.read_text(encoding="utf-8")
+
+
+def test_schedule_of_a_model_beside_another_shows_bytes(tmp_path: Path) -> None:
+    trace = tmp_path / "both.json"
+    pipec_cli("schedule", MLP, "--devices", 2, "--microbatches", 4, "--beside", "gpipe", "--output", trace)
+    events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    counted = {(event["pid"], *event["args"]) for event in events if event["ph"] == "C"}
+    assert counted == {(step, what) for step in (1, 2) for what in ("microbatches", "bytes")}
+
+
 @pytest.mark.parametrize("suffix", [".svg", ".txt"])
 def test_schedule_writes_a_picture(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / "pictures" / f"timeline{suffix}"
@@ -212,6 +249,8 @@ def test_schedule_writes_a_picture(tmp_path: Path, suffix: str) -> None:
         (("orders.txt",), "orders.txt"),
         (("gpipe", "--devices", 4), "--devices is for a model such as file.py:factory"),
         ((MLP, "--forward", 2.0), "--forward is for the name of a schedule"),
+        (("gpipe", "--beside", "gpipe"), "--beside names 'gpipe' again; expected another schedule"),
+        (("gpipe", "--beside", "1f1b", "-o", "a.svg"), "a .svg file shows one step; expected .html or .json"),
     ],
 )
 def test_schedule_refuses_what_it_cannot_draw(arguments: tuple[object, ...], message: str) -> None:

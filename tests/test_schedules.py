@@ -10,7 +10,8 @@ from pipec.errors import InputError
 from pipec.ir import Compute, Phase, Schedule
 from pipec.lower import chain_links, lower
 from pipec.schedules import SCHEDULES, forward_only, interleaved_1f1b, looped_bfs, make_schedule
-from pipec.simulate import Costs, Timeline, simulate
+from pipec.simulate import Costs, simulate
+from pipec.timeline import Timeline
 from pipec.verify import verify_programs
 
 SPLIT = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v")

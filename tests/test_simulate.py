@@ -1,13 +1,20 @@
-"""Simulation: hand-computed timelines, and closed forms."""
+"""Simulation: hand-computed timelines, closed forms, and a simulator that goes one instruction at a time."""
+
+from collections.abc import Sequence
+from functools import partial
+from random import Random
 
 import pytest
-from example_schedules import result_link, tied_links, v_gpipe
+from example_schedules import result_link, skip_links, tied_links, v_gpipe
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pipec.errors import InputError, VerifyError
-from pipec.ir import Op, Phase, Program, Schedule
+from pipec.ir import Instruction, Link, Op, Phase, Program, Schedule
 from pipec.lower import chain_links, lower
 from pipec.schedules import forward_only, make_schedule
-from pipec.simulate import Costs, Timeline, peak_in_flight, simulate
+from pipec.simulate import Costs, peak_in_flight, simulate
+from pipec.timeline import Timeline
 
 
 def played(schedule: Schedule, **costs: float) -> Timeline:
@@ -37,6 +44,70 @@ def test_a_message_delays_its_reader_and_overlaps_the_computes_of_its_sender() -
     ]
     assert (timeline.makespan, timeline.span, timeline.num_ranks) == (10.0, 10.0, 2)
     assert timeline.bubble_rate == pytest.approx(1 - 12 / 20)
+
+
+def one_by_one(programs: Sequence[Program], costs: Costs) -> list[tuple[int, Op, int, int, float, float]]:
+    """What ``simulate`` says, by running each rank until a message it reads has not been sent yet."""
+    arrivals: dict[tuple[Link, int, int], float] = {}
+    position, clock = [0] * len(programs), [0.0] * len(programs)
+    events: list[list[tuple[int, Op, int, int, float, float]]] = [[] for _ in programs]
+    reads: list[list[tuple[Link, int, int]]] = [[] for _ in programs]
+
+    def run(rank: int, each: Instruction) -> bool:
+        start = end = clock[rank]
+        if each.op is Op.RECV and each.link:
+            reads[rank].append((each.link, each.microbatch, rank))
+        elif each.op is Op.SEND and each.link:
+            end += costs.messages[each.link]
+            arrivals[each.link, each.microbatch, each.peer] = end
+        elif each.op.phase:
+            read = [
+                message
+                for message in reads[rank]
+                if each.op.phase in message[0].payload.readers
+                and (message[0].target, message[1]) in ((each.stage, each.microbatch), (each.stage, -1))
+            ]
+            if not all(message in arrivals for message in read):
+                return False
+            start = max([start, *map(arrivals.__getitem__, read)])
+            clock[rank] = end = start + costs.of_compute(each.stage, each.op.phase)
+        if each.op is Op.SEND or each.op.phase:
+            events[rank].append((rank, each.op, each.stage, each.microbatch, start, end))
+        position[rank] += 1
+        return True
+
+    while any(position[rank] < len(program.instructions) for rank, program in enumerate(programs)):
+        for rank, program in enumerate(programs):
+            while position[rank] < len(program.instructions):
+                if not run(rank, program.instructions[position[rank]]):
+                    break
+    return [event for own in events for event in own]
+
+
+@given(
+    st.sampled_from(["gpipe", "1f1b", "zb-h1", "zb-v", "interleaved-1f1b", "v-gpipe"]),
+    st.integers(1, 4),
+    st.integers(1, 2),
+    st.booleans(),
+    st.randoms(use_true_random=False),
+)
+def test_all_ranks_at_once_take_the_time_of_one_instruction_after_another(
+    name: str, num_ranks: int, rounds: int, replays: bool, random: Random
+) -> None:
+    """With skip connections, tied weights, results and recomputing, at costs that are no round numbers."""
+    microbatches = rounds * num_ranks
+    make = v_gpipe if name == "v-gpipe" else partial(make_schedule, name)
+    schedule = make(num_ranks, microbatches)
+    last = schedule.num_stages - 1
+    links = (*chain_links(last + 1), *skip_links(0, last), *tied_links(0, last), result_link(last))
+    programs = lower(schedule, links if last else (), [0] if replays else [])
+    compute = {(stage, phase): random.random() for stage in range(last + 1) for phase in Phase}
+    costs = Costs(compute, {link: random.random() for link in links})
+    simulated = [
+        (e.rank, e.instruction.op, e.instruction.stage, e.instruction.microbatch, e.start, e.end)
+        for e in simulate(programs, costs).events
+    ]
+    assert simulated == one_by_one(programs, costs)
 
 
 def test_moves_within_a_rank_take_no_time() -> None:
@@ -83,6 +154,12 @@ def test_a_missing_cost_is_named() -> None:
     costs = Costs({(0, Phase.FORWARD): 1.0})
     with pytest.raises(InputError, match="no cost is given for backward of stage 0"):
         simulate(lower(make_schedule("gpipe", 1, 2), ()), costs)
+
+
+@pytest.mark.parametrize("costs", [{"forward": float("inf")}, {"message": float("nan")}])
+def test_a_cost_without_end_is_refused(costs: dict[str, float]) -> None:
+    with pytest.raises(InputError, match="a cost is no finite number"):
+        played(make_schedule("1f1b", 2, 2), **costs)
 
 
 def test_waiting_for_what_is_never_sent_is_an_error() -> None:

@@ -1,11 +1,12 @@
-"""Several processes: no rank fails alone, and none runs beside another that holds something else."""
+"""Several processes: no rank fails alone, none runs beside another that holds something else, one speaks."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 from combinations import Combination, captured, compiled, save_with_tensors
 from models import perceptron
-from workers import train
+from workers import pipec_cli, train
 
 
 def test_a_stage_that_fails_fails_every_rank_with_its_error(tmp_path: Path) -> None:
@@ -34,3 +35,20 @@ def test_ranks_that_load_different_artifacts_refuse_to_run(tmp_path: Path) -> No
         assert error.startswith(
             "TransportError: the ranks do not hold the same plan, programs and stage sources: "
         )
+
+
+def test_every_rank_is_traced_and_rank_zero_tells(tmp_path: Path) -> None:
+    """The times of all ranks come together on one axis; the others print nothing and write nothing."""
+    model = captured(perceptron)
+    artifact = compiled(model, Combination(2, "1f1b", "none"))
+    directory = save_with_tensors(artifact, model.model, tmp_path / "artifact")
+    pages = [tmp_path / f"{rank}.html" for rank in (0, 1)]
+    traced = [("trace", str(directory), "--steps", "2", "--json", "--output", str(page)) for page in pages]
+    told, silence = pipec_cli(traced, tmp_path)
+    assert silence == ""
+    facts = json.loads(told)
+    assert [len(facts[name]["waits"]) for name in ("planned", "measured")] == [2, 2]
+    assert facts["measured"]["num_events"] == facts["planned"]["num_events"]
+    assert all(0 < rank["busy"] < facts["measured"]["makespan"] for rank in facts["measured"]["waits"])
+    assert [page.exists() for page in pages] == [True, False]
+    assert "measured" in pages[0].read_text(encoding="utf-8")

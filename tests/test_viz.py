@@ -10,7 +10,8 @@ from example_schedules import result_link
 from pipec.ir import Instruction, Op, Schedule
 from pipec.lower import chain_links, lower
 from pipec.schedules import make_schedule, zb_v
-from pipec.simulate import Costs, Event, Timeline, simulate
+from pipec.simulate import Costs, simulate
+from pipec.timeline import Event, Timeline
 from pipec.viz import timeline_svg, timeline_text
 from pipec.viz.labels import time_axis
 
@@ -51,11 +52,40 @@ rank 1 ···F0 F1 ······B0─── F2 B1─── ···B2─── ··
 rank 2 ······F0 B0─── F1 B1─── F2 B2─── ············
        0  1  2  3  4  5  6  7  8  9  10 11 12 13 14 15 units
 F forward  R recompute  B backward  · idle; numbers are microbatches
+longest wait: rank 1, 3 units for rank 2's gradients, 1 units for rank 0's activations
+critical path: 9 units on rank 0, 3 units on rank 1, 3 units on rank 2
 """
 
 
 def test_text_shows_a_row_per_rank_and_a_label_per_cell() -> None:
     assert timeline_text(played(make_schedule("1f1b", 3, 3), (0,)), "1F1B with recomputing") == TIMELINE
+
+
+def last_lines(timeline: Timeline) -> list[str]:
+    return timeline_text(timeline).splitlines()[-2:]
+
+
+def test_text_says_who_waits_for_whom_and_what_is_critical() -> None:
+    """What is left after the three largest parts is told as one, unless that would be a single part."""
+    assert last_lines(played(make_schedule("interleaved-1f1b", 4, 8), message=0.3)) == [
+        "longest wait: rank 0, 11.6 units for rank 1's gradients, 1.6 units for rank 3's activations",
+        "critical path: 39 units on rank 3, 6 units on rank 0, 6 units on rank 1, 10.2 units elsewhere",
+    ]
+    path = last_lines(played(make_schedule("1f1b", 3, 6), message=0.25))[1]
+    assert path.endswith("6 units on rank 0, 2.5 units in messages")
+    assert last_lines(played(make_schedule("gpipe", 1, 2))) == [
+        "longest wait: none",
+        "critical path: 6 units on rank 0",
+    ]
+
+
+def test_text_says_where_a_recorded_step_was_idle_for_no_message() -> None:
+    ops = (Op.FORWARD, Op.BACKWARD)
+    events = [Event(0, Instruction(op, 0, 0), 2e-3 * k, 2e-3 * k + 1.5e-3) for k, op in enumerate(ops)]
+    assert last_lines(Timeline(tuple(events), (1,))) == [
+        "longest wait: rank 0, 500 µs with all it needs there",
+        "critical path: 3 ms on rank 0, 500 µs idle",
+    ]
 
 
 def test_text_letters_the_stages_of_a_rank() -> None:

@@ -16,7 +16,8 @@ from pipec.errors import InputError
 from pipec.ir import Schedule
 from pipec.lower import chain_links, lower
 from pipec.schedules import make_schedule, zb_h1, zb_v
-from pipec.simulate import Costs, Timeline, simulate
+from pipec.simulate import Costs, simulate
+from pipec.timeline import Timeline
 from pipec.viz.chrome import chrome_trace
 
 TraceEvent = dict[str, Any]

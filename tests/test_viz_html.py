@@ -15,7 +15,8 @@ from pipec.errors import InputError
 from pipec.ir import Schedule
 from pipec.lower import chain_links, lower
 from pipec.schedules import make_schedule, zb_h1, zb_v
-from pipec.simulate import Costs, Timeline, simulate
+from pipec.simulate import Costs, simulate
+from pipec.timeline import Timeline
 from pipec.viz.html import timeline_html
 
 CHROMIUM = shutil.which("chromium")
@@ -444,3 +445,30 @@ def test_lanes_of_several_stages_are_shaded_and_lettered(open_page: Open) -> Non
     ]
     shades = [color_at(page, lane(1, time, part="y + 3")) for time in (1.5, 2.5)]
     assert shades == ["#8cb8f2", "#c6dcf9"]
+
+
+@in_browser
+@pytest.mark.parametrize("width", [400, 760, 1010, 1250])
+def test_nothing_is_cut_off_in_a_narrow_window(open_page: Open, width: int) -> None:
+    """Buttons and legend fold; of the help as many phrases are shown as fit; a long summary ends in dots."""
+    timeline = played(zb_v(4, 8))
+    page = open_page({"zb-v": timeline, "again": timeline}, memory={"zb-v": [[(0.0, 2**30)]] * 4})
+    page.set_viewport_size({"width": width, "height": 500})
+    settle(page)
+    shown = "#tools > button, #legend > span, #range"
+    assert page.locator(shown).evaluate_all(
+        "(all, width) => all.every((one) => one.getBoundingClientRect().right <= width)", width
+    )
+    assert page.evaluate("() => document.documentElement.scrollWidth") == width
+    cut = page.locator("#help").evaluate(
+        """(help) => {
+            const { left, bottom } = help.getBoundingClientRect();
+            const boxes = [...help.children].map((one) => one.getBoundingClientRect());
+            const seen = boxes.filter((box) => box.top < bottom);
+            return seen.filter((box) => box.left < left - 1 || box.bottom > bottom + 1).length;
+        }"""
+    )
+    assert cut == 0
+    words = page.evaluate("() => shortened(timelines[0].summary, 200)")
+    assert words.endswith("…")
+    assert page.evaluate("(words) => ctx.measureText(words).width", words) <= 200

@@ -9,7 +9,8 @@ from pipec.ir import Schedule
 from pipec.lower import chain_links, lower
 from pipec.schedules import Workload, make_schedule, straight_placement
 from pipec.schedules.search_problem import make_problem, play
-from pipec.simulate import Timeline, simulate
+from pipec.simulate import simulate
+from pipec.timeline import Timeline
 from pipec.verify import verify_programs
 
 TABLE_5 = [

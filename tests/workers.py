@@ -1,24 +1,27 @@
-"""Processes that train saved artifacts as ranks over gloo: forks of one that has imported torch."""
+"""Processes that run saved artifacts as ranks over gloo: forks of one that has imported torch."""
 
 import multiprocessing
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 import torch
 from torch import Tensor
 from torch.distributed import TCPStore
+from typer.testing import CliRunner
 from unsplit import Inputs, Outcome
 
 import pipec
+from pipec.cli import app
 
 PIPEC_TIMEOUT, TIMEOUT = 30.0, 100.0
 """Seconds: pipec gives up on a rank well before the processes are given up."""
 
 forks = multiprocessing.get_context("forkserver")
-forks.set_forkserver_preload(["pipec.runtime.loaded"])
+forks.set_forkserver_preload(["pipec.runtime.loaded", "pipec.cli"])
 
 
 def train(artifacts: Sequence[Path], inputs: Inputs, scratch: Path) -> list[str]:
@@ -26,11 +29,28 @@ def train(artifacts: Sequence[Path], inputs: Inputs, scratch: Path) -> list[str]
 
     ``read_outcome(scratch, num_ranks)`` gives what the step left.
     """
-    safetensors.torch.save_file({name: tensor.clone() for name, tensor in inputs.items()}, scratch / "inputs")
+    given = scratch / "inputs"
+    safetensors.torch.save_file({name: tensor.clone() for name, tensor in inputs.items()}, given)
+    arguments = [(artifact, given, scratch / f"outcome_{rank}") for rank, artifact in enumerate(artifacts)]
+    return _run_ranks(_save_step, arguments, scratch)
+
+
+def pipec_cli(arguments: Sequence[tuple[str, ...]], scratch: Path) -> list[str]:
+    """Rank r runs the command line ``arguments[r]``; what each rank printed. A failure fails the test."""
+    printed = [scratch / f"printed_{rank}" for rank in range(len(arguments))]
+    errors = _run_ranks(_invoke, list(zip(arguments, printed, strict=True)), scratch)
+    assert errors == [""] * len(arguments)
+    return [path.read_text() for path in printed]
+
+
+def _run_ranks(task: Callable[..., None], arguments: Sequence[tuple[Any, ...]], scratch: Path) -> list[str]:
+    """Rank r calls ``task`` with ``arguments[r]``; what each rank raised, or an empty text."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    num_ranks = len(arguments)
+    errors = [scratch / f"error_{rank}" for rank in range(num_ranks)]
     processes = [
-        forks.Process(target=_train, args=(_environment(rank, len(artifacts), store.port), artifact, scratch))
-        for rank, artifact in enumerate(artifacts)
+        forks.Process(target=_run, args=(_environment(rank, num_ranks, store.port), errors[rank], task, *own))
+        for rank, own in enumerate(arguments)
     ]
     try:
         for process in processes:
@@ -43,7 +63,7 @@ def train(artifacts: Sequence[Path], inputs: Inputs, scratch: Path) -> list[str]
     finally:
         for process in processes:
             process.kill()
-    return [(scratch / f"error_{rank}").read_text() for rank in range(len(artifacts))]
+    return [error.read_text() for error in errors]
 
 
 def read_outcome(scratch: Path, num_ranks: int) -> Outcome:
@@ -72,15 +92,15 @@ def _environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
     }
 
 
-def _train(environment: Mapping[str, str], artifact: Path, scratch: Path) -> None:
+def _run(environment: Mapping[str, str], error: Path, task: Callable[..., None], *arguments: Any) -> None:
     os.environ.update(environment)
     torch.set_num_threads(1)
-    rank, error = environment["RANK"], ""
+    raised = ""
     try:
-        _save_step(artifact, scratch / "inputs", scratch / f"outcome_{rank}")
+        task(*arguments)
     except Exception as caught:
-        error = f"{type(caught).__name__}: {caught}"
-    (scratch / f"error_{rank}").write_text(error)
+        raised = f"{type(caught).__name__}: {caught}"
+    error.write_text(raised)
 
 
 def _save_step(artifact: Path, inputs: Path, file: Path) -> None:
@@ -92,3 +112,9 @@ def _save_step(artifact: Path, inputs: Path, file: Path) -> None:
         for fqn, tensor in getattr(outcome, kind).items()
     }
     safetensors.torch.save_file({"loss": outcome.loss, **held}, file)
+
+
+def _invoke(arguments: Sequence[str], printed: Path) -> None:
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    printed.write_text(result.stdout)

@@ -1,6 +1,7 @@
 """``pipec schedule``: the timeline of one step, on uniform costs or on those of a model's plan."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,8 +12,9 @@ from pipec.cli.output import show_json
 from pipec.errors import InputError
 
 if TYPE_CHECKING:
+    from pipec.attribution import Curve
     from pipec.schedules import Workload
-    from pipec.simulate import Timeline
+    from pipec.timeline import Timeline
 
 _OF_NAME, _OF_TARGET = "Options with a NAME", "Options with a TARGET"
 
@@ -37,6 +39,10 @@ def schedule(
     microbatches: Annotated[
         int | None, typer.Option(min=1, help="Default: 8; of a model, up to 4 a rank.")
     ] = None,
+    beside: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Another schedule of the same, to compare on one axis of time."),
+    ] = None,
     output: Drawing = None,
     as_json: Json = False,
     stages: Annotated[int, _of_name("Number of ranks; a schedule may cut each's share into several.", 1)] = 4,
@@ -60,38 +66,84 @@ def schedule(
 ) -> None:
     """Draw the timeline of one step: of a schedule on equal stages, or of a model on its plan's costs.
 
-    JSON keys: schedule, num_microbatches, unit, makespan, span, bubble_rate, peak_in_flight of each rank, and
-    events with rank, op, stage, microbatch, start and end; of a NAME also lower_and_verify_seconds.
+    JSON keys: schedule, num_microbatches, unit, makespan, span, bubble_rate, peak_in_flight of each rank;
+    waits, for each rank its time busy, waiting, for whose messages, idle of its own and after its last
+    compute; critical_path, num_events and, if they are at most 100,000, events, each with rank, op, stage,
+    microbatch, start and end. Of a NAME also lower_and_verify_seconds. With --beside also beside: the same
+    keys of that schedule.
     """
     is_target = ":" in what
     _refuse(ctx, _OF_NAME if is_target else _OF_TARGET)
+    first = name if is_target else what
+    _check_output(output, first, beside)
+    names = [first] if beside is None else [first, beside]
     if is_target:
-        from pipec.cli.target import prepare
+        shown = [_of_model(what, devices, each, microbatches, recompute, memory_limit) for each in names]
+    else:
+        from pipec.schedules import Workload
 
-        pipe = prepare(what, devices, name, microbatches, recompute, memory_limit)
-        _show(pipe.simulate(), pipe.plan.schedule, pipe.plan.num_microbatches, output, as_json, {})
-        return
-    from pipec.schedules import Workload
-
-    work = Workload.uniform(
-        stages,
-        forward=forward,
-        backward_input=backward_input,
-        backward_weight=backward_weight,
-        message=communication,
-        memory_backward=memory_backward,
-        memory_weight=memory_weight,
-        memory_limit=_number(memory_limit),
-    )
-    microbatches = microbatches or 8
-    timeline, seconds = _of_schedule(what, stages, microbatches, work)
-    _show(timeline, what, microbatches, output, as_json, {"lower_and_verify_seconds": seconds})
+        work = Workload.uniform(
+            stages,
+            forward=forward,
+            backward_input=backward_input,
+            backward_weight=backward_weight,
+            message=communication,
+            memory_backward=memory_backward,
+            memory_weight=memory_weight,
+            memory_limit=_number(memory_limit),
+        )
+        shown = [_of_schedule(each, stages, microbatches or 8, work) for each in names]
+    _show(shown, output, as_json)
 
 
-def _of_schedule(
-    name: str, num_ranks: int, num_microbatches: int, work: "Workload"
-) -> tuple["Timeline", float]:
-    """The timeline of a schedule, or a file of compute orders, and the seconds to lower and verify it."""
+@dataclass(frozen=True)
+class _Step:
+    """One step to show, with the bytes each rank holds over time and further facts where they are known."""
+
+    schedule: str
+    num_microbatches: int
+    timeline: "Timeline"
+    memory: Sequence["Curve"] = ()
+    facts: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        return f"{self.schedule}, {self.num_microbatches} microbatches"
+
+
+def _check_output(output: Path | None, name: str, beside: str | None) -> None:
+    """Refuse before anything is worked out a file that cannot be drawn."""
+    from pipec.viz import check_suffix
+
+    if beside == name:
+        raise InputError(f"--beside names {name!r} again; expected another schedule")
+    if output is not None:
+        check_suffix(output)
+        if beside is not None and output.suffix not in (".html", ".json"):
+            raise InputError(
+                f"--beside with {output.name}: a {output.suffix} file shows one step; expected .html or .json"
+            )
+
+
+def _of_model(
+    target: str,
+    devices: int,
+    name: str,
+    microbatches: int | None,
+    recompute: Recompute,
+    memory_limit: str | None,
+) -> _Step:
+    from pipec.cli.target import prepare
+    from pipec.report import saved_bytes_over_time
+
+    pipe = prepare(target, devices, name, microbatches, recompute, memory_limit)
+    timeline = pipe.simulate()
+    memory = saved_bytes_over_time(pipe.plan, timeline)
+    return _Step(name, pipe.plan.num_microbatches, timeline, memory)
+
+
+def _of_schedule(name: str, num_ranks: int, num_microbatches: int, work: "Workload") -> _Step:
+    """A schedule or a file of compute orders, with the seconds to lower and verify it."""
     from pipec.report import simulate_schedule
     from pipec.schedules import custom_schedule, make_schedule
 
@@ -100,7 +152,8 @@ def _of_schedule(
     else:
         schedule = make_schedule(name, num_ranks, num_microbatches, work)
     work.check_fits(schedule)
-    return simulate_schedule(schedule, work)
+    timeline, seconds = simulate_schedule(schedule, work)
+    return _Step(name, num_microbatches, timeline, facts={"lower_and_verify_seconds": seconds})
 
 
 def _number(memory_limit: str | None) -> float | None:
@@ -126,23 +179,25 @@ def _refuse(ctx: typer.Context, panel: str) -> None:
         raise InputError(f"{', '.join(misplaced)} is for {kind}, but the argument is {ctx.params['what']!r}")
 
 
-def _show(
-    timeline: "Timeline",
-    name: str,
-    microbatches: int,
-    output: Path | None,
-    as_json: bool,
-    facts: Mapping[str, object],
-) -> None:
-    from pipec.report import timeline_facts
+def _show(steps: Sequence[_Step], output: Path | None, as_json: bool) -> None:
     from pipec.viz import timeline_text, write_timelines
 
-    title = f"{name}, {microbatches} microbatches"
+    first, *others = steps
     if output is not None:
-        write_timelines(output, {name: timeline}, title)
+        timelines = {step.schedule: step.timeline for step in steps}
+        memory = {step.schedule: step.memory for step in steps if step.memory}
+        names = " and ".join(timelines)
+        write_timelines(output, timelines, f"{names}, {first.num_microbatches} microbatches", memory)
     if as_json:
-        show_json({"schedule": name, "num_microbatches": microbatches, **facts, **timeline_facts(timeline)})
+        show_json(_facts(first) | ({"beside": _facts(others[0])} if others else {}))
     elif output is None:
-        typer.echo(timeline_text(timeline, title), nl=False)
+        typer.echo("\n".join(timeline_text(step.timeline, step.title) for step in steps), nl=False)
     else:
         typer.echo(f"wrote {output}")
+
+
+def _facts(step: _Step) -> dict[str, object]:
+    from pipec.facts import timeline_facts
+
+    named = {"schedule": step.schedule, "num_microbatches": step.num_microbatches}
+    return {**named, **step.facts, **timeline_facts(step.timeline)}

@@ -24,11 +24,13 @@ def trace(
 
     In one process, or one rank each: torchrun --nproc-per-node 4 -m pipec trace DIR.
 
-    JSON keys: planned and measured, each with unit, makespan, span, bubble_rate, peak_in_flight and events.
+    JSON keys: planned and measured, each with unit, makespan, span, bubble_rate, peak_in_flight, waits,
+    critical_path, num_events and events, as of pipec schedule.
     """
     with status("loading torch"):
         from pipec.cli.trial import load_filled, random_batches
-        from pipec.report import saved_bytes_over_time, simulate_plan, timeline_facts
+        from pipec.facts import timeline_facts
+        from pipec.report import saved_bytes_over_time, simulate_plan
         from pipec.trace import Trace, measured_timeline
         from pipec.viz import check_suffix, timeline_text, write_timelines
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pipec.attribution import Curve
 from pipec.errors import InputError
-from pipec.simulate import Timeline
+from pipec.timeline import Timeline
 from pipec.viz.chrome import chrome_trace
 from pipec.viz.html import timeline_html
 from pipec.viz.svg import timeline_svg

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from pipec.attribution import Curve
 from pipec.errors import InputError
-from pipec.simulate import Timeline
+from pipec.timeline import Timeline
 
 
 def check_timelines(timelines: Mapping[str, Timeline], memory: Mapping[str, Sequence[Curve]]) -> None:

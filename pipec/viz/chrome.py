@@ -8,8 +8,8 @@ each of its units.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 
-from pipec.attribution import Curve, Wait, memory_over_time, readers, waits
-from pipec.simulate import Event, Timeline
+from pipec.attribution import Curve, memory_over_time, readers, waits
+from pipec.timeline import Event, Timeline
 from pipec.viz.checks import check_timelines
 from pipec.viz.labels import NAMES, cell_labels
 
@@ -65,26 +65,28 @@ class _Process:
 
     def _slices(self) -> Iterator[dict[str, object]]:
         label = cell_labels(self._timeline)
-        for event, wait in zip(self._timeline.events, self._waits, strict=True):
+        idle, awaited = self._waits.idle.tolist(), self._waits.messages.tolist()
+        for index, event in enumerate(self._timeline.events):
             if event.is_compute:
                 start, end = self._time(event.start), self._time(event.end)
-                args = {**_identity(event), **self._waited(wait)}
+                args = {**_identity(event), **self._waited(idle[index], awaited[index])}
                 times = {"ts": start / 1000, "dur": (end - start) / 1000}
                 yield self._event("X", label(event), event.rank, cat=args["phase"], **times, args=args)
 
-    def _waited(self, wait: Wait) -> dict[str, object]:
-        if not wait.idle:
+    def _waited(self, idle: float, awaited: int) -> dict[str, object]:
+        if not idle:
             return {}
-        waited: dict[str, object] = {"waited_us": self._time(wait.idle) / 1000}
-        if wait.message is not None:
-            message = self._timeline.events[wait.message]
+        waited: dict[str, object] = {"waited_us": self._time(idle) / 1000}
+        if awaited >= 0:
+            message = self._timeline.events[awaited]
             waited["waited_for"] = f"{_payload(message)} from rank {message.rank}"
         return waited
 
     def _flows(self) -> Iterator[dict[str, object]]:
-        for index, reader in sorted(readers(self._timeline).items()):
-            maker = self._waits[index].previous
-            if maker is not None:
+        makers = self._waits.previous.tolist()
+        for index, reader in enumerate(readers(self._timeline).tolist()):
+            maker = makers[index]
+            if min(maker, reader) >= 0:
                 yield from self._flow(index, self._timeline.events[maker], self._timeline.events[reader])
 
     def _flow(self, index: int, maker: Event, reader: Event) -> Iterator[dict[str, object]]:

@@ -7,14 +7,14 @@ waits and of the critical path is decided here; the page only draws, and looks u
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from importlib import resources
 
 from pipec.attribution import Curve, critical_path, memory_over_time, waits
 from pipec.ir import Payload, Phase
-from pipec.simulate import Event, Timeline
 from pipec.text import PHASE_LETTERS
+from pipec.timeline import Event, Timeline
 from pipec.viz.checks import check_timelines
 from pipec.viz.labels import NAMES, chunks, summary
 
@@ -75,7 +75,7 @@ def _rounding(longest: float) -> _Round:
     digits = _DIGITS - math.ceil(math.log10(longest)) if longest else 0
 
     def rounded(time: float) -> float:
-        short = round(time, digits)
+        short = float(round(time, digits))
         return int(short) if short.is_integer() else short
 
     return rounded
@@ -87,27 +87,24 @@ def _timeline_data(
     """Columns of numbers; computes and messages are counted apart, each in the order of the events."""
     found = waits(timeline)
     path = critical_path(timeline, found)
-    place = _places(timeline.events)
-    computes = [index for index, event in enumerate(timeline.events) if event.is_compute]
-    messages = [index for index, event in enumerate(timeline.events) if not event.is_compute]
-    causes = [found[index].message for index in computes]
-    makers = [found[index].previous for index in messages]
+    is_compute = timeline.columns.is_compute.tolist()
+    place = [*_places(is_compute), -1]
     return {
         "name": name,
         "summary": summary(timeline),
         "makespan": rounded(timeline.makespan),
         "peaks": timeline.peak_in_flight,
         "computes": {
-            **_compute_columns([timeline.events[index] for index in computes], chunks(timeline), rounded),
-            "cause": [-1 if cause is None else place[cause] for cause in causes],
+            **_compute_columns(tuple(timeline.computes), chunks(timeline), rounded),
+            "cause": [place[index] for index in found.messages[timeline.columns.is_compute].tolist()],
         },
         "messages": {
-            **_message_columns([timeline.events[index] for index in messages], rounded),
-            "maker": [-1 if maker is None else place[maker] for maker in makers],
+            **_message_columns(tuple(timeline.messages), rounded),
+            "maker": [place[index] for index in found.previous[~timeline.columns.is_compute].tolist()],
         },
         "critical": {
-            "computes": [place[index] for index in path if timeline.events[index].is_compute],
-            "messages": [place[index] for index in path if not timeline.events[index].is_compute],
+            "computes": [place[index] for index in path if is_compute[index]],
+            "messages": [place[index] for index in path if not is_compute[index]],
         },
         "curves": {
             "inFlight": [_curve_columns(curve, rounded) for curve in memory_over_time(timeline)],
@@ -116,14 +113,12 @@ def _timeline_data(
     }
 
 
-def _places(events: Sequence[Event]) -> list[int]:
+def _places(is_compute: Iterable[bool]) -> Iterator[int]:
     """For each event, how many of its kind come before it."""
     count = {True: 0, False: 0}
-    places = []
-    for event in events:
-        places.append(count[event.is_compute])
-        count[event.is_compute] += 1
-    return places
+    for kind in is_compute:
+        yield count[kind]
+        count[kind] += 1
 
 
 def _compute_columns(

@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable, Mapping
 
 from pipec.ir import Phase
-from pipec.simulate import Event, Timeline
 from pipec.text import PHASE_LETTERS, format_seconds
+from pipec.timeline import Event, Timeline
 
 NAMES: Mapping[Phase, str] = {
     Phase.FORWARD: "forward",
@@ -18,16 +18,12 @@ NAMES: Mapping[Phase, str] = {
 
 def phases(timeline: Timeline) -> list[Phase]:
     """The phases that run, in the order of ``NAMES``."""
-    run = {event.instruction.op.phase for event in timeline.computes}
-    return [phase for phase in NAMES if phase in run]
+    return [phase for phase in NAMES if phase in timeline.phases]
 
 
 def chunks(timeline: Timeline) -> dict[int, int]:
     """The place of each stage among the stages of its rank, from 0."""
-    stages: dict[int, set[int]] = {}
-    for event in timeline.computes:
-        stages.setdefault(event.rank, set()).add(event.instruction.stage)
-    return {stage: chunk for held in stages.values() for chunk, stage in enumerate(sorted(held))}
+    return {stage: chunk for held in timeline.stages for chunk, stage in enumerate(held)}
 
 
 def cell_labels(timeline: Timeline) -> Callable[[Event], str]:
@@ -49,14 +45,15 @@ def cell_labels(timeline: Timeline) -> Callable[[Event], str]:
 
 def summary(timeline: Timeline) -> str:
     """The figures of merit on one line."""
-    times = f"makespan {_duration(timeline.makespan, timeline)}, span {_duration(timeline.span, timeline)}"
+    times = f"makespan {duration(timeline.makespan, timeline)}, span {duration(timeline.span, timeline)}"
     rates = f"bubble {timeline.bubble_rate:.1%}"
     if timeline.overhead_rate - timeline.bubble_rate > 5e-4:
         rates += f" ({timeline.overhead_rate:.1%} if recomputing counts as idle)"
     return f"{rates}, {times}, at most {max(timeline.peak_in_flight, default=0)} in flight"
 
 
-def _duration(time: float, timeline: Timeline) -> str:
+def duration(time: float, timeline: Timeline) -> str:
+    """``time`` with its unit."""
     return format_seconds(time) if timeline.unit == "s" else f"{time:.6g} {timeline.unit}"
 
 

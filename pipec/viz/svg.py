@@ -10,7 +10,7 @@ from itertools import groupby
 from xml.sax.saxutils import escape
 
 from pipec.ir import Payload, Phase
-from pipec.simulate import Event, Timeline
+from pipec.timeline import Event, Timeline
 from pipec.viz.labels import NAMES, cell_labels, chunks, phases, summary, time_axis
 
 _STYLE = """
@@ -75,8 +75,9 @@ class _Layout:
 
     @staticmethod
     def of(timeline: Timeline) -> "_Layout":
-        durations = [event.end - event.start for event in timeline.computes if event.end > event.start]
-        wished = timeline.makespan / min(durations, default=1.0) * _CELL_WIDTH
+        durations = timeline.computes.ends - timeline.computes.starts
+        shortest = float(durations[durations > 0].min(initial=timeline.makespan or 1.0))
+        wished = timeline.makespan / shortest * _CELL_WIDTH
         width = min(max(wished, _WIDTHS[0]), _WIDTHS[1])
         lane, gap = next(
             sizes
@@ -154,8 +155,8 @@ def _lanes(timeline: Timeline, layout: _Layout) -> Iterator[str]:
 
 def _messages(timeline: Timeline, layout: _Layout) -> list[Event]:
     """The messages of microbatches, or none where arrows would only blur the picture."""
-    messages = [event for event in timeline.messages if event.instruction.microbatch >= 0]
-    return messages if len(messages) <= _MOST_ARROWS and layout.pitch - layout.lane > 4 else []
+    messages = timeline.messages.where(timeline.messages.instructions.microbatches >= 0)
+    return list(messages) if len(messages) <= _MOST_ARROWS and layout.pitch - layout.lane > 4 else []
 
 
 def _arrow(message: Event, layout: _Layout) -> str:

@@ -1,11 +1,13 @@
 """A timeline for the terminal: one row per rank, time from left to right, in a few panels if it is long."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from pipec.simulate import Event, Timeline
+from pipec.columns import Floats
 from pipec.text import PHASE_LETTERS
+from pipec.timeline import Event, Events, Timeline
+from pipec.viz.causes import causes
 from pipec.viz.labels import NAMES, cell_labels, chunks, phases, summary, time_axis
 
 _WIDTH = 144
@@ -13,6 +15,9 @@ _WIDTH = 144
 
 _PANELS = 4
 """Most panels; a timeline that needs more is compressed into one, where most labels do not fit."""
+
+_LEAST_CELL = 3
+"""Columns that the shortest label takes with a blank."""
 
 _IDLE = "·"
 _FILL = "─"
@@ -27,47 +32,54 @@ class _Panel:
     columns: float
 
     def column(self, time: float) -> int:
-        return round((min(max(time, self.start), self.end) - self.start) * self.columns)
+        return round((time - self.start) * self.columns)
+
+    def columns_of(self, times: Floats) -> Floats:
+        """The columns of many times, of those outside the panel its first or the one after its last."""
+        return ((times.clip(self.start, self.end) - self.start) * self.columns).round()
 
 
 def timeline_text(timeline: Timeline, title: str = "") -> str:
-    """The timeline as lines of text, under ``title`` and its figures of merit."""
+    """The timeline as lines of text, under ``title`` and its figures of merit, above what makes it last."""
     label = cell_labels(timeline)
     panels = [_panel_text(timeline, panel, label) for panel in _panels(timeline, label)]
     heading = [title, summary(timeline)] if title else [summary(timeline)]
-    return "\n".join([*heading, *panels, _legend(timeline), ""])
+    return "\n".join([*heading, *panels, _legend(timeline), *causes(timeline), ""])
 
 
 def _panels(timeline: Timeline, label: Callable[[Event], str]) -> list[_Panel]:
     """As wide as lets every cell show its label and a blank, if that takes few enough panels."""
-    events = [event for event in timeline.computes if event.end > event.start]
-    if not events:
+    computes = timeline.computes
+    durations = computes.ends - computes.starts
+    if not durations.any():
         return [_Panel(0.0, timeline.makespan, 0.0)]
-    shortest = min(event.end - event.start for event in events)
-    columns = max((len(label(event)) + 1) / (event.end - event.start) for event in events)
+    shortest = float(durations[durations > 0].min())
+    compressed = [_Panel(0.0, timeline.makespan, _WIDTH / timeline.makespan)]
+    if timeline.makespan > _PANELS * (_WIDTH // _LEAST_CELL) * shortest:
+        return compressed
+    lengths = zip(map(label, computes), durations.tolist(), strict=True)
+    columns = max((len(text) + 1) / duration for text, duration in lengths if duration > 0)
     length = max(int(_WIDTH / (columns * shortest)), 1) * shortest
     count = math.ceil(timeline.makespan / length - 1e-9)
     if count > _PANELS:
-        return [_Panel(0.0, timeline.makespan, _WIDTH / timeline.makespan)]
+        return compressed
     return [_Panel(k * length, min((k + 1) * length, timeline.makespan), columns) for k in range(count)]
 
 
 def _panel_text(timeline: Timeline, panel: _Panel, label: Callable[[Event], str]) -> str:
-    rows: list[list[Event]] = [[] for _ in range(timeline.num_ranks)]
-    for event in timeline.computes:
-        rows[event.rank].append(event)
     names = [f"rank {rank}" for rank in range(timeline.num_ranks)]
     margin = len(names[-1])
     lines = [
-        f"{name:{margin}} {_row(events, panel, label)}" for name, events in zip(names, rows, strict=True)
+        f"{name:{margin}} {_row(timeline.computes_of(rank), panel, label)}" for rank, name in enumerate(names)
     ]
     return "\n".join([*lines, f"{'':{margin}} {_axis(timeline, panel)}"])
 
 
-def _row(events: Sequence[Event], panel: _Panel, label: Callable[[Event], str]) -> str:
+def _row(events: Events, panel: _Panel, label: Callable[[Event], str]) -> str:
     cells = [_IDLE] * panel.column(panel.end)
-    for event in events:
-        first, last = panel.column(event.start), panel.column(event.end)
+    firsts, lasts = panel.columns_of(events.starts), panel.columns_of(events.ends)
+    for index in (lasts > firsts).nonzero()[0].tolist():
+        event, first, last = events[index], int(firsts[index]), int(lasts[index])
         cells[first:last] = _cell(label(event) if event.start >= panel.start else "", last - first)
     return "".join(cells).rstrip()
 

@@ -84,7 +84,17 @@ function write(words, px, py, { color = colors.muted, size = 12, align = "left",
 function drawHeader({ timeline, y }) {
   fill(colors.page, 0, y, page.width, HEADER);
   write(timeline.name, 16, y + 20, { color: colors.text, weight: 600, size: 13 });
-  write(timeline.summary, Math.max(GUTTER, 30 + ctx.measureText(timeline.name).width), y + 20);
+  const from = Math.max(GUTTER, 30 + ctx.measureText(timeline.name).width);
+  ctx.font = `400 12px ${FONT}`;
+  write(shortened(timeline.summary, page.width - from - RIGHT), from, y + 20);
+}
+
+/** As much of the words as is no wider than that. */
+function shortened(words, width) {
+  if (ctx.measureText(words).width <= width) return words;
+  let count = words.length;
+  while (count && ctx.measureText(`${words.slice(0, count)}…`).width > width) count--;
+  return `${words.slice(0, count)}…`;
 }
 
 function drawGutter({ timeline, rank, y, box, curveY, curve }) {
@@ -111,7 +121,7 @@ function ticks() {
 
 function drawAxis() {
   fill(colors.page, 0, 0, page.width, TOP);
-  write(`time, ${unitOf(view.end)[1]}`, GUTTER - 28, STRIP + 16, { align: "right" });
+  write(`time, ${unitOf(view.end)[1]}`, 16, STRIP + 16);
   for (const [time, words] of ticks()) write(words, x(time), STRIP + 16, { align: "center" });
   fill(colors.edge, GUTTER, TOP - 1, laneWidth(), 1);
 }

@@ -1,0 +1,58 @@
+"""Why a step takes as long as it does, on two lines: who waits longest and for whom, and what is critical."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from pipec.attribution import RankTime, critical_path, rank_times, waits
+from pipec.timeline import Timeline
+from pipec.viz.labels import duration
+
+_MOST_PARTS = 3
+"""Parts of a sum told one by one, the largest; the others are told together."""
+
+_NEGLIGIBLE = 5e-4
+"""Share of the makespan below which a part of it is not told."""
+
+
+def causes(timeline: Timeline) -> list[str]:
+    """The two lines; none of a step that takes no time."""
+    if not timeline.makespan:
+        return []
+    found = waits(timeline)
+    times = rank_times(timeline, found)
+    longest = max(range(len(times)), key=lambda rank: times[rank].waiting + times[rank].own)
+    waited = _told(timeline, _waited(times[longest]))
+    path = _told(timeline, _critical(timeline, critical_path(timeline, found)))
+    return [
+        f"longest wait: rank {longest}, {waited}" if waited else "longest wait: none",
+        f"critical path: {path}",
+    ]
+
+
+_Parts = Mapping[str, float]
+"""Times by what they are spent on."""
+
+
+def _waited(time: RankTime) -> _Parts:
+    parts: dict[str, float] = defaultdict(float)
+    for each in time.waits:
+        parts[f"for rank {each.rank}'s {each.payload.replace('_', ' ')}s"] += each.time
+    parts["with all it needs there"] = time.own
+    return parts
+
+
+def _critical(timeline: Timeline, path: Sequence[int]) -> _Parts:
+    parts: dict[str, float] = defaultdict(float)
+    for event in map(timeline.events.__getitem__, path):
+        parts[f"on rank {event.rank}" if event.is_compute else "in messages"] += event.end - event.start
+    parts["idle"] = timeline.makespan - sum(parts.values())
+    return parts
+
+
+def _told(timeline: Timeline, parts: _Parts) -> str:
+    """``9 units for rank 1's gradients, 3 units ...``: longest first."""
+    counted = [part for part in parts.items() if part[1] > _NEGLIGIBLE * timeline.makespan]
+    told = sorted(counted, key=lambda part: -part[1])
+    if len(told) > _MOST_PARTS + 1:
+        told[_MOST_PARTS:] = [("elsewhere", sum(time for _, time in told[_MOST_PARTS:]))]
+    return ", ".join(f"{duration(time, timeline)} {what}" for what, time in told)
