@@ -104,7 +104,7 @@ def test_the_search_plays_orders_as_the_simulator_plays_programs(
 def test_weight_gradients_fill_the_pauses_of_the_other_cells(
     name: str, p: int, m: int, each: tuple[int, int, int, int]
 ) -> None:
-    """Nothing starts later, or holds more, than where the schedule itself puts its weight gradients."""
+    """No makespan is below the bound; where pauses fit whole ones, none is above the schedule's own."""
     work, schedule = workload(p, *each), make_schedule(name, p, m)
     problem = make_problem(v_placement(p), m, work, limit=work.peak_memory(schedule))
     orders = problem.orders(schedule)
@@ -115,8 +115,10 @@ def test_weight_gradients_fill_the_pauses_of_the_other_cells(
     assert after
     assert all(map(problem.fits, filled.orders))
     assert filled.start == pytest.approx(after.start[: problem.first_weight])
-    assert problem.least_makespan - 1e-9 <= filled.makespan <= before.makespan + 1e-9
     assert filled.makespan == pytest.approx(after.makespan)
+    assert filled.makespan >= problem.least_makespan - 1e-9
+    weight_gradient = each[2]
+    assert weight_gradient > 1 or filled.makespan <= before.makespan + 1e-9
 
 
 def without_weights(problem: Problem, orders: Orders) -> Orders:

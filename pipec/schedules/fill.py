@@ -1,7 +1,7 @@
 """Filling: the timeline of forwards and input gradients in a given order, weight gradients in the pauses.
 
-A weight gradient that runs before anything needs the pause or the memory delays something for nothing, so
-the order of the other cells is all there is to search.
+Nothing waits for a weight gradient, so it need not run before there is a pause for it or its memory is
+needed; the order of the other cells is what there is to search.
 """
 
 import math
