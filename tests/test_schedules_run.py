@@ -116,6 +116,16 @@ def test_a_schedule_by_name(name: str) -> None:
     assert_equal(found, wanted)
 
 
+@pytest.mark.parametrize("name", ["interleaved-1f1b-v3", "looped-bfs-v3"])
+def test_three_stages_per_rank_by_name(name: str) -> None:
+    pipe, found, wanted = trained(name, microbatches=4)
+    assert (pipe.plan.schedule, pipe.plan.placement) == (name, (0, 1) * 3)
+    assert_equal(found, wanted)
+    torch.manual_seed(0)
+    unsplit = layers()
+    assert torch.equal(pipe(X), torch.cat([unsplit(x) for x in X.split(8)]))
+
+
 def test_auto_is_no_slower_than_any_named_schedule_on_the_costs_of_the_model() -> None:
     """Each is simulated on the stages it would have."""
     best = trained("auto", microbatches=8)[0].simulate().makespan

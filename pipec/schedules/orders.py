@@ -27,6 +27,11 @@ def v_placement(num_ranks: int) -> tuple[int, ...]:
     return (*range(num_ranks), *reversed(range(num_ranks)))
 
 
+def looped_name(name: str, num_chunks: int) -> str:
+    """``name`` with the number of stages that a rank holds, which is left out if it is 2."""
+    return name if num_chunks == 2 else f"{name}-v{num_chunks}"
+
+
 def ordered(
     name: str,
     num_microbatches: int,
