@@ -1,6 +1,6 @@
 """Schedules: who computes what in which order, as the literature draws them, and its closed forms."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from hypothesis import assume, given, settings
@@ -66,6 +66,31 @@ def test_looped_bfs_sends_all_microbatches_through_one_stage_then_the_next() -> 
     schedule = make_schedule("looped-bfs", 2, 3)
     assert schedule.placement == (0, 1, 0, 1)
     assert order(schedule, 1) == "Fa0 Fa1 Fa2 Fb0 Fb1 Fb2 Bb0 Bb1 Bb2 Ba0 Ba1 Ba2"
+
+
+@pytest.mark.parametrize(
+    ("name", "make"), [("interleaved-1f1b", interleaved_1f1b), ("looped-bfs", looped_bfs)]
+)
+def test_a_suffix_is_the_number_of_stages_per_rank(name: str, make: Callable[..., Schedule]) -> None:
+    for v in (1, 3, 4):
+        schedule = make_schedule(f"{name}-v{v}", 2, 4)
+        assert schedule == make(2, 4, v)
+        assert schedule.name == f"{name}-v{v}"
+        assert schedule.placement == (0, 1) * v
+    assert make_schedule(f"{name}-v2", 2, 4) == make_schedule(name, 2, 4)
+    assert make_schedule(name, 2, 4).name == name
+    with pytest.raises(InputError, match=f"schedule '{name}-v0' needs num_chunks of at least 1, got 0"):
+        make_schedule(f"{name}-v0", 2, 4)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "auto"])
+def test_a_suffix_is_refused_where_the_number_of_stages_per_rank_is_fixed(name: str) -> None:
+    with pytest.raises(
+        InputError,
+        match=f"schedule '{name}' takes no suffix, but '{name}-v3' has one .*; leave it out or take "
+        "interleaved-1f1b-v3 or looped-bfs-v3",
+    ):
+        make_schedule(f"{name}-v3", 2, 4)
 
 
 def test_zb_h1_moves_weight_gradients_into_the_bubbles_of_1f1b() -> None:
@@ -293,6 +318,8 @@ def test_an_unknown_name_lists_the_known_ones_and_suggests_the_closest() -> None
         InputError, match=r"unknown schedule '1F1b '; did you mean '1f1b'\? known .* gpipe, 1f1b"
     ):
         make_schedule("1F1b ", 4, 8)
+    with pytest.raises(InputError, match=r"unknown schedule 'looped-bfs-vx'; did you mean 'looped-bfs'\?"):
+        make_schedule("looped-bfs-vx", 4, 8)
     with pytest.raises(InputError, match=r"unknown schedule 'wave'; known schedules: gpipe, .*zb-1p, zb-2p"):
         make_schedule("wave", 4, 8)
 

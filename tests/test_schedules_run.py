@@ -17,7 +17,9 @@ from combinations import (
     save_with_tensors,
     tied_parameters,
 )
-from models import Factory, each, gpt2, resnet
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from models import ROWS, Factory, each, encoder, gpt2, resnet
 from torch import nn
 from unsplit import Inputs, Outcome, assert_equal, unsplit_step
 from workers import read_outcome, train
@@ -27,7 +29,9 @@ from pipec.artifact import Artifact
 from pipec.errors import VerifyError
 from pipec.ir import Compute, Phase, Plan, Program, Schedule
 from pipec.memory import rank_bytes
+from pipec.runtime.batch import split_sizes
 from pipec.schedules import SCHEDULES, SEARCHED, make_schedule
+from pipec.schedules.fixed import LOOPED
 from pipec.scheduling import ScheduleChoice
 
 SIZES = (2,) * 8
@@ -88,6 +92,23 @@ def test_recomputing(name: str) -> None:
     assert_equal(outcome, expected(model), tied_parameters(artifact))
 
 
+ANY_LOOPED = [f"{name}-v{v}" for name in LOOPED for v in (1, 2, 3)]
+
+
+@settings(max_examples=25)
+@given(st.sampled_from(sorted({*NAMES, *ANY_LOOPED} - LOOPED.keys())), st.integers(1, 4), st.integers(1, 8))
+def test_any_counts_of_ranks_microbatches_and_stages_per_rank(name: str, p: int, m: int) -> None:
+    """Microbatches differ in size where the rows do not divide, and many have a single row."""
+    assume(not name.startswith("interleaved-1f1b") or m % p == 0)
+    assume(name != "dualpipe-v" or m >= 2 * p)
+    model, sizes = captured(encoder), split_sizes(ROWS, m)
+    schedule = make_schedule(name, p, m)
+    artifact = generated(cut_evenly(model, schedule.num_stages, recompute=False), schedule)
+    run, unsplit = TrainingRun(artifact, model.model), copy.deepcopy(model.model)
+    found = Outcome.of(run.step(model.inputs, sizes), run.model)
+    assert_equal(found, Outcome.of(unsplit_step(unsplit, model.inputs, sizes), unsplit))
+
+
 def layers() -> nn.Module:
     return nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(16, 16), nn.Tanh())))
 
@@ -114,6 +135,16 @@ def test_a_schedule_by_name(name: str) -> None:
     pipe, found, wanted = trained(name, microbatches=8)
     assert pipe.plan.schedule == name
     assert_equal(found, wanted)
+
+
+@pytest.mark.parametrize("name", ["interleaved-1f1b-v3", "looped-bfs-v3"])
+def test_three_stages_per_rank_by_name(name: str) -> None:
+    pipe, found, wanted = trained(name, microbatches=4)
+    assert (pipe.plan.schedule, pipe.plan.placement) == (name, (0, 1) * 3)
+    assert_equal(found, wanted)
+    torch.manual_seed(0)
+    unsplit = layers()
+    assert torch.equal(pipe(X), torch.cat([unsplit(x) for x in X.split(8)]))
 
 
 def test_auto_is_no_slower_than_any_named_schedule_on_the_costs_of_the_model() -> None:

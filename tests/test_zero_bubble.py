@@ -7,8 +7,10 @@ from hypothesis import strategies as st
 from pipec.errors import InfeasibleError, InputError
 from pipec.ir import Schedule
 from pipec.lower import chain_links, lower
-from pipec.schedules import Workload, make_schedule, straight_placement
-from pipec.schedules.search_problem import make_problem, play
+from pipec.schedules import Workload, make_schedule, straight_placement, v_placement
+from pipec.schedules.anneal import anneal
+from pipec.schedules.fill import fill
+from pipec.schedules.search_problem import Orders, Problem, make_problem, play
 from pipec.simulate import simulate
 from pipec.timeline import Timeline
 from pipec.verify import verify_programs
@@ -96,6 +98,61 @@ def test_the_search_plays_orders_as_the_simulator_plays_programs(
     assert timeline.span == pytest.approx(simulated.span)
     assert timeline.makespan == pytest.approx(simulated.makespan)
     assert problem.schedule(name, problem.orders(schedule)) == schedule
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(["zb-v", "v-half", "v-min"]), st.integers(1, 4), st.integers(1, 8), costs)
+def test_weight_gradients_fill_the_pauses_of_the_other_cells(
+    name: str, p: int, m: int, each: tuple[int, int, int, int]
+) -> None:
+    """No makespan is below the bound; where pauses fit whole ones, none is above the schedule's own."""
+    work, schedule = workload(p, *each), make_schedule(name, p, m)
+    problem = make_problem(v_placement(p), m, work, limit=work.peak_memory(schedule))
+    orders = problem.orders(schedule)
+    filled, before = fill(problem, without_weights(problem, orders)), play(problem, orders)
+    assert filled
+    assert before
+    after = play(problem, filled.orders)
+    assert after
+    assert all(map(problem.fits, filled.orders))
+    assert filled.start == pytest.approx(after.start[: problem.first_weight])
+    assert filled.makespan == pytest.approx(after.makespan)
+    assert filled.makespan >= problem.least_makespan - 1e-9
+    weight_gradient = each[2]
+    assert weight_gradient > 1 or filled.makespan <= before.makespan + 1e-9
+
+
+def without_weights(problem: Problem, orders: Orders) -> Orders:
+    return [[cell for cell in order if cell < problem.first_weight] for order in orders]
+
+
+def test_orders_that_wait_for_each_other_or_for_memory_or_are_too_long_are_not_filled() -> None:
+    work = Workload.uniform(2, memory_limit=1)
+    problem = make_problem(v_placement(2), 2, work, limit=1)
+    kept = without_weights(problem, problem.orders(make_schedule("v-min", 2, 2)))
+    assert fill(problem, kept) is None
+    roomy = make_problem(v_placement(2), 2, work, limit=2)
+    filled = fill(roomy, kept)
+    assert filled
+    assert fill(roomy, kept, longest=filled.makespan) == filled
+    assert fill(roomy, kept, longest=filled.makespan - 0.5) is None
+    assert fill(roomy, [kept[0], kept[1][::-1]]) is None
+
+
+def test_annealing_keeps_every_cell_and_the_microbatches_in_turn() -> None:
+    """The order in which gradients are added up is that of the microbatches."""
+    problem = make_problem(v_placement(3), 5, workload(3, 2, 3, 1, 1), limit=3)
+    orders = problem.orders(make_schedule("v-half", 3, 5))
+    annealed = anneal(problem, orders, plays=300)
+    before, after = play(problem, orders), play(problem, annealed)
+    assert before
+    assert after
+    assert after.makespan < before.makespan
+    for old, new in zip(orders, annealed, strict=True):
+        assert sorted(old) == sorted(new)
+        assert problem.fits(new)
+        for kind in {cell // 5 for cell in new}:
+            assert [cell for cell in new if cell // 5 == kind] == list(range(5 * kind, 5 * kind + 5))
 
 
 def test_searching_twice_finds_the_same() -> None:

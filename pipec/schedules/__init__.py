@@ -1,5 +1,6 @@
 """Schedules by name: which rank computes what, in which order. Compute only; ``lower`` adds the rest."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
@@ -12,7 +13,7 @@ from pipec.ir import Phase, Schedule
 from pipec.schedules.auto import auto, candidates, named
 from pipec.schedules.custom import custom_schedule, format_orders, parse_orders
 from pipec.schedules.dualpipe_v import dualpipe_v
-from pipec.schedules.fixed import SCHEDULES
+from pipec.schedules.fixed import LOOPED, SCHEDULES
 from pipec.schedules.gpipe import gpipe
 from pipec.schedules.interleaved import interleaved_1f1b
 from pipec.schedules.looped_bfs import looped_bfs
@@ -35,17 +36,22 @@ SEARCHED: Mapping[str, Callable[[int, int, Workload], Schedule]] = {
 }
 """Orders that depend on how long things take and how much memory there is."""
 
+_SUFFIXED = re.compile(r"(.+)-v([0-9]{1,9})")
+
 
 def make_schedule(name: str, num_ranks: int, num_microbatches: int, work: Workload | None = None) -> Schedule:
     """The schedule ``name`` for that many ranks and microbatches.
 
-    ``work`` is what a searched schedule is searched for, by default phases that all cost the same.
+    ``interleaved-1f1b`` and ``looped-bfs`` have 2 stages per rank, or N with a suffix ``-vN``:
+    ``interleaved-1f1b-v4``. ``work`` is what a searched schedule is searched for, by default phases that all
+    cost the same.
 
     Raises:
-        InputError: the name is unknown, a count is below 1, or the schedule cannot do with these counts.
+        InputError: the name is unknown or takes no suffix, a count is below 1, or the schedule cannot do with
+            these counts.
         InfeasibleError: a searched schedule finds no order within the memory limit of ``work``.
     """
-    make = SEARCHED.get(name) or SCHEDULES.get(name) or _installed(name)
+    make = SEARCHED.get(name) or SCHEDULES.get(name) or _looped(name) or _installed(name)
     for what, count in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches)):
         if count < 1:
             raise InputError(f"schedule {name!r} needs {what} of at least 1, got {count}")
@@ -54,12 +60,27 @@ def make_schedule(name: str, num_ranks: int, num_microbatches: int, work: Worklo
     return cast("Callable[[int, int], Schedule]", make)(num_ranks, num_microbatches)
 
 
+def _looped(name: str) -> Callable[[int, int], Schedule] | None:
+    """The looped schedule with the number of stages per rank that ``name`` ends with, if it does."""
+    match = _SUFFIXED.fullmatch(name)
+    if not match or match[1] not in LOOPED:
+        return None
+    make, num_chunks = LOOPED[match[1]], int(match[2])
+    return lambda num_ranks, num_microbatches: make(num_ranks, num_microbatches, num_chunks)
+
+
 def _installed(name: str) -> Callable[[int, int], Schedule]:
     """The function that a package registered under ``name``."""
     found = entry_points(group=ENTRY_POINTS)
     if name in found.names:
         return cast("Callable[[int, int], Schedule]", found[name].load())
     known = [*SCHEDULES, *SEARCHED, *sorted(found.names)]
+    match = _SUFFIXED.fullmatch(name)
+    if match and match[1] in known:
+        raise InputError(
+            f"schedule {match[1]!r} takes no suffix, but {name!r} has one for the number of stages per rank; "
+            f"leave it out or take {' or '.join(f'{looped}-v{match[2]}' for looped in LOOPED)}"
+        )
     close = get_close_matches(name.lower(), known, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     raise InputError(f"unknown schedule {name!r}; {hint}known schedules: {', '.join(known)}")

@@ -1,6 +1,6 @@
 """The schedules whose order depends on the numbers of ranks and microbatches alone, by name."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from pipec.ir import Schedule
 from pipec.schedules.dualpipe_v import dualpipe_v
@@ -26,3 +26,9 @@ SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
     "dualpipe-v": dualpipe_v,
 }
 """Functions of the number of ranks and of microbatches. Programs may add their own."""
+
+LOOPED: Mapping[str, Callable[[int, int, int], Schedule]] = {
+    "interleaved-1f1b": interleaved_1f1b,
+    "looped-bfs": looped_bfs,
+}
+"""Those that are also functions of the number of stages per rank: ``looped-bfs-v3`` has three."""

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from pipec.errors import InputError
 from pipec.ir import Compute, Phase, Schedule
-from pipec.schedules.orders import looped_placement, ordered
+from pipec.schedules.orders import looped_name, looped_placement, ordered
 
 
 def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
@@ -17,11 +17,12 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int = 2)
     Raises:
         InputError: m is not a multiple of p, or v is below 1.
     """
+    name = looped_name("interleaved-1f1b", num_chunks)
     if num_chunks < 1:
-        raise InputError(f"schedule 'interleaved-1f1b' needs num_chunks of at least 1, got {num_chunks}")
+        raise InputError(f"schedule {name!r} needs num_chunks of at least 1, got {num_chunks}")
     if num_microbatches % num_ranks:
         raise InputError(
-            f"schedule 'interleaved-1f1b' needs a number of microbatches that is a multiple of "
+            f"schedule {name!r} needs a number of microbatches that is a multiple of "
             f"the {num_ranks} ranks, got {num_microbatches}; "
             f"take {_nearest_multiple(num_microbatches, num_ranks)}"
         )
@@ -43,8 +44,7 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int = 2)
             if number >= warmup:
                 yield cell(Phase.BACKWARD, rank, number - warmup)
 
-    placement = looped_placement(num_ranks, num_chunks)
-    return ordered("interleaved-1f1b", num_microbatches, placement, order)
+    return ordered(name, num_microbatches, looped_placement(num_ranks, num_chunks), order)
 
 
 def _nearest_multiple(number: int, of: int) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from pipec.errors import InputError
 from pipec.ir import Compute, Phase, Schedule
-from pipec.schedules.orders import OrderWriter, looped_placement, ordered
+from pipec.schedules.orders import OrderWriter, looped_name, looped_placement, ordered
 
 
 def looped_bfs(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
@@ -17,8 +17,9 @@ def looped_bfs(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Sc
     Raises:
         InputError: v is below 1.
     """
+    name = looped_name("looped-bfs", num_chunks)
     if num_chunks < 1:
-        raise InputError(f"schedule 'looped-bfs' needs num_chunks of at least 1, got {num_chunks}")
+        raise InputError(f"schedule {name!r} needs num_chunks of at least 1, got {num_chunks}")
 
     def order(rank: int) -> Iterable[Compute]:
         stages = range(rank, num_ranks * num_chunks, num_ranks)
@@ -27,4 +28,4 @@ def looped_bfs(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Sc
         writer.finish(*((Phase.BACKWARD, stage) for stage in reversed(stages)))
         return writer.cells
 
-    return ordered("looped-bfs", num_microbatches, looped_placement(num_ranks, num_chunks), order)
+    return ordered(name, num_microbatches, looped_placement(num_ranks, num_chunks), order)

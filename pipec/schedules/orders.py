@@ -46,6 +46,11 @@ def most_in_flight(order: Sequence[Compute]) -> int:
     return int(held.max(initial=0))
 
 
+def looped_name(name: str, num_chunks: int) -> str:
+    """``name`` with the number of stages that a rank holds, which is left out if it is 2."""
+    return name if num_chunks == 2 else f"{name}-v{num_chunks}"
+
+
 def ordered(
     name: str,
     num_microbatches: int,

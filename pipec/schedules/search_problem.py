@@ -42,21 +42,44 @@ class Problem:
                 awaiting[needed].append((cell, self.placement[self.stage(cell)]))
         return awaiting
 
-    @property
+    @cached_property
+    def work(self) -> list[float]:
+        """How long the cells of each rank take."""
+        work = [0.0] * self.num_ranks
+        for cell, seconds in enumerate(self.seconds):
+            work[self.placement[self.stage(cell)]] += seconds
+        return work
+
+    @cached_property
+    def least_makespan(self) -> float:
+        """What no order can beat: each rank does its work once the first microbatch has come to it."""
+        m, arrival, arrivals = self.num_microbatches, 0.0, dict[int, float]()
+        for stage, rank in enumerate(self.placement):
+            arrival += self.lags[stage * m]
+            arrivals.setdefault(rank, arrival)
+            arrival += self.seconds[stage * m]
+        return max(arrivals[rank] + work for rank, work in enumerate(self.work))
+
+    @cached_property
+    def first_input(self) -> int:
+        """The cells from here on are input gradients."""
+        return self.num_stages * self.num_microbatches
+
+    @cached_property
     def first_weight(self) -> int:
         """The cells from here on are weight gradients."""
-        return 2 * self.num_stages * self.num_microbatches
+        return 2 * self.first_input
 
-    @property
+    @cached_property
     def num_ranks(self) -> int:
         return max(self.placement) + 1
 
-    @property
+    @cached_property
     def num_stages(self) -> int:
         return len(self.placement)
 
     def kind(self, cell: int) -> int:
-        return cell // (self.num_stages * self.num_microbatches)
+        return cell // self.first_input
 
     def stage(self, cell: int) -> int:
         return cell // self.num_microbatches % self.num_stages

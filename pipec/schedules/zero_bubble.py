@@ -1,7 +1,8 @@
 """ZB-1p and ZB-2p: split backwards, searched for given costs and memory (Qi et al., Zero Bubble, ICLR 2024).
 
-The search plays a greedy schedule under a number of policies, then varies how many microbatches each stage
-may have in flight, then moves single cells of the critical path. All of it is deterministic.
+The search plays a greedy schedule under a number of policies. Where a rank holds one stage, it then varies
+how many microbatches each may have in flight; where it holds several, how these interleave decides, and
+orders are annealed. Last it moves single cells of the critical path. All of it is deterministic.
 """
 
 import random
@@ -11,6 +12,7 @@ from itertools import product
 
 from pipec.errors import InfeasibleError
 from pipec.ir import Schedule
+from pipec.schedules.anneal import anneal
 from pipec.schedules.greedy import Policy, greedy
 from pipec.schedules.orders import straight_placement
 from pipec.schedules.reorder import Score, reorder, score
@@ -23,6 +25,9 @@ _FILLS = (0.0, 0.75)
 _PATIENCES = (0.0, 0.5, 1.0)
 _EFFORT = 40_000
 """Cells played while varying, and four times as many, which are cheaper, while moving cells."""
+
+_ANNEALING = 16 * _EFFORT
+"""Cells that annealing may play; most plays are given up long before their last cell."""
 
 
 def zb_1p(num_ranks: int, num_microbatches: int, work: Workload) -> Schedule:
@@ -60,23 +65,28 @@ def _zero_bubble(name: str, num_ranks: int, m: int, work: Workload, depth: int) 
 
 
 def search(problem: Problem, known: Iterable[Orders], *, by_span: bool) -> Orders:
-    """The best orders found: of those ``known`` that fit and those of every policy, varied and reordered.
+    """The best orders found, by span, then makespan; or the other way round.
 
-    By span, then makespan; or the other way round.
+    Of those ``known`` that fit and those that every policy leads to, varied or annealed, and reordered.
 
     Raises:
         InfeasibleError: none fits within the memory limit.
     """
     found = [_scored(problem, orders, by_span) for orders in known if all(map(problem.fits, orders))]
     tried = [(_tried(problem, policy, by_span), policy) for policy in _policies(problem)]
-    (greedy_score, greedy_orders), policy = min(tried, key=lambda each: each[0][0])
-    if greedy_orders:
-        found.append(_varied(problem, policy, (greedy_score, greedy_orders), by_span))
+    start, policy = min(tried, key=lambda each: each[0][0])
+    several_stages = problem.num_stages > problem.num_ranks
+    if start[1]:
+        found.append(start if several_stages else _varied(problem, policy, start, by_span))
     if not found:
         raise InfeasibleError(
             f"no order of {problem.num_stages} stages on {problem.num_ranks} ranks stays within a memory "
             f"limit of {problem.limit:g} on each; raise the limit or use smaller microbatches"
         )
+    if several_stages:
+        _, orders = min(found, key=lambda each: each[0])
+        annealed = anneal(problem, orders, plays=_ANNEALING // len(problem.needs))
+        found.append(_scored(problem, annealed, by_span))
     _, orders = min(found, key=lambda each: each[0])
     return reorder(problem, orders, by_span=by_span, plays=4 * _EFFORT // len(problem.needs))
 
