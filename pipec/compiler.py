@@ -132,7 +132,7 @@ class Compiler:
         symbolic = self.dynamic or len(set(sizes)) > 1
         groups, rest = [], list(sizes)
         while rest:
-            staged = self._stages(signature, call.rows(0, rest[0]), symbolic)
+            staged = self._stages(signature, call.rows(0, rest[0]), symbolic, choice.placement)
             served = list(takewhile(staged.graph.serves, rest))
             code = (id(staged), rest[0], len(served))
             if code not in self._compiled:
@@ -153,12 +153,11 @@ class Compiler:
         placements = [self.placement] if self.placement else scheduler.placements(counts)
         limited = self.target.topology.least_memory_bytes < math.inf
         if not trains or (len(counts) == len(placements) == 1 and not limited):
-            self.placement = placements[0]
             return Choice(placements[0], counts[0])
         rows = call.rows(0, split_sizes(batch, counts[0])[0])
         symbolic = self.dynamic or batch % counts[0] > 0
         if self.placement:
-            staged = self._stages(signature, rows, symbolic)
+            staged = self._stages(signature, rows, symbolic, self.placement)
             with self._timed("search"):
                 return self.search.choose(lambda *_: [staged], placements, batch, counts)
         return self._settle_choice(signature, self._capture(signature, rows, symbolic), batch, counts)
@@ -166,26 +165,27 @@ class Compiler:
     def _settle_choice(
         self, signature: Signature, graph: TrainingGraph, batch: int, counts: Sequence[int]
     ) -> Choice:
-        def cuts(scheduler: Scheduler, placement: Placement, sizes: Sequence[int]) -> Iterator[Staged]:
+        def cuts(scheduler: Scheduler, placement: Placement, sizes: Mapping[int, int]) -> Iterator[Staged]:
             topology = self.target.topology.part(scheduler.num_ranks)
-            for cut in ways_to_cut(placement, topology, scheduler.in_flight(counts[0]), sizes):
+            in_flight = {size: scheduler.in_flight(count) for count, size in sizes.items()}
+            for cut in ways_to_cut(placement, topology, in_flight):
                 yield self._cut(copy_graph(graph), placement, cut, topology)
 
         placements = self.search.scheduler.placements(counts)
         with self._timed("search"):
             choice = self.search.choose(cuts, placements, batch, counts)
-            choice = self.search.with_replicas(choice, cuts, batch, self.target.topology.slowest_link)
+            if not self.microbatches:
+                choice = self.search.with_replicas(choice, cuts, batch, self.target.topology.slowest_link)
         self._settle(signature, graph, choice.placement, choice.cut)
         return choice
 
-    def _stages(self, signature: Signature, call: Call, symbolic: bool) -> Staged:
+    def _stages(self, signature: Signature, call: Call, symbolic: bool, placement: Placement) -> Staged:
         """The cut graph that serves a microbatch."""
         known = self._staged.setdefault(signature, [])
         for staged in known:
             if staged.graph.serves(call.batch_size):
                 return staged
-        assert self.placement is not None
-        return self._settle(signature, self._capture(signature, call, symbolic), self.placement)
+        return self._settle(signature, self._capture(signature, call, symbolic), placement)
 
     def _capture(self, signature: Signature, call: Call, symbolic: bool) -> TrainingGraph:
         model, call = on_device(self.model, call, self.device)
@@ -199,7 +199,7 @@ class Compiler:
         topology = self.target.topology
         if self.owners is not None:
             cut = FollowOwners(len(placement), self.owners, self.ranks)
-        cut = cut or next(ways_to_cut(placement, topology, (), [graph.batch_size]))
+        cut = cut or next(ways_to_cut(placement, topology, {graph.batch_size: ()}))
         staged = self._cut(graph, placement, cut, topology, self._time, *requested_dumps())
         if self.owners is None:
             self.placement, self.owners, self.ranks = placement, owners_of(staged.graph), staged.graph.ranks

@@ -1,7 +1,7 @@
 """The fastest way to run a step: how many microbatches under which schedule, as the simulator scores them."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -14,11 +14,11 @@ from pipec.scheduling import Placement, Scheduler
 from pipec.staged import Estimate, Staged
 from pipec.text import format_bytes
 
-Cuts = Callable[[Scheduler, Placement, Sequence[int]], Iterable[Staged]]
+Cuts = Callable[[Scheduler, Placement, Mapping[int, int]], Iterable[Staged]]
 """Cuts a captured graph for stages on these ranks: the fastest way first, then those that need less memory.
 
-The last argument are the sizes of microbatches that are tried. Raises PlanError if there are too few
-operators, InfeasibleError if there is no way within the memory.
+The last argument has the numbers of microbatches that are tried, and their sizes. Raises PlanError if there
+are too few operators, InfeasibleError if there is no way within the memory.
 """
 
 
@@ -98,7 +98,7 @@ class Search:
 
     def _on(self, cuts: Cuts, placement: Placement, batch: int, counts: Sequence[int]) -> Iterator[Trial]:
         """Trials on the fastest cut and, unless it fits as it is, on others."""
-        sizes = [split_sizes(batch, count)[0] for count in counts]
+        sizes = {count: split_sizes(batch, count)[0] for count in counts}
         with suppress(PlanError):
             for staged in cuts(self.scheduler, placement, sizes):
                 trials = list(self._trials(staged, placement, batch, counts))

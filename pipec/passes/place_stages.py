@@ -7,7 +7,7 @@
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, product
 
@@ -56,22 +56,24 @@ _SHARES = (1.0, 0.85, 0.7, 0.5)
 
 
 def ways_to_cut(
-    placement: Sequence[int], topology: Topology, in_flight: tuple[int, ...], sizes: Sequence[int]
+    placement: Sequence[int], topology: Topology, in_flight: Mapping[int, tuple[int, ...]]
 ) -> Iterator[Pass]:
     """The fastest way for stages on these ranks; then, where memory is limited, the fastest within it.
 
-    Those are for the first and for the least of the ``sizes`` of microbatches, and leave ever more memory for
-    what the planner does not count: values that live inside a function, and copies of what is received.
-    Where a rank has several stages, all devices and links are taken to be alike.
+    ``in_flight[size]`` are the microbatches of so many rows that each rank has at once. Ways within memory
+    are for the first and for the least size, and leave ever more memory for what the planner does not count:
+    values that live inside a function, and copies of what is received. Where a rank has several stages, all
+    devices and links are taken to be alike.
     """
     straight = list(placement) == list(range(len(topology.devices)))
+    first = next(iter(in_flight))
     if topology.is_uniform or not straight:
         yield CutStages(len(placement), topology.slowest_link)
     else:
-        yield PlaceStages(topology.without_limits(), sizes[0])
+        yield PlaceStages(topology.without_limits(), first)
     if straight and topology.least_memory_bytes < math.inf:
-        for size, share in product(dict.fromkeys([sizes[0], min(sizes)]), _SHARES):
-            yield PlaceStages(topology.with_memory(share), size, in_flight)
+        for size, share in product(dict.fromkeys([first, min(in_flight)]), _SHARES):
+            yield PlaceStages(topology.with_memory(share), size, in_flight[size])
 
 
 def _workload(graph: TrainingGraph, blocks: Sequence[int], seconds: Sequence[float], size: int) -> Workload:
