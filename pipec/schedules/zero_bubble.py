@@ -1,7 +1,7 @@
 """ZB-1p and ZB-2p: split backwards, searched for given costs and memory (Qi et al., Zero Bubble, ICLR 2024).
 
-The search plays a greedy schedule under a number of policies. Where a rank holds one stage, it then varies
-how many microbatches each may have in flight; where it holds several, how these interleave decides, and
+The search plays a greedy schedule under a number of policies, then varies how many microbatches each stage
+may have in flight. Where ranks hold several stages, how these interleave decides as much, and the best
 orders are annealed. Last it moves single cells of the critical path. All of it is deterministic.
 """
 
@@ -26,8 +26,8 @@ _PATIENCES = (0.0, 0.5, 1.0)
 _EFFORT = 40_000
 """Cells played while varying, and four times as many, which are cheaper, while moving cells."""
 
-_ANNEALING = 16 * _EFFORT
-"""Cells that annealing may play; most plays are given up long before their last cell."""
+_ANNEALING = 10 * _EFFORT
+"""Cells that annealing may play: most plays are given up long before their last cell."""
 
 
 def zb_1p(num_ranks: int, num_microbatches: int, work: Workload) -> Schedule:
@@ -67,7 +67,7 @@ def _zero_bubble(name: str, num_ranks: int, m: int, work: Workload, depth: int) 
 def search(problem: Problem, known: Iterable[Orders], *, by_span: bool) -> Orders:
     """The best orders found, by span, then makespan; or the other way round.
 
-    Of those ``known`` that fit and those that every policy leads to, varied or annealed, and reordered.
+    Of those ``known`` that fit and those that every policy leads to, varied, annealed and reordered.
 
     Raises:
         InfeasibleError: none fits within the memory limit.
@@ -76,8 +76,9 @@ def search(problem: Problem, known: Iterable[Orders], *, by_span: bool) -> Order
     tried = [(_tried(problem, policy, by_span), policy) for policy in _policies(problem)]
     start, policy = min(tried, key=lambda each: each[0][0])
     several_stages = problem.num_stages > problem.num_ranks
+    plays = _EFFORT // len(problem.needs)
     if start[1]:
-        found.append(start if several_stages else _varied(problem, policy, start, by_span))
+        found.append(_varied(problem, policy, start, by_span, plays // 2 if several_stages else plays))
     if not found:
         raise InfeasibleError(
             f"no order of {problem.num_stages} stages on {problem.num_ranks} ranks stays within a memory "
@@ -88,7 +89,7 @@ def search(problem: Problem, known: Iterable[Orders], *, by_span: bool) -> Order
         annealed = anneal(problem, orders, plays=_ANNEALING // len(problem.needs))
         found.append(_scored(problem, annealed, by_span))
     _, orders = min(found, key=lambda each: each[0])
-    return reorder(problem, orders, by_span=by_span, plays=4 * _EFFORT // len(problem.needs))
+    return reorder(problem, orders, by_span=by_span, plays=4 * plays)
 
 
 Scored = tuple[Score, Orders]
@@ -121,11 +122,11 @@ def _policies(problem: Problem) -> Iterator[Policy]:
         yield Policy(fill, patience, first, caps)
 
 
-def _varied(problem: Problem, policy: Policy, start: Scored, by_span: bool) -> Scored:
+def _varied(problem: Problem, policy: Policy, start: Scored, by_span: bool, plays: int) -> Scored:
     """The best found on a walk from ``policy`` that never goes where the score is worse."""
     numbers = random.Random(0)
     best = start
-    for _ in range(_EFFORT // len(problem.needs)):
+    for _ in range(plays):
         varied = _vary(problem, policy, numbers)
         other = _tried(problem, varied, by_span)
         if other[0] <= best[0]:
