@@ -18,6 +18,7 @@ In a line of operators so long that equally fast plans cannot all be compared, o
 taken without regard to communication.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -31,7 +32,7 @@ from pipec.planner.merge import merge
 from pipec.planner.partition import exact_grid, transfer_seconds
 from pipec.planner.search import Search
 from pipec.planner.topology import Topology
-from pipec.planner.workload import Workload, program_order
+from pipec.planner.workload import Workload, check, program_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +89,9 @@ def place(
     """The best plan.
 
     PlanError if the workload is malformed or has too many independent operators to search all of it;
-    InfeasibleError if no plan fits in memory.
+    InfeasibleError if no plan fits in memory, or none was found that does.
     """
+    check(workload)
     order = program_order(workload)
     updates = model.microbatches_per_update or len(topology.devices)
     most_replicas = min(max_replicas or len(topology.devices), updates)
@@ -97,7 +99,8 @@ def place(
     placement = _solve(workload, order, topology, model, most_replicas, limits_memory)
     if not placement.stages:
         unlimited = _solve(workload, order, topology, model, most_replicas, limits_memory=False)
-        raise _infeasible(unlimited.stages, topology)
+        is_certain = placement.least_seconds == math.inf
+        raise _infeasible(unlimited.stages, topology, is_certain)
     return placement
 
 
@@ -122,10 +125,7 @@ def _solve(
     slowest = min(device.speed for device in topology.devices)
     merged = merge(relevant, order, value_seconds, model.overlap, slowest)
     found = boundaries(merged.workload, program_order(merged.workload), value_seconds)
-    search = Search(
-        found, merged.workload.transfers, value_seconds, topology, model, most_replicas, limits_memory
-    )
-    best = search.run()
+    best = Search(found, value_seconds, topology, model, most_replicas, limits_memory).run()
     stages = tuple(
         _placed(workload, model, merged.originals(found.between(stage.first, stage.last)), stage)
         for stage in best.stages
@@ -170,8 +170,9 @@ def _placed(workload: Workload, model: CostModel, operators: tuple[int, ...], st
     )
 
 
-def _infeasible(stages: Sequence[PlacedStage], topology: Topology) -> InfeasibleError:
+def _infeasible(stages: Sequence[PlacedStage], topology: Topology, is_certain: bool) -> InfeasibleError:
     """The error that shows what the fastest plan would need if memory were no limit."""
+    none = "no plan fits" if is_certain else "of the plans that could be searched, none fits"
     lines = []
     for index, stage in enumerate(stages):
         limit = min(topology.devices[device].memory_bytes for device in stage.devices)
@@ -182,7 +183,7 @@ def _infeasible(stages: Sequence[PlacedStage], topology: Topology) -> Infeasible
             f"{short}"
         )
     return InfeasibleError(
-        "no plan fits in the memory of the devices. The fastest plan without that limit would need\n"
+        f"{none} in the memory of the devices. The fastest plan without that limit would need\n"
         + "\n".join(lines)
         + "\nGive the devices more memory, use more of them, or save less for the backward"
     )
