@@ -11,16 +11,16 @@ import argparse
 import math
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipec.planner.cost_model import PIPEC, PIPEDREAM, CostModel
+from pipec.planner.cost_model import COST_MODELS, PIPEC, PIPEDREAM, CostModel
 from pipec.planner.dnn_partitioning import read_dnn_partitioning
 from pipec.planner.partition import Transfer
 from pipec.planner.pipedream_graph import read_pipedream_graph
 from pipec.planner.placement import Placement, place
-from pipec.planner.topology import Topology, uniform
+from pipec.planner.topology import Device, Topology, uniform
 from pipec.planner.workload import Workload
 
 
@@ -100,34 +100,76 @@ def graphs(folder: Path) -> Iterator[str]:
         yield row(name, str(optimum), str(theirs), f"{plan.seconds * 1000:.4f}", f"{wall:.2f}")
 
 
+@dataclass(frozen=True)
+class Chain:
+    """Operators of random costs in one line, for 64 devices and links of 1e9 bytes per second.
+
+    ``skip``: every tenth value is also read so many operators later. ``memory_bytes``: of a device, where 1
+    is what an average stage in the middle of 64 holds.
+    """
+
+    operators: int
+    model: str
+    replicas: int | None = 1
+    skip: int = 0
+    memory_bytes: float = math.inf
+
+
+CHAINS = (
+    Chain(1000, "pipec", None),
+    Chain(1000, "pipedream", None),
+    Chain(1000, "pipec", None, skip=10),
+    Chain(1000, "pipec", None, memory_bytes=1.2),
+    Chain(1000, "pipec", memory_bytes=1.2),
+    Chain(100_000, "pipec"),
+    Chain(100_000, "pipedream"),
+    Chain(100_000, "pipec", skip=10),
+    Chain(100_000, "pipec", skip=10, memory_bytes=1.2),
+    Chain(100_000, "pipec", None),
+)
+
+
 def chains() -> Iterator[str]:
-    yield from heading("operators", "replicas", "cost model", "stages", "found in s")
-    cases: Sequence[tuple[int, int | None, str, CostModel]] = (
-        (1000, None, "pipec", PIPEC),
-        (1000, None, "pipedream", PIPEDREAM),
-        (100_000, 1, "pipec", PIPEC),
-        (100_000, 1, "pipedream", PIPEDREAM),
+    yield from heading(
+        "operators", "replicas", "cost model", "skips", "memory", "stages", "proved", "found in s"
     )
-    for num_operators, most, name, model in cases:
-        workload = chain(num_operators)
-        plan, wall = timed(workload, uniform([64], [1e9]), model, most)
-        replicas = "any" if most is None else str(most)
-        yield row(f"{num_operators:,}", replicas, name, str(len(plan.stages)), f"{wall:.2f}")
+    for case in CHAINS:
+        workload = chain(case)
+        topology = uniform([64], [1e9], Device(memory_bytes=case.memory_bytes * average_bytes(workload)))
+        plan, wall = timed(workload, topology, COST_MODELS[case.model], case.replicas)
+        yield row(
+            f"{case.operators:,}",
+            "any" if case.replicas is None else str(case.replicas),
+            case.model,
+            "yes" if case.skip else "no",
+            "as needed" if case.memory_bytes == math.inf else f"{case.memory_bytes} of an average stage's",
+            str(len(plan.stages)),
+            proof(plan),
+            f"{wall:.2f}",
+        )
 
 
-def chain(num_operators: int) -> Workload:
-    """Operators of random costs in one line, for 64 devices and links of 1e9 bytes per second."""
-    draw = random.Random(0)
-    seconds, parameters, sizes = ([draw.random() for _ in range(num_operators)] for _ in range(3))
+def chain(case: Chain) -> Workload:
+    draw, operators = random.Random(0), range(case.operators)
+    seconds, parameters, sizes, saved = ([draw.random() for _ in operators] for _ in range(4))
+    readers = [
+        (k + 1, k + case.skip) if case.skip and k % 10 == 0 and k + case.skip < case.operators else (k + 1,)
+        for k in operators
+    ]
     return Workload(
-        names=[f"operator {k}" for k in range(num_operators)],
+        names=[f"operator {k}" for k in operators],
         seconds=[each * 1e-3 for each in seconds],
         parameter_bytes=[each * 1e6 for each in parameters],
-        resident_bytes=[0.0] * num_operators,
-        saved_bytes=[0.0] * num_operators,
-        transfers=[Transfer(k, (k + 1,), sizes[k] * 1e6, sizes[k] * 1e6) for k in range(num_operators - 1)],
-        before=[(k, k + 1) for k in range(num_operators - 1)],
+        resident_bytes=[each * 2e6 for each in parameters],
+        saved_bytes=[each * 1e5 for each in saved],
+        transfers=[Transfer(k, readers[k], sizes[k] * 1e6, sizes[k] * 1e6) for k in operators[:-1]],
+        before=[(k, k + 1) for k in operators[:-1]],
     )
+
+
+def average_bytes(workload: Workload) -> float:
+    """Of a stage in the middle of 64, with 32 microbatches in flight."""
+    return (sum(workload.resident_bytes) + 32 * sum(workload.saved_bytes)) / 64
 
 
 def timed(

@@ -3,14 +3,18 @@
 import math
 from collections import Counter
 from dataclasses import replace
+from itertools import combinations, pairwise
 
+import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from planner_problems import Trial, downsets, trials
 
 from pipec.errors import InfeasibleError, PlanError
+from pipec.planner.boundaries import boundaries
 from pipec.planner.cost_model import PIPEC, PIPEDREAM
+from pipec.planner.line import charges
 from pipec.planner.partition import Transfer
 from pipec.planner.placement import Placement, place
 from pipec.planner.topology import Device, Level, Topology, uniform
@@ -52,6 +56,22 @@ def test_a_plan_on_two_levels_is_as_fast_as_the_best_of_all(trial: Trial) -> Non
     assert seconds(trial) == pytest.approx(trial.best_seconds(), rel=1e-9)
 
 
+@settings(max_examples=60, deadline=None)
+@given(trials(8, st.one_of(FLAT, NESTED)))
+def test_a_plan_on_every_device_leaves_none_unused_and_costs_no_less(trial: Trial) -> None:
+    least = seconds(trial)
+    arguments = trial.workload, trial.topology, trial.model, trial.max_replicas
+    try:
+        plan = place(*arguments, every_device=True)
+    except PlanError:
+        return
+    used = sorted(device for stage in plan.stages for device in stage.devices)
+    assert used == list(range(len(trial.topology.devices)))
+    assert plan.seconds >= least * (1 - 1e-9)
+    if math.isfinite(least) and sum(stage.replicas for stage in planned(trial).stages) == len(used):
+        assert plan.seconds == pytest.approx(least)
+
+
 FEATURES = {
     "branches": lambda trial, plan: len(downsets(trial.workload)) > len(trial.workload.names) + 1,
     "ten operators": lambda trial, plan: len(trial.workload.names) == 10,
@@ -86,9 +106,42 @@ def test_bounds_narrow_the_search_without_missing_the_best(trial: Trial) -> None
     with pytest.MonkeyPatch.context() as patch:
         search_with(patch)
         narrowed = seconds(trial)
-        search_with(patch, _MOST_SOLVED_DIRECTLY=0)
+        search_with(patch, _MOST_AT_FIRST=0)
         assert seconds(trial) == pytest.approx(narrowed, rel=1e-9)
     assert narrowed == pytest.approx(seconds(trial), rel=1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(trials(10, FLAT | NESTED))
+def test_bounds_of_a_line_do_not_miss_the_best_either(trial: Trial) -> None:
+    before = [(k, k + 1) for k in range(len(trial.workload.names) - 1)]
+    trial = replace(trial, workload=replace(trial.workload, before=before))
+    with pytest.MonkeyPatch.context() as patch:
+        search_with(patch, _MOST_AT_FIRST=0)
+        narrowed = seconds(trial)
+    assert narrowed == pytest.approx(trial.best_seconds(), rel=1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(trials(10, FLAT), st.integers(1, 9))
+def test_a_line_charges_long_stages_no_more_than_they_exchange(trial: Trial, most_apart: int) -> None:
+    """But all of it, if no value spans more."""
+    order = range(len(trial.workload.names))
+    sizes = [value.forward_bytes + value.backward_bytes for value in trial.workload.transfers]
+    value_seconds = np.array([sizes])
+    in_line = replace(trial.workload, before=list(pairwise(order)))
+    listed = boundaries(in_line, order, value_seconds)
+    charged = charges(listed, value_seconds, most_apart)
+    for begin, end in combinations(range(len(listed)), 2):
+        inside = range(begin, end)
+        exchanged = sum(
+            size
+            for size, ends in zip(sizes, listed.ends, strict=True)
+            if len({place in inside for place in ends}) == 2
+        )
+        if end - begin >= charged.apart:
+            seconds = charged.first[begin] + charged.last[end]
+            assert seconds == exchanged if charged.are_all else seconds <= exchanged
 
 
 def search_with(patch: pytest.MonkeyPatch, **sizes: int) -> None:
@@ -100,7 +153,7 @@ def search_with(patch: pytest.MonkeyPatch, **sizes: int) -> None:
 def test_a_bound_that_rounds_two_ways_keeps_the_best_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bisection comes to 22 less one rounding error, which stages of 22 keep forwards, but not backwards."""
     workload = replace(chain(7), seconds=[0.0, 0.0, 5.0, 5.0, 6.0, 8.0, 8.0], transfers=[], before=[])
-    search_with(monkeypatch, _MOST_SOLVED_DIRECTLY=0)
+    search_with(monkeypatch, _MOST_AT_FIRST=0)
     placement = place(workload, uniform([3], [0.5], Device(speed=0.5)), PIPEC, max_replicas=1)
     assert placement.seconds == 26.0
 
@@ -217,12 +270,21 @@ def test_what_does_not_fit_is_explained_stage_by_stage() -> None:
 
 
 def test_a_bound_is_told_where_too_much_remains(monkeypatch: pytest.MonkeyPatch) -> None:
-    search_with(monkeypatch, _MOST_PAIRED=6, _MOST_SOLVED_DIRECTLY=0)
+    search_with(monkeypatch, _MOST_PAIRED=6, _MOST_AT_FIRST=0)
     workload = replace(chain(12), before=[(k, k + 2) for k in range(10)])
     placement = place(workload, uniform([4], [1.0]), PIPEDREAM)
     best = place(chain(12), uniform([4], [1.0]), PIPEDREAM)
     assert placement.least_seconds <= best.seconds * (1 + 1e-9)
     assert placement.least_seconds <= placement.seconds
+
+
+def test_a_plan_that_may_be_missed_is_not_called_impossible(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two stages fit in memory only if the second is on the device with more."""
+    search_with(monkeypatch, _MOST_PAIRED=2, _MOST_AT_FIRST=0)
+    workload = replace(chain(6), resident_bytes=[1.0] * 6, before=[(k, k + 2) for k in range(4)])
+    topology = Topology((Device(memory_bytes=2.0), Device(memory_bytes=4.0)), (Level(2, 1.0),))
+    with pytest.raises(InfeasibleError, match="of the plans that could be searched, none fits in the memory"):
+        place(workload, topology, PIPEC, max_replicas=1)
 
 
 @pytest.mark.parametrize(

@@ -26,12 +26,14 @@ Mask = NDArray[np.bool_]
 class Boundaries:
     """B boundaries, the empty one first and the whole last; a subset comes before what it is a subset of.
 
-    ``order`` lists the operators, and ``sizes[b]`` counts those before boundary b. ``members[k, b]`` says
-    whether the k-th is; None if they are always the first in order. ``totals`` sums each of COLUMNS over the
-    operators before b, ``cuts`` the seconds of the values that cross b, one row a level.
+    ``order`` lists the operators, and ``ends``, for each value, the places of those that make or read it.
+    ``sizes[b]`` counts the operators before boundary b. ``members[k, b]`` says whether the k-th is; None if
+    they are always the first in order. ``totals`` sums each of COLUMNS over the operators before b, ``cuts``
+    the seconds of the values that cross b, one row a level.
     """
 
     order: Sequence[int]
+    ends: Sequence[Sequence[int]]
     sizes: NDArray[np.intp]
     members: Mask | None
     totals: Vector
@@ -46,7 +48,8 @@ class Boundaries:
 
     def take(self, kept: NDArray[np.intp]) -> "Boundaries":
         members = None if self.members is None else self.members[:, kept]
-        return Boundaries(self.order, self.sizes[kept], members, self.totals[:, kept], self.cuts[:, kept])
+        totals, cuts = self.totals[:, kept], self.cuts[:, kept]
+        return Boundaries(self.order, self.ends, self.sizes[kept], members, totals, cuts)
 
     def holds(self) -> Mask:
         """``members``, written out where it is None."""
@@ -63,18 +66,18 @@ class Boundaries:
 def boundaries(workload: Workload, order: Sequence[int], value_seconds: Vector) -> Boundaries:
     """Every boundary there is. ``value_seconds[level, transfer]``. PlanError if there are too many."""
     position = {op: k for k, op in enumerate(order)}
-    values = [
+    ends = [
         sorted({position[op] for op in (transfer.producer, *transfer.consumers)})
         for transfer in workload.transfers
     ]
     columns = np.array([getattr(workload, column) for column in COLUMNS], dtype=np.float64)[:, order]
     if is_line(workload, order):
         totals = np.concatenate([np.zeros((len(COLUMNS), 1)), np.cumsum(columns, axis=1)], axis=1)
-        cuts = _line_cuts(values, value_seconds, len(order) + 1)
-        return Boundaries(order, np.arange(len(order) + 1), None, totals, cuts)
+        cuts = line_cuts(ends, value_seconds, len(order) + 1)
+        return Boundaries(order, ends, np.arange(len(order) + 1), None, totals, cuts)
     members = _downsets({(position[u], position[v]) for u, v in workload.before}, len(order))
-    sizes = members.sum(axis=0, dtype=np.intp)
-    return Boundaries(order, sizes, members, _totals(columns, members), _cuts(values, value_seconds, members))
+    totals, cuts = _totals(columns, members), _cuts(ends, value_seconds, members)
+    return Boundaries(order, ends, members.sum(axis=0, dtype=np.intp), members, totals, cuts)
 
 
 def is_line(workload: Workload, order: Sequence[int]) -> bool:
@@ -83,10 +86,11 @@ def is_line(workload: Workload, order: Sequence[int]) -> bool:
     return all(pair in before for pair in pairwise(order))
 
 
-def _line_cuts(values: Sequence[Sequence[int]], value_seconds: Vector, num_boundaries: int) -> Vector:
+def line_cuts(ends: Sequence[Sequence[int]], value_seconds: Vector, num_boundaries: int) -> Vector:
+    """``cuts`` of all boundaries of operators in one line."""
     cuts = np.zeros((len(value_seconds), num_boundaries + 1))
-    first = np.array([value[0] + 1 for value in values], dtype=np.intp)
-    behind = np.array([value[-1] + 1 for value in values], dtype=np.intp)
+    first = np.array([value[0] + 1 for value in ends], dtype=np.intp)
+    behind = np.array([value[-1] + 1 for value in ends], dtype=np.intp)
     for level, seconds in enumerate(value_seconds):
         np.add.at(cuts[level], first, seconds)
         np.add.at(cuts[level], behind, -seconds)
@@ -132,9 +136,9 @@ def _totals(columns: Vector, members: Mask) -> Vector:
     return np.concatenate(slices, axis=1)
 
 
-def _cuts(values: Sequence[Sequence[int]], value_seconds: Vector, members: Mask) -> Vector:
+def _cuts(ends: Sequence[Sequence[int]], value_seconds: Vector, members: Mask) -> Vector:
     cuts = np.zeros((len(value_seconds), members.shape[1]))
-    for value, seconds in zip(values, value_seconds.T, strict=True):
+    for value, seconds in zip(ends, value_seconds.T, strict=True):
         crosses = members[value].any(axis=0) & ~members[value].all(axis=0)
         cuts += np.outer(seconds, crosses)
     return cuts

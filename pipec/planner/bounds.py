@@ -2,7 +2,8 @@
 
 A bound charges a stage no more than it costs. For a limit on seconds, the fewest devices that finish from a
 boundary follow from those that finish from later ones, and bisection finds the least limit for which the
-devices suffice. ``Loose`` looks at one boundary at a time, ``pipec.planner.pairs`` at any two.
+devices suffice. ``Loose`` looks at one boundary at a time, ``pipec.planner.pairs`` at any two, and
+``pipec.planner.line`` at those of operators in one line.
 """
 
 import math
@@ -12,7 +13,7 @@ from typing import NamedTuple, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from pipec.planner.boundaries import Mask, Vector
+from pipec.planner.boundaries import Vector
 
 Counts = NDArray[np.intp]
 
@@ -35,7 +36,7 @@ class Bound(Protocol):
 
     @property
     def ceiling(self) -> float:
-        """Seconds that can be met, everything being one stage."""
+        """Seconds that are met if any are."""
         ...
 
     def take(self, kept: NDArray[np.intp]) -> Self:
@@ -64,9 +65,9 @@ class Around(NamedTuple):
 def least_seconds(bound: Bound, num_devices: int, closeness: float, guess: float) -> float:
     """A limit that the bound meets, by a factor of 1 + ``closeness`` at most above one it cannot meet.
 
-    ``guess`` may be tried first: one little above the result saves work.
+    Infinite if it meets none. ``guess`` may be tried first: one little above the result saves work.
     """
-    low, high = bound.total_seconds / num_devices, bound.ceiling
+    low, high, is_met = bound.total_seconds / num_devices, bound.ceiling, False
     step = low * _FIRST_STEP
     limit = guess if guess < high else low + step
     while high - low > closeness * high:
@@ -76,83 +77,56 @@ def least_seconds(bound: Bound, num_devices: int, closeness: float, guess: float
         if around is None:
             low, step = limit, 2 * step
         else:
-            high = limit
+            high, is_met = limit, True
             bound = bound.take(around.useful(num_devices))
         limit = low + min(step, (high - low) / 2)
-    return high
+    return high if is_met or bound.around(num_devices, high) else math.inf
 
 
 @dataclass(frozen=True, slots=True)
 class Loose:
     """Charges a stage from boundary b to boundary e on m replicas
 
-        max(end[m - 1, e] - begin[m - 1, b], link[b]) / m
+        max(busy[m - 1, e] - busy[m - 1, b], link[b]) / m
 
-    seconds. Of boundaries in one line it asks that b comes before e; of others it asks nothing, so that what
-    is before b need not be before e.
+    seconds. What is before b need not be before e.
     """
 
-    begin: Vector
-    end: Vector
+    busy: Vector
     link: Vector
-    is_line: bool
 
     @property
     def total_seconds(self) -> float:
-        return float(self.end[0, -1] - self.begin[0, 0])
+        return float(self.busy[0, -1] - self.busy[0, 0])
 
     @property
     def ceiling(self) -> float:
-        replicas = np.arange(1, len(self.begin) + 1)
-        return float(((self.end[:, -1] - self.begin[:, 0]) / replicas).min())
+        replicas = np.arange(1, len(self.busy) + 1)
+        return float(((self.busy[:, -1] - self.busy[:, 0]) / replicas).min())
 
     def take(self, kept: NDArray[np.intp]) -> "Loose":
-        return Loose(self.begin[:, kept], self.end[:, kept], self.link[kept], self.is_line)
+        return Loose(self.busy[:, kept], self.link[kept])
 
     def around(self, num_devices: int, limit: float) -> Around | None:
         """Backwards, links are left out."""
         finish = self._to_finish(num_devices, limit)
         if finish[0] > num_devices:
             return None
-        free = np.zeros_like(self.link)
-        backwards = Loose(-self.end[:, ::-1], -self.begin[:, ::-1], free, self.is_line)
+        backwards = Loose(-self.busy[:, ::-1], np.zeros_like(self.link))
         return Around(finish, backwards._to_finish(num_devices, limit * (1 + ROUNDING))[::-1])
 
     def _to_finish(self, num_devices: int, limit: float) -> Counts:
         fewest = np.full(len(self.link), num_devices + 1, dtype=np.intp)
         fewest[-1] = 0
-        nearest = np.full((len(self.end), num_devices + 1), math.inf)
+        nearest = np.full((len(self.busy), num_devices + 1), math.inf)
         for count in range(1, num_devices + 1):
-            joined = self.end[:, fewest == count - 1].min(axis=1, initial=math.inf)
+            joined = self.busy[:, fewest == count - 1].min(axis=1, initial=math.inf)
             nearest[:, count - 1 :] = np.minimum(nearest[:, count - 1 :], joined[:, None])
             waiting = np.flatnonzero(fewest > num_devices)
-            for replicas in range(1, min(count, len(self.begin)) + 1):
-                end = nearest[replicas - 1, count - replicas]
-                if self.is_line:
-                    end = self._end_after(replicas, fewest <= count - replicas)[waiting]
-                begin = self.begin[replicas - 1, waiting] + replicas * limit
-                fewest[waiting[(begin >= end) & (self.link[waiting] <= replicas * limit)]] = count
+            for replicas in range(1, min(count, len(self.busy)) + 1):
+                latest = self.busy[replicas - 1, waiting] + replicas * limit
+                in_time = (latest >= nearest[replicas - 1, count - replicas]) & (
+                    self.link[waiting] <= replicas * limit
+                )
+                fewest[waiting[in_time]] = count
         return fewest
-
-    def chain(self, finish: Counts, limit: float) -> list[int]:
-        """In a line: boundaries of a plan within the limit, on the fewest devices."""
-        chain, left = [0], int(finish[0])
-        while finish[chain[-1]] > 0:
-            left, following = self._next_boundary(finish, chain[-1], left, limit)
-            chain.append(following)
-        return chain
-
-    def _next_boundary(self, finish: Counts, boundary: int, left: int, limit: float) -> tuple[int, int]:
-        """The devices left after a stage on the fewest replicas, and the last place it may end."""
-        for replicas in range(1, left + 1):
-            begin, link = self.begin[replicas - 1, boundary], self.link[boundary]
-            able = (finish <= left - replicas) & (self.end[replicas - 1] - begin <= replicas * limit)
-            able[: boundary + 1] = False
-            if link <= replicas * limit and able.any():
-                return left - replicas, int(np.flatnonzero(able)[-1])
-        raise AssertionError("to_finish promised a stage")
-
-    def _end_after(self, replicas: int, able: Mask) -> Vector:
-        """For each boundary, the least ``end`` of those after it that are able to finish."""
-        ends = np.where(able, self.end[replicas - 1], math.inf)
-        return np.append(np.minimum.accumulate(ends[:0:-1])[::-1], math.inf)

@@ -143,6 +143,8 @@ class Hierarchy:
         unused = [iter(kind) for kind in task.group.kinds]
         stages: list[Chosen] = []
         while task.first != task.last:
+            while not task.begins and (less := self._as_good(task, left, finish)):
+                left = less
             _, option, last = self._first_stage(task, left, finish, cost, np.add)
             members = [next(unused[option.kind]) for _ in range(option.replicas)]
             stages += self._placed(task, option, last, members)
@@ -177,6 +179,11 @@ class Hierarchy:
             if costs.min(initial=np.inf) < best.cost:
                 best = _FirstStage(float(costs.min()), option, int(columns[costs.argmin()]))
         return best
+
+    def _as_good(self, task: _Task, left: _Left, finish: dict[_Left, Vector]) -> _Left | None:
+        """Less, if it costs no more to finish the task with it: ``useful`` may tell what that is."""
+        cost = finish[left][task.first]
+        return next((less for less in self._less(task.group, left) if finish[less][task.first] == cost), None)
 
     def _placed(self, task: _Task, option: _Option, last: int, members: Sequence[Member]) -> Iterator[Chosen]:
         """The stage itself, or the stages within each of its replicas, with the share of this level added."""

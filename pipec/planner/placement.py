@@ -18,6 +18,7 @@ In a line of operators so long that equally fast plans cannot all be compared, o
 taken without regard to communication.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -31,7 +32,7 @@ from pipec.planner.merge import merge
 from pipec.planner.partition import exact_grid, transfer_seconds
 from pipec.planner.search import Search
 from pipec.planner.topology import Topology
-from pipec.planner.workload import Workload, program_order
+from pipec.planner.workload import Workload, check, program_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +94,9 @@ def place(
     """The best plan, or of those that leave no device unused the best.
 
     PlanError if the workload is malformed, has too many independent operators to search all of it, or too
-    few for every device; InfeasibleError if no plan fits in memory.
+    few for every device; InfeasibleError if no plan fits in memory, or none was found that does.
     """
+    check(workload)
     order = program_order(workload)
     updates = model.microbatches_per_update or len(topology.devices)
     most_replicas = min(max_replicas or len(topology.devices), updates)
@@ -105,12 +107,13 @@ def place(
 
     placement = solve(limits_memory)
     if not placement.stages:
+        is_certain = placement.least_seconds == math.inf
         unlimited = solve(limits_memory=False).stages
         if not unlimited:
             raise PlanError(
                 f"{len(order)} operators are too few for a stage on each of {len(topology.devices)} devices"
             )
-        raise _infeasible(unlimited, topology)
+        raise _infeasible(unlimited, topology, is_certain)
     return placement
 
 
@@ -136,10 +139,7 @@ def _solve(
     slowest = min(device.speed for device in topology.devices)
     merged = merge(relevant, order, value_seconds, model.overlap, slowest)
     found = boundaries(merged.workload, program_order(merged.workload), value_seconds)
-    transfers = merged.workload.transfers
-    search = Search(
-        found, transfers, value_seconds, topology, model, most_replicas, limits_memory, every_device
-    )
+    search = Search(found, value_seconds, topology, model, most_replicas, limits_memory, every_device)
     best = search.run()
     stages = tuple(
         _placed(workload, model, merged.originals(found.between(stage.first, stage.last)), stage)
@@ -185,8 +185,9 @@ def _placed(workload: Workload, model: CostModel, operators: tuple[int, ...], st
     )
 
 
-def _infeasible(stages: Sequence[PlacedStage], topology: Topology) -> InfeasibleError:
+def _infeasible(stages: Sequence[PlacedStage], topology: Topology, is_certain: bool) -> InfeasibleError:
     """The error that shows what the fastest plan would need if memory were no limit."""
+    none = "no plan fits" if is_certain else "of the plans that could be searched, none fits"
     lines = []
     for index, stage in enumerate(stages):
         limit = min(topology.devices[device].memory_bytes for device in stage.devices)
@@ -197,7 +198,7 @@ def _infeasible(stages: Sequence[PlacedStage], topology: Topology) -> Infeasible
             f"{short}"
         )
     return InfeasibleError(
-        "no plan fits in the memory of the devices. The fastest plan without that limit would need\n"
+        f"{none} in the memory of the devices. The fastest plan without that limit would need\n"
         + "\n".join(lines)
         + "\nGive the devices more memory, use more of them, or save less for the backward"
     )

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from pipec.planner.boundaries import Boundaries, Mask, Vector
 from pipec.planner.cost_model import CostModel
-from pipec.planner.partition import Transfer, exchanged_seconds
+from pipec.planner.partition import exchanged_seconds
 from pipec.planner.topology import Device, Level
 from pipec.planner.workload import COLUMNS
 
@@ -117,23 +117,17 @@ def between(matrix: NDArray[T], rows: Indices, columns: Indices) -> NDArray[T]:
 
 
 def ranges(
-    boundaries: Boundaries,
-    transfers: Sequence[Transfer],
-    value_seconds: Vector,
-    levels: Sequence[Level],
-    model: CostModel,
+    boundaries: Boundaries, value_seconds: Vector, levels: Sequence[Level], model: CostModel
 ) -> Ranges:
-    by_cuts = model.overlap or cuts_suffice(boundaries, transfers)
+    by_cuts = model.overlap or _cuts_suffice(boundaries)
     nested = None if boundaries.is_line else _nested(boundaries)
-    exchanged = None if by_cuts else _exchanged(boundaries, transfers, value_seconds)
+    exchanged = None if by_cuts else _exchanged(boundaries, value_seconds)
     return Ranges(boundaries, model, levels, nested, exchanged)
 
 
-def cuts_suffice(boundaries: Boundaries, transfers: Sequence[Transfer]) -> bool:
+def _cuts_suffice(boundaries: Boundaries) -> bool:
     """Whether no value can cross two boundaries: then a stage exchanges what crosses either of its own."""
-    position = {op: k for k, op in enumerate(boundaries.order)}
-    spans = ([position[op] for op in (value.producer, *value.consumers)] for value in transfers)
-    return boundaries.is_line and all(max(span) - min(span) <= 1 for span in spans)
+    return boundaries.is_line and all(ends[-1] - ends[0] <= 1 for ends in boundaries.ends)
 
 
 def _nested(boundaries: Boundaries) -> Mask:
@@ -143,34 +137,28 @@ def _nested(boundaries: Boundaries) -> Mask:
     return nested
 
 
-def _exchanged(
-    boundaries: Boundaries, transfers: Sequence[Transfer], value_seconds: Vector
-) -> Sequence[Matrix]:
+def _exchanged(boundaries: Boundaries, value_seconds: Vector) -> Sequence[Matrix]:
     """For each level, between any two boundaries, the seconds of the values a stage shares with others."""
-    position = {op: k for k, op in enumerate(boundaries.order)}
-    ends = [[position[op] for op in {value.producer, *value.consumers}] for value in transfers]
-    if boundaries.is_line:
-        blocks = [
-            np.unique(np.searchsorted(boundaries.sizes, each, side="right") - 1).tolist() for each in ends
-        ]
-        together = [k for k, each in enumerate(blocks) if len(each) > 1]
-        return [
-            exchanged_seconds(((blocks[k], float(seconds[k])) for k in together), len(boundaries))
-            for seconds in value_seconds
-        ]
-    return _exchanged_by_sets(boundaries, ends, value_seconds)
+    if not boundaries.is_line:
+        return _exchanged_by_sets(boundaries, value_seconds)
+    places = np.arange(len(boundaries.order))
+    block_of = (np.searchsorted(boundaries.sizes, places, side="right") - 1).tolist()
+    blocks = [sorted({block_of[end] for end in ends}) for ends in boundaries.ends]
+    together = [k for k, each in enumerate(blocks) if len(each) > 1]
+    return [
+        exchanged_seconds(((blocks[k], float(seconds[k])) for k in together), len(boundaries))
+        for seconds in value_seconds
+    ]
 
 
-def _exchanged_by_sets(
-    boundaries: Boundaries, values: Sequence[Sequence[int]], value_seconds: Vector
-) -> Sequence[Matrix]:
+def _exchanged_by_sets(boundaries: Boundaries, value_seconds: Vector) -> Sequence[Matrix]:
     """A value costs a stage nothing if all its ends are inside, or none is: two products of indicators.
 
     As many ends of a value are before a stage's first boundary as before its last exactly if none is inside.
     """
     holds = boundaries.holds()
     at_first, at_last, owner = [], [], []
-    for index, ends in enumerate(values):
+    for index, ends in enumerate(boundaries.ends):
         before = holds[ends].sum(axis=0)
         counts = range(len(ends) + 1)
         at_first += [*(before == count for count in counts), before == 0]

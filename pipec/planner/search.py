@@ -4,11 +4,12 @@ Small searches go without. Otherwise the first limit is the least that a bound a
 the best plan over the boundaries it leaves is within it: then no other plan is better. If it leaves more than
 can be searched, the best plan over the most promising ones is taken, and the bound tells how much better
 another could be. A loose bound, for many boundaries, leaves some for a closer one, which leaves fewer for
-dynamic programming.
+dynamic programming. That of operators in one line is close enough by itself.
 """
 
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,9 +19,9 @@ from pipec.planner.boundaries import Boundaries, Vector
 from pipec.planner.bounds import ROUNDING, Bound, Counts, Loose, least_seconds
 from pipec.planner.cost_model import CostModel
 from pipec.planner.hierarchy import Chosen, Hierarchy, Useful
+from pipec.planner.line import Charges, Line, charges
 from pipec.planner.pairs import Pairs
-from pipec.planner.partition import Transfer
-from pipec.planner.ranges import Indices, Ranges, cuts_suffice, ranges
+from pipec.planner.ranges import Indices, Ranges, ranges
 from pipec.planner.topology import Topology, group
 
 _FEW_OPTIONS = 64
@@ -29,11 +30,11 @@ _FEW_OPTIONS = 64
 _FEW_STEPS = 10**6
 """Of pairs of boundaries times options: likewise."""
 
-_MOST_SOLVED_DIRECTLY = 3000
-"""So many boundaries go without the loose bound."""
-
 _MOST_PAIRED = 3000
 """So many boundaries are compared in pairs within seconds."""
+
+_MOST_AT_FIRST = 3000
+"""So many go without a bound that looks at one at a time."""
 
 _MOST_NESTED = 300
 """So many, if pipelines inside groups are needed between all pairs."""
@@ -69,7 +70,6 @@ class Search:
     """``value_seconds[level, transfer]``; ``most_replicas`` a stage has at each level."""
 
     boundaries: Boundaries
-    transfers: Sequence[Transfer]
     value_seconds: Vector
     topology: Topology
     model: CostModel
@@ -79,25 +79,26 @@ class Search:
 
     def run(self) -> Found:
         everything = np.arange(len(self.boundaries))
-        if len(everything) <= _MOST_SOLVED_DIRECTLY:
+        many = len(everything) > _MOST_AT_FIRST
+        if self._num_options * len(everything) ** 2 <= _FEW_STEPS:
+            return self._exactly(everything, lambda _: everything)
+        if not (many or self._line_is_exact):
             return self._over_pairs(everything, math.inf)
-        closeness = 0.0 if self._is_exact else _CLOSE
-
-        def solve(kept: Indices, _finish: Counts, _reach: Counts, known: float) -> Found:
-            return self._over_pairs(kept, known)
-
-        return self._raise_limit(everything, self._loose(), closeness, _MOST_PAIRED, math.inf, solve)
+        bound = self._line if self.boundaries.is_line else self._loose
+        closeness = 0.0 if many and self._line_is_exact else _CLOSE
+        solve = self._within_reach if self._line_is_exact else self._afresh
+        return self._raise_limit(everything, bound, closeness, _MOST_PAIRED, math.inf, solve)
 
     def _over_pairs(self, chosen: Indices, known: float) -> Found:
         """Over the boundaries ``chosen``, few enough to compare all of them; a plan has ``known`` seconds."""
-        flat = len(self.topology.levels) == 1
-        most = _MOST_PAIRED if flat else _MOST_NESTED
-        outermost = self.topology.levels[-1].size
-        num_options = outermost * min(outermost, self.most_replicas)
-        small = len(chosen) ** 2 * num_options <= _FEW_STEPS
-        if small or (num_options <= _FEW_OPTIONS and len(chosen) <= most):
+        most = _MOST_PAIRED if len(self.topology.levels) == 1 else _MOST_NESTED
+        few = self._num_options <= _FEW_OPTIONS and len(chosen) <= most
+        if few or self._num_options * len(chosen) ** 2 <= _FEW_STEPS:
             return self._exactly(chosen, lambda _: np.arange(len(chosen)))
         return self._raise_limit(chosen, self._pairs(chosen), _CLOSE, most, known, self._within_reach)
+
+    def _afresh(self, kept: Indices, _finish: Counts, _reach: Counts, known: float) -> Found:
+        return self._over_pairs(kept, known)
 
     def _within_reach(self, kept: Indices, finish: Counts, reach: Counts, _known: float) -> Found:
         num_devices = len(self.topology.devices)
@@ -121,7 +122,7 @@ class Search:
         num_devices = len(self.topology.devices)
         least = least_seconds(bound, num_devices, closeness, known)
         best, proven = _found(()), least / (1 + max(closeness, ROUNDING))
-        for slack in _SLACKS:
+        for slack in _SLACKS if least < math.inf else ():
             limit = min(least * (1 + slack) if slack < math.inf else math.inf, best.seconds)
             around = bound.around(num_devices, limit)
             assert around is not None, "the bound promised a plan"
@@ -131,7 +132,7 @@ class Search:
             if not complete:
                 kept = self._promising(chosen, kept, bound, finish, limit, most)
             found = solve(chosen[kept], finish[kept], reach[kept], best.seconds)
-            best = min(best, found, key=lambda each: each.seconds)
+            best = min(found, best, key=lambda each: each.seconds)
             if complete:
                 proven = max(proven, min(limit, found.least_seconds))
             if best.seconds <= limit or (best.stages and not complete):
@@ -143,37 +144,57 @@ class Search:
     ) -> Indices:
         """Some of too many boundaries: in a line those of a plan that meets the bound, then the cheapest."""
         chain = [0, len(chosen) - 1]
-        if isinstance(bound, Loose) and bound.is_line:
+        if isinstance(bound, Line):
             chain = bound.chain(finish, limit)
-            if self._is_exact:
+            if self._line_is_exact:
                 return np.array(chain)
         cheapest = np.argsort(self.boundaries.cuts[0, chosen[kept]], kind="stable")[: min(most, _PROMISING)]
         return np.union1d(chain, kept[cheapest])
 
     def _ranges(self, kept: Indices) -> Ranges:
-        boundaries = self.boundaries.take(kept)
-        return ranges(boundaries, self.transfers, self.value_seconds, self.topology.levels, self.model)
+        return ranges(self.boundaries.take(kept), self.value_seconds, self.topology.levels, self.model)
 
     @property
-    def _is_flat(self) -> bool:
-        return len(self.topology.levels) == len(set(self.topology.devices)) == 1
-
-    @property
-    def _is_exact(self) -> bool:
-        """Whether the loose bound is the optimum: its seconds are those of the stages."""
-        has_cuts = self.model.overlap or cuts_suffice(self.boundaries, self.transfers)
+    def _line_is_exact(self) -> bool:
+        """Whether its seconds are those of stages, unless these have only a few operators."""
+        alike = len(self.topology.levels) == len(set(self.topology.devices)) == 1
         has_latency = self.most_replicas > 1 and self.topology.levels[0].latency_seconds > 0
-        simple = self._is_flat and not has_latency and not self.limits_memory
-        return simple and has_cuts and self.boundaries.is_line
+        simple = self.boundaries.is_line and alike and not has_latency
+        return simple and (self.model.overlap or self._charges.are_all)
 
+    @functools.cached_property
+    def _charges(self) -> Charges:
+        share = len(self.boundaries) // len(self.topology.devices)
+        return charges(self.boundaries, self.value_seconds, most_apart=max(1, share))
+
+    @property
+    def _line(self) -> Line:
+        of, cuts = self._charges, self.boundaries.cuts.min(axis=0)
+        none = np.zeros_like(cuts)
+        first, last, link = (none, none, cuts) if self.model.overlap else (of.first, of.last, none)
+        return Line(
+            operators=self.boundaries.sizes,
+            busy=self._busy,
+            first=first,
+            last=last,
+            link=link,
+            apart=of.apart,
+            resident=self.boundaries.totals[2],
+            saved=self.boundaries.totals[3],
+            memory_bytes=self._most_memory if self.limits_memory else math.inf,
+            in_flight=self.model.in_flight,
+        )
+
+    @property
     def _loose(self) -> Loose:
-        seconds, parameters = self.boundaries.totals[:2]
-        busy = seconds / self._fastest + np.outer(self._all_reduce(), parameters)
         cuts = self.boundaries.cuts.min(axis=0)
-        if self.model.overlap:
-            return Loose(busy, busy, cuts, self.boundaries.is_line)
-        both = cuts if self._is_exact else np.zeros_like(cuts)
-        return Loose(busy - both, busy + both, np.zeros_like(cuts), self.boundaries.is_line)
+        return Loose(self._busy, cuts if self.model.overlap else np.zeros_like(cuts))
+
+    @property
+    def _busy(self) -> Vector:
+        seconds, parameters = self.boundaries.totals[:2]
+        busy: Vector = seconds / self._fastest + np.outer(self._all_reduce(), parameters)
+        return busy
 
     def _pairs(self, chosen: Indices) -> Pairs:
         everything = np.arange(len(chosen))
@@ -181,6 +202,15 @@ class Search:
         if not self.model.overlap:
             busy, link = busy + link, np.zeros((len(chosen), 1))
         return Pairs(busy, parameters, link, self._all_reduce())
+
+    @property
+    def _most_memory(self) -> float:
+        return max(device.memory_bytes for device in self.topology.devices)
+
+    @property
+    def _num_options(self) -> int:
+        outermost = self.topology.levels[-1].size
+        return outermost * min(outermost, self.most_replicas)
 
     @property
     def _fastest(self) -> float:

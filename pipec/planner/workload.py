@@ -32,17 +32,9 @@ class Workload:
 
 
 def program_order(workload: Workload) -> list[int]:
-    """The operators in an order that ``before`` permits: the given one, if it does.
-
-    PlanError if a figure is negative or not finite, an operator is unknown, or ``before`` has a cycle.
-    """
-    _check_figures(workload)
-    given = range(len(workload.names))
-    for u, v in workload.before:
-        if u not in given or v not in given:
-            raise PlanError(f"operator {max(u, v)} is ordered, but there are {len(given)} operators")
+    """The operators in an order that ``before`` permits: the given one, if it does. PlanError if none is."""
     if all(u < v for u, v in workload.before):
-        return list(given)
+        return list(range(len(workload.names)))
     return _sorted(workload)
 
 
@@ -61,22 +53,30 @@ def _sorted(workload: Workload) -> list[int]:
         ) from error
 
 
-def _check_figures(workload: Workload) -> None:
+def check(workload: Workload) -> None:
+    """PlanError if a figure is negative or not finite, or an operator is unknown."""
     if not workload.names:
         raise PlanError("there are no operators to plan for")
+    num_operators = len(workload.names)
     for column in COLUMNS:
         for name, figure in zip(workload.names, getattr(workload, column), strict=True):
             if not 0 <= figure < math.inf:
                 raise PlanError(f"{name} has {column} {figure}: expected a finite number, 0 or more")
     for transfer in workload.transfers:
-        last = max((transfer.producer, *transfer.consumers))
-        if last >= len(workload.names):
+        _check_transfer(workload, transfer)
+    for u, v in workload.before:
+        if not (0 <= u < num_operators and 0 <= v < num_operators):
+            raise PlanError(f"operator {max(u, v)} is ordered, but there are {num_operators} operators")
+
+
+def _check_transfer(workload: Workload, transfer: Transfer) -> None:
+    num_operators = len(workload.names)
+    last = max((transfer.producer, *transfer.consumers))
+    if last >= num_operators:
+        raise PlanError(f"operator {last} reads or makes a value, but there are {num_operators} operators")
+    for figure in (transfer.forward_bytes, transfer.backward_bytes):
+        if not 0 <= figure < math.inf:
             raise PlanError(
-                f"operator {last} reads or makes a value, but there are {len(workload.names)} operators"
+                f"the value of {workload.names[transfer.producer]} has {figure} bytes: expected a finite "
+                f"number, 0 or more"
             )
-        for figure in (transfer.forward_bytes, transfer.backward_bytes):
-            if not 0 <= figure < math.inf:
-                raise PlanError(
-                    f"the value of {workload.names[transfer.producer]} has {figure} bytes: expected a finite "
-                    f"number, 0 or more"
-                )
