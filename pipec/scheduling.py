@@ -92,8 +92,8 @@ class Scheduler:
             PlanError: the schedule of this many microbatches has its stages elsewhere.
         """
         if self.choice == "auto":
-            found = candidates(self.num_ranks, num_microbatches, work())
-            return [replace(each, name="auto") for each in found if each.placement == placement]
+            found = candidates(self.num_ranks, num_microbatches, work(), placement)
+            return [replace(each, name="auto") for each in found]
         if isinstance(self.choice, str) and self.choice in SEARCHED:
             return [make_schedule(self.choice, self.num_ranks, num_microbatches, work())]
         schedule = self._fixed(num_microbatches)

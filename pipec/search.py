@@ -97,13 +97,14 @@ class Search:
         return min(found, key=lambda each: each.seconds, default=None)
 
     def _on(self, cuts: Cuts, placement: Placement, batch: int, counts: Sequence[int]) -> Iterator[Trial]:
-        """Trials on the fastest cut and, unless it fits as it is, on others."""
+        """Trials on the fastest cut and, unless the best of them fits as it is, on others."""
         sizes = {count: split_sizes(batch, count)[0] for count in counts}
         with suppress(PlanError):
             for staged in cuts(self.scheduler, placement, sizes):
                 trials = list(self._trials(staged, placement, batch, counts))
                 yield from trials
-                if any(trial.staged is staged and not trial.excess for trial in trials):
+                best = min(trials, key=lambda trial: trial.score, default=None)
+                if best and best.staged is staged and not best.excess:
                     break
 
     def _trials(

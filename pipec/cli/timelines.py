@@ -37,7 +37,7 @@ def schedule(
         ),
     ],
     microbatches: Annotated[
-        int | None, typer.Option(min=1, help="Default: 8; of a model, up to 4 a rank.")
+        int | None, typer.Option(min=1, help="Default: 8; of a model, the fastest found.")
     ] = None,
     beside: Annotated[
         str | None,

@@ -1,6 +1,6 @@
 """The best order found for given costs and memory: every known schedule, a search, and local moves."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 
@@ -34,14 +34,19 @@ def auto(num_ranks: int, num_microbatches: int, work: Workload) -> Schedule:
     return replace(min(found, key=lambda schedule: makespan(schedule, work)), name="auto")
 
 
-def candidates(num_ranks: int, num_microbatches: int, work: Workload) -> list[Schedule]:
+def candidates(
+    num_ranks: int, num_microbatches: int, work: Workload, placement: tuple[int, ...] | None = None
+) -> list[Schedule]:
     """Every schedule of ``SCHEDULES`` that can do with these counts, and orders found from them.
 
-    The search for those is on the straight and the V placement, within the memory limit.
+    The search for those is on the straight and the V placement, within the memory limit. With a
+    ``placement``, only what has its stages there.
     """
-    known = named(num_ranks, num_microbatches)
+    known = [each for each in named(num_ranks, num_microbatches) if placement in (None, each.placement)]
     fitting = [schedule for schedule in known if work.fits(schedule)]
-    return [*known, *_searched(num_ranks, num_microbatches, work, fitting)]
+    searched = [straight_placement(num_ranks), v_placement(num_ranks)]
+    wanted = [each for each in searched if placement in (None, each)]
+    return [*known, *_searched(wanted, num_microbatches, work, fitting)]
 
 
 def makespan(schedule: Schedule, work: Workload) -> float:
@@ -59,11 +64,14 @@ def named(num_ranks: int, num_microbatches: int) -> list[Schedule]:
     return found
 
 
-def _searched(num_ranks: int, m: int, work: Workload, fitting: list[Schedule]) -> Iterator[Schedule]:
+def _searched(
+    placements: Iterable[tuple[int, ...]], m: int, work: Workload, fitting: list[Schedule]
+) -> Iterator[Schedule]:
     limit = float("inf") if work.memory_limit is None else work.memory_limit
     chunk = max(work.memory_backward, work.memory_weight) / 2
     peak = int(min(limit / chunk + 1e-9, 2 * m))
-    for placement in (straight_placement(num_ranks), v_placement(num_ranks)):
+    for placement in placements:
+        num_ranks = max(placement) + 1
         problem = make_problem(placement, m, work, limit)
         known = [schedule for schedule in fitting if schedule.placement == placement]
         if placement == v_placement(num_ranks):
