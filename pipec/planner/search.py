@@ -108,7 +108,8 @@ class Search:
         return self._exactly(kept, lambda count: useful[count])
 
     def _exactly(self, kept: Indices, useful: Useful) -> Found:
-        hierarchy = Hierarchy(self._ranges(kept), self.most_replicas, self.limits_memory)
+        minds_later = self.limits_memory and bool(self.boundaries.totals[3].any())
+        hierarchy = Hierarchy(self._ranges(kept), self.most_replicas, minds_later)
         found = hierarchy.pipeline(group(self.topology), useful)
         stages = (stage._replace(first=int(kept[stage.first]), last=int(kept[stage.last])) for stage in found)
         return _found(tuple(stages))
