@@ -124,7 +124,9 @@ def test_annotate_cost_prices_every_node_in_the_microbatch_size(costed: Training
 
 
 def test_views_cost_nothing(costed: TrainingGraph) -> None:
+    gradients = {node for result, node in costed.outputs if isinstance(result, Gradient)}
     views = [node for node in costed.nodes if node.target in (aten.t.default, aten.view.default)]
+    views = [node for node in views if node not in gradients]  # which are added up
     assert views
     assert {node.meta["cost"].seconds(ROWS) for node in views} == {0.0}
 

@@ -87,7 +87,7 @@ def test_plans_that_are_compared_have_all_features(sizes: st.SearchStrategy[tupl
     """Those for which the same is drawn as above; some have no plan at all."""
     seen: Counter[str] = Counter()
 
-    @settings(max_examples=60, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+    @settings(max_examples=150, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
     @given(trials(10, sizes))
     def look(trial: Trial) -> None:
         if math.isinf(seconds(trial)):

@@ -27,7 +27,7 @@ Tensor = Matrix
 
 _ROWS = 64
 
-_MOST_REMEMBERED = 1 << 24
+_MOST_REMEMBERED = 1 << 26
 """So many costs are worth keeping, if it saves working them out for some boundaries at a time."""
 
 Counts = tuple[int, ...]
@@ -98,12 +98,13 @@ _Cost = Callable[[_Option, bool, Indices, Indices], Matrix]
 class Hierarchy:
     """Stages of ``ranges`` on groups of devices, each on ``max_replicas`` members of a group at most.
 
+    ``minds_later``: whether a stage fits in memory depends on the devices that follow it.
     ``every_device``: none may stay unused.
     """
 
     ranges: Ranges
     max_replicas: int
-    limits_memory: bool
+    minds_later: bool
     every_device: bool
     _known: dict[object, Tensor] = field(default_factory=dict, repr=False)
 
@@ -162,7 +163,8 @@ class Hierarchy:
                 np.minimum(least, best[less], out=least)
             for option in self._options(task.group, left):
                 columns = task.useful(option.rest.devices)
-                found = _least(join, cost(option, False, rows, columns), best[option.rest][columns])
+                stages = functools.partial(cost, option, False)
+                found = _least(join, stages, rows, columns, best[option.rest][columns])
                 least[rows] = np.minimum(least[rows], found)
             best[left] = least
         return best
@@ -218,7 +220,7 @@ class Hierarchy:
         """Seconds of the best pipeline on so many devices of one ``member``."""
         if isinstance(member, Leaf):
             return self.ranges.on_device(member.device, after, rows, columns)
-        key = (member.signature, after if self.limits_memory else None)
+        key = (member.signature, after if self.minds_later else None)
         if key not in self._known:
             self._known[key] = self._all_pipelines(member, after)
         return between(self._known[key][devices], rows, columns)
@@ -272,7 +274,7 @@ class Hierarchy:
 
     def _counts_devices(self, group: Group) -> bool:
         """Whether earlier stages need less memory if a member does without some of its devices."""
-        return self.limits_memory and group.level > 0 and not self.every_device
+        return self.minds_later and group.level > 0 and not self.every_device
 
     def _may_take(self, group: Group, left: _Left) -> bool:
         """Whether a pipeline may be on so much of a group."""
@@ -283,18 +285,20 @@ class Hierarchy:
         return not self.every_device or left.devices == 0
 
     def _remembering(self, group: Group, cost: _Cost) -> _Cost:
-        """The same costs, those between all boundaries worked out only once; all of them if they are few."""
-        known: dict[object, Matrix] = {}
+        """The same costs; those of stages that do not begin a group worked out only once, if they are few."""
         everywhere = self._everywhere(0)
         num_options = sum(min(len(kind), self.max_replicas) for kind in group.kinds)
-        few = not self.limits_memory and num_options * len(everywhere) ** 2 <= _MOST_REMEMBERED
+        if self.minds_later or num_options * len(everywhere) ** 2 > _MOST_REMEMBERED:
+            return cost
+        known: dict[object, Matrix] = {}
 
         def remembered(option: _Option, begins: bool, rows: Indices, columns: Indices) -> Matrix:
-            key = (option if self.limits_memory else (option.kind, option.replicas), begins)
-            all_of_them = len(rows) == len(columns) == len(everywhere)
-            if key not in known and (all_of_them or (few and not begins)):
+            if begins:
+                return cost(option, begins, rows, columns)
+            key = (option.kind, option.replicas)
+            if key not in known:
                 known[key] = cost(option, begins, everywhere, everywhere)
-            return between(known[key], rows, columns) if key in known else cost(option, begins, rows, columns)
+            return between(known[key], rows, columns)
 
         return remembered
 
@@ -326,10 +330,24 @@ def _later(after: int, option: _Option) -> int:
     return math.ceil((after + option.rest.devices) / option.replicas)
 
 
-def _least(join: np.ufunc, costs: Matrix, rest: Vector) -> Vector:
-    """For each row, the least ``join(costs[row, x], rest[x])``, a few rows at a time to stay in the cache."""
-    blocks = (costs[row : row + _ROWS] for row in range(0, len(costs), _ROWS))
-    return np.concatenate([np.empty(0), *(join(block, rest).min(axis=1, initial=np.inf) for block in blocks)])
+def _least(
+    join: np.ufunc,
+    stages: Callable[[Indices, Indices], Matrix],
+    rows: Indices,
+    columns: Indices,
+    rest: Vector,
+) -> Vector:
+    """For each row, the least ``join`` of a stage from there and the ``rest`` after its last column.
+
+    A few rows at a time, to stay in the cache. No stage ends before it begins.
+    """
+    least = np.full(len(rows), np.inf)
+    first = np.searchsorted(columns, rows, side="right")
+    for row in range(0, len(rows), _ROWS):
+        block, behind = slice(row, row + _ROWS), first[row]
+        costs = stages(rows[block], columns[behind:])
+        least[block] = join(costs, rest[behind:]).min(axis=1, initial=np.inf)
+    return least
 
 
 def _minimise(found: Matrix, stages: Matrix, rest: Matrix) -> None:

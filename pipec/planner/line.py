@@ -163,11 +163,15 @@ class Line:
         behind = np.full(len(begin), len(ends))
         if self.memory_bytes < math.inf:
             for later in np.unique(after).tolist():
-                held = self.resident + self.in_flight(later) * self.saved
-                room = self.memory_bytes + ROUNDING * (held[-1] - held[0])
-                some = after == later
-                behind[some] = np.searchsorted(held[ends], held[begin[some]] + room, side="right")
+                some = np.flatnonzero(after == later)
+                most = self._held(begin[some], later) + self.memory_bytes * (1 + ROUNDING)
+                behind[some] = np.searchsorted(self._held(ends, later), most, side="right")
         return behind
+
+    def _held(self, until: Indices, after: int) -> Vector:
+        """Bytes of everything up to some boundaries."""
+        held: Vector = self.resident[until] + self.in_flight(after) * self.saved[until]
+        return held
 
     def chain(self, finish: Counts, limit: float) -> list[int]:
         """Boundaries of a plan within the limit, on the fewest devices."""

@@ -112,8 +112,14 @@ class Ranges:
 
 
 def between(matrix: NDArray[T], rows: Indices, columns: Indices) -> NDArray[T]:
-    """Not a copy if all of it is asked for."""
-    return matrix if matrix.shape == (len(rows), len(columns)) else matrix[rows[:, None], columns]
+    """Not a copy where rows and columns are next to each other."""
+    if _are_adjacent(rows) and _are_adjacent(columns):
+        return matrix[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+    return matrix[rows[:, None], columns]
+
+
+def _are_adjacent(indices: Indices) -> bool:
+    return len(indices) > 0 and bool(indices[-1] - indices[0] == len(indices) - 1)
 
 
 def ranges(
@@ -152,18 +158,27 @@ def _exchanged(boundaries: Boundaries, value_seconds: Vector) -> Sequence[Matrix
 
 
 def _exchanged_by_sets(boundaries: Boundaries, value_seconds: Vector) -> Sequence[Matrix]:
-    """A value costs a stage nothing if all its ends are inside, or none is: two products of indicators.
+    """Of values with the same ends at a time, a product of indicators. Without meaning where no stage lies.
 
-    As many ends of a value are before a stage's first boundary as before its last exactly if none is inside.
+    A stage shares a value if some of its ends are inside, but not all: if c of them are before its first
+    boundary and more, or if c is none more but not all, before its last.
     """
-    holds = boundaries.holds()
+    holds, alike = boundaries.holds(), _alike(boundaries.ends)
     at_first, at_last, owner = [], [], []
-    for index, ends in enumerate(boundaries.ends):
-        before = holds[ends].sum(axis=0)
-        counts = range(len(ends) + 1)
-        at_first += [*(before == count for count in counts), before == 0]
-        at_last += [*(before == count for count in counts), before == len(ends)]
-        owner += [index] * (len(ends) + 2)
+    for index, ends in enumerate(alike):
+        before = holds[list(ends)].sum(axis=0)
+        at_first += [before == count for count in range(len(ends))]
+        at_last += [(before > 0) & (before < len(ends)), *(before > count for count in range(1, len(ends)))]
+        owner += [index] * len(ends)
     first = np.array(at_first, dtype=float).reshape(len(owner), len(boundaries))
     last = np.array(at_last, dtype=float).reshape(len(owner), len(boundaries))
-    return [seconds.sum() - (first.T * seconds[owner]) @ last for seconds in value_seconds]
+    together = np.array([value_seconds[:, values].sum(axis=1) for values in alike.values()])
+    return [(first.T * seconds[owner]) @ last for seconds in together.T.reshape(len(value_seconds), -1)]
+
+
+def _alike(ends: Sequence[Sequence[int]]) -> dict[tuple[int, ...], list[int]]:
+    """The values that have each set of ends."""
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for value, each in enumerate(ends):
+        alike.setdefault(tuple(each), []).append(value)
+    return alike

@@ -109,8 +109,9 @@ class Search:
         return self._exactly(kept, lambda count: useful[count])
 
     def _exactly(self, kept: Indices, useful: Useful) -> Found:
+        minds_later = self.limits_memory and bool(self.boundaries.totals[3].any())
         ranges = self._ranges(kept)
-        hierarchy = Hierarchy(ranges, self.most_replicas, self.limits_memory, self.every_device)
+        hierarchy = Hierarchy(ranges, self.most_replicas, minds_later, self.every_device)
         found = hierarchy.pipeline(group(self.topology), useful)
         stages = (stage._replace(first=int(kept[stage.first]), last=int(kept[stage.last])) for stage in found)
         return _found(tuple(stages))
