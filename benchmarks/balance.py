@@ -35,6 +35,7 @@ from pipec.graph import TrainingGraph, copy_graph
 from pipec.ir import Mode
 from pipec.passes import run_passes
 from pipec.passes.cut_stages import CutStages
+from pipec.planner.topology import alike
 from pipec.profiler import profile_graph
 from pipec.runtime.holder import ModelTensors
 
@@ -142,7 +143,8 @@ def layer_stages(profile: Profile, layers: Sequence[str]) -> Iterator[int]:
 def planned_stages(graph: TrainingGraph, profile: Profile | None) -> list[int]:
     """The stage of each operator after pipec's passes."""
     cut = CutStages(STAGES, LinkModel(math.inf, 0.0))
-    staged = run_passes(copy_graph(graph), passes(Target(DEVICES["cpu"]), cut, frozenset(), profile))
+    target = Target(DEVICES["cpu"], alike(STAGES, cut.link), profile=profile)
+    staged = run_passes(copy_graph(graph), passes(target, cut, frozenset()))
     stage_of = {node.meta["op"]: node.meta["stage"] for node in staged.nodes if "stage" in node.meta}
     return list(itertools.accumulate((stage_of.get(op, 0) for op in range(len(graph.operators))), max))
 
