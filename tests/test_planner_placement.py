@@ -144,6 +144,30 @@ def test_a_line_charges_long_stages_no_more_than_they_exchange(trial: Trial, mos
             assert seconds == exchanged if charged.are_all else seconds <= exchanged
 
 
+@settings(max_examples=40, deadline=None)
+@given(trials(9, FLAT))
+def test_containment_tells_the_best_where_too_much_remains(trial: Trial) -> None:
+    alike = (replace(trial.devices[0], memory_bytes=math.inf),) * len(trial.devices)
+    trial = replace(trial, devices=alike, latency_seconds=0.0, model=PIPEDREAM)
+    with pytest.MonkeyPatch.context() as patch:
+        search_with(patch, _MOST_AT_FIRST=0, _MOST_PAIRED=3, _PROMISING=1)
+        plan = planned(trial)
+    assert plan.is_optimal
+    assert plan.seconds == pytest.approx(trial.best_seconds(), rel=1e-9)
+
+
+@settings(max_examples=30, deadline=None)
+@given(trials(8, FLAT | NESTED))
+def test_no_plan_is_below_the_bound_where_too_much_remains(trial: Trial) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        search_with(patch, _MOST_AT_FIRST=0, _MOST_PAIRED=3, _MOST_NESTED=3, _PROMISING=1)
+        try:
+            plan = planned(trial)
+        except InfeasibleError:
+            return
+    assert plan.least_seconds <= trial.best_seconds() * (1 + 1e-9) <= plan.seconds * (1 + 2e-9)
+
+
 def search_with(patch: pytest.MonkeyPatch, **sizes: int) -> None:
     """Use bounds however small the problem; ``sizes`` are further thresholds."""
     for name, value in {"_FEW_STEPS": 0, "_FEW_OPTIONS": 0, **sizes}.items():

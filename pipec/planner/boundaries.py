@@ -27,12 +27,14 @@ class Boundaries:
     """B boundaries, the empty one first and the whole last; a subset comes before what it is a subset of.
 
     ``order`` lists the operators, and ``ends``, for each value, the places of those that make or read it.
+    ``before`` pairs places in it: what comes first in a pair is before any boundary that the other is before.
     ``sizes[b]`` counts the operators before boundary b. ``members[k, b]`` says whether the k-th is; None if
     they are always the first in order. ``totals`` sums each of COLUMNS over the operators before b, ``cuts``
     the seconds of the values that cross b, one row a level.
     """
 
     order: Sequence[int]
+    before: Sequence[tuple[int, int]]
     ends: Sequence[Sequence[int]]
     sizes: NDArray[np.intp]
     members: Mask | None
@@ -49,7 +51,7 @@ class Boundaries:
     def take(self, kept: NDArray[np.intp]) -> "Boundaries":
         members = None if self.members is None else self.members[:, kept]
         totals, cuts = self.totals[:, kept], self.cuts[:, kept]
-        return Boundaries(self.order, self.ends, self.sizes[kept], members, totals, cuts)
+        return Boundaries(self.order, self.before, self.ends, self.sizes[kept], members, totals, cuts)
 
     def holds(self) -> Mask:
         """``members``, written out where it is None."""
@@ -70,14 +72,15 @@ def boundaries(workload: Workload, order: Sequence[int], value_seconds: Vector) 
         sorted({position[op] for op in (transfer.producer, *transfer.consumers)})
         for transfer in workload.transfers
     ]
+    before = [(position[u], position[v]) for u, v in workload.before]
     columns = np.array([getattr(workload, column) for column in COLUMNS], dtype=np.float64)[:, order]
     if is_line(workload, order):
         totals = np.concatenate([np.zeros((len(COLUMNS), 1)), np.cumsum(columns, axis=1)], axis=1)
         cuts = line_cuts(ends, value_seconds, len(order) + 1)
-        return Boundaries(order, ends, np.arange(len(order) + 1), None, totals, cuts)
-    members = _downsets({(position[u], position[v]) for u, v in workload.before}, len(order))
+        return Boundaries(order, before, ends, np.arange(len(order) + 1), None, totals, cuts)
+    members = _downsets(before, len(order))
     totals, cuts = _totals(columns, members), _cuts(ends, value_seconds, members)
-    return Boundaries(order, ends, members.sum(axis=0, dtype=np.intp), members, totals, cuts)
+    return Boundaries(order, before, ends, members.sum(axis=0, dtype=np.intp), members, totals, cuts)
 
 
 def is_line(workload: Workload, order: Sequence[int]) -> bool:
@@ -97,7 +100,7 @@ def line_cuts(ends: Sequence[Sequence[int]], value_seconds: Vector, num_boundari
     return np.cumsum(cuts, axis=1)[:, :-1]
 
 
-def _downsets(before: set[tuple[int, int]], num_operators: int) -> Mask:
+def _downsets(before: Sequence[tuple[int, int]], num_operators: int) -> Mask:
     """All downsets, one a column, by size. Each operator in turn joins those that have its predecessors."""
     num_words = -(-num_operators // 64)
     needs = np.zeros((num_operators, num_words), dtype="<u8")

@@ -20,6 +20,7 @@ from pipec.planner.bounds import ROUNDING, Bound, Counts, Loose, least_seconds
 from pipec.planner.cost_model import CostModel
 from pipec.planner.hierarchy import Chosen, Hierarchy, Useful
 from pipec.planner.line import Charges, Line, charges
+from pipec.planner.nested import Nested
 from pipec.planner.pairs import Pairs
 from pipec.planner.ranges import Indices, Ranges, ranges
 from pipec.planner.topology import Topology, group
@@ -44,6 +45,9 @@ _PROMISING = 800
 
 _CLOSE = 1e-3
 """How close bisection comes, unless the bound is exact: dynamic programming finds the rest."""
+
+_NO_FASTER = 1e-10
+"""A plan that saves no more of the seconds is not looked for."""
 
 _SLACKS = (1e-9, 1e-3, 1e-2, 1e-1, math.inf)
 """By how much the limit may exceed the bound, one attempt each."""
@@ -81,20 +85,41 @@ class Search:
         everything = np.arange(len(self.boundaries))
         many = len(everything) > _MOST_AT_FIRST
         if self._num_options * len(everything) ** 2 <= _FEW_STEPS:
-            return self._exactly(everything, lambda _: everything)
+            return self._all_of(everything)
         if not (many or self._line_is_exact):
             return self._over_pairs(everything, math.inf)
         bound = self._line if self.boundaries.is_line else self._loose
         closeness = 0.0 if many and self._line_is_exact else _CLOSE
         solve = self._within_reach if self._line_is_exact else self._afresh
-        return self._raise_limit(everything, bound, closeness, _MOST_PAIRED, math.inf, solve)
+        found = self._raise_limit(everything, bound, closeness, _MOST_PAIRED, math.inf, solve)
+        if self._nested_is_exact:
+            return self._lower_limit(found)
+        least = max(found.least_seconds, self._least_between_groups())
+        return found._replace(least_seconds=min(least, found.seconds))
+
+    def _least_between_groups(self) -> float:
+        """What takes groups of the outermost level for devices, as fast as all of theirs together."""
+        levels, devices, num_groups = (
+            self.topology.levels,
+            self.topology.devices,
+            self.topology.levels[-1].size,
+        )
+        size, cuts = len(devices) // num_groups, self.boundaries.cuts[-1]
+        speeds = (sum(device.speed for device in devices[k : k + size]) for k in range(0, len(devices), size))
+        all_reduce = self._all_reduce_over(
+            self._most_rate(len(levels) - 1), min(num_groups, self.most_replicas)
+        )
+        seconds, parameters = self.boundaries.totals[:2]
+        busy = seconds / max(speeds) + np.outer(all_reduce, parameters)
+        bound = Loose(busy, cuts if self.model.overlap else np.zeros_like(cuts))
+        return least_seconds(bound, num_groups, _CLOSE, math.inf) / (1 + _CLOSE)
 
     def _over_pairs(self, chosen: Indices, known: float) -> Found:
         """Over the boundaries ``chosen``, few enough to compare all of them; a plan has ``known`` seconds."""
         most = _MOST_PAIRED if len(self.topology.levels) == 1 else _MOST_NESTED
         few = self._num_options <= _FEW_OPTIONS and len(chosen) <= most
         if few or self._num_options * len(chosen) ** 2 <= _FEW_STEPS:
-            return self._exactly(chosen, lambda _: np.arange(len(chosen)))
+            return self._all_of(chosen)
         return self._raise_limit(chosen, self._pairs(chosen), _CLOSE, most, known, self._within_reach)
 
     def _afresh(self, kept: Indices, _finish: Counts, _reach: Counts, known: float) -> Found:
@@ -107,6 +132,9 @@ class Search:
             for count in range(num_devices + 1)
         ]
         return self._exactly(kept, lambda count: useful[count])
+
+    def _all_of(self, kept: Indices) -> Found:
+        return self._exactly(kept, lambda _: np.arange(len(kept)))
 
     def _exactly(self, kept: Indices, useful: Useful) -> Found:
         minds_later = self.limits_memory and bool(self.boundaries.totals[3].any())
@@ -140,6 +168,21 @@ class Search:
                 break
         return best._replace(least_seconds=min(proven, best.seconds))
 
+    def _lower_limit(self, best: Found) -> Found:
+        """The best plan of all, given a good one: limits just below it and half-way to what none can meet."""
+        num_devices = len(self.topology.devices)
+        nested = Nested(self.boundaries, self._busy, self.boundaries.cuts[0])
+        low, just_below = best.least_seconds, True
+        while low < (below := best.seconds * (1 - _NO_FASTER)):
+            limit = below if just_below else (low + best.seconds) / 2
+            finish = nested.finish(num_devices, limit)
+            if finish[0] > num_devices:
+                low, just_below = limit, False
+            else:
+                best = self._all_of(np.array(nested.chain(finish, limit)))
+                just_below = not just_below
+        return best._replace(least_seconds=min(low, best.seconds))
+
     def _promising(
         self, chosen: Indices, kept: Indices, bound: Bound, finish: Counts, limit: float, most: int
     ) -> Indices:
@@ -162,6 +205,12 @@ class Search:
         has_latency = self.most_replicas > 1 and self.topology.levels[0].latency_seconds > 0
         simple = self.boundaries.is_line and alike and not has_latency
         return simple and (self.model.overlap or self._charges.are_all)
+
+    @property
+    def _nested_is_exact(self) -> bool:
+        alike = len(self.topology.levels) == len(set(self.topology.devices)) == 1
+        has_latency = self.most_replicas > 1 and self.topology.levels[0].latency_seconds > 0
+        return self.model.overlap and alike and not (has_latency or self.limits_memory)
 
     @functools.cached_property
     def _charges(self) -> Charges:
@@ -218,17 +267,20 @@ class Search:
         return max(device.speed for device in self.topology.devices)
 
     def _all_reduce(self) -> Vector:
-        """Seconds a parameter byte costs a stage, times its replicas, one entry for each number of replicas.
-
-        On several levels, over the best link there is.
-        """
+        """As below, on several levels over the best link there is."""
         levels, num_devices = self.topology.levels, len(self.topology.devices)
         most = min(num_devices, self.most_replicas ** len(levels))
-        best = max(
-            level.bytes_per_second * self.model.links_of_first(levels, index)
-            for index, level in enumerate(levels)
-        )
-        return np.array([m * self.model.all_reduce_seconds_per_byte(m, best) for m in range(1, most + 1)])
+        return self._all_reduce_over(max(map(self._most_rate, range(len(levels)))), most)
+
+    def _all_reduce_over(self, bytes_per_second: float, most: int) -> Vector:
+        """Seconds a parameter byte costs a stage, times its replicas, one entry a number of replicas."""
+        once = (self.model.all_reduce_seconds_per_byte(m, bytes_per_second) * m for m in range(1, most + 1))
+        return np.fromiter(once, dtype=np.float64)
+
+    def _most_rate(self, level: int) -> float:
+        """Bytes per second of an all-reduce."""
+        links = self.model.links_of_first(self.topology.levels, level)
+        return links * self.topology.levels[level].bytes_per_second
 
 
 def _found(stages: tuple[Chosen, ...]) -> Found:

@@ -1,0 +1,159 @@
+"""The bound that asks that a stage's last boundary contains its first, for more of them than can be paired.
+
+A boundary that alone has so many operators is contained in all that have more: such boundaries part the
+others into blocks, and only within a block is containment looked at. What a boundary can reach there is what
+those that contain it and one operator more can reach.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import count, pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipec.planner.boundaries import Boundaries, Mask, Vector
+from pipec.planner.bounds import Counts
+from pipec.planner.ranges import Indices
+
+
+@dataclass(frozen=True)
+class Nested:
+    """Charges a stage from boundary b to boundary e, which contains b, on m replicas
+
+    max(busy[m - 1, e] - busy[m - 1, b], link[b]) / m
+
+    seconds. On equal devices without latency or a limit of memory that is what it takes if transfers overlap.
+    """
+
+    boundaries: Boundaries
+    busy: Vector
+    link: Vector
+
+    def finish(self, num_devices: int, limit: float) -> Counts:
+        """The fewest devices for what is after each boundary; one too many if these are too few."""
+        fewest = np.full(len(self.link), num_devices + 1, dtype=np.intp)
+        fewest[-1] = 0
+        for devices in range(1, num_devices + 1):
+            for replicas in range(1, min(devices, len(self.busy)) + 1):
+                waiting = (fewest > num_devices) & (self.link <= replicas * limit)
+                able = self._reach(fewest == devices - replicas, waiting, replicas, limit)
+                fewest[waiting & able] = devices
+        return fewest
+
+    def chain(self, finish: Counts, limit: float) -> list[int]:
+        """Boundaries of a plan within the limit, on the fewest devices."""
+        chain = [0]
+        while finish[chain[-1]] > 0:
+            chain.append(self._next_boundary(finish, chain[-1], limit))
+        return chain
+
+    def _reach(self, ends: Mask, waiting: Mask, replicas: int, limit: float) -> Mask:
+        """Which of the boundaries that wait, or more, begin a stage in time that ends at one of ``ends``."""
+        busy = self.busy[replicas - 1]
+        latest, end = busy + replicas * limit, np.where(ends, busy, np.inf)
+        able: Mask = np.minimum.accumulate(end[::-1])[::-1][self._contained_from] <= latest
+        for block in self._blocks:
+            inside = slice(block.first, block.last + 1)
+            doubtful = waiting[inside] & ~able[inside]
+            if (end[inside].min() <= latest[inside][doubtful]).any():
+                able[inside] |= block.least_above(end[inside]) <= latest[inside]
+        return able
+
+    def _next_boundary(self, finish: Counts, boundary: int, limit: float) -> int:
+        """The last one where a stage on the fewest replicas may end."""
+        members = self.boundaries.holds()
+        for replicas in range(1, min(int(finish[boundary]), len(self.busy)) + 1):
+            busy = self.busy[replicas - 1]
+            in_time = busy <= busy[boundary] + replicas * limit
+            ends = np.flatnonzero(in_time & (finish == finish[boundary] - replicas))
+            ends = ends[members[:, ends][members[:, boundary]].all(axis=0)]
+            if len(ends) and self.link[boundary] <= replicas * limit:
+                return int(ends[-1])
+        raise AssertionError("finish promised a stage")
+
+    @cached_property
+    def _alone(self) -> Indices:
+        """Boundaries with as many operators as no other has."""
+        _, first, number = np.unique(self.boundaries.sizes, return_index=True, return_counts=True)
+        alone: Indices = first[number == 1]
+        return alone
+
+    @cached_property
+    def _contained_from(self) -> Indices:
+        """For each boundary, the first from which on all contain it."""
+        contained: Indices = self._alone[np.searchsorted(self._alone, np.arange(len(self.link)))]
+        return contained
+
+    @cached_property
+    def _blocks(self) -> list["_Block"]:
+        of = self.boundaries
+        members = of.holds()
+        blocks = []
+        for first, last in pairwise(self._alone.tolist()):
+            if last - first > 1:
+                inside = np.flatnonzero(members[:, first] != members[:, last])
+                place = {op: k for k, op in enumerate(inside.tolist())}
+                before = [(place[u], place[v]) for u, v in of.before if u in place and v in place]
+                blocks.append(_Block(first, last, members[inside, first : last + 1], before))
+        return blocks
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Boundaries ``first`` to ``last``, by size, all there are of some operators.
+
+    ``members`` says which of these each has; ``before`` are pairs of them, the first one in all that have the
+    second.
+    """
+
+    first: int
+    last: int
+    members: Mask
+    before: Sequence[tuple[int, int]]
+
+    def least_above(self, values: Vector) -> Vector:
+        """For each boundary, the least of the ``values`` of those that contain it, its own included."""
+        least = values.copy()
+        for level, larger, begins in self._levels:
+            np.minimum(least[level], np.minimum.reduceat(least[larger], begins), out=least[level])
+        return least
+
+    @cached_property
+    def _levels(self) -> list[tuple[slice, Indices, Indices]]:
+        """Boundaries of one size, the largest first; those they are in with one operator more, and where
+        those of each begin."""
+        smaller, larger = self._steps()
+        begins = np.searchsorted(smaller, np.arange(self.last - self.first + 1))
+        by_size = np.flatnonzero(np.diff(self.members.sum(axis=0), prepend=-1)).tolist()
+        return [
+            (
+                slice(level, behind),
+                larger[begins[level] : begins[behind]],
+                begins[level:behind] - begins[level],
+            )
+            for level, behind in reversed(list(pairwise(by_size)))
+        ]
+
+    def _steps(self) -> tuple[Indices, Indices]:
+        """Pairs of boundaries, the second with one operator more, in order of the first."""
+        numbers, sums = self._sums()
+        by_sum = np.argsort(sums)
+        in_order, smaller, larger = sums[by_sum], [], []
+        for op, number in enumerate(numbers):
+            needs = [u for u, v in self.before if v == op]
+            able = np.flatnonzero(self.members[needs].all(axis=0) & ~self.members[op])
+            smaller.append(able)
+            larger.append(by_sum[np.searchsorted(in_order, sums[able] + number)])
+        by_smaller = np.argsort(np.concatenate(smaller), kind="stable")
+        return np.concatenate(smaller)[by_smaller], np.concatenate(larger)[by_smaller]
+
+    def _sums(self) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+        """A number for each operator, such that no two boundaries have the same sum."""
+        for seed in count():
+            numbers = np.random.default_rng(seed).integers(2**63, size=len(self.members), dtype=np.uint64)
+            sums = numbers @ self.members
+            if len(np.unique(sums)) == len(sums):
+                break
+        return numbers, sums
