@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -232,6 +232,15 @@ def test_an_error_stops_a_rank_that_only_sends() -> None:
     assert stopped == ["another rank of this process failed"]
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """What a terminal's Ctrl-C does, also where the tests run in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_stops_ranks_that_wait() -> None:
     ranks = InProcess([CPU, CPU])
     with pytest.raises(KeyboardInterrupt):

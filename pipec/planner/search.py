@@ -210,7 +210,7 @@ class Search:
     def _nested_is_exact(self) -> bool:
         alike = len(self.topology.levels) == len(set(self.topology.devices)) == 1
         has_latency = self.most_replicas > 1 and self.topology.levels[0].latency_seconds > 0
-        return self.model.overlap and alike and not (has_latency or self.limits_memory)
+        return self.model.overlap and alike and not (has_latency or self.limits_memory or self.every_device)
 
     @functools.cached_property
     def _charges(self) -> Charges:
