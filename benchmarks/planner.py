@@ -188,7 +188,7 @@ def proof(placement: Placement) -> str:
     """Whether the plan is the best there can be, and if not how much better one could be."""
     if placement.is_optimal:
         return "yes"
-    return f"to {placement.seconds / placement.least_seconds - 1:.0%}"
+    return f"to {placement.seconds / placement.least_seconds - 1:.1%}"
 
 
 def figure(value: float | None, digits: int) -> str:
