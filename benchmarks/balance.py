@@ -26,16 +26,16 @@ from transformers import (
 )
 
 import pipec
-from pipec.call import Call
-from pipec.capture import capture
-from pipec.compiler import Target, passes
-from pipec.cost.devices import DEVICES, LinkModel
+from pipec.capture.call import Call
+from pipec.capture.tracer import capture
+from pipec.compiler.compiler import Target, passes
 from pipec.cost.profile import Profile
 from pipec.graph import TrainingGraph, copy_graph
+from pipec.hardware.devices import DEVICES, LinkModel
+from pipec.hardware.topology import alike
 from pipec.ir import Mode
 from pipec.passes import run_passes
 from pipec.passes.cut_stages import CutStages
-from pipec.planner.topology import alike
 from pipec.profiler import profile_graph
 from pipec.runtime.holder import ModelTensors
 

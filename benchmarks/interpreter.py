@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pipec.ir import Input, Instruction, Link, Mode, Payload, Plan, Program, Stage, Value
-from pipec.lower import chain_links, lower
+from pipec.programs.lower import chain_links, lower
 from pipec.runtime import InProcess, Interpreter, Transport
 from pipec.schedules import make_schedule
 

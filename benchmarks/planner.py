@@ -15,12 +15,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipec.hardware.topology import Device, Topology, uniform
 from pipec.planner.cost_model import COST_MODELS, PIPEC, PIPEDREAM, CostModel
 from pipec.planner.dnn_partitioning import read_dnn_partitioning
 from pipec.planner.partition import Transfer
 from pipec.planner.pipedream_graph import read_pipedream_graph
 from pipec.planner.placement import Placement, place
-from pipec.planner.topology import Device, Topology, uniform
 from pipec.planner.workload import Workload
 
 

@@ -14,17 +14,17 @@ from dataclasses import dataclass
 
 import torch
 
-from pipec.artifact import Artifact
+from pipec.artifact.directory import Artifact
 from pipec.console import log
 from pipec.ir import Input, Link, Mode, Payload, Phase, Plan, Schedule, Stage, StageCost, Value
-from pipec.lower import chain_links, lower
-from pipec.report import simulate_plan
+from pipec.plan.predictions import simulate_plan
+from pipec.programs.lower import chain_links, lower
+from pipec.programs.verify import verify_programs
 from pipec.runtime.execution import Execution, Ranks
 from pipec.runtime.recording import RecordedStep
 from pipec.schedules import make_schedule
-from pipec.timeline import Timeline
-from pipec.trace import measured_timeline
-from pipec.verify import verify_programs
+from pipec.timeline.events import Timeline
+from pipec.timeline.trace import measured_timeline
 
 RANKS, MICROBATCHES, STEPS, WARMUP = 2, 8, 9, 2
 SECONDS = {Phase.FORWARD: 0.012, Phase.BACKWARD_INPUT: 0.010, Phase.BACKWARD_WEIGHT: 0.008}

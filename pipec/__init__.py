@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pipec.api import Example, compile, profile
     from pipec.console import log, progress, rank_zero_only
-    from pipec.cost.machine import calibrate
     from pipec.cost.profile import Profile
     from pipec.errors import (
         ArtifactError,
@@ -19,8 +18,9 @@ if TYPE_CHECKING:
         TransportError,
         VerifyError,
     )
+    from pipec.hardware.calibration import calibrate
+    from pipec.hardware.topology import Device, Level, Topology
     from pipec.pipeline import Pipeline
-    from pipec.planner.topology import Device, Level, Topology
     from pipec.runtime.loaded import LoadedPipeline, load
 
 __all__ = [

@@ -9,21 +9,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipec.capture import Call, capture
-from pipec.compiler import Compiler, Target, on_device
-from pipec.cost.devices import DeviceModel, LinkModel
-from pipec.cost.machine import default_device_model
+from pipec.capture.tracer import Call, capture
+from pipec.compiler.autotuner import Search
+from pipec.compiler.compiler import Compiler, Target, on_device
+from pipec.compiler.policy import ScheduleChoice, Scheduler, check_choice
 from pipec.cost.profile import Profile, load_profile
 from pipec.errors import InputError
+from pipec.hardware.calibration import default_device_model
+from pipec.hardware.devices import DeviceModel, LinkModel
+from pipec.hardware.topology import Topology, alike, read_topology
 from pipec.ir import Mode
 from pipec.pipeline import Pipeline
-from pipec.planner.topology import Topology, alike, read_topology
 from pipec.profiler import Show, profile_graph
 from pipec.runtime.execution import Ranks
 from pipec.runtime.holder import ModelTensors
 from pipec.runtime.launch import Devices
-from pipec.scheduling import ScheduleChoice, Scheduler, check_choice
-from pipec.search import Search
 
 RECOMPUTE = ("auto", "none", "full")
 

@@ -9,20 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipec.artifact import Artifact, save
-from pipec.capture import Call
-from pipec.compiler import Compiled, Compiler
+from pipec.artifact.directory import Artifact, write
+from pipec.capture.tracer import Call
+from pipec.compiler.compiler import Compiled, Compiler
 from pipec.errors import InputError
 from pipec.ir import Mode, Plan, Program
-from pipec.report import readable, saved_bytes_over_time, simulate_plan
+from pipec.plan.predictions import saved_bytes_over_time, simulate_plan
+from pipec.plan.tables import ReadablePlan
 from pipec.runtime.batch import dense
 from pipec.runtime.execution import Execution, Ranks
 from pipec.runtime.holder import ModelTensors, drop, hold
 from pipec.runtime.recording import RecordedStep
 from pipec.runtime.results import merge
-from pipec.timeline import Timeline
+from pipec.timeline.events import Timeline
+from pipec.timeline.trace import Trace, measured_timeline
 from pipec.torch_compat import pytree
-from pipec.trace import Trace, measured_timeline
 from pipec.viz import timeline_text, write_timelines
 
 
@@ -93,7 +94,7 @@ class Pipeline(nn.Module):
     @property
     def plan(self) -> Plan:
         """What was decided; prints as a table."""
-        return readable(self._artifact.plan, self._artifact.programs)
+        return ReadablePlan.of(self._artifact.plan, self._artifact.programs)
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -148,7 +149,7 @@ class Pipeline(nn.Module):
         """
         held = self._tensors_by_fqn() if tensors else None
         if self._ranks.world.rank == 0:
-            save(self._artifact, Path(directory), held)
+            write(self._artifact, Path(directory), held)
 
     @property
     def compile_seconds(self) -> dict[str, float]:

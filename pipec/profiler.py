@@ -18,23 +18,23 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
-from pipec.call import Call
-from pipec.compiler import Target, passes
+from pipec.capture.call import Call
+from pipec.compiler.compiler import Target, passes
+from pipec.compiler.staged import Staged
 from pipec.cost.fingerprint import calls, fingerprint, profiled_nodes
-from pipec.cost.machine import default_device_model
 from pipec.cost.profile import Profile, ProfiledNode, ProfiledOperator
 from pipec.errors import InputError
 from pipec.graph import Buffer, LossGradient, ModelInput, Parameter, TrainingGraph, copy_graph
+from pipec.hardware.calibration import default_device_model
+from pipec.hardware.topology import alike
 from pipec.ir import Phase
 from pipec.passes import run_passes
 from pipec.passes.cut_stages import CutStages
 from pipec.passes.simplify import Simplify
-from pipec.planner.topology import alike
 from pipec.runtime.execution import Execution, Ranks
 from pipec.runtime.recording import RecordedStep
 from pipec.schedules import gpipe
-from pipec.staged import Staged
-from pipec.trace import measured_timeline
+from pipec.timeline.trace import measured_timeline
 
 T = TypeVar("T")
 

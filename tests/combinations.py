@@ -13,19 +13,19 @@ from torch import Tensor, nn
 from unsplit import Inputs, Outcome, unsplit_step
 
 import pipec
-from pipec.artifact import Artifact, save
-from pipec.call import Call
-from pipec.capture import capture
-from pipec.compiler import Target, passes
-from pipec.cost.devices import DEVICES
+from pipec.artifact.directory import Artifact, write
+from pipec.capture.call import Call
+from pipec.capture.tracer import capture
+from pipec.compiler.compiler import Target, passes
+from pipec.compiler.staged import Staged
 from pipec.graph import TrainingGraph, copy_graph
+from pipec.hardware.devices import DEVICES
+from pipec.hardware.topology import alike
 from pipec.ir import Schedule
 from pipec.passes import Pass, run_passes
 from pipec.passes.cut_stages import CutStages
-from pipec.planner.topology import alike
 from pipec.runtime.execution import Execution, Ranks
 from pipec.schedules import make_schedule
-from pipec.staged import Staged
 
 SIZES = (3, 3, 2)
 """Rows of each microbatch: they need not be equal."""
@@ -71,7 +71,7 @@ def pipeline(factory: Factory) -> tuple[pipec.Pipeline, nn.Module, Captured]:
 
     trained = copy.deepcopy(model)
     pipe = pipec.compile(trained, devices=4, microbatches=len(SIZES))
-    with mock.patch("pipec.compiler.capture", capture_and_keep):
+    with mock.patch("pipec.compiler.compiler.capture", capture_and_keep):
         pipe.prepare(**inputs)
     return pipe, trained, Captured(model, inputs, kept[0])
 
@@ -109,7 +109,7 @@ def expected(model: Captured) -> Outcome:
 
 
 def save_with_tensors(artifact: Artifact, model: nn.Module, directory: Path) -> Path:
-    save(artifact, directory, {**dict(model.named_parameters()), **dict(model.named_buffers())})
+    write(artifact, directory, {**dict(model.named_parameters()), **dict(model.named_buffers())})
     return directory
 
 

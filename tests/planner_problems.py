@@ -10,9 +10,9 @@ from typing import NamedTuple, TypeAlias
 from hypothesis import assume
 from hypothesis import strategies as st
 
+from pipec.hardware.topology import Device, Level, Topology
 from pipec.planner.cost_model import PIPEC, PIPEDREAM, CostModel
 from pipec.planner.partition import Transfer
-from pipec.planner.topology import Device, Level, Topology
 from pipec.planner.workload import Workload
 
 Operators = int

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipec.ir import Compute, Input, Link, Mode, Payload, Phase, Plan, Schedule, Stage, Value
-from pipec.lower import lower
+from pipec.programs.lower import lower
 from pipec.runtime import InProcess, Interpreter, TorchDistributed, Transport
 from pipec.runtime.randomness import generator
 from pipec.schedules import make_schedule

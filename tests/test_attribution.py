@@ -6,7 +6,10 @@ from example_schedules import result_link, tied_links
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipec.attribution import (
+from pipec.ir import Instruction, Link, Op, Payload, Schedule
+from pipec.programs.lower import chain_links, lower
+from pipec.schedules import make_schedule, zb_h1, zb_v
+from pipec.timeline.attribution import (
     Awaited,
     Held,
     RankTime,
@@ -16,11 +19,8 @@ from pipec.attribution import (
     readers,
     waits,
 )
-from pipec.ir import Instruction, Link, Op, Payload, Schedule
-from pipec.lower import chain_links, lower
-from pipec.schedules import make_schedule, zb_h1, zb_v
-from pipec.simulate import Costs, simulate
-from pipec.timeline import Event, Timeline
+from pipec.timeline.events import Event, Timeline
+from pipec.timeline.simulate import Costs, simulate
 
 
 def played(schedule: Schedule, links: tuple[Link, ...] = (), **costs: float) -> Timeline:

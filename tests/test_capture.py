@@ -34,8 +34,8 @@ from torch import Tensor, nn
 from unsplit import Inputs, Outcome, assert_equal, microbatches, unsplit_step
 
 import pipec
-from pipec.call import Call
-from pipec.capture import capture
+from pipec.capture.call import Call
+from pipec.capture.tracer import capture
 from pipec.errors import CaptureError, InputError
 from pipec.ir import Mode
 from pipec.pipeline import Pipeline

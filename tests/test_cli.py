@@ -14,8 +14,8 @@ import torch
 from typer.testing import CliRunner, Result
 
 import pipec
-from pipec.artifact import Artifact, load
-from pipec.check import check_artifact
+from pipec.artifact.check import check_artifact
+from pipec.artifact.directory import Artifact, read
 from pipec.cli import app
 from pipec.cli.target import load_example
 from pipec.errors import VerifyError
@@ -58,7 +58,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def artifact(directory: Path) -> Artifact:
-    return load(directory)[0]
+    return read(directory)[0]
 
 
 # plan and dump
@@ -182,7 +182,7 @@ def test_schedule_as_json_follows_the_costs() -> None:
 
 
 def test_a_step_of_very_many_events_is_told_by_its_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipec.facts.MOST_EVENTS", 5)
+    monkeypatch.setattr("pipec.timeline.facts.MOST_EVENTS", 5)
     facts = pipec_json("schedule", "1f1b", "--stages", 2, "--microbatches", 1)
     assert (facts["num_events"], len(facts["critical_path"])) == (6, 6)
     assert "events" not in facts

@@ -2,11 +2,11 @@
 
 import pytest
 
-from pipec.columns import Cells, Instructions
 from pipec.ir import Compute, Instruction, Op, Phase
-from pipec.lower import chain_links, lower
+from pipec.ir.columns import Cells, Instructions
+from pipec.programs.lower import chain_links, lower
+from pipec.programs.verify import verify_programs
 from pipec.schedules import make_schedule
-from pipec.verify import verify_programs
 
 ROWS = (
     Compute(Phase.FORWARD, 0, 0),

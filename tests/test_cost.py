@@ -19,13 +19,13 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import pipec
 from pipec.cost import tables
-from pipec.cost.devices import DEVICES, DeviceModel, LinkModel, find_device
 from pipec.cost.formulas import OperatorCost
-from pipec.cost.machine import FALLBACK_GPU, calibrate, default_device_model
 from pipec.cost.symbols import MICROBATCH as b
 from pipec.cost.symbols import evaluate
 from pipec.errors import PlanError
 from pipec.graph import Gradient, Output, TrainingGraph
+from pipec.hardware.calibration import FALLBACK_GPU, calibrate, default_device_model
+from pipec.hardware.devices import DEVICES, DeviceModel, LinkModel, find_device
 from pipec.ir import Mode, Phase
 from pipec.passes.annotate_cost import AnnotateCost, unknown_operators
 from pipec.torch_compat import pytree

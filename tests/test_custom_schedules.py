@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from pipec.errors import InfeasibleError, InputError, VerifyError
 from pipec.ir import Compute, Op, Phase, Program, Schedule
-from pipec.lower import chain_links, lower
+from pipec.programs.lower import chain_links, lower
+from pipec.programs.verify import verify_programs
 from pipec.schedules import (
     SCHEDULES,
     Workload,
@@ -21,8 +22,7 @@ from pipec.schedules import (
     one_f_one_b,
     parse_orders,
 )
-from pipec.schedules.auto import makespan
-from pipec.verify import verify_programs
+from pipec.schedules.search.auto import makespan
 
 
 def verified(schedule: Schedule, **options: int) -> None:

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from pipec.errors import VerifyError
 from pipec.ir import Compute, Link, Op, Payload, Phase, Program, Schedule
-from pipec.lower import chain_links, lower
+from pipec.ir.text import format_program
+from pipec.programs.lower import chain_links, lower
+from pipec.programs.verify import verify_programs
 from pipec.schedules import SCHEDULES, dualpipe_v, forward_only, interleaved_1f1b, make_schedule, zb_h1
-from pipec.text import format_program
-from pipec.verify import verify_programs
 
 
 def checked(schedule: Schedule, links: Sequence[Link], recompute: Sequence[int] = ()) -> tuple[Program, ...]:

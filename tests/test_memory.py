@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 import pipec
 from pipec.errors import InfeasibleError, InputError
-from pipec.memory import rank_bytes
 from pipec.pipeline import Pipeline
+from pipec.plan.memory import rank_bytes
 
 
 def wide_mlp() -> nn.Sequential:

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipec.errors import PlanError
+from pipec.hardware.topology import Device, Level, Topology
 from pipec.planner.cost_model import PIPEC
 from pipec.planner.partition import Partition, PartitionProblem, Transfer, partition
 from pipec.planner.placement import place
-from pipec.planner.topology import Device, Level, Topology
 from pipec.planner.workload import Workload
 
 

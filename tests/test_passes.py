@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, fx, nn
 
 import pipec
-from pipec.call import Call
-from pipec.capture import capture
-from pipec.cost.devices import DEVICES, LinkModel
+from pipec.capture.call import Call
+from pipec.capture.tracer import capture
 from pipec.cost.symbols import MICROBATCH
 from pipec.errors import VerifyError
 from pipec.graph import (
@@ -27,6 +26,7 @@ from pipec.graph import (
     send,
     stage_of,
 )
+from pipec.hardware.devices import DEVICES, LinkModel
 from pipec.ir import Mode, Phase
 from pipec.passes import Pass, run_passes
 from pipec.passes.annotate_cost import AnnotateCost

@@ -8,11 +8,11 @@ from typer.testing import CliRunner
 
 from pipec.cli import app
 from pipec.errors import PlanError
+from pipec.hardware.topology import Device, Level, Topology, read_topology, uniform
 from pipec.planner.cost_model import PIPEC
 from pipec.planner.dnn_partitioning import read_dnn_partitioning
 from pipec.planner.pipedream_graph import parse_pipedream_graph, read_pipedream_graph
 from pipec.planner.placement import place
-from pipec.planner.topology import Device, Level, Topology, read_topology, uniform
 
 
 def node(name: str, description: str, forward: float, backward: float, size: str, parameters: float) -> str:

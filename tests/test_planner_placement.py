@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from planner_problems import Trial, downsets, trials
 
 from pipec.errors import InfeasibleError, PlanError
+from pipec.hardware.topology import Device, Level, Topology, uniform
 from pipec.planner.boundaries import boundaries
 from pipec.planner.cost_model import PIPEC, PIPEDREAM
 from pipec.planner.line import charges
 from pipec.planner.partition import Transfer
 from pipec.planner.placement import Placement, place
-from pipec.planner.topology import Device, Level, Topology, uniform
 from pipec.planner.workload import Workload
 
 FLAT = st.sampled_from([(4,), (3,), (2,), (1,)])

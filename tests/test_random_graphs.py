@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from unsplit import Outcome, assert_equal, unsplit_step
 
-from pipec.call import Call
-from pipec.capture import capture
+from pipec.capture.call import Call
+from pipec.capture.tracer import capture
 from pipec.graph import Level, TrainingGraph, is_constant
 from pipec.ir import Mode, Schedule
 from pipec.schedules import make_schedule, zb_h1, zb_v

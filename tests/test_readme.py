@@ -12,14 +12,14 @@ import torch
 from typer.testing import CliRunner
 
 import pipec
-from pipec import compiler
 from pipec.cli import app
 from pipec.cli.target import load_example
-from pipec.lower import chain_links, lower
+from pipec.compiler import compiler
 from pipec.passes.mark_recompute import MarkRecompute
-from pipec.report import simulate_schedule
+from pipec.programs.lower import chain_links, lower
+from pipec.programs.verify import verify_programs
 from pipec.schedules import Workload, one_f_one_b
-from pipec.verify import verify_programs
+from pipec.schedules.chain import simulate_schedule
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from pipec.errors import ExecutionError, VerifyError
 from pipec.ir import Compute, Instruction, Mode, Op, Payload, Phase, Program, Schedule
-from pipec.lower import lower
+from pipec.programs.lower import lower
 from pipec.runtime import InProcess, Interpreter
 from pipec.schedules import forward_only, make_schedule
 

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from pipec.errors import InputError
 from pipec.ir import Compute, Phase, Schedule
-from pipec.lower import chain_links, lower
+from pipec.programs.lower import chain_links, lower
+from pipec.programs.verify import verify_programs
 from pipec.schedules import SCHEDULES, forward_only, interleaved_1f1b, looped_bfs, make_schedule
-from pipec.simulate import Costs, simulate
-from pipec.timeline import Timeline
-from pipec.verify import verify_programs
+from pipec.timeline.events import Timeline
+from pipec.timeline.simulate import Costs, simulate
 
 SPLIT = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v")
 ONE_STAGE_A_RANK = ("gpipe", "1f1b", "zb-h1", "zb-h2")

@@ -25,14 +25,14 @@ from unsplit import Inputs, Outcome, assert_equal, unsplit_step
 from workers import read_outcome, train
 
 import pipec
-from pipec.artifact import Artifact
+from pipec.artifact.directory import Artifact
+from pipec.compiler.policy import ScheduleChoice
 from pipec.errors import VerifyError
 from pipec.ir import Compute, Phase, Plan, Program, Schedule
-from pipec.memory import rank_bytes
-from pipec.runtime.batch import split_sizes
+from pipec.ir.batch import split_sizes
+from pipec.plan.memory import rank_bytes
 from pipec.schedules import SCHEDULES, SEARCHED, make_schedule
 from pipec.schedules.fixed import LOOPED
-from pipec.scheduling import ScheduleChoice
 
 SIZES = (2,) * 8
 """Twice as many microbatches as ranks, which is the least that some schedules need."""

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import pipec
+from pipec.compiler.policy import counts_to_try, usual_microbatches
 from pipec.errors import InfeasibleError, InputError
 from pipec.ir import Alternative, Plan
-from pipec.memory import rank_bytes
 from pipec.pipeline import Pipeline
-from pipec.scheduling import counts_to_try, usual_microbatches
+from pipec.plan.memory import rank_bytes
 
 ROWS = 32
 

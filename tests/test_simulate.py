@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from pipec.errors import InputError, VerifyError
 from pipec.ir import Instruction, Link, Op, Phase, Program, Schedule
-from pipec.lower import chain_links, lower
+from pipec.programs.lower import chain_links, lower
 from pipec.schedules import forward_only, make_schedule
-from pipec.simulate import Costs, peak_in_flight, simulate
-from pipec.timeline import Timeline
+from pipec.timeline.events import Timeline
+from pipec.timeline.simulate import Costs, peak_in_flight, simulate
 
 
 def played(schedule: Schedule, **costs: float) -> Timeline:

@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 
 from pipec.errors import ArtifactError
 from pipec.ir import Instruction, Link, Op, Payload, Program, Value
-from pipec.lower import chain_links, lower
-from pipec.schedules import make_schedule, zb_h1, zb_v
-from pipec.text import (
+from pipec.ir.text import (
     evaluate_dim,
     format_bytes,
     format_link,
@@ -21,6 +19,8 @@ from pipec.text import (
     parse_program,
     value_bytes,
 )
+from pipec.programs.lower import chain_links, lower
+from pipec.schedules import make_schedule, zb_h1, zb_v
 
 LINKS = (*chain_links(2), *skip_links(0, 1), *tied_links(0, 1), result_link(1))
 

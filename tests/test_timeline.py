@@ -3,10 +3,10 @@
 import pytest
 
 from pipec.ir import Instruction, Link, Op, Payload
-from pipec.lower import chain_links, lower
+from pipec.programs.lower import chain_links, lower
 from pipec.schedules import make_schedule
-from pipec.simulate import Costs, simulate
-from pipec.timeline import Event, Events, Timeline
+from pipec.timeline.events import Event, Events, Timeline
+from pipec.timeline.simulate import Costs, simulate
 
 LINK = Link(0, 1, Payload.ACTIVATION, ())
 EVENTS = (
@@ -32,7 +32,7 @@ def test_events_read_like_a_tuple() -> None:
 
 
 def test_a_loop_over_many_events_makes_them_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipec.timeline._CHUNK", 2)
+    monkeypatch.setattr("pipec.timeline.events._CHUNK", 2)
     assert list(Events.of(EVENTS)) == list(EVENTS)
 
 

@@ -13,12 +13,12 @@ from unsplit import Outcome
 
 import pipec
 from pipec.cli import app
-from pipec.cost.devices import LinkModel
 from pipec.errors import InputError, PlanError
+from pipec.hardware.devices import LinkModel
+from pipec.hardware.topology import Device, Level, Topology, alike
 from pipec.ir import Phase
-from pipec.memory import rank_bytes
 from pipec.pipeline import Pipeline
-from pipec.planner.topology import Device, Level, Topology, alike
+from pipec.plan.memory import rank_bytes
 
 MODELS = Path(__file__).parent / "cli_models.py"
 FAST = 1e15

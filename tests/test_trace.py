@@ -15,8 +15,8 @@ from pipec.errors import ExecutionError, InputError
 from pipec.ir import Instruction, Op, Program
 from pipec.pipeline import Pipeline
 from pipec.runtime.stage import BoundStage
-from pipec.timeline import Timeline
-from pipec.trace import Trace, measured_timeline
+from pipec.timeline.events import Timeline
+from pipec.timeline.trace import Trace, measured_timeline
 
 X, Y = torch.randn(8, 16), torch.randn(8, 4)
 

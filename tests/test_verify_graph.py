@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from pipec.call import Call
-from pipec.capture import capture
-from pipec.compiler import Target, passes
-from pipec.cost.devices import DEVICES
+from pipec.capture.call import Call
+from pipec.capture.tracer import capture
+from pipec.compiler.compiler import Target, passes
 from pipec.errors import VerifyError
 from pipec.graph import TrainingGraph, is_forward, recv, send
+from pipec.graph.invariants import RULES, verify
+from pipec.hardware.devices import DEVICES
+from pipec.hardware.topology import alike
 from pipec.ir import Mode, Phase
 from pipec.passes import run_passes
 from pipec.passes.cut_stages import CutStages
-from pipec.passes.verify import RULES, verify
-from pipec.planner.topology import alike
 
 
 class Counted(nn.Module):

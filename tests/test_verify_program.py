@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from pipec.errors import VerifyError
 from pipec.ir import Instruction, Link, Op, Payload, Program, Schedule
-from pipec.lower import chain_links, lower
-from pipec.rendezvous import Site, Waits, circle, stalls
+from pipec.programs.lower import chain_links, lower
+from pipec.programs.rendezvous import Site, Waits, circle, stalls
+from pipec.programs.verify import RULES, verify_programs
 from pipec.schedules import forward_only, gpipe, make_schedule, zb_h1
-from pipec.verify import RULES, verify_programs
 
 LINKS = (*chain_links(3), *skip_links(0, 2), *tied_links(0, 2), result_link(2))
 Edit = Callable[[list[Instruction]], None]

@@ -8,10 +8,10 @@ import pytest
 from example_schedules import result_link
 
 from pipec.ir import Instruction, Op, Schedule
-from pipec.lower import chain_links, lower
+from pipec.programs.lower import chain_links, lower
 from pipec.schedules import make_schedule, zb_v
-from pipec.simulate import Costs, simulate
-from pipec.timeline import Event, Timeline
+from pipec.timeline.events import Event, Timeline
+from pipec.timeline.simulate import Costs, simulate
 from pipec.viz import timeline_svg, timeline_text
 from pipec.viz.labels import time_axis
 

@@ -11,13 +11,13 @@ from example_schedules import result_link, tied_links
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipec.attribution import Curve
 from pipec.errors import InputError
 from pipec.ir import Schedule
-from pipec.lower import chain_links, lower
+from pipec.programs.lower import chain_links, lower
 from pipec.schedules import make_schedule, zb_h1, zb_v
-from pipec.simulate import Costs, simulate
-from pipec.timeline import Timeline
+from pipec.timeline.attribution import Curve
+from pipec.timeline.events import Timeline
+from pipec.timeline.simulate import Costs, simulate
 from pipec.viz.chrome import chrome_trace
 
 TraceEvent = dict[str, Any]

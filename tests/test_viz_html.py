@@ -10,13 +10,13 @@ import pytest
 from example_schedules import result_link
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from pipec.attribution import Curve
 from pipec.errors import InputError
 from pipec.ir import Schedule
-from pipec.lower import chain_links, lower
+from pipec.programs.lower import chain_links, lower
 from pipec.schedules import make_schedule, zb_h1, zb_v
-from pipec.simulate import Costs, simulate
-from pipec.timeline import Timeline
+from pipec.timeline.attribution import Curve
+from pipec.timeline.events import Timeline
+from pipec.timeline.simulate import Costs, simulate
 from pipec.viz.html import timeline_html
 
 CHROMIUM = shutil.which("chromium")

@@ -6,14 +6,14 @@ from hypothesis import strategies as st
 
 from pipec.errors import InfeasibleError, InputError
 from pipec.ir import Schedule
-from pipec.lower import chain_links, lower
+from pipec.programs.lower import chain_links, lower
+from pipec.programs.verify import verify_programs
 from pipec.schedules import Workload, make_schedule, straight_placement, v_placement
-from pipec.schedules.anneal import anneal
-from pipec.schedules.fill import fill
-from pipec.schedules.search_problem import Orders, Problem, make_problem, play
-from pipec.simulate import simulate
-from pipec.timeline import Timeline
-from pipec.verify import verify_programs
+from pipec.schedules.search.anneal import anneal
+from pipec.schedules.search.fill import fill
+from pipec.schedules.search.problem import Orders, Problem, make_problem, play
+from pipec.timeline.events import Timeline
+from pipec.timeline.simulate import simulate
 
 TABLE_5 = [
     (8, 24, (18.522, 18.086, 9.337, 0.601), (0.2431, 0.1585, 0.1083, 0.0433)),

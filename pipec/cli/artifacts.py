@@ -10,7 +10,7 @@ import typer
 from pipec.cli.options import Artifact, Json
 from pipec.cli.output import show_json, status
 from pipec.console import log
-from pipec.text import format_seconds
+from pipec.ir.text import format_seconds
 
 if TYPE_CHECKING:
     from pipec.ir import Plan
@@ -22,10 +22,10 @@ def check(directory: Artifact, as_json: Json = False) -> None:
     JSON keys: stages, ranks, instructions.
     """
     with status("loading torch"):
-        from pipec.artifact import load
-        from pipec.check import check_artifact
+        from pipec.artifact.check import check_artifact
+        from pipec.artifact.directory import read
 
-    artifact, _ = load(directory)
+    artifact, _ = read(directory)
     check_artifact(artifact)
     stages, ranks = len(artifact.sources), len(artifact.programs)
     instructions = sum(len(program.instructions) for program in artifact.programs)

@@ -10,11 +10,11 @@ import typer
 
 from pipec.cli.output import show_json
 from pipec.errors import InputError
-from pipec.text import format_seconds
+from pipec.ir.text import format_seconds
 
 if TYPE_CHECKING:
+    from pipec.hardware.topology import Topology
     from pipec.planner.placement import PlacedStage, Placement
-    from pipec.planner.topology import Topology
     from pipec.planner.workload import Workload
 
 
@@ -92,7 +92,7 @@ def _of_dnn_partitioning(options: GraphOptions, path: Path) -> _Problem:
 
 
 def _topology(options: GraphOptions) -> "Topology":
-    from pipec.planner.topology import read_topology, uniform
+    from pipec.hardware.topology import read_topology, uniform
 
     if options.topology is not None and options.devices is options.bandwidth is None:
         return read_topology(options.topology)

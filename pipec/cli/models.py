@@ -90,16 +90,18 @@ def plan(
 
 
 def _number_of_devices(topology: Path) -> str:
-    from pipec.planner.topology import read_topology
+    from pipec.hardware.topology import read_topology
 
     return str(len(read_topology(topology).devices))
 
 
 def _show_plan(pipe: "Pipeline", as_json: bool) -> None:
-    from pipec.report import predicted
+    from pipec.plan.predictions import predicted
 
     if as_json:
-        show_json({"plan": asdict(pipe.plan), **predicted(pipe.plan, pipe.programs)})
+        facts = asdict(pipe.plan)
+        del facts["programs"]
+        show_json({"plan": facts, **predicted(pipe.plan, pipe.programs)})
     else:
         typer.echo(pipe.plan)
 
@@ -125,7 +127,7 @@ def dump(
 
     JSON keys: sources, by stage; programs, by rank; directory, or null.
     """
-    from pipec.text import format_program
+    from pipec.ir.text import format_program
 
     pipe = prepare(target, devices, schedule, microbatches, recompute, memory_limit, profile, topology)
     stages = range(len(pipe.plan.stages)) if stage is None else [stage]

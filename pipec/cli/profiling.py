@@ -2,13 +2,18 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pipec.cli.options import Json, Target
 from pipec.cli.output import show_json, status
 from pipec.cli.target import load_example
+from pipec.ir import Phase
+from pipec.ir.text import format_seconds
+
+if TYPE_CHECKING:
+    from pipec.cost.profile import Profile
 
 
 def profile(
@@ -34,7 +39,6 @@ def profile(
     with status("loading torch") as spinner:
         from pipec import api
         from pipec.console import progress
-        from pipec.report import profile_table
 
         spinner.update(f"loading {target} ...")
         example = load_example(target)
@@ -68,3 +72,31 @@ def profile(
     else:
         typer.echo(profile_table(measured))
         typer.echo(f"wrote {output}")
+
+
+def profile_table(profile: "Profile", most: int = 12) -> str:
+    """The operators that take longest, and the sum of all."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from pipec.plan.tables import table_lines
+
+    forward, backward = (sum(op.seconds(phase) for op in profile.operators) for phase in _FUSED)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("operator", no_wrap=True)
+    table.add_column("module", no_wrap=True)
+    for heading in ("forward", "backward", "share"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    slowest = sorted(profile.operators, key=lambda op: sum(map(op.seconds, _FUSED)), reverse=True)
+    for op in slowest[:most]:
+        seconds = [op.seconds(phase) for phase in _FUSED]
+        share = sum(seconds) / (forward + backward)
+        table.add_row(op.name, op.module, *map(format_seconds, seconds), f"{share:.1%}")
+    headline = (
+        f"{len(profile.operators)} operators on {profile.device}, microbatches of {profile.microbatch_size}: "
+        f"forward {format_seconds(forward)}, backward {format_seconds(backward)}"
+    )
+    return "\n".join([headline, "", *table_lines(table)])
+
+
+_FUSED = (Phase.FORWARD, Phase.BACKWARD)

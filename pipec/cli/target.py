@@ -31,7 +31,7 @@ def prepare(
     """Compile what ``step`` with the example of ``target`` would run; nothing is run."""
     with status("loading torch") as spinner:
         from pipec.api import compile
-        from pipec.cost.machine import calibrate
+        from pipec.hardware.calibration import calibrate
         from pipec.runtime.launch import resolve_devices, world
 
         on = next(iter(resolve_devices(devices, world()).values()))

@@ -12,9 +12,9 @@ from pipec.cli.output import show_json
 from pipec.errors import InputError
 
 if TYPE_CHECKING:
-    from pipec.attribution import Curve
     from pipec.schedules import Workload
-    from pipec.timeline import Timeline
+    from pipec.timeline.attribution import Curve
+    from pipec.timeline.events import Timeline
 
 _OF_NAME, _OF_TARGET = "Options with a NAME", "Options with a TARGET"
 
@@ -134,7 +134,7 @@ def _of_model(
     memory_limit: str | None,
 ) -> _Step:
     from pipec.cli.target import prepare
-    from pipec.report import saved_bytes_over_time
+    from pipec.plan.predictions import saved_bytes_over_time
 
     pipe = prepare(target, devices, name, microbatches, recompute, memory_limit)
     timeline = pipe.simulate()
@@ -144,8 +144,8 @@ def _of_model(
 
 def _of_schedule(name: str, num_ranks: int, num_microbatches: int, work: "Workload") -> _Step:
     """A schedule or a file of compute orders, with the seconds to lower and verify it."""
-    from pipec.report import simulate_schedule
     from pipec.schedules import custom_schedule, make_schedule
+    from pipec.schedules.chain import simulate_schedule
 
     if name.endswith(".txt"):
         schedule = custom_schedule(Path(name), num_ranks, num_microbatches)
@@ -197,7 +197,7 @@ def _show(steps: Sequence[_Step], output: Path | None, as_json: bool) -> None:
 
 
 def _facts(step: _Step) -> dict[str, object]:
-    from pipec.facts import timeline_facts
+    from pipec.timeline.facts import timeline_facts
 
     named = {"schedule": step.schedule, "num_microbatches": step.num_microbatches}
     return {**named, **step.facts, **timeline_facts(step.timeline)}

@@ -29,9 +29,9 @@ def trace(
     """
     with status("loading torch"):
         from pipec.cli.trial import load_filled, random_batches
-        from pipec.facts import timeline_facts
-        from pipec.report import saved_bytes_over_time, simulate_plan
-        from pipec.trace import Trace, measured_timeline
+        from pipec.plan.predictions import saved_bytes_over_time, simulate_plan
+        from pipec.timeline.facts import timeline_facts
+        from pipec.timeline.trace import Trace, measured_timeline
         from pipec.viz import check_suffix, timeline_text, write_timelines
 
     if output is not None:

@@ -8,12 +8,12 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from pipec import artifact as storage
+from pipec.artifact.directory import read
 from pipec.errors import InputError
 from pipec.ir import Plan, Value
+from pipec.ir.text import evaluate_dim, format_value
 from pipec.runtime.execution import Ranks
 from pipec.runtime.loaded import LoadedPipeline
-from pipec.text import evaluate_dim, format_value
 
 PARAMETER_DEVIATION = 0.02
 """Of random parameters: what GPT-2 starts from, small enough for most models."""
@@ -24,7 +24,7 @@ Leaves = list[Tensor | None]
 
 def load_filled(directory: Path, seed: int) -> tuple[LoadedPipeline, int]:
     """An artifact ready to run, and how many of its tensors were not saved and are random instead."""
-    artifact, saved = storage.load(directory)
+    artifact, saved = read(directory)
     torch.manual_seed(seed)
     tensors = random_tensors(artifact.plan, {**saved, **artifact.constants})
     pipe = LoadedPipeline(artifact, tensors, Ranks(artifact.plan.num_ranks, timeout=300.0))

@@ -1,1 +1,4 @@
-"""From the classified graph to Python a person can read, and to the artifact on disk."""
+"""From stage functions to Python that a person can read.
+
+Read ``stage``, which writes a module; it stands on ``expressions``, ``names`` and ``title``.
+"""

@@ -17,6 +17,7 @@ from torch import fx
 
 from pipec import torch_compat
 from pipec.graph import is_random
+from pipec.graph.dimensions import dimension
 
 aten = torch.ops.aten
 
@@ -206,13 +207,3 @@ def literal(argument: Any, name: Namer, batch: sympy.Symbol | None) -> str:
         ):
             return repr(argument)
     raise NotImplementedError(f"code generation cannot write an argument of type {type(argument).__name__}")
-
-
-def dimension(size: Any, batch: sympy.Symbol | None) -> str:
-    """A size as Python source in the microbatch size ``b``: a number, a symbolic one, or its expression."""
-    expr = size.node.expr if isinstance(size, torch.SymInt) else size
-    if not isinstance(expr, sympy.Basic):
-        return str(expr)
-    if batch is not None:
-        expr = expr.xreplace({batch: sympy.Symbol("b", integer=True, positive=True)})
-    return torch_compat.python_expression(expr)

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from pipec.codegen.expressions import dimension, expression
+from pipec.codegen.expressions import expression
 from pipec.codegen.names import comment
-from pipec.functions import Function, StageFunctions, runs_in
 from pipec.graph import TrainingGraph, is_random, is_tensor, is_view
+from pipec.graph.dimensions import dimension
+from pipec.graph.functions import Function, StageFunctions, runs_in
 from pipec.ir import Phase
-from pipec.text import format_dtype
+from pipec.ir.text import format_dtype
 
 LINE_LENGTH = 100
 SIDE_COLUMN = 84

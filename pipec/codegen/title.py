@@ -4,7 +4,7 @@ import textwrap
 
 from pipec.codegen.names import comment
 from pipec.ir import Link, Payload, Plan, Stage
-from pipec.text import format_bytes, format_value
+from pipec.ir.text import format_bytes, format_value
 
 
 def stage_title(stage: Stage, plan: Plan) -> str:

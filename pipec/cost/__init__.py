@@ -1,1 +1,5 @@
-"""What operators cost: symbolic sizes, FLOPs and bytes moved, and the devices that turn them into seconds."""
+"""What nodes take and hold: symbolic sizes, FLOPs, bytes moved and seconds, and measured profiles.
+
+Read ``symbols``, then ``formulas`` with its ``tables``. ``profile`` holds measured times, and ``fingerprint``
+tells which graph they are of.
+"""

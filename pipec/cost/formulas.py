@@ -15,7 +15,6 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from pipec.cost.devices import DeviceModel
 from pipec.cost.symbols import TensorSize, evaluate, in_microbatch, product, total
 from pipec.cost.tables import (
     ALLOCATIONS,
@@ -27,6 +26,7 @@ from pipec.cost.tables import (
     UNREAD,
 )
 from pipec.graph import is_view
+from pipec.hardware.devices import DeviceModel
 
 Sizes = Mapping[fx.Node, tuple[TensorSize, ...]]
 """The tensors that make up each node's value."""
@@ -90,6 +90,14 @@ def operator_cost(
         known=computed is not None,
         device=device,
     )
+
+
+def node_bytes(node: fx.Node, size: int) -> int:
+    """Bytes of the node's value with microbatches of ``size`` rows. ``AnnotateCost`` must have run."""
+    if node.op == "call_function":
+        return evaluate(node.meta["cost"].output_bytes, size)
+    held: torch.Tensor = node.meta["val"]
+    return int(held.numel()) * held.itemsize
 
 
 def operator_name(node: fx.Node) -> str:

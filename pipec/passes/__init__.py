@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from pipec.graph import TrainingGraph
-from pipec.passes.verify import verify
+from pipec.graph.invariants import verify
 
 
 class Pass(Protocol):

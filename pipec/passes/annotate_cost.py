@@ -8,12 +8,12 @@
 
 from dataclasses import dataclass, field, replace
 
-from pipec.cost.devices import DeviceModel
 from pipec.cost.fingerprint import check_model
 from pipec.cost.formulas import Measured, OperatorCost, operator_cost, operator_name
 from pipec.cost.profile import Profile
 from pipec.cost.symbols import tensor_sizes
 from pipec.graph import Gradient, TrainingGraph
+from pipec.hardware.devices import DeviceModel
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from itertools import accumulate
 
 from torch import fx
 
-from pipec.cost.devices import LinkModel
 from pipec.cost.symbols import evaluate
 from pipec.errors import PlanError
 from pipec.graph import (
@@ -29,6 +28,7 @@ from pipec.graph import (
     needs_only_inputs,
     stage_of,
 )
+from pipec.hardware.devices import LinkModel
 from pipec.ir import Mode
 from pipec.planner.partition import PartitionProblem, Transfer, partition
 

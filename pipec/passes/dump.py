@@ -7,8 +7,8 @@ from pathlib import Path
 
 from torch import fx
 
-from pipec.codegen.expressions import dimension
 from pipec.graph import TrainingGraph, is_tensor
+from pipec.graph.dimensions import dimension
 from pipec.passes import Pass
 
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from pipec.cost.devices import LinkModel
 from pipec.cost.formulas import OperatorCost
 from pipec.cost.symbols import evaluate
 from pipec.graph import (
@@ -32,6 +31,7 @@ from pipec.graph import (
     send,
     stage_of,
 )
+from pipec.hardware.devices import LinkModel
 
 
 @dataclass(frozen=True)

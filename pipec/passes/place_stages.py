@@ -11,14 +11,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, product
 
+from pipec.cost.formulas import node_bytes
 from pipec.graph import Parameter, TrainingGraph, is_constant, is_forward, is_tensor, memory_of
+from pipec.hardware.topology import Topology
 from pipec.passes import Pass
 from pipec.passes.cut_stages import CutStages, assign, before_free_operators, operator_seconds, transfers
-from pipec.plan import node_bytes
 from pipec.planner.cost_model import PIPEC
 from pipec.planner.partition import Transfer
 from pipec.planner.placement import place
-from pipec.planner.topology import Topology
 from pipec.planner.workload import Workload
 
 

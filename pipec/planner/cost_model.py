@@ -18,7 +18,7 @@ PIPEC pays inside the group for values that leave it, too, on their way to its b
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pipec.planner.topology import Level
+from pipec.hardware.topology import Level
 
 
 def one_f_one_b(later_devices: int) -> int:

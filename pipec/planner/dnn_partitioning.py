@@ -23,8 +23,8 @@ from typing import Any
 import networkx as nx
 
 from pipec.errors import PlanError
+from pipec.hardware.topology import Device, Level, Topology
 from pipec.planner.partition import Transfer
-from pipec.planner.topology import Device, Level, Topology
 from pipec.planner.workload import Workload
 
 Node = Mapping[str, Any]

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 
 from pipec.planner.boundaries import Vector
+from pipec.planner.groups import Group, Leaf, Member
 from pipec.planner.ranges import Indices, Matrix, Ranges, between
-from pipec.planner.topology import Group, Leaf, Member
 
 Tensor = Matrix
 """Of three dimensions."""

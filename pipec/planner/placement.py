@@ -25,13 +25,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pipec.errors import InfeasibleError, PlanError
+from pipec.hardware.topology import Topology
 from pipec.planner.boundaries import Vector, boundaries
 from pipec.planner.cost_model import CostModel
 from pipec.planner.hierarchy import Chosen
 from pipec.planner.merge import merge
 from pipec.planner.partition import exact_grid, transfer_seconds
 from pipec.planner.search import Search
-from pipec.planner.topology import Topology
 from pipec.planner.workload import Workload, check, program_order
 
 

@@ -11,10 +11,10 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from pipec.hardware.topology import Device, Level
 from pipec.planner.boundaries import Boundaries, Mask, Vector
 from pipec.planner.cost_model import CostModel
 from pipec.planner.partition import exchanged_seconds
-from pipec.planner.topology import Device, Level
 from pipec.planner.workload import COLUMNS
 
 T = TypeVar("T", bound=np.generic)

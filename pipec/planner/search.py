@@ -15,15 +15,16 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pipec.hardware.topology import Topology
 from pipec.planner.boundaries import Boundaries, Vector
 from pipec.planner.bounds import ROUNDING, Bound, Counts, Loose, least_seconds
 from pipec.planner.cost_model import CostModel
+from pipec.planner.groups import group
 from pipec.planner.hierarchy import Chosen, Hierarchy, Useful
 from pipec.planner.line import Charges, Line, charges
 from pipec.planner.nested import Nested
 from pipec.planner.pairs import Pairs
 from pipec.planner.ranges import Indices, Ranges, ranges
-from pipec.planner.topology import Topology, group
 
 _FEW_OPTIONS = 64
 """Of devices times replicas for a stage: trying them all is faster than bounds."""

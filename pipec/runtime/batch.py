@@ -1,11 +1,9 @@
-"""How a mini-batch is split into microbatches."""
+"""The layout in which generated code expects the tensors of a mini-batch."""
 
 from typing import TypeVar
 
 import torch
 from torch import Tensor
-
-from pipec.errors import InputError
 
 T = TypeVar("T")
 
@@ -22,16 +20,3 @@ def dense(leaf: T) -> T | Tensor:
     if leaf.ndim in _FORMATS and leaf.is_contiguous(memory_format=_FORMATS[leaf.ndim]):
         return leaf
     return leaf.contiguous()
-
-
-def split_sizes(batch: int, num_microbatches: int) -> list[int]:
-    """Rows of each microbatch, as equal as can be, larger ones first.
-
-    Raises InputError when there are fewer rows than microbatches.
-    """
-    if batch < num_microbatches:
-        raise InputError(
-            f"a batch of {batch} rows cannot be split into {num_microbatches} microbatches; "
-            f"pass at least {num_microbatches} rows, or compile with microbatches={max(batch, 1)} or fewer"
-        )
-    return [batch // num_microbatches + (i < batch % num_microbatches) for i in range(num_microbatches)]

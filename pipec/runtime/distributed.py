@@ -29,10 +29,10 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from pipec.errors import PipecError, TransportError
 from pipec.ir import Instruction, Link, Payload, Plan, Value
+from pipec.ir.text import evaluate_dim, format_link
 from pipec.runtime.connections import Connections, Direction, GlooConnections, NcclConnections
 from pipec.runtime.storage import is_exclusive
 from pipec.runtime.transport import Receiver, Send
-from pipec.text import evaluate_dim, format_link
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipec.artifact import Artifact, stage_module
+from pipec.artifact.directory import Artifact, stage_module
 from pipec.runtime.distributed import TorchDistributed
 from pipec.runtime.interpreter import Interpreter
 from pipec.runtime.launch import Devices, resolve_devices, world

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from pipec.errors import ExecutionError, TransportError
 from pipec.ir import Instruction, Mode, Payload, Plan, Program, Value
+from pipec.ir.text import instruction_lines
 from pipec.runtime.linker import Rank, link
 from pipec.runtime.recording import Stamps, epoch_offset
 from pipec.runtime.results import Results
 from pipec.runtime.stage import BoundStage, StageCode
 from pipec.runtime.transport import Transport
-from pipec.text import instruction_lines
 
 _NUM_LINES = 5
 """How many instructions an error shows, the failed one last."""

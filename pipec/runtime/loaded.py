@@ -9,15 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pipec import artifact as storage
+from pipec.artifact.directory import Artifact, read
 from pipec.errors import InputError
 from pipec.ir import Input, Plan, Program, Value
-from pipec.runtime.batch import dense, split_sizes
+from pipec.ir.batch import split_sizes
+from pipec.ir.text import format_value
+from pipec.runtime.batch import dense
 from pipec.runtime.execution import Execution, Ranks
 from pipec.runtime.holder import ModelTensors, hold
 from pipec.runtime.launch import Devices
 from pipec.runtime.recording import RecordedStep
-from pipec.text import format_value
 
 
 def load(directory: str | Path, devices: Devices | None = None, timeout: float = 300.0) -> "LoadedPipeline":
@@ -30,7 +31,7 @@ def load(directory: str | Path, devices: Devices | None = None, timeout: float =
         ArtifactError: the directory does not hold an intact artifact of this format.
         InputError: the devices do not match the ranks of the plan.
     """
-    artifact, tensors = storage.load(Path(directory))
+    artifact, tensors = read(Path(directory))
     num_ranks = artifact.plan.num_ranks
     ranks = Ranks(devices if devices is not None else num_ranks, timeout)
     if ranks.count != num_ranks:
@@ -43,7 +44,7 @@ def load(directory: str | Path, devices: Devices | None = None, timeout: float =
 class LoadedPipeline(nn.Module):
     """An artifact with its tensors under their original names; made by :func:`pipec.load`."""
 
-    def __init__(self, artifact: storage.Artifact, tensors: dict[str, Tensor], ranks: Ranks) -> None:
+    def __init__(self, artifact: Artifact, tensors: dict[str, Tensor], ranks: Ranks) -> None:
         super().__init__()
         self._artifact = artifact
         self._ranks = ranks

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pipec.errors import InputError, VerifyError
 from pipec.ir import Value
-from pipec.text import evaluate_dim, format_value
+from pipec.ir.text import evaluate_dim, format_value
 
 
 def check_mergeable(value: Value) -> None:

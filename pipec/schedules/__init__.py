@@ -7,10 +7,9 @@ from difflib import get_close_matches
 from importlib.metadata import entry_points
 from typing import cast
 
-from pipec.columns import PHASE_CODE, Cells
 from pipec.errors import InputError
 from pipec.ir import Phase, Schedule
-from pipec.schedules.auto import auto, candidates, named
+from pipec.ir.columns import PHASE_CODE, Cells
 from pipec.schedules.custom import custom_schedule, format_orders, parse_orders
 from pipec.schedules.dualpipe_v import dualpipe_v
 from pipec.schedules.fixed import LOOPED, SCHEDULES
@@ -19,12 +18,13 @@ from pipec.schedules.interleaved import interleaved_1f1b
 from pipec.schedules.looped_bfs import looped_bfs
 from pipec.schedules.one_f_one_b import one_f_one_b
 from pipec.schedules.orders import looped_placement, most_in_flight, on_ranks, straight_placement, v_placement
+from pipec.schedules.search.auto import auto, candidates, named
+from pipec.schedules.search.workload import Workload
+from pipec.schedules.search.zero_bubble import zb_1p, zb_2p
 from pipec.schedules.v_half_min import v_half, v_min
-from pipec.schedules.workload import Workload
 from pipec.schedules.zb_h1 import zb_h1
 from pipec.schedules.zb_h2 import zb_h2
 from pipec.schedules.zb_v import zb_v
-from pipec.schedules.zero_bubble import zb_1p, zb_2p
 
 ENTRY_POINTS = "pipec.schedules"
 """The entry-point group in which a package registers functions under the names of its schedules."""

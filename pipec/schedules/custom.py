@@ -15,10 +15,10 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from pipec.columns import Cells
 from pipec.errors import InputError
 from pipec.ir import Compute, Phase, Schedule
-from pipec.text import PHASE_LETTERS
+from pipec.ir.columns import Cells
+from pipec.ir.text import PHASE_LETTERS
 
 _CELL = re.compile(r"([FBW])(\d{1,9})(?:\.(\d{1,9}))?")
 _PHASES = {"F": Phase.FORWARD, "B": Phase.BACKWARD, "W": Phase.BACKWARD_WEIGHT}

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from pipec.columns import PHASE_CODE, Cells, Ints
 from pipec.ir import Compute, Phase, Schedule
+from pipec.ir.columns import PHASE_CODE, Cells, Ints
 
 Kind = tuple[Phase, int]
 """A phase of a stage; a cell is a kind with a microbatch."""

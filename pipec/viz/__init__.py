@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pipec.attribution import Curve
 from pipec.errors import InputError
-from pipec.timeline import Timeline
+from pipec.timeline.attribution import Curve
+from pipec.timeline.events import Timeline
 from pipec.viz.chrome import chrome_trace
 from pipec.viz.html import timeline_html
 from pipec.viz.svg import timeline_svg

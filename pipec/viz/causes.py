@@ -3,8 +3,8 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from pipec.attribution import RankTime, critical_path, rank_times, waits
-from pipec.timeline import Timeline
+from pipec.timeline.attribution import RankTime, critical_path, rank_times, waits
+from pipec.timeline.events import Timeline
 from pipec.viz.labels import duration
 
 _MOST_PARTS = 3

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 
-from pipec.attribution import Curve
 from pipec.errors import InputError
-from pipec.timeline import Timeline
+from pipec.timeline.attribution import Curve
+from pipec.timeline.events import Timeline
 
 
 def check_timelines(timelines: Mapping[str, Timeline], memory: Mapping[str, Sequence[Curve]]) -> None:

@@ -8,8 +8,8 @@ each of its units.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 
-from pipec.attribution import Curve, memory_over_time, readers, waits
-from pipec.timeline import Event, Timeline
+from pipec.timeline.attribution import Curve, memory_over_time, readers, waits
+from pipec.timeline.events import Event, Timeline
 from pipec.viz.checks import check_timelines
 from pipec.viz.labels import NAMES, cell_labels
 

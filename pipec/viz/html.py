@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from importlib import resources
 
-from pipec.attribution import Curve, critical_path, memory_over_time, waits
 from pipec.ir import Payload, Phase
-from pipec.text import PHASE_LETTERS
-from pipec.timeline import Event, Timeline
+from pipec.ir.text import PHASE_LETTERS
+from pipec.timeline.attribution import Curve, critical_path, memory_over_time, waits
+from pipec.timeline.events import Event, Timeline
 from pipec.viz.checks import check_timelines
 from pipec.viz.labels import NAMES, chunks, summary
 

@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable, Mapping
 
 from pipec.ir import Phase
-from pipec.text import PHASE_LETTERS, format_seconds
-from pipec.timeline import Event, Timeline
+from pipec.ir.text import PHASE_LETTERS, format_seconds
+from pipec.timeline.events import Event, Timeline
 
 NAMES: Mapping[Phase, str] = {
     Phase.FORWARD: "forward",

@@ -10,7 +10,7 @@ from itertools import groupby
 from xml.sax.saxutils import escape
 
 from pipec.ir import Payload, Phase
-from pipec.timeline import Event, Timeline
+from pipec.timeline.events import Event, Timeline
 from pipec.viz.labels import NAMES, cell_labels, chunks, phases, summary, time_axis
 
 _STYLE = """

@@ -4,9 +4,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pipec.columns import Floats
-from pipec.text import PHASE_LETTERS
-from pipec.timeline import Event, Events, Timeline
+from pipec.ir.columns import Floats
+from pipec.ir.text import PHASE_LETTERS
+from pipec.timeline.events import Event, Events, Timeline
 from pipec.viz.causes import causes
 from pipec.viz.labels import NAMES, cell_labels, chunks, phases, summary, time_axis
 

@@ -1,0 +1,51 @@
+"""Static verification of an artifact: its programs, and that the code of each stage is what they call."""
+
+import ast
+from collections.abc import Iterator
+
+from pipec.artifact.directory import Artifact
+from pipec.errors import VerifyError
+from pipec.ir import Program, Stage
+from pipec.programs.verify import verify_programs
+
+
+def check_artifact(artifact: Artifact) -> None:
+    """Prove what can be proved without running any of its code.
+
+    Raises:
+        VerifyError: a program breaks a rule, or the code of a stage does not compile, lacks a function that
+            the program calls, or names other tensors than the plan.
+    """
+    plan = artifact.plan
+    recompute = [stage.index for stage in plan.stages if stage.recompute]
+    verify_programs(artifact.programs, plan.placement, plan.links, plan.num_microbatches, recompute=recompute)
+    for stage, source in zip(plan.stages, artifact.sources, strict=True):
+        program = artifact.programs[plan.placement[stage.index]]
+        for fault in _faults(stage, source, program):
+            raise VerifyError(f"stage_{stage.index}.py {fault}; save the pipeline anew")
+
+
+def _faults(stage: Stage, source: str, program: Program) -> Iterator[str]:
+    try:
+        body = ast.parse(source).body
+        compile(source, f"stage_{stage.index}.py", "exec", dont_inherit=True)
+    except SyntaxError as error:
+        yield f"does not compile: line {error.lineno}: {error.msg}"
+        return
+    functions = {node.name for node in body if isinstance(node, ast.FunctionDef)}
+    called = {each.op.value for each in program.instructions if each.op.phase and each.stage == stage.index}
+    if missing := sorted(called - functions):
+        yield f"has no function {' or '.join(missing)}, which the program of rank {program.rank} calls"
+    tables = dict(_tables(body))
+    planned = (stage.parameters, stage.buffers, stage.updated_buffers)
+    for name, expected in zip(("PARAMETERS", "BUFFERS", "UPDATED_BUFFERS"), planned, strict=True):
+        if tables.get(name) != expected:
+            yield f"has {name} = {tables.get(name)}, but the plan has {expected}"
+
+
+def _tables(body: list[ast.stmt]) -> Iterator[tuple[str, object]]:
+    """The names that are assigned literals at the top of the code."""
+    for node in body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Tuple() as value):
+                yield name, ast.literal_eval(value)

@@ -1,0 +1,45 @@
+"""Give every node of a joint graph the phase it runs in and the forward operator that caused it."""
+
+import itertools
+
+from torch import fx
+
+from pipec.capture.operators import OPERATOR_ID
+from pipec.graph import LossGradient, is_constant, is_random
+from pipec.ir import Phase
+
+
+def classify(graph: fx.Graph) -> None:
+    """Give every node its phase and its operator, from its own annotation or from its neighbours."""
+    draws = itertools.count()
+    for node in graph.nodes:
+        if node.op != "output":
+            node.meta["phase"] = Phase.BACKWARD if _is_backward(node) else Phase.FORWARD
+        if node.op in ("call_function", "get_attr"):
+            node.meta["op"] = _operator_of(node)
+        if node.op == "call_function":
+            if is_random(node):
+                node.meta["draw"] = next(draws)
+            free = node.meta["phase"] is Phase.FORWARD and not is_random(node)
+            node.meta["constant"] = free and all(map(is_constant, node.all_input_nodes))
+
+
+def _is_backward(node: fx.Node) -> bool:
+    if node.op == "placeholder":
+        return isinstance(node.meta["role"], LossGradient)
+    if node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward"):
+        return True
+    return any(source.meta["phase"] is Phase.BACKWARD for source in node.all_input_nodes)
+
+
+def _operator_of(node: fx.Node) -> int:
+    """Own annotation; else forward: the latest producer among its inputs, backward: the earliest."""
+    own = (node.meta.get("custom") or {}).get(OPERATOR_ID)
+    if own is not None:
+        return int(own)
+    phase = node.meta["phase"]
+    inputs = [source for source in node.all_input_nodes if "op" in source.meta]
+    same = [source for source in inputs if source.meta["phase"] is phase]
+    ids: list[int] = [source.meta["op"] for source in same or inputs]
+    choose = max if phase is Phase.FORWARD else min
+    return choose(ids, default=0)

@@ -1,0 +1,295 @@
+"""From torch's joint graph to a TrainingGraph: what goes in and out has roles, what does nothing is gone."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from pipec import torch_compat
+from pipec.capture.call import Call
+from pipec.capture.classify import classify
+from pipec.capture.diagnosis import lines_in, model_line
+from pipec.capture.tied import merge_tied_arguments, merge_tied_gradients
+from pipec.errors import CaptureError, InputError
+from pipec.graph import (
+    Argument,
+    Buffer,
+    Gradient,
+    LossGradient,
+    ModelInput,
+    Operator,
+    Output,
+    Parameter,
+    Result,
+    TrainingGraph,
+    UpdatedBuffer,
+)
+from pipec.ir import Mode
+from pipec.torch_compat import pytree
+
+_aten = torch.ops.aten
+
+NO_OPS = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default, _aten.lift_fresh_copy.default}
+
+MATRIX_PRODUCTS = {
+    _aten.mm.default,
+    _aten.bmm.default,
+    _aten.addmm.default,
+    _aten.baddbmm.default,
+    _aten.convolution.default,
+}
+"""Operators whose tensors must agree in dtype, which tracing on fake tensors does not check."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """One call of the model as one joint graph, and what must be known to read it.
+
+    ``call`` holds the sample that was traced, ``batch_size`` is the size it is wanted for. ``fqns`` maps the
+    names of tensors in the joint graph to those they have in the model, one for all names of a tied tensor;
+    ``constants`` are those that belong to the loss function alone.
+    """
+
+    joint: torch_compat.JointGraph
+    mode: Mode
+    operators: tuple[Operator, ...]
+    call: Call
+    batch_size: int
+    symbolic: bool
+    fqns: Mapping[str, str]
+    constants: Mapping[str, Tensor]
+
+
+class ValueDependentError(Exception):
+    """A size in the graph is known only from the values of a tensor. Ends with a printed traceback."""
+
+
+class FixedBatchError(Exception):
+    """The batch was to be symbolic, but the model makes a constant of it."""
+
+
+def training_graph(traced: Traced) -> TrainingGraph:
+    """Raises CaptureError, InputError, ValueDependentError or FixedBatchError."""
+    module = traced.joint.module
+    graph = module.graph
+    graph.set_codegen(fx.graph.CodeGen())  # torch's expects the arguments nested as they were
+    _check_sizes(graph)
+    arguments = [node for node in graph.nodes if node.op == "placeholder"]
+    for node, described in zip(arguments, traced.joint.arguments, strict=True):
+        node.meta["role"] = _argument(described, traced)
+    batch = _batch_symbol(arguments) if traced.symbolic else None
+    if traced.symbolic and batch is None:
+        raise FixedBatchError(f"the batch becomes a constant in {traced.joint.fixed_by}")
+    results, output_spec = _read_results(graph, traced)
+    merge_tied_arguments(graph)
+    changed = {role.fqn for role in results if isinstance(role, UpdatedBuffer)}
+    for node in graph.find_nodes(op="placeholder"):
+        if isinstance(node.meta["role"], Buffer):
+            node.meta["changed"] = node.meta["role"].fqn in changed
+    _drop_what_does_nothing(graph)
+    classify(graph)
+    return _checked(
+        TrainingGraph(
+            module,
+            traced.mode,
+            traced.operators,
+            merge_tied_gradients(graph, results),
+            traced.batch_size,
+            batch,
+            tuple(guard.subs(traced.joint.replacements) for guard in traced.joint.guards),
+            constants={**_used(graph, traced.constants), **_lift_constants(module, traced.mode)},
+            output_spec=output_spec,
+        )
+    )
+
+
+def _check_sizes(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if node.op != "output" and torch_compat.depends_on_values(node.meta.get("val")):
+            where = node.meta.get("stack_trace")
+            raise ValueDependentError(f"data-dependent result of {node.target}\n{where}")
+
+
+def _argument(described: tuple[str, str | int], traced: Traced) -> Argument:
+    match described:
+        case ("parameter", str(name)) if traced.fqns[name] not in traced.constants:
+            return Parameter(traced.fqns[name])
+        case ("parameter" | "buffer", str(name)):
+            return Buffer(traced.fqns[name])
+        case ("input", int(index)):
+            return ModelInput(index, traced.call.paths[index], traced.call.batched()[index])
+        case ("tangent", _):
+            return LossGradient()
+    raise CaptureError(f"the captured graph takes an argument that pipec does not know: {described[1]}")
+
+
+def _batch_symbol(arguments: Sequence[fx.Node]) -> sympy.Symbol | None:
+    for node in arguments:
+        role = node.meta["role"]
+        if isinstance(role, ModelInput) and role.batched:
+            size = node.meta["val"].shape[0]
+            if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
+                return size.node.expr
+    return None
+
+
+class _Fixed:
+    """A leaf of the output that is no tensor: a node of the tree without leaves, that becomes its value."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+
+pytree.register_pytree_node(_Fixed, lambda fixed: ([], fixed.value), lambda _, value: value)
+
+
+def _read_results(graph: fx.Graph, traced: Traced) -> tuple[tuple[Result, ...], pytree.TreeSpec]:
+    """Roles of the tensors the graph returns, and the tree of the model's output with those as its leaves.
+
+    What was traced returns the output, and by name the buffers it replaced by others.
+    """
+    output = graph.output_node()
+    values: Sequence[Any] = output.args[0]  # type: ignore[assignment]
+    described = traced.joint.results
+    num_leaves = sum(kind == "output" for kind, _ in described)
+    returned, replaced = pytree.tree_unflatten(list(range(num_leaves)), traced.joint.output_spec)
+    names = {position: name for name, position in replaced.items()}
+    kept: list[tuple[fx.Node, Result]] = []
+    fixed: dict[int, object] = {}
+    for value, (kind, what) in zip(values, described, strict=True):
+        if kind == "output" and what in names:
+            kept.append((value, UpdatedBuffer(traced.fqns[names[what]])))
+        elif kind == "output" and not _is_tensor_node(value, traced):
+            fixed[int(what)] = value
+        elif isinstance(value, fx.Node) and kind != "ignored":
+            kept.append((value, _result((kind, what), traced)))
+    output.args = (tuple(value for value, _ in kept),)
+    tree = pytree.tree_map(lambda i: _Fixed(fixed[i]) if i in fixed else i, returned)
+    return tuple(role for _, role in kept), pytree.tree_structure(tree)
+
+
+def _is_tensor_node(value: object, traced: Traced) -> bool:
+    if not isinstance(value, fx.Node):
+        return False
+    if isinstance(value.meta.get("val"), Tensor):
+        return True
+    raise CaptureError(
+        f"the model returns a number that depends on the size of the batch, {value.meta.get('val')}; "
+        "microbatches cannot be joined to it. Return it as a tensor, or leave it out."
+    )
+
+
+def _result(described: tuple[str, str | int], traced: Traced) -> Result:
+    match described:
+        case ("output", int(index)):
+            return Output(index)
+        case ("buffer", str(name)) if traced.fqns[name] not in traced.constants:
+            return UpdatedBuffer(traced.fqns[name])
+        case ("gradient", str(name)):
+            return Gradient(traced.fqns[name])
+        case (_, int(index)):
+            what = f"its argument {traced.call.paths[index]}; change a clone of it instead"
+        case (_, name):
+            what = f"{traced.fqns.get(str(name), name)}; only buffers of the model can be changed"
+    raise CaptureError(f"forward() changes {what}")
+
+
+def _drop_what_does_nothing(graph: fx.Graph) -> None:
+    """Remove aliases and assertions, and write every size as an expression instead of a node."""
+    for node in list(graph.nodes):
+        if _does_nothing(node):
+            node.replace_all_uses_with(node.args[0])
+        elif _is_number(node.meta.get("val")) and node.op != "output":
+            value = node.meta["val"]
+            _replace_by(node, value.node.expr if hasattr(value, "node") else value)
+    for node in reversed(list(graph.nodes)):
+        if not node.users and node.op not in ("output", "placeholder"):
+            graph.erase_node(node)
+
+
+def _does_nothing(node: fx.Node) -> bool:
+    if node.op != "call_function":
+        return False
+    if node.target is _aten.slice.Tensor:
+        return tuple(node.args[2:]) == (0, sys.maxsize)
+    return node.target in NO_OPS
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | int | float)
+
+
+def _replace_by(node: fx.Node, value: Any) -> None:
+    """Put a number where the node is used."""
+
+    def replaced(read: fx.Node) -> Any:
+        return value if read is node else read
+
+    for user in list(node.users):
+        user.args = fx.map_arg(user.args, replaced)
+        user.kwargs = fx.map_arg(user.kwargs, replaced)
+
+
+def _lift_constants(module: fx.GraphModule, mode: Mode) -> dict[str, Tensor]:
+    """Tensors that the graph holds itself become buffers named ``constant.N``."""
+    graph, constants, lifted = module.graph, dict[str, Tensor](), dict[str, fx.Node]()
+    for node in graph.find_nodes(op="get_attr"):
+        attribute = str(node.target)
+        if attribute not in lifted:
+            value: Tensor = getattr(module, attribute)
+            if value.requires_grad and mode is Mode.TRAIN:
+                where = _place(next(iter(node.users)))
+                raise InputError(
+                    f"a tensor of shape {tuple(value.shape)} requires a gradient but is no parameter of the "
+                    f"model{where}\nRegister it as an nn.Parameter of the model, or detach it."
+                )
+            fqn = f"constant.{len(constants)}"
+            constants[fqn] = value
+            with graph.inserting_before(next(iter(graph.nodes))):
+                lifted[attribute] = graph.placeholder(f"constant_{len(lifted)}")
+            lifted[attribute].meta.update(node.meta, role=Buffer(fqn), changed=False)
+            lifted[attribute].meta.setdefault("val", value)
+        node.replace_all_uses_with(lifted[attribute])
+        graph.erase_node(node)
+    return constants
+
+
+def _used(graph: fx.Graph, constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    read = {node.meta["role"] for node in graph.find_nodes(op="placeholder") if node.users}
+    return {fqn: value for fqn, value in constants.items() if Buffer(fqn) in read}
+
+
+def _checked(graph: TrainingGraph) -> TrainingGraph:
+    _check_loss(graph)
+    for node in graph.nodes:
+        if node.target in MATRIX_PRODUCTS:
+            dtypes = {source.meta["val"].dtype for source in node.all_input_nodes}
+            if len(dtypes) > 1:
+                raise InputError(
+                    f"the model multiplies tensors of different dtypes, {', '.join(sorted(map(str, dtypes)))}"
+                    f"{_place(node)}\nPass inputs of the model's dtype, or convert them there."
+                )
+    return graph
+
+
+def _place(node: fx.Node) -> str:
+    """The line of the model that made the node, to stand in a message; nothing where torch lost it."""
+    line = model_line(lines_in(node.meta.get("stack_trace") or ""))
+    return f"\n  at {line}" if line else ""
+
+
+def _check_loss(graph: TrainingGraph) -> None:
+    if graph.mode is Mode.FORWARD:
+        return
+    losses = [node for role, node in graph.outputs if isinstance(role, Output)]
+    value = losses[0].meta["val"] if len(losses) == 1 else None
+    if value is None or value.ndim != 0 or not value.is_floating_point():
+        found = f"{len(losses)} tensors" if value is None else f"{value.dtype} of shape {tuple(value.shape)}"
+        raise InputError(
+            f"the loss must be one floating-point number, but the model or loss_fn returned {found}. "
+            "Reduce it, for example with .mean(), or pass loss_fn=..."
+        )

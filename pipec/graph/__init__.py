@@ -1,0 +1,56 @@
+"""The training graph: node metadata, operators, stage functions, and the invariants that passes keep.
+
+Read ``nodes`` and ``training_graph`` first, then ``functions``: what each phase of a stage computes, keeps
+and returns. ``invariants`` says what holds after every pass, ``dimensions`` writes sizes as text.
+"""
+
+from pipec.graph.nodes import (
+    Argument,
+    Buffer,
+    Gradient,
+    LossGradient,
+    ModelInput,
+    Output,
+    Parameter,
+    Result,
+    UpdatedBuffer,
+    is_constant,
+    is_forward,
+    is_random,
+    is_tensor,
+    is_view,
+    memory_of,
+    needs_only_inputs,
+    recv,
+    send,
+    stage_of,
+    sums_gradients,
+)
+from pipec.graph.training_graph import Level, Operator, TrainingGraph, copy_graph
+
+__all__ = [
+    "Argument",
+    "Buffer",
+    "Gradient",
+    "Level",
+    "LossGradient",
+    "ModelInput",
+    "Operator",
+    "Output",
+    "Parameter",
+    "Result",
+    "TrainingGraph",
+    "UpdatedBuffer",
+    "copy_graph",
+    "is_constant",
+    "is_forward",
+    "is_random",
+    "is_tensor",
+    "is_view",
+    "memory_of",
+    "needs_only_inputs",
+    "recv",
+    "send",
+    "stage_of",
+    "sums_gradients",
+]

@@ -1,0 +1,165 @@
+"""Nodes of the training graph: what stands in ``node.meta``, and what can be asked of a node.
+
+Keys of ``node.meta`` (others are torch's own):
+
+============ ========= ================================================================================
+key          set by    meaning
+============ ========= ================================================================================
+``val``      capture   fake tensor (or a tuple of them): dtype, and shape in the batch symbol
+``op``       capture   id of the forward operator that caused the node: an index into ``operators``
+``phase``    capture   ``Phase.FORWARD`` or ``Phase.BACKWARD``; ``split_backward`` refines the latter
+``constant`` capture   True on forward nodes that depend on nothing but the batch size: masks, positions
+``role``     capture   on placeholders: what the argument is
+``draw``     capture   on random nodes: what seeds them, besides the step and the microbatch
+``changed``  capture   on buffers: True where the forward gives the buffer a new value
+``cost``     annotate  FLOPs, bytes and seconds
+``stage``    cut       the stage that runs the node
+``replay``   mark      True on forward nodes that the backward computes again
+============ ========= ================================================================================
+"""
+
+import operator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from pipec.ir import Phase
+from pipec.torch_compat import OpOverload
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A trained tensor; its gradient is a result. ``fqn`` is its fully qualified name in the model."""
+
+    fqn: str
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A tensor of the model that is not trained."""
+
+    fqn: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInput:
+    """Leaf ``position`` of the flattened arguments of ``step``; ``path`` is how a person would write it."""
+
+    position: int
+    path: str
+    batched: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LossGradient:
+    """The weight of the microbatch's loss in the mini-batch loss: what the backward starts from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Leaf ``position`` of what the captured function returns: the loss, or the model's outputs."""
+
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class UpdatedBuffer:
+    """The new value of a buffer that the forward changes."""
+
+    fqn: str
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """The gradient of a parameter."""
+
+    fqn: str
+
+
+Argument = Parameter | Buffer | ModelInput | LossGradient
+Result = Output | UpdatedBuffer | Gradient
+
+
+def send(value: torch.Tensor, target: int) -> torch.Tensor:
+    """Node: ``value`` leaves its stage for stage ``target``. Its only user is one ``recv``."""
+    return value
+
+
+def recv(sent: torch.Tensor) -> torch.Tensor:
+    """Node: the value of a ``send`` node, as it arrives."""
+    return sent
+
+
+def stage_of(node: fx.Node) -> int:
+    stage = node.meta["stage"]
+    assert isinstance(stage, int)
+    return stage
+
+
+def is_forward(node: fx.Node) -> bool:
+    return node.meta["phase"] is Phase.FORWARD
+
+
+def is_constant(node: fx.Node) -> bool:
+    return bool(node.meta.get("constant"))
+
+
+def is_tensor(node: fx.Node) -> bool:
+    """Whether the node's value is one tensor: not a tuple of them, not a number."""
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether running the node twice gives two different values. Attention without dropout draws nothing."""
+    if not isinstance(node.target, OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.name == "dropout_p":
+            given = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+            return bool(given != 0.0)
+    return True
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the node's value shares memory with its first input, so that making it again is free."""
+    if node.target is operator.getitem:
+        return is_view(node.args[0])  # type: ignore[arg-type]
+    if not isinstance(node.target, OpOverload) or not node.all_input_nodes:
+        return False  # a complex number, conjugated, is a view of no node
+    if node.target is torch.ops.aten._unsafe_view.default:
+        return True
+    returned = [result.alias_info for result in node.target._schema.returns]
+    return any(info is not None and not info.is_write for info in returned)
+
+
+def memory_of(node: fx.Node) -> fx.Node:
+    """The node that owns the memory a node shows: itself, or what it is a view of."""
+    while node.op == "call_function" and is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def sums_gradients(node: fx.Node) -> bool:
+    """Whether the node sums gradients of several uses of a value, as autograd does, for no operator."""
+    return (
+        node.target is torch.ops.aten.add.Tensor
+        and not node.kwargs
+        and "custom" not in node.meta
+        and not any(is_forward(term) for term in node.all_input_nodes)
+    )
+
+
+def needs_only_inputs(node: fx.Node) -> bool:
+    """Whether any stage can make the forward node: from the model's inputs and constants, drawing nothing."""
+    if "needs_only_inputs" not in node.meta:
+        if node.op == "placeholder":
+            answer = isinstance(node.meta["role"], ModelInput)
+        else:
+            answer = (
+                is_forward(node) and not is_random(node) and all(map(needs_only_inputs, node.all_input_nodes))
+            )
+        node.meta["needs_only_inputs"] = answer
+    return bool(node.meta["needs_only_inputs"])

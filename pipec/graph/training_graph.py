@@ -1,0 +1,83 @@
+"""The training graph: one flat ATen graph whose nodes say what caused them, where and when they run."""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+
+import sympy
+import torch
+from torch import fx
+
+from pipec.graph.nodes import Result
+from pipec.ir import Mode
+from pipec.torch_compat import pytree
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One torch-level call of the model's forward, in program order: the unit in which stages are cut."""
+
+    name: str
+    module: str
+    module_type: str
+    source: str
+
+
+class Level(IntEnum):
+    """How far a graph has come; ``passes.verify`` has a list of rules for each level."""
+
+    CAPTURED = 0
+    CUT = 1
+    COMMUNICATING = 2
+    SPLIT = 3
+
+
+@dataclass(frozen=True)
+class TrainingGraph:
+    """Forward, loss and backward as one graph, with what is known about its nodes.
+
+    ``results`` describes the graph's outputs in order; ``output_spec`` is the tree they are leaves of.
+    ``batch`` is the symbol of the microbatch size in every shape, None when the batch is fixed at
+    ``batch_size``. ``guards`` must hold for a microbatch size to be served by this graph.
+    ``ranks[k]`` is the rank that acts as the k-th of a schedule; without them, each is itself.
+    """
+
+    module: fx.GraphModule
+    mode: Mode
+    operators: tuple[Operator, ...]
+    results: tuple[Result, ...]
+    batch_size: int
+    batch: sympy.Symbol | None = None
+    guards: tuple[sympy.Basic, ...] = ()
+    level: Level = Level.CAPTURED
+    num_stages: int = 1
+    ranks: tuple[int, ...] = ()
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    output_spec: pytree.TreeSpec | None = None
+
+    @property
+    def nodes(self) -> Iterator[fx.Node]:
+        """Every node that computes something, in order."""
+        return (node for node in self.module.graph.nodes if node.op == "call_function")
+
+    @property
+    def arguments(self) -> list[fx.Node]:
+        return [node for node in self.module.graph.nodes if node.op == "placeholder"]
+
+    @property
+    def outputs(self) -> list[tuple[Result, fx.Node]]:
+        """Each result and the node that makes it; a parameter the loss does not depend on has no gradient."""
+        nodes = self.module.graph.output_node().args[0]
+        return list(zip(self.results, nodes, strict=True))  # type: ignore[arg-type]
+
+    def serves(self, microbatch_size: int) -> bool:
+        """Whether the captured graph is right for this microbatch size."""
+        if self.batch is None:
+            return microbatch_size == self.batch_size
+        return all(guard.subs(self.batch, microbatch_size) != sympy.false for guard in self.guards)
+
+
+def copy_graph(graph: TrainingGraph) -> TrainingGraph:
+    """Passes change the nodes of a graph; those of a copy are its own."""
+    return replace(graph, module=fx.GraphModule(graph.module, copy.deepcopy(graph.module.graph)))

@@ -1,0 +1,94 @@
+"""The device model of a torch device: by its name, the same on every rank, or measured, on request only."""
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from pipec.errors import PlanError
+from pipec.hardware.devices import DEVICES, DeviceModel, find_device
+
+FALLBACK_GPU = "a100"
+"""Stands for accelerators without an entry: where to cut depends on ratios, which differ less than speeds."""
+
+_MATMUL_SIZE = {"cpu": 512, "accelerator": 4096}
+_COPY_BYTES = {"cpu": 1 << 25, "accelerator": 1 << 28}
+"""Large enough for a core, or a whole GPU, to reach the speed it has on large operators, out of cache."""
+
+_ROUND_SECONDS = 0.02
+_ROUNDS = 5
+
+
+def default_device_model(device: torch.device) -> DeviceModel:
+    """The entry for a device. Nothing is measured, so that every rank and every run makes the same plan.
+
+    A CPU is always the ``cpu`` entry, one core, whatever the number of threads: all operators gain from
+    more of them. Accelerators without an entry, and ``meta``, are planned for as ``FALLBACK_GPU``.
+    """
+    if device.type == "cpu":
+        return DEVICES["cpu"]
+    if device.type == "cuda" and torch.cuda.is_available():
+        return find_device(torch.cuda.get_device_name(device)) or DEVICES[FALLBACK_GPU]
+    return DEVICES[FALLBACK_GPU]
+
+
+def calibrate(device: torch.device | str) -> DeviceModel:
+    """Measure a device in a second or two: matrix products, copies, launches and memory, but not its link.
+
+    A launch is that of a small product between two views, as in a stage. The CPU is measured with torch's
+    current number of threads. Raises PlanError for ``meta``.
+    """
+    device = torch.device(device)
+    if device.type == "meta":
+        raise PlanError("the meta device computes nothing: calibrate on the device that will train the model")
+    kind = "cpu" if device.type == "cpu" else "accelerator"
+    base = default_device_model(device)
+    small, bias = torch.ones(2, 2, 4, device=device), torch.ones(4, device=device)
+    weight = torch.ones(4, 4, device=device)
+    source = torch.ones(_COPY_BYTES[kind] // 4, device=device)
+    target = torch.empty_like(source)
+    return replace(
+        base,
+        name=f"{base.name}-calibrated",
+        flops_per_second={
+            str(dtype).removeprefix("torch."): _matmul_flops_per_second(_MATMUL_SIZE[kind], dtype, device)
+            for dtype in (torch.float32, torch.bfloat16)
+        },
+        memory_bytes_per_second=2 * _COPY_BYTES[kind] / _seconds(lambda: target.copy_(source), device),
+        launch_seconds=_seconds(lambda: torch.addmm(bias, small.view(4, 4), weight.t()), device),
+        memory_bytes=_memory_bytes(device, base),
+        source=f"measured, {torch.get_num_threads()} threads; the link as in {base.name}",
+    )
+
+
+def _matmul_flops_per_second(size: int, dtype: torch.dtype, device: torch.device) -> float:
+    matrix = torch.ones(size, size, device=device, dtype=dtype)
+    return float(2 * size**3 / _seconds(lambda: matrix @ matrix, device))
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Median over rounds of the time of one call, back to back, so that launches overlap as in a step."""
+    num_calls = 1
+    while _round_seconds(run, num_calls, device) < _ROUND_SECONDS:
+        num_calls *= 2
+    return statistics.median(_round_seconds(run, num_calls, device) for _ in range(_ROUNDS)) / num_calls
+
+
+def _round_seconds(run: Callable[[], object], num_calls: int, device: torch.device) -> float:
+    start = time.perf_counter()
+    for _ in range(num_calls):
+        run()
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter() - start
+
+
+def _memory_bytes(device: torch.device, base: DeviceModel) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    if device.type == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return base.memory_bytes

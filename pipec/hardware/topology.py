@@ -1,0 +1,175 @@
+"""Devices and the links between them: a hierarchy of equal groups, such as 2 hosts of 4 devices.
+
+A topology file, in TOML or the same keys in JSON, lists devices in order and levels from the inside out::
+
+    [[devices]]
+    count = 8
+    memory_bytes = 16e9      # without it, as much as is needed
+    speed = 1.0              # operators take seconds / speed
+
+    [[levels]]               # 4 devices share a host
+    size = 4
+    bytes_per_second = 12e9
+
+    [[levels]]               # 2 hosts share a network
+    size = 2
+    bytes_per_second = 1.25e9
+    latency_seconds = 1e-5
+"""
+
+import json
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pipec.errors import PlanError
+from pipec.hardware.devices import LinkModel
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Device:
+    """Operators take their seconds divided by ``speed``; a stage may hold ``memory_bytes``."""
+
+    memory_bytes: float = math.inf
+    speed: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """``size`` devices, or groups of the level below, joined by links of one bandwidth and latency."""
+
+    size: int
+    bytes_per_second: float
+    latency_seconds: float = 0.0
+
+    @property
+    def link(self) -> LinkModel:
+        return LinkModel(self.bytes_per_second, self.latency_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """``levels`` from the inside out: the first groups consecutive devices, the next consecutive groups.
+
+    PlanError if a figure is out of range, or the groups leave a device out or need more than there are.
+    """
+
+    devices: tuple[Device, ...]
+    levels: tuple[Level, ...]
+
+    def __post_init__(self) -> None:
+        for index, device in enumerate(self.devices):
+            if not (device.memory_bytes > 0 and 0 < device.speed < math.inf):
+                raise PlanError(
+                    f"device {index} has {device.memory_bytes} bytes of memory and speed {device.speed}: "
+                    f"expected both above 0"
+                )
+        for index, level in enumerate(self.levels):
+            _check_level(index, level)
+        reached = math.prod(level.size for level in self.levels)
+        if not self.levels or reached != len(self.devices):
+            sizes = " x ".join(str(level.size) for level in self.levels) or "no"
+            lost = f": device {reached} cannot be reached" if reached < len(self.devices) else ""
+            raise PlanError(
+                f"the topology lists {len(self.devices)} devices, but {sizes} levels join {reached}{lost}. "
+                f"Make the product of the sizes equal to the number of devices"
+            )
+
+    def link_between(self, first: int, second: int) -> LinkModel:
+        """That of the innermost level that joins two devices."""
+        reach = 1
+        for level in self.levels:
+            reach *= level.size
+            if first // reach == second // reach:
+                break
+        return level.link
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all devices are equally fast, and all links alike."""
+        return len(self.levels) == len({device.speed for device in self.devices}) == 1
+
+    @property
+    def slowest_link(self) -> LinkModel:
+        return min(self.levels, key=lambda level: level.bytes_per_second).link
+
+    @property
+    def least_memory_bytes(self) -> float:
+        return min(device.memory_bytes for device in self.devices)
+
+    def within(self, memory_bytes: float) -> "Topology":
+        """The same, but no device holds more than so many bytes."""
+        limited = (
+            replace(device, memory_bytes=min(device.memory_bytes, memory_bytes)) for device in self.devices
+        )
+        return replace(self, devices=tuple(limited))
+
+    def with_memory(self, share: float) -> "Topology":
+        """The same, with a share of each device's memory."""
+        smaller = (replace(device, memory_bytes=share * device.memory_bytes) for device in self.devices)
+        return replace(self, devices=tuple(smaller))
+
+    def without_limits(self) -> "Topology":
+        """The same, with as much memory as is needed."""
+        return replace(self, devices=tuple(Device(speed=device.speed) for device in self.devices))
+
+    def part(self, num_devices: int) -> "Topology":
+        """The first so many devices; unless they are all, joined by the slowest link between any of them."""
+        if num_devices == len(self.devices):
+            return self
+        link = self.link_between(0, num_devices - 1)
+        level = Level(num_devices, link.bytes_per_second, link.latency_seconds)
+        return Topology(self.devices[:num_devices], (level,))
+
+
+def alike(num_devices: int, link: LinkModel, memory_bytes: float = math.inf) -> Topology:
+    """Equal devices, any two joined by the same link."""
+    level = Level(num_devices, link.bytes_per_second, link.latency_seconds)
+    return Topology((Device(memory_bytes),) * num_devices, (level,))
+
+
+def uniform(
+    sizes: Sequence[int], bytes_per_second: Sequence[float], device: Device | None = None
+) -> Topology:
+    """Equal devices in equal groups, from the inside out. PlanError unless there is a bandwidth a level."""
+    if len(sizes) != len(bytes_per_second):
+        raise PlanError(
+            f"{len(sizes)} levels of devices and {len(bytes_per_second)} bandwidths: give one of each a "
+            f"level, innermost first"
+        )
+    levels = tuple(Level(size, rate) for size, rate in zip(sizes, bytes_per_second, strict=True))
+    return Topology((device or Device(),) * max(0, math.prod(sizes)), levels)
+
+
+def read_topology(path: Path) -> Topology:
+    """The topology in a ``.toml`` or ``.json`` file. PlanError if it is malformed."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        return _from_facts(tomllib.loads(text) if path.suffix == ".toml" else json.loads(text))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PlanError(
+            f"{path} is not a topology: {error!r}. Expected devices (count, memory_bytes, speed) and levels "
+            f"(size, bytes_per_second, latency_seconds), in TOML or JSON"
+        ) from error
+
+
+def _from_facts(facts: Mapping[str, Any]) -> Topology:
+    devices: list[Device] = []
+    for entry in facts["devices"]:
+        figures = {key: float(value) for key, value in entry.items() if key != "count"}
+        devices += [Device(**figures)] * entry.get("count", 1)
+    return Topology(tuple(devices), tuple(Level(**entry) for entry in facts["levels"]))
+
+
+def _check_level(index: int, level: Level) -> None:
+    if level.size < 1:
+        raise PlanError(f"level {index} joins {level.size} members: expected 1 or more")
+    if not (level.bytes_per_second > 0 and 0 <= level.latency_seconds < math.inf):
+        raise PlanError(
+            f"level {index} carries {level.bytes_per_second} bytes per second after "
+            f"{level.latency_seconds} seconds, so devices cannot reach each other: expected a "
+            f"bandwidth above 0 and a finite latency, 0 or more"
+        )

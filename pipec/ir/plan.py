@@ -1,0 +1,84 @@
+"""The plan of a step: its stages with their costs, the links between them, and what else was considered."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pipec.ir.values import Input, Link, Mode, Phase, Value
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """One stage and one microbatch, in seconds and bytes. ``seconds`` has entries for the phases that run."""
+
+    seconds: Mapping[Phase, float] = field(default_factory=dict)
+    flops: float = 0.0
+    parameter_bytes: int = 0
+    saved_bytes: int = 0
+    transient_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Consecutive forward operators ``first_operator .. last_operator`` and everything they caused.
+
+    ``parameters`` are the FQNs of ``w`` in the generated code, in order; ``borrowed`` is the subset
+    owned by another stage (tied weights). ``updated_buffers`` is the subset of ``buffers`` that the
+    forward replaces (BatchNorm statistics).
+    """
+
+    index: int
+    first_operator: int
+    last_operator: int
+    modules: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
+    borrowed: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
+    updated_buffers: tuple[str, ...] = ()
+    recompute: bool = False
+    cost: StageCost = StageCost()
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """Another way to run the step that was considered, and why it was not taken.
+
+    ``replicas`` pipelines of ``num_stages`` stages share the mini-batch, each in ``num_microbatches``.
+    ``seconds`` is what the step was predicted to take, ``peak_bytes`` what the rank that needs most would.
+    """
+
+    schedule: str
+    num_stages: int
+    replicas: int
+    num_microbatches: int
+    seconds: float
+    peak_bytes: int
+    refused: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything decided before code is generated. ``placement[stage]`` is the rank that runs it.
+
+    ``outputs`` names the results in the order of the leaves of what the model returns;
+    ``link_seconds[i]`` is how long ``links[i]`` takes. ``parameters`` and ``buffers`` are named by FQN.
+    ``alternatives`` are there if something was left to be chosen, the fastest first.
+    """
+
+    mode: Mode
+    schedule: str
+    num_microbatches: int
+    microbatch_size: int
+    placement: tuple[int, ...]
+    stages: tuple[Stage, ...]
+    links: tuple[Link, ...]
+    link_seconds: tuple[float, ...] = ()
+    parameters: tuple[Value, ...] = ()
+    buffers: tuple[Value, ...] = ()
+    inputs: tuple[Input, ...] = ()
+    outputs: tuple[str, ...] = ()
+    dynamic_batch: bool = True
+    alternatives: tuple[Alternative, ...] = ()
+
+    @property
+    def num_ranks(self) -> int:
+        return max(self.placement) + 1

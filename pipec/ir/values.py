@@ -1,0 +1,101 @@
+"""Values of a cut graph, the links that carry them between stages, and the phases in which nodes run."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+Dim = int | str
+"""A dimension: a number, or an integer expression in the microbatch size ``b`` such as ``"128*b"``."""
+
+
+class Phase(StrEnum):
+    """When a node of the training graph runs. A schedule either runs ``BACKWARD`` or its two halves."""
+
+    FORWARD = "forward"
+    RECOMPUTE = "recompute"
+    BACKWARD = "backward"
+    BACKWARD_INPUT = "backward_input"
+    BACKWARD_WEIGHT = "backward_weight"
+
+
+class Mode(StrEnum):
+    """What a program computes: a training step, the loss alone, or the model's output."""
+
+    TRAIN = "train"
+    LOSS = "loss"
+    FORWARD = "forward"
+
+
+class Payload(StrEnum):
+    """What a link carries. The first two move once per microbatch, the others once per step."""
+
+    ACTIVATION = "activation"
+    GRADIENT = "gradient"
+    WEIGHT = "weight"
+    WEIGHT_GRADIENT = "weight_gradient"
+    RESULT = "result"
+
+    @property
+    def per_microbatch(self) -> bool:
+        return self in (Payload.ACTIVATION, Payload.GRADIENT)
+
+    @property
+    def producers(self) -> tuple[Phase, ...]:
+        """The phases of the source stage that may make it; none for a weight, which is there at the start."""
+        match self:
+            case Payload.ACTIVATION | Payload.RESULT:
+                return (Phase.FORWARD,)
+            case Payload.GRADIENT:
+                return (Phase.BACKWARD, Phase.BACKWARD_INPUT)
+            case Payload.WEIGHT_GRADIENT:
+                return (Phase.BACKWARD, Phase.BACKWARD_WEIGHT)
+            case Payload.WEIGHT:
+                return ()
+
+    @property
+    def readers(self) -> tuple[Phase, ...]:
+        """The phases of the target stage that wait for it; none for what is read when the program is over."""
+        match self:
+            case Payload.ACTIVATION | Payload.WEIGHT:
+                return (Phase.FORWARD,)
+            case Payload.GRADIENT:
+                return (Phase.BACKWARD, Phase.BACKWARD_INPUT)
+            case Payload.WEIGHT_GRADIENT | Payload.RESULT:
+                return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor that leaves the function that made it. ``dtype`` is torch's name without the prefix."""
+
+    name: str
+    dtype: str
+    shape: tuple[Dim, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Values that travel together from one stage to another.
+
+    ``WEIGHT`` links lend a tied parameter from the stage that owns it to a stage that borrows it,
+    ``WEIGHT_GRADIENT`` links bring its gradient home; ``RESULT`` links carry the loss or the outputs
+    of ``source`` to every other rank, and have ``target`` -1.
+    """
+
+    source: int
+    target: int
+    payload: Payload
+    values: tuple[Value, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A leaf of ``step``'s arguments that some stage reads; ``position`` counts the flattened leaves.
+
+    ``batched``: dimension 0 is the batch and is split into microbatches; otherwise every microbatch
+    gets the whole tensor.
+    """
+
+    position: int
+    path: str
+    batched: bool
+    value: Value

@@ -1,0 +1,209 @@
+"""Read the Plan off a classified graph: stages with costs, links between them, inputs and outputs."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import fx
+
+from pipec.cost.formulas import node_bytes
+from pipec.cost.symbols import evaluate
+from pipec.graph import ModelInput, Output, TrainingGraph, is_tensor, is_view, memory_of, stage_of
+from pipec.graph.dimensions import dimension
+from pipec.graph.functions import Function, StageFunctions
+from pipec.hardware.topology import Topology
+from pipec.ir import Dim, Input, Link, Payload, Phase, Plan, Schedule, Stage, StageCost, Value
+from pipec.ir.text import value_bytes
+
+Names = Mapping[fx.Node, str]
+
+
+def build_plan(
+    graph: TrainingGraph,
+    stages: Sequence[StageFunctions],
+    names: Names,
+    schedule: Schedule,
+    microbatch_size: int,
+    topology: Topology,
+) -> Plan:
+    """Everything the schedule, the interpreter and a person need to know about the cut graph.
+
+    Rank r is device r of the topology.
+    """
+    owners = _owners(stages)
+    links = (
+        *_message_links(graph, stages, names),
+        *_tied_links(graph, stages, owners),
+        *_result_links(graph, stages, names),
+    )
+    return Plan(
+        mode=graph.mode,
+        schedule=schedule.name,
+        num_microbatches=schedule.num_microbatches,
+        microbatch_size=microbatch_size,
+        placement=schedule.placement,
+        stages=tuple(
+            _stage(graph, stage, owners, microbatch_size, topology.devices[rank].speed)
+            for stage, rank in zip(stages, schedule.placement, strict=True)
+        ),
+        links=links,
+        link_seconds=tuple(
+            _link_seconds(each, schedule.placement, topology, microbatch_size) for each in links
+        ),
+        parameters=_held(graph, (node for stage in stages for node in stage.parameters)),
+        buffers=_held(graph, (node for stage in stages for node in stage.buffers)),
+        inputs=tuple(_inputs(graph, stages, names)),
+        outputs=tuple(names[node] for role, node in graph.outputs if isinstance(role, Output)),
+        dynamic_batch=graph.batch is not None,
+    )
+
+
+def _link_seconds(link: Link, placement: Sequence[int], topology: Topology, size: int) -> float:
+    """A result goes to every other rank: the slowest way counts."""
+    way = (
+        topology.slowest_link
+        if link.payload is Payload.RESULT
+        else topology.link_between(placement[link.source], placement[link.target])
+    )
+    return way.seconds(sum(value_bytes(value, size) for value in link.values))
+
+
+def _owners(stages: Sequence[StageFunctions]) -> dict[str, int]:
+    """The first stage that uses a parameter owns it; the others borrow it."""
+    owners: dict[str, int] = {}
+    for stage in stages:
+        for fqn in _fqns(stage.parameters):
+            owners.setdefault(fqn, stage.index)
+    return owners
+
+
+def _held(graph: TrainingGraph, nodes: Iterable[fx.Node]) -> tuple[Value, ...]:
+    return tuple(dict.fromkeys(value_of(graph, node, node.meta["role"].fqn) for node in nodes))
+
+
+def _fqns(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+    return tuple(node.meta["role"].fqn for node in nodes)
+
+
+def _stage(
+    graph: TrainingGraph, stage: StageFunctions, owners: Mapping[str, int], size: int, speed: float
+) -> Stage:
+    operators = sorted({n.meta["op"] for n in stage.functions[0].body})
+    parameters = _fqns(stage.parameters)
+    updated = {fqn for fqn, _ in stage.functions[0].updates}
+    return Stage(
+        index=stage.index,
+        first_operator=operators[0] if operators else 0,
+        last_operator=operators[-1] if operators else -1,
+        modules=_modules(graph, operators),
+        parameters=parameters,
+        borrowed=tuple(fqn for fqn in parameters if owners[fqn] != stage.index),
+        buffers=_fqns(stage.buffers),
+        updated_buffers=tuple(fqn for fqn in _fqns(stage.buffers) if fqn in updated),
+        recompute=any(function.phase is Phase.RECOMPUTE for function in stage.functions),
+        cost=stage_cost(graph, stage, size, speed),
+    )
+
+
+def _modules(graph: TrainingGraph, operators: Sequence[int]) -> tuple[str, ...]:
+    """FQNs of the modules the stage's operators belong to, in order."""
+    named = (graph.operators[op].module for op in operators if graph.operators)
+    return tuple(dict.fromkeys(filter(None, named)))
+
+
+def stage_cost(graph: TrainingGraph, stage: StageFunctions, size: int, speed: float) -> StageCost:
+    forward = stage.functions[0]
+    return StageCost(
+        seconds={function.phase: _seconds(function, size) / speed for function in stage.functions},
+        flops=sum(evaluate(n.meta["cost"].flops, size) for f in stage.functions for n in f.body),
+        parameter_bytes=sum(node_bytes(node, size) for node in stage.parameters),
+        saved_bytes=sum(node_bytes(node, size) for node in set(map(memory_of, forward.saved_out))),
+        transient_bytes=max(_transient_bytes(function, size) for function in stage.functions),
+    )
+
+
+def _seconds(function: Function, size: int) -> float:
+    return float(sum(node.meta["cost"].seconds(size) for node in function.body))
+
+
+def _transient_bytes(function: Function, size: int) -> int:
+    """The most that values made in the function, and not saved, hold at one time."""
+    kept = set(map(memory_of, function.saved_out))
+    last = {memory_of(source): node for node in function.body for source in node.all_input_nodes}
+    live = peak = 0
+    for node in function.body:
+        if is_tensor(node) and not is_view(node) and node not in kept:
+            live += node_bytes(node, size)
+            peak = max(peak, live)
+        for source in set(map(memory_of, node.all_input_nodes)):
+            if last[source] is node and source in function.body and source not in kept:
+                live -= node_bytes(source, size) if is_tensor(source) else 0
+    return peak
+
+
+def value_of(graph: TrainingGraph, node: fx.Node, name: str) -> Value:
+    tensor = node.meta["val"]
+    assert isinstance(tensor, torch.Tensor)
+    shape = tuple(_dim(graph, dim) for dim in tensor.shape)
+    return Value(name, str(tensor.dtype).removeprefix("torch."), shape)
+
+
+def _dim(graph: TrainingGraph, size: int | torch.SymInt) -> Dim:
+    return size if isinstance(size, int) else dimension(size, graph.batch)
+
+
+def _batched(value: Value) -> Value:
+    """The same value with dimension 0 written as the batch, where the graph has it fixed."""
+    return Value(value.name, value.dtype, ("b", *value.shape[1:]))
+
+
+def _message_links(graph: TrainingGraph, stages: Sequence[StageFunctions], names: Names) -> Iterator[Link]:
+    """One link for all values that go from one stage to another in the same direction."""
+    groups: dict[tuple[int, int, Payload], list[Value]] = {}
+    for function in (f for stage in stages for f in stage.functions):
+        for node in function.sent:
+            payload = Payload.ACTIVATION if function.phase is Phase.FORWARD else Payload.GRADIENT
+            target = stage_of(next(iter(node.users)))
+            groups.setdefault((function.stage, target, payload), []).append(
+                value_of(graph, node, names[node])
+            )
+    return (
+        Link(source, target, payload, tuple(values)) for (source, target, payload), values in groups.items()
+    )
+
+
+def _tied_links(
+    graph: TrainingGraph, stages: Sequence[StageFunctions], owners: Mapping[str, int]
+) -> Iterator[Link]:
+    """A weight lent for the step, and its gradient brought home at the end."""
+    for stage in stages:
+        trained = {fqn for function in stage.functions for fqn, _ in function.gradients}
+        for node in stage.parameters:
+            fqn = node.meta["role"].fqn
+            if owners[fqn] != stage.index:
+                value = value_of(graph, node, fqn)
+                yield Link(owners[fqn], stage.index, Payload.WEIGHT, (value,))
+                if fqn in trained:
+                    yield Link(stage.index, owners[fqn], Payload.WEIGHT_GRADIENT, (value,))
+
+
+def _result_links(graph: TrainingGraph, stages: Sequence[StageFunctions], names: Names) -> Iterator[Link]:
+    for stage in stages:
+        nodes = [node for function in stage.functions for node in dict.fromkeys(function.outputs)]
+        if nodes:
+            values = tuple(_result(graph, node, names[node]) for node in nodes)
+            yield Link(stage.index, -1, Payload.RESULT, values)
+
+
+def _result(graph: TrainingGraph, node: fx.Node, name: str) -> Value:
+    value = value_of(graph, node, name)
+    fixed = graph.batch is None and value.shape[:1] == (graph.batch_size,)
+    return _batched(value) if fixed else value
+
+
+def _inputs(graph: TrainingGraph, stages: Sequence[StageFunctions], names: Names) -> Iterator[Input]:
+    read = {node for stage in stages for function in stage.functions for node in function.inputs}
+    for node in graph.arguments:
+        role = node.meta["role"]
+        if node in read and isinstance(role, ModelInput):
+            value = value_of(graph, node, names[node])
+            yield Input(role.position, role.path, role.batched, _batched(value) if role.batched else value)

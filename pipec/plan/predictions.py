@@ -1,0 +1,31 @@
+"""What a plan predicts of a step: its timeline, and what its ranks hold."""
+
+from collections.abc import Sequence
+
+from pipec.ir import Plan, Program
+from pipec.plan.memory import rank_bytes
+from pipec.timeline.attribution import Curve, Held, memory_over_time
+from pipec.timeline.events import Timeline
+from pipec.timeline.simulate import Costs, simulate
+
+
+def simulate_plan(plan: Plan, programs: Sequence[Program]) -> Timeline:
+    """The programs played against the plan's costs."""
+    compute = {(s.index, phase): time for s in plan.stages for phase, time in s.cost.seconds.items()}
+    return simulate(programs, Costs(compute, dict(zip(plan.links, plan.link_seconds, strict=True))))
+
+
+def saved_bytes_over_time(plan: Plan, timeline: Timeline) -> tuple[Curve, ...]:
+    """What the microbatches in flight on each rank hold: all of it until their last backward has ended."""
+    held = {stage.index: Held(stage.cost.saved_bytes, stage.cost.saved_bytes) for stage in plan.stages}
+    return memory_over_time(timeline, held)
+
+
+def predicted(plan: Plan, programs: Sequence[Program]) -> dict[str, object]:
+    """What the plan's costs say about a step: seconds, the bubble's share, peak bytes of each rank."""
+    timeline = simulate_plan(plan, programs)
+    return {
+        "makespan": timeline.makespan,
+        "bubble_rate": timeline.bubble_rate,
+        "peak_bytes": [need.total for need in rank_bytes(plan, programs)],
+    }

@@ -1,0 +1,141 @@
+"""A plan as a table for people: its stages, what bounds the step, and what else was considered."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from io import StringIO
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from pipec.ir import Payload, Phase, Plan, Program, Stage
+from pipec.ir.text import format_bytes, format_seconds, value_bytes
+from pipec.plan.memory import rank_bytes
+from pipec.plan.predictions import simulate_plan
+from pipec.timeline.attribution import critical_path, waits
+from pipec.timeline.events import Timeline
+
+WIDTH = 240
+"""Wide enough that no row is folded: a terminal folds it as it likes."""
+
+
+@dataclass(frozen=True)
+class ReadablePlan(Plan):
+    """A plan that prints as a table, with what its ``programs`` predict."""
+
+    programs: tuple[Program, ...] = field(default=(), repr=False, compare=False)
+
+    @classmethod
+    def of(cls, plan: Plan, programs: tuple[Program, ...]) -> "ReadablePlan":
+        return cls(**{each.name: getattr(plan, each.name) for each in fields(plan)}, programs=programs)
+
+    def __str__(self) -> str:
+        return plan_table(self, self.programs)
+
+
+def plan_table(plan: Plan, programs: Sequence[Program]) -> str:
+    """One row per stage, and under it what bounds the step."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for heading in (
+        "stage",
+        "rank",
+        "operators",
+        "parameters",
+        "forward",
+        "backward",
+        "sends",
+        "saves",
+        "modules",
+    ):
+        table.add_column(heading, justify="left" if heading == "modules" else "right", no_wrap=True)
+    for stage in plan.stages:
+        table.add_row(*_row(plan, stage))
+    parts = [[_headline(plan)], table_lines(table), _predictions(plan, programs), _alternatives(plan)]
+    return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+def table_lines(table: Table) -> list[str]:
+    """The lines of a rich table as plain text, none of them folded."""
+    out = StringIO()
+    Console(file=out, width=WIDTH, color_system=None).print(table)
+    return [line.rstrip() for line in out.getvalue().splitlines() if line.strip()]
+
+
+def _headline(plan: Plan) -> str:
+    return (
+        f"{len(plan.stages)} stages on {plan.num_ranks} ranks, {plan.schedule}, "
+        f"{plan.num_microbatches} microbatches of {plan.microbatch_size}"
+    )
+
+
+def _row(plan: Plan, stage: Stage) -> list[str]:
+    seconds = stage.cost.seconds
+    backward = sum(time for phase, time in seconds.items() if phase is not Phase.FORWARD)
+    return [
+        str(stage.index),
+        str(plan.placement[stage.index]),
+        f"{stage.first_operator}-{stage.last_operator}",
+        format_bytes(stage.cost.parameter_bytes),
+        format_seconds(seconds.get(Phase.FORWARD, 0.0)),
+        format_seconds(backward),
+        format_bytes(sent_bytes(plan, stage.index)),
+        format_bytes(stage.cost.saved_bytes) + ("*" if stage.recompute else ""),
+        _span(stage),
+    ]
+
+
+def _span(stage: Stage) -> str:
+    return " to ".join(dict.fromkeys([*stage.modules[:1], *stage.modules[-1:]]))
+
+
+def sent_bytes(plan: Plan, stage: int) -> int:
+    """Bytes a stage sends for one microbatch, both ways."""
+    return sum(
+        value_bytes(value, plan.microbatch_size)
+        for link in plan.links
+        if link.source == stage and link.payload.per_microbatch
+        for value in link.values
+    )
+
+
+def _predictions(plan: Plan, programs: Sequence[Program]) -> list[str]:
+    timeline = simulate_plan(plan, programs)
+    needs = rank_bytes(plan, programs)
+    peaks = ", ".join(format_bytes(need.total) for need in needs)
+    lines = [
+        f"step {format_seconds(timeline.makespan)}, bubble {timeline.bubble_rate:.1%}",
+        f"bounded by {_bounds(timeline)}",
+        f"peak memory by rank, without optimizer state: {peaks}",
+    ]
+    if any(stage.recompute for stage in plan.stages):
+        lines.append("* keeps what it received and computes the rest again")
+    if tied := [v.name for link in plan.links if link.payload is Payload.WEIGHT for v in link.values]:
+        lines.append(f"tied across stages: {', '.join(tied)}")
+    return lines
+
+
+def _bounds(timeline: Timeline) -> str:
+    """What most of the critical path consists of, which has no gaps but those of messages."""
+    seconds: dict[str, float] = defaultdict(float)
+    for index in critical_path(timeline, waits(timeline)):
+        event = timeline.events[index]
+        stage = f"stage {event.instruction.stage}"
+        seconds[stage if event.is_compute else "messages"] += event.end - event.start
+    longest = sorted(((time / timeline.makespan, what) for what, time in seconds.items()), reverse=True)
+    return ", ".join(f"{what} {share:.0%}" for share, what in longest[:3])
+
+
+def _alternatives(plan: Plan) -> list[str]:
+    if not plan.alternatives:
+        return []
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("instead", no_wrap=True)
+    for heading in ("microbatches", "stages", "replicas", "step", "peak memory"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("refused", no_wrap=True)
+    for each in plan.alternatives:
+        counts = map(str, (each.num_microbatches, each.num_stages, each.replicas))
+        step, peak = format_seconds(each.seconds), format_bytes(each.peak_bytes)
+        table.add_row(each.schedule, *counts, step, peak, each.refused)
+    return table_lines(table)

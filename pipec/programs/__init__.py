@@ -1,0 +1,6 @@
+"""The program of each rank: lowering, and the proof that it is complete, in order and free of deadlock.
+
+Read ``lower``, which stands on ``order_index``, ``timing`` and ``buffer_slots``; then ``verify``, which
+stands on ``step_index``, ``rendezvous`` and ``counterexample``. ``consumers`` tells which compute reads a
+message.
+"""

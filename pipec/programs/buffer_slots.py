@@ -1,0 +1,39 @@
+"""Buffer slots: which of its buffers a rank receives each message into."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipec.ir import Op
+from pipec.ir.columns import OP_CODE, Ints
+
+
+def number_slots(rows: Ints, buffered: NDArray[np.bool_]) -> None:
+    """Write the slots of a program's receives and moves into its columns ``rows``.
+
+    ``buffered`` says of each link by number, and last of none, whether its messages need a slot.
+
+    A buffer is live from its receive to the free of its stage and microbatch. Each link has as many as are
+    live at once, and they take turns: a message goes into the one that has been free for longest.
+    """
+    ops, stages, microbatches, links, _, slots = rows
+    numbers = np.flatnonzero(buffered[links] & (ops != OP_CODE[Op.SEND]))
+    frees = np.flatnonzero(ops == OP_CODE[Op.FREE])
+    by_link = numbers[np.argsort(links[numbers], kind="stable")]
+    bounds = np.flatnonzero(np.diff(links[by_link])) + 1
+    for received in np.split(by_link, bounds) if by_link.size else ():
+        own = frees[stages[frees] == stages[received[0]]]
+        freed = np.empty(int(microbatches.max()) + 1, np.int64)
+        freed[microbatches[own]] = own
+        slots[received] = _turns(received, freed[microbatches[received]])
+
+
+def _turns(received: Ints, freed: Ints) -> Ints:
+    """The slots of messages received at ``received``, ascending, and freed at ``freed``."""
+    count = np.arange(received.size)
+    order_of_frees = np.argsort(freed)
+    depth = int((count + 1 - np.searchsorted(freed[order_of_frees], received)).max())
+    heir = count.copy()
+    heir[depth:] = order_of_frees[: max(received.size - depth, 0)]
+    while (heir >= depth).any():
+        heir = heir[heir]
+    return heir

@@ -1,0 +1,361 @@
+"""Static verification: the programs compute everything once, in order, without deadlock and within memory.
+
+The verifier is data: ``RULES`` lists one small function per rule, which yields the faults it finds. A
+rule may rely on those before it. The rules know what programs mean, and nothing of how they were made.
+They look at whole columns of instructions and spell out only what they find wrong.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipec.errors import VerifyError
+from pipec.ir import Compute, Instruction, Link, Op, Payload, Program
+from pipec.ir.columns import OP_CODE, OPS, Instructions, Ints
+from pipec.ir.text import format_link, instruction_lines
+from pipec.programs.counterexample import grid
+from pipec.programs.rendezvous import Site, Waits, circle, stalls
+from pipec.programs.step_index import BACKWARDS, COMPUTES, Deliveries, StepIndex
+
+_CONTEXT_LINES = 3
+_TRANSFERS = (Op.RECV, Op.SEND, Op.MOVE)
+
+
+def verify_programs(
+    programs: Sequence[Program],
+    placement: Sequence[int],
+    links: Sequence[Link],
+    num_microbatches: int,
+    *,
+    recompute: Collection[int] = (),
+    max_in_flight: int | Sequence[int] | None = None,
+) -> None:
+    """Prove that ``programs`` are one correct step of the stages that ``placement`` puts on ranks.
+
+    ``recompute`` are the stages that replay their forward. ``max_in_flight`` bounds how many pairs of
+    stage and microbatch a rank holds between forward and free: one number for all ranks, or one for each.
+    Time and memory are linear in the number of instructions.
+
+    Raises:
+        VerifyError: a rule is broken; the message shows the lines of the program around the fault, and the
+            cells of the ranks around it with the bad one marked.
+    """
+    limits = (max_in_flight,) * len(programs) if isinstance(max_in_flight, int) else max_in_flight
+    step = StepIndex(programs, tuple(placement), tuple(links), num_microbatches, frozenset(recompute), limits)
+    for rule in RULES:
+        for fault in rule(step):
+            raise VerifyError(_explain(step, fault))
+
+
+@dataclass(frozen=True, slots=True)
+class _Fault:
+    """What is wrong, and the instruction to look at; no instruction if the programs as a whole are wrong.
+
+    ``others`` are the instructions of other ranks that are wrong with it.
+    """
+
+    site: Site | None
+    message: str
+    others: tuple[Site, ...] = ()
+
+
+def _explain(step: StepIndex, fault: _Fault) -> str:
+    if fault.site is None:
+        return fault.message
+    rank, number = fault.site
+    lines = instruction_lines(step.programs[rank])
+    first, last = max(number - _CONTEXT_LINES, 0), number + _CONTEXT_LINES + 1
+    shown = [f"{'>' if k == number else ' '} {line}" for k, line in enumerate(lines[first:last], start=first)]
+    orders = [_computes_of(columns) for columns in step.columns]
+    marked = {where: _place(step.columns[where], at) for where, at in (fault.site, *fault.others)}
+    drawn = grid(orders, step.placement, marked) if any(map(len, orders)) else ""
+    return "\n".join([f"rank {rank}, instruction {number}: {fault.message}", *shown, drawn]).rstrip("\n")
+
+
+def _is_compute(columns: Instructions) -> NDArray[np.bool_]:
+    return np.isin(columns.ops, [OP_CODE[op] for op in COMPUTES])
+
+
+def _computes_of(columns: Instructions) -> Sequence[Compute]:
+    rows = columns.matrix[:3, _is_compute(columns)].T.tolist()
+    cells = ((OPS[op].phase, stage, microbatch) for op, stage, microbatch in rows)
+    return [Compute(phase, stage, microbatch) for phase, stage, microbatch in cells if phase]
+
+
+def _place(columns: Instructions, number: int) -> int:
+    """Which compute of its rank an instruction belongs to: itself, or the next one, or the last."""
+    computes = _is_compute(columns)
+    return max(min(int(computes[:number].sum()), int(computes.sum()) - 1), 0)
+
+
+def _fits_plan(step: StepIndex) -> Iterator[_Fault]:
+    """Programs are of the plan's ranks, and every field of every instruction fits the plan."""
+    ranks = [program.rank for program in step.programs]
+    if ranks != list(range(max(step.placement) + 1)):
+        yield _Fault(None, f"programs are of ranks {ranks}; expected one for each rank of {step.placement}")
+    for link in step.links:
+        ends = (link.source,) if link.payload is Payload.RESULT else (link.source, link.target)
+        if not all(0 <= stage < len(step.placement) for stage in ends):
+            yield _Fault(None, f"{format_link(link)} names a stage beyond the plan's {len(step.placement)}")
+    for rank, columns in enumerate(step.columns):
+        for number in _first_of_each_kind(step, columns):
+            instruction = columns[number]
+            misfits = _transfer_misfits if instruction.op in _TRANSFERS else _compute_misfits
+            for misfit in misfits(step, rank, instruction):
+                yield _Fault((rank, number), misfit)
+
+
+def _first_of_each_kind(step: StepIndex, columns: Instructions) -> Sequence[int]:
+    """The first of the instructions that fit or misfit alike: they differ in microbatch and slot alone."""
+    microbatch = np.digitize(columns.microbatches, [-1, 0, step.num_microbatches])
+    fields = (
+        (columns.stages, -2, len(step.placement)),
+        (columns.link_numbers, -2, len(columns.links)),
+        (columns.peers, -2, len(step.programs)),
+        (microbatch, 0, 3),
+        (columns.slots >= 0, 0, 1),
+        (columns.slots == -1, 0, 1),
+    )
+    kinds = columns.ops.astype(np.int64)
+    for column, low, high in fields:
+        kinds = kinds * (high - low + 1) + np.clip(column, low, high) - low
+    return sorted(np.unique(kinds, return_index=True)[1].tolist())
+
+
+def _compute_misfits(step: StepIndex, rank: int, instruction: Instruction) -> Iterator[str]:
+    op, stage, microbatch = instruction.op, instruction.stage, instruction.microbatch
+    if not 0 <= stage < len(step.placement) or step.placement[stage] != rank:
+        held = [stage for stage, where in enumerate(step.placement) if where == rank]
+        yield f"{op} names stage {stage}; expected a stage of this rank: {held}"
+    if not 0 <= microbatch < step.num_microbatches:
+        yield f"{op} names microbatch {microbatch}; expected 0 to {step.num_microbatches - 1}"
+    if instruction.link or instruction.peer != -1 or instruction.slot != -1:
+        yield f"{op} carries a link, peer or slot; expected none"
+
+
+def _transfer_misfits(step: StepIndex, rank: int, instruction: Instruction) -> Iterator[str]:
+    op, link = instruction.op, instruction.link
+    if link is None or link not in step.link_set:
+        yield f"{op} carries {format_link(link) if link else 'no link'}; expected a link of the plan"
+        return
+    source, targets = step.placement[link.source], step.receivers(link)
+    start, end = {Op.SEND: (rank, instruction.peer), Op.RECV: (instruction.peer, rank)}.get(op, (rank, rank))
+    if start != source or end not in targets:
+        way = f"rank {source} to {' or '.join(map(str, targets))}"
+        yield f"{op} takes {format_link(link)} from rank {start} to {end}; expected from {way}"
+    if (op is Op.MOVE) != (start == end) or (op is Op.MOVE) != (instruction.peer == -1):
+        yield f"{op} from rank {start} to {end}; expected a send and a recv, or a move without a peer"
+    stage = link.source if op is Op.SEND else link.target
+    if instruction.stage != stage:
+        yield f"{op} of {format_link(link)} names stage {instruction.stage}; expected {stage}"
+    if instruction.microbatch not in step.microbatches(link):
+        allowed = step.microbatches(link)
+        yield f"{op} names microbatch {instruction.microbatch}; expected {allowed[0]} to {allowed[-1]}"
+    if (instruction.slot >= 0) != (op is not Op.SEND and link.payload.per_microbatch):
+        yield f"{op} names slot {instruction.slot}; only what arrives for a microbatch has one, others -1"
+
+
+def _computes_once(step: StepIndex) -> Iterator[_Fault]:
+    """Each stage runs each phase exactly once per microbatch, its backward whole or in two halves."""
+    kinds = np.isin(np.arange(len(step.placement)), list(step.recompute)).astype(np.int64)[:, None]
+    for op in COMPUTES:
+        kinds = kinds * 3 + np.minimum(step.counts[OP_CODE[op]], 2)
+    for cell in sorted(np.unique(kinds, return_index=True)[1].tolist()):
+        stage, microbatch = divmod(cell, step.num_microbatches)
+        for ops, miscount in _miscounts(step, stage, microbatch):
+            found = [int(step.numbers[OP_CODE[op], stage, microbatch]) for op in ops]
+            seen = [number for number in found if number >= 0]
+            yield _Fault(step.suspect(seen, step.placement[stage], stage, microbatch), miscount)
+
+
+def _miscounts(step: StepIndex, stage: int, microbatch: int) -> Iterator[tuple[Sequence[Op], str]]:
+    def count(op: Op) -> int:
+        return int(step.counts[OP_CODE[op], stage, microbatch])
+
+    where = f"of stage {stage}, microbatch {microbatch}"
+    replays = int(step.trains and stage in step.recompute)
+    backwards = tuple(count(op) for op in BACKWARDS)
+    if count(Op.FORWARD) != 1:
+        yield [Op.FORWARD], f"forward {where} runs {count(Op.FORWARD)} times; expected once"
+    if count(Op.RECOMPUTE) != replays:
+        yield [Op.RECOMPUTE], f"recompute {where} runs {count(Op.RECOMPUTE)} times; expected {replays}"
+    if step.trains and backwards not in ((1, 0, 0), (0, 1, 1)):
+        found = ", ".join(f"{number} {op}" for op, number in zip(BACKWARDS, backwards, strict=True))
+        yield BACKWARDS, f"the backward {where} is {found}; expected one backward, or one of each half"
+
+
+def _computes_in_order(step: StepIndex) -> Iterator[_Fault]:
+    """Forward, then recompute, then backward; the input half before the weight half."""
+    latest, latest_op = (
+        step.numbers[OP_CODE[Op.FORWARD]].copy(),
+        np.full(step.numbers.shape[1:], OP_CODE[Op.FORWARD]),
+    )
+    for op in COMPUTES[1:]:
+        numbers = step.numbers[OP_CODE[op]]
+        runs = numbers >= 0
+        for stage, microbatch in np.argwhere(runs & (numbers < latest)).tolist()[:1]:
+            earlier, first = OPS[latest_op[stage, microbatch]], latest[stage, microbatch]
+            where = f"of stage {stage}, microbatch {microbatch}"
+            site = step.placement[stage], int(numbers[stage, microbatch])
+            yield _Fault(site, f"{op} {where} runs before its {earlier} at {first}")
+        latest[runs], latest_op[runs] = numbers[runs], OP_CODE[op]
+
+
+def _delivers_once(step: StepIndex) -> Iterator[_Fault]:
+    """Each link is sent and received exactly once for each microbatch, or moved on one rank."""
+    nothing = np.empty(0, np.int32)
+    for number, link, target in step.routes():
+        first = step.microbatches(link)[0]
+        for op in step.transfer_ops(link, target):
+            carried, numbers = step.transfers.get((op, number, target), (nothing, nothing))
+            counts = np.bincount(carried - first, minlength=len(step.microbatches(link)))
+            for wrong in np.flatnonzero(counts != 1).tolist()[:1]:
+                microbatch = wrong + first
+                sends = op is Op.SEND
+                rank, stage = (step.placement[link.source], link.source) if sends else (target, link.target)
+                message = f"{op} of {_message_name(link, microbatch)} to rank {target}"
+                site = step.suspect(numbers[carried == microbatch].tolist(), rank, stage, microbatch)
+                yield _Fault(site, f"{message} is there {counts[wrong]} times; expected once")
+
+
+def _message_name(link: Link, microbatch: int) -> str:
+    return format_link(link) + (f", microbatch {microbatch}" if microbatch >= 0 else "")
+
+
+def _sends_what_was_made(step: StepIndex) -> Iterator[_Fault]:
+    """Nothing is sent before the compute that makes it."""
+    for each in step.deliveries:
+        for wrong in np.flatnonzero(each.sends < each.made).tolist()[:1]:
+            name = _message_name(each.link, int(each.microbatches[wrong]))
+            site = each.source, int(each.sends[wrong])
+            yield _Fault(site, f"{name} leaves before it is made at {each.made[wrong]}")
+
+
+def _posts_before_reading(step: StepIndex) -> Iterator[_Fault]:
+    """Every receive is posted, and every move done, before the compute that reads it."""
+    for each in step.deliveries:
+        for wrong in np.flatnonzero((each.reads >= 0) & (each.reads < each.receives)).tolist()[:1]:
+            name = _message_name(each.link, int(each.microbatches[wrong]))
+            site = each.target, int(each.reads[wrong])
+            yield _Fault(site, f"reads {name}, which is received only at {each.receives[wrong]}")
+
+
+def _frees_after_last_use(step: StepIndex) -> Iterator[_Fault]:
+    """Each stage and microbatch is freed exactly once, and not used afterwards."""
+    freed = step.numbers[OP_CODE[Op.FREE]]
+    sources = np.array([*(link.source for link in step.links), -1])
+    for rank, columns in enumerate(step.columns):
+        late: list[tuple[int, int]] = []
+        moves = columns.ops == OP_CODE[Op.MOVE]
+        for stages in (columns.stages, np.where(moves, sources[columns.link_numbers], -1)):
+            used = np.flatnonzero((columns.microbatches >= 0) & (stages >= 0))
+            at = freed[stages[used], columns.microbatches[used]]
+            wrong = used[(at >= 0) & (at < used)].tolist()
+            late += [(number, int(stages[number])) for number in wrong[:1]]
+        for number, stage in sorted(late):
+            microbatch = int(columns.microbatches[number])
+            where = f"stage {stage}, microbatch {microbatch}"
+            message = f"needs {where}, which was freed at {freed[stage, microbatch]}"
+            yield _Fault((rank, number), f"{columns[number].op} {message}")
+    for stage, microbatch in np.argwhere(freed < 0).tolist()[:1]:
+        suspect = step.suspect((), step.placement[stage], stage, microbatch)
+        yield _Fault(suspect, f"stage {stage}, microbatch {microbatch} is never freed")
+
+
+def _spares_live_slots(step: StepIndex) -> Iterator[_Fault]:
+    """Nothing is received into a buffer between the receive it holds and the free of that microbatch."""
+    freed = step.numbers[OP_CODE[Op.FREE]]
+    for rank, columns in enumerate(step.columns):
+        used = np.flatnonzero((columns.link_numbers >= 0) & (columns.slots >= 0))
+        used = used[np.lexsort((used, columns.slots[used], columns.link_numbers[used]))]
+        links, slots = columns.link_numbers[used], columns.slots[used]
+        again = np.flatnonzero((links[1:] == links[:-1]) & (slots[1:] == slots[:-1]))
+        before, after = used[again], used[again + 1]
+        live = freed[columns.stages[before], columns.microbatches[before]] > after
+        for number, holder in sorted(zip(after[live].tolist(), before[live].tolist(), strict=True))[:1]:
+            link = columns.links[columns.link_numbers[number]]
+            name = f"slot {columns.slots[number]} of {format_link(link)}"
+            held = columns.microbatches[holder]
+            yield _Fault((rank, number), f"{name} still holds microbatch {held}, which is not freed yet")
+
+
+def _keeps_channel_order(step: StepIndex) -> Iterator[_Fault]:
+    """From one rank to another, receives are posted in the order of the sends."""
+    channels: dict[tuple[int, int], list[Deliveries]] = defaultdict(list)
+    for each in step.deliveries:
+        if each.crosses_ranks:
+            channels[each.source, each.target].append(each)
+    for (source, target), deliveries in channels.items():
+        sends, receives = (
+            _joined([getattr(each, way) for each in deliveries]) for way in ("sends", "receives")
+        )
+        order = np.argsort(sends)
+        for place in np.flatnonzero(np.diff(receives[order]) < 0).tolist()[:1]:
+            late, early = order[place], order[place + 1]
+            names = [
+                _message_name(each.link, microbatch)
+                for each in deliveries
+                for microbatch in each.microbatches.tolist()
+            ]
+            sent = f"rank {source} sends them at {sends[early]} and {sends[late]}"
+            message = f"{names[early]} is received before {names[late]}, but {sent}"
+            yield _Fault((target, int(receives[early])), message)
+
+
+def _finishes(step: StepIndex) -> Iterator[_Fault]:
+    """No rank waits forever, even if every send waits until its receive is posted."""
+    stalled = stalls([len(columns) for columns in step.columns], _waits(step.deliveries))
+    if stalled:
+        ring = circle(stalled)
+        lines = [
+            f"  rank {site[0]} at '{step.show(site)}' waits for rank {ahead[0]} to reach '{step.show(ahead)}'"
+            for site, ahead in ring
+        ]
+        message = "\n".join(["deadlock if sends wait for their receives:", *lines])
+        yield _Fault(ring[0][0], message, tuple(site for site, _ in ring[1:]))
+
+
+def _waits(deliveries: Sequence[Deliveries]) -> Waits:
+    """Sends wait for their receives, and what reads a message for its send."""
+    parts: list[tuple[Ints, ...]] = []
+    for each in deliveries:
+        if each.crosses_ranks:
+            source, target = np.full_like(each.sends, each.source), np.full_like(each.sends, each.target)
+            parts.append((source, each.sends, target, each.receives))
+            read = each.reads >= 0
+            parts.append((target[read], each.reads[read], source[read], each.sends[read]))
+    return Waits(*map(_joined, zip(*parts, strict=True))) if parts else Waits(*[_joined([])] * 4)
+
+
+def _joined(parts: Sequence[Ints]) -> Ints:
+    return np.concatenate([np.empty(0, np.int32), *parts])
+
+
+def _bounds_in_flight(step: StepIndex) -> Iterator[_Fault]:
+    """No rank holds more between forward and free than it may."""
+    if step.limits is None:
+        return
+    for rank, (columns, limit) in enumerate(zip(step.columns, step.limits, strict=True)):
+        starts, ends = columns.ops == OP_CODE[Op.FORWARD], columns.ops == OP_CODE[Op.FREE]
+        in_flight = np.cumsum(starts.astype(int) - ends)
+        for number in np.flatnonzero(in_flight > limit).tolist()[:1]:
+            message = f"holds {in_flight[number]} microbatches in flight; expected at most {limit}"
+            yield _Fault((rank, number), message)
+
+
+RULES: tuple[Callable[[StepIndex], Iterator[_Fault]], ...] = (
+    _fits_plan,
+    _computes_once,
+    _computes_in_order,
+    _delivers_once,
+    _sends_what_was_made,
+    _posts_before_reading,
+    _frees_after_last_use,
+    _spares_live_slots,
+    _keeps_channel_order,
+    _finishes,
+    _bounds_in_flight,
+)

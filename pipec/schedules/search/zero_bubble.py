@@ -1,0 +1,153 @@
+"""ZB-1p and ZB-2p: split backwards, searched for given costs and memory (Qi et al., Zero Bubble, ICLR 2024).
+
+The search plays a greedy schedule under a number of policies, then varies how many microbatches each stage
+may have in flight. Where ranks hold several stages, how these interleave decides as much, and the best
+orders are annealed. Last it moves single cells of the critical path. All of it is deterministic.
+"""
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+
+from pipec.errors import InfeasibleError
+from pipec.ir import Schedule
+from pipec.schedules.orders import straight_placement
+from pipec.schedules.search.anneal import anneal
+from pipec.schedules.search.greedy import Policy, greedy
+from pipec.schedules.search.problem import Orders, Problem, make_problem, play
+from pipec.schedules.search.reorder import Score, reorder, score
+from pipec.schedules.search.workload import Workload
+from pipec.schedules.zb_h1 import zb_h1
+from pipec.schedules.zb_h2 import zb_h2
+
+_FILLS = (0.0, 0.75)
+_PATIENCES = (0.0, 0.5, 1.0)
+_EFFORT = 40_000
+"""Cells played while varying, and four times as many, which are cheaper, while moving cells."""
+
+_ANNEALING = 10 * _EFFORT
+"""Cells that annealing may play: most plays are given up long before their last cell."""
+
+
+def zb_1p(num_ranks: int, num_microbatches: int, work: Workload) -> Schedule:
+    """One stage per rank and the memory of 1F1B's first rank: p microbatches, or ``work``'s limit if lower.
+
+    At unit costs its bubble is that of ZB-H1; for other costs it fills the gaps that ZB-H1's fixed order
+    leaves.
+
+    Raises:
+        InfeasibleError: the limit does not hold one microbatch.
+    """
+    return _zero_bubble("zb-1p", num_ranks, num_microbatches, work, num_ranks)
+
+
+def zb_2p(num_ranks: int, num_microbatches: int, work: Workload) -> Schedule:
+    """One stage per rank and twice the memory of ZB-1p, which leaves next to no bubble in the span.
+
+    Raises:
+        InfeasibleError: the limit does not hold one microbatch.
+    """
+    return _zero_bubble("zb-2p", num_ranks, num_microbatches, work, 2 * num_ranks)
+
+
+def _zero_bubble(name: str, num_ranks: int, m: int, work: Workload, depth: int) -> Schedule:
+    most = depth * work.memory_backward
+    limit = most if work.memory_limit is None else min(most, work.memory_limit)
+    if limit < max(work.memory_backward, work.memory_weight):
+        raise InfeasibleError(
+            f"schedule {name!r} has a memory limit of {limit:g}, but one microbatch holds "
+            f"{max(work.memory_backward, work.memory_weight):g}; raise the limit or use smaller microbatches"
+        )
+    problem = make_problem(straight_placement(num_ranks), m, work, limit)
+    known = [problem.orders(make(num_ranks, m)) for make in (zb_h1, zb_h2)]
+    return problem.schedule(name, search(problem, known, by_span=True))
+
+
+def search(problem: Problem, known: Iterable[Orders], *, by_span: bool) -> Orders:
+    """The best orders found, by span, then makespan; or the other way round.
+
+    Of those ``known`` that fit and those that every policy leads to, varied, annealed and reordered.
+
+    Raises:
+        InfeasibleError: none fits within the memory limit.
+    """
+    found = [_scored(problem, orders, by_span) for orders in known if all(map(problem.fits, orders))]
+    tried = [(_tried(problem, policy, by_span), policy) for policy in _policies(problem)]
+    start, policy = min(tried, key=lambda each: each[0][0])
+    several_stages = problem.num_stages > problem.num_ranks
+    plays = _EFFORT // len(problem.needs)
+    if start[1]:
+        found.append(_varied(problem, policy, start, by_span, plays // 2 if several_stages else plays))
+    if not found:
+        raise InfeasibleError(
+            f"no order of {problem.num_stages} stages on {problem.num_ranks} ranks stays within a memory "
+            f"limit of {problem.limit:g} on each; raise the limit or use smaller microbatches"
+        )
+    if several_stages:
+        _, orders = min(found, key=lambda each: each[0])
+        annealed = anneal(problem, orders, plays=_ANNEALING // len(problem.needs))
+        found.append(_scored(problem, annealed, by_span))
+    _, orders = min(found, key=lambda each: each[0])
+    return reorder(problem, orders, by_span=by_span, plays=4 * plays)
+
+
+Scored = tuple[Score, Orders]
+
+
+def _scored(problem: Problem, orders: Orders, by_span: bool) -> Scored:
+    timeline = play(problem, orders)
+    assert timeline
+    return score(problem, timeline, by_span), orders
+
+
+def _tried(problem: Problem, policy: Policy, by_span: bool) -> Scored:
+    """What a policy leads to; if it does not finish, no orders and the worst of scores."""
+    orders = greedy(problem, policy)
+    return _scored(problem, orders, by_span) if orders else ((float("inf"),), [])
+
+
+def _policies(problem: Problem) -> Iterator[Policy]:
+    """Every combination of a few fills and patiences, with the warmup of ZB-H2 or any.
+
+    With forwards first as well if there are few enough cells: that pays where memory is short.
+    """
+    p, m = problem.num_ranks, problem.num_microbatches
+    warmups: Sequence[tuple[int, ...]] = (
+        tuple(min(2 * (p - rank) - 1, m) for rank in problem.placement),
+        (m,) * problem.num_stages,
+    )
+    preferences = (False, True) if len(problem.needs) <= _EFFORT // 10 else (False,)
+    for first, caps, fill, patience in product(preferences, warmups, _FILLS, _PATIENCES):
+        yield Policy(fill, patience, first, caps)
+
+
+def _varied(problem: Problem, policy: Policy, start: Scored, by_span: bool, plays: int) -> Scored:
+    """The best found on a walk from ``policy`` that never goes where the score is worse."""
+    numbers = random.Random(0)
+    best = start
+    for _ in range(plays):
+        varied = _vary(problem, policy, numbers)
+        other = _tried(problem, varied, by_span)
+        if other[0] <= best[0]:
+            best, policy = other, varied
+    return best
+
+
+def _vary(problem: Problem, policy: Policy, numbers: random.Random) -> Policy:
+    """Other caps for one to three stages, and now and then another fill, patience or preference."""
+    caps = list(policy.caps)
+    stages = range(len(caps))
+    for stage in numbers.sample(stages, min(numbers.choice((1, 1, 2, 3)), len(caps))):
+        near = caps[stage] + numbers.choice((-2, -1, 1, 2))
+        far = numbers.randint(1, problem.num_microbatches)
+        caps[stage] = min(max(numbers.choice((near, far)), 1), problem.num_microbatches)
+    varied = replace(policy, caps=tuple(caps))
+    match numbers.randrange(10):
+        case 0:
+            return replace(varied, fill=numbers.choice(_FILLS))
+        case 1:
+            return replace(varied, patience=numbers.choice(_PATIENCES))
+        case 2:
+            return replace(varied, forward_first=not policy.forward_first)
+    return varied

@@ -1,0 +1,213 @@
+"""Why a step takes as long as it does: what ranks wait for, the critical path, and memory over time."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from pipec.ir import Payload, Phase
+from pipec.ir.columns import Floats, Ints
+from pipec.programs.consumers import first_readers
+from pipec.timeline.events import Event, Events, Timeline
+
+Curve = Sequence[tuple[float, float]]
+"""Times, ascending, each with the amount held from then on."""
+
+_NEGLIGIBLE = 1e-6
+"""Share of the makespan below which a rank is not said to have waited: times are sums of floats."""
+
+
+@dataclass(frozen=True, eq=False)
+class Waits:
+    """What came right before each event of a timeline, entry by entry; -1 stands for nothing.
+
+    ``previous`` is the compute of the same rank before it, ``idle`` the time the rank computed nothing in
+    between, and ``messages`` the one that ended it. Messages are never idle: they leave when they can.
+    """
+
+    previous: Ints
+    idle: Floats
+    messages: Ints
+
+    @cached_property
+    def causes(self) -> Ints:
+        """The events without which these could have begun earlier."""
+        return np.where(self.messages < 0, self.previous, self.messages)
+
+
+def waits(timeline: Timeline) -> Waits:
+    """What came right before each event, in the order of the events.
+
+    A rank waits for the message that arrived last of those it reads. If they had all arrived before the
+    rank was free, or it reads none, idle time is the rank's own, as that between recorded computes is.
+    A recorded message lasts until it is read, so any is taken to arrive as fast as the fastest of its link.
+    """
+    events, least = timeline.columns, _NEGLIGIBLE * timeline.makespan
+    previous = _previous(events)
+    free = np.append(events.ends, 0.0)[previous]
+    idle = np.where(events.is_compute, events.starts - free, 0.0)
+    idle[idle <= least] = 0.0
+    arrivals = _arrivals(events)
+    last = _last_inputs(readers(timeline), arrivals)
+    late = (idle > 0) & (np.append(arrivals, -np.inf)[last] > free + least)
+    return Waits(previous, idle, np.where(late, last, -1))
+
+
+def readers(timeline: Timeline) -> Ints:
+    """For each event the compute that reads it first; -1 for computes and for what is read after the step."""
+    events = timeline.columns
+    computes, messages = np.flatnonzero(events.is_compute), np.flatnonzero(~events.is_compute)
+    found = np.full(len(events), -1)
+    read = first_readers(events.instructions.where(events.is_compute), timeline.messages.instructions)
+    found[messages] = np.append(computes, -1)[read]
+    return found
+
+
+def _previous(events: Events) -> Ints:
+    """The compute before each event on its rank, or -1."""
+    numbers = np.arange(len(events))
+    latest = np.maximum.accumulate(np.where(events.is_compute, numbers, -1))
+    before = np.concatenate([[-1], latest])[: len(events)]
+    return np.where(before < np.searchsorted(events.ranks, events.ranks), -1, before)
+
+
+def _arrivals(events: Events) -> Floats:
+    """When each message could be read."""
+    ways = events.instructions.link_numbers * (int(events.instructions.peers.max(initial=0)) + 1)
+    ways = np.where(events.is_compute, 0, ways + events.instructions.peers)
+    fastest = np.full(int(ways.max(initial=0)) + 1, np.inf)
+    messages = ~events.is_compute
+    np.minimum.at(fastest, ways[messages], (events.ends - events.starts)[messages])
+    arrivals: Floats = events.starts + fastest[ways]
+    return arrivals
+
+
+def _last_inputs(read_by: Ints, arrivals: Floats) -> Ints:
+    """The message each event reads that arrives last, the first of several; -1 where it reads none."""
+    messages = np.flatnonzero(read_by >= 0)[::-1]
+    found = np.full(read_by.size, -1)
+    ascending = messages[np.argsort(arrivals[messages], kind="stable")]
+    found[read_by[ascending]] = ascending
+    return found
+
+
+def critical_path(timeline: Timeline, found: Waits) -> tuple[int, ...]:
+    """The events, first to last, each of which kept the next from beginning; the last one ends the step.
+
+    ``found`` are the ``waits`` of the timeline.
+    """
+    events = timeline.columns
+    last = np.flatnonzero(events.ends == timeline.makespan)
+    at = int(last[np.argmax(events.is_compute[last])]) if last.size else -1
+    path: list[int] = []
+    while at >= 0:
+        path.append(at)
+        at = int(found.causes[at])
+    return tuple(reversed(path))
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """How long a rank waits for what a stage of another rank sends."""
+
+    rank: int
+    stage: int
+    payload: Payload
+    time: float
+
+
+@dataclass(frozen=True, slots=True)
+class RankTime:
+    """Where the time of a rank goes; the parts add up to the makespan.
+
+    It is ``busy`` computing, or waits for messages, ``waits``, longest first; ``own`` is the idle time in
+    which all it needed was there, ``after`` that behind its last compute.
+    """
+
+    busy: float
+    waits: tuple[Awaited, ...]
+    own: float
+    after: float
+
+    @property
+    def waiting(self) -> float:
+        return sum(each.time for each in self.waits)
+
+
+def rank_times(timeline: Timeline, found: Waits) -> tuple[RankTime, ...]:
+    """Where the time of each rank goes. ``found`` are the ``waits`` of the timeline."""
+    events, num_ranks = timeline.columns, timeline.num_ranks
+    computes = events.is_compute
+    busy = np.bincount(events.ranks, np.where(computes, events.ends - events.starts, 0.0), num_ranks)
+    own = np.bincount(events.ranks, np.where(found.messages < 0, found.idle, 0.0), num_ranks)
+    ends = np.zeros(num_ranks)
+    np.maximum.at(ends, events.ranks[computes], events.ends[computes])
+    awaited = _awaited(events, found)
+    after = timeline.makespan - ends
+    return tuple(
+        RankTime(float(busy[rank]), tuple(awaited[rank]), float(own[rank]), float(after[rank]))
+        for rank in range(num_ranks)
+    )
+
+
+def _awaited(events: Events, found: Waits) -> dict[int, list[Awaited]]:
+    """What each rank waits for, longest first."""
+    late = np.flatnonzero(found.messages >= 0)
+    messages = found.messages[late]
+    numbers, links = events.instructions.link_numbers[messages], events.instructions.links
+    kinds = events.ranks[late].astype(np.int64) * len(links) + numbers
+    firsts, kind = np.unique(kinds, return_index=True, return_inverse=True)[1:]
+    times = np.bincount(kind, found.idle[late])
+    awaited: dict[int, list[Awaited]] = defaultdict(list)
+    for place in np.argsort(-times, kind="stable").tolist():
+        first = firsts[place]
+        link, sender = links[numbers[first]], int(events.ranks[messages[first]])
+        one = Awaited(sender, link.source, link.payload, float(times[place]))
+        awaited[int(events.ranks[late[first]])].append(one)
+    return awaited
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a microbatch of a stage holds: ``backward`` from its forward to its input gradient or whole
+    backward, ``weight`` from there to its weight gradient, in bytes or any other unit."""
+
+    backward: float = 1.0
+    weight: float = 1.0
+
+
+def memory_over_time(timeline: Timeline, held: Mapping[int, Held] | None = None) -> tuple[Curve, ...]:
+    """For each rank the steps of what its microbatches hold: ``(time, amount from then on)``, from time 0.
+
+    ``held[stage]`` is what one microbatch holds, by default 1 until its last compute: that counts the
+    pairs of stage and microbatch in flight. A forward holds from its start, a backward lets go at its end.
+    """
+    changes: list[list[tuple[float, float]]] = [[] for _ in range(timeline.num_ranks)]
+    for event in timeline.computes:
+        one = (held or {}).get(event.instruction.stage, Held())
+        changes[event.rank] += _changes(event, one)
+    return tuple(map(_steps, changes))
+
+
+def _changes(event: Event, held: Held) -> Iterator[tuple[float, float]]:
+    match event.instruction.op.phase:
+        case Phase.FORWARD:
+            yield event.start, held.backward
+        case Phase.BACKWARD:
+            yield event.end, -held.backward
+        case Phase.BACKWARD_INPUT:
+            yield event.end, held.weight - held.backward
+        case Phase.BACKWARD_WEIGHT:
+            yield event.end, -held.weight
+
+
+def _steps(changes: Sequence[tuple[float, float]]) -> Curve:
+    """Running totals, one step for all changes at the same time."""
+    ordered = sorted([(0.0, 0.0), *changes])
+    totals = list(accumulate(change for _, change in ordered))
+    times = [time for time, _ in ordered]
+    last_of_time = [here != after for here, after in pairwise([*times, None])]
+    return [(time, total) for time, total, last in zip(times, totals, last_of_time, strict=True) if last]

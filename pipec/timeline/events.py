@@ -1,0 +1,177 @@
+"""The timeline of a step, simulated or recorded: what ran and what travelled when, and its figures of merit.
+
+A step of a thousand ranks has millions of events. They are kept as columns of numbers, and read like a tuple.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipec.ir import Instruction, Op, Phase
+from pipec.ir.columns import OP_CODE, OPS, Floats, Instructions, Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A compute while it runs, or a message from its send to its arrival at the peer."""
+
+    rank: int
+    instruction: Instruction
+    start: float
+    end: float
+
+    @property
+    def is_compute(self) -> bool:
+        return self.instruction.op is not Op.SEND
+
+
+_CHUNK = 1 << 16
+"""Events made at once by a loop over all."""
+
+
+class Events(Sequence[Event]):
+    """Events as columns: entry k of each belongs to the same event."""
+
+    def __init__(self, ranks: Ints, instructions: Instructions, starts: Floats, ends: Floats) -> None:
+        self.ranks = ranks
+        self.instructions = instructions
+        self.starts = starts
+        self.ends = ends
+
+    @classmethod
+    def of(cls, events: Sequence[Event]) -> "Events":
+        """``events`` as columns; itself if it is so already."""
+        if isinstance(events, Events):
+            return events
+        ranks = np.array([event.rank for event in events], np.int32)
+        instructions = Instructions.of([event.instruction for event in events], ())
+        starts, ends = (np.array([getattr(event, name) for event in events]) for name in ("start", "end"))
+        return cls(ranks, instructions, starts, ends)
+
+    @property
+    def is_compute(self) -> NDArray[np.bool_]:
+        computes: NDArray[np.bool_] = self.instructions.ops != OP_CODE[Op.SEND]
+        return computes
+
+    def where(self, mask: NDArray[np.bool_]) -> "Events":
+        """The events at which ``mask`` is true."""
+        return Events(self.ranks[mask], self.instructions.where(mask), self.starts[mask], self.ends[mask])
+
+    def part(self, first: int, last: int) -> "Events":
+        """The events from ``first`` on, before ``last``."""
+        instructions = Instructions(self.instructions.matrix[:, first:last], self.instructions.links)
+        return Events(self.ranks[first:last], instructions, self.starts[first:last], self.ends[first:last])
+
+    def __len__(self) -> int:
+        return len(self.instructions)
+
+    def __iter__(self) -> Iterator[Event]:
+        for first in range(0, len(self), _CHUNK):
+            yield from self[first : first + _CHUNK]
+
+    @overload
+    def __getitem__(self, index: int) -> Event: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Event]: ...
+    def __getitem__(self, index: int | slice) -> Event | Sequence[Event]:
+        if isinstance(index, slice):
+            columns = (self.ranks[index].tolist(), self.instructions[index])
+            times = (self.starts[index].tolist(), self.ends[index].tolist())
+            return tuple(map(Event, *columns, *times))
+        times = self.starts[index].item(), self.ends[index].item()
+        return Event(int(self.ranks[index]), self.instructions[index], *times)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Sequence)
+            and len(self) == len(other)
+            and all(one == another for one, another in zip(self, other, strict=True))
+        )
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One step, from time 0. ``peak_in_flight[rank]`` counts pairs of stage and microbatch.
+
+    ``events`` are ordered by rank, then as in its program.
+    """
+
+    events: Sequence[Event]
+    peak_in_flight: tuple[int, ...]
+    unit: str = "s"
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.peak_in_flight)
+
+    @cached_property
+    def columns(self) -> Events:
+        return Events.of(self.events)
+
+    @cached_property
+    def makespan(self) -> float:
+        """When the last compute has ended and the last message has arrived."""
+        return float(self.columns.ends.max(initial=0.0))
+
+    @cached_property
+    def span(self) -> float:
+        """The longest time any rank takes from the start of its first compute to the end of its last."""
+        computes = self.computes
+        if not len(computes):
+            return 0.0
+        first_of_rank = np.unique(computes.ranks, return_index=True)[1]
+        starts = np.minimum.reduceat(computes.starts, first_of_rank)
+        ends = np.maximum.reduceat(computes.ends, first_of_rank)
+        return float((ends - starts).max())
+
+    @cached_property
+    def bubble_rate(self) -> float:
+        """The share of ``span`` in which the ranks, on average, compute nothing."""
+        return self._share_outside(Phase.FORWARD, *_BACKWARDS, Phase.RECOMPUTE)
+
+    @cached_property
+    def overhead_rate(self) -> float:
+        """``bubble_rate`` with recomputing counted as lost: 1 - m(F+B+W) / span for equal stages."""
+        return self._share_outside(Phase.FORWARD, *_BACKWARDS)
+
+    @cached_property
+    def computes(self) -> Events:
+        return self.columns.where(self.columns.is_compute)
+
+    @cached_property
+    def messages(self) -> Events:
+        return self.columns.where(~self.columns.is_compute)
+
+    def computes_of(self, rank: int) -> Events:
+        """The computes of a rank, in order."""
+        first, last = np.searchsorted(self.computes.ranks, (rank, rank + 1)).tolist()
+        return self.computes.part(first, last)
+
+    @cached_property
+    def phases(self) -> frozenset[Phase]:
+        """The phases that run."""
+        codes = np.flatnonzero(np.bincount(self.computes.instructions.ops, minlength=len(OPS))).tolist()
+        return frozenset(Phase(OPS[code]) for code in codes)
+
+    @cached_property
+    def stages(self) -> tuple[Sequence[int], ...]:
+        """The stages that each rank computes, ascending."""
+        return tuple(
+            np.unique(self.computes_of(rank).instructions.stages).tolist() for rank in range(self.num_ranks)
+        )
+
+    def _share_outside(self, *phases: Phase) -> float:
+        computes = self.computes
+        counted = np.isin(computes.instructions.ops, [OP_CODE[Op(phase)] for phase in phases])
+        busy = float((computes.ends - computes.starts)[counted].sum())
+        return 1 - busy / (self.num_ranks * self.span) if self.span else 0.0
+
+
+_BACKWARDS = (Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)

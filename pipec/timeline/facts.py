@@ -1,0 +1,51 @@
+"""A timeline as plain data for other programs: figures of merit, where time goes, and what happens when."""
+
+from pipec.timeline.attribution import RankTime, critical_path, rank_times, waits
+from pipec.timeline.events import Event, Timeline
+
+MOST_EVENTS = 100_000
+"""Events listed one by one; a step of more is told by its sums and its critical path."""
+
+
+def timeline_facts(timeline: Timeline) -> dict[str, object]:
+    """Figures of merit, what ranks wait for, the critical path, and every event of up to ``MOST_EVENTS``."""
+    found = waits(timeline)
+    facts: dict[str, object] = {
+        "unit": timeline.unit,
+        "makespan": timeline.makespan,
+        "span": timeline.span,
+        "bubble_rate": timeline.bubble_rate,
+        "peak_in_flight": list(timeline.peak_in_flight),
+        "waits": [_rank_facts(rank, time) for rank, time in enumerate(rank_times(timeline, found))],
+        "critical_path": [_event_facts(timeline.events[index]) for index in critical_path(timeline, found)],
+        "num_events": len(timeline.events),
+    }
+    if len(timeline.events) <= MOST_EVENTS:
+        facts["events"] = [_event_facts(event) for event in timeline.events]
+    return facts
+
+
+def _rank_facts(rank: int, time: RankTime) -> dict[str, object]:
+    return {
+        "rank": rank,
+        "busy": time.busy,
+        "waiting": time.waiting,
+        "own": time.own,
+        "after": time.after,
+        "for": [
+            {"rank": each.rank, "stage": each.stage, "payload": each.payload, "time": each.time}
+            for each in time.waits
+        ],
+    }
+
+
+def _event_facts(event: Event) -> dict[str, object]:
+    instruction = event.instruction
+    return {
+        "rank": event.rank,
+        "op": instruction.op,
+        "stage": instruction.stage,
+        "microbatch": instruction.microbatch,
+        "start": event.start,
+        "end": event.end,
+    }

@@ -1,0 +1,79 @@
+"""What was recorded of steps that ran: a timeline of each, beside the one that was planned."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pipec.errors import InputError
+from pipec.ir import Instruction, Op, Phase, Program
+from pipec.timeline.events import Event, Timeline
+from pipec.timeline.simulate import peak_in_flight
+
+
+@dataclass
+class Trace:
+    """Timelines of the steps made while it was recorded, in order, and of the same step on paper."""
+
+    planned: Timeline | None = None
+    steps: list[Timeline] = field(default_factory=list)
+
+    def typical(self) -> Timeline:
+        """The step of median makespan. Raises InputError if there is none."""
+        if not self.steps:
+            raise InputError("nothing was recorded; call step() inside `with pipe.trace() as trace:`")
+        return sorted(self.steps, key=lambda step: step.makespan)[(len(self.steps) - 1) // 2]
+
+    def timelines(self) -> dict[str, Timeline]:
+        """The planned step and the typical measured one, by those names, to be drawn on one axis."""
+        planned = {"planned": self.planned} if self.planned else {}
+        return {**planned, "measured": self.typical()}
+
+
+def measured_timeline(programs: Sequence[Program], stamps: Mapping[int, Sequence[int]]) -> Timeline:
+    """The timeline of a step from three stamps per instruction: begun, inputs arrived, ended, in nanoseconds.
+
+    A compute lasts from the arrival of its inputs. A message is known to have arrived only when its reader
+    had it, and lasts until then; one that is read when the program is over lasts as long as its send.
+    """
+    start = min(min(times) for times in stamps.values())
+    runs = {
+        program.rank: [
+            _Run(*(1e-9 * (time - start) for time in times)) for times in _triples(stamps[program.rank])
+        ]
+        for program in programs
+    }
+    arrivals = {
+        (instruction.stage, instruction.microbatch, instruction.op.phase): run.arrived
+        for program in programs
+        for instruction, run in zip(program.instructions, runs[program.rank], strict=True)
+    }
+    events = [
+        event
+        for program in programs
+        for instruction, run in zip(program.instructions, runs[program.rank], strict=True)
+        for event in _events(program.rank, instruction, run, arrivals)
+    ]
+    return Timeline(tuple(events), tuple(map(peak_in_flight, programs)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Seconds since the first instruction of the step began."""
+
+    begun: float
+    arrived: float
+    ended: float
+
+
+def _triples(stamps: Sequence[int]) -> Iterator[Sequence[int]]:
+    return (stamps[at : at + 3] for at in range(0, len(stamps), 3))
+
+
+def _events(
+    rank: int, instruction: Instruction, run: _Run, arrivals: Mapping[tuple[int, int, Phase | None], float]
+) -> Iterator[Event]:
+    if instruction.op.phase:
+        yield Event(rank, instruction, run.arrived, run.ended)
+    elif instruction.op is Op.SEND and (link := instruction.link):
+        readers = [(link.target, instruction.microbatch, phase) for phase in link.payload.readers]
+        arrived = [arrivals[reader] for reader in readers if reader in arrivals]
+        yield Event(rank, instruction, run.begun, max([run.ended, *arrived]))
