@@ -8,8 +8,8 @@ split.
 """
 
 from pipec.ir.plan import Alternative, Plan, Stage, StageCost
-from pipec.ir.program import Instruction, Op, Program
-from pipec.ir.schedule import Compute, Schedule
+from pipec.ir.program import Instruction, Kind, Op, Program, Traits
+from pipec.ir.schedule import Compute, Placement, Schedule, num_ranks, rank_of, ranks_of, stages_on
 from pipec.ir.values import Dim, Input, Link, Mode, Payload, Phase, Value
 
 __all__ = [
@@ -18,15 +18,22 @@ __all__ = [
     "Dim",
     "Input",
     "Instruction",
+    "Kind",
     "Link",
     "Mode",
     "Op",
     "Payload",
     "Phase",
+    "Placement",
     "Plan",
     "Program",
     "Schedule",
     "Stage",
     "StageCost",
+    "Traits",
     "Value",
+    "num_ranks",
+    "rank_of",
+    "ranks_of",
+    "stages_on",
 ]

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from pipec.ir.schedule import Placement, num_ranks
 from pipec.ir.values import Input, Link, Mode, Phase, Value
 
 
@@ -57,7 +58,7 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything decided before code is generated. ``placement[stage]`` is the rank that runs it.
+    """Everything decided before code is generated. ``placement`` says which rank runs each stage.
 
     ``outputs`` names the results in the order of the leaves of what the model returns;
     ``link_seconds[i]`` is how long ``links[i]`` takes. ``parameters`` and ``buffers`` are named by FQN.
@@ -68,7 +69,7 @@ class Plan:
     schedule: str
     num_microbatches: int
     microbatch_size: int
-    placement: tuple[int, ...]
+    placement: Placement
     stages: tuple[Stage, ...]
     links: tuple[Link, ...]
     link_seconds: tuple[float, ...] = ()
@@ -81,4 +82,4 @@ class Plan:
 
     @property
     def num_ranks(self) -> int:
-        return max(self.placement) + 1
+        return num_ranks(self.placement)

@@ -1,6 +1,7 @@
 """Read the Plan off a classified graph: stages with costs, links between them, inputs and outputs."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
 
 import torch
 from torch import fx
@@ -11,7 +12,20 @@ from pipec.graph import ModelInput, Output, TrainingGraph, is_tensor, is_view, m
 from pipec.graph.dimensions import dimension
 from pipec.graph.functions import Function, StageFunctions
 from pipec.hardware.topology import Topology
-from pipec.ir import Dim, Input, Link, Payload, Phase, Plan, Schedule, Stage, StageCost, Value
+from pipec.ir import (
+    Dim,
+    Input,
+    Link,
+    Payload,
+    Phase,
+    Placement,
+    Plan,
+    Schedule,
+    Stage,
+    StageCost,
+    Value,
+    ranks_of,
+)
 from pipec.ir.text import value_bytes
 
 Names = Mapping[fx.Node, str]
@@ -42,8 +56,8 @@ def build_plan(
         microbatch_size=microbatch_size,
         placement=schedule.placement,
         stages=tuple(
-            _stage(graph, stage, owners, microbatch_size, topology.devices[rank].speed)
-            for stage, rank in zip(stages, schedule.placement, strict=True)
+            _stage(graph, stage, owners, microbatch_size, _speed(topology, schedule.placement, stage.index))
+            for stage in stages
         ),
         links=links,
         link_seconds=tuple(
@@ -57,14 +71,18 @@ def build_plan(
     )
 
 
-def _link_seconds(link: Link, placement: Sequence[int], topology: Topology, size: int) -> float:
-    """A result goes to every other rank: the slowest way counts."""
-    way = (
-        topology.slowest_link
-        if link.payload is Payload.RESULT
-        else topology.link_between(placement[link.source], placement[link.target])
-    )
-    return way.seconds(sum(value_bytes(value, size) for value in link.values))
+def _speed(topology: Topology, placement: Placement, stage: int) -> float:
+    """That of the slowest rank that runs the stage."""
+    return min(topology.devices[rank].speed for rank in ranks_of(placement, stage))
+
+
+def _link_seconds(link: Link, placement: Placement, topology: Topology, size: int) -> float:
+    """How long a message takes on the slowest of its ways; a result goes to every other rank."""
+    num_bytes = sum(value_bytes(value, size) for value in link.values)
+    if link.payload is Payload.RESULT:
+        return topology.slowest_link.seconds(num_bytes)
+    sources, targets = ranks_of(placement, link.source), ranks_of(placement, link.target)
+    return max(topology.link_between(*ends).seconds(num_bytes) for ends in product(sources, targets))
 
 
 def _owners(stages: Sequence[StageFunctions]) -> dict[str, int]:

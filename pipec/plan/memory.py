@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipec.ir import Mode, Plan, Program
+from pipec.ir import Mode, Plan, Program, stages_on
 from pipec.ir.text import format_bytes
 from pipec.timeline.simulate import peak_in_flight
 
@@ -30,7 +30,7 @@ def rank_bytes(plan: Plan, programs: Sequence[Program]) -> list[RankBytes]:
 
 
 def _bytes_of(plan: Plan, rank: int, copies: int, in_flight: int) -> RankBytes:
-    costs = [s.cost for s in plan.stages if plan.placement[s.index] == rank]
+    costs = [plan.stages[stage].cost for stage in stages_on(plan.placement, rank)]
     most_saved = max((cost.saved_bytes for cost in costs), default=0)
     return RankBytes(
         static=copies * sum(cost.parameter_bytes for cost in costs),

@@ -90,20 +90,16 @@ def simulate(programs: Sequence[Program], costs: Costs) -> Timeline:
     return Timeline(events, tuple(map(peak_in_flight, programs)), costs.unit)
 
 
-_IS_COMPUTE = np.array([op.phase is not None for op in OPS])
-_IS_TIMED = np.array([op.phase is not None or op is Op.SEND for op in OPS])
-
-
 class _Step:
     """The computes, sends and receives of all ranks, rank by rank."""
 
     def __init__(self, programs: Sequence[Instructions]) -> None:
-        timed = [_IS_TIMED[each.ops] for each in programs]
+        timed = [each.is_timed for each in programs]
         self.programs = programs
         self.events = joined([each.where(mask) for each, mask in zip(programs, timed, strict=True)])
         self.receives = joined([each.where(each.ops == OP_CODE[Op.RECV]) for each in programs])
         self.ranks = np.repeat(np.arange(len(programs), dtype=np.int32), [mask.sum() for mask in timed])
-        self.is_compute = _IS_COMPUTE[self.events.ops]
+        self.is_compute = self.events.is_compute
         self.computes = self.events.where(self.is_compute)
         self.first_computes = np.searchsorted(self.ranks[self.is_compute], range(len(programs) + 1)).tolist()
 
@@ -125,7 +121,8 @@ def _durations(computes: Instructions, costs: Costs) -> Floats:
 
 def _reads(step: _Step, delays: Floats) -> Reads:
     """What each compute waits for; a link takes every microbatch to one rank, or is read by no compute."""
-    events, receives, sent = step.events, step.receives, ~step.is_compute
+    events, receives = step.events, step.receives
+    sent = events.ops == OP_CODE[Op.SEND]
     num_microbatches = max(int(each.microbatches.max(initial=-1)) for each in (events, receives)) + 1
     makers = np.full((len(events.links), num_microbatches + 1), NEVER)
     makers[events.link_numbers[sent], events.microbatches[sent]] = step.last_computes[sent]
@@ -138,6 +135,6 @@ def _reads(step: _Step, delays: Floats) -> Reads:
 def _explain(step: _Step, stuck: Stuck) -> str:
     where = []
     for rank, compute in zip(step.ranks[step.is_compute][stuck.cells].tolist(), stuck.cells, strict=True):
-        numbers = np.flatnonzero(_IS_COMPUTE[step.programs[rank].ops])
+        numbers = np.flatnonzero(step.programs[rank].is_compute)
         where.append(f"rank {rank} at instruction {numbers[compute - step.first_computes[rank]]}")
     return f"these wait for messages that are never sent: {', '.join(where)}; verify_programs tells why"
