@@ -1,0 +1,48 @@
+"""What a stage holds in memory and when: the one definition that planner, search, simulator and plan read."""
+
+from dataclasses import dataclass
+
+from pipec.ir.values import Phase
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """What one stage holds, in bytes or any other unit.
+
+    ============= ================ ======================== ============================================
+    field         of each          from                     to
+    ============= ================ ======================== ============================================
+    ``weights``   stage            the start of the step    the end of the step
+    ``gradients`` stage            the start of the step    the end of the step
+    ``saved``     microbatch       the start of its forward the end of its input gradient or whole backward
+    ``kept``      microbatch       the end of ``saved``     the end of its weight gradient
+    ``transient`` running phase    the start of the phase   the end of the phase
+    ============= ================ ======================== ============================================
+
+    ``transient`` is the most that any phase function of the stage holds besides the rest while it runs.
+    """
+
+    weights: float = 0
+    gradients: float = 0
+    saved: float = 0
+    kept: float = 0
+    transient: float = 0
+
+    @property
+    def static(self) -> float:
+        """What the stage holds during the whole step."""
+        return self.weights + self.gradients
+
+    def growth(self, phase: Phase) -> tuple[float, float]:
+        """By how much memory grows when ``phase`` of a microbatch starts, and by how much when it ends."""
+        match phase:
+            case Phase.FORWARD:
+                return self.saved + self.transient, -self.transient
+            case Phase.RECOMPUTE:
+                return self.transient, -self.transient
+            case Phase.BACKWARD:
+                return self.transient, -self.transient - self.saved
+            case Phase.BACKWARD_INPUT:
+                return self.transient, self.kept - self.saved - self.transient
+            case Phase.BACKWARD_WEIGHT:
+                return self.transient, -self.transient - self.kept
