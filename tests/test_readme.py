@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import pipec
 from pipec.cli import app
 from pipec.cli.target import load_example
-from pipec.compiler import compiler
+from pipec.compiler import pass_list
 from pipec.passes.mark_recompute import MarkRecompute
 from pipec.programs.lower import chain_links, lower
 from pipec.programs.verify import verify_programs
@@ -125,10 +125,10 @@ def test_the_pass_keeps_products_and_changes_no_gradient(monkeypatch: pytest.Mon
         example.model.zero_grad()
         pipe = pipec.compile(example.model, 2, loss_fn=example.loss_fn, microbatches=2, recompute="full")
         pipe.step(*example.args, target=example.target)
-        return pipe.plan.stages[1].cost.saved_bytes, [parameter.grad for parameter in pipe.parameters()]
+        return pipe.plan.stages[1].cost.memory.saved, [parameter.grad for parameter in pipe.parameters()]
 
     saved_bytes, gradients = step()
-    original = compiler.passes
+    original = pass_list.passes
 
     def with_keep(*args: Any) -> list[Any]:
         return [
@@ -137,7 +137,7 @@ def test_the_pass_keeps_products_and_changes_no_gradient(monkeypatch: pytest.Mon
             for step in ([each, keep] if type(each) is MarkRecompute else [each])
         ]
 
-    monkeypatch.setattr(compiler, "passes", with_keep)
+    monkeypatch.setattr(pass_list, "passes", with_keep)
     more_bytes, same = step()
     assert more_bytes > saved_bytes
     assert all(torch.equal(one, other) for one, other in zip(gradients, same, strict=True))

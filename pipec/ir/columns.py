@@ -30,6 +30,7 @@ def _having(trait: Callable[[Traits], bool]) -> NDArray[np.bool_]:
 _IS_COMPUTE = _having(lambda traits: traits.kind is Kind.COMPUTE)
 _IS_TIMED = _having(lambda traits: traits.timed)
 FILLS_SLOT = _having(lambda traits: traits.fills_slot)
+_PHASE_OF_OP = np.array([PHASE_CODE[op.phase] if op.phase else -1 for op in OPS], np.int32)
 
 
 def ranks_by_microbatch(placement: Placement, num_microbatches: int) -> Ints:
@@ -143,6 +144,13 @@ class Instructions(_Columns[Instruction]):
             for each in instructions
         ]
         return cls(_matrix(rows, 6), tuple(index))
+
+    @property
+    def cells(self) -> Cells:
+        """The computes, as the cells of a schedule."""
+        cells = self.matrix[:3, self.is_compute].copy()
+        cells[0] = _PHASE_OF_OP[cells[0]]
+        return Cells(cells)
 
     def where(self, mask: NDArray[np.bool_]) -> "Instructions":
         """The instructions at which ``mask`` is true."""

@@ -3,19 +3,18 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from pipec.ir.memory import StageMemory
 from pipec.ir.schedule import Placement, num_ranks
 from pipec.ir.values import Input, Link, Mode, Phase, Value
 
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """One stage and one microbatch, in seconds and bytes. ``seconds`` has entries for the phases that run."""
+    """What one stage takes for one microbatch: seconds by phase, FLOPs, and bytes of memory."""
 
     seconds: Mapping[Phase, float] = field(default_factory=dict)
     flops: float = 0.0
-    parameter_bytes: int = 0
-    saved_bytes: int = 0
-    transient_bytes: int = 0
+    memory: StageMemory = field(default_factory=StageMemory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,7 @@ class Alternative:
     replicas: int
     num_microbatches: int
     seconds: float
-    peak_bytes: int
+    peak_bytes: float
     refused: str
 
 

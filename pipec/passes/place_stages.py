@@ -6,16 +6,14 @@
     g = mm(h, w1)     operator 7     ->     g = mm(h, w1)     operator 7, stage 1, on rank 0
 """
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, product
+from itertools import accumulate
 
 from pipec.cost.formulas import node_bytes
 from pipec.graph import Parameter, TrainingGraph, is_constant, is_forward, is_tensor, memory_of
 from pipec.hardware.topology import Topology
-from pipec.passes import Pass
-from pipec.passes.cut_stages import CutStages, assign, before_free_operators, operator_seconds, transfers
+from pipec.passes.cut_stages import assign, before_free_operators, operator_seconds, transfers
 from pipec.planner.cost_model import PIPEC
 from pipec.planner.partition import Transfer
 from pipec.planner.placement import place
@@ -52,30 +50,6 @@ class PlaceStages:
         return max(self.in_flight[-1 - later_devices :], default=0)
 
 
-_SHARES = (1.0, 0.85, 0.7, 0.5)
-
-
-def ways_to_cut(
-    placement: Sequence[int], topology: Topology, in_flight: Mapping[int, tuple[int, ...]]
-) -> Iterator[Pass]:
-    """The fastest way for stages on these ranks; then, where memory is limited, the fastest within it.
-
-    ``in_flight[size]`` are the microbatches of so many rows that each rank has at once. Ways within memory
-    are for the first and for the least size, and leave ever more memory for what the planner does not count:
-    values that live inside a function, and copies of what is received. Where a rank has several stages, all
-    devices and links are taken to be alike.
-    """
-    straight = list(placement) == list(range(len(topology.devices)))
-    first = next(iter(in_flight))
-    if topology.is_uniform or not straight:
-        yield CutStages(len(placement), topology.slowest_link)
-    else:
-        yield PlaceStages(topology.without_limits(), first)
-    if straight and topology.least_memory_bytes < math.inf:
-        for size, share in product(dict.fromkeys([first, min(in_flight)]), _SHARES):
-            yield PlaceStages(topology.with_memory(share), size, in_flight[size])
-
-
 def _workload(graph: TrainingGraph, blocks: Sequence[int], seconds: Sequence[float], size: int) -> Workload:
     """What the planner distributes: ``blocks[op]`` are operators between which no stage may begin."""
     indices = range(blocks[-1] + 1)
@@ -92,7 +66,7 @@ def _workload(graph: TrainingGraph, blocks: Sequence[int], seconds: Sequence[flo
         names=[f"{graph.operators[op].name} of {graph.operators[op].module or 'the model'}" for op in firsts],
         seconds=time,
         parameter_bytes=parameters,
-        resident_bytes=[3 * num_bytes for num_bytes in parameters],  # with gradients, old and new
+        resident_bytes=[2 * num_bytes for num_bytes in parameters],  # with gradients
         saved_bytes=saved,
         transfers=list(_between_blocks(transfers(graph, size), blocks)),
         before=[(block, block + 1) for block in indices[:-1]],

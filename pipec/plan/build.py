@@ -23,6 +23,7 @@ from pipec.ir import (
     Schedule,
     Stage,
     StageCost,
+    StageMemory,
     Value,
     ranks_of,
 )
@@ -129,13 +130,27 @@ def _modules(graph: TrainingGraph, operators: Sequence[int]) -> tuple[str, ...]:
 
 
 def stage_cost(graph: TrainingGraph, stage: StageFunctions, size: int, speed: float) -> StageCost:
-    forward = stage.functions[0]
     return StageCost(
         seconds={function.phase: _seconds(function, size) / speed for function in stage.functions},
         flops=sum(evaluate(n.meta["cost"].flops, size) for f in stage.functions for n in f.body),
-        parameter_bytes=sum(node_bytes(node, size) for node in stage.parameters),
-        saved_bytes=sum(node_bytes(node, size) for node in set(map(memory_of, forward.saved_out))),
-        transient_bytes=max(_transient_bytes(function, size) for function in stage.functions),
+        memory=_stage_memory(stage, size),
+    )
+
+
+def _stage_memory(stage: StageFunctions, size: int) -> StageMemory:
+    trained = {fqn for function in stage.functions for fqn, _ in function.gradients}
+    saved = {function.phase: set(map(memory_of, function.saved_out)) for function in stage.functions}
+
+    def bytes_of(nodes: Iterable[fx.Node]) -> int:
+        return sum(node_bytes(node, size) for node in nodes)
+
+    return StageMemory(
+        weights=bytes_of((*stage.parameters, *stage.buffers)),
+        gradients=bytes_of(node for node in stage.parameters if node.meta["role"].fqn in trained),
+        saved=bytes_of(saved[Phase.FORWARD]),
+        kept=bytes_of(saved.get(Phase.BACKWARD_INPUT, ())),
+        transient=max(_transient_bytes(function, size) for function in stage.functions),
+        replayed=bytes_of(saved.get(Phase.RECOMPUTE, set()) - saved[Phase.FORWARD]),
     )
 
 
@@ -144,8 +159,12 @@ def _seconds(function: Function, size: int) -> float:
 
 
 def _transient_bytes(function: Function, size: int) -> int:
-    """The most that values made in the function, and not saved, hold at one time."""
-    kept = set(map(memory_of, function.saved_out))
+    """The most that values made in the function hold at one time.
+
+    What a forward saves, or its replay, counts as saved from its start and is left out here.
+    """
+    saves = function.phase in (Phase.FORWARD, Phase.RECOMPUTE)
+    kept = set(map(memory_of, function.saved_out)) if saves else set[fx.Node]()
     last = {memory_of(source): node for node in function.body for source in node.all_input_nodes}
     live = peak = 0
     for node in function.body:

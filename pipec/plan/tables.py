@@ -11,7 +11,7 @@ from rich.table import Table
 
 from pipec.ir import Payload, Phase, Plan, Program, Stage, ranks_of
 from pipec.ir.text import format_bytes, format_seconds, value_bytes
-from pipec.plan.memory import rank_bytes
+from pipec.plan.memory import rank_memory
 from pipec.plan.predictions import simulate_plan
 from pipec.timeline.attribution import critical_path, waits
 from pipec.timeline.events import Timeline
@@ -76,17 +76,21 @@ def _row(plan: Plan, stage: Stage) -> list[str]:
         str(stage.index),
         ", ".join(map(str, ranks_of(plan.placement, stage.index))),
         f"{stage.first_operator}-{stage.last_operator}",
-        format_bytes(stage.cost.parameter_bytes),
+        format_bytes(_parameter_bytes(plan, stage)),
         format_seconds(seconds.get(Phase.FORWARD, 0.0)),
         format_seconds(backward),
         format_bytes(sent_bytes(plan, stage.index)),
-        format_bytes(stage.cost.saved_bytes) + ("*" if stage.recompute else ""),
+        format_bytes(stage.cost.memory.saved) + ("*" if stage.recompute else ""),
         _span(stage),
     ]
 
 
 def _span(stage: Stage) -> str:
     return " to ".join(dict.fromkeys([*stage.modules[:1], *stage.modules[-1:]]))
+
+
+def _parameter_bytes(plan: Plan, stage: Stage) -> int:
+    return sum(value_bytes(value, 1) for value in plan.parameters if value.name in stage.parameters)
 
 
 def sent_bytes(plan: Plan, stage: int) -> int:
@@ -101,7 +105,7 @@ def sent_bytes(plan: Plan, stage: int) -> int:
 
 def _predictions(plan: Plan, programs: Sequence[Program]) -> list[str]:
     timeline = simulate_plan(plan, programs)
-    needs = rank_bytes(plan, programs)
+    needs = rank_memory(plan, programs)
     peaks = ", ".join(format_bytes(need.total) for need in needs)
     lines = [
         f"step {format_seconds(timeline.makespan)}, bubble {timeline.bubble_rate:.1%}",

@@ -13,7 +13,6 @@ import numpy as np
 
 from pipec.errors import VerifyError
 from pipec.ir import (
-    Compute,
     Instruction,
     Link,
     Op,
@@ -26,6 +25,7 @@ from pipec.ir import (
 from pipec.ir.columns import OP_CODE, OPS, Instructions, Ints
 from pipec.ir.text import format_link, instruction_lines
 from pipec.programs.counterexample import counterexample
+from pipec.programs.memory import in_flight
 from pipec.programs.rendezvous import Site, Waits, circle, stalls
 from pipec.programs.routes import targets
 from pipec.programs.step_index import BACKWARDS, COMPUTES, Deliveries, StepIndex, transfer_ops
@@ -78,16 +78,10 @@ def _explain(step: StepIndex, fault: _Fault) -> str:
     lines = instruction_lines(step.programs[rank])
     first, last = max(number - _CONTEXT_LINES, 0), number + _CONTEXT_LINES + 1
     shown = [f"{'>' if k == number else ' '} {line}" for k, line in enumerate(lines[first:last], start=first)]
-    orders = [_computes_of(columns) for columns in step.columns]
+    orders = [columns.cells for columns in step.columns]
     marked = {where: _place(step.columns[where], at) for where, at in (fault.site, *fault.others)}
     drawn = counterexample(orders, step.placement, marked) if any(map(len, orders)) else ""
     return "\n".join([f"rank {rank}, instruction {number}: {fault.message}", *shown, drawn]).rstrip("\n")
-
-
-def _computes_of(columns: Instructions) -> Sequence[Compute]:
-    rows = columns.matrix[:3, columns.is_compute].T.tolist()
-    cells = ((OPS[op].phase, stage, microbatch) for op, stage, microbatch in rows)
-    return [Compute(phase, stage, microbatch) for phase, stage, microbatch in cells if phase]
 
 
 def _place(columns: Instructions, number: int) -> int:
@@ -363,10 +357,9 @@ def _bounds_in_flight(step: StepIndex) -> Iterator[_Fault]:
     if step.limits is None:
         return
     for rank, (columns, limit) in enumerate(zip(step.columns, step.limits, strict=True)):
-        starts, ends = columns.ops == OP_CODE[Op.FORWARD], columns.ops == OP_CODE[Op.FREE]
-        in_flight = np.cumsum(starts.astype(int) - ends)
-        for number in np.flatnonzero(in_flight > limit).tolist()[:1]:
-            message = f"holds {in_flight[number]} microbatches in flight; expected at most {limit}"
+        pairs = in_flight(columns)
+        for number in np.flatnonzero(pairs > limit).tolist()[:1]:
+            message = f"holds {pairs[number]} microbatches in flight; expected at most {limit}"
             yield _Fault((rank, number), message)
 
 

@@ -15,6 +15,7 @@ from pipec.errors import InputError, VerifyError
 from pipec.ir import Link, Op, Phase, Program
 from pipec.ir.columns import OP_CODE, OPS, Floats, Instructions, Ints, aligned, joined
 from pipec.programs.consumers import first_readers
+from pipec.programs.memory import in_flight
 from pipec.programs.timing import AT_START, NEVER, Reads, Stuck, run_cells
 from pipec.timeline.events import Events, Timeline
 
@@ -63,8 +64,7 @@ class Costs:
 def peak_in_flight(program: Program) -> int:
     """The most pairs of stage and microbatch a rank holds at once between their forward and their free."""
     (columns,) = aligned([program])
-    starts, ends = columns.ops == OP_CODE[Op.FORWARD], columns.ops == OP_CODE[Op.FREE]
-    return int(np.cumsum(starts.astype(int) - ends).max(initial=0))
+    return int(in_flight(columns).max(initial=0))
 
 
 def simulate(programs: Sequence[Program], costs: Costs) -> Timeline:
