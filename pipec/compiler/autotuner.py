@@ -156,8 +156,8 @@ class _Search:
     ) -> None:
         """Try cuts of which the planner finds that they fit.
 
-        The planner adds up what operators hold. It does not know what lives inside a phase function, so
-        the memory it may plan with is less by what the attempt before held in this way, and by what it lacked.
+        The planner adds up what operators hold and does not know what lives inside a phase function alone.
+        So it may plan with less memory by what the attempt before held there, and by what that lacked.
         """
         count = next(count for count in self.counts if self.sizes[count] == size)
         in_flight = self.tuner.policy.in_flight(count)
