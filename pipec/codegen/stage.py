@@ -222,14 +222,14 @@ class _FunctionSource:
 
     def _title(self, node: fx.Node) -> str:
         operators = self.module.graph.operators
-        made_by = operators[node.meta["op"]] if operators else None
+        made_by = operators[node.meta["operator"]] if operators else None
         if made_by is None or not made_by.module_type:
             return "loss"
         return comment(f"{made_by.module or 'model'} · {made_by.module_type}")
 
     def _source_line(self, node: fx.Node) -> str:
         operators = self.module.graph.operators
-        return comment(operators[node.meta["op"]].source) if operators else ""
+        return comment(operators[node.meta["operator"]].source) if operators else ""
 
 
 def _is_printed(node: fx.Node) -> bool:
