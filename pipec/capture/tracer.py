@@ -176,7 +176,7 @@ class _Tracer:
         sample = self._call.sample(max(size, 2) if symbolic else size, self._device)
         flags = sample.batched() if symbolic else [False] * len(sample.leaves)
         batched = [leaf for leaf, flag in zip(sample.leaves, flags, strict=True) if flag]
-        captured = front_end(self._step, (sample.args, dict(sample.kwargs), sample.target), batched)
+        captured = front_end(self._step, sample.tree, batched)
         operators = number_operators(captured.module)
         _warn_of_changed_state(self._step.model, captured.changed_state)
         joint = torch_compat.differentiate(captured, training=self._mode is Mode.TRAIN)
