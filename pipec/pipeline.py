@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from pipec.artifact.directory import Artifact, write
-from pipec.capture.tracer import Call
+from pipec.capture.call import Call
 from pipec.compiler.compiler import Compiled, Compiler
 from pipec.errors import InputError
 from pipec.ir import Mode, Plan
