@@ -104,20 +104,24 @@ def _make(value: Value, saved: Tensor | None, device: torch.device) -> Tensor:
 
 
 def _batch_size(plan: Plan, leaves: Sequence[Any]) -> int:
+    """Dimension 0 of the first argument that is split along the batch."""
     for given in plan.inputs:
-        if given.batched and given.position < len(leaves) and isinstance(leaves[given.position], Tensor):
-            return int(leaves[given.position].shape[0])
+        leaf = _leaf(given, leaves)
+        if given.batched and isinstance(leaf, Tensor) and leaf.ndim:
+            return leaf.shape[0]
     expected = ", ".join(f"{given.path} ({format_value(given.value)})" for given in plan.inputs)
     raise InputError(f"the arguments hold no batch; expected {expected}")
 
 
 def _check(given: Input, leaves: Sequence[Any], batch: int) -> None:
-    leaf = leaves[given.position] if given.position < len(leaves) else None
-    expected = tuple(batch if size == "b" else size for size in given.value.shape)
-    found = f"{leaf.dtype} of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
-    if (
-        not isinstance(leaf, Tensor)
-        or leaf.shape != expected
-        or str(leaf.dtype) != f"torch.{given.value.dtype}"
-    ):
-        raise InputError(f"{given.path} is {found}; expected torch.{given.value.dtype} of shape {expected}")
+    """Raise InputError unless the argument has the dtype and the shape that the plan says."""
+    leaf = _leaf(given, leaves)
+    shape = tuple(batch if size == "b" else size for size in given.value.shape)
+    dtype = getattr(torch, given.value.dtype)
+    if not (isinstance(leaf, Tensor) and leaf.dtype == dtype and leaf.shape == shape):
+        found = f"{leaf.dtype} of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
+        raise InputError(f"{given.path} is {found}; expected {dtype} of shape {shape}")
+
+
+def _leaf(given: Input, leaves: Sequence[Any]) -> Any:
+    return leaves[given.position] if given.position < len(leaves) else None
