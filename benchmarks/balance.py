@@ -145,7 +145,7 @@ def planned_stages(graph: TrainingGraph, profile: Profile | None) -> list[int]:
     cut = CutStages(STAGES, LinkModel(math.inf, 0.0))
     options = CompilerOptions(DEVICES["cpu"], alike(STAGES, cut.link), profile=profile)
     staged = run_passes(copy_graph(graph), passes(options, cut, frozenset()))
-    stage_of = {node.meta["op"]: node.meta["stage"] for node in staged.nodes if "stage" in node.meta}
+    stage_of = {node.meta["operator"]: node.meta["stage"] for node in staged.nodes if "stage" in node.meta}
     return list(itertools.accumulate((stage_of.get(op, 0) for op in range(len(graph.operators))), max))
 
 

@@ -228,7 +228,7 @@ def _medians(seconds: Mapping[T, list[float]]) -> dict[T, float]:
 def _operators(graph: TrainingGraph, medians: Mapping[fx.Node, float]) -> Iterator[ProfiledOperator]:
     caused: dict[int, list[ProfiledNode]] = defaultdict(list)
     for node in profiled_nodes(graph):
-        caused[node.meta["op"]].append(
+        caused[node.meta["operator"]].append(
             ProfiledNode(node.name, calls(node), str(node.meta["phase"]), round(medians[node], 9))
         )
     for number, operator in enumerate(graph.operators):

@@ -49,7 +49,7 @@ def node_where(graph: TrainingGraph, test: Callable[[fx.Node], bool]) -> fx.Node
 
 
 def drop_operator(graph: TrainingGraph) -> None:
-    del node_where(graph, is_forward).meta["op"]
+    del node_where(graph, is_forward).meta["operator"]
 
 
 def read_the_backward(graph: TrainingGraph) -> None:
@@ -152,7 +152,7 @@ def unsplit(graph: TrainingGraph) -> None:
 
 
 BREAKS = {
-    drop_operator: "has no 'op'",
+    drop_operator: "has no 'operator'",
     read_the_backward: "runs in the forward but reads",
     drop_stage: "belongs to no stage",
     tear_a_tuple: "but runs elsewhere: only tensors are sent or saved",

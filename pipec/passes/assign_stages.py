@@ -26,7 +26,7 @@ class AssignStages:
         stages = [0] * len(graph.operators)
         for node in graph.nodes:
             if not is_constant(node):
-                stages[node.meta["op"]] = stage_of(node)
+                stages[node.meta["operator"]] = stage_of(node)
         return cls(tuple(stages), graph.num_stages, graph.ranks)
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:

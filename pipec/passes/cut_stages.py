@@ -18,7 +18,7 @@ from torch import fx
 from pipec.cost.symbols import evaluate
 from pipec.errors import PlanError
 from pipec.graph import (
-    Level,
+    Form,
     Parameter,
     TrainingGraph,
     is_constant,
@@ -101,10 +101,10 @@ def assign(graph: TrainingGraph, stages: Sequence[int], num_stages: int) -> Trai
     """Put every node on the stage of its operator."""
     for node in graph.nodes:
         if node.target is operator.getitem:
-            node.meta["op"] = node.all_input_nodes[0].meta["op"]
+            node.meta["operator"] = node.all_input_nodes[0].meta["operator"]
         if not is_constant(node):
-            node.meta["stage"] = stages[node.meta["op"]]
-    return replace(graph, level=Level.CUT, num_stages=num_stages)
+            node.meta["stage"] = stages[node.meta["operator"]]
+    return replace(graph, form=Form.CUT, num_stages=num_stages)
 
 
 def operator_seconds(graph: TrainingGraph, microbatch_size: int) -> list[float]:
@@ -112,7 +112,7 @@ def operator_seconds(graph: TrainingGraph, microbatch_size: int) -> list[float]:
     seconds = [0.0] * len(graph.operators)
     for node in graph.nodes:
         if not is_constant(node):
-            seconds[node.meta["op"]] += node.meta["cost"].seconds(microbatch_size)
+            seconds[node.meta["operator"]] += node.meta["cost"].seconds(microbatch_size)
     return seconds
 
 
@@ -127,11 +127,11 @@ def transfers(graph: TrainingGraph, microbatch_size: int) -> Iterator[Transfer]:
     readers: dict[fx.Node, set[int]] = {}
     for node in graph.nodes:
         for source in filter(is_tensor, node.all_input_nodes):
-            readers.setdefault(memory_of(source), set()).add(node.meta["op"])
-    differentiated = {node.meta["op"] for node in graph.nodes if not is_forward(node)}
+            readers.setdefault(memory_of(source), set()).add(node.meta["operator"])
+    differentiated = {node.meta["operator"] for node in graph.nodes if not is_forward(node)}
     for node, ops in readers.items():
         if node.op == "call_function" and is_forward(node) and not is_constant(node):
-            made_by = node.meta["op"]
+            made_by = node.meta["operator"]
             later = tuple(sorted(op for op in ops if op > made_by))
             if later and not needs_only_inputs(node):
                 size = evaluate(node.meta["cost"].output_bytes, microbatch_size)
@@ -145,5 +145,5 @@ def _parameters_by_operator(graph: TrainingGraph) -> list[list[str]]:
     for node in filter(is_forward, graph.nodes):
         for source in node.all_input_nodes:
             if source.op == "placeholder" and isinstance(source.meta["role"], Parameter):
-                needed[node.meta["op"]].append(source.meta["role"].fqn)
+                needed[node.meta["operator"]].append(source.meta["role"].fqn)
     return needed

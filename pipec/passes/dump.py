@@ -56,7 +56,7 @@ def line_of(graph: TrainingGraph, node: fx.Node) -> str:
         return f"{node.name}{_type(graph, node)} = {node.meta['role']}"
     arguments = ", ".join([*map(str, node.args), *(f"{key}={value}" for key, value in node.kwargs.items())])
     target = getattr(node.target, "__name__", node.target)
-    facts = [f"{key} {node.meta[key]}" for key in ("stage", "op") if key in node.meta]
+    facts = [f"{key} {node.meta[key]}" for key in ("stage", "operator") if key in node.meta]
     facts += [str(node.meta["phase"]), *(["replayed"] if node.meta.get("replay") else [])]
     return f"{node.name}{_type(graph, node)} = {target}({arguments})    {', '.join(facts)}"
 

@@ -84,7 +84,7 @@ def _between_blocks(values: Iterable[Transfer], blocks: Sequence[int]) -> Iterat
 def _parameter_bytes(graph: TrainingGraph, size: int) -> Iterator[tuple[int, int]]:
     """Each parameter's, at the first operator that reads it."""
     for node in graph.arguments:
-        readers = [user.meta["op"] for user in node.users if user.op == "call_function"]
+        readers = [user.meta["operator"] for user in node.users if user.op == "call_function"]
         if isinstance(node.meta["role"], Parameter) and readers:
             yield min(readers), node_bytes(node, size)
 
@@ -95,4 +95,4 @@ def _saved_bytes(graph: TrainingGraph, size: int) -> Iterator[tuple[int, int]]:
     read = {memory_of(source) for node in backward for source in filter(is_tensor, node.all_input_nodes)}
     for node in read:
         if node.op == "call_function" and is_forward(node) and not is_constant(node):
-            yield node.meta["op"], node_bytes(node, size)
+            yield node.meta["operator"], node_bytes(node, size)

@@ -106,7 +106,7 @@ def _fqns(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
 def _stage(
     graph: TrainingGraph, stage: StageFunctions, owners: Mapping[str, int], size: int, speed: float
 ) -> Stage:
-    operators = sorted({n.meta["op"] for n in stage.functions[0].body})
+    operators = sorted({n.meta["operator"] for n in stage.functions[0].body})
     parameters = _fqns(stage.parameters)
     updated = {fqn for fqn, _ in stage.functions[0].updates}
     return Stage(
