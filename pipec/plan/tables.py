@@ -34,8 +34,11 @@ class ReadablePlan(Plan):
         return plan_table(self, self.programs)
 
 
-def plan_table(plan: Plan, programs: Sequence[Program]) -> str:
-    """One row per stage, and under it what bounds the step."""
+def plan_table(plan: Plan, programs: Sequence[Program], num_devices: Sequence[int] = ()) -> str:
+    """One row per stage, and under it what bounds the step.
+
+    ``num_devices``: how many devices the rank of each stage stands for, where it may be several.
+    """
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for heading in (
         "stage",
@@ -50,7 +53,9 @@ def plan_table(plan: Plan, programs: Sequence[Program]) -> str:
     ):
         table.add_column(heading, justify="left" if heading == "modules" else "right", no_wrap=True)
     for stage in plan.stages:
-        table.add_row(*_row(plan, stage))
+        several = bool(num_devices) and num_devices[stage.index] > 1
+        place = f", on {num_devices[stage.index]} devices" if several else ""
+        table.add_row(*_row(plan, stage, place))
     parts = [[_headline(plan)], table_lines(table), _predictions(plan, programs), _alternatives(plan)]
     return "\n\n".join("\n".join(part) for part in parts if part)
 
@@ -69,7 +74,7 @@ def _headline(plan: Plan) -> str:
     )
 
 
-def _row(plan: Plan, stage: Stage) -> list[str]:
+def _row(plan: Plan, stage: Stage, place: str) -> list[str]:
     seconds = stage.cost.seconds
     backward = sum(time for phase, time in seconds.items() if phase is not Phase.FORWARD)
     return [
@@ -81,7 +86,7 @@ def _row(plan: Plan, stage: Stage) -> list[str]:
         format_seconds(backward),
         format_bytes(sent_bytes(plan, stage.index)),
         format_bytes(stage.cost.saved_bytes) + ("*" if stage.recompute else ""),
-        _span(stage),
+        _span(stage) + place,
     ]
 
 
