@@ -4,9 +4,9 @@ from typing import Annotated
 
 import typer
 
+from pipec.cli.drawing import Step, check_output, draw, show_drawn
 from pipec.cli.options import Artifact, Drawing, Json
 from pipec.cli.output import show_json, status
-from pipec.console import is_rank_zero, log
 
 WARMUP = 2
 """Steps before the recording begins: they allocate memory."""
@@ -32,10 +32,8 @@ def trace(
         from pipec.plan.predictions import saved_bytes_over_time, simulate_plan
         from pipec.timeline.facts import timeline_facts
         from pipec.timeline.trace import Trace, measured_timeline
-        from pipec.viz import check_suffix, timeline_text, write_timelines
 
-    if output is not None:
-        check_suffix(output)
+    check_output(output)
     pipe, _ = load_filled(directory, seed)
     batches = random_batches(pipe.plan, int_high)
     for _ in range(WARMUP):
@@ -43,15 +41,15 @@ def trace(
     with pipe.record() as recorded:
         for _ in range(steps):
             pipe.step(*next(batches))
-    title = f"{pipe.plan.schedule}, {pipe.plan.num_microbatches} microbatches"
     measured = [measured_timeline(step.programs, step.stamps) for step in recorded]
     timelines = Trace(simulate_plan(pipe.plan, pipe.programs), measured).timelines()
-    if output is not None and is_rank_zero():
-        memory = {name: saved_bytes_over_time(pipe.plan, timeline) for name, timeline in timelines.items()}
-        write_timelines(output, timelines, title, memory)
+    plan = pipe.plan
+    shown = [
+        Step(plan.schedule, plan.num_microbatches, each, saved_bytes_over_time(plan, each), label=name)
+        for name, each in timelines.items()
+    ]
+    draw(shown, output)
     if as_json:
         show_json({name: timeline_facts(timeline) for name, timeline in timelines.items()})
-    elif output is not None:
-        log(f"wrote {output}")
     else:
-        log("\n".join(timeline_text(timeline, f"{name}: {title}") for name, timeline in timelines.items()))
+        show_drawn(shown, output)

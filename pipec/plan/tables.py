@@ -34,14 +34,17 @@ class ReadablePlan(Plan):
         return plan_table(self, self.programs)
 
 
-def plan_table(plan: Plan, programs: Sequence[Program]) -> str:
-    """One row per stage, and under it what bounds the step."""
+def plan_table(plan: Plan, programs: Sequence[Program], num_devices: Sequence[int] = ()) -> str:
+    """One row per stage, and under it what bounds the step.
+
+    ``num_devices``: how many devices the rank of each stage stands for, where it may be several.
+    """
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for heading in (
         "stage",
         "rank",
         "operators",
-        "parameters",
+        "weights",
         "forward",
         "backward",
         "sends",
@@ -50,7 +53,9 @@ def plan_table(plan: Plan, programs: Sequence[Program]) -> str:
     ):
         table.add_column(heading, justify="left" if heading == "modules" else "right", no_wrap=True)
     for stage in plan.stages:
-        table.add_row(*_row(plan, stage))
+        several = bool(num_devices) and num_devices[stage.index] > 1
+        place = f", on {num_devices[stage.index]} devices" if several else ""
+        table.add_row(*_row(plan, stage, place))
     parts = [[_headline(plan)], table_lines(table), _predictions(plan, programs), _alternatives(plan)]
     return "\n\n".join("\n".join(part) for part in parts if part)
 
@@ -69,28 +74,24 @@ def _headline(plan: Plan) -> str:
     )
 
 
-def _row(plan: Plan, stage: Stage) -> list[str]:
+def _row(plan: Plan, stage: Stage, place: str) -> list[str]:
     seconds = stage.cost.seconds
     backward = sum(time for phase, time in seconds.items() if phase is not Phase.FORWARD)
     return [
         str(stage.index),
         ", ".join(map(str, ranks_of(plan.placement, stage.index))),
         f"{stage.first_operator}-{stage.last_operator}",
-        format_bytes(_parameter_bytes(plan, stage)),
+        format_bytes(stage.cost.memory.weights),
         format_seconds(seconds.get(Phase.FORWARD, 0.0)),
         format_seconds(backward),
         format_bytes(sent_bytes(plan, stage.index)),
         format_bytes(stage.cost.memory.saved) + ("*" if stage.recompute else ""),
-        _span(stage),
+        _span(stage) + place,
     ]
 
 
 def _span(stage: Stage) -> str:
     return " to ".join(dict.fromkeys([*stage.modules[:1], *stage.modules[-1:]]))
-
-
-def _parameter_bytes(plan: Plan, stage: Stage) -> int:
-    return sum(value_bytes(value, 1) for value in plan.parameters if value.name in stage.parameters)
 
 
 def sent_bytes(plan: Plan, stage: int) -> int:

@@ -63,11 +63,12 @@ def parse_dnn_partitioning(graph: Mapping[str, Any]) -> DevicePlacement:
     operator_of, before = _operators(nodes, edges)
     num_operators = max(operator_of.values(), default=-1) + 1
     names = [""] * num_operators
-    seconds, size = [0.0] * num_operators, [0.0] * num_operators
+    seconds, forward, size = ([0.0] * num_operators for _ in range(3))
     for key, node in nodes.items():
         op = operator_of[key]
         names[op] = names[op] or str(node.get("name", key))
         seconds[op] += node["fpgaLatency"] / 1000
+        forward[op] += 0.0 if node["isBackwardNode"] else node["fpgaLatency"] / 1000
         size[op] += node["size"]
     idle = [0.0] * num_operators
     workload = Workload(
@@ -78,6 +79,8 @@ def parse_dnn_partitioning(graph: Mapping[str, Any]) -> DevicePlacement:
         saved_bytes=idle,
         transfers=_transfers(edges, operator_of),
         before=before,
+        forward_seconds=forward,
+        activation_bytes=idle,
     )
     members = [[str(key) for key in nodes if operator_of[key] == op] for op in range(num_operators)]
     return DevicePlacement(workload, _topology(graph), tuple(map(tuple, members)))

@@ -28,6 +28,7 @@ Edges = list[tuple[str, str]]
 class _Node:
     description: str
     seconds: float
+    forward_seconds: float
     activation_bytes: float
     parameter_bytes: float
 
@@ -69,7 +70,7 @@ def parse_pipedream_graph(lines: Iterable[str]) -> Workload:
 def _node(description: str, figures: str) -> _Node:
     values = dict(figure.split("=") for figure in figures.split(", "))
     forward, backward, activation, parameters = (_sum(values[name]) for name in _FIGURES)
-    return _Node(description, (forward + backward) / 1000, activation, parameters)
+    return _Node(description, (forward + backward) / 1000, forward / 1000, activation, parameters)
 
 
 def _sum(figure: str) -> float:
@@ -108,4 +109,6 @@ def _workload(nodes: Mapping[str, _Node], edges: Edges) -> Workload:
         saved_bytes=[node.activation_bytes + node.parameter_bytes for node in kept],
         transfers=transfers,
         before=[(index[source], index[target]) for source, target in edges],
+        forward_seconds=[node.forward_seconds for node in kept],
+        activation_bytes=[node.activation_bytes for node in kept],
     )

@@ -20,6 +20,9 @@ class Workload:
     what replicas all-reduce. A device holds ``resident_bytes`` once and ``saved_bytes`` for every
     microbatch in flight. ``before`` lists pairs (u, v): u is not on a later stage than v. A transfer may
     also go against that order, as a gradient does. ``names`` serve messages.
+
+    A published graph also has ``forward_seconds``, the forward's part of ``seconds``, and
+    ``activation_bytes``, what is saved for a microbatch's backward: with them its placement is a plan.
     """
 
     names: Sequence[str]
@@ -29,6 +32,8 @@ class Workload:
     saved_bytes: Sequence[float]
     transfers: Sequence[Transfer]
     before: Sequence[tuple[int, int]]
+    forward_seconds: Sequence[float] = ()
+    activation_bytes: Sequence[float] = ()
 
 
 def program_order(workload: Workload) -> list[int]:
