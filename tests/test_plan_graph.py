@@ -102,8 +102,8 @@ def test_a_stage_has_its_operators_bytes_and_seconds_by_phase(profile: Path) -> 
         {"forward": 1.0, "backward": 2.0},
         {"forward": 1.5, "backward": 1.5},
     ]
-    assert [stage["cost"]["parameter_bytes"] for stage in (first, second)] == [8, 2_000_000_000]
-    assert [stage["cost"]["saved_bytes"] for stage in (first, second)] == [10**9, 10**9 + 1]
+    assert [stage["cost"]["memory"]["weights"] for stage in (first, second)] == [8, 2_000_000_000]
+    assert [stage["cost"]["memory"]["saved"] for stage in (first, second)] == [10**9, 10**9 + 1]
 
 
 def test_values_cross_stages_once_and_their_gradients_come_back(profile: Path) -> None:
