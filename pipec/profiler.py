@@ -98,7 +98,8 @@ class _Whole:
     ) -> None:
         model = default_device_model(device)
         target = Target(model, alike(1, model.link))
-        whole = run_passes(copy_graph(graph), passes(target, CutStages(1, model.link), frozenset()))
+        cut = CutStages(target.topology, call.batch_size)
+        whole = run_passes(copy_graph(graph), passes(target, cut, frozenset()))
         artifact = Staged(whole, target.topology).artifact(gpipe(1, _MICROBATCHES), call.batch_size)
         self.seconds: dict[Phase, list[float]] = defaultdict(list)
         self._parameters = [

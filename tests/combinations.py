@@ -83,7 +83,7 @@ def captured(factory: Factory) -> Captured:
 @functools.cache
 def cut_evenly(model: Captured, num_stages: int, recompute: bool) -> TrainingGraph:
     everything = frozenset(range(num_stages)) if recompute else frozenset[int]()
-    return cut(model, CutStages(num_stages, TARGET.device.link), everything)
+    return cut(model, CutStages(alike(num_stages, TARGET.device.link), model.graph.batch_size), everything)
 
 
 def cut(model: Captured, how: Pass, recompute: frozenset[int]) -> TrainingGraph:

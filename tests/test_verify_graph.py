@@ -40,7 +40,7 @@ def compiled() -> TrainingGraph:
     graph = capture(Counted(), nn.functional.mse_loss, Mode.TRAIN, call)
     device = DEVICES["cpu"]
     return run_passes(
-        graph, passes(Target(device, alike(2, device.link)), CutStages(2, device.link), frozenset())
+        graph, passes(Target(device, alike(2, device.link)), CutStages(alike(2, device.link), 4), frozenset())
     )
 
 

@@ -14,8 +14,8 @@ from pipec.ir.text import format_seconds
 
 if TYPE_CHECKING:
     from pipec.hardware.topology import Topology
-    from pipec.planner.placement import PlacedStage, Placement
-    from pipec.planner.workload import Workload
+    from pipec.planner.operator_graph import OperatorGraph
+    from pipec.planner.placement import Partition, PlacedStage
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class GraphOptions:
 
 @dataclass(frozen=True)
 class _Problem:
-    """``nodes[op]`` are the file's names of what the workload's operator ``op`` stands for."""
+    """``nodes[op]`` are the file's names of what the graph's operator ``op`` stands for."""
 
-    workload: "Workload"
+    graph: "OperatorGraph"
     topology: "Topology"
     cost_model: str
     max_replicas: int | None
@@ -50,9 +50,7 @@ def plan_graph(options: GraphOptions, as_json: bool) -> None:
     if problem.cost_model not in COST_MODELS:
         raise InputError(f"--cost-model is {problem.cost_model!r}; expected {' or '.join(COST_MODELS)}")
     started = time.perf_counter()
-    placement = place(
-        problem.workload, problem.topology, COST_MODELS[problem.cost_model], problem.max_replicas
-    )
+    placement = place(problem.graph, problem.topology, COST_MODELS[problem.cost_model], problem.max_replicas)
     planning_seconds = time.perf_counter() - started
     if as_json:
         show_json(_facts(placement, problem.nodes, planning_seconds))
@@ -67,9 +65,9 @@ def _problem(options: GraphOptions) -> _Problem:
     from pipec.planner.pipedream_graph import read_pipedream_graph
 
     topology = _topology(options)
-    workload = read_pipedream_graph(options.pipedream_graph)
+    graph = read_pipedream_graph(options.pipedream_graph)
     cost_model = options.cost_model or "pipedream"
-    return _Problem(workload, topology, cost_model, None, [(name,) for name in workload.names])
+    return _Problem(graph, topology, cost_model, None, [(name,) for name in graph.names])
 
 
 def _of_dnn_partitioning(options: GraphOptions, path: Path) -> _Problem:
@@ -88,7 +86,7 @@ def _of_dnn_partitioning(options: GraphOptions, path: Path) -> _Problem:
     from pipec.planner.dnn_partitioning import read_dnn_partitioning
 
     problem = read_dnn_partitioning(path)
-    return _Problem(problem.workload, problem.topology, "pipec", 1, problem.nodes)
+    return _Problem(problem.graph, problem.topology, "max-load", 1, problem.nodes)
 
 
 def _topology(options: GraphOptions) -> "Topology":
@@ -110,7 +108,7 @@ def _topology(options: GraphOptions) -> "Topology":
 
 
 def _facts(
-    placement: "Placement", nodes: Sequence[Sequence[str]], planning_seconds: float
+    placement: "Partition", nodes: Sequence[Sequence[str]], planning_seconds: float
 ) -> dict[str, object]:
     stages = [
         {
@@ -139,7 +137,7 @@ def _bottleneck(stage: "PlacedStage", index: int) -> str:
     return f"stage {index} bounds the step by its operators{alone}; links and all-reduce take {spent}"
 
 
-def _lines(placement: "Placement", nodes: Sequence[Sequence[str]], planning_seconds: float) -> Iterator[str]:
+def _lines(placement: "Partition", nodes: Sequence[Sequence[str]], planning_seconds: float) -> Iterator[str]:
     yield (
         f"{len(placement.stages)} stages, the slowest {format_seconds(placement.seconds)}, "
         f"planned in {format_seconds(planning_seconds)}"

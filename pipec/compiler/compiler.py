@@ -26,14 +26,14 @@ from pipec.ir import Alternative, Mode
 from pipec.ir.batch import split_sizes
 from pipec.passes import Observer, Pass, run_passes
 from pipec.passes.annotate_cost import AnnotateCost
-from pipec.passes.cut_stages import FollowOwners, Owners, owners_of
 from pipec.passes.dump import requested_dumps
+from pipec.passes.follow_owners import FollowOwners, Owners, owners_of
 from pipec.passes.insert_communication import InsertCommunication
 from pipec.passes.mark_recompute import MarkRecompute
-from pipec.passes.place_stages import ways_to_cut
 from pipec.passes.simplify import Simplify
 from pipec.passes.split_backward import SplitBackward
 from pipec.passes.untie_gradients import UntieGradients
+from pipec.passes.ways_to_cut import ways_to_cut
 from pipec.plan.memory import shortfall
 from pipec.torch_compat import pytree
 
