@@ -142,8 +142,9 @@ def layer_stages(profile: Profile, layers: Sequence[str]) -> Iterator[int]:
 
 def planned_stages(graph: TrainingGraph, profile: Profile | None) -> list[int]:
     """The stage of each operator after pipec's passes."""
-    cut = CutStages(STAGES, LinkModel(math.inf, 0.0))
-    options = CompilerOptions(DEVICES["cpu"], alike(STAGES, cut.link), profile=profile)
+    devices = alike(STAGES, LinkModel(math.inf, 0.0))
+    cut = CutStages(devices, ROWS)
+    options = CompilerOptions(DEVICES["cpu"], devices, profile=profile)
     staged = run_passes(copy_graph(graph), passes(options, cut, frozenset()))
     stage_of = {node.meta["operator"]: node.meta["stage"] for node in staged.nodes if "stage" in node.meta}
     return list(itertools.accumulate((stage_of.get(op, 0) for op in range(len(graph.operators))), max))

@@ -97,7 +97,7 @@ class _Whole:
     ) -> None:
         model = default_device_model(device)
         options = CompilerOptions(model, alike(1, model.link))
-        staged = StagedGraph(graph, CutStages(1, model.link), options)
+        staged = StagedGraph(graph, CutStages(options.topology, call.batch_size), options)
         artifact = staged.trial(gpipe(1, _MICROBATCHES), call.batch_size).artifact()
         self.seconds: dict[Phase, list[float]] = defaultdict(list)
         self._parameters = [

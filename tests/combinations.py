@@ -83,7 +83,8 @@ def captured(factory: Factory) -> Captured:
 @functools.cache
 def cut_evenly(model: Captured, num_stages: int, recompute: bool) -> StagedGraph:
     everything = frozenset(range(num_stages)) if recompute else frozenset[int]()
-    return cut(model, CutStages(num_stages, OPTIONS.device_model.link), everything)
+    devices = alike(num_stages, OPTIONS.device_model.link)
+    return cut(model, CutStages(devices, model.graph.batch_size), everything)
 
 
 def cut(model: Captured, how: Pass, recompute: frozenset[int]) -> StagedGraph:

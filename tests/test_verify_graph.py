@@ -39,9 +39,8 @@ def compiled() -> TrainingGraph:
     call = Call((torch.randn(4, 4),), {}, torch.randn(4, 2))
     graph = capture(Counted(), nn.functional.mse_loss, Mode.TRAIN, call)
     device = DEVICES["cpu"]
-    return run_passes(
-        graph, passes(CompilerOptions(device, alike(2, device.link)), CutStages(2, device.link), frozenset())
-    )
+    devices = alike(2, device.link)
+    return run_passes(graph, passes(CompilerOptions(device, devices), CutStages(devices, 4), frozenset()))
 
 
 def node_where(graph: TrainingGraph, test: Callable[[fx.Node], bool]) -> fx.Node:

@@ -13,12 +13,11 @@ from pipec.compiler.alternatives import alternative, replicated
 from pipec.compiler.policy import SchedulePolicy
 from pipec.compiler.staged import StagedGraph, Trial
 from pipec.errors import InputError, PlanError
-from pipec.hardware.topology import Topology
+from pipec.hardware.topology import Topology, alike
 from pipec.ir import Alternative, Placement, Schedule, stages_on
 from pipec.ir.batch import split_sizes
 from pipec.passes import Pass
 from pipec.passes.cut_stages import CutStages
-from pipec.passes.place_stages import PlaceStages
 
 CutGraph = Callable[[Pass, Topology], StagedGraph]
 """Runs every pass on a copy of the captured graph, cut by a pass for the devices of a topology."""
@@ -164,7 +163,7 @@ class _Search:
         reserved = [0.0] * len(topology.devices)
         for _ in range(_MEMORY_ATTEMPTS):
             try:
-                within = PlaceStages(topology.reserving(reserved), size, in_flight)
+                within = CutStages(topology.reserving(reserved), size, in_flight)
                 nearest = self._nearest(cut(within, topology), placement)
             except PlanError as error:
                 self.obstacle = self.obstacle or error
@@ -219,9 +218,9 @@ def fastest_cut(placement: Placement, topology: Topology, microbatch_size: int) 
 
     Where a rank has several stages, all devices and links are taken to be alike.
     """
-    if topology.is_uniform or not _is_straight(placement, topology):
-        return CutStages(len(placement), topology.slowest_link)
-    return PlaceStages(topology.without_limits(), microbatch_size)
+    if _is_straight(placement, topology):
+        return CutStages(topology.without_limits(), microbatch_size)
+    return CutStages(alike(len(placement), topology.slowest_link), microbatch_size)
 
 
 def _is_straight(placement: Placement, topology: Topology) -> bool:

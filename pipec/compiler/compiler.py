@@ -23,7 +23,7 @@ from pipec.hardware.topology import Topology
 from pipec.ir import Alternative, Mode, Placement
 from pipec.ir.batch import split_sizes
 from pipec.passes import Pass
-from pipec.passes.cut_stages import FollowOwners, Owners, owners_of
+from pipec.passes.follow_owners import FollowOwners, Owners, owners_of
 from pipec.plan.memory import shortfall
 from pipec.torch_compat import pytree
 

@@ -88,11 +88,6 @@ class Topology:
         return level.link
 
     @property
-    def is_uniform(self) -> bool:
-        """Whether all devices are equally fast, and all links alike."""
-        return len(self.levels) == len({device.speed for device in self.devices}) == 1
-
-    @property
     def slowest_link(self) -> LinkModel:
         return min(self.levels, key=lambda level: level.bytes_per_second).link
 
