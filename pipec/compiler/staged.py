@@ -1,10 +1,9 @@
 """A cut graph as its stages: what they take under any schedule and size of microbatch, and their code."""
 
 import functools
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from itertools import pairwise
 
 from pipec.artifact.directory import Artifact
 from pipec.codegen.names import name_nodes
@@ -14,7 +13,7 @@ from pipec.cost.formulas import node_bytes
 from pipec.graph import TrainingGraph, copy_graph, memory_of
 from pipec.graph.functions import StageFunctions, stage_functions
 from pipec.hardware.topology import Topology
-from pipec.ir import Phase, Plan, Program, Schedule
+from pipec.ir import Phase, Plan, Program, Schedule, StageMemory
 from pipec.ir.columns import PHASE_CODE, Cells
 from pipec.ir.text import value_bytes
 from pipec.passes import Pass, run_passes
@@ -25,8 +24,6 @@ from pipec.plan.predictions import simulate_plan
 from pipec.programs.lower import lower
 from pipec.programs.verify import verify_programs
 from pipec.schedules import Workload, on_ranks
-
-T = TypeVar("T", int, float)
 
 
 @dataclass(frozen=True)
@@ -97,44 +94,49 @@ class Staged:
         return Artifact(plan, sources, programs, self.graph.constants)
 
     def workload(self, placement: Sequence[int], size: int) -> Workload:
-        """What the ranks do for a microbatch of ``size`` rows, in seconds and bytes.
-
-        Of a memory too small for weights and gradients alone, nothing is left.
-        """
-        stages = self._stages(split_backward=True)
-        speeds = [self.topology.devices[rank].speed for rank in self.ranks_of(placement)]
+        """What each stage does for a microbatch of ``size`` rows, in seconds and bytes."""
+        stages, ranks = self._stages(split_backward=True), self.ranks_of(placement)
+        devices = self.topology.devices
         costs = [
-            stage_cost(self.graph, stage, size, speed) for stage, speed in zip(stages, speeds, strict=True)
+            stage_cost(self.graph, stage, size, devices[rank].speed)
+            for stage, rank in zip(stages, ranks, strict=True)
         ]
-        memory = self.topology.least_memory_bytes
-
-        def by_rank(each: Iterable[T]) -> tuple[T, ...]:
-            sums: dict[int, T] = {}
-            for rank, amount in zip(placement, each, strict=True):
-                sums[rank] = sums[rank] + amount if rank in sums else amount
-            return tuple(sums[rank] for rank in sorted(sums))
 
         def seconds(phase: Phase) -> tuple[float, ...]:
-            return by_rank(cost.seconds.get(phase, 0.0) for cost in costs)
+            return tuple(cost.seconds.get(phase, 0.0) for cost in costs)
 
-        static = max(by_rank(2 * cost.parameter_bytes + cost.transient_bytes for cost in costs))
         return Workload(
             forward=seconds(Phase.FORWARD),
             backward_input=seconds(Phase.BACKWARD_INPUT),
             backward_weight=seconds(Phase.BACKWARD_WEIGHT),
             recompute=seconds(Phase.RECOMPUTE),
-            message=max(self._message_seconds(stage, size) for stage in stages),
-            memory_backward=max(1, *by_rank(cost.saved_bytes for cost in costs)),
-            memory_weight=max(by_rank(_kept_for_weights(stage, size) for stage in stages)),
-            memory_limit=None if memory == math.inf else max(0.0, memory - static),
+            messages=tuple(
+                self._message_seconds(stage, size, *joined)
+                for stage, joined in zip(stages, pairwise(ranks), strict=False)
+            ),
+            memory=tuple(
+                StageMemory(
+                    weights=cost.parameter_bytes,
+                    gradients=cost.parameter_bytes,
+                    saved=cost.saved_bytes,
+                    kept=_kept_for_weights(stage, size),
+                    transient=cost.transient_bytes,
+                )
+                for stage, cost in zip(stages, costs, strict=True)
+            ),
+            memory_limit=tuple(
+                devices[rank].memory_bytes for _, rank in sorted(set(zip(placement, ranks, strict=True)))
+            ),
         )
 
-    def _message_seconds(self, stage: StageFunctions, size: int) -> float:
-        """Time of what the stage's forward sends."""
+    def _message_seconds(self, stage: StageFunctions, size: int, source: int, target: int) -> float:
+        """Time of what the stage's forward sends from one rank to another."""
         forwards = (function for function in stage.functions if function.phase is Phase.FORWARD)
         sent = [node for function in forwards for node in function.sent]
+        if source == target or not sent:
+            return 0.0
         sizes = [value_bytes(value_of(self.graph, node, node.name), size) for node in sent]
-        return self.topology.slowest_link.seconds(sum(sizes)) if sizes else 0.0
+        return self.topology.link_between(source, target).seconds(sum(sizes))
 
     def _plan(self, schedule: Schedule, size: int) -> Plan:
         """Schedules that split the backward alike, or not, share the costs of their stages."""

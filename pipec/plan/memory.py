@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pipec.ir import Mode, Plan, Program
 from pipec.ir.text import format_bytes
-from pipec.timeline.simulate import peak_in_flight
+from pipec.programs.in_flight import peak_in_flight
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from pipec.ir import Plan, Program
+from pipec.ir import Plan, Program, StageMemory
 from pipec.plan.memory import rank_bytes
-from pipec.timeline.attribution import Curve, Held, memory_over_time
+from pipec.timeline.attribution import Curve, memory_over_time
 from pipec.timeline.events import Timeline
 from pipec.timeline.simulate import Costs, simulate
 
@@ -17,7 +17,8 @@ def simulate_plan(plan: Plan, programs: Sequence[Program]) -> Timeline:
 
 def saved_bytes_over_time(plan: Plan, timeline: Timeline) -> tuple[Curve, ...]:
     """What the microbatches in flight on each rank hold: all of it until their last backward has ended."""
-    held = {stage.index: Held(stage.cost.saved_bytes, stage.cost.saved_bytes) for stage in plan.stages}
+    saved = {stage.index: stage.cost.saved_bytes for stage in plan.stages}
+    held = {stage: StageMemory(saved=each, kept=each) for stage, each in saved.items()}
     return memory_over_time(timeline, held)
 
 

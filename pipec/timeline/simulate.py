@@ -16,6 +16,7 @@ from pipec.errors import InputError, VerifyError
 from pipec.ir import Link, Op, Phase, Program
 from pipec.ir.columns import OP_CODE, OPS, Floats, Instructions, Ints, aligned, joined
 from pipec.programs.consumers import first_readers
+from pipec.programs.in_flight import peak_in_flight
 from pipec.programs.timing import AT_START, NEVER, Reads, Stuck, run_cells
 from pipec.timeline.events import Events, Timeline
 
@@ -59,13 +60,6 @@ class Costs:
         if (stage, phase) not in self.compute:
             raise InputError(f"no cost is given for {phase} of stage {stage}; add it to Costs.compute")
         return self.compute[stage, phase]
-
-
-def peak_in_flight(program: Program) -> int:
-    """The most pairs of stage and microbatch that a rank holds at once, from forward to free."""
-    (columns,) = aligned([program])
-    starts, ends = columns.ops == OP_CODE[Op.FORWARD], columns.ops == OP_CODE[Op.FREE]
-    return int(np.cumsum(starts.astype(int) - ends).max(initial=0))
 
 
 def simulate(programs: Sequence[Program], costs: Costs) -> Timeline:
