@@ -13,7 +13,7 @@ from pipec.capture.call import Call
 from pipec.compiler.compiler import Compiled, Compiler
 from pipec.errors import InputError
 from pipec.ir import Mode, Plan
-from pipec.plan.predictions import saved_bytes_over_time, simulate_plan
+from pipec.plan.predictions import rank_memory_over_time, simulate_plan
 from pipec.plan.tables import ReadablePlan
 from pipec.runtime.batch import dense
 from pipec.runtime.execution import Ranks
@@ -102,7 +102,7 @@ class Pipeline(Handle):
         """
         timelines = trace.timelines() if trace else {"planned": self.simulate()}
         if path is not None and self._ranks.world.rank == 0:
-            memory = {name: saved_bytes_over_time(self.plan, each) for name, each in timelines.items()}
+            memory = {name: rank_memory_over_time(self.plan, each) for name, each in timelines.items()}
             write_timelines(Path(path), timelines, self._title, memory)
         return "\n".join(timeline_text(each, f"{name}: {self._title}") for name, each in timelines.items())
 

@@ -194,11 +194,11 @@ def _schedule(name: str, num_ranks: int, num_microbatches: int) -> "Schedule":
 
 
 def _step(planned: _Planned) -> Step:
-    from pipec.plan.predictions import saved_bytes_over_time, simulate_plan
+    from pipec.plan.predictions import rank_memory_over_time, simulate_plan
 
     plan = planned.plan
     timeline = simulate_plan(plan, planned.programs)
-    return Step(plan.schedule, plan.num_microbatches, timeline, saved_bytes_over_time(plan, timeline))
+    return Step(plan.schedule, plan.num_microbatches, timeline, rank_memory_over_time(plan, timeline))
 
 
 def _facts(problem: _Problem, planned: _Planned) -> dict[str, object]:

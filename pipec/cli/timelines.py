@@ -97,12 +97,12 @@ def schedule_target(
     JSON keys: those of a schedule's name, without lower_and_verify_seconds.
     """
     from pipec.cli.target import prepare
-    from pipec.plan.predictions import saved_bytes_over_time
+    from pipec.plan.predictions import rank_memory_over_time
 
     def planned(name: str) -> Step:
         pipe = prepare(target, devices, name, microbatches, recompute, memory_limit)
         timeline = pipe.simulate()
-        memory = saved_bytes_over_time(pipe.plan, timeline)
+        memory = rank_memory_over_time(pipe.plan, timeline)
         return Step(name, pipe.plan.num_microbatches, timeline, memory)
 
     _show([planned(name) for name in _names(schedule, beside, output)], output, as_json)

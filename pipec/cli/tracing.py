@@ -29,7 +29,7 @@ def trace(
     """
     with status("loading torch"):
         from pipec.cli.trial import load_filled, random_batches
-        from pipec.plan.predictions import saved_bytes_over_time, simulate_plan
+        from pipec.plan.predictions import rank_memory_over_time, simulate_plan
         from pipec.timeline.facts import timeline_facts
         from pipec.timeline.trace import Trace, measured_timeline
 
@@ -45,7 +45,7 @@ def trace(
     timelines = Trace(simulate_plan(pipe.plan, pipe.programs), measured).timelines()
     plan = pipe.plan
     shown = [
-        Step(plan.schedule, plan.num_microbatches, each, saved_bytes_over_time(plan, each), label=name)
+        Step(plan.schedule, plan.num_microbatches, each, rank_memory_over_time(plan, each), label=name)
         for name, each in timelines.items()
     ]
     draw(shown, output)

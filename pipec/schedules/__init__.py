@@ -10,6 +10,7 @@ from typing import cast
 from pipec.errors import InputError
 from pipec.ir import Phase, Schedule
 from pipec.ir.columns import PHASE_CODE, Cells
+from pipec.programs.memory import most_in_flight
 from pipec.schedules.custom import custom_schedule, format_orders, parse_orders
 from pipec.schedules.dualpipe_v import dualpipe_v
 from pipec.schedules.fixed import LOOPED, SCHEDULES
@@ -17,7 +18,7 @@ from pipec.schedules.gpipe import gpipe
 from pipec.schedules.interleaved import interleaved_1f1b
 from pipec.schedules.looped_bfs import looped_bfs
 from pipec.schedules.one_f_one_b import one_f_one_b
-from pipec.schedules.orders import looped_placement, most_in_flight, on_ranks, straight_placement, v_placement
+from pipec.schedules.orders import looped_placement, on_ranks, straight_placement, v_placement
 from pipec.schedules.search.auto import auto, candidates, named
 from pipec.schedules.search.workload import Workload
 from pipec.schedules.search.zero_bubble import zb_1p, zb_2p

@@ -38,14 +38,6 @@ def on_ranks(schedule: Schedule, ranks: Sequence[int]) -> Schedule:
     )
 
 
-def most_in_flight(order: Sequence[Compute]) -> int:
-    """The most microbatches a rank holds at once, from forward to whole backward or weight gradient."""
-    phases = Cells.of(order).phases
-    ends = (phases == PHASE_CODE[Phase.BACKWARD]) | (phases == PHASE_CODE[Phase.BACKWARD_WEIGHT])
-    held = np.cumsum((phases == PHASE_CODE[Phase.FORWARD]).astype(np.int64) - ends)
-    return int(held.max(initial=0))
-
-
 def looped_name(name: str, num_chunks: int) -> str:
     """``name`` with the number of stages that a rank holds, which is left out if it is 2."""
     return name if num_chunks == 2 else f"{name}-v{num_chunks}"
