@@ -444,6 +444,7 @@ def test_a_failure_is_one_message_on_stderr(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_run_gives_the_same_losses_under_torchrun(directory: Path) -> None:
     alone = pipec_json("run", directory, "--steps", 2)
     done = spawn(

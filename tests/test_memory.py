@@ -49,6 +49,7 @@ def test_auto_recomputes_only_on_ranks_that_would_not_fit() -> None:
     assert max(peaks(pipe)) <= (free[0] + free[1]) // 2
 
 
+@pytest.mark.slow
 def test_recomputing_gives_the_same_gradients() -> None:
     x, y = batch()
     plain = pipec.compile(wide_mlp(), devices=2, loss_fn=nn.functional.mse_loss, microbatches=4)
@@ -74,6 +75,7 @@ def test_an_impossible_limit_says_what_each_rank_needs() -> None:
     assert "Use more devices" in message
 
 
+@pytest.mark.slow
 def test_a_limit_that_recomputing_would_meet_is_not_met_by_none() -> None:
     limit = max(peaks(prepared(None, recompute="full")))
     assert max(peaks(prepared(limit))) <= limit
