@@ -102,7 +102,7 @@ class _Hardware:
 
 @dataclass(frozen=True)
 class _Problem:
-    """``nodes[op]`` are the file's names of what the workload's operator ``op`` stands for."""
+    """``nodes[k]`` are the names that the file gives to what is operator k of the workload."""
 
     workload: "Workload"
     topology: "Topology"
@@ -204,7 +204,7 @@ def _facts(problem: _Problem, planned: _Planned) -> dict[str, object]:
     stages = [
         {
             "replicas": stage.replicas,
-            "operators": [name for op in stage.operators for name in problem.nodes[op]],
+            "operators": [name for operator in stage.operators for name in problem.nodes[operator]],
             "seconds": stage.seconds,
             "communication_seconds": stage.communication_seconds,
             "devices": stage.devices,

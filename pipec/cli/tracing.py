@@ -9,20 +9,20 @@ from pipec.cli.options import Artifact, Drawing, Json
 from pipec.cli.output import show_json, status
 
 WARMUP = 2
-"""Steps before the recording begins: they allocate memory."""
+"""So many steps run before the recording begins, because the first ones allocate memory."""
 
 
 def trace(
     directory: Artifact,
     output: Drawing = None,
     steps: Annotated[int, typer.Option(min=1, help="How many steps to record; the median is shown.")] = 5,
-    seed: Annotated[int, typer.Option(help="Of the random inputs and tensors.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the random inputs and tensors.")] = 0,
     int_high: Annotated[int, typer.Option(min=1, help="Random integers are below this.")] = 2,
     as_json: Json = False,
 ) -> None:
     """Record steps of a saved artifact on random inputs, and draw the planned step and the measured one.
 
-    In one process, or one rank each: torchrun --nproc-per-node 4 -m pipec trace DIR.
+    It runs in one process, or in one for each rank: torchrun --nproc-per-node 4 -m pipec trace DIR.
 
     JSON keys: planned and measured, each with unit, makespan, span, bubble_rate, peak_in_flight, waits,
     critical_path, num_events and events, as of pipec schedule.

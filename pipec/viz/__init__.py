@@ -22,11 +22,11 @@ def write_timelines(
 ) -> None:
     """Draw timelines, under their names, as the ending of ``path`` says.
 
-    ``.html`` is a page to explore and ``.json`` a trace for Perfetto or chrome://tracing: both with all of
-    them and the ``memory`` of each rank. ``.svg`` and ``.txt`` are pictures of the last one.
+    ``.html`` is a page to explore, and ``.json`` a trace for Perfetto or chrome://tracing. Both show all
+    timelines, and the ``memory`` of each rank. ``.svg`` and ``.txt`` show the last timeline alone.
 
     Raises:
-        InputError: the ending is another; nothing is written.
+        InputError: the path has another ending; nothing is written.
     """
     check_suffix(path)
     match path.suffix:
