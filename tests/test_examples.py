@@ -9,7 +9,6 @@ import pytest
 from workers import run_script
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-ALONE = (sys.executable,)
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -34,23 +33,17 @@ def test_one_process_and_four_print_the_same_losses(
     assert distributed == alone
 
 
-def launched(launcher: tuple[str, ...], script: str, *arguments: str) -> list[str]:
-    command = [*launcher, str(EXAMPLES / script), *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+def test_train_gpt_leaves_the_same_losses_and_an_artifact_a_timeline_and_a_loss_curve(tmp_path: Path) -> None:
+    """Started by torchrun itself."""
+    script, outputs = EXAMPLES / "train_gpt.py", [tmp_path / "alone", tmp_path / "distributed"]
+    alone, distributed = (("--steps", "3", "--output", str(output)) for output in outputs)
+    losses = results(run_script(script, alone, 0, tmp_path))
+    assert len(losses) == 2, losses
+    command, environment = [*TORCHRUN, script, *distributed], {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=380)
     assert done.returncode == 0, done.stdout + done.stderr
-    return results(done.stdout)
-
-
-def test_train_gpt_leaves_the_same_losses_and_an_artifact_a_timeline_and_a_loss_curve(tmp_path: Path) -> None:
-    """With torchrun itself, and as a command."""
-    alone, distributed = (
-        launched(launcher, "train_gpt.py", "--steps", "3", "--output", str(tmp_path / str(len(launcher))))
-        for launcher in (ALONE, TORCHRUN)
-    )
-    assert len(alone) == 2, alone
-    assert distributed == alone
-    for output in tmp_path.iterdir():
+    assert results(done.stdout) == losses
+    for output in outputs:
         assert (output / "artifact" / "plan.json").is_file()
         for picture in ("timeline.svg", "loss.svg"):
             assert "<svg" in (output / picture).read_text(encoding="utf-8")

@@ -102,13 +102,17 @@ class _Hardware:
 
 @dataclass(frozen=True)
 class _Problem:
-    """``nodes[k]`` are the names that the file gives to what is operator k of the workload."""
+    """``nodes[k]`` are the names that the file gives to what is operator k of the workload.
+
+    ``unknown`` says what the file does not tell, for the reader of the plan's table.
+    """
 
     workload: "Workload"
     topology: "Topology"
     cost_model: str
     max_replicas: int | None
     nodes: Sequence[Sequence[str]]
+    unknown: str = ""
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,11 @@ def _problem(file: Path, format: Format | None, hardware: _Hardware) -> _Problem
     from pipec.planner.dnn_partitioning import read_dnn_partitioning
 
     problem = read_dnn_partitioning(file)
-    return _Problem(problem.workload, problem.topology, CostModelName.PIPEC, 1, problem.nodes)
+    unknown = (
+        "the file gives messages in seconds and the memory of an operator as one sum: sends, parameters and "
+        "saves are shown as 0"
+    )
+    return _Problem(problem.workload, problem.topology, CostModelName.PIPEC, 1, problem.nodes, unknown)
 
 
 def _format_of(file: Path) -> Format:
@@ -239,6 +247,8 @@ def _lines(problem: _Problem, planned: _Planned, step: Step) -> Iterator[str]:
         f"simulator: {format_seconds(step.timeline.makespan / plan.num_microbatches)} a microbatch, the step "
         f"divided by {plan.num_microbatches}; messages travel beside operators"
     )
+    if problem.unknown:
+        yield problem.unknown
     if max(num_devices) > 1:
         yield (
             "a stage on r devices is simulated as one rank, r times as fast and without its all-reduce; "

@@ -35,7 +35,7 @@ class _Panel:
         return round((time - self.start) * self.columns)
 
     def columns_of(self, times: Floats) -> Floats:
-        """The columns of many times; those before the panel are put at its start, those after it at its end."""
+        """The columns of many times. Those before the panel are put at its start, later ones at its end."""
         return ((times.clip(self.start, self.end) - self.start) * self.columns).round()
 
 
