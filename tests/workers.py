@@ -40,14 +40,13 @@ def train(artifacts: Sequence[Path], inputs: Inputs, scratch: Path) -> list[str]
 
 def pipec_cli(arguments: Sequence[tuple[str, ...]], scratch: Path) -> list[str]:
     """Rank r runs the command line ``arguments[r]``; what each rank printed. A failure fails the test."""
-    return _printed(_invoke, [(each,) for each in arguments], scratch)
+    return _printed(_invoke, [(words,) for words in arguments], scratch)
 
 
 def run_script(script: Path, arguments: Sequence[str], num_ranks: int, scratch: Path) -> str:
     """What rank 0 prints if ``torchrun`` starts the script; with no ranks, what the script alone prints."""
-    return _printed(_run_main, [(script, arguments)] * max(num_ranks, 1), scratch, distributed=num_ranks > 0)[
-        0
-    ]
+    ranks = [(script, arguments)] * max(num_ranks, 1)
+    return _printed(_run_main, ranks, scratch, distributed=num_ranks > 0)[0]
 
 
 def _printed(
