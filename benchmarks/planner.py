@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipec.hardware.topology import Device, Topology, uniform
-from pipec.planner.cost_model import COST_MODELS, PIPEC, PIPEDREAM, CostModel
+from pipec.planner.cost_model import COST_MODELS, MAX_LOAD, PIPEDREAM, CostModel
 from pipec.planner.dnn_partitioning import read_dnn_partitioning
-from pipec.planner.partition import Transfer
+from pipec.planner.operator_graph import OperatorGraph, Transfer
 from pipec.planner.pipedream_graph import read_pipedream_graph
-from pipec.planner.placement import Placement, place
-from pipec.planner.workload import Workload
+from pipec.planner.placement import Partition, place
 
 
 @dataclass(frozen=True)
@@ -79,8 +78,8 @@ def profiles(folder: Path) -> Iterator[str]:
         "profile", "devices, bytes/s", "PipeDream", "s", "found in s", "pipec", "s", "proved", "found in s"
     )
     for profile in PROFILES:
-        workload = read_pipedream_graph(folder / f"{profile.name}.txt")
-        plan, wall = timed(workload, uniform(profile.sizes, profile.rates), PIPEDREAM)
+        graph = read_pipedream_graph(folder / f"{profile.name}.txt")
+        plan, wall = timed(graph, uniform(profile.sizes, profile.rates), PIPEDREAM)
         assert profile.seconds is None or plan.seconds <= profile.seconds * (1 + 1e-6)
         levels = (
             f"{' x '.join(map(str, profile.sizes))}, {' and '.join(f'{rate:g}' for rate in profile.rates)}"
@@ -95,7 +94,7 @@ def graphs(folder: Path) -> Iterator[str]:
     yield from heading("graph", "proved optimum, ms", "their exact solver, s", "pipec, ms", "found in s")
     for name, optimum, theirs in GRAPHS:
         problem = read_dnn_partitioning(folder / f"{name}.json")
-        plan, wall = timed(problem.workload, problem.topology, PIPEC, 1)
+        plan, wall = timed(problem.graph, problem.topology, MAX_LOAD, 1)
         assert math.isclose(plan.seconds * 1000, optimum, rel_tol=1e-6)
         yield row(name, str(optimum), str(theirs), f"{plan.seconds * 1000:.4f}", f"{wall:.2f}")
 
@@ -134,9 +133,9 @@ def chains() -> Iterator[str]:
         "operators", "replicas", "cost model", "skips", "memory", "stages", "proved", "found in s"
     )
     for case in CHAINS:
-        workload = chain(case)
-        topology = uniform([64], [1e9], Device(memory_bytes=case.memory_bytes * average_bytes(workload)))
-        plan, wall = timed(workload, topology, COST_MODELS[case.model], case.replicas)
+        graph = chain(case)
+        topology = uniform([64], [1e9], Device(memory_bytes=case.memory_bytes * average_bytes(graph)))
+        plan, wall = timed(graph, topology, COST_MODELS[case.model], case.replicas)
         yield row(
             f"{case.operators:,}",
             "any" if case.replicas is None else str(case.replicas),
@@ -149,14 +148,14 @@ def chains() -> Iterator[str]:
         )
 
 
-def chain(case: Chain) -> Workload:
+def chain(case: Chain) -> OperatorGraph:
     draw, operators = random.Random(0), range(case.operators)
     seconds, parameters, sizes, saved = ([draw.random() for _ in operators] for _ in range(4))
     readers = [
         (k + 1, k + case.skip) if case.skip and k % 10 == 0 and k + case.skip < case.operators else (k + 1,)
         for k in operators
     ]
-    return Workload(
+    return OperatorGraph(
         names=[f"operator {k}" for k in operators],
         seconds=[each * 1e-3 for each in seconds],
         parameter_bytes=[each * 1e6 for each in parameters],
@@ -167,24 +166,24 @@ def chain(case: Chain) -> Workload:
     )
 
 
-def average_bytes(workload: Workload) -> float:
+def average_bytes(graph: OperatorGraph) -> float:
     """Of a stage in the middle of 64, with 32 microbatches in flight."""
-    return (sum(workload.resident_bytes) + 32 * sum(workload.saved_bytes)) / 64
+    return (sum(graph.resident_bytes) + 32 * sum(graph.saved_bytes)) / 64
 
 
 def timed(
-    workload: Workload, topology: Topology, model: CostModel, max_replicas: int | None = None
-) -> tuple[Placement, float]:
+    graph: OperatorGraph, topology: Topology, model: CostModel, max_replicas: int | None = None
+) -> tuple[Partition, float]:
     started = time.perf_counter()
-    placement = place(workload, topology, model, max_replicas)
+    placement = place(graph, topology, model, max_replicas)
     return placement, time.perf_counter() - started
 
 
-def shape(placement: Placement) -> str:
+def shape(placement: Partition) -> str:
     return "-".join(str(stage.replicas) for stage in placement.stages)
 
 
-def proof(placement: Placement) -> str:
+def proof(placement: Partition) -> str:
     """Whether the plan is the best there can be, and if not how much better one could be."""
     if placement.is_optimal:
         return "yes"

@@ -51,11 +51,11 @@ __all__ = [
 
 _HOMES = {
     "Example": "pipec.api",
-    "Device": "pipec.planner.topology",
-    "Level": "pipec.planner.topology",
+    "Device": "pipec.hardware.topology",
+    "Level": "pipec.hardware.topology",
     "Profile": "pipec.cost.profile",
-    "Topology": "pipec.planner.topology",
-    "calibrate": "pipec.cost.machine",
+    "Topology": "pipec.hardware.topology",
+    "calibrate": "pipec.hardware.calibration",
     "compile": "pipec.api",
     "profile": "pipec.api",
     "log": "pipec.console",

@@ -6,20 +6,19 @@ from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipec.artifact.directory import Artifact, write
-from pipec.capture.tracer import Call
+from pipec.capture.call import Call
 from pipec.compiler.compiler import Compiled, Compiler
 from pipec.errors import InputError
-from pipec.ir import Mode, Plan, Program
+from pipec.ir import Mode, Plan
 from pipec.plan.predictions import saved_bytes_over_time, simulate_plan
 from pipec.plan.tables import ReadablePlan
 from pipec.runtime.batch import dense
-from pipec.runtime.execution import Execution, Ranks
+from pipec.runtime.execution import Ranks
+from pipec.runtime.handle import Handle, homes
 from pipec.runtime.holder import ModelTensors, drop, hold
-from pipec.runtime.recording import RecordedStep
 from pipec.runtime.results import merge
 from pipec.timeline.events import Timeline
 from pipec.timeline.trace import Trace, measured_timeline
@@ -27,7 +26,7 @@ from pipec.torch_compat import pytree
 from pipec.viz import timeline_text, write_timelines
 
 
-class Pipeline(nn.Module):
+class Pipeline(Handle):
     """A model cut into stages. Make one with :func:`pipec.compile`.
 
     It holds the parameters and buffers under the model's own names: all of them in one process, under
@@ -36,18 +35,13 @@ class Pipeline(nn.Module):
     """
 
     def __init__(self, compiler: Compiler, tensors: ModelTensors, ranks: Ranks) -> None:
-        super().__init__()
+        super().__init__(ranks)
         self._compiler = compiler
         self._tensors = tensors
-        self._ranks = ranks
         self._groups: dict[Hashable, list[tuple[Compiled, list[int]]]] = {}
-        self._executions: dict[int, Execution] = {}
         self._trained: Compiled | None = None
         self._mode_override: bool | None = None
-        self._num_steps = 0
-        self._recorded: list[RecordedStep] | None = None
         self._placed = False
-        self._seed = ranks.agreed_seed()
         self.training = compiler.model.training
         hold(self, tensors, copies=ranks.count > 1 and (ranks.world.distributed or ranks.num_devices > 1))
 
@@ -96,18 +90,6 @@ class Pipeline(nn.Module):
         """What was decided; prints as a table."""
         return ReadablePlan.of(self._artifact.plan, self._artifact.programs)
 
-    @property
-    def programs(self) -> tuple[Program, ...]:
-        """What each rank executes in one step; each prints as text, one instruction a line."""
-        return self._artifact.programs
-
-    def source(self, stage: int) -> str:
-        """The generated Python of a stage."""
-        sources = self._artifact.sources
-        if not 0 <= stage < len(sources):
-            raise InputError(f"there is no stage {stage}: the pipeline has stages 0 to {len(sources) - 1}")
-        return sources[stage]
-
     def simulate(self) -> Timeline:
         """One step on paper: the programs played against the plan's costs."""
         return simulate_plan(self.plan, self.programs)
@@ -131,15 +113,12 @@ class Pipeline(nn.Module):
         Every rank records, or none, and each then has the times of all. They are the host's: work that a GPU
         has yet to do is not in them.
         """
-        self._recorded = []
-        try:
-            yield (trace := Trace())
-            recorded = self._recorded
-        finally:
-            self._recorded = None
+        trace = Trace()
+        with self.record() as recorded:
+            yield trace
         if recorded:
             trace.planned = self.simulate()
-            trace.steps += [measured_timeline(s.programs, s.stamps) for s in self._ranks.gathered(recorded)]
+            trace.steps += [measured_timeline(step.programs, step.stamps) for step in recorded]
 
     def save(self, directory: str | Path, tensors: bool = False) -> None:
         """Write plan, code and programs to a directory that ``pipec.load`` and ``pipec run`` read.
@@ -209,7 +188,7 @@ class Pipeline(nn.Module):
 
     def _run(self, mode: Mode, call: Call) -> dict[str, Tensor]:
         groups = self._compiled(mode, call)
-        executions = [self._execution(compiled) for compiled, _ in groups]
+        executions = [self._execution(compiled.artifact) for compiled, _ in groups]
         batch, start, parts = call.batch_size, 0, []
         for execution, (_, sizes) in zip(executions, groups, strict=True):
             rows = call if len(groups) == 1 else call.rows(start, start + sum(sizes))
@@ -220,18 +199,6 @@ class Pipeline(nn.Module):
             start += sum(sizes)
         return parts[0] if len(parts) == 1 else self._joined(groups, parts)
 
-    def _execution(self, compiled: Compiled) -> Execution:
-        key = id(compiled)
-        if key not in self._executions:
-            tensors = self._tensors_by_fqn()
-            if meta := [fqn for fqn, tensor in tensors.items() if tensor.is_meta]:
-                raise InputError(
-                    f"{meta[0]} and {len(meta) - 1} other tensors are on the meta device and hold no values; "
-                    "call pipe.to_empty(device=...) and load them with pipe.load_state_dict(...)"
-                )
-            self._executions[key] = Execution(compiled.artifact, tensors, tensors, self._ranks)
-        return self._executions[key]
-
     def _joined(
         self, groups: list[tuple[Compiled, list[int]]], parts: list[dict[str, Tensor]]
     ) -> dict[str, Tensor]:
@@ -240,31 +207,19 @@ class Pipeline(nn.Module):
         values = {v.name: v for x in groups[0][0].artifact.plan.links if x.target == -1 for v in x.values}
         return {name: merge(value, [part[name] for part in parts], counts) for name, value in values.items()}
 
-    def _tensors_by_fqn(self) -> dict[str, Tensor]:
-        return {**dict(self.named_parameters()), **dict(self.named_buffers())}
-
     def _keep_own_tensors(self, plan: Plan) -> None:
         """Put each tensor on the device of the stage that owns it; let go of those of other ranks."""
         if self._placed:
             return
         self._placed = True
-        homes: dict[str, torch.device | None] = {}
-        for stage in plan.stages:
-            device = self._ranks.devices.get(plan.placement[stage.index])
-            for fqn in stage.parameters + stage.buffers:
-                homes.setdefault(fqn, device)
+        home_of = homes(plan, self._ranks.devices)
         canonical = self._tensors.canonical
-        drop(self, [fqn for fqn, first in canonical.items() if first in homes and homes[first] is None])
+        elsewhere = {fqn for fqn, home in home_of.items() if home is None}
+        drop(self, [fqn for fqn, first in canonical.items() if first in elsewhere])
         for fqn, tensor in self._tensors_by_fqn().items():
-            home = homes.get(fqn)
+            home = home_of.get(fqn)
             if home is not None and tensor.device != home and not tensor.is_meta:
                 tensor.data = tensor.data.to(home)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> "Pipeline":
-        """What ``to_empty`` is made of: it may replace tensors, so programs are linked anew."""
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._executions.clear()
-        return self
 
 
 def _call(args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None) -> Call:

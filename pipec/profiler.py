@@ -19,16 +19,15 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
 from pipec.capture.call import Call
-from pipec.compiler.compiler import Target, passes
-from pipec.compiler.staged import Staged
+from pipec.compiler.pass_list import CompilerOptions
+from pipec.compiler.staged import StagedGraph
 from pipec.cost.fingerprint import calls, fingerprint, profiled_nodes
 from pipec.cost.profile import Profile, ProfiledNode, ProfiledOperator
 from pipec.errors import InputError
-from pipec.graph import Buffer, LossGradient, ModelInput, Parameter, TrainingGraph, copy_graph
+from pipec.graph import Buffer, LossGradient, ModelInput, Parameter, TrainingGraph
 from pipec.hardware.calibration import default_device_model
 from pipec.hardware.topology import alike
 from pipec.ir import Phase
-from pipec.passes import run_passes
 from pipec.passes.cut_stages import CutStages
 from pipec.passes.simplify import Simplify
 from pipec.runtime.execution import Execution, Ranks
@@ -97,9 +96,9 @@ class _Whole:
         ranks: int,
     ) -> None:
         model = default_device_model(device)
-        target = Target(model, alike(1, model.link))
-        whole = run_passes(copy_graph(graph), passes(target, CutStages(1, model.link), frozenset()))
-        artifact = Staged(whole, target.topology).artifact(gpipe(1, _MICROBATCHES), call.batch_size)
+        options = CompilerOptions(model, alike(1, model.link))
+        staged = StagedGraph(graph, CutStages(options.topology, call.batch_size), options)
+        artifact = staged.trial(gpipe(1, _MICROBATCHES), call.batch_size).artifact()
         self.seconds: dict[Phase, list[float]] = defaultdict(list)
         self._parameters = [
             {fqn: nn.Parameter(tensor, tensor.is_floating_point()) for fqn, tensor in tensors.items()}
@@ -229,7 +228,7 @@ def _medians(seconds: Mapping[T, list[float]]) -> dict[T, float]:
 def _operators(graph: TrainingGraph, medians: Mapping[fx.Node, float]) -> Iterator[ProfiledOperator]:
     caused: dict[int, list[ProfiledNode]] = defaultdict(list)
     for node in profiled_nodes(graph):
-        caused[node.meta["op"]].append(
+        caused[node.meta["operator"]].append(
             ProfiledNode(node.name, calls(node), str(node.meta["phase"]), round(medians[node], 9))
         )
     for number, operator in enumerate(graph.operators):

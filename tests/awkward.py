@@ -5,12 +5,16 @@ either side of it or inside.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 SHAPE = TOKENS, WIDTH = 3, 4
+
+SIZES = 3, 2
+"""Rows of the microbatches into which ``batch`` is split."""
 
 
 class Recurrent(nn.Module):
@@ -219,3 +223,32 @@ class Sizes(nn.Module):
         rows = x.shape[0]
         x = x * (1 / rows) + x.sum() / x.numel() - (rows - 1)
         return x / math.sqrt(2 * rows) * math.ceil(rows / 2) + (x < rows - 2) * (rows % 2 + rows // 2)
+
+
+class Branch(nn.Module):
+    """Cannot be captured: the value of a tensor decides what runs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > 0:
+            x = x + 1
+        return x
+
+
+class Between(nn.Module):
+    """A module between two layers, so that there is something to train on either side of it."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.awkward = make()
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.awkward(torch.tanh(self.first(x))))
+
+
+def batch(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x, target = torch.randn(2, sum(SIZES), *SHAPE, generator=generator, dtype=dtype)
+    return {"x": x, "target": target}

@@ -232,3 +232,9 @@ def test_public_names_of_torch_are_not_reported() -> None:
     assert not private_torch_violations(
         "pipec.capture.call", "pipec.capture", "import torch\ntorch.__version__\ntorch.nn.Module"
     )
+
+
+def test_every_public_name_can_be_imported() -> None:
+    import pipec
+
+    assert all(getattr(pipec, name) is not None for name in pipec.__all__)

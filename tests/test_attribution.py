@@ -44,7 +44,7 @@ timelines = st.builds(
     st.integers(1, 4),
     st.integers(1, 6),
     st.sampled_from([0.3, 1.0, 1.7]),
-    st.sampled_from([0.0, 0.1, 0.7]),
+    st.sampled_from([0.0, 0.1, 0.7, 2.5]),
 )
 
 
@@ -125,6 +125,13 @@ def test_results_are_read_by_no_compute() -> None:
         if reader < 0 and not event.is_compute and event.instruction.link
     ]
     assert unread == [Payload.RESULT]
+
+
+def test_a_message_that_queues_waits_for_the_one_before_it_in_its_channel() -> None:
+    timeline = played(make_schedule("gpipe", 2, 3), message=3)
+    path = [named(timeline, k) for k in critical_path(timeline, waits(timeline))]
+    there = ["forward 0.0", "send 0.0", "send 0.1", "send 0.2", "forward 1.2"]
+    assert path == [*there, "backward 1.0", "send 1.0", "send 1.1", "send 1.2", "backward 0.2"]
 
 
 def test_an_empty_timeline_has_no_critical_path() -> None:

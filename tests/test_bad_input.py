@@ -1,5 +1,7 @@
 """Bad input: each mistake is a clear error before anything is sent, and the pipeline works afterwards."""
 
+import hashlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -140,6 +142,25 @@ def change_a_byte(file: Path) -> None:
     file.write_bytes(data)
 
 
+def edit_checksums(plan: Path, **digests: str) -> None:
+    facts = json.loads(plan.read_text())
+    facts["sha256"].update(digests)
+    plan.write_text(json.dumps(facts))
+
+
+def name_a_file_outside(plan: Path) -> None:
+    """The file is there and its checksum is right: nothing but its place is wrong."""
+    outside = plan.parent.parent / "outside.txt"
+    outside.write_text("mine")
+    edit_checksums(plan, **{"../outside.txt": hashlib.sha256(b"mine").hexdigest()})
+
+
+def change_all_bytes(file: Path) -> None:
+    """With the checksum to match, so that reading the file is what fails."""
+    file.write_bytes(b"no tensors")
+    edit_checksums(file.parent / "plan.json", **{file.name: hashlib.sha256(b"no tensors").hexdigest()})
+
+
 @pytest.mark.parametrize(
     ("file", "damage", "message"),
     [
@@ -156,11 +177,24 @@ def change_a_byte(file: Path) -> None:
         (
             "plan.json",
             lambda file: file.write_text(file.read_text().replace("stage_0.py", "../x.py")),
-            "stage_0",
+            "lists no checksum of stage_0.py",
         ),
+        ("plan.json", name_a_file_outside, "names a file outside its folder: '../outside.txt'"),
+        ("tensors.safetensors", change_all_bytes, "tensors.safetensors is no safetensors file"),
         ("plan.json", Path.unlink, "holds no plan.json"),
     ],
-    ids=["source", "program", "tensors", "missing", "foreign", "version", "path", "no plan"],
+    ids=[
+        "source",
+        "program",
+        "tensors",
+        "missing",
+        "foreign",
+        "version",
+        "no checksum",
+        "outside",
+        "no tensors",
+        "no plan",
+    ],
 )
 def test_a_damaged_artifact_is_refused(
     pipe: Pipeline, tmp_path: Path, file: str, damage: Callable[[Path], object], message: str

@@ -3,7 +3,7 @@
 import copy
 import logging
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from awkward import (
-    SHAPE,
+    SIZES,
     WIDTH,
     Autocast,
+    Between,
+    Branch,
     CellLoop,
     Checkpointed,
     Encoder,
@@ -29,6 +31,7 @@ from awkward import (
     Sizes,
     Teacher,
     Unused,
+    batch,
 )
 from torch import Tensor, nn
 from unsplit import Inputs, Outcome, assert_equal, microbatches, unsplit_step
@@ -40,28 +43,7 @@ from pipec.errors import CaptureError, InputError
 from pipec.ir import Mode
 from pipec.pipeline import Pipeline
 
-SIZES = 3, 2
 mse = nn.functional.mse_loss
-
-
-class Between(nn.Module):
-    """A module between two layers, so that there is something to train on both sides of it."""
-
-    def __init__(self, make: Callable[[], nn.Module]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.awkward = make()
-        self.last = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.awkward(torch.tanh(self.first(x))))
-
-
-def batch(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    x, target = torch.randn(2, sum(SIZES), *SHAPE, generator=generator, dtype=dtype)
-    return {"x": x, "target": target}
 
 
 def compiled(model: nn.Module, loss_fn: Callable[..., Tensor] | None = mse) -> Pipeline:
@@ -224,14 +206,19 @@ def test_nested_outputs_come_back_in_their_own_classes() -> None:
     assert (found.extras["name"], found.extras["none"]) == ("half", None)
 
 
-def test_an_argument_of_a_class_that_torch_cannot_take_apart_is_refused() -> None:
-    class Unknown:
-        __hash__ = None  # type: ignore[assignment]
+def test_the_order_of_keyword_arguments_means_nothing() -> None:
+    x, scale = torch.zeros(4, 2), 0.5
+    one, other = Call((), {"x": x, "scale": scale}), Call((), {"scale": scale, "x": x})
+    assert one.signature() == other.signature()
+    assert one.paths == other.paths == ["kwargs['scale']", "kwargs['x']", "target"]
+    assert one.leaves[1] is other.leaves[1] is x
 
-    call = nested_call()
-    call["inputs"]["pair"] = Unknown()
-    with pytest.raises(InputError, match=r"kwargs\['inputs'\]\['pair'\] is a .*Unknown.*register_dataclass"):
-        compiled(Nested(), nested_loss).step(**call, target=batch()["target"])
+
+def test_a_sample_has_the_layout_of_the_call() -> None:
+    images = torch.zeros(4, 3, 2, 2).to(memory_format=torch.channels_last)
+    sample = Call((images,), {}).sample(6, None).leaves[0]
+    assert sample.shape == (6, 3, 2, 2)
+    assert sample.stride() == images.stride()
 
 
 # meta
@@ -341,88 +328,6 @@ def test_a_branch_on_the_batch_size_is_compiled_once_for_each_side() -> None:
 
     found, expected, _ = trained_both_ways(Between(OnlySmall), batch())
     assert_equal(found, expected)
-
-
-# what cannot be captured
-
-
-class Branch(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        if x.sum() > 0:
-            x = x + 1
-        return x
-
-
-class Number(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * x.max().item()
-
-
-class Selection(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + x[x > 0].mean()
-
-
-class UnclearMask(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = Encoder().layers
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x, torch.zeros(x.shape[1], x.shape[1]))
-
-
-class BackwardHook(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.layer.register_full_backward_hook(lambda module, inputs, outputs: (2 * inputs[0],))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)
-
-
-REFUSED = [
-    (Branch, "if x.sum() > 0:", "torch.where"),
-    (Number, "return x * x.max().item()", "Keep it a tensor"),
-    (Selection, "return x + x[x > 0].mean()", "a mask of fixed shape"),
-    (UnclearMask, "return self.layers(x, torch.zeros(x.shape[1], x.shape[1]))", "Pass is_causal=True or"),
-    (BackwardHook, "return self.layer(x)", "with Tensor.register_hook: there it is captured"),
-]
-
-
-@pytest.fixture
-def torch_logs(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
-    """What torch writes to the terminal through its own loggers, which do not propagate to the root."""
-    logger = logging.getLogger("torch")
-    logger.addHandler(caplog.handler)
-    yield lambda: [record.getMessage() for record in caplog.records if record.name.startswith("torch")]
-    logger.removeHandler(caplog.handler)
-
-
-@pytest.mark.parametrize(("make", "line", "remedy"), REFUSED, ids=[make.__name__ for make, *_ in REFUSED])
-def test_what_cannot_be_captured_names_the_line_and_a_remedy(
-    make: type[nn.Module],
-    line: str,
-    remedy: str,
-    capsys: pytest.CaptureFixture[str],
-    torch_logs: Callable[[], list[str]],
-) -> None:
-    """And torch's own advice about it stays off the terminal."""
-    inputs = batch()
-    with pytest.raises(CaptureError) as caught:
-        compiled(Between(make)).step(inputs["x"], target=inputs["target"])
-    message = str(caught.value)
-    assert f"  at test_capture.py:{line_number(line)}: {line}\n" in message
-    assert remedy in message
-    assert "/" not in message.split("Other ways")[0]
-    assert (capsys.readouterr(), torch_logs()) == (("", ""), [])
-
-
-def line_number(text: str) -> int:
-    """Where in this file the line stands."""
-    with open(__file__, encoding="utf-8") as file:
-        return next(number for number, line in enumerate(file, start=1) if line.strip() == text)
 
 
 # the model is left as it was

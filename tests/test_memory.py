@@ -7,7 +7,7 @@ from torch import Tensor, nn
 import pipec
 from pipec.errors import InfeasibleError, InputError
 from pipec.pipeline import Pipeline
-from pipec.plan.memory import rank_bytes
+from pipec.plan.memory import rank_memory
 
 
 def wide_mlp() -> nn.Sequential:
@@ -34,7 +34,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def peaks(pipe: Pipeline) -> list[int]:
-    return [need.total for need in rank_bytes(pipe.plan, pipe.programs)]
+    return [need.total for need in rank_memory(pipe.plan, pipe.programs)]
 
 
 def test_no_limit_keeps_everything() -> None:

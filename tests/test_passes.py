@@ -16,8 +16,8 @@ from pipec.capture.tracer import capture
 from pipec.cost.symbols import MICROBATCH
 from pipec.errors import VerifyError
 from pipec.graph import (
+    Form,
     Gradient,
-    Level,
     Operator,
     TrainingGraph,
     is_forward,
@@ -27,6 +27,7 @@ from pipec.graph import (
     stage_of,
 )
 from pipec.hardware.devices import DEVICES, LinkModel
+from pipec.hardware.topology import alike
 from pipec.ir import Mode, Phase
 from pipec.passes import Pass, run_passes
 from pipec.passes.annotate_cost import AnnotateCost
@@ -82,7 +83,7 @@ def costed(captured: TrainingGraph) -> TrainingGraph:
 
 @pytest.fixture(scope="module")
 def cut(costed: TrainingGraph) -> TrainingGraph:
-    return through(costed, CutStages(3, LINK))
+    return through(costed, CutStages(alike(3, LINK), ROWS))
 
 
 @pytest.fixture(scope="module")
@@ -133,18 +134,22 @@ def test_views_cost_nothing(costed: TrainingGraph) -> None:
 
 def test_cut_stages_gives_each_stage_consecutive_operators(cut: TrainingGraph) -> None:
     forward = [
-        (node.meta["op"], stage_of(node)) for node in cut.nodes if is_forward(node) and "stage" in node.meta
+        (node.meta["operator"], stage_of(node))
+        for node in cut.nodes
+        if is_forward(node) and "stage" in node.meta
     ]
     assert {stage for _, stage in forward} == {0, 1, 2}
     assert [stage for _, stage in sorted(forward)] == sorted(stage for _, stage in forward)
-    assert cut.level is Level.CUT
+    assert cut.form is Form.CUT
 
 
 def test_a_backward_node_runs_on_the_stage_of_its_operator(cut: TrainingGraph) -> None:
-    stage_of_operator = {node.meta["op"]: stage_of(node) for node in cut.nodes if is_forward(node)}
-    backward = [node for node in cut.nodes if not is_forward(node) and node.meta["op"] in stage_of_operator]
+    stage_of_operator = {node.meta["operator"]: stage_of(node) for node in cut.nodes if is_forward(node)}
+    backward = [
+        node for node in cut.nodes if not is_forward(node) and node.meta["operator"] in stage_of_operator
+    ]
     assert backward
-    assert all(stage_of(node) == stage_of_operator[node.meta["op"]] for node in backward)
+    assert all(stage_of(node) == stage_of_operator[node.meta["operator"]] for node in backward)
 
 
 def test_untie_gradients_splits_the_sum_of_a_tied_parameter(cut: TrainingGraph) -> None:
@@ -229,7 +234,7 @@ class Forgetful:
         return "Forgetful()"
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
-        next(iter(graph.nodes)).meta.pop("op")
+        next(iter(graph.nodes)).meta.pop("operator")
         return graph
 
 
@@ -239,7 +244,7 @@ def test_the_pass_at_fault_is_named(captured: TrainingGraph) -> None:
 
 
 def test_every_node_knows_the_operator_that_caused_it(captured: TrainingGraph) -> None:
-    causes = {node.meta["op"] for node in captured.nodes if not node.meta.get("constant")}
+    causes = {node.meta["operator"] for node in captured.nodes if not node.meta.get("constant")}
     assert causes <= set(range(len(captured.operators)))
     assert all(isinstance(captured.operators[cause], Operator) for cause in causes)
     assert {captured.operators[cause].module for cause in causes} >= {"embed", "blocks.0", "blocks.2"}

@@ -13,7 +13,7 @@ from pipec.hardware.topology import Device, Level, Topology, uniform
 from pipec.ir import Payload, Phase
 from pipec.plan.from_graph import plan_from_graph
 from pipec.planner.pipedream_graph import parse_pipedream_graph
-from pipec.planner.placement import PlacedStage, Placement
+from pipec.planner.placement import Partition, PlacedStage
 from pipec.schedules import gpipe, make_schedule
 
 
@@ -102,8 +102,8 @@ def test_a_stage_has_its_operators_bytes_and_seconds_by_phase(profile: Path) -> 
         {"forward": 1.0, "backward": 2.0},
         {"forward": 1.5, "backward": 1.5},
     ]
-    assert [stage["cost"]["parameter_bytes"] for stage in (first, second)] == [8, 2_000_000_000]
-    assert [stage["cost"]["saved_bytes"] for stage in (first, second)] == [10**9, 10**9 + 1]
+    assert [stage["cost"]["memory"]["weights"] for stage in (first, second)] == [8, 2_000_000_000]
+    assert [stage["cost"]["memory"]["saved"] for stage in (first, second)] == [10**9, 10**9 + 1]
 
 
 def test_values_cross_stages_once_and_their_gradients_come_back(profile: Path) -> None:
@@ -136,7 +136,7 @@ def test_the_backward_of_a_training_graph_is_that_of_its_backward_nodes(training
     ]
     assert plan["link_seconds"] == pytest.approx([0.0005, 0.00025])
     assert facts_of(training)["peak_bytes"] == [50, 50]
-    assert "sends, parameters and saves are shown as 0" in planned(training)
+    assert "sends and saves are shown as 0, all memory as weights" in planned(training)
 
 
 HOSTS = Topology((Device(), Device(), Device(), Device(speed=0.5)), (Level(2, 4e9), Level(2, 1e9)))
@@ -148,7 +148,7 @@ def test_several_devices_are_one_rank_as_fast_as_their_slowest_times_their_numbe
         PlacedStage((0,), (0, 1, 2), 1.0, 0.0, 0.0, 0.0, 1),
         PlacedStage((1, 2), (3,), 6.0, 0.0, 0.0, 0.0, 1),
     )
-    plan = plan_from_graph(workload, HOSTS, Placement(stages, 0.0), gpipe(2, 4))
+    plan = plan_from_graph(workload, HOSTS, Partition(stages, 0.0), gpipe(2, 4))
     first, second = (stage.cost.seconds for stage in plan.stages)
     assert first == {Phase.FORWARD: pytest.approx(1 / 3), Phase.BACKWARD: pytest.approx(2 / 3)}
     assert second == {Phase.FORWARD: 3.0, Phase.BACKWARD: 3.0}
@@ -205,7 +205,7 @@ def test_a_schedule_that_needs_more_than_the_file_says_is_refused(name: str, mes
         plan_from_graph(
             parse_pipedream_graph(PROFILE),
             uniform([2], [1e9]),
-            Placement(stages, 3.0),
+            Partition(stages, 3.0),
             make_schedule(name, 2, 4),
         )
 
@@ -235,7 +235,7 @@ def test_a_training_graph_says_all_itself(training: Path) -> None:
 
 def test_the_format_is_told_from_the_content_or_named(profile: Path, training: Path) -> None:
     renamed = training.rename(training.with_name("training.txt"))
-    assert facts_of(renamed)["cost_model"] == "pipec"
+    assert facts_of(renamed)["cost_model"] == "max-load"
     error = planned(renamed, "--format", "pipedream", "--devices", 2, "--bandwidth", 1, status=1)
     assert "neither a node nor an edge of a PipeDream graph" in error
     assert "is not a dnn-partitioning graph" in planned(profile, "--format", "dnn-partitioning", status=1)

@@ -32,16 +32,16 @@ def placement(tmp_path: Path) -> Path:
 
 
 def test_a_profile_is_read_without_inputs_and_unread_results(profile: Path) -> None:
-    workload = read_pipedream_graph(profile)
-    assert workload.names == ["n2", "n3", "n5"]
-    assert workload.seconds == [3.0, 1.0, 2.0]
-    assert workload.forward_seconds == [1.0, 0.5, 1.0]
-    assert workload.parameter_bytes == [8.0, 0.0, 2e9]
-    assert workload.saved_bytes == [1e9 + 8.0, 1e9, 2e9 + 1.0]
-    assert workload.activation_bytes == [1e9, 1e9, 1.0]
-    values = [(v.producer, v.consumers, v.forward_bytes, v.backward_bytes) for v in workload.transfers]
+    graph = read_pipedream_graph(profile)
+    assert graph.names == ["n2", "n3", "n5"]
+    assert graph.seconds == [3.0, 1.0, 2.0]
+    assert graph.forward_seconds == [1.0, 0.5, 1.0]
+    assert graph.parameter_bytes == [8.0, 0.0, 2e9]
+    assert graph.saved_bytes == [1e9 + 8.0, 1e9, 2e9 + 1.0]
+    assert graph.activation_bytes == [1e9, 1e9, 1.0]
+    values = [(v.producer, v.consumers, v.forward_bytes, v.backward_bytes) for v in graph.transfers]
     assert values == [(0, (1, 2), 1e9, 1e9), (1, (2,), 1e9, 1e9)]
-    assert sorted(workload.before) == [(0, 1), (0, 2), (1, 2)]
+    assert sorted(graph.before) == [(0, 1), (0, 2), (1, 2)]
 
 
 @pytest.mark.parametrize(
@@ -67,9 +67,9 @@ def test_a_malformed_profile_is_refused(line: str, message: str) -> None:
     ],
 )
 def test_a_profile_that_cannot_be_planned_is_refused(line: str, message: str) -> None:
-    workload = parse_pipedream_graph([*PROFILE, line])
+    graph = parse_pipedream_graph([*PROFILE, line])
     with pytest.raises(PlanError, match=message):
-        place(workload, uniform([2], [1.0]), PIPEC)
+        place(graph, uniform([2], [1.0]), PIPEC)
 
 
 def test_a_missing_or_empty_profile_is_refused(tmp_path: Path) -> None:
@@ -86,10 +86,10 @@ def test_a_missing_or_empty_profile_is_refused(tmp_path: Path) -> None:
 def test_nodes_of_a_colour_are_one_operator(placement: Path) -> None:
     problem = read_dnn_partitioning(placement)
     assert problem.nodes == (("1", "4"), ("2", "3"))
-    assert problem.workload.seconds == pytest.approx([0.005, 0.005])
-    assert problem.workload.forward_seconds == pytest.approx([0.001, 0.002])
-    assert problem.workload.resident_bytes == [50.0, 50.0]
-    assert problem.workload.before == [(0, 1)]
+    assert problem.graph.seconds == pytest.approx([0.005, 0.005])
+    assert problem.graph.forward_seconds == pytest.approx([0.001, 0.002])
+    assert problem.graph.resident_bytes == [50.0, 50.0]
+    assert problem.graph.before == [(0, 1)]
     assert problem.topology.devices == (Device(100.0),) * 2
 
 
@@ -98,7 +98,7 @@ def test_a_backward_without_forward_follows_the_backward_order(tmp_path: Path) -
     edges = [*PLACEMENT["edges"], {"sourceId": 3, "destId": 5, "cost": 0.0}]
     graph = {**PLACEMENT, "nodes": [*PLACEMENT["nodes"], lone], "edges": edges}
     (tmp_path / "lone.json").write_text(json.dumps(graph), encoding="utf-8")
-    assert (2, 1) in read_dnn_partitioning(tmp_path / "lone.json").workload.before
+    assert (2, 1) in read_dnn_partitioning(tmp_path / "lone.json").graph.before
 
 
 def test_a_cpu_is_a_slow_device_without_limit(tmp_path: Path) -> None:

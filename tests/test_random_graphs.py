@@ -20,7 +20,7 @@ from unsplit import Outcome, assert_equal, unsplit_step
 
 from pipec.capture.call import Call
 from pipec.capture.tracer import capture
-from pipec.graph import Level, TrainingGraph, is_constant
+from pipec.graph import Form, TrainingGraph, is_constant
 from pipec.ir import Mode, Schedule
 from pipec.schedules import make_schedule, zb_h1, zb_v
 
@@ -95,10 +95,10 @@ class CutBefore:
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         for node in graph.nodes:
             if node.target is operator.getitem:
-                node.meta["op"] = node.all_input_nodes[0].meta["op"]
+                node.meta["operator"] = node.all_input_nodes[0].meta["operator"]
             if not is_constant(node):
-                node.meta["stage"] = bisect.bisect_right(self.operators, node.meta["op"])
-        return replace(graph, level=Level.CUT, num_stages=len(self.operators) + 1)
+                node.meta["stage"] = bisect.bisect_right(self.operators, node.meta["operator"])
+        return replace(graph, form=Form.CUT, num_stages=len(self.operators) + 1)
 
 
 def schedules(num_stages: int, num_microbatches: int) -> list[Schedule]:
@@ -125,7 +125,7 @@ class Case:
 def cases(draw: st.DrawFn) -> Case:
     seed = draw(st.integers(0, NUM_MODELS - 1))
     graph = captured(seed).graph
-    busy = sorted({node.meta["op"] for node in graph.nodes if not is_constant(node)})
+    busy = sorted({node.meta["operator"] for node in graph.nodes if not is_constant(node)})
     cuts = tuple(sorted(draw(st.sets(st.sampled_from(busy[1:]), max_size=MAX_STAGES - 1))))
     recompute = draw(st.frozensets(st.integers(0, len(cuts))))
     sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=5))

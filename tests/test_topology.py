@@ -1,6 +1,9 @@
 """Models on devices and links that differ, and in limited memory: where they are cut, and that they train."""
 
 import copy
+import json
+import math
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +18,10 @@ import pipec
 from pipec.cli import app
 from pipec.errors import InputError, PlanError
 from pipec.hardware.devices import LinkModel
-from pipec.hardware.topology import Device, Level, Topology, alike
+from pipec.hardware.topology import Device, Level, Topology, alike, read_topology, uniform
 from pipec.ir import Phase
 from pipec.pipeline import Pipeline
-from pipec.plan.memory import rank_bytes
+from pipec.plan.memory import rank_memory
 
 pytestmark = pytest.mark.slow
 
@@ -142,19 +145,19 @@ def test_what_crosses_hosts_takes_the_time_of_the_slow_link() -> None:
 def test_a_device_with_less_memory_gets_the_stage_that_needs_least() -> None:
     x, y = batch()
     free = compiled(even(), alike(2, LinkModel(FAST, 0.0)), recompute="none").prepare(x, target=y)
-    needs = [need.total for need in rank_bytes(free.plan, free.programs)]
+    needs = [need.total for need in rank_memory(free.plan, free.programs)]
     small = Topology((Device(memory_bytes=0.8 * needs[0]), Device()), (Level(2, FAST),))
     pipe = compiled(even(), small, recompute="none").prepare(x, target=y)
-    assert rank_bytes(pipe.plan, pipe.programs)[0].total <= 0.8 * needs[0]
+    assert rank_memory(pipe.plan, pipe.programs)[0].total <= 0.8 * needs[0]
     assert pipe.plan.placement == (1, 0)
 
 
 def test_a_cut_within_memory_saves_computing_again() -> None:
     x, y = batch()
     free = compiled(even(), alike(2, LinkModel(FAST, 0.0))).prepare(x, target=y)
-    most = max(need.total for need in rank_bytes(free.plan, free.programs))
+    most = max(need.total for need in rank_memory(free.plan, free.programs))
     pipe = compiled(even(), alike(2, LinkModel(FAST, 0.0), 0.95 * most)).prepare(x, target=y)
-    assert max(need.total for need in rank_bytes(pipe.plan, pipe.programs)) <= 0.95 * most
+    assert max(need.total for need in rank_memory(pipe.plan, pipe.programs)) <= 0.95 * most
     assert not any(stage.recompute for stage in pipe.plan.stages)
     assert pipe.plan.stages[0].last_operator < free.plan.stages[0].last_operator
 
@@ -178,6 +181,76 @@ def test_a_topology_that_does_not_fit_is_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         pipec.compile(even(), 2, loss_fn=F.mse_loss, topology=topology)
+
+
+EQUAL = (Device(), Device())
+PAIR = (Level(2, FAST),)
+
+
+@pytest.mark.parametrize(
+    ("devices", "levels", "message"),
+    [
+        (
+            (Device(), Device(speed=0.0)),
+            PAIR,
+            "device 1 has inf bytes of memory and speed 0.0: expected",
+        ),
+        ((Device(speed=math.inf), Device()), PAIR, "device 0 has .* speed inf"),
+        ((Device(memory_bytes=0.0), Device()), PAIR, "device 0 has 0.0 bytes of memory"),
+        ((Device(memory_bytes=math.nan), Device()), PAIR, "device 0 has nan bytes of memory"),
+        (EQUAL, (Level(2, FAST), Level(0, FAST)), "level 1 joins 0 members: expected 1 or more"),
+        (EQUAL, (Level(2, 0.0),), "level 0 carries 0.0 bytes per second after 0.0 seconds"),
+        (EQUAL, (Level(2, FAST, -1.0),), "level 0 carries .* after -1.0 seconds"),
+        (EQUAL, (Level(2, FAST, math.inf),), "level 0 carries .* after inf seconds"),
+        ((Device(),) * 3, PAIR, "lists 3 devices, but 2 levels join 2: device 2 cannot be reached"),
+        (EQUAL, (Level(2, FAST), Level(2, FAST)), r"lists 2 devices, but 2 x 2 levels join 4\. Make"),
+        (EQUAL, (), "lists 2 devices, but no levels join 1: device 1 cannot be reached"),
+    ],
+)
+def test_figures_that_make_no_topology_are_refused(
+    devices: tuple[Device, ...], levels: tuple[Level, ...], message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        Topology(devices, levels)
+
+
+def test_equal_groups_need_a_bandwidth_each() -> None:
+    with pytest.raises(PlanError, match="2 levels of devices and 1 bandwidths: give one of each a level"):
+        uniform([2, 2], [FAST])
+    assert uniform([2, 2], [FAST, 1e9]).levels == (Level(2, FAST), Level(2, 1e9))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "devices = 3",
+        "levels = []",
+        "[[devices]]\nflavour = 3\n[[levels]]\nsize = 1\nbytes_per_second = 1e9",
+        "[[devices]]\nspeed = 'fast'\n[[levels]]\nsize = 1\nbytes_per_second = 1e9",
+        "not toml",
+    ],
+)
+def test_a_file_that_is_no_topology_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "hosts.toml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(PlanError, match=r"hosts\.toml is not a topology: .* Expected devices"):
+        read_topology(path)
+
+
+def test_the_same_topology_in_toml_and_json(tmp_path: Path) -> None:
+    (tmp_path / "hosts.toml").write_text(HOSTS, encoding="utf-8")
+    (tmp_path / "hosts.json").write_text(json.dumps(tomllib.loads(HOSTS)), encoding="utf-8")
+    found = read_topology(tmp_path / "hosts.toml")
+    assert found == read_topology(tmp_path / "hosts.json")
+    assert found == Topology((Device(), Device(), Device(speed=3.0)), (Level(3, 1e10),))
+
+
+def test_a_part_is_joined_by_its_slowest_link() -> None:
+    whole = Topology((Device(),) * 8, (Level(2, 3e9), Level(2, 2e9, 1e-6), Level(2, 1e9)))
+    assert whole.part(8) is whole
+    assert whole.part(2) == Topology((Device(),) * 2, (Level(2, 3e9),))
+    assert whole.part(3) == Topology((Device(),) * 3, (Level(3, 2e9, 1e-6),))
+    assert whole.part(5).levels == (Level(5, 1e9),)
 
 
 def test_too_few_operators_for_the_devices_is_said() -> None:

@@ -35,9 +35,12 @@ FORMAT = "pipec artifact 1"
 PLAN, CONSTANTS, TENSORS = "plan.json", "constants.safetensors", "tensors.safetensors"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Artifact:
-    """``sources[stage]`` and ``programs[rank]``; ``constants`` by their name among the buffers."""
+    """``sources[stage]`` and ``programs[rank]``; ``constants`` by their name among the buffers.
+
+    An artifact equals itself alone, so that what is made of one can be found by it.
+    """
 
     plan: Plan
     sources: tuple[str, ...]

@@ -15,24 +15,26 @@ from pipec.torch_compat import pytree
 class Call:
     """What ``step`` was given. Its leaves are what tuples, lists, dicts and the like hold, at any depth.
 
-    The order of keyword arguments means nothing, here as in any call.
+    As in any call, the order in which keyword arguments were written means nothing.
     """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     target: Any = None
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "kwargs", dict(sorted(self.kwargs.items())))
+    @property
+    def tree(self) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        """Arguments, keyword arguments in alphabetical order, and target."""
+        return self.args, dict(sorted(self.kwargs.items())), self.target
 
     @property
     def leaves(self) -> list[Any]:
-        return pytree.tree_leaves((self.args, self.kwargs, self.target))
+        return pytree.tree_leaves(self.tree)
 
     @property
     def paths(self) -> list[str]:
         """How a person would write each leaf: ``args[0]``, ``kwargs['mask']``, ``target``."""
-        tree = {"args": self.args, "kwargs": self.kwargs, "target": self.target}
+        tree = dict(zip(("args", "kwargs", "target"), self.tree, strict=True))
         return [_path(keys) for keys, _ in pytree.tree_flatten_with_path(tree)[0]]
 
     @property
@@ -51,7 +53,7 @@ class Call:
 
         Raises InputError for an argument that is neither a tensor nor a plain value.
         """
-        leaves, spec = pytree.tree_flatten((self.args, self.kwargs, self.target))
+        leaves, spec = pytree.tree_flatten(self.tree)
         return str(spec), tuple(map(_kind, leaves, self.batched(), self.paths))
 
     def batched(self) -> list[bool]:
@@ -85,7 +87,7 @@ class Call:
 
     def _map(self, function: Any) -> "Call":
         """``function`` of every leaf, in order."""
-        return Call(*pytree.tree_map(function, (self.args, self.kwargs, self.target)))
+        return Call(*pytree.tree_map(function, self.tree))
 
 
 def _kind(leaf: Any, batched: bool, path: str) -> Hashable:

@@ -16,7 +16,7 @@ def classify(graph: fx.Graph) -> None:
         if node.op != "output":
             node.meta["phase"] = Phase.BACKWARD if _is_backward(node) else Phase.FORWARD
         if node.op in ("call_function", "get_attr"):
-            node.meta["op"] = _operator_of(node)
+            node.meta["operator"] = _operator_of(node)
         if node.op == "call_function":
             if is_random(node):
                 node.meta["draw"] = next(draws)
@@ -38,8 +38,8 @@ def _operator_of(node: fx.Node) -> int:
     if own is not None:
         return int(own)
     phase = node.meta["phase"]
-    inputs = [source for source in node.all_input_nodes if "op" in source.meta]
+    inputs = [source for source in node.all_input_nodes if "operator" in source.meta]
     same = [source for source in inputs if source.meta["phase"] is phase]
-    ids: list[int] = [source.meta["op"] for source in same or inputs]
+    ids: list[int] = [source.meta["operator"] for source in same or inputs]
     choose = max if phase is Phase.FORWARD else min
     return choose(ids, default=0)

@@ -41,7 +41,7 @@ ADVICE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class SourceLine:
     """A line of Python. ``file`` is a full path; it is printed without its folders."""
 
     file: str
@@ -57,13 +57,13 @@ class Line:
         return f"{self.place}: {self.text}"
 
 
-def lines_in(text: str) -> list[Line]:
+def lines_in(text: str) -> list[SourceLine]:
     """The lines that a printed traceback names, outermost first."""
     found = re.findall(r'File "(.*?)", line (\d+)[^\n]*(?:\n\s*([^\n]*))?', text)
-    return [Line(file, int(number), code.strip()) for file, number, code in found]
+    return [SourceLine(file, int(number), code.strip()) for file, number, code in found]
 
 
-def model_line(lines: Iterable[Line]) -> Line | None:
+def model_line(lines: Iterable[SourceLine]) -> SourceLine | None:
     """The innermost line that is the model's own: not torch's, not pipec's, not the standard library's."""
     own = [line for line in lines if not _is_machinery(line.file)]
     return own[-1] if own else None
@@ -103,10 +103,10 @@ def _innermost(error: Exception) -> str:
     return lines[-1].text if lines else ""
 
 
-def _line_of(error: Exception) -> Line | None:
+def _line_of(error: Exception) -> SourceLine | None:
     """Where in the model an error of any front end arose."""
     frames = [*traceback.extract_tb(error.__traceback__), *torch_compat.user_frames(error)]
-    lines = [Line(frame.filename, frame.lineno or 0, (frame.line or "").strip()) for frame in frames]
+    lines = [SourceLine(frame.filename, frame.lineno or 0, (frame.line or "").strip()) for frame in frames]
     return model_line(lines_in(str(error))) or model_line(lines)
 
 

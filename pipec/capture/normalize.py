@@ -28,6 +28,7 @@ from pipec.graph import (
     TrainingGraph,
     UpdatedBuffer,
 )
+from pipec.graph.dimensions import dimension
 from pipec.ir import Mode
 from pipec.torch_compat import pytree
 
@@ -178,8 +179,8 @@ def _is_tensor_node(value: object, traced: Traced) -> bool:
     if isinstance(value.meta.get("val"), Tensor):
         return True
     raise CaptureError(
-        f"the model returns a number that depends on the size of the batch, {value.meta.get('val')}; "
-        "microbatches cannot be joined to it. Return it as a tensor, or leave it out."
+        f"the model returns a number that depends on the size of the batch{_place(value)}\n"
+        "Microbatches cannot be joined to it. Return it as a tensor, or leave it out."
     )
 
 
@@ -282,13 +283,18 @@ def _place(node: fx.Node) -> str:
     return f"\n  at {line}" if line else ""
 
 
+def _described(value: Tensor, batch: sympy.Symbol | None) -> str:
+    """``torch.float32 of shape [b, 4]``"""
+    return f"{value.dtype} of shape [{', '.join(dimension(size, batch) for size in value.shape)}]"
+
+
 def _check_loss(graph: TrainingGraph) -> None:
     if graph.mode is Mode.FORWARD:
         return
     losses = [node for role, node in graph.outputs if isinstance(role, Output)]
     value = losses[0].meta["val"] if len(losses) == 1 else None
     if value is None or value.ndim != 0 or not value.is_floating_point():
-        found = f"{len(losses)} tensors" if value is None else f"{value.dtype} of shape {tuple(value.shape)}"
+        found = f"{len(losses)} tensors" if value is None else _described(value, graph.batch)
         raise InputError(
             f"the loss must be one floating-point number, but the model or loss_fn returned {found}. "
             "Reduce it, for example with .mean(), or pass loss_fn=..."

@@ -47,7 +47,7 @@ def _sum(graph: fx.Graph, terms: Sequence[fx.Node]) -> fx.Node:
         with graph.inserting_after(term):
             partial = graph.call_function(torch.ops.aten.add.Tensor, (total, term))
         partial.meta = {key: term.meta[key] for key in ("val", "phase")}
-        partial.meta["op"] = min(total.meta["op"], term.meta["op"])
+        partial.meta["operator"] = min(total.meta["operator"], term.meta["operator"])
         partial.meta["constant"] = False
         total = partial
     return total

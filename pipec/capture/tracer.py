@@ -1,12 +1,13 @@
 """nn.Module to TrainingGraph: one graph of forward, loss and backward, every node knowing its operator.
 
 Dynamo's full-graph capture comes first: it keeps torch-level operators, variable names, source lines and
-custom backwards. Non-strict ``torch.export`` serves where Dynamo cannot. Both are asked for a symbolic
-batch, and then, with a logged reason, for a fixed one.
+custom backwards. Non-strict ``torch.export`` serves where Dynamo cannot. Each is asked for a symbolic batch
+first, and then for a fixed one; the log says why the first attempts failed.
 """
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,10 +31,10 @@ CPU = torch.device("cpu")
 
 FrontEnd = Callable[[nn.Module, tuple[Any, ...], Sequence[Tensor]], Captured]
 
-FRONT_ENDS: tuple[tuple[str, FrontEnd], ...] = (
-    ("Dynamo", torch_compat.capture_with_dynamo),
-    ("torch.export", torch_compat.capture_with_export),
-)
+FRONT_ENDS: Mapping[str, FrontEnd] = {
+    "Dynamo": torch_compat.capture_with_dynamo,
+    "torch.export": torch_compat.capture_with_export,
+}
 
 
 def capture(
@@ -47,48 +48,70 @@ def capture(
 ) -> TrainingGraph:
     """Trace ``call`` of ``model`` into one graph. The model is left as it was.
 
-    A model on meta is traced as if it were on ``device``. Unless ``symbolic``, the graph is for as many rows
-    as the call has and no others, and takes half the time to make.
+    Args:
+        call: One microbatch. A symbolic batch is traced with at least two rows, because torch traces a
+            dimension of size one as a constant.
+        canonical: Maps every name of a tied tensor to the one that the graph uses.
+        device: Where a model on the meta device is traced as if it were there.
+        symbolic: Without it, the graph serves only as many rows as the call has, and takes half the time.
 
-    ``call`` holds one microbatch. A symbolic batch is traced with at least two rows, because a dimension of
-    size one is always traced as a constant. ``canonical`` maps every name of a tied tensor to the one to use.
-
-    Raises CaptureError, naming the model's source line, when no front end can capture the model, and
-    InputError when the model fails on these arguments or its loss is not one number.
+    Raises:
+        CaptureError: no front end can capture the model; it names the model's source line.
+        InputError: the model fails on these arguments, or its loss is not one number.
     """
     if mode is Mode.TRAIN:
         _check_gradients(model, call)
     step = _Step(model, loss_fn, mode, call.batched())
     tracer = _Tracer(step, mode, call, canonical or {}, device)
-    errors: list[Exception] = []
     with torch_compat.quiet(), torch_compat.unchanged(step), torch.set_grad_enabled(mode is Mode.TRAIN):
         torch_compat.leave_meta(step, device)
-        for name, front_end in FRONT_ENDS:
-            for any_size in (True, False) if symbolic else (False,):
-                try:
-                    graph = tracer.trace(front_end, any_size)
-                except PipecError:
-                    raise
-                except Exception as error:
-                    log.info(
-                        "%s%s failed: %s", name, " with a symbolic batch" if any_size else "", brief(error)
-                    )
-                    errors.append(error)
-                    continue
-                if mode is Mode.TRAIN:
-                    _check_trained(graph)
-                if graph.batch is None and symbolic:
-                    log.warning(
-                        "microbatches of %d rows are compiled on their own, and so is every other size: %s",
-                        graph.batch_size,
-                        brief(errors[0]),
-                    )
-                return graph
-        raise capture_error(errors) from errors[0]
+        graph, failures = _first_success(tracer, _attempts(symbolic))
+    if mode is Mode.TRAIN:
+        _check_trained(graph)
+    if symbolic and graph.batch is None:
+        log.warning(
+            "microbatches of %d rows are compiled on their own, and so is every other size: %s",
+            graph.batch_size,
+            brief(failures[0]),
+        )
+    return graph
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """One way to trace a call; ``symbolic`` says whether the batch is."""
+
+    name: str
+    symbolic: bool
+
+    def __str__(self) -> str:
+        return f"{self.name} with a symbolic batch" if self.symbolic else self.name
+
+
+def _attempts(symbolic: bool) -> list[_Attempt]:
+    kinds = (True, False) if symbolic else (False,)
+    return [_Attempt(name, kind) for name in FRONT_ENDS for kind in kinds]
+
+
+def _first_success(tracer: "_Tracer", attempts: Sequence[_Attempt]) -> tuple[TrainingGraph, list[Exception]]:
+    """The graph of the first attempt that succeeds, and the errors of those before it.
+
+    What pipec itself refuses, it would refuse of every front end, so that such an error ends the attempts.
+    """
+    errors: list[Exception] = []
+    for attempt in attempts:
+        try:
+            return tracer.trace(FRONT_ENDS[attempt.name], attempt.symbolic), errors
+        except PipecError:
+            raise
+        except Exception as error:
+            log.info("%s failed: %s", attempt, brief(error))
+            errors.append(error)
+    raise capture_error(errors) from errors[0]
 
 
 def _check_gradients(model: nn.Module, call: Call) -> None:
-    """Refuse what the user expects of gradients and a pipeline would not do."""
+    """Refuse what eager torch would do with gradients and a pipeline would not."""
     for path, leaf in zip(call.paths, call.leaves, strict=True):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             raise InputError(
@@ -104,7 +127,7 @@ def _check_gradients(model: nn.Module, call: Call) -> None:
 
 
 def _check_trained(graph: TrainingGraph) -> None:
-    """Refuse a step that would train nothing, where eager torch refuses ``loss.backward()``."""
+    """Refuse a step that would train nothing. Eager torch would refuse its ``loss.backward()``."""
     if not any(isinstance(result, Gradient) for result in graph.results):
         raise InputError(
             "no parameter would get a gradient: none that the loss depends on has requires_grad set. "
@@ -113,7 +136,7 @@ def _check_trained(graph: TrainingGraph) -> None:
 
 
 class _Step(nn.Module):
-    """What is traced: the model, and on top of it the loss."""
+    """The module that is traced: the model, and the loss on top of it."""
 
     def __init__(
         self, model: nn.Module, loss_fn: Callable[..., Any] | None, mode: Mode, batched: Sequence[bool]
@@ -129,7 +152,7 @@ class _Step(nn.Module):
     def forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
     ) -> tuple[Any, dict[str, Tensor]]:
-        """The loss, or the output, and by name the buffers that were replaced by other tensors."""
+        """The loss or the output, and by name the new tensors of buffers that the model replaced."""
         leaves = pytree.tree_leaves((args, kwargs, target))
         sizes = [leaf.shape[0] for leaf, batched in zip(leaves, self.batched, strict=True) if batched]
         for size in sizes[1:]:
@@ -152,14 +175,17 @@ class _Step(nn.Module):
 
 
 def _replaceable_buffers(model: nn.Module) -> Iterator[str]:
-    """Names in ``_Step`` of buffers that ``self.name = tensor`` may replace; torch's own modules never do."""
+    """The names in ``_Step`` of buffers that ``self.name = tensor`` may replace.
+
+    Buffers of torch's own modules are left out: those modules change them in place.
+    """
     for path, module in model.named_modules(prefix="model"):
         if not type(module).__module__.startswith("torch.nn.modules."):
             yield from (f"{path}.{name}" for name, buffer in module._buffers.items() if buffer is not None)
 
 
 class _Tracer:
-    """Traces one call; attempts differ in front end and in whether the batch is symbolic."""
+    """Traces one call of a step with any front end, the batch symbolic or fixed."""
 
     def __init__(
         self, step: _Step, mode: Mode, call: Call, canonical: Mapping[str, str], device: torch.device
@@ -176,7 +202,7 @@ class _Tracer:
         sample = self._call.sample(max(size, 2) if symbolic else size, self._device)
         flags = sample.batched() if symbolic else [False] * len(sample.leaves)
         batched = [leaf for leaf, flag in zip(sample.leaves, flags, strict=True) if flag]
-        captured = front_end(self._step, (sample.args, dict(sample.kwargs), sample.target), batched)
+        captured = front_end(self._step, sample.tree, batched)
         operators = number_operators(captured.module)
         _warn_of_changed_state(self._step.model, captured.changed_state)
         joint = torch_compat.differentiate(captured, training=self._mode is Mode.TRAIN)
@@ -186,28 +212,25 @@ class _Tracer:
 
 
 def _model_names(step: _Step, canonical: Mapping[str, str]) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """What the tensors of ``step`` are called in the model, and those that belong to the loss function alone.
+    """The name in the model of each tensor of ``step``, and the tensors that only the loss function holds.
 
-    Raises InputError if the loss function has parameters of its own to train.
+    Raises:
+        InputError: the loss function has parameters of its own to train.
     """
-    fqns: dict[str, str] = {}
-    constants: dict[str, Tensor] = {}
-    of_model: dict[int, str] = {}
-    tensors = [*step.named_parameters(remove_duplicate=False), *step.named_buffers(remove_duplicate=False)]
-    for name, tensor in tensors:
-        if name.startswith("model."):
-            fqn = name.removeprefix("model.")
-            fqns[name] = of_model[id(tensor)] = canonical.get(fqn, fqn)
-    for name, tensor in tensors:
-        if name not in fqns:
-            fqns[name] = of_model.get(id(tensor), f"constant.{name}")
-            if id(tensor) not in of_model:
-                constants[fqns[name]] = tensor
-                if tensor.requires_grad and step.mode is Mode.TRAIN:
-                    raise InputError(
-                        f"{name} would be trained, but belongs to no stage: pipec trains the parameters of "
-                        "the model. Make the loss a part of the model, which then returns it, or freeze it."
-                    )
+    tensors: dict[str, Tensor] = dict(step.named_parameters(remove_duplicate=False))
+    tensors |= step.named_buffers(remove_duplicate=False)
+    fqns = {name: canonical.get(fqn, fqn) for name in tensors if (fqn := name.removeprefix("model.")) != name}
+    of_model = {id(tensors[name]): fqn for name, fqn in fqns.items()}
+    for name, tensor in tensors.items():
+        fqns.setdefault(name, of_model.get(id(tensor), f"constant.{name}"))
+    constants = {fqns[name]: tensor for name, tensor in tensors.items() if id(tensor) not in of_model}
+    for fqn, tensor in constants.items():
+        if tensor.requires_grad and step.mode is Mode.TRAIN:
+            raise InputError(
+                f"{fqn.removeprefix('constant.')} would be trained, but belongs to no stage: pipec trains "
+                "the parameters of the model. Make the loss a part of the model, which then returns it, or "
+                "freeze it."
+            )
     return fqns, constants
 
 

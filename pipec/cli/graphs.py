@@ -18,8 +18,8 @@ from pipec.ir.text import format_seconds
 if TYPE_CHECKING:
     from pipec.hardware.topology import Topology
     from pipec.ir import Plan, Program, Schedule
-    from pipec.planner.placement import PlacedStage, Placement
-    from pipec.planner.workload import Workload
+    from pipec.planner.operator_graph import OperatorGraph
+    from pipec.planner.placement import Partition, PlacedStage
 
 
 class Format(StrEnum):
@@ -34,6 +34,7 @@ class CostModelName(StrEnum):
 
     PIPEDREAM = "pipedream"
     PIPEC = "pipec"
+    MAX_LOAD = "max-load"
 
 
 def plan_graph(
@@ -102,12 +103,12 @@ class _Hardware:
 
 @dataclass(frozen=True)
 class _Problem:
-    """``nodes[k]`` are the names that the file gives to what is operator k of the workload.
+    """``nodes[k]`` are the names that the file gives to what is operator k of the graph.
 
     ``unknown`` says what the file does not tell, for the reader of the plan's table.
     """
 
-    workload: "Workload"
+    graph: "OperatorGraph"
     topology: "Topology"
     cost_model: str
     max_replicas: int | None
@@ -117,9 +118,9 @@ class _Problem:
 
 @dataclass(frozen=True)
 class _Planned:
-    """The planner's placement, and the plan with its programs that came of it."""
+    """The planner's partition, and the plan with its programs that came of it."""
 
-    placement: "Placement"
+    partition: "Partition"
     planning_seconds: float
     plan: "Plan"
     programs: tuple["Program", ...]
@@ -130,9 +131,9 @@ def _problem(file: Path, format: Format | None, hardware: _Hardware) -> _Problem
         from pipec.planner.pipedream_graph import read_pipedream_graph
 
         topology = _topology(hardware)
-        workload = read_pipedream_graph(file)
+        graph = read_pipedream_graph(file)
         cost_model = hardware.cost_model or CostModelName.PIPEDREAM
-        return _Problem(workload, topology, cost_model, None, [(name,) for name in workload.names])
+        return _Problem(graph, topology, cost_model, None, [(name,) for name in graph.names])
     if hardware != _Hardware(None, None, None, None):
         raise InputError(
             f"{file.name} is a graph of dnn-partitioning, which says all that is to know: leave out "
@@ -142,10 +143,10 @@ def _problem(file: Path, format: Format | None, hardware: _Hardware) -> _Problem
 
     problem = read_dnn_partitioning(file)
     unknown = (
-        "the file gives messages in seconds and the memory of an operator as one sum: sends, parameters and "
-        "saves are shown as 0"
+        "the file gives the seconds of a message and all memory of an operator as one sum: sends and saves "
+        "are shown as 0, all memory as weights"
     )
-    return _Problem(problem.workload, problem.topology, CostModelName.PIPEC, 1, problem.nodes, unknown)
+    return _Problem(problem.graph, problem.topology, CostModelName.MAX_LOAD, 1, problem.nodes, unknown)
 
 
 def _format_of(file: Path) -> Format:
@@ -182,14 +183,14 @@ def _planned(problem: _Problem, schedule: str, num_microbatches: int | None) -> 
 
     started = time.perf_counter()
     model = COST_MODELS[problem.cost_model]
-    placement = place(problem.workload, problem.topology, model, problem.max_replicas)
+    partition = place(problem.graph, problem.topology, model, problem.max_replicas)
     seconds = time.perf_counter() - started
-    num_stages = len(placement.stages)
+    num_stages = len(partition.stages)
     cells = _schedule(schedule, num_stages, num_microbatches or 4 * num_stages)
-    plan = plan_from_graph(problem.workload, problem.topology, placement, cells)
+    plan = plan_from_graph(problem.graph, problem.topology, partition, cells)
     programs = lower(cells, plan.links)
     verify_programs(programs, plan.placement, plan.links, plan.num_microbatches)
-    return _Planned(placement, seconds, plan, programs)
+    return _Planned(partition, seconds, plan, programs)
 
 
 def _schedule(name: str, num_ranks: int, num_microbatches: int) -> "Schedule":
@@ -217,13 +218,13 @@ def _facts(problem: _Problem, planned: _Planned) -> dict[str, object]:
             "communication_seconds": stage.communication_seconds,
             "devices": stage.devices,
         }
-        for stage in planned.placement.stages
+        for stage in planned.partition.stages
     ]
     return {
-        "seconds": planned.placement.seconds,
+        "seconds": planned.partition.seconds,
         "stages": stages,
         "planning_seconds": planned.planning_seconds,
-        "least_seconds": planned.placement.least_seconds,
+        "least_seconds": planned.partition.least_seconds,
         "cost_model": problem.cost_model,
     }
 
@@ -232,17 +233,17 @@ def _lines(problem: _Problem, planned: _Planned, step: Step) -> Iterator[str]:
     """The plan's table, and the planner's own figure beside the simulator's."""
     from pipec.plan.tables import plan_table
 
-    placement, plan = planned.placement, planned.plan
-    num_devices = [stage.replicas for stage in placement.stages]
+    partition, plan = planned.partition, planned.plan
+    num_devices = [stage.replicas for stage in partition.stages]
     yield plan_table(plan, planned.programs, num_devices)
     yield ""
     yield (
-        f"planner, cost model {problem.cost_model}: {format_seconds(placement.seconds)} a microbatch in the "
+        f"planner, cost model {problem.cost_model}: {format_seconds(partition.seconds)} a microbatch in the "
         f"slowest stage, planned in {format_seconds(planned.planning_seconds)}"
     )
-    yield _bottleneck(placement.stages[placement.slowest], placement.slowest)
-    if not placement.is_optimal:
-        yield f"not proved optimal: no plan takes less than {format_seconds(placement.least_seconds)}"
+    yield _bottleneck(partition.stages[partition.slowest], partition.slowest)
+    if not partition.is_optimal:
+        yield f"not proved optimal: no plan takes less than {format_seconds(partition.least_seconds)}"
     yield (
         f"simulator: {format_seconds(step.timeline.makespan / plan.num_microbatches)} a microbatch, the step "
         f"divided by {plan.num_microbatches}; messages travel beside operators"

@@ -153,6 +153,20 @@ def expression(node: fx.Node, name: Namer, batch: sympy.Symbol | None) -> str:
     return f"{call}({', '.join(args + kwargs)})"
 
 
+def free_names(node: fx.Node, batch: sympy.Symbol | None) -> set[str]:
+    """What ``expression(node, ...)`` mentions besides nodes and ``torch``: ``{"b", "device"}``."""
+    names: set[str] = set()
+    if is_random(node):
+        names |= {"rng", "dropout" if node.target is aten.native_dropout.default else "draw"}
+    for argument in torch_compat.pytree.tree_leaves((node.args, node.kwargs)):
+        if isinstance(argument, torch.device):
+            names.add("device")
+        elif isinstance(argument, sympy.Basic):
+            names |= {"b"} if batch in argument.free_symbols else set()
+            names |= {"math"} if "math." in dimension(argument, batch) else set()
+    return names
+
+
 def _operand(argument: Any, source: str) -> str:
     """The source of an operand, in brackets where it is a formula of its own: ``x / (12*b)``."""
     return f"({source})" if isinstance(argument, sympy.Basic) and not argument.is_Atom else source

@@ -81,7 +81,7 @@ def name_nodes(graph: TrainingGraph) -> dict[fx.Node, str]:
 def _operator_results(graph: TrainingGraph) -> dict[int, fx.Node]:
     """The last forward node of each operator, of several items the first: what the user's variable holds."""
     return {
-        node.meta["op"]: node
+        node.meta["operator"]: node
         for node in graph.nodes
         if is_forward(node) and is_tensor(node) and node.target not in (send, recv) and not _item(node)
     }
@@ -96,11 +96,11 @@ def _base_name(graph: TrainingGraph, node: fx.Node, results: Mapping[int, fx.Nod
     if node.op == "placeholder":
         role = node.meta["role"]
         return _input_name(role.path) if isinstance(role, ModelInput) else "buffer"
-    op: int = node.meta["op"]
-    if results.get(op) is node:
-        return identifier(graph.operators[op].name)
+    cause: int = node.meta["operator"]
+    if results.get(cause) is node:
+        return identifier(graph.operators[cause].name)
     if not is_forward(node):
-        awaited = [user.meta["op"] for user in _readers(node) if user.meta["op"] != op]
+        awaited = [user.meta["operator"] for user in _readers(node) if user.meta["operator"] != cause]
         if awaited:
             return f"grad_{identifier(graph.operators[awaited[0]].name)}"
     return _operator_name(node)

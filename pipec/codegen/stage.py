@@ -1,17 +1,16 @@
 """The Python source of one stage: a header that says what it is, then one function for each phase."""
 
+import itertools
 import operator
-import re
 import textwrap
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
-from pipec.codegen.expressions import expression
+from pipec.codegen.expressions import expression, free_names
 from pipec.codegen.names import comment
-from pipec.graph import TrainingGraph, is_random, is_tensor, is_view
+from pipec.graph import TrainingGraph, is_tensor, is_view
 from pipec.graph.dimensions import dimension
 from pipec.graph.functions import Function, StageFunctions, runs_in
 from pipec.ir import Phase
@@ -52,15 +51,14 @@ class StageSource:
 
     def write(self) -> str:
         """The whole module: the same bytes for the same graph and plan."""
-        functions = list(self._functions())
-        lines = ['"""' + self.title, '"""', "", *self._imports(functions), ""]
+        lines = ['"""' + self.title, '"""', "", *self._imports(), ""]
         lines += self._table("PARAMETERS", "w", self.stage.parameters)
         lines += self._table("BUFFERS", "buffers", self.stage.buffers)
         updated = dict(self.stage.functions[0].updates)
         lines += self._table(
             "UPDATED_BUFFERS", "", [n for n in self.stage.buffers if n.meta["role"].fqn in updated]
         )
-        return "\n".join(lines + functions) + "\n"
+        return "\n".join([*lines, *self._functions()]) + "\n"
 
     def _functions(self) -> Iterator[str]:
         """The lines of ``constants``, if there are any, and of each phase."""
@@ -83,21 +81,23 @@ class StageSource:
         note = ", ".join(self.type_of(item) for _, item in sorted(items.items()))
         return _statement(f"{', '.join(targets)}{',' * (len(targets) == 1)} = {source}", note)
 
+    def free_names(self, nodes: Iterable[fx.Node]) -> set[str]:
+        """What the source of these nodes mentions besides nodes and ``torch``."""
+        return {name for node in nodes for name in free_names(node, self.graph.batch)}
+
     def type_of(self, node: fx.Node) -> str:
         """``f32[b, 128]``"""
         value = node.meta["val"]
         sizes = ", ".join(dimension(size, self.graph.batch) for size in value.shape)
         return f"{format_dtype(str(value.dtype).removeprefix('torch.'))}[{sizes}]"
 
-    def _imports(self, code: Iterable[str]) -> list[str]:
+    def _imports(self) -> list[str]:
         """``math`` is for sizes alone: ``math.ceil(b / 2)``."""
-        lines = (
-            ["import math", ""] if any(re.search(r"\bmath\.", line.split("  # ")[0]) for line in code) else []
-        )
-        drawn = [n.target for function in self.stage.functions for n in function.body if is_random(n)]
-        names = {"dropout" if t is torch.ops.aten.native_dropout.default else "draw" for t in drawn}
-        lines += ["import torch"]
-        return lines + (["", f"from pipec.runtime.draws import {', '.join(sorted(names))}"] if names else [])
+        bodies = (function.body for function in self.stage.functions)
+        named = self.free_names(itertools.chain(self.stage.constants, *bodies))
+        draws = sorted(named & {"draw", "dropout"})
+        lines = [*(["import math", ""] if "math" in named else []), "import torch"]
+        return lines + (["", f"from pipec.runtime.draws import {', '.join(draws)}"] if draws else [])
 
     def _table(self, name: str, variable: str, nodes: Sequence[fx.Node]) -> list[str]:
         if not nodes:
@@ -130,18 +130,24 @@ class _FunctionSource:
     function: Function
 
     def lines(self) -> list[str]:
-        body = [*self._unpack(), *self._body(), *self._return()]
-        parameters = ", ".join(self._parameters(body))
-        return [f"def {self.function.phase}({parameters}):", *body]
+        head = f"def {self.function.phase}({', '.join(self._parameters())}):"
+        return [head, *self._unpack(), *self._body(), *self._return()]
 
-    def _parameters(self, body: Iterable[str]) -> Iterator[str]:
-        """What the body mentions, in one order everywhere; callers bind by name."""
-        words = set(re.findall(r"\w+", "\n".join(line.split("  # ")[0] for line in body)))
-        yield from (name for name in ("w", "buffers", "constants") if name in words)
-        if self.function.phase is not Phase.FORWARD:
+    def _parameters(self) -> Iterator[str]:
+        """What the function reads, in one order everywhere; callers bind by name."""
+        function, stage = self.function, self.module.stage
+        held = {
+            "w": stage.parameters,
+            "buffers": set(stage.buffers) - set(function.saved_in),
+            "constants": self.module.hoisted(),
+        }
+        reads = set(function.reads)
+        yield from (name for name, nodes in held.items() if reads.intersection(nodes))
+        if function.phase is not Phase.FORWARD:
             yield "saved"
-        yield from (self.module.names[n] for n in self.function.received + self.function.inputs)
-        yield from (name for name in ("b", "device", "rng") if name in words)
+        yield from (self.module.names[node] for node in function.received + function.inputs)
+        named = self.module.free_names(function.body)
+        yield from (name for name in ("b", "device", "rng") if name in named)
 
     def _unpack(self) -> Iterator[str]:
         if self.function.saved_in:
@@ -222,14 +228,14 @@ class _FunctionSource:
 
     def _title(self, node: fx.Node) -> str:
         operators = self.module.graph.operators
-        made_by = operators[node.meta["op"]] if operators else None
+        made_by = operators[node.meta["operator"]] if operators else None
         if made_by is None or not made_by.module_type:
             return "loss"
         return comment(f"{made_by.module or 'model'} · {made_by.module_type}")
 
     def _source_line(self, node: fx.Node) -> str:
         operators = self.module.graph.operators
-        return comment(operators[node.meta["op"]].source) if operators else ""
+        return comment(operators[node.meta["operator"]].source) if operators else ""
 
 
 def _is_printed(node: fx.Node) -> bool:

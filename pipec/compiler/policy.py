@@ -1,11 +1,11 @@
 """Which schedule a compiled model runs: a named one, a user's own, or one searched for the model's costs."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from pipec.errors import InfeasibleError, InputError, PlanError
-from pipec.ir import Schedule
+from pipec.errors import InputError, PlanError
+from pipec.ir import Placement, Schedule
 from pipec.schedules import (
     SCHEDULES,
     SEARCHED,
@@ -25,15 +25,13 @@ from pipec.schedules import (
 ScheduleChoice = str | Path | Callable[[int, int], Schedule]
 """A name, a file of compute orders, or a function of the numbers of ranks and of microbatches."""
 
-Placement = tuple[int, ...]
-
 _MOST_PER_RANK = 8
 """Microbatches: filling and draining then take a ninth of the step. More gain little and launch more."""
 
 
 @dataclass(frozen=True)
-class Scheduler:
-    """Makes the schedules of one model, all with its stages on the same ranks."""
+class SchedulePolicy:
+    """Which schedules a model may run: a named one, the user's own, or any."""
 
     choice: ScheduleChoice
     num_ranks: int
@@ -44,7 +42,7 @@ class Scheduler:
         return isinstance(self.choice, str)
 
     def in_flight(self, num_microbatches: int) -> tuple[int, ...]:
-        """The most microbatches each rank has in flight; where that is to be found out, as under 1F1B."""
+        """The most microbatches each rank has in flight; as under 1F1B where that is searched."""
         searched = self.choice == "auto" or self.choice in SEARCHED
         schedule = (
             one_f_one_b(self.num_ranks, num_microbatches) if searched else self._fixed(num_microbatches)
@@ -73,27 +71,16 @@ class Scheduler:
     def options(
         self, num_microbatches: int, placement: Placement, work: Callable[[], Workload]
     ) -> list[Schedule]:
-        """What may run with so many microbatches: none, if the schedule cannot, and quick to say."""
-        try:
-            if self.choice == "auto":
-                found = named(self.num_ranks, num_microbatches)
-                return [schedule for schedule in found if schedule.placement == placement]
-            return self.candidates(num_microbatches, placement, work)
-        except (InputError, InfeasibleError, PlanError):
-            return []
-
-    def candidates(
-        self, num_microbatches: int, placement: Placement, work: Callable[[], Workload]
-    ) -> list[Schedule]:
-        """The schedules of which the best is to run a step. ``work`` tells what the ranks have to do.
+        """The schedules to try with so many microbatches. ``work`` tells what the ranks have to do.
 
         Raises:
-            InputError, InfeasibleError: as ``make_schedule``.
+            InputError: the schedule cannot do with this number of microbatches.
+            InfeasibleError: a searched schedule finds no order within the memory limit.
             PlanError: the schedule of this many microbatches has its stages elsewhere.
         """
         if self.choice == "auto":
-            found = candidates(self.num_ranks, num_microbatches, work(), placement)
-            return [replace(each, name="auto") for each in found]
+            known = named(self.num_ranks, num_microbatches)
+            return [schedule for schedule in known if schedule.placement == placement]
         if isinstance(self.choice, str) and self.choice in SEARCHED:
             return [make_schedule(self.choice, self.num_ranks, num_microbatches, work())]
         schedule = self._fixed(num_microbatches)
@@ -104,6 +91,14 @@ class Scheduler:
                 "compile another pipeline for this number of microbatches"
             )
         return [schedule]
+
+    def searched(
+        self, num_microbatches: int, placement: Placement, work: Callable[[], Workload]
+    ) -> list[Schedule]:
+        """Orders that ``auto`` finds beyond its ``options``, once the number of microbatches is chosen."""
+        if self.choice != "auto":
+            return []
+        return candidates(self.num_ranks, num_microbatches, work(), placement)
 
     def forwards(self, num_microbatches: int, placement: Placement) -> Schedule:
         """What an evaluation runs. What is searched for concerns backwards, so a simple order serves."""

@@ -14,7 +14,9 @@ def fingerprint(graph: TrainingGraph) -> str:
     """A digest of every node, in order: what it calls, which operator caused it, and its arguments' names."""
     digest = hashlib.sha256()
     for node in graph.nodes:
-        digest.update(f"{node.name} {calls(node)} {node.meta['op']} {node.args} {node.kwargs}\n".encode())
+        digest.update(
+            f"{node.name} {calls(node)} {node.meta['operator']} {node.args} {node.kwargs}\n".encode()
+        )
     return digest.hexdigest()[:16]
 
 

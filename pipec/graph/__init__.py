@@ -26,13 +26,13 @@ from pipec.graph.nodes import (
     stage_of,
     sums_gradients,
 )
-from pipec.graph.training_graph import Level, Operator, TrainingGraph, copy_graph
+from pipec.graph.training_graph import Form, Operator, TrainingGraph, copy_graph
 
 __all__ = [
     "Argument",
     "Buffer",
+    "Form",
     "Gradient",
-    "Level",
     "LossGradient",
     "ModelInput",
     "Operator",

@@ -1,4 +1,4 @@
-"""What must hold of a training graph after every pass: a list of rules for each level it has reached."""
+"""What must hold of a training graph after every pass: a list of rules for each form it has reached."""
 
 import operator
 from collections.abc import Callable, Iterator
@@ -9,8 +9,8 @@ from torch import fx
 from pipec.errors import VerifyError
 from pipec.graph import (
     Buffer,
+    Form,
     Gradient,
-    Level,
     Parameter,
     TrainingGraph,
     UpdatedBuffer,
@@ -32,8 +32,8 @@ CONTEXT_LINES = 3
 def verify(graph: TrainingGraph, after: object = "capture") -> None:
     """Raise VerifyError at the first broken rule, naming the pass, the stage and the node."""
     graph.module.graph.lint()
-    for level, rules in RULES.items():
-        if graph.level < level:
+    for form, rules in RULES.items():
+        if graph.form < form:
             break
         for rule in rules:
             for node, problem in rule(graph):
@@ -42,7 +42,7 @@ def verify(graph: TrainingGraph, after: object = "capture") -> None:
 
 def _message(graph: TrainingGraph, after: object, node: fx.Node, problem: str) -> str:
     stage = f"stage {node.meta['stage']}, " if "stage" in node.meta else ""
-    operator = graph.operators[node.meta["op"]] if "op" in node.meta and graph.operators else None
+    operator = graph.operators[node.meta["operator"]] if "operator" in node.meta and graph.operators else None
     where = f" ({operator.module} at {operator.source})" if operator else ""
     return f"after {after!r}: {stage}node {node.name}{where}: {problem}\n{_around(graph, node)}"
 
@@ -60,7 +60,7 @@ def _around(graph: TrainingGraph, node: fx.Node) -> str:
 
 def _nodes_are_classified(graph: TrainingGraph) -> Iterator[Fault]:
     for node in graph.nodes:
-        for key in ("val", "op", "phase"):
+        for key in ("val", "operator", "phase"):
             if key not in node.meta:
                 yield (
                     node,
@@ -198,9 +198,9 @@ def _same_type(one: fx.Node, other: fx.Node) -> bool:
     return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and _type(one) == _type(other)
 
 
-RULES: dict[Level, tuple[Rule, ...]] = {
-    Level.CAPTURED: (_nodes_are_classified, _forward_never_reads_backward),
-    Level.CUT: (
+RULES: dict[Form, tuple[Rule, ...]] = {
+    Form.CAPTURED: (_nodes_are_classified, _forward_never_reads_backward),
+    Form.CUT: (
         _every_node_has_a_stage,
         _edges_follow_the_pipeline,
         _changed_buffers_stay_home,
@@ -208,6 +208,6 @@ RULES: dict[Level, tuple[Rule, ...]] = {
         _gradients_have_owners,
         _tuples_stay_whole,
     ),
-    Level.COMMUNICATING: (_only_messages_cross, _values_go_straight, _messages_match),
-    Level.SPLIT: (_weight_gradients_come_last,),
+    Form.COMMUNICATING: (_only_messages_cross, _values_go_straight, _messages_match),
+    Form.SPLIT: (_weight_gradients_come_last,),
 }

@@ -6,7 +6,7 @@ Keys of ``node.meta`` (others are torch's own):
 key          set by    meaning
 ============ ========= ================================================================================
 ``val``      capture   fake tensor (or a tuple of them): dtype, and shape in the batch symbol
-``op``       capture   id of the forward operator that caused the node: an index into ``operators``
+``operator`` capture   the forward operator that caused the node: an index into ``TrainingGraph.operators``
 ``phase``    capture   ``Phase.FORWARD`` or ``Phase.BACKWARD``; ``split_backward`` refines the latter
 ``constant`` capture   True on forward nodes that depend on nothing but the batch size: masks, positions
 ``role``     capture   on placeholders: what the argument is

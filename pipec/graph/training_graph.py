@@ -24,8 +24,8 @@ class Operator:
     source: str
 
 
-class Level(IntEnum):
-    """How far a graph has come; ``passes.verify`` has a list of rules for each level."""
+class Form(IntEnum):
+    """How far the passes have brought a graph. ``RULES`` in ``invariants`` lists what holds of each form."""
 
     CAPTURED = 0
     CUT = 1
@@ -50,7 +50,7 @@ class TrainingGraph:
     batch_size: int
     batch: sympy.Symbol | None = None
     guards: tuple[sympy.Basic, ...] = ()
-    level: Level = Level.CAPTURED
+    form: Form = Form.CAPTURED
     num_stages: int = 1
     ranks: tuple[int, ...] = ()
     constants: dict[str, torch.Tensor] = field(default_factory=dict)

@@ -88,11 +88,6 @@ class Topology:
         return level.link
 
     @property
-    def is_uniform(self) -> bool:
-        """Whether all devices are equally fast, and all links alike."""
-        return len(self.levels) == len({device.speed for device in self.devices}) == 1
-
-    @property
     def slowest_link(self) -> LinkModel:
         return min(self.levels, key=lambda level: level.bytes_per_second).link
 
@@ -107,9 +102,12 @@ class Topology:
         )
         return replace(self, devices=tuple(limited))
 
-    def with_memory(self, share: float) -> "Topology":
-        """The same, with a share of each device's memory."""
-        smaller = (replace(device, memory_bytes=share * device.memory_bytes) for device in self.devices)
+    def reserving(self, num_bytes: Sequence[float]) -> "Topology":
+        """The same with so many bytes of each device set aside; at least one byte is left."""
+        pairs = zip(self.devices, num_bytes, strict=True)
+        smaller = (
+            replace(device, memory_bytes=max(1.0, device.memory_bytes - less)) for device, less in pairs
+        )
         return replace(self, devices=tuple(smaller))
 
     def without_limits(self) -> "Topology":

@@ -1,15 +1,16 @@
 """The data every part of pipec exchanges: frozen, printable, without algorithms and without torch.
 
 Read it in the order in which data flows: the ``values`` of a cut graph and the links that carry them, the
-``plan`` that holds stages and links, the ``schedule`` that says who computes what when, and the ``program``
-of instructions that each rank executes. ``columns`` holds long runs of cells and instructions as numbers,
-``text`` writes programs and quantities down and reads programs back, and ``batch`` says how a mini-batch is
-split.
+``plan`` that holds stages and links, the ``schedule`` that says who computes what when, the ``program`` of
+instructions that each rank executes, and ``memory``, what a stage holds meanwhile. ``columns`` holds long
+runs of cells and instructions as numbers, ``text`` writes programs and quantities down and reads programs
+back, and ``batch`` says how a mini-batch is split.
 """
 
+from pipec.ir.memory import StageMemory
 from pipec.ir.plan import Alternative, Plan, Stage, StageCost
-from pipec.ir.program import Instruction, Op, Program
-from pipec.ir.schedule import Compute, Schedule
+from pipec.ir.program import Instruction, Kind, Op, Program, Traits
+from pipec.ir.schedule import Compute, Placement, Schedule, num_ranks, rank_of, ranks_of, stages_on
 from pipec.ir.values import Dim, Input, Link, Mode, Payload, Phase, Value
 
 __all__ = [
@@ -18,15 +19,23 @@ __all__ = [
     "Dim",
     "Input",
     "Instruction",
+    "Kind",
     "Link",
     "Mode",
     "Op",
     "Payload",
     "Phase",
+    "Placement",
     "Plan",
     "Program",
     "Schedule",
     "Stage",
     "StageCost",
+    "StageMemory",
+    "Traits",
     "Value",
+    "num_ranks",
+    "rank_of",
+    "ranks_of",
+    "stages_on",
 ]

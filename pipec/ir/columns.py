@@ -4,13 +4,13 @@ A step of a thousand ranks has millions of each. As columns they take a few byte
 compared without a Python object; an index or a loop gives the ``Compute`` or ``Instruction`` it stands for.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipec.ir import Compute, Instruction, Link, Op, Phase, Program
+from pipec.ir import Compute, Instruction, Kind, Link, Op, Phase, Placement, Program, Traits, ranks_of
 
 Ints = NDArray[np.signedinteger[Any]]
 Floats = NDArray[np.float64]
@@ -20,6 +20,23 @@ PHASES: Sequence[Phase] = tuple(Phase)
 OPS: Sequence[Op] = tuple(Op)
 PHASE_CODE: Mapping[Phase, int] = {phase: code for code, phase in enumerate(PHASES)}
 OP_CODE: Mapping[Op, int] = {op: code for code, op in enumerate(OPS)}
+
+
+def _having(trait: Callable[[Traits], bool]) -> NDArray[np.bool_]:
+    """For each op by its code, whether it has a trait."""
+    return np.array([trait(op.traits) for op in OPS])
+
+
+_IS_COMPUTE = _having(lambda traits: traits.kind is Kind.COMPUTE)
+_IS_TIMED = _having(lambda traits: traits.timed)
+FILLS_SLOT = _having(lambda traits: traits.fills_slot)
+_PHASE_OF_OP = np.array([PHASE_CODE[op.phase] if op.phase else -1 for op in OPS], np.int32)
+
+
+def ranks_by_microbatch(placement: Placement, num_microbatches: int) -> Ints:
+    """``rank_of`` at [stage, microbatch]. The row of a stage on ranks 4 and 7 is 4 7 4 7 ..."""
+    rows = [np.resize(ranks_of(placement, stage), num_microbatches) for stage in range(len(placement))]
+    return np.array(rows, np.int32).reshape(len(placement), num_microbatches)
 
 
 class _Columns(Sequence[Row]):
@@ -128,6 +145,13 @@ class Instructions(_Columns[Instruction]):
         ]
         return cls(_matrix(rows, 6), tuple(index))
 
+    @property
+    def cells(self) -> Cells:
+        """The computes, as the cells of a schedule."""
+        cells = self.matrix[:3, self.is_compute].copy()
+        cells[0] = _PHASE_OF_OP[cells[0]]
+        return Cells(cells)
+
     def where(self, mask: NDArray[np.bool_]) -> "Instructions":
         """The instructions at which ``mask`` is true."""
         return Instructions(self.matrix.compress(mask, axis=1), self.links)
@@ -135,6 +159,18 @@ class Instructions(_Columns[Instruction]):
     @property
     def ops(self) -> Ints:
         return self._column(0)
+
+    @property
+    def is_compute(self) -> NDArray[np.bool_]:
+        return self._have(_IS_COMPUTE)
+
+    @property
+    def is_timed(self) -> NDArray[np.bool_]:
+        return self._have(_IS_TIMED)
+
+    def _have(self, trait: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        having: NDArray[np.bool_] = trait[self.ops]
+        return having
 
     @property
     def link_numbers(self) -> Ints:

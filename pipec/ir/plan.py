@@ -3,18 +3,18 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from pipec.ir.memory import StageMemory
+from pipec.ir.schedule import Placement, num_ranks
 from pipec.ir.values import Input, Link, Mode, Phase, Value
 
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """One stage and one microbatch, in seconds and bytes. ``seconds`` has entries for the phases that run."""
+    """What one stage takes for one microbatch: seconds by phase, FLOPs, and bytes of memory."""
 
     seconds: Mapping[Phase, float] = field(default_factory=dict)
     flops: float = 0.0
-    parameter_bytes: int = 0
-    saved_bytes: int = 0
-    transient_bytes: int = 0
+    memory: StageMemory = field(default_factory=StageMemory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +51,13 @@ class Alternative:
     replicas: int
     num_microbatches: int
     seconds: float
-    peak_bytes: int
+    peak_bytes: float
     refused: str
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything decided before code is generated. ``placement[stage]`` is the rank that runs it.
+    """Everything decided before code is generated. ``placement`` says which rank runs each stage.
 
     ``outputs`` names the results in the order of the leaves of what the model returns;
     ``link_seconds[i]`` is how long ``links[i]`` takes. ``parameters`` and ``buffers`` are named by FQN.
@@ -68,7 +68,7 @@ class Plan:
     schedule: str
     num_microbatches: int
     microbatch_size: int
-    placement: tuple[int, ...]
+    placement: Placement
     stages: tuple[Stage, ...]
     links: tuple[Link, ...]
     link_seconds: tuple[float, ...] = ()
@@ -81,4 +81,4 @@ class Plan:
 
     @property
     def num_ranks(self) -> int:
-        return max(self.placement) + 1
+        return num_ranks(self.placement)

@@ -20,7 +20,7 @@ from torch import fx
 from pipec.cost.formulas import OperatorCost
 from pipec.cost.symbols import evaluate
 from pipec.graph import (
-    Level,
+    Form,
     TrainingGraph,
     is_constant,
     is_forward,
@@ -49,7 +49,7 @@ class InsertCommunication:
                 if _is_computed(source) and stage_of(source) != stage_of(user):
                     user.replace_input_with(source, crossings.on_stage_of(source, user))
         graph.module.graph.eliminate_dead_code()
-        return replace(graph, level=Level.COMMUNICATING)
+        return replace(graph, form=Form.COMMUNICATING)
 
 
 def _is_computed(node: fx.Node) -> bool:
@@ -143,7 +143,7 @@ class _Crossings:
         """A forward value read by the backward of an earlier stage travels with the gradients."""
         forward = is_forward(source) and stage_of(source) < stage_of(user)
         phase = source.meta["phase"] if forward or not is_forward(source) else user.meta["phase"]
-        meta = {key: source.meta[key] for key in ("val", "op", "cost")} | {"phase": phase}
+        meta = {key: source.meta[key] for key in ("val", "operator", "cost")} | {"phase": phase}
         fx_graph = self.graph.module.graph
         with fx_graph.inserting_after(source):
             sent = fx_graph.call_function(send, (source, stage_of(user)))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from pipec.graph import Level, TrainingGraph, is_forward, send
+from pipec.graph import Form, TrainingGraph, is_forward, send
 from pipec.ir import Phase
 
 
@@ -30,10 +30,10 @@ class SplitBackward:
         for node in graph.nodes:
             if node.target is operator.getitem:
                 node.meta["phase"] = node.all_input_nodes[0].meta["phase"]
-        return replace(graph, level=Level.SPLIT)
+        return replace(graph, form=Form.SPLIT)
 
 
 def _awaits(node: fx.Node, user: fx.Node) -> bool:
     if user.op == "output":
         return False
-    return user.meta["phase"] is Phase.BACKWARD_INPUT or user.meta["op"] != node.meta["op"]
+    return user.meta["phase"] is Phase.BACKWARD_INPUT or user.meta["operator"] != node.meta["operator"]

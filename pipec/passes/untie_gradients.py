@@ -54,6 +54,8 @@ def _sum(graph: TrainingGraph, gradient: fx.Node, terms: list[fx.Node]) -> fx.No
     for term in terms[1:]:
         with graph.module.graph.inserting_before(gradient):
             partial = graph.module.graph.call_function(torch.ops.aten.add.Tensor, (total, term))
-        partial.meta.update(gradient.meta, op=min(total.meta["op"], term.meta["op"]), stage=stage_of(term))
+        partial.meta.update(
+            gradient.meta, operator=min(total.meta["operator"], term.meta["operator"]), stage=stage_of(term)
+        )
         total = partial
     return total

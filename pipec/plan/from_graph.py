@@ -10,14 +10,16 @@ from collections.abc import Iterator, Sequence
 
 from pipec.errors import InputError
 from pipec.hardware.topology import Topology
-from pipec.ir import Link, Mode, Payload, Phase, Plan, Schedule, Stage, StageCost, Value
+from pipec.ir import Link, Mode, Payload, Phase, Plan, Schedule, Stage, StageCost, StageMemory, Value
 from pipec.ir.columns import PHASE_CODE, Cells
-from pipec.planner.placement import PlacedStage, Placement
-from pipec.planner.workload import Workload
+from pipec.planner.operator_graph import OperatorGraph
+from pipec.planner.placement import Partition, PlacedStage
 
 
-def plan_from_graph(workload: Workload, topology: Topology, placement: Placement, schedule: Schedule) -> Plan:
-    """Stage k of the placement as stage k on rank k, its operators numbered in the order of the stages.
+def plan_from_graph(
+    graph: OperatorGraph, topology: Topology, partition: Partition, schedule: Schedule
+) -> Plan:
+    """Stage k of the partition as stage k on rank k, its operators numbered in the order of the stages.
 
     A value's shape is its number of bytes. A message takes as long as between those two devices of its
     stages that are joined by the slowest link.
@@ -25,15 +27,15 @@ def plan_from_graph(workload: Workload, topology: Topology, placement: Placement
     Raises:
         InputError: the schedule is not for one stage a rank, or runs the backward in halves.
     """
-    check_schedule(schedule, len(placement.stages))
-    links, link_seconds = _links(workload, topology, placement.stages)
+    check_schedule(schedule, len(partition.stages))
+    links, link_seconds = _links(graph, topology, partition.stages)
     return Plan(
         mode=Mode.TRAIN,
         schedule=schedule.name,
         num_microbatches=schedule.num_microbatches,
         microbatch_size=1,
         placement=schedule.placement,
-        stages=tuple(_stages(workload, topology, placement.stages)),
+        stages=tuple(_stages(graph, topology, partition.stages)),
         links=links,
         link_seconds=link_seconds,
     )
@@ -55,7 +57,7 @@ def check_schedule(schedule: Schedule, num_stages: int) -> None:
         )
 
 
-def _stages(workload: Workload, topology: Topology, stages: Sequence[PlacedStage]) -> Iterator[Stage]:
+def _stages(graph: OperatorGraph, topology: Topology, stages: Sequence[PlacedStage]) -> Iterator[Stage]:
     first = 0
     for index, stage in enumerate(stages):
         last = first + len(stage.operators) - 1
@@ -63,35 +65,37 @@ def _stages(workload: Workload, topology: Topology, stages: Sequence[PlacedStage
             index=index,
             first_operator=first,
             last_operator=last,
-            modules=tuple(workload.names[operator] for operator in stage.operators),
-            cost=_cost(workload, topology, stage),
+            modules=tuple(graph.names[operator] for operator in stage.operators),
+            cost=_cost(graph, topology, stage),
         )
         first = last + 1
 
 
-def _cost(workload: Workload, topology: Topology, stage: PlacedStage) -> StageCost:
+def _cost(graph: OperatorGraph, topology: Topology, stage: PlacedStage) -> StageCost:
     def total(figures: Sequence[float]) -> float:
         return sum(figures[operator] for operator in stage.operators)
 
     speed = stage.replicas * min(topology.devices[device].speed for device in stage.devices)
-    forward = total(workload.forward_seconds)
+    forward = total(graph.forward_seconds)
     return StageCost(
         seconds={
             Phase.FORWARD: forward / speed,
-            Phase.BACKWARD: (total(workload.seconds) - forward) / speed,
+            Phase.BACKWARD: (total(graph.seconds) - forward) / speed,
         },
-        parameter_bytes=round(total(workload.parameter_bytes)),
-        saved_bytes=round(total(workload.activation_bytes)),
-        transient_bytes=round(total(workload.resident_bytes)),
+        memory=StageMemory(
+            weights=total(graph.parameter_bytes) + total(graph.resident_bytes),
+            gradients=total(graph.parameter_bytes),
+            saved=total(graph.activation_bytes),
+        ),
     )
 
 
 def _links(
-    workload: Workload, topology: Topology, stages: Sequence[PlacedStage]
+    graph: OperatorGraph, topology: Topology, stages: Sequence[PlacedStage]
 ) -> tuple[tuple[Link, ...], tuple[float, ...]]:
     """One link for all values that go from one stage to another, and its seconds."""
     ways: dict[tuple[int, int], list[tuple[str, float]]] = {}
-    for source, target, name, num_bytes in _messages(workload, stages):
+    for source, target, name, num_bytes in _messages(graph, stages):
         ways.setdefault((source, target), []).append((name, num_bytes))
     links = tuple(
         Link(
@@ -109,11 +113,11 @@ def _links(
     return links, tuple(seconds)
 
 
-def _messages(workload: Workload, stages: Sequence[PlacedStage]) -> Iterator[tuple[int, int, str, float]]:
+def _messages(graph: OperatorGraph, stages: Sequence[PlacedStage]) -> Iterator[tuple[int, int, str, float]]:
     """Source, target, name and bytes of each value that goes to another stage, and of its gradient."""
     stage_of = {operator: index for index, stage in enumerate(stages) for operator in stage.operators}
-    for transfer in workload.transfers:
-        source, name = stage_of[transfer.producer], workload.names[transfer.producer]
+    for transfer in graph.transfers:
+        source, name = stage_of[transfer.producer], graph.names[transfer.producer]
         for target in sorted({stage_of[operator] for operator in transfer.consumers} - {source}):
             yield source, target, name, transfer.forward_bytes
             if transfer.backward_bytes:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from pipec.ir import Plan, Program
-from pipec.plan.memory import rank_bytes
+from pipec.plan.memory import rank_memory
 from pipec.timeline.attribution import Curve, Held, memory_over_time
 from pipec.timeline.events import Timeline
 from pipec.timeline.simulate import Costs, simulate
@@ -17,7 +17,7 @@ def simulate_plan(plan: Plan, programs: Sequence[Program]) -> Timeline:
 
 def saved_bytes_over_time(plan: Plan, timeline: Timeline) -> tuple[Curve, ...]:
     """What the microbatches in flight on each rank hold: all of it until their last backward has ended."""
-    held = {stage.index: Held(stage.cost.saved_bytes, stage.cost.saved_bytes) for stage in plan.stages}
+    held = {stage.index: Held(stage.cost.memory.saved, stage.cost.memory.saved) for stage in plan.stages}
     return memory_over_time(timeline, held)
 
 
@@ -27,5 +27,5 @@ def predicted(plan: Plan, programs: Sequence[Program]) -> dict[str, object]:
     return {
         "makespan": timeline.makespan,
         "bubble_rate": timeline.bubble_rate,
-        "peak_bytes": [need.total for need in rank_bytes(plan, programs)],
+        "peak_bytes": [need.total for need in rank_memory(plan, programs)],
     }

@@ -9,9 +9,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from pipec.ir import Payload, Phase, Plan, Program, Stage
+from pipec.ir import Payload, Phase, Plan, Program, Stage, ranks_of
 from pipec.ir.text import format_bytes, format_seconds, value_bytes
-from pipec.plan.memory import rank_bytes
+from pipec.plan.memory import rank_memory
 from pipec.plan.predictions import simulate_plan
 from pipec.timeline.attribution import critical_path, waits
 from pipec.timeline.events import Timeline
@@ -44,7 +44,7 @@ def plan_table(plan: Plan, programs: Sequence[Program], num_devices: Sequence[in
         "stage",
         "rank",
         "operators",
-        "parameters",
+        "weights",
         "forward",
         "backward",
         "sends",
@@ -79,13 +79,13 @@ def _row(plan: Plan, stage: Stage, place: str) -> list[str]:
     backward = sum(time for phase, time in seconds.items() if phase is not Phase.FORWARD)
     return [
         str(stage.index),
-        str(plan.placement[stage.index]),
+        ", ".join(map(str, ranks_of(plan.placement, stage.index))),
         f"{stage.first_operator}-{stage.last_operator}",
-        format_bytes(stage.cost.parameter_bytes),
+        format_bytes(stage.cost.memory.weights),
         format_seconds(seconds.get(Phase.FORWARD, 0.0)),
         format_seconds(backward),
         format_bytes(sent_bytes(plan, stage.index)),
-        format_bytes(stage.cost.saved_bytes) + ("*" if stage.recompute else ""),
+        format_bytes(stage.cost.memory.saved) + ("*" if stage.recompute else ""),
         _span(stage) + place,
     ]
 
@@ -106,7 +106,7 @@ def sent_bytes(plan: Plan, stage: int) -> int:
 
 def _predictions(plan: Plan, programs: Sequence[Program]) -> list[str]:
     timeline = simulate_plan(plan, programs)
-    needs = rank_bytes(plan, programs)
+    needs = rank_memory(plan, programs)
     peaks = ", ".join(format_bytes(need.total) for need in needs)
     lines = [
         f"step {format_seconds(timeline.makespan)}, bubble {timeline.bubble_rate:.1%}",

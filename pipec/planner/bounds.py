@@ -1,9 +1,9 @@
-"""How fast the slowest stage can be at best, and which boundaries a plan that fast can use.
+"""How fast the slowest stage can be at best, and which downsets a plan that fast can use.
 
 A bound charges a stage no more than it costs. For a limit on seconds, the fewest devices that finish from a
-boundary follow from those that finish from later ones, and bisection finds the least limit for which the
-devices suffice. ``Loose`` looks at one boundary at a time, ``pipec.planner.pairs`` at any two, and
-``pipec.planner.line`` at those of operators in one line.
+downset follow from those that finish from later ones, and bisection finds the least limit for which the
+devices suffice. ``LooseBound`` looks at one downset at a time, ``pipec.planner.pairs`` at any two, and
+``pipec.planner.chain`` at those of operators in one line.
 """
 
 import math
@@ -13,13 +13,13 @@ from typing import NamedTuple, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from pipec.planner.boundaries import Vector
+from pipec.planner.downsets import Vector
 
 Counts = NDArray[np.intp]
 
 _FIRST_STEP = 0.02
 """Of the seconds that all devices would take if the work could be divided at will: the optimum is rarely far
-above, and a limit below it that is met leaves fewer boundaries. Each limit that is not met doubles the step.
+above, and a limit below it that is met leaves fewer downsets. Each limit that is not met doubles the step.
 """
 
 ROUNDING = 1e-12
@@ -27,7 +27,7 @@ ROUNDING = 1e-12
 
 
 class Bound(Protocol):
-    """Over some boundaries, the empty one first and the whole last."""
+    """Over some downsets, the empty one first and the whole last."""
 
     @property
     def total_seconds(self) -> float:
@@ -40,7 +40,7 @@ class Bound(Protocol):
         ...
 
     def take(self, kept: NDArray[np.intp]) -> Self:
-        """The same for these boundaries alone."""
+        """The same for these downsets alone."""
         ...
 
     def around(self, num_devices: int, limit: float) -> "Around | None":
@@ -49,7 +49,7 @@ class Bound(Protocol):
 
 
 class Around(NamedTuple):
-    """The fewest devices for what is after each boundary, and for what is before it, as far as known.
+    """The fewest devices for what is after each downset, and for what is before it, as far as known.
 
     One more than there are if these are too few.
     """
@@ -58,7 +58,7 @@ class Around(NamedTuple):
     reach: Counts
 
     def useful(self, num_devices: int) -> NDArray[np.intp]:
-        """The boundaries of plans that keep within the limit."""
+        """The downsets of plans that keep within the limit."""
         return np.flatnonzero(self.finish + self.reach <= num_devices)
 
 
@@ -84,8 +84,8 @@ def least_seconds(bound: Bound, num_devices: int, closeness: float, guess: float
 
 
 @dataclass(frozen=True, slots=True)
-class Loose:
-    """Charges a stage from boundary b to boundary e on m replicas
+class LooseBound:
+    """Charges a stage from downset b to downset e on m replicas
 
         max(busy[m - 1, e] - busy[m - 1, b], link[b]) / m
 
@@ -104,15 +104,15 @@ class Loose:
         replicas = np.arange(1, len(self.busy) + 1)
         return float(((self.busy[:, -1] - self.busy[:, 0]) / replicas).min())
 
-    def take(self, kept: NDArray[np.intp]) -> "Loose":
-        return Loose(self.busy[:, kept], self.link[kept])
+    def take(self, kept: NDArray[np.intp]) -> "LooseBound":
+        return LooseBound(self.busy[:, kept], self.link[kept])
 
     def around(self, num_devices: int, limit: float) -> Around | None:
         """Backwards, links are left out."""
         finish = self._to_finish(num_devices, limit)
         if finish[0] > num_devices:
             return None
-        backwards = Loose(-self.busy[:, ::-1], np.zeros_like(self.link))
+        backwards = LooseBound(-self.busy[:, ::-1], np.zeros_like(self.link))
         return Around(finish, backwards._to_finish(num_devices, limit * (1 + ROUNDING))[::-1])
 
     def _to_finish(self, num_devices: int, limit: float) -> Counts:

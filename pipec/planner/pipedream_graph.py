@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipec.errors import PlanError
-from pipec.planner.partition import Transfer
-from pipec.planner.workload import Workload
+from pipec.planner.operator_graph import OperatorGraph, Transfer
 
 _FIGURES = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 
@@ -33,8 +32,8 @@ class _Node:
     parameter_bytes: float
 
 
-def read_pipedream_graph(path: Path) -> Workload:
-    """The workload in a ``graph.txt``. PlanError, with the line, if one cannot be understood."""
+def read_pipedream_graph(path: Path) -> OperatorGraph:
+    """The operators in a ``graph.txt``. PlanError, with the line, if one cannot be understood."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -42,8 +41,8 @@ def read_pipedream_graph(path: Path) -> Workload:
     return parse_pipedream_graph(lines)
 
 
-def parse_pipedream_graph(lines: Iterable[str]) -> Workload:
-    """The workload that the lines of a ``graph.txt`` describe."""
+def parse_pipedream_graph(lines: Iterable[str]) -> OperatorGraph:
+    """The operators that the lines of a ``graph.txt`` describe."""
     nodes: dict[str, _Node] = {}
     edges: Edges = []
     for number, line in enumerate(lines, start=1):
@@ -64,7 +63,7 @@ def parse_pipedream_graph(lines: Iterable[str]) -> Workload:
     for source, target in edges:
         if source not in nodes or target not in nodes:
             raise PlanError(f"the edge {source} -- {target} joins a node that the graph does not have")
-    return _workload(*_planned(nodes, edges))
+    return _operator_graph(*_planned(nodes, edges))
 
 
 def _node(description: str, figures: str) -> _Node:
@@ -91,7 +90,7 @@ def _planned(nodes: Mapping[str, _Node], edges: Edges) -> tuple[dict[str, _Node]
     return {name: node for name, node in nodes.items() if name not in inputs | unread}, edges
 
 
-def _workload(nodes: Mapping[str, _Node], edges: Edges) -> Workload:
+def _operator_graph(nodes: Mapping[str, _Node], edges: Edges) -> OperatorGraph:
     index = {name: k for k, name in enumerate(nodes)}
     readers: dict[int, set[int]] = {}
     for source, target in edges:
@@ -101,7 +100,7 @@ def _workload(nodes: Mapping[str, _Node], edges: Edges) -> Workload:
         Transfer(op, tuple(sorted(consumers)), kept[op].activation_bytes, kept[op].activation_bytes)
         for op, consumers in sorted(readers.items())
     ]
-    return Workload(
+    return OperatorGraph(
         names=list(nodes),
         seconds=[node.seconds for node in kept],
         parameter_bytes=[node.parameter_bytes for node in kept],

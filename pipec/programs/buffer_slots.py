@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipec.ir import Op
-from pipec.ir.columns import OP_CODE, Ints
+from pipec.ir.columns import FILLS_SLOT, OP_CODE, Ints
 
 
 def number_slots(rows: Ints, buffered: NDArray[np.bool_]) -> None:
@@ -16,7 +16,7 @@ def number_slots(rows: Ints, buffered: NDArray[np.bool_]) -> None:
     live at once, and they take turns: a message goes into the one that has been free for longest.
     """
     ops, stages, microbatches, links, _, slots = rows
-    numbers = np.flatnonzero(buffered[links] & (ops != OP_CODE[Op.SEND]))
+    numbers = np.flatnonzero(buffered[links] & FILLS_SLOT[ops])
     frees = np.flatnonzero(ops == OP_CODE[Op.FREE])
     by_link = numbers[np.argsort(links[numbers], kind="stable")]
     bounds = np.flatnonzero(np.diff(links[by_link])) + 1

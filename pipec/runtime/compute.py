@@ -7,11 +7,11 @@ from pipec.ir import Phase
 from pipec.runtime.results import Results
 from pipec.runtime.stage import BoundStage
 
-Call = Callable[[], None]
+Action = Callable[[], None]
 Take = Callable[[], Sequence[Any]]
 
 
-def bind_phase(phase: Phase, stage: BoundStage, microbatch: int, take: Take, results: Results) -> Call:
+def bind_phase(phase: Phase, stage: BoundStage, microbatch: int, take: Take, results: Results) -> Action:
     """The call that runs ``phase`` of ``stage`` on ``microbatch``. ``take`` returns the arguments.
 
     A tuple of gradients is let go of before they are added, so that a gradient nobody else holds can be kept.

@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor
 
 from pipec.errors import VerifyError
-from pipec.ir import Instruction, Link, Op, Payload, Phase, Plan, Program, Value
-from pipec.runtime.compute import Call, Take, bind_phase
+from pipec.ir import Instruction, Kind, Link, Op, Payload, Phase, Plan, Program, Value
+from pipec.runtime.compute import Action, Take, bind_phase
 from pipec.runtime.results import Results
 from pipec.runtime.stage import BoundStage, Frame, parameter_names
 from pipec.runtime.transport import Transport
@@ -49,7 +49,7 @@ class Rank:
     arrival: list[int]
 
 
-def link(program: Program, rank: Rank) -> list[tuple[Instruction, Call]]:
+def link(program: Program, rank: Rank) -> list[tuple[Instruction, Action]]:
     """The calls of a step in order, each with its instruction.
 
     After the program's own calls come those that take in what arrives when it is over: weight gradients
@@ -68,9 +68,9 @@ def link(program: Program, rank: Rank) -> list[tuple[Instruction, Call]]:
 class _Delivery:
     """Brings received values to their readers. ``call`` is None once a reader is to make it."""
 
-    call: Call | None = None
+    call: Action | None = None
 
-    def awaited(self) -> list[Call]:
+    def awaited(self) -> list[Action]:
         """What the next reader must call first."""
         call, self.call = self.call, None
         return [call] if call else []
@@ -78,7 +78,7 @@ class _Delivery:
 
 class _Linker:
     def __init__(self, rank: Rank) -> None:
-        self.closing: list[tuple[Instruction, Call]] = []
+        self.closing: list[tuple[Instruction, Action]] = []
         self._rank = rank
         self._always = _ALWAYS | {"grad_loss"} if rank.loss else _ALWAYS
         self._inputs = {entry.value.name for entry in rank.plan.inputs}
@@ -86,7 +86,7 @@ class _Linker:
         self._dropped_by: dict[tuple[int, int, str], list[str]] = {}
         self._lent: dict[int, dict[str, _Delivery]] = defaultdict(dict)
 
-    def link(self, instruction: Instruction) -> Call:
+    def link(self, instruction: Instruction) -> Action:
         match instruction.op:
             case Op.RECV:
                 return self._receive(instruction)
@@ -96,15 +96,15 @@ class _Linker:
                 return self._move(instruction)
             case Op.FREE:
                 return self._free(instruction)
-            case _:
-                return self._compute(instruction)
+        assert instruction.op.traits.kind is Kind.COMPUTE, f"the linker makes no call for {instruction.op}"
+        return self._compute(instruction)
 
     def mark_last_readers(self) -> None:
         """Tell each call which names to drop; known only once the whole program is linked."""
         for (_, _, name), names in self._dropped_by.items():
             names.append(name)
 
-    def _receive(self, instruction: Instruction) -> Call:
+    def _receive(self, instruction: Instruction) -> Action:
         link, microbatch, sizes = _link_of(instruction), instruction.microbatch, self._rank.sizes
         receiver = self._rank.transport.receiver(instruction, self._tag(link))
         sink, wait, post = self._sink(link, microbatch), receiver.wait, receiver.post
@@ -118,20 +118,20 @@ class _Linker:
             self.closing.append((instruction, deliver))
         return lambda: post(sizes[microbatch])
 
-    def _send(self, instruction: Instruction) -> Call:
+    def _send(self, instruction: Instruction) -> Action:
         link = _link_of(instruction)
         send = self._rank.transport.sender(instruction, self._tag(link))
         source = self._source(link, instruction.microbatch)
         return lambda: send(source())
 
-    def _move(self, instruction: Instruction) -> Call:
+    def _move(self, instruction: Instruction) -> Action:
         link, microbatch = _link_of(instruction), instruction.microbatch
         source, sink = self._source(link, microbatch), self._sink(link, microbatch)
         if link.payload.readers:
             self._announce(link, microbatch, _Delivery())
         return lambda: sink(source())
 
-    def _free(self, instruction: Instruction) -> Call:
+    def _free(self, instruction: Instruction) -> Action:
         self._present.pop((instruction.stage, instruction.microbatch), None)
         return self._rank.stages[instruction.stage].frames[instruction.microbatch].clear
 
@@ -179,7 +179,7 @@ class _Linker:
 
         return sink
 
-    def _compute(self, instruction: Instruction) -> Call:
+    def _compute(self, instruction: Instruction) -> Action:
         stage, microbatch = self._rank.stages[instruction.stage], instruction.microbatch
         phase = Phase(instruction.op)
         function = getattr(stage.code, phase, None)
@@ -203,7 +203,7 @@ class _Linker:
 
     def _take(self, stage: int, microbatch: int, names: Sequence[str], reader: str) -> Take:
         """Fetches values from a frame: waits for those on their way, drops those nobody reads later."""
-        waits: list[Call] = []
+        waits: list[Action] = []
         dropped: list[str] = []
         for name in names:
             if name in self._always:
@@ -222,7 +222,7 @@ class _Linker:
     def _note_arrival(self) -> None:
         self._rank.arrival[0] = time.perf_counter_ns()
 
-    def _prepare(self, stage: int, microbatch: int, name: str, reader: str) -> list[Call]:
+    def _prepare(self, stage: int, microbatch: int, name: str, reader: str) -> list[Action]:
         """What makes a value current that every frame has."""
         bound = self._rank.stages[stage]
         if name == "w":
@@ -244,7 +244,7 @@ class _Linker:
         )
 
 
-def _taking(frame: Frame, names: Sequence[str], waits: Sequence[Call], dropped: Sequence[str]) -> Take:
+def _taking(frame: Frame, names: Sequence[str], waits: Sequence[Action], dropped: Sequence[str]) -> Take:
     fetch = itemgetter(*names) if len(names) > 1 else lambda frame: [frame[name] for name in names]
 
     def take() -> Sequence[Any]:

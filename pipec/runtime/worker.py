@@ -1,42 +1,45 @@
-"""A thread that makes calls, one after the other."""
+"""A thread that runs the jobs it is given, one after the other."""
 
 import threading
 import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
 
-Call = Callable[[], object]
-_Calls = SimpleQueue[Call | None]
+Job = Callable[[], object]
+_Jobs = SimpleQueue[Job | None]
 
 
 class Worker:
-    """Makes the calls it is given, which must not raise. Ends when collected, or when the process exits."""
+    """Runs jobs in the order they were submitted. A job must not raise.
+
+    The thread ends when its Worker is garbage-collected, or when the process exits.
+    """
 
     def __init__(self, name: str) -> None:
-        self._calls: _Calls = SimpleQueue()
-        thread = threading.Thread(target=_work, args=(self._calls,), name=name, daemon=True)
+        self._jobs: _Jobs = SimpleQueue()
+        thread = threading.Thread(target=_work, args=(self._jobs,), name=name, daemon=True)
         thread.start()
-        weakref.finalize(self, _stop, self._calls, thread)
+        weakref.finalize(self, _stop, self._jobs, thread)
 
-    def submit(self, call: Call) -> None:
-        self._calls.put(call)
+    def submit(self, job: Job) -> None:
+        self._jobs.put(job)
 
     def wait_until_idle(self) -> None:
-        """Until every call submitted so far has been made."""
+        """Return once every job submitted so far has run."""
         reached = threading.Event()
-        self._calls.put(reached.set)
+        self._jobs.put(reached.set)
         reached.wait()
 
 
-def _work(calls: _Calls) -> None:
-    while (call := calls.get()) is not None:
-        call()
-        del call  # and with it the tensors it holds, while this thread waits for the next
+def _work(jobs: _Jobs) -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # its tensors are freed while this thread waits for the next job
 
 
-def _stop(calls: _Calls, thread: threading.Thread) -> None:
-    """Joins the thread, because one that still runs while Python shuts down can abort the process."""
-    calls.put(None)
+def _stop(jobs: _Jobs, thread: threading.Thread) -> None:
+    """Join the thread: one that still runs while Python shuts down can abort the process."""
+    jobs.put(None)
     if thread is not threading.current_thread():
         thread.join(_JOIN_SECONDS)
 

@@ -21,29 +21,33 @@ _NEGLIGIBLE = 1e-6
 
 
 @dataclass(frozen=True, eq=False)
-class Waits:
+class Attribution:
     """What came right before each event of a timeline, entry by entry; -1 stands for nothing.
 
-    ``previous`` is the compute of the same rank before it, ``idle`` the time the rank computed nothing in
-    between, and ``messages`` the one that ended it. Messages are never idle: they leave when they can.
+    ``previous`` is the compute that ran before it on the same rank. ``idle`` is how long a rank computed
+    nothing before a compute, and ``messages`` the message that ended this. ``queued`` is, for a message that
+    had to wait for its channel, the message that the channel carried until then.
     """
 
     previous: Ints
     idle: Floats
     messages: Ints
+    queued: Ints
 
     @cached_property
     def causes(self) -> Ints:
-        """The events without which these could have begun earlier."""
-        return np.where(self.messages < 0, self.previous, self.messages)
+        """For each event the one without which it could have begun earlier."""
+        awaited = np.maximum(self.messages, self.queued)
+        return np.where(awaited < 0, self.previous, awaited)
 
 
-def waits(timeline: Timeline) -> Waits:
-    """What came right before each event, in the order of the events.
+def waits(timeline: Timeline) -> Attribution:
+    """What each event waited for, in the order of the events.
 
-    A rank waits for the message that arrived last of those it reads. If they had all arrived before the
-    rank was free, or it reads none, idle time is the rank's own, as that between recorded computes is.
-    A recorded message lasts until it is read, so any is taken to arrive as fast as the fastest of its link.
+    An idle rank waits for the message that arrives last of those that its next compute reads. If the rank
+    was busy until all of them had arrived, or the compute reads none, the idle time is the rank's own: some
+    passes between the computes of a recorded step. A recorded message lasts until it is read, so each is
+    taken to arrive as fast as the fastest message between the same stages and ranks.
     """
     events, least = timeline.columns, _NEGLIGIBLE * timeline.makespan
     previous = _previous(events)
@@ -53,7 +57,8 @@ def waits(timeline: Timeline) -> Waits:
     arrivals = _arrivals(events)
     last = _last_inputs(readers(timeline), arrivals)
     late = (idle > 0) & (np.append(arrivals, -np.inf)[last] > free + least)
-    return Waits(previous, idle, np.where(late, last, -1))
+    queued = _queued(events, previous, least)
+    return Attribution(previous, idle, np.where(late, last, -1), queued)
 
 
 def readers(timeline: Timeline) -> Ints:
@@ -72,6 +77,20 @@ def _previous(events: Events) -> Ints:
     latest = np.maximum.accumulate(np.where(events.is_compute, numbers, -1))
     before = np.concatenate([[-1], latest])[: len(events)]
     return np.where(before < np.searchsorted(events.ranks, events.ranks), -1, before)
+
+
+def _queued(events: Events, previous: Ints, least: float) -> Ints:
+    """For each message that left only when its channel had carried another one, that other; -1 elsewhere."""
+    messages = np.flatnonzero(~events.is_compute)
+    channels = (events.ranks.astype(np.int64) << 32) + events.instructions.peers
+    messages = messages[np.argsort(channels[messages], kind="stable")]
+    before, after = messages[:-1], messages[1:]
+    waited = np.abs(events.starts[after] - events.ends[before]) <= least
+    waited &= channels[before] == channels[after]
+    waited &= events.starts[after] > np.append(events.ends, 0.0)[previous[after]] + least
+    found = np.full(len(events), -1)
+    found[after[waited]] = before[waited]
+    return found
 
 
 def _arrivals(events: Events) -> Floats:
@@ -94,7 +113,7 @@ def _last_inputs(read_by: Ints, arrivals: Floats) -> Ints:
     return found
 
 
-def critical_path(timeline: Timeline, found: Waits) -> tuple[int, ...]:
+def critical_path(timeline: Timeline, found: Attribution) -> tuple[int, ...]:
     """The events, first to last, each of which kept the next from beginning; the last one ends the step.
 
     ``found`` are the ``waits`` of the timeline.
@@ -137,7 +156,7 @@ class RankTime:
         return sum(each.time for each in self.waits)
 
 
-def rank_times(timeline: Timeline, found: Waits) -> tuple[RankTime, ...]:
+def rank_times(timeline: Timeline, found: Attribution) -> tuple[RankTime, ...]:
     """Where the time of each rank goes. ``found`` are the ``waits`` of the timeline."""
     events, num_ranks = timeline.columns, timeline.num_ranks
     computes = events.is_compute
@@ -153,7 +172,7 @@ def rank_times(timeline: Timeline, found: Waits) -> tuple[RankTime, ...]:
     )
 
 
-def _awaited(events: Events, found: Waits) -> dict[int, list[Awaited]]:
+def _awaited(events: Events, found: Attribution) -> dict[int, list[Awaited]]:
     """What each rank waits for, longest first."""
     late = np.flatnonzero(found.messages >= 0)
     messages = found.messages[late]

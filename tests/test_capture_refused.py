@@ -1,0 +1,206 @@
+"""What capture refuses, and why: the line of the model, what was expected, and a remedy."""
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from awkward import SIZES, WIDTH, Between, Branch, Encoder, batch
+from torch import Tensor, nn
+
+import pipec
+from pipec.errors import CaptureError, InputError
+
+
+def step(model: nn.Module, loss_fn: Callable[..., Any] = nn.functional.mse_loss, **arguments: Any) -> Tensor:
+    pipe = pipec.compile(model, 2, loss_fn=loss_fn, microbatches=len(SIZES))
+    inputs = {**batch(), **arguments}
+    return pipe.step(inputs.pop("x"), **inputs)
+
+
+# what cannot be captured
+
+
+class Number(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.max().item()
+
+
+class Selection(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x[x > 0].mean()
+
+
+class UnclearMask(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = Encoder().layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x, torch.zeros(x.shape[1], x.shape[1]))
+
+
+class BackwardHook(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.layer.register_full_backward_hook(lambda module, inputs, outputs: (2 * inputs[0],))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+REFUSED = [
+    (Branch, "if x.sum() > 0:", "torch.where"),
+    (Number, "return x * x.max().item()", "Keep it a tensor"),
+    (Selection, "return x + x[x > 0].mean()", "a mask of fixed shape"),
+    (UnclearMask, "return self.layers(x, torch.zeros(x.shape[1], x.shape[1]))", "Pass is_causal=True or"),
+    (BackwardHook, "return self.layer(x)", "with Tensor.register_hook: there it is captured"),
+]
+
+
+@pytest.fixture
+def torch_logs(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
+    """What torch writes to the terminal through its own loggers, which do not propagate to the root."""
+    logger = logging.getLogger("torch")
+    logger.addHandler(caplog.handler)
+    yield lambda: [record.getMessage() for record in caplog.records if record.name.startswith("torch")]
+    logger.removeHandler(caplog.handler)
+
+
+@pytest.mark.parametrize(("make", "line", "remedy"), REFUSED, ids=[make.__name__ for make, *_ in REFUSED])
+def test_what_cannot_be_captured_names_the_line_and_a_remedy(
+    make: type[nn.Module],
+    line: str,
+    remedy: str,
+    capsys: pytest.CaptureFixture[str],
+    torch_logs: Callable[[], list[str]],
+) -> None:
+    """And torch's own advice about it stays off the terminal."""
+    with pytest.raises(CaptureError) as caught:
+        step(Between(make))
+    message = str(caught.value)
+    assert f"  at {place(make, line)}: {line}\n" in message
+    assert remedy in message
+    assert "/" not in message.split("Other ways")[0]
+    assert (capsys.readouterr(), torch_logs()) == (("", ""), [])
+
+
+def place(owner: type, text: str) -> str:
+    """``file.py:57``: where the line stands in the file of a class."""
+    file = Path(inspect.getfile(owner))
+    lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    return f"{file.name}:{lines.index(text) + 1}"
+
+
+# what a pipeline would compute differently from eager torch, or not at all
+
+
+class ChangesItsWeight(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.mul_(0.5)
+        return super().forward(x)
+
+
+class ChangesItsInput(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.add_(1))
+
+
+class HiddenWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = [torch.ones(WIDTH, requires_grad=True)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weights[0]
+
+
+class TrainedLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return (self.weight * (output - target)).mean()
+
+
+def hooked(register: Callable[[nn.Parameter, Callable[[Any], None]], object]) -> nn.Module:
+    model = Between(nn.Identity)
+    register(model.last.weight, lambda _: None)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (lambda: Between(partial(ChangesItsWeight, WIDTH, WIDTH)), "changes awkward.weight; only buffers of"),
+        (
+            lambda: ChangesItsInput(WIDTH, WIDTH),
+            r"changes its argument args\[0\]; change a clone of it instead",
+        ),
+        (
+            lambda: Between(HiddenWeight),
+            r"shape \(4,\) requires a gradient but is no parameter of the model\n  at test_capture_",
+        ),
+        (lambda: hooked(Tensor.register_hook), "last.weight has a hook on its gradient"),
+        (lambda: hooked(Tensor.register_post_accumulate_grad_hook), "last.weight has a hook on its gradient"),
+    ],
+    ids=["changed parameter", "changed input", "unregistered parameter", "hook", "post-accumulate hook"],
+)
+def test_a_model_that_would_train_differently_is_refused(
+    model: Callable[[], nn.Module], message: str
+) -> None:
+    with pytest.raises((CaptureError, InputError), match=message):
+        step(model())
+
+
+def test_an_input_that_requires_a_gradient_is_refused() -> None:
+    with pytest.raises(InputError, match=r"args\[0\] requires a gradient, but pipec computes gradients of"):
+        step(nn.Linear(WIDTH, WIDTH), x=batch()["x"].requires_grad_())
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "found"),
+    [
+        (lambda output, target: (output - target).mean((1, 2)), r"torch\.float32 of shape \[b\]"),
+        (lambda output, target: (output - target).sum().long(), r"torch\.int64 of shape \[\]"),
+        (lambda output, target: (output.sum(), target.sum()), "2 tensors"),
+        (lambda output, target: 1.0, "0 tensors"),
+    ],
+    ids=["one per row", "whole number", "two", "none"],
+)
+def test_a_loss_that_is_not_one_number_is_refused(loss_fn: Callable[..., Any], found: str) -> None:
+    with pytest.raises(
+        InputError, match=f"must be one floating-point number, .* returned {found}. Reduce it"
+    ):
+        step(nn.Linear(WIDTH, WIDTH), loss_fn)
+
+
+def test_a_loss_with_parameters_to_train_is_refused_and_may_be_frozen() -> None:
+    with pytest.raises(InputError, match=r"loss_fn\.weight would be trained, but belongs to no stage"):
+        step(nn.Linear(WIDTH, WIDTH), TrainedLoss())
+    assert step(nn.Linear(WIDTH, WIDTH), TrainedLoss().requires_grad_(False)).isfinite()
+
+
+def test_an_output_that_counts_the_batch_is_refused() -> None:
+    class Counted(nn.Linear):
+        def forward(self, x: Tensor) -> tuple[Tensor, int]:
+            return super().forward(x), 2 * x.shape[0]
+
+    pipe = pipec.compile(Counted(WIDTH, WIDTH), 1, microbatches=2)
+    with pytest.raises(CaptureError, match=r"the size of the batch\n  at test_capture_.*2 \* x\.shape"):
+        pipe(batch()["x"])
+
+
+def test_an_argument_of_a_class_that_torch_cannot_take_apart_is_refused() -> None:
+    class Unknown:
+        __hash__ = None  # type: ignore[assignment]
+
+    with pytest.raises(InputError, match=r"kwargs\['extra'\]\[0\] is a .*Unknown.*register_dataclass"):
+        step(nn.Linear(WIDTH, WIDTH), extra=[Unknown()])

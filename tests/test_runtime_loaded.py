@@ -1,0 +1,100 @@
+"""A loaded artifact: what it refuses, and how it gets the values that it was saved without."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pipec
+from pipec.errors import InputError
+from pipec.pipeline import Pipeline
+from pipec.runtime.loaded import LoadedPipeline
+
+X, Y = torch.linspace(-1, 1, 32).view(8, 4), torch.linspace(0, 1, 16).view(8, 2)
+
+
+def compiled(dynamic: bool) -> Pipeline:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    pipe = pipec.compile(model, devices=2, loss_fn=nn.functional.mse_loss, microbatches=4, dynamic=dynamic)
+    return pipe.prepare(X, target=Y)
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Pipeline:
+    return compiled(dynamic=True)
+
+
+@pytest.fixture(scope="module")
+def saved(pipe: Pipeline, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An artifact with its tensors, for microbatches of any size."""
+    directory = tmp_path_factory.mktemp("saved") / "artifact"
+    pipe.save(directory, tensors=True)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        (lambda p: p.step(X[:, :3], target=Y), r"args\[0\] is torch.float32 of shape \(8, 3\); expected"),
+        (lambda p: p.step(X.double(), target=Y), r"args\[0\] is torch.float64 of .*; expected torch.float32"),
+        (lambda p: p.step(X, target=Y[:6]), r"target is .* of shape \(6, 2\); expected .* of shape \(8, 2\)"),
+        (lambda p: p.step(X), r"target is None; expected torch.float32 of shape \(8, 2\)"),
+        (lambda p: p.step(X[:3], target=Y[:3]), "a batch of 3 rows cannot be split into 4 microbatches"),
+        (lambda p: p.step(X[0, 0], target=Y), r"the arguments hold no batch; expected args\[0\] \("),
+        (lambda p: p.step(), r"the arguments hold no batch; expected args\[0\] \("),
+        (lambda p: p.source(2), "there is no stage 2: the pipeline has stages 0 to 1"),
+    ],
+    ids=["shape", "dtype", "rows", "no target", "small batch", "no rows", "nothing", "no such stage"],
+)
+def test_a_bad_call_is_refused_and_the_next_good_one_works(
+    saved: Path, mistake: Callable[[LoadedPipeline], object], message: str
+) -> None:
+    loaded = pipec.load(saved)
+    with pytest.raises(InputError, match=message):
+        mistake(loaded)
+    assert all(parameter.grad is None for parameter in loaded.parameters())
+    assert loaded.step(X, target=Y).isfinite()
+
+
+def test_a_batch_of_another_size_is_as_good(saved: Path) -> None:
+    assert torch.equal(pipec.load(saved).step(X[:6], target=Y[:6]), compiled(True).step(X[:6], target=Y[:6]))
+
+
+def test_an_artifact_for_one_size_takes_no_other(tmp_path: Path) -> None:
+    fixed = compiled(dynamic=False)
+    fixed.save(tmp_path / "fixed", tensors=True)
+    loaded = pipec.load(tmp_path / "fixed")
+    with pytest.raises(InputError, match="exactly 2 rows, so a batch of 8; the batch has 4"):
+        loaded.step(X[:4], target=Y[:4])
+    assert torch.equal(loaded.step(X, target=Y), fixed.step(X, target=Y))
+
+
+def test_devices_must_match_the_ranks_of_the_plan(saved: Path) -> None:
+    with pytest.raises(InputError, match="is for 2 ranks, but devices asks for 3"):
+        pipec.load(saved, devices=3)
+    assert pipec.load(saved, devices=["cpu", "cpu"]).plan.num_ranks == 2
+
+
+def test_tensors_that_were_not_saved_are_given_values_later(pipe: Pipeline, tmp_path: Path) -> None:
+    pipe.save(tmp_path / "empty")
+    loaded = pipec.load(tmp_path / "empty")
+    assert all(tensor.is_meta for tensor in (*loaded.parameters(), *loaded.buffers()))
+    with pytest.raises(InputError, match=r"0\.weight and 8 other tensors are on the meta device and hold no"):
+        loaded.step(X, target=Y)
+    loaded.to_empty(device="cpu").load_state_dict(pipe.state_dict())
+    assert torch.equal(loaded.step(X, target=Y), pipe.step(X, target=Y))
+
+
+def test_moved_tensors_are_the_ones_that_train(saved: Path) -> None:
+    """``to_empty`` makes new tensors: a step after it reads those, though one before it ran."""
+    loaded = pipec.load(saved)
+    first = loaded.step(X, target=Y)
+    values = {name: tensor.clone() for name, tensor in loaded.state_dict().items()}
+    loaded.to_empty(device="cpu")
+    loaded.load_state_dict({name: torch.zeros_like(tensor) for name, tensor in values.items()})
+    changed: Tensor = loaded.step(X, target=Y)
+    assert torch.equal(changed, nn.functional.mse_loss(torch.zeros_like(Y), Y))
+    assert not torch.equal(changed, first)
