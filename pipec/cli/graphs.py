@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipec.cli.drawing import Step, check_output, draw, show_drawn
+from pipec.cli.drawing import check_output, draw, show_drawn
 from pipec.cli.options import Drawing, Json, ScheduleName, TopologyFile
 from pipec.cli.output import plan_facts, say, show_json
 from pipec.errors import InputError
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pipec.ir import Plan, Program, Schedule
     from pipec.planner.operator_graph import OperatorGraph
     from pipec.planner.placement import Partition, PlacedStage
+    from pipec.viz import Step
 
 
 class Format(StrEnum):
@@ -201,12 +202,11 @@ def _schedule(name: str, num_ranks: int, num_microbatches: int) -> "Schedule":
     return make_schedule(name, num_ranks, num_microbatches)
 
 
-def _step(planned: _Planned) -> Step:
-    from pipec.plan.predictions import saved_bytes_over_time, simulate_plan
+def _step(planned: _Planned) -> "Step":
+    from pipec.plan.predictions import simulate_plan
+    from pipec.viz import Step
 
-    plan = planned.plan
-    timeline = simulate_plan(plan, planned.programs)
-    return Step(plan.schedule, plan.num_microbatches, timeline, saved_bytes_over_time(plan, timeline))
+    return Step.of_plan(planned.plan, simulate_plan(planned.plan, planned.programs))
 
 
 def _facts(problem: _Problem, planned: _Planned) -> dict[str, object]:
@@ -229,7 +229,7 @@ def _facts(problem: _Problem, planned: _Planned) -> dict[str, object]:
     }
 
 
-def _lines(problem: _Problem, planned: _Planned, step: Step) -> Iterator[str]:
+def _lines(problem: _Problem, planned: _Planned, step: "Step") -> Iterator[str]:
     """The plan's table, and the planner's own figure beside the simulator's."""
     from pipec.plan.tables import plan_table
 

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from pipec.cli.drawing import Step, check_output, draw, show_drawn
+from pipec.cli.drawing import check_output, draw, show_drawn
 from pipec.cli.options import Artifact, Drawing, Json
 from pipec.cli.output import show_json, status
 
@@ -29,9 +29,10 @@ def trace(
     """
     with status("loading torch"):
         from pipec.cli.trial import load_filled, random_batches
-        from pipec.plan.predictions import saved_bytes_over_time, simulate_plan
+        from pipec.plan.predictions import simulate_plan
         from pipec.timeline.facts import timeline_facts
         from pipec.timeline.trace import Trace, measured_timeline
+        from pipec.viz import Step
 
     check_output(output)
     pipe, _ = load_filled(directory, seed)
@@ -43,11 +44,7 @@ def trace(
             pipe.step(*next(batches))
     measured = [measured_timeline(step.programs, step.stamps) for step in recorded]
     timelines = Trace(simulate_plan(pipe.plan, pipe.programs), measured).timelines()
-    plan = pipe.plan
-    shown = [
-        Step(plan.schedule, plan.num_microbatches, each, saved_bytes_over_time(plan, each), label=name)
-        for name, each in timelines.items()
-    ]
+    shown = [Step.of_plan(pipe.plan, timeline, name) for name, timeline in timelines.items()]
     draw(shown, output)
     if as_json:
         show_json({name: timeline_facts(timeline) for name, timeline in timelines.items()})

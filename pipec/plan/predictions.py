@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from pipec.ir import Plan, Program
 from pipec.plan.memory import rank_memory
-from pipec.timeline.attribution import Curve, Held, memory_over_time
 from pipec.timeline.events import Timeline
 from pipec.timeline.simulate import Costs, simulate
 
@@ -13,12 +12,6 @@ def simulate_plan(plan: Plan, programs: Sequence[Program]) -> Timeline:
     """The programs played against the plan's costs."""
     compute = {(s.index, phase): time for s in plan.stages for phase, time in s.cost.seconds.items()}
     return simulate(programs, Costs(compute, dict(zip(plan.links, plan.link_seconds, strict=True))))
-
-
-def saved_bytes_over_time(plan: Plan, timeline: Timeline) -> tuple[Curve, ...]:
-    """What the microbatches in flight on each rank hold: all of it until their last backward has ended."""
-    held = {stage.index: Held(stage.cost.memory.saved, stage.cost.memory.saved) for stage in plan.stages}
-    return memory_over_time(timeline, held)
 
 
 def predicted(plan: Plan, programs: Sequence[Program]) -> dict[str, object]:
