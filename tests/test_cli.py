@@ -135,7 +135,7 @@ def test_a_fault_of_the_factory_keeps_its_traceback() -> None:
     [
         ((f"{MODELS}:undecided", "--devices", 2), 1, "the model cannot be captured as one graph"),
         ((MLP, "--devices", 2, "--memory-limit", "1kB"), 1, "nothing that was tried fits into the memory"),
-        ((MLP, "--devices", 99), 1, "into 99 stages: every stage needs an operator"),
+        ((MLP, "--devices", 99), 1, "8 operators are too few for a stage on each of 99 devices"),
         ((MLP, "--devices", 2, "--microbatches", 9), 2, "a batch of 8 rows cannot be split into 9"),
         ((MLP, "--devices", 2, "--memory-limit", "much"), 2, "memory_limit is 'much'"),
         ((MLP, "--devices", 2, "--schedule", "1f2b"), 2, "did you mean '1f1b'?"),
@@ -444,6 +444,7 @@ def test_a_failure_is_one_message_on_stderr(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_run_gives_the_same_losses_under_torchrun(directory: Path) -> None:
     alone = pipec_json("run", directory, "--steps", 2)
     done = spawn(

@@ -103,6 +103,7 @@ def makespan(schedule: Schedule, work: Workload) -> float:
 phase_times = st.tuples(*[st.integers(1, 4)] * 3, st.sampled_from([0, 0.25, 1]))
 
 
+@pytest.mark.slow
 @settings(max_examples=3, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 8), phase_times, st.sampled_from([None, 2, 3, 5]))
 def test_auto_is_never_worse_than_the_best_named_schedule_that_fits(

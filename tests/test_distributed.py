@@ -14,6 +14,8 @@ from runtime_stages import HANG_SECONDS, NUM_RANKS, SIZES, make_model, reference
 from pipec.errors import TransportError
 from pipec.runtime.distributed import _check_equal
 
+pytestmark = pytest.mark.slow
+
 Outcome = dict[str, Any]
 
 

@@ -8,7 +8,7 @@ import pipec
 from pipec.errors import InfeasibleError, InputError
 from pipec.pipeline import Pipeline
 from pipec.plan.memory import rank_memory
-from pipec.plan.predictions import rank_memory_over_time
+from pipec.timeline.attribution import rank_memory_over_time
 
 
 def wide_mlp() -> nn.Sequential:
@@ -50,6 +50,7 @@ def test_auto_recomputes_only_on_ranks_that_would_not_fit() -> None:
     assert max(peaks(pipe)) <= (free[0] + free[1]) // 2
 
 
+@pytest.mark.slow
 def test_recomputing_gives_the_same_gradients() -> None:
     x, y = batch()
     plain = pipec.compile(wide_mlp(), devices=2, loss_fn=nn.functional.mse_loss, microbatches=4)
@@ -75,6 +76,7 @@ def test_an_impossible_limit_says_what_each_rank_needs() -> None:
     assert "Use more devices" in message
 
 
+@pytest.mark.slow
 def test_a_limit_that_recomputing_would_meet_is_not_met_by_none() -> None:
     limit = max(peaks(prepared(None, recompute="full")))
     assert max(peaks(prepared(limit))) <= limit

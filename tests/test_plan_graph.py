@@ -136,6 +136,7 @@ def test_the_backward_of_a_training_graph_is_that_of_its_backward_nodes(training
     ]
     assert plan["link_seconds"] == pytest.approx([0.0005, 0.00025])
     assert facts_of(training)["peak_bytes"] == [50, 50]
+    assert "sends and saves are shown as 0, all memory as weights" in planned(training)
 
 
 HOSTS = Topology((Device(), Device(), Device(), Device(speed=0.5)), (Level(2, 4e9), Level(2, 1e9)))

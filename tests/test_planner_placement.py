@@ -47,6 +47,7 @@ def test_a_plan_on_one_level_is_as_fast_as_the_best_of_all(trial: Trial) -> None
     assert seconds(trial) == pytest.approx(trial.best_seconds(), rel=1e-9)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(trials(10, NESTED))
 def test_a_plan_on_two_levels_is_as_fast_as_the_best_of_all(trial: Trial) -> None:
@@ -79,6 +80,7 @@ FEATURES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [FLAT, NESTED], ids=["one level", "two levels"])
 def test_plans_that_are_compared_have_all_features(sizes: st.SearchStrategy[tuple[int, ...]]) -> None:
     """Those for which the same is drawn as above; some have no plan at all."""
@@ -97,6 +99,7 @@ def test_plans_that_are_compared_have_all_features(sizes: st.SearchStrategy[tupl
     assert seen.keys() == {*FEATURES, "no plan"}
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(trials(7, FLAT | NESTED))
 def test_bounds_narrow_the_search_without_missing_the_best(trial: Trial) -> None:
@@ -108,6 +111,7 @@ def test_bounds_narrow_the_search_without_missing_the_best(trial: Trial) -> None
     assert narrowed == pytest.approx(seconds(trial), rel=1e-9)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(trials(10, FLAT | NESTED))
 def test_bounds_of_a_line_do_not_miss_the_best_either(trial: Trial) -> None:
@@ -180,6 +184,7 @@ def test_every_operator_is_placed_once_and_none_before_what_it_must_follow(trial
         assert stage.memory_bytes <= min(trial.devices[device].memory_bytes for device in stage.devices)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(trials(8, FLAT | NESTED))
 def test_more_of_anything_is_never_worse(trial: Trial) -> None:

@@ -66,6 +66,7 @@ def gpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_the_quickstart_runs_as_written(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(QUICKSTART, encoding="utf-8")
     done = subprocess.run(
@@ -84,11 +85,13 @@ def test_the_commands_print_what_is_shown(command: str, output: str) -> None:
     assert pipec_cli(*command.split(), status=2 if output.startswith("error") else 0) == output
 
 
+@pytest.mark.slow
 def test_the_stage_and_the_program_are_real(gpt: Path) -> None:
     assert_excerpt(STAGE, (gpt / "stage_1.py").read_text())
     assert_excerpt(PROGRAM, (gpt / "rank_1.txt").read_text())
 
 
+@pytest.mark.slow
 def test_the_plan_and_its_alternatives_are_real() -> None:
     command, excerpt = PLAN.removeprefix("$ pipec ").split("\n", 1)
     assert_excerpt(excerpt, pipec_cli(*command.split()))

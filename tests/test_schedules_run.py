@@ -34,6 +34,8 @@ from pipec.plan.memory import rank_memory
 from pipec.schedules import SCHEDULES, SEARCHED, make_schedule
 from pipec.schedules.fixed import LOOPED
 
+pytestmark = pytest.mark.slow
+
 SIZES = (2,) * 8
 """Twice as many microbatches as ranks, which is the least that some schedules need."""
 

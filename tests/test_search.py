@@ -17,6 +17,8 @@ from pipec.ir import Alternative, Plan
 from pipec.pipeline import Pipeline
 from pipec.plan.memory import rank_memory
 
+pytestmark = pytest.mark.slow
+
 ROWS = 32
 
 

@@ -23,6 +23,8 @@ from pipec.ir import Phase
 from pipec.pipeline import Pipeline
 from pipec.plan.memory import rank_memory
 
+pytestmark = pytest.mark.slow
+
 MODELS = Path(__file__).parent / "cli_models.py"
 FAST = 1e15
 """Bytes per second of a link whose time does not count."""

@@ -73,6 +73,7 @@ def test_the_search_finds_the_proven_optimum_on_a_straight_placement(limit: int,
 costs = st.tuples(*[st.integers(1, 5)] * 3, st.integers(0, 2))
 
 
+@pytest.mark.slow
 @settings(max_examples=3, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 12), costs)
 def test_searched_schedules_are_no_worse_than_those_they_start_from(

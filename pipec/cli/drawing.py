@@ -1,7 +1,6 @@
-"""Steps as commands show them: their timelines drawn to a file, or printed as text."""
+"""What commands do with the steps they show: draw them to a file, or print them as text or JSON."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,33 +8,7 @@ from pipec.cli.output import say
 from pipec.console import is_rank_zero
 
 if TYPE_CHECKING:
-    from pipec.timeline.attribution import Curve
-    from pipec.timeline.events import Timeline
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step to show.
-
-    ``memory`` has the bytes that each rank holds over time, and ``facts`` is more to tell in JSON, where
-    they are known. ``label`` tells steps of the same schedule apart.
-    """
-
-    schedule: str
-    num_microbatches: int
-    timeline: "Timeline"
-    memory: Sequence["Curve"] = ()
-    facts: Mapping[str, object] = field(default_factory=dict)
-    label: str = ""
-
-    @property
-    def name(self) -> str:
-        return self.label or self.schedule
-
-    @property
-    def title(self) -> str:
-        label = f"{self.label}: " if self.label else ""
-        return f"{label}{self.schedule}, {self.num_microbatches} microbatches"
+    from pipec.viz import Step
 
 
 def check_output(output: Path | None) -> None:
@@ -46,30 +19,16 @@ def check_output(output: Path | None) -> None:
         check_suffix(output)
 
 
-def draw(steps: Sequence[Step], output: Path | None) -> None:
-    """Write the steps to ``output``, if there is one, on rank 0; the first says how many microbatches."""
-    from pipec.viz import write_timelines
+def draw(steps: Sequence["Step"], output: Path | None) -> None:
+    """Draw the steps to ``output``, if there is one, on rank 0."""
+    from pipec.viz import draw_steps
 
     if output is not None and is_rank_zero():
-        schedules = " and ".join(dict.fromkeys(step.schedule for step in steps))
-        timelines = {step.name: step.timeline for step in steps}
-        memory = {step.name: step.memory for step in steps if step.memory}
-        write_timelines(output, timelines, f"{schedules}, {steps[0].num_microbatches} microbatches", memory)
+        draw_steps(output, steps)
 
 
-def show_drawn(steps: Sequence[Step], output: Path | None) -> None:
+def show_drawn(steps: Sequence["Step"], output: Path | None) -> None:
     """Say where the steps were drawn to; if nowhere, print them as text."""
-    from pipec.viz import timeline_text
+    from pipec.viz import steps_text
 
-    if output is not None:
-        say(f"wrote {output}\n")
-    else:
-        say("\n".join(timeline_text(step.timeline, step.title) for step in steps))
-
-
-def step_facts(step: Step) -> dict[str, object]:
-    """The step as JSON: its schedule, its own facts, and those of its timeline."""
-    from pipec.timeline.facts import timeline_facts
-
-    named = {"schedule": step.schedule, "num_microbatches": step.num_microbatches}
-    return {**named, **step.facts, **timeline_facts(step.timeline)}
+    say(f"wrote {output}\n" if output is not None else steps_text(steps))

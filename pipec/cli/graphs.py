@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipec.cli.drawing import Step, check_output, draw, show_drawn
+from pipec.cli.drawing import check_output, draw, show_drawn
 from pipec.cli.options import Drawing, Json, ScheduleName, TopologyFile
 from pipec.cli.output import plan_facts, say, show_json
 from pipec.errors import InputError
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pipec.ir import Plan, Program, Schedule
     from pipec.planner.operator_graph import OperatorGraph
     from pipec.planner.placement import Partition, PlacedStage
+    from pipec.viz import Step
 
 
 class Format(StrEnum):
@@ -103,13 +104,17 @@ class _Hardware:
 
 @dataclass(frozen=True)
 class _Problem:
-    """``nodes[op]`` are the file's names of what the graph's operator ``op`` stands for."""
+    """``nodes[k]`` are the names that the file gives to what is operator k of the graph.
+
+    ``unknown`` says what the file does not tell, for the reader of the plan's table.
+    """
 
     graph: "OperatorGraph"
     topology: "Topology"
     cost_model: str
     max_replicas: int | None
     nodes: Sequence[Sequence[str]]
+    unknown: str = ""
 
 
 @dataclass(frozen=True)
@@ -138,7 +143,11 @@ def _problem(file: Path, format: Format | None, hardware: _Hardware) -> _Problem
     from pipec.planner.dnn_partitioning import read_dnn_partitioning
 
     problem = read_dnn_partitioning(file)
-    return _Problem(problem.graph, problem.topology, CostModelName.MAX_LOAD, 1, problem.nodes)
+    unknown = (
+        "the file gives the seconds of a message and all memory of an operator as one sum: sends and saves "
+        "are shown as 0, all memory as weights"
+    )
+    return _Problem(problem.graph, problem.topology, CostModelName.MAX_LOAD, 1, problem.nodes, unknown)
 
 
 def _format_of(file: Path) -> Format:
@@ -193,19 +202,18 @@ def _schedule(name: str, num_ranks: int, num_microbatches: int) -> "Schedule":
     return make_schedule(name, num_ranks, num_microbatches)
 
 
-def _step(planned: _Planned) -> Step:
-    from pipec.plan.predictions import rank_memory_over_time, simulate_plan
+def _step(planned: _Planned) -> "Step":
+    from pipec.plan.predictions import simulate_plan
+    from pipec.viz import Step
 
-    plan = planned.plan
-    timeline = simulate_plan(plan, planned.programs)
-    return Step(plan.schedule, plan.num_microbatches, timeline, rank_memory_over_time(plan, timeline))
+    return Step.of_plan(planned.plan, simulate_plan(planned.plan, planned.programs))
 
 
 def _facts(problem: _Problem, planned: _Planned) -> dict[str, object]:
     stages = [
         {
             "replicas": stage.replicas,
-            "operators": [name for op in stage.operators for name in problem.nodes[op]],
+            "operators": [name for operator in stage.operators for name in problem.nodes[operator]],
             "seconds": stage.seconds,
             "communication_seconds": stage.communication_seconds,
             "devices": stage.devices,
@@ -221,7 +229,7 @@ def _facts(problem: _Problem, planned: _Planned) -> dict[str, object]:
     }
 
 
-def _lines(problem: _Problem, planned: _Planned, step: Step) -> Iterator[str]:
+def _lines(problem: _Problem, planned: _Planned, step: "Step") -> Iterator[str]:
     """The plan's table, and the planner's own figure beside the simulator's."""
     from pipec.plan.tables import plan_table
 
@@ -240,6 +248,8 @@ def _lines(problem: _Problem, planned: _Planned, step: Step) -> Iterator[str]:
         f"simulator: {format_seconds(step.timeline.makespan / plan.num_microbatches)} a microbatch, the step "
         f"divided by {plan.num_microbatches}; messages travel beside operators"
     )
+    if problem.unknown:
+        yield problem.unknown
     if max(num_devices) > 1:
         yield (
             "a stage on r devices is simulated as one rank, r times as fast and without its all-reduce; "

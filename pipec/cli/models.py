@@ -1,4 +1,4 @@
-"""``pipec plan`` and ``pipec dump``: compile a model and print what came of it."""
+"""``pipec plan`` and ``pipec dump``: compile a model, and print its plan or its code."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated

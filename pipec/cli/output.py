@@ -18,7 +18,7 @@ _PROGRESS = Console(stderr=True, quiet=not is_rank_zero())
 
 
 def status(doing: str) -> Status:
-    """A spinner beside ``doing`` while the block runs, on rank 0 and in a terminal; elsewhere nothing."""
+    """Show ``doing`` beside a spinner while the block runs: in a terminal, and on rank 0 alone."""
     return _PROGRESS.status(f"{doing} ...")
 
 
@@ -46,7 +46,7 @@ def plan_facts(plan: Plan, programs: Sequence[Program]) -> dict[str, object]:
 
 
 def show_python(source: str) -> None:
-    """Python in colour in a terminal, elsewhere as it is."""
+    """Print Python, in colour if this is a terminal."""
     if terminal().is_terminal:
         terminal().print(Syntax("", "python", theme="ansi_dark").highlight(source), end="")
     else:

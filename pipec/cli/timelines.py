@@ -1,12 +1,13 @@
 """``pipec schedule``: the timeline of one step, on equal stages or on the costs of a model's plan."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipec.cli.drawing import Step, check_output, draw, show_drawn, step_facts
+from pipec.cli.drawing import check_output, draw, show_drawn
 from pipec.cli.options import (
     Devices,
     Drawing,
@@ -22,11 +23,16 @@ from pipec.errors import InputError
 
 if TYPE_CHECKING:
     from pipec.schedules import Workload
+    from pipec.viz import Step
 
 Beside = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="Another schedule of the same, to compare on one axis of time."),
 ]
+
+
+_Shown = tuple["Step", Mapping[str, object]]
+"""A step, and what its JSON tells beside it."""
 
 
 def schedule_name(
@@ -65,8 +71,9 @@ def schedule_name(
     microbatch, start and end; lower_and_verify_seconds. With --beside also beside: the same keys of that
     schedule.
     """
-    names = _names(name, beside, output)
     from pipec.schedules import Workload
+
+    names = _names(name, beside, output)
 
     work = Workload.uniform(
         stages,
@@ -97,13 +104,11 @@ def schedule_target(
     JSON keys: those of a schedule's name, without lower_and_verify_seconds.
     """
     from pipec.cli.target import prepare
-    from pipec.plan.predictions import rank_memory_over_time
+    from pipec.viz import Step
 
-    def planned(name: str) -> Step:
+    def planned(name: str) -> _Shown:
         pipe = prepare(target, devices, name, microbatches, recompute, memory_limit)
-        timeline = pipe.simulate()
-        memory = rank_memory_over_time(pipe.plan, timeline)
-        return Step(name, pipe.plan.num_microbatches, timeline, memory)
+        return replace(Step.of_plan(pipe.plan, pipe.simulate()), schedule=name), {}
 
     _show([planned(name) for name in _names(schedule, beside, output)], output, as_json)
 
@@ -122,10 +127,11 @@ def _names(name: str, beside: str | None, output: Path | None) -> list[str]:
     return [name, beside]
 
 
-def _on_equal_stages(name: str, num_ranks: int, num_microbatches: int, work: "Workload") -> Step:
+def _on_equal_stages(name: str, num_ranks: int, num_microbatches: int, work: "Workload") -> _Shown:
     """The step of a schedule, or of a file of compute orders."""
     from pipec.schedules import custom_schedule, make_schedule
     from pipec.schedules.chain import simulate_schedule
+    from pipec.viz import Step
 
     if name.endswith(".txt"):
         schedule = custom_schedule(Path(name), num_ranks, num_microbatches)
@@ -133,13 +139,21 @@ def _on_equal_stages(name: str, num_ranks: int, num_microbatches: int, work: "Wo
         schedule = make_schedule(name, num_ranks, num_microbatches, work)
     work.check_fits(schedule)
     timeline, seconds = simulate_schedule(schedule, work)
-    return Step(name, num_microbatches, timeline, facts={"lower_and_verify_seconds": seconds})
+    return Step(name, num_microbatches, timeline), {"lower_and_verify_seconds": seconds}
 
 
-def _show(steps: Sequence[Step], output: Path | None, as_json: bool) -> None:
-    first, *others = steps
+def _show(shown: Sequence[_Shown], output: Path | None, as_json: bool) -> None:
+    steps = [step for step, _ in shown]
     draw(steps, output)
     if as_json:
-        show_json(step_facts(first) | ({"beside": step_facts(others[0])} if others else {}))
+        first, *others = (_facts(step, more) for step, more in shown)
+        show_json(first | ({"beside": others[0]} if others else {}))
     else:
         show_drawn(steps, output)
+
+
+def _facts(step: "Step", more: Mapping[str, object]) -> dict[str, object]:
+    from pipec.timeline.facts import timeline_facts
+
+    named = {"schedule": step.schedule, "num_microbatches": step.num_microbatches}
+    return {**named, **more, **timeline_facts(step.timeline)}

@@ -65,7 +65,7 @@ def _stages(graph: OperatorGraph, topology: Topology, stages: Sequence[PlacedSta
             index=index,
             first_operator=first,
             last_operator=last,
-            modules=tuple(graph.names[op] for op in stage.operators),
+            modules=tuple(graph.names[operator] for operator in stage.operators),
             cost=_cost(graph, topology, stage),
         )
         first = last + 1
@@ -73,7 +73,7 @@ def _stages(graph: OperatorGraph, topology: Topology, stages: Sequence[PlacedSta
 
 def _cost(graph: OperatorGraph, topology: Topology, stage: PlacedStage) -> StageCost:
     def total(figures: Sequence[float]) -> float:
-        return sum(figures[op] for op in stage.operators)
+        return sum(figures[operator] for operator in stage.operators)
 
     speed = stage.replicas * min(topology.devices[device].speed for device in stage.devices)
     forward = total(graph.forward_seconds)
@@ -115,10 +115,10 @@ def _links(
 
 def _messages(graph: OperatorGraph, stages: Sequence[PlacedStage]) -> Iterator[tuple[int, int, str, float]]:
     """Source, target, name and bytes of each value that goes to another stage, and of its gradient."""
-    stage_of = {op: index for index, stage in enumerate(stages) for op in stage.operators}
+    stage_of = {operator: index for index, stage in enumerate(stages) for operator in stage.operators}
     for transfer in graph.transfers:
         source, name = stage_of[transfer.producer], graph.names[transfer.producer]
-        for target in sorted({stage_of[op] for op in transfer.consumers} - {source}):
+        for target in sorted({stage_of[operator] for operator in transfer.consumers} - {source}):
             yield source, target, name, transfer.forward_bytes
             if transfer.backward_bytes:
                 yield target, source, f"grad_{name}", transfer.backward_bytes

@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 
-from pipec.ir import Plan, Program, stages_on
+from pipec.ir import Plan, Program
 from pipec.plan.memory import rank_memory
-from pipec.timeline.attribution import Curve, memory_over_time
 from pipec.timeline.events import Timeline
 from pipec.timeline.simulate import Costs, simulate
 
@@ -13,16 +12,6 @@ def simulate_plan(plan: Plan, programs: Sequence[Program]) -> Timeline:
     """The programs played against the plan's costs."""
     compute = {(s.index, phase): time for s in plan.stages for phase, time in s.cost.seconds.items()}
     return simulate(programs, Costs(compute, dict(zip(plan.links, plan.link_seconds, strict=True))))
-
-
-def rank_memory_over_time(plan: Plan, timeline: Timeline) -> tuple[Curve, ...]:
-    """The bytes that each rank holds over time. The highest of each are the total of ``rank_memory``."""
-    stages = {stage.index: stage.cost.memory for stage in plan.stages}
-    curves = []
-    for rank, curve in enumerate(memory_over_time(timeline, stages)):
-        static = sum(stages[stage].static for stage in stages_on(plan.placement, rank))
-        curves.append([(time, static + amount) for time, amount in curve])
-    return tuple(curves)
 
 
 def predicted(plan: Plan, programs: Sequence[Program]) -> dict[str, object]:

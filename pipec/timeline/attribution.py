@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from pipec.ir import Payload, StageMemory
+from pipec.ir import Payload, Plan, StageMemory, stages_on
 from pipec.ir.columns import Floats, Ints
 from pipec.programs.consumers import first_readers
 from pipec.timeline.events import Events, Timeline
@@ -207,6 +207,16 @@ def memory_over_time(
         growth = (memory or {}).get(stage, _IN_FLIGHT).growth(phase)
         changes[event.rank] += zip((event.start, event.end), growth, strict=True)
     return tuple(map(_steps, changes))
+
+
+def rank_memory_over_time(plan: Plan, timeline: Timeline) -> tuple[Curve, ...]:
+    """The bytes that each rank holds over time, with what its stages hold once."""
+    stages = {stage.index: stage.cost.memory for stage in plan.stages}
+    curves = []
+    for rank, curve in enumerate(memory_over_time(timeline, stages)):
+        static = sum(stages[stage].static for stage in stages_on(plan.placement, rank))
+        curves.append([(time, static + amount) for time, amount in curve])
+    return tuple(curves)
 
 
 def _steps(changes: Sequence[tuple[float, float]]) -> Curve:
