@@ -43,11 +43,22 @@ def saved(pipe: Pipeline, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (lambda p: p.step(X, target=Y[:6]), r"target is .* of shape \(6, 2\); expected .* of shape \(8, 2\)"),
         (lambda p: p.step(X), r"target is None; expected torch.float32 of shape \(8, 2\)"),
         (lambda p: p.step(X[:3], target=Y[:3]), "a batch of 3 rows cannot be split into 4 microbatches"),
-        (lambda p: p.step(X[0, 0], target=Y), r"the arguments hold no batch; expected args\[0\] \("),
+        (lambda p: p.step(X[0, 0], target=Y), r"args\[0\] is torch.float32 of shape \(\); expected"),
+        (lambda p: p.step(X[0, 0]), r"the arguments hold no batch; expected args\[0\] \("),
         (lambda p: p.step(), r"the arguments hold no batch; expected args\[0\] \("),
         (lambda p: p.source(2), "there is no stage 2: the pipeline has stages 0 to 1"),
     ],
-    ids=["shape", "dtype", "rows", "no target", "small batch", "no rows", "nothing", "no such stage"],
+    ids=[
+        "shape",
+        "dtype",
+        "rows",
+        "no target",
+        "small batch",
+        "number",
+        "no rows",
+        "nothing",
+        "no such stage",
+    ],
 )
 def test_a_bad_call_is_refused_and_the_next_good_one_works(
     saved: Path, mistake: Callable[[LoadedPipeline], object], message: str
