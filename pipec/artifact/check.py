@@ -10,7 +10,7 @@ from pipec.programs.verify import verify_programs
 
 
 def check_artifact(artifact: Artifact) -> None:
-    """Prove what can be proved without running any of its code.
+    """Check everything that can be checked without running any code of the artifact.
 
     Raises:
         VerifyError: a program breaks a rule, or the code of a stage does not compile, lacks a function that
@@ -33,7 +33,8 @@ def _faults(stage: Stage, source: str, program: Program) -> Iterator[str]:
         yield f"does not compile: line {error.lineno}: {error.msg}"
         return
     functions = {node.name for node in body if isinstance(node, ast.FunctionDef)}
-    called = {each.op.value for each in program.instructions if each.op.phase and each.stage == stage.index}
+    own = (instruction for instruction in program.instructions if instruction.stage == stage.index)
+    called = {instruction.op.value for instruction in own if instruction.op.phase}
     if missing := sorted(called - functions):
         yield f"has no function {' or '.join(missing)}, which the program of rank {program.rank} calls"
     tables = dict(_tables(body))
@@ -44,7 +45,7 @@ def _faults(stage: Stage, source: str, program: Program) -> Iterator[str]:
 
 
 def _tables(body: list[ast.stmt]) -> Iterator[tuple[str, object]]:
-    """The names that are assigned literals at the top of the code."""
+    """The names and values of the tuples that the code assigns at its top level."""
     for node in body:
         match node:
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Tuple() as value):
