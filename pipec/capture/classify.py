@@ -10,7 +10,7 @@ from pipec.ir import Phase
 
 
 def classify(graph: fx.Graph) -> None:
-    """Set ``phase``, ``operator``, ``draw`` and ``constant`` of the nodes; ``graph.nodes`` says what they mean.
+    """Set ``phase``, ``operator``, ``draw`` and ``constant``, which ``pipec.graph.nodes`` explains.
 
     Differentiation annotates most nodes with their operator. The others are placed by their neighbours.
     """
