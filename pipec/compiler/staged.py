@@ -14,7 +14,7 @@ from pipec.compiler.pass_list import CompilerOptions
 from pipec.errors import PipecError
 from pipec.graph import TrainingGraph, copy_graph
 from pipec.graph.functions import StageFunctions, stage_functions
-from pipec.ir import Phase, Placement, Plan, Program, Schedule, num_ranks, rank_of
+from pipec.ir import Phase, Placement, Plan, Program, Schedule, count_ranks, rank_of
 from pipec.ir.columns import PHASE_CODE, Cells
 from pipec.ir.text import value_bytes
 from pipec.passes import Observer, Pass, run_passes
@@ -142,7 +142,9 @@ class StagedGraph:
                 for stage, ends in zip(stages, pairwise(ranks), strict=False)
             ),
             memory=tuple(cost.memory for cost in costs),
-            memory_limit=tuple(devices[played_by[rank]].memory_bytes for rank in range(num_ranks(placement))),
+            memory_limit=tuple(
+                devices[played_by[rank]].memory_bytes for rank in range(count_ranks(placement))
+            ),
         )
 
     def stages(self, split_backward: bool) -> Sequence[StageFunctions]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pipec.ir.memory import StageMemory
-from pipec.ir.schedule import Placement, num_ranks
+from pipec.ir.schedule import Placement, count_ranks
 from pipec.ir.values import Input, Link, Mode, Phase, Value
 
 
@@ -82,4 +82,4 @@ class Plan:
 
     @property
     def num_ranks(self) -> int:
-        return num_ranks(self.placement)
+        return count_ranks(self.placement)

@@ -18,7 +18,7 @@ from pipec.ir import (
     Op,
     Payload,
     Program,
-    num_ranks,
+    count_ranks,
     rank_of,
     stages_on,
 )
@@ -93,7 +93,7 @@ def _place(columns: Instructions, number: int) -> int:
 def _fits_plan(step: StepIndex) -> Iterator[_Fault]:
     """Programs are of the plan's ranks, and every field of every instruction fits the plan."""
     ranks = [program.rank for program in step.programs]
-    if ranks != list(range(num_ranks(step.placement))):
+    if ranks != list(range(count_ranks(step.placement))):
         yield _Fault(None, f"programs are of ranks {ranks}; expected one for each rank of {step.placement}")
     for link in step.links:
         ends = (link.source,) if link.payload is Payload.RESULT else (link.source, link.target)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from pipec.ir import Compute, Phase, Schedule
+from pipec.ir import Compute, Phase, Placement, Schedule, count_ranks
 from pipec.ir.columns import PHASE_CODE, Cells, Ints
 
 Kind = tuple[Phase, int]
@@ -46,11 +46,11 @@ def looped_name(name: str, num_chunks: int) -> str:
 def ordered(
     name: str,
     num_microbatches: int,
-    placement: tuple[int, ...],
+    placement: Placement,
     order: Callable[[int], Iterable[Compute]],
 ) -> Schedule:
     """The schedule whose rank s runs ``order(s)``."""
-    orders = (order(rank) for rank in range(max(placement) + 1))
+    orders = (order(rank) for rank in range(count_ranks(placement)))
     cells = (each if isinstance(each, Cells) else Cells.of(tuple(each)) for each in orders)
     return Schedule(name, num_microbatches, placement, tuple(cells))
 

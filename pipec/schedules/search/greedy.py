@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from pipec.ir import stages_on
 from pipec.schedules.search.problem import Orders, Problem
 
 _NEVER = math.inf
@@ -110,7 +111,7 @@ class _Rank:
         self._problem, self._policy = problem, policy
         self._limit, self._held = problem.limits[rank], 0.0
         self._weights: list[int] = []
-        stages = [stage for stage, where in enumerate(problem.placement) if where == rank]
+        stages = stages_on(problem.placement, rank)
         m = problem.num_microbatches
         self._stages = stages
         firsts = [(stage * m, problem.first_input + stage * m) for stage in stages]

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from pipec.ir import Compute, Phase, Schedule
+from pipec.ir import Compute, Phase, Placement, Schedule, rank_of
 from pipec.schedules.search.workload import Workload
 
 KINDS = (Phase.FORWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
@@ -51,7 +51,8 @@ class Problem:
     @cached_property
     def ranks(self) -> list[int]:
         """The rank of each cell."""
-        return [self.placement[self.stage(cell)] for cell in range(len(self.seconds))]
+        cells = range(len(self.seconds))
+        return [rank_of(self.placement, self.stage(cell), self.microbatch(cell)) for cell in cells]
 
     @cached_property
     def work(self) -> list[float]:
@@ -65,8 +66,8 @@ class Problem:
     def least_makespan(self) -> float:
         """What no order can beat: each rank does its work once the first microbatch has come to it."""
         m, arrival, arrivals = self.num_microbatches, 0.0, dict[int, float]()
-        for stage, rank in enumerate(self.placement):
-            arrivals.setdefault(rank, arrival)
+        for stage in range(self.num_stages):
+            arrivals.setdefault(rank_of(self.placement, stage), arrival)
             arrival += self.seconds[stage * m]
             arrival += self.lags[stage * m]
         return max(arrivals[rank] + work for rank, work in enumerate(self.work))
@@ -132,7 +133,7 @@ class Problem:
 
 
 def make_problem(
-    placement: tuple[int, ...], num_microbatches: int, work: Workload, limits: Sequence[float]
+    placement: Placement, num_microbatches: int, work: Workload, limits: Sequence[float]
 ) -> Problem:
     """``work`` on the stages of ``placement``; ``limits`` is what the microbatches of each rank may hold."""
     num_stages, m, work = len(placement), num_microbatches, work.on(placement)
@@ -140,15 +141,16 @@ def make_problem(
     needs, channels = list[int](), list[int]()
     numbers = dict[tuple[int, int], int]()
     for kind, phase in enumerate(KINDS):
-        for stage, rank in enumerate(placement):
+        for stage in range(num_stages):
+            rank = rank_of(placement, stage)
             needed, reader = _ends(kind, stage, num_stages)
-            crosses = reader is not None and placement[reader] != rank
+            crosses = reader is not None and rank_of(placement, reader) != rank
             seconds += [work.seconds(phase, stage)] * m
             needs += [-1] * m if needed is None else range(needed * m, needed * m + m)
             holds += [sum(work.memory[stage].growth(phase))] * m
             if reader is not None and crosses:
                 lags += [work.messages[min(stage, reader)]] * m
-                channels += [numbers.setdefault((rank, placement[reader]), len(numbers))] * m
+                channels += [numbers.setdefault((rank, rank_of(placement, reader)), len(numbers))] * m
             else:
                 lags += [0.0] * m
                 channels += [-1] * m

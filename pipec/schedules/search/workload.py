@@ -1,11 +1,12 @@
 """What a schedule is searched for: how long each stage takes, and how much memory it needs."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pipec.errors import InfeasibleError, InputError
-from pipec.ir import Link, Phase, Schedule, StageMemory
+from pipec.ir import Link, Phase, Placement, Schedule, StageMemory, count_ranks, rank_of, stages_on
 from pipec.programs.memory import held
 from pipec.timeline.simulate import Costs
 
@@ -70,11 +71,11 @@ class Workload:
     def num_stages(self) -> int:
         return len(self.forward)
 
-    def serves(self, placement: Sequence[int]) -> bool:
+    def serves(self, placement: Placement) -> bool:
         """Whether ``on`` knows the work of stages with this placement."""
-        return self.num_stages in (len(placement), max(placement) + 1)
+        return self.num_stages in (len(placement), count_ranks(placement))
 
-    def on(self, placement: Sequence[int]) -> "Workload":
+    def on(self, placement: Placement) -> "Workload":
         """The work of the stages that ``placement`` puts on ranks.
 
         It is this one if it has as many stages. Else it must have one stage for each rank, whose work is then
@@ -83,10 +84,11 @@ class Workload:
         if len(placement) == self.num_stages:
             return self
         assert self.serves(placement), f"costs of {self.num_stages} stages do not fit placement {placement}"
-        num_stages = [placement.count(rank) for rank in placement]
+        ranks = [rank_of(placement, stage) for stage in range(len(placement))]
+        num_stages = Counter(ranks)
 
         def divided(amounts: Sequence[float]) -> tuple[float, ...]:
-            return tuple(amounts[rank] / num for rank, num in zip(placement, num_stages, strict=True))
+            return tuple(amounts[rank] / num_stages[rank] for rank in ranks)
 
         return replace(
             self,
@@ -95,9 +97,7 @@ class Workload:
             backward_weight=divided(self.backward_weight),
             recompute=divided(self.recompute),
             messages=(max(self.messages, default=0.0),) * (len(placement) - 1),
-            memory=tuple(
-                self.memory[rank].divided(num) for rank, num in zip(placement, num_stages, strict=True)
-            ),
+            memory=tuple(self.memory[rank].divided(num_stages[rank]) for rank in ranks),
         )
 
     def seconds(self, phase: Phase, stage: int) -> float:
@@ -126,28 +126,26 @@ class Workload:
         limit = self.memory_limit
         return limit if isinstance(limit, tuple) else (limit,) * num_ranks
 
-    def room(self, placement: Sequence[int]) -> tuple[float, ...]:
+    def room(self, placement: Placement) -> tuple[float, ...]:
         """What each rank has left for microbatches beside what its stages hold once and its longest phase.
 
         It is 0 where the memory is too small for these alone.
         """
         memory = self.on(placement).memory
-        limits = self.limits(max(placement) + 1)
+        limits = self.limits(count_ranks(placement))
+        held = ([memory[stage] for stage in stages_on(placement, rank)] for rank in range(len(limits)))
         return tuple(
-            max(0.0, limit - sum(each.static for each in own) - max(each.transient for each in own))
-            for rank, limit in enumerate(limits)
-            if (own := [memory[stage] for stage, home in enumerate(placement) if home == rank])
+            max(0.0, limit - sum(stage.static for stage in own) - max(stage.transient for stage in own))
+            for limit, own in zip(limits, held, strict=True)
         )
 
     def peaks(self, schedule: Schedule) -> tuple[float, ...]:
         """The most that each rank holds at once under ``schedule``."""
         memory = self.on(schedule.placement).memory
-        static = [0.0] * schedule.num_ranks
-        for stage, rank in enumerate(schedule.placement):
-            static[rank] += memory[stage].static
         return tuple(
-            once + float(held(order, memory).max(initial=0))
-            for once, order in zip(static, schedule.orders, strict=True)
+            sum(memory[stage].static for stage in stages_on(schedule.placement, rank))
+            + float(held(order, memory).max(initial=0))
+            for rank, order in enumerate(schedule.orders)
         )
 
     def peak_memory(self, schedule: Schedule) -> float:
