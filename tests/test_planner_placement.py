@@ -2,8 +2,11 @@
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 
+import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -12,6 +15,8 @@ from planner_problems import Trial, downsets, trials
 from pipec.errors import InfeasibleError, PlanError
 from pipec.hardware.topology import Device, Level, Topology, uniform
 from pipec.planner.cost_model import MAX_LOAD, PIPEC, PIPEDREAM
+from pipec.planner.linear_orders import WideGraph, linear_orders
+from pipec.planner.merge import Merged
 from pipec.planner.operator_graph import OperatorGraph, Transfer
 from pipec.planner.placement import Partition, place
 
@@ -141,6 +146,55 @@ def test_no_plan_is_below_the_bound_where_too_much_remains(trial: Trial) -> None
         except InfeasibleError:
             return
     assert plan.least_seconds <= trial.best_seconds() * (1 + 1e-9) <= plan.seconds * (1 + 2e-9)
+
+
+def prefixes(graph: OperatorGraph, value_seconds: list[float]) -> set[int]:
+    """Those of all linear orders that the planner knows, as sets of bits."""
+    ends = [sorted({value.producer, *value.consumers}) for value in graph.transfers]
+    wide = WideGraph(np.array(graph.seconds), graph.before, ends, np.array(value_seconds))
+    found = {0}
+    for order in linear_orders(wide):
+        assert sorted(order) == list(range(len(graph.names)))
+        assert all(order.index(u) < order.index(v) for u, v in graph.before)
+        found |= set(accumulate(1 << op for op in order))
+    return found
+
+
+def without_merging(graph: OperatorGraph, order: Sequence[int], *_: object) -> Merged:
+    return Merged(graph, [(op,) for op in range(len(order))])
+
+
+@settings(max_examples=60, deadline=None)
+@given(trials(9, FLAT | NESTED))
+def test_a_wide_graph_gets_the_best_plan_of_its_linear_orders(trial: Trial) -> None:
+    """No downset is listed but theirs. The bound holds for every plan."""
+    slowest = [
+        max(trial.model.value_seconds(value, level) for level in trial.topology.levels)
+        for value in trial.graph.transfers
+    ]
+    best = trial.best_seconds(sorted(prefixes(trial.graph, slowest)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pipec.planner.downsets.MOST_DOWNSETS", 0)
+        patch.setattr("pipec.planner.placement.merge", without_merging)
+        try:
+            plan = planned(trial)
+        except InfeasibleError:
+            assert math.isinf(best)
+            return
+    assert plan.seconds == pytest.approx(best, rel=1e-9)
+    assert plan.least_seconds <= trial.best_seconds() * (1 + 1e-9)
+
+
+def test_a_graph_with_too_many_downsets_is_planned() -> None:
+    """Of sixteen branches of eight operators there are 9 ** 16. One branch for each device is best."""
+    branches = [range(1 + 8 * k, 9 + 8 * k) for k in range(16)]
+    edges = [edge for branch in branches for edge in pairwise((0, *branch, 129))]
+    seconds = [0.0, *(1.0 for branch in branches for _ in branch), 0.0]
+    transfers = [Transfer(u, (v,), 1.0, 1.0) for u, v in edges]
+    idle, names = [0.0] * 130, [f"op{k}" for k in range(130)]
+    graph = OperatorGraph(names, seconds, idle, idle, idle, transfers, edges)
+    plan = place(graph, uniform([16], [4.0]), PIPEC, max_replicas=1)
+    assert (plan.seconds, plan.least_seconds) == (8.0, 8.0)
 
 
 def search_with(patch: pytest.MonkeyPatch, **sizes: int) -> None:
