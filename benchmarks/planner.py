@@ -52,6 +52,10 @@ PROFILES = (
     Profile("inception_v3", (4,), (1e9,), "not finished", None, None),
     Profile("inception_v3", (16,), (1e9,), "not finished", None, None),
     Profile("inception_v3", (4, 4), (12e9, 1.25e9), "not finished", None, None),
+    Profile("nasnetamobile", (4,), (1e9,), "not tried", None, None),
+    Profile("nasnetamobile", (16,), (1e9,), "not tried", None, None),
+    Profile("nasnetalarge", (4,), (1e9,), "not tried", None, None),
+    Profile("nasnetalarge", (16,), (1e9,), "not tried", None, None),
 )
 
 GRAPHS = (

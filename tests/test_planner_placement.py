@@ -15,10 +15,12 @@ from planner_problems import Trial, downsets, trials
 from pipec.errors import InfeasibleError, PlanError
 from pipec.hardware.topology import Device, Level, Topology, uniform
 from pipec.planner.cost_model import MAX_LOAD, PIPEC, PIPEDREAM
+from pipec.planner.downsets import list_downsets
 from pipec.planner.linear_orders import WideGraph, linear_orders
 from pipec.planner.merge import Merged
-from pipec.planner.operator_graph import OperatorGraph, Transfer
+from pipec.planner.operator_graph import OperatorGraph, Transfer, program_order
 from pipec.planner.placement import Partition, place
+from pipec.planner.windows import windows
 
 FLAT = st.sampled_from([(4,), (3,), (2,), (1,)])
 NESTED = st.sampled_from([(2, 2), (1, 4), (3, 1), (2, 1)])
@@ -160,6 +162,39 @@ def prefixes(graph: OperatorGraph, value_seconds: list[float]) -> set[int]:
     return found
 
 
+@settings(max_examples=60, deadline=None)
+@given(trials(9, FLAT))
+def test_every_downset_falls_into_a_window_that_tells_no_more_than_is_true(trial: Trial) -> None:
+    graph, order = trial.graph, program_order(trial.graph)
+    value_seconds = np.array([[value.forward_bytes for value in graph.transfers]])
+    listed = list_downsets(graph, order, value_seconds)
+    seconds, parameters = listed.totals[:2]
+    wide = WideGraph(np.array(graph.seconds), graph.before, listed.ends, value_seconds[0])
+    known = windows(wide, np.array([graph.seconds, graph.parameter_bytes]))
+    for downset in range(len(listed)):
+        fits = (known.least[0] <= seconds[downset]) & (seconds[downset] <= known.most[0])
+        fits &= (known.least[1] <= parameters[downset]) & (parameters[downset] <= known.most[1])
+        assert (fits & (known.cuts <= listed.cuts[0, downset] + 1e-9)).any()
+
+
+def test_a_window_knows_what_must_cross() -> None:
+    """Between the narrow places at 1 and 9 seconds, at least two values cross, of 5 and 6 seconds."""
+    graph = OperatorGraph(
+        names=list("abcdef"),
+        seconds=[1.0, 0.0, 4.0, 4.0, 0.0, 1.0],
+        parameter_bytes=[0.0] * 6,
+        resident_bytes=[0.0] * 6,
+        saved_bytes=[0.0] * 6,
+        transfers=[Transfer(u, (v,), 0.0, 0.0) for u, v in [(0, 1), (1, 2), (1, 3), (2, 4), (3, 4), (4, 5)]],
+        before=[(0, 1), (1, 2), (1, 3), (2, 4), (3, 4), (4, 5)],
+    )
+    ends = [sorted({value.producer, *value.consumers}) for value in graph.transfers]
+    wide = WideGraph(np.array(graph.seconds), graph.before, ends, np.array([1.0, 5.0, 6.0, 7.0, 8.0, 2.0]))
+    known = windows(wide, np.array([graph.seconds, graph.parameter_bytes]))
+    middle = np.flatnonzero((known.least[0] > 1.1) & (known.most[0] < 8.9))
+    assert known.cuts[middle].min() == pytest.approx(11.0)
+
+
 def without_merging(graph: OperatorGraph, order: Sequence[int], *_: object) -> Merged:
     return Merged(graph, [(op,) for op in range(len(order))])
 
@@ -168,11 +203,11 @@ def without_merging(graph: OperatorGraph, order: Sequence[int], *_: object) -> M
 @given(trials(9, FLAT | NESTED))
 def test_a_wide_graph_gets_the_best_plan_of_its_linear_orders(trial: Trial) -> None:
     """No downset is listed but theirs. The bound holds for every plan."""
-    slowest = [
-        max(trial.model.value_seconds(value, level) for level in trial.topology.levels)
+    fastest = [
+        min(trial.model.value_seconds(value, level) for level in trial.topology.levels)
         for value in trial.graph.transfers
     ]
-    best = trial.best_seconds(sorted(prefixes(trial.graph, slowest)))
+    best = trial.best_seconds(sorted(prefixes(trial.graph, fastest)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pipec.planner.downsets.MOST_DOWNSETS", 0)
         patch.setattr("pipec.planner.placement.merge", without_merging)
