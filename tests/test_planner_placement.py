@@ -132,7 +132,7 @@ def test_containment_tells_the_best_where_too_much_remains(trial: Trial) -> None
     alike = (replace(trial.devices[0], memory_bytes=math.inf),) * len(trial.devices)
     trial = replace(trial, devices=alike, latency_seconds=0.0, model=PIPEDREAM)
     with pytest.MonkeyPatch.context() as patch:
-        search_with(patch, _MOST_AT_FIRST=0, _MOST_PAIRED=3, _PROMISING=1)
+        search_with(patch, _MOST_AT_FIRST=0, _MOST_PAIRED=3, _MOST_IN_CHAIN=3, _PROMISING=1)
         plan = planned(trial)
     assert plan.is_optimal
     assert plan.seconds == pytest.approx(trial.best_seconds(), rel=1e-9)
@@ -142,7 +142,7 @@ def test_containment_tells_the_best_where_too_much_remains(trial: Trial) -> None
 @given(trials(8, FLAT | NESTED))
 def test_no_plan_is_below_the_bound_where_too_much_remains(trial: Trial) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        search_with(patch, _MOST_AT_FIRST=0, _MOST_PAIRED=3, _MOST_NESTED=3, _PROMISING=1)
+        search_with(patch, _MOST_AT_FIRST=0, _MOST_PAIRED=3, _MOST_IN_CHAIN=3, _MOST_NESTED=3, _PROMISING=1)
         try:
             plan = planned(trial)
         except InfeasibleError:
@@ -170,7 +170,9 @@ def test_every_downset_falls_into_a_window_that_tells_no_more_than_is_true(trial
     listed = list_downsets(graph, order, value_seconds)
     seconds, parameters = listed.totals[:2]
     wide = WideGraph(np.array(graph.seconds), graph.before, listed.ends, value_seconds[0])
-    known = windows(wide, np.array([graph.seconds, graph.parameter_bytes]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pipec.planner.windows._NUM_WINDOWS", 20)
+        known = windows(wide, np.array([graph.seconds, graph.parameter_bytes]))
     for downset in range(len(listed)):
         fits = (known.least[0] <= seconds[downset]) & (seconds[downset] <= known.most[0])
         fits &= (known.least[1] <= parameters[downset]) & (parameters[downset] <= known.most[1])
@@ -210,6 +212,7 @@ def test_a_wide_graph_gets_the_best_plan_of_its_linear_orders(trial: Trial) -> N
     best = trial.best_seconds(sorted(prefixes(trial.graph, fastest)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pipec.planner.downsets.MOST_DOWNSETS", 0)
+        patch.setattr("pipec.planner.windows._NUM_WINDOWS", 20)
         patch.setattr("pipec.planner.placement.merge", without_merging)
         try:
             plan = planned(trial)

@@ -18,12 +18,12 @@ from pipec.planner.downsets import Vector
 Counts = NDArray[np.intp]
 
 _FIRST_STEP = 0.02
-"""Of the seconds that all devices would take if the work could be divided at will: the optimum is rarely far
-above, and a limit below it that is met leaves fewer downsets. Each limit that is not met doubles the step.
+"""The first limit exceeds the work divided at will by this share, as the optimum is rarely far above it. The
+step doubles with every limit that no plan keeps.
 """
 
 ROUNDING = 1e-12
-"""What keeps within a limit one way may miss it by so much where the same figures add up in another order."""
+"""The share by which sums may differ that add up the same figures in another order."""
 
 
 class Bound(Protocol):
@@ -36,7 +36,7 @@ class Bound(Protocol):
 
     @property
     def ceiling(self) -> float:
-        """Seconds that are met if any are."""
+        """Some seconds that a plan keeps within if any plan is possible."""
         ...
 
     def take(self, kept: NDArray[np.intp]) -> Self:
@@ -49,23 +49,24 @@ class Bound(Protocol):
 
 
 class Around(NamedTuple):
-    """The fewest devices for what is after each downset, and for what is before it, as far as known.
+    """``finish``: the fewest devices for what is after each downset. ``reach``: those for what is in it.
 
-    One more than there are if these are too few.
+    A count is one more than there are devices if these are too few.
     """
 
     finish: Counts
     reach: Counts
 
     def useful(self, num_devices: int) -> NDArray[np.intp]:
-        """The downsets of plans that keep within the limit."""
+        """The downsets that a plan within the limit may use."""
         return np.flatnonzero(self.finish + self.reach <= num_devices)
 
 
 def least_seconds(bound: Bound, num_devices: int, closeness: float, guess: float) -> float:
-    """A limit that the bound meets, by a factor of 1 + ``closeness`` at most above one it cannot meet.
+    """A limit within which the bound allows a plan; smaller by a factor of 1 + ``closeness``, it allows none.
 
-    Infinite if it meets none. ``guess`` may be tried first: one little above the result saves work.
+    The limit is infinite if no plan is possible. ``guess`` is tried first: one little above the result saves
+    work.
     """
     low, high, is_met = bound.total_seconds / num_devices, bound.ceiling, False
     step = low * _FIRST_STEP
