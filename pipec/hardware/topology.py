@@ -94,10 +94,6 @@ class Topology:
     def slowest_link(self) -> LinkModel:
         return min(self.levels, key=lambda level: level.bytes_per_second).link
 
-    @property
-    def least_memory_bytes(self) -> float:
-        return min(device.memory_bytes for device in self.devices)
-
     def within(self, memory_bytes: float) -> "Topology":
         """The same devices, none of which holds more than ``memory_bytes``."""
         limited = (

@@ -12,30 +12,3 @@ from pipec.ir.plan import Alternative, Plan, Stage, StageCost
 from pipec.ir.program import Instruction, Kind, Op, Program, Traits
 from pipec.ir.schedule import Compute, Placement, Schedule, count_ranks, rank_of, ranks_of, stages_on
 from pipec.ir.values import Dim, Input, Link, Mode, Payload, Phase, Value
-
-__all__ = [
-    "Alternative",
-    "Compute",
-    "Dim",
-    "Input",
-    "Instruction",
-    "Kind",
-    "Link",
-    "Mode",
-    "Op",
-    "Payload",
-    "Phase",
-    "Placement",
-    "Plan",
-    "Program",
-    "Schedule",
-    "Stage",
-    "StageCost",
-    "StageMemory",
-    "Traits",
-    "Value",
-    "count_ranks",
-    "rank_of",
-    "ranks_of",
-    "stages_on",
-]

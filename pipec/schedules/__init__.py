@@ -92,36 +92,3 @@ def forward_only(schedule: Schedule) -> Schedule:
     orders = map(Cells.of, schedule.orders)
     forwards = (order.where(order.phases == PHASE_CODE[Phase.FORWARD]) for order in orders)
     return replace(schedule, orders=tuple(forwards))
-
-
-__all__ = [
-    "ENTRY_POINTS",
-    "SCHEDULES",
-    "SEARCHED",
-    "Workload",
-    "auto",
-    "candidates",
-    "custom_schedule",
-    "dualpipe_v",
-    "format_orders",
-    "forward_only",
-    "gpipe",
-    "interleaved_1f1b",
-    "looped_bfs",
-    "looped_placement",
-    "make_schedule",
-    "most_in_flight",
-    "named",
-    "on_ranks",
-    "one_f_one_b",
-    "parse_orders",
-    "straight_placement",
-    "v_half",
-    "v_min",
-    "v_placement",
-    "zb_1p",
-    "zb_2p",
-    "zb_h1",
-    "zb_h2",
-    "zb_v",
-]
