@@ -26,7 +26,7 @@ from pipec.ir.columns import OP_CODE, PHASE_CODE, Instructions, Ints
 from pipec.programs.buffer_slots import number_slots
 from pipec.programs.order_index import OrderIndex
 from pipec.programs.routes import Route, routes
-from pipec.programs.timing import Reads, Stuck, run_cells
+from pipec.programs.timing import Deadlock, Reads, run_cells
 
 
 def chain_links(num_stages: int, training: bool = True) -> tuple[Link, ...]:
@@ -112,7 +112,7 @@ def _ends(index: OrderIndex, traffic: Sequence[_Traffic]) -> list[Ints]:
     units = np.where(phases == PHASE_CODE[Phase.BACKWARD], 2.0, 1.0)
     reads = Reads(np.concatenate([nothing, *readers]), np.concatenate([nothing, *producers]))
     run = run_cells(units, reads, index.first_cells)
-    if isinstance(run, Stuck):
+    if isinstance(run, Deadlock):
         raise VerifyError(index.explain_stuck(run.cells))
     padded = []
     for rank in range(index.schedule.num_ranks):

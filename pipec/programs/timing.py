@@ -1,4 +1,7 @@
-"""When cells run if every rank runs its next as soon as it can: all ranks go on at once, a cell at a time."""
+"""When cells run if every resource runs its next cell as soon as it can: on columns, all resources at once.
+
+A resource is what runs one cell after another: a rank its computes, a channel its messages.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,16 +11,15 @@ import numpy as np
 from pipec.ir.columns import Floats, Ints
 
 AT_START, NEVER = -1, -2
-"""What a cell may read besides what cells make: what is there from the start, and what never comes."""
+"""What a cell may read besides what cells make: something there from the start, or something never made."""
 
 
 @dataclass(frozen=True)
 class Reads:
-    """Entry by entry: cell ``readers`` starts no earlier than ``delays`` after ``producers`` has ended."""
+    """Entry by entry: cell ``readers`` starts no earlier than cell ``producers`` has ended."""
 
     readers: Ints
     producers: Ints
-    delays: Floats | float = 0.0
 
 
 @dataclass(frozen=True)
@@ -29,17 +31,25 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Stuck:
-    """The cells at which ranks wait for each other, or for what is never computed."""
+class Deadlock:
+    """The cells at which resources wait for each other, or for what is never made."""
 
     cells: Ints
 
 
-def run_cells(durations: Floats, reads: Reads, first_cells: Sequence[int]) -> Run | Stuck:
-    """Run all cells. They are numbered rank by rank: those of rank r start at ``first_cells[r]``.
+def run_cells(durations: Floats, reads: Reads, first_cells: Sequence[int]) -> Run | Deadlock:
+    """Run all cells. Those of resource r are numbered from ``first_cells[r]``, as they follow each other.
 
-    Takes a few operations on a column of the ranks for each step of the longest chain of cells of which each
-    has to wait for the one before it, on its own rank or on another.
+    Each round runs the next cell of every resource for which all is there that the cell reads. Two resources
+    have two cells of one unit each; cell 2 reads cell 0, and cell 1 reads cell 3::
+
+        first_cells [0, 2, 4]     round         1    2    3    4
+        readers     [2, 1]        resource 0    0              1
+        producers   [0, 3]        resource 1         2    3
+                                  starts at     0    1    2    3
+
+    There are as many rounds as cells in the longest chain of which each waits for the one before it. A round
+    takes a few operations on a column with an entry for each resource.
     """
     starts, ends = np.empty(durations.size), np.full(durations.size + 2, np.inf)
     ends[AT_START] = 0.0
@@ -49,12 +59,12 @@ def run_cells(durations: Floats, reads: Reads, first_cells: Sequence[int]) -> Ru
     unfinished = np.flatnonzero(cell < last)
     while unfinished.size:
         at, start = cell[unfinished], clock[unfinished]
-        for producers, delays in inputs:
-            np.maximum(start, ends[producers[at]] + delays[at], out=start)
+        for producers in inputs:
+            np.maximum(start, ends[producers[at]], out=start)
         ready = start < np.inf
         started, at, start = unfinished[ready], at[ready], start[ready]
         if not started.size:
-            return Stuck(cell[unfinished])
+            return Deadlock(cell[unfinished])
         starts[at] = start
         clock[started] = ends[at] = start + durations[at]
         cell[started] = at + 1
@@ -63,16 +73,20 @@ def run_cells(durations: Floats, reads: Reads, first_cells: Sequence[int]) -> Ru
     return Run(starts, ends[: durations.size])
 
 
-def _columns(reads: Reads, num_cells: int) -> list[tuple[Ints, Floats]]:
-    """What each cell reads: in column k its k-th producer with the delay, or what is there from the start."""
+def _columns(reads: Reads, num_cells: int) -> list[Ints]:
+    """What each cell reads: column k has its k-th producer, or what is there from the start.
+
+    Where cell 1 reads cells 5 and 7, and cell 2 reads cell 6::
+
+        readers [1, 2, 1], producers [5, 6, 7]  ->  [[-1, 5, 6], [-1, 7, -1]]
+    """
     order = np.argsort(reads.readers, kind="stable")
     readers, producers = reads.readers[order], reads.producers[order]
-    delays = np.broadcast_to(reads.delays, order.shape)[order]
-    nth = np.arange(readers.size) - np.searchsorted(readers, readers)
+    numbers = np.arange(readers.size, dtype=np.int32)
+    nth = numbers - np.maximum.accumulate(np.where(np.diff(readers, prepend=-1), numbers, 0))
     columns = []
     for k in range(int(nth.max(initial=-1)) + 1):
-        own = nth == k
-        column, delay = np.full(num_cells, AT_START, np.int32), np.zeros(num_cells)
-        column[readers[own]], delay[readers[own]] = producers[own], delays[own]
-        columns.append((column, delay))
+        column = np.full(num_cells, AT_START, np.int32)
+        column[readers[nth == k]] = producers[nth == k]
+        columns.append(column)
     return columns

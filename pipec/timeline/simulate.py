@@ -17,7 +17,7 @@ from pipec.ir import Link, Op, Phase, Program
 from pipec.ir.columns import OP_CODE, OPS, Floats, Instructions, Ints, aligned, joined
 from pipec.programs.consumers import first_readers
 from pipec.programs.memory import peak_in_flight
-from pipec.programs.timing import AT_START, NEVER, Reads, Stuck, run_cells
+from pipec.programs.timing import AT_START, NEVER, Deadlock, Reads, run_cells
 from pipec.timeline.events import Events, Timeline
 
 
@@ -74,7 +74,7 @@ def simulate(programs: Sequence[Program], costs: Costs) -> Timeline:
     if not np.isfinite(durations.sum()):
         raise InputError("a cost is no finite number; expected the time of every phase and link")
     run = run_cells(durations[step.order], _reads(step), step.first_cells)
-    if isinstance(run, Stuck):
+    if isinstance(run, Deadlock):
         raise VerifyError(_explain(step, step.order[run.cells]))
     events = Events(step.ranks, step.events, run.starts[step.cells], run.ends[step.cells])
     return Timeline(events, tuple(map(peak_in_flight, programs)), costs.unit)
@@ -83,13 +83,14 @@ def simulate(programs: Sequence[Program], costs: Costs) -> Timeline:
 class _Step:
     """The computes and sends of all ranks, rank by rank: the events of the timeline.
 
-    Each occupies a resource while it lasts: a compute its rank, a message the directed channel from its rank
-    to its peer. The cells of ``run_cells`` are the events resource by resource::
+    Each occupies a resource while it lasts: a compute its rank, a message the channel from its rank to its
+    peer. The cells of ``run_cells`` are the events resource by resource. Here rank 0 has the events 0 to 4::
 
-        events      F0  send  F1  send  B0   of rank 0, then  F0  B0  send  ...  of rank 1
-        resource     0  0->1   0  0->1   0                     1   1  1->0
-        order        0     2   4   5     6 ...   the event of each cell
-        cells        0     5   1   6     2 ...   the cell of each event
+        event             0     1     2     3     4     5     6     7
+        which it is       F0    send  F1    send  B0    F0    B0    send
+        resource          0     0->1  0     0->1  0     1     1     1->0
+        its cell          0     5     1     6     2     3     4     7
+        order, by cell    0     2     4     5     6     1     3     7
     """
 
     def __init__(self, programs: Sequence[Instructions]) -> None:
@@ -99,19 +100,22 @@ class _Step:
         self.receives = joined([each.where(each.ops == OP_CODE[Op.RECV]) for each in programs])
         self.ranks = np.repeat(np.arange(len(programs), dtype=np.int32), [mask.sum() for mask in timed])
         self.is_compute = self.events.is_compute
-        channels = (self.ranks.astype(np.int64) + 1) * len(programs) + self.events.peers
-        resources = np.where(self.is_compute, self.ranks, channels)
-        self.order = np.argsort(resources, kind="stable")
+        computes = np.flatnonzero(self.is_compute)
+        self.sends = np.flatnonzero(self.events.ops == OP_CODE[Op.SEND])
+        senders, peers = self.ranks[self.sends].astype(np.int64), self.events.peers[self.sends]
+        channels = (senders + 1) * len(programs) + peers
+        by_channel = np.argsort(channels, kind="stable")
+        resources = np.concatenate([self.ranks[computes], channels[by_channel]])
+        self.order = np.concatenate([computes, self.sends[by_channel]]).astype(np.int32)
         self.cells = np.empty_like(self.order)
-        self.cells[self.order] = np.arange(self.order.size)
-        changes = np.flatnonzero(np.diff(resources[self.order], prepend=-1))
-        self.first_cells = [*changes.tolist(), self.order.size]
+        self.cells[self.order] = np.arange(self.order.size, dtype=np.int32)
+        self.first_cells = [*np.flatnonzero(np.diff(resources, prepend=-1)).tolist(), self.order.size]
 
-    @property
-    def last_computes(self) -> Ints:
-        """For each message the compute before its send on its rank, or -1; for each compute itself."""
-        numbers = np.maximum.accumulate(np.where(self.is_compute, np.arange(self.ranks.size), -1))
-        return np.where(numbers < np.searchsorted(self.ranks, self.ranks), -1, numbers)
+    def computes_before(self, sends: Ints) -> Ints:
+        """The last compute before each of these events on its rank, or -1."""
+        latest = np.maximum.accumulate(np.where(self.is_compute, np.arange(self.ranks.size), -1))[sends]
+        first_of_rank = np.searchsorted(self.ranks, range(len(self.programs)))
+        return np.where(latest < first_of_rank[self.ranks[sends]], -1, latest)
 
 
 def _durations(step: _Step, costs: Costs) -> Floats:
@@ -130,11 +134,10 @@ def _reads(step: _Step) -> Reads:
 
     A link takes every microbatch to one rank, or is read by no compute.
     """
-    events, receives = step.events, step.receives
-    sends = np.flatnonzero(events.ops == OP_CODE[Op.SEND])
-    cells = np.append(step.cells, AT_START)
+    events, receives, sends = step.events, step.receives, step.sends
+    cells = np.append(step.cells, np.int32(AT_START))
     num_microbatches = max(int(each.microbatches.max(initial=-1)) for each in (events, receives)) + 1
-    sent = np.full((len(events.links), num_microbatches + 1), NEVER)
+    sent = np.full((len(events.links), num_microbatches + 1), NEVER, np.int32)
     sent[events.link_numbers[sends], events.microbatches[sends]] = cells[sends]
     readers = first_readers(events.where(step.is_compute), receives)
     read = readers >= 0
@@ -142,7 +145,7 @@ def _reads(step: _Step) -> Reads:
     computes = np.flatnonzero(step.is_compute)[readers[read]]
     return Reads(
         np.concatenate([cells[sends], cells[computes]]),
-        np.concatenate([cells[step.last_computes[sends]], arriving]),
+        np.concatenate([cells[step.computes_before(sends)], arriving]),
     )
 
 
