@@ -13,6 +13,7 @@ import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from pipec.hardware.topology import Device, Topology, uniform
@@ -54,6 +55,13 @@ PROFILES = (
     Profile("inception_v3", (4, 4), (12e9, 1.25e9), "not finished", None, None),
 )
 
+NASNETS = tuple(
+    Profile(name, (devices,), (1e9,), "not tried", None, None)
+    for name in ("nasnetamobile", "nasnetalarge")
+    for devices in (4, 16)
+)
+"""Graphs too wide to list all their downsets; planned if ``DATA`` has them."""
+
 GRAPHS = (
     ("gnmt_training", 107.0044, 38.7),
     ("resnet50_training", 78.6318, 0.3),
@@ -66,18 +74,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("data", type=Path, help="the folder of pipedream-profiles and dnn-partitioning")
     data = parser.parse_args().data
-    print(
-        "\n".join(
-            (*profiles(data / "pipedream-profiles"), "", *graphs(data / "dnn-partitioning"), "", *chains())
-        )
-    )
+    tables = (profiles(data / "pipedream-profiles"), graphs(data / "dnn-partitioning"), wide(), chains())
+    print("\n\n".join("\n".join(table) for table in tables))
 
 
 def profiles(folder: Path) -> Iterator[str]:
     yield from heading(
         "profile", "devices, bytes/s", "PipeDream", "s", "found in s", "pipec", "s", "proved", "found in s"
     )
-    for profile in PROFILES:
+    for profile in (*PROFILES, *(each for each in NASNETS if (folder / f"{each.name}.txt").exists())):
         graph = read_pipedream_graph(folder / f"{profile.name}.txt")
         plan, wall = timed(graph, uniform(profile.sizes, profile.rates), PIPEDREAM)
         assert profile.seconds is None or plan.seconds <= profile.seconds * (1 + 1e-6)
@@ -97,6 +102,54 @@ def graphs(folder: Path) -> Iterator[str]:
         plan, wall = timed(problem.graph, problem.topology, MAX_LOAD, 1)
         assert math.isclose(plan.seconds * 1000, optimum, rel_tol=1e-6)
         yield row(name, str(optimum), str(theirs), f"{plan.seconds * 1000:.4f}", f"{wall:.2f}")
+
+
+@dataclass(frozen=True)
+class Cells:
+    """Cells one after the other, each of so many branches of equally many operators of random costs.
+
+    Odd branches read the cell before, even ones the cell before that one, as in NASNet-A.
+    """
+
+    cells: int
+    branches: int
+    length: int
+    devices: int
+
+
+WIDE = tuple(Cells(cells, 5, 8, devices) for cells in (21, 29) for devices in (4, 16))
+
+
+def wide() -> Iterator[str]:
+    yield from heading("operators", "cells", "devices", "pipec", "s", "proved", "found in s")
+    for case in WIDE:
+        graph = cells(case)
+        plan, wall = timed(graph, uniform([case.devices], [1e9]), PIPEDREAM)
+        size = f"{len(graph.names):,}", f"{case.cells} of {case.branches} x {case.length}", str(case.devices)
+        yield row(*size, shape(plan), f"{plan.seconds:.9f}", proof(plan), f"{wall:.2f}")
+
+
+def cells(case: Cells) -> OperatorGraph:
+    """Operator 0 is read by the first cell; the last operator of a cell joins its branches."""
+    draw, size = random.Random(0), case.branches * case.length + 1
+    edges, joins = [], [0, 0]
+    for first in range(1, case.cells * size, size):
+        for branch in range(case.branches):
+            begin = first + branch * case.length
+            edges += pairwise((joins[-1 - branch % 2], *range(begin, begin + case.length), first + size - 1))
+        joins.append(first + size - 1)
+    operators = range(case.cells * size + 1)
+    readers = {op: tuple(v for u, v in edges if u == op) for op in operators}
+    sizes = [draw.random() * 1e7 for _ in operators]
+    return OperatorGraph(
+        names=[f"operator {op}" for op in operators],
+        seconds=[draw.random() * 1e-3 for _ in operators],
+        parameter_bytes=[draw.random() * 1e5 for _ in operators],
+        resident_bytes=[0.0] * len(operators),
+        saved_bytes=[0.0] * len(operators),
+        transfers=[Transfer(op, readers[op], sizes[op], sizes[op]) for op in operators if readers[op]],
+        before=edges,
+    )
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a user holds: a module that trains across stages, compiled at its first step."""
+"""A module that trains across stages and is compiled at its first step: what ``pipec.compile`` returns."""
 
 import contextlib
 import functools
@@ -29,9 +29,9 @@ from pipec.viz import Step, draw_steps, steps_text
 class Pipeline(Handle):
     """A model cut into stages. Make one with :func:`pipec.compile`.
 
-    It holds the parameters and buffers under the model's own names: all of them in one process, under
-    ``torchrun`` those of this rank's stages once it is compiled. Where a tensor already is on its stage's
-    device, it is the model's own, so that the model sees what was trained.
+    It holds the parameters and buffers under the model's own names. In one process these are all of them;
+    under ``torchrun``, once it is compiled, they are those of this rank's stages. A tensor that was on its
+    stage's device from the start is shared with the model, which therefore sees what was trained.
     """
 
     def __init__(self, compiler: Compiler, tensors: ModelTensors, ranks: Ranks) -> None:
@@ -46,15 +46,18 @@ class Pipeline(Handle):
         hold(self, tensors, copies=ranks.count > 1 and (ranks.world.distributed or ranks.num_devices > 1))
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
-        """Forward and backward of one mini-batch; gradients are added to ``.grad``.
+        """Run forward and backward of one mini-batch. Gradients are added to ``.grad``.
 
-        The arguments are the model's, for the whole mini-batch, and ``target`` is the loss function's; every
-        rank passes all of them. Tensors whose dimension 0 equals that of the first one are split into
-        microbatches, others are passed whole. Returns the loss, the mean over microbatches weighted by their
-        size, on every rank.
+        The arguments are those of the model for the whole mini-batch, and ``target`` goes to the loss
+        function. Every rank passes all of them. Tensors whose dimension 0 equals that of the first tensor are
+        split into microbatches; others are passed whole.
 
-        Raises CaptureError, InputError or PlanError before anything is sent; ExecutionError or
-        TransportError when a rank fails.
+        Returns:
+            The loss, on every rank: the mean over microbatches, each weighted by its size.
+
+        Raises:
+            CaptureError, InputError, PlanError: the step cannot be run. Nothing was sent then.
+            ExecutionError, TransportError: a rank failed.
         """
         call = self._checked(args, kwargs, target)
         loss = self._run(Mode.TRAIN, call)["loss"]
@@ -62,7 +65,10 @@ class Pipeline(Handle):
         return loss
 
     def eval_step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
-        """The loss of ``step`` without gradients, in the mode that ``train()`` or ``eval()`` last set."""
+        """The loss that ``step`` would return, without gradients.
+
+        Dropout and the like run in the mode that ``train()`` or ``eval()`` set last.
+        """
         return self._run(Mode.LOSS, self._checked(args, kwargs, target))["loss"]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -75,7 +81,7 @@ class Pipeline(Handle):
         return pytree.tree_unflatten(leaves, compiled.output_spec)
 
     def prepare(self, *args: Any, target: Any = None, **kwargs: Any) -> "Pipeline":
-        """Compile what ``step`` with these arguments will run, and run nothing. Returns the pipeline."""
+        """Compile what ``step`` with these arguments would run, and run nothing. Returns the pipeline."""
         call = self._checked(args, kwargs, target)
         self._compiled(Mode.TRAIN, call)
         return self
@@ -87,18 +93,18 @@ class Pipeline(Handle):
 
     @property
     def plan(self) -> Plan:
-        """What was decided; prints as a table."""
+        """What the compiler decided. It prints as a table."""
         return ReadablePlan.of(self._artifact.plan, self._artifact.programs)
 
     def simulate(self) -> Timeline:
-        """One step on paper: the programs played against the plan's costs."""
+        """The timeline of one step, predicted from the programs and the plan's costs."""
         return simulate_plan(self.plan, self.programs)
 
     def visualize(self, path: str | Path | None = None, trace: Trace | None = None) -> str:
-        """The simulated timeline, and with a ``trace`` the measured one, as text.
+        """The timelines as text: the simulated one, or those of a ``trace``, planned and measured.
 
-        Also drawn to ``path`` if given, on rank 0: .html is a page to explore, .svg and .txt are pictures,
-        .json is for Perfetto and chrome://tracing. Raises InputError for another ending.
+        If ``path`` is given, rank 0 also draws them there: .html is a page to explore, .svg and .txt are
+        pictures, and .json is for Perfetto and chrome://tracing. Another ending raises InputError.
         """
         timelines = trace.timelines() if trace else {"planned": self.simulate()}
         steps = [Step.of_plan(self.plan, timeline, name) for name, timeline in timelines.items()]
@@ -108,10 +114,10 @@ class Pipeline(Handle):
 
     @contextlib.contextmanager
     def trace(self) -> Iterator[Trace]:
-        """Record the steps made inside a ``with``; afterwards the trace has the timeline of each.
+        """Record the steps that are made inside a ``with``. After it, the trace has their timelines.
 
-        Every rank records, or none, and each then has the times of all. They are the host's: work that a GPU
-        has yet to do is not in them.
+        Every rank records, or none; each then has the times of all. They are times of the host: work that a
+        GPU still has to do is not in them.
         """
         trace = Trace()
         with self.record() as recorded:
@@ -123,8 +129,8 @@ class Pipeline(Handle):
     def save(self, directory: str | Path, tensors: bool = False) -> None:
         """Write plan, code and programs to a directory that ``pipec.load`` and ``pipec run`` read.
 
-        ``tensors``: also the parameters and buffers, as safetensors. Under ``torchrun`` rank 0 writes, and
-        has only its own stages' tensors to write.
+        With ``tensors``, the parameters and buffers are written too, as safetensors. Under ``torchrun``
+        rank 0 writes, and it has the tensors of its own stages alone.
         """
         held = self._tensors_by_fqn() if tensors else None
         if self._ranks.world.rank == 0:
@@ -132,7 +138,7 @@ class Pipeline(Handle):
 
     @property
     def compile_seconds(self) -> dict[str, float]:
-        """How long each step of compilation took, all compilations together."""
+        """How long each step of compilation took, summed over all compilations."""
         return dict(self._compiler.seconds)
 
     @property
@@ -157,7 +163,11 @@ class Pipeline(Handle):
         return call
 
     def _compiled(self, mode: Mode, call: Call) -> list[tuple[Compiled, list[int]]]:
-        """What runs the microbatches, in groups of consecutive ones; one process compiles for all."""
+        """What runs each group of consecutive microbatches, and their sizes.
+
+        A batch that does not divide evenly has microbatches of two sizes. If one compiled graph cannot serve
+        both, there are two groups. One process compiles for all.
+        """
         with self._modules_in_mode():
             key = (mode, call.signature(), self._compiler.training_flags(), call.batch_size)
             if key not in self._groups:
@@ -171,7 +181,7 @@ class Pipeline(Handle):
 
     @contextlib.contextmanager
     def _modules_in_mode(self) -> Iterator[None]:
-        """The model in the mode that ``train`` or ``eval`` set last, and afterwards as it was."""
+        """Put the model into the mode that ``train`` or ``eval`` set last, and afterwards back."""
         model = self._compiler.model
         before = {module: module.training for module in model.modules()}
         if self._mode_override is not None:
@@ -198,13 +208,13 @@ class Pipeline(Handle):
     def _joined(
         self, groups: list[tuple[Compiled, list[int]]], parts: list[dict[str, Tensor]]
     ) -> dict[str, Tensor]:
-        """Results of groups of microbatches as results of the batch."""
+        """Join the results of groups of microbatches into those of the batch."""
         counts = [sum(sizes) for _, sizes in groups]
         values = {v.name: v for x in groups[0][0].artifact.plan.links if x.target == -1 for v in x.values}
         return {name: merge(value, [part[name] for part in parts], counts) for name, value in values.items()}
 
     def _keep_own_tensors(self, plan: Plan) -> None:
-        """Put each tensor on the device of the stage that owns it; let go of those of other ranks."""
+        """Move each tensor to the device of the stage that owns it, and drop those of other processes."""
         if self._placed:
             return
         self._placed = True

@@ -1,8 +1,8 @@
 """Measure a training step of a model on one device: the time of every node of its graph.
 
-Two measurements are combined. The generated code of the whole model, as one stage, gives the time of a
-forward and of a backward as they will run. The nodes, run one by one, give the share of each: timed alone
-they take longer, by the cost of the call and of looking at the clock.
+Two measurements are combined. The generated code of the whole model, run as one stage, gives the time of a
+forward and of a backward as they will run. The nodes, run one by one, give the share of each. Their own times
+would be too long, because each includes the call and a look at the clock.
 """
 
 import platform

@@ -1,6 +1,6 @@
-"""The only compiler file that names private parts of torch; ``tests/test_torch_compat.py`` pins each.
+"""The one file of the compiler that names private parts of torch. ``tests/test_torch_compat.py`` pins each.
 
-Supported: torch 2.11 to 2.13.
+torch 2.11 to 2.13 are supported.
 """
 
 import contextlib
@@ -60,10 +60,10 @@ __all__ = [
 DYNAMO_CONFIG = {"automatic_dynamic_shapes": False, "assume_static_by_default": True, "allow_rnn": True}
 
 IGNORED_LOGGING = ("debug", "info", "warning", "error", "exception", "critical", "log", "warning_once")
-"""Methods of every logger, the last one Hugging Face's: what a model logs is no part of its graph."""
+"""Methods of loggers, the last one of Hugging Face's. What a model logs is no part of its graph."""
 
 ASSERTIONS = (torch._check, torch.ops.aten._assert_scalar.default)
-"""What becomes of ``torch._check`` in a captured graph."""
+"""What ``torch._check`` becomes in a captured graph."""
 
 LOGGERS = (
     "torch._dynamo",
@@ -96,8 +96,8 @@ def quiet() -> Iterator[None]:
 def unchanged(module: torch.nn.Module) -> Iterator[None]:
     """Put back every attribute, parameter and buffer that tracing replaced, such as by a fake tensor.
 
-    Differentiation swaps the tensors of a module for its own, and where one module is registered under
-    two names it does not find its way back. Dynamo marks the tensors themselves.
+    Differentiation swaps the tensors of a module for its own, and does not undo that for a module that is
+    registered under two names. Dynamo leaves marks on the tensors themselves.
     """
     registries = _registries(module)
     registries += [vars(tensor) for tensor in (*module.parameters(), *module.buffers())]
@@ -111,15 +111,15 @@ def unchanged(module: torch.nn.Module) -> Iterator[None]:
 
 
 def _registries(module: torch.nn.Module) -> list[dict[str, Any]]:
-    """Where the module and those below it keep their tensors and attributes."""
+    """The dicts in which the module and those below it keep their tensors and attributes."""
     return [r for m in module.modules() for r in (m.__dict__, m._parameters, m._buffers)]
 
 
 def leave_meta(module: torch.nn.Module, device: torch.device) -> None:
     """Replace parameters and buffers on meta by fake ones on ``device``, which hold no memory either.
 
-    On meta torch takes attention apart, and differentiates composite operators that have a kernel for meta,
-    such as ``nll_loss``, to no gradient and no error. ``unchanged`` puts the tensors back. Tensors that are
+    On meta, torch takes attention apart; and a composite operator that has a kernel for meta, such as
+    ``nll_loss``, silently gets no gradient. ``unchanged`` puts the tensors back. Tensors on meta that are
     registered nowhere stay, and torch refuses to compute with them: nothing could give them values later.
     """
     mode = FakeTensorMode()
@@ -140,8 +140,8 @@ def _fake(tensor: torch.Tensor, device: torch.device, mode: FakeTensorMode) -> t
 class Captured:
     """A forward graph, and the arguments to differentiate it with.
 
-    ``changed_state`` names Python objects that the forward changed and that tracing left as they were, as
-    paths from the traced module, ``model.layers.0``; the attributes of a module count as the module.
+    ``changed_state`` names the Python objects that the forward would change, which tracing left as they were.
+    Each is a path from the traced module, such as ``model.layers.0``; an attribute counts as its module.
     """
 
     module: torch.fx.GraphModule
@@ -164,11 +164,11 @@ def capture_with_dynamo(
     with warnings.catch_warnings(record=True) as caught, torch._dynamo.config.patch(config):
         warnings.simplefilter("always")
         graph_module: torch.fx.GraphModule = dynamo_graph_capture_for_export(module)(*args)
-    return Captured(graph_module, args, _changed_state([str(each.message) for each in caught]))
+    return Captured(graph_module, args, _changed_state([str(warning.message) for warning in caught]))
 
 
 def _changed_state(messages: Sequence[str]) -> tuple[str, ...]:
-    """What Dynamo's warning about side effects names below the traced module."""
+    """The objects below the traced module that Dynamo's warning about side effects names."""
     listed = "".join(message for message in messages if "side effects" in message)
     return tuple(fqn_of(source) for source in re.findall(r"\"(L\['self'\]\..*?)\"", listed))
 
@@ -188,7 +188,8 @@ def capture_with_export(
 ) -> Captured:
     """Trace ``module(*args)`` by running it on fake tensors.
 
-    Raises TypeError when the model uses a custom backward or a hook on a gradient, which would be lost.
+    Raises:
+        TypeError: the model uses a custom backward or a hook on a gradient, which would be lost.
     """
     batch = torch.export.Dim.DYNAMIC
     dynamic = {id(tensor) for tensor in batched}
@@ -207,7 +208,7 @@ def capture_with_export(
 
 @contextlib.contextmanager
 def _no_output() -> Iterator[None]:
-    """The model may print what it sees of fake tensors, and torch prints the graph of a failure."""
+    """Keep what is printed off the terminal: the model may print fake tensors, and torch a failed graph."""
     nowhere = io.StringIO()
     with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
         yield
@@ -215,7 +216,7 @@ def _no_output() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _buffer_hooks_removed() -> Iterator[None]:
-    """torch 2.11 leaves its hook on assigned buffers behind when an export fails, and then traces it."""
+    """Remove the hook on assigned buffers that a failed export of torch 2.11 leaves, and would then trace."""
     hooks = torch.nn.modules.module._global_buffer_registration_hooks
     before = dict(hooks)
     try:
@@ -249,12 +250,12 @@ _MODEL_RAISED = ("Observed exception", "failed to bind arguments when attempting
 
 
 def model_raised(error: BaseException) -> bool:
-    """Whether Dynamo stopped at an error that the model raises on these arguments, captured or not."""
+    """Whether Dynamo stopped at an error that the model would raise on these arguments in eager mode too."""
     return isinstance(error, TorchRuntimeError) or str(error).startswith(_MODEL_RAISED)
 
 
 def reason_of(error: BaseException) -> str:
-    """In a sentence or two, why a front end stopped."""
+    """Why a front end stopped, in a sentence or two."""
     if isinstance(error, GuardOnDataDependentSymNode):
         return "Data-dependent size or branch: torch needs a value of a tensor to go on"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -265,7 +266,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """The stack of the traced program where Dynamo gave up, outermost first; empty for other errors."""
+    """The stack of the traced program where Dynamo gave up, outermost frame first. Other errors have none."""
     return list(getattr(error, "real_stack", None) or [])
 
 
@@ -275,7 +276,7 @@ def has_gradient_hook(tensor: torch.Tensor) -> bool:
 
 
 def depends_on_values(value: object) -> bool:
-    """Whether the shape of a fake tensor, or a symbolic number, is known only from the values of tensors."""
+    """Whether the shape of a fake tensor, or a symbolic number, depends on the values of tensors."""
     if isinstance(value, tuple | list):
         return any(map(depends_on_values, value))
     symbolic = isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool)
@@ -284,9 +285,9 @@ def depends_on_values(value: object) -> bool:
 
 @dataclass(frozen=True)
 class JointGraph:
-    """What differentiation yields. ``arguments`` and ``results`` describe its placeholders and outputs.
+    """A differentiated graph. ``arguments`` and ``results`` describe its placeholders and outputs.
 
-    ``fixed_by`` is the first line of the model that made a constant of a symbol, if any did.
+    ``fixed_by`` is the line of the model that made a constant of a symbol, if one did.
     """
 
     module: torch.fx.GraphModule
@@ -299,9 +300,9 @@ class JointGraph:
 
 
 def differentiate(captured: Captured, training: bool) -> JointGraph:
-    """Forward, and when ``training`` backward, of a captured graph as one functional ATen graph.
+    """The forward of a captured graph, and when ``training`` its backward, as one functional ATen graph.
 
-    ``node.meta["custom"]`` of the captured nodes is copied to every node they cause.
+    ``node.meta["custom"]`` of a captured node is copied to every node that it causes.
     """
     meta = captured.module.meta
     context = meta.get("tracing_context") or TracingContext(meta["fake_mode"])
@@ -328,7 +329,7 @@ def differentiate(captured: Captured, training: bool) -> JointGraph:
 
 
 def _fixed_by(shape_env: ShapeEnv | None) -> str:
-    """``x = x.view(4, -1)  # model.py:12 in forward``; torch adds in brackets where it noticed."""
+    """``x = x.view(4, -1)  # model.py:12 in forward``, without what torch adds to it in brackets."""
     if shape_env is None:
         return ""
     fixed = [symbol for symbol, value in shape_env.replacements.items() if value.is_number]
@@ -369,7 +370,7 @@ def _result(descriptor: object) -> tuple[str, str | int]:
 
 
 class _Printer(PythonPrinter):
-    """sympy to Python source over plain ints, where torch's is for symbolic ones as well."""
+    """Prints sympy as Python over plain ints. torch's printer is for symbolic ints as well."""
 
     def _print_ToFloat(self, expression: sympy.Expr) -> str:
         return f"float({self._print(expression.args[0])})"
@@ -379,5 +380,5 @@ class _Printer(PythonPrinter):
 
 
 def python_expression(expression: sympy.Expr) -> str:
-    """Python source of an integer or float expression of shapes; it may call builtins and ``math``."""
+    """Python source of a formula over sizes. It may call builtins and ``math``."""
     return str(_Printer().doprint(expression))

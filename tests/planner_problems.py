@@ -56,9 +56,9 @@ class Trial:
     def limits_memory(self) -> bool:
         return min(device.memory_bytes for device in self.devices) < math.inf
 
-    def best_seconds(self) -> float:
-        """Of the best plan; infinite if none fits in memory."""
-        return _EveryPlan(self).best_seconds()
+    def best_seconds(self, among: Sequence[Operators] | None = None) -> float:
+        """Those of the best plan over all downsets, or ``among`` some; infinite if none fits in memory."""
+        return _EveryPlan(self, among or downsets(self.graph)).best_seconds()
 
 
 def downsets(graph: OperatorGraph) -> list[Operators]:
@@ -89,9 +89,9 @@ class _Stage(NamedTuple):
 class _EveryPlan:
     """Every plan of a trial is tried, but no part of it twice."""
 
-    def __init__(self, trial: Trial) -> None:
+    def __init__(self, trial: Trial, downsets: Sequence[Operators]) -> None:
         self.trial, self.graph, self.kinds = trial, trial.graph, trial.kinds
-        self.downsets = downsets(trial.graph)
+        self.downsets = sorted(downsets)
         self.larger = {k: [end for end in self.downsets if end & k == k != end] for k in self.downsets}
         self.best, self.stages, self.seconds = cache(self._best), cache(self._stages), cache(self._seconds)
         self.exchanged, self.total = cache(self._exchanged), cache(self._total)

@@ -6,12 +6,11 @@ from example_schedules import result_link, tied_links
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipec.ir import Instruction, Link, Op, Payload, Schedule
+from pipec.ir import Instruction, Link, Op, Payload, Schedule, StageMemory
 from pipec.programs.lower import chain_links, lower
 from pipec.schedules import make_schedule, zb_h1, zb_v
 from pipec.timeline.attribution import (
     Awaited,
-    Held,
     RankTime,
     critical_path,
     memory_over_time,
@@ -171,7 +170,7 @@ def test_curves_reach_the_peak_in_flight_and_return_to_nothing(timeline: Timelin
 
 def test_memory_rises_with_forwards_and_falls_with_backwards() -> None:
     timeline = played(make_schedule("zb-h1", 2, 2))
-    held = {stage: Held(backward=3, weight=1) for stage in range(2)}
+    held = {stage: StageMemory(saved=3, kept=1) for stage in range(2)}
     first, second = memory_over_time(timeline, held)
     assert list(first) == [(0.0, 3.0), (1.0, 6.0), (4.0, 4.0), (5.0, 3.0), (6.0, 1.0), (7.0, 0.0)]
     assert second[0] == (0.0, 0.0)

@@ -79,6 +79,11 @@ def test_more_stages_than_operators() -> None:
         )
 
 
+def test_what_is_not_compiled_yet_says_how() -> None:
+    with pytest.raises(InputError, match=r"not compiled yet: call step\(\.\.\.\), or prepare"):
+        print(make(Net()).plan)
+
+
 def test_an_unknown_schedule_lists_the_known_ones() -> None:
     with pytest.raises(InputError, match="1f1b"):
         pipec.compile(Net(), devices=2, schedule="1f2b")

@@ -22,7 +22,7 @@ from pipec.schedules import (
     one_f_one_b,
     parse_orders,
 )
-from pipec.schedules.search.auto import makespan
+from pipec.schedules.chain import simulate_schedule
 
 
 def verified(schedule: Schedule, **options: int) -> None:
@@ -94,6 +94,10 @@ def test_packages_register_schedules_by_entry_point(monkeypatch: pytest.MonkeyPa
     assert make_schedule("theirs", 2, 3) == make_schedule("gpipe", 2, 3)
     with pytest.raises(InputError, match=r"unknown schedule 'their'; did you mean 'theirs'\?"):
         make_schedule("their", 2, 3)
+
+
+def makespan(schedule: Schedule, work: Workload) -> float:
+    return simulate_schedule(schedule, work)[0].makespan
 
 
 phase_times = st.tuples(*[st.integers(1, 4)] * 3, st.sampled_from([0, 0.25, 1]))

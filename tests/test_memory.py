@@ -8,6 +8,7 @@ import pipec
 from pipec.errors import InfeasibleError, InputError
 from pipec.pipeline import Pipeline
 from pipec.plan.memory import rank_memory
+from pipec.timeline.attribution import rank_memory_over_time
 
 
 def wide_mlp() -> nn.Sequential:
@@ -87,3 +88,19 @@ def test_a_limit_that_recomputing_would_meet_is_not_met_by_none() -> None:
 def test_a_limit_that_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(InputError, match="expected a number of bytes or text such as '16GiB'"):
         prepared(text)
+
+
+@pytest.mark.parametrize(("schedule", "recompute"), [("1f1b", "none"), ("1f1b", "full"), ("zb-v", "none")])
+def test_the_curves_of_the_page_rise_to_what_the_plan_says(schedule: str, recompute: str) -> None:
+    x, y = batch()
+    pipe = pipec.compile(
+        wide_mlp(),
+        devices=2,
+        loss_fn=nn.functional.mse_loss,
+        microbatches=4,
+        schedule=schedule,
+        recompute=recompute,
+    ).prepare(x, target=y)
+    curves = rank_memory_over_time(pipe.plan, pipe.simulate())
+    highest = [max(amount for _, amount in curve) for curve in curves]
+    assert highest == pytest.approx([need.total for need in rank_memory(pipe.plan, pipe.programs)])

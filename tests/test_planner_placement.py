@@ -2,8 +2,11 @@
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 
+import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -12,8 +15,12 @@ from planner_problems import Trial, downsets, trials
 from pipec.errors import InfeasibleError, PlanError
 from pipec.hardware.topology import Device, Level, Topology, uniform
 from pipec.planner.cost_model import MAX_LOAD, PIPEC, PIPEDREAM
-from pipec.planner.operator_graph import OperatorGraph, Transfer
+from pipec.planner.downsets import list_downsets
+from pipec.planner.linear_orders import WideGraph, linear_orders
+from pipec.planner.merge import Merged
+from pipec.planner.operator_graph import OperatorGraph, Transfer, program_order
 from pipec.planner.placement import Partition, place
+from pipec.planner.windows import windows
 
 FLAT = st.sampled_from([(4,), (3,), (2,), (1,)])
 NESTED = st.sampled_from([(2, 2), (1, 4), (3, 1), (2, 1)])
@@ -129,7 +136,7 @@ def test_containment_tells_the_best_where_too_much_remains(trial: Trial) -> None
     alike = (replace(trial.devices[0], memory_bytes=math.inf),) * len(trial.devices)
     trial = replace(trial, devices=alike, latency_seconds=0.0, model=PIPEDREAM)
     with pytest.MonkeyPatch.context() as patch:
-        search_with(patch, _MOST_AT_FIRST=0, _MOST_PAIRED=3, _PROMISING=1)
+        search_with(patch, _MOST_AT_FIRST=0, _MOST_PAIRED=3, _MOST_IN_CHAIN=3, _PROMISING=1)
         plan = planned(trial)
     assert plan.is_optimal
     assert plan.seconds == pytest.approx(trial.best_seconds(), rel=1e-9)
@@ -139,12 +146,97 @@ def test_containment_tells_the_best_where_too_much_remains(trial: Trial) -> None
 @given(trials(8, FLAT | NESTED))
 def test_no_plan_is_below_the_bound_where_too_much_remains(trial: Trial) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        search_with(patch, _MOST_AT_FIRST=0, _MOST_PAIRED=3, _MOST_NESTED=3, _PROMISING=1)
+        search_with(patch, _MOST_AT_FIRST=0, _MOST_PAIRED=3, _MOST_IN_CHAIN=3, _MOST_NESTED=3, _PROMISING=1)
         try:
             plan = planned(trial)
         except InfeasibleError:
             return
     assert plan.least_seconds <= trial.best_seconds() * (1 + 1e-9) <= plan.seconds * (1 + 2e-9)
+
+
+def prefixes(graph: OperatorGraph, value_seconds: list[float]) -> set[int]:
+    """Those of all linear orders that the planner knows, as sets of bits."""
+    ends = [sorted({value.producer, *value.consumers}) for value in graph.transfers]
+    wide = WideGraph(np.array(graph.seconds), graph.before, ends, np.array(value_seconds))
+    found = {0}
+    for order in linear_orders(wide):
+        assert sorted(order) == list(range(len(graph.names)))
+        assert all(order.index(u) < order.index(v) for u, v in graph.before)
+        found |= set(accumulate(1 << op for op in order))
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(trials(9, FLAT))
+def test_every_downset_falls_into_a_window_that_tells_no_more_than_is_true(trial: Trial) -> None:
+    graph, order = trial.graph, program_order(trial.graph)
+    value_seconds = np.array([[value.forward_bytes for value in graph.transfers]])
+    listed = list_downsets(graph, order, value_seconds)
+    seconds, parameters = listed.totals[:2]
+    wide = WideGraph(np.array(graph.seconds), graph.before, listed.ends, value_seconds[0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pipec.planner.windows._NUM_WINDOWS", 20)
+        known = windows(wide, np.array([graph.seconds, graph.parameter_bytes]))
+    for downset in range(len(listed)):
+        fits = (known.least[0] <= seconds[downset]) & (seconds[downset] <= known.most[0])
+        fits &= (known.least[1] <= parameters[downset]) & (parameters[downset] <= known.most[1])
+        assert (fits & (known.cuts <= listed.cuts[0, downset] + 1e-9)).any()
+
+
+def test_a_window_knows_what_must_cross() -> None:
+    """Between the narrow places at 1 and 9 seconds, at least two values cross, of 5 and 6 seconds."""
+    graph = OperatorGraph(
+        names=list("abcdef"),
+        seconds=[1.0, 0.0, 4.0, 4.0, 0.0, 1.0],
+        parameter_bytes=[0.0] * 6,
+        resident_bytes=[0.0] * 6,
+        saved_bytes=[0.0] * 6,
+        transfers=[Transfer(u, (v,), 0.0, 0.0) for u, v in [(0, 1), (1, 2), (1, 3), (2, 4), (3, 4), (4, 5)]],
+        before=[(0, 1), (1, 2), (1, 3), (2, 4), (3, 4), (4, 5)],
+    )
+    ends = [sorted({value.producer, *value.consumers}) for value in graph.transfers]
+    wide = WideGraph(np.array(graph.seconds), graph.before, ends, np.array([1.0, 5.0, 6.0, 7.0, 8.0, 2.0]))
+    known = windows(wide, np.array([graph.seconds, graph.parameter_bytes]))
+    middle = np.flatnonzero((known.least[0] > 1.1) & (known.most[0] < 8.9))
+    assert known.cuts[middle].min() == pytest.approx(11.0)
+
+
+def without_merging(graph: OperatorGraph, order: Sequence[int], *_: object) -> Merged:
+    return Merged(graph, [(op,) for op in range(len(order))])
+
+
+@settings(max_examples=60, deadline=None)
+@given(trials(9, FLAT | NESTED))
+def test_a_wide_graph_gets_the_best_plan_of_its_linear_orders(trial: Trial) -> None:
+    """No downset is listed but theirs. The bound holds for every plan."""
+    fastest = [
+        min(trial.model.value_seconds(value, level) for level in trial.topology.levels)
+        for value in trial.graph.transfers
+    ]
+    best = trial.best_seconds(sorted(prefixes(trial.graph, fastest)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pipec.planner.downsets.MOST_DOWNSETS", 0)
+        patch.setattr("pipec.planner.windows._NUM_WINDOWS", 20)
+        patch.setattr("pipec.planner.placement.merge", without_merging)
+        try:
+            plan = planned(trial)
+        except InfeasibleError:
+            assert math.isinf(best)
+            return
+    assert plan.seconds == pytest.approx(best, rel=1e-9)
+    assert plan.least_seconds <= trial.best_seconds() * (1 + 1e-9)
+
+
+def test_a_graph_with_too_many_downsets_is_planned() -> None:
+    """Of sixteen branches of eight operators there are 9 ** 16. One branch for each device is best."""
+    branches = [range(1 + 8 * k, 9 + 8 * k) for k in range(16)]
+    edges = [edge for branch in branches for edge in pairwise((0, *branch, 129))]
+    seconds = [0.0, *(1.0 for branch in branches for _ in branch), 0.0]
+    transfers = [Transfer(u, (v,), 1.0, 1.0) for u, v in edges]
+    idle, names = [0.0] * 130, [f"op{k}" for k in range(130)]
+    graph = OperatorGraph(names, seconds, idle, idle, idle, transfers, edges)
+    plan = place(graph, uniform([16], [4.0]), PIPEC, max_replicas=1)
+    assert (plan.seconds, plan.least_seconds) == (8.0, 8.0)
 
 
 def search_with(patch: pytest.MonkeyPatch, **sizes: int) -> None:

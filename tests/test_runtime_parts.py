@@ -17,13 +17,60 @@ from torch import Tensor
 from pipec.errors import InputError, TransportError, VerifyError
 from pipec.ir import Instruction, Link, Op, Payload, Value
 from pipec.runtime import InProcess, World, resolve_devices, world
+from pipec.runtime.batch import dense
 from pipec.runtime.distributed import _Buffer
 from pipec.runtime.gradients import GradientSum
+from pipec.runtime.holder import ModelTensors, drop, hold
 from pipec.runtime.randomness import generator, mix
 from pipec.runtime.results import Results, merge
 from pipec.runtime.worker import Worker
 
 CPU = torch.device("cpu")
+
+
+# what holds tensors
+
+
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(2, 2)
+        self.second = torch.nn.Linear(2, 2)
+        self.second.weight = self.first.weight
+        self.register_buffer("kept", torch.ones(1))
+        self.register_buffer("passing", torch.ones(1), persistent=False)
+
+
+@pytest.mark.parametrize("copies", [True, False])
+def test_held_tensors_have_the_names_and_the_memory_of_the_model(copies: bool) -> None:
+    model, holder = Tied(), torch.nn.Module()
+    hold(holder, ModelTensors.of(model), copies)
+    assert holder.state_dict().keys() == model.state_dict().keys()
+    assert dict(holder.named_buffers()).keys() == {"kept", "passing"}
+    assert holder.second.weight is holder.first.weight
+    assert (holder.first.weight is model.first.weight) is not copies
+    assert (holder.kept is model.kept) is not copies
+    assert holder.first.weight.data_ptr() == model.first.weight.data_ptr()
+
+
+def test_dropping_copies_leaves_the_model_alone() -> None:
+    model, holder = Tied(), torch.nn.Module()
+    hold(holder, ModelTensors.of(model), copies=True)
+    weight, dropped = model.first.weight.clone(), holder.first.weight
+    drop(holder, ["first.weight", "second.weight", "kept"])
+    assert holder.state_dict().keys() == {"first.bias", "second.bias"}
+    assert dropped.numel() == 0
+    assert torch.equal(model.first.weight, weight)
+    assert model.kept == 1
+
+
+def test_generated_code_gets_tensors_without_gaps() -> None:
+    images = torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    for already_dense in (torch.zeros(2, 3), images, torch.zeros(()), "text", 3):
+        assert dense(already_dense) is already_dense
+    for gap in (torch.arange(6).view(2, 3)[:, :-1], torch.zeros(2, 3).t(), images[:, 1:]):
+        assert dense(gap).is_contiguous()
+        assert torch.equal(dense(gap), gap)
 
 
 # gradients

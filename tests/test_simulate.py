@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from pipec.errors import InputError, VerifyError
 from pipec.ir import Instruction, Link, Op, Phase, Program, Schedule
 from pipec.programs.lower import chain_links, lower
+from pipec.programs.memory import peak_in_flight
 from pipec.schedules import forward_only, make_schedule
 from pipec.timeline.events import Timeline
-from pipec.timeline.simulate import Costs, peak_in_flight, simulate
+from pipec.timeline.simulate import Costs, simulate
 
 
 def played(schedule: Schedule, **costs: float) -> Timeline:

@@ -1,1 +1,4 @@
-"""The artifact, and the directory on disk that holds one: write, read, check."""
+"""The artifact: what a compilation leaves for the runtime, in memory or in a directory on disk.
+
+``directory`` defines it, writes it and reads it; ``check`` verifies one without running its code.
+"""

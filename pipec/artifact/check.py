@@ -10,7 +10,7 @@ from pipec.programs.verify import verify_programs
 
 
 def check_artifact(artifact: Artifact) -> None:
-    """Prove what can be proved without running any of its code.
+    """Check everything that can be checked without running any code of the artifact.
 
     Raises:
         VerifyError: a program breaks a rule, or the code of a stage does not compile, lacks a function that
@@ -46,7 +46,7 @@ def _faults(stage: Stage, source: str, programs: Sequence[Program]) -> Iterator[
 
 
 def _tables(body: list[ast.stmt]) -> Iterator[tuple[str, object]]:
-    """The names that are assigned literals at the top of the code."""
+    """The names and values of the tuples that the code assigns at its top level."""
     for node in body:
         match node:
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Tuple() as value):

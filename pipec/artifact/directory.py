@@ -1,4 +1,4 @@
-"""What a compilation leaves, in memory or on disk: the plan, the stages' sources and the ranks' programs.
+"""The result of a compilation, in memory and on disk: the plan, the stages' sources and the ranks' programs.
 
 A saved artifact is a folder::
 
@@ -8,8 +8,8 @@ A saved artifact is a folder::
     constants.safetensors tensors the model made outside its parameters and buffers, if there are any
     tensors.safetensors   parameters and buffers, if asked for
 
-Reading one unpickles nothing; a file that is missing, changed or of another format is refused before any of
-its code runs.
+Reading one unpickles nothing. A file that is missing, changed or of another format is refused before any
+code of the artifact runs.
 """
 
 import hashlib
@@ -65,7 +65,10 @@ _HEADER = pydantic.TypeAdapter(_Header)
 
 
 def stage_module(stage: int, source: str) -> types.ModuleType:
-    """Run the source of a stage. Tracebacks and debuggers show its lines under the name ``stage_N.py``."""
+    """The module that the source of a stage defines.
+
+    Tracebacks and debuggers show its lines under the name ``stage_N.py``.
+    """
     filename = f"<pipec {_digest(source.encode())[:12]}>/stage_{stage}.py"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     module = types.ModuleType(f"stage_{stage}")
@@ -74,9 +77,10 @@ def stage_module(stage: int, source: str) -> types.ModuleType:
 
 
 def write(artifact: Artifact, directory: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
-    """Write the artifact, whole or not at all; an artifact already there is replaced.
+    """Write the artifact, whole or not at all. An artifact that is there already is replaced.
 
-    Raises ArtifactError if the directory holds something else.
+    Raises:
+        ArtifactError: the directory holds something else.
     """
     if directory.exists() and any(directory.iterdir()) and not (directory / PLAN).exists():
         raise ArtifactError(
@@ -111,7 +115,8 @@ def _write_files(artifact: Artifact, directory: Path, tensors: Mapping[str, Tens
 def read(directory: Path) -> tuple[Artifact, dict[str, Tensor]]:
     """Read an artifact and the tensors saved with it, by FQN.
 
-    Raises ArtifactError naming the file that is missing, changed, unreadable or of another format.
+    Raises:
+        ArtifactError: a file is missing, changed, unreadable or of another format; it is named.
     """
     header = _read_header(directory)
     for name, digest in header.sha256.items():

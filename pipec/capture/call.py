@@ -33,7 +33,7 @@ class Call:
 
     @property
     def paths(self) -> list[str]:
-        """How a person would write each leaf: ``args[0]``, ``kwargs['mask']``, ``target``."""
+        """The name of each leaf as a person would write it: ``args[0]``, ``kwargs['mask']``, ``target``."""
         tree = dict(zip(("args", "kwargs", "target"), self.tree, strict=True))
         return [_path(keys) for keys, _ in pytree.tree_flatten_with_path(tree)[0]]
 
@@ -49,27 +49,31 @@ class Call:
         )
 
     def signature(self) -> Hashable:
-        """What a compilation depends on: structure, dtypes, layouts, shapes but for the batch, plain values.
+        """What a compilation depends on: calls with equal signatures can share one.
 
-        Raises InputError for an argument that is neither a tensor nor a plain value.
+        It has the structure of the arguments, the plain values among them, and the dtype, layout and shape of
+        every tensor, without the size of the batch.
+
+        Raises:
+            InputError: an argument is neither a tensor nor a plain value.
         """
         leaves, spec = pytree.tree_flatten(self.tree)
         return str(spec), tuple(map(_kind, leaves, self.batched(), self.paths))
 
     def batched(self) -> list[bool]:
-        """For each leaf, whether dimension 0 is the batch."""
+        """Whether dimension 0 is the batch, for each leaf."""
         size = self.batch_size
         return [isinstance(x, Tensor) and x.ndim > 0 and x.shape[0] == size for x in self.leaves]
 
     def rows(self, start: int, stop: int) -> "Call":
-        """The call on some rows of the batch, in the same memory."""
+        """The call on some rows of the batch. Its tensors are views of this one's."""
         flags = iter(self.batched())
         return self._map(lambda leaf: leaf[start:stop] if next(flags) else leaf)
 
     def sample(self, num_rows: int, device: torch.device | None) -> "Call":
-        """A call of the same structure and layout with ``num_rows`` rows, whose values mean nothing.
+        """A call of the same structure and layout with ``num_rows`` rows and undefined values.
 
-        ``device``: where its tensors are; None leaves them where they are.
+        Its tensors are on ``device``, or on the devices of this call's tensors if that is None.
         """
         flags = iter(self.batched())
 

@@ -1,4 +1,4 @@
-"""Give every node of a joint graph the phase it runs in and the forward operator that caused it."""
+"""Gives every node of a joint graph the phase it runs in and the forward operator that caused it."""
 
 import itertools
 
@@ -10,7 +10,10 @@ from pipec.ir import Phase
 
 
 def classify(graph: fx.Graph) -> None:
-    """Give every node its phase and its operator, from its own annotation or from its neighbours."""
+    """Set ``phase``, ``operator``, ``draw`` and ``constant``, which ``pipec.graph.nodes`` explains.
+
+    Differentiation annotates most nodes with their operator. The others are placed by their neighbours.
+    """
     draws = itertools.count()
     for node in graph.nodes:
         if node.op != "output":
@@ -33,7 +36,11 @@ def _is_backward(node: fx.Node) -> bool:
 
 
 def _operator_of(node: fx.Node) -> int:
-    """Own annotation; else forward: the latest producer among its inputs, backward: the earliest."""
+    """The operator in the node's own annotation.
+
+    A node without one joins an operator among its inputs: the latest if it is a forward node, the earliest if
+    it is a backward node. No edge to the node then runs against the order of the stages.
+    """
     own = (node.meta.get("custom") or {}).get(OPERATOR_ID)
     if own is not None:
         return int(own)

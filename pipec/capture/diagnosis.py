@@ -37,7 +37,7 @@ ADVICE = (
     ),
     ("", "Replace the call on that line with tensor operations of torch, or do it outside the model."),
 )
-"""What to do, by a pattern in torch's reason or in the line where it arose; the first that is found."""
+"""Patterns and what to do. The first that is found in torch's reason, or in the line at fault, decides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +76,10 @@ def _is_machinery(file: str) -> bool:
 
 
 def capture_error(errors: Sequence[Exception]) -> PipecError:
-    """What to raise when every front end has failed, each with one of ``errors``: it is about the first.
+    """What to raise when every attempt to capture has failed, with ``errors`` in that order.
 
-    InputError if the model itself fails on these arguments, CaptureError if it runs but cannot be captured.
+    It is an InputError if the model itself fails on these arguments, and a CaptureError if it runs but cannot
+    be captured. A CaptureError explains the first error and lists the others.
     """
     first, last = errors[0], errors[-1]
     line = _line_of(first) or _line_of(last)
@@ -98,13 +99,13 @@ def capture_error(errors: Sequence[Exception]) -> PipecError:
 
 
 def _innermost(error: Exception) -> str:
-    """The text of the last line that an error of a front end names, be it the model's or torch's."""
+    """The text of the last line that the message of an error names, in the model or in torch."""
     lines = lines_in(str(error))
     return lines[-1].text if lines else ""
 
 
 def _line_of(error: Exception) -> SourceLine | None:
-    """Where in the model an error of any front end arose."""
+    """The line of the model where an error arose, from its message or from its stack."""
     frames = [*traceback.extract_tb(error.__traceback__), *torch_compat.user_frames(error)]
     lines = [SourceLine(frame.filename, frame.lineno or 0, (frame.line or "").strip()) for frame in frames]
     return model_line(lines_in(str(error))) or model_line(lines)

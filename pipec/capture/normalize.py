@@ -1,4 +1,4 @@
-"""From torch's joint graph to a TrainingGraph: what goes in and out has roles, what does nothing is gone."""
+"""From torch's joint graph to a TrainingGraph: what goes in and out gets a role, what does nothing goes."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -43,16 +43,16 @@ MATRIX_PRODUCTS = {
     _aten.baddbmm.default,
     _aten.convolution.default,
 }
-"""Operators whose tensors must agree in dtype, which tracing on fake tensors does not check."""
+"""Operators whose tensors must have one dtype. Tracing on fake tensors does not check that."""
 
 
 @dataclass(frozen=True)
 class Traced:
     """One call of the model as one joint graph, and what must be known to read it.
 
-    ``call`` holds the sample that was traced, ``batch_size`` is the size it is wanted for. ``fqns`` maps the
-    names of tensors in the joint graph to those they have in the model, one for all names of a tied tensor;
-    ``constants`` are those that belong to the loss function alone.
+    ``call`` is the sample that was traced; ``batch_size`` is the size of the microbatch that it stands for.
+    ``fqns`` maps the names of tensors in the joint graph to their names in the model, where a tied tensor has
+    one. ``constants`` are the tensors that belong to the loss function alone.
     """
 
     joint: torch_compat.JointGraph
@@ -66,7 +66,7 @@ class Traced:
 
 
 class ValueDependentError(Exception):
-    """A size in the graph is known only from the values of a tensor. Ends with a printed traceback."""
+    """A size in the graph depends on the values of a tensor. The message ends with a printed traceback."""
 
 
 class FixedBatchError(Exception):
@@ -74,7 +74,12 @@ class FixedBatchError(Exception):
 
 
 def training_graph(traced: Traced) -> TrainingGraph:
-    """Raises CaptureError, InputError, ValueDependentError or FixedBatchError."""
+    """Read the joint graph as a training graph, in place.
+
+    Raises:
+        CaptureError, InputError: pipec refuses the model, whichever front end traces it.
+        ValueDependentError, FixedBatchError: another attempt to trace the model may succeed.
+    """
     module = traced.joint.module
     graph = module.graph
     graph.set_codegen(fx.graph.CodeGen())  # torch's expects the arguments nested as they were
@@ -139,7 +144,10 @@ def _batch_symbol(arguments: Sequence[fx.Node]) -> sympy.Symbol | None:
 
 
 class _Fixed:
-    """A leaf of the output that is no tensor: a node of the tree without leaves, that becomes its value."""
+    """Stands in the tree of the output for a value that is no tensor.
+
+    To pytree it is a node without leaves; unflattening the tree puts the value in its place.
+    """
 
     def __init__(self, value: object) -> None:
         self.value = value
@@ -149,9 +157,9 @@ pytree.register_pytree_node(_Fixed, lambda fixed: ([], fixed.value), lambda _, v
 
 
 def _read_results(graph: fx.Graph, traced: Traced) -> tuple[tuple[Result, ...], pytree.TreeSpec]:
-    """Roles of the tensors the graph returns, and the tree of the model's output with those as its leaves.
+    """The roles of the tensors that the graph returns, and the tree of the model's output over them.
 
-    What was traced returns the output, and by name the buffers it replaced by others.
+    The traced module returned the output, and by name the tensors that replaced buffers.
     """
     output = graph.output_node()
     values: Sequence[Any] = output.args[0]  # type: ignore[assignment]
@@ -200,7 +208,7 @@ def _result(described: tuple[str, str | int], traced: Traced) -> Result:
 
 
 def _drop_what_does_nothing(graph: fx.Graph) -> None:
-    """Remove aliases and assertions, and write every size as an expression instead of a node."""
+    """Remove aliases and assertions, and put the formula of every size where its node was read."""
     for node in list(graph.nodes):
         if _does_nothing(node):
             node.replace_all_uses_with(node.args[0])
@@ -225,7 +233,7 @@ def _is_number(value: object) -> bool:
 
 
 def _replace_by(node: fx.Node, value: Any) -> None:
-    """Put a number where the node is used."""
+    """Let the users of a node read a number instead."""
 
     def replaced(read: fx.Node) -> Any:
         return value if read is node else read
@@ -236,7 +244,7 @@ def _replace_by(node: fx.Node, value: Any) -> None:
 
 
 def _lift_constants(module: fx.GraphModule, mode: Mode) -> dict[str, Tensor]:
-    """Tensors that the graph holds itself become buffers named ``constant.N``."""
+    """Make buffers named ``constant.N`` of the tensors that the graph itself holds."""
     graph, constants, lifted = module.graph, dict[str, Tensor](), dict[str, fx.Node]()
     for node in graph.find_nodes(op="get_attr"):
         attribute = str(node.target)
@@ -278,7 +286,7 @@ def _checked(graph: TrainingGraph) -> TrainingGraph:
 
 
 def _place(node: fx.Node) -> str:
-    """The line of the model that made the node, to stand in a message; nothing where torch lost it."""
+    """The line of the model that made the node, for a message. It is empty where torch lost the line."""
     line = model_line(lines_in(node.meta.get("stack_trace") or ""))
     return f"\n  at {line}" if line else ""
 

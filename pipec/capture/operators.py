@@ -1,4 +1,4 @@
-"""Number the operators of a captured forward graph: the ids that its joint graph inherits."""
+"""Numbers the operators of a captured forward graph. Its joint graph inherits the numbers."""
 
 import operator
 from collections.abc import Iterator
@@ -11,14 +11,17 @@ from pipec.graph import Operator
 from pipec.torch_compat import ASSERTIONS, fqn_of
 
 OPERATOR_ID = "pipec_operator"
-"""Key of ``node.meta["custom"]``, which differentiation copies: the id of the operator that caused a node."""
+"""Key in ``node.meta["custom"]`` of the operator that caused a node. Differentiation copies what is there."""
 
 INLINED = {torch.ops.higher_order.tag_activation_checkpoint}
-"""Operators that call a graph, whose nodes count as operators of their own."""
+"""Operators that call a graph and are taken apart: the nodes of that graph are operators of their own."""
 
 
 def number_operators(captured: fx.GraphModule) -> tuple[Operator, ...]:
-    """Give every torch-level call its id. What calls a graph, as a custom autograd function does, is one."""
+    """Give every torch-level call its number.
+
+    A call that itself calls a graph, as a custom autograd function does, is one operator with all in it.
+    """
     operators: list[Operator] = []
     _number(captured, operators, None)
     return tuple(operators)
@@ -60,7 +63,7 @@ def _computes_sizes(node: fx.Node) -> bool:
 
 
 def _module_of(node: fx.Node) -> tuple[str, str]:
-    """FQN and class name of the innermost module of the user's model that a captured node belongs to."""
+    """FQN and class name of the innermost module of the model that a captured node belongs to."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     if not stack:
         return "", ""

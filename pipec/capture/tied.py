@@ -1,4 +1,4 @@
-"""Tied tensors: one argument for all their names, and one gradient."""
+"""Tied tensors: all names of one share one argument and one gradient."""
 
 from collections.abc import Iterable, Sequence
 
@@ -9,7 +9,7 @@ from pipec.graph import Argument, Result, sums_gradients
 
 
 def merge_tied_arguments(graph: fx.Graph) -> None:
-    """Let every use of a tied tensor read one argument."""
+    """Let every user of a tied tensor read the same argument."""
     first: dict[Argument, fx.Node] = {}
     for node in graph.find_nodes(op="placeholder"):
         if first.setdefault(node.meta["role"], node) is not node:
@@ -18,7 +18,7 @@ def merge_tied_arguments(graph: fx.Graph) -> None:
 
 
 def merge_tied_gradients(graph: fx.Graph, results: Iterable[Result]) -> tuple[Result, ...]:
-    """Sum the gradients of a tied parameter's names in the order autograd met them: that of the graph."""
+    """Sum the gradients of a tied parameter's names in the order of the graph, as autograd does."""
     output = graph.output_node()
     found: dict[Result, list[fx.Node]] = {}
     for role, node in zip(results, output.args[0], strict=True):  # type: ignore[arg-type]

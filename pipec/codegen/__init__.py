@@ -1,4 +1,5 @@
-"""From stage functions to Python that a person can read.
+"""Writes the functions of a stage as Python that a person can read.
 
-Read ``stage``, which writes a module; it stands on ``expressions``, ``names`` and ``title``.
+Read ``stage``, which writes a module. It asks ``expressions`` for the source of a node, ``names`` for the
+name of a value and ``title`` for the header.
 """

@@ -168,18 +168,18 @@ def free_names(node: fx.Node, batch: sympy.Symbol | None) -> set[str]:
 
 
 def _operand(argument: Any, source: str) -> str:
-    """The source of an operand, in brackets where it is a formula of its own: ``x / (12*b)``."""
+    """The source of an operand. A formula is put in brackets: ``x / (12*b)``."""
     return f"({source})" if isinstance(argument, sympy.Basic) and not argument.is_Atom else source
 
 
 def _slice(tensor: str, dim: str = "0", start: str = "", end: str = "") -> str:
-    """``x[:, 1:16]``; a slice that counts dimensions from the end keeps its ATen form in ``expression``."""
+    """``x[:, 1:16]``. ``expression`` writes a slice of a dimension counted from the end as an ATen call."""
     bounds = f"{start}:{'' if end == str(sys.maxsize) else end}"
     return f"{tensor}[{':, ' * int(dim)}{bounds}]"
 
 
 def _random(node: fx.Node, args: list[str], kwargs: list[str]) -> str:
-    """Random operators draw from a generator of their own, seeded by step, microbatch and operator."""
+    """A random operator draws from a generator of its own, which step, microbatch and operator seed."""
     generator = f"rng({node.meta['draw']})"
     if node.target is aten.native_dropout.default:
         return f"dropout({args[0]}, {args[1]}, {generator})"

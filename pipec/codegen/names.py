@@ -1,7 +1,7 @@
-"""A Python identifier for every node, the same in every function: the user's own variable names where known.
+"""A Python identifier for every node, the same in every function, and the user's own variable name if known.
 
-Names of modules and inputs come from the user's program. They are reduced to identifiers or to harmless
-comment text here, and never reach the generated source in any other way.
+Names of modules and inputs come from the user's program, and could be code. They reach the generated source
+through this file alone, which reduces them to identifiers or to harmless comments.
 """
 
 import builtins
@@ -59,7 +59,7 @@ def comment(text: str) -> str:
 
 
 def name_nodes(graph: TrainingGraph) -> dict[fx.Node, str]:
-    """Unique names for all nodes of the graph, in order; messages keep the name of what they carry."""
+    """Unique names for all nodes of the graph, in order. A message has the name of the value it carries."""
     names: dict[fx.Node, str] = {}
     losses = {
         node for role, node in graph.outputs if isinstance(role, Output) and graph.mode is not Mode.FORWARD
@@ -79,7 +79,10 @@ def name_nodes(graph: TrainingGraph) -> dict[fx.Node, str]:
 
 
 def _operator_results(graph: TrainingGraph) -> dict[int, fx.Node]:
-    """The last forward node of each operator, of several items the first: what the user's variable holds."""
+    """The node of each operator that the user's variable holds: its last forward tensor.
+
+    Of an operator that returns several tensors, it is the first of them.
+    """
     return {
         node.meta["operator"]: node
         for node in graph.nodes
@@ -88,7 +91,7 @@ def _operator_results(graph: TrainingGraph) -> dict[int, fx.Node]:
 
 
 def _item(node: fx.Node) -> int:
-    """Which item of a tuple the node is; 0 also for what is no item."""
+    """Which item of a tuple the node is. A node that is no item counts as the first."""
     return node.args[1] if node.target is operator.getitem else 0  # type: ignore[return-value]
 
 
@@ -107,7 +110,7 @@ def _base_name(graph: TrainingGraph, node: fx.Node, results: Mapping[int, fx.Nod
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Users of the node, here or behind a message."""
+    """The users of the node, on its own stage and on those it is sent to."""
     for user in node.users:
         if user.target in (send, recv):
             yield from _readers(user)

@@ -31,7 +31,7 @@ RETURNS = {
 
 @dataclass(frozen=True)
 class StageSource:
-    """Writes one stage. ``names`` is shared by all stages, so that a message has one name everywhere."""
+    """Writes one stage. All stages share ``names``, so that a message has the same name everywhere."""
 
     graph: TrainingGraph
     stage: StageFunctions
@@ -42,7 +42,7 @@ class StageSource:
     def of(
         cls, graph: TrainingGraph, stage: StageFunctions, names: Mapping[fx.Node, str], title: str
     ) -> "StageSource":
-        """Gradients are called after their parameter, ``grad_w3``, unless a value has that name already."""
+        """Call each gradient after its parameter, ``grad_w3``, unless a value has that name already."""
         index = {node.meta["role"].fqn: i for i, node in enumerate(stage.parameters)}
         gradients = {n: f"grad_w{index[fqn]}" for f in stage.functions for fqn, n in f.gradients}
         taken = set(names.values())
@@ -50,7 +50,7 @@ class StageSource:
         return cls(graph, stage, {**names, **free}, title)
 
     def write(self) -> str:
-        """The whole module: the same bytes for the same graph and plan."""
+        """The source of the whole module. The same graph and plan give the same bytes."""
         lines = ['"""' + self.title, '"""', "", *self._imports(), ""]
         lines += self._table("PARAMETERS", "w", self.stage.parameters)
         lines += self._table("BUFFERS", "buffers", self.stage.buffers)
@@ -73,7 +73,10 @@ class StageSource:
         return [node for node in self.stage.constants if node in read]
 
     def assignment(self, node: fx.Node, source: str, read: Container[fx.Node]) -> list[str]:
-        """``ln, _, rstd = torch.native_layer_norm(...)    # f32[b, 8], f32[b, 1]``; ``_`` is never read."""
+        """``ln, _, rstd = torch.native_layer_norm(...)    # f32[b, 8], f32[b, 1]``
+
+        Items of a tuple that no node in ``read`` takes are called ``_``.
+        """
         if not isinstance(node.meta["val"], list | tuple):
             return _statement(f"{self.names[node]} = {source}", self.type_of(node))
         items = {u.args[1]: u for u in node.users if u.target is operator.getitem and u in read}
@@ -92,7 +95,7 @@ class StageSource:
         return f"{format_dtype(str(value.dtype).removeprefix('torch.'))}[{sizes}]"
 
     def _imports(self) -> list[str]:
-        """``math`` is for sizes alone: ``math.ceil(b / 2)``."""
+        """Only what the code uses is imported. ``math`` is for sizes, such as ``math.ceil(b / 2)``."""
         bodies = (function.body for function in self.stage.functions)
         named = self.free_names(itertools.chain(self.stage.constants, *bodies))
         draws = sorted(named & {"draw", "dropout"})
@@ -134,7 +137,7 @@ class _FunctionSource:
         return [head, *self._unpack(), *self._body(), *self._return()]
 
     def _parameters(self) -> Iterator[str]:
-        """What the function reads, in one order everywhere; callers bind by name."""
+        """The names of what the function reads, in one order everywhere. Callers bind them by name."""
         function, stage = self.function, self.module.stage
         held = {
             "w": stage.parameters,
@@ -160,7 +163,10 @@ class _FunctionSource:
                 yield f"    {self.module.names[node]} = constants[{i}]"
 
     def _body(self) -> Iterator[str]:
-        """Operators under comments that name their module, each group followed by what can now be deleted."""
+        """The operators, grouped under comments that name their module.
+
+        After each group, the values that no later node reads are deleted.
+        """
         last_read = self._last_reads()
         group, dead = None, list[str]()
         read = set(self.function.body)
@@ -239,7 +245,7 @@ class _FunctionSource:
 
 
 def _is_printed(node: fx.Node) -> bool:
-    """An item of a tuple is named where the tuple is unpacked."""
+    """Whether the node has a statement of its own. An item of a tuple has not: unpacking names it."""
     return node.target is not operator.getitem
 
 
@@ -249,7 +255,7 @@ def _beside(code: str, note: str) -> str:
 
 
 def _statement(code: str, note: str) -> list[str]:
-    """One statement with its note beside it; a long call is broken after its bracket."""
+    """One statement with its note beside it. A long call is broken after its opening bracket."""
     if len(code) + 4 <= LINE_LENGTH or not code.endswith(")"):
         return [_beside(f"    {code}", note)]
     start = code.index("(", code.index(" = ")) + 1

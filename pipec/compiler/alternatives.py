@@ -10,7 +10,7 @@ from pipec.ir.text import format_bytes
 
 
 def alternative(trial: Trial) -> Alternative:
-    """A trial as data, refused so far only if it does not fit."""
+    """A trial as data. At this point it is refused only if it does not fit."""
     excess = max(trial.excess)
     return Alternative(
         schedule=trial.schedule.name,
@@ -40,7 +40,7 @@ def replicated(trial: Trial, replicas: int, link: LinkModel) -> Alternative:
 
 
 def refused(tried: Sequence[Alternative], chosen: Trial) -> tuple[Alternative, ...]:
-    """What was tried and not taken, fastest first: the best of each schedule and number of microbatches."""
+    """What was not taken, fastest first: the best trial of each schedule and number of microbatches."""
     best: dict[object, Alternative] = {}
     for other in sorted(tried, key=lambda other: (bool(other.refused), other.seconds)):
         best.setdefault((other.replicas, other.schedule), other)

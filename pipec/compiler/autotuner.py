@@ -1,7 +1,7 @@
 """The fastest way to run a step: how many microbatches under which schedule, as the simulator scores them.
 
-A way is tried on the stages of a cut graph: its schedule is lowered, verified and simulated, once. What was
-tried and is best is what is returned, plan and programs included.
+A way to run a step is tried on the stages of a cut graph: its schedule is lowered, verified and simulated,
+once. The best trial is what is returned, with its plan and its programs.
 """
 
 import functools
@@ -42,8 +42,7 @@ class Choice:
 class Autotuner:
     """Tries the schedules of ``policy``.
 
-    If ``may_recompute``, the stages of ranks that would need more memory than there is compute again what
-    they did not keep.
+    If ``may_recompute``, ranks that would need more memory than they have get stages that recompute.
     """
 
     policy: SchedulePolicy
@@ -98,7 +97,7 @@ class Autotuner:
         return [trial for trial, _ in search.trials]
 
     def fitting(self, staged: StagedGraph, schedule: Schedule, size: int) -> Trial:
-        """A schedule on these stages, of which those that would not fit recompute if they may."""
+        """A schedule on these stages. Those that would not fit recompute, if they may."""
         trial = staged.trial(schedule, size)
         if not (self.may_recompute and any(trial.excess)):
             return trial
@@ -109,7 +108,7 @@ class Autotuner:
 
 @dataclass
 class _Search:
-    """What has been tried for steps of ``batch`` rows: each trial with its cut, nothing recomputing.
+    """What has been tried for steps of ``batch`` rows: each trial with the cut it began from.
 
     ``obstacle`` is the first reason why something could not be tried.
     """
@@ -155,8 +154,8 @@ class _Search:
     ) -> None:
         """Try cuts of which the planner finds that they fit.
 
-        The planner adds up what operators hold and does not know what lives inside a phase function alone.
-        So it may plan with less memory by what the attempt before held there, and by what that lacked.
+        The planner adds up what operators hold. It does not know what lives inside a phase function alone. So
+        some memory is set aside: what the attempt before held there, and what it lacked.
         """
         count = next(count for count in self.counts if self.sizes[count] == size)
         in_flight = self.tuner.policy.in_flight(count)
@@ -176,14 +175,14 @@ class _Search:
             ]
 
     def _nearest(self, staged: StagedGraph, placement: Placement) -> Trial | None:
-        """Of what was tried on these stages as they are, the trial that comes nearest to fitting."""
+        """Try schedules; returns the trial without recompute that comes nearest to fitting, if any."""
         return min(self.try_schedules(staged, placement), key=lambda trial: trial.score, default=None)
 
     def try_schedules(self, staged: StagedGraph, placement: Placement) -> list[Trial]:
-        """Try every schedule on offer with each number of microbatches; returns the trials without recompute.
+        """Try every allowed schedule with each number of microbatches; returns the trials without recompute.
 
-        A graph may serve only some sizes of microbatch. If one number is on offer, as many microbatches
-        are tried as the graph serves from the first one on.
+        A graph may serve only some sizes of microbatch. A number of microbatches is then passed over, unless
+        it is the only one: the microbatches are tried that the graph serves from the first one on.
         """
         as_it_is = []
         for count in self.counts:

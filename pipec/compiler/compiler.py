@@ -42,10 +42,10 @@ Signature = tuple[Mode, Hashable, tuple[bool, ...]]
 
 @dataclass(frozen=True)
 class Settled:
-    """Where the first call put everything: every later one follows it.
+    """Where the first call put stages and parameters. Every later call follows it.
 
-    ``placement`` is that of schedules, ``owners`` are the stages that hold each parameter, and ``ranks`` are
-    the ranks that really play the parts of a schedule.
+    ``placement`` is the placement that schedules have. ``owners`` are the stages that hold each parameter.
+    ``ranks[k]`` is the rank that really plays the part of rank k of a schedule.
     """
 
     placement: Placement
@@ -57,11 +57,11 @@ class Settled:
 class Compiler:
     """Compiles the calls of one model. The first call decides where stages are, and what they own.
 
-    ``device`` is one of those that will run the code; a model on another kind of device is copied there to be
-    captured. ``microbatches`` is into how many a batch is split; None leaves that to ``autotuner``. Unless
-    ``dynamic``, the microbatches of a call are captured for the size they all have, if they have one, and
-    nothing is searched, as costs are known for that size alone. ``seconds`` says how long each step of the
-    compilations took, all together.
+    ``device`` is one of those that will run the code. A model on another kind of device is copied there to be
+    captured. ``microbatches`` is the number of microbatches of a batch; None leaves it to ``autotuner``.
+    Unless ``dynamic``, the microbatches of a call are captured for the one size they have, if it is one.
+    Costs are then known for that size alone, so nothing is searched. ``seconds`` says how long each step of
+    all compilations took together.
     """
 
     model: nn.Module
@@ -78,11 +78,12 @@ class Compiler:
     _compiled: dict[tuple[StagedGraph, int, int], Compiled] = field(default_factory=dict)
 
     def compile(self, mode: Mode, call: Call) -> list[tuple[Compiled, list[int]]]:
-        """What runs the microbatches of ``call``, in groups of consecutive ones, with the rows of each.
+        """What runs the microbatches of ``call``: groups of consecutive ones, with the rows of each.
 
         There is one group unless the model specialises on the number of rows.
 
-        Raises CaptureError, InputError, PlanError or InfeasibleError; nothing has run or been sent by then.
+        Raises:
+            CaptureError, InputError, PlanError, InfeasibleError: nothing has run or been sent by then.
         """
         signature = (mode, call.signature(), self.training_flags())
         count = self._choose(signature, call)
@@ -99,7 +100,7 @@ class Compiler:
         return tuple(module.training for module in self.model.modules())
 
     def _choose(self, signature: Signature, call: Call) -> int:
-        """Into how many microbatches to split the call. The first call also settles where stages are."""
+        """The number of microbatches of the call. The first call also settles where stages are."""
         policy, batch = self.autotuner.policy, call.batch_size
         counts = [self.microbatches] if self.microbatches else policy.counts(batch)
         if signature[0] is not Mode.TRAIN or not self.dynamic:
@@ -116,7 +117,7 @@ class Compiler:
         return counts[0]
 
     def _settle(self, signature: Signature, graph: TrainingGraph, batch: int, counts: Sequence[int]) -> int:
-        """Decide how steps run, and with it where stages and parameters are for good."""
+        """Decide how steps run and, for good, where stages and parameters are; returns the microbatches."""
         topology, policy = self.options.topology, self.autotuner.policy
         placements = policy.placements(counts)
 
@@ -198,7 +199,7 @@ class Compiler:
 
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:
-        """Note how long a block takes, less what is noted within it."""
+        """Note how long a block takes, without the time of what is noted within it."""
         started, noted = time.perf_counter(), sum(self.seconds.values())
         try:
             yield
@@ -214,7 +215,7 @@ class Compiler:
 
 
 def on_device(model: nn.Module, call: Call, device: torch.device) -> tuple[nn.Module, Call]:
-    """Model and call on the kind of device that will run them: operators differ between kinds."""
+    """Model and call on the kind of device that will run them, because operators differ between kinds."""
     kinds = {parameter.device.type for parameter in model.parameters()}
     if kinds <= {device.type, "meta"}:
         return model, call

@@ -29,9 +29,9 @@ class CompilerOptions:
 
 
 def passes(options: CompilerOptions, cut: Pass, recompute: frozenset[int]) -> list[Pass]:
-    """The compilation of a captured graph. ``cut`` gives nodes their stages, ``recompute`` names stages.
+    """The compilation of a captured graph. ``cut`` is the pass that gives nodes their stages.
 
-    These stages compute again what they did not receive, and all of them do if the options say so.
+    The stages in ``recompute`` compute again what they did not receive. If the options say so, all stages do.
     """
     everything = options.recompute == "full"
     return [

@@ -1,4 +1,4 @@
-"""Which schedule a compiled model runs: a named one, a user's own, or one searched for the model's costs."""
+"""Which schedules a compiled model may run, and with how many microbatches."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -31,18 +31,18 @@ _MOST_PER_RANK = 8
 
 @dataclass(frozen=True)
 class SchedulePolicy:
-    """Which schedules a model may run: a named one, the user's own, or any."""
+    """The schedules on ``num_ranks`` ranks that ``choice`` allows: a named one, the user's own, or any."""
 
     choice: ScheduleChoice
     num_ranks: int
 
     @property
     def is_named(self) -> bool:
-        """Whether it is a schedule for any number of ranks."""
+        """Whether the choice is a name, and so a schedule for any number of ranks."""
         return isinstance(self.choice, str)
 
     def in_flight(self, num_microbatches: int) -> tuple[int, ...]:
-        """The most microbatches each rank has in flight; as under 1F1B where that is searched."""
+        """The most microbatches that each rank has in flight. Searched schedules count as 1F1B."""
         searched = self.choice == "auto" or self.choice in SEARCHED
         schedule = (
             one_f_one_b(self.num_ranks, num_microbatches) if searched else self._fixed(num_microbatches)
@@ -50,7 +50,7 @@ class SchedulePolicy:
         return tuple(map(most_in_flight, schedule.orders))
 
     def counts(self, batch: int) -> list[int]:
-        """Numbers of microbatches that may suit a batch of so many rows, the usual one first.
+        """The numbers of microbatches that are worth trying for ``batch`` rows, the usual one first.
 
         Raises:
             InputError: the schedule can do with none of them.
@@ -60,7 +60,7 @@ class SchedulePolicy:
         return possible or [self._fixed(worthwhile[0]).num_microbatches]
 
     def placements(self, counts: Iterable[int]) -> list[Placement]:
-        """Which rank has each stage; several if that is to be found out. Raises InputError as a schedule."""
+        """The placements that the allowed schedules have. Raises InputError as making a schedule does."""
         if self.choice == "auto":
             p = self.num_ranks
             return list(dict.fromkeys([straight_placement(p), v_placement(p), looped_placement(p, 2)]))
@@ -101,7 +101,7 @@ class SchedulePolicy:
         return candidates(self.num_ranks, num_microbatches, work(), placement)
 
     def forwards(self, num_microbatches: int, placement: Placement) -> Schedule:
-        """What an evaluation runs. What is searched for concerns backwards, so a simple order serves."""
+        """What an evaluation runs. A search concerns backwards, so a simple order serves in its place."""
         if not (isinstance(self.choice, str) and self.choice in SEARCHED):
             return forward_only(self._fixed(num_microbatches))
         simple = (
@@ -122,9 +122,10 @@ class SchedulePolicy:
 
 
 def usual_microbatches(batch: int, num_ranks: int) -> int:
-    """Four a rank where the batch has that many rows: the bubble is then below a fifth of the step.
+    """About four microbatches a rank, with which the bubble is below a fifth of the step.
 
-    Of the counts from ``num_ranks`` to that, the largest that splits the batch evenly is taken.
+    It is the largest number from ``num_ranks`` to four a rank that splits the batch evenly. If none does, it
+    is four a rank. A batch of fewer rows has a microbatch for each.
     """
     most = max(1, min(batch, 4 * num_ranks))
     even = [count for count in range(min(num_ranks, most), most + 1) if batch % count == 0]
@@ -132,10 +133,11 @@ def usual_microbatches(batch: int, num_ranks: int) -> int:
 
 
 def counts_to_try(batch: int, num_ranks: int) -> list[int]:
-    """Numbers of microbatches, up to eight a rank: ascending, each at most four times the one before.
+    """The numbers of microbatches to try, up to eight a rank, ascending.
 
-    From each power of two up to the next it is the largest that splits ``batch`` evenly, if one does; and
-    the number of ranks, doubled and doubled again, which every schedule can do with.
+    From each power of two up to the next, it is the largest number that splits ``batch`` evenly, or else the
+    power of two. The number of ranks is there too, and its doubles, because every schedule can do with these.
+    So each number is less than four times the one before.
     """
     most = min(batch, _MOST_PER_RANK * num_ranks)
     even = (
@@ -147,10 +149,10 @@ def counts_to_try(batch: int, num_ranks: int) -> list[int]:
 
 
 def check_choice(choice: ScheduleChoice, num_ranks: int, num_microbatches: int | None) -> int | None:
-    """The number of microbatches, which a file may set.
+    """The number of microbatches that was asked for, or that a file of orders sets.
 
     Raises:
-        InputError: nothing can come of the choice.
+        InputError: the choice is no schedule, or not one for these numbers.
     """
     if not isinstance(choice, str | Path) and not callable(choice):
         raise InputError(

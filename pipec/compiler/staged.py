@@ -1,10 +1,9 @@
 """A captured graph cut into stages, and all that is known of it: stages, plans, trials and code."""
 
 import functools
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from itertools import pairwise
 
 from pipec.artifact.directory import Artifact
 from pipec.codegen.names import name_nodes
@@ -15,7 +14,7 @@ from pipec.compiler.pass_list import CompilerOptions
 from pipec.errors import PipecError
 from pipec.graph import TrainingGraph, copy_graph
 from pipec.graph.functions import StageFunctions, stage_functions
-from pipec.ir import Phase, Placement, Plan, Program, Schedule, rank_of
+from pipec.ir import Phase, Placement, Plan, Program, Schedule, count_ranks, rank_of
 from pipec.ir.columns import PHASE_CODE, Cells
 from pipec.ir.text import value_bytes
 from pipec.passes import Observer, Pass, run_passes
@@ -27,8 +26,6 @@ from pipec.plan.predictions import simulate_plan
 from pipec.programs.lower import lower
 from pipec.programs.verify import verify_programs
 from pipec.schedules import Workload, on_ranks
-
-T = TypeVar("T", int, float)
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,37 +120,31 @@ class StagedGraph:
         return self._trials[key]
 
     def workload(self, placement: Placement, size: int) -> Workload:
-        """What the ranks do for a microbatch of ``size`` rows, in seconds and bytes.
-
-        Of a memory too small for weights and gradients alone, nothing is left.
-        """
-        stages, topology = self.stages(split_backward=True), self.options.topology
-        ranks = self.graph.ranks or range(len(topology.devices))
-        speeds = [topology.devices[ranks[rank_of(placement, s.index)]].speed for s in stages]
+        """What each stage does for a microbatch of ``size`` rows, in seconds and bytes."""
+        stages, devices = self.stages(split_backward=True), self.options.topology.devices
+        played_by = self.graph.ranks or tuple(range(len(devices)))
+        ranks = [played_by[rank_of(placement, stage.index)] for stage in stages]
         costs = [
-            stage_cost(self.graph, stage, size, speed) for stage, speed in zip(stages, speeds, strict=True)
+            stage_cost(self.graph, stage, size, devices[rank].speed)
+            for stage, rank in zip(stages, ranks, strict=True)
         ]
-        memory = topology.least_memory_bytes
-
-        def by_rank(each: Iterable[T]) -> tuple[T, ...]:
-            sums: dict[int, T] = {}
-            for rank, amount in zip(placement, each, strict=True):
-                sums[rank] = sums[rank] + amount if rank in sums else amount
-            return tuple(sums[rank] for rank in sorted(sums))
 
         def seconds(phase: Phase) -> tuple[float, ...]:
-            return by_rank(cost.seconds.get(phase, 0.0) for cost in costs)
+            return tuple(cost.seconds.get(phase, 0.0) for cost in costs)
 
-        static = max(by_rank(cost.memory.static + cost.memory.transient for cost in costs))
         return Workload(
             forward=seconds(Phase.FORWARD),
             backward_input=seconds(Phase.BACKWARD_INPUT),
             backward_weight=seconds(Phase.BACKWARD_WEIGHT),
             recompute=seconds(Phase.RECOMPUTE),
-            message=max(self._message_seconds(stage, size) for stage in stages),
-            memory_backward=max(1, *by_rank(cost.memory.saved for cost in costs)),
-            memory_weight=max(by_rank(cost.memory.kept for cost in costs)),
-            memory_limit=None if memory == math.inf else max(0.0, memory - static),
+            messages=tuple(
+                self._message_seconds(stage, size, *ends)
+                for stage, ends in zip(stages, pairwise(ranks), strict=False)
+            ),
+            memory=tuple(cost.memory for cost in costs),
+            memory_limit=tuple(
+                devices[played_by[rank]].memory_bytes for rank in range(count_ranks(placement))
+            ),
         )
 
     def stages(self, split_backward: bool) -> Sequence[StageFunctions]:
@@ -193,12 +184,14 @@ class StagedGraph:
             self._plans[key] = build_plan(self.graph, stages, self.names, schedule, size, topology)
         return replace(self._plans[key], schedule=schedule.name, num_microbatches=schedule.num_microbatches)
 
-    def _message_seconds(self, stage: StageFunctions, size: int) -> float:
-        """Time of what the stage's forward sends."""
+    def _message_seconds(self, stage: StageFunctions, size: int, source: int, target: int) -> float:
+        """The time of what the stage's forward sends from one rank to another."""
         forwards = (function for function in stage.functions if function.phase is Phase.FORWARD)
         sent = [node for function in forwards for node in function.sent]
+        if source == target or not sent:
+            return 0.0
         sizes = [value_bytes(value_of(self.graph, node, node.name), size) for node in sent]
-        return self.options.topology.slowest_link.seconds(sum(sizes)) if sizes else 0.0
+        return self.options.topology.link_between(source, target).seconds(sum(sizes))
 
     def _remember_cut(self, position: int, transform: Pass, graph: TrainingGraph, seconds: float) -> None:
         if transform is self._cut:

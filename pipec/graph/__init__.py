@@ -1,7 +1,8 @@
-"""The training graph: node metadata, operators, stage functions, and the invariants that passes keep.
+"""The training graph: one graph of forward, loss and backward that capture makes and passes annotate.
 
-Read ``nodes`` and ``training_graph`` first, then ``functions``: what each phase of a stage computes, keeps
-and returns. ``invariants`` says what holds after every pass, ``dimensions`` writes sizes as text.
+Read ``nodes``, the metadata of a node, and ``training_graph`` first. ``functions`` then says what each phase
+of a stage computes, keeps and returns. ``invariants`` holds what is true after every pass; ``dimensions``
+writes sizes as text.
 """
 
 from pipec.graph.nodes import (
@@ -27,30 +28,3 @@ from pipec.graph.nodes import (
     sums_gradients,
 )
 from pipec.graph.training_graph import Form, Operator, TrainingGraph, copy_graph
-
-__all__ = [
-    "Argument",
-    "Buffer",
-    "Form",
-    "Gradient",
-    "LossGradient",
-    "ModelInput",
-    "Operator",
-    "Output",
-    "Parameter",
-    "Result",
-    "TrainingGraph",
-    "UpdatedBuffer",
-    "copy_graph",
-    "is_constant",
-    "is_forward",
-    "is_random",
-    "is_tensor",
-    "is_view",
-    "memory_of",
-    "needs_only_inputs",
-    "recv",
-    "send",
-    "stage_of",
-    "sums_gradients",
-]

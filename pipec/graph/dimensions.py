@@ -9,7 +9,7 @@ from pipec import torch_compat
 
 
 def dimension(size: Any, batch: sympy.Symbol | None) -> str:
-    """A size as Python source in the microbatch size ``b``: a number, a symbolic one, or its expression."""
+    """Python source of a size: ``8``, ``b`` or ``4*b``. A symbolic size is given as itself or its formula."""
     expr = size.node.expr if isinstance(size, torch.SymInt) else size
     if not isinstance(expr, sympy.Basic):
         return str(expr)

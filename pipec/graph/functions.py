@@ -1,8 +1,15 @@
 """What each function of a stage takes, computes, keeps and returns, read off the classified graph.
 
-Every edge has one meaning. Same function: a local. Same stage, another function: a saved value. Another
-stage: a message. Parameters, buffers that never change and constants are arguments of every function and
-are never saved; views are made again where they are needed, so that what is saved is what owns memory.
+Every edge of the graph has one meaning:
+
+========================================  =============================================
+an edge to the same function              is a local variable
+an edge to another function of the stage  is a saved value
+an edge to another stage                  is a message
+========================================  =============================================
+
+Parameters, buffers that never change and constants are arguments of every function and are never saved.
+Neither are views: they are made again where they are needed, and the tensor that owns the memory is saved.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -51,14 +58,14 @@ class Function:
 
     @property
     def reads(self) -> Iterator[fx.Node]:
-        """Every node some node of the body, or the result, reads."""
+        """Every node that the body or the results read, as often as they do."""
         for node in self.body:
             yield from node.all_input_nodes
         yield from self.results
 
     @property
     def results(self) -> tuple[fx.Node, ...]:
-        """Nodes whose values leave the function."""
+        """The nodes whose values leave the function."""
         sent = tuple(node.all_input_nodes[0] for node in self.sent)
         named = tuple(node for _, node in self.updates + self.gradients)
         return sent + self.outputs + self.saved_out + named
@@ -73,11 +80,15 @@ class StageFunctions:
     parameters: tuple[fx.Node, ...]
     buffers: tuple[fx.Node, ...]
     constants: tuple[fx.Node, ...]
-    """Every constant node needed, in order; those some function reads are returned by ``constants(b)``."""
+    """Every constant node that is needed, in order. The generated ``constants(b)`` returns those that some
+    function reads; the others lead to them."""
 
 
 def stage_functions(graph: TrainingGraph, stage: int, split_backward: bool) -> StageFunctions:
-    """Read one stage off the graph. ``split_backward``: two backward functions instead of one."""
+    """Read one stage off the graph. With ``split_backward`` it has two backward functions instead of one.
+
+    The phases are read from the last to the first, because each must save what the next one needs.
+    """
     mine = [n for n in graph.nodes if not is_constant(n) and stage_of(n) == stage]
     phases = _phases(graph, mine, split_backward)
     functions: list[Function] = []
@@ -106,7 +117,7 @@ def _phases(graph: TrainingGraph, nodes: Sequence[fx.Node], split_backward: bool
 
 
 def runs_in(node: fx.Node, phase: Phase) -> bool:
-    """Whether the phase's function computes the node for its own sake."""
+    """Whether the node belongs to the phase. A view may be made again in a phase it does not belong to."""
     own = node.meta["phase"]
     match phase:
         case Phase.RECOMPUTE:
@@ -147,7 +158,7 @@ def _function(
 
 
 def _late_views(body: Sequence[fx.Node], local: set[fx.Node]) -> Iterator[fx.Node]:
-    """The body in order, with views that are made again moved down to where they are first read."""
+    """The body in order, but views that are made again are moved down to where they are first read."""
     pending = {node for node in body if node not in local}
 
     def emit(node: fx.Node) -> Iterator[fx.Node]:
@@ -167,7 +178,7 @@ def _late_views(body: Sequence[fx.Node], local: set[fx.Node]) -> Iterator[fx.Nod
 
 
 def _results(graph: TrainingGraph, stage: int, phase: Phase) -> list[tuple[Result, fx.Node]]:
-    """The graph's outputs that this function makes; what no stage computes is returned by the last."""
+    """The graph's outputs that this function makes. The last stage returns those that no stage computes."""
     found = []
     for role, node in graph.outputs:
         computed = node.op == "call_function" and not is_constant(node)
@@ -181,7 +192,7 @@ def _results(graph: TrainingGraph, stage: int, phase: Phase) -> list[tuple[Resul
 def _closure(
     roots: Iterable[fx.Node], local: set[fx.Node], phase: Phase
 ) -> tuple[set[fx.Node], set[fx.Node]]:
-    """Nodes to compute so that the roots exist, and the values that must come from outside for it."""
+    """The nodes to compute so that the roots exist, and the values that must come from outside for that."""
     body: set[fx.Node] = set()
     outside: set[fx.Node] = set()
     pending = list(roots)
@@ -199,7 +210,10 @@ def _closure(
 
 
 def _is_held(node: fx.Node, phase: Phase) -> bool:
-    """Whether the stage holds the tensor itself. After the forward, a changed buffer has a new value."""
+    """Whether the stage holds the tensor itself.
+
+    Later phases cannot read a buffer that the forward changes, because it has a new value by then.
+    """
     if node.op != "placeholder":
         return False
     role = node.meta["role"]
@@ -219,7 +233,7 @@ def _arguments(functions: Sequence[Function], kind: type) -> tuple[fx.Node, ...]
 
 
 def _buffers(graph: TrainingGraph, functions: Sequence[Function]) -> tuple[fx.Node, ...]:
-    """Those some function reads, then those that are given a new value without being read."""
+    """The buffers that some function reads, then those that get a new value without being read."""
     updated = {Buffer(fqn) for function in functions for fqn, _ in function.updates}
     written = [node for node in graph.arguments if node.meta["role"] in updated]
     return tuple(dict.fromkeys([*_arguments(functions, Buffer), *written]))

@@ -30,7 +30,11 @@ CONTEXT_LINES = 3
 
 
 def verify(graph: TrainingGraph, after: object = "capture") -> None:
-    """Raise VerifyError at the first broken rule, naming the pass, the stage and the node."""
+    """Check every rule of the form that the graph has reached.
+
+    Raises:
+        VerifyError: a rule is broken; it names the pass, the stage and the node.
+    """
     graph.module.graph.lint()
     for form, rules in RULES.items():
         if graph.form < form:

@@ -1,6 +1,6 @@
-"""Nodes of the training graph: what stands in ``node.meta``, and what can be asked of a node.
+"""Nodes of the training graph: their metadata, and questions that can be asked of a node.
 
-Keys of ``node.meta`` (others are torch's own):
+These are pipec's keys of ``node.meta``; torch has others there:
 
 ============ ========= ================================================================================
 key          set by    meaning
@@ -53,12 +53,12 @@ class ModelInput:
 
 @dataclass(frozen=True, slots=True)
 class LossGradient:
-    """The weight of the microbatch's loss in the mini-batch loss: what the backward starts from."""
+    """What the backward starts from: the weight of the microbatch's loss in the loss of the mini-batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Leaf ``position`` of what the captured function returns: the loss, or the model's outputs."""
+    """Leaf ``position`` of what the captured function returns, which is the loss or the model's output."""
 
     position: int
 
@@ -111,7 +111,7 @@ def is_tensor(node: fx.Node) -> bool:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether running the node twice gives two different values. Attention without dropout draws nothing."""
+    """Whether the node draws random numbers. Attention without dropout draws none."""
     if not isinstance(node.target, OpOverload):
         return False
     if torch.Tag.nondeterministic_seeded not in node.target.tags:
@@ -128,7 +128,7 @@ def is_view(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         return is_view(node.args[0])  # type: ignore[arg-type]
     if not isinstance(node.target, OpOverload) or not node.all_input_nodes:
-        return False  # a complex number, conjugated, is a view of no node
+        return False  # such as the conjugate of a complex number, which is a view of no node
     if node.target is torch.ops.aten._unsafe_view.default:
         return True
     returned = [result.alias_info for result in node.target._schema.returns]
@@ -136,14 +136,14 @@ def is_view(node: fx.Node) -> bool:
 
 
 def memory_of(node: fx.Node) -> fx.Node:
-    """The node that owns the memory a node shows: itself, or what it is a view of."""
+    """The node that owns the memory of this one: what it is a view of, or itself."""
     while node.op == "call_function" and is_view(node):
         node = node.all_input_nodes[0]
     return node
 
 
 def sums_gradients(node: fx.Node) -> bool:
-    """Whether the node sums gradients of several uses of a value, as autograd does, for no operator."""
+    """Whether the node is one of autograd's sums: a value used several times has a gradient from each use."""
     return (
         node.target is torch.ops.aten.add.Tensor
         and not node.kwargs
@@ -153,7 +153,10 @@ def sums_gradients(node: fx.Node) -> bool:
 
 
 def needs_only_inputs(node: fx.Node) -> bool:
-    """Whether any stage can make the forward node: from the model's inputs and constants, drawing nothing."""
+    """Whether any stage can compute the forward node itself.
+
+    It then depends on the model's inputs and constants alone, and no random number is drawn for it.
+    """
     if "needs_only_inputs" not in node.meta:
         if node.op == "placeholder":
             answer = isinstance(node.meta["role"], ModelInput)

@@ -1,4 +1,4 @@
-"""The training graph: one flat ATen graph whose nodes say what caused them, where and when they run."""
+"""The training graph: one flat ATen graph. Its nodes say what caused them, and where and when they run."""
 
 import copy
 from collections.abc import Iterator
@@ -35,12 +35,12 @@ class Form(IntEnum):
 
 @dataclass(frozen=True)
 class TrainingGraph:
-    """Forward, loss and backward as one graph, with what is known about its nodes.
+    """Forward, loss and backward as one graph, and what is known of it.
 
-    ``results`` describes the graph's outputs in order; ``output_spec`` is the tree they are leaves of.
-    ``batch`` is the symbol of the microbatch size in every shape, None when the batch is fixed at
-    ``batch_size``. ``guards`` must hold for a microbatch size to be served by this graph.
-    ``ranks[k]`` is the rank that acts as the k-th of a schedule; without them, each is itself.
+    ``results`` describes the graph's outputs in order; ``output_spec`` is the tree whose leaves they are.
+    ``batch`` is the symbol of the microbatch size in every shape; it is None if the graph is for
+    ``batch_size`` rows alone. The graph serves a microbatch size for which all ``guards`` hold.
+    ``ranks[k]`` is the rank that acts as the k-th of a schedule; if there are none, rank k does.
     """
 
     module: fx.GraphModule
@@ -67,7 +67,7 @@ class TrainingGraph:
 
     @property
     def outputs(self) -> list[tuple[Result, fx.Node]]:
-        """Each result and the node that makes it; a parameter the loss does not depend on has no gradient."""
+        """Each result with its node. A parameter that does not influence the loss has no gradient."""
         nodes = self.module.graph.output_node().args[0]
         return list(zip(self.results, nodes, strict=True))  # type: ignore[arg-type]
 
@@ -79,5 +79,5 @@ class TrainingGraph:
 
 
 def copy_graph(graph: TrainingGraph) -> TrainingGraph:
-    """Passes change the nodes of a graph; those of a copy are its own."""
+    """A graph with nodes of its own, which passes may change."""
     return replace(graph, module=fx.GraphModule(graph.module, copy.deepcopy(graph.module.graph)))

@@ -10,32 +10,5 @@ back, and ``batch`` says how a mini-batch is split.
 from pipec.ir.memory import StageMemory
 from pipec.ir.plan import Alternative, Plan, Stage, StageCost
 from pipec.ir.program import Instruction, Kind, Op, Program, Traits
-from pipec.ir.schedule import Compute, Placement, Schedule, num_ranks, rank_of, ranks_of, stages_on
+from pipec.ir.schedule import Compute, Placement, Schedule, count_ranks, rank_of, ranks_of, stages_on
 from pipec.ir.values import Dim, Input, Link, Mode, Payload, Phase, Value
-
-__all__ = [
-    "Alternative",
-    "Compute",
-    "Dim",
-    "Input",
-    "Instruction",
-    "Kind",
-    "Link",
-    "Mode",
-    "Op",
-    "Payload",
-    "Phase",
-    "Placement",
-    "Plan",
-    "Program",
-    "Schedule",
-    "Stage",
-    "StageCost",
-    "StageMemory",
-    "Traits",
-    "Value",
-    "num_ranks",
-    "rank_of",
-    "ranks_of",
-    "stages_on",
-]

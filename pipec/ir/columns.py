@@ -1,7 +1,12 @@
 """Long runs of cells and instructions as columns of numbers: read like tuples, worked on with numpy.
 
-A step of a thousand ranks has millions of each. As columns they take a few bytes and are made, checked and
-compared without a Python object; an index or a loop gives the ``Compute`` or ``Instruction`` it stands for.
+A step of a thousand ranks has millions of each. As columns they take a few bytes apiece, and numpy makes,
+checks and compares them without Python objects. An index or a loop returns ordinary ``Compute`` and
+``Instruction`` objects. For example, the order F0 F1 B0 of stage 2 is the matrix::
+
+    phase         0  0  2       codes: positions in ``Phase``
+    stage         2  2  2
+    microbatch    0  1  0
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,9 +45,10 @@ def ranks_by_microbatch(placement: Placement, num_microbatches: int) -> Ints:
 
 
 class _Columns(Sequence[Row]):
-    """A sequence of rows held as a matrix, one line per column; equal to any sequence of the same rows.
+    """A sequence of rows, held as a matrix whose lines are the columns of the rows.
 
-    Line 0 says what is done, in a code of the subclass; 1 and 2 are the stage and the microbatch.
+    It is equal to any sequence of the same rows. Line 0 is a code that the subclass defines and that says
+    what is done; line 1 is the stage and line 2 the microbatch.
     """
 
     def __init__(self, matrix: Ints) -> None:
@@ -97,7 +103,7 @@ class Cells(_Columns[Compute]):
 
     @classmethod
     def of(cls, order: Sequence[Compute]) -> "Cells":
-        """``order`` as columns; itself if it is so already."""
+        """``order`` as columns. An order that is columns already is returned as it is."""
         if isinstance(order, Cells):
             return order
         rows = [(PHASE_CODE[cell.phase], cell.stage, cell.microbatch) for cell in order]
@@ -128,7 +134,7 @@ class Instructions(_Columns[Instruction]):
 
     @classmethod
     def of(cls, instructions: Sequence[Instruction], links: Sequence[Link]) -> "Instructions":
-        """``instructions`` as columns, itself if it is so already; a link that ``links`` lacks is added."""
+        """``instructions`` as columns. Links that ``links`` lacks are numbered after those it has."""
         if isinstance(instructions, Instructions) and instructions.links == links:
             return instructions
         index = {link: number for number, link in enumerate(links)}
@@ -190,7 +196,7 @@ class Instructions(_Columns[Instruction]):
 
 
 def aligned(programs: Sequence[Program]) -> list[Instructions]:
-    """The instructions of each program as columns; a link has the same number in all of them."""
+    """The instructions of each program as columns, with one numbering of links for all programs."""
     columns = [each.instructions for each in programs if isinstance(each.instructions, Instructions)]
     links = columns[0].links if columns else ()
     found = []
@@ -201,7 +207,7 @@ def aligned(programs: Sequence[Program]) -> list[Instructions]:
 
 
 def joined(parts: Sequence[Instructions]) -> Instructions:
-    """``aligned`` instructions one after the other."""
+    """Concatenate instructions that share one numbering of links, as ``aligned`` returns them."""
     matrix = np.concatenate([_matrix((), 6), *(each.matrix for each in parts)], axis=1)
     return Instructions(matrix, parts[0].links if parts else ())
 

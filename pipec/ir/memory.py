@@ -1,6 +1,6 @@
 """What a stage holds in memory and when: the one definition that planner, search, simulator and plan read."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from pipec.ir.values import Phase
 
@@ -35,6 +35,10 @@ class StageMemory:
     def static(self) -> float:
         """What the stage holds during the whole step."""
         return self.weights + self.gradients
+
+    def divided(self, num_parts: int) -> "StageMemory":
+        """One of equal parts of the stage."""
+        return StageMemory(*(getattr(self, field.name) / num_parts for field in fields(self)))
 
     def growth(self, phase: Phase) -> tuple[float, float]:
         """By how much memory grows when ``phase`` of a microbatch starts, and by how much when it ends."""

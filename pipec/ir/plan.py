@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pipec.ir.memory import StageMemory
-from pipec.ir.schedule import Placement, num_ranks
+from pipec.ir.schedule import Placement, count_ranks
 from pipec.ir.values import Input, Link, Mode, Phase, Value
 
 
@@ -42,8 +42,9 @@ class Stage:
 class Alternative:
     """Another way to run the step that was considered, and why it was not taken.
 
-    ``replicas`` pipelines of ``num_stages`` stages share the mini-batch, each in ``num_microbatches``.
-    ``seconds`` is what the step was predicted to take, ``peak_bytes`` what the rank that needs most would.
+    ``replicas`` pipelines of ``num_stages`` stages share the mini-batch; each splits its part into
+    ``num_microbatches``. ``seconds`` is the predicted time of the step. ``peak_bytes`` is the predicted peak
+    memory of the rank that needs most.
     """
 
     schedule: str
@@ -61,7 +62,7 @@ class Plan:
 
     ``outputs`` names the results in the order of the leaves of what the model returns;
     ``link_seconds[i]`` is how long ``links[i]`` takes. ``parameters`` and ``buffers`` are named by FQN.
-    ``alternatives`` are there if something was left to be chosen, the fastest first.
+    ``alternatives`` are the other ways that were considered, the fastest first.
     """
 
     mode: Mode
@@ -81,4 +82,4 @@ class Plan:
 
     @property
     def num_ranks(self) -> int:
-        return num_ranks(self.placement)
+        return count_ranks(self.placement)

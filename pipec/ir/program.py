@@ -41,11 +41,11 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What everybody who treats some ops alike has to know of an op.
+    """What is true of an op, for code that treats several ops alike.
 
-    ``phase`` is what a compute runs, None for other kinds. A ``timed`` op is an event of a timeline.
-    ``carries_link``: it moves the values of a link. ``has_peer``: another rank takes part. ``fills_slot``: it
-    puts what a microbatch receives into a buffer slot.
+    ``phase`` is the phase that a compute runs; other kinds have none. An op that is ``timed`` is an event of
+    a timeline. An op that ``carries_link`` moves the values of a link. If it ``has_peer``, another rank takes
+    part. If it ``fills_slot``, it puts what a microbatch receives into a buffer slot.
     """
 
     kind: Kind
@@ -94,7 +94,7 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What one rank executes in one step: every peer, slot and microbatch resolved."""
+    """What one rank executes in one step. Every peer, slot and microbatch is resolved."""
 
     rank: int
     instructions: Sequence[Instruction]

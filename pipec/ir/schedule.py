@@ -25,7 +25,8 @@ def stages_on(placement: Placement, rank: int) -> list[int]:
     return [stage for stage in range(len(placement)) if rank in ranks_of(placement, stage)]
 
 
-def num_ranks(placement: Placement) -> int:
+def count_ranks(placement: Placement) -> int:
+    """How many ranks there are: they are numbered from 0."""
     return 1 + max(max(ranks_of(placement, stage)) for stage in range(len(placement)))
 
 

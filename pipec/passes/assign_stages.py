@@ -14,7 +14,7 @@ from pipec.passes.cut_stages import assign
 
 @dataclass(frozen=True)
 class AssignStages:
-    """``stages[operator]`` is the stage of each operator, ``ranks`` as in ``TrainingGraph``."""
+    """``stages[operator]`` is the stage of each operator. ``ranks`` are those of ``TrainingGraph``."""
 
     stages: tuple[int, ...] = field(repr=False)
     num_stages: int
@@ -22,7 +22,10 @@ class AssignStages:
 
     @classmethod
     def of(cls, graph: TrainingGraph) -> "AssignStages":
-        """Repeats the cut that ``graph`` has just been given; later passes may copy nodes to other stages."""
+        """The pass that repeats the cut of a graph that has just been cut.
+
+        Later passes may put copies of a node on other stages, after which a graph no longer tells.
+        """
         stages = [0] * len(graph.operators)
         for node in graph.nodes:
             if not is_constant(node):

@@ -68,7 +68,7 @@ class CutStages:
         return replace(graph, ranks=() if ranks == tuple(range(len(ranks))) else ranks)
 
     def _in_flight(self, later_devices: int) -> int:
-        """For a rank that so many follow, at least as many as for any of those: the planner asks for that."""
+        """Of a rank that ``later_devices`` follow: at least as many as of these, as the planner asks for."""
         return max(self.in_flight[-1 - later_devices :], default=0)
 
 
@@ -153,7 +153,7 @@ def _between_blocks(values: Iterable[Transfer], blocks: Sequence[int]) -> Iterat
 
 
 def _resident_bytes(graph: TrainingGraph, size: int) -> Iterator[tuple[int, int]]:
-    """Each tensor of the model, with its gradient if it is trained, at the first operator that reads it."""
+    """The bytes of each of the model's tensors, and of its gradient, at the first operator that reads it."""
     trained = {result.fqn for result in graph.results if isinstance(result, Gradient)}
     for node in graph.arguments:
         role, readers = (

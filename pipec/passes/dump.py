@@ -16,7 +16,7 @@ from pipec.passes import Pass
 class Dump:
     """An observer that notes each pass and what it changed, for files like ``03_insert_communication.txt``.
 
-    Many graphs may be tried; only the one that is taken is written.
+    Many graphs may be tried, and only the one that is taken is written.
     """
 
     directory: Path

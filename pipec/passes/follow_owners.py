@@ -22,7 +22,7 @@ Owners = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class FollowOwners:
-    """Cut another graph of the same model where its parameters already are, for the same ranks."""
+    """Cut another graph of a model where the model's parameters already are, and for the same ranks."""
 
     num_stages: int
     owners: Owners = field(repr=False)

@@ -40,7 +40,7 @@ def build_plan(
     microbatch_size: int,
     topology: Topology,
 ) -> Plan:
-    """Everything the schedule, the interpreter and a person need to know about the cut graph.
+    """The plan of a cut graph under a schedule, for microbatches of ``microbatch_size`` rows.
 
     Rank r is device r of the topology.
     """
@@ -73,7 +73,7 @@ def build_plan(
 
 
 def _speed(topology: Topology, placement: Placement, stage: int) -> float:
-    """That of the slowest rank that runs the stage."""
+    """The speed of the slowest rank that runs the stage."""
     return min(topology.devices[rank].speed for rank in ranks_of(placement, stage))
 
 
@@ -189,7 +189,7 @@ def _dim(graph: TrainingGraph, size: int | torch.SymInt) -> Dim:
 
 
 def _batched(value: Value) -> Value:
-    """The same value with dimension 0 written as the batch, where the graph has it fixed."""
+    """The same value with the batch in place of dimension 0, which the graph has as a number."""
     return Value(value.name, value.dtype, ("b", *value.shape[1:]))
 
 
@@ -211,7 +211,7 @@ def _message_links(graph: TrainingGraph, stages: Sequence[StageFunctions], names
 def _tied_links(
     graph: TrainingGraph, stages: Sequence[StageFunctions], owners: Mapping[str, int]
 ) -> Iterator[Link]:
-    """A weight lent for the step, and its gradient brought home at the end."""
+    """A link that lends a tied weight for the step, and one that brings its gradient home at the end."""
     for stage in stages:
         trained = {fqn for function in stage.functions for fqn, _ in function.gradients}
         for node in stage.parameters:

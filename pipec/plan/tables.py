@@ -37,7 +37,7 @@ class ReadablePlan(Plan):
 def plan_table(plan: Plan, programs: Sequence[Program], num_devices: Sequence[int] = ()) -> str:
     """One row per stage, and under it what bounds the step.
 
-    ``num_devices``: how many devices the rank of each stage stands for, where it may be several.
+    ``num_devices[stage]`` is the number of devices that the rank of a stage stands for, if it may be several.
     """
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for heading in (
@@ -121,7 +121,7 @@ def _predictions(plan: Plan, programs: Sequence[Program]) -> list[str]:
 
 
 def _bounds(timeline: Timeline) -> str:
-    """What most of the critical path consists of, which has no gaps but those of messages."""
+    """What most of the critical path consists of. The path has no gaps: its messages count as part of it."""
     seconds: dict[str, float] = defaultdict(float)
     for index in critical_path(timeline, waits(timeline)):
         event = timeline.events[index]

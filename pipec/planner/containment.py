@@ -45,14 +45,14 @@ class ContainmentBound:
         return fewest
 
     def plan(self, finish: Counts, limit: float) -> list[int]:
-        """Downsets of a plan within the limit, on the fewest devices."""
+        """The downsets of a plan within the limit, on the fewest devices."""
         chosen = [0]
         while finish[chosen[-1]] > 0:
             chosen.append(self._next_downset(finish, chosen[-1], limit))
         return chosen
 
     def _reach(self, ends: Mask, waiting: Mask, replicas: int, limit: float) -> Mask:
-        """Which of the downsets that wait, or more, begin a stage in time that ends at one of ``ends``."""
+        """Where a stage may begin that ends at one of ``ends`` in time. It is told for those that wait."""
         busy = self.busy[replicas - 1]
         latest, end = busy + replicas * limit, np.where(ends, busy, np.inf)
         able: Mask = np.minimum.accumulate(end[::-1])[::-1][self._contained_from] <= latest
@@ -77,14 +77,14 @@ class ContainmentBound:
 
     @cached_property
     def _alone(self) -> Indices:
-        """Downsets with as many operators as no other has."""
+        """The downsets that are the only ones of their size."""
         _, first, number = np.unique(self.downsets.sizes, return_index=True, return_counts=True)
         alone: Indices = first[number == 1]
         return alone
 
     @cached_property
     def _contained_from(self) -> Indices:
-        """For each downset, the first from which on all contain it."""
+        """For each downset, the first one that contains it just as all later ones do."""
         contained: Indices = self._alone[np.searchsorted(self._alone, np.arange(len(self.link)))]
         return contained
 
@@ -104,10 +104,10 @@ class ContainmentBound:
 
 @dataclass(frozen=True)
 class _Block:
-    """Downsets ``first`` to ``last``, by size, all there are of some operators.
+    """Downsets ``first`` to ``last``, by size: all that there are between these two.
 
-    ``members`` says which of these each has; ``before`` are pairs of them, the first one in all that have the
-    second.
+    ``members[k, d]`` tells whether a downset has the k-th of the operators in which these two differ.
+    ``before`` has pairs of them: whatever has the second of a pair has the first.
     """
 
     first: int
@@ -116,7 +116,7 @@ class _Block:
     before: Sequence[tuple[int, int]]
 
     def least_above(self, values: Vector) -> Vector:
-        """For each downset, the least of the ``values`` of those that contain it, its own included."""
+        """For each downset, the least of its own value and the values of the downsets that contain it."""
         least = values.copy()
         for level, larger, begins in self._levels:
             np.minimum(least[level], np.minimum.reduceat(least[larger], begins), out=least[level])
@@ -124,8 +124,9 @@ class _Block:
 
     @cached_property
     def _levels(self) -> list[tuple[slice, Indices, Indices]]:
-        """Downsets of one size, the largest first; those they are in with one operator more, and where
-        those of each begin."""
+        """For each size, the largest first: its downsets; those that contain one of them and an operator
+        more, downset by downset; and where those of each downset begin.
+        """
         smaller, larger = self._steps()
         begins = np.searchsorted(smaller, np.arange(self.last - self.first + 1))
         by_size = np.flatnonzero(np.diff(self.members.sum(axis=0), prepend=-1)).tolist()
@@ -139,7 +140,10 @@ class _Block:
         ]
 
     def _steps(self) -> tuple[Indices, Indices]:
-        """PairBound of downsets, the second with one operator more, in order of the first."""
+        """Pairs of downsets, the second of which has one operator more, ordered by the first.
+
+        A downset is found by the sum of its operators' random numbers.
+        """
         numbers, sums = self._sums()
         by_sum = np.argsort(sums)
         in_order, smaller, larger = sums[by_sum], [], []
@@ -152,7 +156,7 @@ class _Block:
         return np.concatenate(smaller)[by_smaller], np.concatenate(larger)[by_smaller]
 
     def _sums(self) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-        """A number for each operator, such that no two downsets have the same sum."""
+        """Random numbers of the operators and their sums in the downsets, which all differ."""
         for seed in count():
             numbers = np.random.default_rng(seed).integers(2**63, size=len(self.members), dtype=np.uint64)
             sums = numbers @ self.members

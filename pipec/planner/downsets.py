@@ -13,13 +13,16 @@ orders stand in for them (see ``pipec.planner.linear_orders``).
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipec.planner.linear_orders import WideGraph, linear_orders
 from pipec.planner.operator_graph import COLUMNS, OperatorGraph
+
+if TYPE_CHECKING:
+    from pipec.planner.windows import Windows
 
 MOST_DOWNSETS = 2_000_000
 """More than this would not fit in memory."""
@@ -44,7 +47,7 @@ class Downsets:
         totals[0]    0     1     3     7
         cuts[0]      0     5     6     0
 
-    ``is_complete``: the graph has no other downsets.
+    ``windows`` tells what is known about all downsets of the graph where these are not all.
     """
 
     order: Sequence[int]
@@ -54,7 +57,7 @@ class Downsets:
     members: Mask | None
     totals: Vector
     cuts: Vector
-    is_complete: bool = True
+    windows: "Windows | None" = None
 
     @property
     def is_chain(self) -> bool:
@@ -66,7 +69,7 @@ class Downsets:
     def take(self, kept: Indices) -> "Downsets":
         members = None if self.members is None else self.members[:, kept]
         totals, cuts = self.totals[:, kept], self.cuts[:, kept]
-        return Downsets(self.order, self.before, self.ends, self.sizes[kept], members, totals, cuts, False)
+        return Downsets(self.order, self.before, self.ends, self.sizes[kept], members, totals, cuts)
 
     def written_out(self) -> Mask:
         """``members``, also in a chain."""
@@ -93,14 +96,15 @@ def list_downsets(graph: OperatorGraph, order: Sequence[int], value_seconds: Vec
         totals = np.concatenate([np.zeros((len(COLUMNS), 1)), np.cumsum(columns, axis=1)], axis=1)
         cuts = _cuts_of_chain(ends, value_seconds, len(order) + 1)
         return Downsets(order, before, ends, np.arange(len(order) + 1), None, totals, cuts)
-    members = _all_downsets(before, len(order))
-    is_complete = members is not None
+    members, known = _all_downsets(before, len(order)), None
     if members is None:
-        wide = WideGraph(columns[0], before, ends, value_seconds.max(axis=0))
-        members = _prefixes(linear_orders(wide))
+        from pipec.planner.windows import windows  # here, because it loads scipy
+
+        wide = WideGraph(columns[0], before, ends, value_seconds.min(axis=0))
+        members, known = _prefixes(linear_orders(wide)), windows(wide, columns[:2])
     sizes = members.sum(axis=0, dtype=np.intp)
     totals, cuts = _totals(columns, members), _cuts(ends, value_seconds, members)
-    return Downsets(order, before, ends, sizes, members, totals, cuts, is_complete)
+    return Downsets(order, before, ends, sizes, members, totals, cuts, known)
 
 
 def is_chain(graph: OperatorGraph, order: Sequence[int]) -> bool:

@@ -6,9 +6,9 @@ An operator v with no parameters and no bytes in memory may join its neighbour u
     v's own seconds + seconds of v's values without u  <=  seconds of the values u and v alone share.
 
 Take a plan that separates them, and move v to u's stage. That stage gains at most the left-hand side and
-loses the right-hand side; v's old stage loses more than it gains; no other stage and no other downset sees
-a difference. With overlap, seconds of operators do not trade against seconds of links, so v must take none.
-On a device of speed s, v takes 1/s of its seconds: the slowest device counts.
+loses the right-hand side; v's old stage loses more than it gains; nothing changes for other stages and links.
+Where links work beside operators, their seconds cannot be traded for each other, so v must take none. On a
+device of speed s, v takes 1/s of its seconds, so the slowest device counts.
 """
 
 from collections.abc import Sequence
@@ -34,10 +34,10 @@ class Merged:
 def merge(
     graph: OperatorGraph, order: Sequence[int], value_seconds: Vector, overlap: bool, slowest: float
 ) -> Merged:
-    """Merge while any operator can be; a chain stays as it is, it has few downsets anyway.
+    """Merge as long as any operator can be merged. A chain stays as it is: it has few downsets anyway.
 
-    ``order`` is one that ``graph.before`` permits, ``value_seconds`` is indexed by level and transfer,
-    ``slowest`` is the least speed of a device.
+    ``order`` is one that ``graph.before`` permits, ``value_seconds[level, value]`` is the time of transfers,
+    and ``slowest`` is the least speed of a device.
     """
     if is_chain(graph, order):
         return Merged(graph, [(op,) for op in range(len(order))])
@@ -63,7 +63,7 @@ def merge(
 
 
 class _State:
-    """The graph while it shrinks: who is next to whom, and which values each operator makes or reads."""
+    """The graph while it shrinks: the neighbours of each operator, and the values that it makes or reads."""
 
     def __init__(self, graph: OperatorGraph, value_seconds: Vector) -> None:
         operators = range(len(graph.names))
@@ -81,10 +81,7 @@ class _State:
         self.members: dict[int, list[int]] = {op: [op] for op in operators}
 
     def homes(self, op: int) -> list[int]:
-        """Operators that ``op`` can always be beside: its only predecessor or successor, any if none."""
-        if not self.before[op] and not self.after[op]:
-            near = {end for value in self.values[op] for end in self.ends[value]} or set(self.members)
-            return sorted(near - {op})
+        """The operators that ``op`` can always join: its only predecessor, its only successor."""
         return [next(iter(near)) for near in (self.before[op], self.after[op]) if len(near) == 1]
 
     def prefers(self, op: int, home: int, seconds: float) -> bool:
@@ -96,7 +93,7 @@ class _State:
         return bool(np.all(seconds + elsewhere <= self.value_seconds[:, shared].sum(axis=1)))
 
     def join(self, op: int, home: int) -> set[int]:
-        """Make ``op`` part of ``home``; the operators that see a difference."""
+        """Make ``op`` part of ``home``, and return the operators for which this may change something."""
         self.members[home] += self.members.pop(op)
         for mine, theirs in ((self.before, self.after), (self.after, self.before)):
             for near in mine[op]:

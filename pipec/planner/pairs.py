@@ -1,7 +1,7 @@
 """The bound that charges stages between any two downsets what they cost on the fastest devices.
 
-On equal devices without levels, latency or a limit of memory it is exact; otherwise it takes the fastest
-device and the best link for granted.
+On equal devices without levels, latency or a limit of memory it is exact. Otherwise it charges for the
+fastest device and the best link.
 """
 
 from dataclasses import dataclass
@@ -13,15 +13,16 @@ from pipec.planner.downsets import Indices, Vector
 from pipec.planner.stage_costs import Matrix
 
 _ROWS = 64
-"""So many are worked on at a time, to stay in the cache."""
+"""How many rows are worked on at a time, to stay in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class PairBound:
-    """A stage on m replicas takes max(busy + all_reduce[m - 1] * parameter bytes, link) / m seconds.
+    """Charges a stage from downset d to downset e on m replicas, in seconds,
 
-    ``busy`` is infinite, and ``parameters`` means nothing, where no stage lies between two downsets;
-    ``link`` is a column.
+        max(busy[d, e] + all_reduce[m - 1] * parameters[d, e], link[d]) / m
+
+    Where there is no stage between two downsets, ``busy`` is infinite and ``parameters`` has no meaning.
     """
 
     busy: Matrix

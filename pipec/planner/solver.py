@@ -10,7 +10,7 @@ each one by itself and leaves fewer for a close bound, which looks at pairs.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -24,6 +24,9 @@ from pipec.planner.groups import group
 from pipec.planner.hierarchy import ChosenStage, Hierarchy, Useful
 from pipec.planner.pairs import PairBound
 from pipec.planner.stage_costs import StageCosts, stage_costs
+
+if TYPE_CHECKING:
+    from pipec.planner.windows import Windows
 
 _FEW_OPTIONS = 64
 """Of devices times replicas for a stage: up to so many, trying all is faster than bounds."""
@@ -94,9 +97,9 @@ class Solver:
 
     def run(self) -> Found:
         found = self._over_all()
-        if not self.downsets.is_complete:
-            return found._replace(least_seconds=min(self._least_of_any(), found.fastest))
-        return found
+        if self.downsets.windows is None:
+            return found
+        return found._replace(least_seconds=min(self._least_of_any(self.downsets.windows), found.fastest))
 
     def _over_all(self) -> Found:
         """The best stages over all downsets that are listed."""
@@ -203,10 +206,13 @@ class Solver:
         cheapest = np.argsort(self.downsets.cuts[0, chosen[kept]], kind="stable")[: min(most, _PROMISING)]
         return np.union1d(plan, kept[cheapest])
 
-    def _least_of_any(self) -> float:
-        """What no plan at all can be below, whichever downsets it uses: the work divided at will."""
-        seconds = float(self.downsets.totals[0, -1])
-        return seconds / sum(device.speed for device in self.topology.devices)
+    def _least_of_any(self, windows: "Windows") -> float:
+        """What no plan at all can be below, whichever downsets it uses."""
+        before, until = (self._busy_of(*totals[:2]) for totals in (windows.most, windows.least))
+        bound = LooseBound(before, until, self._links(windows.cuts))
+        at_will = self.downsets.totals[0, -1] / sum(device.speed for device in self.topology.devices)
+        least = least_seconds(bound, len(self.topology.devices), _CLOSE, math.inf) / (1 + _CLOSE)
+        return max(float(at_will), least)
 
     def _least_between_groups(self) -> float:
         """A bound that takes each group of the outermost level for one device, as fast as all of its own."""
@@ -219,7 +225,7 @@ class Solver:
         )
         seconds, parameters = self.downsets.totals[:2]
         busy = seconds / max(speeds) + np.outer(all_reduce, parameters)
-        bound = LooseBound(busy, self._links(cuts))
+        bound = LooseBound(busy, busy, self._links(cuts))
         return least_seconds(bound, num_groups, _CLOSE, math.inf) / (1 + _CLOSE)
 
     def _costs(self, kept: Indices) -> StageCosts:
@@ -233,7 +239,7 @@ class Solver:
     @property
     def _containment_is_exact(self) -> bool:
         restricted = self.limits_memory or self.every_device
-        return self.downsets.is_complete and self._devices_are_simple and not restricted
+        return self.downsets.windows is None and self._devices_are_simple and not restricted
 
     @property
     def _devices_are_simple(self) -> bool:
@@ -255,7 +261,7 @@ class Solver:
 
     @property
     def _loose_bound(self) -> LooseBound:
-        return LooseBound(self._busy, self._links(self.downsets.cuts.min(axis=0)))
+        return LooseBound(self._busy, self._busy, self._links(self.downsets.cuts.min(axis=0)))
 
     def _pair_bound(self, chosen: Indices) -> PairBound:
         everything = np.arange(len(chosen))
@@ -270,7 +276,10 @@ class Solver:
 
     @property
     def _busy(self) -> Vector:
-        seconds, parameters = self.downsets.totals[:2]
+        return self._busy_of(*self.downsets.totals[:2])
+
+    def _busy_of(self, seconds: Vector, parameters: Vector) -> Vector:
+        """At best, for 1 or more replicas, times the replicas."""
         busy: Vector = seconds / self._fastest + np.outer(self._all_reduce(), parameters)
         return busy
 

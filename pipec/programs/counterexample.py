@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from pipec.ir import Compute, Placement, num_ranks
+from pipec.ir import Compute, Placement, count_ranks
 from pipec.ir.text import PHASE_LETTERS
 
 _RANKS_AROUND = 2
@@ -22,7 +22,7 @@ def counterexample(
     middle = min(marked.values())
     first = max(middle - _CELLS_AROUND, 0)
     last = max(max(marked.values()), middle) + _CELLS_AROUND + 1
-    several = num_ranks(placement) < len(placement)
+    several = count_ranks(placement) < len(placement)
     rows = []
     for rank in ranks:
         cells = orders[rank][first : min(last, first + 4 * _CELLS_AROUND)]

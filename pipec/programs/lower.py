@@ -1,17 +1,17 @@
 """Lowering: from a compute-only schedule to the program of each rank, with communication, buffers and frees.
 
-The positions of all ranks are put into one linear order: that in which their cells end when forward,
-input gradient and weight gradient take one unit of time each and messages take none. A message is sent
-right after the cell that makes it, and its receive is posted no later in that order. Whatever an
-instruction waits for thus comes before it in one order over all ranks, so the programs cannot deadlock,
-not even if every send waited for its receive.
+Lowering puts the positions of all ranks into one linear order. In it, cells stand as they end when forward,
+input gradient and weight gradient take one unit of time each and messages take none. A message is sent right
+after the cell that makes it, and its receive is posted no later in that order. So whatever an instruction
+waits for comes before it in one order over all ranks, and the programs cannot deadlock, not even if every
+send waited for its receive.
 
-Receives are posted one compute earlier where that rule alone would post them directly before their
-reader, because a transfer runs beside a compute only if its receive was posted before the compute began.
-On each directed channel between two ranks receives are posted in the order of the sends.
+A transfer runs beside a compute only if its receive was posted before the compute began. Where the rule above
+would post a receive directly before its reader, it is therefore posted one compute earlier. On each directed
+channel between two ranks, receives are posted in the order of the sends.
 
-Everything is worked out on columns of numbers, a rank or a link at a time: a step may have millions of
-instructions.
+A step may have millions of instructions, so everything is worked out on columns of numbers, a rank or a link
+at a time.
 """
 
 from collections import defaultdict
@@ -43,9 +43,9 @@ def chain_links(num_stages: int, training: bool = True) -> tuple[Link, ...]:
 def lower(schedule: Schedule, links: Sequence[Link], recompute: Collection[int] = ()) -> tuple[Program, ...]:
     """One program per rank: ``schedule`` with the communication that ``links`` ask for.
 
-    Weights are lent first, then comes the work of the microbatches; weight gradients and results leave
-    when their rank has computed its last cell. Stages in ``recompute`` replay their forward directly
-    before the backward, or its input half, of each microbatch.
+    Weights are lent first, and then the microbatches are worked on. Weight gradients and results leave when
+    their rank has computed its last cell. Stages in ``recompute`` replay their forward directly before the
+    backward, or its input half, of each microbatch.
 
     Raises:
         VerifyError: a cell is missing, doubled or on the wrong rank, or cells wait for each other.
@@ -78,10 +78,10 @@ def lower(schedule: Schedule, links: Sequence[Link], recompute: Collection[int] 
 
 @dataclass(frozen=True)
 class _Traffic:
-    """A route, with the positions of what makes and what reads each of its messages.
+    """A route, with the positions of the cells that make and that read each of its messages.
 
-    Positions count the cells of a rank from 1. 0 is the start of its program, where weights leave, and the
-    one after its last cell the end, where messages that are read when the program is over leave.
+    Positions count the cells of a rank from 1. Position 0 is the start of its program, where weights leave.
+    The position after the last cell is the end, where messages leave that are read after the program.
     """
 
     route: Route
@@ -103,7 +103,7 @@ def _traffic(index: OrderIndex, route: Route) -> _Traffic:
 
 
 def _ends(index: OrderIndex, traffic: Sequence[_Traffic]) -> list[Ints]:
-    """When each position of each rank ends, its start and its end included."""
+    """For each rank, when each of its positions ends, from the start of its program to its end."""
     read = [each for each in traffic if each.route.link.payload.per_microbatch]
     nothing = np.empty(0, np.int32)
     readers = [index.cell_numbers(each.route.target, each.readers) for each in read]
@@ -147,7 +147,7 @@ def _joined(blocks: Sequence[_Block]) -> _Block:
 
 
 def _in_order(blocks: Mapping[Kind, _Block]) -> Ints:
-    """The rows of all blocks by position, at each position by kind, otherwise in the order they are in."""
+    """The rows of all blocks, sorted by position and then by kind. The sort is stable."""
     ordered = [blocks[kind] for kind in Kind]
     keys = [block.positions * len(ordered) + number for number, block in enumerate(ordered)]
     order = np.argsort(np.concatenate(keys), kind="stable")
@@ -155,10 +155,11 @@ def _in_order(blocks: Mapping[Kind, _Block]) -> Ints:
 
 
 def _receives(ends: Sequence[Ints], rank: int, arriving: Sequence[_Traffic]) -> _Block:
-    """What ``rank`` receives, posted where it has come when the message is sent.
+    """The receives of ``rank``, each at the position where it is posted, in the order of the sends.
 
-    Or before the position before the reader if that is earlier; only weights are received before the
-    weights that the rank lends. In the order of the sends, so that each channel keeps its order.
+    A receive is posted at the position that the rank has reached when the message is sent, or one position
+    before its reader if that is earlier. Nothing but weights is received at position 0, where the rank lends
+    its own weights.
     """
     blocks, order = [], []
     for each in arriving:
@@ -182,7 +183,7 @@ def _receives(ends: Sequence[Ints], rank: int, arriving: Sequence[_Traffic]) -> 
 
 
 def _sends(leaving: Sequence[_Traffic]) -> _Block:
-    """What a rank sends or moves, each directly after the cell that makes it."""
+    """The sends and moves of a rank, each directly after the cell that makes its values."""
     blocks = []
     for each in leaving:
         route = each.route
@@ -195,7 +196,7 @@ def _sends(leaving: Sequence[_Traffic]) -> _Block:
 
 
 def _computes(index: OrderIndex, rank: int, recompute: Collection[int]) -> _Block:
-    """The cells of a rank, the backwards of stages in ``recompute`` each after a replay of its forward."""
+    """The cells of a rank. In stages of ``recompute``, a replay of the forward precedes each backward."""
     cells = index.cells[rank]
     ops = np.array([OP_CODE[Op(phase)] for phase in Phase], np.int32)[cells.phases]
     positions = np.arange(1, len(cells) + 1, dtype=np.int32)

@@ -1,4 +1,4 @@
-"""A schedule's cells by position: where on its rank each runs. Refuses cells that cannot be."""
+"""The cells of a schedule by position: where each runs on its rank. Cells that cannot be are refused."""
 
 from collections.abc import Sequence
 
@@ -14,8 +14,9 @@ class OrderIndex:
     """The cells of a schedule, numbered rank by rank, and the positions of each rank's from 1.
 
     Raises:
-        VerifyError: a cell is of a stage or microbatch that the schedule has not, is on a rank that does not
-            hold its stage, or is there twice.
+        VerifyError: a cell names a stage or microbatch that the schedule does not have, is on a rank that
+        does
+            not hold its stage, or stands twice.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -43,7 +44,7 @@ class OrderIndex:
         return positions + (self.first_cells[rank] - 1)
 
     def positions_of(self, link: Link, phases: Sequence[Phase], stage: int) -> Ints:
-        """Where the first of ``phases`` that runs is, for each microbatch of a stage that ``link`` joins."""
+        """For each microbatch, the position of the first of ``phases`` that a stage of ``link`` runs."""
         found: Ints = np.zeros(self.schedule.num_microbatches, np.int32)
         for phase in phases:
             found = np.where(found, found, self.positions[PHASES.index(phase), stage])

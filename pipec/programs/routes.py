@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipec.ir import Link, Payload, Placement, num_ranks, ranks_of
+from pipec.ir import Link, Payload, Placement, count_ranks, ranks_of
 from pipec.ir.columns import Ints, ranks_by_microbatch
 
 
@@ -47,4 +47,4 @@ def targets(link: Link, placement: Placement) -> Sequence[int]:
     if link.payload is not Payload.RESULT:
         return ranks_of(placement, link.target)
     first = ranks_of(placement, link.source)[0]
-    return [rank for rank in range(num_ranks(placement)) if rank != first]
+    return [rank for rank in range(count_ranks(placement)) if rank != first]

@@ -34,9 +34,9 @@ class Deliveries:
 
 @dataclass(frozen=True)
 class StepIndex:
-    """Programs and what they should carry out: stages placed on ranks, links, microbatches and limits.
+    """Programs and what they should carry out: the placement of stages, links, microbatches and limits.
 
-    ``recompute`` are the stages that replay their forward; ``limits[rank]`` bounds what is in flight.
+    The stages in ``recompute`` replay their forward. ``limits[rank]`` bounds what is in flight.
     """
 
     programs: Sequence[Program]
@@ -56,12 +56,12 @@ class StepIndex:
 
     @cached_property
     def ranks(self) -> Ints:
-        """``[stage, microbatch]``: the rank that should run it."""
+        """At [stage, microbatch], the rank that should run it."""
         return ranks_by_microbatch(self.placement, self.num_microbatches)
 
     @cached_property
     def columns(self) -> Sequence[Instructions]:
-        """The instructions of each rank; a link number beyond ``links`` is of a foreign one."""
+        """The instructions of each rank. Link numbers beyond ``links`` are of foreign links."""
         return [Instructions.of(program.instructions, self.links) for program in self.programs]
 
     @cached_property
@@ -71,12 +71,12 @@ class StepIndex:
 
     @cached_property
     def numbers(self) -> Ints:
-        """``[op, stage, microbatch]``: the number of the last such compute, or first free, or -1."""
+        """At [op, stage, microbatch], the number of the last such compute or the first free, or -1."""
         return self._found[0]
 
     @cached_property
     def counts(self) -> Ints:
-        """``[op, stage, microbatch]``: how many such computes and frees there are."""
+        """At [op, stage, microbatch], how many such computes or frees there are."""
         return self._found[1]
 
     @cached_property
@@ -93,7 +93,10 @@ class StepIndex:
 
     @cached_property
     def transfers(self) -> Mapping[tuple[Op, int, int, int], tuple[Ints, Ints]]:
-        """By op, link number, sending and receiving rank: the microbatches, and the instructions' numbers."""
+        """The microbatches and instruction numbers of each kind of transfer.
+
+        Keys are the op, the number of the link, the sending rank and the receiving rank.
+        """
         found = {}
         for rank, each in enumerate(self.columns):
             for op in (Op.SEND, Op.RECV, Op.MOVE):
@@ -136,9 +139,10 @@ class StepIndex:
         return self.numbers[[OP_CODE[Op(phase)] for phase in phases], stage]
 
     def suspect(self, found: Sequence[int], rank: int, stage: int, microbatch: int) -> Site | None:
-        """Where to look on ``rank`` when something was ``found`` too often, or not at all.
+        """Where to look on ``rank`` when something was ``found`` too often or not at all.
 
-        That is the last of what was found, the last compute of the cell, or the last line of the rank.
+        It is the last instruction that was found, else the last compute of the stage and microbatch, else the
+        last instruction of the rank.
         """
         codes = [OP_CODE[op] for op in COMPUTES]
         computed = int(self.numbers[codes, stage, microbatch].max()) if min(stage, microbatch) >= 0 else -1

@@ -1,8 +1,8 @@
 """Static verification: the programs compute everything once, in order, without deadlock and within memory.
 
-The verifier is data: ``RULES`` lists one small function per rule, which yields the faults it finds. A
-rule may rely on those before it. The rules know what programs mean, and nothing of how they were made.
-They look at whole columns of instructions and spell out only what they find wrong.
+The verifier is data: ``RULES`` lists one small function per rule, which yields the faults that it finds. A
+rule may rely on the rules before it. The rules know what programs mean and nothing of how they were made.
+They look at whole columns of instructions, and put only what is wrong into words.
 """
 
 from collections import defaultdict
@@ -18,7 +18,7 @@ from pipec.ir import (
     Op,
     Payload,
     Program,
-    num_ranks,
+    count_ranks,
     rank_of,
     stages_on,
 )
@@ -61,9 +61,9 @@ def verify_programs(
 
 @dataclass(frozen=True, slots=True)
 class _Fault:
-    """What is wrong, and the instruction to look at; no instruction if the programs as a whole are wrong.
+    """What is wrong, and the instruction to look at. There is none if the programs are wrong as a whole.
 
-    ``others`` are the instructions of other ranks that are wrong with it.
+    ``others`` are instructions of other ranks that are part of the fault.
     """
 
     site: Site | None
@@ -85,7 +85,7 @@ def _explain(step: StepIndex, fault: _Fault) -> str:
 
 
 def _place(columns: Instructions, number: int) -> int:
-    """Which compute of its rank an instruction belongs to: itself, or the next one, or the last."""
+    """The compute of its rank that an instruction belongs to: itself, else the next one, else the last."""
     computes = columns.is_compute
     return max(min(int(computes[:number].sum()), int(computes.sum()) - 1), 0)
 
@@ -93,7 +93,7 @@ def _place(columns: Instructions, number: int) -> int:
 def _fits_plan(step: StepIndex) -> Iterator[_Fault]:
     """Programs are of the plan's ranks, and every field of every instruction fits the plan."""
     ranks = [program.rank for program in step.programs]
-    if ranks != list(range(num_ranks(step.placement))):
+    if ranks != list(range(count_ranks(step.placement))):
         yield _Fault(None, f"programs are of ranks {ranks}; expected one for each rank of {step.placement}")
     for link in step.links:
         ends = (link.source,) if link.payload is Payload.RESULT else (link.source, link.target)
@@ -108,7 +108,11 @@ def _fits_plan(step: StepIndex) -> Iterator[_Fault]:
 
 
 def _first_of_each_kind(step: StepIndex, columns: Instructions) -> Sequence[int]:
-    """The first of the instructions that fit or misfit alike: they differ in microbatch and slot alone."""
+    """The first instruction of each kind. Instructions of a kind fit the plan alike.
+
+    They may differ in their microbatch and slot, as long as both are within the plan's bounds or both are
+    not.
+    """
     microbatch = np.digitize(columns.microbatches, [-1, 0, step.num_microbatches])
     fields = (
         (columns.stages, -2, len(step.placement)),
@@ -336,7 +340,7 @@ def _finishes(step: StepIndex) -> Iterator[_Fault]:
 
 
 def _waits(deliveries: Sequence[Deliveries]) -> Waits:
-    """Sends wait for their receives, and what reads a message for its send."""
+    """Every send waits for its receive, and every reader of a message waits for its send."""
     parts: list[tuple[Ints, ...]] = []
     for each in deliveries:
         if each.route.crosses_ranks:

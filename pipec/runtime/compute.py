@@ -1,4 +1,4 @@
-"""What surrounds the call of a phase function: fetching its arguments and keeping what it returns."""
+"""Around the call of a phase function: its arguments are fetched, and what it returns is kept."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,9 +12,10 @@ Take = Callable[[], Sequence[Any]]
 
 
 def bind_phase(phase: Phase, stage: BoundStage, microbatch: int, take: Take, results: Results) -> Action:
-    """The call that runs ``phase`` of ``stage`` on ``microbatch``. ``take`` returns the arguments.
+    """The action that runs ``phase`` of ``stage`` on ``microbatch``. ``take`` returns the arguments.
 
-    A tuple of gradients is let go of before they are added, so that a gradient nobody else holds can be kept.
+    Gradients are handed over in a list that replaces the tuple a function returned. Nothing but the list then
+    holds them, and ``GradientSum`` keeps the memory of such a gradient instead of copying it.
     """
     frame = stage.frames[microbatch]
     function = getattr(stage.code, phase)
@@ -42,11 +43,11 @@ def bind_phase(phase: Phase, stage: BoundStage, microbatch: int, take: Take, res
         gradients = function(*take())
         stage.gradients.add(gradients := [*gradients])
 
-    calls = {
+    actions = {
         Phase.FORWARD: forward,
         Phase.RECOMPUTE: recompute,
         Phase.BACKWARD: backward,
         Phase.BACKWARD_INPUT: backward_input,
         Phase.BACKWARD_WEIGHT: backward_weight,
     }
-    return calls[phase]
+    return actions[phase]

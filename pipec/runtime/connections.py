@@ -1,6 +1,6 @@
 """Point-to-point connections between the ranks of a process group: gloo for CPU, NCCL for CUDA tensors.
 
-Both raise the same errors: ``TimeoutError`` when nothing happened for too long, ``ConnectionError`` when the
+Both raise the same errors: ``TimeoutError`` when a message takes too long, and ``ConnectionError`` when the
 other side is gone or has closed.
 """
 
@@ -20,30 +20,32 @@ Direction = tuple[int, int]
 
 
 class Connections(Protocol):
+    """One rank's connections to the others."""
+
     def open(self, directions: Iterable[Direction]) -> None:
-        """Connect these ranks; every rank calls it with the same directions."""
+        """Connect these ranks. Every rank calls this with the same directions."""
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
-        """Start to send contiguous tensors, which are kept alive until they have left."""
+        """Start to send contiguous tensors, and keep them alive until they have left."""
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
         """Start to receive into ``tensor``."""
 
     def wait(self, work: dist.Work) -> None:
-        """Until what was received may be read by whatever this thread launches next."""
+        """Wait until the operators that this thread launches next may read what was received."""
 
     def drain(self) -> None:
-        """Until everything sent and received is over."""
+        """Wait until every message is over."""
 
     def close(self) -> None:
-        """For good. Every other rank that waits for this one notices."""
+        """Close all connections for good. Every other rank that waits for this one notices."""
 
 
 class GlooConnections:
-    """One group of all ranks: messages between two of them that differ in tag do not wait for each other.
+    """One group of all ranks. Messages between two ranks do not wait for each other if their tags differ.
 
-    gloo tells only those who wait that a send is over. A send therefore first waits for an earlier one of
-    its peer and tag: so much earlier that it is over unless the peer is far behind.
+    gloo tells that a send is over only to those who wait for it. Before a message is sent, the last but one
+    of the same peer and tag is therefore waited for. It is over already, unless the peer is far behind.
     """
 
     def __init__(self, rank: int, num_ranks: int, timeout: float) -> None:
@@ -52,7 +54,7 @@ class GlooConnections:
         self._sends: dict[tuple[int, int], deque[_Message]] = defaultdict(deque)
 
     def open(self, directions: Iterable[Direction]) -> None:
-        """Nothing to do: gloo connects all ranks of a group when it is made."""
+        """Do nothing: gloo connected all ranks when it made the group."""
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
         under_way = self._sends[peer, tag]
@@ -78,9 +80,9 @@ class GlooConnections:
                     _wait(under_way.popleft())
 
     def close(self) -> None:
-        """A receive that times out closes every connection of its group, whatever else is under way on it.
+        """Let a receive from each peer time out: gloo then closes every connection of the group.
 
-        ``abort`` and ``shutdown`` of a gloo group do not (torch 2.13).
+        ``abort`` and ``shutdown`` of a gloo group close nothing (torch 2.13).
         """
         for peer in self._peers:
             with contextlib.suppress(RuntimeError):
@@ -104,7 +106,7 @@ _Message = list[tuple[dist.Work, Tensor]]
 """The tensors of one message and their sends."""
 
 _MOST_UNDER_WAY = 2
-"""Messages of one peer and tag: one that the peer now reads, and one that comes early."""
+"""How many messages of one peer and tag are sent at a time: one that the peer reads now, and the next."""
 
 
 def _wait(message: _Message) -> None:
@@ -113,11 +115,13 @@ def _wait(message: _Message) -> None:
 
 
 class NcclConnections:
-    """A group of two ranks per direction: NCCL has no tags, and matches a group's messages in order.
+    """A group of two ranks for every direction.
 
-    A message thus waits for those of its own direction alone, whose order is the same on both sides.
-    Waiting happens on the stream; the host waits in ``drain`` only, and there also sees, through
-    ``is_failed``, that another rank has failed.
+    NCCL has no tags and matches the messages of a group in order. With a group of its own, a direction's
+    messages wait for each other alone, and both ranks have them in the same order.
+
+    A wait for a message happens on the GPU's stream. The host waits in ``drain`` only; there it also asks
+    ``is_failed`` whether another rank has failed.
     """
 
     def __init__(
@@ -131,9 +135,12 @@ class NcclConnections:
         self._pending: deque[tuple[dist.Work, Tensor]] = deque()
 
     def open(self, directions: Iterable[Direction]) -> None:
-        """Also sends a first message, everywhere in the same order: the first use of a group blocks."""
+        """Make the groups, and send a first message over each: the first use of a group blocks.
+
+        All ranks do so in the same order, so that none blocks on a group that the other comes to later.
+        """
         for direction in sorted(set(directions) - self._groups.keys()):
-            # NCCL's own watchdog ends the process: it must not be faster than `drain`.
+            # NCCL's own watchdog ends the process, so it must be slower than `drain`.
             group = dist.new_group(list(direction), timedelta(seconds=2 * self._timeout), "nccl")
             self._groups[direction] = group
             if self._rank in direction:
@@ -165,7 +172,7 @@ class NcclConnections:
             time.sleep(_POLL_SECONDS)
 
     def close(self) -> None:
-        """Aborts kernels that wait for a peer; peers abort theirs when they see that this rank failed."""
+        """Abort the kernels that wait for a peer. Peers abort theirs when they see that this rank failed."""
         for group in self._groups.values():
             group.abort()
         self._pending.clear()
@@ -183,7 +190,7 @@ class NcclConnections:
         self._pending.append((work, tensor))
 
     def _reap(self) -> bool:
-        """Let go of the messages that are over, oldest first; True while there are others."""
+        """Let go of the messages that are over, oldest first. Returns whether others are left."""
         while self._pending and self._pending[0][0].is_completed():
             self._pending.popleft()
         return bool(self._pending)

@@ -1,11 +1,11 @@
 """The transport between processes, over torch.distributed: gloo for CPU ranks, NCCL for CUDA ranks.
 
-The connections are the transport's own: they share nothing with the process group that was found but its
-members and its store, and can be closed without closing that.
+The transport makes connections of its own. From the default process group it takes the members and the
+store alone, so that closing the connections leaves that group open.
 
-A rank that fails writes why into the store, then closes its connections. Closed connections are what the
-others notice, at once and wherever they wait; the store then tells them what happened. A process that dies
-closes its connections too, and leaves nothing in the store.
+A rank that fails writes its reason into the store and then closes its connections. The others notice the
+closed connections at once, wherever they wait, and read the reason in the store. A process that dies closes
+its connections too, but leaves no reason.
 """
 
 import contextlib
@@ -37,15 +37,18 @@ from pipec.runtime.transport import Receiver, Send
 T = TypeVar("T")
 
 _transport_numbers = itertools.count()
-"""Keep apart what several transports of one process write into the store. All ranks count alike."""
+"""Numbers the transports of a process, so that each writes to its own part of the store.
+
+The number means the same transport on every rank, because all ranks make theirs in the same order.
+"""
 
 
 class TorchDistributed:
-    """This process's rank. Every rank makes its transports in the same order, and calls ``connect`` alike.
+    """The transport of this process's rank. All ranks make theirs, and call ``connect``, in the same order.
 
-    Uses the default process group if there is one, else makes it from the environment that ``torchrun``
-    sets. A wait that lasts longer than ``timeout`` seconds is an error. After an error the transport stays
-    closed; the process group it found does not.
+    It uses the default process group; if there is none, it makes one from the environment that ``torchrun``
+    sets. A wait of more than ``timeout`` seconds is an error. After an error the transport stays closed,
+    while the process group stays usable.
     """
 
     def __init__(self, device: torch.device, timeout: float = 300.0) -> None:
@@ -70,10 +73,10 @@ class TorchDistributed:
         self._connections.open(_directions(programs))
 
     def agree(self, text: str) -> None:
-        """Check that every rank calls this with the same text: the plan, its programs and the stage sources.
+        """Check that every rank calls this with the same text.
 
         Raises:
-            TransportError: some ranks hold another text, or did not answer; raised on every rank alike.
+            TransportError: some ranks hold another text, or did not answer. Every rank raises it.
         """
         _check_equal(self.gather(hashlib.sha256(text.encode()).hexdigest()))
 
@@ -97,9 +100,9 @@ class TorchDistributed:
         return [self._store.get(key).decode() for key in keys]
 
     def once(self, request: str, make: Callable[[], T]) -> T:
-        """``make()`` on rank 0, for every rank: they share one result, or one error.
+        """Call ``make`` on rank 0 alone; every rank returns its result, or raises its error.
 
-        Every rank calls this with the same ``request``, or all of them raise TransportError.
+        If the ranks do not all call this with the same ``request``, all of them raise TransportError.
         """
         self.agree(request)
         key = f"made/{next(self._made)}"
@@ -134,7 +137,7 @@ class TorchDistributed:
             connections.drain()
 
     def fail(self, error: BaseException) -> None:
-        """Write down why, then close. What the first rank to fail writes is what all others read."""
+        """Write the reason into the store, unless another rank failed before; then close."""
         text = str(error) if isinstance(error, PipecError) else f"rank {self.rank}: {error!r}"
         with contextlib.suppress(RuntimeError):  # the process that holds the store may be gone
             self._store.compare_set(_FAILURE, "", text)
@@ -142,7 +145,7 @@ class TorchDistributed:
 
     @contextlib.contextmanager
     def explaining(self, doing: str) -> Iterator[Connections]:
-        """The connections; their errors become a ``TransportError`` that tells what was being done."""
+        """Give the connections, and turn their errors into a TransportError that tells what was going on."""
         try:
             yield self._connections
         except (TimeoutError, ConnectionError) as error:
@@ -167,7 +170,7 @@ class TorchDistributed:
 _FAILURE = "failure"
 
 _LONGEST_MAKE = timedelta(hours=6)
-"""How long ranks wait for what rank 0 makes. Should it die, its store goes with it and they wait no more."""
+"""How long ranks wait for what rank 0 makes. If rank 0 dies, its store dies too and ends the wait."""
 
 
 def _outcome(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
@@ -180,7 +183,7 @@ def _outcome(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 class _Receiver:
-    """A receive into buffers that are shared with the other receives into the same slot."""
+    """One receive instruction. All receives into the same slot share its buffers."""
 
     def __init__(
         self, transport: TorchDistributed, instruction: Instruction, tag: int, buffers: Sequence["_Buffer"]
@@ -208,7 +211,7 @@ class _Receiver:
 
 
 class _Buffer:
-    """Memory for one received value, used again as soon as nobody holds what it held before."""
+    """Memory for one received value. It is used again as soon as nobody holds the value it had before."""
 
     def __init__(self, value: Value, device: torch.device) -> None:
         self._value = value
@@ -216,7 +219,7 @@ class _Buffer:
         self._memory = torch.empty(0)
 
     def view(self, size: int) -> Tensor:
-        """A tensor of the value's shape for ``size`` samples, its contents undefined."""
+        """A tensor of the value's shape for ``size`` samples, with undefined contents."""
         shape = [evaluate_dim(dim, size) for dim in self._value.shape]
         count = math.prod(shape)
         if self._memory.numel() < count or not is_exclusive(self._memory):
@@ -242,7 +245,7 @@ def _directions(programs: Sequence[Program]) -> set[Direction]:
 
 
 def _check_equal(digests: Sequence[str]) -> None:
-    """Raise ``TransportError`` if the ranks, whose digests these are, do not all hold the same text."""
+    """Raise TransportError unless the ranks' digests of their texts are all equal."""
     holders = defaultdict(list)
     for rank, digest in enumerate(digests):
         holders[digest].append(rank)

@@ -1,4 +1,4 @@
-"""Random operators as generated code calls them: with an explicit generator, whoever else draws."""
+"""Random operators as generated code calls them: each draws from a generator that it is given."""
 
 import threading
 from collections.abc import Callable
@@ -11,7 +11,7 @@ _default_generator = threading.Lock()
 
 
 def dropout(input: Tensor, p: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """As ``aten.native_dropout(input, p, True)``: the scaled output, and the mask of what is kept."""
+    """``aten.native_dropout(input, p, True)``: the scaled output, and the mask of what is kept."""
     mask = torch.empty_like(input, dtype=torch.bool)
     if p == 1.0:
         mask.zero_()
@@ -21,7 +21,10 @@ def dropout(input: Tensor, p: float, generator: torch.Generator) -> tuple[Tensor
 
 
 def draw(generator: torch.Generator, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a random operator that takes no generator: the device's default one is lent the state."""
+    """Call a random operator that takes no generator.
+
+    It draws from the device's default generator, which has the state of ``generator`` during the call.
+    """
     device = generator.device
     with _default_generator:
         if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""The ranks of this process, and one compiled artifact made ready to run on them."""
+"""The ranks of this process, and an artifact linked on them, ready to run."""
 
 import functools
 import json
@@ -21,9 +21,10 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """Which ranks run in this process, on which devices, and how they reach the others.
+    """Which ranks run in this process, on which devices, and over which transport they reach the others.
 
-    Raises InputError when ``devices`` contradicts the number of processes that were started.
+    Raises:
+        InputError: ``devices`` contradicts the number of processes that were started.
     """
 
     def __init__(self, devices: Devices, timeout: float) -> None:
@@ -56,7 +57,7 @@ class Ranks:
         return int(shared)
 
     def once(self, request: str, make: Callable[[], T]) -> T:
-        """``make()``, run by one process for all of them; an error it raises is raised in each."""
+        """Call ``make`` in one process; every process returns its result, or raises its error."""
         return self.distributed.once(request, make) if self.world.distributed else make()
 
     def gathered(self, steps: Sequence[RecordedStep]) -> list[RecordedStep]:
@@ -78,7 +79,8 @@ class Execution:
 
     ``parameters`` and ``buffers`` hold the tensors of those ranks' stages by FQN, on their devices.
 
-    Raises TransportError on every rank when the ranks do not hold the same artifact.
+    Raises:
+        TransportError: the ranks do not all hold the same artifact. Every rank raises it.
     """
 
     def __init__(
@@ -118,9 +120,15 @@ class Execution:
         step: int,
         recorded: list[RecordedStep] | None = None,
     ) -> dict[str, Tensor]:
-        """One step over flattened arguments with ``sum(sizes)`` of the ``batch`` rows; results by name.
+        """Run one step; returns its results by name.
 
-        ``recorded`` gets the times of the step, if it succeeds, on the ranks of this process.
+        Args:
+            leaves: The flattened arguments of the step.
+            sizes: How many rows each microbatch has.
+            batch: How many rows the whole mini-batch has. ``leaves`` may be only some of them.
+            seed: Seeds the random operators, together with ``step``.
+            step: The number of the step.
+            recorded: If the step succeeds, its times on the ranks of this process are appended.
         """
         microbatches = self._split(leaves, sizes)
         stamps: dict[int, Stamps] = {} if recorded is None else {rank: [] for rank in self._ranks.devices}

@@ -12,10 +12,10 @@ _add_all = torch._foreach_add_
 
 
 class GradientSum:
-    """Adds gradients to ``parameter.grad``, or to private totals for parameters that another stage owns.
+    """Adds gradients to ``parameter.grad``. A parameter that another stage owns has a private total instead.
 
-    ``parameters`` is the stage's ``w``, by reference; ``borrowed`` are the indices of those owned by
-    another stage.
+    ``parameters`` is the very list that the stage passes as ``w``; ``borrowed`` are the indices of the
+    parameters that another stage owns.
     """
 
     def __init__(self, parameters: Sequence[Tensor], borrowed: Collection[int]) -> None:
@@ -35,7 +35,10 @@ class GradientSum:
         self._totals = []
 
     def add(self, gradients: list[Tensor | None]) -> None:
-        """Add one microbatch's gradients, aligned with ``parameters``; takes first ones out of the list."""
+        """Add one microbatch's gradients, aligned with ``parameters``; None stands for no gradient.
+
+        A parameter's first gradient is taken out of the list, so that its memory can become the total.
+        """
         totals, terms = [], []
         for index, total in enumerate(self._totals):
             gradient = gradients[index]
@@ -51,7 +54,7 @@ class GradientSum:
             _add_all(totals, terms)
 
     def add_one(self, index: int, gradient: Tensor) -> None:
-        """Add the gradient that another stage summed for a parameter it borrowed from this one."""
+        """Add what another stage has summed for a parameter that it borrowed from this one."""
         gradients: list[Tensor | None] = [None] * len(self._totals)
         gradients[index] = gradient
         self.add(gradients)

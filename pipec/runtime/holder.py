@@ -1,4 +1,4 @@
-"""A module tree that holds chosen tensors of a model under their original names, and none of its code."""
+"""A tree of modules that holds tensors of a model under their original names, and none of its code."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class ModelTensors:
-    """The tensors of a model by FQN. ``canonical`` maps the names of a tied tensor to the first of them."""
+    """The tensors of a model by FQN. ``canonical`` maps each name of a tied tensor to its first name."""
 
     parameters: dict[str, nn.Parameter]
     buffers: dict[str, Tensor]
@@ -27,10 +27,10 @@ class ModelTensors:
 
 
 def hold(module: nn.Module, tensors: ModelTensors, copies: bool) -> None:
-    """Register all tensors in ``module``, tied names sharing one object.
+    """Register all tensors in ``module``. The names of a tied tensor share one object.
 
-    ``copies``: new Parameter and buffer objects over the same memory, so that dropping or moving them
-    leaves the model alone.
+    With ``copies``, the module holds new Parameter and buffer objects over the same memory; dropping or
+    moving them leaves the model as it is.
     """
     made: dict[str, Tensor] = {}
     for fqn, tensor in {**tensors.parameters, **tensors.buffers}.items():
@@ -64,8 +64,11 @@ def _alias(tensor: Tensor) -> Tensor:
 
 
 def _owner(module: nn.Module, fqn: str) -> tuple[nn.Module, str]:
-    """The container of a tensor, made on the way. Writes to the registry itself: a model may have a child
-    called ``step`` or ``plan``, which as an attribute belongs to the pipeline."""
+    """The module that holds a tensor, and the tensor's name there. Modules on the way to it are made.
+
+    They are written into the registry and not set as attributes: a model may have a child called ``step`` or
+    ``plan``, and the attributes of that name belong to the pipeline.
+    """
     *path, leaf = fqn.split(".")
     for name in path:
         child = module._modules.get(name)

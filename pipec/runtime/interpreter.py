@@ -1,7 +1,7 @@
 """The interpreter: runs the program of one rank, step after step.
 
-Whatever can be decided is decided once, when the program is linked: see ``pipec.runtime.linker``. A step
-fills the frames of its microbatches and then makes the linked calls, one after the other.
+Everything that can be decided before a step is decided once, when ``pipec.runtime.linker`` links the program.
+A step then fills the frames of its microbatches and runs the linked actions, one after the other.
 """
 
 import functools
@@ -29,8 +29,8 @@ _NUM_LINES = 5
 class Interpreter:
     """Executes ``program`` on ``device``.
 
-    ``stages`` holds at least the rank's own stages; ``parameters`` and ``buffers``, by FQN, at least
-    their tensors, on ``device``. Gradients are added to ``.grad`` of the parameters.
+    ``stages`` has at least the rank's own stages. ``parameters`` and ``buffers`` have at least the tensors of
+    those stages by FQN, on ``device``. Gradients are added to ``.grad`` of the parameters.
 
     Raises:
         VerifyError: program, plan and stage code do not fit together.
@@ -60,8 +60,8 @@ class Interpreter:
         self._rank = Rank(plan, self._stages, self._results, {}, [], transport, _loss_of(plan), [0])
         linked = link(program, self._rank)
         self._instructions = [instruction for instruction, _ in linked]
-        self._calls = [call for _, call in linked]
-        self._calls += [transport.finish, *(stage.end_step for stage in self._stages.values())]
+        self._actions = [action for _, action in linked]
+        self._actions += [transport.finish, *(stage.end_step for stage in self._stages.values())]
 
     def run(
         self,
@@ -72,13 +72,18 @@ class Interpreter:
         batch: int | None = None,
         stamps: Stamps | None = None,
     ) -> dict[str, Tensor]:
-        """Execute one step; returns the results of the whole batch by name, on every rank.
-
-        ``microbatches[i]`` holds the model's inputs by name, for ``sizes[i]`` samples. Random operators draw
-        from streams that depend on ``seed``, ``step``, the microbatch and the operator alone. ``batch``: the
-        samples of the whole mini-batch, if these are only some of them. ``stamps`` gets the step's times.
+        """Execute one step. Returns the results of the whole batch by name, on every rank.
 
         A step that fails leaves in ``.grad`` what was added until then, and the model's buffers as they were.
+
+        Args:
+            microbatches: The model's inputs by name, for each microbatch.
+            sizes: The number of samples in each microbatch.
+            seed: Random operators draw from streams that depend on the seed, the step, the microbatch and
+                the operator alone.
+            step: The number of the step.
+            batch: The samples of the whole mini-batch, if the microbatches are only some of them.
+            stamps: The times of the step are appended.
 
         Raises:
             ExecutionError: an instruction failed here or, if every rank is in this process, anywhere.
@@ -126,17 +131,17 @@ class Interpreter:
                     frame["grad_loss"] = _loss_gradient(size / batch, self._rank.loss.dtype, self._device)
 
     def _execute(self) -> None:
-        for position, call in enumerate(self._calls):
+        for position, action in enumerate(self._actions):
             self.position = position
-            call()
+            action()
 
     def _execute_and_stamp(self, stamps: Stamps) -> None:
         offset, clock, arrival = epoch_offset(), time.perf_counter_ns, self._rank.arrival
         num_instructions = len(self._program.instructions)
-        for position, call in enumerate(self._calls):
+        for position, action in enumerate(self._actions):
             self.position = position
             arrival[0] = start = clock()
-            call()
+            action()
             if position < num_instructions:
                 stamps += (start + offset, arrival[0] + offset, clock() + offset)
 
@@ -150,7 +155,7 @@ class Interpreter:
         self._rank.received.clear()
 
     def _describe(self, problem: str) -> str:
-        """The problem after the place where it happened, and before the instructions that led there."""
+        """Where it happened, what the problem is, and the instructions that led there."""
         rank = f"rank {self._program.rank}"
         if self.position < 0:
             return f"{rank}, preparing the step: {problem}"
@@ -161,14 +166,17 @@ class Interpreter:
         return "\n".join([f"{where}: {problem}", *self._last_lines(instruction)])
 
     def _last_lines(self, instruction: Instruction) -> list[str]:
-        """The program's text up to ``instruction``, which for what is awaited at the end is its receive."""
+        """The program's text up to ``instruction``.
+
+        A message that is awaited only when the program is over counts as its receive instruction.
+        """
         end = self._program.instructions.index(instruction) + 1
         lines = instruction_lines(self._program)[max(0, end - _NUM_LINES) : end]
         return [f"last instructions of rank {self._program.rank}:", *(f"    {line}" for line in lines)]
 
 
 def _results_of(plan: Plan, stages: Collection[int]) -> list[Value]:
-    """The results that these stages make."""
+    """The results of the step that these stages make."""
     return [
         value
         for link in plan.links

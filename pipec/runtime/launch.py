@@ -1,7 +1,7 @@
 """Which ranks this process runs, and on which devices.
 
-A process started alone runs every rank. Processes started together, by ``torchrun`` or with a process group
-of their own, run one rank each.
+A process that was started alone runs every rank. Processes that were started together, by ``torchrun`` or
+with a process group, run one rank each.
 """
 
 import os
@@ -19,7 +19,7 @@ Devices = int | Sequence[str | torch.device]
 
 @dataclass(frozen=True)
 class World:
-    """This process among those started together. ``distributed``: there are others."""
+    """This process, the ``rank``-th of ``size`` that were started together."""
 
     rank: int
     size: int
@@ -30,7 +30,7 @@ class World:
 
 
 def world() -> World:
-    """From the default process group if there is one, else from the environment that ``torchrun`` sets."""
+    """Ask the default process group if there is one, else the environment that ``torchrun`` sets."""
     if dist.is_available() and dist.is_initialized():
         return World(dist.get_rank(), dist.get_world_size())
     return World(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
@@ -39,12 +39,12 @@ def world() -> World:
 def resolve_devices(devices: Devices, world: World) -> dict[int, torch.device]:
     """The device of each rank that runs in this process.
 
-    A number of devices means GPUs where CUDA is available and the CPU elsewhere. Ranks of one process share
-    the GPUs round robin where there are fewer than ranks; a process of several takes the GPU
-    ``LOCAL_RANK``. Give a list, such as ``["cpu"] * 4``, to choose otherwise.
+    A number of devices means GPUs where CUDA is available, and the CPU elsewhere. If one process runs all
+    ranks and has fewer GPUs, the ranks share them round robin. If there are several processes, each takes the
+    GPU ``LOCAL_RANK``. Give a list, such as ``["cpu"] * 4``, to choose otherwise.
 
     Raises:
-        InputError: there are no devices, as many as the world has processes, or no GPU for this process.
+        InputError: no device is asked for, or not one for each process, or this process has no GPU.
     """
     count = devices if isinstance(devices, int) else len(devices)
     if count < 1:
@@ -69,7 +69,7 @@ def _local_ranks(count: int, world: World) -> Sequence[int]:
 
 
 def _own_gpu(world: World) -> int:
-    """The GPU of this process: NCCL needs one of its own for each."""
+    """The GPU of this process. NCCL needs each process to have a GPU of its own."""
     local_rank = int(os.environ.get("LOCAL_RANK", world.rank))
     if local_rank >= torch.cuda.device_count():
         raise InputError(

@@ -1,8 +1,8 @@
-"""Linking: every instruction of a program becomes a call without arguments, its every name resolved.
+"""Linking: every instruction of a program becomes an action, a call without arguments.
 
-The linker walks the program once and keeps track of which named values are present, for which stage and
-microbatch, or on their way. A compute that asks for a name nothing provides is refused here; one that asks
-for a value still on its way waits for it, the first reader only. Whoever reads a value last drops it.
+The linker walks the program once. For each stage and microbatch it keeps track of the named values that are
+present or on their way. It refuses a compute that asks for a name nothing provides. The first reader of a
+value that is still on its way waits for it, and the last reader of a value drops it.
 """
 
 import functools
@@ -31,12 +31,12 @@ _SAVING = (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD_INPUT)
 
 @dataclass(frozen=True)
 class Rank:
-    """What the calls of one rank work on.
+    """What the actions of one rank work on.
 
-    ``sizes[mb]`` is the number of samples in a microbatch, set anew for each step, and ``sizes[-1]`` in the
-    batch, so that a link that moves once per step, whose microbatch is -1, finds its size as well.
-    ``received`` are the results of other ranks, ``loss`` is the result that a training step differentiates.
-    ``arrival[0]`` is when a call last had everything it waited for, by ``time.perf_counter_ns``.
+    ``sizes`` is set anew for each step: the number of samples in each microbatch, then that in the batch. A
+    link that moves once per step has microbatch -1, and so finds the size of the batch at ``sizes[-1]``.
+    ``received`` has the results that other ranks made; ``loss`` is the result that training differentiates.
+    ``arrival[0]`` is the time, by ``time.perf_counter_ns``, when an action last had all that it waited for.
     """
 
     plan: Plan
@@ -50,30 +50,30 @@ class Rank:
 
 
 def link(program: Program, rank: Rank) -> list[tuple[Instruction, Action]]:
-    """The calls of a step in order, each with its instruction.
+    """The actions of a step in order, each with its instruction.
 
-    After the program's own calls come those that take in what arrives when it is over: weight gradients
-    and other ranks' results.
+    After the program's own come those that take in what is awaited only when the program is over: weight
+    gradients, and other ranks' results.
 
     Raises:
         VerifyError: a stage lacks a function, or a function asks for a value that is not there.
     """
     linker = _Linker(rank)
-    calls = [(instruction, linker.link(instruction)) for instruction in program.instructions]
+    actions = [(instruction, linker.link(instruction)) for instruction in program.instructions]
     linker.mark_last_readers()
-    return calls + linker.closing
+    return actions + linker.closing
 
 
 @dataclass(eq=False)
 class _Delivery:
-    """Brings received values to their readers. ``call`` is None once a reader is to make it."""
+    """Brings received values to their readers. ``action`` is None once a reader has been found to run it."""
 
-    call: Action | None = None
+    action: Action | None = None
 
     def awaited(self) -> list[Action]:
-        """What the next reader must call first."""
-        call, self.call = self.call, None
-        return [call] if call else []
+        """What the next reader must run first."""
+        action, self.action = self.action, None
+        return [action] if action else []
 
 
 class _Linker:
@@ -100,7 +100,7 @@ class _Linker:
         return self._compute(instruction)
 
     def mark_last_readers(self) -> None:
-        """Tell each call which names to drop; known only once the whole program is linked."""
+        """Tell each action which names to drop, which is known once the whole program is linked."""
         for (_, _, name), names in self._dropped_by.items():
             names.append(name)
 
@@ -146,7 +146,7 @@ class _Linker:
                 self._present[link.target, microbatch][value.name] = delivery
 
     def _source(self, link: Link, microbatch: int) -> Source:
-        """Fetches what a link carries from where it was left."""
+        """The function that fetches what a link carries from where it was left."""
         names = [value.name for value in link.values]
         match link.payload:
             case Payload.ACTIVATION | Payload.GRADIENT:
@@ -161,7 +161,7 @@ class _Linker:
         return lambda: [stage.gradients.take(index) for index in indices]
 
     def _sink(self, link: Link, microbatch: int) -> Sink:
-        """Puts what a link carries where its reader looks for it."""
+        """The function that puts what a link carries to where its reader looks for it."""
         names = [value.name for value in link.values]
         if link.payload is Payload.RESULT:
             received = self._rank.received
@@ -193,7 +193,7 @@ class _Linker:
         return bind_phase(phase, stage, microbatch, take, self._rank.results)
 
     def _note_made(self, stage: int, microbatch: int, phase: Phase) -> None:
-        """What ``phase`` leaves in the frame is present from now on."""
+        """Note that what ``phase`` leaves in the frame is present from now on."""
         present = self._present[stage, microbatch]
         for link in self._rank.plan.links:
             if link.source == stage and link.payload.per_microbatch and phase in link.payload.producers:
@@ -202,7 +202,10 @@ class _Linker:
             present["saved"] = _Delivery()
 
     def _take(self, stage: int, microbatch: int, names: Sequence[str], reader: str) -> Take:
-        """Fetches values from a frame: waits for those on their way, drops those nobody reads later."""
+        """The function that fetches values from a frame.
+
+        It first waits for those still on their way, and afterwards drops those that nobody reads later.
+        """
         waits: list[Action] = []
         dropped: list[str] = []
         for name in names:
@@ -223,7 +226,7 @@ class _Linker:
         self._rank.arrival[0] = time.perf_counter_ns()
 
     def _prepare(self, stage: int, microbatch: int, name: str, reader: str) -> list[Action]:
-        """What makes a value current that every frame has."""
+        """What must run before a value that every frame has is up to date."""
         bound = self._rank.stages[stage]
         if name == "w":
             if unlent := bound.borrowed - self._lent[stage].keys():

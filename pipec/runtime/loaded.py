@@ -21,10 +21,10 @@ from pipec.runtime.launch import Devices
 
 
 def load(directory: str | Path, devices: Devices | None = None, timeout: float = 300.0) -> "LoadedPipeline":
-    """Read what ``Pipeline.save`` wrote. ``devices``: how many, or which; None: one per rank of the plan.
+    """Read what ``Pipeline.save`` wrote.
 
-    Tensors that were not saved are on the meta device until ``to_empty`` and ``load_state_dict`` give them
-    values.
+    ``devices`` says how many devices to use, or which; None is one for each rank of the plan. Tensors that
+    were not saved are on the meta device until ``to_empty`` and ``load_state_dict`` give them values.
 
     Raises:
         ArtifactError: the directory does not hold an intact artifact of this format.
@@ -49,9 +49,10 @@ class LoadedPipeline(Handle):
         hold(self, _tensors_of(artifact.plan, tensors, artifact.constants, ranks), copies=False)
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
-        """As ``Pipeline.step``, for arguments of the shapes the artifact was compiled for.
+        """The same as ``Pipeline.step``, for arguments of the shapes that the artifact was compiled for.
 
-        Raises InputError before anything is sent when they are not.
+        Raises:
+            InputError: the arguments have other shapes or types. Nothing was sent then.
         """
         leaves = [dense(leaf) for leaf in pytree.tree_leaves((args, dict(sorted(kwargs.items())), target))]
         plan = self._artifact.plan
@@ -81,7 +82,7 @@ class LoadedPipeline(Handle):
 def _tensors_of(
     plan: Plan, saved: Mapping[str, Tensor], constants: Collection[str], ranks: Ranks
 ) -> ModelTensors:
-    """The tensors of this process's stages, on their devices; on meta if they were not saved."""
+    """The tensors of this process's stages, on their devices. Those that were not saved are on meta."""
     home_of = homes(plan, ranks.devices)
     made = {
         value.name: _make(value, saved.get(value.name), home)

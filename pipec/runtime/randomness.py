@@ -1,4 +1,4 @@
-"""Seeds of random operators: a function of where and when they run, never of who runs before them."""
+"""Seeds of random operators. They depend on where and when an operator runs, never on what ran before it."""
 
 import torch
 

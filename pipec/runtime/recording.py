@@ -1,4 +1,4 @@
-"""When each instruction of a step ran, as every rank saw it."""
+"""When each instruction of a step ran, by the clock of its rank."""
 
 import time
 from collections.abc import Sequence
@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pipec.ir import Program
 
 Stamps = list[int]
-"""Three times for each instruction of a program, in order: when it began, when all it waited for had come,
-and when it ended. Nanoseconds since the epoch: those of different hosts compare as well as their clocks.
+"""Three times for each instruction of a program, in order: when it began, when all that it waited for had
+come, and when it ended. They are nanoseconds since the epoch, so that the times of two hosts compare as well
+as the hosts' clocks agree.
 
-They are times of the host: what a GPU still had to compute when an instruction ended is not in them.
+They are times of the host. What a GPU still has to compute when an instruction ends is not in them.
 """
 
 
@@ -23,5 +24,5 @@ class RecordedStep:
 
 
 def epoch_offset() -> int:
-    """What added to ``time.perf_counter_ns()`` gives nanoseconds since the epoch."""
+    """The number to add to ``time.perf_counter_ns()`` to get nanoseconds since the epoch."""
     return time.time_ns() - time.perf_counter_ns()

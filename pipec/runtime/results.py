@@ -1,4 +1,4 @@
-"""What the microbatches of a step return, merged into what the whole batch returns."""
+"""Merges what the microbatches of a step return into what the whole batch returns."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,7 +11,7 @@ from pipec.ir.text import evaluate_dim, format_value
 
 
 def check_mergeable(value: Value) -> None:
-    """Raise ``VerifyError`` for a value whose parts cannot be joined: the batch is in two dimensions."""
+    """Raise VerifyError if the batch is in several dimensions: parts of such a value cannot be joined."""
     if len(_batch_dims(value)) > 1:
         raise VerifyError(
             f"the result {format_value(value)} has the batch in more than one dimension, so the results of "
@@ -53,11 +53,11 @@ _UNSET = torch.empty(0)
 
 
 def merge(value: Value, parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    """Join the parts of microbatches that hold ``sizes`` samples: a new tensor.
+    """Join the parts of microbatches that hold ``sizes`` samples into a new tensor.
 
-    A value with a batch dimension is concatenated along it. A floating value without one, such as a mean
-    loss, becomes the mean over samples: the sum of the parts weighted with their share of the batch.
-    Any other value must be the same for every microbatch.
+    Parts with a batch dimension are concatenated along it. Floating-point parts without one, such as mean
+    losses, become the mean over samples: each is weighted with its share of the batch. Any other value must
+    be the same for every microbatch.
 
     Raises:
         InputError: the parts cannot stand for the whole batch.

@@ -14,11 +14,11 @@ from pipec.runtime.gradients import GradientSum
 from pipec.runtime.randomness import generator
 
 Frame = dict[str, Any]
-"""What a stage holds for one microbatch, under the names by which its phase functions ask for it."""
+"""The values that a stage holds for one microbatch, under the names of its phase functions' parameters."""
 
 
 class StageCode(Protocol):
-    """A generated stage module. Its phase functions ask for what they need by parameter name:
+    """A generated stage module. Each parameter of a phase function is filled by its name:
 
     =============== ===================================================================================
     ``w``           list of parameters, in the order of ``PARAMETERS``
@@ -82,7 +82,7 @@ class BoundStage:
         self.gradients.begin_step()
 
     def fill_frame(self, microbatch: int, seed: tuple[int, int], size: int) -> Frame:
-        """Put into the frame what every stage has; ``seed`` is the run's, and the number of the step."""
+        """Put into the frame what every stage has. ``seed`` is the run's seed and the number of the step."""
         frame = self.frames[microbatch]
         frame.update(w=self.weights, buffers=self.buffers, b=size, device=self.device)
         frame["rng"] = functools.partial(generator, self.device, *seed, microbatch)
@@ -90,18 +90,18 @@ class BoundStage:
         return frame
 
     def show_buffers(self, microbatch: int) -> None:
-        """Let a microbatch see the buffers as they are now, from its forward to its backward."""
+        """Give a microbatch the buffers as they are now. It keeps them from its forward to its backward."""
         self.frames[microbatch]["buffers"] = self.buffers
 
     def update_buffers(self, updates: Sequence[Tensor]) -> None:
-        """Replace buffers for the forwards to come; what saved the old ones keeps them."""
+        """Replace buffers for the forwards to come. Microbatches that have the old ones keep them."""
         if self._updated:
             self.buffers = list(self.buffers)
             for index, update in zip(self._updated, updates, strict=True):
                 self.buffers[index] = update
 
     def end_step(self) -> None:
-        """Write the last state of updated buffers into the model's."""
+        """Copy the last state of the updated buffers into the model's own."""
         for index in self._updated:
             self._registered[index].copy_(self.buffers[index])
 
@@ -123,11 +123,11 @@ class BoundStage:
 
 
 _UNLENT = torch.empty(0)
-"""Stands for a borrowed parameter until its owner lends it."""
+"""Stands for a borrowed parameter until the stage that owns it lends it."""
 
 
 def parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:
-    """What a function of a stage module asks for, in order."""
+    """The names of the values that a function of a stage module takes, in order."""
     return tuple(inspect.signature(function).parameters)
 
 

@@ -1,4 +1,4 @@
-"""Who holds a tensor's memory: what lets a buffer be reused and a gradient be kept without a copy."""
+"""Who holds a tensor's memory. It decides whether a buffer is free, and whether a gradient must be copied."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from torch import Tensor
 _storage_use_count = torch._C._storage_Use_Count
 
 _ALONE = 2
-"""The count for a storage held by one tensor: the tensor and the handle made to ask."""
+"""The count of a storage that one tensor holds: the tensor is one, the handle made to ask is the other."""
 
 
 def is_exclusive(tensor: Tensor) -> bool:
@@ -16,5 +16,5 @@ def is_exclusive(tensor: Tensor) -> bool:
 
 
 def fills_storage(tensor: Tensor) -> bool:
-    """Whether the tensor's memory holds nothing else, so that keeping one does not keep more alive."""
+    """Whether the tensor takes up all of its storage. Keeping it alive then wastes no memory."""
     return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()

@@ -1,4 +1,4 @@
-"""How ranks exchange tensors: what the interpreter asks of a transport, and all ranks in one process."""
+"""How ranks exchange tensors: what a transport must do, and the transport between ranks of one process."""
 
 import contextlib
 import functools
@@ -17,23 +17,27 @@ from pipec.runtime.worker import Worker
 T = TypeVar("T")
 
 Send = Callable[[Sequence[Tensor]], None]
-"""Starts sending the values of a link, in order, and returns at once. They must not change afterwards."""
+"""Starts to send the values of a link, in order, and returns at once. They must not change afterwards."""
 
 
 class Receiver(Protocol):
     """One receive instruction, bound to its buffers."""
 
     def post(self, size: int) -> None:
-        """Be ready for the values of ``size`` samples; returns at once."""
+        """Get ready for the values of ``size`` samples. Returns at once."""
 
     def wait(self) -> Sequence[Tensor]:
-        """The values, on this rank's device, once they have arrived. Raises ``TransportError``."""
+        """Wait until the values have arrived, and return them on this rank's device.
+
+        Raises:
+            TransportError: they will not arrive.
+        """
 
 
 class Transport(Protocol):
-    """One rank's end. Messages with equal tag, from one rank to one other, arrive in the order sent.
+    """One rank's end. Messages with the same tag between the same ranks arrive in the order they were sent.
 
-    ``tag`` is the position of the instruction's link in the plan: the same number on every rank.
+    ``tag`` is the position of the instruction's link in the plan, which is the same on every rank.
     """
 
     def sender(self, instruction: Instruction, tag: int) -> Send: ...
@@ -41,17 +45,17 @@ class Transport(Protocol):
     def receiver(self, instruction: Instruction, tag: int) -> Receiver: ...
 
     def finish(self) -> None:
-        """Wait until everything sent in this step has left. Raises ``TransportError``."""
+        """Wait until everything that was sent in this step has left. Raises TransportError."""
 
     def fail(self, error: BaseException) -> None:
-        """Tell every other rank that this one stopped, and why."""
+        """Tell every other rank that this one has stopped, and why."""
 
 
 class InProcess:
-    """Every rank in this process, each on a worker thread of its own. Tensors are handed over by reference.
+    """Runs every rank in this process, each on a worker thread, and hands tensors over by reference.
 
-    Rank r runs on ``devices[r]``; a tensor that crosses devices is copied by its receiver. CPU ranks divide
-    the intra-op threads of the thread that made this object among themselves.
+    Rank r runs on ``devices[r]``. A tensor that crosses devices is copied by its receiver. The CPU ranks
+    share the intra-op threads of the thread that made this object.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -123,7 +127,10 @@ class InProcess:
         return failure
 
     def _set_up_workers(self) -> None:
-        """Each thread has its own number of intra-op threads; setting it also sets that of later threads."""
+        """Give each worker its share of the intra-op threads, and leave the caller's number as it was.
+
+        torch keeps the number per thread, but setting it also sets that of threads started later.
+        """
         num_threads = torch.get_num_threads()
         num_cpu_ranks = sum(device.type == "cpu" for device in self.devices)
         share = max(1, num_threads // max(1, num_cpu_ranks))
@@ -143,14 +150,17 @@ class _Endpoint:
         return self._ranks.mailbox(tag, instruction.peer, self._rank)
 
     def finish(self) -> None:
-        """Nothing to wait for: a message left when it was put into its mailbox."""
+        """Do nothing: a message left when it was put into its mailbox."""
 
     def fail(self, error: BaseException) -> None:
         self._ranks.fail(error)
 
 
 class _Mailbox:
-    """The messages of one link for one rank, oldest first. ``copy_to`` is the reader's device, if another."""
+    """The messages of one link for one rank, oldest first.
+
+    ``copy_to`` is the reader's device, if the sender has another.
+    """
 
     def __init__(self, copy_to: torch.device | None, stopped: threading.Event) -> None:
         self._queue: SimpleQueue[Sequence[Tensor]] = SimpleQueue()
@@ -162,7 +172,7 @@ class _Mailbox:
         self._queue.put(tensors)
 
     def post(self, size: int) -> None:
-        """Nothing to prepare: the message brings its own memory."""
+        """Do nothing: the message brings its own memory."""
 
     def wait(self) -> Sequence[Tensor]:
         tensors = self._queue.get()

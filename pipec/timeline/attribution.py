@@ -1,17 +1,17 @@
 """Why a step takes as long as it does: what ranks wait for, the critical path, and memory over time."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 
 import numpy as np
 
-from pipec.ir import Payload, Phase
+from pipec.ir import Payload, Plan, StageMemory, stages_on
 from pipec.ir.columns import Floats, Ints
 from pipec.programs.consumers import first_readers
-from pipec.timeline.events import Event, Events, Timeline
+from pipec.timeline.events import Events, Timeline
 
 Curve = Sequence[tuple[float, float]]
 """Times, ascending, each with the amount held from then on."""
@@ -189,43 +189,39 @@ def _awaited(events: Events, found: Attribution) -> dict[int, list[Awaited]]:
     return awaited
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """What a microbatch of a stage holds: ``backward`` from its forward to its input gradient or whole
-    backward, ``weight`` from there to its weight gradient, in bytes or any other unit."""
-
-    backward: float = 1.0
-    weight: float = 1.0
+_IN_FLIGHT = StageMemory(saved=1, kept=1)
 
 
-def memory_over_time(timeline: Timeline, held: Mapping[int, Held] | None = None) -> tuple[Curve, ...]:
+def memory_over_time(
+    timeline: Timeline, memory: Mapping[int, StageMemory] | None = None
+) -> tuple[Curve, ...]:
     """For each rank the steps of what its microbatches hold: ``(time, amount from then on)``, from time 0.
 
-    ``held[stage]`` is what one microbatch holds, by default 1 until its last compute: that counts the
-    pairs of stage and microbatch in flight. A forward holds from its start, a backward lets go at its end.
+    ``memory[stage]`` is what a stage holds. By default a microbatch holds 1 until its last compute, which
+    counts the pairs of stage and microbatch in flight.
     """
     changes: list[list[tuple[float, float]]] = [[] for _ in range(timeline.num_ranks)]
     for event in timeline.computes:
-        one = (held or {}).get(event.instruction.stage, Held())
-        changes[event.rank] += _changes(event, one)
+        stage, phase = event.instruction.stage, event.instruction.op.phase
+        assert phase
+        growth = (memory or {}).get(stage, _IN_FLIGHT).growth(phase)
+        changes[event.rank] += zip((event.start, event.end), growth, strict=True)
     return tuple(map(_steps, changes))
 
 
-def _changes(event: Event, held: Held) -> Iterator[tuple[float, float]]:
-    match event.instruction.op.phase:
-        case Phase.FORWARD:
-            yield event.start, held.backward
-        case Phase.BACKWARD:
-            yield event.end, -held.backward
-        case Phase.BACKWARD_INPUT:
-            yield event.end, held.weight - held.backward
-        case Phase.BACKWARD_WEIGHT:
-            yield event.end, -held.weight
+def rank_memory_over_time(plan: Plan, timeline: Timeline) -> tuple[Curve, ...]:
+    """The bytes that each rank holds over time, with what its stages hold once."""
+    stages = {stage.index: stage.cost.memory for stage in plan.stages}
+    curves = []
+    for rank, curve in enumerate(memory_over_time(timeline, stages)):
+        static = sum(stages[stage].static for stage in stages_on(plan.placement, rank))
+        curves.append([(time, static + amount) for time, amount in curve])
+    return tuple(curves)
 
 
 def _steps(changes: Sequence[tuple[float, float]]) -> Curve:
     """Running totals, one step for all changes at the same time."""
-    ordered = sorted([(0.0, 0.0), *changes])
+    ordered = sorted([(0.0, 0.0), *((time, change) for time, change in changes if change)])
     totals = list(accumulate(change for _, change in ordered))
     times = [time for time, _ in ordered]
     last_of_time = [here != after for here, after in pairwise([*times, None])]

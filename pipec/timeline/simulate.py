@@ -16,7 +16,7 @@ from pipec.errors import InputError, VerifyError
 from pipec.ir import Link, Op, Phase, Program
 from pipec.ir.columns import OP_CODE, OPS, Floats, Instructions, Ints, aligned, joined
 from pipec.programs.consumers import first_readers
-from pipec.programs.memory import in_flight
+from pipec.programs.memory import peak_in_flight
 from pipec.programs.timing import AT_START, NEVER, Reads, Stuck, run_cells
 from pipec.timeline.events import Events, Timeline
 
@@ -60,12 +60,6 @@ class Costs:
         if (stage, phase) not in self.compute:
             raise InputError(f"no cost is given for {phase} of stage {stage}; add it to Costs.compute")
         return self.compute[stage, phase]
-
-
-def peak_in_flight(program: Program) -> int:
-    """The most pairs of stage and microbatch that a rank holds at once, from forward to free."""
-    (columns,) = aligned([program])
-    return int(in_flight(columns).max(initial=0))
 
 
 def simulate(programs: Sequence[Program], costs: Costs) -> Timeline:

@@ -10,15 +10,3 @@ from pipec.viz.html import timeline_html
 from pipec.viz.steps import Step, draw_steps, steps_text
 from pipec.viz.svg import timeline_svg
 from pipec.viz.text import timeline_text
-
-__all__ = [
-    "Step",
-    "check_suffix",
-    "chrome_trace",
-    "draw_steps",
-    "steps_text",
-    "timeline_html",
-    "timeline_svg",
-    "timeline_text",
-    "write_timelines",
-]

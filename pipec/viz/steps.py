@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipec.ir import Plan
-from pipec.timeline.attribution import Curve, Held, memory_over_time
+from pipec.timeline.attribution import Curve, rank_memory_over_time
 from pipec.timeline.events import Timeline
 from pipec.viz.files import write_timelines
 from pipec.viz.text import timeline_text
@@ -26,10 +26,9 @@ class Step:
 
     @classmethod
     def of_plan(cls, plan: Plan, timeline: Timeline, label: str = "") -> "Step":
-        """A step of a plan, in which a microbatch holds its saved bytes until its last backward has ended."""
-        saved = {stage.index: stage.cost.memory.saved for stage in plan.stages}
-        held = {stage: Held(num_bytes, num_bytes) for stage, num_bytes in saved.items()}
-        return cls(plan.schedule, plan.num_microbatches, timeline, memory_over_time(timeline, held), label)
+        """A step of a plan, with the bytes that its ranks hold."""
+        memory = rank_memory_over_time(plan, timeline)
+        return cls(plan.schedule, plan.num_microbatches, timeline, memory, label)
 
     @property
     def name(self) -> str:
