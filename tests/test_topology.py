@@ -23,8 +23,6 @@ from pipec.ir import Phase
 from pipec.pipeline import Pipeline
 from pipec.plan.memory import rank_memory
 
-pytestmark = pytest.mark.slow
-
 MODELS = Path(__file__).parent / "cli_models.py"
 FAST = 1e15
 """Bytes per second of a link whose time does not count."""
@@ -78,6 +76,7 @@ def work(pipe: Pipeline) -> list[float]:
     return done
 
 
+@pytest.mark.slow
 def test_a_faster_device_gets_more_work_wherever_it_is() -> None:
     x, y = batch()
     for speeds in ((4.0, 1.0, 1.0), (1.0, 4.0, 1.0), (1.0, 1.0, 4.0)):
@@ -88,6 +87,7 @@ def test_a_faster_device_gets_more_work_wherever_it_is() -> None:
         assert sorted(pipe.plan.placement) == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_a_speed_divides_the_times_of_the_rank() -> None:
     x, y = batch()
     slow = compiled(even(), different(1.0, 1.0)).prepare(x, target=y).plan
@@ -96,6 +96,7 @@ def test_a_speed_divides_the_times_of_the_rank() -> None:
         assert other.cost.seconds[Phase.FORWARD] == pytest.approx(one.cost.seconds[Phase.FORWARD] / 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_ranks_in_another_order_train_and_evaluate_as_the_unsplit_model(schedule: str) -> None:
     x, y = batch()
@@ -117,6 +118,7 @@ def test_ranks_in_another_order_train_and_evaluate_as_the_unsplit_model(schedule
     assert pipe.eval_step(x, target=y) == loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("position", [2, 6])
 def test_a_slow_link_gets_the_narrow_place(position: int) -> None:
     """Two devices share a host on one side, however uneven that makes the stages."""
@@ -142,6 +144,7 @@ def test_what_crosses_hosts_takes_the_time_of_the_slow_link() -> None:
     assert seconds[0, 1] == seconds[2, 3] == pytest.approx(num_bytes / FAST)
 
 
+@pytest.mark.slow
 def test_a_device_with_less_memory_gets_the_stage_that_needs_least() -> None:
     x, y = batch()
     free = compiled(even(), alike(2, LinkModel(FAST, 0.0)), recompute="none").prepare(x, target=y)
@@ -152,6 +155,7 @@ def test_a_device_with_less_memory_gets_the_stage_that_needs_least() -> None:
     assert pipe.plan.placement == (1, 0)
 
 
+@pytest.mark.slow
 def test_a_cut_within_memory_saves_computing_again() -> None:
     x, y = batch()
     free = compiled(even(), alike(2, LinkModel(FAST, 0.0))).prepare(x, target=y)
