@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pipec.artifact.directory import Artifact, write
+from pipec.artifact.directory import write
 from pipec.capture.call import Call
 from pipec.compiler.compiler import Compiled, Compiler
 from pipec.errors import InputError
@@ -39,7 +39,6 @@ class Pipeline(Handle):
         self._compiler = compiler
         self._tensors = tensors
         self._groups: dict[Hashable, list[tuple[Compiled, list[int]]]] = {}
-        self._trained: Compiled | None = None
         self._mode_override: bool | None = None
         self._placed = False
         self.training = compiler.model.training
@@ -141,14 +140,6 @@ class Pipeline(Handle):
         """How long each step of compilation took, summed over all compilations."""
         return dict(self._compiler.seconds)
 
-    @property
-    def _artifact(self) -> Artifact:
-        if self._trained is None:
-            raise InputError(
-                "the pipeline is not compiled yet: call step(...), or prepare(...) with the arguments of step"
-            )
-        return self._trained.artifact
-
     def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Call:
         call = _call(args, kwargs, target)
         if self._compiler.loss_fn is not None and call.target is None:
@@ -175,7 +166,7 @@ class Pipeline(Handle):
                 self._groups[key] = self._ranks.once(repr(key), compile)
         groups = self._groups[key]
         if mode is Mode.TRAIN:
-            self._trained = groups[0][0]
+            self._trained = groups[0][0].artifact
         self._keep_own_tensors(groups[0][0].artifact.plan)
         return groups
 

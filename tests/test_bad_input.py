@@ -211,6 +211,14 @@ def test_a_damaged_artifact_is_refused(
         pipec.load(tmp_path / "saved")
 
 
+def test_saving_again_replaces_the_artifact(pipe: Pipeline, tmp_path: Path) -> None:
+    pipe.step(X, target=Y)
+    pipe.save(tmp_path / "saved", tensors=True)
+    pipe.save(tmp_path / "saved")
+    assert not (tmp_path / "saved" / "tensors.safetensors").exists()
+    assert pipec.load(tmp_path / "saved").programs == pipe.programs
+
+
 def test_saving_over_something_else_is_refused(pipe: Pipeline, tmp_path: Path) -> None:
     pipe.step(X, target=Y)
     (tmp_path / "precious.txt").write_text("mine")

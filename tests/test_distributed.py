@@ -4,14 +4,17 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from runtime_stages import HANG_SECONDS, NUM_RANKS, SIZES, make_model, reference_step
 
-from pipec.errors import TransportError
+from pipec.errors import InputError, PipecError, TransportError
+from pipec.runtime import TorchDistributed, World, world
 from pipec.runtime.distributed import _check_equal
 
 pytestmark = pytest.mark.slow
@@ -125,3 +128,36 @@ def test_a_disagreement_names_the_ranks() -> None:
         TransportError, match=r"sources: aaaaaaaa on ranks 0, 2; aaaaaaaa on rank 1; start every"
     ):
         _check_equal(["aaaaaaaa1", "aaaaaaaa2", "aaaaaaaa1"])
+
+
+# one process
+
+
+@pytest.fixture
+def alone() -> Iterator[TorchDistributed]:
+    """The transport of a process group of one, which waits a tenth of a second for anybody."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield TorchDistributed(torch.device("cpu"), timeout=0.1)
+    dist.destroy_process_group()
+
+
+def test_ranks_that_do_not_answer_are_named(alone: TorchDistributed) -> None:
+    assert alone.gather("here") == ["here"]
+    alone.num_ranks = 3
+    with pytest.raises(TransportError, match=r"rank 0 waited 0\.1 s for ranks 1, 2; every rank must run"):
+        alone.gather("here")
+
+
+def test_what_rank_0_makes_or_raises_is_everybodys(alone: TorchDistributed) -> None:
+    def refuse() -> None:
+        raise InputError("the batch is too small")
+
+    assert alone.once("make", lambda: [1, 2]) == [1, 2]
+    with pytest.raises(InputError, match="the batch is too small"):
+        alone.once("refuse", refuse)
+    with pytest.raises(PipecError, match="rank 0: ZeroDivisionError: division by zero"):
+        alone.once("divide", lambda: 1 / 0)
+
+
+def test_a_process_group_says_which_rank_this_is(alone: TorchDistributed) -> None:
+    assert world() == World(rank=0, size=1)

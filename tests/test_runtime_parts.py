@@ -19,6 +19,7 @@ from pipec.ir import Instruction, Link, Op, Payload, Value
 from pipec.runtime import InProcess, World, resolve_devices, world
 from pipec.runtime.batch import dense
 from pipec.runtime.distributed import _Buffer
+from pipec.runtime.draws import draw, dropout
 from pipec.runtime.gradients import GradientSum
 from pipec.runtime.holder import ModelTensors, drop, hold
 from pipec.runtime.randomness import generator, mix
@@ -168,6 +169,36 @@ def test_results_that_cannot_stand_for_the_batch_are_refused() -> None:
 
 
 # randomness
+
+
+def test_draws_depend_on_their_generator_alone_and_leave_the_default_one_as_it_was() -> None:
+    x = torch.ones(50)
+    draws: list[Callable[[torch.Generator], Tensor]] = [
+        lambda own: dropout(x, 0.5, own)[0],
+        lambda own: draw(own, torch.bernoulli, x / 2),
+    ]
+    for make in draws:
+        first = make(generator(CPU, 1))
+        torch.rand(1)
+        before = torch.get_rng_state()
+        assert torch.equal(make(generator(CPU, 1)), first)
+        assert not torch.equal(make(generator(CPU, 2)), first)
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_draw_that_fails_leaves_the_default_generator_as_it_was() -> None:
+    before = torch.get_rng_state()
+    with pytest.raises(RuntimeError, match="p_in >= 0"):
+        draw(generator(CPU, 1), torch.bernoulli, -torch.ones(3))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_dropout_scales_what_its_mask_keeps() -> None:
+    x = torch.linspace(1, 2, 50)
+    for p in (0.0, 0.3, 1.0):
+        output, mask = dropout(x, p, generator(CPU, 1))
+        assert torch.equal(output, torch.where(mask, x * (1 / (1 - p)) if p < 1 else x, 0.0))
+        assert mask.all() if p == 0 else mask.any() == (p < 1)
 
 
 @given(st.lists(st.tuples(*[st.integers(0, 2**32)] * 4), min_size=2, max_size=20, unique=True))

@@ -6,8 +6,8 @@ first, and then for a fixed one; the log says why the first attempts failed.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -63,9 +63,10 @@ def capture(
         _check_gradients(model, call)
     step = _Step(model, loss_fn, mode, call.batched())
     tracer = _Tracer(step, mode, call, canonical or {}, device)
+    kinds = (True, False) if symbolic else (False,)
     with torch_compat.quiet(), torch_compat.unchanged(step), torch.set_grad_enabled(mode is Mode.TRAIN):
         torch_compat.leave_meta(step, device)
-        graph, failures = _first_success(tracer, _attempts(symbolic))
+        graph, failures = _first_success(tracer, product(FRONT_ENDS, kinds))
     if mode is Mode.TRAIN:
         _check_trained(graph)
     if symbolic and graph.batch is None:
@@ -77,35 +78,22 @@ def capture(
     return graph
 
 
-@dataclass(frozen=True)
-class _Attempt:
-    """One way to trace a call; ``symbolic`` says whether the batch is."""
-
-    name: str
-    symbolic: bool
-
-    def __str__(self) -> str:
-        return f"{self.name} with a symbolic batch" if self.symbolic else self.name
-
-
-def _attempts(symbolic: bool) -> list[_Attempt]:
-    kinds = (True, False) if symbolic else (False,)
-    return [_Attempt(name, kind) for name in FRONT_ENDS for kind in kinds]
-
-
-def _first_success(tracer: "_Tracer", attempts: Sequence[_Attempt]) -> tuple[TrainingGraph, list[Exception]]:
+def _first_success(
+    tracer: "_Tracer", attempts: Iterable[tuple[str, bool]]
+) -> tuple[TrainingGraph, list[Exception]]:
     """The graph of the first attempt that succeeds, and the errors of those before it.
 
-    What pipec itself refuses, it would refuse of every front end, so that such an error ends the attempts.
+    An attempt is the name of a front end, and whether the batch is symbolic. What pipec itself refuses, it
+    would refuse of every front end, so that such an error ends the attempts.
     """
     errors: list[Exception] = []
-    for attempt in attempts:
+    for name, symbolic in attempts:
         try:
-            return tracer.trace(FRONT_ENDS[attempt.name], attempt.symbolic), errors
+            return tracer.trace(FRONT_ENDS[name], symbolic), errors
         except PipecError:
             raise
         except Exception as error:
-            log.info("%s failed: %s", attempt, brief(error))
+            log.info("%s%s failed: %s", name, " with a symbolic batch" if symbolic else "", brief(error))
             errors.append(error)
     raise capture_error(errors) from errors[0]
 

@@ -17,21 +17,17 @@ from pipec.runtime.recording import RecordedStep
 class Handle(nn.Module):
     """Runs artifacts on the tensors that it holds under the model's own names.
 
-    A subclass says which artifact its steps run, and registers the tensors.
+    A subclass registers the tensors, and sets ``_trained`` to the artifact that ``step`` runs.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, trained: Artifact | None = None) -> None:
         super().__init__()
         self._ranks = ranks
+        self._trained = trained
         self._seed = ranks.agreed_seed()
         self._num_steps = 0
         self._executions: dict[Artifact, Execution] = {}
         self._recorded: list[RecordedStep] | None = None
-
-    @property
-    def _artifact(self) -> Artifact:
-        """What ``step`` runs. Raises InputError while that is not known."""
-        raise NotImplementedError
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -60,6 +56,14 @@ class Handle(nn.Module):
         finally:
             self._recorded = None
         steps += self._ranks.gathered(recorded)
+
+    @property
+    def _artifact(self) -> Artifact:
+        if self._trained is None:
+            raise InputError(
+                "the pipeline is not compiled yet: call step(...), or prepare(...) with the arguments of step"
+            )
+        return self._trained
 
     def _execution(self, artifact: Artifact) -> Execution:
         """The artifact linked to the tensors, made at the first call."""

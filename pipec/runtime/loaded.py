@@ -44,8 +44,7 @@ class LoadedPipeline(Handle):
     """An artifact with its tensors under their original names; made by :func:`pipec.load`."""
 
     def __init__(self, artifact: Artifact, tensors: dict[str, Tensor], ranks: Ranks) -> None:
-        super().__init__(ranks)
-        self._loaded = artifact
+        super().__init__(ranks, artifact)
         hold(self, _tensors_of(artifact.plan, tensors, artifact.constants, ranks), copies=False)
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
@@ -73,10 +72,6 @@ class LoadedPipeline(Handle):
     @property
     def plan(self) -> Plan:
         return self._artifact.plan
-
-    @property
-    def _artifact(self) -> Artifact:
-        return self._loaded
 
 
 def _tensors_of(
