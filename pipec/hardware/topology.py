@@ -79,18 +79,13 @@ class Topology:
             )
 
     def link_between(self, first: int, second: int) -> LinkModel:
-        """That of the innermost level that joins two devices."""
+        """The link of the innermost level that joins two devices."""
         reach = 1
         for level in self.levels:
             reach *= level.size
             if first // reach == second // reach:
                 break
         return level.link
-
-    @property
-    def is_uniform(self) -> bool:
-        """Whether all devices are equally fast, and all links alike."""
-        return len(self.levels) == len({device.speed for device in self.devices}) == 1
 
     @property
     def slowest_link(self) -> LinkModel:
@@ -101,23 +96,23 @@ class Topology:
         return min(device.memory_bytes for device in self.devices)
 
     def within(self, memory_bytes: float) -> "Topology":
-        """The same, but no device holds more than so many bytes."""
+        """The same topology, in which no device holds more than so many bytes."""
         limited = (
             replace(device, memory_bytes=min(device.memory_bytes, memory_bytes)) for device in self.devices
         )
         return replace(self, devices=tuple(limited))
 
     def with_memory(self, share: float) -> "Topology":
-        """The same, with a share of each device's memory."""
+        """The same topology, with a share of each device's memory."""
         smaller = (replace(device, memory_bytes=share * device.memory_bytes) for device in self.devices)
         return replace(self, devices=tuple(smaller))
 
     def without_limits(self) -> "Topology":
-        """The same, with as much memory as is needed."""
+        """The same topology, with as much memory as is needed."""
         return replace(self, devices=tuple(Device(speed=device.speed) for device in self.devices))
 
     def part(self, num_devices: int) -> "Topology":
-        """The first so many devices; unless they are all, joined by the slowest link between any of them."""
+        """The first ``num_devices`` devices. A part is joined by the slowest link between its devices."""
         if num_devices == len(self.devices):
             return self
         link = self.link_between(0, num_devices - 1)
