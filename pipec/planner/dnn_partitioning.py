@@ -21,7 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import networkx as nx
+import numpy as np
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import connected_components
 
 from pipec.errors import PlanError
 from pipec.hardware.topology import Device, Level, Topology
@@ -108,18 +110,16 @@ def _operators(
         key: ("colour", node["colorClass"]) if "colorClass" in node else ("node", key)
         for key, node in nodes.items()
     }
-    graph = nx.DiGraph()
-    graph.add_nodes_from(colour.values())
-    graph.add_edges_from(_order(nodes, edges, colour))
-    together = {}
-    for component in nx.strongly_connected_components(graph):
-        together.update(dict.fromkeys(component, min(component)))
-    numbers = {
-        first: number for number, first in enumerate(dict.fromkeys(together[c] for c in colour.values()))
-    }
-    operator_of = {each: numbers[first] for each, first in together.items()}
-    before = {(operator_of[u], operator_of[v]) for u, v in graph.edges}
-    return {key: operator_of[colour[key]] for key in nodes}, sorted((u, v) for u, v in before if u != v)
+    index = {each: k for k, each in enumerate(dict.fromkeys(colour.values()))}
+    order = np.array([(index[u], index[v]) for u, v in _order(nodes, edges, colour)], dtype=np.intp)
+    tails, heads = order.reshape(-1, 2).T
+    together = csr_array((np.ones(len(order)), (tails, heads)), shape=(len(index), len(index)))
+    _, components = connected_components(together, connection="strong")
+    numbers = {component: number for number, component in enumerate(dict.fromkeys(components.tolist()))}
+    operator_of = [numbers[component] for component in components.tolist()]
+    before = {(operator_of[u], operator_of[v]) for u, v in order.tolist()}
+    pairs = sorted((u, v) for u, v in before if u != v)
+    return {key: operator_of[index[colour[key]]] for key in nodes}, pairs
 
 
 def _order(

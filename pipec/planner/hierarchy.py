@@ -30,6 +30,9 @@ Tensor = Matrix
 
 _ROWS = 64
 
+_CLOSE = 1e-3
+"""How close bisection comes to the fastest plan among those that communicate equally little."""
+
 _MOST_REMEMBERED = 1 << 26
 """As many costs as this are kept. Otherwise they are worked out again for every few downsets."""
 
@@ -99,6 +102,14 @@ _Cost = Callable[[_Option, bool, Indices, Indices], Matrix]
 """What stages with an option cost, whether or not the first of their group, between rows and columns."""
 
 
+class _Sums(NamedTuple):
+    """The ``cost`` of stages for a task, and the least sum of it from every downset to the task's last."""
+
+    task: _Task
+    cost: _Cost
+    finish: dict[_Left, Vector]
+
+
 @dataclass(frozen=True)
 class Hierarchy:
     """Stages with ``costs`` on groups of devices, each on at most ``max_replicas`` members of a group.
@@ -118,9 +129,10 @@ class Hierarchy:
     def pipeline(self, group: Group, useful: Useful) -> tuple[float, tuple[ChosenStage, ...]]:
         """The least seconds of a pipeline for everything, and the stages of the best one.
 
-        Of the pipelines within the tolerance, the best are those on the fewest members of the group, and of
-        these the one that communicates least. If none fits in memory, the seconds are infinite and there are
-        no stages. ``useful`` has to name every downset that a pipeline within the tolerance may use.
+        Of the pipelines within the tolerance, the best are those on the fewest members of the group; of these
+        those that communicate least; of these the fastest, nearly. If none fits in memory, the seconds are
+        infinite and there are no stages. ``useful`` has to name every downset that a pipeline within the
+        tolerance may use.
         """
         last = len(self.costs.downsets) - 1
         return self._solve(_Task(group, group.num_devices, 0, last, 0, useful))
@@ -139,17 +151,41 @@ class Hierarchy:
         limit = max(least, min(least * (1 + self.tolerance), task.limit))
         enough = [left for left, seconds_of_left in fastest.items() if seconds_of_left <= limit]
         fewest = min(enough, key=lambda left: (_num_devices(task.group, left.members), left.devices))
+        within = functools.partial(self._within, task, seconds, finish)
+        return least, self._follow(self._tightest(within, fewest, fastest[fewest], limit), fewest)
+
+    def _within(self, task: _Task, seconds: _Cost, finish: dict[_Left, Vector], limit: float) -> _Sums:
+        """What pipelines have to communicate of which no stage takes longer than ``limit``."""
 
         def communication(option: _Option, begins: bool, rows: Indices, columns: Indices) -> Matrix:
             spent = self.costs.communication(task.group.level, option.replicas, begins, rows, columns)
             return np.where(seconds(option, begins, rows, columns) <= limit, spent, np.inf)
 
-        in_time = task._replace(useful=_in_time(task, finish, limit))
-        return least, self._follow(in_time, fewest, limit, self._remembering(task.group, communication))
+        in_time = task._replace(useful=_in_time(task, finish, limit), limit=limit)
+        cost = self._remembering(task.group, communication)
+        return _Sums(in_time, cost, self._finish(in_time, cost, np.add))
 
-    def _follow(self, task: _Task, left: _Left, limit: float, cost: _Cost) -> tuple[ChosenStage, ...]:
-        """The stages with the least sum of ``cost`` on what is ``left``, from the first to the last."""
-        finish = self._finish(task, cost, np.add)
+    def _tightest(self, within: Callable[[float], _Sums], left: _Left, low: float, high: float) -> _Sums:
+        """The sums within the least limit from ``low``, nearly, that asks for no more than ``high`` does."""
+        best, limit = within(high), low
+        spent = self._spent(best, left)
+        while low < high:
+            sums = within(limit)
+            if self._spent(sums, left) == spent:
+                best, high = sums, limit
+            else:
+                low = limit
+            if high - low <= _CLOSE * high:
+                break
+            limit = (low + high) / 2
+        return best
+
+    def _spent(self, sums: _Sums, left: _Left) -> float:
+        return self._first_stage(sums.task, left, sums.finish, sums.cost, np.add).cost
+
+    def _follow(self, sums: _Sums, left: _Left) -> tuple[ChosenStage, ...]:
+        """The stages with the least sum of costs on what is ``left``, from the first to the last."""
+        task, cost, finish = sums
         unused = [iter(kind) for kind in task.group.kinds]
         stages: list[ChosenStage] = []
         while task.first != task.last:
@@ -157,7 +193,7 @@ class Hierarchy:
                 left = less
             _, option, last = self._first_stage(task, left, finish, cost, np.add)
             members = [next(unused[option.kind]) for _ in range(option.replicas)]
-            stages += self._placed(task._replace(limit=limit), option, last, members)
+            stages += self._placed(task, option, last, members)
             task, left = task._replace(first=last, begins=False), option.rest
         return tuple(stages)
 

@@ -43,23 +43,22 @@ def linear_orders(graph: WideGraph) -> list[list[int]]:
 
 
 def _orders(graph: WideGraph) -> list[list[int]]:
-    breadth_first = _order(graph, lambda op, step: (0.0, step))
-    until = _critical_path(graph, breadth_first)
-    after = _critical_path(graph.reversed(), breadth_first[::-1])
-    narrow, narrow_depth_first = _Width(graph), _Width(graph)
+    broad, deep = _Width(graph), _Width(graph)
     return [
-        breadth_first,
+        _order(graph, lambda op, step: (0.0, step)),  # breadth first
         _order(graph, lambda op, step: (0.0, -step)),  # depth first
-        _order(graph, lambda op, step: (until[op], step)),  # as early as possible
-        _order(graph, lambda op, step: (-after[op], step)),  # as late as possible
-        _order(graph, lambda op, step: (narrow.growth(op), step), narrow.take),
-        _order(graph, lambda op, step: (narrow_depth_first.growth(op), -step), narrow_depth_first.take),
+        _order(graph, lambda op, step: (broad.growth(op), step), broad.take),  # what lets little cross
+        _order(graph, lambda op, step: (deep.growth(op), -step), deep.take),
     ]
 
 
 def _order(graph: WideGraph, rule: Rule, take: Callable[[int], None] = lambda op: None) -> list[int]:
     """The operators as a rule takes them; ``take`` is told of each."""
-    after, missing = _successors(graph)
+    after: list[list[int]] = [[] for _ in graph.seconds]
+    missing = [0] * len(graph.seconds)
+    for u, v in dict.fromkeys(graph.before):
+        after[u].append(v)
+        missing[v] += 1
     ready = {op: 0 for op, count in enumerate(missing) if not count}
     order: list[int] = []
     while ready:
@@ -72,25 +71,6 @@ def _order(graph: WideGraph, rule: Rule, take: Callable[[int], None] = lambda op
             if not missing[successor]:
                 ready[successor] = len(order)
     return order
-
-
-def _successors(graph: WideGraph) -> tuple[list[list[int]], list[int]]:
-    """For each operator, its successors and the number of its predecessors."""
-    after: list[list[int]] = [[] for _ in graph.seconds]
-    missing = [0] * len(graph.seconds)
-    for u, v in dict.fromkeys(graph.before):
-        after[u].append(v)
-        missing[v] += 1
-    return after, missing
-
-
-def _critical_path(graph: WideGraph, order: Sequence[int]) -> Figures:
-    """The seconds of the longest path that ends with each operator."""
-    longest, (after, _) = graph.seconds.copy(), _successors(graph)
-    for op in order:
-        for successor in after[op]:
-            longest[successor] = max(longest[successor], longest[op] + graph.seconds[successor])
-    return longest
 
 
 class _Width:

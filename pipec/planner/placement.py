@@ -6,8 +6,8 @@ groups) of the group that it is in. In a hierarchy a member that is a group agai
 and replicas hold the same one. Over all such plans that fit in memory, the slowest stage is as fast as
 possible under the cost model (see ``pipec.planner.cost_model``). Devices may stay unused. Of plans that are
 equally fast, or fast within a tolerance, one on the fewest members of the outermost group is taken; of these
-the one that communicates least in sum; of these the one with the earliest cuts. Inside a group the same rule
-decides again.
+the ones that communicate least in sum; of these the fastest, to 0.1%; of these the one with the earliest
+cuts. Inside a group the same rule decides again.
 
 Memory: a replica holds the resident bytes of its stage once, and the saved bytes for each microbatch in
 flight. The more devices later stages are on, the more microbatches are in flight.
