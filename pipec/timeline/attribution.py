@@ -105,7 +105,12 @@ def _arrivals(events: Events) -> Floats:
 
 
 def _last_inputs(read_by: Ints, arrivals: Floats) -> Ints:
-    """The message each event reads that arrives last, the first of several; -1 where it reads none."""
+    """For each event the message it reads that arrives last, of several the first; -1 where it reads none.
+
+    Event 3 reads the messages 0 and 2, which arrive at 5.0 and 4.0::
+
+        read_by [3, -1, 3, -1]  ->  [-1, -1, -1, 0]
+    """
     messages = np.flatnonzero(read_by >= 0)[::-1]
     found = np.full(read_by.size, -1)
     ascending = messages[np.argsort(arrivals[messages], kind="stable")]

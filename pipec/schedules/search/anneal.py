@@ -1,11 +1,11 @@
 """Annealing: better orders from given ones where ranks hold several stages, by shifting chains of cells.
 
-Where a pattern repeats with every microbatch, moving one cell only loses time; what gains some is to move
-one part of the way through the pipeline against the rest. So a move shifts in time the forwards and input
-gradients of such a part, for a range of microbatches; then each rank runs its cells in the order of their
-times, and its weight gradients in the pauses. Moves for the worse are made as well, ever more rarely
-(Kirkpatrick et al., Optimization by Simulated Annealing, Science 1983). The same random numbers every time
-make it deterministic.
+Where a pattern repeats with every microbatch, moving one cell only loses time. Time is gained by moving one
+part of the way through the pipeline against the rest. So a move shifts the forwards and input gradients of
+such a part in time, for a range of microbatches. Each rank then runs its cells in the order of their times,
+and its weight gradients in the pauses. Moves for the worse are made as well, ever more rarely (Kirkpatrick et
+al., Optimization by Simulated Annealing, Science 1983). The random numbers are the same every time, so that
+the result is, too.
 """
 
 import math
@@ -63,8 +63,8 @@ def _mean_end(problem: Problem, timeline: Play) -> float:
 def _shifted(problem: Problem, start: Sequence[float], unit: float, numbers: random.Random) -> list[float]:
     """Other times for forwards and input gradients than their ``start``.
 
-    One to three times over, some microbatches in a row are put off or brought forward in one place on their
-    way through the pipeline, or from there on, or up to there.
+    One to three moves each put some microbatches in a row off, or bring them forward: in one place on their
+    way through the pipeline, from there on, or up to there.
     """
     times = list(start)
     m, num_stages = problem.num_microbatches, problem.num_stages

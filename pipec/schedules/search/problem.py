@@ -9,14 +9,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from pipec.ir import Compute, Phase, Placement, Schedule, rank_of
-from pipec.schedules.search.workload import Workload
+from pipec.schedules.search.workload import SLACK, Workload
 
 KINDS = (Phase.FORWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
 Orders = list[list[int]]
 """The cells of each rank."""
-
-_SLACK = 1 + 1e-9
-"""Sums of the same amounts in another order differ by less than this factor."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +152,7 @@ def make_problem(
                 lags += [0.0] * m
                 channels += [-1] * m
     _forget_free_channels(channels, seconds, lags)
-    within = [limit * _SLACK for limit in limits]
+    within = [limit * SLACK for limit in limits]
     return Problem(placement, m, within, seconds, needs, lags, channels, holds)
 
 

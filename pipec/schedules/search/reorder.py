@@ -21,9 +21,9 @@ Score = tuple[float, ...]
 
 
 def reorder(problem: Problem, orders: Orders, *, by_span: bool, plays: int) -> Orders:
-    """``orders`` or better ones with the same cells, within the memory limit; at most ``plays`` are played.
+    """``orders``, or better ones of the same cells within the memory limits; at most ``plays`` are played.
 
-    Better is a shorter span, then makespan, or the other way round; never worse than what was given.
+    Better orders have a shorter span or, if that is the same, a shorter makespan; or the other way round.
     """
     best = play(problem, orders)
     assert best is not None
@@ -42,9 +42,10 @@ def reorder(problem: Problem, orders: Orders, *, by_span: bool, plays: int) -> O
 
 
 def score(timeline: Play, by_span: bool) -> Score:
-    """What is to be small: the span or the makespan, the other, and when forwards and input gradients end.
+    """What is to be small: first the span or the makespan, then the other, then the ends of cells.
 
-    The last decides where several ranks delay the critical path in turn, and one move alone gains nothing.
+    Those of forwards and input gradients decide where several ranks delay the critical path in turn, so that
+    one move alone gains nothing.
     """
     span, makespan = round(max(timeline.spans), 9), round(timeline.makespan, 9)
     first, second = (span, makespan) if by_span else (makespan, span)

@@ -10,7 +10,7 @@ from pipec.ir import Link, Phase, Placement, Schedule, StageMemory, count_ranks,
 from pipec.programs.memory import held
 from pipec.timeline.simulate import Costs
 
-_SLACK = 1 + 1e-9
+SLACK = 1 + 1e-9
 """Sums of the same amounts in another order differ by less than this factor."""
 
 
@@ -155,7 +155,7 @@ class Workload:
     def fits(self, schedule: Schedule) -> bool:
         """Whether every rank stays within its limit."""
         pairs = zip(self.peaks(schedule), self.limits(schedule.num_ranks), strict=True)
-        return all(peak <= limit * _SLACK for peak, limit in pairs)
+        return all(peak <= limit * SLACK for peak, limit in pairs)
 
     def check_fits(self, schedule: Schedule) -> None:
         """Refuse a schedule that goes beyond the limit.

@@ -32,10 +32,10 @@ _ANNEALING = 10 * _EFFORT
 
 
 def zb_1p(num_ranks: int, num_microbatches: int, work: Workload) -> Schedule:
-    """One stage per rank and the memory of 1F1B's first rank: p microbatches, or ``work``'s limit if lower.
+    """One stage per rank, and on each the memory of p microbatches, or ``work``'s limit if that is lower.
 
-    At unit costs its bubble is that of ZB-H1; for other costs it fills the gaps that ZB-H1's fixed order
-    leaves.
+    That is the memory of 1F1B's first rank. At unit costs the bubble is that of ZB-H1; for other costs the
+    search fills the gaps that ZB-H1's fixed order leaves.
 
     Raises:
         InfeasibleError: the limit does not hold one microbatch.
@@ -68,9 +68,10 @@ def _zero_bubble(name: str, num_ranks: int, m: int, work: Workload, depth: int) 
 
 
 def search(problem: Problem, known: Iterable[Orders], *, by_span: bool) -> Orders:
-    """The best orders found, by span, then makespan; or the other way round.
+    """The best orders found: the shortest span counts first, then the makespan, or the other way round.
 
-    Of those ``known`` that fit and those that every policy leads to, varied, annealed and reordered.
+    The search starts from those ``known`` that fit and from those that every policy leads to. It varies the
+    best policy, anneals where ranks have several stages, and reorders the best of all.
 
     Raises:
         InfeasibleError: none fits within the memory limit.
@@ -106,7 +107,7 @@ def _scored(problem: Problem, orders: Orders, by_span: bool) -> Scored:
 
 
 def _tried(problem: Problem, policy: Policy, by_span: bool) -> Scored:
-    """What a policy leads to; if it does not finish, no orders and the worst of scores."""
+    """The orders that a policy leads to. If ranks come to a halt, no orders and the worst of scores."""
     orders = greedy(problem, policy)
     return _scored(problem, orders, by_span) if orders else ((float("inf"),), [])
 
@@ -114,7 +115,7 @@ def _tried(problem: Problem, policy: Policy, by_span: bool) -> Scored:
 def _policies(problem: Problem) -> Iterator[Policy]:
     """Every combination of a few fills and patiences, with the warmup of ZB-H2 or any.
 
-    With forwards first as well if there are few enough cells: that pays where memory is short.
+    Where there are few cells, policies that run forwards first are tried, too: they pay if memory is short.
     """
     p, m = problem.num_ranks, problem.num_microbatches
     warmups: Sequence[tuple[int, ...]] = (
@@ -127,7 +128,7 @@ def _policies(problem: Problem) -> Iterator[Policy]:
 
 
 def _varied(problem: Problem, policy: Policy, start: Scored, by_span: bool, plays: int) -> Scored:
-    """The best found on a walk from ``policy`` that never goes where the score is worse."""
+    """The best orders found on a walk from ``policy`` that never goes to a policy of worse orders."""
     numbers = random.Random(0)
     best = start
     for _ in range(plays):
