@@ -255,6 +255,7 @@ def test_a_tensor_on_meta_that_is_no_buffer_is_refused_where_it_is_used() -> Non
     assert model.mask.is_meta
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [8, 10])  # microbatches of one size, and of two
 def test_a_plan_of_one_size_of_microbatch_is_that_of_every_size(batch: int) -> None:
     tokens = torch.zeros(batch, 8, dtype=torch.int64)
@@ -285,6 +286,7 @@ def _token_loss(logits: Tensor, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
+@pytest.mark.slow
 def test_a_model_on_the_meta_device_is_compiled_and_trains_once_it_has_values() -> None:
     real, inputs = Between(MovingMean), batch()
     with torch.device("meta"):
@@ -310,6 +312,7 @@ class RowByRow(nn.Module):
         return torch.stack([row * number for number, row in enumerate(x, start=1)])
 
 
+@pytest.mark.slow
 def test_a_model_that_unrolls_the_batch_is_compiled_for_each_size(caplog: pytest.LogCaptureFixture) -> None:
     found, expected, _ = trained_both_ways(Between(RowByRow), batch())
     assert_equal(found, expected)
@@ -321,6 +324,7 @@ def test_a_model_that_unrolls_the_batch_is_compiled_for_each_size(caplog: pytest
         assert "test_capture.py:" in message
 
 
+@pytest.mark.slow
 def test_a_branch_on_the_batch_size_is_compiled_once_for_each_side() -> None:
     class OnlySmall(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -415,8 +415,8 @@ def spawn(*command: str) -> subprocess.CompletedProcess[str]:
         (("run", "--help"), ("torch",)),
         (("schedule", "1f1b"), ("torch",)),
         (("plan-graph", "GRAPH"), ("torch",)),
-        (("check", "DIR"), COMPILER),
-        (("run", "DIR"), COMPILER),
+        pytest.param(("check", "DIR"), COMPILER, marks=pytest.mark.slow),
+        pytest.param(("run", "DIR"), COMPILER, marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )

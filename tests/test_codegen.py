@@ -107,6 +107,7 @@ def test_every_process_writes_the_same_bytes(artifacts: list[dict[str, bytes]]) 
     assert [name for name in one if one[name] != other[name]] == []
 
 
+@pytest.mark.slow
 def test_no_path_of_the_machine_is_written(artifacts: list[dict[str, bytes]]) -> None:
     places = {str(Path.home()), sys.prefix, str(Path(torch.__file__).parent), str(Path(__file__).parent)}
     for name, content in artifacts[0].items():

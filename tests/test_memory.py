@@ -42,6 +42,7 @@ def test_no_limit_keeps_everything() -> None:
     assert not any(stage.recompute for stage in prepared(None).plan.stages)
 
 
+@pytest.mark.slow
 def test_auto_recomputes_only_on_ranks_that_would_not_fit() -> None:
     free = peaks(prepared(None))
     assert free[0] > free[1]  # the first rank has more microbatches in flight

@@ -85,6 +85,7 @@ def lines(draw: st.DrawFn, times: st.SearchStrategy[float]) -> Line:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(lines(st.integers(0, 5).map(float)), st.sampled_from([0.0, 0.125, 0.5]))
 def test_equals_brute_force_for_every_number_of_stages(line: Line, tolerance: float) -> None:

@@ -48,6 +48,7 @@ def chain(num_operators: int, size: float = 1.0) -> OperatorGraph:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(trials(10, FLAT))
 def test_a_plan_on_one_level_is_as_fast_as_the_best_of_all(trial: Trial) -> None:
@@ -61,6 +62,7 @@ def test_a_plan_on_two_levels_is_as_fast_as_the_best_of_all(trial: Trial) -> Non
     assert seconds(trial) == pytest.approx(trial.best_seconds(), rel=1e-9)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(trials(8, st.one_of(FLAT, NESTED)))
 def test_a_plan_on_every_device_leaves_none_unused_and_costs_no_less(trial: Trial) -> None:
@@ -205,6 +207,7 @@ def without_merging(graph: OperatorGraph, order: Sequence[int], *_: object) -> M
     return Merged(graph, [(op,) for op in range(len(order))])
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(trials(9, FLAT | NESTED))
 def test_a_wide_graph_gets_the_best_plan_of_its_linear_orders(trial: Trial) -> None:
@@ -313,6 +316,7 @@ def test_an_unused_device_of_a_later_group_costs_no_memory() -> None:
         assert (second.seconds, second.in_flight, second.devices) == (1.0, 1, (devices,))
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(trials(8, FLAT | NESTED), st.sampled_from([1e-3, 0.5, 1000.0]))
 def test_scaling_all_costs_scales_the_answer(trial: Trial, factor: float) -> None:

@@ -100,6 +100,7 @@ def test_a_plan_adds_up_to_its_profile(profile: Profile) -> None:
         assert sum(s.cost.seconds[phase] for s in stages) == pytest.approx(measured)
 
 
+@pytest.mark.slow
 def test_times_follow_the_microbatch_size(profile: Profile) -> None:
     """The formulas say how much longer twice the rows take."""
     whole, half = compiled(Uneven(), profile, microbatches=1), compiled(Uneven(), profile)
@@ -117,6 +118,7 @@ def test_profiling_leaves_the_model_as_it_was() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.slow
 def test_a_model_on_meta_is_profiled_with_values_made_up() -> None:
     with torch.device("meta"):
         model = Uneven()

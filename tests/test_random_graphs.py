@@ -146,6 +146,7 @@ def test_any_cut_under_any_schedule_has_the_bits_of_the_unsplit_model(case: Case
     assert_equal(found, expected, tied_parameters(artifact))
 
 
+@pytest.mark.slow
 def test_the_models_vary_and_the_backward_is_really_split() -> None:
     """That the cases above are what they are meant to be."""
     steps = [step for seed in range(NUM_MODELS) for step in RandomModel(seed).steps]

@@ -130,6 +130,7 @@ def test_a_slow_link_gets_the_narrow_place(position: int) -> None:
     assert [value.shape[-1] for value in link.values] == [1]
 
 
+@pytest.mark.slow
 def test_what_crosses_hosts_takes_the_time_of_the_slow_link() -> None:
     x, y = batch()
     topology = Topology((Device(),) * 4, (Level(2, FAST), Level(2, 1e6, 1e-3)))
@@ -166,6 +167,7 @@ def test_a_cut_within_memory_saves_computing_again() -> None:
     assert pipe.plan.stages[0].last_operator < free.plan.stages[0].last_operator
 
 
+@pytest.mark.slow
 def test_several_stages_on_a_rank_run_on_devices_that_differ() -> None:
     x, y = batch()
     pipe = compiled(even(), different(1.0, 2.0), schedule="zb-v").prepare(x, target=y)

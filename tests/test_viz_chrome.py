@@ -127,12 +127,14 @@ def test_results_and_weights_lent_before_any_compute_have_no_arrow() -> None:
     assert {event["name"].split()[0] for event in trace["s"]} == {"activation", "gradient"}
 
 
+@pytest.mark.slow
 @given(timelines)
 def test_slices_of_a_track_do_not_overlap(timeline: Timeline) -> None:
     for slices in tracks(traced({"step": timeline})["X"]).values():
         assert all(round(end(one), 3) <= round(other["ts"], 3) for one, other in pairwise(slices))
 
 
+@pytest.mark.slow
 @given(timelines)
 def test_each_arrow_leads_from_a_slice_to_one_that_begins_later(timeline: Timeline) -> None:
     """Both ends lie inside one slice of their track: a viewer binds them to nothing else."""

@@ -50,6 +50,7 @@ def played(schedule: Schedule, work: Workload) -> Timeline:
     return simulate(programs, work.costs(schedule, links))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", TABLE_5, ids=lambda row: f"{row[0]}-{row[1]}")
 def test_bubble_rates_of_the_zero_bubble_paper(row: tuple) -> None:
     p, m, costs, (*fixed, best) = row
