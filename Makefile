@@ -7,8 +7,11 @@ READY := .venv/.ready
 # One thread per rank: results are then the same bits in one process and in many.
 export OMP_NUM_THREADS ?= 1
 
+# A file's tests share the models that it captures, so that they stay in one process.
+PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint benchmark format clean
+.PHONY: help setup demo check test lint benchmark format clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -27,8 +30,11 @@ $(READY): pyproject.toml
 demo: $(READY) ## train a byte-level GPT on four stages for a minute; results in build/demo
 	$(BIN)/python examples/train_gpt.py --output build/demo
 
+check: lint ## lint, types and the fast tests
+	$(BIN)/pytest $(PARALLEL) -m "not slow"
+
 test: lint ## lint, types and every test
-	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest $(PARALLEL)
 
 lint: $(READY) ## lint and types
 	$(BIN)/ruff check

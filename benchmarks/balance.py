@@ -28,7 +28,7 @@ from transformers import (
 import pipec
 from pipec.capture.call import Call
 from pipec.capture.tracer import capture
-from pipec.compiler.compiler import Target, passes
+from pipec.compiler.pass_list import CompilerOptions, passes
 from pipec.cost.profile import Profile
 from pipec.graph import TrainingGraph, copy_graph
 from pipec.hardware.devices import DEVICES, LinkModel
@@ -142,9 +142,10 @@ def layer_stages(profile: Profile, layers: Sequence[str]) -> Iterator[int]:
 
 def planned_stages(graph: TrainingGraph, profile: Profile | None) -> list[int]:
     """The stage of each operator after pipec's passes."""
-    cut = CutStages(STAGES, LinkModel(math.inf, 0.0))
-    target = Target(DEVICES["cpu"], alike(STAGES, cut.link), profile=profile)
-    staged = run_passes(copy_graph(graph), passes(target, cut, frozenset()))
+    devices = alike(STAGES, LinkModel(math.inf, 0.0))
+    cut = CutStages(devices, ROWS)
+    options = CompilerOptions(DEVICES["cpu"], devices, profile=profile)
+    staged = run_passes(copy_graph(graph), passes(options, cut, frozenset()))
     stage_of = {node.meta["operator"]: node.meta["stage"] for node in staged.nodes if "stage" in node.meta}
     return list(itertools.accumulate((stage_of.get(op, 0) for op in range(len(graph.operators))), max))
 

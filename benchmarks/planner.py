@@ -13,15 +13,15 @@ import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from pipec.hardware.topology import Device, Topology, uniform
-from pipec.planner.cost_model import COST_MODELS, PIPEC, PIPEDREAM, CostModel
+from pipec.planner.cost_model import COST_MODELS, MAX_LOAD, PIPEDREAM, CostModel
 from pipec.planner.dnn_partitioning import read_dnn_partitioning
-from pipec.planner.partition import Transfer
+from pipec.planner.operator_graph import OperatorGraph, Transfer
 from pipec.planner.pipedream_graph import read_pipedream_graph
-from pipec.planner.placement import Placement, place
-from pipec.planner.workload import Workload
+from pipec.planner.placement import Partition, place
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,13 @@ PROFILES = (
     Profile("inception_v3", (4, 4), (12e9, 1.25e9), "not finished", None, None),
 )
 
+NASNETS = tuple(
+    Profile(name, (devices,), (1e9,), "not tried", None, None)
+    for name in ("nasnetamobile", "nasnetalarge")
+    for devices in (4, 16)
+)
+"""Graphs too wide to list all their downsets; planned if ``DATA`` has them."""
+
 GRAPHS = (
     ("gnmt_training", 107.0044, 38.7),
     ("resnet50_training", 78.6318, 0.3),
@@ -67,20 +74,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("data", type=Path, help="the folder of pipedream-profiles and dnn-partitioning")
     data = parser.parse_args().data
-    print(
-        "\n".join(
-            (*profiles(data / "pipedream-profiles"), "", *graphs(data / "dnn-partitioning"), "", *chains())
-        )
-    )
+    tables = (profiles(data / "pipedream-profiles"), graphs(data / "dnn-partitioning"), wide(), chains())
+    print("\n\n".join("\n".join(table) for table in tables))
 
 
 def profiles(folder: Path) -> Iterator[str]:
     yield from heading(
         "profile", "devices, bytes/s", "PipeDream", "s", "found in s", "pipec", "s", "proved", "found in s"
     )
-    for profile in PROFILES:
-        workload = read_pipedream_graph(folder / f"{profile.name}.txt")
-        plan, wall = timed(workload, uniform(profile.sizes, profile.rates), PIPEDREAM)
+    for profile in (*PROFILES, *(each for each in NASNETS if (folder / f"{each.name}.txt").exists())):
+        graph = read_pipedream_graph(folder / f"{profile.name}.txt")
+        plan, wall = timed(graph, uniform(profile.sizes, profile.rates), PIPEDREAM)
         assert profile.seconds is None or plan.seconds <= profile.seconds * (1 + 1e-6)
         levels = (
             f"{' x '.join(map(str, profile.sizes))}, {' and '.join(f'{rate:g}' for rate in profile.rates)}"
@@ -95,9 +99,57 @@ def graphs(folder: Path) -> Iterator[str]:
     yield from heading("graph", "proved optimum, ms", "their exact solver, s", "pipec, ms", "found in s")
     for name, optimum, theirs in GRAPHS:
         problem = read_dnn_partitioning(folder / f"{name}.json")
-        plan, wall = timed(problem.workload, problem.topology, PIPEC, 1)
+        plan, wall = timed(problem.graph, problem.topology, MAX_LOAD, 1)
         assert math.isclose(plan.seconds * 1000, optimum, rel_tol=1e-6)
         yield row(name, str(optimum), str(theirs), f"{plan.seconds * 1000:.4f}", f"{wall:.2f}")
+
+
+@dataclass(frozen=True)
+class Cells:
+    """Cells one after the other, each of so many branches of equally many operators of random costs.
+
+    Odd branches read the cell before, even ones the cell before that one, as in NASNet-A.
+    """
+
+    cells: int
+    branches: int
+    length: int
+    devices: int
+
+
+WIDE = tuple(Cells(cells, 5, 8, devices) for cells in (21, 29) for devices in (4, 16))
+
+
+def wide() -> Iterator[str]:
+    yield from heading("operators", "cells", "devices", "pipec", "s", "proved", "found in s")
+    for case in WIDE:
+        graph = cells(case)
+        plan, wall = timed(graph, uniform([case.devices], [1e9]), PIPEDREAM)
+        size = f"{len(graph.names):,}", f"{case.cells} of {case.branches} x {case.length}", str(case.devices)
+        yield row(*size, shape(plan), f"{plan.seconds:.9f}", proof(plan), f"{wall:.2f}")
+
+
+def cells(case: Cells) -> OperatorGraph:
+    """Operator 0 is read by the first cell; the last operator of a cell joins its branches."""
+    draw, size = random.Random(0), case.branches * case.length + 1
+    edges, joins = [], [0, 0]
+    for first in range(1, case.cells * size, size):
+        for branch in range(case.branches):
+            begin = first + branch * case.length
+            edges += pairwise((joins[-1 - branch % 2], *range(begin, begin + case.length), first + size - 1))
+        joins.append(first + size - 1)
+    operators = range(case.cells * size + 1)
+    readers = {op: tuple(v for u, v in edges if u == op) for op in operators}
+    sizes = [draw.random() * 1e7 for _ in operators]
+    return OperatorGraph(
+        names=[f"operator {op}" for op in operators],
+        seconds=[draw.random() * 1e-3 for _ in operators],
+        parameter_bytes=[draw.random() * 1e5 for _ in operators],
+        resident_bytes=[0.0] * len(operators),
+        saved_bytes=[0.0] * len(operators),
+        transfers=[Transfer(op, readers[op], sizes[op], sizes[op]) for op in operators if readers[op]],
+        before=edges,
+    )
 
 
 @dataclass(frozen=True)
@@ -134,9 +186,9 @@ def chains() -> Iterator[str]:
         "operators", "replicas", "cost model", "skips", "memory", "stages", "proved", "found in s"
     )
     for case in CHAINS:
-        workload = chain(case)
-        topology = uniform([64], [1e9], Device(memory_bytes=case.memory_bytes * average_bytes(workload)))
-        plan, wall = timed(workload, topology, COST_MODELS[case.model], case.replicas)
+        graph = chain(case)
+        topology = uniform([64], [1e9], Device(memory_bytes=case.memory_bytes * average_bytes(graph)))
+        plan, wall = timed(graph, topology, COST_MODELS[case.model], case.replicas)
         yield row(
             f"{case.operators:,}",
             "any" if case.replicas is None else str(case.replicas),
@@ -149,14 +201,14 @@ def chains() -> Iterator[str]:
         )
 
 
-def chain(case: Chain) -> Workload:
+def chain(case: Chain) -> OperatorGraph:
     draw, operators = random.Random(0), range(case.operators)
     seconds, parameters, sizes, saved = ([draw.random() for _ in operators] for _ in range(4))
     readers = [
         (k + 1, k + case.skip) if case.skip and k % 10 == 0 and k + case.skip < case.operators else (k + 1,)
         for k in operators
     ]
-    return Workload(
+    return OperatorGraph(
         names=[f"operator {k}" for k in operators],
         seconds=[each * 1e-3 for each in seconds],
         parameter_bytes=[each * 1e6 for each in parameters],
@@ -167,24 +219,24 @@ def chain(case: Chain) -> Workload:
     )
 
 
-def average_bytes(workload: Workload) -> float:
+def average_bytes(graph: OperatorGraph) -> float:
     """Of a stage in the middle of 64, with 32 microbatches in flight."""
-    return (sum(workload.resident_bytes) + 32 * sum(workload.saved_bytes)) / 64
+    return (sum(graph.resident_bytes) + 32 * sum(graph.saved_bytes)) / 64
 
 
 def timed(
-    workload: Workload, topology: Topology, model: CostModel, max_replicas: int | None = None
-) -> tuple[Placement, float]:
+    graph: OperatorGraph, topology: Topology, model: CostModel, max_replicas: int | None = None
+) -> tuple[Partition, float]:
     started = time.perf_counter()
-    placement = place(workload, topology, model, max_replicas)
+    placement = place(graph, topology, model, max_replicas)
     return placement, time.perf_counter() - started
 
 
-def shape(placement: Placement) -> str:
+def shape(placement: Partition) -> str:
     return "-".join(str(stage.replicas) for stage in placement.stages)
 
 
-def proof(placement: Placement) -> str:
+def proof(placement: Partition) -> str:
     """Whether the plan is the best there can be, and if not how much better one could be."""
     if placement.is_optimal:
         return "yes"

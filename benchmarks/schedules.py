@@ -2,20 +2,29 @@
 
 python benchmarks/schedules.py
 python -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/schedules.py
+sudo benchmarks/link.sh 2gbit python benchmarks/schedules.py --message-mib 2 4
 
 The stages go through everything a model does but capture: schedule, lowering, verification, the interpreter,
 its transport. Times are from the first compute of any rank to the end of the last, median over steps.
+
+``--message-mib`` measures the model of time instead, between two processes: it makes messages so large that
+they take a good share of a stage's time, and compares the step with two simulations. In the first,
+communication overlaps compute and a directed channel carries one message at a time; that is the model of
+``pipec.timeline.simulate``. In the second, a rank computes nothing while it sends.
 """
 
 import argparse
 import statistics
-from collections.abc import Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 
 from pipec.artifact.directory import Artifact
 from pipec.console import log
+from pipec.errors import InputError
 from pipec.ir import Input, Link, Mode, Payload, Phase, Plan, Schedule, Stage, StageCost, Value
 from pipec.plan.predictions import simulate_plan
 from pipec.programs.lower import chain_links, lower
@@ -32,6 +41,8 @@ SECONDS = {Phase.FORWARD: 0.012, Phase.BACKWARD_INPUT: 0.010, Phase.BACKWARD_WEI
 
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved-1f1b", "zb-v")
 
+FLOATS_PER_MIB = 2**18
+
 SOURCE = """
 import time
 
@@ -40,11 +51,12 @@ import torch
 PARAMETERS = ("w{stage}",)
 BUFFERS = ()
 UPDATED_BUFFERS = ()
+MESSAGE = torch.zeros({num_floats})
 
 
 def forward(w, {received}):
     time.sleep({forward})
-    return {{"{sent}": torch.zeros({shape})}}, [w[0]], ()
+    return {{"{sent}": {output}}}, [w[0]], ()
 
 
 def backward(w, saved, {gradient}):
@@ -63,27 +75,32 @@ def backward_weight(w, saved):
 """
 
 
-def source(stage: int, num_stages: int, seconds: dict[Phase, float]) -> str:
+def source(stage: int, num_stages: int, seconds: dict[Phase, float], num_floats: int) -> str:
     last = stage == num_stages - 1
     return SOURCE.format(
         stage=stage,
+        num_floats=num_floats,
         received=f"hidden_{stage}" if stage else "x",
         sent="loss" if last else f"hidden_{stage + 1}",
-        shape="()" if last else "1",
+        output="torch.zeros(())" if last else "MESSAGE",
         gradient="grad_loss" if last else f"grad_hidden_{stage + 1}",
-        sent_back=f'{{"grad_hidden_{stage}": torch.zeros(1)}}' if stage else "{}",
+        sent_back=f'{{"grad_hidden_{stage}": MESSAGE}}' if stage else "{}",
         **seconds,
     )
 
 
-def artifact(schedule: Schedule) -> Artifact:
-    """Stages of equal cost in a chain, under ``schedule``."""
+def artifact(schedule: Schedule, num_floats: int = 1, message_seconds: float = 0.0) -> Artifact:
+    """Stages of equal cost in a chain, under ``schedule``, which send ``num_floats`` numbers at a time."""
     stages_per_rank = schedule.num_stages // RANKS
     seconds = {phase: time / stages_per_rank for phase, time in SECONDS.items()}
     whole = seconds[Phase.BACKWARD_INPUT] + seconds[Phase.BACKWARD_WEIGHT]
     cost = StageCost({**seconds, Phase.BACKWARD: whole})
+    chain = [
+        replace(link, values=tuple(replace(value, shape=(f"{num_floats}*b",)) for value in link.values))
+        for link in chain_links(schedule.num_stages)
+    ]
     loss = Link(schedule.num_stages - 1, -1, Payload.RESULT, (Value("loss", "float32", ()),))
-    links = (*chain_links(schedule.num_stages), loss)
+    links = (*chain, loss)
     plan = Plan(
         Mode.TRAIN,
         schedule.name,
@@ -92,12 +109,12 @@ def artifact(schedule: Schedule) -> Artifact:
         schedule.placement,
         tuple(Stage(k, k, k, parameters=(f"w{k}",), cost=cost) for k in range(schedule.num_stages)),
         links,
-        (0.0,) * len(links),
+        (*(message_seconds for _ in chain), 0.0),
         inputs=(Input(0, "x", True, Value("x", "float32", ("b",))),),
     )
     programs = lower(schedule, links)
     verify_programs(programs, plan.placement, links, MICROBATCHES)
-    sources = tuple(source(k, schedule.num_stages, seconds) for k in range(schedule.num_stages))
+    sources = tuple(source(k, schedule.num_stages, seconds, num_floats) for k in range(schedule.num_stages))
     return Artifact(plan, sources, programs, {})
 
 
@@ -112,16 +129,18 @@ class Row:
 
 def measure(name: str, ranks: Ranks) -> Row:
     made = artifact(make_schedule(name, RANKS, MICROBATCHES))
+    return Row(name, elapsed(simulate_plan(made.plan, made.programs)), measured_seconds(made, ranks))
+
+
+def measured_seconds(made: Artifact, ranks: Ranks) -> float:
+    """The time of a step as it runs, median over steps."""
     parameters = {f"w{k}": torch.nn.Parameter(torch.zeros(1)) for k in range(len(made.plan.stages))}
     execution = Execution(made, parameters, {}, ranks)
     recorded: list[RecordedStep] = []
     for _ in range(WARMUP + STEPS):
         execution.run([torch.zeros(MICROBATCHES)], [1] * MICROBATCHES, MICROBATCHES, 0, 0, recorded)
     steps = ranks.gathered(recorded)[WARMUP:]
-    timelines = [measured_timeline(step.programs, step.stamps) for step in steps]
-    return Row(
-        name, elapsed(simulate_plan(made.plan, made.programs)), statistics.median(map(elapsed, timelines))
-    )
+    return statistics.median(elapsed(measured_timeline(step.programs, step.stamps)) for step in steps)
 
 
 def elapsed(timeline: Timeline) -> float:
@@ -142,12 +161,96 @@ def table(rows: list[Row]) -> Iterator[str]:
         )
 
 
+@dataclass(frozen=True)
+class MessageRow:
+    """Seconds of a message alone, and of a step measured and in the two simulations."""
+
+    schedule: str
+    mib: float
+    message: float
+    measured: float
+    overlapping: float
+    blocking: float
+
+
+def measure_with_messages(name: str, mib: float, ranks: Ranks) -> MessageRow:
+    num_floats = int(mib * FLOATS_PER_MIB)
+    message = exchange_seconds([(0, 1)], num_floats)
+    made = artifact(make_schedule(name, RANKS, MICROBATCHES), num_floats, message)
+    simulated = [elapsed(simulate_plan(plan, made.programs)) for plan in (made.plan, blocking(made.plan))]
+    measured = measured_seconds(made, ranks)
+    message = (message + exchange_seconds([(0, 1)], num_floats)) / 2
+    return MessageRow(name, mib, message, measured, *simulated)
+
+
+def blocking(plan: Plan) -> Plan:
+    """The plan in which the phase that makes a message lasts until the message has arrived."""
+    stages = list(plan.stages)
+    for link, seconds in zip(plan.links, plan.link_seconds, strict=True):
+        if link.target >= 0 and plan.placement[link.source] != plan.placement[link.target]:
+            stage = stages[link.source]
+            longer = {phase: stage.cost.seconds[phase] + seconds for phase in link.payload.producers}
+            cost = replace(stage.cost, seconds={**stage.cost.seconds, **longer})
+            stages[link.source] = replace(stage, cost=cost)
+    return replace(plan, stages=tuple(stages), link_seconds=(0.0,) * len(plan.links))
+
+
+def exchange_seconds(directions: Sequence[tuple[int, int]], num_floats: int) -> float:
+    """From when messages are sent in these directions at once until all have arrived. Every rank calls it."""
+    tensors = [torch.zeros(num_floats) for _ in directions]
+    rank, seconds = dist.get_rank(), []
+    for _ in range(WARMUP + STEPS):
+        dist.barrier()
+        begun = time.perf_counter()
+        works = [
+            dist.isend(tensor, target, tag=tag) if rank == source else dist.irecv(tensor, source, tag=tag)
+            for tag, ((source, target), tensor) in enumerate(zip(directions, tensors, strict=True), 1)
+        ]
+        for work in works:
+            work.wait()
+        seconds.append(time.perf_counter() - begun)
+    slowest = torch.tensor(statistics.median(seconds[WARMUP:]))
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest)
+
+
+def channel_table(sizes: Sequence[float]) -> Iterator[str]:
+    """How long messages take that are sent at once, as multiples of one alone."""
+    yield "| MiB | one message ms | two in one direction | three in one direction | one in each direction |"
+    yield "|--:|--:|--:|--:|--:|"
+    for mib in sizes:
+        ways = [[(0, 1)], [(0, 1)] * 2, [(0, 1)] * 3, [(0, 1), (1, 0)]]
+        one, *others = (exchange_seconds(way, int(mib * FLOATS_PER_MIB)) for way in ways)
+        yield f"| {mib:g} | {1e3 * one:.1f} | " + " | ".join(f"{other / one:.2f}" for other in others) + " |"
+
+
+def message_table(rows: Sequence[MessageRow]) -> Iterator[str]:
+    yield "| schedule | MiB | message ms | measured ms | / overlapping | / blocking |"
+    yield "|---|--:|--:|--:|--:|--:|"
+    for row in rows:
+        yield (
+            f"| {row.schedule} | {row.mib:g} | {1e3 * row.message:.1f} | {1e3 * row.measured:.1f} "
+            f"| {row.measured / row.overlapping:.3f} | {row.measured / row.blocking:.3f} |"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--schedules", nargs="+", default=SCHEDULES)
+    parser.add_argument("--message-mib", nargs="+", type=float, default=(), help="sizes of messages")
     args = parser.parse_args()
     ranks = Ranks(RANKS, timeout=60.0)
-    log("\n".join(table([measure(name, ranks) for name in args.schedules])))
+    if not args.message_mib:
+        log("\n".join(table([measure(name, ranks) for name in args.schedules])))
+        return
+    if not ranks.world.distributed:
+        raise InputError(
+            "messages within a process take no time; start --message-mib with benchmarks/link.sh or torchrun"
+        )
+    ranks.transport(ranks.world.rank)  # makes the process group
+    log("\n".join(channel_table(args.message_mib)))
+    rows = [measure_with_messages(name, mib, ranks) for mib in args.message_mib for name in args.schedules]
+    log("\n".join(message_table(rows)))
 
 
 if __name__ == "__main__":

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipec.capture.tracer import Call, capture
-from pipec.compiler.autotuner import Search
-from pipec.compiler.compiler import Compiler, Target, on_device
-from pipec.compiler.policy import ScheduleChoice, Scheduler, check_choice
+from pipec.capture.call import Call
+from pipec.capture.tracer import capture
+from pipec.compiler.autotuner import Autotuner
+from pipec.compiler.compiler import Compiler, on_device
+from pipec.compiler.pass_list import CompilerOptions
+from pipec.compiler.policy import ScheduleChoice, SchedulePolicy, check_choice
 from pipec.cost.profile import Profile, load_profile
 from pipec.errors import InputError
 from pipec.hardware.calibration import default_device_model
@@ -98,9 +100,9 @@ def compile(
     joined = topology_of(topology, ranks.count, device_model.link)
     if limit is not None:
         joined = joined.within(limit)
-    target = Target(device_model, joined, recompute, measured)
-    search = Search(Scheduler(schedule, ranks.count), may_recompute=recompute == "auto")
-    compiler = Compiler(model, loss_fn, search, target, device, tensors.canonical, microbatches, dynamic)
+    options = CompilerOptions(device_model, joined, recompute, measured)
+    tuner = Autotuner(SchedulePolicy(schedule, ranks.count), may_recompute=recompute == "auto")
+    compiler = Compiler(model, loss_fn, tuner, options, device, tensors.canonical, microbatches, dynamic)
     return Pipeline(compiler, tensors, ranks)
 
 

@@ -1,4 +1,4 @@
-"""What a script shows a person, shown once however many processes run the script.
+"""What a script shows a person, once, however many processes run the script.
 
 ``torchrun`` starts the same script on every rank. These helpers act on rank 0 and are silent on the
 others, so that a training script needs no rank branches.

@@ -13,7 +13,7 @@ from pipec.capture.call import Call
 from pipec.compiler.compiler import Compiled, Compiler
 from pipec.errors import InputError
 from pipec.ir import Mode, Plan
-from pipec.plan.predictions import saved_bytes_over_time, simulate_plan
+from pipec.plan.predictions import simulate_plan
 from pipec.plan.tables import ReadablePlan
 from pipec.runtime.batch import dense
 from pipec.runtime.execution import Ranks
@@ -23,7 +23,7 @@ from pipec.runtime.results import merge
 from pipec.timeline.events import Timeline
 from pipec.timeline.trace import Trace, measured_timeline
 from pipec.torch_compat import pytree
-from pipec.viz import timeline_text, write_timelines
+from pipec.viz import Step, draw_steps, steps_text
 
 
 class Pipeline(Handle):
@@ -106,10 +106,10 @@ class Pipeline(Handle):
         pictures, and .json is for Perfetto and chrome://tracing. Another ending raises InputError.
         """
         timelines = trace.timelines() if trace else {"planned": self.simulate()}
+        steps = [Step.of_plan(self.plan, timeline, name) for name, timeline in timelines.items()]
         if path is not None and self._ranks.world.rank == 0:
-            memory = {name: saved_bytes_over_time(self.plan, drawn) for name, drawn in timelines.items()}
-            write_timelines(Path(path), timelines, self._title, memory)
-        return "\n".join(timeline_text(drawn, f"{name}: {self._title}") for name, drawn in timelines.items())
+            draw_steps(Path(path), steps)
+        return steps_text(steps)
 
     @contextlib.contextmanager
     def trace(self) -> Iterator[Trace]:
@@ -139,10 +139,6 @@ class Pipeline(Handle):
     def compile_seconds(self) -> dict[str, float]:
         """How long each step of compilation took, summed over all compilations."""
         return dict(self._compiler.seconds)
-
-    @property
-    def _title(self) -> str:
-        return f"{self.plan.schedule}, {self.plan.num_microbatches} microbatches"
 
     def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Call:
         call = _call(args, kwargs, target)

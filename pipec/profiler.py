@@ -1,8 +1,8 @@
 """Measure a training step of a model on one device: the time of every node of its graph.
 
-Two measurements are combined. The generated code of the whole model, as one stage, gives the time of a
-forward and of a backward as they will run. The nodes, run one by one, give the share of each: timed alone
-they take longer, by the cost of the call and of looking at the clock.
+Two measurements are combined. The generated code of the whole model, run as one stage, gives the time of a
+forward and of a backward as they will run. The nodes, run one by one, give the share of each. Their own times
+would be too long, because each includes the call and a look at the clock.
 """
 
 import platform
@@ -19,16 +19,15 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
 from pipec.capture.call import Call
-from pipec.compiler.compiler import Target, passes
-from pipec.compiler.staged import Staged
+from pipec.compiler.pass_list import CompilerOptions
+from pipec.compiler.staged import StagedGraph
 from pipec.cost.fingerprint import calls, fingerprint, profiled_nodes
 from pipec.cost.profile import Profile, ProfiledNode, ProfiledOperator
 from pipec.errors import InputError
-from pipec.graph import Buffer, LossGradient, ModelInput, Parameter, TrainingGraph, copy_graph
+from pipec.graph import Buffer, LossGradient, ModelInput, Parameter, TrainingGraph
 from pipec.hardware.calibration import default_device_model
 from pipec.hardware.topology import alike
 from pipec.ir import Phase
-from pipec.passes import run_passes
 from pipec.passes.cut_stages import CutStages
 from pipec.passes.simplify import Simplify
 from pipec.runtime.execution import Execution, Ranks
@@ -97,9 +96,9 @@ class _Whole:
         ranks: int,
     ) -> None:
         model = default_device_model(device)
-        target = Target(model, alike(1, model.link))
-        whole = run_passes(copy_graph(graph), passes(target, CutStages(1, model.link), frozenset()))
-        artifact = Staged(whole, target.topology).artifact(gpipe(1, _MICROBATCHES), call.batch_size)
+        options = CompilerOptions(model, alike(1, model.link))
+        staged = StagedGraph(graph, CutStages(options.topology, call.batch_size), options)
+        artifact = staged.trial(gpipe(1, _MICROBATCHES), call.batch_size).artifact()
         self.seconds: dict[Phase, list[float]] = defaultdict(list)
         self._parameters = [
             {fqn: nn.Parameter(tensor, tensor.is_floating_point()) for fqn, tensor in tensors.items()}

@@ -16,13 +16,13 @@ import pipec
 from pipec.artifact.directory import Artifact, write
 from pipec.capture.call import Call
 from pipec.capture.tracer import capture
-from pipec.compiler.compiler import Target, passes
-from pipec.compiler.staged import Staged
+from pipec.compiler.pass_list import CompilerOptions
+from pipec.compiler.staged import StagedGraph
 from pipec.graph import TrainingGraph, copy_graph
 from pipec.hardware.devices import DEVICES
 from pipec.hardware.topology import alike
 from pipec.ir import Schedule
-from pipec.passes import Pass, run_passes
+from pipec.passes import Pass
 from pipec.passes.cut_stages import CutStages
 from pipec.runtime.execution import Execution, Ranks
 from pipec.schedules import make_schedule
@@ -31,7 +31,7 @@ SIZES = (3, 3, 2)
 """Rows of each microbatch: they need not be equal."""
 
 SEED, TIMEOUT = 7, 30.0
-TARGET = Target(DEVICES["cpu"], alike(4, DEVICES["cpu"].link))
+OPTIONS = CompilerOptions(DEVICES["cpu"], alike(4, DEVICES["cpu"].link))
 
 
 @dataclass(frozen=True)
@@ -81,14 +81,15 @@ def captured(factory: Factory) -> Captured:
 
 
 @functools.cache
-def cut_evenly(model: Captured, num_stages: int, recompute: bool) -> TrainingGraph:
+def cut_evenly(model: Captured, num_stages: int, recompute: bool) -> StagedGraph:
     everything = frozenset(range(num_stages)) if recompute else frozenset[int]()
-    return cut(model, CutStages(num_stages, TARGET.device.link), everything)
+    devices = alike(num_stages, OPTIONS.device_model.link)
+    return cut(model, CutStages(devices, model.graph.batch_size), everything)
 
 
-def cut(model: Captured, how: Pass, recompute: frozenset[int]) -> TrainingGraph:
+def cut(model: Captured, how: Pass, recompute: frozenset[int]) -> StagedGraph:
     """The captured graph through every pass, cut by ``how``."""
-    return run_passes(copy_graph(model.graph), passes(TARGET, how, recompute))
+    return StagedGraph(model.graph, how, OPTIONS, recompute)
 
 
 @functools.cache
@@ -97,8 +98,8 @@ def compiled(model: Captured, combination: Combination) -> Artifact:
     return generated(graph, make_schedule(combination.schedule, combination.num_stages, len(SIZES)))
 
 
-def generated(graph: TrainingGraph, schedule: Schedule) -> Artifact:
-    return Staged(graph, TARGET.topology).artifact(schedule, max(SIZES))
+def generated(staged: StagedGraph, schedule: Schedule) -> Artifact:
+    return staged.trial(schedule, max(SIZES)).artifact()
 
 
 @functools.cache

@@ -11,9 +11,8 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from pipec.hardware.topology import Device, Level, Topology
-from pipec.planner.cost_model import PIPEC, PIPEDREAM, CostModel
-from pipec.planner.partition import Transfer
-from pipec.planner.workload import Workload
+from pipec.planner.cost_model import MAX_LOAD, PIPEC, PIPEDREAM, CostModel
+from pipec.planner.operator_graph import OperatorGraph, Transfer
 
 Operators = int
 """A set of them: bit k says whether operator k is in it."""
@@ -27,9 +26,9 @@ MOST_DOWNSETS = 100
 
 @dataclass(frozen=True)
 class Trial:
-    """``workload`` on ``devices``, in groups of ``sizes`` from the inside out, with links of ``rates``."""
+    """``graph`` on ``devices``, in groups of ``sizes`` from the inside out, with links of ``rates``."""
 
-    workload: Workload
+    graph: OperatorGraph
     devices: tuple[Device, ...]
     sizes: tuple[int, ...]
     rates: tuple[float, ...]
@@ -57,15 +56,15 @@ class Trial:
     def limits_memory(self) -> bool:
         return min(device.memory_bytes for device in self.devices) < math.inf
 
-    def best_seconds(self) -> float:
-        """Of the best plan; infinite if none fits in memory."""
-        return _EveryPlan(self).best_seconds()
+    def best_seconds(self, among: Sequence[Operators] | None = None) -> float:
+        """Those of the best plan over all downsets, or ``among`` some; infinite if none fits in memory."""
+        return _EveryPlan(self, among or downsets(self.graph)).best_seconds()
 
 
-def downsets(workload: Workload) -> list[Operators]:
+def downsets(graph: OperatorGraph) -> list[Operators]:
     """Sets of operators that hold whatever must come before one of them."""
-    needs = [0] * len(workload.names)
-    for u, v in workload.before:
+    needs = [0] * len(graph.names)
+    for u, v in graph.before:
         needs[v] |= 1 << u
     found = {0}
     for _ in needs:
@@ -90,9 +89,9 @@ class _Stage(NamedTuple):
 class _EveryPlan:
     """Every plan of a trial is tried, but no part of it twice."""
 
-    def __init__(self, trial: Trial) -> None:
-        self.trial, self.workload, self.kinds = trial, trial.workload, trial.kinds
-        self.downsets = downsets(trial.workload)
+    def __init__(self, trial: Trial, downsets: Sequence[Operators]) -> None:
+        self.trial, self.graph, self.kinds = trial, trial.graph, trial.kinds
+        self.downsets = sorted(downsets)
         self.larger = {k: [end for end in self.downsets if end & k == k != end] for k in self.downsets}
         self.best, self.stages, self.seconds = cache(self._best), cache(self._stages), cache(self._seconds)
         self.exchanged, self.total = cache(self._exchanged), cache(self._total)
@@ -142,7 +141,7 @@ class _EveryPlan:
             after = stage.after if trial.limits_memory else 0
             busy = self.best(level - 1, stage.member, stage.devices, after, first, last, True)
         busy += self._all_reduce(level, replicas, held, begins)
-        if trial.model is PIPEC:
+        if trial.model is MAX_LOAD:
             return (busy + self.exchanged(level, held)) / replicas
         return max(busy, 0.0 if begins else self.exchanged(level, first)) / replicas
 
@@ -156,24 +155,30 @@ class _EveryPlan:
         parameters = self.total("parameter_bytes", held)
         if replicas == 1 or not parameters:
             return 0.0
-        passes, links = (2, 1) if self.trial.model is PIPEC else (4, 1)
-        if self.trial.model is PIPEDREAM and begins and level > 0:
-            links = self.trial.sizes[level - 1]
+        passes, links = 2, 1
+        if self.trial.model is PIPEDREAM:
+            passes, links = 4, self.trial.sizes[level - 1] if begins and level > 0 else 1
         share = passes * (replicas - 1) / replicas * parameters / (self.trial.rates[level] * links)
         return share + 2 * (replicas - 1) * self.trial.latency_seconds
 
     def _exchanged(self, level: int, held: Operators) -> float:
-        """Of all values with an end inside and one outside."""
+        """The seconds of all values with an end inside and one outside."""
         return sum(
-            self.trial.latency_seconds + size / self.trial.rates[level]
-            for value in self.workload.transfers
+            self._value_seconds(value, level)
+            for value in self.graph.transfers
             if len({held >> end & 1 for end in (value.producer, *value.consumers)}) == 2
-            for size in (value.forward_bytes, value.backward_bytes)
-            if size
         )
 
+    def _value_seconds(self, value: Transfer, level: int) -> float:
+        """There and back, at the same time or one after the other."""
+        there, back = (
+            self.trial.latency_seconds + size / self.trial.rates[level] if size else 0.0
+            for size in (value.forward_bytes, value.backward_bytes)
+        )
+        return max(there, back) if self.trial.model is PIPEC else there + back
+
     def _total(self, column: str, held: Operators) -> float:
-        return sum(figure for op, figure in enumerate(getattr(self.workload, column)) if held >> op & 1)
+        return sum(figure for op, figure in enumerate(getattr(self.graph, column)) if held >> op & 1)
 
 
 def num_devices(members: Sequence[Member]) -> int:
@@ -195,14 +200,14 @@ MEMORY = st.sampled_from([math.inf, 16.0, 32.0, 64.0])
 
 
 @st.composite
-def workloads(draw: st.DrawFn, max_operators: int) -> Workload:
+def graphs(draw: st.DrawFn, max_operators: int) -> OperatorGraph:
     """Mostly in line, so that there are few downsets."""
     count = draw(st.integers(1, max_operators) | st.just(max_operators))
     figures = st.lists(BYTES, min_size=count, max_size=count)
     before = [(k, k + 1) for k in range(count - 1) if draw(st.integers(0, 3))]
     before += [(k, k + 2) for k in range(count - 2) if draw(st.booleans())]
     makers = draw(st.lists(st.integers(0, max(0, count - 2)), max_size=6)) if count > 1 else []
-    return Workload(
+    return OperatorGraph(
         names=[f"op{k}" for k in range(count)],
         seconds=draw(st.lists(SECONDS, min_size=count, max_size=count)),
         parameter_bytes=draw(figures),
@@ -222,15 +227,15 @@ def values(draw: st.DrawFn, maker: int, num_operators: int) -> Transfer:
 @st.composite
 def trials(draw: st.DrawFn, max_operators: int, sizes: st.SearchStrategy[tuple[int, ...]]) -> Trial:
     """Devices of up to two kinds, each with or without a limit of memory."""
-    workload, chosen = draw(workloads(max_operators)), draw(sizes)
-    assume(len(chosen) == 1 or len(downsets(workload)) <= MOST_DOWNSETS)
+    graph, chosen = draw(graphs(max_operators)), draw(sizes)
+    assume(len(chosen) == 1 or len(downsets(graph)) <= MOST_DOWNSETS)
     kinds = st.sampled_from([Device(draw(MEMORY)), Device(draw(MEMORY), speed=0.5)])
     return Trial(
-        workload,
+        graph,
         devices=tuple(draw(kinds) for _ in range(math.prod(chosen))),
         sizes=chosen,
         rates=tuple(draw(st.sampled_from([0.5, 2.0, 16.0])) for _ in chosen),
         latency_seconds=draw(st.sampled_from([0.0, 0.5])),
-        model=draw(st.sampled_from([PIPEC, PIPEDREAM])),
+        model=draw(st.sampled_from([PIPEC, PIPEDREAM, MAX_LOAD])),
         max_replicas=draw(st.sampled_from([1, 4])),
     )

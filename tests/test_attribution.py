@@ -6,12 +6,11 @@ from example_schedules import result_link, tied_links
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipec.ir import Instruction, Link, Op, Payload, Schedule
+from pipec.ir import Instruction, Link, Op, Payload, Schedule, StageMemory
 from pipec.programs.lower import chain_links, lower
 from pipec.schedules import make_schedule, zb_h1, zb_v
 from pipec.timeline.attribution import (
     Awaited,
-    Held,
     RankTime,
     critical_path,
     memory_over_time,
@@ -44,7 +43,7 @@ timelines = st.builds(
     st.integers(1, 4),
     st.integers(1, 6),
     st.sampled_from([0.3, 1.0, 1.7]),
-    st.sampled_from([0.0, 0.1, 0.7]),
+    st.sampled_from([0.0, 0.1, 0.7, 2.5]),
 )
 
 
@@ -127,6 +126,13 @@ def test_results_are_read_by_no_compute() -> None:
     assert unread == [Payload.RESULT]
 
 
+def test_a_message_that_queues_waits_for_the_one_before_it_in_its_channel() -> None:
+    timeline = played(make_schedule("gpipe", 2, 3), message=3)
+    path = [named(timeline, k) for k in critical_path(timeline, waits(timeline))]
+    there = ["forward 0.0", "send 0.0", "send 0.1", "send 0.2", "forward 1.2"]
+    assert path == [*there, "backward 1.0", "send 1.0", "send 1.1", "send 1.2", "backward 0.2"]
+
+
 def test_an_empty_timeline_has_no_critical_path() -> None:
     timeline = Timeline((), (0,))
     found = waits(timeline)
@@ -164,7 +170,7 @@ def test_curves_reach_the_peak_in_flight_and_return_to_nothing(timeline: Timelin
 
 def test_memory_rises_with_forwards_and_falls_with_backwards() -> None:
     timeline = played(make_schedule("zb-h1", 2, 2))
-    held = {stage: Held(backward=3, weight=1) for stage in range(2)}
+    held = {stage: StageMemory(saved=3, kept=1) for stage in range(2)}
     first, second = memory_over_time(timeline, held)
     assert list(first) == [(0.0, 3.0), (1.0, 6.0), (4.0, 4.0), (5.0, 3.0), (6.0, 1.0), (7.0, 0.0)]
     assert second[0] == (0.0, 0.0)

@@ -81,12 +81,23 @@ AWKWARD: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("make", AWKWARD.values(), ids=AWKWARD)
+UNROLLED = ("GRUCell loop", "TransformerEncoder")
+"""The modules with so many operators that a capture takes seconds."""
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(make, id=name, marks=[pytest.mark.slow] if name in UNROLLED else [])
+        for name, make in AWKWARD.items()
+    ],
+)
 def test_an_awkward_module_trains_with_the_bits_of_the_unsplit_model(make: Callable[[], nn.Module]) -> None:
     found, expected, pipe = trained_both_ways(Between(make), batch())
     assert_equal(found, expected, frozenset(fqn for stage in pipe.plan.stages for fqn in stage.borrowed))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     torch.__version__.startswith("2.11"), reason="torch 2.11 takes apart an LSTM into one of another shape"
 )
@@ -213,6 +224,7 @@ def test_a_sample_has_the_layout_of_the_call() -> None:
 # meta
 
 
+@pytest.mark.slow
 def test_a_model_on_meta_is_captured_as_on_its_device() -> None:
     """torch differentiates a cross entropy on meta to no gradient, and takes attention apart there."""
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from graph_files import PLACEMENT
 from typer.testing import CliRunner, Result
 
 import pipec
@@ -134,12 +135,12 @@ def test_a_fault_of_the_factory_keeps_its_traceback() -> None:
     [
         ((f"{MODELS}:undecided", "--devices", 2), 1, "the model cannot be captured as one graph"),
         ((MLP, "--devices", 2, "--memory-limit", "1kB"), 1, "nothing that was tried fits into the memory"),
-        ((MLP, "--devices", 99), 1, "into 99 stages: every stage needs an operator"),
+        ((MLP, "--devices", 99), 1, "8 operators are too few for a stage on each of 99 devices"),
         ((MLP, "--devices", 2, "--microbatches", 9), 2, "a batch of 8 rows cannot be split into 9"),
         ((MLP, "--devices", 2, "--memory-limit", "much"), 2, "memory_limit is 'much'"),
         ((MLP, "--devices", 2, "--schedule", "1f2b"), 2, "did you mean '1f1b'?"),
         ((MLP, "--devices", 2, "--recompute", "some"), 2, "'some' is not one of"),
-        ((MLP,), 2, "give a TARGET and its number of --devices"),
+        ((MLP,), 2, "Give their number with --devices, or a file with --topology"),
     ],
 )
 def test_what_cannot_be_planned_says_why(arguments: tuple[object, ...], status: int, message: str) -> None:
@@ -245,16 +246,32 @@ def test_schedule_writes_a_picture(tmp_path: Path, suffix: str) -> None:
         (("gpip",), "unknown schedule 'gpip'; did you mean 'gpipe'?"),
         (("gpipe", "--stages", 0), "Invalid value for '--stages'"),
         (("gpipe", "--output", "timeline.pdf"), "expected a name that ends in .html, .json, .svg"),
-        (("zb-2p", "--memory-limit", "3GB"), "expected a number in the unit of --memory-backward"),
+        (("zb-2p", "--memory-limit", "3GB"), "Invalid value for '--memory-limit'"),
         (("orders.txt",), "orders.txt"),
-        (("gpipe", "--devices", 4), "--devices is for a model such as file.py:factory"),
-        ((MLP, "--forward", 2.0), "--forward is for the name of a schedule"),
+        (("gpipe", "--devices", 4), "No such option: --devices. It belongs to"),
+        ((MLP, "--forward=2.0"), "No such option: --forward. It belongs to"),
+        (("gpipe", "--replicas", 4), "No such option: --replicas"),
         (("gpipe", "--beside", "gpipe"), "--beside names 'gpipe' again; expected another schedule"),
         (("gpipe", "--beside", "1f1b", "-o", "a.svg"), "a .svg file shows one step; expected .html or .json"),
     ],
 )
 def test_schedule_refuses_what_it_cannot_draw(arguments: tuple[object, ...], message: str) -> None:
     assert message in pipec_cli("schedule", *arguments, status=2).stderr
+
+
+def test_a_target_is_told_from_a_name_by_its_colon_wherever_it_stands(tmp_path: Path) -> None:
+    options = ("--output", tmp_path / "a:b.txt", "--microbatches", 2)
+    pipec_cli("schedule", *options, "--devices", 2, MLP)
+    assert (tmp_path / "a:b.txt").read_text(encoding="utf-8").startswith("1f1b, 2 microbatches\n")
+    pipec_cli("schedule", *options, "--stages", 2, "gpipe")
+    assert (tmp_path / "a:b.txt").read_text(encoding="utf-8").startswith("gpipe, 2 microbatches\n")
+
+
+def test_help_of_schedule_shows_both_forms() -> None:
+    words = pipec_cli("schedule", "--help").stdout.split()
+    assert {"NAME", "TARGET", "--stages", "--devices", "--forward", "--recompute"} <= set(words)
+    named, target = (pipec_cli("schedule", what, "--help").stdout for what in ("1f1b", MLP))
+    assert named.split() == target.split() == words
 
 
 # check
@@ -397,19 +414,23 @@ def spawn(*command: str) -> subprocess.CompletedProcess[str]:
         (("--help",), ("torch",)),
         (("run", "--help"), ("torch",)),
         (("schedule", "1f1b"), ("torch",)),
+        (("plan-graph", "GRAPH"), ("torch",)),
         (("check", "DIR"), COMPILER),
         (("run", "DIR"), COMPILER),
     ],
     ids=" ".join,
 )
 def test_a_command_loads_only_what_it_needs(
-    directory: Path, arguments: tuple[str, ...], unwanted: tuple[str, ...]
+    directory: Path, tmp_path: Path, arguments: tuple[str, ...], unwanted: tuple[str, ...]
 ) -> None:
+    graph = tmp_path / "graph.json"
+    graph.write_text(json.dumps(PLACEMENT), encoding="utf-8")
+    paths = {"DIR": str(directory), "GRAPH": str(graph)}
     code = (
         "import atexit, sys; from pipec.cli import main\n"
         "atexit.register(lambda: print(*sys.modules, file=sys.stderr))\nmain()"
     )
-    done = spawn("-c", code, *(str(directory) if word == "DIR" else word for word in arguments))
+    done = spawn("-c", code, *(paths.get(word, word) for word in arguments))
     assert done.returncode == 0, done.stderr
     assert "pipec.cli" in done.stderr.split()
     assert set(unwanted).isdisjoint(done.stderr.split())
@@ -423,6 +444,7 @@ def test_a_failure_is_one_message_on_stderr(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_run_gives_the_same_losses_under_torchrun(directory: Path) -> None:
     alone = pipec_json("run", directory, "--steps", 2)
     done = spawn(

@@ -100,6 +100,7 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, bytes]
     return [{path.name: path.read_bytes() for path in made.iterdir()} for made in (here, there)]
 
 
+@pytest.mark.slow
 def test_every_process_writes_the_same_bytes(artifacts: list[dict[str, bytes]]) -> None:
     one, other = artifacts
     assert one.keys() == other.keys()

@@ -22,7 +22,7 @@ from pipec.schedules import (
     one_f_one_b,
     parse_orders,
 )
-from pipec.schedules.search.auto import makespan
+from pipec.schedules.chain import simulate_schedule
 
 
 def verified(schedule: Schedule, **options: int) -> None:
@@ -96,9 +96,14 @@ def test_packages_register_schedules_by_entry_point(monkeypatch: pytest.MonkeyPa
         make_schedule("their", 2, 3)
 
 
+def makespan(schedule: Schedule, work: Workload) -> float:
+    return simulate_schedule(schedule, work)[0].makespan
+
+
 phase_times = st.tuples(*[st.integers(1, 4)] * 3, st.sampled_from([0, 0.25, 1]))
 
 
+@pytest.mark.slow
 @settings(max_examples=3, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 8), phase_times, st.sampled_from([None, 2, 3, 5]))
 def test_auto_is_never_worse_than_the_best_named_schedule_that_fits(

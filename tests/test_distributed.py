@@ -17,6 +17,8 @@ from pipec.errors import InputError, PipecError, TransportError
 from pipec.runtime import TorchDistributed, World, world
 from pipec.runtime.distributed import _check_equal
 
+pytestmark = pytest.mark.slow
+
 Outcome = dict[str, Any]
 
 

@@ -1,9 +1,6 @@
 """Placement does not change the result: every model, cut in every way, has the bits of the unsplit model."""
 
 import copy
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +22,9 @@ from combinations import (
 from models import MODELS, Factory, each, gpt2, llama, resnet
 from torch import nn
 from unsplit import Inputs, Outcome, assert_equal, unsplit_step
-from workers import read_outcome, train
+from workers import read_outcome, run_script, train
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=str)
@@ -116,7 +115,7 @@ def test_twenty_steps_stay_equal_to_a_model_that_sums_the_gradients_of_each_use_
         assert all(map(torch.equal, run.model.parameters(), tied))
 
 
-def test_a_script_under_torchrun_prints_the_losses_of_one_process() -> None:
+def test_a_script_on_four_ranks_prints_the_losses_of_one_process(tmp_path: Path) -> None:
     model = captured(gpt2)
     run = TrainingRun(compiled(model, Combination(4, "1f1b", "none")), model.model)
     optimizer = torch.optim.AdamW(run.model.parameters(), lr=1e-2)
@@ -125,15 +124,6 @@ def test_a_script_under_torchrun_prints_the_losses_of_one_process() -> None:
         losses.append(f"loss {float(run.step(model.inputs)).hex()}")
         optimizer.step()
         optimizer.zero_grad()
-    tests = Path(__file__).parent
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    path = os.pathsep.join([str(tests.parent), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [*torchrun, tests / "train_gpt2.py", str(ADAMW_STEPS)],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert [line for line in done.stdout.splitlines() if line.startswith("loss")] == losses
+    script = Path(__file__).parent / "train.py"
+    printed = run_script(script, ["gpt2", "4", str(ADAMW_STEPS)], 4, tmp_path)
+    assert [line for line in printed.splitlines() if line.startswith("loss")] == losses

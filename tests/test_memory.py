@@ -7,7 +7,8 @@ from torch import Tensor, nn
 import pipec
 from pipec.errors import InfeasibleError, InputError
 from pipec.pipeline import Pipeline
-from pipec.plan.memory import rank_bytes
+from pipec.plan.memory import rank_memory
+from pipec.timeline.attribution import rank_memory_over_time
 
 
 def wide_mlp() -> nn.Sequential:
@@ -34,7 +35,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def peaks(pipe: Pipeline) -> list[int]:
-    return [need.total for need in rank_bytes(pipe.plan, pipe.programs)]
+    return [need.total for need in rank_memory(pipe.plan, pipe.programs)]
 
 
 def test_no_limit_keeps_everything() -> None:
@@ -49,6 +50,7 @@ def test_auto_recomputes_only_on_ranks_that_would_not_fit() -> None:
     assert max(peaks(pipe)) <= (free[0] + free[1]) // 2
 
 
+@pytest.mark.slow
 def test_recomputing_gives_the_same_gradients() -> None:
     x, y = batch()
     plain = pipec.compile(wide_mlp(), devices=2, loss_fn=nn.functional.mse_loss, microbatches=4)
@@ -74,6 +76,7 @@ def test_an_impossible_limit_says_what_each_rank_needs() -> None:
     assert "Use more devices" in message
 
 
+@pytest.mark.slow
 def test_a_limit_that_recomputing_would_meet_is_not_met_by_none() -> None:
     limit = max(peaks(prepared(None, recompute="full")))
     assert max(peaks(prepared(limit))) <= limit
@@ -85,3 +88,19 @@ def test_a_limit_that_recomputing_would_meet_is_not_met_by_none() -> None:
 def test_a_limit_that_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(InputError, match="expected a number of bytes or text such as '16GiB'"):
         prepared(text)
+
+
+@pytest.mark.parametrize(("schedule", "recompute"), [("1f1b", "none"), ("1f1b", "full"), ("zb-v", "none")])
+def test_the_curves_of_the_page_rise_to_what_the_plan_says(schedule: str, recompute: str) -> None:
+    x, y = batch()
+    pipe = pipec.compile(
+        wide_mlp(),
+        devices=2,
+        loss_fn=nn.functional.mse_loss,
+        microbatches=4,
+        schedule=schedule,
+        recompute=recompute,
+    ).prepare(x, target=y)
+    curves = rank_memory_over_time(pipe.plan, pipe.simulate())
+    highest = [max(amount for _, amount in curve) for curve in curves]
+    assert highest == pytest.approx([need.total for need in rank_memory(pipe.plan, pipe.programs)])

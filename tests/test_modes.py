@@ -11,6 +11,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from unsplit import Inputs, Outcome, assert_equal, unsplit_output
 
+pytestmark = pytest.mark.slow
+
 MODES = pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 
 

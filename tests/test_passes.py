@@ -27,6 +27,7 @@ from pipec.graph import (
     stage_of,
 )
 from pipec.hardware.devices import DEVICES, LinkModel
+from pipec.hardware.topology import alike
 from pipec.ir import Mode, Phase
 from pipec.passes import Pass, run_passes
 from pipec.passes.annotate_cost import AnnotateCost
@@ -82,7 +83,7 @@ def costed(captured: TrainingGraph) -> TrainingGraph:
 
 @pytest.fixture(scope="module")
 def cut(costed: TrainingGraph) -> TrainingGraph:
-    return through(costed, CutStages(3, LINK))
+    return through(costed, CutStages(alike(3, LINK), ROWS))
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,9 @@
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 import pytest
@@ -13,19 +14,20 @@ from planner_problems import Trial, downsets, trials
 
 from pipec.errors import InfeasibleError, PlanError
 from pipec.hardware.topology import Device, Level, Topology, uniform
-from pipec.planner.boundaries import boundaries
-from pipec.planner.cost_model import PIPEC, PIPEDREAM
-from pipec.planner.line import charges
-from pipec.planner.partition import Transfer
-from pipec.planner.placement import Placement, place
-from pipec.planner.workload import Workload
+from pipec.planner.cost_model import MAX_LOAD, PIPEC, PIPEDREAM
+from pipec.planner.downsets import list_downsets
+from pipec.planner.linear_orders import WideGraph, linear_orders
+from pipec.planner.merge import Merged
+from pipec.planner.operator_graph import OperatorGraph, Transfer, program_order
+from pipec.planner.placement import Partition, place
+from pipec.planner.windows import windows
 
 FLAT = st.sampled_from([(4,), (3,), (2,), (1,)])
 NESTED = st.sampled_from([(2, 2), (1, 4), (3, 1), (2, 1)])
 
 
-def planned(trial: Trial) -> Placement:
-    return place(trial.workload, trial.topology, trial.model, trial.max_replicas)
+def planned(trial: Trial) -> Partition:
+    return place(trial.graph, trial.topology, trial.model, trial.max_replicas)
 
 
 def seconds(trial: Trial) -> float:
@@ -36,12 +38,14 @@ def seconds(trial: Trial) -> float:
         return math.inf
 
 
-def chain(num_operators: int, size: float = 1.0) -> Workload:
+def chain(num_operators: int, size: float = 1.0) -> OperatorGraph:
     """Equal operators of a second and a byte of parameters, each reading the one before."""
     one, none = [1.0] * num_operators, [0.0] * num_operators
     names = [f"op{k}" for k in range(num_operators)]
     transfers = [Transfer(k, (k + 1,), size, 0) for k in range(num_operators - 1)]
-    return Workload(names, one, one, none, none, transfers, [(k, k + 1) for k in range(num_operators - 1)])
+    return OperatorGraph(
+        names, one, one, none, none, transfers, [(k, k + 1) for k in range(num_operators - 1)]
+    )
 
 
 @settings(max_examples=100, deadline=None)
@@ -50,6 +54,7 @@ def test_a_plan_on_one_level_is_as_fast_as_the_best_of_all(trial: Trial) -> None
     assert seconds(trial) == pytest.approx(trial.best_seconds(), rel=1e-9)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(trials(10, NESTED))
 def test_a_plan_on_two_levels_is_as_fast_as_the_best_of_all(trial: Trial) -> None:
@@ -60,7 +65,7 @@ def test_a_plan_on_two_levels_is_as_fast_as_the_best_of_all(trial: Trial) -> Non
 @given(trials(8, st.one_of(FLAT, NESTED)))
 def test_a_plan_on_every_device_leaves_none_unused_and_costs_no_less(trial: Trial) -> None:
     least = seconds(trial)
-    arguments = trial.workload, trial.topology, trial.model, trial.max_replicas
+    arguments = trial.graph, trial.topology, trial.model, trial.max_replicas
     try:
         plan = place(*arguments, every_device=True)
     except PlanError:
@@ -73,8 +78,8 @@ def test_a_plan_on_every_device_leaves_none_unused_and_costs_no_less(trial: Tria
 
 
 FEATURES = {
-    "branches": lambda trial, plan: len(downsets(trial.workload)) > len(trial.workload.names) + 1,
-    "ten operators": lambda trial, plan: len(trial.workload.names) == 10,
+    "branches": lambda trial, plan: len(downsets(trial.graph)) > len(trial.graph.names) + 1,
+    "ten operators": lambda trial, plan: len(trial.graph.names) == 10,
     "four devices": lambda trial, plan: sum(stage.replicas for stage in plan.stages) == 4,
     "replicas": lambda trial, plan: any(stage.replicas > 1 for stage in plan.stages),
     "unlike devices": lambda trial, plan: len({trial.devices[s.devices[0]].speed for s in plan.stages}) > 1,
@@ -82,6 +87,7 @@ FEATURES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [FLAT, NESTED], ids=["one level", "two levels"])
 def test_plans_that_are_compared_have_all_features(sizes: st.SearchStrategy[tuple[int, ...]]) -> None:
     """Those for which the same is drawn as above; some have no plan at all."""
@@ -100,6 +106,7 @@ def test_plans_that_are_compared_have_all_features(sizes: st.SearchStrategy[tupl
     assert seen.keys() == {*FEATURES, "no plan"}
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(trials(7, FLAT | NESTED))
 def test_bounds_narrow_the_search_without_missing_the_best(trial: Trial) -> None:
@@ -111,37 +118,16 @@ def test_bounds_narrow_the_search_without_missing_the_best(trial: Trial) -> None
     assert narrowed == pytest.approx(seconds(trial), rel=1e-9)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(trials(10, FLAT | NESTED))
 def test_bounds_of_a_line_do_not_miss_the_best_either(trial: Trial) -> None:
-    before = [(k, k + 1) for k in range(len(trial.workload.names) - 1)]
-    trial = replace(trial, workload=replace(trial.workload, before=before))
+    before = [(k, k + 1) for k in range(len(trial.graph.names) - 1)]
+    trial = replace(trial, graph=replace(trial.graph, before=before))
     with pytest.MonkeyPatch.context() as patch:
         search_with(patch, _MOST_AT_FIRST=0)
         narrowed = seconds(trial)
     assert narrowed == pytest.approx(trial.best_seconds(), rel=1e-9)
-
-
-@settings(max_examples=60, deadline=None)
-@given(trials(10, FLAT), st.integers(1, 9))
-def test_a_line_charges_long_stages_no_more_than_they_exchange(trial: Trial, most_apart: int) -> None:
-    """But all of it, if no value spans more."""
-    order = range(len(trial.workload.names))
-    sizes = [value.forward_bytes + value.backward_bytes for value in trial.workload.transfers]
-    value_seconds = np.array([sizes])
-    in_line = replace(trial.workload, before=list(pairwise(order)))
-    listed = boundaries(in_line, order, value_seconds)
-    charged = charges(listed, value_seconds, most_apart)
-    for begin, end in combinations(range(len(listed)), 2):
-        inside = range(begin, end)
-        exchanged = sum(
-            size
-            for size, ends in zip(sizes, listed.ends, strict=True)
-            if len({place in inside for place in ends}) == 2
-        )
-        if end - begin >= charged.apart:
-            seconds = charged.first[begin] + charged.last[end]
-            assert seconds == exchanged if charged.are_all else seconds <= exchanged
 
 
 @settings(max_examples=40, deadline=None)
@@ -150,7 +136,7 @@ def test_containment_tells_the_best_where_too_much_remains(trial: Trial) -> None
     alike = (replace(trial.devices[0], memory_bytes=math.inf),) * len(trial.devices)
     trial = replace(trial, devices=alike, latency_seconds=0.0, model=PIPEDREAM)
     with pytest.MonkeyPatch.context() as patch:
-        search_with(patch, _MOST_AT_FIRST=0, _MOST_PAIRED=3, _PROMISING=1)
+        search_with(patch, _MOST_AT_FIRST=0, _MOST_PAIRED=3, _MOST_IN_CHAIN=3, _PROMISING=1)
         plan = planned(trial)
     assert plan.is_optimal
     assert plan.seconds == pytest.approx(trial.best_seconds(), rel=1e-9)
@@ -160,7 +146,7 @@ def test_containment_tells_the_best_where_too_much_remains(trial: Trial) -> None
 @given(trials(8, FLAT | NESTED))
 def test_no_plan_is_below_the_bound_where_too_much_remains(trial: Trial) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        search_with(patch, _MOST_AT_FIRST=0, _MOST_PAIRED=3, _MOST_NESTED=3, _PROMISING=1)
+        search_with(patch, _MOST_AT_FIRST=0, _MOST_PAIRED=3, _MOST_IN_CHAIN=3, _MOST_NESTED=3, _PROMISING=1)
         try:
             plan = planned(trial)
         except InfeasibleError:
@@ -168,25 +154,110 @@ def test_no_plan_is_below_the_bound_where_too_much_remains(trial: Trial) -> None
     assert plan.least_seconds <= trial.best_seconds() * (1 + 1e-9) <= plan.seconds * (1 + 2e-9)
 
 
+def prefixes(graph: OperatorGraph, value_seconds: list[float]) -> set[int]:
+    """Those of all linear orders that the planner knows, as sets of bits."""
+    ends = [sorted({value.producer, *value.consumers}) for value in graph.transfers]
+    wide = WideGraph(np.array(graph.seconds), graph.before, ends, np.array(value_seconds))
+    found = {0}
+    for order in linear_orders(wide):
+        assert sorted(order) == list(range(len(graph.names)))
+        assert all(order.index(u) < order.index(v) for u, v in graph.before)
+        found |= set(accumulate(1 << op for op in order))
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(trials(9, FLAT))
+def test_every_downset_falls_into_a_window_that_tells_no_more_than_is_true(trial: Trial) -> None:
+    graph, order = trial.graph, program_order(trial.graph)
+    value_seconds = np.array([[value.forward_bytes for value in graph.transfers]])
+    listed = list_downsets(graph, order, value_seconds)
+    seconds, parameters = listed.totals[:2]
+    wide = WideGraph(np.array(graph.seconds), graph.before, listed.ends, value_seconds[0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pipec.planner.windows._NUM_WINDOWS", 20)
+        known = windows(wide, np.array([graph.seconds, graph.parameter_bytes]))
+    for downset in range(len(listed)):
+        fits = (known.least[0] <= seconds[downset]) & (seconds[downset] <= known.most[0])
+        fits &= (known.least[1] <= parameters[downset]) & (parameters[downset] <= known.most[1])
+        assert (fits & (known.cuts <= listed.cuts[0, downset] + 1e-9)).any()
+
+
+def test_a_window_knows_what_must_cross() -> None:
+    """Between the narrow places at 1 and 9 seconds, at least two values cross, of 5 and 6 seconds."""
+    graph = OperatorGraph(
+        names=list("abcdef"),
+        seconds=[1.0, 0.0, 4.0, 4.0, 0.0, 1.0],
+        parameter_bytes=[0.0] * 6,
+        resident_bytes=[0.0] * 6,
+        saved_bytes=[0.0] * 6,
+        transfers=[Transfer(u, (v,), 0.0, 0.0) for u, v in [(0, 1), (1, 2), (1, 3), (2, 4), (3, 4), (4, 5)]],
+        before=[(0, 1), (1, 2), (1, 3), (2, 4), (3, 4), (4, 5)],
+    )
+    ends = [sorted({value.producer, *value.consumers}) for value in graph.transfers]
+    wide = WideGraph(np.array(graph.seconds), graph.before, ends, np.array([1.0, 5.0, 6.0, 7.0, 8.0, 2.0]))
+    known = windows(wide, np.array([graph.seconds, graph.parameter_bytes]))
+    middle = np.flatnonzero((known.least[0] > 1.1) & (known.most[0] < 8.9))
+    assert known.cuts[middle].min() == pytest.approx(11.0)
+
+
+def without_merging(graph: OperatorGraph, order: Sequence[int], *_: object) -> Merged:
+    return Merged(graph, [(op,) for op in range(len(order))])
+
+
+@settings(max_examples=60, deadline=None)
+@given(trials(9, FLAT | NESTED))
+def test_a_wide_graph_gets_the_best_plan_of_its_linear_orders(trial: Trial) -> None:
+    """No downset is listed but theirs. The bound holds for every plan."""
+    fastest = [
+        min(trial.model.value_seconds(value, level) for level in trial.topology.levels)
+        for value in trial.graph.transfers
+    ]
+    best = trial.best_seconds(sorted(prefixes(trial.graph, fastest)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pipec.planner.downsets.MOST_DOWNSETS", 0)
+        patch.setattr("pipec.planner.windows._NUM_WINDOWS", 20)
+        patch.setattr("pipec.planner.placement.merge", without_merging)
+        try:
+            plan = planned(trial)
+        except InfeasibleError:
+            assert math.isinf(best)
+            return
+    assert plan.seconds == pytest.approx(best, rel=1e-9)
+    assert plan.least_seconds <= trial.best_seconds() * (1 + 1e-9)
+
+
+def test_a_graph_with_too_many_downsets_is_planned() -> None:
+    """Of sixteen branches of eight operators there are 9 ** 16. One branch for each device is best."""
+    branches = [range(1 + 8 * k, 9 + 8 * k) for k in range(16)]
+    edges = [edge for branch in branches for edge in pairwise((0, *branch, 129))]
+    seconds = [0.0, *(1.0 for branch in branches for _ in branch), 0.0]
+    transfers = [Transfer(u, (v,), 1.0, 1.0) for u, v in edges]
+    idle, names = [0.0] * 130, [f"op{k}" for k in range(130)]
+    graph = OperatorGraph(names, seconds, idle, idle, idle, transfers, edges)
+    plan = place(graph, uniform([16], [4.0]), PIPEC, max_replicas=1)
+    assert (plan.seconds, plan.least_seconds) == (8.0, 8.0)
+
+
 def search_with(patch: pytest.MonkeyPatch, **sizes: int) -> None:
     """Use bounds however small the problem; ``sizes`` are further thresholds."""
     for name, value in {"_FEW_STEPS": 0, "_FEW_OPTIONS": 0, **sizes}.items():
-        patch.setattr(f"pipec.planner.search.{name}", value)
+        patch.setattr(f"pipec.planner.solver.{name}", value)
 
 
 def test_a_bound_that_rounds_two_ways_keeps_the_best_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bisection comes to 22 less one rounding error, which stages of 22 keep forwards, but not backwards."""
-    workload = replace(chain(7), seconds=[0.0, 0.0, 5.0, 5.0, 6.0, 8.0, 8.0], transfers=[], before=[])
+    graph = replace(chain(7), seconds=[0.0, 0.0, 5.0, 5.0, 6.0, 8.0, 8.0], transfers=[], before=[])
     search_with(monkeypatch, _MOST_AT_FIRST=0)
-    placement = place(workload, uniform([3], [0.5], Device(speed=0.5)), PIPEC, max_replicas=1)
+    placement = place(graph, uniform([3], [0.5], Device(speed=0.5)), PIPEC, max_replicas=1)
     assert placement.seconds == 26.0
 
 
 def test_bounds_of_nothing_find_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     search_with(monkeypatch)
-    workload = replace(chain(1), seconds=[0.0], saved_bytes=[5.0])
+    graph = replace(chain(1), seconds=[0.0], saved_bytes=[5.0])
     with pytest.raises(InfeasibleError, match="no plan fits in the memory"):
-        place(workload, uniform([1], [1.0], Device(memory_bytes=4.0)), PIPEC)
+        place(graph, uniform([1], [1.0], Device(memory_bytes=4.0)), PIPEC)
 
 
 @settings(max_examples=40, deadline=None)
@@ -197,14 +268,15 @@ def test_every_operator_is_placed_once_and_none_before_what_it_must_follow(trial
     except InfeasibleError:
         return
     stage_of = {op: index for index, stage in enumerate(stages) for op in stage.operators}
-    assert sorted(op for stage in stages for op in stage.operators) == list(range(len(trial.workload.names)))
-    assert all(stage_of[u] <= stage_of[v] for u, v in trial.workload.before)
+    assert sorted(op for stage in stages for op in stage.operators) == list(range(len(trial.graph.names)))
+    assert all(stage_of[u] <= stage_of[v] for u, v in trial.graph.before)
     devices = [device for stage in stages for device in stage.devices]
     assert len(devices) == len(set(devices)) <= math.prod(trial.sizes)
     for stage in stages:
         assert stage.memory_bytes <= min(trial.devices[device].memory_bytes for device in stage.devices)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(trials(8, FLAT | NESTED))
 def test_more_of_anything_is_never_worse(trial: Trial) -> None:
@@ -233,10 +305,10 @@ def with_another_member(trial: Trial, level: int) -> Trial:
 
 def test_an_unused_device_of_a_later_group_costs_no_memory() -> None:
     """Links between hosts are the faster ones. The first stage has no room for a third microbatch."""
-    workload = replace(chain(2), resident_bytes=[0.0, 1.0], saved_bytes=[8.0, 8.0])
+    graph = replace(chain(2), resident_bytes=[0.0, 1.0], saved_bytes=[8.0, 8.0])
     for devices in (1, 2):
         topology = uniform([devices, 2], [0.5, 1.0], Device(memory_bytes=16.0))
-        first, second = place(workload, topology, PIPEDREAM, max_replicas=1).stages
+        first, second = place(graph, topology, PIPEDREAM, max_replicas=1).stages
         assert (first.seconds, first.in_flight, first.devices) == (1.0, 2, (0,))
         assert (second.seconds, second.in_flight, second.devices) == (1.0, 1, (devices,))
 
@@ -246,7 +318,7 @@ def test_an_unused_device_of_a_later_group_costs_no_memory() -> None:
 def test_scaling_all_costs_scales_the_answer(trial: Trial, factor: float) -> None:
     scaled = replace(
         trial,
-        workload=replace(trial.workload, seconds=[factor * each for each in trial.workload.seconds]),
+        graph=replace(trial.graph, seconds=[factor * each for each in trial.graph.seconds]),
         rates=tuple(rate / factor for rate in trial.rates),
         latency_seconds=trial.latency_seconds * factor,
     )
@@ -254,20 +326,20 @@ def test_scaling_all_costs_scales_the_answer(trial: Trial, factor: float) -> Non
 
 
 def test_plans_are_deterministic() -> None:
-    workload = chain(30)
-    assert place(workload, uniform([6], [1.0]), PIPEC) == place(workload, uniform([6], [1.0]), PIPEC)
+    graph = chain(30)
+    assert place(graph, uniform([6], [1.0]), PIPEC) == place(graph, uniform([6], [1.0]), PIPEC)
 
 
 def test_of_equally_fast_plans_the_one_on_the_fewest_devices_is_taken() -> None:
-    workload = replace(chain(3, size=0), seconds=[4.0, 1.0, 1.0])
-    stages = place(workload, uniform([8], [1.0]), PIPEC, max_replicas=1).stages
+    graph = replace(chain(3, size=0), seconds=[4.0, 1.0, 1.0])
+    stages = place(graph, uniform([8], [1.0]), PIPEC, max_replicas=1).stages
     assert [stage.operators for stage in stages] == [(0,), (1, 2)]
 
 
 def test_of_equally_fast_plans_on_as_many_devices_the_one_that_communicates_least_is_taken() -> None:
-    workload = replace(chain(4), seconds=[2.0, 1.0, 1.0, 2.0])
-    workload = replace(workload, transfers=[Transfer(0, (1,), 1.0, 0), Transfer(1, (2,), 0.5, 0)])
-    first, second = place(workload, uniform([2], [1.0]), PIPEDREAM, max_replicas=1).stages
+    graph = replace(chain(4), seconds=[2.0, 1.0, 1.0, 2.0])
+    graph = replace(graph, transfers=[Transfer(0, (1,), 1.0, 0), Transfer(1, (2,), 0.5, 0)])
+    first, second = place(graph, uniform([2], [1.0]), PIPEDREAM, max_replicas=1).stages
     assert (first.operators, second.operators) == ((0, 1), (2, 3))
 
 
@@ -278,16 +350,19 @@ def test_a_slow_device_gets_little() -> None:
 
 
 def test_a_latency_is_paid_for_each_message() -> None:
+    """Links work beside the operators. Activation and gradient share one in PipeDream's model alone."""
     topology = Topology((Device(),) * 2, (Level(2, 1.0, latency_seconds=0.5),))
-    assert place(chain(2), topology, PIPEC, max_replicas=1).seconds == pytest.approx(2.0)
-    free = Topology((Device(),) * 2, (Level(2, math.inf, latency_seconds=0.5),))
-    assert place(chain(2), free, PIPEC, max_replicas=1).seconds == pytest.approx(1.5)
+    there_and_back = replace(chain(2), transfers=[Transfer(0, (1,), 0.25, 0.25)])
+    assert place(chain(2), topology, PIPEC, max_replicas=1).seconds == 1.5
+    assert place(there_and_back, topology, PIPEC, max_replicas=1).seconds == 1.0
+    assert place(there_and_back, topology, PIPEDREAM, max_replicas=1).seconds == 1.5
+    assert place(there_and_back, topology, MAX_LOAD, max_replicas=1).seconds == 2.0
 
 
 def test_what_does_not_fit_is_explained_stage_by_stage() -> None:
-    workload = replace(chain(4), resident_bytes=[6.0] * 4, saved_bytes=[1.0] * 4)
+    graph = replace(chain(4), resident_bytes=[6.0] * 4, saved_bytes=[1.0] * 4)
     with pytest.raises(InfeasibleError, match="no plan fits in the memory of the devices") as caught:
-        place(workload, uniform([2], [math.inf], Device(memory_bytes=10)), PIPEC, max_replicas=1)
+        place(graph, uniform([2], [math.inf], Device(memory_bytes=10)), PIPEC, max_replicas=1)
     bytes_of = "12 bytes resident + 2 saved for each of"
     assert f"stage 0: {bytes_of} 2 microbatches in flight = 16 of 10, 6 too many" in str(caught.value)
     assert f"stage 1: {bytes_of} 1 microbatches in flight = 14 of 10, 4 too many" in str(caught.value)
@@ -295,8 +370,8 @@ def test_what_does_not_fit_is_explained_stage_by_stage() -> None:
 
 def test_a_bound_is_told_where_too_much_remains(monkeypatch: pytest.MonkeyPatch) -> None:
     search_with(monkeypatch, _MOST_PAIRED=6, _MOST_AT_FIRST=0)
-    workload = replace(chain(12), before=[(k, k + 2) for k in range(10)])
-    placement = place(workload, uniform([4], [1.0]), PIPEDREAM)
+    graph = replace(chain(12), before=[(k, k + 2) for k in range(10)])
+    placement = place(graph, uniform([4], [1.0]), PIPEDREAM)
     best = place(chain(12), uniform([4], [1.0]), PIPEDREAM)
     assert placement.least_seconds <= best.seconds * (1 + 1e-9)
     assert placement.least_seconds <= placement.seconds
@@ -305,10 +380,10 @@ def test_a_bound_is_told_where_too_much_remains(monkeypatch: pytest.MonkeyPatch)
 def test_a_plan_that_may_be_missed_is_not_called_impossible(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two stages fit in memory only if the second is on the device with more."""
     search_with(monkeypatch, _MOST_PAIRED=2, _MOST_AT_FIRST=0)
-    workload = replace(chain(6), resident_bytes=[1.0] * 6, before=[(k, k + 2) for k in range(4)])
+    graph = replace(chain(6), resident_bytes=[1.0] * 6, before=[(k, k + 2) for k in range(4)])
     topology = Topology((Device(memory_bytes=2.0), Device(memory_bytes=4.0)), (Level(2, 1.0),))
     with pytest.raises(InfeasibleError, match="of the plans that could be searched, none fits in the memory"):
-        place(workload, topology, PIPEC, max_replicas=1)
+        place(graph, topology, PIPEC, max_replicas=1)
 
 
 @pytest.mark.parametrize(
@@ -324,6 +399,6 @@ def test_a_plan_that_may_be_missed_is_not_called_impossible(monkeypatch: pytest.
         ({"before": [(0, 1), (1, 2), (2, 0)]}, "the operators form a cycle, .*Remove one of these edges"),
     ],
 )
-def test_a_malformed_workload_is_refused(changed: dict[str, object], message: str) -> None:
+def test_a_malformed_graph_is_refused(changed: dict[str, object], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         place(replace(chain(3), **changed), uniform([2], [1.0]), PIPEC)

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import pytest
 import torch
 from combinations import Captured, TrainingRun, cut, generated, tied_parameters
 from example_schedules import v_gpipe
@@ -132,6 +133,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(seed, cuts, recompute, tuple(sizes), schedule)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(cases())
 def test_any_cut_under_any_schedule_has_the_bits_of_the_unsplit_model(case: Case) -> None:

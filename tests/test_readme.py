@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import pipec
 from pipec.cli import app
 from pipec.cli.target import load_example
-from pipec.compiler import compiler
+from pipec.compiler import pass_list
 from pipec.passes.mark_recompute import MarkRecompute
 from pipec.programs.lower import chain_links, lower
 from pipec.programs.verify import verify_programs
@@ -66,6 +66,7 @@ def gpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_the_quickstart_runs_as_written(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(QUICKSTART, encoding="utf-8")
     done = subprocess.run(
@@ -84,11 +85,13 @@ def test_the_commands_print_what_is_shown(command: str, output: str) -> None:
     assert pipec_cli(*command.split(), status=2 if output.startswith("error") else 0) == output
 
 
+@pytest.mark.slow
 def test_the_stage_and_the_program_are_real(gpt: Path) -> None:
     assert_excerpt(STAGE, (gpt / "stage_1.py").read_text())
     assert_excerpt(PROGRAM, (gpt / "rank_1.txt").read_text())
 
 
+@pytest.mark.slow
 def test_the_plan_and_its_alternatives_are_real() -> None:
     command, excerpt = PLAN.removeprefix("$ pipec ").split("\n", 1)
     assert_excerpt(excerpt, pipec_cli(*command.split()))
@@ -109,11 +112,12 @@ def test_the_picture_is_what_the_command_line_draws(tmp_path: Path) -> None:
 
 def test_the_files_it_names_are_there() -> None:
     links = re.findall(r"\]\(([^)#:]+)\)", README)
-    modules = re.findall(r"`(\w+\.py|\w+/)`", README)
+    modules = re.findall(r"`((?:\w+/)*\w+\.py|\w+/)`", README)
     assert links
     assert modules
     missing = [link for link in links if not (ROOT / link).exists()]
-    missing += [name for name in modules if name != "train.py" and not (ROOT / "pipec" / name).exists()]
+    modules = [name for name in modules if name not in ("train.py", "search/")]
+    missing += [name for name in modules if not ((ROOT / "pipec" / name).exists() or (ROOT / name).exists())]
     assert not missing
 
 
@@ -125,10 +129,10 @@ def test_the_pass_keeps_products_and_changes_no_gradient(monkeypatch: pytest.Mon
         example.model.zero_grad()
         pipe = pipec.compile(example.model, 2, loss_fn=example.loss_fn, microbatches=2, recompute="full")
         pipe.step(*example.args, target=example.target)
-        return pipe.plan.stages[1].cost.saved_bytes, [parameter.grad for parameter in pipe.parameters()]
+        return pipe.plan.stages[1].cost.memory.saved, [parameter.grad for parameter in pipe.parameters()]
 
     saved_bytes, gradients = step()
-    original = compiler.passes
+    original = pass_list.passes
 
     def with_keep(*args: Any) -> list[Any]:
         return [
@@ -137,7 +141,7 @@ def test_the_pass_keeps_products_and_changes_no_gradient(monkeypatch: pytest.Mon
             for step in ([each, keep] if type(each) is MarkRecompute else [each])
         ]
 
-    monkeypatch.setattr(compiler, "passes", with_keep)
+    monkeypatch.setattr(pass_list, "passes", with_keep)
     more_bytes, same = step()
     assert more_bytes > saved_bytes
     assert all(torch.equal(one, other) for one, other in zip(gradients, same, strict=True))

@@ -30,9 +30,11 @@ from pipec.compiler.policy import ScheduleChoice
 from pipec.errors import VerifyError
 from pipec.ir import Compute, Phase, Plan, Program, Schedule
 from pipec.ir.batch import split_sizes
-from pipec.plan.memory import rank_bytes
+from pipec.plan.memory import rank_memory
 from pipec.schedules import SCHEDULES, SEARCHED, make_schedule
 from pipec.schedules.fixed import LOOPED
+
+pytestmark = pytest.mark.slow
 
 SIZES = (2,) * 8
 """Twice as many microbatches as ranks, which is the least that some schedules need."""
@@ -155,10 +157,10 @@ def test_auto_is_no_slower_than_any_named_schedule_on_the_costs_of_the_model() -
 
 
 def test_auto_stays_within_the_memory_limit() -> None:
-    needs = [need.total for need in rank_bytes(*plan_and_programs("gpipe"))]
+    needs = [need.total for need in rank_memory(*plan_and_programs("gpipe"))]
     limit = max(needs) - 1
     pipe = trained("auto", microbatches=8, memory_limit=limit, recompute="none")[0]
-    assert max(need.total for need in rank_bytes(pipe.plan, pipe.programs)) <= limit
+    assert max(need.total for need in rank_memory(pipe.plan, pipe.programs)) <= limit
 
 
 def plan_and_programs(name: str) -> tuple[Plan, tuple[Program, ...]]:

@@ -15,7 +15,9 @@ from pipec.compiler.policy import counts_to_try, usual_microbatches
 from pipec.errors import InfeasibleError, InputError
 from pipec.ir import Alternative, Plan
 from pipec.pipeline import Pipeline
-from pipec.plan.memory import rank_bytes
+from pipec.plan.memory import rank_memory
+
+pytestmark = pytest.mark.slow
 
 ROWS = 32
 
@@ -81,7 +83,7 @@ def test_an_alternative_takes_what_it_is_said_to_take(searched: Pipeline) -> Non
         pipe = prepared(microbatches=count)
         said = alternative(searched.plan, num_microbatches=count, replicas=1)
         assert said.seconds == pytest.approx(pipe.simulate().makespan)
-        assert said.peak_bytes == max(need.total for need in rank_bytes(pipe.plan, pipe.programs))
+        assert said.peak_bytes == max(need.total for need in rank_memory(pipe.plan, pipe.programs))
         assert pipe.plan.alternatives == ()
 
 
@@ -91,7 +93,7 @@ def test_replicas_are_pipelines_with_part_of_the_batch_and_a_ring(searched: Pipe
     x = torch.empty(ROWS // 4, 64, 256)
     step = alone.prepare(x, target=x).simulate().makespan
     gradients = sum(parameter.numel() * parameter.itemsize for parameter in alone.parameters())
-    link = alone._compiler.target.device.link
+    link = alone._compiler.options.device_model.link
     ring = 6 * (link.latency_seconds + gradients / 4 / link.bytes_per_second)
     assert said.seconds == pytest.approx(step + ring)
     assert said.refused == "a stage cannot have replicas yet"
@@ -99,11 +101,11 @@ def test_replicas_are_pipelines_with_part_of_the_batch_and_a_ring(searched: Pipe
 
 def test_a_memory_limit_rules_ways_out() -> None:
     tight = min(
-        max(need.total for need in rank_bytes(pipe.plan, pipe.programs))
+        max(need.total for need in rank_memory(pipe.plan, pipe.programs))
         for pipe in (prepared(microbatches=count, recompute="none") for count in (16, 32))
     )
     pipe = prepared(memory_limit=tight, recompute="none")
-    assert max(need.total for need in rank_bytes(pipe.plan, pipe.programs)) <= tight
+    assert max(need.total for need in rank_memory(pipe.plan, pipe.programs)) <= tight
     assert "more than a device has" in alternative(pipe.plan, num_microbatches=1, replicas=1).refused
 
 

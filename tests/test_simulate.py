@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -12,9 +13,10 @@ from hypothesis import strategies as st
 from pipec.errors import InputError, VerifyError
 from pipec.ir import Instruction, Link, Op, Phase, Program, Schedule
 from pipec.programs.lower import chain_links, lower
+from pipec.programs.memory import peak_in_flight
 from pipec.schedules import forward_only, make_schedule
 from pipec.timeline.events import Timeline
-from pipec.timeline.simulate import Costs, peak_in_flight, simulate
+from pipec.timeline.simulate import Costs, simulate
 
 
 def played(schedule: Schedule, **costs: float) -> Timeline:
@@ -40,15 +42,43 @@ def test_a_message_delays_its_reader_and_overlaps_the_computes_of_its_sender() -
         (1, Op.SEND, 0, 5.5, 6.0),
         (1, Op.BACKWARD, 1, 5.5, 7.5),
         (1, Op.SEND, 1, 7.5, 8.0),
-        (1, Op.SEND, -1, 7.5, 7.5),
+        (1, Op.SEND, -1, 8.0, 8.0),
     ]
     assert (timeline.makespan, timeline.span, timeline.num_ranks) == (10.0, 10.0, 2)
     assert timeline.bubble_rate == pytest.approx(1 - 12 / 20)
 
 
+def test_a_channel_carries_one_message_at_a_time() -> None:
+    """Forwards of one unit make messages of three: each leaves when the one before it has arrived."""
+    timeline = played(make_schedule("gpipe", 2, 3), message=3)
+    sent = [(e.rank, e.start, e.end) for e in timeline.messages]
+    assert sent == [(0, 1, 4), (0, 4, 7), (0, 7, 10), (1, 13, 16), (1, 16, 19), (1, 19, 22)]
+    assert [e.start for e in timeline.computes_of(1)] == [4, 7, 10, 11, 13, 15]
+    assert timeline.makespan == 24
+
+
+def test_messages_of_both_stages_of_a_rank_share_a_channel_in_the_order_in_which_they_are_sent() -> None:
+    """On a V the activation of the first stage and the gradient of the last go the same way."""
+    timeline = played(make_schedule("zb-v", 2, 2), message=4)
+    for rank in range(2):
+        sent = [(e.start, e.end) for e in timeline.messages if e.rank == rank]
+        assert len(sent) == 4
+        assert all(end <= start for (_, end), (start, _) in pairwise(sent))
+    assert {e.instruction.stage for e in timeline.messages if e.rank == 0} == {0, 3}
+
+
+def test_channels_do_not_slow_each_other_down() -> None:
+    """A forward of rank 0 sends to two ranks, and both messages leave at once."""
+    links = (*chain_links(3), *skip_links(0, 2))
+    costs = Costs.uniform(3, links=links, message=1)
+    timeline = simulate(lower(make_schedule("gpipe", 3, 1), links), costs)
+    assert [(e.start, e.end) for e in timeline.messages if e.rank == 0] == [(1, 2), (1, 2)]
+
+
 def one_by_one(programs: Sequence[Program], costs: Costs) -> list[tuple[int, Op, int, int, float, float]]:
     """What ``simulate`` says, by running each rank until a message it reads has not been sent yet."""
     arrivals: dict[tuple[Link, int, int], float] = {}
+    channels: dict[tuple[int, int], float] = {}
     position, clock = [0] * len(programs), [0.0] * len(programs)
     events: list[list[tuple[int, Op, int, int, float, float]]] = [[] for _ in programs]
     reads: list[list[tuple[Link, int, int]]] = [[] for _ in programs]
@@ -58,7 +88,8 @@ def one_by_one(programs: Sequence[Program], costs: Costs) -> list[tuple[int, Op,
         if each.op is Op.RECV and each.link:
             reads[rank].append((each.link, each.microbatch, rank))
         elif each.op is Op.SEND and each.link:
-            end += costs.messages[each.link]
+            start = max(start, channels.get((rank, each.peer), 0.0))
+            channels[rank, each.peer] = end = start + costs.messages[each.link]
             arrivals[each.link, each.microbatch, each.peer] = end
         elif each.op.phase:
             read = [

@@ -120,6 +120,7 @@ def programs(draw: st.DrawFn) -> tuple[Program, tuple[Link, ...]]:
     return Program(draw(st.integers(0, 99)), tuple(body)), tuple(links)
 
 
+@pytest.mark.slow
 @given(programs())
 def test_any_program_reads_back_to_itself(case: tuple[Program, tuple[Link, ...]]) -> None:
     program, links = case

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 from pipec.capture.call import Call
 from pipec.capture.tracer import capture
-from pipec.compiler.compiler import Target, passes
+from pipec.compiler.pass_list import CompilerOptions, passes
 from pipec.errors import VerifyError
 from pipec.graph import TrainingGraph, is_forward, recv, send
 from pipec.graph.invariants import RULES, verify
@@ -39,9 +39,8 @@ def compiled() -> TrainingGraph:
     call = Call((torch.randn(4, 4),), {}, torch.randn(4, 2))
     graph = capture(Counted(), nn.functional.mse_loss, Mode.TRAIN, call)
     device = DEVICES["cpu"]
-    return run_passes(
-        graph, passes(Target(device, alike(2, device.link)), CutStages(2, device.link), frozenset())
-    )
+    devices = alike(2, device.link)
+    return run_passes(graph, passes(CompilerOptions(device, devices), CutStages(devices, 4), frozenset()))
 
 
 def node_where(graph: TrainingGraph, test: Callable[[fx.Node], bool]) -> fx.Node:

@@ -1,7 +1,10 @@
-"""Processes that run saved artifacts as ranks over gloo: forks of one that has imported torch."""
+"""Processes that run as ranks over gloo: forks of one that has imported torch, pipec and a model."""
 
+import contextlib
 import multiprocessing
 import os
+import runpy
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,11 +20,11 @@ from unsplit import Inputs, Outcome
 import pipec
 from pipec.cli import app
 
-PIPEC_TIMEOUT, TIMEOUT = 30.0, 100.0
+PIPEC_TIMEOUT, TIMEOUT = 30.0, 200.0
 """Seconds: pipec gives up on a rank well before the processes are given up."""
 
 forks = multiprocessing.get_context("forkserver")
-forks.set_forkserver_preload(["pipec.runtime.loaded", "pipec.cli"])
+forks.set_forkserver_preload(["pipec.cli", "pipec.api", "transformers.models.gpt2.modeling_gpt2"])
 
 
 def train(artifacts: Sequence[Path], inputs: Inputs, scratch: Path) -> list[str]:
@@ -37,20 +40,39 @@ def train(artifacts: Sequence[Path], inputs: Inputs, scratch: Path) -> list[str]
 
 def pipec_cli(arguments: Sequence[tuple[str, ...]], scratch: Path) -> list[str]:
     """Rank r runs the command line ``arguments[r]``; what each rank printed. A failure fails the test."""
+    return _printed(_invoke, [(words,) for words in arguments], scratch)
+
+
+def run_script(script: Path, arguments: Sequence[str], num_ranks: int, scratch: Path) -> str:
+    """What rank 0 prints if ``torchrun`` starts the script; with no ranks, what the script alone prints."""
+    ranks = [(script, arguments)] * max(num_ranks, 1)
+    return _printed(_run_main, ranks, scratch, distributed=num_ranks > 0)[0]
+
+
+def _printed(
+    task: Callable[..., None], arguments: Sequence[tuple[Any, ...]], scratch: Path, distributed: bool = True
+) -> list[str]:
+    """What ``task`` prints on each rank. A failure fails the test."""
     printed = [scratch / f"printed_{rank}" for rank in range(len(arguments))]
-    errors = _run_ranks(_invoke, list(zip(arguments, printed, strict=True)), scratch)
+    given = [(path, task, *own) for path, own in zip(printed, arguments, strict=True)]
+    errors = _run_ranks(_printing, given, scratch, distributed)
     assert errors == [""] * len(arguments)
     return [path.read_text() for path in printed]
 
 
-def _run_ranks(task: Callable[..., None], arguments: Sequence[tuple[Any, ...]], scratch: Path) -> list[str]:
+def _run_ranks(
+    task: Callable[..., None], arguments: Sequence[tuple[Any, ...]], scratch: Path, distributed: bool = True
+) -> list[str]:
     """Rank r calls ``task`` with ``arguments[r]``; what each rank raised, or an empty text."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     num_ranks = len(arguments)
     errors = [scratch / f"error_{rank}" for rank in range(num_ranks)]
+    environments = [
+        _environment(rank, num_ranks, store.port) if distributed else {} for rank in range(num_ranks)
+    ]
     processes = [
-        forks.Process(target=_run, args=(_environment(rank, num_ranks, store.port), errors[rank], task, *own))
-        for rank, own in enumerate(arguments)
+        forks.Process(target=_run, args=(environment, error, task, *own))
+        for environment, error, own in zip(environments, errors, arguments, strict=True)
     ]
     try:
         for process in processes:
@@ -114,7 +136,19 @@ def _save_step(artifact: Path, inputs: Path, file: Path) -> None:
     safetensors.torch.save_file({"loss": outcome.loss, **held}, file)
 
 
-def _invoke(arguments: Sequence[str], printed: Path) -> None:
+def _printing(printed: Path, task: Callable[..., None], *arguments: Any) -> None:
+    with printed.open("w") as file, contextlib.redirect_stdout(file):
+        task(*arguments)
+
+
+def _invoke(arguments: Sequence[str]) -> None:
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
-    printed.write_text(result.stdout)
+    print(result.stdout, end="")
+
+
+def _run_main(script: Path, arguments: Sequence[str]) -> None:
+    """As ``python script arguments``."""
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.parent))
+    runpy.run_path(str(script), run_name="__main__")

@@ -1,11 +1,11 @@
 """Static verification of an artifact: its programs, and that the code of each stage is what they call."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from pipec.artifact.directory import Artifact
 from pipec.errors import VerifyError
-from pipec.ir import Program, Stage
+from pipec.ir import Program, Stage, ranks_of
 from pipec.programs.verify import verify_programs
 
 
@@ -20,12 +20,12 @@ def check_artifact(artifact: Artifact) -> None:
     recompute = [stage.index for stage in plan.stages if stage.recompute]
     verify_programs(artifact.programs, plan.placement, plan.links, plan.num_microbatches, recompute=recompute)
     for stage, source in zip(plan.stages, artifact.sources, strict=True):
-        program = artifact.programs[plan.placement[stage.index]]
-        for fault in _faults(stage, source, program):
+        programs = [artifact.programs[rank] for rank in ranks_of(plan.placement, stage.index)]
+        for fault in _faults(stage, source, programs):
             raise VerifyError(f"stage_{stage.index}.py {fault}; save the pipeline anew")
 
 
-def _faults(stage: Stage, source: str, program: Program) -> Iterator[str]:
+def _faults(stage: Stage, source: str, programs: Sequence[Program]) -> Iterator[str]:
     try:
         body = ast.parse(source).body
         compile(source, f"stage_{stage.index}.py", "exec", dont_inherit=True)
@@ -33,10 +33,11 @@ def _faults(stage: Stage, source: str, program: Program) -> Iterator[str]:
         yield f"does not compile: line {error.lineno}: {error.msg}"
         return
     functions = {node.name for node in body if isinstance(node, ast.FunctionDef)}
-    own = (instruction for instruction in program.instructions if instruction.stage == stage.index)
-    called = {instruction.op.value for instruction in own if instruction.op.phase}
-    if missing := sorted(called - functions):
-        yield f"has no function {' or '.join(missing)}, which the program of rank {program.rank} calls"
+    for program in programs:
+        cells = (each for each in program.instructions if each.stage == stage.index)
+        called = {str(each.op.phase) for each in cells if each.op.phase}
+        if missing := sorted(called - functions):
+            yield f"has no function {' or '.join(missing)}, which the program of rank {program.rank} calls"
     tables = dict(_tables(body))
     planned = (stage.parameters, stage.buffers, stage.updated_buffers)
     for name, expected in zip(("PARAMETERS", "BUFFERS", "UPDATED_BUFFERS"), planned, strict=True):

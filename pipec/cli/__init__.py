@@ -1,7 +1,8 @@
-"""The command line: ``pipec profile | plan | dump | schedule | check | run | trace``.
+"""The command line: ``pipec profile | plan | plan-graph | dump | schedule | check | run | trace``.
 
-Each command imports what it needs when it runs: ``--help`` and ``schedule NAME`` load no torch, ``check`` and
-``run`` no compiler.
+Each command imports what it needs when it runs: ``--help``, ``schedule NAME`` and ``plan-graph`` load no
+torch, ``check`` and ``run`` no compiler. ``drawing``, ``output``, ``options`` and ``forms`` are what commands
+share.
 """
 
 from typing import Any
@@ -10,16 +11,24 @@ import typer
 from typer.core import TyperGroup
 
 from pipec.cli.artifacts import check, run
+from pipec.cli.forms import Form, form_of
+from pipec.cli.graphs import plan_graph
 from pipec.cli.models import dump, plan
 from pipec.cli.output import show_error
 from pipec.cli.profiling import profile
-from pipec.cli.timelines import schedule
+from pipec.cli.timelines import schedule_name, schedule_target
 from pipec.cli.tracing import trace
 from pipec.errors import InputError, PipecError
 
 
 class _Commands(TyperGroup):
     """Prints an error of pipec's own without a traceback; any other is a fault and keeps its traceback."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
+        """``schedule`` stands for one of two commands, which its arguments tell."""
+        named = form_of(args) if args[0] == "schedule" else args[0]
+        _, command, rest = super().resolve_command(ctx, [named, *args[1:]])
+        return args[0], command, rest
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -38,8 +47,15 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (profile, plan, dump, schedule, check, run, trace):
-    app.command()(command)
+app.command()(profile)
+app.command()(plan)
+app.command()(plan_graph)
+app.command()(dump)
+app.command("schedule NAME", cls=Form)(schedule_name)
+app.command("schedule TARGET", cls=Form)(schedule_target)
+app.command()(check)
+app.command()(run)
+app.command()(trace)
 
 
 def main() -> None:

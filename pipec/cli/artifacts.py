@@ -42,19 +42,20 @@ def run(
     steps: Annotated[int, typer.Option(min=1, help="How many steps to run.")] = 1,
     inputs: Annotated[
         Path | None,
-        typer.Option(help="A safetensors file with one mini-batch, by the names in the generated code."),
+        typer.Option(help="A safetensors file with one mini-batch, under the names in the generated code."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of whatever is drawn at random.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of all that is drawn at random.")] = 0,
     int_high: Annotated[int, typer.Option(min=1, help="Random integers are below this.")] = 2,
     as_json: Json = False,
 ) -> None:
     """Run a saved artifact: forward and backward of a mini-batch per step, without an optimizer.
 
-    In one process, or one rank each: torchrun --nproc-per-node 4 -m pipec run DIR. Inputs that no file gives
-    and parameters that were not saved are random: floats are normal, with deviation 0.02 for parameters, and
-    buffers are ones. An artifact does not know the size of an embedding table; keep --int-high within it.
+    It runs in one process, or in one for each rank: torchrun --nproc-per-node 4 -m pipec run DIR. Inputs that
+    no file gives and parameters that were not saved are random: floats are normal, with deviation 0.02 for
+    parameters, and buffers are ones. An artifact does not know the size of an embedding table, so keep
+    --int-high within it.
 
-    JSON keys: losses and seconds, one of each a step; random_tensors, how many were not saved.
+    JSON keys: losses and seconds, one of each for a step; random_tensors, how many were not saved.
     """
     with status("loading torch"):
         from pipec.cli.trial import load_filled, random_batches, read_batch

@@ -1,24 +1,16 @@
-"""``pipec plan`` and ``pipec dump``: compile a model and print what came of it."""
+"""``pipec plan`` and ``pipec dump``: compile a model, and print its plan or its code."""
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipec.cli.graphs import GraphOptions, plan_graph
 from pipec.cli.options import (
-    Bandwidth,
     Calibrate,
-    CostModelName,
     Devices,
-    DnnPartitioning,
     Json,
-    Levels,
     MemoryLimit,
     Microbatches,
-    OptionalTarget,
-    PipeDreamGraph,
     ProfilePath,
     Recompute,
     RecomputeChoice,
@@ -26,7 +18,7 @@ from pipec.cli.options import (
     Target,
     TopologyFile,
 )
-from pipec.cli.output import show_json, show_python
+from pipec.cli.output import plan_facts, show_json, show_python
 from pipec.cli.target import prepare
 from pipec.errors import InputError
 
@@ -35,19 +27,17 @@ if TYPE_CHECKING:
 
 
 def plan(
-    target: OptionalTarget = None,
-    devices: Levels = None,
+    target: Target,
+    devices: Annotated[
+        int | None, typer.Option("--devices", min=1, help="Number of ranks; default: those of --topology.")
+    ] = None,
     schedule: ScheduleName = "1f1b",
     microbatches: Microbatches = None,
     recompute: RecomputeChoice = Recompute.AUTO,
     memory_limit: MemoryLimit = None,
     profile: ProfilePath = None,
     calibrate: Calibrate = False,
-    pipedream_graph: PipeDreamGraph = None,
-    dnn_partitioning: DnnPartitioning = None,
-    bandwidth: Bandwidth = None,
     topology: TopologyFile = None,
-    cost_model: CostModelName = None,
     as_json: Json = False,
 ) -> None:
     """Print the plan of a model: stages, seconds, bytes sent, peak memory, bubble, and what else was tried.
@@ -55,53 +45,36 @@ def plan(
     Without --microbatches their number is searched, which takes twice as long to capture.
 
     JSON keys: plan, as in plan.json; makespan in seconds; bubble_rate; peak_bytes of each rank.
-
-    Or the plan of a published graph, with replicas. JSON keys: seconds of the slowest stage; stages, each
-    with replicas, operators, seconds, communication_seconds, devices; planning_seconds; least_seconds, which
-    no plan is below.
     """
-    if pipedream_graph is None and dnn_partitioning is None:
-        if devices is None and topology is not None:
-            devices = _number_of_devices(topology)
-        if target is None or devices is None or not devices.isdecimal() or int(devices) < 1:
-            raise InputError(
-                "to plan a model, give a TARGET and its number of --devices, 1 or more, or a --topology"
-            )
-        if (bandwidth, cost_model) != (None, None):
-            raise InputError("--bandwidth and --cost-model are for graphs, not for a model")
-        one_size = not as_json and profile is None and microbatches is not None
-        pipe = prepare(
-            target,
-            int(devices),
-            schedule,
-            microbatches,
-            recompute,
-            memory_limit,
-            profile,
-            topology,
-            calibrated=calibrate,
-            dynamic=not one_size,
-        )
-        return _show_plan(pipe, as_json)
-    if target is not None:
-        raise InputError(f"give either the target {target} or a graph, not both")
-    options = GraphOptions(pipedream_graph, dnn_partitioning, devices, bandwidth, topology, cost_model)
-    return plan_graph(options, as_json)
+    if devices is None:
+        if topology is None:
+            raise InputError("how many ranks? Give their number with --devices, or a file with --topology")
+        devices = _number_of_devices(topology)
+    one_size = not as_json and profile is None and microbatches is not None
+    pipe = prepare(
+        target,
+        devices,
+        schedule,
+        microbatches,
+        recompute,
+        memory_limit,
+        profile,
+        topology,
+        calibrated=calibrate,
+        dynamic=not one_size,
+    )
+    _show_plan(pipe, as_json)
 
 
-def _number_of_devices(topology: Path) -> str:
+def _number_of_devices(topology: Path) -> int:
     from pipec.hardware.topology import read_topology
 
-    return str(len(read_topology(topology).devices))
+    return len(read_topology(topology).devices)
 
 
 def _show_plan(pipe: "Pipeline", as_json: bool) -> None:
-    from pipec.plan.predictions import predicted
-
     if as_json:
-        facts = asdict(pipe.plan)
-        del facts["programs"]
-        show_json({"plan": facts, **predicted(pipe.plan, pipe.programs)})
+        show_json(plan_facts(pipe.plan, pipe.programs))
     else:
         typer.echo(pipe.plan)
 

@@ -6,8 +6,6 @@ from typing import Annotated
 
 import typer
 
-TARGET_HELP = "path/to/file.py:factory or package.module:factory; factory() returns a pipec.Example."
-
 
 class Recompute(StrEnum):
     """What ``pipec.compile`` takes as ``recompute``."""
@@ -17,22 +15,17 @@ class Recompute(StrEnum):
     FULL = "full"
 
 
-Target = Annotated[str, typer.Argument(metavar="TARGET", help=TARGET_HELP)]
-OptionalTarget = Annotated[str | None, typer.Argument(metavar="[TARGET]", help=TARGET_HELP)]
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET",
+        help="path/to/file.py:factory or package.module:factory; factory() returns a pipec.Example.",
+    ),
+]
 Artifact = Annotated[
     Path, typer.Argument(metavar="DIR", help="A folder that Pipeline.save or `pipec dump -o` wrote.")
 ]
 Devices = Annotated[int, typer.Option("--devices", min=1, help="Number of ranks.")]
-Levels = Annotated[
-    str | None,
-    typer.Option(
-        "--devices", help="Number of ranks; for a graph also by level, innermost first, such as 4x4."
-    ),
-]
-Bandwidth = Annotated[
-    str | None,
-    typer.Option("--bandwidth", help="For a graph: bytes per second of each level, such as 12e9,1.25e9."),
-]
 Calibrate = Annotated[
     bool, typer.Option("--calibrate", help="Measure this machine's device first, for a second or two.")
 ]
@@ -42,15 +35,6 @@ TopologyFile = Annotated[
         "--topology",
         help="How fast devices are, what they hold and how they are joined: a TOML or JSON file.",
     ),
-]
-PipeDreamGraph = Annotated[
-    Path | None, typer.Option("--pipedream-graph", help="Plan a profile of PipeDream, a graph.txt.")
-]
-DnnPartitioning = Annotated[
-    Path | None, typer.Option("--dnn-partitioning", help="Plan a graph of dnn-partitioning, a JSON file.")
-]
-CostModelName = Annotated[
-    str | None, typer.Option("--cost-model", help="For a PipeDream graph: pipedream, the default, or pipec.")
 ]
 ScheduleName = Annotated[
     str,

@@ -1,7 +1,8 @@
 """What the command line writes: results to stdout, progress and errors to stderr."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
 
 import typer
 from rich.console import Console
@@ -10,13 +11,14 @@ from rich.syntax import Syntax
 from rich.text import Text
 
 from pipec.console import is_rank_zero, rank_zero_only, terminal
+from pipec.ir import Plan, Program
 
 _ERRORS = Console(stderr=True, highlight=False, soft_wrap=True)
 _PROGRESS = Console(stderr=True, quiet=not is_rank_zero())
 
 
 def status(doing: str) -> Status:
-    """A spinner beside ``doing`` while the block runs, on rank 0 and in a terminal; elsewhere nothing."""
+    """Show ``doing`` beside a spinner while the block runs: in a terminal, and on rank 0 alone."""
     return _PROGRESS.status(f"{doing} ...")
 
 
@@ -25,12 +27,26 @@ def show_error(error: Exception) -> None:
 
 
 @rank_zero_only
+def say(text: str) -> None:
+    """Write ``text`` to stdout as it is, on rank 0."""
+    typer.echo(text, nl=False)
+
+
+@rank_zero_only
 def show_json(facts: Mapping[str, object]) -> None:
     typer.echo(json.dumps(facts, indent=1))
 
 
+def plan_facts(plan: Plan, programs: Sequence[Program]) -> dict[str, object]:
+    """A plan as in plan.json, and what its programs predict."""
+    from pipec.plan.predictions import predicted
+
+    facts = {each.name: getattr(plan, each.name) for each in fields(Plan)}
+    return {"plan": asdict(Plan(**facts)), **predicted(plan, programs)}
+
+
 def show_python(source: str) -> None:
-    """Python in colour in a terminal, elsewhere as it is."""
+    """Print Python, in colour if this is a terminal."""
     if terminal().is_terminal:
         terminal().print(Syntax("", "python", theme="ansi_dark").highlight(source), end="")
     else:

@@ -28,7 +28,7 @@ def prepare(
     calibrated: bool = False,
     dynamic: bool = True,
 ) -> "Pipeline":
-    """Compile what ``step`` with the example of ``target`` would run; nothing is run."""
+    """Compile what ``step`` would run with the example of ``target``, and run nothing."""
     with status("loading torch") as spinner:
         from pipec.api import compile
         from pipec.hardware.calibration import calibrate
@@ -57,8 +57,8 @@ def prepare(
 def load_example(target: str) -> "Example":
     """What the factory that ``target`` names returns.
 
-    Raises InputError when there is no such file, module or factory, or it returns something else. Errors
-    of the user's own code pass.
+    Raises InputError when there is no such file, module or factory, or when the factory returns something
+    else than an Example. Errors of the user's own code are not caught.
     """
     from pipec.api import Example
 

@@ -1,151 +1,137 @@
-"""``pipec schedule``: the timeline of one step, on uniform costs or on those of a model's plan."""
+"""``pipec schedule``: the timeline of one step, on equal stages or on the costs of a model's plan."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipec.cli.options import TARGET_HELP, Drawing, Json, Recompute
+from pipec.cli.drawing import check_output, draw, show_drawn
+from pipec.cli.options import (
+    Devices,
+    Drawing,
+    Json,
+    MemoryLimit,
+    Recompute,
+    RecomputeChoice,
+    ScheduleName,
+    Target,
+)
 from pipec.cli.output import show_json
 from pipec.errors import InputError
 
 if TYPE_CHECKING:
     from pipec.schedules import Workload
-    from pipec.timeline.attribution import Curve
-    from pipec.timeline.events import Timeline
+    from pipec.viz import Step
 
-_OF_NAME, _OF_TARGET = "Options with a NAME", "Options with a TARGET"
-
-
-def _of_name(help: str, least: float) -> Any:
-    return typer.Option(help=help, min=least, rich_help_panel=_OF_NAME)
+Beside = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Another schedule of the same, to compare on one axis of time."),
+]
 
 
-def _of_target(help: str, flag: str, least: float | None = None) -> Any:
-    return typer.Option(flag, help=help, min=least, rich_help_panel=_OF_TARGET)
+_Shown = tuple["Step", Mapping[str, object]]
+"""A step, and what its JSON tells beside it."""
 
 
-def schedule(
-    ctx: typer.Context,
-    what: Annotated[
+def schedule_name(
+    name: Annotated[
         str,
         typer.Argument(
-            metavar="NAME|TARGET",
-            help=f"gpipe, 1f1b, zb-h1, auto, ...; a .txt file of compute orders; or a model: {TARGET_HELP}",
+            metavar="NAME", help="gpipe, 1f1b, zb-h1, auto, ...; or a .txt file of compute orders."
         ),
     ],
-    microbatches: Annotated[
-        int | None, typer.Option(min=1, help="Default: 8; of a model, the fastest found.")
+    stages: Annotated[
+        int, typer.Option(min=1, help="Number of ranks; a schedule may cut each one's share into several.")
+    ] = 4,
+    microbatches: Annotated[int, typer.Option(min=1, help="How many a mini-batch is split into.")] = 8,
+    forward: Annotated[float, typer.Option(min=0, help="Time of a microbatch's forward on a rank.")] = 1.0,
+    backward_input: Annotated[float, typer.Option(min=0, help="Time of its input gradient.")] = 1.0,
+    backward_weight: Annotated[float, typer.Option(min=0, help="Time of its weight gradient.")] = 1.0,
+    communication: Annotated[float, typer.Option(min=0, help="Time of a message between ranks.")] = 0.0,
+    memory_backward: Annotated[
+        float, typer.Option(min=0, help="What a microbatch holds on a rank until its input gradient.")
+    ] = 1.0,
+    memory_weight: Annotated[
+        float, typer.Option(min=0, help="What it holds from there until its weight gradient.")
+    ] = 1.0,
+    memory_limit: Annotated[
+        float | None, typer.Option(help="The most that a rank may hold, in --memory-backward's unit.")
     ] = None,
-    beside: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Another schedule of the same, to compare on one axis of time."),
-    ] = None,
+    beside: Beside = None,
     output: Drawing = None,
     as_json: Json = False,
-    stages: Annotated[int, _of_name("Number of ranks; a schedule may cut each's share into several.", 1)] = 4,
-    forward: Annotated[float, _of_name("Time of a microbatch's forward on a rank.", 0)] = 1.0,
-    backward_input: Annotated[float, _of_name("Time of its input gradient.", 0)] = 1.0,
-    backward_weight: Annotated[float, _of_name("Time of its weight gradient.", 0)] = 1.0,
-    communication: Annotated[float, _of_name("Time of a message between ranks.", 0)] = 0.0,
-    memory_backward: Annotated[
-        float, _of_name("What a microbatch holds on a rank until its input gradient.", 0)
-    ] = 1.0,
-    memory_weight: Annotated[float, _of_name("What it holds from there until its weight gradient.", 0)] = 1.0,
-    devices: Annotated[int, _of_target("Number of ranks.", "--devices", 1)] = 4,
-    name: Annotated[str, _of_target("Its schedule.", "--schedule")] = "1f1b",
-    recompute: Annotated[Recompute, _of_target("What to compute again.", "--recompute")] = Recompute.AUTO,
-    memory_limit: Annotated[
-        str | None,
-        typer.Option(
-            help="Of a model, bytes per device, such as 16GiB; of a NAME, in --memory-backward's unit."
-        ),
-    ] = None,
 ) -> None:
-    """Draw the timeline of one step: of a schedule on equal stages, or of a model on its plan's costs.
+    """Draw the timeline of a schedule's step on equal stages.
 
     JSON keys: schedule, num_microbatches, unit, makespan, span, bubble_rate, peak_in_flight of each rank;
     waits, for each rank its time busy, waiting, for whose messages, idle of its own and after its last
     compute; critical_path, num_events and, if they are at most 100,000, events, each with rank, op, stage,
-    microbatch, start and end. Of a NAME also lower_and_verify_seconds. With --beside also beside: the same
-    keys of that schedule.
+    microbatch, start and end; lower_and_verify_seconds. With --beside also beside: the same keys of that
+    schedule.
     """
-    is_target = ":" in what
-    _refuse(ctx, _OF_NAME if is_target else _OF_TARGET)
-    first = name if is_target else what
-    _check_output(output, first, beside)
-    names = [first] if beside is None else [first, beside]
-    if is_target:
-        shown = [_of_model(what, devices, each, microbatches, recompute, memory_limit) for each in names]
-    else:
-        from pipec.schedules import Workload
+    from pipec.schedules import Workload
 
-        work = Workload.uniform(
-            stages,
-            forward=forward,
-            backward_input=backward_input,
-            backward_weight=backward_weight,
-            message=communication,
-            memory_backward=memory_backward,
-            memory_weight=memory_weight,
-            memory_limit=_number(memory_limit),
-        )
-        shown = [_of_schedule(each, stages, microbatches or 8, work) for each in names]
-    _show(shown, output, as_json)
+    names = _names(name, beside, output)
+
+    work = Workload.uniform(
+        stages,
+        forward=forward,
+        backward_input=backward_input,
+        backward_weight=backward_weight,
+        message=communication,
+        memory_backward=memory_backward,
+        memory_weight=memory_weight,
+        memory_limit=memory_limit,
+    )
+    _show([_on_equal_stages(each, stages, microbatches, work) for each in names], output, as_json)
 
 
-@dataclass(frozen=True)
-class _Step:
-    """One step to show, with the bytes each rank holds over time and further facts where they are known."""
+def schedule_target(
+    target: Target,
+    devices: Devices = 4,
+    schedule: ScheduleName = "1f1b",
+    microbatches: Annotated[int | None, typer.Option(min=1, help="Default: the fastest found.")] = None,
+    recompute: RecomputeChoice = Recompute.AUTO,
+    memory_limit: MemoryLimit = None,
+    beside: Beside = None,
+    output: Drawing = None,
+    as_json: Json = False,
+) -> None:
+    """Draw the timeline of a model's step on the costs of its plan.
 
-    schedule: str
-    num_microbatches: int
-    timeline: "Timeline"
-    memory: Sequence["Curve"] = ()
-    facts: Mapping[str, object] = field(default_factory=dict)
+    JSON keys: those of a schedule's name, without lower_and_verify_seconds.
+    """
+    from pipec.cli.target import prepare
+    from pipec.viz import Step
 
-    @property
-    def title(self) -> str:
-        return f"{self.schedule}, {self.num_microbatches} microbatches"
+    def planned(name: str) -> _Shown:
+        pipe = prepare(target, devices, name, microbatches, recompute, memory_limit)
+        return replace(Step.of_plan(pipe.plan, pipe.simulate()), schedule=name), {}
+
+    _show([planned(name) for name in _names(schedule, beside, output)], output, as_json)
 
 
-def _check_output(output: Path | None, name: str, beside: str | None) -> None:
-    """Refuse before anything is worked out a file that cannot be drawn."""
-    from pipec.viz import check_suffix
-
+def _names(name: str, beside: str | None, output: Path | None) -> list[str]:
+    """The schedules to draw. Raises InputError, before anything is worked out, if they cannot be drawn."""
+    check_output(output)
+    if beside is None:
+        return [name]
     if beside == name:
         raise InputError(f"--beside names {name!r} again; expected another schedule")
-    if output is not None:
-        check_suffix(output)
-        if beside is not None and output.suffix not in (".html", ".json"):
-            raise InputError(
-                f"--beside with {output.name}: a {output.suffix} file shows one step; expected .html or .json"
-            )
+    if output is not None and output.suffix not in (".html", ".json"):
+        raise InputError(
+            f"--beside with {output.name}: a {output.suffix} file shows one step; expected .html or .json"
+        )
+    return [name, beside]
 
 
-def _of_model(
-    target: str,
-    devices: int,
-    name: str,
-    microbatches: int | None,
-    recompute: Recompute,
-    memory_limit: str | None,
-) -> _Step:
-    from pipec.cli.target import prepare
-    from pipec.plan.predictions import saved_bytes_over_time
-
-    pipe = prepare(target, devices, name, microbatches, recompute, memory_limit)
-    timeline = pipe.simulate()
-    memory = saved_bytes_over_time(pipe.plan, timeline)
-    return _Step(name, pipe.plan.num_microbatches, timeline, memory)
-
-
-def _of_schedule(name: str, num_ranks: int, num_microbatches: int, work: "Workload") -> _Step:
-    """A schedule or a file of compute orders, with the seconds to lower and verify it."""
+def _on_equal_stages(name: str, num_ranks: int, num_microbatches: int, work: "Workload") -> _Shown:
+    """The step of a schedule, or of a file of compute orders."""
     from pipec.schedules import custom_schedule, make_schedule
     from pipec.schedules.chain import simulate_schedule
+    from pipec.viz import Step
 
     if name.endswith(".txt"):
         schedule = custom_schedule(Path(name), num_ranks, num_microbatches)
@@ -153,51 +139,21 @@ def _of_schedule(name: str, num_ranks: int, num_microbatches: int, work: "Worklo
         schedule = make_schedule(name, num_ranks, num_microbatches, work)
     work.check_fits(schedule)
     timeline, seconds = simulate_schedule(schedule, work)
-    return _Step(name, num_microbatches, timeline, facts={"lower_and_verify_seconds": seconds})
+    return Step(name, num_microbatches, timeline), {"lower_and_verify_seconds": seconds}
 
 
-def _number(memory_limit: str | None) -> float | None:
-    try:
-        return None if memory_limit is None else float(memory_limit)
-    except ValueError:
-        raise InputError(
-            f"--memory-limit is {memory_limit!r}; of a schedule's name, expected a number in the unit of "
-            "--memory-backward"
-        ) from None
-
-
-def _refuse(ctx: typer.Context, panel: str) -> None:
-    """Options that would change nothing are errors: a NAME has no devices, a TARGET has costs of its own."""
-    misplaced = [
-        param.opts[0]
-        for param in ctx.command.params
-        if getattr(param, "rich_help_panel", None) == panel
-        and getattr(ctx.get_parameter_source(param.name or ""), "name", "DEFAULT") != "DEFAULT"
-    ]
-    if misplaced:
-        kind = "the name of a schedule" if panel == _OF_NAME else "a model such as file.py:factory"
-        raise InputError(f"{', '.join(misplaced)} is for {kind}, but the argument is {ctx.params['what']!r}")
-
-
-def _show(steps: Sequence[_Step], output: Path | None, as_json: bool) -> None:
-    from pipec.viz import timeline_text, write_timelines
-
-    first, *others = steps
-    if output is not None:
-        timelines = {step.schedule: step.timeline for step in steps}
-        memory = {step.schedule: step.memory for step in steps if step.memory}
-        names = " and ".join(timelines)
-        write_timelines(output, timelines, f"{names}, {first.num_microbatches} microbatches", memory)
+def _show(shown: Sequence[_Shown], output: Path | None, as_json: bool) -> None:
+    steps = [step for step, _ in shown]
+    draw(steps, output)
     if as_json:
-        show_json(_facts(first) | ({"beside": _facts(others[0])} if others else {}))
-    elif output is None:
-        typer.echo("\n".join(timeline_text(step.timeline, step.title) for step in steps), nl=False)
+        first, *others = (_facts(step, more) for step, more in shown)
+        show_json(first | ({"beside": others[0]} if others else {}))
     else:
-        typer.echo(f"wrote {output}")
+        show_drawn(steps, output)
 
 
-def _facts(step: _Step) -> dict[str, object]:
+def _facts(step: "Step", more: Mapping[str, object]) -> dict[str, object]:
     from pipec.timeline.facts import timeline_facts
 
     named = {"schedule": step.schedule, "num_microbatches": step.num_microbatches}
-    return {**named, **step.facts, **timeline_facts(step.timeline)}
+    return {**named, **more, **timeline_facts(step.timeline)}

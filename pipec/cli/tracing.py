@@ -4,38 +4,37 @@ from typing import Annotated
 
 import typer
 
+from pipec.cli.drawing import check_output, draw, show_drawn
 from pipec.cli.options import Artifact, Drawing, Json
 from pipec.cli.output import show_json, status
-from pipec.console import is_rank_zero, log
 
 WARMUP = 2
-"""Steps before the recording begins: they allocate memory."""
+"""So many steps run before the recording begins, because the first ones allocate memory."""
 
 
 def trace(
     directory: Artifact,
     output: Drawing = None,
     steps: Annotated[int, typer.Option(min=1, help="How many steps to record; the median is shown.")] = 5,
-    seed: Annotated[int, typer.Option(help="Of the random inputs and tensors.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the random inputs and tensors.")] = 0,
     int_high: Annotated[int, typer.Option(min=1, help="Random integers are below this.")] = 2,
     as_json: Json = False,
 ) -> None:
     """Record steps of a saved artifact on random inputs, and draw the planned step and the measured one.
 
-    In one process, or one rank each: torchrun --nproc-per-node 4 -m pipec trace DIR.
+    It runs in one process, or in one for each rank: torchrun --nproc-per-node 4 -m pipec trace DIR.
 
     JSON keys: planned and measured, each with unit, makespan, span, bubble_rate, peak_in_flight, waits,
     critical_path, num_events and events, as of pipec schedule.
     """
     with status("loading torch"):
         from pipec.cli.trial import load_filled, random_batches
-        from pipec.plan.predictions import saved_bytes_over_time, simulate_plan
+        from pipec.plan.predictions import simulate_plan
         from pipec.timeline.facts import timeline_facts
         from pipec.timeline.trace import Trace, measured_timeline
-        from pipec.viz import check_suffix, timeline_text, write_timelines
+        from pipec.viz import Step
 
-    if output is not None:
-        check_suffix(output)
+    check_output(output)
     pipe, _ = load_filled(directory, seed)
     batches = random_batches(pipe.plan, int_high)
     for _ in range(WARMUP):
@@ -43,15 +42,11 @@ def trace(
     with pipe.record() as recorded:
         for _ in range(steps):
             pipe.step(*next(batches))
-    title = f"{pipe.plan.schedule}, {pipe.plan.num_microbatches} microbatches"
     measured = [measured_timeline(step.programs, step.stamps) for step in recorded]
     timelines = Trace(simulate_plan(pipe.plan, pipe.programs), measured).timelines()
-    if output is not None and is_rank_zero():
-        memory = {name: saved_bytes_over_time(pipe.plan, timeline) for name, timeline in timelines.items()}
-        write_timelines(output, timelines, title, memory)
+    shown = [Step.of_plan(pipe.plan, timeline, name) for name, timeline in timelines.items()]
+    draw(shown, output)
     if as_json:
         show_json({name: timeline_facts(timeline) for name, timeline in timelines.items()})
-    elif output is not None:
-        log(f"wrote {output}")
     else:
-        log("\n".join(timeline_text(timeline, f"{name}: {title}") for name, timeline in timelines.items()))
+        show_drawn(shown, output)

@@ -16,14 +16,14 @@ from pipec.runtime.execution import Ranks
 from pipec.runtime.loaded import LoadedPipeline
 
 PARAMETER_DEVIATION = 0.02
-"""Of random parameters: what GPT-2 starts from, small enough for most models."""
+"""The standard deviation of random parameters. GPT-2 starts from it; it is small enough for most models."""
 
 Leaves = list[Tensor | None]
-"""The flattened arguments of ``step``; None where no stage reads one. Passed flat they stay the same."""
+"""The flattened arguments of ``step``, which takes them flat as well; None where no stage reads one."""
 
 
 def load_filled(directory: Path, seed: int) -> tuple[LoadedPipeline, int]:
-    """An artifact ready to run, and how many of its tensors were not saved and are random instead."""
+    """An artifact that is ready to run, and the number of its tensors that were not saved and are random."""
     artifact, saved = read(directory)
     torch.manual_seed(seed)
     tensors = random_tensors(artifact.plan, {**saved, **artifact.constants})
@@ -32,9 +32,9 @@ def load_filled(directory: Path, seed: int) -> tuple[LoadedPipeline, int]:
 
 
 def random_tensors(plan: Plan, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The ``known`` tensors and those of the plan that are missing: parameters normal, buffers ones.
+    """The ``known`` tensors, and made-up ones for the others of the plan.
 
-    Ones serve as a mask that hides nothing, and as a variance.
+    Parameters are normal. Buffers are ones, which serve as a mask that hides nothing and as a variance.
     """
     tensors = dict(known)
     for value in plan.parameters:
@@ -56,7 +56,7 @@ def random_batches(plan: Plan, int_high: int) -> Iterator[Leaves]:
 
 
 def read_batch(plan: Plan, path: Path) -> Leaves:
-    """The mini-batch in a safetensors file, its tensors under the names they have in the generated code.
+    """The mini-batch in a safetensors file, whose tensors have the names that the generated code gives them.
 
     Raises InputError when the file cannot be read or lacks a tensor.
     """

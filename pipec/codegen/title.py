@@ -3,7 +3,7 @@
 import textwrap
 
 from pipec.codegen.names import comment
-from pipec.ir import Link, Payload, Plan, Stage
+from pipec.ir import Link, Payload, Plan, Stage, ranks_of
 from pipec.ir.text import format_bytes, format_value
 
 
@@ -16,14 +16,14 @@ def stage_title(stage: Stage, plan: Plan) -> str:
     sends     hidden_6: f32[b, 128, 256] to stage 2
     saves     11.8 MB a microbatch (b = 4)
     """
-    rank = plan.placement[stage.index]
-    rows = [f"Stage {stage.index} of {len(plan.stages)}, rank {rank}: {_extent(stage)}.", ""]
+    ranks = " and ".join(map(str, ranks_of(plan.placement, stage.index)))
+    rows = [f"Stage {stage.index} of {len(plan.stages)}, rank {ranks}: {_extent(stage)}.", ""]
     rows += _messages(
         "receives", "from stage", [(x, x.source) for x in plan.links if x.target == stage.index]
     )
     rows += _messages("sends", "to stage", [(x, x.target) for x in plan.links if x.source == stage.index])
     if plan.num_microbatches:
-        kept = f"{format_bytes(stage.cost.saved_bytes)} a microbatch (b = {plan.microbatch_size})"
+        kept = f"{format_bytes(stage.cost.memory.saved)} a microbatch (b = {plan.microbatch_size})"
         rows.append(f"saves     {kept}{', computes the rest again' if stage.recompute else ''}")
     return "\n".join(rows)
 

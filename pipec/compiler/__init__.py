@@ -1,5 +1,6 @@
 """From a model and a call to an artifact.
 
-Read ``compiler``, which holds the list of passes and what was compiled for which call; ``staged``, the
-stages of a cut graph; ``policy``, which schedules a model may run; and ``autotuner``, which tries them.
+Read ``pass_list``, the passes from top to bottom; ``compiler``, what was compiled for which call; ``staged``,
+a cut graph and all that is known of it; ``policy``, which schedules a model may run; and ``autotuner``, which
+tries them. ``alternatives`` turns what was tried into data.
 """

@@ -1,189 +1,229 @@
-"""The fastest way to run a step: how many microbatches under which schedule, as the simulator scores them."""
+"""The fastest way to run a step: how many microbatches under which schedule, as the simulator scores them.
 
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-
-from pipec.compiler.policy import Placement, Scheduler
-from pipec.compiler.staged import Estimate, Staged
-from pipec.errors import InputError, PlanError
-from pipec.hardware.devices import LinkModel
-from pipec.ir import Alternative, Schedule
-from pipec.ir.batch import split_sizes
-from pipec.ir.text import format_bytes
-from pipec.passes import Pass
-
-Cuts = Callable[[Scheduler, Placement, Mapping[int, int]], Iterable[Staged]]
-"""Cuts a captured graph for stages on these ranks: the fastest way first, then those that need less memory.
-
-The last argument has the numbers of microbatches that are tried, and their sizes. Raises PlanError if there
-are too few operators, InfeasibleError if there is no way within the memory.
+A way to run a step is tried on the stages of a cut graph: its schedule is lowered, verified and simulated,
+once. The best trial is what is returned, with its plan and its programs.
 """
 
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
-_ABOUT = 0.02
-"""Share of a step: less than predictions are off by."""
+from pipec.compiler.alternatives import alternative, replicated
+from pipec.compiler.policy import SchedulePolicy
+from pipec.compiler.staged import StagedGraph, Trial
+from pipec.errors import InputError, PlanError
+from pipec.hardware.topology import Topology, alike
+from pipec.ir import Alternative, Placement, Schedule, stages_on
+from pipec.ir.batch import split_sizes
+from pipec.passes import Pass
+from pipec.passes.cut_stages import CutStages
 
+CutGraph = Callable[[Pass, Topology], StagedGraph]
+"""Runs every pass on a copy of the captured graph, cut by a pass for the devices of a topology."""
 
-@dataclass(frozen=True)
-class Trial:
-    """A way to run a step and what it is predicted to take, ``excess`` bytes more than a rank may."""
+_CLOSE = 0.02
+"""Share of a step by which predictions are off. Ways that are this close count as equally fast."""
 
-    staged: Staged
-    schedule: Schedule
-    microbatch_size: int
-    estimate: Estimate
-    excess: float
-
-    @property
-    def score(self) -> tuple[float, float]:
-        """Less is better."""
-        return self.excess, self.estimate.seconds
+_MEMORY_ATTEMPTS = 4
+"""How often a cut is made anew until it fits into memory. An attempt knows what the one before lacked."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """On which ranks stages are, how to cut for them, into how many microbatches, and all that was tried."""
+    """The best way to run a step, and all that was tried. ``base`` is its cut before any recomputing."""
 
-    placement: Placement
-    num_microbatches: int
-    cut: Pass | None = None
-    tried: tuple[Alternative, ...] = ()
+    best: Trial
+    base: StagedGraph
+    tried: tuple[Alternative, ...]
 
 
 @dataclass(frozen=True)
-class Search:
-    """Tries schedules on the stages of a cut graph.
+class Autotuner:
+    """Tries the schedules of ``policy``.
 
-    If ``may_recompute``, stages of ranks that would need more memory than there is compute again what they
-    did not keep.
+    If ``may_recompute``, ranks that would need more memory than they have get stages that recompute.
     """
 
-    scheduler: Scheduler
+    policy: SchedulePolicy
     may_recompute: bool
 
     def choose(
-        self, cuts: Cuts, placements: Sequence[Placement], batch: int, counts: Sequence[int]
+        self,
+        cut: CutGraph,
+        topology: Topology,
+        placements: Sequence[Placement],
+        batch: int,
+        counts: Sequence[int],
     ) -> Choice:
-        """The best of all schedules on offer on these placements, for steps of ``batch`` rows.
+        """The best way to run steps of ``batch`` rows, on stages that are cut for it.
 
-        The first of each where nothing can be tried: compiling that says why.
+        ``counts`` are the numbers of microbatches on offer, the usual one first.
+
+        Raises:
+            InputError, InfeasibleError, PlanError: nothing could be tried, and why.
         """
-        trials = [each for placement in placements for each in self._on(cuts, placement, batch, counts)]
-        if not trials:
-            return Choice(placements[0], counts[0])
-        best = _best(trials)
-        schedule, tried = best.schedule, tuple(map(alternative, trials))
-        return Choice(schedule.placement, schedule.num_microbatches, best.staged.cut, tried)
+        search = _Search(self, batch, counts)
+        for placement in placements:
+            search.try_cuts(cut, topology, placement)
+        return search.choice()
 
-    def with_replicas(self, choice: Choice, cuts: Cuts, batch: int, link: LinkModel) -> Choice:
-        """The choice beside the best of several pipelines, each with a part of the ranks and of the batch."""
-        num_ranks = self.scheduler.num_ranks
-        splits = [n for n in range(2, num_ranks + 1) if num_ranks % n == batch % n == 0]
-        found = [self._replicated(cuts, batch, n, link) for n in splits if self.scheduler.is_named]
-        return replace(choice, tried=(*choice.tried, *filter(None, found)))
+    def choose_on(
+        self, staged: StagedGraph, placement: Placement, batch: int, counts: Sequence[int]
+    ) -> Choice:
+        """The best way to run steps of ``batch`` rows on stages that are cut. Raises as ``choose``."""
+        search = _Search(self, batch, counts)
+        search.try_schedules(staged, placement)
+        return search.choice()
 
-    def _replicated(self, cuts: Cuts, batch: int, replicas: int, link: LinkModel) -> Alternative | None:
-        scheduler = replace(self.scheduler, num_ranks=self.scheduler.num_ranks // replicas)
-        part, rows = replace(self, scheduler=scheduler), batch // replicas
+    def with_replicas(self, cut: CutGraph, topology: Topology, batch: int) -> Iterator[Alternative]:
+        """The best of several pipelines with a part of the ranks and of the batch each, for every split."""
+        num_ranks = self.policy.num_ranks
+        for replicas in range(2, num_ranks + 1) if self.policy.is_named else ():
+            if num_ranks % replicas == batch % replicas == 0:
+                trials = self._side_by_side(cut, topology, batch // replicas, num_ranks // replicas)
+                found = (replicated(trial, replicas, topology.slowest_link) for trial in trials)
+                if best := min(found, key=lambda other: other.seconds, default=None):
+                    yield best
+
+    def _side_by_side(self, cut: CutGraph, topology: Topology, batch: int, num_ranks: int) -> list[Trial]:
+        policy = replace(self.policy, num_ranks=num_ranks)
         try:
-            counts = scheduler.counts(rows)
-            placements = scheduler.placements(counts)
+            search = _Search(replace(self, policy=policy), batch, policy.counts(batch))
+            for placement in policy.placements(search.counts):
+                search.try_cuts(cut, topology.part(num_ranks), placement)
         except InputError:  # the schedule cannot do with fewer ranks
-            return None
-        trials = [each for placement in placements for each in part._on(cuts, placement, rows, counts)]
-        found = [replicated(trial, replicas, link) for trial in trials]
-        return min(found, key=lambda each: each.seconds, default=None)
+            return []
+        return [trial for trial, _ in search.trials]
 
-    def _on(self, cuts: Cuts, placement: Placement, batch: int, counts: Sequence[int]) -> Iterator[Trial]:
-        """Trials on the fastest cut and, unless the best of them fits as it is, on others."""
-        sizes = {count: split_sizes(batch, count)[0] for count in counts}
-        with suppress(PlanError):
-            for staged in cuts(self.scheduler, placement, sizes):
-                trials = list(self._trials(staged, placement, batch, counts))
-                yield from trials
-                best = min(trials, key=lambda trial: trial.score, default=None)
-                if best and best.staged is staged and not best.excess:
-                    break
+    def fitting(self, staged: StagedGraph, schedule: Schedule, size: int) -> Trial:
+        """A schedule on these stages. Those that would not fit recompute, if they may."""
+        trial = staged.trial(schedule, size)
+        if not (self.may_recompute and any(trial.excess)):
+            return trial
+        short = (rank for rank, excess in enumerate(trial.excess) if excess)
+        again = frozenset(stage for rank in short for stage in stages_on(trial.plan.placement, rank))
+        return staged.recomputing(again).trial(schedule, size)
 
-    def _trials(
-        self, staged: Staged, placement: Placement, batch: int, counts: Iterable[int]
-    ) -> Iterator[Trial]:
-        """Every schedule on offer, with each number of microbatches that the graph serves."""
-        for count in counts:
-            sizes = split_sizes(batch, count)
-            if all(map(staged.graph.serves, {sizes[0], sizes[-1]})):
-                work = functools.partial(staged.workload, placement, sizes[0])
-                for schedule in self.scheduler.options(count, placement, work):
-                    yield self.trial(staged, schedule, sizes[0])
 
-    def best(self, staged: Staged, placement: Placement, num_microbatches: int, size: int) -> Trial:
-        """The schedule to run, for which candidates may be searched one by one."""
+@dataclass
+class _Search:
+    """What has been tried for steps of ``batch`` rows: each trial with the cut it began from.
+
+    ``obstacle`` is the first reason why something could not be tried.
+    """
+
+    tuner: Autotuner
+    batch: int
+    counts: Sequence[int]
+    trials: list[tuple[Trial, StagedGraph]] = field(default_factory=list)
+    obstacle: InputError | PlanError | None = None
+
+    @functools.cached_property
+    def sizes(self) -> Mapping[int, int]:
+        """The rows of the first microbatch, by the number of microbatches."""
+        return {count: split_sizes(self.batch, count)[0] for count in self.counts}
+
+    def choice(self) -> Choice:
+        """The best trial of all. Raises the obstacle if nothing could be tried."""
+        if not self.trials:
+            assert self.obstacle is not None, "nothing was tried, and nothing was in the way"
+            raise self.obstacle
+        tried = tuple(alternative(trial) for trial, _ in self.trials)
+        best, base = self._best()
+        schedule, size = best.schedule, best.plan.microbatch_size
+        work = functools.partial(base.workload, schedule.placement, size)
+        searched = self.tuner.policy.searched(schedule.num_microbatches, schedule.placement, work)
+        trials = [best, *(self.tuner.fitting(base, order, size) for order in searched)]
+        return Choice(min(trials, key=lambda trial: trial.score), base, tried)
+
+    def try_cuts(self, cut: CutGraph, topology: Topology, placement: Placement) -> None:
+        """Try the fastest cut and, unless the best schedule fits on it, cuts that need less memory."""
+        first = self.sizes[self.counts[0]]
+        try:
+            nearest = self._nearest(cut(fastest_cut(placement, topology, first), topology), placement)
+        except PlanError as error:
+            self.obstacle = self.obstacle or error
+            return
+        if nearest and any(nearest.excess) and _is_straight(placement, topology):
+            for size in dict.fromkeys([first, min(self.sizes.values())]):
+                self._try_cuts_within_memory(cut, topology, placement, size)
+
+    def _try_cuts_within_memory(
+        self, cut: CutGraph, topology: Topology, placement: Placement, size: int
+    ) -> None:
+        """Try cuts of which the planner finds that they fit.
+
+        The planner adds up what operators hold. It does not know what lives inside a phase function alone. So
+        some memory is set aside: what the attempt before held there, and what it lacked.
+        """
+        count = next(count for count in self.counts if self.sizes[count] == size)
+        in_flight = self.tuner.policy.in_flight(count)
+        reserved = [0.0] * len(topology.devices)
+        for _ in range(_MEMORY_ATTEMPTS):
+            try:
+                within = CutStages(topology.reserving(reserved), size, in_flight)
+                nearest = self._nearest(cut(within, topology), placement)
+            except PlanError as error:
+                self.obstacle = self.obstacle or error
+                return
+            if nearest is None or not any(nearest.excess):
+                return
+            reserved = [
+                max(held + excess, need.transient)
+                for held, excess, need in zip(reserved, nearest.excess, nearest.memory, strict=True)
+            ]
+
+    def _nearest(self, staged: StagedGraph, placement: Placement) -> Trial | None:
+        """Try schedules; returns the trial without recompute that comes nearest to fitting, if any."""
+        return min(self.try_schedules(staged, placement), key=lambda trial: trial.score, default=None)
+
+    def try_schedules(self, staged: StagedGraph, placement: Placement) -> list[Trial]:
+        """Try every allowed schedule with each number of microbatches; returns the trials without recompute.
+
+        A graph may serve only some sizes of microbatch. A number of microbatches is then passed over, unless
+        it is the only one: the microbatches are tried that the graph serves from the first one on.
+        """
+        as_it_is = []
+        for count in self.counts:
+            sizes = split_sizes(self.batch, count)
+            served = len(list(takewhile(staged.graph.serves, sizes)))
+            if served == count or (served and len(self.counts) == 1):
+                for schedule in self._schedules(staged, placement, served, sizes[0]):
+                    self.trials.append((self.tuner.fitting(staged, schedule, sizes[0]), staged))
+                    as_it_is.append(staged.trial(schedule, sizes[0]))
+        return as_it_is
+
+    def _schedules(
+        self, staged: StagedGraph, placement: Placement, count: int, size: int
+    ) -> Sequence[Schedule]:
         work = functools.partial(staged.workload, placement, size)
-        schedules = self.scheduler.candidates(num_microbatches, placement, work)
-        return min((self.trial(staged, each, size) for each in schedules), key=lambda trial: trial.score)
+        try:
+            return self.tuner.policy.options(count, placement, work)
+        except (InputError, PlanError) as error:
+            self.obstacle = self.obstacle or error
+            return []
 
-    def trial(self, staged: Staged, schedule: Schedule, size: int) -> Trial:
-        """What a step takes, with the stages that would not fit recomputing."""
-        estimate = staged.estimate(schedule, size)
-        excess = estimate.excess(staged.topology)
-        if self.may_recompute and any(excess):
-            owners = enumerate(staged.ranks_of(schedule.placement))
-            staged = staged.recomputing(frozenset(stage for stage, rank in owners if excess[rank]))
-            estimate = staged.estimate(schedule, size)
-        return Trial(staged, schedule, size, estimate, max(estimate.excess(staged.topology)))
-
-
-def _best(trials: Sequence[Trial]) -> Trial:
-    """The fastest that fits; of those about as fast, the one with the fewest and largest microbatches."""
-    fastest = min(trials, key=lambda trial: trial.score)
-    near = fastest.estimate.seconds * (1 + _ABOUT)
-    as_fast = [each for each in trials if each.excess == fastest.excess and each.estimate.seconds <= near]
-    return min(as_fast, key=lambda trial: (trial.schedule.num_microbatches, trial.estimate.seconds))
+    def _best(self) -> tuple[Trial, StagedGraph]:
+        """The fastest that fits; of those about as fast, the one with the fewest and largest microbatches."""
+        fastest, _ = min(self.trials, key=lambda pair: pair[0].score)
+        lacking, near = max(fastest.excess), fastest.seconds * (1 + _CLOSE)
+        as_fast = [pair for pair in self.trials if max(pair[0].excess) == lacking and pair[0].seconds <= near]
+        return min(as_fast, key=lambda pair: (pair[0].schedule.num_microbatches, pair[0].seconds))
 
 
-def alternative(trial: Trial) -> Alternative:
-    """A trial as data, refused so far only if it does not fit."""
-    return Alternative(
-        schedule=trial.schedule.name,
-        num_stages=trial.schedule.num_stages,
-        replicas=1,
-        num_microbatches=trial.schedule.num_microbatches,
-        seconds=trial.estimate.seconds,
-        peak_bytes=trial.estimate.peak_bytes,
-        refused=f"needs {format_bytes(trial.excess)} more than a device has" if trial.excess else "",
-    )
+def fastest_cut(placement: Placement, topology: Topology, microbatch_size: int) -> Pass:
+    """The pass that cuts for the fastest step, whatever memory it takes.
+
+    Where a rank has several stages, all devices and links are taken to be alike.
+    """
+    if _is_straight(placement, topology):
+        return CutStages(topology.without_limits(), microbatch_size)
+    return CutStages(alike(len(placement), topology.slowest_link), microbatch_size)
 
 
-def replicated(trial: Trial, replicas: int, link: LinkModel) -> Alternative:
-    """A trial as one of several pipelines whose ranks then sum their gradients in a ring."""
-    gradient_bytes = max(need.static for need in trial.estimate.needs) / 2
-    ring = 2 * (replicas - 1) * link.seconds(gradient_bytes / replicas)
-    one = alternative(trial)
-    why = one.refused or "a stage cannot have replicas yet"
-    return replace(one, replicas=replicas, seconds=one.seconds + ring, refused=why)
-
-
-def refused(tried: Sequence[Alternative], chosen: Trial) -> tuple[Alternative, ...]:
-    """What was tried and not taken, fastest first: the best of each schedule and number of microbatches."""
-    best: dict[object, Alternative] = {}
-    for each in sorted(tried, key=lambda each: (bool(each.refused), each.seconds)):
-        best.setdefault((each.replicas, each.schedule), each)
-        best.setdefault((each.replicas, each.num_microbatches), each)
-    taken = chosen.schedule.name, chosen.schedule.num_microbatches, 1
-    others = [each for each in dict.fromkeys(best.values()) if _way(each) != taken]
-    slower = [each.seconds / chosen.estimate.seconds - 1 for each in others]
-    explained = [
-        replace(each, refused=each.refused or _slower(share))
-        for each, share in zip(others, slower, strict=True)
+def _is_straight(placement: Placement, topology: Topology) -> bool:
+    """Whether every device has one stage, in order."""
+    return [stages_on(placement, rank) for rank in range(len(topology.devices))] == [
+        [stage] for stage in range(len(placement))
     ]
-    return tuple(sorted(explained, key=lambda each: each.seconds))
-
-
-def _way(each: Alternative) -> tuple[str, int, int]:
-    return each.schedule, each.num_microbatches, each.replicas
-
-
-def _slower(share: float) -> str:
-    return f"{share:.1%} slower" if share >= 0.0005 else "about as fast, with more and smaller microbatches"

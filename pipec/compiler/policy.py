@@ -1,11 +1,11 @@
-"""Which schedule a compiled model runs: a named one, a user's own, or one searched for the model's costs."""
+"""Which schedules a compiled model may run, and with how many microbatches."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from pipec.errors import InfeasibleError, InputError, PlanError
-from pipec.ir import Schedule
+from pipec.errors import InputError, PlanError
+from pipec.ir import Placement, Schedule
 from pipec.schedules import (
     SCHEDULES,
     SEARCHED,
@@ -25,26 +25,24 @@ from pipec.schedules import (
 ScheduleChoice = str | Path | Callable[[int, int], Schedule]
 """A name, a file of compute orders, or a function of the numbers of ranks and of microbatches."""
 
-Placement = tuple[int, ...]
-
 _MOST_PER_RANK = 8
 """Microbatches: filling and draining then take a ninth of the step. More gain little and launch more."""
 
 
 @dataclass(frozen=True)
-class Scheduler:
-    """Makes the schedules of one model, all with its stages on the same ranks."""
+class SchedulePolicy:
+    """The schedules on ``num_ranks`` ranks that ``choice`` allows: a named one, the user's own, or any."""
 
     choice: ScheduleChoice
     num_ranks: int
 
     @property
     def is_named(self) -> bool:
-        """Whether it is a schedule for any number of ranks."""
+        """Whether the choice is a name, and so a schedule for any number of ranks."""
         return isinstance(self.choice, str)
 
     def in_flight(self, num_microbatches: int) -> tuple[int, ...]:
-        """The most microbatches each rank has in flight; where that is to be found out, as under 1F1B."""
+        """The most microbatches that each rank has in flight. Searched schedules count as 1F1B."""
         searched = self.choice == "auto" or self.choice in SEARCHED
         schedule = (
             one_f_one_b(self.num_ranks, num_microbatches) if searched else self._fixed(num_microbatches)
@@ -52,7 +50,7 @@ class Scheduler:
         return tuple(map(most_in_flight, schedule.orders))
 
     def counts(self, batch: int) -> list[int]:
-        """Numbers of microbatches that may suit a batch of so many rows, the usual one first.
+        """The numbers of microbatches that are worth trying for ``batch`` rows, the usual one first.
 
         Raises:
             InputError: the schedule can do with none of them.
@@ -62,7 +60,7 @@ class Scheduler:
         return possible or [self._fixed(worthwhile[0]).num_microbatches]
 
     def placements(self, counts: Iterable[int]) -> list[Placement]:
-        """Which rank has each stage; several if that is to be found out. Raises InputError as a schedule."""
+        """The placements that the allowed schedules have. Raises InputError as making a schedule does."""
         if self.choice == "auto":
             p = self.num_ranks
             return list(dict.fromkeys([straight_placement(p), v_placement(p), looped_placement(p, 2)]))
@@ -73,27 +71,16 @@ class Scheduler:
     def options(
         self, num_microbatches: int, placement: Placement, work: Callable[[], Workload]
     ) -> list[Schedule]:
-        """What may run with so many microbatches: none, if the schedule cannot, and quick to say."""
-        try:
-            if self.choice == "auto":
-                found = named(self.num_ranks, num_microbatches)
-                return [schedule for schedule in found if schedule.placement == placement]
-            return self.candidates(num_microbatches, placement, work)
-        except (InputError, InfeasibleError, PlanError):
-            return []
-
-    def candidates(
-        self, num_microbatches: int, placement: Placement, work: Callable[[], Workload]
-    ) -> list[Schedule]:
-        """The schedules of which the best is to run a step. ``work`` tells what the ranks have to do.
+        """The schedules to try with so many microbatches. ``work`` tells what the ranks have to do.
 
         Raises:
-            InputError, InfeasibleError: as ``make_schedule``.
+            InputError: the schedule cannot do with this number of microbatches.
+            InfeasibleError: a searched schedule finds no order within the memory limit.
             PlanError: the schedule of this many microbatches has its stages elsewhere.
         """
         if self.choice == "auto":
-            found = candidates(self.num_ranks, num_microbatches, work(), placement)
-            return [replace(each, name="auto") for each in found]
+            known = named(self.num_ranks, num_microbatches)
+            return [schedule for schedule in known if schedule.placement == placement]
         if isinstance(self.choice, str) and self.choice in SEARCHED:
             return [make_schedule(self.choice, self.num_ranks, num_microbatches, work())]
         schedule = self._fixed(num_microbatches)
@@ -105,8 +92,16 @@ class Scheduler:
             )
         return [schedule]
 
+    def searched(
+        self, num_microbatches: int, placement: Placement, work: Callable[[], Workload]
+    ) -> list[Schedule]:
+        """Orders that ``auto`` finds beyond its ``options``, once the number of microbatches is chosen."""
+        if self.choice != "auto":
+            return []
+        return candidates(self.num_ranks, num_microbatches, work(), placement)
+
     def forwards(self, num_microbatches: int, placement: Placement) -> Schedule:
-        """What an evaluation runs. What is searched for concerns backwards, so a simple order serves."""
+        """What an evaluation runs. A search concerns backwards, so a simple order serves in its place."""
         if not (isinstance(self.choice, str) and self.choice in SEARCHED):
             return forward_only(self._fixed(num_microbatches))
         simple = (
@@ -127,9 +122,10 @@ class Scheduler:
 
 
 def usual_microbatches(batch: int, num_ranks: int) -> int:
-    """Four a rank where the batch has that many rows: the bubble is then below a fifth of the step.
+    """About four microbatches a rank, with which the bubble is below a fifth of the step.
 
-    Of the counts from ``num_ranks`` to that, the largest that splits the batch evenly is taken.
+    It is the largest number from ``num_ranks`` to four a rank that splits the batch evenly. If none does, it
+    is four a rank. A batch of fewer rows has a microbatch for each.
     """
     most = max(1, min(batch, 4 * num_ranks))
     even = [count for count in range(min(num_ranks, most), most + 1) if batch % count == 0]
@@ -137,10 +133,11 @@ def usual_microbatches(batch: int, num_ranks: int) -> int:
 
 
 def counts_to_try(batch: int, num_ranks: int) -> list[int]:
-    """Numbers of microbatches, up to eight a rank: ascending, each at most four times the one before.
+    """The numbers of microbatches to try, up to eight a rank, ascending.
 
-    From each power of two up to the next it is the largest that splits ``batch`` evenly, if one does; and
-    the number of ranks, doubled and doubled again, which every schedule can do with.
+    From each power of two up to the next, it is the largest number that splits ``batch`` evenly, or else the
+    power of two. The number of ranks is there too, and its doubles, because every schedule can do with these.
+    So each number is less than four times the one before.
     """
     most = min(batch, _MOST_PER_RANK * num_ranks)
     even = (
@@ -152,10 +149,10 @@ def counts_to_try(batch: int, num_ranks: int) -> list[int]:
 
 
 def check_choice(choice: ScheduleChoice, num_ranks: int, num_microbatches: int | None) -> int | None:
-    """The number of microbatches, which a file may set.
+    """The number of microbatches that was asked for, or that a file of orders sets.
 
     Raises:
-        InputError: nothing can come of the choice.
+        InputError: the choice is no schedule, or not one for these numbers.
     """
     if not isinstance(choice, str | Path) and not callable(choice):
         raise InputError(

@@ -1,169 +1,203 @@
-"""A cut graph as its stages: what they take under any schedule and size of microbatch, and their code."""
+"""A captured graph cut into stages, and all that is known of it: stages, plans, trials and code."""
 
 import functools
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from itertools import pairwise
 
 from pipec.artifact.directory import Artifact
 from pipec.codegen.names import name_nodes
 from pipec.codegen.stage import StageSource
 from pipec.codegen.title import stage_title
-from pipec.cost.formulas import node_bytes
-from pipec.graph import TrainingGraph, copy_graph, memory_of
+from pipec.compiler import pass_list
+from pipec.compiler.pass_list import CompilerOptions
+from pipec.errors import PipecError
+from pipec.graph import TrainingGraph, copy_graph
 from pipec.graph.functions import StageFunctions, stage_functions
-from pipec.hardware.topology import Topology
-from pipec.ir import Phase, Plan, Program, Schedule
+from pipec.ir import Phase, Placement, Plan, Program, Schedule, count_ranks, rank_of
 from pipec.ir.columns import PHASE_CODE, Cells
 from pipec.ir.text import value_bytes
-from pipec.passes import Pass, run_passes
-from pipec.passes.mark_recompute import MarkRecompute
+from pipec.passes import Observer, Pass, run_passes
+from pipec.passes.assign_stages import AssignStages
+from pipec.passes.dump import requested_dumps
 from pipec.plan.build import Names, build_plan, stage_cost, value_of
-from pipec.plan.memory import RankBytes, rank_bytes
+from pipec.plan.memory import RankMemory, rank_memory
 from pipec.plan.predictions import simulate_plan
 from pipec.programs.lower import lower
 from pipec.programs.verify import verify_programs
 from pipec.schedules import Workload, on_ranks
 
-T = TypeVar("T", int, float)
 
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """One way to run a step: the plan and the verified programs, and what the step is predicted to take.
 
-@dataclass(frozen=True)
-class Estimate:
-    """What a step is predicted to take: seconds, and the bytes of each rank."""
-
-    seconds: float
-    needs: Sequence[RankBytes]
-
-    @property
-    def peak_bytes(self) -> int:
-        return max(need.total for need in self.needs)
-
-    def excess(self, topology: Topology) -> list[float]:
-        """By how many bytes each rank is above the memory of its device."""
-        pairs = zip(self.needs, topology.devices, strict=True)
-        return [max(0, need.total - device.memory_bytes) for need, device in pairs]
-
-
-class Staged:
-    """The stages of a graph that has been through every pass and does not change any more.
-
-    Schedules may be for any ranks: those that the graph was cut for take their parts.
+    ``schedule`` is the one that was asked for; the plan's placement tells which ranks really play its parts.
+    ``excess[rank]`` are the bytes by which a rank is above the memory of its device.
     """
 
-    def __init__(self, graph: TrainingGraph, topology: Topology, cut: Pass | None = None) -> None:
-        """``cut`` is the pass that gave the nodes their stages, where somebody may ask for it."""
-        self.graph = graph
-        self.topology = topology
-        self.cut = cut
-        self._functions: dict[bool, Sequence[StageFunctions]] = {}
-        self._plans: dict[object, Plan] = {}
-        self._recomputing: dict[frozenset[int], Staged] = {}
+    staged: "StagedGraph"
+    schedule: Schedule
+    plan: Plan
+    programs: tuple[Program, ...]
+    seconds: float
+    memory: Sequence[RankMemory]
+    excess: Sequence[float]
 
-    def recomputing(self, stages: frozenset[int]) -> "Staged":
-        """The same, with these stages computing again what they did not receive."""
-        if stages not in self._recomputing:
-            graph = run_passes(copy_graph(self.graph), [MarkRecompute(stages)])
-            self._recomputing[stages] = Staged(graph, self.topology, self.cut)
-        return self._recomputing[stages]
+    @property
+    def peak_bytes(self) -> float:
+        return max(need.total for need in self.memory)
 
-    def planned(self, schedule: Schedule, microbatch_size: int) -> tuple[Plan, tuple[Program, ...]]:
-        """The plan of a step, and what each rank executes. Raises VerifyError if the schedule is broken."""
-        schedule = on_ranks(schedule, self.graph.ranks) if self.graph.ranks else schedule
-        plan = self._plan(schedule, microbatch_size)
-        recompute = [stage.index for stage in plan.stages if stage.recompute]
-        programs = lower(schedule, plan.links, recompute)
-        verify_programs(programs, plan.placement, plan.links, plan.num_microbatches, recompute=recompute)
-        return plan, programs
+    @property
+    def score(self) -> tuple[float, float]:
+        """Less is better: first what does not fit into memory, then the seconds of the step."""
+        return max(self.excess), self.seconds
 
-    def estimate(self, schedule: Schedule, microbatch_size: int) -> Estimate:
-        """The seconds of the simulated step, and its bytes."""
-        plan, programs = self.planned(schedule, microbatch_size)
-        return Estimate(simulate_plan(plan, programs).makespan, rank_bytes(plan, programs))
-
-    def ranks_of(self, placement: Sequence[int]) -> list[int]:
-        """Which rank really has each stage of schedules with this placement."""
-        return [self.graph.ranks[rank] for rank in placement] if self.graph.ranks else list(placement)
-
-    def artifact(self, schedule: Schedule, microbatch_size: int) -> Artifact:
-        """Plan, code and programs."""
-        plan, programs = self.planned(schedule, microbatch_size)
-        stages = self._stages(_splits_backward(schedule))
+    def artifact(self) -> Artifact:
+        """The plan, the programs and the code of the stages."""
+        stages = self.staged.stages(_splits_backward(self.schedule))
+        names, graph = self.staged.names, self.staged.graph
         sources = tuple(
-            StageSource.of(self.graph, functions, self._names, stage_title(stage, plan)).write()
-            for functions, stage in zip(stages, plan.stages, strict=True)
+            StageSource.of(graph, functions, names, stage_title(stage, self.plan)).write()
+            for functions, stage in zip(stages, self.plan.stages, strict=True)
         )
-        return Artifact(plan, sources, programs, self.graph.constants)
+        return Artifact(self.plan, sources, self.programs, graph.constants)
 
-    def workload(self, placement: Sequence[int], size: int) -> Workload:
-        """What the ranks do for a microbatch of ``size`` rows, in seconds and bytes.
 
-        Of a memory too small for weights and gradients alone, nothing is left.
+class StagedGraph:
+    """A copy of a captured graph that has been through every pass, and does not change any more.
+
+    Schedules may be for any ranks: those that the graph was cut for take their parts. Everything that is
+    worked out of the graph is kept here, and nowhere else.
+    """
+
+    def __init__(
+        self,
+        captured: TrainingGraph,
+        cut: Pass,
+        options: CompilerOptions,
+        recompute: frozenset[int] = frozenset(),
+        observers: Sequence[Observer] = (),
+    ) -> None:
+        self.options = options
+        self._dumps = requested_dumps()
+        self._captured, self._cut, self._observers = captured, cut, observers
+        self._trials: dict[object, Trial] = {}
+        self._plans: dict[object, Plan] = {}
+        self._variants: dict[frozenset[int], StagedGraph] = {}
+        passes = pass_list.passes(options, cut, recompute)
+        try:
+            observers = (self._remember_cut, *observers, *self._dumps)
+            self.graph = run_passes(copy_graph(captured), passes, observers)
+        except PipecError:
+            self.write_dumps()
+            raise
+
+    def write_dumps(self) -> None:
+        """Write what each pass made of the graph, if the environment asks for it."""
+        for dump in self._dumps:
+            dump.write()
+
+    def recomputing(self, stages: frozenset[int]) -> "StagedGraph":
+        """The same cut, with these stages computing again what they did not receive."""
+        if stages not in self._variants:
+            self._variants[stages] = StagedGraph(
+                self._captured, self._assignment, self.options, stages, self._observers
+            )
+        return self._variants[stages]
+
+    def trial(self, schedule: Schedule, microbatch_size: int) -> Trial:
+        """The schedule on these stages, lowered, verified and simulated: once, however often it is asked for.
+
+        Of schedules with the same name, placement and number of microbatches there is only one.
+
+        Raises:
+            VerifyError: the schedule is broken.
         """
-        stages = self._stages(split_backward=True)
-        speeds = [self.topology.devices[rank].speed for rank in self.ranks_of(placement)]
-        costs = [
-            stage_cost(self.graph, stage, size, speed) for stage, speed in zip(stages, speeds, strict=True)
-        ]
-        memory = self.topology.least_memory_bytes
+        key = schedule.name, schedule.placement, schedule.num_microbatches, microbatch_size
+        if key not in self._trials:
+            self._trials[key] = self._try(schedule, microbatch_size)
+        return self._trials[key]
 
-        def by_rank(each: Iterable[T]) -> tuple[T, ...]:
-            sums: dict[int, T] = {}
-            for rank, amount in zip(placement, each, strict=True):
-                sums[rank] = sums[rank] + amount if rank in sums else amount
-            return tuple(sums[rank] for rank in sorted(sums))
+    def workload(self, placement: Placement, size: int) -> Workload:
+        """What each stage does for a microbatch of ``size`` rows, in seconds and bytes."""
+        stages, devices = self.stages(split_backward=True), self.options.topology.devices
+        played_by = self.graph.ranks or tuple(range(len(devices)))
+        ranks = [played_by[rank_of(placement, stage.index)] for stage in stages]
+        costs = [
+            stage_cost(self.graph, stage, size, devices[rank].speed)
+            for stage, rank in zip(stages, ranks, strict=True)
+        ]
 
         def seconds(phase: Phase) -> tuple[float, ...]:
-            return by_rank(cost.seconds.get(phase, 0.0) for cost in costs)
+            return tuple(cost.seconds.get(phase, 0.0) for cost in costs)
 
-        static = max(by_rank(2 * cost.parameter_bytes + cost.transient_bytes for cost in costs))
         return Workload(
             forward=seconds(Phase.FORWARD),
             backward_input=seconds(Phase.BACKWARD_INPUT),
             backward_weight=seconds(Phase.BACKWARD_WEIGHT),
             recompute=seconds(Phase.RECOMPUTE),
-            message=max(self._message_seconds(stage, size) for stage in stages),
-            memory_backward=max(1, *by_rank(cost.saved_bytes for cost in costs)),
-            memory_weight=max(by_rank(_kept_for_weights(stage, size) for stage in stages)),
-            memory_limit=None if memory == math.inf else max(0.0, memory - static),
+            messages=tuple(
+                self._message_seconds(stage, size, *ends)
+                for stage, ends in zip(stages, pairwise(ranks), strict=False)
+            ),
+            memory=tuple(cost.memory for cost in costs),
+            memory_limit=tuple(
+                devices[played_by[rank]].memory_bytes for rank in range(count_ranks(placement))
+            ),
         )
 
-    def _message_seconds(self, stage: StageFunctions, size: int) -> float:
-        """Time of what the stage's forward sends."""
-        forwards = (function for function in stage.functions if function.phase is Phase.FORWARD)
-        sent = [node for function in forwards for node in function.sent]
-        sizes = [value_bytes(value_of(self.graph, node, node.name), size) for node in sent]
-        return self.topology.slowest_link.seconds(sum(sizes)) if sizes else 0.0
+    def stages(self, split_backward: bool) -> Sequence[StageFunctions]:
+        """The functions of each stage, with whole backwards or with backwards in two halves."""
+        return self._split_stages if split_backward else self._whole_stages
+
+    @functools.cached_property
+    def names(self) -> Names:
+        return name_nodes(self.graph)
+
+    @functools.cached_property
+    def _split_stages(self) -> Sequence[StageFunctions]:
+        return [stage_functions(self.graph, stage, True) for stage in range(self.graph.num_stages)]
+
+    @functools.cached_property
+    def _whole_stages(self) -> Sequence[StageFunctions]:
+        return [stage_functions(self.graph, stage, False) for stage in range(self.graph.num_stages)]
+
+    def _try(self, schedule: Schedule, size: int) -> Trial:
+        placed = on_ranks(schedule, self.graph.ranks) if self.graph.ranks else schedule
+        plan = self._plan(placed, size)
+        recompute = [stage.index for stage in plan.stages if stage.recompute]
+        programs = lower(placed, plan.links, recompute)
+        verify_programs(programs, plan.placement, plan.links, plan.num_microbatches, recompute=recompute)
+        memory = rank_memory(plan, programs)
+        devices = self.options.topology.devices
+        excess = [max(0.0, need.total - devices[rank].memory_bytes) for rank, need in enumerate(memory)]
+        seconds = simulate_plan(plan, programs).makespan
+        return Trial(self, schedule, plan, programs, seconds, memory, excess)
 
     def _plan(self, schedule: Schedule, size: int) -> Plan:
         """Schedules that split the backward alike, or not, share the costs of their stages."""
         split = _splits_backward(schedule)
         key = split, size, schedule.placement
         if key not in self._plans:
-            stages = self._stages(split)
-            self._plans[key] = build_plan(self.graph, stages, self._names, schedule, size, self.topology)
+            stages, topology = self.stages(split), self.options.topology
+            self._plans[key] = build_plan(self.graph, stages, self.names, schedule, size, topology)
         return replace(self._plans[key], schedule=schedule.name, num_microbatches=schedule.num_microbatches)
 
-    def _stages(self, split_backward: bool) -> Sequence[StageFunctions]:
-        if split_backward not in self._functions:
-            self._functions[split_backward] = [
-                stage_functions(self.graph, stage, split_backward) for stage in range(self.graph.num_stages)
-            ]
-        return self._functions[split_backward]
+    def _message_seconds(self, stage: StageFunctions, size: int, source: int, target: int) -> float:
+        """The time of what the stage's forward sends from one rank to another."""
+        forwards = (function for function in stage.functions if function.phase is Phase.FORWARD)
+        sent = [node for function in forwards for node in function.sent]
+        if source == target or not sent:
+            return 0.0
+        sizes = [value_bytes(value_of(self.graph, node, node.name), size) for node in sent]
+        return self.options.topology.link_between(source, target).seconds(sum(sizes))
 
-    @functools.cached_property
-    def _names(self) -> Names:
-        return name_nodes(self.graph)
+    def _remember_cut(self, position: int, transform: Pass, graph: TrainingGraph, seconds: float) -> None:
+        if transform is self._cut:
+            self._assignment = AssignStages.of(graph)
 
 
 def _splits_backward(schedule: Schedule) -> bool:
     code = PHASE_CODE[Phase.BACKWARD_INPUT]
     return any((Cells.of(order).phases == code).any() for order in schedule.orders)
-
-
-def _kept_for_weights(stage: StageFunctions, size: int) -> int:
-    """Bytes of what a microbatch still holds between its two backwards."""
-    halves = [function for function in stage.functions if function.phase is Phase.BACKWARD_INPUT]
-    kept = {memory_of(node) for function in halves for node in function.saved_out}
-    return sum(node_bytes(node, size) for node in kept)

@@ -1,4 +1,4 @@
-"""Which graph a profile is of: a digest of the graph, and the nodes that a profile has times of."""
+"""Which graph a profile belongs to: a digest of the graph, and the nodes whose times a profile has."""
 
 import hashlib
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
 """The cost of one node of an ATen graph: FLOPs, bytes moved, bytes made, as sympy expressions.
 
 FLOPs of matrix products, convolutions and attention come from the registry of ``torch.utils.flop_counter``,
-where a multiply-add counts two; the rest from ``tables``, whose counts need only the right order of
-magnitude, since memory traffic bounds those operators.
+where a multiply-add counts two. Those of other operators come from ``tables``. They need only the right order
+of magnitude, because memory traffic bounds such operators.
 """
 
 import operator
@@ -42,12 +42,13 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class OperatorCost:
-    """What running one node once takes, in the microbatch size ``MICROBATCH``.
+    """What running one node once takes, as expressions in the microbatch size ``MICROBATCH``.
 
-    ``bytes_moved`` counts memory read and written, ``output_bytes`` the node's value when dense, as it is
-    saved or sent (a view has one too, though making it moves nothing). ``launches`` is 0 where no kernel
-    starts. ``dtype`` is the one computed in. ``known`` is False where no FLOP formula was found and the
-    bytes stand alone. ``measured`` is from a profile, if there is one.
+    ``bytes_moved`` counts the memory that is read and written. ``output_bytes`` is the size of the node's
+    value when it is dense, as it is saved or sent; a view has a size too, though making it moves nothing.
+    ``launches`` is 0 where no kernel starts. ``dtype`` is what the node computes in. ``known`` is False where
+    no formula for FLOPs was found, so that the bytes alone decide. ``measured`` is from a profile, if there
+    is one.
     """
 
     flops: sympy.Expr
@@ -60,7 +61,7 @@ class OperatorCost:
     measured: Measured | None = None
 
     def seconds(self, microbatch_size: int) -> float:
-        """Time on ``device``. A measured one grows with the microbatch as the formulas do."""
+        """Time on ``device``. A measured time grows with the microbatch as the formulas do."""
         if self.measured is None:
             return self.modelled_seconds(microbatch_size)
         there = self.modelled_seconds(self.measured.microbatch_size)
@@ -77,7 +78,7 @@ class OperatorCost:
 def operator_cost(
     node: fx.Node, sizes: Sizes, batch: sympy.Symbol | None, device: DeviceModel
 ) -> OperatorCost:
-    """``sizes`` has the node and its inputs; ``batch`` is the microbatch size there, if symbolic."""
+    """The cost of a node. ``sizes`` has it and its inputs, in the symbol ``batch`` if sizes are symbolic."""
     free = is_free(node) or not sizes[node]
     computed = sympy.Integer(0) if free else flops(node, sizes)
     moved = sympy.Integer(0) if free else bytes_moved(node, sizes)
@@ -101,7 +102,10 @@ def node_bytes(node: fx.Node, size: int) -> int:
 
 
 def operator_name(node: fx.Node) -> str:
-    """``_softmax`` for an operator of ATen, ``library::name`` for another; in-place variants share a name."""
+    """``_softmax`` for an operator of ATen, ``library::name`` for another.
+
+    In-place variants share the name.
+    """
     schema = getattr(node.target, "_schema", None)
     return str(schema.name).removeprefix("aten::").removesuffix("_") if schema else str(node.target)
 
@@ -114,7 +118,7 @@ def is_free(node: fx.Node) -> bool:
 
 
 def flops(node: fx.Node, sizes: Sizes) -> sympy.Expr | None:
-    """Arithmetic operations of one node, None if no formula is known."""
+    """The arithmetic operations of one node, or None if no formula is known."""
     name = operator_name(node)
     if name == "convolution_backward":
         return _convolution_backward_flops(node, sizes)
@@ -148,7 +152,10 @@ def bytes_moved(node: fx.Node, sizes: Sizes) -> sympy.Expr:
 
 
 def _convolution_backward_flops(node: fx.Node, sizes: Sizes) -> sympy.Expr:
-    """Each gradient takes what the forward does (the registry's formula counts grouped ones too often)."""
+    """Each gradient takes as many operations as the forward.
+
+    torch's formula counts grouped ones too often.
+    """
     arguments = _arguments(node)
     scanned, weight = arguments["input" if arguments["transposed"] else "grad_output"], arguments["weight"]
     positions, filters = sizes[scanned][0].shape, sizes[weight][0].elements
@@ -172,9 +179,9 @@ def _registered_as(node: fx.Node) -> object:
 
 
 def _registered_flops(formula: Callable[..., Any], node: fx.Node, sizes: Sizes) -> sympy.Expr | None:
-    """Ask torch's registry: most formulas take shapes, here symbolic ones, the others take fake tensors.
+    """What a formula of torch's registry says, or None if it cannot do with symbols: anyone may register one.
 
-    Anyone may register a formula; None if it cannot do with symbols.
+    Most formulas take shapes, which are symbolic here; the others take fake tensors.
     """
     takes_shapes = hasattr(formula, "__wrapped__")
 
@@ -192,7 +199,7 @@ def _registered_flops(formula: Callable[..., Any], node: fx.Node, sizes: Sizes) 
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
-    """The arguments given, by the names of the operator's schema; by position where it has none."""
+    """The arguments that were given, by their names in the operator's schema, else by position."""
     schema = getattr(node.target, "_schema", None)
     names = [argument.name for argument in schema.arguments] if schema else map(str, range(len(node.args)))
     return dict(zip(names, node.args, strict=False)) | node.kwargs
@@ -211,7 +218,7 @@ def _touched(values: Iterable[Any], sizes: Sizes) -> list[sympy.Expr]:
 
 
 def _computed_in(node: fx.Node, sizes: Sizes) -> str:
-    """The first floating-point dtype among inputs, then outputs; any other has no peak rate of its own."""
+    """The first floating-point dtype among inputs and then outputs; other dtypes have no peak rates."""
     tensors = [size for source in (*node.all_input_nodes, node) for size in sizes[source]]
     dtype = next((size.dtype for size in tensors if size.dtype.is_floating_point), torch.float32)
     return str(dtype).removeprefix("torch.")

@@ -1,7 +1,7 @@
-"""A profile: how long each node of a training graph took on one device, kept as JSON that diffs and lasts.
+"""A profile: how long each node of a training graph took on one device, kept as JSON.
 
-Nodes stand under the forward operator that caused them, backward ones too, as in PipeDream's profiler
-(Harlap et al., PipeDream: Fast and Efficient Pipeline Parallel DNN Training, 2018, section 3.2).
+Nodes stand under the forward operator that caused them, and so do those of the backward, as in PipeDream's
+profiler (Harlap et al., PipeDream: Fast and Efficient Pipeline Parallel DNN Training, 2018, section 3.2).
 """
 
 import json
@@ -39,9 +39,9 @@ class ProfiledOperator:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Measured with microbatches of ``microbatch_size`` rows; times of other sizes follow the cost formulas.
+    """Times measured with microbatches of ``microbatch_size`` rows. Other sizes follow the cost formulas.
 
-    ``model`` identifies the graph that was run: see ``cost.fingerprint``. ``device`` and ``torch`` say what
+    ``model`` identifies the graph that was run; see ``cost.fingerprint``. ``device`` and ``torch`` say what
     it ran on.
     """
 

@@ -1,8 +1,8 @@
 """What is known of ATen operators by name: what they compute, and which arguments they touch in part.
 
-Names are those of the schema without ``aten::``; ``add_`` is listed as ``add``. Operators that
-``torch.utils.flop_counter`` knows need no entry, nor do operators that torch tags as pointwise and that
-take one operation per element.
+Names are those of the schema without ``aten::``, and ``add_`` is listed as ``add``. Operators need no entry
+that ``torch.utils.flop_counter`` knows, or that torch tags as pointwise and that take one operation per
+element.
 """
 
 from collections.abc import Mapping

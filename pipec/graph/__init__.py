@@ -28,30 +28,3 @@ from pipec.graph.nodes import (
     sums_gradients,
 )
 from pipec.graph.training_graph import Form, Operator, TrainingGraph, copy_graph
-
-__all__ = [
-    "Argument",
-    "Buffer",
-    "Form",
-    "Gradient",
-    "LossGradient",
-    "ModelInput",
-    "Operator",
-    "Output",
-    "Parameter",
-    "Result",
-    "TrainingGraph",
-    "UpdatedBuffer",
-    "copy_graph",
-    "is_constant",
-    "is_forward",
-    "is_random",
-    "is_tensor",
-    "is_view",
-    "memory_of",
-    "needs_only_inputs",
-    "recv",
-    "send",
-    "stage_of",
-    "sums_gradients",
-]

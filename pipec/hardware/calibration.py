@@ -1,4 +1,4 @@
-"""The device model of a torch device: by its name, the same on every rank, or measured, on request only."""
+"""The device model of a torch device: an entry found by its name, or figures that are measured on request."""
 
 import os
 import statistics
@@ -25,8 +25,8 @@ _ROUNDS = 5
 def default_device_model(device: torch.device) -> DeviceModel:
     """The entry for a device. Nothing is measured, so that every rank and every run makes the same plan.
 
-    A CPU is always the ``cpu`` entry, one core, whatever the number of threads: all operators gain from
-    more of them. Accelerators without an entry, and ``meta``, are planned for as ``FALLBACK_GPU``.
+    A CPU is always the ``cpu`` entry, which describes one core: more threads speed up all operators alike.
+    Plans for ``meta`` and for accelerators without an entry are made for ``FALLBACK_GPU``.
     """
     if device.type == "cpu":
         return DEVICES["cpu"]
@@ -38,8 +38,8 @@ def default_device_model(device: torch.device) -> DeviceModel:
 def calibrate(device: torch.device | str) -> DeviceModel:
     """Measure a device in a second or two: matrix products, copies, launches and memory, but not its link.
 
-    A launch is that of a small product between two views, as in a stage. The CPU is measured with torch's
-    current number of threads. Raises PlanError for ``meta``.
+    The launch time is that of a small matrix product between two views, as stages run it. The CPU is measured
+    with torch's current number of threads. Raises PlanError for ``meta``.
     """
     device = torch.device(device)
     if device.type == "meta":
@@ -70,7 +70,7 @@ def _matmul_flops_per_second(size: int, dtype: torch.dtype, device: torch.device
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Median over rounds of the time of one call, back to back, so that launches overlap as in a step."""
+    """The median time of one call among calls back to back, whose launches overlap as in a step."""
     num_calls = 1
     while _round_seconds(run, num_calls, device) < _ROUND_SECONDS:
         num_calls *= 2

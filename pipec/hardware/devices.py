@@ -1,7 +1,7 @@
 """Devices and links as data: the few figures that turn FLOPs and bytes into seconds. No torch.
 
-Peak rates are the vendor's for dense arithmetic (without structured sparsity); ``float32`` is the rate of
-full precision, torch's default, not of TF32. Bandwidths of links are per direction.
+Peak rates are the vendors' figures for dense arithmetic, without structured sparsity. ``float32`` is the rate
+of full precision, which is torch's default, and not that of TF32. Bandwidths of links are per direction.
 """
 
 import re
@@ -24,9 +24,9 @@ class LinkModel:
 class DeviceModel:
     """One device under the roofline model (Williams, Waterman, Patterson: Roofline, CACM 2009).
 
-    ``flops_per_second`` maps names of dtypes to peak rates and always has ``float32``, which serves for
-    dtypes it lacks. ``launch_seconds`` is paid by each operator, ``link`` joins it to its peers in one
-    host, ``source`` says where the figures come from.
+    ``flops_per_second`` maps names of dtypes to peak rates; the rate of ``float32`` serves for dtypes that it
+    lacks. Every operator takes at least ``launch_seconds``. ``link`` joins the device to its peers in one
+    host. ``source`` says where the figures come from.
     """
 
     name: str
@@ -112,6 +112,6 @@ DEVICES: Mapping[str, DeviceModel] = {
 
 
 def find_device(product: str) -> DeviceModel | None:
-    """The entry whose name is a word of a vendor's product name, as in ``NVIDIA A100-SXM4-80GB``, if any."""
+    """The entry whose name is a word of a product's name, such as ``NVIDIA A100-SXM4-80GB``; or None."""
     words = set(re.split(r"[^a-z0-9]+", product.lower()))
     return next((device for name, device in DEVICES.items() if name in words), None)

@@ -31,7 +31,7 @@ from pipec.hardware.devices import LinkModel
 
 @dataclass(frozen=True, slots=True, order=True)
 class Device:
-    """Operators take their seconds divided by ``speed``; a stage may hold ``memory_bytes``."""
+    """An operator takes its seconds divided by ``speed``; what runs here may hold ``memory_bytes``."""
 
     memory_bytes: float = math.inf
     speed: float = 1.0
@@ -52,9 +52,12 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """``levels`` from the inside out: the first groups consecutive devices, the next consecutive groups.
+    """Devices, and ``levels`` of links from the inside out.
 
-    PlanError if a figure is out of range, or the groups leave a device out or need more than there are.
+    The first level groups consecutive devices, the next groups consecutive groups, and so on.
+
+    Raises:
+        PlanError: a figure is out of range, or the groups do not hold exactly the devices.
     """
 
     devices: tuple[Device, ...]
@@ -79,7 +82,7 @@ class Topology:
             )
 
     def link_between(self, first: int, second: int) -> LinkModel:
-        """That of the innermost level that joins two devices."""
+        """The link of the innermost level that joins two devices."""
         reach = 1
         for level in self.levels:
             reach *= level.size
@@ -88,36 +91,33 @@ class Topology:
         return level.link
 
     @property
-    def is_uniform(self) -> bool:
-        """Whether all devices are equally fast, and all links alike."""
-        return len(self.levels) == len({device.speed for device in self.devices}) == 1
-
-    @property
     def slowest_link(self) -> LinkModel:
         return min(self.levels, key=lambda level: level.bytes_per_second).link
 
-    @property
-    def least_memory_bytes(self) -> float:
-        return min(device.memory_bytes for device in self.devices)
-
     def within(self, memory_bytes: float) -> "Topology":
-        """The same, but no device holds more than so many bytes."""
+        """The same devices, none of which holds more than ``memory_bytes``."""
         limited = (
             replace(device, memory_bytes=min(device.memory_bytes, memory_bytes)) for device in self.devices
         )
         return replace(self, devices=tuple(limited))
 
-    def with_memory(self, share: float) -> "Topology":
-        """The same, with a share of each device's memory."""
-        smaller = (replace(device, memory_bytes=share * device.memory_bytes) for device in self.devices)
+    def reserving(self, num_bytes: Sequence[float]) -> "Topology":
+        """The same devices, ``num_bytes[d]`` of device d set aside. At least one byte is left on each."""
+        pairs = zip(self.devices, num_bytes, strict=True)
+        smaller = (
+            replace(device, memory_bytes=max(1.0, device.memory_bytes - less)) for device, less in pairs
+        )
         return replace(self, devices=tuple(smaller))
 
     def without_limits(self) -> "Topology":
-        """The same, with as much memory as is needed."""
+        """The same devices with as much memory as is needed."""
         return replace(self, devices=tuple(Device(speed=device.speed) for device in self.devices))
 
     def part(self, num_devices: int) -> "Topology":
-        """The first so many devices; unless they are all, joined by the slowest link between any of them."""
+        """The first ``num_devices``.
+
+        Unless these are all, the slowest link between any of them joins them.
+        """
         if num_devices == len(self.devices):
             return self
         link = self.link_between(0, num_devices - 1)
@@ -134,7 +134,7 @@ def alike(num_devices: int, link: LinkModel, memory_bytes: float = math.inf) -> 
 def uniform(
     sizes: Sequence[int], bytes_per_second: Sequence[float], device: Device | None = None
 ) -> Topology:
-    """Equal devices in equal groups, from the inside out. PlanError unless there is a bandwidth a level."""
+    """Equal devices in equal groups, from the inside out. Every level needs a bandwidth, or PlanError."""
     if len(sizes) != len(bytes_per_second):
         raise PlanError(
             f"{len(sizes)} levels of devices and {len(bytes_per_second)} bandwidths: give one of each a "

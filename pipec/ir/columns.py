@@ -1,16 +1,21 @@
 """Long runs of cells and instructions as columns of numbers: read like tuples, worked on with numpy.
 
-A step of a thousand ranks has millions of each. As columns they take a few bytes and are made, checked and
-compared without a Python object; an index or a loop gives the ``Compute`` or ``Instruction`` it stands for.
+A step of a thousand ranks has millions of each. As columns they take a few bytes apiece, and numpy makes,
+checks and compares them without Python objects. An index or a loop returns ordinary ``Compute`` and
+``Instruction`` objects. For example, the order F0 F1 B0 of stage 2 is the matrix::
+
+    phase         0  0  2       codes: positions in ``Phase``
+    stage         2  2  2
+    microbatch    0  1  0
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipec.ir import Compute, Instruction, Link, Op, Phase, Program
+from pipec.ir import Compute, Instruction, Kind, Link, Op, Phase, Placement, Program, Traits, ranks_of
 
 Ints = NDArray[np.signedinteger[Any]]
 Floats = NDArray[np.float64]
@@ -22,10 +27,28 @@ PHASE_CODE: Mapping[Phase, int] = {phase: code for code, phase in enumerate(PHAS
 OP_CODE: Mapping[Op, int] = {op: code for code, op in enumerate(OPS)}
 
 
-class _Columns(Sequence[Row]):
-    """A sequence of rows held as a matrix, one line per column; equal to any sequence of the same rows.
+def _having(trait: Callable[[Traits], bool]) -> NDArray[np.bool_]:
+    """For each op by its code, whether it has a trait."""
+    return np.array([trait(op.traits) for op in OPS])
 
-    Line 0 says what is done, in a code of the subclass; 1 and 2 are the stage and the microbatch.
+
+_IS_COMPUTE = _having(lambda traits: traits.kind is Kind.COMPUTE)
+_IS_TIMED = _having(lambda traits: traits.timed)
+FILLS_SLOT = _having(lambda traits: traits.fills_slot)
+_PHASE_OF_OP = np.array([PHASE_CODE[op.phase] if op.phase else -1 for op in OPS], np.int32)
+
+
+def ranks_by_microbatch(placement: Placement, num_microbatches: int) -> Ints:
+    """``rank_of`` at [stage, microbatch]. The row of a stage on ranks 4 and 7 is 4 7 4 7 ..."""
+    rows = [np.resize(ranks_of(placement, stage), num_microbatches) for stage in range(len(placement))]
+    return np.array(rows, np.int32).reshape(len(placement), num_microbatches)
+
+
+class _Columns(Sequence[Row]):
+    """A sequence of rows, held as a matrix whose lines are the columns of the rows.
+
+    It is equal to any sequence of the same rows. Line 0 is a code that the subclass defines and that says
+    what is done; line 1 is the stage and line 2 the microbatch.
     """
 
     def __init__(self, matrix: Ints) -> None:
@@ -80,7 +103,7 @@ class Cells(_Columns[Compute]):
 
     @classmethod
     def of(cls, order: Sequence[Compute]) -> "Cells":
-        """``order`` as columns; itself if it is so already."""
+        """``order`` as columns. An order that is columns already is returned as it is."""
         if isinstance(order, Cells):
             return order
         rows = [(PHASE_CODE[cell.phase], cell.stage, cell.microbatch) for cell in order]
@@ -111,7 +134,7 @@ class Instructions(_Columns[Instruction]):
 
     @classmethod
     def of(cls, instructions: Sequence[Instruction], links: Sequence[Link]) -> "Instructions":
-        """``instructions`` as columns, itself if it is so already; a link that ``links`` lacks is added."""
+        """``instructions`` as columns. Links that ``links`` lacks are numbered after those it has."""
         if isinstance(instructions, Instructions) and instructions.links == links:
             return instructions
         index = {link: number for number, link in enumerate(links)}
@@ -128,6 +151,13 @@ class Instructions(_Columns[Instruction]):
         ]
         return cls(_matrix(rows, 6), tuple(index))
 
+    @property
+    def cells(self) -> Cells:
+        """The computes, as the cells of a schedule."""
+        cells = self.matrix[:3, self.is_compute].copy()
+        cells[0] = _PHASE_OF_OP[cells[0]]
+        return Cells(cells)
+
     def where(self, mask: NDArray[np.bool_]) -> "Instructions":
         """The instructions at which ``mask`` is true."""
         return Instructions(self.matrix.compress(mask, axis=1), self.links)
@@ -135,6 +165,18 @@ class Instructions(_Columns[Instruction]):
     @property
     def ops(self) -> Ints:
         return self._column(0)
+
+    @property
+    def is_compute(self) -> NDArray[np.bool_]:
+        return self._have(_IS_COMPUTE)
+
+    @property
+    def is_timed(self) -> NDArray[np.bool_]:
+        return self._have(_IS_TIMED)
+
+    def _have(self, trait: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        having: NDArray[np.bool_] = trait[self.ops]
+        return having
 
     @property
     def link_numbers(self) -> Ints:
@@ -154,7 +196,7 @@ class Instructions(_Columns[Instruction]):
 
 
 def aligned(programs: Sequence[Program]) -> list[Instructions]:
-    """The instructions of each program as columns; a link has the same number in all of them."""
+    """The instructions of each program as columns, with one numbering of links for all programs."""
     columns = [each.instructions for each in programs if isinstance(each.instructions, Instructions)]
     links = columns[0].links if columns else ()
     found = []
@@ -165,7 +207,7 @@ def aligned(programs: Sequence[Program]) -> list[Instructions]:
 
 
 def joined(parts: Sequence[Instructions]) -> Instructions:
-    """``aligned`` instructions one after the other."""
+    """Concatenate instructions that share one numbering of links, as ``aligned`` returns them."""
     matrix = np.concatenate([_matrix((), 6), *(each.matrix for each in parts)], axis=1)
     return Instructions(matrix, parts[0].links if parts else ())
 

@@ -3,18 +3,18 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from pipec.ir.memory import StageMemory
+from pipec.ir.schedule import Placement, count_ranks
 from pipec.ir.values import Input, Link, Mode, Phase, Value
 
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """One stage and one microbatch, in seconds and bytes. ``seconds`` has entries for the phases that run."""
+    """What one stage takes for one microbatch: seconds by phase, FLOPs, and bytes of memory."""
 
     seconds: Mapping[Phase, float] = field(default_factory=dict)
     flops: float = 0.0
-    parameter_bytes: int = 0
-    saved_bytes: int = 0
-    transient_bytes: int = 0
+    memory: StageMemory = field(default_factory=StageMemory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,9 @@ class Stage:
 class Alternative:
     """Another way to run the step that was considered, and why it was not taken.
 
-    ``replicas`` pipelines of ``num_stages`` stages share the mini-batch, each in ``num_microbatches``.
-    ``seconds`` is what the step was predicted to take, ``peak_bytes`` what the rank that needs most would.
+    ``replicas`` pipelines of ``num_stages`` stages share the mini-batch; each splits its part into
+    ``num_microbatches``. ``seconds`` is the predicted time of the step. ``peak_bytes`` is the predicted peak
+    memory of the rank that needs most.
     """
 
     schedule: str
@@ -51,24 +52,24 @@ class Alternative:
     replicas: int
     num_microbatches: int
     seconds: float
-    peak_bytes: int
+    peak_bytes: float
     refused: str
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything decided before code is generated. ``placement[stage]`` is the rank that runs it.
+    """Everything decided before code is generated. ``placement`` says which rank runs each stage.
 
     ``outputs`` names the results in the order of the leaves of what the model returns;
     ``link_seconds[i]`` is how long ``links[i]`` takes. ``parameters`` and ``buffers`` are named by FQN.
-    ``alternatives`` are there if something was left to be chosen, the fastest first.
+    ``alternatives`` are the other ways that were considered, the fastest first.
     """
 
     mode: Mode
     schedule: str
     num_microbatches: int
     microbatch_size: int
-    placement: tuple[int, ...]
+    placement: Placement
     stages: tuple[Stage, ...]
     links: tuple[Link, ...]
     link_seconds: tuple[float, ...] = ()
@@ -81,4 +82,4 @@ class Plan:
 
     @property
     def num_ranks(self) -> int:
-        return max(self.placement) + 1
+        return count_ranks(self.placement)

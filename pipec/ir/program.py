@@ -1,8 +1,8 @@
 """Instructions, and the program of them that one rank executes in one step."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum, StrEnum
 
 from pipec.ir.values import Link, Phase
 
@@ -21,12 +21,49 @@ class Op(StrEnum):
     FREE = "free"
 
     @property
+    def traits(self) -> "Traits":
+        return TRAITS[self]
+
+    @property
     def phase(self) -> Phase | None:
-        """The phase a compute op runs; None for the others."""
-        return _PHASES.get(self.value)
+        """The phase that a compute runs; None for every other op."""
+        return TRAITS[self].phase
 
 
-_PHASES = {phase.value: phase for phase in Phase}
+class Kind(Enum):
+    """The kinds of ops, in the order in which they stand around one compute of a program."""
+
+    RECEIVE = "receive"
+    COMPUTE = "compute"
+    SEND = "send"
+    RELEASE = "release"
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What is true of an op, for code that treats several ops alike.
+
+    ``phase`` is the phase that a compute runs; other kinds have none. An op that is ``timed`` is an event of
+    a timeline. An op that ``carries_link`` moves the values of a link. If it ``has_peer``, another rank takes
+    part. If it ``fills_slot``, it puts what a microbatch receives into a buffer slot.
+    """
+
+    kind: Kind
+    phase: Phase | None = None
+    timed: bool = False
+    carries_link: bool = False
+    has_peer: bool = False
+    fills_slot: bool = False
+
+
+TRAITS: Mapping[Op, Traits] = {
+    Op.RECV: Traits(Kind.RECEIVE, carries_link=True, has_peer=True, fills_slot=True),
+    Op.SEND: Traits(Kind.SEND, timed=True, carries_link=True, has_peer=True),
+    Op.MOVE: Traits(Kind.SEND, carries_link=True, fills_slot=True),
+    Op.FREE: Traits(Kind.RELEASE),
+    **{Op(phase): Traits(Kind.COMPUTE, phase=phase, timed=True) for phase in Phase},
+}
+"""Everything that is known of ops. A new op is a row here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +94,7 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What one rank executes in one step: every peer, slot and microbatch resolved."""
+    """What one rank executes in one step. Every peer, slot and microbatch is resolved."""
 
     rank: int
     instructions: Sequence[Instruction]

@@ -5,6 +5,30 @@ from dataclasses import dataclass
 
 from pipec.ir.values import Phase
 
+Placement = tuple[int, ...]
+"""The rank of each stage. Only the functions below read it, so that a stage may get more ranks than one."""
+
+
+def rank_of(placement: Placement, stage: int, microbatch: int = -1) -> int:
+    """The rank that runs ``stage`` on ``microbatch``; -1 asks for what is done once per step."""
+    ranks = ranks_of(placement, stage)
+    return ranks[microbatch % len(ranks)] if microbatch >= 0 else ranks[0]
+
+
+def ranks_of(placement: Placement, stage: int) -> tuple[int, ...]:
+    """Every rank that runs ``stage``: microbatch i is run by the i-th of them, in turn."""
+    return (placement[stage],)
+
+
+def stages_on(placement: Placement, rank: int) -> list[int]:
+    """The stages that ``rank`` runs, ascending."""
+    return [stage for stage in range(len(placement)) if rank in ranks_of(placement, stage)]
+
+
+def count_ranks(placement: Placement) -> int:
+    """How many ranks there are: they are numbered from 0."""
+    return 1 + max(max(ranks_of(placement, stage)) for stage in range(len(placement)))
+
 
 @dataclass(frozen=True, slots=True)
 class Compute:
@@ -21,7 +45,7 @@ class Schedule:
 
     name: str
     num_microbatches: int
-    placement: tuple[int, ...]
+    placement: Placement
     orders: tuple[Sequence[Compute], ...]
 
     @property

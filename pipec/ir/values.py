@@ -40,7 +40,10 @@ class Payload(StrEnum):
 
     @property
     def producers(self) -> tuple[Phase, ...]:
-        """The phases of the source stage that may make it; none for a weight, which is there at the start."""
+        """The phases of the source stage that may make the values.
+
+        Weights have none, they are there at first.
+        """
         match self:
             case Payload.ACTIVATION | Payload.RESULT:
                 return (Phase.FORWARD,)
@@ -53,7 +56,7 @@ class Payload(StrEnum):
 
     @property
     def readers(self) -> tuple[Phase, ...]:
-        """The phases of the target stage that wait for it; none for what is read when the program is over."""
+        """The phases of the target stage that wait for the values; none if they are read at the end."""
         match self:
             case Payload.ACTIVATION | Payload.WEIGHT:
                 return (Phase.FORWARD,)

@@ -18,10 +18,13 @@ from pipec.hardware.devices import DeviceModel
 
 @dataclass(frozen=True)
 class AnnotateCost:
-    """``device`` is what the nodes will run on; its model turns FLOPs and bytes into seconds.
+    """``device`` describes what the nodes will run on: it turns FLOPs and bytes into seconds.
 
-    Adding up gradients counts as part of making them. Where there is a ``profile``, its seconds, in which
-    that is so, stand instead. Raises InputError if it is of another graph.
+    Adding up gradients counts as part of making them. If there is a ``profile``, its seconds replace those of
+    the model; they include the adding up as well.
+
+    Raises:
+        InputError: the profile is of another graph.
     """
 
     device: DeviceModel
@@ -41,7 +44,7 @@ class AnnotateCost:
 
 
 def _accumulated(cost: OperatorCost) -> OperatorCost:
-    """With the addition to the gradients of the microbatches before: two are read, one is written."""
+    """The cost with the addition to the gradients so far, which reads two tensors and writes one."""
     return replace(cost, bytes_moved=cost.bytes_moved + 3 * cost.output_bytes, launches=1)
 
 
@@ -55,6 +58,6 @@ def _measure(graph: TrainingGraph, profile: Profile) -> None:
 
 
 def unknown_operators(graph: TrainingGraph) -> list[str]:
-    """Names of the operators that no FLOP formula covers, whose cost is the bytes they move, sorted."""
+    """The sorted names of the operators without a FLOP formula. Their cost is the bytes that they move."""
     costs: list[tuple[str, OperatorCost]] = [(operator_name(node), node.meta["cost"]) for node in graph.nodes]
     return sorted({name for name, cost in costs if not cost.known})

@@ -1,4 +1,4 @@
-"""Give every node the stage that runs it.
+"""Give every node the stage that runs it: one stage for each device.
 
 ::
 
@@ -9,16 +9,18 @@ A stage is a range of forward operators in program order, with all they caused, 
 """
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from torch import fx
 
+from pipec.cost.formulas import node_bytes
 from pipec.cost.symbols import evaluate
-from pipec.errors import PlanError
 from pipec.graph import (
+    Buffer,
     Form,
+    Gradient,
     Parameter,
     TrainingGraph,
     is_constant,
@@ -26,75 +28,48 @@ from pipec.graph import (
     is_tensor,
     memory_of,
     needs_only_inputs,
-    stage_of,
 )
-from pipec.hardware.devices import LinkModel
+from pipec.hardware.topology import Topology
 from pipec.ir import Mode
-from pipec.planner.partition import PartitionProblem, Transfer, partition
-
-Owners = Mapping[str, tuple[int, ...]]
-"""The stages that hold each parameter, by FQN."""
+from pipec.planner.cost_model import PIPEC
+from pipec.planner.operator_graph import OperatorGraph, Transfer
+from pipec.planner.placement import TOLERANCE, place
 
 
 @dataclass(frozen=True)
 class CutStages:
-    """Cut so that the slowest stage is as fast as possible, under the model of ``planner.partition``."""
+    """Cut so that the slowest stage is as fast as possible, within the tolerance of ``planner.placement``.
 
-    num_stages: int
-    link: LinkModel
+    There is one stage on each device of the topology. Device d is rank d, and the stages go to the ranks in
+    the best order: in order if the devices and links are alike. Costs are those of microbatches of
+    ``microbatch_size`` rows. Where memory is limited, rank k of a schedule has ``in_flight[k]`` of these at
+    once.
 
-    def __call__(self, graph: TrainingGraph) -> TrainingGraph:
-        seconds = operator_seconds(graph, graph.batch_size)
-        problem = PartitionProblem(
-            seconds=seconds,
-            transfers=tuple(transfers(graph, graph.batch_size)),
-            num_stages=self.num_stages,
-            bytes_per_second=self.link.bytes_per_second,
-            latency_seconds=self.link.latency_seconds,
-            forbidden_cuts=before_free_operators(seconds),
-            names=[f"{op.name} of {op.module or 'the model'}" for op in graph.operators],
-        )
-        cuts = set(partition(problem).cuts)
-        stages = list(accumulate(int(op in cuts) for op in range(len(graph.operators))))
-        return assign(graph, stages, self.num_stages)
+    Raises:
+        PlanError: there are fewer operators than devices.
+        InfeasibleError: no cut fits into the memory of the devices.
+    """
 
-
-@dataclass(frozen=True)
-class FollowOwners:
-    """Cut another graph of the same model where its parameters already are, for the same ranks."""
-
-    num_stages: int
-    owners: Owners = field(repr=False)
-    ranks: tuple[int, ...] = ()
+    topology: Topology
+    microbatch_size: int
+    in_flight: tuple[int, ...] = ()
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
-        stages, current = [], 0
-        for op, needed in enumerate(_parameters_by_operator(graph)):
-            for fqn in needed:
-                current = self._stage_holding(graph, op, fqn, current)
-            stages.append(current)
-        return replace(assign(graph, stages, self.num_stages), ranks=self.ranks)
+        seconds = operator_seconds(graph, self.microbatch_size)
+        blocks = _blocks(seconds)
+        model = replace(PIPEC, in_flight=self._in_flight)
+        operators = _operator_graph(graph, blocks, seconds, self.microbatch_size)
+        stages = place(
+            operators, self.topology, model, max_replicas=1, every_device=True, tolerance=TOLERANCE
+        ).stages
+        stage_of = {block: k for k, stage in enumerate(stages) for block in stage.operators}
+        ranks = tuple(stage.devices[0] for stage in stages)
+        graph = assign(graph, [stage_of[block] for block in blocks], len(stages))
+        return replace(graph, ranks=() if ranks == tuple(range(len(ranks))) else ranks)
 
-    def _stage_holding(self, graph: TrainingGraph, op: int, fqn: str, at_least: int) -> int:
-        homes = self.owners.get(fqn, (at_least,))
-        later = [stage for stage in homes if stage >= at_least]
-        if not later:
-            made_by = graph.operators[op]
-            raise PlanError(
-                f"operator {made_by.name} ({made_by.module} at {made_by.source}) uses {fqn}, which is on "
-                f"stage {homes[-1]}, after stage {at_least} has begun: this call uses the model's parameters "
-                "in another order than the one the stages were cut for. Compile a separate pipeline for it."
-            )
-        return later[0]
-
-
-def owners_of(graph: TrainingGraph) -> Owners:
-    """Which stages read each parameter."""
-    return {
-        node.meta["role"].fqn: tuple(sorted({stage_of(u) for u in node.users if u.op == "call_function"}))
-        for node in graph.arguments
-        if isinstance(node.meta["role"], Parameter) and node.users
-    }
+    def _in_flight(self, later_devices: int) -> int:
+        """Of a rank that ``later_devices`` follow: at least as many as of these, as the planner asks for."""
+        return max(self.in_flight[-1 - later_devices :], default=0)
 
 
 def assign(graph: TrainingGraph, stages: Sequence[int], num_stages: int) -> TrainingGraph:
@@ -108,7 +83,7 @@ def assign(graph: TrainingGraph, stages: Sequence[int], num_stages: int) -> Trai
 
 
 def operator_seconds(graph: TrainingGraph, microbatch_size: int) -> list[float]:
-    """Of each operator, forward and backward."""
+    """The seconds of each operator, forward and backward."""
     seconds = [0.0] * len(graph.operators)
     for node in graph.nodes:
         if not is_constant(node):
@@ -116,13 +91,42 @@ def operator_seconds(graph: TrainingGraph, microbatch_size: int) -> list[float]:
     return seconds
 
 
-def before_free_operators(seconds: Sequence[float]) -> frozenset[int]:
-    """Boundaries that would leave a stage without work: a stage begins with an operator that takes time."""
+def _blocks(seconds: Sequence[float]) -> list[int]:
+    """The block of each operator. Stages consist of whole blocks.
+
+    A block begins with an operator that takes time, so that no stage is without work. For example, operators
+    of 0, 2, 0, 0 and 3 seconds are in blocks 0, 0, 0, 0 and 1.
+    """
     busy = [op for op, time in enumerate(seconds) if time > 0]
-    return frozenset(range(len(seconds))) - frozenset(busy[1:])
+    begins = set(busy[1:])
+    return list(accumulate(int(op in begins) for op in range(len(seconds))))
 
 
-def transfers(graph: TrainingGraph, microbatch_size: int) -> Iterator[Transfer]:
+def _operator_graph(
+    graph: TrainingGraph, blocks: Sequence[int], seconds: Sequence[float], size: int
+) -> OperatorGraph:
+    """The blocks, one after the other, as the planner distributes them."""
+    num_blocks = blocks[-1] + 1 if blocks else 0
+
+    def by_block(figures: Iterable[tuple[int, float]]) -> list[float]:
+        sums = [0.0] * num_blocks
+        for op, figure in figures:
+            sums[blocks[op]] += figure
+        return sums
+
+    firsts = [blocks.index(block) for block in range(num_blocks)]
+    return OperatorGraph(
+        names=[f"{graph.operators[op].name} of {graph.operators[op].module or 'the model'}" for op in firsts],
+        seconds=by_block(enumerate(seconds)),
+        parameter_bytes=[0.0] * num_blocks,
+        resident_bytes=by_block(_resident_bytes(graph, size)),
+        saved_bytes=by_block(_saved_bytes(graph, size)),
+        transfers=list(_between_blocks(_transfers(graph, size), blocks)),
+        before=[(block, block + 1) for block in range(num_blocks - 1)],
+    )
+
+
+def _transfers(graph: TrainingGraph, size: int) -> Iterator[Transfer]:
     """Every value that owns memory, with the operators that read it or a view of it."""
     readers: dict[fx.Node, set[int]] = {}
     for node in graph.nodes:
@@ -134,16 +138,36 @@ def transfers(graph: TrainingGraph, microbatch_size: int) -> Iterator[Transfer]:
             made_by = node.meta["operator"]
             later = tuple(sorted(op for op in ops if op > made_by))
             if later and not needs_only_inputs(node):
-                size = evaluate(node.meta["cost"].output_bytes, microbatch_size)
+                num_bytes = evaluate(node.meta["cost"].output_bytes, size)
                 returns = graph.mode is Mode.TRAIN and made_by in differentiated
                 trained = returns and node.meta["val"].is_floating_point()
-                yield Transfer(made_by, later, size, size if trained else 0)
+                yield Transfer(made_by, later, num_bytes, num_bytes if trained else 0)
 
 
-def _parameters_by_operator(graph: TrainingGraph) -> list[list[str]]:
-    needed: list[list[str]] = [[] for _ in graph.operators]
-    for node in filter(is_forward, graph.nodes):
-        for source in node.all_input_nodes:
-            if source.op == "placeholder" and isinstance(source.meta["role"], Parameter):
-                needed[node.meta["operator"]].append(source.meta["role"].fqn)
-    return needed
+def _between_blocks(values: Iterable[Transfer], blocks: Sequence[int]) -> Iterator[Transfer]:
+    for value in values:
+        maker = blocks[value.producer]
+        readers = tuple(dict.fromkeys(blocks[op] for op in value.consumers if blocks[op] > maker))
+        if readers:
+            yield replace(value, producer=maker, consumers=readers)
+
+
+def _resident_bytes(graph: TrainingGraph, size: int) -> Iterator[tuple[int, int]]:
+    """The bytes of each of the model's tensors, and of its gradient, at the first operator that reads it."""
+    trained = {result.fqn for result in graph.results if isinstance(result, Gradient)}
+    for node in graph.arguments:
+        role, readers = (
+            node.meta["role"],
+            [user.meta["operator"] for user in node.users if user.op == "call_function"],
+        )
+        if isinstance(role, Parameter | Buffer) and readers:
+            yield min(readers), node_bytes(node, size) * (2 if role.fqn in trained else 1)
+
+
+def _saved_bytes(graph: TrainingGraph, size: int) -> Iterator[tuple[int, int]]:
+    """What the backward reads of the forward, at the operator that makes it."""
+    backward = (node for node in graph.nodes if not is_forward(node))
+    read = {memory_of(source) for node in backward for source in filter(is_tensor, node.all_input_nodes)}
+    for node in read:
+        if node.op == "call_function" and is_forward(node) and not is_constant(node):
+            yield node.meta["operator"], node_bytes(node, size)

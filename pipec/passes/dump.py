@@ -14,10 +14,14 @@ from pipec.passes import Pass
 
 @dataclass
 class Dump:
-    """An observer that writes ``03_insert_communication.txt``, headed by the pass and what it changed."""
+    """An observer that notes each pass and what it changed, for files like ``03_insert_communication.txt``.
+
+    Many graphs may be tried, and only the one that is taken is written.
+    """
 
     directory: Path
     _previous: frozenset[str] = field(default_factory=frozenset)
+    _texts: dict[str, str] = field(default_factory=dict)
 
     def __call__(self, position: int, transform: Pass, graph: TrainingGraph, seconds: float) -> None:
         nodes = frozenset(node.name for node in graph.nodes)
@@ -30,9 +34,14 @@ class Dump:
             *(line_of(graph, node) for node in graph.module.graph.nodes if node.op != "output"),
             *(f"result {role}: {node.name}" for role, node in graph.outputs),
         ]
-        self.directory.mkdir(parents=True, exist_ok=True)
         name = re.sub(r"(?<!^)(?=[A-Z])", "_", type(transform).__name__).lower()
-        (self.directory / f"{position:02}_{name}.txt").write_text("\n".join(lines) + "\n")
+        self._texts[f"{position:02}_{name}.txt"] = "\n".join(lines) + "\n"
+
+    def write(self) -> None:
+        """Write a file for each pass."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for name, text in self._texts.items():
+            (self.directory / name).write_text(text, encoding="utf-8")
 
 
 def requested_dumps() -> list[Dump]:

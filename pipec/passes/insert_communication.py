@@ -8,9 +8,9 @@
                                                m_1 = triu(mask)        stage 2
                                                y = mul(r, m_1)         stage 2
 
-A value goes straight from the stage that makes it to each stage that reads it, once: skip connections need
-no relay. Values that need no parameter, such as masks and positions, are made again on the reading stage when
-that costs less than the message; every rank holds the model's inputs.
+A value goes once, and straight, from the stage that makes it to each stage that reads it. So skip connections
+need no relay. Values that need no parameter, such as masks and positions, are made again on the reading stage
+when that costs less than the message, because every rank has the model's inputs.
 """
 
 from dataclasses import dataclass, field, replace
@@ -58,9 +58,10 @@ def _is_computed(node: fx.Node) -> bool:
 
 @dataclass
 class _Crossings:
-    """The value of a node on other stages, made or received at most once for each.
+    """The values of nodes on other stages. Each is made or received at most once per stage.
 
-    ``originals`` tells what a copy or a received value stands for: that is what a third stage asks for.
+    ``originals`` maps a copy or a received value to the node that it stands for, because a third stage asks
+    for that one.
     """
 
     graph: TrainingGraph

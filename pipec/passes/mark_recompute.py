@@ -17,18 +17,20 @@ from pipec.graph import TrainingGraph, is_constant, is_forward, is_random, recv,
 
 @dataclass(frozen=True)
 class MarkRecompute:
-    """Stages in ``stages`` keep only what they received, as GPipe does (Huang et al. 2019, section 2.3).
+    """Stages in ``stages``, or all if it is None, keep only what they received.
 
-    Values of random operators are kept as well: drawn again they would differ.
+    That is what GPipe does (Huang et al. 2019, section 2.3). Values of random operators are kept as well,
+    because drawn again they would differ.
     """
 
-    stages: frozenset[int]
+    stages: frozenset[int] | None
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         for node in filter(is_forward, graph.nodes):
             if not is_constant(node):
                 kept = node.target in (send, recv) or _is_drawn(node)
-                node.meta["replay"] = stage_of(node) in self.stages and not kept
+                chosen = self.stages is None or stage_of(node) in self.stages
+                node.meta["replay"] = chosen and not kept
         return graph
 
 

@@ -1,4 +1,4 @@
-"""Remove transposes that undo each other: differentiation leaves two around every weight of a linear layer.
+"""Remove transposes that undo each other. Differentiation leaves two around every weight of a linear layer.
 
 ::
 
@@ -18,7 +18,7 @@ TRANSPOSE = torch.ops.aten.t.default
 
 @dataclass(frozen=True)
 class Simplify:
-    """Each removed node is a call less per microbatch, and a line less to read."""
+    """Every node that is removed saves a call per microbatch and a line to read."""
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         for node in list(graph.nodes):

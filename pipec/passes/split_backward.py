@@ -20,7 +20,7 @@ from pipec.ir import Phase
 
 @dataclass(frozen=True)
 class SplitBackward:
-    """Refine ``Phase.BACKWARD`` into its two halves; a fused backward runs both."""
+    """Refine ``Phase.BACKWARD`` into its two halves. A fused backward runs both."""
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         for node in reversed(list(graph.nodes)):

@@ -18,7 +18,7 @@ from pipec.graph import Gradient, Result, TrainingGraph, stage_of, sums_gradient
 
 @dataclass(frozen=True)
 class UntieGradients:
-    """Split every gradient that sums over stages; without it each microbatch would send a whole gradient."""
+    """Split every gradient that sums over stages. Else every microbatch would send a whole gradient."""
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         results: list[tuple[Result, fx.Node]] = []
@@ -33,7 +33,7 @@ class UntieGradients:
 
 
 def _per_stage(graph: TrainingGraph, gradient: fx.Node) -> list[fx.Node]:
-    """The gradient as one sum per stage, each in the order autograd adds."""
+    """The gradient as one sum per stage. Each sum adds in the order in which autograd does."""
     terms = list(_terms(gradient))
     stages = sorted({stage_of(term) for term in terms})
     if len(stages) == 1:

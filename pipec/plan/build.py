@@ -1,6 +1,7 @@
 """Read the Plan off a classified graph: stages with costs, links between them, inputs and outputs."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
 
 import torch
 from torch import fx
@@ -11,7 +12,21 @@ from pipec.graph import ModelInput, Output, TrainingGraph, is_tensor, is_view, m
 from pipec.graph.dimensions import dimension
 from pipec.graph.functions import Function, StageFunctions
 from pipec.hardware.topology import Topology
-from pipec.ir import Dim, Input, Link, Payload, Phase, Plan, Schedule, Stage, StageCost, Value
+from pipec.ir import (
+    Dim,
+    Input,
+    Link,
+    Payload,
+    Phase,
+    Placement,
+    Plan,
+    Schedule,
+    Stage,
+    StageCost,
+    StageMemory,
+    Value,
+    ranks_of,
+)
 from pipec.ir.text import value_bytes
 
 Names = Mapping[fx.Node, str]
@@ -25,7 +40,7 @@ def build_plan(
     microbatch_size: int,
     topology: Topology,
 ) -> Plan:
-    """Everything the schedule, the interpreter and a person need to know about the cut graph.
+    """The plan of a cut graph under a schedule, for microbatches of ``microbatch_size`` rows.
 
     Rank r is device r of the topology.
     """
@@ -42,8 +57,8 @@ def build_plan(
         microbatch_size=microbatch_size,
         placement=schedule.placement,
         stages=tuple(
-            _stage(graph, stage, owners, microbatch_size, topology.devices[rank].speed)
-            for stage, rank in zip(stages, schedule.placement, strict=True)
+            _stage(graph, stage, owners, microbatch_size, _speed(topology, schedule.placement, stage.index))
+            for stage in stages
         ),
         links=links,
         link_seconds=tuple(
@@ -57,14 +72,18 @@ def build_plan(
     )
 
 
-def _link_seconds(link: Link, placement: Sequence[int], topology: Topology, size: int) -> float:
-    """A result goes to every other rank: the slowest way counts."""
-    way = (
-        topology.slowest_link
-        if link.payload is Payload.RESULT
-        else topology.link_between(placement[link.source], placement[link.target])
-    )
-    return way.seconds(sum(value_bytes(value, size) for value in link.values))
+def _speed(topology: Topology, placement: Placement, stage: int) -> float:
+    """The speed of the slowest rank that runs the stage."""
+    return min(topology.devices[rank].speed for rank in ranks_of(placement, stage))
+
+
+def _link_seconds(link: Link, placement: Placement, topology: Topology, size: int) -> float:
+    """How long a message takes on the slowest of its ways; a result goes to every other rank."""
+    num_bytes = sum(value_bytes(value, size) for value in link.values)
+    if link.payload is Payload.RESULT:
+        return topology.slowest_link.seconds(num_bytes)
+    sources, targets = ranks_of(placement, link.source), ranks_of(placement, link.target)
+    return max(topology.link_between(*ends).seconds(num_bytes) for ends in product(sources, targets))
 
 
 def _owners(stages: Sequence[StageFunctions]) -> dict[str, int]:
@@ -111,13 +130,27 @@ def _modules(graph: TrainingGraph, operators: Sequence[int]) -> tuple[str, ...]:
 
 
 def stage_cost(graph: TrainingGraph, stage: StageFunctions, size: int, speed: float) -> StageCost:
-    forward = stage.functions[0]
     return StageCost(
         seconds={function.phase: _seconds(function, size) / speed for function in stage.functions},
         flops=sum(evaluate(n.meta["cost"].flops, size) for f in stage.functions for n in f.body),
-        parameter_bytes=sum(node_bytes(node, size) for node in stage.parameters),
-        saved_bytes=sum(node_bytes(node, size) for node in set(map(memory_of, forward.saved_out))),
-        transient_bytes=max(_transient_bytes(function, size) for function in stage.functions),
+        memory=_stage_memory(stage, size),
+    )
+
+
+def _stage_memory(stage: StageFunctions, size: int) -> StageMemory:
+    trained = {fqn for function in stage.functions for fqn, _ in function.gradients}
+    saved = {function.phase: set(map(memory_of, function.saved_out)) for function in stage.functions}
+
+    def bytes_of(nodes: Iterable[fx.Node]) -> int:
+        return sum(node_bytes(node, size) for node in nodes)
+
+    return StageMemory(
+        weights=bytes_of((*stage.parameters, *stage.buffers)),
+        gradients=bytes_of(node for node in stage.parameters if node.meta["role"].fqn in trained),
+        saved=bytes_of(saved[Phase.FORWARD]),
+        kept=bytes_of(saved.get(Phase.BACKWARD_INPUT, ())),
+        transient=max(_transient_bytes(function, size) for function in stage.functions),
+        replayed=bytes_of(saved.get(Phase.RECOMPUTE, set()) - saved[Phase.FORWARD]),
     )
 
 
@@ -126,8 +159,12 @@ def _seconds(function: Function, size: int) -> float:
 
 
 def _transient_bytes(function: Function, size: int) -> int:
-    """The most that values made in the function, and not saved, hold at one time."""
-    kept = set(map(memory_of, function.saved_out))
+    """The most that values made in the function hold at one time.
+
+    What a forward saves, or its replay, counts as saved from its start and is left out here.
+    """
+    saves = function.phase in (Phase.FORWARD, Phase.RECOMPUTE)
+    kept = set(map(memory_of, function.saved_out)) if saves else set[fx.Node]()
     last = {memory_of(source): node for node in function.body for source in node.all_input_nodes}
     live = peak = 0
     for node in function.body:
@@ -152,7 +189,7 @@ def _dim(graph: TrainingGraph, size: int | torch.SymInt) -> Dim:
 
 
 def _batched(value: Value) -> Value:
-    """The same value with dimension 0 written as the batch, where the graph has it fixed."""
+    """The same value with the batch in place of dimension 0, which the graph has as a number."""
     return Value(value.name, value.dtype, ("b", *value.shape[1:]))
 
 
@@ -174,7 +211,7 @@ def _message_links(graph: TrainingGraph, stages: Sequence[StageFunctions], names
 def _tied_links(
     graph: TrainingGraph, stages: Sequence[StageFunctions], owners: Mapping[str, int]
 ) -> Iterator[Link]:
-    """A weight lent for the step, and its gradient brought home at the end."""
+    """A link that lends a tied weight for the step, and one that brings its gradient home at the end."""
     for stage in stages:
         trained = {fqn for function in stage.functions for fqn, _ in function.gradients}
         for node in stage.parameters:

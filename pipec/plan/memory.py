@@ -4,47 +4,53 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipec.ir import Mode, Plan, Program
+from pipec.ir import Placement, Plan, Program, StageMemory, stages_on
+from pipec.ir.columns import Instructions
 from pipec.ir.text import format_bytes
-from pipec.timeline.simulate import peak_in_flight
+from pipec.programs.memory import held
 
 
 @dataclass(frozen=True)
-class RankBytes:
-    """Bytes of one rank: weights with gradients, saved values of the microbatches in flight, scratch."""
+class RankMemory:
+    """Bytes of one rank at the compute that needs most.
 
-    static: int
-    saved: int
+    ``static`` are weights and the sums of their gradients, ``saved`` is what the ``in_flight`` pairs of stage
+    and microbatch hold, ``transient`` what the compute itself holds while it runs.
+    """
+
+    static: float
+    saved: float
     in_flight: int
-    transient: int
+    transient: float
 
     @property
-    def total(self) -> int:
+    def total(self) -> float:
         return self.static + self.saved + self.transient
 
 
-def rank_bytes(plan: Plan, programs: Sequence[Program]) -> list[RankBytes]:
-    """Optimizer state is not counted: pipec does not know which optimizer will be used."""
-    copies = 2 if plan.mode is Mode.TRAIN else 1
-    return [_bytes_of(plan, program.rank, copies, peak_in_flight(program)) for program in programs]
+def rank_memory(plan: Plan, programs: Sequence[Program]) -> list[RankMemory]:
+    """What each rank needs; ``StageMemory`` says what is counted."""
+    return [_memory_of(plan, program) for program in programs]
 
 
-def _bytes_of(plan: Plan, rank: int, copies: int, in_flight: int) -> RankBytes:
-    costs = [s.cost for s in plan.stages if plan.placement[s.index] == rank]
-    most_saved = max((cost.saved_bytes for cost in costs), default=0)
-    return RankBytes(
-        static=copies * sum(cost.parameter_bytes for cost in costs),
-        saved=most_saved * in_flight,
-        in_flight=in_flight,
-        transient=max((cost.transient_bytes for cost in costs), default=0),
-    )
+def _memory_of(plan: Plan, program: Program) -> RankMemory:
+    stages = [stage.cost.memory for stage in plan.stages]
+    static = sum(stages[stage].static for stage in stages_on(plan.placement, program.rank))
+    cells = Instructions.of(program.instructions, plan.links).cells
+    amounts = held(cells, stages)
+    if not amounts.size:
+        return RankMemory(static, 0, 0, 0)
+    most = int(amounts.argmax())
+    transient = stages[int(cells.stages[most])].transient
+    pairs = held(cells, [StageMemory(saved=1, kept=1)] * len(stages))
+    return RankMemory(static, float(amounts[most]) - transient, int(pairs[most]), transient)
 
 
-def shortfall(needs: Sequence[RankBytes], limits: Sequence[float], placement: Sequence[int]) -> str:
+def shortfall(needs: Sequence[RankMemory], limits: Sequence[float], placement: Placement) -> str:
     """What each rank needs for its stages against its limit, and what to do about it."""
     rows = []
     for rank, (need, limit) in enumerate(zip(needs, limits, strict=True)):
-        stages = " and ".join(str(stage) for stage, home in enumerate(placement) if home == rank)
+        stages = " and ".join(map(str, stages_on(placement, rank)))
         of_limit = f" of {format_bytes(limit)}" if limit < math.inf else ""
         excess = f", {format_bytes(need.total - limit)} too many" if need.total > limit else ""
         rows.append(

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 
 from pipec.ir import Plan, Program
-from pipec.plan.memory import rank_bytes
-from pipec.timeline.attribution import Curve, Held, memory_over_time
+from pipec.plan.memory import rank_memory
 from pipec.timeline.events import Timeline
 from pipec.timeline.simulate import Costs, simulate
 
@@ -15,17 +14,11 @@ def simulate_plan(plan: Plan, programs: Sequence[Program]) -> Timeline:
     return simulate(programs, Costs(compute, dict(zip(plan.links, plan.link_seconds, strict=True))))
 
 
-def saved_bytes_over_time(plan: Plan, timeline: Timeline) -> tuple[Curve, ...]:
-    """What the microbatches in flight on each rank hold: all of it until their last backward has ended."""
-    held = {stage.index: Held(stage.cost.saved_bytes, stage.cost.saved_bytes) for stage in plan.stages}
-    return memory_over_time(timeline, held)
-
-
 def predicted(plan: Plan, programs: Sequence[Program]) -> dict[str, object]:
     """What the plan's costs say about a step: seconds, the bubble's share, peak bytes of each rank."""
     timeline = simulate_plan(plan, programs)
     return {
         "makespan": timeline.makespan,
         "bubble_rate": timeline.bubble_rate,
-        "peak_bytes": [need.total for need in rank_bytes(plan, programs)],
+        "peak_bytes": [need.total for need in rank_memory(plan, programs)],
     }

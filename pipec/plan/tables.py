@@ -9,9 +9,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from pipec.ir import Payload, Phase, Plan, Program, Stage
+from pipec.ir import Payload, Phase, Plan, Program, Stage, ranks_of
 from pipec.ir.text import format_bytes, format_seconds, value_bytes
-from pipec.plan.memory import rank_bytes
+from pipec.plan.memory import rank_memory
 from pipec.plan.predictions import simulate_plan
 from pipec.timeline.attribution import critical_path, waits
 from pipec.timeline.events import Timeline
@@ -34,14 +34,17 @@ class ReadablePlan(Plan):
         return plan_table(self, self.programs)
 
 
-def plan_table(plan: Plan, programs: Sequence[Program]) -> str:
-    """One row per stage, and under it what bounds the step."""
+def plan_table(plan: Plan, programs: Sequence[Program], num_devices: Sequence[int] = ()) -> str:
+    """One row per stage, and under it what bounds the step.
+
+    ``num_devices[stage]`` is the number of devices that the rank of a stage stands for, if it may be several.
+    """
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for heading in (
         "stage",
         "rank",
         "operators",
-        "parameters",
+        "weights",
         "forward",
         "backward",
         "sends",
@@ -50,7 +53,9 @@ def plan_table(plan: Plan, programs: Sequence[Program]) -> str:
     ):
         table.add_column(heading, justify="left" if heading == "modules" else "right", no_wrap=True)
     for stage in plan.stages:
-        table.add_row(*_row(plan, stage))
+        several = bool(num_devices) and num_devices[stage.index] > 1
+        place = f", on {num_devices[stage.index]} devices" if several else ""
+        table.add_row(*_row(plan, stage, place))
     parts = [[_headline(plan)], table_lines(table), _predictions(plan, programs), _alternatives(plan)]
     return "\n\n".join("\n".join(part) for part in parts if part)
 
@@ -69,19 +74,19 @@ def _headline(plan: Plan) -> str:
     )
 
 
-def _row(plan: Plan, stage: Stage) -> list[str]:
+def _row(plan: Plan, stage: Stage, place: str) -> list[str]:
     seconds = stage.cost.seconds
     backward = sum(time for phase, time in seconds.items() if phase is not Phase.FORWARD)
     return [
         str(stage.index),
-        str(plan.placement[stage.index]),
+        ", ".join(map(str, ranks_of(plan.placement, stage.index))),
         f"{stage.first_operator}-{stage.last_operator}",
-        format_bytes(stage.cost.parameter_bytes),
+        format_bytes(stage.cost.memory.weights),
         format_seconds(seconds.get(Phase.FORWARD, 0.0)),
         format_seconds(backward),
         format_bytes(sent_bytes(plan, stage.index)),
-        format_bytes(stage.cost.saved_bytes) + ("*" if stage.recompute else ""),
-        _span(stage),
+        format_bytes(stage.cost.memory.saved) + ("*" if stage.recompute else ""),
+        _span(stage) + place,
     ]
 
 
@@ -101,7 +106,7 @@ def sent_bytes(plan: Plan, stage: int) -> int:
 
 def _predictions(plan: Plan, programs: Sequence[Program]) -> list[str]:
     timeline = simulate_plan(plan, programs)
-    needs = rank_bytes(plan, programs)
+    needs = rank_memory(plan, programs)
     peaks = ", ".join(format_bytes(need.total) for need in needs)
     lines = [
         f"step {format_seconds(timeline.makespan)}, bubble {timeline.bubble_rate:.1%}",
@@ -116,7 +121,7 @@ def _predictions(plan: Plan, programs: Sequence[Program]) -> list[str]:
 
 
 def _bounds(timeline: Timeline) -> str:
-    """What most of the critical path consists of, which has no gaps but those of messages."""
+    """What most of the critical path consists of. The path has no gaps: its messages count as part of it."""
     seconds: dict[str, float] = defaultdict(float)
     for index in critical_path(timeline, waits(timeline)):
         event = timeline.events[index]

@@ -1,9 +1,9 @@
-"""How fast the slowest stage can be at best, and which boundaries a plan that fast can use.
+"""How fast the slowest stage can be at best, and which downsets a plan that fast can use.
 
 A bound charges a stage no more than it costs. For a limit on seconds, the fewest devices that finish from a
-boundary follow from those that finish from later ones, and bisection finds the least limit for which the
-devices suffice. ``Loose`` looks at one boundary at a time, ``pipec.planner.pairs`` at any two, and
-``pipec.planner.line`` at those of operators in one line.
+downset follow from those that finish from later ones, and bisection finds the least limit for which the
+devices suffice. ``LooseBound`` looks at one downset at a time, ``pipec.planner.pairs`` at any two, and
+``pipec.planner.chain`` at those of a chain of operators.
 """
 
 import math
@@ -13,21 +13,21 @@ from typing import NamedTuple, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from pipec.planner.boundaries import Vector
+from pipec.planner.downsets import Vector
 
 Counts = NDArray[np.intp]
 
 _FIRST_STEP = 0.02
-"""Of the seconds that all devices would take if the work could be divided at will: the optimum is rarely far
-above, and a limit below it that is met leaves fewer boundaries. Each limit that is not met doubles the step.
+"""The first limit exceeds the work divided at will by this share, as the optimum is rarely far above it. The
+step doubles with every limit that no plan keeps.
 """
 
 ROUNDING = 1e-12
-"""What keeps within a limit one way may miss it by so much where the same figures add up in another order."""
+"""The share by which sums may differ that add up the same figures in another order."""
 
 
 class Bound(Protocol):
-    """Over some boundaries, the empty one first and the whole last."""
+    """Over some downsets, the empty one first and the whole last."""
 
     @property
     def total_seconds(self) -> float:
@@ -36,11 +36,11 @@ class Bound(Protocol):
 
     @property
     def ceiling(self) -> float:
-        """Seconds that are met if any are."""
+        """Some seconds that a plan keeps within if any plan is possible."""
         ...
 
     def take(self, kept: NDArray[np.intp]) -> Self:
-        """The same for these boundaries alone."""
+        """The same for these downsets alone."""
         ...
 
     def around(self, num_devices: int, limit: float) -> "Around | None":
@@ -49,23 +49,24 @@ class Bound(Protocol):
 
 
 class Around(NamedTuple):
-    """The fewest devices for what is after each boundary, and for what is before it, as far as known.
+    """``finish``: the fewest devices for what is after each downset. ``reach``: those for what is in it.
 
-    One more than there are if these are too few.
+    A count is one more than there are devices if these are too few.
     """
 
     finish: Counts
     reach: Counts
 
     def useful(self, num_devices: int) -> NDArray[np.intp]:
-        """The boundaries of plans that keep within the limit."""
+        """The downsets that a plan within the limit may use."""
         return np.flatnonzero(self.finish + self.reach <= num_devices)
 
 
 def least_seconds(bound: Bound, num_devices: int, closeness: float, guess: float) -> float:
-    """A limit that the bound meets, by a factor of 1 + ``closeness`` at most above one it cannot meet.
+    """A limit within which the bound allows a plan; smaller by a factor of 1 + ``closeness``, it allows none.
 
-    Infinite if it meets none. ``guess`` may be tried first: one little above the result saves work.
+    The limit is infinite if no plan is possible. ``guess`` is tried first: one little above the result saves
+    work.
     """
     low, high, is_met = bound.total_seconds / num_devices, bound.ceiling, False
     step = low * _FIRST_STEP
@@ -84,47 +85,53 @@ def least_seconds(bound: Bound, num_devices: int, closeness: float, guess: float
 
 
 @dataclass(frozen=True, slots=True)
-class Loose:
-    """Charges a stage from boundary b to boundary e on m replicas
+class LooseBound:
+    """Charges a stage from downset d to downset e on m replicas, in seconds,
 
-        max(busy[m - 1, e] - busy[m - 1, b], link[b]) / m
+        max(until[m - 1, e] - before[m - 1, d], link[d]) / m
 
-    seconds. What is before b need not be before e.
+    What is in d need not be in e. ``before`` and ``until`` are equal where downsets are known. Where only
+    windows of them are, ``before`` is the most, and ``until`` the least, that a downset can hold.
     """
 
-    busy: Vector
+    before: Vector
+    until: Vector
     link: Vector
 
     @property
     def total_seconds(self) -> float:
-        return float(self.busy[0, -1] - self.busy[0, 0])
+        return float(self.until[0, -1] - self.before[0, 0])
 
     @property
     def ceiling(self) -> float:
-        replicas = np.arange(1, len(self.busy) + 1)
-        return float(((self.busy[:, -1] - self.busy[:, 0]) / replicas).min())
+        replicas = np.arange(1, len(self.until) + 1)
+        return float(((self.until[:, -1] - self.before[:, 0]) / replicas).min())
 
-    def take(self, kept: NDArray[np.intp]) -> "Loose":
-        return Loose(self.busy[:, kept], self.link[kept])
+    def take(self, kept: NDArray[np.intp]) -> "LooseBound":
+        return LooseBound(self.before[:, kept], self.until[:, kept], self.link[kept])
 
     def around(self, num_devices: int, limit: float) -> Around | None:
         """Backwards, links are left out."""
         finish = self._to_finish(num_devices, limit)
         if finish[0] > num_devices:
             return None
-        backwards = Loose(-self.busy[:, ::-1], np.zeros_like(self.link))
+        backwards = LooseBound(-self.until[:, ::-1], -self.before[:, ::-1], np.zeros_like(self.link))
         return Around(finish, backwards._to_finish(num_devices, limit * (1 + ROUNDING))[::-1])
 
     def _to_finish(self, num_devices: int, limit: float) -> Counts:
+        """The fewest devices for what is after each downset; one too many if these are too few.
+
+        ``nearest[m - 1, k]`` is the nearest end of a stage on m replicas from which k devices finish.
+        """
         fewest = np.full(len(self.link), num_devices + 1, dtype=np.intp)
         fewest[-1] = 0
-        nearest = np.full((len(self.busy), num_devices + 1), math.inf)
+        nearest = np.full((len(self.until), num_devices + 1), math.inf)
         for count in range(1, num_devices + 1):
-            joined = self.busy[:, fewest == count - 1].min(axis=1, initial=math.inf)
+            joined = self.until[:, fewest == count - 1].min(axis=1, initial=math.inf)
             nearest[:, count - 1 :] = np.minimum(nearest[:, count - 1 :], joined[:, None])
             waiting = np.flatnonzero(fewest > num_devices)
-            for replicas in range(1, min(count, len(self.busy)) + 1):
-                latest = self.busy[replicas - 1, waiting] + replicas * limit
+            for replicas in range(1, min(count, len(self.until)) + 1):
+                latest = self.before[replicas - 1, waiting] + replicas * limit
                 in_time = (latest >= nearest[replicas - 1, count - replicas]) & (
                     self.link[waiting] <= replicas * limit
                 )

@@ -1,71 +1,87 @@
-"""How the seconds of a stage follow from its operators, its replicas and its links.
+"""How many seconds a stage takes for a microbatch, from its operators, its replicas and its links.
 
-A stage on m replicas handles m microbatches at a time, so each microbatch costs it 1/m of the sum (PIPEC) or
-of the larger (PIPEDREAM) of
+**PIPEC** is what pipec's runtime does. Sends are asynchronous and receives are posted one compute ahead, so
+communication overlaps compute. In the steady state a stage is therefore as slow as the slower of two things:
 
-* ``busy``: its operators, and the all-reduce of its P parameter bytes over a link of B bytes per second,
-  ``passes * (m - 1) * P / (m * B)`` seconds;
-* ``link``: PIPEC: every value it exchanges with other stages, each once; PIPEDREAM: every value that crosses
-  its first boundary.
+* *busy*: the forward and backward of its operators, and its share of the all-reduce of its parameters;
+* *link*: the values that cross its first downset, one message at a time. Links are full duplex: while the
+  activation of one microbatch goes forward, the gradient of another comes back. A value takes the longer of
+  these two messages. A value that several downsets separate from its reader is charged at each of them.
 
-A value takes its activation and its gradient over the link. In a hierarchy, a group of devices acts as one
-device of the level above: it is busy as long as the slowest stage of the best pipeline inside it, and pays
-for the links of its own level as a stage does. Inside a group, the first stage of PIPEDREAM has no link to
-pay for, and the groups it is on all-reduce over as many links at a time as they have members; a stage of
-PIPEC pays inside the group for values that leave it, too, on their way to its border.
+For example, a stage that computes for 5 ms, behind a value of which 3 ms go forward and 2 ms come back,
+takes 5 ms; behind one of 7 ms and 2 ms it takes 7 ms.
+
+A stage on m replicas handles m microbatches at a time. Its operators and its link take 1/m of the seconds
+for each microbatch. An all-reduce sends P parameter bytes over a link of B bytes per second in
+``passes * (m - 1) * P / (m * B)`` seconds.
+
+**PIPEDREAM** is what PipeDream's published optimizer minimises (msr-fiddle/pipedream,
+optimizer_graph_hierarchical.py). It differs in two ways: activation and gradient share the link one after the
+other, and the all-reduce passes twice as often.
+
+**MAX_LOAD** is what Tarnawski et al. minimise (NeurIPS 2020). Nothing overlaps: a stage takes the sum of its
+operators and of every value that it shares with other stages, each value once.
+
+In a hierarchy, a group of devices acts as one device of the level above. The group is busy as long as the
+slowest stage of the best pipeline inside it, and it pays for the links of its own level as a stage does. So
+the first stage inside a group has no link to pay for under PIPEC and PIPEDREAM. Under MAX_LOAD a stage also
+pays inside the group for values that leave the group, on their way to its border.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pipec.hardware.topology import Level
+from pipec.planner.operator_graph import Transfer
 
 
 def one_f_one_b(later_devices: int) -> int:
-    """Microbatches a replica holds at once under 1F1B, with so many later devices for each, rounded up.
+    """Microbatches that a replica holds at once under 1F1B.
 
-    Without replication this is the number of stages from this one on. With it, it is PipeDream's NOAM
-    (Narayanan et al., SOSP 2019, section 3.2) for the stages from this one on.
+    ``later_devices`` is the number of devices of later stages for each replica, rounded up. Without
+    replication the result is the number of stages from this one on. With it, the result is PipeDream's NOAM
+    for the stages from this one on (Narayanan et al., SOSP 2019, section 3.2).
     """
     return 1 + later_devices
 
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """``overlap``: transfers run beside the operators, and the larger counts.
+    """The figures in which the models above differ.
 
-    ``all_reduce_passes``: as above. ``first_shares_links``: the first stage of a group all-reduces over as
-    many links at a time as the level below joins members.
-    ``microbatches_per_update``: replicas all-reduce once for so many microbatches, all replicas together;
-    None: each replica after each of its own. ``in_flight``: the microbatches a replica holds at once, of
-    the number of later devices for each replica, rounded up; it must not fall.
+    ``overlap``: links work beside the operators. ``full_duplex``: activations and gradients work beside each
+    other. ``all_reduce_passes``: see above. ``first_shares_links``: the first stage of a group all-reduces
+    over as many links at a time as the level below has members. ``in_flight``: how many microbatches a
+    replica holds at once, as a function of the later devices for each replica; it must not decrease.
     """
 
     overlap: bool
+    full_duplex: bool
     all_reduce_passes: float
     first_shares_links: bool = False
-    microbatches_per_update: int | None = None
     in_flight: Callable[[int], int] = one_f_one_b
 
+    def value_seconds(self, value: Transfer, level: Level) -> float:
+        """How long the activation of a value and its gradient keep a link of ``level`` busy."""
+        sizes = [size for size in (value.forward_bytes, value.backward_bytes) if size]
+        messages = [level.latency_seconds + size / level.bytes_per_second for size in sizes]
+        return max(messages, default=0.0) if self.full_duplex else sum(messages)
+
     def all_reduce_seconds_per_byte(self, replicas: int, bytes_per_second: float) -> float:
-        """Of one microbatch, for each parameter byte of a stage; bandwidth alone."""
-        once = self.all_reduce_passes * (replicas - 1) / (replicas * bytes_per_second)
-        return once / (self.microbatches_per_update or replicas)
+        """Seconds per microbatch for each parameter byte of a stage, without latency."""
+        return self.all_reduce_passes * (replicas - 1) / (replicas * bytes_per_second) / replicas
+
+    def all_reduce_latency(self, replicas: int, level: Level) -> float:
+        """Seconds per microbatch: a ring takes 2 (m - 1) steps."""
+        return 2 * (replicas - 1) * level.latency_seconds / replicas
 
     def links_of_first(self, levels: Sequence[Level], level: int) -> int:
         """How many links at a time the first stage of a group all-reduces over."""
         return levels[level - 1].size if self.first_shares_links and level > 0 else 1
 
-    def all_reduce_latency(self, replicas: int, level: Level) -> float:
-        """Of one microbatch: a ring takes 2 (m - 1) steps."""
-        once = 2 * (replicas - 1) * level.latency_seconds
-        return once / (self.microbatches_per_update or replicas)
 
+PIPEC = CostModel(overlap=True, full_duplex=True, all_reduce_passes=2)
+PIPEDREAM = CostModel(overlap=True, full_duplex=False, all_reduce_passes=4, first_shares_links=True)
+MAX_LOAD = CostModel(overlap=False, full_duplex=False, all_reduce_passes=2)
 
-PIPEC = CostModel(overlap=False, all_reduce_passes=2)
-"""Sends and receives block the stage, links are full duplex: what pipec's runtime does."""
-
-PIPEDREAM = CostModel(overlap=True, all_reduce_passes=4, first_shares_links=True)
-"""What PipeDream's published optimizer minimises (msr-fiddle/pipedream, optimizer_graph_hierarchical.py)."""
-
-COST_MODELS = {"pipec": PIPEC, "pipedream": PIPEDREAM}
+COST_MODELS = {"pipec": PIPEC, "pipedream": PIPEDREAM, "max-load": MAX_LOAD}

@@ -1,13 +1,14 @@
 """Read the training graphs of msr-fiddle/dnn-partitioning: JSON, with separate backward nodes.
 
-Tarnawski et al., Efficient Algorithms for Device Placement of DNN Graph Operators (NeurIPS 2020). Nodes of
+Tarnawski et al., Efficient Algorithms for Device Partition of DNN Graph Operators (NeurIPS 2020). Nodes of
 one ``colorClass``, a forward node and its backward, are on one device: together they are an operator here.
 A node without one is an operator by itself. The file gives the cost of an edge in milliseconds rather than
 bytes, so values are sized in seconds and links carry one "byte" per second.
 
-A CPU is a slow device: for every operator it takes as much longer as for the one that suits it least, and it
-pays for its links. Their solver charges each operator its ``cpuLatency`` and no links, so that a plan of ours
-is never better than theirs, and where it is as good, it is the optimum of both.
+Their cost model is ``MAX_LOAD`` (see ``pipec.planner.cost_model``). A CPU is a slow device here. Its speed is
+that of the operator that suits it least, and it pays for its links. Their solver charges an operator on a CPU
+its ``cpuLatency`` and no links. So a plan of ours is never better than theirs, and where it is as good, it is
+the optimum of both.
 
 The forward nodes of a device are contiguous: an edge between two of them orders their operators. Backward
 nodes follow their forwards; an edge between two orders their operators the other way around if one of them
@@ -24,8 +25,7 @@ import networkx as nx
 
 from pipec.errors import PlanError
 from pipec.hardware.topology import Device, Level, Topology
-from pipec.planner.partition import Transfer
-from pipec.planner.workload import Workload
+from pipec.planner.operator_graph import OperatorGraph, Transfer
 
 Node = Mapping[str, Any]
 
@@ -37,9 +37,9 @@ Edge = tuple[int, int, float]
 
 @dataclass(frozen=True, slots=True)
 class DevicePlacement:
-    """A file's problem; a plan uses no replicas. ``nodes[op]`` are the ids of operator ``op``'s nodes."""
+    """The problem of a file, to be planned without replicas. ``nodes[op]`` are the ids of an operator."""
 
-    workload: Workload
+    graph: OperatorGraph
     topology: Topology
     nodes: tuple[tuple[str, ...], ...]
 
@@ -47,8 +47,8 @@ class DevicePlacement:
 def read_dnn_partitioning(path: Path) -> DevicePlacement:
     """PlanError if the file is not of this format."""
     try:
-        graph = json.loads(path.read_text(encoding="utf-8"))
-        return parse_dnn_partitioning(graph)
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        return parse_dnn_partitioning(facts)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise PlanError(
             f"{path} is not a dnn-partitioning graph: {error!r}. Expected JSON with maxFPGAs, "
@@ -57,20 +57,21 @@ def read_dnn_partitioning(path: Path) -> DevicePlacement:
         ) from error
 
 
-def parse_dnn_partitioning(graph: Mapping[str, Any]) -> DevicePlacement:
-    nodes: dict[int, Node] = {node["id"]: node for node in graph["nodes"]}
-    edges = [(edge["sourceId"], edge["destId"], edge["cost"] / 1000) for edge in graph["edges"]]
+def parse_dnn_partitioning(facts: Mapping[str, Any]) -> DevicePlacement:
+    nodes: dict[int, Node] = {node["id"]: node for node in facts["nodes"]}
+    edges = [(edge["sourceId"], edge["destId"], edge["cost"] / 1000) for edge in facts["edges"]]
     operator_of, before = _operators(nodes, edges)
     num_operators = max(operator_of.values(), default=-1) + 1
     names = [""] * num_operators
-    seconds, size = [0.0] * num_operators, [0.0] * num_operators
+    seconds, forward, size = ([0.0] * num_operators for _ in range(3))
     for key, node in nodes.items():
         op = operator_of[key]
         names[op] = names[op] or str(node.get("name", key))
         seconds[op] += node["fpgaLatency"] / 1000
+        forward[op] += 0.0 if node["isBackwardNode"] else node["fpgaLatency"] / 1000
         size[op] += node["size"]
     idle = [0.0] * num_operators
-    workload = Workload(
+    graph = OperatorGraph(
         names=names,
         seconds=seconds,
         parameter_bytes=idle,
@@ -78,18 +79,20 @@ def parse_dnn_partitioning(graph: Mapping[str, Any]) -> DevicePlacement:
         saved_bytes=idle,
         transfers=_transfers(edges, operator_of),
         before=before,
+        forward_seconds=forward,
+        activation_bytes=idle,
     )
     members = [[str(key) for key in nodes if operator_of[key] == op] for op in range(num_operators)]
-    return DevicePlacement(workload, _topology(graph), tuple(map(tuple, members)))
+    return DevicePlacement(graph, _topology(facts), tuple(map(tuple, members)))
 
 
-def _topology(graph: Mapping[str, Any]) -> Topology:
-    accelerators = (Device(memory_bytes=graph["maxSizePerFPGA"]),) * graph["maxFPGAs"]
+def _topology(facts: Mapping[str, Any]) -> Topology:
+    accelerators = (Device(memory_bytes=facts["maxSizePerFPGA"]),) * facts["maxFPGAs"]
     speed = min(
-        (node["fpgaLatency"] / node["cpuLatency"] for node in graph["nodes"] if node["cpuLatency"]),
+        (node["fpgaLatency"] / node["cpuLatency"] for node in facts["nodes"] if node["cpuLatency"]),
         default=1.0,
     )
-    cpus = (Device(speed=speed),) * (graph["maxCPUs"] if speed > 0 else 0)
+    cpus = (Device(speed=speed),) * (facts["maxCPUs"] if speed > 0 else 0)
     devices = accelerators + cpus
     return Topology(devices, (Level(len(devices), 1.0),))
 
@@ -122,7 +125,7 @@ def _operators(
 def _order(
     nodes: Mapping[int, Node], edges: Sequence[Edge], colour: Mapping[int, Colour]
 ) -> Iterator[tuple[Colour, Colour]]:
-    """Pairs of colours, the one that no stage may have after the other first."""
+    """PairBound of colours, the one that no stage may have after the other first."""
     with_forward = {colour[key] for key, node in nodes.items() if not node["isBackwardNode"]}
     for source, target, _ in edges:
         ends = (colour[source], colour[target])

@@ -1,12 +1,15 @@
-"""The best pipeline on a hierarchy of devices: exact dynamic programming over boundaries and devices.
+"""The best pipeline on a hierarchy of devices: exact dynamic programming over downsets and devices.
 
-Inside a group, the best pipeline from boundary b to boundary e on given numbers of members of each kind
-takes the least, over the first stage's last boundary x, kind and replicas, of the larger of that stage's
-seconds and those of the best pipeline from x to e on the members that are left. With all members at work
-the group is one device of the level above (PipeDream, Narayanan et al., SOSP 2019, section 3.1).
+The best pipeline from downset d to downset e, on given members of a group, has a first stage that ends at
+some downset x. So its seconds are the least, over x and over the members that the first stage takes, of
 
-Memory depends on how many devices follow a stage, which is why stages are chosen from the last to the first,
-and why, where it is limited, a pipeline in a group may be asked for on some of the group's devices alone.
+    max(seconds of the stage from d to x, seconds of the best pipeline from x to e on the members left)
+
+A group with all its members at work is one device of the level above (PipeDream, Narayanan et al., SOSP 2019,
+section 3.1). A second pass with sums for maxima finds the plan that communicates least among the fast ones.
+
+A stage needs the more memory, the more devices follow it. For this reason stages are chosen from the last to
+the first, and where memory is limited, a group may be asked for a pipeline on only some of its devices.
 """
 
 import functools
@@ -18,9 +21,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipec.planner.boundaries import Vector
+from pipec.planner.downsets import Indices, Vector
 from pipec.planner.groups import Group, Leaf, Member
-from pipec.planner.ranges import Indices, Matrix, Ranges, between
+from pipec.planner.stage_costs import Matrix, StageCosts, between
 
 Tensor = Matrix
 """Of three dimensions."""
@@ -28,19 +31,19 @@ Tensor = Matrix
 _ROWS = 64
 
 _MOST_REMEMBERED = 1 << 26
-"""So many costs are worth keeping, if it saves working them out for some boundaries at a time."""
+"""As many costs as this are kept. Otherwise they are worked out again for every few downsets."""
 
 Counts = tuple[int, ...]
 """How many members of each kind."""
 
 Useful = Callable[[int], Indices]
-"""The boundaries at which a plan may have so many devices of the outermost group left."""
+"""For a number of devices of the outermost group, the downsets at which a plan may have so many left."""
 
 
-class Chosen(NamedTuple):
-    """A stage from boundary ``first`` to boundary ``last``, with a replica on each of ``devices``.
+class ChosenStage(NamedTuple):
+    """A stage from downset ``first`` to downset ``last``, with a replica on each of ``devices``.
 
-    Seconds are per microbatch and count what the stage has to do with at every level. ``after`` is the
+    Seconds are per microbatch and include the links and the all-reduce of every level. ``after`` is the
     number of later devices for each replica, rounded up.
     """
 
@@ -53,7 +56,7 @@ class Chosen(NamedTuple):
 
 
 class _Left(NamedTuple):
-    """What stages may use: ``members`` of each kind, ``devices`` of theirs at most."""
+    """What stages may use: so many ``members`` of each kind, and at most so many of their ``devices``."""
 
     members: Counts
     devices: int
@@ -69,10 +72,11 @@ class _Option(NamedTuple):
 
 
 class _Task(NamedTuple):
-    """What is between two boundaries, on up to ``devices`` of ``group``.
+    """To find a pipeline from downset ``first`` to downset ``last`` on up to ``devices`` of ``group``.
 
-    ``after``: later devices for each replica of it, rounded up. ``begins``: a stage at ``first`` is the first
-    of its group.
+    ``after``: the number of later devices for each replica of the pipeline, rounded up. ``limit``: how many
+    seconds it may take if a tolerance allows more than the fewest. ``begins``: a stage at ``first`` is the
+    first of its group.
     """
 
     group: Group
@@ -81,6 +85,7 @@ class _Task(NamedTuple):
     last: int
     after: int
     useful: Useful
+    limit: float = math.inf
     begins: bool = True
 
 
@@ -91,33 +96,36 @@ class _FirstStage(NamedTuple):
 
 
 _Cost = Callable[[_Option, bool, Indices, Indices], Matrix]
-"""Of stages with an option, the first of their group or not, between rows and columns of boundaries."""
+"""What stages with an option cost, whether or not the first of their group, between rows and columns."""
 
 
 @dataclass(frozen=True)
 class Hierarchy:
-    """Stages of ``ranges`` on groups of devices, each on ``max_replicas`` members of a group at most.
+    """Stages with ``costs`` on groups of devices, each on at most ``max_replicas`` members of a group.
 
     ``minds_later``: whether a stage fits in memory depends on the devices that follow it.
-    ``every_device``: none may stay unused.
+    ``every_device``: no device may stay unused. ``tolerance``: the share of the least seconds that a plan may
+    take longer in order to communicate less.
     """
 
-    ranges: Ranges
+    costs: StageCosts
     max_replicas: int
     minds_later: bool
     every_device: bool
+    tolerance: float
     _known: dict[object, Tensor] = field(default_factory=dict, repr=False)
 
-    def pipeline(self, group: Group, useful: Useful) -> tuple[Chosen, ...]:
-        """The fastest stages for everything, none if they do not fit in memory.
+    def pipeline(self, group: Group, useful: Useful) -> tuple[float, tuple[ChosenStage, ...]]:
+        """The least seconds of a pipeline for everything, and the stages of the best one.
 
-        Of these the ones on the fewest members; of these the ones that communicate least, in seconds.
-        ``useful`` has to name every boundary that a fastest plan may use.
+        Of the pipelines within the tolerance, the best are those on the fewest members of the group, and of
+        these the one that communicates least. If none fits in memory, the seconds are infinite and there are
+        no stages. ``useful`` has to name every downset that a pipeline within the tolerance may use.
         """
-        last = len(self.ranges.boundaries) - 1
+        last = len(self.costs.downsets) - 1
         return self._solve(_Task(group, group.num_devices, 0, last, 0, useful))
 
-    def _solve(self, task: _Task) -> tuple[Chosen, ...]:
+    def _solve(self, task: _Task) -> tuple[float, tuple[ChosenStage, ...]]:
         seconds = self._remembering(task.group, functools.partial(self._stage, task.group, task.after))
         finish = self._finish(task, seconds, np.maximum)
         fastest = {
@@ -125,39 +133,47 @@ class Hierarchy:
             for left in finish
             if task.first in task.useful(left.devices) and self._may_take(task.group, left)
         }
-        limit = min(fastest.values())
-        if limit == np.inf:
-            return ()
-        enough = [left for left, least in fastest.items() if least == limit]
+        least = min(fastest.values())
+        if least == np.inf:
+            return least, ()
+        limit = max(least, min(least * (1 + self.tolerance), task.limit))
+        enough = [left for left, seconds_of_left in fastest.items() if seconds_of_left <= limit]
         fewest = min(enough, key=lambda left: (_num_devices(task.group, left.members), left.devices))
 
         def communication(option: _Option, begins: bool, rows: Indices, columns: Indices) -> Matrix:
-            spent = self.ranges.communication(task.group.level, option.replicas, begins, rows, columns)
+            spent = self.costs.communication(task.group.level, option.replicas, begins, rows, columns)
             return np.where(seconds(option, begins, rows, columns) <= limit, spent, np.inf)
 
         in_time = task._replace(useful=_in_time(task, finish, limit))
-        return self._follow(in_time, fewest, self._remembering(task.group, communication))
+        return least, self._follow(in_time, fewest, limit, self._remembering(task.group, communication))
 
-    def _follow(self, task: _Task, left: _Left, cost: _Cost) -> tuple[Chosen, ...]:
+    def _follow(self, task: _Task, left: _Left, limit: float, cost: _Cost) -> tuple[ChosenStage, ...]:
         """The stages with the least sum of ``cost`` on what is ``left``, from the first to the last."""
         finish = self._finish(task, cost, np.add)
         unused = [iter(kind) for kind in task.group.kinds]
-        stages: list[Chosen] = []
+        stages: list[ChosenStage] = []
         while task.first != task.last:
             while not task.begins and (less := self._as_good(task, left, finish)):
                 left = less
             _, option, last = self._first_stage(task, left, finish, cost, np.add)
             members = [next(unused[option.kind]) for _ in range(option.replicas)]
-            stages += self._placed(task, option, last, members)
+            stages += self._placed(task._replace(limit=limit), option, last, members)
             task, left = task._replace(first=last, begins=False), option.rest
         return tuple(stages)
 
     def _finish(self, task: _Task, cost: _Cost, join: np.ufunc) -> dict[_Left, Vector]:
-        """The least cost from every boundary to the task's last, with so much left."""
+        """For all that may be left, the least cost from every downset to the task's last.
+
+        For a chain of operators of 1, 2 and 4 seconds, on devices that are alike::
+
+            downset (operators held)        0    1    2    3
+            on up to one device             7    6    4    0
+            on up to two                    4    4    4    0
+        """
         best: dict[_Left, Vector] = {}
         for left in self._all_left(task.group, task.devices):
             rows = task.useful(left.devices)
-            least = np.full(len(self.ranges.boundaries), np.inf)
+            least = np.full(len(self.costs.downsets), np.inf)
             least[task.last] = 0.0 if self._may_remain(left) else np.inf
             for less in self._less(task.group, left):
                 np.minimum(least, best[less], out=least)
@@ -172,7 +188,7 @@ class Hierarchy:
     def _first_stage(
         self, task: _Task, left: _Left, finish: dict[_Left, Vector], cost: _Cost, join: np.ufunc
     ) -> _FirstStage:
-        """The first stage of the task, and all it costs, with so much left, as much of it as needed."""
+        """The best first stage of the task, with the cost of all stages, on as much of ``left`` as needed."""
         best = _FirstStage(np.inf, _Option(0, 0, 0, left), task.last)
         for option in self._options(task.group, left):
             columns = task.useful(option.rest.devices)
@@ -183,50 +199,59 @@ class Hierarchy:
         return best
 
     def _as_good(self, task: _Task, left: _Left, finish: dict[_Left, Vector]) -> _Left | None:
-        """Less, if it costs no more to finish the task with it: ``useful`` may tell what that is."""
+        """Less of the group, if it costs no more to finish the task with it.
+
+        The downsets that are useful may depend on how much is left.
+        """
         cost = finish[left][task.first]
         return next((less for less in self._less(task.group, left) if finish[less][task.first] == cost), None)
 
-    def _placed(self, task: _Task, option: _Option, last: int, members: Sequence[Member]) -> Iterator[Chosen]:
-        """The stage itself, or the stages within each of its replicas, with the share of this level added."""
-        inside = self._inside(members[0], task, option, last)
+    def _placed(
+        self, task: _Task, option: _Option, last: int, members: Sequence[Member]
+    ) -> Iterator[ChosenStage]:
+        """The stage itself, or the stages inside each of its replicas, with what this level adds to them.
+
+        The stages take no longer than ``task.limit`` together with it.
+        """
         span = (task.group.level, option.replicas, task.begins, np.array([task.first]), np.array([last]))
-        for stage in inside:
+        limit = float(self.costs.busy_within(task.limit, *span)[0, 0])
+        for stage in self._inside(members[0], task._replace(limit=limit), option, last):
             busy = np.array([[stage.seconds]])
             spent = stage.communication_seconds / option.replicas
             yield stage._replace(
                 devices=_counterparts(stage.devices, members),
-                seconds=float(self.ranges.stage(busy, *span)[0, 0]),
-                communication_seconds=spent + float(self.ranges.communication(*span)[0, 0]),
+                seconds=float(self.costs.stage(busy, *span)[0, 0]),
+                communication_seconds=spent + float(self.costs.communication(*span)[0, 0]),
             )
 
-    def _inside(self, member: Member, task: _Task, option: _Option, last: int) -> tuple[Chosen, ...]:
+    def _inside(self, member: Member, task: _Task, option: _Option, last: int) -> tuple[ChosenStage, ...]:
         after = _later(task.after, option)
         if isinstance(member, Group):
-            return self._solve(_Task(member, option.devices, task.first, last, after, self._everywhere))
-        busy = self.ranges.on_device(member.device, after, np.array([task.first]), np.array([last]))
-        return (Chosen(task.first, last, (member.index,), float(busy[0, 0]), 0.0, after),)
+            inside = _Task(member, option.devices, task.first, last, after, self._everywhere, task.limit)
+            return self._solve(inside)[1]
+        busy = self.costs.on_device(member.device, after, np.array([task.first]), np.array([last]))
+        return (ChosenStage(task.first, last, (member.index,), float(busy[0, 0]), 0.0, after),)
 
     def _everywhere(self, num_devices: int) -> Indices:
-        return np.arange(len(self.ranges.boundaries))
+        return np.arange(len(self.costs.downsets))
 
     def _stage(
         self, group: Group, after: int, option: _Option, begins: bool, rows: Indices, columns: Indices
     ) -> Matrix:
         busy = self._busy(group.kinds[option.kind][0], option.devices, _later(after, option), rows, columns)
-        return self.ranges.stage(busy, group.level, option.replicas, begins, rows, columns)
+        return self.costs.stage(busy, group.level, option.replicas, begins, rows, columns)
 
     def _busy(self, member: Member, devices: int, after: int, rows: Indices, columns: Indices) -> Matrix:
         """Seconds of the best pipeline on so many devices of one ``member``."""
         if isinstance(member, Leaf):
-            return self.ranges.on_device(member.device, after, rows, columns)
+            return self.costs.on_device(member.device, after, rows, columns)
         key = (member.signature, after if self.minds_later else None)
         if key not in self._known:
             self._known[key] = self._all_pipelines(member, after)
         return between(self._known[key][devices], rows, columns)
 
     def _all_pipelines(self, group: Group, after: int) -> Tensor:
-        """Seconds of the best pipeline on up to so many devices of ``group`` between any two boundaries."""
+        """At [n, d, e], the seconds of the best pipeline from d to e on up to n devices of ``group``."""
         everywhere = self._everywhere(0)
         finish: dict[_Left, Matrix] = {}
         fastest = np.full((group.num_devices + 1, len(everywhere), len(everywhere)), np.inf)
@@ -244,7 +269,7 @@ class Hierarchy:
         return np.minimum.accumulate(fastest, out=fastest)
 
     def _all_left(self, group: Group, most: int) -> Iterator[_Left]:
-        """Of ``group``, up to so many devices; less comes before more."""
+        """Every part of a group with up to ``most`` devices; less comes before more."""
         for members in product(*(range(len(kind) + 1) for kind in group.kinds)):
             devices = _num_devices(group, members)
             for fewer in range(devices + 1) if self._counts_devices(group) else (devices,):
@@ -252,7 +277,7 @@ class Hierarchy:
                     yield _Left(members, fewer)
 
     def _less(self, group: Group, left: _Left) -> Iterator[_Left]:
-        """One member less of each kind, and one device less, where any may stay unused."""
+        """What remains if one member, or one device, stays unused."""
         if self.every_device:
             return
         for kind, count in enumerate(left.members):
@@ -285,7 +310,7 @@ class Hierarchy:
         return not self.every_device or left.devices == 0
 
     def _remembering(self, group: Group, cost: _Cost) -> _Cost:
-        """The same costs; those of stages that do not begin a group worked out only once, if they are few."""
+        """The same costs. Those of stages that do not begin a group are worked out once, if they are few."""
         everywhere = self._everywhere(0)
         num_options = sum(min(len(kind), self.max_replicas) for kind in group.kinds)
         if self.minds_later or num_options * len(everywhere) ** 2 > _MOST_REMEMBERED:
@@ -308,7 +333,7 @@ def _without(members: Counts, kind: int, count: int) -> Counts:
 
 
 def _in_time(task: _Task, finish: dict[_Left, Vector], limit: float) -> Useful:
-    """Of the useful boundaries, those from which the stages that are left can keep within the limit."""
+    """The useful downsets from which the stages that are left can keep within the limit."""
     from_each: dict[int, Vector] = {}
     for left, seconds in finish.items():
         from_each[left.devices] = np.minimum(from_each.get(left.devices, np.inf), seconds)
@@ -326,7 +351,7 @@ def _num_devices(group: Group, members: Counts) -> int:
 
 
 def _later(after: int, option: _Option) -> int:
-    """Devices that follow each replica of the option's stage, rounded up."""
+    """The number of devices that follow each replica of the option's stage, rounded up."""
     return math.ceil((after + option.rest.devices) / option.replicas)
 
 
@@ -339,7 +364,7 @@ def _least(
 ) -> Vector:
     """For each row, the least ``join`` of a stage from there and the ``rest`` after its last column.
 
-    A few rows at a time, to stay in the cache. No stage ends before it begins.
+    It takes a few rows at a time, to stay in the cache. No stage ends before it begins.
     """
     least = np.full(len(rows), np.inf)
     first = np.searchsorted(columns, rows, side="right")
@@ -359,6 +384,6 @@ def _minimise(found: Matrix, stages: Matrix, rest: Matrix) -> None:
 
 
 def _counterparts(devices: Sequence[int], members: Sequence[Member]) -> tuple[int, ...]:
-    """The devices that play the part of ``devices``, which are of the first member, in all ``members``."""
+    """The devices that correspond, in all ``members``, to ``devices`` of the first member."""
     position = {device: k for k, device in enumerate(members[0].device_indices)}
     return tuple(member.device_indices[position[device]] for member in members for device in devices)

@@ -1,4 +1,4 @@
-"""Merge operators that some best plan keeps together: fewer boundaries, the same optimum.
+"""Merge operators that some best plan keeps together: fewer downsets, the same optimum.
 
 An operator v with no parameters and no bytes in memory may join its neighbour u if v can always follow u
 (v's only predecessor) or always wait for u (v's only successor), and, at every level,
@@ -6,9 +6,9 @@ An operator v with no parameters and no bytes in memory may join its neighbour u
     v's own seconds + seconds of v's values without u  <=  seconds of the values u and v alone share.
 
 Take a plan that separates them, and move v to u's stage. That stage gains at most the left-hand side and
-loses the right-hand side; v's old stage loses more than it gains; no other stage and no other boundary sees
-a difference. With overlap, seconds of operators do not trade against seconds of links, so v must take none.
-On a device of speed s, v takes 1/s of its seconds: the slowest device counts.
+loses the right-hand side; v's old stage loses more than it gains; nothing changes for other stages and links.
+Where links work beside operators, their seconds cannot be traded for each other, so v must take none. On a
+device of speed s, v takes 1/s of its seconds, so the slowest device counts.
 """
 
 from collections.abc import Sequence
@@ -16,16 +16,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pipec.planner.boundaries import Vector, is_line
-from pipec.planner.partition import Transfer
-from pipec.planner.workload import COLUMNS, Workload
+from pipec.planner.downsets import Vector, is_chain
+from pipec.planner.operator_graph import COLUMNS, OperatorGraph, Transfer
 
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """``members[k]`` are the operators of the original workload that operator k stands for."""
+    """``members[k]`` are the operators of the original graph that operator k stands for."""
 
-    workload: Workload
+    graph: OperatorGraph
     members: Sequence[Sequence[int]]
 
     def originals(self, operators: Sequence[int]) -> tuple[int, ...]:
@@ -33,21 +32,21 @@ class Merged:
 
 
 def merge(
-    workload: Workload, order: Sequence[int], value_seconds: Vector, overlap: bool, slowest: float
+    graph: OperatorGraph, order: Sequence[int], value_seconds: Vector, overlap: bool, slowest: float
 ) -> Merged:
-    """Merge while any operator can be; operators in one line stay, they have few boundaries anyway.
+    """Merge as long as any operator can be merged. A chain stays as it is: it has few downsets anyway.
 
-    ``order`` is one that ``workload.before`` permits, ``value_seconds`` is indexed by level and transfer,
-    ``slowest`` is the least speed of a device.
+    ``order`` is one that ``graph.before`` permits, ``value_seconds[level, value]`` is the time of transfers,
+    and ``slowest`` is the least speed of a device.
     """
-    if is_line(workload, order):
-        return Merged(workload, [(op,) for op in range(len(order))])
-    state = _State(workload, value_seconds)
+    if is_chain(graph, order):
+        return Merged(graph, [(op,) for op in range(len(order))])
+    state = _State(graph, value_seconds)
     weightless = [
-        not (workload.parameter_bytes[op] or workload.resident_bytes[op] or workload.saved_bytes[op])
-        for op in range(len(workload.names))
+        not (graph.parameter_bytes[op] or graph.resident_bytes[op] or graph.saved_bytes[op])
+        for op in range(len(graph.names))
     ]
-    seconds = [time / slowest for time in workload.seconds]
+    seconds = [time / slowest for time in graph.seconds]
     waiting = dict.fromkeys(op for op, light in enumerate(weightless) if light)
     while waiting:
         op = next(iter(waiting))
@@ -60,20 +59,20 @@ def merge(
             weightless[home] = weightless[home] and weightless[op]
             touched = state.join(op, home)
             waiting.update(dict.fromkeys(near for near in sorted(touched) if weightless[near]))
-    return _merged(workload, state)
+    return _merged(graph, state)
 
 
 class _State:
-    """The graph while it shrinks: who is next to whom, and which values each operator makes or reads."""
+    """The graph while it shrinks: the neighbours of each operator, and the values that it makes or reads."""
 
-    def __init__(self, workload: Workload, value_seconds: Vector) -> None:
-        operators = range(len(workload.names))
+    def __init__(self, graph: OperatorGraph, value_seconds: Vector) -> None:
+        operators = range(len(graph.names))
         self.before: list[set[int]] = [set() for _ in operators]
         self.after: list[set[int]] = [set() for _ in operators]
-        for u, v in workload.before:
+        for u, v in graph.before:
             self.before[v].add(u)
             self.after[u].add(v)
-        self.ends = [{transfer.producer, *transfer.consumers} for transfer in workload.transfers]
+        self.ends = [{transfer.producer, *transfer.consumers} for transfer in graph.transfers]
         self.values: list[set[int]] = [set() for _ in operators]
         for value, ends in enumerate(self.ends):
             for op in ends:
@@ -82,10 +81,7 @@ class _State:
         self.members: dict[int, list[int]] = {op: [op] for op in operators}
 
     def homes(self, op: int) -> list[int]:
-        """Operators that ``op`` can always be beside: its only predecessor or successor, any if none."""
-        if not self.before[op] and not self.after[op]:
-            near = {end for value in self.values[op] for end in self.ends[value]} or set(self.members)
-            return sorted(near - {op})
+        """The operators that ``op`` can always join: its only predecessor, its only successor."""
         return [next(iter(near)) for near in (self.before[op], self.after[op]) if len(near) == 1]
 
     def prefers(self, op: int, home: int, seconds: float) -> bool:
@@ -97,7 +93,7 @@ class _State:
         return bool(np.all(seconds + elsewhere <= self.value_seconds[:, shared].sum(axis=1)))
 
     def join(self, op: int, home: int) -> set[int]:
-        """Make ``op`` part of ``home``; the operators that see a difference."""
+        """Make ``op`` part of ``home``, and return the operators for which this may change something."""
         self.members[home] += self.members.pop(op)
         for mine, theirs in ((self.before, self.after), (self.after, self.before)):
             for near in mine[op]:
@@ -111,18 +107,16 @@ class _State:
         return {home, *self.before[home], *self.after[home]}
 
 
-def _merged(workload: Workload, state: _State) -> Merged:
+def _merged(graph: OperatorGraph, state: _State) -> Merged:
     kept = list(state.members)
     index = {op: k for k, original in enumerate(kept) for op in state.members[original]}
     sums = {
-        column: [sum(getattr(workload, column)[op] for op in state.members[k]) for k in kept]
+        column: [sum(getattr(graph, column)[op] for op in state.members[k]) for k in kept]
         for column in COLUMNS
     }
-    transfers = [_moved(transfer, index) for transfer in workload.transfers]
-    before = sorted({(index[u], index[v]) for u, v in workload.before if index[u] != index[v]})
-    smaller = replace(
-        workload, names=[workload.names[k] for k in kept], transfers=transfers, before=before, **sums
-    )
+    transfers = [_moved(transfer, index) for transfer in graph.transfers]
+    before = sorted({(index[u], index[v]) for u, v in graph.before if index[u] != index[v]})
+    smaller = replace(graph, names=[graph.names[k] for k in kept], transfers=transfers, before=before, **sums)
     return Merged(smaller, [state.members[k] for k in kept])
 
 

@@ -1,27 +1,28 @@
-"""The bound that charges stages between any two boundaries what they cost on the fastest devices.
+"""The bound that charges stages between any two downsets what they cost on the fastest devices.
 
-On equal devices without levels, latency or a limit of memory it is exact; otherwise it takes the fastest
-device and the best link for granted.
+On equal devices without levels, latency or a limit of memory it is exact. Otherwise it charges for the
+fastest device and the best link.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from pipec.planner.boundaries import Vector
 from pipec.planner.bounds import ROUNDING, Around
-from pipec.planner.ranges import Indices, Matrix
+from pipec.planner.downsets import Indices, Vector
+from pipec.planner.stage_costs import Matrix
 
 _ROWS = 64
-"""So many are worked on at a time, to stay in the cache."""
+"""How many rows are worked on at a time, to stay in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pairs:
-    """A stage on m replicas takes max(busy + all_reduce[m - 1] * parameter bytes, link) / m seconds.
+class PairBound:
+    """Charges a stage from downset d to downset e on m replicas, in seconds,
 
-    ``busy`` is infinite, and ``parameters`` means nothing, where no stage lies between two boundaries;
-    ``link`` is a column.
+        max(busy[d, e] + all_reduce[m - 1] * parameters[d, e], link[d]) / m
+
+    Where there is no stage between two downsets, ``busy`` is infinite and ``parameters`` has no meaning.
     """
 
     busy: Matrix
@@ -39,9 +40,9 @@ class Pairs:
         seconds = self.busy[0, -1] + self.all_reduce * self.parameters[0, -1]
         return float((seconds / replicas).min())
 
-    def take(self, kept: Indices) -> "Pairs":
+    def take(self, kept: Indices) -> "PairBound":
         both = np.ix_(kept, kept)
-        return Pairs(self.busy[both], self.parameters[both], self.link[kept], self.all_reduce)
+        return PairBound(self.busy[both], self.parameters[both], self.link[kept], self.all_reduce)
 
     def around(self, num_devices: int, limit: float) -> Around | None:
         blocks = [slice(row, row + _ROWS) for row in range(0, len(self.busy), _ROWS)]

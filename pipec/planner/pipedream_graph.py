@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipec.errors import PlanError
-from pipec.planner.partition import Transfer
-from pipec.planner.workload import Workload
+from pipec.planner.operator_graph import OperatorGraph, Transfer
 
 _FIGURES = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 
@@ -28,12 +27,13 @@ Edges = list[tuple[str, str]]
 class _Node:
     description: str
     seconds: float
+    forward_seconds: float
     activation_bytes: float
     parameter_bytes: float
 
 
-def read_pipedream_graph(path: Path) -> Workload:
-    """The workload in a ``graph.txt``. PlanError, with the line, if one cannot be understood."""
+def read_pipedream_graph(path: Path) -> OperatorGraph:
+    """The operators in a ``graph.txt``. PlanError, with the line, if one cannot be understood."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -41,8 +41,8 @@ def read_pipedream_graph(path: Path) -> Workload:
     return parse_pipedream_graph(lines)
 
 
-def parse_pipedream_graph(lines: Iterable[str]) -> Workload:
-    """The workload that the lines of a ``graph.txt`` describe."""
+def parse_pipedream_graph(lines: Iterable[str]) -> OperatorGraph:
+    """The operators that the lines of a ``graph.txt`` describe."""
     nodes: dict[str, _Node] = {}
     edges: Edges = []
     for number, line in enumerate(lines, start=1):
@@ -63,13 +63,13 @@ def parse_pipedream_graph(lines: Iterable[str]) -> Workload:
     for source, target in edges:
         if source not in nodes or target not in nodes:
             raise PlanError(f"the edge {source} -- {target} joins a node that the graph does not have")
-    return _workload(*_planned(nodes, edges))
+    return _operator_graph(*_planned(nodes, edges))
 
 
 def _node(description: str, figures: str) -> _Node:
     values = dict(figure.split("=") for figure in figures.split(", "))
     forward, backward, activation, parameters = (_sum(values[name]) for name in _FIGURES)
-    return _Node(description, (forward + backward) / 1000, activation, parameters)
+    return _Node(description, (forward + backward) / 1000, forward / 1000, activation, parameters)
 
 
 def _sum(figure: str) -> float:
@@ -90,7 +90,7 @@ def _planned(nodes: Mapping[str, _Node], edges: Edges) -> tuple[dict[str, _Node]
     return {name: node for name, node in nodes.items() if name not in inputs | unread}, edges
 
 
-def _workload(nodes: Mapping[str, _Node], edges: Edges) -> Workload:
+def _operator_graph(nodes: Mapping[str, _Node], edges: Edges) -> OperatorGraph:
     index = {name: k for k, name in enumerate(nodes)}
     readers: dict[int, set[int]] = {}
     for source, target in edges:
@@ -100,7 +100,7 @@ def _workload(nodes: Mapping[str, _Node], edges: Edges) -> Workload:
         Transfer(op, tuple(sorted(consumers)), kept[op].activation_bytes, kept[op].activation_bytes)
         for op, consumers in sorted(readers.items())
     ]
-    return Workload(
+    return OperatorGraph(
         names=list(nodes),
         seconds=[node.seconds for node in kept],
         parameter_bytes=[node.parameter_bytes for node in kept],
@@ -108,4 +108,6 @@ def _workload(nodes: Mapping[str, _Node], edges: Edges) -> Workload:
         saved_bytes=[node.activation_bytes + node.parameter_bytes for node in kept],
         transfers=transfers,
         before=[(index[source], index[target]) for source, target in edges],
+        forward_seconds=[node.forward_seconds for node in kept],
+        activation_bytes=[node.activation_bytes for node in kept],
     )

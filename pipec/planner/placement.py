@@ -1,24 +1,26 @@
-"""Plan a workload on a topology: which operators form a stage, on how many replicas, on which devices.
+"""Plan a graph on a topology: which operators form a stage, on how many replicas, on which devices.
 
 **What is optimal.** Stages are differences of consecutive downsets: no operator is on an earlier stage than
-one it must follow. Each stage gets one to ``max_replicas`` members of one kind (equal devices or equal
-groups) of the group it is in; in a hierarchy a member that is a group again holds a pipeline of its own, and
-replicas hold the same one. Over all such plans that fit in memory, the slowest stage is as fast as possible
-under the cost model (see ``pipec.planner.cost_model``). Devices may stay unused. Of plans that are equally
-fast, the one on the fewest devices of the outermost group is taken; of these the one that communicates least
-in sum; inside a group the same rule decides again.
+one that it must follow. Each stage gets one to ``max_replicas`` members of one kind (equal devices or equal
+groups) of the group that it is in. In a hierarchy a member that is a group again holds a pipeline of its own,
+and replicas hold the same one. Over all such plans that fit in memory, the slowest stage is as fast as
+possible under the cost model (see ``pipec.planner.cost_model``). Devices may stay unused. Of plans that are
+equally fast, or fast within a tolerance, one on the fewest members of the outermost group is taken; of these
+the one that communicates least in sum; of these the one with the earliest cuts. Inside a group the same rule
+decides again.
 
 Memory: a replica holds the resident bytes of its stage once, and the saved bytes for each microbatch in
-flight, of which there are the more, the more devices later stages are on.
+flight. The more devices later stages are on, the more microbatches are in flight.
 
-**How.** Operators that some best plan keeps together are merged (``merge``); a lower bound that ignores which
-boundaries contain which tells how fast a plan can be and which boundaries it may use (``bounds``); dynamic
-programming over these, level by level, is exact (``hierarchy``); ``search`` brings the last two together.
-In a line of operators so long that equally fast plans cannot all be compared, one on the fewest devices is
-taken without regard to communication.
+**How.** Operators that some best plan keeps together are merged (``merge``). A lower bound that ignores which
+downsets contain which tells how fast a plan can be and which downsets it may use (``bounds``). Dynamic
+programming over these, level by level, is exact (``hierarchy``). ``solver`` brings bounds and dynamic
+programming together. In a chain so long that equally fast plans cannot all be compared, a fastest plan on the
+fewest devices is taken without regard to communication.
 """
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -26,20 +28,26 @@ import numpy as np
 
 from pipec.errors import InfeasibleError, PlanError
 from pipec.hardware.topology import Topology
-from pipec.planner.boundaries import Vector, boundaries
 from pipec.planner.cost_model import CostModel
-from pipec.planner.hierarchy import Chosen
+from pipec.planner.downsets import Vector, list_downsets
+from pipec.planner.hierarchy import ChosenStage
 from pipec.planner.merge import merge
-from pipec.planner.partition import exact_grid, transfer_seconds
-from pipec.planner.search import Search
-from pipec.planner.workload import Workload, check, program_order
+from pipec.planner.operator_graph import OperatorGraph, check, program_order
+from pipec.planner.solver import Solver
+
+TOLERANCE = 0.01
+"""For plans from the costs of a model, which are not known better than by 1 or 2 percent.
+
+Messages cost time while the pipeline fills and drains, so it pays to communicate less among plans whose
+slowest stages cannot be told apart.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedStage:
     """``operators`` on every one of ``devices``, each of which takes its share of the microbatches.
 
-    Seconds are per microbatch, divided by the replicas, communication included. A replica holds
+    ``seconds`` are per microbatch, divided by the replicas, communication included. A replica holds
     ``resident_bytes`` once and ``saved_bytes`` for each of ``in_flight`` microbatches.
     """
 
@@ -61,15 +69,15 @@ class PlacedStage:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
-    """Stages in the order the forward visits them; no plan takes less than ``least_seconds``."""
+class Partition:
+    """Stages in the order the forward visits them. No plan takes less than ``least_seconds``."""
 
     stages: tuple[PlacedStage, ...]
     least_seconds: float
 
     @property
     def seconds(self) -> float:
-        """Of a microbatch, in the steady state: the slowest stage's."""
+        """The seconds of the slowest stage: what a microbatch takes in the steady state."""
         return self.stages[self.slowest].seconds
 
     @property
@@ -79,108 +87,113 @@ class Placement:
 
     @property
     def is_optimal(self) -> bool:
-        """Whether the plan is proved to be the best, up to rounding."""
+        """Whether no plan is faster, up to rounding. A plan taken within a tolerance may not be optimal."""
         return self.seconds <= self.least_seconds * (1 + 1e-9)
 
 
 def place(
-    workload: Workload,
+    graph: OperatorGraph,
     topology: Topology,
     model: CostModel,
     max_replicas: int | None = None,
     *,
     every_device: bool = False,
-) -> Placement:
-    """The best plan, or of those that leave no device unused the best.
+    tolerance: float = 0.0,
+) -> Partition:
+    """The best plan, or the best of those that leave no device unused.
 
-    PlanError if the workload is malformed, has too many independent operators to search all of it, or too
-    few for every device; InfeasibleError if no plan fits in memory, or none was found that does.
+    A plan may take longer than the fastest one by the share ``tolerance`` in order to communicate less.
+
+    Raises:
+        PlanError: the graph is malformed, or has too few operators for every device.
+        InfeasibleError: no plan fits in memory, or none was found that does.
     """
-    check(workload)
-    order = program_order(workload)
-    updates = model.microbatches_per_update or len(topology.devices)
-    most_replicas = min(max_replicas or len(topology.devices), updates)
-    limits_memory = _may_run_out(workload, topology, model)
+    check(graph)
+    order = program_order(graph)
+    most_replicas = min(max_replicas or len(topology.devices), len(topology.devices))
 
-    def solve(limits_memory: bool) -> Placement:
-        return _solve(workload, order, topology, model, most_replicas, limits_memory, every_device)
+    def solve(limits_memory: bool) -> Partition:
+        return _solve(graph, order, topology, model, most_replicas, limits_memory, every_device, tolerance)
 
-    placement = solve(limits_memory)
-    if not placement.stages:
-        is_certain = placement.least_seconds == math.inf
+    found = solve(_may_run_out(graph, topology, model))
+    if not found.stages:
         unlimited = solve(limits_memory=False).stages
         if not unlimited:
             raise PlanError(
-                f"{len(order)} operators are too few for a stage on each of {len(topology.devices)} devices"
+                f"{len(order)} operators are too few for a stage on each of {len(topology.devices)} devices: "
+                f"a stage needs at least one operator that takes time. Use fewer devices"
             )
-        raise _infeasible(unlimited, topology, is_certain)
-    return placement
+        raise _infeasible(unlimited, topology, is_certain=found.least_seconds == math.inf)
+    return found
 
 
 def _solve(
-    workload: Workload,
+    graph: OperatorGraph,
     order: Sequence[int],
     topology: Topology,
     model: CostModel,
     most_replicas: int,
     limits_memory: bool,
     every_device: bool,
-) -> Placement:
+    tolerance: float,
+) -> Partition:
     """The best plan; without stages if there is none, or none fits in memory."""
-    seconds, value_seconds = _on_a_grid(workload, topology)
+    seconds, value_seconds = _on_a_grid(graph, topology, model)
     idle = [0.0] * len(order)
     relevant = replace(
-        workload,
+        graph,
         seconds=seconds,
-        parameter_bytes=workload.parameter_bytes if most_replicas > 1 else idle,
-        resident_bytes=workload.resident_bytes if limits_memory else idle,
-        saved_bytes=workload.saved_bytes if limits_memory else idle,
+        parameter_bytes=graph.parameter_bytes if most_replicas > 1 else idle,
+        resident_bytes=graph.resident_bytes if limits_memory else idle,
+        saved_bytes=graph.saved_bytes if limits_memory else idle,
     )
     slowest = min(device.speed for device in topology.devices)
     merged = merge(relevant, order, value_seconds, model.overlap, slowest)
-    found = boundaries(merged.workload, program_order(merged.workload), value_seconds)
-    search = Search(found, value_seconds, topology, model, most_replicas, limits_memory, every_device)
-    best = search.run()
+    downsets = list_downsets(merged.graph, program_order(merged.graph), value_seconds)
+    solver = Solver(
+        downsets, value_seconds, topology, model, most_replicas, limits_memory, every_device, tolerance
+    )
+    best = solver.run()
     stages = tuple(
-        _placed(workload, model, merged.originals(found.between(stage.first, stage.last)), stage)
+        _placed(graph, model, merged.originals(downsets.between(stage.first, stage.last)), stage)
         for stage in best.stages
     )
-    return Placement(stages, best.least_seconds)
+    return Partition(stages, best.least_seconds)
 
 
-def _on_a_grid(workload: Workload, topology: Topology) -> tuple[list[float], Vector]:
-    """Seconds of operators, and [level, transfer] of values, rounded so that every sum of them is exact.
+def _on_a_grid(graph: OperatorGraph, topology: Topology, model: CostModel) -> tuple[list[float], Vector]:
+    """Seconds of operators, and [level, value] of transfers, rounded so that every sum of them is exact.
 
-    The grid is finer than 1e-15 of the sum of all. Stages of equal operators tie, wherever they stand.
+    The grid is finer than 1e-15 of the sum of all. For example, three equal operators of 0.1 seconds take
+    just as long as three others, wherever they stand, though 0.1 + 0.1 + 0.1 is not 0.3 in floating point.
     """
-    seconds = np.asarray(workload.seconds, dtype=np.float64)
+    seconds = np.asarray(graph.seconds, dtype=np.float64)
     of_values = [
-        [
-            transfer_seconds(value, level.bytes_per_second, level.latency_seconds)
-            for value in workload.transfers
-        ]
-        for level in topology.levels
+        [model.value_seconds(value, level) for value in graph.transfers] for level in topology.levels
     ]
     value_seconds = np.array(of_values).reshape(len(topology.levels), -1)
-    grid = exact_grid(float(seconds.sum() + 4 * value_seconds.sum()))
+    largest_sum = float(seconds.sum() + 4 * value_seconds.sum())
+    grid = max(math.ldexp(1.0, math.frexp(largest_sum)[1] - 51), sys.float_info.min)
     return (np.rint(seconds / grid) * grid).tolist(), np.rint(value_seconds / grid) * grid
 
 
-def _may_run_out(workload: Workload, topology: Topology, model: CostModel) -> bool:
+def _may_run_out(graph: OperatorGraph, topology: Topology, model: CostModel) -> bool:
     """Whether any device could be too small for any stage."""
     most_in_flight = model.in_flight(len(topology.devices))
-    most = sum(workload.resident_bytes) + most_in_flight * sum(workload.saved_bytes)
+    most = sum(graph.resident_bytes) + most_in_flight * sum(graph.saved_bytes)
     return most > min(device.memory_bytes for device in topology.devices)
 
 
-def _placed(workload: Workload, model: CostModel, operators: tuple[int, ...], stage: Chosen) -> PlacedStage:
+def _placed(
+    graph: OperatorGraph, model: CostModel, operators: tuple[int, ...], stage: ChosenStage
+) -> PlacedStage:
     return PlacedStage(
         operators=operators,
         devices=stage.devices,
         seconds=stage.seconds,
         communication_seconds=stage.communication_seconds,
-        resident_bytes=sum(workload.resident_bytes[op] for op in operators),
-        saved_bytes=sum(workload.saved_bytes[op] for op in operators),
+        resident_bytes=sum(graph.resident_bytes[op] for op in operators),
+        saved_bytes=sum(graph.saved_bytes[op] for op in operators),
         in_flight=model.in_flight(stage.after),
     )
 

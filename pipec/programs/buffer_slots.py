@@ -4,19 +4,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipec.ir import Op
-from pipec.ir.columns import OP_CODE, Ints
+from pipec.ir.columns import FILLS_SLOT, OP_CODE, Ints
 
 
 def number_slots(rows: Ints, buffered: NDArray[np.bool_]) -> None:
     """Write the slots of a program's receives and moves into its columns ``rows``.
 
-    ``buffered`` says of each link by number, and last of none, whether its messages need a slot.
+    ``buffered[number]`` says whether the messages of a link need a slot; its last entry stands for no link.
 
-    A buffer is live from its receive to the free of its stage and microbatch. Each link has as many as are
-    live at once, and they take turns: a message goes into the one that has been free for longest.
+    A buffer is live from its receive to the free of its stage and microbatch. A link has as many slots as it
+    ever has live buffers at once. A message goes into the slot that has been free for longest. For example,
+    with two microbatches live at once::
+
+        recv mb 0   recv mb 1   free mb 0   recv mb 2   free mb 1   recv mb 3
+        slot 0      slot 1                  slot 0                  slot 1
     """
     ops, stages, microbatches, links, _, slots = rows
-    numbers = np.flatnonzero(buffered[links] & (ops != OP_CODE[Op.SEND]))
+    numbers = np.flatnonzero(buffered[links] & FILLS_SLOT[ops])
     frees = np.flatnonzero(ops == OP_CODE[Op.FREE])
     by_link = numbers[np.argsort(links[numbers], kind="stable")]
     bounds = np.flatnonzero(np.diff(links[by_link])) + 1

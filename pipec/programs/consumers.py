@@ -1,4 +1,4 @@
-"""Which compute reads each message: the first of those whose phase its link serves."""
+"""Which compute reads each message: the first one that runs a phase for which the link brings values."""
 
 import numpy as np
 
@@ -9,9 +9,9 @@ _UNREAD = np.iinfo(np.int32).max
 
 
 def first_readers(computes: Instructions, messages: Instructions) -> Ints:
-    """For each message, sent or received, the index of the compute that reads it first; -1 if none does.
+    """For each message, sent or received, the index of the compute that reads it first, or -1.
 
-    ``computes`` are all of a step, in an order in which those of each rank follow each other as they run.
+    ``computes`` has every compute of a step. The computes of one rank stand in the order in which they run.
     """
     links = messages.links
     targets = np.array([*(link.target for link in links), -1])
@@ -28,7 +28,7 @@ def first_readers(computes: Instructions, messages: Instructions) -> Ints:
 
 
 def _numbers(computes: Instructions, num_stages: int, num_microbatches: int) -> Ints:
-    """``[op, stage, microbatch]``: the index of that compute; for microbatch -1, of the stage's first."""
+    """The index of each compute at [op, stage, microbatch]; at microbatch -1 that of the stage's first."""
     numbers = np.full((len(OP_CODE), num_stages, num_microbatches + 1), _UNREAD, np.int32)
     numbers[computes.ops, computes.stages, computes.microbatches] = np.arange(len(computes))
     numbers[..., -1] = numbers[..., :-1].min(axis=2, initial=_UNREAD)

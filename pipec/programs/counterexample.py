@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from pipec.ir import Compute
+from pipec.ir import Compute, Placement, count_ranks
 from pipec.ir.text import PHASE_LETTERS
 
 _RANKS_AROUND = 2
@@ -10,7 +10,9 @@ _CELLS_AROUND = 5
 _MOST_RANKS = 8
 
 
-def grid(orders: Sequence[Sequence[Compute]], placement: Sequence[int], marked: Mapping[int, int]) -> str:
+def counterexample(
+    orders: Sequence[Sequence[Compute]], placement: Placement, marked: Mapping[int, int]
+) -> str:
     """A row per rank near a marked one, its cells in order; ``marked[rank]`` is the place of a bad cell.
 
     ``F3`` is the forward of microbatch 3; if a rank holds several stages, ``F3.1`` is that of stage 1.
@@ -20,7 +22,7 @@ def grid(orders: Sequence[Sequence[Compute]], placement: Sequence[int], marked: 
     middle = min(marked.values())
     first = max(middle - _CELLS_AROUND, 0)
     last = max(max(marked.values()), middle) + _CELLS_AROUND + 1
-    several = len(set(placement)) < len(placement)
+    several = count_ranks(placement) < len(placement)
     rows = []
     for rank in ranks:
         cells = orders[rank][first : min(last, first + 4 * _CELLS_AROUND)]

@@ -1,27 +1,28 @@
-"""A schedule's cells by position: where on its rank each runs. Refuses cells that cannot be."""
+"""The cells of a schedule by position: where each runs on its rank. Cells that cannot be are refused."""
 
 from collections.abc import Sequence
-from functools import cached_property
 
 import numpy as np
 
 from pipec.errors import VerifyError
 from pipec.ir import Link, Phase, Schedule
-from pipec.ir.columns import PHASES, Cells, Ints
-from pipec.programs.counterexample import grid
+from pipec.ir.columns import PHASES, Cells, Ints, ranks_by_microbatch
+from pipec.programs.counterexample import counterexample
 
 
 class OrderIndex:
     """The cells of a schedule, numbered rank by rank, and the positions of each rank's from 1.
 
     Raises:
-        VerifyError: a cell is of a stage or microbatch that the schedule has not, is on a rank that does not
-            hold its stage, or is there twice.
+        VerifyError: a cell names a stage or microbatch that the schedule does not have, is on a rank that
+        does
+            not hold its stage, or stands twice.
     """
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.cells = [Cells.of(order) for order in schedule.orders]
+        self.ranks = ranks_by_microbatch(schedule.placement, schedule.num_microbatches)
         self.first_cells: list[int] = [0, *np.cumsum([len(cells) for cells in self.cells]).tolist()]
         shape = (len(PHASES), schedule.num_stages, schedule.num_microbatches)
         self.positions = np.zeros(shape, np.int32)
@@ -38,34 +39,23 @@ class OrderIndex:
     def length(self, rank: int) -> int:
         return len(self.cells[rank])
 
-    @cached_property
-    def _stages(self) -> list[list[int]]:
-        held: list[list[int]] = [[] for _ in self.cells]
-        for stage, rank in enumerate(self.schedule.placement):
-            held[rank].append(stage)
-        return held
-
-    def stages_of(self, rank: int) -> Sequence[int]:
-        """The stages that a rank holds."""
-        return self._stages[rank]
-
     def cell_numbers(self, rank: int, positions: Ints) -> Ints:
         """The numbers of the cells at these positions of a rank."""
         return positions + (self.first_cells[rank] - 1)
 
     def positions_of(self, link: Link, phases: Sequence[Phase], stage: int) -> Ints:
-        """Where the first of ``phases`` that runs is, for each microbatch of a stage that ``link`` joins."""
+        """For each microbatch, the position of the first of ``phases`` that a stage of ``link`` runs."""
         found: Ints = np.zeros(self.schedule.num_microbatches, np.int32)
         for phase in phases:
             found = np.where(found, found, self.positions[PHASES.index(phase), stage])
         if missing := np.flatnonzero(found == 0).tolist():
             names = ", ".join(value.name for value in link.values)
-            rank = self.schedule.placement[stage]
+            rank = int(self.ranks[stage, missing[0]])
             raise VerifyError(
                 f"schedule {self.schedule.name!r} never runs {' or '.join(phases)} of stage {stage}, "
                 f"microbatch {missing[0]}, but {names} from stage {link.source} to stage {link.target} needs "
                 f"it; add the cell to rank {rank} or leave out the link\n"
-                + self._grid({rank: self._last_of(stage, missing[0])})
+                + self._counterexample({rank: self._last_of(stage, missing[0])})
             )
         return found
 
@@ -83,21 +73,22 @@ class OrderIndex:
         return (
             f"schedule {self.schedule.name!r} cannot finish: these cells wait for each other: "
             f"{'; '.join(stuck)}; order each rank's cells so that every value is made before it is read\n"
-            + self._grid(marked)
+            + self._counterexample(marked)
         )
 
     def _check(self, rank: int, cells: Cells) -> None:
         schedule = self.schedule
         known = (cells.stages >= 0) & (cells.stages < schedule.num_stages)
         known &= (cells.microbatches >= 0) & (cells.microbatches < schedule.num_microbatches)
-        here = np.array(schedule.placement)[np.where(known, cells.stages, 0)] == rank
+        at = np.where(known, cells.stages, 0), np.where(known, cells.microbatches, 0)
+        here = self.ranks[at] == rank
         for place in np.flatnonzero(~(known & here)).tolist()[:1]:
             cell = cells[place]
             if not known[place]:
                 stages, microbatches = schedule.num_stages, schedule.num_microbatches
                 expected = f"stages 0 to {stages - 1} and microbatches 0 to {microbatches - 1}"
             else:
-                expected = f"it on rank {schedule.placement[cell.stage]}, which holds that stage"
+                expected = f"it on rank {self.ranks[cell.stage, cell.microbatch]}, which holds that stage"
             raise VerifyError(self._complaint(rank, place, f"expected {expected}"))
 
     def _check_once(self, rank: int, cells: Cells, positions: Ints) -> None:
@@ -108,13 +99,13 @@ class OrderIndex:
         cell = self.cells[rank][place]
         return (
             f"schedule {self.schedule.name!r} runs {cell.phase} of stage {cell.stage}, microbatch "
-            f"{cell.microbatch} on rank {rank}; {text}\n" + self._grid({rank: place})
+            f"{cell.microbatch} on rank {rank}; {text}\n" + self._counterexample({rank: place})
         )
 
     def _last_of(self, stage: int, microbatch: int) -> int:
         """The place of the last cell of a stage and microbatch, or of the last of its rank."""
         last = int(self.positions[:, stage, microbatch].max())
-        return (last or self.length(self.schedule.placement[stage])) - 1
+        return (last or self.length(int(self.ranks[stage, microbatch]))) - 1
 
-    def _grid(self, marked: dict[int, int]) -> str:
-        return grid(self.cells, self.schedule.placement, marked)
+    def _counterexample(self, marked: dict[int, int]) -> str:
+        return counterexample(self.cells, self.schedule.placement, marked)

@@ -13,7 +13,11 @@ Site = tuple[int, int]
 
 @dataclass(frozen=True)
 class Waits:
-    """Entry by entry: instruction ``numbers`` of ``ranks`` passes only after that of another rank."""
+    """Which instruction waits for which: a column entry for each wait.
+
+    Instruction ``numbers[i]`` of rank ``ranks[i]`` passes only after instruction ``other_numbers[i]`` of rank
+    ``other_ranks[i]`` has been reached.
+    """
 
     ranks: Ints
     numbers: Ints
@@ -22,11 +26,12 @@ class Waits:
 
 
 def stalls(lengths: Sequence[int], waits: Waits) -> dict[int, tuple[Site, Site]]:
-    """For each rank that cannot finish: the instruction it is at, and that of another rank it waits for.
+    """For each rank that cannot finish, the instruction it stands at and the one of another rank it waits
+    for.
 
-    ``lengths`` are the numbers of instructions of the programs. An instruction passes when its rank is
-    there and everything it waits for has been passed. The result does not depend on the order in which
-    ranks run. All ranks go on at once, past one wait at a time.
+    ``lengths`` are the numbers of instructions of the programs. An instruction passes when its rank has come
+    to it and everything it waits for has passed. The result does not depend on the order in which ranks run.
+    The loop moves every rank past one wait at a time.
     """
     order = np.lexsort((waits.numbers, waits.ranks))
     numbers, others = waits.numbers[order], waits.other_ranks[order]
@@ -56,7 +61,7 @@ def stalls(lengths: Sequence[int], waits: Waits) -> dict[int, tuple[Site, Site]]
 
 
 def circle(stalled: Mapping[int, tuple[Site, Site]]) -> list[tuple[Site, Site]]:
-    """Some of ``stalls`` that wait for each other in a ring, each followed by the one it waits for."""
+    """Those of ``stalls`` that wait for each other in a ring. Each is followed by the one it waits for."""
     rank = min(stalled)
     visited: list[int] = []
     while rank not in visited:

@@ -1,8 +1,8 @@
 """Static verification: the programs compute everything once, in order, without deadlock and within memory.
 
-The verifier is data: ``RULES`` lists one small function per rule, which yields the faults it finds. A
-rule may rely on those before it. The rules know what programs mean, and nothing of how they were made.
-They look at whole columns of instructions and spell out only what they find wrong.
+The verifier is data: ``RULES`` lists one small function per rule, which yields the faults that it finds. A
+rule may rely on the rules before it. The rules know what programs mean and nothing of how they were made.
+They look at whole columns of instructions, and put only what is wrong into words.
 """
 
 from collections import defaultdict
@@ -10,18 +10,27 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipec.errors import VerifyError
-from pipec.ir import Compute, Instruction, Link, Op, Payload, Program
+from pipec.ir import (
+    Instruction,
+    Link,
+    Op,
+    Payload,
+    Program,
+    count_ranks,
+    rank_of,
+    stages_on,
+)
 from pipec.ir.columns import OP_CODE, OPS, Instructions, Ints
 from pipec.ir.text import format_link, instruction_lines
-from pipec.programs.counterexample import grid
+from pipec.programs.counterexample import counterexample
+from pipec.programs.memory import in_flight
 from pipec.programs.rendezvous import Site, Waits, circle, stalls
-from pipec.programs.step_index import BACKWARDS, COMPUTES, Deliveries, StepIndex
+from pipec.programs.routes import targets
+from pipec.programs.step_index import BACKWARDS, COMPUTES, Deliveries, StepIndex, transfer_ops
 
 _CONTEXT_LINES = 3
-_TRANSFERS = (Op.RECV, Op.SEND, Op.MOVE)
 
 
 def verify_programs(
@@ -52,9 +61,9 @@ def verify_programs(
 
 @dataclass(frozen=True, slots=True)
 class _Fault:
-    """What is wrong, and the instruction to look at; no instruction if the programs as a whole are wrong.
+    """What is wrong, and the instruction to look at. There is none if the programs are wrong as a whole.
 
-    ``others`` are the instructions of other ranks that are wrong with it.
+    ``others`` are instructions of other ranks that are part of the fault.
     """
 
     site: Site | None
@@ -69,32 +78,22 @@ def _explain(step: StepIndex, fault: _Fault) -> str:
     lines = instruction_lines(step.programs[rank])
     first, last = max(number - _CONTEXT_LINES, 0), number + _CONTEXT_LINES + 1
     shown = [f"{'>' if k == number else ' '} {line}" for k, line in enumerate(lines[first:last], start=first)]
-    orders = [_computes_of(columns) for columns in step.columns]
+    orders = [columns.cells for columns in step.columns]
     marked = {where: _place(step.columns[where], at) for where, at in (fault.site, *fault.others)}
-    drawn = grid(orders, step.placement, marked) if any(map(len, orders)) else ""
+    drawn = counterexample(orders, step.placement, marked) if any(map(len, orders)) else ""
     return "\n".join([f"rank {rank}, instruction {number}: {fault.message}", *shown, drawn]).rstrip("\n")
 
 
-def _is_compute(columns: Instructions) -> NDArray[np.bool_]:
-    return np.isin(columns.ops, [OP_CODE[op] for op in COMPUTES])
-
-
-def _computes_of(columns: Instructions) -> Sequence[Compute]:
-    rows = columns.matrix[:3, _is_compute(columns)].T.tolist()
-    cells = ((OPS[op].phase, stage, microbatch) for op, stage, microbatch in rows)
-    return [Compute(phase, stage, microbatch) for phase, stage, microbatch in cells if phase]
-
-
 def _place(columns: Instructions, number: int) -> int:
-    """Which compute of its rank an instruction belongs to: itself, or the next one, or the last."""
-    computes = _is_compute(columns)
+    """The compute of its rank that an instruction belongs to: itself, else the next one, else the last."""
+    computes = columns.is_compute
     return max(min(int(computes[:number].sum()), int(computes.sum()) - 1), 0)
 
 
 def _fits_plan(step: StepIndex) -> Iterator[_Fault]:
     """Programs are of the plan's ranks, and every field of every instruction fits the plan."""
     ranks = [program.rank for program in step.programs]
-    if ranks != list(range(max(step.placement) + 1)):
+    if ranks != list(range(count_ranks(step.placement))):
         yield _Fault(None, f"programs are of ranks {ranks}; expected one for each rank of {step.placement}")
     for link in step.links:
         ends = (link.source,) if link.payload is Payload.RESULT else (link.source, link.target)
@@ -103,13 +102,17 @@ def _fits_plan(step: StepIndex) -> Iterator[_Fault]:
     for rank, columns in enumerate(step.columns):
         for number in _first_of_each_kind(step, columns):
             instruction = columns[number]
-            misfits = _transfer_misfits if instruction.op in _TRANSFERS else _compute_misfits
+            misfits = _transfer_misfits if instruction.op.traits.carries_link else _cell_misfits
             for misfit in misfits(step, rank, instruction):
                 yield _Fault((rank, number), misfit)
 
 
 def _first_of_each_kind(step: StepIndex, columns: Instructions) -> Sequence[int]:
-    """The first of the instructions that fit or misfit alike: they differ in microbatch and slot alone."""
+    """The first instruction of each kind. Instructions of a kind fit the plan alike.
+
+    They may differ in their microbatch and slot, as long as both are within the plan's bounds or both are
+    not.
+    """
     microbatch = np.digitize(columns.microbatches, [-1, 0, step.num_microbatches])
     fields = (
         (columns.stages, -2, len(step.placement)),
@@ -118,6 +121,7 @@ def _first_of_each_kind(step: StepIndex, columns: Instructions) -> Sequence[int]
         (microbatch, 0, 3),
         (columns.slots >= 0, 0, 1),
         (columns.slots == -1, 0, 1),
+        (_own_rank(step, columns), -1, len(step.programs)),
     )
     kinds = columns.ops.astype(np.int64)
     for column, low, high in fields:
@@ -125,10 +129,19 @@ def _first_of_each_kind(step: StepIndex, columns: Instructions) -> Sequence[int]
     return sorted(np.unique(kinds, return_index=True)[1].tolist())
 
 
-def _compute_misfits(step: StepIndex, rank: int, instruction: Instruction) -> Iterator[str]:
+def _own_rank(step: StepIndex, columns: Instructions) -> Ints:
+    """The rank that should run the stage and microbatch each instruction names; -1 where there are none."""
+    stages, microbatches = columns.stages, columns.microbatches
+    known = (stages >= 0) & (stages < len(step.placement))
+    known &= (microbatches >= 0) & (microbatches < step.num_microbatches)
+    return np.where(known, step.ranks[np.where(known, stages, 0), np.where(known, microbatches, 0)], -1)
+
+
+def _cell_misfits(step: StepIndex, rank: int, instruction: Instruction) -> Iterator[str]:
+    """What is wrong with a compute or a free."""
     op, stage, microbatch = instruction.op, instruction.stage, instruction.microbatch
-    if not 0 <= stage < len(step.placement) or step.placement[stage] != rank:
-        held = [stage for stage, where in enumerate(step.placement) if where == rank]
+    if not 0 <= stage < len(step.placement) or rank_of(step.placement, stage, microbatch) != rank:
+        held = stages_on(step.placement, rank)
         yield f"{op} names stage {stage}; expected a stage of this rank: {held}"
     if not 0 <= microbatch < step.num_microbatches:
         yield f"{op} names microbatch {microbatch}; expected 0 to {step.num_microbatches - 1}"
@@ -141,10 +154,14 @@ def _transfer_misfits(step: StepIndex, rank: int, instruction: Instruction) -> I
     if link is None or link not in step.link_set:
         yield f"{op} carries {format_link(link) if link else 'no link'}; expected a link of the plan"
         return
-    source, targets = step.placement[link.source], step.receivers(link)
+    microbatch = instruction.microbatch
+    source = rank_of(step.placement, link.source, microbatch)
+    receivers = targets(link, step.placement)
+    if link.payload.per_microbatch:
+        receivers = (rank_of(step.placement, link.target, microbatch),)
     start, end = {Op.SEND: (rank, instruction.peer), Op.RECV: (instruction.peer, rank)}.get(op, (rank, rank))
-    if start != source or end not in targets:
-        way = f"rank {source} to {' or '.join(map(str, targets))}"
+    if start != source or end not in receivers:
+        way = f"rank {source} to {' or '.join(map(str, receivers))}"
         yield f"{op} takes {format_link(link)} from rank {start} to {end}; expected from {way}"
     if (op is Op.MOVE) != (start == end) or (op is Op.MOVE) != (instruction.peer == -1):
         yield f"{op} from rank {start} to {end}; expected a send and a recv, or a move without a peer"
@@ -168,7 +185,8 @@ def _computes_once(step: StepIndex) -> Iterator[_Fault]:
         for ops, miscount in _miscounts(step, stage, microbatch):
             found = [int(step.numbers[OP_CODE[op], stage, microbatch]) for op in ops]
             seen = [number for number in found if number >= 0]
-            yield _Fault(step.suspect(seen, step.placement[stage], stage, microbatch), miscount)
+            rank = rank_of(step.placement, stage, microbatch)
+            yield _Fault(step.suspect(seen, rank, stage, microbatch), miscount)
 
 
 def _miscounts(step: StepIndex, stage: int, microbatch: int) -> Iterator[tuple[Sequence[Op], str]]:
@@ -199,7 +217,7 @@ def _computes_in_order(step: StepIndex) -> Iterator[_Fault]:
         for stage, microbatch in np.argwhere(runs & (numbers < latest)).tolist()[:1]:
             earlier, first = OPS[latest_op[stage, microbatch]], latest[stage, microbatch]
             where = f"of stage {stage}, microbatch {microbatch}"
-            site = step.placement[stage], int(numbers[stage, microbatch])
+            site = rank_of(step.placement, stage, microbatch), int(numbers[stage, microbatch])
             yield _Fault(site, f"{op} {where} runs before its {earlier} at {first}")
         latest[runs], latest_op[runs] = numbers[runs], OP_CODE[op]
 
@@ -207,16 +225,19 @@ def _computes_in_order(step: StepIndex) -> Iterator[_Fault]:
 def _delivers_once(step: StepIndex) -> Iterator[_Fault]:
     """Each link is sent and received exactly once for each microbatch, or moved on one rank."""
     nothing = np.empty(0, np.int32)
-    for number, link, target in step.routes():
-        first = step.microbatches(link)[0]
-        for op in step.transfer_ops(link, target):
-            carried, numbers = step.transfers.get((op, number, target), (nothing, nothing))
-            counts = np.bincount(carried - first, minlength=len(step.microbatches(link)))
-            for wrong in np.flatnonzero(counts != 1).tolist()[:1]:
+    for route in step.routes:
+        link, first = route.link, step.microbatches(route.link)[0]
+        expected = np.isin(step.microbatches(link), route.microbatches).astype(int)
+        for op in transfer_ops(route):
+            key = (op, route.number, route.source, route.target)
+            carried, numbers = step.transfers.get(key, (nothing, nothing))
+            counts = np.bincount(carried - first, minlength=expected.size)
+            for wrong in np.flatnonzero(counts != expected).tolist()[:1]:
                 microbatch = wrong + first
-                sends = op is Op.SEND
-                rank, stage = (step.placement[link.source], link.source) if sends else (target, link.target)
-                message = f"{op} of {_message_name(link, microbatch)} to rank {target}"
+                rank, stage = route.target, link.target
+                if op is Op.SEND:
+                    rank, stage = route.source, link.source
+                message = f"{op} of {_message_name(link, microbatch)} to rank {route.target}"
                 site = step.suspect(numbers[carried == microbatch].tolist(), rank, stage, microbatch)
                 yield _Fault(site, f"{message} is there {counts[wrong]} times; expected once")
 
@@ -229,8 +250,8 @@ def _sends_what_was_made(step: StepIndex) -> Iterator[_Fault]:
     """Nothing is sent before the compute that makes it."""
     for each in step.deliveries:
         for wrong in np.flatnonzero(each.sends < each.made).tolist()[:1]:
-            name = _message_name(each.link, int(each.microbatches[wrong]))
-            site = each.source, int(each.sends[wrong])
+            name = _message_name(each.route.link, int(each.route.microbatches[wrong]))
+            site = each.route.source, int(each.sends[wrong])
             yield _Fault(site, f"{name} leaves before it is made at {each.made[wrong]}")
 
 
@@ -238,8 +259,8 @@ def _posts_before_reading(step: StepIndex) -> Iterator[_Fault]:
     """Every receive is posted, and every move done, before the compute that reads it."""
     for each in step.deliveries:
         for wrong in np.flatnonzero((each.reads >= 0) & (each.reads < each.receives)).tolist()[:1]:
-            name = _message_name(each.link, int(each.microbatches[wrong]))
-            site = each.target, int(each.reads[wrong])
+            name = _message_name(each.route.link, int(each.route.microbatches[wrong]))
+            site = each.route.target, int(each.reads[wrong])
             yield _Fault(site, f"reads {name}, which is received only at {each.receives[wrong]}")
 
 
@@ -261,7 +282,7 @@ def _frees_after_last_use(step: StepIndex) -> Iterator[_Fault]:
             message = f"needs {where}, which was freed at {freed[stage, microbatch]}"
             yield _Fault((rank, number), f"{columns[number].op} {message}")
     for stage, microbatch in np.argwhere(freed < 0).tolist()[:1]:
-        suspect = step.suspect((), step.placement[stage], stage, microbatch)
+        suspect = step.suspect((), rank_of(step.placement, stage, microbatch), stage, microbatch)
         yield _Fault(suspect, f"stage {stage}, microbatch {microbatch} is never freed")
 
 
@@ -286,8 +307,8 @@ def _keeps_channel_order(step: StepIndex) -> Iterator[_Fault]:
     """From one rank to another, receives are posted in the order of the sends."""
     channels: dict[tuple[int, int], list[Deliveries]] = defaultdict(list)
     for each in step.deliveries:
-        if each.crosses_ranks:
-            channels[each.source, each.target].append(each)
+        if each.route.crosses_ranks:
+            channels[each.route.source, each.route.target].append(each)
     for (source, target), deliveries in channels.items():
         sends, receives = (
             _joined([getattr(each, way) for each in deliveries]) for way in ("sends", "receives")
@@ -296,9 +317,9 @@ def _keeps_channel_order(step: StepIndex) -> Iterator[_Fault]:
         for place in np.flatnonzero(np.diff(receives[order]) < 0).tolist()[:1]:
             late, early = order[place], order[place + 1]
             names = [
-                _message_name(each.link, microbatch)
+                _message_name(each.route.link, microbatch)
                 for each in deliveries
-                for microbatch in each.microbatches.tolist()
+                for microbatch in each.route.microbatches.tolist()
             ]
             sent = f"rank {source} sends them at {sends[early]} and {sends[late]}"
             message = f"{names[early]} is received before {names[late]}, but {sent}"
@@ -319,11 +340,12 @@ def _finishes(step: StepIndex) -> Iterator[_Fault]:
 
 
 def _waits(deliveries: Sequence[Deliveries]) -> Waits:
-    """Sends wait for their receives, and what reads a message for its send."""
+    """Every send waits for its receive, and every reader of a message waits for its send."""
     parts: list[tuple[Ints, ...]] = []
     for each in deliveries:
-        if each.crosses_ranks:
-            source, target = np.full_like(each.sends, each.source), np.full_like(each.sends, each.target)
+        if each.route.crosses_ranks:
+            source = np.full_like(each.sends, each.route.source)
+            target = np.full_like(each.sends, each.route.target)
             parts.append((source, each.sends, target, each.receives))
             read = each.reads >= 0
             parts.append((target[read], each.reads[read], source[read], each.sends[read]))
@@ -339,10 +361,9 @@ def _bounds_in_flight(step: StepIndex) -> Iterator[_Fault]:
     if step.limits is None:
         return
     for rank, (columns, limit) in enumerate(zip(step.columns, step.limits, strict=True)):
-        starts, ends = columns.ops == OP_CODE[Op.FORWARD], columns.ops == OP_CODE[Op.FREE]
-        in_flight = np.cumsum(starts.astype(int) - ends)
-        for number in np.flatnonzero(in_flight > limit).tolist()[:1]:
-            message = f"holds {in_flight[number]} microbatches in flight; expected at most {limit}"
+        pairs = in_flight(columns)
+        for number in np.flatnonzero(pairs > limit).tolist()[:1]:
+            message = f"holds {pairs[number]} microbatches in flight; expected at most {limit}"
             yield _Fault((rank, number), message)
 
 

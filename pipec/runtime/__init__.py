@@ -18,14 +18,3 @@ from pipec.runtime.interpreter import Interpreter
 from pipec.runtime.launch import World, resolve_devices, world
 from pipec.runtime.stage import StageCode
 from pipec.runtime.transport import InProcess, Transport
-
-__all__ = [
-    "InProcess",
-    "Interpreter",
-    "StageCode",
-    "TorchDistributed",
-    "Transport",
-    "World",
-    "resolve_devices",
-    "world",
-]

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from pipec.errors import PipecError, TransportError
-from pipec.ir import Instruction, Link, Payload, Plan, Value
+from pipec.ir import Instruction, Link, Op, Program, Value
 from pipec.ir.text import evaluate_dim, format_link
 from pipec.runtime.connections import Connections, Direction, GlooConnections, NcclConnections
 from pipec.runtime.storage import is_exclusive
@@ -67,10 +67,10 @@ class TorchDistributed:
             else GlooConnections(self.rank, self.num_ranks, timeout)
         )
 
-    def connect(self, plan: Plan, text: str) -> None:
-        """Check that every rank holds the same ``text``, then open the directions of the plan's links."""
+    def connect(self, programs: Sequence[Program], text: str) -> None:
+        """Check that every rank holds the same ``text``, then open the connections that ``programs`` use."""
         self.agree(text)
-        self._connections.open(_directions(plan))
+        self._connections.open(_directions(programs))
 
     def agree(self, text: str) -> None:
         """Check that every rank calls this with the same text.
@@ -234,15 +234,14 @@ def _message(instruction: Instruction) -> str:
     return format_link(instruction.link) + of
 
 
-def _directions(plan: Plan) -> set[Direction]:
-    """The pairs of ranks between which the links of the plan carry something."""
-    directions = set()
-    for link in plan.links:
-        source = plan.placement[link.source]
-        everyone = range(plan.num_ranks)
-        targets = everyone if link.payload is Payload.RESULT else [plan.placement[link.target]]
-        directions |= {(source, target) for target in targets if target != source}
-    return directions
+def _directions(programs: Sequence[Program]) -> set[Direction]:
+    """Between which ranks the programs send."""
+    return {
+        (program.rank, instruction.peer)
+        for program in programs
+        for instruction in program.instructions
+        if instruction.op is Op.SEND
+    }
 
 
 def _check_equal(digests: Sequence[str]) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipec.artifact.directory import Artifact, stage_module
+from pipec.ir import stages_on
 from pipec.runtime.distributed import TorchDistributed
 from pipec.runtime.interpreter import Interpreter
 from pipec.runtime.launch import Devices, resolve_devices, world
@@ -92,7 +93,7 @@ class Execution:
         self.artifact = artifact
         self._ranks = ranks
         if ranks.world.distributed:
-            ranks.distributed.connect(artifact.plan, artifact.text())
+            ranks.distributed.connect(artifact.programs, artifact.text())
         plan = artifact.plan
         self._interpreters = [
             Interpreter(
@@ -100,8 +101,7 @@ class Execution:
                 plan,
                 {
                     stage: stage_module(stage, artifact.sources[stage])
-                    for stage, home in enumerate(plan.placement)
-                    if home == rank
+                    for stage in stages_on(plan.placement, rank)
                 },
                 parameters,
                 {**buffers, **{name: value.to(device) for name, value in artifact.constants.items()}},

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from pipec.artifact.directory import Artifact
 from pipec.errors import InputError
-from pipec.ir import Plan, Program
+from pipec.ir import Plan, Program, ranks_of
 from pipec.runtime.execution import Execution, Ranks
 from pipec.runtime.recording import RecordedStep
 
@@ -95,7 +95,8 @@ def homes(plan: Plan, devices: Mapping[int, torch.device]) -> dict[str, torch.de
     """
     found: dict[str, torch.device | None] = {}
     for stage in plan.stages:
-        device = devices.get(plan.placement[stage.index])
+        held_by = (devices.get(rank) for rank in ranks_of(plan.placement, stage.index))
+        device = next(filter(None, held_by), None)
         for fqn in stage.parameters + stage.buffers:
             found.setdefault(fqn, device)
     return found

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from pipec.errors import VerifyError
-from pipec.ir import Instruction, Link, Op, Payload, Phase, Plan, Program, Value
+from pipec.ir import Instruction, Kind, Link, Op, Payload, Phase, Plan, Program, Value
 from pipec.runtime.compute import Action, Take, bind_phase
 from pipec.runtime.results import Results
 from pipec.runtime.stage import BoundStage, Frame, parameter_names
@@ -96,8 +96,8 @@ class _Linker:
                 return self._move(instruction)
             case Op.FREE:
                 return self._free(instruction)
-            case _:
-                return self._compute(instruction)
+        assert instruction.op.traits.kind is Kind.COMPUTE, f"the linker makes no call for {instruction.op}"
+        return self._compute(instruction)
 
     def mark_last_readers(self) -> None:
         """Tell each action which names to drop, which is known once the whole program is linked."""

@@ -10,6 +10,7 @@ from typing import cast
 from pipec.errors import InputError
 from pipec.ir import Phase, Schedule
 from pipec.ir.columns import PHASE_CODE, Cells
+from pipec.programs.memory import most_in_flight
 from pipec.schedules.custom import custom_schedule, format_orders, parse_orders
 from pipec.schedules.dualpipe_v import dualpipe_v
 from pipec.schedules.fixed import LOOPED, SCHEDULES
@@ -17,7 +18,7 @@ from pipec.schedules.gpipe import gpipe
 from pipec.schedules.interleaved import interleaved_1f1b
 from pipec.schedules.looped_bfs import looped_bfs
 from pipec.schedules.one_f_one_b import one_f_one_b
-from pipec.schedules.orders import looped_placement, most_in_flight, on_ranks, straight_placement, v_placement
+from pipec.schedules.orders import looped_placement, on_ranks, straight_placement, v_placement
 from pipec.schedules.search.auto import auto, candidates, named
 from pipec.schedules.search.workload import Workload
 from pipec.schedules.search.zero_bubble import zb_1p, zb_2p
@@ -91,36 +92,3 @@ def forward_only(schedule: Schedule) -> Schedule:
     orders = map(Cells.of, schedule.orders)
     forwards = (order.where(order.phases == PHASE_CODE[Phase.FORWARD]) for order in orders)
     return replace(schedule, orders=tuple(forwards))
-
-
-__all__ = [
-    "ENTRY_POINTS",
-    "SCHEDULES",
-    "SEARCHED",
-    "Workload",
-    "auto",
-    "candidates",
-    "custom_schedule",
-    "dualpipe_v",
-    "format_orders",
-    "forward_only",
-    "gpipe",
-    "interleaved_1f1b",
-    "looped_bfs",
-    "looped_placement",
-    "make_schedule",
-    "most_in_flight",
-    "named",
-    "on_ranks",
-    "one_f_one_b",
-    "parse_orders",
-    "straight_placement",
-    "v_half",
-    "v_min",
-    "v_placement",
-    "zb_1p",
-    "zb_2p",
-    "zb_h1",
-    "zb_h2",
-    "zb_v",
-]

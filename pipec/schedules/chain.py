@@ -11,7 +11,7 @@ from pipec.timeline.simulate import simulate
 
 
 def simulate_schedule(schedule: Schedule, work: Workload) -> tuple[Timeline, float]:
-    """A schedule of a plain chain of stages, and how many seconds it took to lower and verify it.
+    """The timeline of a schedule on a plain chain of stages, and the seconds to lower and verify it.
 
     Raises:
         VerifyError: the schedule is broken.

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from pipec.ir import Compute, Phase, Schedule
+from pipec.ir import Compute, Phase, Placement, Schedule, count_ranks
 from pipec.ir.columns import PHASE_CODE, Cells, Ints
 
 Kind = tuple[Phase, int]
@@ -38,14 +38,6 @@ def on_ranks(schedule: Schedule, ranks: Sequence[int]) -> Schedule:
     )
 
 
-def most_in_flight(order: Sequence[Compute]) -> int:
-    """The most microbatches a rank holds at once, from forward to whole backward or weight gradient."""
-    phases = Cells.of(order).phases
-    ends = (phases == PHASE_CODE[Phase.BACKWARD]) | (phases == PHASE_CODE[Phase.BACKWARD_WEIGHT])
-    held = np.cumsum((phases == PHASE_CODE[Phase.FORWARD]).astype(np.int64) - ends)
-    return int(held.max(initial=0))
-
-
 def looped_name(name: str, num_chunks: int) -> str:
     """``name`` with the number of stages that a rank holds, which is left out if it is 2."""
     return name if num_chunks == 2 else f"{name}-v{num_chunks}"
@@ -54,11 +46,11 @@ def looped_name(name: str, num_chunks: int) -> str:
 def ordered(
     name: str,
     num_microbatches: int,
-    placement: tuple[int, ...],
+    placement: Placement,
     order: Callable[[int], Iterable[Compute]],
 ) -> Schedule:
     """The schedule whose rank s runs ``order(s)``."""
-    orders = (order(rank) for rank in range(max(placement) + 1))
+    orders = (order(rank) for rank in range(count_ranks(placement)))
     cells = (each if isinstance(each, Cells) else Cells.of(tuple(each)) for each in orders)
     return Schedule(name, num_microbatches, placement, tuple(cells))
 

@@ -1,17 +1,17 @@
 """Why a step takes as long as it does: what ranks wait for, the critical path, and memory over time."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 
 import numpy as np
 
-from pipec.ir import Payload, Phase
+from pipec.ir import Payload, Plan, StageMemory, stages_on
 from pipec.ir.columns import Floats, Ints
 from pipec.programs.consumers import first_readers
-from pipec.timeline.events import Event, Events, Timeline
+from pipec.timeline.events import Events, Timeline
 
 Curve = Sequence[tuple[float, float]]
 """Times, ascending, each with the amount held from then on."""
@@ -21,29 +21,33 @@ _NEGLIGIBLE = 1e-6
 
 
 @dataclass(frozen=True, eq=False)
-class Waits:
+class Attribution:
     """What came right before each event of a timeline, entry by entry; -1 stands for nothing.
 
-    ``previous`` is the compute of the same rank before it, ``idle`` the time the rank computed nothing in
-    between, and ``messages`` the one that ended it. Messages are never idle: they leave when they can.
+    ``previous`` is the compute that ran before it on the same rank. ``idle`` is how long a rank computed
+    nothing before a compute, and ``messages`` the message that ended this. ``queued`` is, for a message that
+    had to wait for its channel, the message that the channel carried until then.
     """
 
     previous: Ints
     idle: Floats
     messages: Ints
+    queued: Ints
 
     @cached_property
     def causes(self) -> Ints:
-        """The events without which these could have begun earlier."""
-        return np.where(self.messages < 0, self.previous, self.messages)
+        """For each event the one without which it could have begun earlier."""
+        awaited = np.maximum(self.messages, self.queued)
+        return np.where(awaited < 0, self.previous, awaited)
 
 
-def waits(timeline: Timeline) -> Waits:
-    """What came right before each event, in the order of the events.
+def waits(timeline: Timeline) -> Attribution:
+    """What each event waited for, in the order of the events.
 
-    A rank waits for the message that arrived last of those it reads. If they had all arrived before the
-    rank was free, or it reads none, idle time is the rank's own, as that between recorded computes is.
-    A recorded message lasts until it is read, so any is taken to arrive as fast as the fastest of its link.
+    An idle rank waits for the message that arrives last of those that its next compute reads. If the rank
+    was busy until all of them had arrived, or the compute reads none, the idle time is the rank's own: some
+    passes between the computes of a recorded step. A recorded message lasts until it is read, so each is
+    taken to arrive as fast as the fastest message between the same stages and ranks.
     """
     events, least = timeline.columns, _NEGLIGIBLE * timeline.makespan
     previous = _previous(events)
@@ -53,7 +57,8 @@ def waits(timeline: Timeline) -> Waits:
     arrivals = _arrivals(events)
     last = _last_inputs(readers(timeline), arrivals)
     late = (idle > 0) & (np.append(arrivals, -np.inf)[last] > free + least)
-    return Waits(previous, idle, np.where(late, last, -1))
+    queued = _queued(events, previous, least)
+    return Attribution(previous, idle, np.where(late, last, -1), queued)
 
 
 def readers(timeline: Timeline) -> Ints:
@@ -72,6 +77,20 @@ def _previous(events: Events) -> Ints:
     latest = np.maximum.accumulate(np.where(events.is_compute, numbers, -1))
     before = np.concatenate([[-1], latest])[: len(events)]
     return np.where(before < np.searchsorted(events.ranks, events.ranks), -1, before)
+
+
+def _queued(events: Events, previous: Ints, least: float) -> Ints:
+    """For each message that left only when its channel had carried another one, that other; -1 elsewhere."""
+    messages = np.flatnonzero(~events.is_compute)
+    channels = (events.ranks.astype(np.int64) << 32) + events.instructions.peers
+    messages = messages[np.argsort(channels[messages], kind="stable")]
+    before, after = messages[:-1], messages[1:]
+    waited = np.abs(events.starts[after] - events.ends[before]) <= least
+    waited &= channels[before] == channels[after]
+    waited &= events.starts[after] > np.append(events.ends, 0.0)[previous[after]] + least
+    found = np.full(len(events), -1)
+    found[after[waited]] = before[waited]
+    return found
 
 
 def _arrivals(events: Events) -> Floats:
@@ -94,7 +113,7 @@ def _last_inputs(read_by: Ints, arrivals: Floats) -> Ints:
     return found
 
 
-def critical_path(timeline: Timeline, found: Waits) -> tuple[int, ...]:
+def critical_path(timeline: Timeline, found: Attribution) -> tuple[int, ...]:
     """The events, first to last, each of which kept the next from beginning; the last one ends the step.
 
     ``found`` are the ``waits`` of the timeline.
@@ -137,7 +156,7 @@ class RankTime:
         return sum(each.time for each in self.waits)
 
 
-def rank_times(timeline: Timeline, found: Waits) -> tuple[RankTime, ...]:
+def rank_times(timeline: Timeline, found: Attribution) -> tuple[RankTime, ...]:
     """Where the time of each rank goes. ``found`` are the ``waits`` of the timeline."""
     events, num_ranks = timeline.columns, timeline.num_ranks
     computes = events.is_compute
@@ -153,7 +172,7 @@ def rank_times(timeline: Timeline, found: Waits) -> tuple[RankTime, ...]:
     )
 
 
-def _awaited(events: Events, found: Waits) -> dict[int, list[Awaited]]:
+def _awaited(events: Events, found: Attribution) -> dict[int, list[Awaited]]:
     """What each rank waits for, longest first."""
     late = np.flatnonzero(found.messages >= 0)
     messages = found.messages[late]
@@ -170,43 +189,39 @@ def _awaited(events: Events, found: Waits) -> dict[int, list[Awaited]]:
     return awaited
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """What a microbatch of a stage holds: ``backward`` from its forward to its input gradient or whole
-    backward, ``weight`` from there to its weight gradient, in bytes or any other unit."""
-
-    backward: float = 1.0
-    weight: float = 1.0
+_IN_FLIGHT = StageMemory(saved=1, kept=1)
 
 
-def memory_over_time(timeline: Timeline, held: Mapping[int, Held] | None = None) -> tuple[Curve, ...]:
+def memory_over_time(
+    timeline: Timeline, memory: Mapping[int, StageMemory] | None = None
+) -> tuple[Curve, ...]:
     """For each rank the steps of what its microbatches hold: ``(time, amount from then on)``, from time 0.
 
-    ``held[stage]`` is what one microbatch holds, by default 1 until its last compute: that counts the
-    pairs of stage and microbatch in flight. A forward holds from its start, a backward lets go at its end.
+    ``memory[stage]`` is what a stage holds. By default a microbatch holds 1 until its last compute, which
+    counts the pairs of stage and microbatch in flight.
     """
     changes: list[list[tuple[float, float]]] = [[] for _ in range(timeline.num_ranks)]
     for event in timeline.computes:
-        one = (held or {}).get(event.instruction.stage, Held())
-        changes[event.rank] += _changes(event, one)
+        stage, phase = event.instruction.stage, event.instruction.op.phase
+        assert phase
+        growth = (memory or {}).get(stage, _IN_FLIGHT).growth(phase)
+        changes[event.rank] += zip((event.start, event.end), growth, strict=True)
     return tuple(map(_steps, changes))
 
 
-def _changes(event: Event, held: Held) -> Iterator[tuple[float, float]]:
-    match event.instruction.op.phase:
-        case Phase.FORWARD:
-            yield event.start, held.backward
-        case Phase.BACKWARD:
-            yield event.end, -held.backward
-        case Phase.BACKWARD_INPUT:
-            yield event.end, held.weight - held.backward
-        case Phase.BACKWARD_WEIGHT:
-            yield event.end, -held.weight
+def rank_memory_over_time(plan: Plan, timeline: Timeline) -> tuple[Curve, ...]:
+    """The bytes that each rank holds over time, with what its stages hold once."""
+    stages = {stage.index: stage.cost.memory for stage in plan.stages}
+    curves = []
+    for rank, curve in enumerate(memory_over_time(timeline, stages)):
+        static = sum(stages[stage].static for stage in stages_on(plan.placement, rank))
+        curves.append([(time, static + amount) for time, amount in curve])
+    return tuple(curves)
 
 
 def _steps(changes: Sequence[tuple[float, float]]) -> Curve:
     """Running totals, one step for all changes at the same time."""
-    ordered = sorted([(0.0, 0.0), *changes])
+    ordered = sorted([(0.0, 0.0), *((time, change) for time, change in changes if change)])
     totals = list(accumulate(change for _, change in ordered))
     times = [time for time, _ in ordered]
     last_of_time = [here != after for here, after in pairwise([*times, None])]

@@ -11,7 +11,7 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from pipec.ir import Instruction, Op, Phase
+from pipec.ir import Instruction, Kind, Op, Phase
 from pipec.ir.columns import OP_CODE, OPS, Floats, Instructions, Ints
 
 
@@ -26,7 +26,7 @@ class Event:
 
     @property
     def is_compute(self) -> bool:
-        return self.instruction.op is not Op.SEND
+        return self.instruction.op.traits.kind is Kind.COMPUTE
 
 
 _CHUNK = 1 << 16
@@ -54,8 +54,7 @@ class Events(Sequence[Event]):
 
     @property
     def is_compute(self) -> NDArray[np.bool_]:
-        computes: NDArray[np.bool_] = self.instructions.ops != OP_CODE[Op.SEND]
-        return computes
+        return self.instructions.is_compute
 
     def where(self, mask: NDArray[np.bool_]) -> "Events":
         """The events at which ``mask`` is true."""
@@ -147,7 +146,7 @@ class Timeline:
 
     @cached_property
     def messages(self) -> Events:
-        return self.columns.where(~self.columns.is_compute)
+        return self.columns.where(self.columns.instructions.ops == OP_CODE[Op.SEND])
 
     def computes_of(self, rank: int) -> Events:
         """The computes of a rank, in order."""

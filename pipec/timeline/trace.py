@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from pipec.errors import InputError
 from pipec.ir import Instruction, Op, Phase, Program
+from pipec.programs.memory import peak_in_flight
 from pipec.timeline.events import Event, Timeline
-from pipec.timeline.simulate import peak_in_flight
 
 
 @dataclass

@@ -1,58 +1,12 @@
-"""Pictures of steps, simulated or recorded, drawn from their timelines alone."""
+"""Pictures of steps, simulated or recorded, drawn from their timelines alone.
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+``steps`` is what commands and scripts call; ``files`` chooses between ``html``, ``chrome``, ``svg`` and
+``text``, which draw. ``labels``, ``causes`` and ``checks`` are what these share.
+"""
 
-from pipec.errors import InputError
-from pipec.timeline.attribution import Curve
-from pipec.timeline.events import Timeline
 from pipec.viz.chrome import chrome_trace
+from pipec.viz.files import check_suffix, write_timelines
 from pipec.viz.html import timeline_html
+from pipec.viz.steps import Step, draw_steps, steps_text
 from pipec.viz.svg import timeline_svg
 from pipec.viz.text import timeline_text
-
-SUFFIXES = (".html", ".json", ".svg", ".txt")
-
-
-def write_timelines(
-    path: Path,
-    timelines: Mapping[str, Timeline],
-    title: str = "",
-    memory: Mapping[str, Sequence[Curve]] | None = None,
-) -> None:
-    """Draw timelines, under their names, as the ending of ``path`` says.
-
-    ``.html`` is a page to explore and ``.json`` a trace for Perfetto or chrome://tracing: both with all of
-    them and the ``memory`` of each rank. ``.svg`` and ``.txt`` are pictures of the last one.
-
-    Raises:
-        InputError: the ending is another; nothing is written.
-    """
-    check_suffix(path)
-    match path.suffix:
-        case ".html":
-            drawn = timeline_html(timelines, title, memory)
-        case ".json":
-            drawn = chrome_trace(timelines, memory)
-        case ".svg":
-            drawn = timeline_svg([*timelines.values()][-1], title)
-        case _:
-            drawn = timeline_text([*timelines.values()][-1], title)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(drawn, encoding="utf-8")
-
-
-def check_suffix(path: Path) -> None:
-    """Raise InputError unless ``write_timelines`` can draw a file of this name."""
-    if path.suffix not in SUFFIXES:
-        raise InputError(f"cannot draw {path.name}: expected a name that ends in {', '.join(SUFFIXES)}")
-
-
-__all__ = [
-    "check_suffix",
-    "chrome_trace",
-    "timeline_html",
-    "timeline_svg",
-    "timeline_text",
-    "write_timelines",
-]

@@ -1,4 +1,4 @@
-"""Why a step takes as long as it does, on two lines: who waits longest and for whom, and what is critical."""
+"""Why a step takes as long as it does, in two lines: the longest wait of a rank, and the critical path."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -8,14 +8,14 @@ from pipec.timeline.events import Timeline
 from pipec.viz.labels import duration
 
 _MOST_PARTS = 3
-"""Parts of a sum told one by one, the largest; the others are told together."""
+"""So many parts of a sum are told one by one, the largest first. The others are told together."""
 
 _NEGLIGIBLE = 5e-4
-"""Share of the makespan below which a part of it is not told."""
+"""A part of the makespan below this share is not told."""
 
 
 def causes(timeline: Timeline) -> list[str]:
-    """The two lines; none of a step that takes no time."""
+    """The two lines. A step that takes no time has none."""
     if not timeline.makespan:
         return []
     found = waits(timeline)
@@ -35,8 +35,8 @@ _Parts = Mapping[str, float]
 
 def _waited(time: RankTime) -> _Parts:
     parts: dict[str, float] = defaultdict(float)
-    for each in time.waits:
-        parts[f"for rank {each.rank}'s {each.payload.replace('_', ' ')}s"] += each.time
+    for wait in time.waits:
+        parts[f"for rank {wait.rank}'s {wait.payload.replace('_', ' ')}s"] += wait.time
     parts["with all it needs there"] = time.own
     return parts
 

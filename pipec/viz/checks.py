@@ -8,7 +8,10 @@ from pipec.timeline.events import Timeline
 
 
 def check_timelines(timelines: Mapping[str, Timeline], memory: Mapping[str, Sequence[Curve]]) -> None:
-    """Raises ``InputError`` unless all have one unit, and each of ``memory`` is of one, rank by rank."""
+    """Raise InputError unless the timelines share one unit and ``memory`` fits them.
+
+    Each entry of ``memory`` belongs to a timeline of its name, and has a curve for each of its ranks.
+    """
     if not timelines:
         raise InputError("no timeline is given; expected at least one, under the name it is shown with")
     units = {name: timeline.unit for name, timeline in timelines.items()}

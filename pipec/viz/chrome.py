@@ -22,9 +22,9 @@ def chrome_trace(
 ) -> str:
     """The JSON text: a process per timeline under its name, a track per rank, a slice per compute.
 
-    Arrows lead from the compute before a send to the one that reads the message; results and gradients of
-    borrowed weights, which are read after the step, have none. Counters show what is in flight on each
-    rank, and its bytes where ``memory[name][rank]`` gives them.
+    An arrow leads from the compute before a send to the compute that reads the message. A message that is
+    read after the step, a result or the gradient of a borrowed weight, has no arrow. Counters show how many
+    microbatches are in flight on each rank, and its bytes where ``memory[name][rank]`` gives them.
 
     Raises:
         InputError: the timelines have different units, or ``memory`` does not fit them.
@@ -32,15 +32,15 @@ def chrome_trace(
     memory = memory or {}
     check_timelines(timelines, memory)
     events = [
-        each
+        event
         for process, (name, timeline) in enumerate(timelines.items(), start=1)
-        for each in _Process(process, name, timeline, memory.get(name, ())).events()
+        for event in _Process(process, name, timeline, memory.get(name, ())).events()
     ]
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":")) + "\n"
 
 
 class _Process:
-    """One timeline. Tracks are numbered from 1: viewers take thread 0 for the idle thread of a system."""
+    """One timeline. Tracks are numbered from 1, because viewers take thread 0 for the system's idle one."""
 
     def __init__(self, number: int, name: str, timeline: Timeline, memory: Sequence[Curve]) -> None:
         self._name = name
@@ -90,7 +90,7 @@ class _Process:
                 yield from self._flow(index, self._timeline.events[maker], self._timeline.events[reader])
 
     def _flow(self, index: int, maker: Event, reader: Event) -> Iterator[dict[str, object]]:
-        """A flow binds to the slice its time lies in, so both ends are put a nanosecond inside."""
+        """An arrow. Each end binds to the slice that its time lies in, so it is put a nanosecond inside."""
         left = max(self._time(maker.end) - 1, self._time(maker.start))
         read = min(self._time(reader.start) + 1, self._time(reader.end))
         name = _payload(self._timeline.events[index])

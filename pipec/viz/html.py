@@ -1,7 +1,7 @@
 """Timelines as one self-contained page to explore: zoom, hover, arrows, curves and the critical path.
 
-The page is ``page/page.html`` with its style, its scripts and the timelines as JSON put in. What it says of
-waits and of the critical path is decided here; the page only draws, and looks up what is under the pointer.
+The page is ``page/page.html``, into which its style, its scripts and the timelines as JSON are put. Waits and
+the critical path are worked out here. The page only draws, and looks up what is under the pointer.
 """
 
 import json
@@ -22,7 +22,7 @@ _PHASES = tuple(NAMES)
 _PAYLOADS = tuple(Payload)
 
 _FILES = ("style.css", "timeline.js", "words.js", "drawing.js", "pointing.js")
-"""What ``page.html`` is filled with, next to it."""
+"""The files next to ``page.html`` that it is filled with."""
 
 _DIGITS = 7
 """Decimal digits of the longest time that the page keeps."""
@@ -37,8 +37,8 @@ def timeline_html(
 ) -> str:
     """The page, as text: the timelines under their names, on one axis of time. Deterministic.
 
-    ``memory[name][rank]`` are the bytes a rank holds over time; the page then offers them beside what is in
-    flight.
+    ``memory[name][rank]`` are the bytes that a rank holds over time. Where they are given, the page shows
+    them or the microbatches in flight, as the reader likes.
 
     Raises:
         InputError: the timelines have different units, or ``memory`` does not fit them.
@@ -66,7 +66,7 @@ def _file(name: str) -> str:
 
 
 def _json_in_html(data: object) -> str:
-    """JSON in which nothing can end the script element that holds it."""
+    """JSON without the characters that could end the script element around it."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026")
 
@@ -84,7 +84,11 @@ def _rounding(longest: float) -> _Round:
 def _timeline_data(
     name: str, timeline: Timeline, memory: Sequence[Curve], rounded: _Round
 ) -> dict[str, object]:
-    """Columns of numbers; computes and messages are counted apart, each in the order of the events."""
+    """The timeline as columns of numbers. Computes and messages are numbered apart, in the order of events.
+
+    ``cause`` is the number of the message that a compute waited for, ``maker`` that of the compute before a
+    message; -1 stands for none.
+    """
     found = waits(timeline)
     path = critical_path(timeline, found)
     is_compute = timeline.columns.is_compute.tolist()
@@ -114,7 +118,7 @@ def _timeline_data(
 
 
 def _places(is_compute: Iterable[bool]) -> Iterator[int]:
-    """For each event, how many of its kind come before it."""
+    """The number of each event among its kind: two computes and a message have 0, 1 and 0."""
     count = {True: 0, False: 0}
     for kind in is_compute:
         yield count[kind]

@@ -29,7 +29,7 @@ def chunks(timeline: Timeline) -> dict[int, int]:
 def cell_labels(timeline: Timeline) -> Callable[[Event], str]:
     """How computes are labelled: ``F3`` is the forward of microbatch 3.
 
-    If ranks hold several stages, ``Fb3`` is that of the second stage of its rank.
+    If ranks hold several stages, ``Fb3`` is the forward of the second stage of its rank.
     """
     chunk_of = chunks(timeline)
     several = max(chunk_of.values(), default=0) > 0
@@ -58,7 +58,7 @@ def duration(time: float, timeline: Timeline) -> str:
 
 
 def time_axis(timeline: Timeline, most: int) -> tuple[str, list[tuple[float, str]]]:
-    """The unit of the time axis and its ticks, as (time, text) at round numbers; about ``most`` of them."""
+    """The unit of the time axis, and about ``most`` ticks at round numbers, each a time and its text."""
     factor, unit = 1.0, timeline.unit
     if unit == "s":
         scales = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))

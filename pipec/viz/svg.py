@@ -1,7 +1,7 @@
 """A timeline as a self-contained SVG: a lane per rank, a box per compute, thin arrows for messages.
 
-The picture is a card with its own background, light or dark as the viewer prefers. Times too short to
-see are drawn together: one box per phase for a run of cells, so that the size of the file is bounded.
+The picture is a card with its own background, light or dark as the viewer prefers. Computes too short to see
+are drawn together, one box for each phase in a run of them. This bounds the size of the file.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -50,17 +50,17 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 88, 72, 72, 64
 """Margins around the lanes, in pixels."""
 
 _CELL_WIDTH = 26
-"""Pixels wished for the shortest compute, while the lanes stay within ``_WIDTHS``."""
+"""The shortest compute is so many pixels wide, unless the lanes would then leave ``_WIDTHS``."""
 
 _WIDTHS = (600, 1600)
 _CHARACTER_WIDTH = 6.4
 _LEAST_WIDTH = 3.0
-"""Pixels below which boxes are drawn together with their neighbours; more if there were too many boxes."""
+"""A box of fewer pixels is drawn together with its neighbours. The limit rises where boxes are too many."""
 
 _MOST_BOXES = 20_000
 _MOST_ARROWS = 2_000
 _SIDESTEP = 2.0
-"""Pixels between arrows that meet, left for activations and right for gradients."""
+"""Arrows of activations are drawn so many pixels to the left, those of gradients to the right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ def _kind(event: Event) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Box:
-    """Something drawn in a lane: one compute, or those of a phase in a run of short ones."""
+    """What a lane shows as one: a compute, or all computes of a phase in a run of short ones."""
 
     start: float
     end: float
@@ -213,7 +213,7 @@ def _fitting_labels(timeline: Timeline, layout: _Layout) -> Callable[[Event], st
 
 
 def _runs(events: Iterable[Event], least: float) -> Iterator[list[Event]]:
-    """Split computes of a rank into runs without idle time that take at least ``least``, where they can."""
+    """Split the computes of a rank into runs without idle time. A run ends once it has taken ``least``."""
     run: list[Event] = []
     for event in events:
         if run and (event.start > run[-1].end + least / 10 or run[-1].end - run[0].start >= least):

@@ -11,13 +11,13 @@ from pipec.viz.causes import causes
 from pipec.viz.labels import NAMES, cell_labels, chunks, phases, summary, time_axis
 
 _WIDTH = 144
-"""Most columns of time in a panel."""
+"""A panel has at most so many columns of time."""
 
 _PANELS = 4
-"""Most panels; a timeline that needs more is compressed into one, where most labels do not fit."""
+"""At most so many panels. A timeline that needs more is compressed into one, where most labels do not fit."""
 
 _LEAST_CELL = 3
-"""Columns that the shortest label takes with a blank."""
+"""The shortest label and a blank take so many columns."""
 
 _IDLE = "·"
 _FILL = "─"
@@ -25,7 +25,7 @@ _FILL = "─"
 
 @dataclass(frozen=True, slots=True)
 class _Panel:
-    """The part of the timeline from ``start`` to ``end``, drawn with ``columns`` to a unit of time."""
+    """The part of the timeline from ``start`` to ``end``; a unit of time is ``columns`` wide."""
 
     start: float
     end: float
@@ -35,7 +35,7 @@ class _Panel:
         return round((time - self.start) * self.columns)
 
     def columns_of(self, times: Floats) -> Floats:
-        """The columns of many times, of those outside the panel its first or the one after its last."""
+        """The columns of many times. Those before the panel are put at its start, later ones at its end."""
         return ((times.clip(self.start, self.end) - self.start) * self.columns).round()
 
 
@@ -48,7 +48,7 @@ def timeline_text(timeline: Timeline, title: str = "") -> str:
 
 
 def _panels(timeline: Timeline, label: Callable[[Event], str]) -> list[_Panel]:
-    """As wide as lets every cell show its label and a blank, if that takes few enough panels."""
+    """Panels with room for the label of every cell and a blank; one panel, if those would be too many."""
     computes = timeline.computes
     durations = computes.ends - computes.starts
     if not durations.any():
@@ -85,7 +85,7 @@ def _row(events: Events, panel: _Panel, label: Callable[[Event], str]) -> str:
 
 
 def _cell(label: str, width: int) -> str:
-    """``label`` and a blank in ``width`` columns, or as much of that as fits; a number is never cut short."""
+    """``label`` and a blank in ``width`` columns. Where the label does not fit, its letter stands alone."""
     if width < len(label):
         return label[:1].ljust(width, _FILL)[:width]
     return label.ljust(width - 1, _FILL).ljust(width)

@@ -10,8 +10,9 @@ make it deterministic.
 
 import math
 import random
+from collections.abc import Sequence
 
-from pipec.schedules.search.fill import Filled, fill
+from pipec.schedules.search.play import Play, play
 from pipec.schedules.search.problem import Orders, Problem
 
 _HOT, _COLD = 0.2, 0.02
@@ -33,29 +34,33 @@ def anneal(problem: Problem, orders: Orders, plays: int) -> Orders:
     numbers = random.Random(0)
     unit = sum(problem.seconds) / len(problem.seconds)
     kept = [[cell for cell in order if cell < problem.first_weight] for order in orders]
-    here = fill(problem, kept)
+    here = play(problem, kept)
     assert here
     best = here
     for number in range(plays):
         if best.makespan <= problem.least_makespan + _TIE:
             break
         temperature = unit * _HOT * (_COLD / _HOT) ** (number / plays)
-        most = _energy(here) - temperature * math.log(1 - numbers.random())
+        most = _energy(problem, here) - temperature * math.log(1 - numbers.random())
         times = _shifted(problem, here.start, unit, numbers)
         moved = [sorted(order, key=times.__getitem__) for order in kept]
-        found = None if moved == kept else fill(problem, moved, most - best.mean_end / 2)
-        if found and _energy(found) <= most:
+        found = None if moved == kept else play(problem, moved, most - _mean_end(problem, best) / 2)
+        if found and _energy(problem, found) <= most:
             here, kept = found, moved
-            best = min(best, here, key=lambda each: (each.makespan, each.mean_end))
+            best = min(best, here, key=lambda each: (each.makespan, each.sum_of_ends))
     return best.orders
 
 
-def _energy(filled: Filled) -> float:
-    """What is to be small. Of orders of the same makespan, those whose cells end early are closer to less."""
-    return filled.makespan + filled.mean_end / 2
+def _energy(problem: Problem, timeline: Play) -> float:
+    """What is to be small. Of two of the same makespan, one whose cells end early is easier to improve."""
+    return timeline.makespan + _mean_end(problem, timeline) / 2
 
 
-def _shifted(problem: Problem, start: list[float], unit: float, numbers: random.Random) -> list[float]:
+def _mean_end(problem: Problem, timeline: Play) -> float:
+    return timeline.sum_of_ends / problem.first_weight
+
+
+def _shifted(problem: Problem, start: Sequence[float], unit: float, numbers: random.Random) -> list[float]:
     """Other times for forwards and input gradients than their ``start``.
 
     One to three times over, some microbatches in a row are put off or brought forward in one place on their

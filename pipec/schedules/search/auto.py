@@ -6,14 +6,13 @@ from dataclasses import replace
 
 from pipec.errors import InfeasibleError, InputError
 from pipec.ir import Schedule
-from pipec.programs.lower import chain_links, lower
+from pipec.schedules.chain import simulate_schedule
 from pipec.schedules.fixed import SCHEDULES
 from pipec.schedules.orders import straight_placement, v_placement
-from pipec.schedules.search.problem import make_problem
+from pipec.schedules.search.problem import Problem, make_problem
 from pipec.schedules.search.workload import Workload
 from pipec.schedules.search.zero_bubble import search
 from pipec.schedules.v_half_min import within_peak
-from pipec.timeline.simulate import simulate
 
 
 def auto(num_ranks: int, num_microbatches: int, work: Workload) -> Schedule:
@@ -27,11 +26,13 @@ def auto(num_ranks: int, num_microbatches: int, work: Workload) -> Schedule:
     """
     found = [each for each in candidates(num_ranks, num_microbatches, work) if work.fits(each)]
     if not found:
+        limit = min(work.limits(num_ranks))
         raise InfeasibleError(
             f"no schedule of {num_ranks} ranks and {num_microbatches} microbatches stays within a memory "
-            f"limit of {work.memory_limit:g}; raise the limit, use smaller microbatches or recompute"
+            f"limit of {limit:g}; raise the limit, use smaller microbatches or recompute"
         )
-    return replace(min(found, key=lambda schedule: makespan(schedule, work)), name="auto")
+    best = min(found, key=lambda schedule: simulate_schedule(schedule, work)[0].makespan)
+    return replace(best, name="auto")
 
 
 def candidates(
@@ -39,20 +40,17 @@ def candidates(
 ) -> list[Schedule]:
     """Every schedule of ``SCHEDULES`` that can do with these counts, and orders found from them.
 
-    The search for those is on the straight and the V placement, within the memory limit. With a
-    ``placement``, only what has its stages there.
+    The search for those is on the straight and the V placement, within the memory limit. All have as many
+    stages as ``work`` knows the costs of and, if ``placement`` is given, have them there.
     """
-    known = [each for each in named(num_ranks, num_microbatches) if placement in (None, each.placement)]
+
+    def is_wanted(where: tuple[int, ...]) -> bool:
+        return work.serves(where) and placement in (None, where)
+
+    known = [each for each in named(num_ranks, num_microbatches) if is_wanted(each.placement)]
     fitting = [schedule for schedule in known if work.fits(schedule)]
-    searched = [straight_placement(num_ranks), v_placement(num_ranks)]
-    wanted = [each for each in searched if placement in (None, each)]
-    return [*known, *_searched(wanted, num_microbatches, work, fitting)]
-
-
-def makespan(schedule: Schedule, work: Workload) -> float:
-    """How long the simulator says a step takes on a plain chain of stages."""
-    links = chain_links(schedule.num_stages)
-    return simulate(lower(schedule, links), work.costs(schedule, links)).makespan
+    searched = filter(is_wanted, (straight_placement(num_ranks), v_placement(num_ranks)))
+    return [*known, *_searched(searched, num_microbatches, work, fitting)]
 
 
 def named(num_ranks: int, num_microbatches: int) -> list[Schedule]:
@@ -67,16 +65,23 @@ def named(num_ranks: int, num_microbatches: int) -> list[Schedule]:
 def _searched(
     placements: Iterable[tuple[int, ...]], m: int, work: Workload, fitting: list[Schedule]
 ) -> Iterator[Schedule]:
-    limit = float("inf") if work.memory_limit is None else work.memory_limit
-    chunk = max(work.memory_backward, work.memory_weight) / 2
-    peak = int(min(limit / chunk + 1e-9, 2 * m))
     for placement in placements:
-        num_ranks = max(placement) + 1
-        problem = make_problem(placement, m, work, limit)
+        problem = make_problem(placement, m, work, work.room(placement))
         known = [schedule for schedule in fitting if schedule.placement == placement]
-        if placement == v_placement(num_ranks):
-            known += within_peak(num_ranks, m, peak)
+        if placement == v_placement(problem.num_ranks):
+            known += within_peak(problem.num_ranks, m, _most_chunks(problem, work))
         try:
             yield problem.schedule("auto", search(problem, map(problem.orders, known), by_span=False))
         except InfeasibleError:  # the other placement may fit
             continue
+
+
+def _most_chunks(problem: Problem, work: Workload) -> int:
+    """How many stage-microbatches every rank has room for, whichever of its stages they are of."""
+    memory = work.on(problem.placement).memory
+    largest = [0.0] * problem.num_ranks
+    for stage, rank in zip(memory, problem.placement, strict=True):
+        largest[rank] = max(largest[rank], stage.saved, stage.kept)
+    most = 2 * problem.num_microbatches
+    fitting = (limit / one for limit, one in zip(problem.limits, largest, strict=True) if one)
+    return int(min(most, *fitting))

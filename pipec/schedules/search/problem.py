@@ -1,64 +1,80 @@
 """A schedule to be searched, in numbers: cells are integers, and an order is a list of them.
 
 Cell ``(kind * num_stages + stage) * m + microbatch`` is a forward (kind 0), an input gradient (1) or a weight
-gradient (2). Searches play thousands of candidates, which instructions would make a hundred times slower;
-the timeline of ``play`` is that which the simulator gives for the lowered programs.
+gradient (2). A search plays thousands of candidates; as instructions they would take a hundred times as long.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from pipec.ir import Compute, Phase, Schedule
+from pipec.ir import Compute, Phase, Placement, Schedule, rank_of
 from pipec.schedules.search.workload import Workload
 
 KINDS = (Phase.FORWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
 Orders = list[list[int]]
 """The cells of each rank."""
 
+_SLACK = 1 + 1e-9
+"""Sums of the same amounts in another order differ by less than this factor."""
+
 
 @dataclass(frozen=True)
 class Problem:
     """Which cells there are, how long they take, what they read and what they hold.
 
-    ``needs[cell]`` is the cell whose result it reads, or -1, and ``lags[cell]`` how long that is on its way;
-    ``holds[cell]`` is what memory grows by when it starts. ``limit`` is of each rank.
+    ``needs[cell]`` is the cell whose result it reads, or -1; a weight gradient reads nothing, but every order
+    has it behind its input gradient. The result of a cell is ``lags[cell]`` on its way to its reader through
+    channel ``channels[cell]``, which carries one at a time in the order in which they are made; channel -1
+    stands for those in which messages never meet. ``holds[cell]`` is by how much memory grows with a cell,
+    ``limits[rank]`` how much may be held.
     """
 
     placement: tuple[int, ...]
     num_microbatches: int
-    limit: float
+    limits: Sequence[float]
     seconds: Sequence[float] = field(repr=False)
     needs: Sequence[int] = field(repr=False)
     lags: Sequence[float] = field(repr=False)
+    channels: Sequence[int] = field(repr=False)
     holds: Sequence[float] = field(repr=False)
 
     @cached_property
-    def awaiting(self) -> list[list[tuple[int, int]]]:
-        """The forwards and input gradients that read the result of each cell, with their ranks."""
-        awaiting: list[list[tuple[int, int]]] = [[] for _ in self.needs]
-        for cell, needed in enumerate(self.needs[: self.first_weight]):
+    def readers(self) -> list[int]:
+        """The cell that reads the result of each, or -1."""
+        readers = [-1] * len(self.needs)
+        for cell, needed in enumerate(self.needs):
             if needed >= 0:
-                awaiting[needed].append((cell, self.placement[self.stage(cell)]))
-        return awaiting
+                readers[needed] = cell
+        return readers
+
+    @cached_property
+    def ranks(self) -> list[int]:
+        """The rank of each cell."""
+        cells = range(len(self.seconds))
+        return [rank_of(self.placement, self.stage(cell), self.microbatch(cell)) for cell in cells]
 
     @cached_property
     def work(self) -> list[float]:
         """How long the cells of each rank take."""
         work = [0.0] * self.num_ranks
-        for cell, seconds in enumerate(self.seconds):
-            work[self.placement[self.stage(cell)]] += seconds
+        for rank, seconds in zip(self.ranks, self.seconds, strict=True):
+            work[rank] += seconds
         return work
 
     @cached_property
     def least_makespan(self) -> float:
         """What no order can beat: each rank does its work once the first microbatch has come to it."""
         m, arrival, arrivals = self.num_microbatches, 0.0, dict[int, float]()
-        for stage, rank in enumerate(self.placement):
-            arrival += self.lags[stage * m]
-            arrivals.setdefault(rank, arrival)
+        for stage in range(self.num_stages):
+            arrivals.setdefault(rank_of(self.placement, stage), arrival)
             arrival += self.seconds[stage * m]
+            arrival += self.lags[stage * m]
         return max(arrivals[rank] + work for rank, work in enumerate(self.work))
+
+    @cached_property
+    def num_channels(self) -> int:
+        return max(self.channels) + 1
 
     @cached_property
     def first_input(self) -> int:
@@ -106,83 +122,57 @@ class Problem:
             Compute(KINDS[self.kind(cell)], self.stage(cell), self.microbatch(cell)) for cell in order
         )
 
-    def fits(self, order: Iterable[int]) -> bool:
-        """Whether a rank stays within the limit."""
-        held = 0.0
+    def fits(self, rank: int, order: Iterable[int]) -> bool:
+        """Whether a rank stays within its limit."""
+        held, limit = 0.0, self.limits[rank]
         for cell in order:
             held += self.holds[cell]
-            if held > self.limit:
+            if held > limit:
                 return False
         return True
 
 
-def make_problem(placement: tuple[int, ...], num_microbatches: int, work: Workload, limit: float) -> Problem:
-    """``work`` on the stages of ``placement``, with a memory limit for each rank."""
-    num_stages, m = len(placement), num_microbatches
-    memory = (work.memory_backward, work.memory_weight - work.memory_backward, -work.memory_weight)
-    seconds, needs, lags, holds = [], [], [], []
+def make_problem(
+    placement: Placement, num_microbatches: int, work: Workload, limits: Sequence[float]
+) -> Problem:
+    """``work`` on the stages of ``placement``; ``limits`` is what the microbatches of each rank may hold."""
+    num_stages, m, work = len(placement), num_microbatches, work.on(placement)
+    seconds, lags, holds = list[float](), list[float](), list[float]()
+    needs, channels = list[int](), list[int]()
+    numbers = dict[tuple[int, int], int]()
     for kind, phase in enumerate(KINDS):
-        for stage, rank in enumerate(placement):
-            source, shift = _source(kind, stage, num_stages)
-            crosses = source is not None and placement[source] != rank
-            seconds += [work.of_stage(phase, placement, stage)] * m
-            lags += [work.message if crosses else 0.0] * m
-            holds += [memory[kind] / placement.count(rank)] * m
-            first = -1 if source is None else (shift * num_stages + source) * m
-            needs += [-1] * m if source is None else list(range(first, first + m))
-    slack = 1 + 1e-9
-    return Problem(placement, m, limit * slack, seconds, needs, lags, holds)
+        for stage in range(num_stages):
+            rank = rank_of(placement, stage)
+            needed, reader = _ends(kind, stage, num_stages)
+            crosses = reader is not None and rank_of(placement, reader) != rank
+            seconds += [work.seconds(phase, stage)] * m
+            needs += [-1] * m if needed is None else range(needed * m, needed * m + m)
+            holds += [sum(work.memory[stage].growth(phase))] * m
+            if reader is not None and crosses:
+                lags += [work.messages[min(stage, reader)]] * m
+                channels += [numbers.setdefault((rank, rank_of(placement, reader)), len(numbers))] * m
+            else:
+                lags += [0.0] * m
+                channels += [-1] * m
+    _forget_free_channels(channels, seconds, lags)
+    within = [limit * _SLACK for limit in limits]
+    return Problem(placement, m, within, seconds, needs, lags, channels, holds)
 
 
-def _source(kind: int, stage: int, num_stages: int) -> tuple[int | None, int]:
-    """The stage and kind of what a cell reads; no stage for the first forward."""
+def _forget_free_channels(channels: list[int], seconds: Sequence[float], lags: Sequence[float]) -> None:
+    """Leave out the channels that a message has always left before a cell can have made the next one."""
+    for channel in range(max(channels) + 1):
+        cells = [cell for cell, through in enumerate(channels) if through == channel]
+        if max(lags[cell] for cell in cells) <= min(seconds[cell] for cell in cells):
+            for cell in cells:
+                channels[cell] = -1
+
+
+def _ends(kind: int, stage: int, num_stages: int) -> tuple[int | None, int | None]:
+    """What a cell reads, as a number of kind and stage, and the stage that reads its result."""
+    last = num_stages - 1
     if kind == 0:
-        return (stage - 1 if stage else None), 0
-    if kind == 2:
-        return stage, 1
-    return (stage, 0) if stage == num_stages - 1 else (stage + 1, 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Play:
-    """When each cell starts and ends, and the makespan and span they make."""
-
-    start: Sequence[float]
-    end: Sequence[float]
-    makespan: float
-    spans: Sequence[float]
-
-    @property
-    def span(self) -> float:
-        return max(self.spans)
-
-
-def play(problem: Problem, orders: Orders) -> Play | None:
-    """The timeline of ``orders``; None if their cells wait for each other. Linear in the number of cells."""
-    needs, lags, seconds = problem.needs, problem.lags, problem.seconds
-    start, end = [0.0] * len(needs), [-1.0] * len(needs)
-    clock, position = [0.0] * len(orders), [0] * len(orders)
-    waiting: dict[int, int] = {}
-    runnable = list(range(len(orders)))
-    while runnable:
-        rank = runnable.pop()
-        now, order = clock[rank], orders[rank]
-        for number in range(position[rank], len(order)):
-            cell = order[number]
-            needed = needs[cell]
-            if needed >= 0:
-                if end[needed] < 0:
-                    waiting[needed] = rank
-                    position[rank] = number
-                    break
-                now = max(now, end[needed] + lags[cell])
-            start[cell] = now
-            now += seconds[cell]
-            end[cell] = now
-            if cell in waiting:
-                runnable.append(waiting.pop(cell))
-        clock[rank] = now
-    if waiting:
-        return None
-    spans = [end[order[-1]] - start[order[0]] for order in orders]
-    return Play(start, end, max(clock), spans)
+        return (stage - 1 if stage else None), min(stage + 1, last)
+    if kind == 1:
+        return (last if stage == last else num_stages + stage + 1), (stage - 1 if stage else None)
+    return None, None

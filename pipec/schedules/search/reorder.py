@@ -8,7 +8,8 @@ can shorten the span, so the moves tried are those that take one of its cells pa
 from collections import deque
 from collections.abc import Iterator
 
-from pipec.schedules.search.problem import Orders, Play, Problem, play
+from pipec.schedules.search.play import Play, play
+from pipec.schedules.search.problem import Orders, Problem
 
 _STEPS = (1, -1, 2, -2, 3, -3)
 """How many neighbours a cell is taken past: later ones, or earlier ones if negative."""
@@ -32,7 +33,7 @@ def reorder(problem: Problem, orders: Orders, *, by_span: bool, plays: int) -> O
         for candidate in _moves(problem, orders, best, by_span):
             plays -= 1
             found = play(problem, candidate)
-            if found and score(problem, found, by_span) < score(problem, best, by_span):
+            if found and score(found, by_span) < score(best, by_span):
                 orders, best, improved = candidate, found, True
                 break
             if plays <= 0:
@@ -40,13 +41,14 @@ def reorder(problem: Problem, orders: Orders, *, by_span: bool, plays: int) -> O
     return orders
 
 
-def score(problem: Problem, timeline: Play, by_span: bool) -> Score:
+def score(timeline: Play, by_span: bool) -> Score:
     """What is to be small: the span or the makespan, the other, and when forwards and input gradients end.
 
     The last decides where several ranks delay the critical path in turn, and one move alone gains nothing.
     """
-    first, second = (timeline.span, timeline.makespan) if by_span else (timeline.makespan, timeline.span)
-    return round(first, 9), round(second, 9), round(sum(timeline.end[: problem.first_weight]), 6)
+    span, makespan = round(max(timeline.spans), 9), round(timeline.makespan, 9)
+    first, second = (span, makespan) if by_span else (makespan, span)
+    return first, second, round(timeline.sum_of_ends, 6)
 
 
 def _moves(problem: Problem, orders: Orders, timeline: Play, by_span: bool) -> Iterator[Orders]:
@@ -60,7 +62,7 @@ def _moves(problem: Problem, orders: Orders, timeline: Play, by_span: bool) -> I
             if 0 <= target < len(orders[rank]) and _keeps_pairs(problem, orders[rank], at, target):
                 order = [each for each in orders[rank] if each != cell]
                 order.insert(target, cell)
-                if problem.fits(order):
+                if problem.fits(rank, order):
                     yield [*orders[:rank], order, *orders[rank + 1 :]]
 
 
@@ -86,8 +88,8 @@ def _critical_cells(
         yield cell
         rank, at = position[cell]
         before = orders[rank][at - 1] if at else -1
-        for other, lag in ((before, 0.0), (problem.needs[cell], problem.lags[cell])):
-            tight = other >= 0 and timeline.end[other] + lag >= timeline.start[cell] - _TIE
+        for other, ready in ((before, timeline.end), (problem.needs[cell], timeline.arrived)):
+            tight = other >= 0 and ready[other] >= timeline.start[cell] - _TIE
             if tight and other not in visited:
                 visited.add(other)
                 front.append(other)

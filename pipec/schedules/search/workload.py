@@ -1,36 +1,41 @@
-"""What a schedule is searched for: how long the work of each rank takes, and how much memory it may hold."""
+"""What a schedule is searched for: how long each stage takes, and how much memory it needs."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from pipec.errors import InfeasibleError, InputError
-from pipec.ir import Link, Phase, Schedule
+from pipec.ir import Link, Phase, Placement, Schedule, StageMemory, count_ranks, rank_of, stages_on
+from pipec.programs.memory import held
 from pipec.timeline.simulate import Costs
+
+_SLACK = 1 + 1e-9
+"""Sums of the same amounts in another order differ by less than this factor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One microbatch's forward, input gradient and weight gradient on each rank, and a message between ranks.
+    """What one microbatch takes in each stage, and what each stage holds. All times are in one unit.
 
-    A rank that holds several stages does an equal share of its work in each; a whole backward takes the sum
-    of its halves. All times are in one unit. A microbatch holds ``memory_backward`` of its rank from forward
-    to input gradient and ``memory_weight`` from there to weight gradient, in the unit of ``memory_limit``;
-    without a limit, a schedule may hold what it likes.
+    The first four are times by stage. ``recompute`` is the time in which a stage replays its forward before
+    each backward, 0 if it keeps what it needs; a whole backward takes the sum of its halves. ``messages[s]``
+    is the time of a message between stages s and s + 1, either way, where they are on different ranks.
+    ``memory_limit``, in the unit of ``memory``, is that of every rank, or has an entry for each.
     """
 
     forward: tuple[float, ...]
     backward_input: tuple[float, ...]
     backward_weight: tuple[float, ...]
     recompute: tuple[float, ...]
-    message: float = 0.0
-    memory_backward: float = 1.0
-    memory_weight: float = 1.0
-    memory_limit: float | None = None
+    messages: tuple[float, ...]
+    memory: tuple[StageMemory, ...]
+    memory_limit: float | tuple[float, ...] = math.inf
 
     @classmethod
     def uniform(
         cls,
-        num_ranks: int,
+        num_stages: int,
         *,
         forward: float = 1.0,
         backward_input: float = 1.0,
@@ -40,7 +45,10 @@ class Workload:
         memory_weight: float = 1.0,
         memory_limit: float | None = None,
     ) -> "Workload":
-        """The same on every rank.
+        """Equal stages, one for each rank; ``on`` divides them where ranks have several.
+
+        A microbatch holds ``memory_backward`` from its forward to its input gradient and ``memory_weight``
+        from there to its weight gradient.
 
         Raises:
             InputError: a number is negative, or a microbatch holds nothing.
@@ -51,70 +59,115 @@ class Workload:
                 raise InputError(f"{what} is {number}; expected 0 or more")
         if memory_backward <= 0:
             raise InputError(f"memory_backward is {memory_backward}; expected more than 0")
-        each_rank = {name: (time,) * num_ranks for name, time in times.items()}
         return cls(
-            **each_rank,
-            recompute=each_rank["forward"],
-            message=message,
-            memory_backward=memory_backward,
-            memory_weight=memory_weight,
-            memory_limit=memory_limit,
+            **{name: (time,) * num_stages for name, time in times.items()},
+            recompute=(0.0,) * num_stages,
+            messages=(message,) * (num_stages - 1),
+            memory=(StageMemory(saved=memory_backward, kept=memory_weight),) * num_stages,
+            memory_limit=math.inf if memory_limit is None else memory_limit,
         )
 
-    def of_stage(self, phase: Phase, placement: tuple[int, ...], stage: int) -> float:
-        """Time of one phase of a stage where ``placement`` puts the stages on ranks."""
-        rank = placement[stage]
-        halves = self.backward_input[rank], self.backward_weight[rank]
+    @property
+    def num_stages(self) -> int:
+        return len(self.forward)
+
+    def serves(self, placement: Placement) -> bool:
+        """Whether ``on`` knows the work of stages with this placement."""
+        return self.num_stages in (len(placement), count_ranks(placement))
+
+    def on(self, placement: Placement) -> "Workload":
+        """The work of the stages that ``placement`` puts on ranks.
+
+        It is this one if it has as many stages. Else it must have one stage for each rank, whose work is then
+        divided equally among the stages of the rank; a message between those takes what the slowest does.
+        """
+        if len(placement) == self.num_stages:
+            return self
+        assert self.serves(placement), f"costs of {self.num_stages} stages do not fit placement {placement}"
+        ranks = [rank_of(placement, stage) for stage in range(len(placement))]
+        num_stages = Counter(ranks)
+
+        def divided(amounts: Sequence[float]) -> tuple[float, ...]:
+            return tuple(amounts[rank] / num_stages[rank] for rank in ranks)
+
+        return replace(
+            self,
+            forward=divided(self.forward),
+            backward_input=divided(self.backward_input),
+            backward_weight=divided(self.backward_weight),
+            recompute=divided(self.recompute),
+            messages=(max(self.messages, default=0.0),) * (len(placement) - 1),
+            memory=tuple(self.memory[rank].divided(num_stages[rank]) for rank in ranks),
+        )
+
+    def seconds(self, phase: Phase, stage: int) -> float:
+        """How long one phase of a stage takes, with the replay of its forward if it needs that."""
+        halves = self.recompute[stage] + self.backward_input[stage], self.backward_weight[stage]
         times: Mapping[Phase, float] = {
-            Phase.FORWARD: self.forward[rank],
-            Phase.RECOMPUTE: self.recompute[rank],
+            Phase.FORWARD: self.forward[stage],
             Phase.BACKWARD: sum(halves),
             Phase.BACKWARD_INPUT: halves[0],
             Phase.BACKWARD_WEIGHT: halves[1],
         }
-        return times[phase] / placement.count(rank)
+        return times[phase]
 
-    def costs(self, schedule: Schedule, links: tuple[Link, ...]) -> Costs:
-        """For the simulator: every one of ``links`` takes a message's time."""
-        stages = range(schedule.num_stages)
+    def costs(self, schedule: Schedule, links: Sequence[Link]) -> Costs:
+        """What the simulator is to charge for ``schedule`` and the ``links`` of a plain chain of stages."""
+        work = self.on(schedule.placement)
+        phases = (Phase.FORWARD, Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
         compute = {
-            (stage, phase): self.of_stage(phase, schedule.placement, stage)
-            for stage in stages
-            for phase in Phase
+            (stage, phase): work.seconds(phase, stage) for stage in range(work.num_stages) for phase in phases
         }
-        return Costs(compute, dict.fromkeys(links, self.message), "units")
+        messages = {link: work.messages[min(link.source, link.target)] for link in links}
+        return Costs(compute, messages, "units")
+
+    def limits(self, num_ranks: int) -> tuple[float, ...]:
+        """The memory of each rank."""
+        limit = self.memory_limit
+        return limit if isinstance(limit, tuple) else (limit,) * num_ranks
+
+    def room(self, placement: Placement) -> tuple[float, ...]:
+        """What each rank has left for microbatches beside what its stages hold once and its longest phase.
+
+        It is 0 where the memory is too small for these alone.
+        """
+        memory = self.on(placement).memory
+        limits = self.limits(count_ranks(placement))
+        held = ([memory[stage] for stage in stages_on(placement, rank)] for rank in range(len(limits)))
+        return tuple(
+            max(0.0, limit - sum(stage.static for stage in own) - max(stage.transient for stage in own))
+            for limit, own in zip(limits, held, strict=True)
+        )
+
+    def peaks(self, schedule: Schedule) -> tuple[float, ...]:
+        """The most that each rank holds at once under ``schedule``."""
+        memory = self.on(schedule.placement).memory
+        return tuple(
+            sum(memory[stage].static for stage in stages_on(schedule.placement, rank))
+            + float(held(order, memory).max(initial=0))
+            for rank, order in enumerate(schedule.orders)
+        )
 
     def peak_memory(self, schedule: Schedule) -> float:
         """The most that any rank holds at once under ``schedule``."""
-        return max(self._peak(schedule, rank) for rank in range(schedule.num_ranks))
-
-    def _peak(self, schedule: Schedule, rank: int) -> float:
-        changes = {
-            Phase.FORWARD: self.memory_backward,
-            Phase.BACKWARD: -self.memory_backward,
-            Phase.BACKWARD_INPUT: self.memory_weight - self.memory_backward,
-            Phase.BACKWARD_WEIGHT: -self.memory_weight,
-        }
-        held = peak = 0.0
-        for cell in schedule.orders[rank]:
-            held += changes.get(cell.phase, 0.0) / schedule.placement.count(rank)
-            peak = max(peak, held)
-        return peak
+        return max(self.peaks(schedule))
 
     def fits(self, schedule: Schedule) -> bool:
-        """Whether every rank stays within the limit."""
-        slack = 1e-9 * (self.memory_limit or 0.0)
-        return self.memory_limit is None or self.peak_memory(schedule) <= self.memory_limit + slack
+        """Whether every rank stays within its limit."""
+        pairs = zip(self.peaks(schedule), self.limits(schedule.num_ranks), strict=True)
+        return all(peak <= limit * _SLACK for peak, limit in pairs)
 
     def check_fits(self, schedule: Schedule) -> None:
         """Refuse a schedule that goes beyond the limit.
 
         Raises:
-            InfeasibleError: a rank holds more than ``memory_limit``.
+            InfeasibleError: a rank holds more than its limit.
         """
         if not self.fits(schedule):
+            pairs = zip(self.peaks(schedule), self.limits(schedule.num_ranks), strict=True)
+            peak, limit = max(pairs, key=lambda pair: pair[0] - pair[1])
             raise InfeasibleError(
-                f"schedule {schedule.name!r} holds up to {self.peak_memory(schedule):g} on a rank, "
-                f"but the memory limit is {self.memory_limit:g}; raise the limit or take schedule "
+                f"schedule {schedule.name!r} holds up to {peak:g} on a rank, "
+                f"but the memory limit is {limit:g}; raise the limit or take schedule "
                 "'auto', 'zb-1p' or 'v-min'"
             )

@@ -8,14 +8,15 @@ orders are annealed. Last it moves single cells of the critical path. All of it 
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import count, product
 
 from pipec.errors import InfeasibleError
 from pipec.ir import Schedule
 from pipec.schedules.orders import straight_placement
 from pipec.schedules.search.anneal import anneal
 from pipec.schedules.search.greedy import Policy, greedy
-from pipec.schedules.search.problem import Orders, Problem, make_problem, play
+from pipec.schedules.search.play import play
+from pipec.schedules.search.problem import Orders, Problem, make_problem
 from pipec.schedules.search.reorder import Score, reorder, score
 from pipec.schedules.search.workload import Workload
 from pipec.schedules.zb_h1 import zb_h1
@@ -52,14 +53,16 @@ def zb_2p(num_ranks: int, num_microbatches: int, work: Workload) -> Schedule:
 
 
 def _zero_bubble(name: str, num_ranks: int, m: int, work: Workload, depth: int) -> Schedule:
-    most = depth * work.memory_backward
-    limit = most if work.memory_limit is None else min(most, work.memory_limit)
-    if limit < max(work.memory_backward, work.memory_weight):
-        raise InfeasibleError(
-            f"schedule {name!r} has a memory limit of {limit:g}, but one microbatch holds "
-            f"{max(work.memory_backward, work.memory_weight):g}; raise the limit or use smaller microbatches"
-        )
-    problem = make_problem(straight_placement(num_ranks), m, work, limit)
+    placement = straight_placement(num_ranks)
+    each = [max(stage.saved, stage.kept) for stage in work.memory]
+    limits = [min(depth * one, room) for one, room in zip(each, work.room(placement), strict=True)]
+    for limit, one in zip(limits, each, strict=True):
+        if limit < one:
+            raise InfeasibleError(
+                f"schedule {name!r} has a memory limit of {limit:g}, but one microbatch holds {one:g}; "
+                "raise the limit or use smaller microbatches"
+            )
+    problem = make_problem(placement, m, work, limits)
     known = [problem.orders(make(num_ranks, m)) for make in (zb_h1, zb_h2)]
     return problem.schedule(name, search(problem, known, by_span=True))
 
@@ -72,7 +75,8 @@ def search(problem: Problem, known: Iterable[Orders], *, by_span: bool) -> Order
     Raises:
         InfeasibleError: none fits within the memory limit.
     """
-    found = [_scored(problem, orders, by_span) for orders in known if all(map(problem.fits, orders))]
+    fitting = (orders for orders in known if all(map(problem.fits, count(), orders)))
+    found = [_scored(problem, orders, by_span) for orders in fitting]
     tried = [(_tried(problem, policy, by_span), policy) for policy in _policies(problem)]
     start, policy = min(tried, key=lambda each: each[0][0])
     several_stages = problem.num_stages > problem.num_ranks
@@ -82,7 +86,7 @@ def search(problem: Problem, known: Iterable[Orders], *, by_span: bool) -> Order
     if not found:
         raise InfeasibleError(
             f"no order of {problem.num_stages} stages on {problem.num_ranks} ranks stays within a memory "
-            f"limit of {problem.limit:g} on each; raise the limit or use smaller microbatches"
+            f"limit of {min(problem.limits):g} on each; raise the limit or use smaller microbatches"
         )
     if several_stages:
         _, orders = min(found, key=lambda each: each[0])
@@ -98,7 +102,7 @@ Scored = tuple[Score, Orders]
 def _scored(problem: Problem, orders: Orders, by_span: bool) -> Scored:
     timeline = play(problem, orders)
     assert timeline
-    return score(problem, timeline, by_span), orders
+    return score(timeline, by_span), orders
 
 
 def _tried(problem: Problem, policy: Policy, by_span: bool) -> Scored:

@@ -1,8 +1,11 @@
-"""The bound that asks that a stage's last boundary contains its first, for more of them than can be paired.
+"""The bound that asks whether one downset contains another, for more downsets than can be compared in pairs.
 
-A boundary that alone has so many operators is contained in all that have more: such boundaries part the
-others into blocks, and only within a block is containment looked at. What a boundary can reach there is what
-those that contain it and one operator more can reach.
+A downset that is the only one of its size is contained in all that are larger. Such downsets part the others
+into blocks, and containment needs a look only inside a block::
+
+    {}  {a}  | {a b}  {a c} |  {a b c}        a -> b, a -> c
+
+Inside a block, whatever a downset can reach, some downset can reach that contains it and one operator more.
 """
 
 from collections.abc import Sequence
@@ -13,26 +16,25 @@ from itertools import count, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from pipec.planner.boundaries import Boundaries, Mask, Vector
 from pipec.planner.bounds import Counts
-from pipec.planner.ranges import Indices
+from pipec.planner.downsets import Downsets, Indices, Mask, Vector
 
 
 @dataclass(frozen=True)
-class Nested:
-    """Charges a stage from boundary b to boundary e, which contains b, on m replicas
+class ContainmentBound:
+    """Charges a stage from downset d to downset e, which contains d, on m replicas, in seconds,
 
-    max(busy[m - 1, e] - busy[m - 1, b], link[b]) / m
+        max(busy[m - 1, e] - busy[m - 1, d], link[d]) / m
 
-    seconds. On equal devices without latency or a limit of memory that is what it takes if transfers overlap.
+    On equal devices, without latency or a limit of memory, that is just what the stage takes.
     """
 
-    boundaries: Boundaries
+    downsets: Downsets
     busy: Vector
     link: Vector
 
     def finish(self, num_devices: int, limit: float) -> Counts:
-        """The fewest devices for what is after each boundary; one too many if these are too few."""
+        """The fewest devices for what is after each downset; one too many if these are too few."""
         fewest = np.full(len(self.link), num_devices + 1, dtype=np.intp)
         fewest[-1] = 0
         for devices in range(1, num_devices + 1):
@@ -42,15 +44,15 @@ class Nested:
                 fewest[waiting & able] = devices
         return fewest
 
-    def chain(self, finish: Counts, limit: float) -> list[int]:
-        """Boundaries of a plan within the limit, on the fewest devices."""
-        chain = [0]
-        while finish[chain[-1]] > 0:
-            chain.append(self._next_boundary(finish, chain[-1], limit))
-        return chain
+    def plan(self, finish: Counts, limit: float) -> list[int]:
+        """The downsets of a plan within the limit, on the fewest devices."""
+        chosen = [0]
+        while finish[chosen[-1]] > 0:
+            chosen.append(self._next_downset(finish, chosen[-1], limit))
+        return chosen
 
     def _reach(self, ends: Mask, waiting: Mask, replicas: int, limit: float) -> Mask:
-        """Which of the boundaries that wait, or more, begin a stage in time that ends at one of ``ends``."""
+        """Where a stage may begin that ends at one of ``ends`` in time. It is told for those that wait."""
         busy = self.busy[replicas - 1]
         latest, end = busy + replicas * limit, np.where(ends, busy, np.inf)
         able: Mask = np.minimum.accumulate(end[::-1])[::-1][self._contained_from] <= latest
@@ -61,35 +63,35 @@ class Nested:
                 able[inside] |= block.least_above(end[inside]) <= latest[inside]
         return able
 
-    def _next_boundary(self, finish: Counts, boundary: int, limit: float) -> int:
+    def _next_downset(self, finish: Counts, downset: int, limit: float) -> int:
         """The last one where a stage on the fewest replicas may end."""
-        members = self.boundaries.holds()
-        for replicas in range(1, min(int(finish[boundary]), len(self.busy)) + 1):
+        members = self.downsets.written_out()
+        for replicas in range(1, min(int(finish[downset]), len(self.busy)) + 1):
             busy = self.busy[replicas - 1]
-            in_time = busy <= busy[boundary] + replicas * limit
-            ends = np.flatnonzero(in_time & (finish == finish[boundary] - replicas))
-            ends = ends[members[:, ends][members[:, boundary]].all(axis=0)]
-            if len(ends) and self.link[boundary] <= replicas * limit:
+            in_time = busy <= busy[downset] + replicas * limit
+            ends = np.flatnonzero(in_time & (finish == finish[downset] - replicas))
+            ends = ends[members[:, ends][members[:, downset]].all(axis=0)]
+            if len(ends) and self.link[downset] <= replicas * limit:
                 return int(ends[-1])
         raise AssertionError("finish promised a stage")
 
     @cached_property
     def _alone(self) -> Indices:
-        """Boundaries with as many operators as no other has."""
-        _, first, number = np.unique(self.boundaries.sizes, return_index=True, return_counts=True)
+        """The downsets that are the only ones of their size."""
+        _, first, number = np.unique(self.downsets.sizes, return_index=True, return_counts=True)
         alone: Indices = first[number == 1]
         return alone
 
     @cached_property
     def _contained_from(self) -> Indices:
-        """For each boundary, the first from which on all contain it."""
+        """For each downset, the first one that contains it just as all later ones do."""
         contained: Indices = self._alone[np.searchsorted(self._alone, np.arange(len(self.link)))]
         return contained
 
     @cached_property
     def _blocks(self) -> list["_Block"]:
-        of = self.boundaries
-        members = of.holds()
+        of = self.downsets
+        members = of.written_out()
         blocks = []
         for first, last in pairwise(self._alone.tolist()):
             if last - first > 1:
@@ -102,10 +104,10 @@ class Nested:
 
 @dataclass(frozen=True)
 class _Block:
-    """Boundaries ``first`` to ``last``, by size, all there are of some operators.
+    """Downsets ``first`` to ``last``, by size: all that there are between these two.
 
-    ``members`` says which of these each has; ``before`` are pairs of them, the first one in all that have the
-    second.
+    ``members[k, d]`` tells whether a downset has the k-th of the operators in which these two differ.
+    ``before`` has pairs of them: whatever has the second of a pair has the first.
     """
 
     first: int
@@ -114,7 +116,7 @@ class _Block:
     before: Sequence[tuple[int, int]]
 
     def least_above(self, values: Vector) -> Vector:
-        """For each boundary, the least of the ``values`` of those that contain it, its own included."""
+        """For each downset, the least of its own value and the values of the downsets that contain it."""
         least = values.copy()
         for level, larger, begins in self._levels:
             np.minimum(least[level], np.minimum.reduceat(least[larger], begins), out=least[level])
@@ -122,8 +124,9 @@ class _Block:
 
     @cached_property
     def _levels(self) -> list[tuple[slice, Indices, Indices]]:
-        """Boundaries of one size, the largest first; those they are in with one operator more, and where
-        those of each begin."""
+        """For each size, the largest first: its downsets; those that contain one of them and an operator
+        more, downset by downset; and where those of each downset begin.
+        """
         smaller, larger = self._steps()
         begins = np.searchsorted(smaller, np.arange(self.last - self.first + 1))
         by_size = np.flatnonzero(np.diff(self.members.sum(axis=0), prepend=-1)).tolist()
@@ -137,7 +140,10 @@ class _Block:
         ]
 
     def _steps(self) -> tuple[Indices, Indices]:
-        """Pairs of boundaries, the second with one operator more, in order of the first."""
+        """Pairs of downsets, the second of which has one operator more, ordered by the first.
+
+        A downset is found by the sum of its operators' random numbers.
+        """
         numbers, sums = self._sums()
         by_sum = np.argsort(sums)
         in_order, smaller, larger = sums[by_sum], [], []
@@ -150,7 +156,7 @@ class _Block:
         return np.concatenate(smaller)[by_smaller], np.concatenate(larger)[by_smaller]
 
     def _sums(self) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-        """A number for each operator, such that no two boundaries have the same sum."""
+        """Random numbers of the operators and their sums in the downsets, which all differ."""
         for seed in count():
             numbers = np.random.default_rng(seed).integers(2**63, size=len(self.members), dtype=np.uint64)
             sums = numbers @ self.members

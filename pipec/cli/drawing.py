@@ -1,0 +1,34 @@
+"""What commands do with the steps they show: draw them to a file, or print them as text or JSON."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipec.cli.output import say
+from pipec.console import is_rank_zero
+
+if TYPE_CHECKING:
+    from pipec.viz import Step
+
+
+def check_output(output: Path | None) -> None:
+    """Raise InputError for a file that cannot be drawn, before anything is worked out."""
+    from pipec.viz import check_suffix
+
+    if output is not None:
+        check_suffix(output)
+
+
+def draw(steps: Sequence["Step"], output: Path | None) -> None:
+    """Draw the steps to ``output``, if there is one, on rank 0."""
+    from pipec.viz import draw_steps
+
+    if output is not None and is_rank_zero():
+        draw_steps(output, steps)
+
+
+def show_drawn(steps: Sequence["Step"], output: Path | None) -> None:
+    """Say where the steps were drawn to; if nowhere, print them as text."""
+    from pipec.viz import steps_text
+
+    say(f"wrote {output}\n" if output is not None else steps_text(steps))

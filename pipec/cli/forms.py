@@ -1,0 +1,47 @@
+"""A command of two forms, ``pipec schedule NAME`` and ``pipec schedule TARGET``, each with its own options.
+
+To typer they are two commands, which are called ``schedule NAME`` and ``schedule TARGET``.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+from typer.core import TyperCommand
+
+
+def form_of(words: Sequence[str]) -> str:
+    """The form that is meant by ``words``, the first of which is ``schedule``: a target contains a colon."""
+    targets = (
+        word
+        for before, word in pairwise(words)
+        if ":" in word and not word.startswith("-") and before not in _PATH_OPTIONS
+    )
+    return f"{words[0]} TARGET" if any(targets) else f"{words[0]} NAME"
+
+
+_PATH_OPTIONS = ("-o", "--output")
+"""The options whose values may contain a colon, too."""
+
+
+class Form(TyperCommand):
+    """One form of a command. ``--help`` shows all forms, and an option of another form names that form."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        for form in _forms(ctx):
+            TyperCommand.format_help(form, ctx, formatter)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        options = {word.partition("=")[0] for word in args if word.startswith("--")} - _options(self)
+        for form in _forms(ctx):
+            if misplaced := sorted(options & _options(form)):
+                ctx.fail(f"No such option: {misplaced[0]}. It belongs to the other form, pipec {form.name}.")
+        return super().parse_args(ctx, args)
+
+
+def _forms(ctx: Any) -> Iterator["Form"]:
+    return (command for command in ctx.parent.command.commands.values() if isinstance(command, Form))
+
+
+def _options(form: "Form") -> set[str]:
+    return {option for param in form.params for option in param.opts}

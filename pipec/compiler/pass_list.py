@@ -1,0 +1,45 @@
+"""The passes of a compilation, top to bottom, and the options they are made with."""
+
+from dataclasses import dataclass
+
+from pipec.cost.profile import Profile
+from pipec.hardware.devices import DeviceModel
+from pipec.hardware.topology import Topology
+from pipec.passes import Pass
+from pipec.passes.annotate_cost import AnnotateCost
+from pipec.passes.insert_communication import InsertCommunication
+from pipec.passes.mark_recompute import MarkRecompute
+from pipec.passes.simplify import Simplify
+from pipec.passes.split_backward import SplitBackward
+from pipec.passes.untie_gradients import UntieGradients
+
+
+@dataclass(frozen=True)
+class CompilerOptions:
+    """What code is generated for.
+
+    ``device_model`` describes every device, ``topology`` how they are joined and what each of them holds.
+    ``recompute`` is "auto", "none" or "full". ``profile`` is of the training graph that decides the cut.
+    """
+
+    device_model: DeviceModel
+    topology: Topology
+    recompute: str = "auto"
+    profile: Profile | None = None
+
+
+def passes(options: CompilerOptions, cut: Pass, recompute: frozenset[int]) -> list[Pass]:
+    """The compilation of a captured graph. ``cut`` is the pass that gives nodes their stages.
+
+    The stages in ``recompute`` compute again what they did not receive. If the options say so, all stages do.
+    """
+    everything = options.recompute == "full"
+    return [
+        Simplify(),
+        AnnotateCost(options.device_model, options.profile),
+        cut,
+        UntieGradients(),
+        InsertCommunication(options.topology.slowest_link),
+        MarkRecompute(None if everything else recompute),
+        SplitBackward(),
+    ]

@@ -1,0 +1,36 @@
+"""Give every node the stage that its operator got in an earlier cut of the same graph.
+
+::
+
+    h = mm(x, w0)     operator 3            h = mm(x, w0)     operator 3, stage 0
+    g = mm(h, w1)     operator 7     ->     g = mm(h, w1)     operator 7, stage 1
+"""
+
+from dataclasses import dataclass, field, replace
+
+from pipec.graph import TrainingGraph, is_constant, stage_of
+from pipec.passes.cut_stages import assign
+
+
+@dataclass(frozen=True)
+class AssignStages:
+    """``stages[operator]`` is the stage of each operator. ``ranks`` are those of ``TrainingGraph``."""
+
+    stages: tuple[int, ...] = field(repr=False)
+    num_stages: int
+    ranks: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, graph: TrainingGraph) -> "AssignStages":
+        """The pass that repeats the cut of a graph that has just been cut.
+
+        Later passes may put copies of a node on other stages, after which a graph no longer tells.
+        """
+        stages = [0] * len(graph.operators)
+        for node in graph.nodes:
+            if not is_constant(node):
+                stages[node.meta["operator"]] = stage_of(node)
+        return cls(tuple(stages), graph.num_stages, graph.ranks)
+
+    def __call__(self, graph: TrainingGraph) -> TrainingGraph:
+        return replace(assign(graph, self.stages, self.num_stages), ranks=self.ranks)

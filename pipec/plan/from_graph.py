@@ -1,0 +1,129 @@
+"""The best placement of a published graph as an ordinary plan, so that it is scheduled, simulated and drawn.
+
+A plan has one rank for each stage. The planner may put a stage on r devices that share the microbatches; its
+rank then stands for all of them and takes 1/r of the seconds of one device. In the steady state that is as
+fast as r devices are. At the ends of a step it is faster, because there a microbatch takes a whole device's
+time. The rank holds the microbatches in flight of all r devices, and does not sum its gradients over them.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from pipec.errors import InputError
+from pipec.hardware.topology import Topology
+from pipec.ir import Link, Mode, Payload, Phase, Plan, Schedule, Stage, StageCost, StageMemory, Value
+from pipec.ir.columns import PHASE_CODE, Cells
+from pipec.planner.operator_graph import OperatorGraph
+from pipec.planner.placement import Partition, PlacedStage
+
+
+def plan_from_graph(
+    graph: OperatorGraph, topology: Topology, partition: Partition, schedule: Schedule
+) -> Plan:
+    """Stage k of the partition as stage k on rank k, its operators numbered in the order of the stages.
+
+    A value's shape is its number of bytes. A message takes as long as between those two devices of its
+    stages that are joined by the slowest link.
+
+    Raises:
+        InputError: the schedule is not for one stage a rank, or runs the backward in halves.
+    """
+    check_schedule(schedule, len(partition.stages))
+    links, link_seconds = _links(graph, topology, partition.stages)
+    return Plan(
+        mode=Mode.TRAIN,
+        schedule=schedule.name,
+        num_microbatches=schedule.num_microbatches,
+        microbatch_size=1,
+        placement=schedule.placement,
+        stages=tuple(_stages(graph, topology, partition.stages)),
+        links=links,
+        link_seconds=link_seconds,
+    )
+
+
+def check_schedule(schedule: Schedule, num_stages: int) -> None:
+    """Raise InputError unless the schedule runs whole backwards, and stage k on rank k."""
+    hint = "take one such as 1f1b or gpipe"
+    if schedule.placement != tuple(range(num_stages)):
+        raise InputError(
+            f"schedule {schedule.name!r} has {schedule.num_stages} stages on {schedule.num_ranks} ranks, but "
+            f"the graph is planned with one stage on each of {num_stages}; {hint}"
+        )
+    halves = [PHASE_CODE[Phase.BACKWARD_INPUT], PHASE_CODE[Phase.BACKWARD_WEIGHT]]
+    if any(code in Cells.of(order).phases for order in schedule.orders for code in halves):
+        raise InputError(
+            f"schedule {schedule.name!r} runs input and weight gradients apart, but the graph's file has the "
+            f"time of whole backwards only; {hint}"
+        )
+
+
+def _stages(graph: OperatorGraph, topology: Topology, stages: Sequence[PlacedStage]) -> Iterator[Stage]:
+    first = 0
+    for index, stage in enumerate(stages):
+        last = first + len(stage.operators) - 1
+        yield Stage(
+            index=index,
+            first_operator=first,
+            last_operator=last,
+            modules=tuple(graph.names[operator] for operator in stage.operators),
+            cost=_cost(graph, topology, stage),
+        )
+        first = last + 1
+
+
+def _cost(graph: OperatorGraph, topology: Topology, stage: PlacedStage) -> StageCost:
+    def total(figures: Sequence[float]) -> float:
+        return sum(figures[operator] for operator in stage.operators)
+
+    speed = stage.replicas * min(topology.devices[device].speed for device in stage.devices)
+    forward = total(graph.forward_seconds)
+    return StageCost(
+        seconds={
+            Phase.FORWARD: forward / speed,
+            Phase.BACKWARD: (total(graph.seconds) - forward) / speed,
+        },
+        memory=StageMemory(
+            weights=total(graph.parameter_bytes) + total(graph.resident_bytes),
+            gradients=total(graph.parameter_bytes),
+            saved=total(graph.activation_bytes),
+        ),
+    )
+
+
+def _links(
+    graph: OperatorGraph, topology: Topology, stages: Sequence[PlacedStage]
+) -> tuple[tuple[Link, ...], tuple[float, ...]]:
+    """One link for all values that go from one stage to another, and its seconds."""
+    ways: dict[tuple[int, int], list[tuple[str, float]]] = {}
+    for source, target, name, num_bytes in _messages(graph, stages):
+        ways.setdefault((source, target), []).append((name, num_bytes))
+    links = tuple(
+        Link(
+            source,
+            target,
+            Payload.ACTIVATION if source < target else Payload.GRADIENT,
+            tuple(Value(name, "uint8", (round(num_bytes),)) for name, num_bytes in values),
+        )
+        for (source, target), values in ways.items()
+    )
+    seconds = (
+        _link_seconds(topology, stages[source], stages[target], sum(num_bytes for _, num_bytes in values))
+        for (source, target), values in ways.items()
+    )
+    return links, tuple(seconds)
+
+
+def _messages(graph: OperatorGraph, stages: Sequence[PlacedStage]) -> Iterator[tuple[int, int, str, float]]:
+    """Source, target, name and bytes of each value that goes to another stage, and of its gradient."""
+    stage_of = {operator: index for index, stage in enumerate(stages) for operator in stage.operators}
+    for transfer in graph.transfers:
+        source, name = stage_of[transfer.producer], graph.names[transfer.producer]
+        for target in sorted({stage_of[operator] for operator in transfer.consumers} - {source}):
+            yield source, target, name, transfer.forward_bytes
+            if transfer.backward_bytes:
+                yield target, source, f"grad_{name}", transfer.backward_bytes
+
+
+def _link_seconds(topology: Topology, source: PlacedStage, target: PlacedStage, num_bytes: float) -> float:
+    ways = {topology.link_between(one, other) for one in source.devices for other in target.devices}
+    return max(way.seconds(num_bytes) for way in ways)

@@ -1,0 +1,118 @@
+"""A few linear orders of a graph that is too wide to list all its downsets.
+
+Each rule takes, one after the other, the operator that looks best among those whose predecessors are all
+taken. It is also applied from the back, where an operator is ready once all its successors are taken::
+
+    a -> b -> c -> f      depth first      a d e b c f
+    a -> d -> e -> f      breadth first    a b d c e f
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Figures = NDArray[np.float64]
+
+Rule = Callable[[int, int], tuple[float, int]]
+"""What decides who is next, the least first, of an operator and of the step at which it has become ready."""
+
+
+@dataclass(frozen=True, slots=True)
+class WideGraph:
+    """Operators 0 to n - 1, and pairs of them, the first of which is taken before the second.
+
+    ``ends`` has the operators that make or read each value, and ``value_seconds`` what its transfer takes.
+    """
+
+    seconds: Figures
+    before: Sequence[tuple[int, int]]
+    ends: Sequence[Sequence[int]]
+    value_seconds: Figures
+
+    def reversed(self) -> "WideGraph":
+        before = [(v, u) for u, v in self.before]
+        return WideGraph(self.seconds, before, self.ends, self.value_seconds)
+
+
+def linear_orders(graph: WideGraph) -> list[list[int]]:
+    """Different orders of the operators, all of which ``before`` permits."""
+    backwards = [order[::-1] for order in _orders(graph.reversed())]
+    return list(map(list, dict.fromkeys(map(tuple, [*_orders(graph), *backwards]))))
+
+
+def _orders(graph: WideGraph) -> list[list[int]]:
+    breadth_first = _order(graph, lambda op, step: (0.0, step))
+    until = _critical_path(graph, breadth_first)
+    after = _critical_path(graph.reversed(), breadth_first[::-1])
+    narrow, narrow_depth_first = _Width(graph), _Width(graph)
+    return [
+        breadth_first,
+        _order(graph, lambda op, step: (0.0, -step)),  # depth first
+        _order(graph, lambda op, step: (until[op], step)),  # as early as possible
+        _order(graph, lambda op, step: (-after[op], step)),  # as late as possible
+        _order(graph, lambda op, step: (narrow.growth(op), step), narrow.take),
+        _order(graph, lambda op, step: (narrow_depth_first.growth(op), -step), narrow_depth_first.take),
+    ]
+
+
+def _order(graph: WideGraph, rule: Rule, take: Callable[[int], None] = lambda op: None) -> list[int]:
+    """The operators as a rule takes them; ``take`` is told of each."""
+    after, missing = _successors(graph)
+    ready = {op: 0 for op, count in enumerate(missing) if not count}
+    order: list[int] = []
+    while ready:
+        op = min(ready, key=lambda op: (rule(op, ready[op]), op))
+        del ready[op]
+        order.append(op)
+        take(op)
+        for successor in after[op]:
+            missing[successor] -= 1
+            if not missing[successor]:
+                ready[successor] = len(order)
+    return order
+
+
+def _successors(graph: WideGraph) -> tuple[list[list[int]], list[int]]:
+    """For each operator, its successors and the number of its predecessors."""
+    after: list[list[int]] = [[] for _ in graph.seconds]
+    missing = [0] * len(graph.seconds)
+    for u, v in dict.fromkeys(graph.before):
+        after[u].append(v)
+        missing[v] += 1
+    return after, missing
+
+
+def _critical_path(graph: WideGraph, order: Sequence[int]) -> Figures:
+    """The seconds of the longest path that ends with each operator."""
+    longest, (after, _) = graph.seconds.copy(), _successors(graph)
+    for op in order:
+        for successor in after[op]:
+            longest[successor] = max(longest[successor], longest[op] + graph.seconds[successor])
+    return longest
+
+
+class _Width:
+    """How much crosses from the operators taken so far to the others."""
+
+    def __init__(self, graph: WideGraph) -> None:
+        self.value_seconds: list[float] = graph.value_seconds.tolist()
+        self.missing = [len(ends) for ends in graph.ends]
+        self.num_ends = tuple(self.missing)
+        self.values: list[list[int]] = [[] for _ in graph.seconds]
+        for value, ends in enumerate(graph.ends):
+            for op in ends if len(ends) > 1 else ():
+                self.values[op].append(value)
+
+    def growth(self, op: int) -> float:
+        """By how many seconds more crosses if ``op`` is taken: its values begin to cross, or cease to."""
+        return sum(
+            self.value_seconds[value]
+            * ((self.missing[value] == self.num_ends[value]) - (self.missing[value] == 1))
+            for value in self.values[op]
+        )
+
+    def take(self, op: int) -> None:
+        for value in self.values[op]:
+            self.missing[value] -= 1

@@ -1,0 +1,313 @@
+"""From downsets to stages: bounds first, so that only downsets are compared which a best plan may use.
+
+Small problems go without bounds. Otherwise the first limit is the least seconds that a bound allows. It is
+raised until the best plan over the downsets that it leaves keeps within it: then no other plan is faster. If
+the limit leaves more downsets than can be compared, the best plan over the most promising ones is taken, and
+the bound tells how much faster another plan could be. Where there are many downsets, a loose bound looks at
+each one by itself and leaves fewer for a close bound, which looks at pairs.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from pipec.hardware.topology import Topology
+from pipec.planner.bounds import ROUNDING, Bound, Counts, LooseBound, least_seconds
+from pipec.planner.chain import ChainBound
+from pipec.planner.containment import ContainmentBound
+from pipec.planner.cost_model import CostModel
+from pipec.planner.downsets import Downsets, Indices, Vector
+from pipec.planner.groups import group
+from pipec.planner.hierarchy import ChosenStage, Hierarchy, Useful
+from pipec.planner.pairs import PairBound
+from pipec.planner.stage_costs import StageCosts, stage_costs
+
+if TYPE_CHECKING:
+    from pipec.planner.windows import Windows
+
+_FEW_OPTIONS = 64
+"""Of devices times replicas for a stage: up to so many, trying all is faster than bounds."""
+
+_FEW_STEPS = 10**6
+"""Of pairs of downsets times options: likewise."""
+
+_MOST_PAIRED = 3000
+"""So many downsets are compared in pairs within seconds."""
+
+_MOST_IN_CHAIN = 4096
+"""So many, if they are those of a chain: its bounds are closer."""
+
+_MOST_AT_FIRST = 3000
+"""So many go without a bound that looks at one at a time."""
+
+_MOST_NESTED = 300
+"""So many, if pipelines inside groups are needed between all pairs."""
+
+_PROMISING = 800
+"""So many are compared where too many remain."""
+
+_CLOSE = 1e-3
+"""How close bisection comes, unless the bound is exact: dynamic programming finds the rest."""
+
+_NO_FASTER = 1e-10
+"""A plan that saves no more of the seconds is not looked for."""
+
+_SLACKS = (1e-9, 1e-3, 1e-2, 1e-1, math.inf)
+"""By how much the limit may exceed the bound, one attempt each."""
+
+
+class Found(NamedTuple):
+    """The best stages found, none if none fit in memory.
+
+    ``fastest``: the seconds of the fastest plan found. The stages may take longer by the tolerance.
+    ``least_seconds``: no plan takes less.
+    """
+
+    stages: tuple[ChosenStage, ...]
+    fastest: float
+    least_seconds: float
+
+
+_NOTHING = Found((), math.inf, 0.0)
+
+_Solve = Callable[[Indices, Counts, Counts, float], Found]
+"""Finds the best stages over some downsets. The counts are the fewest devices to finish from each of these
+and to reach it; the last argument is the seconds of a known plan."""
+
+
+@dataclass(frozen=True)
+class Solver:
+    """A problem over ``downsets``, where ``value_seconds[level, value]`` is the time of transfers.
+
+    A stage has up to ``most_replicas`` at each level. A plan may take longer than the fastest one by the
+    share ``tolerance`` in order to communicate less.
+    """
+
+    downsets: Downsets
+    value_seconds: Vector
+    topology: Topology
+    model: CostModel
+    most_replicas: int
+    limits_memory: bool
+    every_device: bool
+    tolerance: float
+
+    def run(self) -> Found:
+        found = self._over_all()
+        if self.downsets.windows is None:
+            return found
+        return found._replace(least_seconds=min(self._least_of_any(self.downsets.windows), found.fastest))
+
+    def _over_all(self) -> Found:
+        """The best stages over all downsets that are listed."""
+        everything = np.arange(len(self.downsets))
+        many = len(everything) > _MOST_AT_FIRST
+        if self._num_options * len(everything) ** 2 <= _FEW_STEPS:
+            return self._all_of(everything)
+        if not (many or self._chain_is_exact):
+            return self._over_pairs(everything, math.inf)
+        bound = self._chain_bound if self.downsets.is_chain else self._loose_bound
+        closeness = 0.0 if many and self._chain_is_exact else _CLOSE
+        solve: _Solve = self._afresh
+        most = _MOST_PAIRED
+        if self._chain_is_exact:
+            solve, most = self._within_reach, _MOST_IN_CHAIN
+        found = self._raise_limit(everything, bound, closeness, most, math.inf, solve)
+        if self._containment_is_exact:
+            return self._lower_limit(found)
+        least = max(found.least_seconds, self._least_between_groups())
+        return found._replace(least_seconds=min(least, found.fastest))
+
+    def _over_pairs(self, chosen: Indices, known: float) -> Found:
+        """Over the downsets ``chosen``, few enough to compare all pairs; a plan takes ``known`` seconds."""
+        most = _MOST_PAIRED if len(self.topology.levels) == 1 else _MOST_NESTED
+        few = self._num_options <= _FEW_OPTIONS and len(chosen) <= most
+        if few or self._num_options * len(chosen) ** 2 <= _FEW_STEPS:
+            return self._all_of(chosen)
+        bound = self._pair_bound(chosen)
+        return self._raise_limit(chosen, bound, _CLOSE, most, known, self._within_reach)
+
+    def _afresh(self, kept: Indices, _finish: Counts, _reach: Counts, known: float) -> Found:
+        return self._over_pairs(kept, known)
+
+    def _within_reach(self, kept: Indices, finish: Counts, reach: Counts, _known: float) -> Found:
+        num_devices = len(self.topology.devices)
+        useful = [
+            np.flatnonzero((finish <= count) & (reach <= num_devices - count))
+            for count in range(num_devices + 1)
+        ]
+        return self._exactly(kept, lambda count: useful[count])
+
+    def _all_of(self, kept: Indices) -> Found:
+        return self._exactly(kept, lambda _: np.arange(len(kept)))
+
+    def _exactly(self, kept: Indices, useful: Useful) -> Found:
+        minds_later = self.limits_memory and bool(self.downsets.totals[3].any())
+        costs = self._costs(kept)
+        hierarchy = Hierarchy(costs, self.most_replicas, minds_later, self.every_device, self.tolerance)
+        fastest, found = hierarchy.pipeline(group(self.topology), useful)
+        stages = (stage._replace(first=int(kept[stage.first]), last=int(kept[stage.last])) for stage in found)
+        return Found(tuple(stages), fastest, fastest)
+
+    def _raise_limit(
+        self, chosen: Indices, bound: Bound, closeness: float, most: int, known: float, solve: _Solve
+    ) -> Found:
+        """The best plan over the downsets ``chosen``, of which ``solve`` can take ``most``."""
+        num_devices = len(self.topology.devices)
+        least = least_seconds(bound, num_devices, closeness, known)
+        best, proven = _NOTHING, least / (1 + max(closeness, ROUNDING))
+        for slack in _SLACKS if least < math.inf else ():
+            limit = min(least * (1 + slack) if slack < math.inf else math.inf, best.fastest)
+            around = bound.around(num_devices, limit * (1 + self.tolerance))
+            assert around is not None, "the bound promised a plan"
+            finish, reach = around
+            kept = around.useful(num_devices)
+            complete = len(kept) <= most
+            if not complete:
+                kept = self._promising(chosen, kept, bound, finish, limit, most)
+            found = solve(chosen[kept], finish[kept], reach[kept], best.fastest)
+            best = min(found, best, key=lambda found: found.fastest)
+            if complete:
+                proven = max(proven, min(limit, found.least_seconds))
+            if best.fastest <= limit or (best.stages and not complete):
+                break
+        return best._replace(least_seconds=min(proven, best.fastest))
+
+    def _lower_limit(self, best: Found) -> Found:
+        """The fastest plan of all, given a good one.
+
+        Limits are tried in turn just below the best plan, and half-way to what no plan can keep.
+        """
+        num_devices = len(self.topology.devices)
+        bound = ContainmentBound(self.downsets, self._busy, self.downsets.cuts[0])
+        low, just_below = best.least_seconds, True
+        while low < (below := best.fastest * (1 - _NO_FASTER)):
+            limit = below if just_below else (low + best.fastest) / 2
+            finish = bound.finish(num_devices, limit)
+            if finish[0] > num_devices:
+                low, just_below = limit, False
+            else:
+                best = self._all_of(np.array(bound.plan(finish, limit)))
+                just_below = not just_below
+        return best._replace(least_seconds=min(low, best.fastest))
+
+    def _promising(
+        self, chosen: Indices, kept: Indices, bound: Bound, finish: Counts, limit: float, most: int
+    ) -> Indices:
+        """Some of too many downsets: in a chain those of a plan that meets the bound, then the cheapest."""
+        plan = [0, len(chosen) - 1]
+        if isinstance(bound, ChainBound):
+            plan = bound.plan(finish, limit)
+            if self._chain_is_exact:
+                return np.array(plan)
+        cheapest = np.argsort(self.downsets.cuts[0, chosen[kept]], kind="stable")[: min(most, _PROMISING)]
+        return np.union1d(plan, kept[cheapest])
+
+    def _least_of_any(self, windows: "Windows") -> float:
+        """What no plan at all can be below, whichever downsets it uses."""
+        before, until = (self._busy_of(*totals[:2]) for totals in (windows.most, windows.least))
+        bound = LooseBound(before, until, self._links(windows.cuts))
+        at_will = self.downsets.totals[0, -1] / sum(device.speed for device in self.topology.devices)
+        least = least_seconds(bound, len(self.topology.devices), _CLOSE, math.inf) / (1 + _CLOSE)
+        return max(float(at_will), least)
+
+    def _least_between_groups(self) -> float:
+        """A bound that takes each group of the outermost level for one device, as fast as all of its own."""
+        levels, devices = self.topology.levels, self.topology.devices
+        num_groups, cuts = levels[-1].size, self.downsets.cuts[-1]
+        size = len(devices) // num_groups
+        speeds = (sum(device.speed for device in devices[k : k + size]) for k in range(0, len(devices), size))
+        all_reduce = self._all_reduce_over(
+            self._most_rate(len(levels) - 1), min(num_groups, self.most_replicas)
+        )
+        seconds, parameters = self.downsets.totals[:2]
+        busy = seconds / max(speeds) + np.outer(all_reduce, parameters)
+        bound = LooseBound(busy, busy, self._links(cuts))
+        return least_seconds(bound, num_groups, _CLOSE, math.inf) / (1 + _CLOSE)
+
+    def _costs(self, kept: Indices) -> StageCosts:
+        return stage_costs(self.downsets.take(kept), self.value_seconds, self.topology.levels, self.model)
+
+    @property
+    def _chain_is_exact(self) -> bool:
+        """Whether the bound of a chain charges what stages take."""
+        return self.downsets.is_chain and self._devices_are_simple
+
+    @property
+    def _containment_is_exact(self) -> bool:
+        restricted = self.limits_memory or self.every_device
+        return self.downsets.windows is None and self._devices_are_simple and not restricted
+
+    @property
+    def _devices_are_simple(self) -> bool:
+        """Whether devices and links are alike, and a bound knows all that they cost."""
+        alike = len(self.topology.levels) == len(set(self.topology.devices)) == 1
+        has_latency = self.most_replicas > 1 and self.topology.levels[0].latency_seconds > 0
+        return self.model.overlap and alike and not has_latency
+
+    @property
+    def _chain_bound(self) -> ChainBound:
+        return ChainBound(
+            busy=self._busy,
+            link=self._links(self.downsets.cuts.min(axis=0)),
+            resident=self.downsets.totals[2],
+            saved=self.downsets.totals[3],
+            memory_bytes=self._most_memory if self.limits_memory else math.inf,
+            in_flight=self.model.in_flight,
+        )
+
+    @property
+    def _loose_bound(self) -> LooseBound:
+        return LooseBound(self._busy, self._busy, self._links(self.downsets.cuts.min(axis=0)))
+
+    def _pair_bound(self, chosen: Indices) -> PairBound:
+        everything = np.arange(len(chosen))
+        busy, parameters, link = self._costs(chosen).lower_bounds(self._fastest, everything)
+        if not self.model.overlap:
+            busy, link = busy + link, np.zeros((len(chosen), 1))
+        return PairBound(busy, parameters, link, self._all_reduce())
+
+    def _links(self, cuts: Vector) -> Vector:
+        """What a bound may charge for links by themselves."""
+        return cuts if self.model.overlap else np.zeros_like(cuts)
+
+    @property
+    def _busy(self) -> Vector:
+        return self._busy_of(*self.downsets.totals[:2])
+
+    def _busy_of(self, seconds: Vector, parameters: Vector) -> Vector:
+        """At best, for 1 or more replicas, times the replicas."""
+        busy: Vector = seconds / self._fastest + np.outer(self._all_reduce(), parameters)
+        return busy
+
+    @property
+    def _most_memory(self) -> float:
+        return max(device.memory_bytes for device in self.topology.devices)
+
+    @property
+    def _num_options(self) -> int:
+        outermost = self.topology.levels[-1].size
+        return outermost * min(outermost, self.most_replicas)
+
+    @property
+    def _fastest(self) -> float:
+        return max(device.speed for device in self.topology.devices)
+
+    def _all_reduce(self) -> Vector:
+        """As below, over the best link of any level."""
+        levels, num_devices = self.topology.levels, len(self.topology.devices)
+        most = min(num_devices, self.most_replicas ** len(levels))
+        return self._all_reduce_over(max(map(self._most_rate, range(len(levels)))), most)
+
+    def _all_reduce_over(self, bytes_per_second: float, most: int) -> Vector:
+        """For 1 to ``most`` replicas, the seconds that a parameter byte costs a stage, times the replicas."""
+        once = (self.model.all_reduce_seconds_per_byte(m, bytes_per_second) * m for m in range(1, most + 1))
+        return np.fromiter(once, dtype=np.float64)
+
+    def _most_rate(self, level: int) -> float:
+        """Bytes per second of an all-reduce."""
+        links = self.model.links_of_first(self.topology.levels, level)
+        return links * self.topology.levels[level].bytes_per_second

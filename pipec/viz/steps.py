@@ -1,0 +1,53 @@
+"""Steps as a user sees them: each a timeline with a title, drawn to a file or printed as text."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipec.ir import Plan
+from pipec.timeline.attribution import Curve, rank_memory_over_time
+from pipec.timeline.events import Timeline
+from pipec.viz.files import write_timelines
+from pipec.viz.text import timeline_text
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step to show. ``memory`` has the bytes that each rank holds over time, where they are known.
+
+    ``label``, such as "measured", tells apart steps of the same schedule.
+    """
+
+    schedule: str
+    num_microbatches: int
+    timeline: Timeline
+    memory: Sequence[Curve] = ()
+    label: str = ""
+
+    @classmethod
+    def of_plan(cls, plan: Plan, timeline: Timeline, label: str = "") -> "Step":
+        """A step of a plan, with the bytes that its ranks hold."""
+        memory = rank_memory_over_time(plan, timeline)
+        return cls(plan.schedule, plan.num_microbatches, timeline, memory, label)
+
+    @property
+    def name(self) -> str:
+        return self.label or self.schedule
+
+    @property
+    def title(self) -> str:
+        label = f"{self.label}: " if self.label else ""
+        return f"{label}{self.schedule}, {self.num_microbatches} microbatches"
+
+
+def draw_steps(path: Path, steps: Sequence[Step]) -> None:
+    """Draw the steps to ``path``, as its ending says. The first one says how many microbatches they have."""
+    schedules = " and ".join(dict.fromkeys(step.schedule for step in steps))
+    timelines = {step.name: step.timeline for step in steps}
+    memory = {step.name: step.memory for step in steps if step.memory}
+    write_timelines(path, timelines, f"{schedules}, {steps[0].num_microbatches} microbatches", memory)
+
+
+def steps_text(steps: Sequence[Step]) -> str:
+    """Each step as text under its title."""
+    return "\n".join(timeline_text(step.timeline, step.title) for step in steps)

@@ -1,0 +1,122 @@
+"""What a compilation does, and how often: nothing that was tried is worked out again."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+import pipec
+from pipec.compiler import pass_list, staged
+from pipec.graph import TrainingGraph, stage_of
+from pipec.ir import Schedule
+from pipec.passes.cut_stages import CutStages
+from pipec.passes.mark_recompute import MarkRecompute
+from pipec.pipeline import Pipeline
+from pipec.schedules import one_f_one_b
+
+ROWS = 32
+
+
+def wide() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(32, 128), nn.Linear(128, 32))))
+
+
+def prepared(**options: Any) -> Pipeline:
+    pipe = pipec.compile(wide(), 2, loss_fn=nn.functional.mse_loss, **options)
+    x = torch.empty(ROWS, 32)
+    return pipe.prepare(x, target=x)
+
+
+@contextmanager
+def counted() -> Iterator[tuple[Counter[str], list[tuple[object, ...]]]]:
+    """How often graphs are cut and programs verified, and what is lowered."""
+    calls: Counter[str] = Counter()
+    lowered: list[tuple[object, ...]] = []
+
+    def counting(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            if isinstance(args[0], Schedule):
+                lowered.append((args[0].name, args[0].placement, args[0].num_microbatches, tuple(args[2])))
+            return function(*args, **kwargs)
+
+        return call
+
+    with (
+        mock.patch.object(CutStages, "__call__", counting(CutStages.__call__, "cut")),
+        mock.patch.object(staged, "lower", counting(staged.lower, "lower")),
+        mock.patch.object(staged, "verify_programs", counting(staged.verify_programs, "verify")),
+        mock.patch.object(staged, "build_plan", counting(staged.build_plan, "plan")),
+    ):
+        yield calls, lowered
+
+
+def test_with_everything_fixed_a_graph_is_cut_lowered_and_verified_once() -> None:
+    with counted() as (calls, _):
+        prepared(microbatches=4)
+    assert calls == {"cut": 1, "lower": 1, "verify": 1, "plan": 1}
+
+
+def test_with_the_number_of_microbatches_open_every_candidate_is_lowered_and_verified_once() -> None:
+    with counted() as (calls, lowered):
+        plan = prepared().plan
+    assert len(set(lowered)) == len(lowered) == calls["lower"] == calls["verify"]
+    numbers = {num_microbatches for _, placement, num_microbatches, _ in lowered if len(placement) == 2}
+    assert numbers == {1, 2, 4, 8, 16}
+    assert plan.num_microbatches in numbers
+    assert calls["cut"] == 2  # two stages, and one stage for two pipelines side by side
+
+
+def test_auto_tries_every_order_once() -> None:
+    with counted() as (calls, lowered):
+        prepared(schedule="auto", microbatches=4)
+    assert len(set(lowered)) == len(lowered) == calls["lower"] == calls["verify"]
+    assert calls["cut"] == 3  # straight, V and looped
+
+
+def test_an_evaluation_follows_the_training_step_without_another_cut() -> None:
+    pipe = pipec.compile(wide(), 2, loss_fn=nn.functional.mse_loss, microbatches=4)
+    x = torch.randn(ROWS, 32)
+    pipe.step(x, target=x)
+    with counted() as (calls, _):
+        pipe.eval_step(x, target=x)
+        pipe.eval_step(x, target=x)
+    assert (calls["cut"], calls["lower"]) == (0, 1)
+
+
+@dataclass(frozen=True)
+class KeepFirstLayers:
+    """A pass of a user's, who does not want the first layer of each stage to be computed again."""
+
+    def __call__(self, graph: TrainingGraph) -> TrainingGraph:
+        for stage in range(graph.num_stages):
+            layers = (node for node in graph.nodes if node.target is torch.ops.aten.addmm.default)
+            first = next(node for node in layers if stage_of(node) == stage)
+            first.meta["replay"] = False
+        return graph
+
+
+def test_a_users_pass_counts_also_where_memory_forces_to_recompute() -> None:
+    """Such stages go through the one list of passes again, and not through a part of it."""
+    passes = pass_list.passes
+
+    def with_users_pass(*args: Any) -> list[Any]:
+        again = [KeepFirstLayers()] if args[2] else []
+        return [each for step in passes(*args) for each in (step, *again * isinstance(step, MarkRecompute))]
+
+    def saved_bytes() -> list[float]:
+        ((cut,),) = prepared(microbatches=4)._compiler._staged.values()
+        plan = cut.recomputing(frozenset({0, 1})).trial(one_f_one_b(2, 4), ROWS // 4).plan
+        assert all(stage.recompute for stage in plan.stages)
+        return [stage.cost.memory.saved for stage in plan.stages]
+
+    without = saved_bytes()
+    with mock.patch.object(pass_list, "passes", with_users_pass):
+        kept = saved_bytes()
+    assert all(more > less for more, less in zip(kept, without, strict=True))

@@ -1,0 +1,52 @@
+"""On GPUs: one that two ranks share, and two that talk over NCCL. Skipped where there are fewer."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from combinations import SIZES
+from models import perceptron
+from unsplit import unsplit_step
+from workers import run_script
+
+import pipec
+
+NUM_STEPS = 5
+
+
+def needs_gpus(count: int) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(torch.cuda.device_count() < count, reason=f"needs {count} CUDA devices")
+
+
+def losses_of_autograd() -> list[float]:
+    """Of the unsplit model, trained on the CPU."""
+    model, inputs = perceptron()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(NUM_STEPS):
+        losses.append(float(unsplit_step(model, inputs, SIZES)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@needs_gpus(1)
+def test_two_ranks_of_a_process_share_a_gpu() -> None:
+    model, inputs = perceptron()
+    pipe = pipec.compile(model, devices=2, microbatches=len(SIZES)).prepare(**inputs)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(NUM_STEPS):
+        losses.append(float(pipe.step(**inputs)))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert {parameter.device.type for parameter in pipe.parameters()} == {"cuda"}
+    assert losses == pytest.approx(losses_of_autograd(), rel=1e-4)
+
+
+@needs_gpus(2)
+def test_two_processes_with_a_gpu_each_train_over_nccl(tmp_path: Path) -> None:
+    script = Path(__file__).parent / "train.py"
+    printed = run_script(script, ["perceptron", "2", str(NUM_STEPS)], 2, tmp_path)
+    losses = [float.fromhex(line.split()[1]) for line in printed.splitlines() if line.startswith("loss")]
+    assert losses == pytest.approx(losses_of_autograd(), rel=1e-4)

@@ -1,0 +1,101 @@
+"""Stages that differ: schedules searched for each stage's own times and memory, and limits for each rank."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pipec.errors import InfeasibleError
+from pipec.ir import Compute, Phase, Schedule, StageMemory
+from pipec.programs.memory import held, most_in_flight
+from pipec.schedules import Workload, candidates, make_schedule, v_placement
+from pipec.schedules.chain import simulate_schedule
+
+UNIT = StageMemory(saved=1, kept=1)
+
+
+def uneven(
+    *seconds: float, memory: StageMemory = UNIT, limit: float | tuple[float, ...] = math.inf
+) -> Workload:
+    """Stages whose phases take ``seconds`` each."""
+    nothing = (0.0,) * len(seconds)
+    return Workload(seconds, seconds, seconds, nothing, nothing[1:], (memory,) * len(seconds), limit)
+
+
+def makespan(schedule: Schedule, work: Workload) -> float:
+    return simulate_schedule(schedule, work)[0].makespan
+
+
+def best(work: Workload, placement: tuple[int, ...], num_microbatches: int) -> Schedule:
+    found = candidates(max(placement) + 1, num_microbatches, work, placement)
+    return min(filter(work.fits, found), key=lambda schedule: makespan(schedule, work))
+
+
+def test_the_costs_of_each_stage_find_better_orders_than_the_averages_of_ranks() -> None:
+    """The stages of each rank take 4 together, so the averages of ranks hide that stages differ."""
+    placement, work = v_placement(3), uneven(1, 2, 3, 1, 2, 3)
+    averages = uneven(2, 2, 2, 2, 2, 2)
+    searched, misled = best(work, placement, 6), best(averages, placement, 6)
+    assert makespan(searched, work) == 75
+    assert makespan(misled, work) == 84
+
+
+def test_every_rank_stays_within_its_own_limit() -> None:
+    """Ranks 0 and 2 hold as much as they like; rank 1 has room for two microbatches."""
+    work = uneven(1, 1, 1, limit=(math.inf, 2.0, math.inf))
+    tight, roomy = (
+        make_schedule("zb-2p", 3, 8, each) for each in (work, replace(work, memory_limit=math.inf))
+    )
+    assert work.peaks(tight)[1] == 2
+    assert work.peaks(roomy)[1] > 2
+    assert makespan(tight, work) >= makespan(roomy, work)
+    assert work.fits(tight)
+    assert not work.fits(roomy)
+    with pytest.raises(InfeasibleError, match=r"holds up to \d on a rank, but the memory limit is 2"):
+        work.check_fits(roomy)
+
+
+def test_weights_gradients_and_the_running_phase_count_against_the_limit() -> None:
+    memory = StageMemory(weights=10, gradients=10, saved=2, kept=1, transient=5)
+    schedule = make_schedule("1f1b", 2, 4)
+    work = uneven(1, 1, memory=memory, limit=29)
+    assert work.peaks(schedule) == (20 + 2 * 2 + 5, 20 + 2 + 5)
+    assert work.room(schedule.placement) == (4, 4)
+    assert work.fits(schedule)
+    assert not replace(work, memory_limit=(28.0, 29.0)).fits(schedule)
+    assert replace(work, memory_limit=24.0).room(schedule.placement) == (0, 0)
+    with pytest.raises(InfeasibleError, match="limit of 1, but one microbatch holds 2"):
+        make_schedule("zb-1p", 2, 4, replace(work, memory_limit=26.0))
+
+
+def test_what_a_rank_holds_while_each_cell_runs() -> None:
+    """The example of the docstring, with a replay and a whole backward."""
+    phases = [Phase.FORWARD, Phase.FORWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT, Phase.RECOMPUTE]
+    order = [Compute(phase, 0, 0) for phase in (*phases, Phase.BACKWARD)]
+    memory = StageMemory(saved=2, kept=1, transient=5)
+    assert np.array_equal(held(order, [memory]), [7, 9, 9, 8, 7, 7])
+    assert most_in_flight(order) == 2
+    assert most_in_flight(()) == 0
+
+
+@pytest.mark.parametrize("backward", [[Phase.BACKWARD], [Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT]])
+def test_a_microbatch_leaves_nothing_behind(backward: list[Phase]) -> None:
+    memory = StageMemory(weights=1, gradients=2, saved=3, kept=4, transient=5)
+    assert sum(sum(memory.growth(phase)) for phase in (Phase.FORWARD, Phase.RECOMPUTE, *backward)) == 0
+    assert memory.static == 3
+
+
+def test_the_work_of_a_rank_is_divided_equally_among_its_stages() -> None:
+    work = uneven(2, 4, memory=StageMemory(weights=8, saved=2))
+    divided = work.on((0, 1, 1, 0))
+    assert divided.forward == (1, 2, 2, 1)
+    assert divided.memory == (StageMemory(weights=4, saved=1),) * 4
+    assert work.on((0, 1)) is work
+    assert not work.serves((0, 1, 2))
+
+
+def test_a_stage_that_recomputes_takes_longer_backwards() -> None:
+    work = replace(uneven(1, 1), recompute=(0.5, 0.0))
+    assert [work.seconds(phase, 0) for phase in (Phase.BACKWARD, Phase.BACKWARD_INPUT)] == [2.5, 1.5]
+    assert work.seconds(Phase.BACKWARD_WEIGHT, 0) == 1
