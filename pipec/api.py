@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipec.capture.tracer import Call, capture
+from pipec.capture.call import Call
+from pipec.capture.tracer import capture
 from pipec.compiler.autotuner import Autotuner
 from pipec.compiler.compiler import Compiler, on_device
 from pipec.compiler.pass_list import CompilerOptions

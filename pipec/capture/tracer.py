@@ -23,8 +23,6 @@ from pipec.graph import Gradient, TrainingGraph
 from pipec.ir import Mode
 from pipec.torch_compat import Captured, pytree
 
-__all__ = ["Call", "capture"]
-
 log = logging.getLogger("pipec")
 
 CPU = torch.device("cpu")

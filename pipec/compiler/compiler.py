@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from pipec.artifact.directory import Artifact
-from pipec.capture.tracer import Call, capture
+from pipec.capture.call import Call
+from pipec.capture.tracer import capture
 from pipec.compiler.alternatives import refused
 from pipec.compiler.autotuner import Autotuner, Choice, fastest_cut
 from pipec.compiler.pass_list import CompilerOptions
