@@ -114,7 +114,7 @@ def _operator_graph(
             sums[blocks[op]] += figure
         return sums
 
-    firsts = [blocks.index(block) for block in range(num_blocks)]
+    firsts = [op for op, block in enumerate(blocks) if op == 0 or blocks[op - 1] != block]
     return OperatorGraph(
         names=[f"{graph.operators[op].name} of {graph.operators[op].module or 'the model'}" for op in firsts],
         seconds=by_block(enumerate(seconds)),
