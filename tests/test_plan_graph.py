@@ -157,6 +157,15 @@ def test_several_devices_are_one_rank_as_fast_as_their_slowest_times_their_numbe
     assert [link.payload for link in plan.links] == [Payload.ACTIVATION, Payload.GRADIENT]
 
 
+def test_pairs_of_devices_exchange_messages_at_the_same_time() -> None:
+    stages = (
+        PlacedStage((0,), (0, 1), 1.5, 0.0, 0.0, 0.0, 1),
+        PlacedStage((1, 2), (2, 3), 3.0, 0.0, 0.0, 0.0, 1),
+    )
+    plan = plan_from_graph(parse_pipedream_graph(PROFILE), HOSTS, Partition(stages, 0.0), gpipe(2, 4))
+    assert plan.link_seconds == (0.5, 0.5)
+
+
 def test_the_table_says_which_stages_are_on_several_devices(profile: Path) -> None:
     printed = planned(profile, "--devices", 4, "--bandwidth", "50e9")
     replicas = [

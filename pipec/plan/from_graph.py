@@ -22,7 +22,8 @@ def plan_from_graph(
     """Stage k of the partition as stage k on rank k, its operators numbered in the order of the stages.
 
     A value's shape is its number of bytes. A message takes as long as between those two devices of its
-    stages that are joined by the slowest link.
+    stages that are joined by the slowest link. Where both stages are on several devices, pairs of them
+    exchange messages at the same time: the seconds are divided by the number of pairs.
 
     Raises:
         InputError: the schedule is not for one stage a rank, or runs the backward in halves.
@@ -126,4 +127,5 @@ def _messages(graph: OperatorGraph, stages: Sequence[PlacedStage]) -> Iterator[t
 
 def _link_seconds(topology: Topology, source: PlacedStage, target: PlacedStage, num_bytes: float) -> float:
     ways = {topology.link_between(one, other) for one in source.devices for other in target.devices}
-    return max(way.seconds(num_bytes) for way in ways)
+    num_pairs = min(source.replicas, target.replicas)
+    return max(way.seconds(num_bytes) for way in ways) / num_pairs
