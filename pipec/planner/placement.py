@@ -118,7 +118,7 @@ def place(
     found = solve(_may_run_out(graph, topology, model))
     if not found.stages:
         unlimited = solve(limits_memory=False).stages
-        if not unlimited:
+        if every_device and not unlimited:
             raise PlanError(
                 f"{len(order)} operators are too few for a stage on each of {len(topology.devices)} devices: "
                 f"a stage needs at least one operator that takes time. Use fewer devices"
@@ -210,8 +210,8 @@ def _infeasible(stages: Sequence[PlacedStage], topology: Topology, is_certain: b
             f"each of {stage.in_flight} microbatches in flight = {stage.memory_bytes:.0f} of {limit:.0f}"
             f"{short}"
         )
+    needs = " The fastest plan without that limit would need" if stages else ""
     return InfeasibleError(
-        f"{none} in the memory of the devices. The fastest plan without that limit would need\n"
-        + "\n".join(lines)
+        "\n".join([f"{none} in the memory of the devices.{needs}", *lines])
         + "\nGive the devices more memory, use more of them, or save less for the backward"
     )
