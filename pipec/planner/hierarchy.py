@@ -13,16 +13,15 @@ the first, and where memory is limited, a group may be asked for a pipeline on o
 """
 
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 
 from pipec.planner.downsets import Indices, Vector
 from pipec.planner.groups import Group, Leaf, Member
+from pipec.planner.options import Left, Option, Options, num_devices
 from pipec.planner.stage_costs import Matrix, StageCosts, between
 
 Tensor = Matrix
@@ -35,9 +34,6 @@ _CLOSE = 1e-3
 
 _MOST_REMEMBERED = 1 << 26
 """As many costs as this are kept. Otherwise they are worked out again for every few downsets."""
-
-Counts = tuple[int, ...]
-"""How many members of each kind."""
 
 Useful = Callable[[int], Indices]
 """For a number of devices of the outermost group, the downsets at which a plan may have so many left."""
@@ -58,22 +54,6 @@ class ChosenStage(NamedTuple):
     after: int
 
 
-class _Left(NamedTuple):
-    """What stages may use: so many ``members`` of each kind, and at most so many of their ``devices``."""
-
-    members: Counts
-    devices: int
-
-
-class _Option(NamedTuple):
-    """A stage on up to ``devices`` of each of ``replicas`` members; the ``rest`` is for later stages."""
-
-    kind: int
-    replicas: int
-    devices: int
-    rest: _Left
-
-
 class _Task(NamedTuple):
     """To find a pipeline from downset ``first`` to downset ``last`` on up to ``devices`` of ``group``.
 
@@ -88,17 +68,17 @@ class _Task(NamedTuple):
     last: int
     after: int
     useful: Useful
-    limit: float = math.inf
+    limit: float = np.inf
     begins: bool = True
 
 
 class _FirstStage(NamedTuple):
     cost: float
-    option: _Option
+    option: Option
     last: int
 
 
-_Cost = Callable[[_Option, bool, Indices, Indices], Matrix]
+_Cost = Callable[[Option, bool, Indices, Indices], Matrix]
 """What stages with an option cost, whether or not the first of their group, between rows and columns."""
 
 
@@ -107,22 +87,18 @@ class _Sums(NamedTuple):
 
     task: _Task
     cost: _Cost
-    finish: dict[_Left, Vector]
+    finish: dict[Left, Vector]
 
 
 @dataclass(frozen=True)
 class Hierarchy:
-    """Stages with ``costs`` on groups of devices, each on at most ``max_replicas`` members of a group.
+    """Stages with ``costs`` on groups of devices, which they take as the ``options`` allow.
 
-    ``minds_later``: whether a stage fits in memory depends on the devices that follow it.
-    ``every_device``: no device may stay unused. ``tolerance``: the share of the least seconds that a plan may
-    take longer in order to communicate less.
+    ``tolerance``: the share of the least seconds that a plan may take longer in order to communicate less.
     """
 
     costs: StageCosts
-    max_replicas: int
-    minds_later: bool
-    every_device: bool
+    options: Options
     tolerance: float
     _known: dict[object, Tensor] = field(default_factory=dict, repr=False)
 
@@ -143,21 +119,21 @@ class Hierarchy:
         fastest = {
             left: self._first_stage(task, left, finish, seconds, np.maximum).cost
             for left in finish
-            if task.first in task.useful(left.devices) and self._may_take(task.group, left)
+            if task.first in task.useful(left.devices) and self.options.may_take(task.group, left)
         }
         least = min(fastest.values())
         if least == np.inf:
             return least, ()
         limit = max(least, min(least * (1 + self.tolerance), task.limit))
         enough = [left for left, seconds_of_left in fastest.items() if seconds_of_left <= limit]
-        fewest = min(enough, key=lambda left: (_num_devices(task.group, left.members), left.devices))
+        fewest = min(enough, key=lambda left: (num_devices(task.group, left.members), left.devices))
         within = functools.partial(self._within, task, seconds, finish)
         return least, self._follow(self._tightest(within, fewest, fastest[fewest], limit), fewest)
 
-    def _within(self, task: _Task, seconds: _Cost, finish: dict[_Left, Vector], limit: float) -> _Sums:
+    def _within(self, task: _Task, seconds: _Cost, finish: dict[Left, Vector], limit: float) -> _Sums:
         """What pipelines have to communicate of which no stage takes longer than ``limit``."""
 
-        def communication(option: _Option, begins: bool, rows: Indices, columns: Indices) -> Matrix:
+        def communication(option: Option, begins: bool, rows: Indices, columns: Indices) -> Matrix:
             spent = self.costs.communication(task.group.level, option.replicas, begins, rows, columns)
             return np.where(seconds(option, begins, rows, columns) <= limit, spent, np.inf)
 
@@ -165,7 +141,7 @@ class Hierarchy:
         cost = self._remembering(task.group, communication)
         return _Sums(in_time, cost, self._finish(in_time, cost, np.add))
 
-    def _tightest(self, within: Callable[[float], _Sums], left: _Left, low: float, high: float) -> _Sums:
+    def _tightest(self, within: Callable[[float], _Sums], left: Left, low: float, high: float) -> _Sums:
         """The sums within the least limit from ``low``, nearly, that asks for no more than ``high`` does."""
         best, limit = within(high), low
         spent = self._spent(best, left)
@@ -180,10 +156,10 @@ class Hierarchy:
             limit = (low + high) / 2
         return best
 
-    def _spent(self, sums: _Sums, left: _Left) -> float:
+    def _spent(self, sums: _Sums, left: Left) -> float:
         return self._first_stage(sums.task, left, sums.finish, sums.cost, np.add).cost
 
-    def _follow(self, sums: _Sums, left: _Left) -> tuple[ChosenStage, ...]:
+    def _follow(self, sums: _Sums, left: Left) -> tuple[ChosenStage, ...]:
         """The stages with the least sum of costs on what is ``left``, from the first to the last."""
         task, cost, finish = sums
         unused = [iter(kind) for kind in task.group.kinds]
@@ -197,7 +173,7 @@ class Hierarchy:
             task, left = task._replace(first=last, begins=False), option.rest
         return tuple(stages)
 
-    def _finish(self, task: _Task, cost: _Cost, join: np.ufunc) -> dict[_Left, Vector]:
+    def _finish(self, task: _Task, cost: _Cost, join: np.ufunc) -> dict[Left, Vector]:
         """For all that may be left, the least cost from every downset to the task's last.
 
         For a chain of operators of 1, 2 and 4 seconds, on devices that are alike::
@@ -206,14 +182,14 @@ class Hierarchy:
             on up to one device             7    6    4    0
             on up to two                    4    4    4    0
         """
-        best: dict[_Left, Vector] = {}
-        for left in self._all_left(task.group, task.devices):
+        best: dict[Left, Vector] = {}
+        for left in self.options.parts(task.group, task.devices):
             rows = task.useful(left.devices)
             least = np.full(len(self.costs.downsets), np.inf)
-            least[task.last] = 0.0 if self._may_remain(left) else np.inf
-            for less in self._less(task.group, left):
+            least[task.last] = 0.0 if self.options.may_remain(left) else np.inf
+            for less in self.options.less(task.group, left):
                 np.minimum(least, best[less], out=least)
-            for option in self._options(task.group, left):
+            for option in self.options.of(task.group, left):
                 columns = task.useful(option.rest.devices)
                 stages = functools.partial(cost, option, False)
                 found = _least(join, stages, rows, columns, best[option.rest][columns])
@@ -222,11 +198,11 @@ class Hierarchy:
         return best
 
     def _first_stage(
-        self, task: _Task, left: _Left, finish: dict[_Left, Vector], cost: _Cost, join: np.ufunc
+        self, task: _Task, left: Left, finish: dict[Left, Vector], cost: _Cost, join: np.ufunc
     ) -> _FirstStage:
         """The best first stage of the task, with the cost of all stages, on as much of ``left`` as needed."""
-        best = _FirstStage(np.inf, _Option(0, 0, 0, left), task.last)
-        for option in self._options(task.group, left):
+        best = _FirstStage(np.inf, Option(0, 0, 0, left), task.last)
+        for option in self.options.of(task.group, left):
             columns = task.useful(option.rest.devices)
             row = cost(option, task.begins, np.array([task.first]), columns)
             costs = join(row, finish[option.rest][columns])[0]
@@ -234,16 +210,18 @@ class Hierarchy:
                 best = _FirstStage(float(costs.min()), option, int(columns[costs.argmin()]))
         return best
 
-    def _as_good(self, task: _Task, left: _Left, finish: dict[_Left, Vector]) -> _Left | None:
+    def _as_good(self, task: _Task, left: Left, finish: dict[Left, Vector]) -> Left | None:
         """Less of the group, if it costs no more to finish the task with it.
 
         The downsets that are useful may depend on how much is left.
         """
         cost = finish[left][task.first]
-        return next((less for less in self._less(task.group, left) if finish[less][task.first] == cost), None)
+        return next(
+            (less for less in self.options.less(task.group, left) if finish[less][task.first] == cost), None
+        )
 
     def _placed(
-        self, task: _Task, option: _Option, last: int, members: Sequence[Member]
+        self, task: _Task, option: Option, last: int, members: Sequence[Member]
     ) -> Iterator[ChosenStage]:
         """The stage itself, or the stages inside each of its replicas, with what this level adds to them.
 
@@ -260,8 +238,8 @@ class Hierarchy:
                 communication_seconds=spent + float(self.costs.communication(*span)[0, 0]),
             )
 
-    def _inside(self, member: Member, task: _Task, option: _Option, last: int) -> tuple[ChosenStage, ...]:
-        after = _later(task.after, option)
+    def _inside(self, member: Member, task: _Task, option: Option, last: int) -> tuple[ChosenStage, ...]:
+        after = option.following(task.after)
         if isinstance(member, Group):
             inside = _Task(member, option.devices, task.first, last, after, self._everywhere, task.limit)
             return self._solve(inside)[1]
@@ -272,16 +250,16 @@ class Hierarchy:
         return np.arange(len(self.costs.downsets))
 
     def _stage(
-        self, group: Group, after: int, option: _Option, begins: bool, rows: Indices, columns: Indices
+        self, group: Group, after: int, option: Option, begins: bool, rows: Indices, columns: Indices
     ) -> Matrix:
-        busy = self._busy(group.kinds[option.kind][0], option.devices, _later(after, option), rows, columns)
+        busy = self._busy(group.kinds[option.kind][0], option.devices, option.following(after), rows, columns)
         return self.costs.stage(busy, group.level, option.replicas, begins, rows, columns)
 
     def _busy(self, member: Member, devices: int, after: int, rows: Indices, columns: Indices) -> Matrix:
         """Seconds of the best pipeline on so many devices of one ``member``."""
         if isinstance(member, Leaf):
             return self.costs.on_device(member.device, after, rows, columns)
-        key = (member.signature, after if self.minds_later else None)
+        key = (member.signature, after if self.options.minds_later else None)
         if key not in self._known:
             self._known[key] = self._all_pipelines(member, after)
         return between(self._known[key][devices], rows, columns)
@@ -289,71 +267,30 @@ class Hierarchy:
     def _all_pipelines(self, group: Group, after: int) -> Tensor:
         """At [n, d, e], the seconds of the best pipeline from d to e on up to n devices of ``group``."""
         everywhere = self._everywhere(0)
-        finish: dict[_Left, Matrix] = {}
+        finish: dict[Left, Matrix] = {}
         fastest = np.full((group.num_devices + 1, len(everywhere), len(everywhere)), np.inf)
-        for left in self._all_left(group, group.num_devices):
-            least = np.where(np.eye(len(everywhere), dtype=bool) & self._may_remain(left), 0.0, np.inf)
-            for less in self._less(group, left):
+        for left in self.options.parts(group, group.num_devices):
+            least = np.where(np.eye(len(everywhere), dtype=bool) & self.options.may_remain(left), 0.0, np.inf)
+            for less in self.options.less(group, left):
                 np.minimum(least, finish[less], out=least)
-            for option in self._options(group, left):
+            for option in self.options.of(group, left):
                 for begins, found in ((False, least), (True, fastest[left.devices])):
-                    if begins and not self._may_take(group, left):
+                    if begins and not self.options.may_take(group, left):
                         continue
                     stages = self._stage(group, after, option, begins, everywhere, everywhere)
                     _minimise(found, stages, finish[option.rest])
             finish[left] = least
         return np.minimum.accumulate(fastest, out=fastest)
 
-    def _all_left(self, group: Group, most: int) -> Iterator[_Left]:
-        """Every part of a group with up to ``most`` devices; less comes before more."""
-        for members in product(*(range(len(kind) + 1) for kind in group.kinds)):
-            devices = _num_devices(group, members)
-            for fewer in range(devices + 1) if self._counts_devices(group) else (devices,):
-                if fewer <= most:
-                    yield _Left(members, fewer)
-
-    def _less(self, group: Group, left: _Left) -> Iterator[_Left]:
-        """What remains if one member, or one device, stays unused."""
-        if self.every_device:
-            return
-        for kind, count in enumerate(left.members):
-            if count:
-                members = _without(left.members, kind, 1)
-                yield _Left(members, min(left.devices, _num_devices(group, members)))
-        if self._counts_devices(group) and left.devices:
-            yield left._replace(devices=left.devices - 1)
-
-    def _options(self, group: Group, left: _Left) -> Iterator[_Option]:
-        for kind, most in enumerate(left.members):
-            for replicas in range(1, min(most, self.max_replicas) + 1):
-                members = _without(left.members, kind, replicas)
-                all_devices, whole = _num_devices(group, members), group.kinds[kind][0].num_devices
-                for devices in range(whole, 0, -1) if self._counts_devices(group) else (whole,):
-                    rest = min(left.devices - replicas * devices, all_devices)
-                    if rest >= 0:
-                        yield _Option(kind, replicas, devices, _Left(members, rest))
-
-    def _counts_devices(self, group: Group) -> bool:
-        """Whether earlier stages need less memory if a member does without some of its devices."""
-        return self.minds_later and group.level > 0 and not self.every_device
-
-    def _may_take(self, group: Group, left: _Left) -> bool:
-        """Whether a pipeline may be on so much of a group."""
-        return not self.every_device or left.devices == group.num_devices
-
-    def _may_remain(self, left: _Left) -> bool:
-        """Whether so much may be left when everything is done."""
-        return not self.every_device or left.devices == 0
-
     def _remembering(self, group: Group, cost: _Cost) -> _Cost:
         """The same costs. Those of stages that do not begin a group are worked out once, if they are few."""
         everywhere = self._everywhere(0)
-        num_options = sum(min(len(kind), self.max_replicas) for kind in group.kinds)
-        if self.minds_later or num_options * len(everywhere) ** 2 > _MOST_REMEMBERED:
+        num_options = sum(min(len(kind), self.options.max_replicas) for kind in group.kinds)
+        if self.options.minds_later or num_options * len(everywhere) ** 2 > _MOST_REMEMBERED:
             return cost
         known: dict[object, Matrix] = {}
 
-        def remembered(option: _Option, begins: bool, rows: Indices, columns: Indices) -> Matrix:
+        def remembered(option: Option, begins: bool, rows: Indices, columns: Indices) -> Matrix:
             if begins:
                 return cost(option, begins, rows, columns)
             key = (option.kind, option.replicas)
@@ -364,11 +301,7 @@ class Hierarchy:
         return remembered
 
 
-def _without(members: Counts, kind: int, count: int) -> Counts:
-    return (*members[:kind], members[kind] - count, *members[kind + 1 :])
-
-
-def _in_time(task: _Task, finish: dict[_Left, Vector], limit: float) -> Useful:
+def _in_time(task: _Task, finish: dict[Left, Vector], limit: float) -> Useful:
     """The useful downsets from which the stages that are left can keep within the limit."""
     from_each: dict[int, Vector] = {}
     for left, seconds in finish.items():
@@ -380,15 +313,6 @@ def _in_time(task: _Task, finish: dict[_Left, Vector], limit: float) -> Useful:
         return known[from_each[num_devices][known] <= limit]
 
     return useful
-
-
-def _num_devices(group: Group, members: Counts) -> int:
-    return sum(count * kind[0].num_devices for count, kind in zip(members, group.kinds, strict=True))
-
-
-def _later(after: int, option: _Option) -> int:
-    """The number of devices that follow each replica of the option's stage, rounded up."""
-    return math.ceil((after + option.rest.devices) / option.replicas)
 
 
 def _least(

@@ -22,6 +22,7 @@ from pipec.planner.cost_model import CostModel
 from pipec.planner.downsets import Downsets, Indices, Vector
 from pipec.planner.groups import group
 from pipec.planner.hierarchy import ChosenStage, Hierarchy, Useful
+from pipec.planner.options import Options
 from pipec.planner.pairs import PairBound
 from pipec.planner.stage_costs import StageCosts, stage_costs
 
@@ -147,7 +148,8 @@ class Solver:
     def _exactly(self, kept: Indices, useful: Useful) -> Found:
         minds_later = self.limits_memory and bool(self.downsets.totals[3].any())
         costs = self._costs(kept)
-        hierarchy = Hierarchy(costs, self.most_replicas, minds_later, self.every_device, self.tolerance)
+        options = Options(self.most_replicas, minds_later, self.every_device)
+        hierarchy = Hierarchy(costs, options, self.tolerance)
         fastest, found = hierarchy.pipeline(group(self.topology), useful)
         stages = (stage._replace(first=int(kept[stage.first]), last=int(kept[stage.last])) for stage in found)
         return Found(tuple(stages), fastest, fastest)
