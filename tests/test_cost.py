@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import pipec
 from pipec.cost import tables
-from pipec.cost.formulas import OperatorCost
+from pipec.cost.formulas import OperatorCost, operator_name
 from pipec.cost.symbols import MICROBATCH as b
 from pipec.cost.symbols import evaluate
 from pipec.errors import PlanError
@@ -27,7 +27,7 @@ from pipec.graph import Gradient, Output, TrainingGraph
 from pipec.hardware.calibration import FALLBACK_GPU, calibrate, default_device_model
 from pipec.hardware.devices import DEVICES, DeviceModel, LinkModel, find_device
 from pipec.ir import Mode, Phase
-from pipec.passes.annotate_cost import AnnotateCost, unknown_operators
+from pipec.passes.annotate_cost import AnnotateCost
 from pipec.torch_compat import pytree
 
 aten = torch.ops.aten
@@ -80,6 +80,10 @@ def with_gradients(function: Callable[..., Tensor]) -> Callable[..., list[Tensor
         return [loss, *torch.autograd.grad(loss, [x for x in leaves if x.requires_grad])]
 
     return step
+
+
+def unknown_operators(graph: TrainingGraph) -> set[str]:
+    return {operator_name(node) for node in graph.nodes if not node.meta["cost"].known}
 
 
 def costs(graph: TrainingGraph, *targets: object) -> list[OperatorCost]:
@@ -222,7 +226,7 @@ def test_counts_of_registered_operators_equal_torch_s_own(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_operator_of_common_models_is_known(name: str) -> None:
-    assert unknown_operators(symbolic_graph(name)) == []
+    assert not unknown_operators(symbolic_graph(name))
 
 
 @pytest.mark.parametrize(
@@ -303,13 +307,13 @@ def _(x: Tensor, y: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
-def test_an_unknown_operator_costs_the_bytes_it_moves_and_is_listed() -> None:
+def test_an_unknown_operator_costs_the_bytes_it_moves() -> None:
     graph = annotated(lambda x, y: mystery(x, y).relu(), torch.randn(4, 10), torch.randn(10))
     found = cost(graph, torch.ops.pipec_test.mystery.default)
     assert found.flops == 0
     assert same(found.bytes_moved, 4 * (2 * 10 * b + 10))
     assert found.seconds(4) == 0.5 + 360 / 100
-    assert unknown_operators(graph) == ["pipec_test::mystery"]
+    assert unknown_operators(graph) == {"pipec_test::mystery"}
 
 
 @pytest.mark.parametrize(

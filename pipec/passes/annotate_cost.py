@@ -9,7 +9,7 @@
 from dataclasses import dataclass, field, replace
 
 from pipec.cost.fingerprint import check_model
-from pipec.cost.formulas import Measured, OperatorCost, operator_cost, operator_name
+from pipec.cost.formulas import Measured, OperatorCost, operator_cost
 from pipec.cost.profile import Profile
 from pipec.cost.symbols import tensor_sizes
 from pipec.graph import Gradient, TrainingGraph
@@ -55,9 +55,3 @@ def _measure(graph: TrainingGraph, profile: Profile) -> None:
         if node.name in seconds:
             measured = Measured(seconds[node.name], profile.microbatch_size)
             node.meta["cost"] = replace(node.meta["cost"], measured=measured)
-
-
-def unknown_operators(graph: TrainingGraph) -> list[str]:
-    """The sorted names of the operators without a FLOP formula. Their cost is the bytes that they move."""
-    costs: list[tuple[str, OperatorCost]] = [(operator_name(node), node.meta["cost"]) for node in graph.nodes]
-    return sorted({name for name, cost in costs if not cost.known})

@@ -14,6 +14,7 @@ import numpy as np
 from pipec.errors import VerifyError
 from pipec.ir import (
     Instruction,
+    Kind,
     Link,
     Op,
     Payload,
@@ -150,7 +151,7 @@ def _cell_misfits(step: StepIndex, rank: int, instruction: Instruction) -> Itera
 
 
 def _transfer_misfits(step: StepIndex, rank: int, instruction: Instruction) -> Iterator[str]:
-    op, link = instruction.op, instruction.link
+    op, traits, link = instruction.op, instruction.op.traits, instruction.link
     if link is None or link not in step.link_set:
         yield f"{op} carries {format_link(link) if link else 'no link'}; expected a link of the plan"
         return
@@ -159,19 +160,20 @@ def _transfer_misfits(step: StepIndex, rank: int, instruction: Instruction) -> I
     receivers = targets(link, step.placement)
     if link.payload.per_microbatch:
         receivers = (rank_of(step.placement, link.target, microbatch),)
-    start, end = {Op.SEND: (rank, instruction.peer), Op.RECV: (instruction.peer, rank)}.get(op, (rank, rank))
+    peer = instruction.peer if traits.has_peer else rank
+    start, end = (peer, rank) if traits.kind is Kind.RECEIVE else (rank, peer)
     if start != source or end not in receivers:
         way = f"rank {source} to {' or '.join(map(str, receivers))}"
         yield f"{op} takes {format_link(link)} from rank {start} to {end}; expected from {way}"
-    if (op is Op.MOVE) != (start == end) or (op is Op.MOVE) != (instruction.peer == -1):
+    if traits.has_peer == (start == end) or traits.has_peer == (instruction.peer == -1):
         yield f"{op} from rank {start} to {end}; expected a send and a recv, or a move without a peer"
-    stage = link.source if op is Op.SEND else link.target
+    stage = link.target if traits.fills_slot else link.source
     if instruction.stage != stage:
         yield f"{op} of {format_link(link)} names stage {instruction.stage}; expected {stage}"
     if instruction.microbatch not in step.microbatches(link):
         allowed = step.microbatches(link)
         yield f"{op} names microbatch {instruction.microbatch}; expected {allowed[0]} to {allowed[-1]}"
-    if (instruction.slot >= 0) != (op is not Op.SEND and link.payload.per_microbatch):
+    if (instruction.slot >= 0) != (traits.fills_slot and link.payload.per_microbatch):
         yield f"{op} names slot {instruction.slot}; only what arrives for a microbatch has one, others -1"
 
 

@@ -148,10 +148,6 @@ class Workload:
             for rank, order in enumerate(schedule.orders)
         )
 
-    def peak_memory(self, schedule: Schedule) -> float:
-        """The most that any rank holds at once under ``schedule``."""
-        return max(self.peaks(schedule))
-
     def fits(self, schedule: Schedule) -> bool:
         """Whether every rank stays within its limit."""
         pairs = zip(self.peaks(schedule), self.limits(schedule.num_ranks), strict=True)
