@@ -30,7 +30,7 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv, free_unbacked_symbols
 from torch.utils import _pytree as pytree
@@ -39,6 +39,7 @@ from torch.utils._sympy.printers import PythonPrinter
 __all__ = [
     "ASSERTIONS",
     "Captured",
+    "HigherOrderOperator",
     "JointGraph",
     "OpOverload",
     "capture_with_dynamo",

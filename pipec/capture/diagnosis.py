@@ -26,6 +26,11 @@ ADVICE = (
         "Register the hook on a tensor inside forward(), with Tensor.register_hook: there it is captured.",
     ),
     (
+        r"\bgenerator=(?!None)",
+        "A pipeline seeds every draw by step, microbatch and operator, from the seed it is compiled with.\n"
+        "Leave the generator out.",
+    ),
+    (
         "branching",
         "A Python `if` or `while` asks for the value of a tensor, which does not exist at capture.\n"
         "Compute both sides and choose with torch.where or a mask, or decide outside the model.",

@@ -17,6 +17,7 @@ from torch import fx
 
 from pipec.cost.formulas import node_bytes
 from pipec.cost.symbols import evaluate
+from pipec.errors import PlanError
 from pipec.graph import (
     Buffer,
     Form,
@@ -28,6 +29,8 @@ from pipec.graph import (
     is_tensor,
     memory_of,
     needs_only_inputs,
+    stage_of,
+    sums_gradients,
 )
 from pipec.hardware.topology import Topology
 from pipec.ir import Mode
@@ -79,7 +82,31 @@ def assign(graph: TrainingGraph, stages: Sequence[int], num_stages: int) -> Trai
             node.meta["operator"] = node.all_input_nodes[0].meta["operator"]
         if not is_constant(node):
             node.meta["stage"] = stages[node.meta["operator"]]
+    _check_sparse_gradients(graph)
     return replace(graph, form=Form.CUT, num_stages=num_stages)
+
+
+def _check_sparse_gradients(graph: TrainingGraph) -> None:
+    for role, node in graph.outputs:
+        if not isinstance(role, Gradient):
+            continue
+        terms = list(_terms(node))
+        stages = sorted({stage_of(term) for term in terms})
+        if len(stages) > 1 and any(term.meta["val"].is_sparse for term in terms):
+            raise PlanError(
+                f"stages {', '.join(map(str, stages))} all use {role.fqn}, whose gradient is sparse: "
+                "it cannot be sent from one to the other. "
+                "Make the embedding with sparse=False, or do not tie its weight."
+            )
+
+
+def _terms(gradient: fx.Node) -> Iterator[fx.Node]:
+    """The nodes of which a gradient is the sum."""
+    if sums_gradients(gradient):
+        for term in gradient.all_input_nodes:
+            yield from _terms(term)
+    else:
+        yield gradient
 
 
 def operator_seconds(graph: TrainingGraph, microbatch_size: int) -> list[float]:
