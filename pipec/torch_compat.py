@@ -4,12 +4,13 @@ torch 2.11 to 2.13 are supported.
 """
 
 import contextlib
+import copy
 import io
 import logging
 import re
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +31,17 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
+from torch._library import autograd as _library_autograd
 from torch._ops import HigherOrderOperator, OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+from torch.distributions import Distribution
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv, free_unbacked_symbols
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.printers import PythonPrinter
@@ -39,6 +49,7 @@ from torch.utils._sympy.printers import PythonPrinter
 __all__ = [
     "ASSERTIONS",
     "Captured",
+    "DryRun",
     "HigherOrderOperator",
     "JointGraph",
     "OpOverload",
@@ -46,6 +57,7 @@ __all__ = [
     "capture_with_export",
     "depends_on_values",
     "differentiate",
+    "dry_run",
     "fqn_of",
     "has_gradient_hook",
     "leave_meta",
@@ -55,6 +67,7 @@ __all__ = [
     "quiet",
     "reason_of",
     "unchanged",
+    "unvalidated_distributions",
     "user_frames",
 ]
 
@@ -65,6 +78,17 @@ IGNORED_LOGGING = ("debug", "info", "warning", "error", "exception", "critical",
 
 ASSERTIONS = (torch._check, torch.ops.aten._assert_scalar.default)
 """What ``torch._check`` becomes in a captured graph."""
+
+GENERATED = "GeneratedBackwardFor_"
+"""How torch.library begins the names of the autograd functions that it makes."""
+
+NEEDS_VALUES = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+"""What operators raise on fake tensors that would work on real ones."""
 
 LOGGERS = (
     "torch._dynamo",
@@ -95,20 +119,38 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def unchanged(module: torch.nn.Module) -> Iterator[None]:
-    """Put back every attribute, parameter and buffer that tracing replaced, such as by a fake tensor.
+    """Put back every attribute, parameter, buffer and hook that tracing replaced, such as by a fake tensor.
 
     Differentiation swaps the tensors of a module for its own, and does not undo that for a module that is
     registered under two names. Dynamo leaves marks on the tensors themselves.
     """
-    registries = _registries(module)
-    registries += [vars(tensor) for tensor in (*module.parameters(), *module.buffers())]
-    before = [dict(registry) for registry in registries]
+    containers = _containers(module)
+    containers += [vars(tensor) for tensor in (*module.parameters(), *module.buffers())]
+    before = [copy.copy(container) for container in containers]
     try:
         yield
     finally:
-        for registry, kept in zip(registries, before, strict=True):
-            registry.clear()
-            registry.update(kept)
+        for container, kept in zip(containers, before, strict=True):
+            _restore(container, kept)
+
+
+Container = dict[Any, Any] | list[Any] | set[Any]
+
+
+def _containers(module: torch.nn.Module) -> list[Container]:
+    """The attributes of the module and of those below it, and the dicts, lists and sets among them."""
+    found: list[Container] = []
+    for each in module.modules():
+        found += [each.__dict__, *(x for x in each.__dict__.values() if isinstance(x, dict | list | set))]
+    return found
+
+
+def _restore(container: Container, kept: Container) -> None:
+    if isinstance(container, list):
+        container[:] = kept
+    else:
+        container.clear()
+        container.update(kept)
 
 
 def _registries(module: torch.nn.Module) -> list[dict[str, Any]]:
@@ -125,7 +167,12 @@ def leave_meta(module: torch.nn.Module, device: torch.device) -> None:
     """
     mode = FakeTensorMode()
     tensors = (*module.parameters(), *module.buffers())
-    fakes = {id(tensor): _fake(tensor, device, mode) for tensor in tensors if tensor.is_meta}
+    _replace_tensors(
+        module, {id(tensor): _fake(tensor, device, mode) for tensor in tensors if tensor.is_meta}
+    )
+
+
+def _replace_tensors(module: torch.nn.Module, fakes: Mapping[int, torch.Tensor]) -> None:
     for registry in _registries(module):
         for name, value in registry.items():
             registry[name] = fakes.get(id(value), value)
@@ -135,6 +182,70 @@ def _fake(tensor: torch.Tensor, device: torch.device, mode: FakeTensorMode) -> t
     with mode:
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     return torch.nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else fake
+
+
+@contextlib.contextmanager
+def unvalidated_distributions() -> Iterator[None]:
+    """Let ``torch.distributions`` check no values, for they do not exist at capture."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What came of a call on fake tensors: the error that it raised, and whether it changed any object.
+
+    A call that needs values fails on fake tensors alone, so that such an error says nothing of the model.
+    """
+
+    error: Exception | None
+    changed: bool
+
+    @property
+    def failed(self) -> bool:
+        return self.error is not None and not isinstance(self.error, NEEDS_VALUES)
+
+
+def dry_run(module: torch.nn.Module, args: tuple[Any, ...]) -> DryRun:
+    """Call ``module(*args)`` in eager mode on fake tensors.
+
+    What the first call of a model sets up stays, such as hooks; tensors and what holds tensors are put back.
+    """
+    containers = _containers(module)
+    before = [copy.copy(container) for container in containers]
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    tensors = (*module.parameters(), *module.buffers())
+    error = None
+    try:
+        _replace_tensors(module, {id(tensor): _fake(tensor, tensor.device, mode) for tensor in tensors})
+        fake_args = pytree.tree_map_only(torch.Tensor, lambda leaf: _fake(leaf, leaf.device, mode), args)
+        with mode, _no_output():
+            module(*fake_args)
+    except Exception as raised:
+        error = raised
+    finally:
+        changed = [_without_tensors(*pair) for pair in zip(containers, before, strict=True)]
+    return DryRun(error, any(changed))
+
+
+def _without_tensors(container: Container, before: Container) -> bool:
+    """Undo the changes of a container in which there are tensors. Returns whether any other is left."""
+    if not isinstance(container, dict) or not isinstance(before, dict):
+        _restore(container, before)
+        return False
+    new = {key: x for key, x in container.items() if x is not before.get(key) and not _holds_tensor(x)}
+    _restore(container, {**before, **new})
+    return bool(new)
+
+
+def _holds_tensor(value: object) -> bool:
+    leaves = pytree.tree_leaves(value)
+    leaves += [held for leaf in leaves for held in pytree.tree_leaves(getattr(leaf, "__dict__", None))]
+    return any(isinstance(leaf, torch.Tensor) for leaf in leaves)
 
 
 @dataclass(frozen=True)
@@ -233,6 +344,8 @@ def _refuse_custom_backwards() -> Iterator[None]:
     apply, register_hook = function.__dict__["apply"], tensor.register_hook  # not bound to the base class
 
     def refuse_function(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if _is_of_an_operator(cls):
+            return apply.__func__(cls, *args, **kwargs)
         raise TypeError(f"the backward of the custom autograd function {cls.__qualname__} would be lost")
 
     def refuse_hook(self: torch.Tensor, hook: Any) -> Any:
@@ -245,6 +358,11 @@ def _refuse_custom_backwards() -> Iterator[None]:
     finally:
         function.apply = apply  # type: ignore[method-assign]
         tensor.register_hook = register_hook  # type: ignore[method-assign]
+
+
+def _is_of_an_operator(function: type) -> bool:
+    """Whether torch.library made the autograd function for an operator, which keeps it in any graph."""
+    return function.__module__ == _library_autograd.__name__ and function.__name__.startswith(GENERATED)
 
 
 _MODEL_RAISED = ("Observed exception", "failed to bind arguments when attempting to inline")

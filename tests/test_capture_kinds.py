@@ -1,6 +1,7 @@
 """Kinds of models that eager torch can train, and what each needs of capture."""
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from unsplit import Inputs, Outcome, assert_equal, unsplit_step
 import pipec
 from pipec.capture.classify import classify
 from pipec.capture.operators import OPERATOR_ID
-from pipec.errors import CaptureError, PlanError
+from pipec.errors import CaptureError, InputError, PlanError
 from pipec.graph import LossGradient
 from pipec.pipeline import Pipeline
 from pipec.runtime.draws import draw
@@ -158,3 +159,185 @@ class Conditional(nn.Module):
 def test_an_operator_that_calls_a_graph_is_refused_with_a_remedy() -> None:
     with pytest.raises(CaptureError, match=r"'cond', which no stage can run\n  at test_.*\n.*torch\.where"):
         trained(Between(Conditional), batch(), 2)
+
+
+# what torch.library and torch.distributions do on the way
+
+
+@torch.library.custom_op("pipec_tests::thrice", mutates_args=())
+def thrice(x: Tensor) -> Tensor:
+    return 3 * x
+
+
+@thrice.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+thrice.register_autograd(lambda ctx, gradient: 5 * gradient)  # so that a lost backward shows
+
+
+class Locked(nn.Module):
+    """Dynamo cannot trace it, and export can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = [threading.Lock()]
+
+    def __deepcopy__(self, memo: object) -> "Locked":
+        return Locked()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.lock[0]:
+            return thrice(x).tanh()
+
+
+def test_an_operator_of_torch_library_keeps_its_backward_in_an_export() -> None:
+    found, expected, _ = trained(Between(Locked), batch(), 1)
+    assert_equal(found, expected)
+
+
+class Densities(nn.Module):
+    """The likelihood of a mixture and of a normal distribution, whose arguments torch would look at."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = torch.distributions.Normal(x, x.square() + 1)
+        weights = torch.distributions.Categorical(logits=x)
+        mixture = torch.distributions.MixtureSameFamily(weights, parts)
+        return torch.distributions.Independent(parts, 1).log_prob(x)[..., None] + mixture.log_prob(
+            x[..., 0]
+        ).unsqueeze(-1).expand(x.shape)
+
+
+def test_distributions_are_not_validated_at_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)  # torch.compile clears it
+    found, expected, _ = trained(Between(Densities), batch(), 1)
+    assert_equal(found, expected)
+    assert torch.distributions.Distribution._validate_args
+
+
+# what only the first call does
+
+INSTALLING = threading.Lock()
+
+
+class Recording(nn.Module):
+    """Installs a hook at its first call, under a lock, as transformers does to collect outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.seen: list[Tensor] = []
+
+    def install(self) -> None:
+        with INSTALLING:
+            self.layer.register_forward_hook(lambda module, args, output: output * 2)
+            self.installed = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "installed"):
+            self.install()
+        self.seen.append(x)
+        return self.layer(x)
+
+
+def test_what_the_first_call_sets_up_is_captured_and_undone() -> None:
+    model = Between(Recording)
+    pipe = pipec.compile(model, 2, loss_fn=mse, microbatches=1)
+    unsplit, inputs = copy.deepcopy(model), batch()
+    loss = pipe.step(inputs["x"], target=inputs["target"])
+    assert not model.awkward.layer._forward_hooks
+    assert not model.awkward.seen
+    assert not hasattr(model.awkward, "installed")
+    expected = unsplit_step(lambda x, target: mse(unsplit(x), target), inputs, [len(inputs["x"])])
+    assert_equal(Outcome.of(loss, model), Outcome.of(expected, unsplit))
+
+
+class FailsTraced(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            raise ValueError("no mask")
+        return x
+
+
+class Fails(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError("no mask")
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (
+            FailsTraced,
+            CaptureError,
+            r"fails while it is traced\n  at test_.*\n  ValueError: no mask\nIt does not",
+        ),
+        (Fails, InputError, r"fails on these arguments\n  at test_.*\n  ValueError: no mask\nSizes are"),
+    ],
+)
+def test_a_model_that_fails_is_told_from_tracing_that_fails(
+    make: Callable[[], nn.Module], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        trained(Between(make), batch(), 2)
+
+
+# architectures
+
+
+def qwen2_moe() -> tuple[nn.Module, dict[str, Any]]:
+    """A mixture of experts, with the loss of its router: hooks, a lock, and an operator of torch.library."""
+    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+    config = Qwen2MoeConfig(
+        vocab_size=48,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=8,
+        shared_expert_intermediate_size=8,
+        output_router_logits=True,
+    )
+    ids = torch.randint(48, (4, 6))
+    return Qwen2MoeForCausalLM(config), {"input_ids": ids, "labels": ids}
+
+
+def patchtst() -> tuple[nn.Module, dict[str, Any]]:
+    """A forecast as a distribution."""
+    from transformers import PatchTSTConfig, PatchTSTForPrediction
+
+    config = PatchTSTConfig(
+        num_input_channels=2,
+        context_length=16,
+        patch_length=4,
+        patch_stride=4,
+        prediction_length=4,
+        d_model=16,
+        num_hidden_layers=1,
+        ffn_dim=16,
+        num_attention_heads=2,
+        loss="nll",
+        **dict.fromkeys(("attention_dropout", "positional_dropout", "ff_dropout", "head_dropout"), 0.0),
+    )
+    return PatchTSTForPrediction(config), {
+        "past_values": torch.randn(4, 16, 2),
+        "future_values": torch.randn(4, 4, 2),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [qwen2_moe, patchtst])
+def test_an_architecture_trains_with_the_bits_of_the_unsplit_model(
+    make: Callable[[], tuple[nn.Module, dict[str, Any]]],
+) -> None:
+    torch.manual_seed(0)
+    model, inputs = make()
+    unsplit = copy.deepcopy(model.train())
+    loss = pipec.compile(model, 2, microbatches=2).step(**inputs)
+    expected = unsplit_step(unsplit, inputs, (2, 2))
+    assert_equal(Outcome.of(loss, model), Outcome.of(expected, unsplit))
