@@ -12,10 +12,14 @@ from torch import Tensor, fx, nn
 from unsplit import Inputs, Outcome, assert_equal, unsplit_step
 
 import pipec
+from pipec.capture.call import Call
 from pipec.capture.classify import classify
 from pipec.capture.operators import OPERATOR_ID
+from pipec.capture.tracer import capture
 from pipec.errors import CaptureError, InputError, PlanError
 from pipec.graph import LossGradient
+from pipec.ir import Mode
+from pipec.passes.follow_owners import FollowOwners
 from pipec.pipeline import Pipeline
 from pipec.runtime.draws import draw
 
@@ -146,6 +150,77 @@ def test_a_sparse_gradient_and_a_dense_one_of_a_tied_weight_are_added() -> None:
 def test_a_sparse_gradient_of_two_stages_is_refused() -> None:
     with pytest.raises(PlanError, match=r"stages 0, 1 all use words\.weight, whose .*sparse=False"):
         trained(Words(tied=True), words(), 2)
+
+
+# buffers that change
+
+
+class Siamese(nn.Module):
+    """Two towers share a BatchNorm. What comes before it is used twice as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(WIDTH, WIDTH)
+        self.tower = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(3))
+        self.head = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.before(x)
+        return self.head(self.tower(hidden) - self.tower(hidden + 1))
+
+
+class Late(nn.Module):
+    """Reads a buffer in front of the layer after which it changes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layer(x - self.mean)
+        self.mean.mul_(0.9).add_(hidden.detach().mean((0, 1)))
+        return hidden.tanh()
+
+
+@pytest.mark.parametrize("make", [Siamese, lambda: Between(Late)], ids=["Siamese", "Late"])
+@pytest.mark.parametrize("devices", [2, 3])
+def test_readers_and_writers_of_a_buffer_stay_together(make: Callable[[], nn.Module], devices: int) -> None:
+    torch.manual_seed(0)
+    model = make()
+    found, expected, pipe = trained(model, batch(), 2, devices)
+    assert_equal(found, expected)
+    unsplit = copy.deepcopy(model)  # that calls in other modes follow the stages of the first
+    for training in (True, False):
+        pipe.train(training)
+        unsplit.train(training)
+        with torch.no_grad():
+            wanted = torch.cat([unsplit(x) for x in batch()["x"].tensor_split(2)])
+        assert torch.equal(pipe(batch()["x"]), wanted)
+        assert all(map(torch.equal, model.buffers(), unsplit.buffers()))
+
+
+class Throughout(nn.Module):
+    """Its first operator and its last change the same buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.first, self.last = nn.BatchNorm1d(3), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.last(self.first(self.norm(x))))
+
+
+def test_stages_that_were_cut_without_a_change_of_buffers_refuse_one() -> None:
+    x, target = batch().values()
+    graph = capture(Throughout(), mse, Mode.TRAIN, Call((x,), {}, target))
+    with pytest.raises(PlanError, match=r"uses first\.weight of stage 0, but a buffer .*prepare\(\) it"):
+        FollowOwners(2, {"first.weight": (0,), "last.weight": (1,)})(graph)
+
+
+def test_a_buffer_that_leaves_too_few_parts_is_named() -> None:
+    with pytest.raises(PlanError, match=r"into 2 parts, .*is norm\.(.|\n)*Use fewer devices"):
+        trained(Throughout(), batch(), 2, devices=3)
 
 
 # operators that call graphs
