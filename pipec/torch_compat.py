@@ -5,6 +5,7 @@ torch 2.11 to 2.13 are supported.
 
 import contextlib
 import copy
+import functools
 import io
 import logging
 import re
@@ -18,6 +19,8 @@ import sympy
 import torch
 import torch._dynamo
 import torch.fx.traceback as fx_traceback
+from torch._C import DispatchKey
+from torch._decomp.decompositions import upsample_compute_output_size
 from torch._dynamo.exc import TorchRuntimeError, Unsupported
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._functorch._aot_autograd.descriptors import (
@@ -33,6 +36,7 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 from torch._library import autograd as _library_autograd
 from torch._ops import HigherOrderOperator, OpOverload
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -69,6 +73,7 @@ __all__ = [
     "unchanged",
     "unvalidated_distributions",
     "user_frames",
+    "whole_interpolations",
 ]
 
 DYNAMO_CONFIG = {"automatic_dynamic_shapes": False, "assume_static_by_default": True, "allow_rnn": True}
@@ -89,6 +94,9 @@ NEEDS_VALUES = (
     UnsupportedOperatorException,
 )
 """What operators raise on fake tensors that would work on real ones."""
+
+INTERPOLATIONS = ("upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d")
+"""Operators of which torch takes the forward apart before it differentiates."""
 
 LOGGERS = (
     "torch._dynamo",
@@ -193,6 +201,52 @@ def unvalidated_distributions() -> Iterator[None]:
         yield
     finally:
         Distribution.set_default_validate_args(before)
+
+
+@contextlib.contextmanager
+def whole_interpolations() -> Iterator[None]:
+    """Keep ``interpolate`` one operator, as it is in eager mode.
+
+    torch takes it apart into some hundred operators that compute the last bit otherwise. What then runs needs
+    Python for a symbolic batch, which torch lacks: the sizes of the result, and the shape of the gradient.
+    """
+    before: list[tuple[OpOverload, dict[Any, Any]]] = []
+    for name in INTERPOLATIONS:
+        forward, backward = getattr(torch.ops.aten, name), getattr(torch.ops.aten, f"{name}_backward").default
+        before += [
+            (operator, dict(operator.py_kernels)) for operator in (forward.default, forward.vec, backward)
+        ]
+        forward.default.py_kernels.pop(DispatchKey.Autograd, None)
+        for key in (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd):
+            forward.vec.py_kernels[key] = functools.partial(_interpolate, forward.default)
+        backward.py_kernels[DispatchKey.Meta] = _interpolated_from
+    try:
+        for operator, _ in before:
+            operator._dispatch_cache.clear()
+        yield
+    finally:
+        for operator, kernels in before:
+            operator.py_kernels.clear()
+            operator.py_kernels.update(kernels)
+            operator._dispatch_cache.clear()
+
+
+def _interpolate(
+    operator: OpOverload,
+    x: torch.Tensor,
+    output_size: Sequence[int] | None,
+    align_corners: bool,
+    scale_factors: Sequence[float] | None = None,
+) -> Any:
+    sizes = upsample_compute_output_size(x.size(), output_size, scale_factors)
+    return operator(x, sizes, align_corners, *(scale_factors or ()))
+
+
+def _interpolated_from(
+    gradient: torch.Tensor, output_size: Sequence[int], input_size: Sequence[int], *options: object
+) -> torch.Tensor:
+    layout = suggest_memory_format(gradient)
+    return torch.empty(input_size, dtype=gradient.dtype, device=gradient.device, memory_format=layout)
 
 
 @dataclass(frozen=True)

@@ -291,6 +291,37 @@ def test_distributions_are_not_validated_at_capture(monkeypatch: pytest.MonkeyPa
     assert torch.distributions.Distribution._validate_args
 
 
+# kernels that stay whole
+
+
+class Enlarged(nn.Module):
+    """Rows of ``x`` as images of so many dimensions, made larger by a factor or to a size, and summed."""
+
+    def __init__(self, mode: str, dimensions: int, by_size: bool) -> None:
+        super().__init__()
+        self.mode, self.shape = mode, (1, *[1] * (dimensions - 1), WIDTH)
+        self.sizes = {"size": (*[2] * (dimensions - 1), 7)} if by_size else {"scale_factor": 2.0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        images = x.reshape(-1, *self.shape)
+        larger = nn.functional.interpolate(images, mode=self.mode, align_corners=False, **self.sizes)
+        return larger.square().flatten(1)[:, :WIDTH].view(x.shape)
+
+
+@pytest.mark.parametrize("by_size", [True, False], ids=["size", "factor"])
+@pytest.mark.parametrize(
+    ("mode", "dimensions"), [("linear", 1), ("bilinear", 2), ("bicubic", 2), ("trilinear", 3)]
+)
+def test_an_interpolation_is_one_operator_for_any_batch(mode: str, dimensions: int, by_size: bool) -> None:
+    torch.manual_seed(0)
+    found, expected, pipe = trained(Between(lambda: Enlarged(mode, dimensions, by_size)), batch(), 2)
+    assert_equal(found, expected)
+    assert pipe.plan.dynamic_batch
+    source = pipe.source(0) + pipe.source(1)
+    assert source.count(f"upsample_{mode}{dimensions}d.default") == 1
+    assert source.count(f"upsample_{mode}{dimensions}d_backward.default") == 1
+
+
 # what only the first call does
 
 INSTALLING = threading.Lock()

@@ -518,3 +518,13 @@ def test_distributions_validate_again_afterwards(monkeypatch: pytest.MonkeyPatch
     with torch_compat.unvalidated_distributions():
         assert not torch.distributions.Normal(0.0, 1.0)._validate_args
     assert torch.distributions.Normal(0.0, 1.0)._validate_args
+
+
+def test_interpolations_are_taken_apart_again_afterwards() -> None:
+    operators = [getattr(torch.ops.aten, name).vec for name in torch_compat.INTERPOLATIONS]
+    before = [dict(operator.py_kernels) for operator in operators]
+    with torch_compat.whole_interpolations():
+        assert all(
+            operator.py_kernels != kernels for operator, kernels in zip(operators, before, strict=True)
+        )
+    assert [operator.py_kernels for operator in operators] == before
