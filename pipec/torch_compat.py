@@ -35,6 +35,8 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 from torch._library import autograd as _library_autograd
+from torch._library.simple_registry import singleton as fake_kernels
+from torch._library.utils import Kernel
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import (
@@ -57,6 +59,7 @@ __all__ = [
     "HigherOrderOperator",
     "JointGraph",
     "OpOverload",
+    "bounded_ctc_losses",
     "capture_with_dynamo",
     "capture_with_export",
     "depends_on_values",
@@ -94,6 +97,9 @@ NEEDS_VALUES = (
     UnsupportedOperatorException,
 )
 """What operators raise on fake tensors that would work on real ones."""
+
+NEEDS_MEMORY = ("not allocated yet", "access data pointer", "access storage", "for tensor subclasses")
+"""What kernels and ``Tensor.numpy`` say where they find that a tensor has no memory."""
 
 INTERPOLATIONS = ("upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d")
 """Operators of which torch takes the forward apart before it differentiates."""
@@ -249,6 +255,40 @@ def _interpolated_from(
     return torch.empty(input_size, dtype=gradient.dtype, device=gradient.device, memory_format=layout)
 
 
+@contextlib.contextmanager
+def bounded_ctc_losses() -> Iterator[None]:
+    """Give the table that ``ctc_loss`` keeps for its backward the size that it has for the longest target.
+
+    Its real size depends on the lengths' values, so that torch refuses the operator. No other operator reads
+    the table. Lengths that are Python numbers make the batch a constant, and stay refused.
+    """
+    operators = {
+        torch.ops.aten._ctc_loss.Tensor: _ctc_loss,
+        torch.ops.aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
+    }
+    holders = [fake_kernels.find(operator.name()).fake_impl for operator in operators]
+    before = [list(holder.kernels) for holder in holders]
+    for holder, fake in zip(holders, operators.values(), strict=True):
+        holder.kernels = [Kernel(fake, "pipec")]
+    try:
+        yield
+    finally:
+        for holder, kernels in zip(holders, before, strict=True):
+            holder.kernels = kernels
+
+
+def _ctc_loss(
+    log_probabilities: torch.Tensor, targets: torch.Tensor, *options: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    length, rows, _ = log_probabilities.shape
+    table = log_probabilities.new_empty(rows, length, 2 * targets.shape[-1] + 1)
+    return log_probabilities.new_empty(rows), table
+
+
+def _ctc_loss_backward(gradient: torch.Tensor, log_probabilities: torch.Tensor, *options: object) -> Any:
+    return log_probabilities.new_empty(log_probabilities.shape)
+
+
 @dataclass(frozen=True)
 class DryRun:
     """What came of a call on fake tensors: the error that it raised, and whether it changed any object.
@@ -261,7 +301,9 @@ class DryRun:
 
     @property
     def failed(self) -> bool:
-        return self.error is not None and not isinstance(self.error, NEEDS_VALUES)
+        if self.error is None or isinstance(self.error, NEEDS_VALUES):
+            return False
+        return not any(text in str(self.error) for text in NEEDS_MEMORY)
 
 
 def dry_run(module: torch.nn.Module, args: tuple[Any, ...]) -> DryRun:

@@ -322,6 +322,24 @@ def test_an_interpolation_is_one_operator_for_any_batch(mode: str, dimensions: i
     assert source.count(f"upsample_{mode}{dimensions}d_backward.default") == 1
 
 
+def ctc(output: Tensor, target: Tensor) -> Tensor:
+    """Targets end with zeros, so that their lengths are known from values alone, and none is the longest."""
+    scores = output.log_softmax(-1).transpose(0, 1)
+    lengths = (target != 0).sum(1)
+    return nn.functional.ctc_loss(scores, target, torch.full_like(lengths, output.shape[1]), lengths)
+
+
+def test_the_loss_of_connectionist_temporal_classification() -> None:
+    model, x, target = Between(nn.Tanh), torch.randn(4, 6, WIDTH), torch.tensor([[1, 2, 0]] * 3 + [[3, 0, 0]])
+    unsplit = copy.deepcopy(model)
+    pipe = pipec.compile(model, 2, loss_fn=ctc, microbatches=2)
+    found = pipe.step(x, target=target)
+    inputs = {"x": x, "target": target}
+    loss = unsplit_step(lambda x, target: ctc(unsplit(x), target), inputs, (2, 2))
+    assert_equal(Outcome.of(found, model), Outcome.of(loss, unsplit))
+    assert pipe.plan.dynamic_batch
+
+
 # what only the first call does
 
 INSTALLING = threading.Lock()

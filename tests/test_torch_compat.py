@@ -528,3 +528,13 @@ def test_interpolations_are_taken_apart_again_afterwards() -> None:
             operator.py_kernels != kernels for operator, kernels in zip(operators, before, strict=True)
         )
     assert [operator.py_kernels for operator in operators] == before
+
+
+def test_a_dry_run_says_nothing_of_a_model_that_needs_memory() -> None:
+    class Numpy(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(torch.from_numpy(x.numpy()))
+
+    found = torch_compat.dry_run(Numpy(4, 4), (torch.zeros(3, 4),))
+    assert found.error is not None
+    assert not found.failed

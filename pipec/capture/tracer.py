@@ -68,6 +68,7 @@ def capture(
         stack.enter_context(torch_compat.unchanged(step))
         stack.enter_context(torch_compat.unvalidated_distributions())
         stack.enter_context(torch_compat.whole_interpolations())
+        stack.enter_context(torch_compat.bounded_ctc_losses())
         stack.enter_context(torch.set_grad_enabled(mode is Mode.TRAIN))
         torch_compat.leave_meta(step, device)
         graph, failures = _first_success(tracer, list(product(FRONT_ENDS, kinds)))
