@@ -4,12 +4,14 @@ torch 2.11 to 2.13 are supported.
 """
 
 import contextlib
+import copy
+import functools
 import io
 import logging
 import re
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +19,8 @@ import sympy
 import torch
 import torch._dynamo
 import torch.fx.traceback as fx_traceback
+from torch._C import DispatchKey
+from torch._decomp.decompositions import upsample_compute_output_size
 from torch._dynamo.exc import TorchRuntimeError, Unsupported
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._functorch._aot_autograd.descriptors import (
@@ -30,8 +34,20 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._library import autograd as _library_autograd
+from torch._library.simple_registry import singleton as fake_kernels
+from torch._library.utils import Kernel
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._prims_common import suggest_memory_format
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+from torch.distributions import Distribution
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv, free_unbacked_symbols
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.printers import PythonPrinter
@@ -39,12 +55,16 @@ from torch.utils._sympy.printers import PythonPrinter
 __all__ = [
     "ASSERTIONS",
     "Captured",
+    "DryRun",
+    "HigherOrderOperator",
     "JointGraph",
     "OpOverload",
+    "bounded_ctc_losses",
     "capture_with_dynamo",
     "capture_with_export",
     "depends_on_values",
     "differentiate",
+    "dry_run",
     "fqn_of",
     "has_gradient_hook",
     "leave_meta",
@@ -54,7 +74,9 @@ __all__ = [
     "quiet",
     "reason_of",
     "unchanged",
+    "unvalidated_distributions",
     "user_frames",
+    "whole_interpolations",
 ]
 
 DYNAMO_CONFIG = {"automatic_dynamic_shapes": False, "assume_static_by_default": True, "allow_rnn": True}
@@ -64,6 +86,23 @@ IGNORED_LOGGING = ("debug", "info", "warning", "error", "exception", "critical",
 
 ASSERTIONS = (torch._check, torch.ops.aten._assert_scalar.default)
 """What ``torch._check`` becomes in a captured graph."""
+
+GENERATED = "GeneratedBackwardFor_"
+"""How torch.library begins the names of the autograd functions that it makes."""
+
+NEEDS_VALUES = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
+"""What operators raise on fake tensors that would work on real ones."""
+
+NEEDS_MEMORY = ("not allocated yet", "access data pointer", "access storage", "for tensor subclasses")
+"""What kernels and ``Tensor.numpy`` say where they find that a tensor has no memory."""
+
+INTERPOLATIONS = ("upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d")
+"""Operators of which torch takes the forward apart before it differentiates."""
 
 LOGGERS = (
     "torch._dynamo",
@@ -94,20 +133,38 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def unchanged(module: torch.nn.Module) -> Iterator[None]:
-    """Put back every attribute, parameter and buffer that tracing replaced, such as by a fake tensor.
+    """Put back every attribute, parameter, buffer and hook that tracing replaced, such as by a fake tensor.
 
     Differentiation swaps the tensors of a module for its own, and does not undo that for a module that is
     registered under two names. Dynamo leaves marks on the tensors themselves.
     """
-    registries = _registries(module)
-    registries += [vars(tensor) for tensor in (*module.parameters(), *module.buffers())]
-    before = [dict(registry) for registry in registries]
+    containers = _containers(module)
+    containers += [vars(tensor) for tensor in (*module.parameters(), *module.buffers())]
+    before = [copy.copy(container) for container in containers]
     try:
         yield
     finally:
-        for registry, kept in zip(registries, before, strict=True):
-            registry.clear()
-            registry.update(kept)
+        for container, kept in zip(containers, before, strict=True):
+            _restore(container, kept)
+
+
+Container = dict[Any, Any] | list[Any] | set[Any]
+
+
+def _containers(module: torch.nn.Module) -> list[Container]:
+    """The attributes of the module and of those below it, and the dicts, lists and sets among them."""
+    found: list[Container] = []
+    for each in module.modules():
+        found += [each.__dict__, *(x for x in each.__dict__.values() if isinstance(x, dict | list | set))]
+    return found
+
+
+def _restore(container: Container, kept: Container) -> None:
+    if isinstance(container, list):
+        container[:] = kept
+    else:
+        container.clear()
+        container.update(kept)
 
 
 def _registries(module: torch.nn.Module) -> list[dict[str, Any]]:
@@ -124,7 +181,12 @@ def leave_meta(module: torch.nn.Module, device: torch.device) -> None:
     """
     mode = FakeTensorMode()
     tensors = (*module.parameters(), *module.buffers())
-    fakes = {id(tensor): _fake(tensor, device, mode) for tensor in tensors if tensor.is_meta}
+    _replace_tensors(
+        module, {id(tensor): _fake(tensor, device, mode) for tensor in tensors if tensor.is_meta}
+    )
+
+
+def _replace_tensors(module: torch.nn.Module, fakes: Mapping[int, torch.Tensor]) -> None:
     for registry in _registries(module):
         for name, value in registry.items():
             registry[name] = fakes.get(id(value), value)
@@ -134,6 +196,152 @@ def _fake(tensor: torch.Tensor, device: torch.device, mode: FakeTensorMode) -> t
     with mode:
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     return torch.nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else fake
+
+
+@contextlib.contextmanager
+def unvalidated_distributions() -> Iterator[None]:
+    """Let ``torch.distributions`` check no values, for they do not exist at capture."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(before)
+
+
+@contextlib.contextmanager
+def whole_interpolations() -> Iterator[None]:
+    """Keep ``interpolate`` one operator, as it is in eager mode.
+
+    torch takes it apart into some hundred operators that compute the last bit otherwise. What then runs needs
+    Python for a symbolic batch, which torch lacks: the sizes of the result, and the shape of the gradient.
+    """
+    before: list[tuple[OpOverload, dict[Any, Any]]] = []
+    for name in INTERPOLATIONS:
+        forward, backward = getattr(torch.ops.aten, name), getattr(torch.ops.aten, f"{name}_backward").default
+        before += [
+            (operator, dict(operator.py_kernels)) for operator in (forward.default, forward.vec, backward)
+        ]
+        forward.default.py_kernels.pop(DispatchKey.Autograd, None)
+        for key in (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd):
+            forward.vec.py_kernels[key] = functools.partial(_interpolate, forward.default)
+        backward.py_kernels[DispatchKey.Meta] = _interpolated_from
+    try:
+        for operator, _ in before:
+            operator._dispatch_cache.clear()
+        yield
+    finally:
+        for operator, kernels in before:
+            operator.py_kernels.clear()
+            operator.py_kernels.update(kernels)
+            operator._dispatch_cache.clear()
+
+
+def _interpolate(
+    operator: OpOverload,
+    x: torch.Tensor,
+    output_size: Sequence[int] | None,
+    align_corners: bool,
+    scale_factors: Sequence[float] | None = None,
+) -> Any:
+    sizes = upsample_compute_output_size(x.size(), output_size, scale_factors)
+    return operator(x, sizes, align_corners, *(scale_factors or ()))
+
+
+def _interpolated_from(
+    gradient: torch.Tensor, output_size: Sequence[int], input_size: Sequence[int], *options: object
+) -> torch.Tensor:
+    layout = suggest_memory_format(gradient)
+    return torch.empty(input_size, dtype=gradient.dtype, device=gradient.device, memory_format=layout)
+
+
+@contextlib.contextmanager
+def bounded_ctc_losses() -> Iterator[None]:
+    """Give the table that ``ctc_loss`` keeps for its backward the size that it has for the longest target.
+
+    Its real size depends on the lengths' values, so that torch refuses the operator. No other operator reads
+    the table. Lengths that are Python numbers make the batch a constant, and stay refused.
+    """
+    operators = {
+        torch.ops.aten._ctc_loss.Tensor: _ctc_loss,
+        torch.ops.aten._ctc_loss_backward.Tensor: _ctc_loss_backward,
+    }
+    holders = [fake_kernels.find(operator.name()).fake_impl for operator in operators]
+    before = [list(holder.kernels) for holder in holders]
+    for holder, fake in zip(holders, operators.values(), strict=True):
+        holder.kernels = [Kernel(fake, "pipec")]
+    try:
+        yield
+    finally:
+        for holder, kernels in zip(holders, before, strict=True):
+            holder.kernels = kernels
+
+
+def _ctc_loss(
+    log_probabilities: torch.Tensor, targets: torch.Tensor, *options: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    length, rows, _ = log_probabilities.shape
+    table = log_probabilities.new_empty(rows, length, 2 * targets.shape[-1] + 1)
+    return log_probabilities.new_empty(rows), table
+
+
+def _ctc_loss_backward(gradient: torch.Tensor, log_probabilities: torch.Tensor, *options: object) -> Any:
+    return log_probabilities.new_empty(log_probabilities.shape)
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What came of a call on fake tensors: the error that it raised, and whether it changed any object.
+
+    A call that needs values fails on fake tensors alone, so that such an error says nothing of the model.
+    """
+
+    error: Exception | None
+    changed: bool
+
+    @property
+    def failed(self) -> bool:
+        if self.error is None or isinstance(self.error, NEEDS_VALUES):
+            return False
+        return not any(text in str(self.error) for text in NEEDS_MEMORY)
+
+
+def dry_run(module: torch.nn.Module, args: tuple[Any, ...]) -> DryRun:
+    """Call ``module(*args)`` in eager mode on fake tensors.
+
+    What the first call of a model sets up stays, such as hooks; tensors and what holds tensors are put back.
+    """
+    containers = _containers(module)
+    before = [copy.copy(container) for container in containers]
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    tensors = (*module.parameters(), *module.buffers())
+    error = None
+    try:
+        _replace_tensors(module, {id(tensor): _fake(tensor, tensor.device, mode) for tensor in tensors})
+        fake_args = pytree.tree_map_only(torch.Tensor, lambda leaf: _fake(leaf, leaf.device, mode), args)
+        with mode, _no_output():
+            module(*fake_args)
+    except Exception as raised:
+        error = raised
+    finally:
+        changed = [_without_tensors(*pair) for pair in zip(containers, before, strict=True)]
+    return DryRun(error, any(changed))
+
+
+def _without_tensors(container: Container, before: Container) -> bool:
+    """Undo the changes of a container in which there are tensors. Returns whether any other is left."""
+    if not isinstance(container, dict) or not isinstance(before, dict):
+        _restore(container, before)
+        return False
+    new = {key: x for key, x in container.items() if x is not before.get(key) and not _holds_tensor(x)}
+    _restore(container, {**before, **new})
+    return bool(new)
+
+
+def _holds_tensor(value: object) -> bool:
+    leaves = pytree.tree_leaves(value)
+    leaves += [held for leaf in leaves for held in pytree.tree_leaves(getattr(leaf, "__dict__", None))]
+    return any(isinstance(leaf, torch.Tensor) for leaf in leaves)
 
 
 @dataclass(frozen=True)
@@ -232,6 +440,8 @@ def _refuse_custom_backwards() -> Iterator[None]:
     apply, register_hook = function.__dict__["apply"], tensor.register_hook  # not bound to the base class
 
     def refuse_function(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if _is_of_an_operator(cls):
+            return apply.__func__(cls, *args, **kwargs)
         raise TypeError(f"the backward of the custom autograd function {cls.__qualname__} would be lost")
 
     def refuse_hook(self: torch.Tensor, hook: Any) -> Any:
@@ -244,6 +454,11 @@ def _refuse_custom_backwards() -> Iterator[None]:
     finally:
         function.apply = apply  # type: ignore[method-assign]
         tensor.register_hook = register_hook  # type: ignore[method-assign]
+
+
+def _is_of_an_operator(function: type) -> bool:
+    """Whether torch.library made the autograd function for an operator, which keeps it in any graph."""
+    return function.__module__ == _library_autograd.__name__ and function.__name__.startswith(GENERATED)
 
 
 _MODEL_RAISED = ("Observed exception", "failed to bind arguments when attempting to inline")

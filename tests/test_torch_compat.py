@@ -3,6 +3,7 @@
 import ast
 import importlib
 import logging
+import types
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -463,3 +464,77 @@ def test_unchanged_puts_everything_back() -> None:
     assert dict(vars(model)) == attributes
     assert "count" in model._buffers
     assert not vars(weight)
+
+
+class Caching(nn.Module):
+    """Keeps what it computes in every way there is, and notes that it was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("count", torch.zeros(()))
+        self.kept: list[Tensor] = []
+        self.by_name: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.called, self.last, self.holder = True, x, types.SimpleNamespace(x=x)
+        self.kept.append(x)
+        self.by_name["x"] = x
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_dry_run_keeps_what_holds_no_tensors(device: str) -> None:
+    module = Caching().to(device)
+    parameters = dict(module.named_parameters())
+    with torch_compat.unchanged(module):
+        torch_compat.leave_meta(module, torch.device("cpu"))
+        found = torch_compat.dry_run(module, (torch.zeros(3, 4),))
+        assert (found.error, found.failed, found.changed) == (None, False, True)
+        assert module.called
+        assert not hasattr(module, "last")
+        assert not hasattr(module, "holder")
+        assert (module.kept, module.by_name) == ([], {})
+        assert not torch_compat.dry_run(module, (torch.zeros(3, 4),)).changed
+    assert not hasattr(module, "called")
+    assert dict(module.named_parameters()) == parameters
+    assert device == "meta" or module.count == 0
+
+
+@pytest.mark.parametrize(("width", "failed"), [(4, False), (5, True)])
+def test_a_dry_run_tells_a_model_that_fails_from_one_that_needs_values(width: int, failed: bool) -> None:
+    class Counted(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * int(x.sum())
+
+    found = torch_compat.dry_run(Counted(4, 4), (torch.zeros(3, width),))
+    assert found.error is not None
+    assert (found.failed, found.changed) == (failed, False)
+
+
+def test_distributions_validate_again_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)  # torch.compile clears it
+    with torch_compat.unvalidated_distributions():
+        assert not torch.distributions.Normal(0.0, 1.0)._validate_args
+    assert torch.distributions.Normal(0.0, 1.0)._validate_args
+
+
+def test_interpolations_are_taken_apart_again_afterwards() -> None:
+    operators = [getattr(torch.ops.aten, name).vec for name in torch_compat.INTERPOLATIONS]
+    before = [dict(operator.py_kernels) for operator in operators]
+    with torch_compat.whole_interpolations():
+        assert all(
+            operator.py_kernels != kernels for operator, kernels in zip(operators, before, strict=True)
+        )
+    assert [operator.py_kernels for operator in operators] == before
+
+
+def test_a_dry_run_says_nothing_of_a_model_that_needs_memory() -> None:
+    class Numpy(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(torch.from_numpy(x.numpy()))
+
+    found = torch_compat.dry_run(Numpy(4, 4), (torch.zeros(3, 4),))
+    assert found.error is not None
+    assert not found.failed

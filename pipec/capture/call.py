@@ -1,6 +1,6 @@
 """The arguments of one call of the model, and which of their tensors are split along the batch."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +15,15 @@ from pipec.torch_compat import pytree
 class Call:
     """What ``step`` was given. Its leaves are what tuples, lists, dicts and the like hold, at any depth.
 
-    As in any call, the order in which keyword arguments were written means nothing.
+    As in any call, the order in which keyword arguments were written means nothing. ``split`` says for each
+    leaf whether its dimension 0 is the batch. It is None in the call of a whole batch, whose tensors say so
+    by their sizes. A microbatch is told: of two rows, an edge list of shape (2, n) would seem to have two.
     """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     target: Any = None
+    split: tuple[bool, ...] | None = None
 
     @property
     def tree(self) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
@@ -60,15 +63,17 @@ class Call:
         leaves, spec = pytree.tree_flatten(self.tree)
         return str(spec), tuple(map(_kind, leaves, self.batched(), self.paths))
 
-    def batched(self) -> list[bool]:
+    def batched(self) -> Sequence[bool]:
         """Whether dimension 0 is the batch, for each leaf."""
+        if self.split is not None:
+            return self.split
         size = self.batch_size
         return [isinstance(x, Tensor) and x.ndim > 0 and x.shape[0] == size for x in self.leaves]
 
     def rows(self, start: int, stop: int) -> "Call":
         """The call on some rows of the batch. Its tensors are views of this one's."""
         flags = iter(self.batched())
-        return self._map(lambda leaf: leaf[start:stop] if next(flags) else leaf)
+        return self.map(lambda leaf: leaf[start:stop] if next(flags) else leaf)
 
     def sample(self, num_rows: int, device: torch.device | None) -> "Call":
         """A call of the same structure and layout with ``num_rows`` rows and undefined values.
@@ -87,11 +92,12 @@ class Call:
                 return torch.empty(shape, **kind)
             return torch.empty_strided(shape, leaf.stride(), **kind)
 
-        return self._map(like)
+        return self.map(like)
 
-    def _map(self, function: Any) -> "Call":
-        """``function`` of every leaf, in order."""
-        return Call(*pytree.tree_map(function, self.tree))
+    def map(self, function: Callable[[Any], Any]) -> "Call":
+        """``function`` of every leaf, in order. What is split stays split."""
+        args, kwargs, target = pytree.tree_map(function, self.tree)
+        return Call(args, kwargs, target, tuple(self.batched()))
 
 
 def _kind(leaf: Any, batched: bool, path: str) -> Hashable:

@@ -12,19 +12,25 @@ from pipec.ir import Phase
 def classify(graph: fx.Graph) -> None:
     """Set ``phase``, ``operator``, ``draw`` and ``constant``, which ``pipec.graph.nodes`` explains.
 
-    Differentiation annotates most nodes with their operator. The others are placed by their neighbours.
+    Differentiation annotates most nodes with their operator. The others are placed by what they read, and
+    those that read nothing by what reads them.
     """
     draws = itertools.count()
     for node in graph.nodes:
         if node.op != "output":
             node.meta["phase"] = Phase.BACKWARD if _is_backward(node) else Phase.FORWARD
         if node.op in ("call_function", "get_attr"):
-            node.meta["operator"] = _operator_of(node)
+            operator = _operator_of(node)
+            if operator is not None:
+                node.meta["operator"] = operator
         if node.op == "call_function":
             if is_random(node):
                 node.meta["draw"] = next(draws)
             free = node.meta["phase"] is Phase.FORWARD and not is_random(node)
             node.meta["constant"] = free and all(map(is_constant, node.all_input_nodes))
+    for node in reversed(graph.nodes):
+        if node.op in ("call_function", "get_attr") and "operator" not in node.meta:
+            node.meta["operator"] = _operator_of_readers(node)
 
 
 def _is_backward(node: fx.Node) -> bool:
@@ -35,11 +41,12 @@ def _is_backward(node: fx.Node) -> bool:
     return any(source.meta["phase"] is Phase.BACKWARD for source in node.all_input_nodes)
 
 
-def _operator_of(node: fx.Node) -> int:
+def _operator_of(node: fx.Node) -> int | None:
     """The operator in the node's own annotation.
 
     A node without one joins an operator among its inputs: the latest if it is a forward node, the earliest if
-    it is a backward node. No edge to the node then runs against the order of the stages.
+    it is a backward node. No edge to the node then runs against the order of the stages. Nothing is known of
+    a node without such inputs.
     """
     own = (node.meta.get("custom") or {}).get(OPERATOR_ID)
     if own is not None:
@@ -49,4 +56,11 @@ def _operator_of(node: fx.Node) -> int:
     same = [source for source in inputs if source.meta["phase"] is phase]
     ids: list[int] = [source.meta["operator"] for source in same or inputs]
     choose = max if phase is Phase.FORWARD else min
+    return choose(ids, default=None)
+
+
+def _operator_of_readers(node: fx.Node) -> int:
+    """The operator whose stage reads the node first, so that no edge from it runs against their order."""
+    ids: list[int] = [user.meta["operator"] for user in node.users if user.op != "output"]
+    choose = min if node.meta["phase"] is Phase.FORWARD else max
     return choose(ids, default=0)

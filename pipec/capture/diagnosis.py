@@ -26,6 +26,11 @@ ADVICE = (
         "Register the hook on a tensor inside forward(), with Tensor.register_hook: there it is captured.",
     ),
     (
+        r"\bgenerator=(?!None)",
+        "A pipeline seeds every draw by step, microbatch and operator, from the seed it is compiled with.\n"
+        "Leave the generator out.",
+    ),
+    (
         "branching",
         "A Python `if` or `while` asks for the value of a tensor, which does not exist at capture.\n"
         "Compute both sides and choose with torch.where or a mask, or decide outside the model.",
@@ -38,6 +43,11 @@ ADVICE = (
     ("", "Replace the call on that line with tensor operations of torch, or do it outside the model."),
 )
 """Patterns and what to do. The first that is found in torch's reason, or in the line at fault, decides."""
+
+TRACED_OTHERWISE = (
+    "It does not fail there in eager mode: it takes another way while it is traced, as code does that\n"
+    "asks for torch.compiler.is_compiling(). Pass what it would make itself, such as masks, or change it."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,20 +85,23 @@ def _is_machinery(file: str) -> bool:
     return file.startswith(_STANDARD_LIBRARY) and "site-packages" not in file
 
 
-def capture_error(errors: Sequence[Exception]) -> PipecError:
+def capture_error(errors: Sequence[Exception], dry_run: torch_compat.DryRun) -> PipecError:
     """What to raise when every attempt to capture has failed, with ``errors`` in that order.
 
-    It is an InputError if the model itself fails on these arguments, and a CaptureError if it runs but cannot
-    be captured. A CaptureError explains the first error and lists the others.
+    It is an InputError if the model itself fails on these arguments, as it then does in the dry run too.
+    Else it is a CaptureError, which explains the first error and lists the others.
     """
     first, last = errors[0], errors[-1]
     line = _line_of(first) or _line_of(last)
     where = f"\n  at {line}" if line else ""
     if torch_compat.model_raised(first):
-        return InputError(
-            f"the model fails on these arguments{where}\n  {brief(last)}\n"
-            "Sizes are those of one microbatch. Check the arguments of step() against what the model expects."
-        )
+        if dry_run.failed:
+            return InputError(
+                f"the model fails on these arguments{where}\n  {brief(last)}\n"
+                "Sizes are those of one microbatch. "
+                "Check the arguments of step() against what the model expects."
+            )
+        return CaptureError(f"the model fails while it is traced{where}\n  {brief(last)}\n{TRACED_OTHERWISE}")
     reason = torch_compat.reason_of(first)
     advice = next(text for pattern, text in ADVICE if re.search(pattern, f"{reason}\n{_innermost(first)}"))
     tried = "\n  ".join(dict.fromkeys(map(brief, errors[1:])))

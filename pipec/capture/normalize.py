@@ -45,6 +45,12 @@ MATRIX_PRODUCTS = {
 }
 """Operators whose tensors must have one dtype. Tracing on fake tensors does not check that."""
 
+HIGHER_ORDER = {
+    "cond": "Stages are straight-line code: compute both sides, and choose with torch.where or a mask.",
+    "while_loop": "Stages are straight-line code: make a fixed number of rounds, and use torch.where.",
+}
+"""What to do instead of calling an operator that itself calls graphs."""
+
 
 @dataclass(frozen=True)
 class Traced:
@@ -97,6 +103,7 @@ def training_graph(traced: Traced) -> TrainingGraph:
         if isinstance(node.meta["role"], Buffer):
             node.meta["changed"] = node.meta["role"].fqn in changed
     _drop_what_does_nothing(graph)
+    _check_calls(graph)
     classify(graph)
     return _checked(
         TrainingGraph(
@@ -118,6 +125,16 @@ def _check_sizes(graph: fx.Graph) -> None:
         if node.op != "output" and torch_compat.depends_on_values(node.meta.get("val")):
             where = node.meta.get("stack_trace")
             raise ValueDependentError(f"data-dependent result of {node.target}\n{where}")
+
+
+def _check_calls(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if isinstance(node.target, torch_compat.HigherOrderOperator):
+            name = node.target.name()
+            raise CaptureError(
+                f"the model calls the higher-order operator {name!r}, which no stage can run{_place(node)}\n"
+                + HIGHER_ORDER.get(name, "Write what it computes with ordinary tensor operations of torch.")
+            )
 
 
 def _argument(described: tuple[str, str | int], traced: Traced) -> Argument:

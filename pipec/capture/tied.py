@@ -45,8 +45,9 @@ def _sum(graph: fx.Graph, terms: Sequence[fx.Node]) -> fx.Node:
     total = terms[0]
     for term in terms[1:]:
         with graph.inserting_after(term):
-            partial = graph.call_function(torch.ops.aten.add.Tensor, (total, term))
-        partial.meta = {key: term.meta[key] for key in ("val", "phase")}
+            dense_first = (term, total) if total.meta["val"].is_sparse else (total, term)
+            partial = graph.call_function(torch.ops.aten.add.Tensor, dense_first)
+        partial.meta = {key: dense_first[0].meta[key] for key in ("val", "phase")}
         partial.meta["operator"] = min(total.meta["operator"], term.meta["operator"])
         partial.meta["constant"] = False
         total = partial

@@ -6,7 +6,8 @@ first, and then for a fixed one; the log says why the first attempts failed.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import product
 from typing import Any
 
@@ -62,9 +63,15 @@ def capture(
     step = _Step(model, loss_fn, mode, call.batched())
     tracer = _Tracer(step, mode, call, canonical or {}, device)
     kinds = (True, False) if symbolic else (False,)
-    with torch_compat.quiet(), torch_compat.unchanged(step), torch.set_grad_enabled(mode is Mode.TRAIN):
+    with ExitStack() as stack:
+        stack.enter_context(torch_compat.quiet())
+        stack.enter_context(torch_compat.unchanged(step))
+        stack.enter_context(torch_compat.unvalidated_distributions())
+        stack.enter_context(torch_compat.whole_interpolations())
+        stack.enter_context(torch_compat.bounded_ctc_losses())
+        stack.enter_context(torch.set_grad_enabled(mode is Mode.TRAIN))
         torch_compat.leave_meta(step, device)
-        graph, failures = _first_success(tracer, product(FRONT_ENDS, kinds))
+        graph, failures = _first_success(tracer, list(product(FRONT_ENDS, kinds)))
     if mode is Mode.TRAIN:
         _check_trained(graph)
     if symbolic and graph.batch is None:
@@ -77,15 +84,19 @@ def capture(
 
 
 def _first_success(
-    tracer: "_Tracer", attempts: Iterable[tuple[str, bool]]
+    tracer: "_Tracer", attempts: Sequence[tuple[str, bool]]
 ) -> tuple[TrainingGraph, list[Exception]]:
     """The graph of the first attempt that succeeds, and the errors of those before it.
 
     An attempt is the name of a front end, and whether the batch is symbolic. What pipec itself refuses, it
-    would refuse of every front end, so that such an error ends the attempts.
+    would refuse of every front end, so that such an error ends the attempts. If the first attempt fails, a
+    dry run does what only the first call of some models does, such as to install hooks under a lock; if it
+    changes anything, that attempt is made again.
     """
     errors: list[Exception] = []
-    for name, symbolic in attempts:
+    waiting, dry_run = list(attempts), None
+    while waiting:
+        name, symbolic = waiting.pop(0)
         try:
             return tracer.trace(FRONT_ENDS[name], symbolic), errors
         except PipecError:
@@ -93,7 +104,13 @@ def _first_success(
         except Exception as error:
             log.info("%s%s failed: %s", name, " with a symbolic batch" if symbolic else "", brief(error))
             errors.append(error)
-    raise capture_error(errors) from errors[0]
+        if dry_run is None:
+            dry_run = tracer.dry_run()
+            if dry_run.changed:
+                waiting.insert(0, (name, symbolic))
+                errors.clear()
+    assert dry_run is not None
+    raise capture_error(errors, dry_run) from errors[0]
 
 
 def _check_gradients(model: nn.Module, call: Call) -> None:
@@ -182,6 +199,10 @@ class _Tracer:
         self._fqns, self._constants = _model_names(step, canonical)
         devices = (device if tensor.is_meta else tensor.device for tensor in step.model.parameters())
         self._device = next(devices, None)
+
+    def dry_run(self) -> torch_compat.DryRun:
+        """Call the step in eager mode on fake tensors."""
+        return torch_compat.dry_run(self._step, self._call.sample(self._call.batch_size, self._device).tree)
 
     def trace(self, front_end: FrontEnd, symbolic: bool) -> TrainingGraph:
         size = self._call.batch_size

@@ -224,5 +224,4 @@ def on_device(model: nn.Module, call: Call, device: torch.device) -> tuple[nn.Mo
     def moved(leaf: Any) -> Any:
         return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
 
-    arguments = pytree.tree_map(moved, (call.args, call.kwargs, call.target))
-    return copy.deepcopy(model).to(device), Call(*arguments)
+    return copy.deepcopy(model).to(device), call.map(moved)

@@ -17,23 +17,69 @@ from torch import fx
 
 from pipec.cost.formulas import node_bytes
 from pipec.cost.symbols import evaluate
+from pipec.errors import PlanError
 from pipec.graph import (
     Buffer,
     Form,
     Gradient,
     Parameter,
     TrainingGraph,
+    UpdatedBuffer,
     is_constant,
     is_forward,
     is_tensor,
     memory_of,
     needs_only_inputs,
+    stage_of,
+    sums_gradients,
 )
 from pipec.hardware.topology import Topology
 from pipec.ir import Mode
 from pipec.planner.cost_model import PIPEC
 from pipec.planner.operator_graph import OperatorGraph, Transfer
 from pipec.planner.placement import TOLERANCE, place
+
+
+@dataclass(frozen=True)
+class Span:
+    """The operators that read a buffer which forward changes, or change it: the first and the last of them.
+
+    They are on one stage. Else a microbatch would wait there for what the one before does on a later stage.
+    """
+
+    fqn: str
+    first: int
+    last: int
+
+
+def spans_of_buffers(graph: TrainingGraph) -> list[Span]:
+    """The spans of more than one operator. Those that overlap are one, with the name of the first."""
+    spans: list[Span] = []
+    for span in sorted(_all_spans(graph), key=lambda span: span.first):
+        if spans and span.first <= spans[-1].last:
+            spans[-1] = replace(spans[-1], last=max(spans[-1].last, span.last))
+        else:
+            spans.append(span)
+    return spans
+
+
+def _all_spans(graph: TrainingGraph) -> Iterator[Span]:
+    readers = {
+        node.meta["role"].fqn: [user for user in node.users if user.op == "call_function"]
+        for node in graph.arguments
+        if isinstance(node.meta["role"], Buffer)
+    }
+    for role, node in graph.outputs:
+        if isinstance(role, UpdatedBuffer):
+            changed_by = [node] if node.op == "call_function" else []
+            operators = [_operator_of(user) for user in [*readers.get(role.fqn, ()), *changed_by]]
+            if operators and min(operators) < max(operators):
+                yield Span(role.fqn, min(operators), max(operators))
+
+
+def _operator_of(node: fx.Node) -> int:
+    made_by = node.all_input_nodes[0] if node.target is operator.getitem else node
+    return int(made_by.meta["operator"])
 
 
 @dataclass(frozen=True)
@@ -56,7 +102,9 @@ class CutStages:
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         seconds = operator_seconds(graph, self.microbatch_size)
-        blocks = _blocks(seconds)
+        spans = spans_of_buffers(graph)
+        blocks = _blocks(seconds, spans)
+        self._check_enough(graph, blocks[-1] + 1 if blocks else 0, spans)
         model = replace(PIPEC, in_flight=self._in_flight)
         operators = _operator_graph(graph, blocks, seconds, self.microbatch_size)
         stages = place(
@@ -66,6 +114,22 @@ class CutStages:
         ranks = tuple(stage.devices[0] for stage in stages)
         graph = assign(graph, [stage_of[block] for block in blocks], len(stages))
         return replace(graph, ranks=() if ranks == tuple(range(len(ranks))) else ranks)
+
+    def _check_enough(self, graph: TrainingGraph, num_blocks: int, spans: Sequence[Span]) -> None:
+        """Say so if it is the changed buffers that leave fewer blocks than devices."""
+        num_devices = len(self.topology.devices)
+        if spans and num_blocks < num_devices:
+            widest = max(spans, key=lambda span: span.last - span.first)
+            places = [graph.operators[op] for op in (widest.first, widest.last)]
+            where = " to ".join(
+                f"{made.name} of {made.module or 'the model'} ({made.source})" for made in places
+            )
+            raise PlanError(
+                f"there are {num_devices} devices, but the model falls into {num_blocks} parts, because "
+                "forward() changes buffers: what reads or changes one is on one stage, with all between. "
+                f"The widest is {widest.fqn}, {where}. "
+                "Use fewer devices, or give each use a buffer of its own."
+            )
 
     def _in_flight(self, later_devices: int) -> int:
         """Of a rank that ``later_devices`` follow: at least as many as of these, as the planner asks for."""
@@ -79,7 +143,31 @@ def assign(graph: TrainingGraph, stages: Sequence[int], num_stages: int) -> Trai
             node.meta["operator"] = node.all_input_nodes[0].meta["operator"]
         if not is_constant(node):
             node.meta["stage"] = stages[node.meta["operator"]]
+    _check_sparse_gradients(graph)
     return replace(graph, form=Form.CUT, num_stages=num_stages)
+
+
+def _check_sparse_gradients(graph: TrainingGraph) -> None:
+    for role, node in graph.outputs:
+        if not isinstance(role, Gradient):
+            continue
+        terms = list(_terms(node))
+        stages = sorted({stage_of(term) for term in terms})
+        if len(stages) > 1 and any(term.meta["val"].is_sparse for term in terms):
+            raise PlanError(
+                f"stages {', '.join(map(str, stages))} all use {role.fqn}, whose gradient is sparse: "
+                "it cannot be sent from one to the other. "
+                "Make the embedding with sparse=False, or do not tie its weight."
+            )
+
+
+def _terms(gradient: fx.Node) -> Iterator[fx.Node]:
+    """The nodes of which a gradient is the sum."""
+    if sums_gradients(gradient):
+        for term in gradient.all_input_nodes:
+            yield from _terms(term)
+    else:
+        yield gradient
 
 
 def operator_seconds(graph: TrainingGraph, microbatch_size: int) -> list[float]:
@@ -91,14 +179,19 @@ def operator_seconds(graph: TrainingGraph, microbatch_size: int) -> list[float]:
     return seconds
 
 
-def _blocks(seconds: Sequence[float]) -> list[int]:
-    """The block of each operator. Stages consist of whole blocks.
+def _blocks(seconds: Sequence[float], spans: Sequence[Span]) -> list[int]:
+    """The block of each operator. Stages consist of whole blocks, and each span is within one.
 
     A block begins with an operator that takes time, so that no stage is without work. For example, operators
     of 0, 2, 0, 0 and 3 seconds are in blocks 0, 0, 0, 0 and 1.
     """
     busy = [op for op, time in enumerate(seconds) if time > 0]
     begins = set(busy[1:])
+    for span in spans:
+        within = {op for op in begins if span.first <= op <= span.last}
+        begins -= within
+        if within and busy[0] < span.first:
+            begins.add(span.first)
     return list(accumulate(int(op in begins) for op in range(len(seconds))))
 
 

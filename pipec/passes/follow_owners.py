@@ -6,15 +6,15 @@
     y = relu(h)                            ->     y = relu(h)       stage 0
     g = mm(y, w1)     w1 is on stage 1            g = mm(y, w1)     stage 1
 
-An operator without parameters goes with the one before it.
+An operator without parameters goes with the one before it. What reads or changes one buffer stays together.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pipec.errors import PlanError
 from pipec.graph import Parameter, TrainingGraph, is_forward, stage_of
-from pipec.passes.cut_stages import assign
+from pipec.passes.cut_stages import assign, spans_of_buffers
 
 Owners = Mapping[str, tuple[int, ...]]
 """The stages that hold each parameter, by FQN."""
@@ -29,11 +29,18 @@ class FollowOwners:
     ranks: tuple[int, ...] = ()
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
-        stages, current = [], 0
-        for op, needed in enumerate(_parameters_by_operator(graph)):
-            for fqn in needed:
-                current = self._stage_holding(graph, op, fqn, current)
-            stages.append(current)
+        stages, current = list[int](), 0
+        last_of = {span.first: span.last for span in spans_of_buffers(graph)}
+        needed = _parameters_by_operator(graph)
+        while len(stages) < len(needed):
+            first = len(stages)
+            together = range(first, last_of.get(first, first) + 1)
+            for op in together:
+                for fqn in needed[op]:
+                    current = self._stage_holding(graph, op, fqn, current)
+            for op in together if len(together) > 1 else ():
+                self._check_all_on(graph, op, needed[op], current)
+            stages += [current] * len(together)
         return replace(assign(graph, stages, self.num_stages), ranks=self.ranks)
 
     def _stage_holding(self, graph: TrainingGraph, op: int, fqn: str, at_least: int) -> int:
@@ -47,6 +54,18 @@ class FollowOwners:
                 "in another order than the one the stages were cut for. Compile a separate pipeline for it."
             )
         return later[0]
+
+    def _check_all_on(self, graph: TrainingGraph, op: int, needed: Sequence[str], stage: int) -> None:
+        """Of the operators that a buffer keeps on one stage."""
+        for fqn in needed:
+            if stage not in self.owners.get(fqn, (stage,)):
+                made_by = graph.operators[op]
+                raise PlanError(
+                    f"operator {made_by.name} ({made_by.module} at {made_by.source}) uses {fqn} of stage "
+                    f"{self.owners[fqn][0]}, but a buffer that forward() changes keeps it on stage {stage}: "
+                    "the stages were cut for a call that does not change it. Make the call that does "
+                    "first, or prepare() it."
+                )
 
 
 def owners_of(graph: TrainingGraph) -> Owners:

@@ -20,8 +20,8 @@ def dropout(input: Tensor, p: float, generator: torch.Generator) -> tuple[Tensor
     return input * mask * (1.0 / (1.0 - p)), mask
 
 
-def draw(generator: torch.Generator, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a random operator that takes no generator.
+def draw(generator: torch.Generator, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call a random operator without a generator of its own; ``kwargs`` may hold its ``generator=None``.
 
     It draws from the device's default generator, which has the state of ``generator`` during the call.
     """

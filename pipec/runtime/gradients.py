@@ -1,4 +1,7 @@
-"""The gradients of one stage, summed over microbatches and steps as autograd's ``AccumulateGrad`` does."""
+"""The gradients of one stage, summed over microbatches and steps as autograd's ``AccumulateGrad`` does.
+
+A sparse gradient, as ``nn.Embedding(sparse=True)`` has, stays sparse.
+"""
 
 from collections.abc import Collection, Sequence
 
@@ -47,6 +50,8 @@ class GradientSum:
             if total is None:
                 del gradient
                 self._set_first(index, gradients)
+            elif gradient.is_sparse or total.is_sparse:
+                self._set(index, _added(total, gradient))
             else:
                 totals.append(total)
                 terms.append(gradient)
@@ -70,8 +75,18 @@ class GradientSum:
         assert gradient is not None
         total = gradient.detach()
         gradients[index] = gradient = None
-        if not (total.stride() == parameter.stride() and fills_storage(total) and is_exclusive(total)):
+        if total.is_sparse:
+            total = total.clone()  # its indices may be the memory of the batch
+        elif not (total.stride() == parameter.stride() and fills_storage(total) and is_exclusive(total)):
             total = torch.empty_like(parameter, requires_grad=False).copy_(total)
+        self._set(index, total)
+
+    def _set(self, index: int, total: Tensor) -> None:
         self._totals[index] = total
         if index not in self._borrowed:
-            parameter.grad = total
+            self._parameters[index].grad = total
+
+
+def _added(total: Tensor, gradient: Tensor) -> Tensor:
+    """The sum of two gradients, of which one is sparse. It is dense if the other one is."""
+    return total.add_(gradient) if total.is_sparse <= gradient.is_sparse else gradient + total

@@ -1,0 +1,467 @@
+"""Kinds of models that eager torch can train, and what each needs of capture."""
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from awkward import WIDTH, Between, batch
+from torch import Tensor, fx, nn
+from unsplit import Inputs, Outcome, assert_equal, unsplit_step
+
+import pipec
+from pipec.capture.call import Call
+from pipec.capture.classify import classify
+from pipec.capture.operators import OPERATOR_ID
+from pipec.capture.tracer import capture
+from pipec.errors import CaptureError, InputError, PlanError
+from pipec.graph import LossGradient
+from pipec.ir import Mode
+from pipec.passes.follow_owners import FollowOwners
+from pipec.pipeline import Pipeline
+from pipec.runtime.draws import draw
+
+mse = nn.functional.mse_loss
+
+Model = Callable[..., Tensor]
+
+
+def trained(
+    model: nn.Module, inputs: Inputs, microbatches: int, devices: int = 2, **fixed: Any
+) -> tuple[Outcome, Outcome, Pipeline]:
+    """What a step of the pipeline and of the unsplit model leave; ``fixed`` arguments are not split."""
+    unsplit = copy.deepcopy(model)
+    pipe = pipec.compile(model, devices=devices, loss_fn=mse, microbatches=microbatches)
+    found = pipe.step(inputs["x"], target=inputs["target"], **fixed)
+    sizes = [len(rows) for rows in inputs["x"].tensor_split(microbatches)]
+    loss = unsplit_step(lambda x, target: mse(unsplit(x, **fixed), target), inputs, sizes)
+    return Outcome.of(found, model), Outcome.of(loss, unsplit), pipe
+
+
+# which arguments are split
+
+
+class Edges(nn.Module):
+    """A graph network: ``edges`` are pairs of nodes, the same in every row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        nodes = self.first(x)
+        source, target = edges
+        return self.last(nodes[:, source] * nodes[:, target])
+
+
+@pytest.mark.parametrize("rows", [2, 1])
+def test_an_argument_with_as_many_rows_as_a_microbatch_is_not_split(rows: int) -> None:
+    """An edge list has two rows. So may a microbatch have, or its sample of one row traced as two."""
+    edges = torch.tensor([[0, 1, 2, 0], [1, 2, 0, 2]])
+    x, target = torch.randn(3 * rows, 3, WIDTH), torch.randn(3 * rows, 4, WIDTH)
+    found, expected, _ = trained(Edges(), {"x": x, "target": target}, 3, edges=edges)
+    assert_equal(found, expected)
+
+
+# where nodes belong
+
+
+def test_a_backward_node_that_reads_nothing_belongs_to_its_reader() -> None:
+    """Operator 0 would drag what reads it, here ``sum``, to the first stage."""
+    graph = fx.Graph()
+    tangent = graph.placeholder("tangent")
+    tangent.meta["role"] = LossGradient()
+    ones = graph.call_function(torch.ops.aten.ones.default, ([4],))
+    wide = graph.call_function(torch.ops.aten.expand.default, (ones, [2, 4]))
+    product = graph.call_function(torch.ops.aten.mul.Tensor, (tangent, tangent))
+    product.meta["custom"] = {OPERATOR_ID: 5}
+    total = graph.call_function(torch.ops.aten.add.Tensor, (product, wide))
+    graph.output((total,))
+    for node in (ones, wide):
+        node.meta["partitioner_tag"] = "is_backward"
+    classify(graph)
+    assert [node.meta["operator"] for node in (ones, wide, product, total)] == [5, 5, 5, 5]
+
+
+# random numbers
+
+
+def test_a_draw_may_name_the_default_generator() -> None:
+    """``torch.randn(shape, generator=None)`` is an overload of its own, whose ``generator`` must be given."""
+    seeded = [torch.Generator().manual_seed(1) for _ in range(2)]
+    found = draw(seeded[0], torch.ops.aten.randn.generator, [3], generator=None)
+    assert torch.equal(found, torch.randn(3, generator=seeded[1]))
+
+
+def test_a_generator_of_the_models_own_is_refused() -> None:
+    class Seeded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.source = torch.Generator()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.rand(x.shape, generator=self.source)
+
+    with pytest.raises(CaptureError, match=r"generator=self\.source\)(.|\n)*Leave the generator out"):
+        trained(Between(Seeded), batch(), 2)
+
+
+# gradients that are sparse
+
+
+class Words(nn.Module):
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.words = nn.Embedding(20, WIDTH, sparse=True)
+        self.hidden = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 20, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.hidden(self.words(x)))
+
+
+def words() -> Inputs:
+    return {"x": torch.randint(20, (4, 3)), "target": torch.randn(4, 3, 20)}
+
+
+def test_a_sparse_gradient_stays_sparse() -> None:
+    model, inputs = Words(), words()
+    unsplit = copy.deepcopy(model)
+    pipe = pipec.compile(model, devices=2, loss_fn=mse, microbatches=2)
+    for _ in range(2):
+        pipe.step(inputs["x"], target=inputs["target"])
+        unsplit_step(lambda x, target: mse(unsplit(x), target), inputs, (2, 2))
+    found, expected = model.words.weight.grad, unsplit.words.weight.grad
+    assert found.is_sparse
+    assert torch.equal(found._indices(), expected._indices())
+    assert torch.equal(found._values(), expected._values())
+    torch.optim.SparseAdam([model.words.weight]).step()
+
+
+def test_a_sparse_gradient_and_a_dense_one_of_a_tied_weight_are_added() -> None:
+    found, expected, _ = trained(Words(tied=True), words(), 1, devices=1)
+    assert_equal(found, expected)
+
+
+def test_a_sparse_gradient_of_two_stages_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"stages 0, 1 all use words\.weight, whose .*sparse=False"):
+        trained(Words(tied=True), words(), 2)
+
+
+# buffers that change
+
+
+class Siamese(nn.Module):
+    """Two towers share a BatchNorm. What comes before it is used twice as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(WIDTH, WIDTH)
+        self.tower = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(3))
+        self.head = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.before(x)
+        return self.head(self.tower(hidden) - self.tower(hidden + 1))
+
+
+class Late(nn.Module):
+    """Reads a buffer in front of the layer after which it changes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layer(x - self.mean)
+        self.mean.mul_(0.9).add_(hidden.detach().mean((0, 1)))
+        return hidden.tanh()
+
+
+@pytest.mark.parametrize("make", [Siamese, lambda: Between(Late)], ids=["Siamese", "Late"])
+@pytest.mark.parametrize("devices", [2, 3])
+def test_readers_and_writers_of_a_buffer_stay_together(make: Callable[[], nn.Module], devices: int) -> None:
+    torch.manual_seed(0)
+    model = make()
+    found, expected, pipe = trained(model, batch(), 2, devices)
+    assert_equal(found, expected)
+    unsplit = copy.deepcopy(model)  # that calls in other modes follow the stages of the first
+    for training in (True, False):
+        pipe.train(training)
+        unsplit.train(training)
+        with torch.no_grad():
+            wanted = torch.cat([unsplit(x) for x in batch()["x"].tensor_split(2)])
+        assert torch.equal(pipe(batch()["x"]), wanted)
+        assert all(map(torch.equal, model.buffers(), unsplit.buffers()))
+
+
+class Throughout(nn.Module):
+    """Its first operator and its last change the same buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.first, self.last = nn.BatchNorm1d(3), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.last(self.first(self.norm(x))))
+
+
+def test_stages_that_were_cut_without_a_change_of_buffers_refuse_one() -> None:
+    x, target = batch().values()
+    graph = capture(Throughout(), mse, Mode.TRAIN, Call((x,), {}, target))
+    with pytest.raises(PlanError, match=r"uses first\.weight of stage 0, but a buffer .*prepare\(\) it"):
+        FollowOwners(2, {"first.weight": (0,), "last.weight": (1,)})(graph)
+
+
+def test_a_buffer_that_leaves_too_few_parts_is_named() -> None:
+    with pytest.raises(PlanError, match=r"into 2 parts, .*is norm\.(.|\n)*Use fewer devices"):
+        trained(Throughout(), batch(), 2, devices=3)
+
+
+# operators that call graphs
+
+
+class Conditional(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+
+
+def test_an_operator_that_calls_a_graph_is_refused_with_a_remedy() -> None:
+    with pytest.raises(CaptureError, match=r"'cond', which no stage can run\n  at test_.*\n.*torch\.where"):
+        trained(Between(Conditional), batch(), 2)
+
+
+# what torch.library and torch.distributions do on the way
+
+
+@torch.library.custom_op("pipec_tests::thrice", mutates_args=())
+def thrice(x: Tensor) -> Tensor:
+    return 3 * x
+
+
+@thrice.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+thrice.register_autograd(lambda ctx, gradient: 5 * gradient)  # so that a lost backward shows
+
+
+class Locked(nn.Module):
+    """Dynamo cannot trace it, and export can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = [threading.Lock()]
+
+    def __deepcopy__(self, memo: object) -> "Locked":
+        return Locked()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.lock[0]:
+            return thrice(x).tanh()
+
+
+def test_an_operator_of_torch_library_keeps_its_backward_in_an_export() -> None:
+    found, expected, _ = trained(Between(Locked), batch(), 1)
+    assert_equal(found, expected)
+
+
+class Densities(nn.Module):
+    """The likelihood of a mixture and of a normal distribution, whose arguments torch would look at."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = torch.distributions.Normal(x, x.square() + 1)
+        weights = torch.distributions.Categorical(logits=x)
+        mixture = torch.distributions.MixtureSameFamily(weights, parts)
+        return torch.distributions.Independent(parts, 1).log_prob(x)[..., None] + mixture.log_prob(
+            x[..., 0]
+        ).unsqueeze(-1).expand(x.shape)
+
+
+def test_distributions_are_not_validated_at_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)  # torch.compile clears it
+    found, expected, _ = trained(Between(Densities), batch(), 1)
+    assert_equal(found, expected)
+    assert torch.distributions.Distribution._validate_args
+
+
+# kernels that stay whole
+
+
+class Enlarged(nn.Module):
+    """Rows of ``x`` as images of so many dimensions, made larger by a factor or to a size, and summed."""
+
+    def __init__(self, mode: str, dimensions: int, by_size: bool) -> None:
+        super().__init__()
+        self.mode, self.shape = mode, (1, *[1] * (dimensions - 1), WIDTH)
+        self.sizes = {"size": (*[2] * (dimensions - 1), 7)} if by_size else {"scale_factor": 2.0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        images = x.reshape(-1, *self.shape)
+        larger = nn.functional.interpolate(images, mode=self.mode, align_corners=False, **self.sizes)
+        return larger.square().flatten(1)[:, :WIDTH].view(x.shape)
+
+
+@pytest.mark.parametrize("by_size", [True, False], ids=["size", "factor"])
+@pytest.mark.parametrize(
+    ("mode", "dimensions"), [("linear", 1), ("bilinear", 2), ("bicubic", 2), ("trilinear", 3)]
+)
+def test_an_interpolation_is_one_operator_for_any_batch(mode: str, dimensions: int, by_size: bool) -> None:
+    torch.manual_seed(0)
+    found, expected, pipe = trained(Between(lambda: Enlarged(mode, dimensions, by_size)), batch(), 2)
+    assert_equal(found, expected)
+    assert pipe.plan.dynamic_batch
+    source = pipe.source(0) + pipe.source(1)
+    assert source.count(f"upsample_{mode}{dimensions}d.default") == 1
+    assert source.count(f"upsample_{mode}{dimensions}d_backward.default") == 1
+
+
+def ctc(output: Tensor, target: Tensor) -> Tensor:
+    """Targets end with zeros, so that their lengths are known from values alone, and none is the longest."""
+    scores = output.log_softmax(-1).transpose(0, 1)
+    lengths = (target != 0).sum(1)
+    return nn.functional.ctc_loss(scores, target, torch.full_like(lengths, output.shape[1]), lengths)
+
+
+def test_the_loss_of_connectionist_temporal_classification() -> None:
+    model, x, target = Between(nn.Tanh), torch.randn(4, 6, WIDTH), torch.tensor([[1, 2, 0]] * 3 + [[3, 0, 0]])
+    unsplit = copy.deepcopy(model)
+    pipe = pipec.compile(model, 2, loss_fn=ctc, microbatches=2)
+    found = pipe.step(x, target=target)
+    inputs = {"x": x, "target": target}
+    loss = unsplit_step(lambda x, target: ctc(unsplit(x), target), inputs, (2, 2))
+    assert_equal(Outcome.of(found, model), Outcome.of(loss, unsplit))
+    assert pipe.plan.dynamic_batch
+
+
+# what only the first call does
+
+INSTALLING = threading.Lock()
+
+
+class Recording(nn.Module):
+    """Installs a hook at its first call, under a lock, as transformers does to collect outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.seen: list[Tensor] = []
+
+    def install(self) -> None:
+        with INSTALLING:
+            self.layer.register_forward_hook(lambda module, args, output: output * 2)
+            self.installed = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "installed"):
+            self.install()
+        self.seen.append(x)
+        return self.layer(x)
+
+
+def test_what_the_first_call_sets_up_is_captured_and_undone() -> None:
+    model = Between(Recording)
+    pipe = pipec.compile(model, 2, loss_fn=mse, microbatches=1)
+    unsplit, inputs = copy.deepcopy(model), batch()
+    loss = pipe.step(inputs["x"], target=inputs["target"])
+    assert not model.awkward.layer._forward_hooks
+    assert not model.awkward.seen
+    assert not hasattr(model.awkward, "installed")
+    expected = unsplit_step(lambda x, target: mse(unsplit(x), target), inputs, [len(inputs["x"])])
+    assert_equal(Outcome.of(loss, model), Outcome.of(expected, unsplit))
+
+
+class FailsTraced(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            raise ValueError("no mask")
+        return x
+
+
+class Fails(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError("no mask")
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (
+            FailsTraced,
+            CaptureError,
+            r"fails while it is traced\n  at test_.*\n  ValueError: no mask\nIt does not",
+        ),
+        (Fails, InputError, r"fails on these arguments\n  at test_.*\n  ValueError: no mask\nSizes are"),
+    ],
+)
+def test_a_model_that_fails_is_told_from_tracing_that_fails(
+    make: Callable[[], nn.Module], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        trained(Between(make), batch(), 2)
+
+
+# architectures
+
+
+def qwen2_moe() -> tuple[nn.Module, dict[str, Any]]:
+    """A mixture of experts, with the loss of its router: hooks, a lock, and an operator of torch.library."""
+    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+    config = Qwen2MoeConfig(
+        vocab_size=48,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=8,
+        shared_expert_intermediate_size=8,
+        output_router_logits=True,
+    )
+    ids = torch.randint(48, (4, 6))
+    return Qwen2MoeForCausalLM(config), {"input_ids": ids, "labels": ids}
+
+
+def patchtst() -> tuple[nn.Module, dict[str, Any]]:
+    """A forecast as a distribution."""
+    from transformers import PatchTSTConfig, PatchTSTForPrediction
+
+    config = PatchTSTConfig(
+        num_input_channels=2,
+        context_length=16,
+        patch_length=4,
+        patch_stride=4,
+        prediction_length=4,
+        d_model=16,
+        num_hidden_layers=1,
+        ffn_dim=16,
+        num_attention_heads=2,
+        loss="nll",
+        **dict.fromkeys(("attention_dropout", "positional_dropout", "ff_dropout", "head_dropout"), 0.0),
+    )
+    return PatchTSTForPrediction(config), {
+        "past_values": torch.randn(4, 16, 2),
+        "future_values": torch.randn(4, 4, 2),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [qwen2_moe, patchtst])
+def test_an_architecture_trains_with_the_bits_of_the_unsplit_model(
+    make: Callable[[], tuple[nn.Module, dict[str, Any]]],
+) -> None:
+    torch.manual_seed(0)
+    model, inputs = make()
+    unsplit = copy.deepcopy(model.train())
+    loss = pipec.compile(model, 2, microbatches=2).step(**inputs)
+    expected = unsplit_step(unsplit, inputs, (2, 2))
+    assert_equal(Outcome.of(loss, model), Outcome.of(expected, unsplit))
