@@ -131,7 +131,7 @@ class TorchDistributed:
 
         def send(tensors: Sequence[Tensor]) -> None:
             with self.explaining(doing) as connections:
-                connections.send([tensor.contiguous() for tensor in tensors], instruction.peer, tag)
+                connections.send([_plain(tensor) for tensor in tensors], instruction.peer, tag)
 
         return send
 
@@ -256,6 +256,14 @@ class _Buffer:
             dtype = getattr(torch, self._value.dtype)
             self._memory = torch.empty(count, dtype=dtype, device=self._device)
         return self._memory[:count].view(shape)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """The tensor with its values in memory, one after the other.
+
+    A tensor that torch marked as the conjugate, or the negative, of its memory is written out.
+    """
+    return tensor.resolve_conj().resolve_neg().contiguous()
 
 
 def _message(instruction: Instruction) -> str:
