@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -415,8 +416,17 @@ def test_a_message_takes_latency_and_its_bytes() -> None:
         ("NVIDIA H200", "h200"),
         ("Tesla V100-SXM2-32GB", "v100"),
         ("NVIDIA L4", "l4"),
-        ("NVIDIA L40S", None),
-        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H100 NVL", "h100-nvl"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A100 80GB PCIe", "a100"),
+        ("Tesla V100-SXM2-16GB", "v100-16gb"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA H20", None),
     ],
 )
 def test_devices_are_found_by_their_product_names(product: str, name: str | None) -> None:
@@ -437,9 +447,12 @@ def test_default_models_are_entries_not_measurements(monkeypatch: pytest.MonkeyP
     assert default_device_model(torch.device("meta")) is DEVICES[FALLBACK_GPU]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
-    assert default_device_model(torch.device("cuda:1")) is DEVICES["h100"]
+    found = SimpleNamespace(total_memory=10 * 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    slice_of_h100 = replace(DEVICES["h100"], memory_bytes=10 * 10**9)
+    assert default_device_model(torch.device("cuda:1")) == slice_of_h100
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Imaginary 9000")
-    assert default_device_model(torch.device("cuda")) is DEVICES[FALLBACK_GPU]
+    assert default_device_model(torch.device("cuda")).name == FALLBACK_GPU
 
 
 def test_calibration_measures_this_machine() -> None:

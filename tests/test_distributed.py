@@ -2,8 +2,10 @@
 
 import os
 import socket
+import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,10 @@ import torch.distributed as dist
 from runtime_stages import HANG_SECONDS, NUM_RANKS, SIZES, make_model, reference_step
 
 from pipec.errors import InputError, PipecError, TransportError
-from pipec.runtime import TorchDistributed, World, world
+from pipec.ir import Instruction, Link, Mode, Op, Payload, Plan, Program, Stage, Value
+from pipec.runtime import Interpreter, TorchDistributed, World, execution, world
 from pipec.runtime.distributed import _check_equal
+from pipec.runtime.execution import Ranks
 
 pytestmark = pytest.mark.slow
 
@@ -157,6 +161,79 @@ def test_what_rank_0_makes_or_raises_is_everybodys(alone: TorchDistributed) -> N
         alone.once("refuse", refuse)
     with pytest.raises(PipecError, match="rank 0: ZeroDivisionError: division by zero"):
         alone.once("divide", lambda: 1 / 0)
+
+
+def test_the_seed_is_agreed_on_without_the_default_process_group(
+    alone: TorchDistributed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That group is the user's: it may be of a backend that lacks the operation, or busy."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("the group is the user's own")
+
+    monkeypatch.setattr(dist, "broadcast", refuse)
+    monkeypatch.setattr(execution, "world", lambda: World(0, 2))
+    torch.manual_seed(11)
+    ranks = Ranks(["cpu"] * 2, timeout=5)
+    ranks.distributed.rank, ranks.distributed.num_ranks = 1, 2
+    store = ranks.distributed._store
+    store.set("gathering/0/0", "7")
+    assert ranks.agreed_seed() == 7
+    assert store.get("gathering/0/1") == b"11"
+
+
+def test_an_error_that_an_abort_causes_is_not_taken_for_a_failure_of_this_rank(
+    alone: TorchDistributed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Messages that are aborted leave garbage, on which the next instruction may fail."""
+
+    class Broken:
+        PARAMETERS = BUFFERS = UPDATED_BUFFERS = ()
+
+        @staticmethod
+        def forward() -> None:
+            alone._store.set("failure", "rank 1: out of memory")
+            monkeypatch.setattr(alone._connections, "check", lambda: exec("raise ConnectionError"))
+            raise ValueError("garbage")
+
+    plan = Plan(Mode.FORWARD, "gpipe", 1, 1, placement=(0,), stages=(Stage(0, 0, 0),), links=())
+    program = Program(0, [Instruction(Op.FORWARD, 0, 0)])
+    rank = Interpreter(program, plan, {0: Broken}, {}, {}, alone, torch.device("cpu"))
+    with pytest.raises(
+        TransportError, match="another rank failed while this one was computing:\n  rank 1: out"
+    ):
+        rank.run([{}], [1])
+
+
+def test_a_connection_that_cannot_be_opened_fails_every_rank(
+    alone: TorchDistributed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: object) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(alone._connections, "open", refuse)
+    with pytest.raises(TransportError, match="opening the connections to other ranks took more than"):
+        alone.connect([], "text")
+    assert b"opening the connections" in alone._store.get("failure")
+
+
+def test_a_reason_that_comes_a_moment_after_the_connection_was_lost_is_told(alone: TorchDistributed) -> None:
+    """gloo closes the connections of a rank that times out before the rank can say that it did."""
+    threading.Timer(0.05, alone._store.set, ("failure", "rank 1: out of time")).start()
+    with pytest.raises(TransportError, match="rank 1: out of time"), alone.explaining("sending"):
+        raise ConnectionError
+
+
+def test_what_is_sent_is_what_stands_in_memory(
+    alone: TorchDistributed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch conjugates and negates by a mark on the tensor, which no message carries."""
+    number = torch.tensor([1 + 2j]).conj()
+    sent: list[torch.Tensor] = []
+    monkeypatch.setattr(alone._connections, "send", lambda tensors, peer, tag: sent.extend(tensors))
+    link = Link(0, 1, Payload.ACTIVATION, (Value("x", "complex64", ("b",)), Value("y", "float32", ("b",))))
+    alone.sender(Instruction(Op.SEND, 0, 0, link, 1), 0)([number, number.imag])
+    assert [bytes(tensor.untyped_storage())[-4:] for tensor in sent] == [struct.pack("f", -2.0)] * 2
 
 
 def test_a_process_group_says_which_rank_this_is(alone: TorchDistributed) -> None:

@@ -1,5 +1,6 @@
 """The parts of the runtime: gradient sums, results, random streams, the in-process transport, launching."""
 
+import contextlib
 import gc
 import os
 import signal
@@ -15,13 +16,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pipec.errors import InputError, TransportError, VerifyError
-from pipec.ir import Instruction, Link, Op, Payload, Value
-from pipec.runtime import InProcess, World, resolve_devices, world
+from pipec.ir import Instruction, Link, Mode, Op, Payload, Plan, Program, Stage, Value
+from pipec.runtime import InProcess, Interpreter, World, interpreter, resolve_devices, world
 from pipec.runtime.batch import dense
 from pipec.runtime.distributed import _Buffer
 from pipec.runtime.draws import draw, dropout
+from pipec.runtime.execution import Ranks
 from pipec.runtime.gradients import GradientSum
 from pipec.runtime.holder import ModelTensors, drop, hold
+from pipec.runtime.launch import current_device
 from pipec.runtime.randomness import generator, mix
 from pipec.runtime.results import Results, merge
 from pipec.runtime.worker import Worker
@@ -391,5 +394,76 @@ def test_gpus_are_shared_in_one_process_but_not_between_processes(monkeypatch: p
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert resolve_devices(4, World(3, 4)) == {3: second}
     monkeypatch.setenv("LOCAL_RANK", "2")
-    with pytest.raises(InputError, match="process 2 of this machine has no GPU of its own: there are 2"):
-        resolve_devices(4, World(2, 4))
+    for devices in (4, ["cuda"] * 4):
+        with pytest.raises(InputError, match="process 2 of this machine has no GPU of its own: there are 2"):
+            resolve_devices(devices, World(2, 4))
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_cuda_without_an_index_is_the_gpu_that_a_number_of_devices_gives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Under torchrun it is not GPU 0 on every rank, and the index is known from the start."""
+    first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    assert resolve_devices(["cuda"], World(0, 1)) == {0: first}
+    assert resolve_devices([torch.device("cuda")] * 3, World(0, 1)) == resolve_devices(3, World(0, 1))
+    assert resolve_devices(["cuda:1", "cpu", "cuda"], World(0, 1)) == {0: second, 1: CPU, 2: first}
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert resolve_devices(["cuda"] * 4, World(3, 4)) == {3: second}
+    assert resolve_devices(["cuda:0"] * 4, World(3, 4)) == {3: first}
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(InputError, match="rank 1 asks for a GPU, but torch finds none on this machine"):
+        resolve_devices(["cpu", "cuda"], World(0, 1))
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_process_of_several_makes_its_gpu_the_current_one_first_of_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A CUDA call before would take memory of GPU 0, where the process has nothing to do."""
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    Ranks(2, timeout=1)
+    assert current == [torch.device("cuda", 1)]
+    Ranks(["cpu", "cpu"], timeout=1)
+    assert len(current) == 1
+
+
+def test_instructions_run_with_their_device_as_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton kernels and extensions ask for it, and a step may be made on any thread."""
+    entered: list[torch.device] = []
+
+    @contextlib.contextmanager
+    def current_device(device: torch.device) -> Iterator[None]:
+        entered.append(device)
+        yield
+        entered.append(torch.device("meta"))
+
+    seen: list[list[torch.device]] = []
+
+    class Code:
+        PARAMETERS = BUFFERS = UPDATED_BUFFERS = ()
+
+        @staticmethod
+        def forward() -> tuple[dict[str, Tensor], list[Tensor], tuple[Tensor, ...]]:
+            seen.append(list(entered))
+            return {}, [], ()
+
+    monkeypatch.setattr(interpreter, "current_device", current_device)
+    plan = Plan(Mode.FORWARD, "gpipe", 1, 1, placement=(0,), stages=(Stage(0, 0, 0),), links=())
+    program = Program(0, [Instruction(Op.FORWARD, 0, 0)])
+    Interpreter(program, plan, {0: Code}, {}, {}, InProcess([CPU]).endpoint(0), CPU).run([{}], [1])
+    assert seen == [[CPU]]
+    assert entered == [CPU, torch.device("meta")]
+
+
+def test_a_gpu_is_current_only_while_its_instructions_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "device", lambda d: asked.append(d) or contextlib.nullcontext())
+    with current_device(torch.device("cuda", 1)), current_device(CPU):
+        assert asked == [torch.device("cuda", 1)]

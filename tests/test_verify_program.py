@@ -347,6 +347,17 @@ def just_in_time(instructions: Sequence[Instruction]) -> tuple[Instruction, ...]
     return tuple(moved)
 
 
+def test_a_receive_is_not_posted_before_what_its_message_depends_on() -> None:
+    """On a GPU it may hold that compute up. It depends on it by way of rank 1's forward and rank 2."""
+    early = move(Op.RECV, 0, "grad_hidden_1", by=-2)
+    message = fault(0, early, schedule=gpipe(3, 2), links=chain_links(3))
+    assert message.startswith(
+        "rank 0, instruction 2: grad_hidden_1 (1 -> 0), microbatch 0 is received before the next compute, "
+        "which it depends on\n"
+    )
+    assert "> 2  recv      stage 0  mb 0  grad_hidden_1 (1 -> 0)  from rank 1  slot 0" in message
+
+
 @pytest.mark.parametrize("limit", [3, (4, 2, 1), (3, 2, 0)])
 def test_microbatches_in_flight_stay_within_the_limit(limit: int | tuple[int, ...]) -> None:
     schedule, links = make_schedule("gpipe", 3, 4), chain_links(3)
@@ -402,5 +413,6 @@ def test_every_rule_is_broken_by_a_test_above() -> None:
         "_spares_live_slots",
         "_keeps_channel_order",
         "_finishes",
+        "_posts_after_what_messages_need",
         "_bounds_in_flight",
     ]

@@ -25,13 +25,16 @@ _ROUNDS = 5
 def default_device_model(device: torch.device) -> DeviceModel:
     """The entry for a device. Nothing is measured, so that every rank and every run makes the same plan.
 
+    The memory is what the GPU says that it has: products of one name differ in it, and so do slices of one.
+
     A CPU is always the ``cpu`` entry, which describes one core: more threads speed up all operators alike.
     Plans for ``meta`` and for accelerators without an entry are made for ``FALLBACK_GPU``.
     """
     if device.type == "cpu":
         return DEVICES["cpu"]
     if device.type == "cuda" and torch.cuda.is_available():
-        return find_device(torch.cuda.get_device_name(device)) or DEVICES[FALLBACK_GPU]
+        entry = find_device(torch.cuda.get_device_name(device)) or DEVICES[FALLBACK_GPU]
+        return replace(entry, memory_bytes=_memory_bytes(device, entry))
     return DEVICES[FALLBACK_GPU]
 
 

@@ -71,6 +71,15 @@ DEVICES: Mapping[str, DeviceModel] = {
             source="NVIDIA V100 datasheet (2020), V100 SXM2 32 GB",
         ),
         DeviceModel(
+            name="v100-16gb",
+            flops_per_second={"float64": 7.8e12, "float32": 15.7e12, "float16": 125e12},
+            memory_bytes_per_second=0.9e12,
+            launch_seconds=_KERNEL_LAUNCH_SECONDS,
+            memory_bytes=16 * 10**9,
+            link=LinkModel(150e9, _GPU_LATENCY_SECONDS),
+            source="NVIDIA V100 datasheet (2020), V100 SXM2 16 GB",
+        ),
+        DeviceModel(
             name="a100",
             flops_per_second={"float64": 9.7e12, "float32": 19.5e12, "bfloat16": 312e12, "float16": 312e12},
             memory_bytes_per_second=2.039e12,
@@ -78,6 +87,15 @@ DEVICES: Mapping[str, DeviceModel] = {
             memory_bytes=80 * 10**9,
             link=LinkModel(300e9, _GPU_LATENCY_SECONDS),
             source="NVIDIA A100 datasheet (2021), A100 80GB SXM",
+        ),
+        DeviceModel(
+            name="a100-40gb",
+            flops_per_second={"float64": 9.7e12, "float32": 19.5e12, "bfloat16": 312e12, "float16": 312e12},
+            memory_bytes_per_second=1.555e12,
+            launch_seconds=_KERNEL_LAUNCH_SECONDS,
+            memory_bytes=40 * 10**9,
+            link=LinkModel(300e9, _GPU_LATENCY_SECONDS),
+            source="NVIDIA A100 datasheet (2020), A100 40GB SXM",
         ),
         DeviceModel(
             name="h100",
@@ -89,6 +107,33 @@ DEVICES: Mapping[str, DeviceModel] = {
             source="NVIDIA H100 datasheet (2023), H100 SXM",
         ),
         DeviceModel(
+            name="h100-pcie",
+            flops_per_second={"float64": 26e12, "float32": 51e12, "bfloat16": 756e12, "float16": 756e12},
+            memory_bytes_per_second=2.0e12,
+            launch_seconds=_KERNEL_LAUNCH_SECONDS,
+            memory_bytes=80 * 10**9,
+            link=LinkModel(64e9, _GPU_LATENCY_SECONDS),
+            source="NVIDIA H100 datasheet (2023), H100 PCIe; a link over PCIe 5.0 x16",
+        ),
+        DeviceModel(
+            name="h100-nvl",
+            flops_per_second={"float64": 30e12, "float32": 60e12, "bfloat16": 835e12, "float16": 835e12},
+            memory_bytes_per_second=3.9e12,
+            launch_seconds=_KERNEL_LAUNCH_SECONDS,
+            memory_bytes=94 * 10**9,
+            link=LinkModel(64e9, _GPU_LATENCY_SECONDS),
+            source="NVIDIA H100 datasheet (2024), H100 NVL; a link over PCIe 5.0 x16",
+        ),
+        DeviceModel(
+            name="gh200",
+            flops_per_second={"float64": 34e12, "float32": 67e12, "bfloat16": 990e12, "float16": 990e12},
+            memory_bytes_per_second=4.0e12,
+            launch_seconds=_KERNEL_LAUNCH_SECONDS,
+            memory_bytes=96 * 10**9,
+            link=LinkModel(450e9, _GPU_LATENCY_SECONDS),
+            source="NVIDIA GH200 datasheet (2024), with 96 GB of HBM3",
+        ),
+        DeviceModel(
             name="h200",
             flops_per_second={"float64": 34e12, "float32": 67e12, "bfloat16": 989e12, "float16": 989e12},
             memory_bytes_per_second=4.8e12,
@@ -96,6 +141,15 @@ DEVICES: Mapping[str, DeviceModel] = {
             memory_bytes=141 * 10**9,
             link=LinkModel(450e9, _GPU_LATENCY_SECONDS),
             source="NVIDIA H200 datasheet (2024), H200 SXM",
+        ),
+        DeviceModel(
+            name="b200",
+            flops_per_second={"float64": 37e12, "float32": 75e12, "bfloat16": 2250e12, "float16": 2250e12},
+            memory_bytes_per_second=7.7e12,
+            launch_seconds=_KERNEL_LAUNCH_SECONDS,
+            memory_bytes=180 * 10**9,
+            link=LinkModel(900e9, _GPU_LATENCY_SECONDS),
+            source="NVIDIA Blackwell datasheet (2025), one GPU of an HGX B200",
         ),
         DeviceModel(
             name="l4",
@@ -106,12 +160,38 @@ DEVICES: Mapping[str, DeviceModel] = {
             link=LinkModel(32e9, _GPU_LATENCY_SECONDS),
             source="NVIDIA L4 datasheet (2023), PCIe 4.0 x16; float64 at the Ada rate of 1/64 of float32",
         ),
+        DeviceModel(
+            name="l40s",
+            flops_per_second={"float64": 1.43e12, "float32": 91.6e12, "bfloat16": 362e12, "float16": 362e12},
+            memory_bytes_per_second=0.864e12,
+            launch_seconds=_KERNEL_LAUNCH_SECONDS,
+            memory_bytes=48 * 10**9,
+            link=LinkModel(32e9, _GPU_LATENCY_SECONDS),
+            source="NVIDIA L40S datasheet (2023), PCIe 4.0 x16; float64 at the Ada rate of 1/64 of float32",
+        ),
+        DeviceModel(
+            name="rtx-4090",
+            flops_per_second={"float64": 1.29e12, "float32": 82.6e12, "bfloat16": 165e12, "float16": 165e12},
+            memory_bytes_per_second=1.008e12,
+            launch_seconds=_KERNEL_LAUNCH_SECONDS,
+            memory_bytes=24 * 10**9,
+            link=LinkModel(32e9, _GPU_LATENCY_SECONDS),
+            source="NVIDIA Ada whitepaper (2023), half precision summed in float32; PCIe 4.0 x16",
+        ),
     )
 }
 """Known devices by short name."""
 
 
 def find_device(product: str) -> DeviceModel | None:
-    """The entry whose name is a word of a product's name, such as ``NVIDIA A100-SXM4-80GB``; or None."""
+    """The entry for a product's name, or None.
+
+    It is the one that has the most words, all of them words of the product's name: ``NVIDIA A100-SXM4-40GB``
+    is ``a100-40gb``, and ``NVIDIA A100-SXM4-80GB`` is ``a100``. What a laptop has under the name of a
+    card is another chip.
+    """
     words = set(re.split(r"[^a-z0-9]+", product.lower()))
-    return next((device for name, device in DEVICES.items() if name in words), None)
+    if "laptop" in words:
+        return None
+    fitting = [device for name, device in DEVICES.items() if words.issuperset(name.split("-"))]
+    return max(fitting, key=lambda device: device.name.count("-"), default=None)

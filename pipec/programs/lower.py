@@ -7,8 +7,10 @@ waits for comes before it in one order over all ranks, and the programs cannot d
 send waited for its receive.
 
 A transfer runs beside a compute only if its receive was posted before the compute began. Where the rule above
-would post a receive directly before its reader, it is therefore posted one compute earlier. On each directed
-channel between two ranks, receives are posted in the order of the sends.
+would post a receive directly before its reader, it is therefore posted one compute earlier, unless the
+message depends on that compute: then the two cannot overlap, and a receive that waits on the device for a
+compute behind it may block it. On each directed channel between two ranks, receives are posted in the order
+of the sends.
 
 A step may have millions of instructions, so everything is worked out on columns of numbers, a rank or a link
 at a time.
@@ -24,6 +26,7 @@ from pipec.errors import VerifyError
 from pipec.ir import Kind, Link, Op, Payload, Phase, Program, Schedule, Value, stages_on
 from pipec.ir.columns import OP_CODE, PHASE_CODE, Instructions, Ints
 from pipec.programs.buffer_slots import number_slots
+from pipec.programs.dependence import Bools, Dependence
 from pipec.programs.order_index import OrderIndex
 from pipec.programs.routes import Route, routes
 from pipec.programs.timing import Deadlock, Reads, run_cells
@@ -54,7 +57,7 @@ def lower(schedule: Schedule, links: Sequence[Link], recompute: Collection[int] 
     traffic = [
         _traffic(index, route) for route in routes(links, schedule.placement, schedule.num_microbatches)
     ]
-    ends = _ends(index, traffic)
+    order = _unit_order(index, traffic)
     arriving: dict[int, list[_Traffic]] = defaultdict(list)
     leaving: dict[int, list[_Traffic]] = defaultdict(list)
     for each in traffic:
@@ -65,7 +68,7 @@ def lower(schedule: Schedule, links: Sequence[Link], recompute: Collection[int] 
     programs = []
     for rank in range(schedule.num_ranks):
         blocks = {
-            Kind.RECEIVE: _receives(ends, rank, arriving[rank]),
+            Kind.RECEIVE: _receives(order, rank, arriving[rank]),
             Kind.COMPUTE: _computes(index, rank, recompute),
             Kind.SEND: _sends(leaving[rank]),
             Kind.RELEASE: _frees(index, rank),
@@ -102,8 +105,28 @@ def _traffic(index: OrderIndex, route: Route) -> _Traffic:
     return _Traffic(route, last, over + 1)
 
 
-def _ends(index: OrderIndex, traffic: Sequence[_Traffic]) -> list[Ints]:
-    """For each rank, when each of its positions ends, from the start of its program to its end."""
+@dataclass(frozen=True)
+class _UnitOrder:
+    """The cells as they run in units of time.
+
+    ``ends`` has for each rank when each of its positions ends, from the start of its program to its end.
+    """
+
+    index: OrderIndex
+    dependence: Dependence
+    ends: Sequence[Ints]
+
+    def depends_on_the_cell_before_its_reader(self, each: _Traffic) -> Bools:
+        """Whether each message can be made only once the cell before its reader has ended."""
+        followed = np.flatnonzero((each.readers > 1) & each.route.link.payload.per_microbatch)
+        cells = self.index.cell_numbers(each.route.source, each.producers[followed])
+        others = self.index.cell_numbers(each.route.target, each.readers[followed] - 1)
+        found = np.zeros(each.readers.size, bool)
+        found[followed] = self.dependence.comes_after(cells, others)
+        return found
+
+
+def _unit_order(index: OrderIndex, traffic: Sequence[_Traffic]) -> _UnitOrder:
     read = [each for each in traffic if each.route.link.payload.per_microbatch]
     nothing = np.empty(0, np.int32)
     readers = [index.cell_numbers(each.route.target, each.readers) for each in read]
@@ -119,7 +142,7 @@ def _ends(index: OrderIndex, traffic: Sequence[_Traffic]) -> list[Ints]:
         first, last = index.first_cells[rank : rank + 2]
         own = run.ends[first:last]
         padded.append(np.concatenate([[0], own, own[-1:] if own.size else [0]]).astype(np.int32))
-    return padded
+    return _UnitOrder(index, Dependence(reads, index.first_cells, run), padded)
 
 
 @dataclass(frozen=True)
@@ -154,19 +177,20 @@ def _in_order(blocks: Mapping[Kind, _Block]) -> Ints:
     return np.ascontiguousarray(_joined(ordered).rows[:, order])
 
 
-def _receives(ends: Sequence[Ints], rank: int, arriving: Sequence[_Traffic]) -> _Block:
+def _receives(unit_order: _UnitOrder, rank: int, arriving: Sequence[_Traffic]) -> _Block:
     """The receives of ``rank``, each at the position where it is posted, in the order of the sends.
 
     A receive is posted at the position that the rank has reached when the message is sent, or one position
-    before its reader if that is earlier. Nothing but weights is received at position 0, where the rank lends
-    its own weights.
+    before its reader if that is earlier and the message does not depend on the cell there. Nothing but
+    weights is received at position 0, where the rank lends its own weights.
     """
-    blocks, order = [], []
+    ends, blocks, order = unit_order.ends, [], []
     for each in arriving:
         route = each.route
         sent = ends[route.source][each.producers]
         passed = np.searchsorted(ends[rank], sent, "right" if rank < route.source else "left")
-        ahead = np.where(each.producers > 0, np.maximum(each.readers - 1, 1), 0)
+        depends = unit_order.depends_on_the_cell_before_its_reader(each)
+        ahead = np.where(each.producers > 0, np.maximum(each.readers - ~depends, 1), 0)
         posts = np.minimum(passed, ahead).astype(np.int32)
         stage, source = route.link.target, route.source
         blocks.append(_block(posts, OP_CODE[Op.RECV], stage, route.microbatches, route.number, source, -1))

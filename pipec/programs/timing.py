@@ -53,7 +53,7 @@ def run_cells(durations: Floats, reads: Reads, first_cells: Sequence[int]) -> Ru
     """
     starts, ends = np.empty(durations.size), np.full(durations.size + 2, np.inf)
     ends[AT_START] = 0.0
-    inputs = _columns(reads, durations.size)
+    inputs = read_columns(reads, durations.size)
     cell, last = np.array(first_cells[:-1]), np.array(first_cells[1:])
     clock = np.zeros(cell.size)
     unfinished = np.flatnonzero(cell < last)
@@ -73,7 +73,7 @@ def run_cells(durations: Floats, reads: Reads, first_cells: Sequence[int]) -> Ru
     return Run(starts, ends[: durations.size])
 
 
-def _columns(reads: Reads, num_cells: int) -> list[Ints]:
+def read_columns(reads: Reads, num_cells: int) -> list[Ints]:
     """What each cell reads: column k has its k-th producer, or what is there from the start.
 
     Where cell 1 reads cells 5 and 7, and cell 2 reads cell 6::

@@ -27,6 +27,7 @@ from pipec.ir.columns import OP_CODE, OPS, Instructions, Ints
 from pipec.ir.text import format_link, instruction_lines
 from pipec.programs.counterexample import counterexample
 from pipec.programs.memory import in_flight
+from pipec.programs.program_cells import ProgramCells
 from pipec.programs.rendezvous import Site, Waits, circle, stalls
 from pipec.programs.routes import targets
 from pipec.programs.step_index import BACKWARDS, COMPUTES, Deliveries, StepIndex, transfer_ops
@@ -358,6 +359,16 @@ def _joined(parts: Sequence[Ints]) -> Ints:
     return np.concatenate([np.empty(0, np.int32), *parts])
 
 
+def _posts_after_what_messages_need(step: StepIndex) -> Iterator[_Fault]:
+    """No receive is posted before a compute that its message depends on: a GPU may hold that one up."""
+    cells = ProgramCells.of(step)
+    for each in filter(lambda delivery: delivery.route.crosses_ranks, step.deliveries):
+        for wrong in np.flatnonzero(cells.depend_on_what_follows(each)).tolist()[:1]:
+            name = _message_name(each.route.link, int(each.route.microbatches[wrong]))
+            site = each.route.target, int(each.receives[wrong])
+            yield _Fault(site, f"{name} is received before the next compute, which it depends on")
+
+
 def _bounds_in_flight(step: StepIndex) -> Iterator[_Fault]:
     """No rank holds more between forward and free than it may."""
     if step.limits is None:
@@ -380,5 +391,6 @@ RULES: tuple[Callable[[StepIndex], Iterator[_Fault]], ...] = (
     _spares_live_slots,
     _keeps_channel_order,
     _finishes,
+    _posts_after_what_messages_need,
     _bounds_in_flight,
 )

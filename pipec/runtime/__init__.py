@@ -8,7 +8,8 @@ loading the compiler. Read it from the top of a step downwards:
 * ``stage`` holds the state of a stage; ``compute``, ``gradients`` and ``results`` say what a phase function
   is given and where the things it returns go. ``draws`` and ``randomness`` make dropout reproducible.
 * ``transport`` carries tensors between ranks of one process, on the threads of ``worker``. ``distributed``
-  does so between processes, over the ``connections`` of gloo or NCCL.
+  does so between processes, over the ``connections`` of gloo or those of ``nccl``; for these, a ``watcher``
+  notices when another rank fails.
 * ``handle``, ``holder`` and ``loaded`` are what a user holds: the tensors, and a saved artifact to train.
 * ``recording`` keeps the times of a step; ``storage`` tells whose memory a tensor is.
 """

@@ -30,7 +30,8 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from pipec.errors import PipecError, TransportError
 from pipec.ir import Instruction, Link, Op, Program, Value
 from pipec.ir.text import evaluate_dim, format_link
-from pipec.runtime.connections import Connections, Direction, GlooConnections, NcclConnections
+from pipec.runtime.connections import Connections, Direction, GlooConnections
+from pipec.runtime.nccl import NcclConnections
 from pipec.runtime.storage import is_exclusive
 from pipec.runtime.transport import Receiver, Send
 
@@ -62,15 +63,24 @@ class TorchDistributed:
         self._gatherings, self._made = itertools.count(), itertools.count()
         self._buffers: dict[tuple[Link, int], list[_Buffer]] = {}
         self._connections: Connections = (
-            NcclConnections(device, self.rank, timeout, lambda: self._failure() is not None)
+            NcclConnections(device, self.rank, timeout, self._has_failed)
             if device.type == "cuda"
             else GlooConnections(self.rank, self.num_ranks, timeout)
         )
 
     def connect(self, programs: Sequence[Program], text: str) -> None:
-        """Check that every rank holds the same ``text``, then open the connections that ``programs`` use."""
+        """Check that every rank holds the same ``text``, then open the connections that ``programs`` use.
+
+        Raises:
+            TransportError: the ranks hold different texts, or a connection cannot be opened.
+        """
         self.agree(text)
-        self._connections.open(_directions(programs))
+        try:
+            with self.explaining("opening the connections to other ranks") as connections:
+                connections.open(_directions(programs))
+        except TransportError as error:
+            self.fail(error)
+            raise
 
     def agree(self, text: str) -> None:
         """Check that every rank calls this with the same text.
@@ -121,7 +131,7 @@ class TorchDistributed:
 
         def send(tensors: Sequence[Tensor]) -> None:
             with self.explaining(doing) as connections:
-                connections.send([tensor.contiguous() for tensor in tensors], instruction.peer, tag)
+                connections.send([_plain(tensor) for tensor in tensors], instruction.peer, tag)
 
         return send
 
@@ -135,6 +145,10 @@ class TorchDistributed:
     def finish(self) -> None:
         with self.explaining("finishing the step") as connections:
             connections.drain()
+
+    def check(self) -> None:
+        with self.explaining("computing") as connections:
+            connections.check()
 
     def fail(self, error: BaseException) -> None:
         """Write the reason into the store, unless another rank failed before; then close."""
@@ -152,7 +166,7 @@ class TorchDistributed:
             raise TransportError(self._explain(error, doing)) from error
 
     def _explain(self, error: Exception, doing: str) -> str:
-        if failure := self._failure():
+        if failure := self._failure(isinstance(error, ConnectionError)):
             return f"another rank failed while this one was {doing}:\n{textwrap.indent(failure, '  ')}"
         if isinstance(error, TimeoutError):
             return f"{doing} took more than {self._timeout:g} s; that rank hangs, or waits for one that does"
@@ -160,14 +174,30 @@ class TorchDistributed:
             f"the connection was lost while {doing}; that process ended or died, its own output may say why"
         )
 
-    def _failure(self) -> str | None:
+    def _failure(self, is_coming: bool) -> str | None:
+        """The reason of the rank that failed first, if there is one, or if it comes within a moment.
+
+        It comes after the end of the connections if a message of that rank took too long, because gloo then
+        closes them. A process that died leaves no reason.
+        """
         with contextlib.suppress(RuntimeError):
+            if is_coming:
+                self._store.wait([_FAILURE], _REASON_COMES_WITHIN)
             if self._store.check([_FAILURE]):
                 return self._store.get(_FAILURE).decode()
         return None
 
+    def _has_failed(self) -> bool:
+        """Whether another rank has failed. The process that holds the store has, if the store is gone."""
+        try:
+            return self._store.check([_FAILURE])
+        except RuntimeError:
+            return True
+
 
 _FAILURE = "failure"
+
+_REASON_COMES_WITHIN = timedelta(seconds=0.2)
 
 _LONGEST_MAKE = timedelta(hours=6)
 """How long ranks wait for what rank 0 makes. If rank 0 dies, its store dies too and ends the wait."""
@@ -226,6 +256,14 @@ class _Buffer:
             dtype = getattr(torch, self._value.dtype)
             self._memory = torch.empty(count, dtype=dtype, device=self._device)
         return self._memory[:count].view(shape)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """The tensor with its values in memory, one after the other.
+
+    A tensor that torch marked as the conjugate, or the negative, of its memory is written out.
+    """
+    return tensor.resolve_conj().resolve_neg().contiguous()
 
 
 def _message(instruction: Instruction) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from pipec.artifact.directory import Artifact, stage_module
@@ -32,6 +31,8 @@ class Ranks:
         self.devices = resolve_devices(devices, self.world)
         self.count = devices if isinstance(devices, int) else len(devices)
         self._timeout = timeout
+        if self.world.distributed and (device := self.devices[self.world.rank]).type == "cuda":
+            torch.cuda.set_device(device)  # before the first CUDA call, which would take memory of GPU 0
 
     @functools.cached_property
     def in_process(self) -> InProcess:
@@ -51,10 +52,7 @@ class Ranks:
         seed = torch.initial_seed() % 2**62
         if not self.world.distributed:
             return seed
-        device = self.distributed.device
-        shared = torch.tensor([seed], dtype=torch.int64, device=device)
-        dist.broadcast(shared, src=0)
-        return int(shared)
+        return int(self.distributed.gather(str(seed))[0])
 
     def once(self, request: str, make: Callable[[], T]) -> T:
         """Call ``make`` in one process; every process returns its result, or raises its error."""

@@ -13,9 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipec.errors import ExecutionError, TransportError
+from pipec.errors import ExecutionError, PipecError, TransportError
 from pipec.ir import Instruction, Mode, Payload, Plan, Program, Value, ranks_of
 from pipec.ir.text import instruction_lines
+from pipec.runtime.launch import current_device
 from pipec.runtime.linker import Rank, link
 from pipec.runtime.recording import Stamps, epoch_offset
 from pipec.runtime.results import Results
@@ -91,7 +92,11 @@ class Interpreter:
         """
         self.position = -1
         try:
-            with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
+            with (
+                current_device(self._device),
+                torch.no_grad(),
+                torch.autocast(self._device.type, enabled=False),
+            ):
                 self._begin_step(microbatches, sizes, (seed, step), batch or sum(sizes))
                 if stamps is None:
                     self._execute()
@@ -103,7 +108,7 @@ class Interpreter:
             self._rank.transport.fail(located)
             raise located from error.__cause__
         except Exception as error:
-            failure = ExecutionError(self._describe(_describe_error(error)))
+            failure = self._explained(error)
             self._rank.transport.fail(failure)
             raise failure from error
         except BaseException as interrupt:  # such as Ctrl-C
@@ -153,6 +158,14 @@ class Interpreter:
             stage.forget_step()
         self._results.forget_step()
         self._rank.received.clear()
+
+    def _explained(self, error: Exception) -> PipecError:
+        """What to raise for the error of an instruction, which may have read what was never received."""
+        try:
+            self._rank.transport.check()
+        except TransportError as interruption:
+            return TransportError(self._describe(str(interruption)))
+        return ExecutionError(self._describe(_describe_error(error)))
 
     def _describe(self, problem: str) -> str:
         """Where it happened, what the problem is, and the instructions that led there."""

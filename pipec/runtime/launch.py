@@ -4,8 +4,9 @@ A process that was started alone runs every rank. Processes that were started to
 with a process group, run one rank each.
 """
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,7 +42,8 @@ def resolve_devices(devices: Devices, world: World) -> dict[int, torch.device]:
 
     A number of devices means GPUs where CUDA is available, and the CPU elsewhere. If one process runs all
     ranks and has fewer GPUs, the ranks share them round robin. If there are several processes, each takes the
-    GPU ``LOCAL_RANK``. Give a list, such as ``["cpu"] * 4``, to choose otherwise.
+    GPU ``LOCAL_RANK``. Give a list, such as ``["cpu"] * 4``, to choose otherwise. In it, ``"cuda"`` without
+    an index stands for the GPU that the rank would have with a number of devices.
 
     Raises:
         InputError: no device is asked for, or not one for each process, or this process has no GPU.
@@ -54,27 +56,41 @@ def resolve_devices(devices: Devices, world: World) -> dict[int, torch.device]:
             f"devices asks for {count} ranks, but {world.size} processes were started and each runs one "
             f"rank; start {count} processes (torchrun --nproc-per-node {count}) or pass devices={world.size}"
         )
-    if not isinstance(devices, int):
-        chosen = {rank: torch.device(device) for rank, device in enumerate(devices)}
-        return {world.rank: chosen[world.rank]} if world.distributed else chosen
-    if not torch.cuda.is_available():
-        return {rank: torch.device("cpu") for rank in _local_ranks(count, world)}
-    if world.distributed:
-        return {world.rank: torch.device("cuda", _own_gpu(world))}
-    return {rank: torch.device("cuda", rank % torch.cuda.device_count()) for rank in range(count)}
+    if isinstance(devices, int):
+        devices = ["cuda" if torch.cuda.is_available() else "cpu"] * count
+    chosen = [torch.device(device) for device in devices]
+    local_ranks = [world.rank] if world.distributed else range(count)
+    return {rank: _indexed(chosen[rank], rank, world) for rank in local_ranks}
 
 
-def _local_ranks(count: int, world: World) -> Sequence[int]:
-    return [world.rank] if world.distributed else range(count)
+def _indexed(device: torch.device, rank: int, world: World) -> torch.device:
+    """The device, with the index of a GPU if it is ``cuda`` and has none."""
+    return torch.device("cuda", _gpu(rank, world)) if str(device) == "cuda" else device
 
 
-def _own_gpu(world: World) -> int:
-    """The GPU of this process. NCCL needs each process to have a GPU of its own."""
-    local_rank = int(os.environ.get("LOCAL_RANK", world.rank))
-    if local_rank >= torch.cuda.device_count():
+def _gpu(rank: int, world: World) -> int:
+    """The GPU of a rank of this process. NCCL needs each process to have a GPU of its own."""
+    num_gpus = torch.cuda.device_count()
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    if world.distributed and local_rank >= num_gpus:
         raise InputError(
             f"process {local_rank} of this machine has no GPU of its own: there are "
-            f"{torch.cuda.device_count()}; start fewer processes, or pass devices={['cpu'] * 2} "
+            f"{num_gpus}; start fewer processes, or pass devices={['cpu'] * 2} "
             f"with {world.size} entries"
         )
-    return local_rank
+    if num_gpus == 0:
+        raise InputError(
+            f"rank {rank} asks for a GPU, but torch finds none on this machine; run it where there is one, "
+            f"or let entry {rank} of devices be 'cpu'"
+        )
+    return local_rank if world.distributed else rank % num_gpus
+
+
+@contextlib.contextmanager
+def current_device(device: torch.device) -> Iterator[None]:
+    """Make ``device`` the one that CUDA calls without a device are for, on this thread, inside a ``with``.
+
+    Such calls are Triton kernels, extensions, and ``torch.cuda.synchronize()``.
+    """
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        yield

@@ -47,6 +47,9 @@ class Transport(Protocol):
     def finish(self) -> None:
         """Wait until everything that was sent in this step has left. Raises TransportError."""
 
+    def check(self) -> None:
+        """Raise TransportError if another rank's failure has cut off messages that this one waits for."""
+
     def fail(self, error: BaseException) -> None:
         """Tell every other rank that this one has stopped, and why."""
 
@@ -151,6 +154,9 @@ class _Endpoint:
 
     def finish(self) -> None:
         """Do nothing: a message left when it was put into its mailbox."""
+
+    def check(self) -> None:
+        """Do nothing: no message is cut off while a compute works on it."""
 
     def fail(self, error: BaseException) -> None:
         self._ranks.fail(error)

@@ -1,0 +1,65 @@
+"""The computes of programs as cells that run: what a message depends on, however long computes take."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from pipec.ir import Op
+from pipec.ir.columns import OP_CODE, Ints
+from pipec.programs.dependence import Bools, Dependence
+from pipec.programs.step_index import Deliveries, StepIndex
+from pipec.programs.timing import Reads, Run, run_cells
+
+
+@dataclass(frozen=True)
+class ProgramCells:
+    """The computes of all ranks, numbered rank by rank from ``first_cells``.
+
+    ``next_cells[rank]`` has for each instruction the cell that it is, or else the rank's next one.
+    """
+
+    first_cells: Sequence[int]
+    next_cells: Sequence[Ints]
+    dependence: Dependence
+
+    @classmethod
+    def of(cls, step: StepIndex) -> Self:
+        """The cells of programs that finish."""
+        computes = [columns.is_compute for columns in step.columns]
+        first_cells: list[int] = np.cumsum([0, *(each.sum() for each in computes)]).tolist()
+        next_cells = [
+            first + np.cumsum(each) - each for first, each in zip(first_cells[:-1], computes, strict=True)
+        ]
+        reads = _reads(step.deliveries, first_cells, next_cells)
+        ops = [columns.ops[own] for columns, own in zip(step.columns, computes, strict=True)]
+        units = np.where(np.concatenate(ops) == OP_CODE[Op.BACKWARD], 2.0, 1.0)
+        run = run_cells(units, reads, first_cells)
+        assert isinstance(run, Run), "these programs do not finish"
+        return cls(first_cells, next_cells, Dependence(reads, first_cells, run))
+
+    def depend_on_what_follows(self, each: Deliveries) -> Bools:
+        """Message by message, whether it can be made only after the first compute behind its receive."""
+        made = _made(each, self.next_cells)
+        following = self.next_cells[each.route.target][each.receives]
+        made_here = made >= self.first_cells[each.route.source]
+        found = np.zeros(made.size, bool)
+        asked = np.flatnonzero(made_here & (following < self.first_cells[each.route.target + 1]))
+        found[asked] = self.dependence.comes_after(made[asked], following[asked])
+        return found
+
+
+def _reads(deliveries: Sequence[Deliveries], first_cells: Sequence[int], next_cells: Sequence[Ints]) -> Reads:
+    readers, producers = [np.empty(0, np.int32)], [np.empty(0, np.int32)]
+    for each in deliveries:
+        made = _made(each, next_cells)
+        read = (each.reads >= 0) & (made >= first_cells[each.route.source])
+        readers.append(next_cells[each.route.target][each.reads[read]])
+        producers.append(made[read])
+    return Reads(np.concatenate(readers), np.concatenate(producers))
+
+
+def _made(each: Deliveries, next_cells: Sequence[Ints]) -> Ints:
+    """The last cell before each message is sent."""
+    return next_cells[each.route.source][each.sends] - 1
