@@ -24,8 +24,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._sympy.functions import FloorDiv, Mod
 
 from pipec import torch_compat
+from pipec.torch_compat import differentiation, front_ends, modules, operators
 
-TREE = ast.parse(Path(torch_compat.__file__).read_text(encoding="utf-8"))
+SOURCES = sorted(Path(torch_compat.__file__).parent.glob("*.py"))
+NODES = [node for path in SOURCES for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
 
 
 log = logging.getLogger("model")
@@ -48,18 +50,18 @@ class Net(nn.Module):
 
 
 def imported_names() -> list[tuple[str, str]]:
-    """Every (module, name) that the file imports from torch."""
+    """Every (module, name) that the package imports from torch."""
     return [
         (node.module, alias.name)
-        for node in ast.walk(TREE)
+        for node in NODES
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("torch")
         for alias in node.names
     ]
 
 
 def attribute_names() -> list[str]:
-    """Every dotted name of torch that the file mentions, such as ``torch._dynamo.mark_dynamic``."""
-    found = {ast.unparse(node) for node in ast.walk(TREE) if isinstance(node, ast.Attribute)}
+    """Every dotted name of torch that the package mentions, such as ``torch._dynamo.mark_dynamic``."""
+    found = {ast.unparse(node) for node in NODES if isinstance(node, ast.Attribute)}
     return sorted(name for name in found if name.startswith("torch.") and "(" not in name)
 
 
@@ -77,12 +79,12 @@ def test_a_mentioned_name_exists(name: str) -> None:
         value = getattr(value, part)
 
 
-@pytest.mark.parametrize("option", [*torch_compat.DYNAMO_CONFIG, "ignore_logger_methods"])
+@pytest.mark.parametrize("option", [*front_ends.DYNAMO_CONFIG, "ignore_logger_methods"])
 def test_a_dynamo_option_exists(option: str) -> None:
     assert hasattr(torch._dynamo.config, option)
 
 
-@pytest.mark.parametrize("name", torch_compat.LOGGERS)
+@pytest.mark.parametrize("name", modules.LOGGERS)
 def test_a_silenced_logger_is_a_package_of_torch(name: str) -> None:
     assert importlib.import_module(name)
 
@@ -337,7 +339,7 @@ def test_without_training_there_is_no_backward() -> None:
 def test_an_argument_is_read_from_its_descriptor(descriptor: object, described: tuple[str, object]) -> None:
     node = fx.Graph().placeholder("x")
     node.meta["desc"] = descriptor
-    assert torch_compat._argument(node) == described
+    assert differentiation._argument(node) == described
 
 
 @pytest.mark.parametrize(
@@ -361,7 +363,7 @@ def test_an_argument_is_read_from_its_descriptor(descriptor: object, described: 
     ],
 )
 def test_a_result_is_read_from_its_descriptor(descriptor: object, described: tuple[str, object]) -> None:
-    assert torch_compat._result(descriptor) == described
+    assert differentiation._result(descriptor) == described
 
 
 # small things
@@ -521,13 +523,11 @@ def test_distributions_validate_again_afterwards(monkeypatch: pytest.MonkeyPatch
 
 
 def test_interpolations_are_taken_apart_again_afterwards() -> None:
-    operators = [getattr(torch.ops.aten, name).vec for name in torch_compat.INTERPOLATIONS]
-    before = [dict(operator.py_kernels) for operator in operators]
+    whole = [getattr(torch.ops.aten, name).vec for name in operators.INTERPOLATIONS]
+    before = [dict(operator.py_kernels) for operator in whole]
     with torch_compat.whole_interpolations():
-        assert all(
-            operator.py_kernels != kernels for operator, kernels in zip(operators, before, strict=True)
-        )
-    assert [operator.py_kernels for operator in operators] == before
+        assert all(operator.py_kernels != kernels for operator, kernels in zip(whole, before, strict=True))
+    assert [operator.py_kernels for operator in whole] == before
 
 
 def test_a_dry_run_says_nothing_of_a_model_that_needs_memory() -> None:

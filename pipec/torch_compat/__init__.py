@@ -1,0 +1,55 @@
+"""The only package that names private parts of torch. ``tests/test_torch_compat.py`` pins each of them.
+
+torch 2.11 to 2.13 are supported. ``front_ends`` traces a module, ``modules`` keeps it as it was meanwhile,
+``operators`` keeps some operators whole, and ``differentiation`` adds the backward.
+"""
+
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.utils import _pytree as pytree
+
+from pipec.torch_compat.differentiation import (
+    ASSERTIONS,
+    JointGraph,
+    depends_on_values,
+    differentiate,
+    has_gradient_hook,
+    python_expression,
+)
+from pipec.torch_compat.front_ends import (
+    Captured,
+    capture_with_dynamo,
+    capture_with_export,
+    fqn_of,
+    model_raised,
+    reason_of,
+    user_frames,
+)
+from pipec.torch_compat.modules import DryRun, dry_run, leave_meta, quiet, unchanged
+from pipec.torch_compat.operators import bounded_ctc_losses, unvalidated_distributions, whole_interpolations
+
+__all__ = [
+    "ASSERTIONS",
+    "Captured",
+    "DryRun",
+    "HigherOrderOperator",
+    "JointGraph",
+    "OpOverload",
+    "bounded_ctc_losses",
+    "capture_with_dynamo",
+    "capture_with_export",
+    "depends_on_values",
+    "differentiate",
+    "dry_run",
+    "fqn_of",
+    "has_gradient_hook",
+    "leave_meta",
+    "model_raised",
+    "python_expression",
+    "pytree",
+    "quiet",
+    "reason_of",
+    "unchanged",
+    "unvalidated_distributions",
+    "user_frames",
+    "whole_interpolations",
+]

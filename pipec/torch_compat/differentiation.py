@@ -1,0 +1,143 @@
+"""The joint graph of forward and backward, and what its arguments, results and sizes mean."""
+
+import contextlib
+import re
+from dataclasses import dataclass
+
+import sympy
+import torch
+import torch._dynamo
+import torch.fx.traceback as fx_traceback
+from torch._functorch._aot_autograd.descriptors import (
+    BufferAOTInput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._guards import TracingContext, tracing
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
+from torch.utils import _pytree as pytree
+from torch.utils._sympy.printers import PythonPrinter
+
+from pipec.torch_compat.front_ends import Captured
+
+ASSERTIONS = (torch._check, torch.ops.aten._assert_scalar.default)
+"""What ``torch._check`` becomes in a captured graph."""
+
+
+def has_gradient_hook(tensor: torch.Tensor) -> bool:
+    """Whether autograd calls a function of the user's with the gradient of the leaf ``tensor``."""
+    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+
+
+def depends_on_values(value: object) -> bool:
+    """Whether the shape of a fake tensor, or a symbolic number, depends on the values of tensors."""
+    if isinstance(value, tuple | list):
+        return any(map(depends_on_values, value))
+    symbolic = isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool)
+    return symbolic and bool(free_unbacked_symbols(value))
+
+
+@dataclass(frozen=True)
+class JointGraph:
+    """A differentiated graph. ``arguments`` and ``results`` describe its placeholders and outputs.
+
+    ``fixed_by`` is the line of the model that made a constant of a symbol, if one did.
+    """
+
+    module: torch.fx.GraphModule
+    arguments: tuple[tuple[str, str | int], ...]
+    results: tuple[tuple[str, str | int], ...]
+    guards: tuple[sympy.Basic, ...]
+    replacements: dict[sympy.Symbol, sympy.Expr]
+    output_spec: pytree.TreeSpec
+    fixed_by: str
+
+
+def differentiate(captured: Captured, training: bool) -> JointGraph:
+    """The forward of a captured graph, and when ``training`` its backward, as one functional ATen graph.
+
+    ``node.meta["custom"]`` of a captured node is copied to every node that it causes.
+    """
+    meta = captured.module.meta
+    context = meta.get("tracing_context") or TracingContext(meta["fake_mode"])
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(tracing(context))
+        stack.enter_context(fx_traceback.preserve_node_meta())
+        stack.enter_context(torch.set_grad_enabled(training))
+        # torch takes an LSTM apart into oneDNN's layer for inference, which has no backward
+        stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
+        joint = aot_export_joint_with_descriptors(stack, captured.module, captured.args)
+    graph_module = joint.graph_module
+    placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
+    fake_mode = context.fake_mode
+    shape_env = fake_mode.shape_env if fake_mode else None
+    return JointGraph(
+        module=graph_module,
+        arguments=tuple(_argument(node) for node in placeholders),
+        results=tuple(_result(desc) for desc in graph_module.graph.output_node().meta["desc"]),
+        guards=tuple(guard.expr for guard in shape_env.guards) if shape_env else (),
+        replacements=dict(shape_env.replacements) if shape_env else {},
+        output_spec=joint.out_spec,
+        fixed_by=_fixed_by(shape_env),
+    )
+
+
+def _fixed_by(shape_env: ShapeEnv | None) -> str:
+    """``x = x.view(4, -1)  # model.py:12 in forward``, without what torch adds to it in brackets."""
+    if shape_env is None:
+        return ""
+    fixed = [symbol for symbol, value in shape_env.replacements.items() if value.is_number]
+    places = [str(shape_env.replacements_slocs[symbol]) for symbol in fixed]
+    return re.sub(r" \([^()]*\)$", "", places[-1]) if places else "the model"
+
+
+def _argument(node: torch.fx.Node) -> tuple[str, str | int]:
+    match node.meta.get("desc"):
+        case ParamAOTInput(target=name):
+            return "parameter", name
+        case BufferAOTInput(target=name):
+            return "buffer", name
+        case PlainAOTInput(idx=index):
+            return "input", index
+        case TangentAOTInput():
+            return "tangent", 0
+        case other:
+            return "unknown", repr(other)
+
+
+def _result(descriptor: object) -> tuple[str, str | int]:
+    match descriptor:
+        case PlainAOTOutput(idx=index):
+            return "output", index
+        case InputMutationAOTOutput(mutated_input=BufferAOTInput(target=name)):
+            return "buffer", name
+        case InputMutationAOTOutput(mutated_input=ParamAOTInput(target=name)):
+            return "changed parameter", name
+        case InputMutationAOTOutput(mutated_input=PlainAOTInput(idx=index)):
+            return "changed input", index
+        case GradAOTOutput(grad_of=ParamAOTInput(target=name)):
+            return "gradient", name
+        case None | GradAOTOutput():
+            return "ignored", 0
+        case other:
+            return "unknown", repr(other)
+
+
+class _Printer(PythonPrinter):
+    """Prints sympy as Python over plain ints. torch's printer is for symbolic ints as well."""
+
+    def _print_ToFloat(self, expression: sympy.Expr) -> str:
+        return f"float({self._print(expression.args[0])})"
+
+    def _print_OpaqueUnaryFn_sqrt(self, expression: sympy.Expr) -> str:
+        return f"math.sqrt({self._print(expression.args[0])})"
+
+
+def python_expression(expression: sympy.Expr) -> str:
+    """Python source of a formula over sizes. It may call builtins and ``math``."""
+    return str(_Printer().doprint(expression))

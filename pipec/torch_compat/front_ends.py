@@ -1,0 +1,166 @@
+"""Two ways to trace a module into a forward graph, and why they fail."""
+
+import contextlib
+import logging
+import re
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch._dynamo.exc import TorchRuntimeError, Unsupported
+from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+from torch._library import autograd as _library_autograd
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils import _pytree as pytree
+
+from pipec.torch_compat.modules import no_output
+
+DYNAMO_CONFIG = {"automatic_dynamic_shapes": False, "assume_static_by_default": True, "allow_rnn": True}
+
+
+IGNORED_LOGGING = ("debug", "info", "warning", "error", "exception", "critical", "log", "warning_once")
+"""Methods of loggers, the last one of Hugging Face's. What a model logs is no part of its graph."""
+
+
+GENERATED = "GeneratedBackwardFor_"
+"""How torch.library begins the names of the autograd functions that it makes."""
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A forward graph, and the arguments to differentiate it with.
+
+    ``changed_state`` names the Python objects that the forward would change, which tracing left as they were.
+    Each is a path from the traced module, such as ``model.layers.0``; an attribute counts as its module.
+    """
+
+    module: torch.fx.GraphModule
+    args: tuple[Any, ...]
+    changed_state: tuple[str, ...] = ()
+
+
+def capture_with_dynamo(
+    module: torch.nn.Module, args: tuple[Any, ...], batched: Sequence[torch.Tensor]
+) -> Captured:
+    """Trace ``module(*args)`` into one graph of torch-level calls, dimension 0 of ``batched`` symbolic.
+
+    Dynamo's caches are neither read nor written, so functions the user compiled stay compiled.
+    """
+    for tensor in batched:
+        torch._dynamo.mark_dynamic(tensor, 0)
+    known: set[Any] = torch._dynamo.config.ignore_logger_methods
+    methods = {getattr(logging.Logger, name) for name in IGNORED_LOGGING if hasattr(logging.Logger, name)}
+    config = DYNAMO_CONFIG | {"ignore_logger_methods": known | methods}
+    with warnings.catch_warnings(record=True) as caught, torch._dynamo.config.patch(config):
+        warnings.simplefilter("always")
+        graph_module: torch.fx.GraphModule = dynamo_graph_capture_for_export(module)(*args)
+    return Captured(graph_module, args, _changed_state([str(warning.message) for warning in caught]))
+
+
+def _changed_state(messages: Sequence[str]) -> tuple[str, ...]:
+    """The objects below the traced module that Dynamo's warning about side effects names."""
+    listed = "".join(message for message in messages if "side effects" in message)
+    return tuple(fqn_of(source) for source in re.findall(r"\"(L\['self'\]\..*?)\"", listed))
+
+
+def fqn_of(source: str) -> str:
+    """``L['self']._modules['model'].h[0]`` and ``getattr(L['self'].model.h, '0')`` as ``model.h.0``."""
+    dotted, changed = source, 1
+    while changed:
+        dotted, changed = re.subn(r"getattr\(([^()]*), '(.*?)'\)", r"\1.\2", dotted)
+    dotted = re.sub(r"\._modules\b", "", dotted)
+    dotted = re.sub(r"\[['\"]?(.*?)['\"]?\]", r".\1", dotted)
+    return dotted.removeprefix("L.self").removeprefix(".")
+
+
+def capture_with_export(
+    module: torch.nn.Module, args: tuple[Any, ...], batched: Sequence[torch.Tensor]
+) -> Captured:
+    """Trace ``module(*args)`` by running it on fake tensors.
+
+    Raises:
+        TypeError: the model uses a custom backward or a hook on a gradient, which would be lost.
+    """
+    batch = torch.export.Dim.DYNAMIC
+    dynamic = {id(tensor) for tensor in batched}
+    shapes = pytree.tree_map(lambda leaf: {0: batch} if id(leaf) in dynamic else None, args)
+    with _refuse_custom_backwards(), _buffer_hooks_removed(), no_output():
+        program = torch.export.export(module, args, dynamic_shapes=shapes, strict=False)
+    graph_module = program.module()
+    assert isinstance(graph_module, torch.fx.GraphModule)
+    values = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"]
+    inputs = iter(values[len(values) - len(program.graph_signature.user_inputs) :])
+    fake_args = pytree.tree_map(lambda leaf: next(inputs), args)
+    fake = next(value for value in values if isinstance(value, FakeTensor))
+    graph_module.meta["fake_mode"] = fake.fake_mode
+    return Captured(graph_module, fake_args)
+
+
+@contextlib.contextmanager
+def _buffer_hooks_removed() -> Iterator[None]:
+    """Remove the hook on assigned buffers that a failed export of torch 2.11 leaves, and would then trace."""
+    hooks = torch.nn.modules.module._global_buffer_registration_hooks
+    before = dict(hooks)
+    try:
+        yield
+    finally:
+        hooks.clear()
+        hooks.update(before)
+
+
+@contextlib.contextmanager
+def _refuse_custom_backwards() -> Iterator[None]:
+    function, tensor = torch.autograd.Function, torch.Tensor
+    apply, register_hook = function.__dict__["apply"], tensor.register_hook  # not bound to the base class
+
+    def refuse_function(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if _is_of_an_operator(cls):
+            return apply.__func__(cls, *args, **kwargs)
+        raise TypeError(f"the backward of the custom autograd function {cls.__qualname__} would be lost")
+
+    def refuse_hook(self: torch.Tensor, hook: Any) -> Any:
+        raise TypeError("the hook registered on a gradient with Tensor.register_hook would be lost")
+
+    function.apply = classmethod(refuse_function)  # type: ignore[method-assign,assignment]
+    tensor.register_hook = refuse_hook  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        function.apply = apply  # type: ignore[method-assign]
+        tensor.register_hook = register_hook  # type: ignore[method-assign]
+
+
+def _is_of_an_operator(function: type) -> bool:
+    """Whether torch.library made the autograd function for an operator, which keeps it in any graph."""
+    return function.__module__ == _library_autograd.__name__ and function.__name__.startswith(GENERATED)
+
+
+_MODEL_RAISED = ("Observed exception", "failed to bind arguments when attempting to inline")
+
+
+def model_raised(error: BaseException) -> bool:
+    """Whether Dynamo stopped at an error that the model would raise on these arguments in eager mode too."""
+    return isinstance(error, TorchRuntimeError) or str(error).startswith(_MODEL_RAISED)
+
+
+def reason_of(error: BaseException) -> str:
+    """Why a front end stopped, in a sentence or two."""
+    if isinstance(error, GuardOnDataDependentSymNode):
+        return "Data-dependent size or branch: torch needs a value of a tensor to go on"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if isinstance(error, Unsupported):
+        explained = [line.removeprefix("Explanation:") for line in lines if line.startswith("Explanation:")]
+        return " ".join([f"{lines[0].rstrip('.')}.", *map(str.strip, explained)]).strip()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The stack of the traced program where Dynamo gave up, outermost frame first. Other errors have none."""
+    return list(getattr(error, "real_stack", None) or [])
