@@ -1,0 +1,257 @@
+"""What ranks pass to ``compile`` and ``step`` is compared; clipping and state are the whole model's."""
+
+import textwrap
+from pathlib import Path
+
+import pytest
+from workers import run_ranks
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = """
+import os, sys
+import torch, pipec
+from torch import nn
+rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+torch.manual_seed(0)
+x, y = torch.randn(8, 6), torch.randn(8, 3)
+
+def model(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+def mse(output, target):
+    return nn.functional.mse_loss(output, target)
+
+def compiled(net, loss_fn=mse, **options):
+    options = {"microbatches": 2, "timeout": 20.0} | options
+    return pipec.compile(net, devices=2, loss_fn=loss_fn, **options)
+
+def attempt(call):
+    try:
+        call()
+    except pipec.PipecError as error:
+        print(f"{type(error).__name__}: {error}")
+"""
+
+
+def told(tmp_path: Path, body: str, num_ranks: int = 2) -> list[str]:
+    """What each rank prints that runs the script; with ``num_ranks`` 0, what one process prints for all."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT + textwrap.dedent(body))
+    return run_ranks(script, num_ranks, tmp_path)
+
+
+def test_other_batches_are_refused_on_every_rank_before_anything_changes(tmp_path: Path) -> None:
+    """Rank 1 passes other values, then other rows, another type and another structure; then all is well."""
+    first, second = told(
+        tmp_path,
+        """
+        net = model()
+        pipe = compiled(net)
+        pipe.step(x, target=y)
+        pipe.zero_grad()
+        before = {name: p.detach().clone() for name, p in pipe.named_parameters()}
+        attempt(lambda: pipe.step(x + rank, target=y))
+        attempt(lambda: pipe.step(x[: 8 - 4 * rank], target=y[: 8 - 4 * rank]))
+        attempt(lambda: pipe.step(x.double() if rank else x, target=y))
+        attempt(lambda: pipe.step(x, **({} if rank else {"target": y})))
+        attempt(lambda: pipe.step(x, target=y) if rank else pipe.eval_step(x, target=y))
+        assert all(p.grad is None and torch.equal(p, before[name]) for name, p in pipe.named_parameters())
+        print("loss", float(pipe.step(x, target=y)) > 0)
+        """,
+    )
+    assert first == second
+    values, rows, kind, refused, call, fine = first.split("InputError: ")[1:5] + first.split("InputError: ")[
+        5
+    ].split("loss ")
+    assert values.startswith("the ranks passed different batches to step:\n  args[0]: float32[8, 6], values ")
+    assert " on rank 0; float32[8, 6], values " in values
+    assert 'batch="rank0"' in values
+    assert "DistributedSampler" in values
+    assert "target" not in values
+    assert "  rows: 8 on rank 0; 4 on rank 1\n" in rows
+    assert "float64[8, 6]" in kind
+    assert refused.startswith("step cannot use the arguments of rank 1:\ntarget is missing")
+    assert call.startswith(
+        "the ranks do not make the same calls:\n  call: eval_step, after 1 steps on rank 0"
+    )
+    assert fine.strip() == "True"
+
+
+def test_a_step_on_one_rank_only_is_named(tmp_path: Path) -> None:
+    first, second = told(
+        tmp_path,
+        """
+        import time
+        pipe = compiled(model(), timeout=2.0)
+        pipe.step(x, target=y)
+        if rank == 0:
+            attempt(lambda: pipe.step(x, target=y))
+        else:
+            time.sleep(4)
+        """,
+    )
+    assert first.startswith(
+        "TransportError: rank 0 was calling step, after 1 steps, and waited 2 s for rank 1"
+    )
+    assert "All ranks make the same calls in the same order" in first
+    assert second == ""
+
+
+def test_rank_0s_batch_is_sent_to_all(tmp_path: Path) -> None:
+    """Others pass other values, or nothing."""
+    body = """
+    pipe = compiled(model(), batch="rank0")
+    for step in range(2):
+        loss = pipe.step(x + rank, target=y) if step == 0 or rank == 0 else pipe.step()
+        print(float(loss).hex())
+    print(float(pipe(x + rank).sum()).hex())
+    """
+    first, second = told(tmp_path, body)
+    assert [first] == told(tmp_path, body, 0)
+    assert first == second
+
+
+def test_other_arguments_of_compile_are_named(tmp_path: Path) -> None:
+    first, second = told(
+        tmp_path,
+        """
+        power = 2 + rank
+        losses = [mse, lambda output, target: (output - target).abs().pow(power).mean()]
+        attempt(lambda: compiled(model(), microbatches=2 + rank, schedule=["1f1b", "gpipe"][rank]))
+        attempt(lambda: compiled(model(), losses[1]))
+        attempt(lambda: compiled(model(), recompute=["full", "none"][rank], memory_limit=f"{rank + 1}GB"))
+        attempt(lambda: compiled(nn.Linear(6, 3 + rank)))
+        compiled(model(), lambda output, target: (output - target).square().mean())
+        """,
+    )
+    assert first == second
+    counts, loss, memory, net = first.split("InputError: ")[1:]
+    assert (
+        "the ranks passed different arguments to pipec.compile:\n  schedule: '1f1b' on rank 0; 'gpipe'"
+        in counts
+    )
+    assert "  microbatches: 2 on rank 0; 3 on rank 1" in counts
+    assert "  loss_fn: __main__.<lambda> (" in loss
+    assert "recompute: 'full' on rank 0; 'none' on rank 1\n  memory_limit: '1GB' on rank 0; '2GB'" in memory
+    assert "  weight: float32[3, 6], trained on rank 0; float32[4, 6], trained on rank 1" in net
+
+
+def test_weights_start_as_rank_0s_and_a_line_says_so(tmp_path: Path) -> None:
+    body = """
+    pipe = compiled(model(rank))
+    for step in range(2):
+        print(float(pipe.step(x, target=y)).hex())
+    print({name: p.sum().item() for name, p in sorted(pipe.full_state_dict().items())})
+    """
+    first, _ = told(tmp_path, body)
+    line, rest = first.split("\n", 1)
+    assert line == (
+        "pipec: 6 tensors of rank 1 differed, and start with rank 0's: 0.weight, 0.bias, 2.weight, ..."
+    )
+    assert [rest] == told(tmp_path, body, 0)
+
+
+@pytest.mark.parametrize("norm_type", ["2.0", "1.0", "float('inf')"])
+def test_clipping_is_by_the_norm_of_the_whole_model(norm_type: str, tmp_path: Path) -> None:
+    """The bits of torch's own clipping of the unsplit model, with one process and with two."""
+    body = f"""
+    net = model()
+    pipe = compiled(net)
+    pipe.step(x, target=y)
+    norm = pipe.clip_grad_norm_(0.1, {norm_type})
+    grads = {{name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}}
+    plain = model()
+    for rows in (slice(0, 4), slice(4, 8)):
+        (0.5 * mse(plain(x[rows]), y[rows])).backward()
+    assert torch.equal(norm, torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1, {norm_type}))
+    expected = dict(plain.named_parameters())
+    assert all(torch.equal(grad, expected[name].grad) for name, grad in grads.items())
+    print(len(grads))
+    """
+    assert [int(text) for text in told(tmp_path, body, 0)] == [6]
+    assert sum(int(text) for text in told(tmp_path, body)) == 6
+
+
+def test_torchs_own_clipping_is_warned_about_once(tmp_path: Path) -> None:
+    body = """
+    import warnings
+    pipe = compiled(model())
+    pipe.step(x, target=y)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        list(pipe.parameters())
+        for _ in range(2):
+            torch.nn.utils.clip_grad_norm_(pipe.parameters(), 1.0)
+    print(*[str(each.message) for each in caught])
+    """
+    first, second = told(tmp_path, body)
+    assert first == second
+    assert first.count("call pipe.clip_grad_norm_(...), which takes the norm of the whole model") == 1
+    assert told(tmp_path, body, 0) == ["\n"]
+
+
+@pytest.mark.parametrize("num_ranks", [0, 2])
+@pytest.mark.parametrize("source", ["model before", "model after", "pipe before", "pipe after"])
+def test_an_optimizer_made_from_model_or_pipe_trains(source: str, num_ranks: int, tmp_path: Path) -> None:
+    """The losses of the plain script, with clipping and with a whole state saved and loaded on the way."""
+    body = f"""
+    of, when = {source.split()!r}
+    net = model()
+    pipe = compiled(net)
+    trained = net if of == "model" else pipe
+    made = [torch.optim.AdamW(trained.parameters(), lr=0.1)] if when == "before" else []
+    plain = model()
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    for step in range(5):
+        loss = pipe.step(x, target=y)
+        if not made:
+            made.append(torch.optim.AdamW(trained.parameters(), lr=0.1))
+        expected = 0.0
+        for rows in (slice(0, 4), slice(4, 8)):
+            part = 0.5 * mse(plain(x[rows]), y[rows])
+            part.backward()
+            expected = expected + part.detach()
+        assert torch.equal(loss, expected), (step, loss, expected)
+        pipe.clip_grad_norm_(0.5)
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        for optimizer in (made[0], reference):
+            optimizer.step()
+            optimizer.zero_grad()
+        if step == 2:
+            state = pipe.full_state_dict(all_ranks=True)
+            assert list(state) == list(plain.state_dict())
+            assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+            assert len(pipe.full_state_dict()) == (0 if rank else 6)
+            pipe.load_state_dict({{name: torch.zeros_like(value) for name, value in state.items()}})
+            pipe.load_state_dict(state)
+            pipe.gather_into(net)
+            copy = model(1)
+            pipe.gather_into(copy, all_ranks=True)
+            for gathered in (net, copy) if rank == 0 else (copy,):
+                assert all(torch.equal(a, b) for a, b in zip(gathered.parameters(), plain.parameters()))
+        if step == 3:
+            assert torch.equal(pipe.eval_step(x, target=y), pipe.eval_step(x, target=y))
+    held = sum(p.numel() for p in net.parameters())
+    assert {{id(p) for p in pipe.parameters()}} <= {{id(p) for p in net.parameters()}}
+    print(held)
+    """
+    held = [int(text) for text in told(tmp_path, body, num_ranks)]
+    assert sum(held) == 155
+    assert max(held) < 155 or num_ranks == 0
+
+
+def test_train_and_eval_reach_the_models_own_flag(tmp_path: Path) -> None:
+    told(
+        tmp_path,
+        """
+        net = model()
+        pipe = compiled(net)
+        pipe.eval()
+        assert not any(module.training for module in net.modules())
+        pipe.train()
+        assert all(module.training for module in net.modules())
+        """,
+        0,
+    )
