@@ -167,9 +167,11 @@ class Pipeline(Handle):
         """Write plan, code and programs to a directory that ``pipec.load`` and ``pipec run`` read.
 
         With ``tensors``, the parameters and buffers are written too, as safetensors. Under ``torchrun``
-        rank 0 writes, and it has the tensors of its own stages alone.
+        rank 0 writes; every rank then calls this, because rank 0 gathers the tensors of all.
         """
         held = self._tensors_by_fqn() if tensors else None
+        if tensors and self._ranks.world.distributed:
+            held = self._whole("save", set(self._tensors.unique()), all_ranks=False)
         if self._ranks.world.rank == 0:
             write(self._artifact, Path(directory), held)
 
@@ -190,6 +192,7 @@ class Pipeline(Handle):
         if not sent or self._ranks.world.rank == 0:
             try:
                 call = self._checked(kind, args, kwargs, target)
+                call.signature()  # refuses what no stage can take
                 facts |= {} if sent else _call_facts(call, kind)
             except PipecError as error:
                 refusal, facts = error, facts | {"refused": str(error)}

@@ -255,3 +255,63 @@ def test_train_and_eval_reach_the_models_own_flag(tmp_path: Path) -> None:
         """,
         0,
     )
+
+
+def test_two_ranks_save_the_tensors_of_both(tmp_path: Path) -> None:
+    """One process loads what they saved and has the loss that they have next."""
+    body = f"""
+    pipe = compiled(model())
+    pipe.step(x, target=y)
+    torch.optim.SGD(pipe.parameters(), 0.1).step()
+    pipe.save({str(tmp_path / "artifact")!r}, tensors=True)
+    print(float(pipe.step(x, target=y)).hex())
+    """
+    expected = told(tmp_path, body)
+    loaded = f"""
+    pipe = pipec.load({str(tmp_path / "artifact")!r})
+    print(float(pipe.step(x, target=y)).hex())
+    """
+    assert told(tmp_path, loaded, 0) * 2 == expected
+
+
+def test_ranks_of_a_loaded_artifact_compare_their_batches(tmp_path: Path) -> None:
+    told(
+        tmp_path,
+        f"compiled(model()).prepare(x, target=y).save({str(tmp_path / 'artifact')!r}, tensors=True)",
+        0,
+    )
+    first, second = told(
+        tmp_path,
+        f"""
+        pipe = pipec.load({str(tmp_path / "artifact")!r}, timeout=20.0)
+        attempt(lambda: pipe.step(x + rank, target=y))
+        print(float(pipe.step(x, target=y)) > 0)
+        """,
+    )
+    assert first == second
+    assert first.startswith(
+        "InputError: the ranks passed different batches to step:\n  args[0]: float32[8, 6]"
+    )
+    assert first.endswith("True\n")
+
+
+@pytest.mark.parametrize("num_ranks", [0, 2])
+def test_a_model_on_meta_gets_memory_and_stays_the_model_that_is_trained(
+    num_ranks: int, tmp_path: Path
+) -> None:
+    body = """
+    with torch.device("meta"):
+        net = model()
+    pipe = compiled(net).prepare(x, target=y)
+    pipe.to_empty(device="cpu")
+    pipe.load_state_dict(model().state_dict())
+    assert {id(p) for p in pipe.parameters()} <= {id(p) for p in net.parameters()}
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    losses = []
+    for _ in range(3):
+        losses.append(float(pipe.step(x, target=y)))
+        optimizer.step()
+        optimizer.zero_grad()
+    print(losses == sorted(set(losses), reverse=True))
+    """
+    assert set(told(tmp_path, body, num_ranks)) == {"True\n"}

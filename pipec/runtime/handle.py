@@ -46,6 +46,8 @@ class Handle(nn.Module):
         It does what ``torch.nn.utils.clip_grad_norm_`` does to the unsplit model, wherever the parameters
         are; a tied parameter counts once. Every rank calls it. Returns the norm before.
         """
+        if self._ranks.world.distributed:
+            self._require_same(f"clip_grad_norm_({max_norm}, {norm_type})", {})
         own = dict(self.named_parameters())
         kinds = self._parameter_kinds()
         table = torch.zeros(2, len(kinds), dtype=torch.float64)  # whether there is a gradient, and its norm
