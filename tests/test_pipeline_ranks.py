@@ -122,12 +122,14 @@ def test_other_arguments_of_compile_are_named(tmp_path: Path) -> None:
         attempt(lambda: compiled(model(), microbatches=2 + rank, schedule=["1f1b", "gpipe"][rank]))
         attempt(lambda: compiled(model(), losses[1]))
         attempt(lambda: compiled(model(), recompute=["full", "none"][rank], memory_limit=f"{rank + 1}GB"))
+        attempt(lambda: compiled(model(), nn.CrossEntropyLoss(ignore_index=rank)))
         attempt(lambda: compiled(nn.Linear(6, 3 + rank)))
-        compiled(model(), lambda output, target: (output - target).square().mean())
+        device = torch.device("cuda", rank)
+        compiled(model(), lambda output, target: (output - target).to(device).square().mean())
         """,
     )
     assert first == second
-    counts, loss, memory, net = first.split("InputError: ")[1:]
+    counts, loss, memory, module, net = first.split("InputError: ")[1:]
     assert (
         "the ranks passed different arguments to pipec.compile:\n  schedule: '1f1b' on rank 0; 'gpipe'"
         in counts
@@ -135,6 +137,7 @@ def test_other_arguments_of_compile_are_named(tmp_path: Path) -> None:
     assert "  microbatches: 2 on rank 0; 3 on rank 1" in counts
     assert "  loss_fn: __main__.<lambda> (" in loss
     assert "recompute: 'full' on rank 0; 'none' on rank 1\n  memory_limit: '1GB' on rank 0; '2GB'" in memory
+    assert "  loss_fn: CrossEntropyLoss()" in module
     assert "  weight: float32[3, 6], trained on rank 0; float32[4, 6], trained on rank 1" in net
 
 

@@ -200,21 +200,44 @@ def _identity(value: object, depth: int = 4) -> str:
     if depth and isinstance(value, types.FunctionType):
         return _function(value, depth)
     if isinstance(value, nn.Module):
-        held = [f"{name} {leaf_fact(tensor)}" for name, tensor in value.state_dict().items()]
-        return _short(" ".join([repr(value), *held]))
+        return _module(value)
+    if isinstance(value, set | frozenset):  # whose order is another in every process
+        return f"{{{', '.join(sorted(map(repr, value)))}}}"
     return _short(re.sub(r" at 0x[0-9a-f]+", "", repr(value)))
 
 
+def _module(module: nn.Module) -> str:
+    plain = [
+        f"{name}={value}"
+        for part in module.modules()
+        for name, value in vars(part).items()
+        if isinstance(value, int | float | str)
+    ]
+    held = [f"{name} {leaf_fact(tensor)}" for name, tensor in module.state_dict().items()]
+    return _short(" ".join([repr(module), *plain, *held]))
+
+
 def _function(function: types.FunctionType, depth: int) -> str:
-    cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
-    names = [name for name in function.__code__.co_names if name in function.__globals__]
-    read = [x for name in names if not isinstance(x := function.__globals__[name], types.ModuleType)]
-    known = [*cells, *read, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()]
+    """Its name, and a digest of its code and of the numbers, tensors and functions that the code reads.
+
+    Other objects that it reads, such as a device, may be other ones in each process.
+    """
     code = function.__code__
-    text = repr((code.co_code, code.co_names, [_identity(const, 0) for const in code.co_consts]))
-    captured = [_identity(value, depth - 1) for value in known]
-    digest = hashlib.sha256("\n".join([text, *captured]).encode()).hexdigest()[:8]
+    found = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    found += [function.__globals__[name] for name in code.co_names if name in function.__globals__]
+    read: list[object] = [value for value in found if isinstance(value, _READ)]
+    read += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()]
+    values = [_identity(value, depth - 1) for value in read]
+    digest = hashlib.sha256("\n".join([_code(code), *values]).encode()).hexdigest()[:8]
     return f"{function.__module__}.{function.__qualname__} ({digest})"
+
+
+_READ = (int, float, complex, Tensor, nn.Module, types.FunctionType, functools.partial)
+
+
+def _code(code: types.CodeType) -> str:
+    consts = [_code(x) if isinstance(x, types.CodeType) else _identity(x, 0) for x in code.co_consts]
+    return repr((code.co_code, code.co_names, consts))
 
 
 def _is_filled(cell: types.CellType) -> bool:
