@@ -99,6 +99,21 @@ def test_a_step_on_one_rank_only_is_named(tmp_path: Path) -> None:
     assert second == ""
 
 
+def test_a_rank_whose_script_ends_earlier_is_named_at_once(tmp_path: Path) -> None:
+    first, second = told(
+        tmp_path,
+        """
+        pipe = compiled(model())
+        for _ in range(2 - rank):
+            attempt(lambda: pipe.step(x, target=y))
+        """,
+    )
+    assert first.startswith(
+        "TransportError: the connection was lost while calling step, after 1 steps, which rank"
+    )
+    assert second == ""
+
+
 def test_rank_0s_batch_is_sent_to_all(tmp_path: Path) -> None:
     """Others pass other values, or nothing."""
     body = """

@@ -4,6 +4,7 @@ All ranks call each method in the same order. Before every call of the pipeline 
 digest of what each was given; only if digests differ do they also exchange the facts themselves.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -12,7 +13,7 @@ import re
 import types
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from pipec.errors import InputError, PipecError, TransportError
-from pipec.runtime.connections import GlooConnections
+from pipec.runtime.connections import Connections, GlooConnections
 from pipec.runtime.distributed import TorchDistributed
 
 S = TypeVar("S")
@@ -64,13 +65,14 @@ class Agreement:
         found = [
             own if other == rank else torch.empty_like(own) for other in range(self._transport.num_ranks)
         ]
-        with self._transport.explaining(doing) as connections:
-            via = self._gloo or connections
-            works = [(peer, via.receive(found[peer], peer, _TAG)) for peer in self._peers]
-            for peer in self._peers:
+        waits = []
+        for peer in self._peers:
+            with self._together_with(peer, doing) as via:
+                waits.append((peer, via.receive(found[peer], peer, _TAG)))
                 via.send([own], peer, _TAG)
-        for peer, work in works:
-            self._wait(peer, doing, functools.partial(via.wait, work))
+        for peer, work in waits:
+            with self._together_with(peer, doing) as via:
+                via.wait(work)
         return found
 
     def sent_by(self, owner: int, doing: str, tensor: Tensor, to: Sequence[int] | None = None) -> Tensor:
@@ -78,17 +80,16 @@ class Agreement:
         rank, readers = self._transport.rank, self._peers if to is None else to
         if not tensor.numel() or (rank != owner and to is not None and rank not in to):
             return tensor
-        with self._transport.explaining(doing) as connections:
-            via = self._gloo or connections
-            if rank == owner:
-                flat = tensor.detach().cpu().contiguous().flatten()
-                for peer in readers:
+        if rank == owner:
+            flat = tensor.detach().cpu().contiguous().flatten()
+            for peer in readers:
+                with self._together_with(peer, doing) as via:
                     via.send([flat], peer, _TAG)
-                via.drain()
-                return tensor
-            received = torch.empty(tensor.numel(), dtype=tensor.dtype)
-            work = via.receive(received, owner, _TAG)
-        self._wait(owner, doing, functools.partial(via.wait, work))
+                    via.drain()
+            return tensor
+        received = torch.empty(tensor.numel(), dtype=tensor.dtype)
+        with self._together_with(owner, doing) as via:
+            via.wait(via.receive(received, owner, _TAG))
         return received.view(tensor.shape)
 
     def from_rank_0(self, doing: str, leaves: Sequence[object], structure: S) -> tuple[list[object], S]:
@@ -123,18 +124,21 @@ class Agreement:
                 differing[rank].append(name)
         return dict(differing)
 
-    def _wait(self, peer: int, doing: str, wait: Callable[[], None]) -> None:
-        """Wait for a peer, and name it if it does not come."""
+    @contextlib.contextmanager
+    def _together_with(self, peer: int, doing: str) -> Iterator[Connections]:
+        """Give the connections; an error names the peer, and tells the other ranks."""
         try:
-            with self._transport.explaining(f"{doing}, and waiting for rank {peer} to do the same"):
-                self._wait_or_name(peer, doing, wait)
+            together = f"{doing}, together with rank {peer}"
+            with self._transport.explaining(together) as connections, self._naming(peer, doing):
+                yield self._gloo or connections
         except TransportError as error:
             self._transport.fail(error)
             raise
 
-    def _wait_or_name(self, peer: int, doing: str, wait: Callable[[], None]) -> None:
+    @contextlib.contextmanager
+    def _naming(self, peer: int, doing: str) -> Iterator[None]:
         try:
-            wait()
+            yield
         except TimeoutError as error:
             raise TransportError(
                 f"rank {self._transport.rank} was {doing}, and waited {self._timeout:g} s for rank {peer} "
