@@ -1,7 +1,7 @@
 """The front door: compile a model, load a saved artifact, describe an example for the command line."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,13 @@ from pipec.hardware.topology import Topology, alike, read_topology
 from pipec.ir import Mode
 from pipec.pipeline import Pipeline
 from pipec.profiler import Show, profile_graph
+from pipec.runtime.agreement import Facts, argument_fact, differences, tensor_kind
 from pipec.runtime.execution import Ranks
 from pipec.runtime.holder import ModelTensors
 from pipec.runtime.launch import Devices
 
 RECOMPUTE = ("auto", "none", "full")
+BATCH = ("same", "rank0")
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ def compile(
     loss_fn: Callable[..., Any] | None = None,
     schedule: ScheduleChoice = "1f1b",
     microbatches: int | None = None,
+    batch: str = "same",
     recompute: str = "auto",
     memory_limit: int | str | None = None,
     topology: Topology | str | Path | None = None,
@@ -69,6 +72,9 @@ def compile(
             of ranks and of microbatches that returns a ``Schedule``. See docs/schedules.md.
         microbatches: how many a mini-batch is split into. None: as many as the simulated step is fastest
             with, within the memory limit.
+        batch: what each rank passes to ``step`` under ``torchrun``. ``"same"``: the same whole mini-batch,
+            which every step compares: shapes, types, values up to 64 kB, 4,096 values of a larger tensor.
+            ``"rank0"``: anything or nothing, because every rank gets what rank 0 passes.
         recompute: ``"none"`` keeps every value the backward needs; ``"full"`` keeps only what a stage
             received and computes the rest again; ``"auto"`` does so where ``memory_limit`` forces it to.
         memory_limit: bytes per device, or text such as ``"16GiB"``. Optimizer state is not counted.
@@ -84,14 +90,30 @@ def compile(
         timeout: seconds to wait for another process before giving it up.
 
     Raises:
-        InputError: an argument does not fit, or ``devices`` contradicts the number of processes started.
+        InputError: an argument does not fit, ``devices`` contradicts the number of processes started, or
+            these passed different arguments. (``device_model`` and ``profile`` may differ; rank 0's count.)
     """
-    if recompute not in RECOMPUTE:
-        raise InputError(f"recompute is {recompute!r}; expected one of {', '.join(map(repr, RECOMPUTE))}")
+    ranks = Ranks(devices, timeout)
+    if ranks.world.distributed:
+        given = {
+            "devices": devices,
+            "loss_fn": loss_fn,
+            "schedule": schedule,
+            "microbatches": microbatches,
+            "batch": batch,
+            "recompute": recompute,
+            "memory_limit": memory_limit,
+            "topology": Path(topology) if isinstance(topology, str) else topology,
+            "dynamic": dynamic,
+        }
+        facts = {name: argument_fact(value) for name, value in given.items()}
+        ranks.agreement.require("calling pipec.compile", {**facts, **_model_facts(model)}, _other_arguments)
+    for name, value, known in (("recompute", recompute, RECOMPUTE), ("batch", batch, BATCH)):
+        if value not in known:
+            raise InputError(f"{name} is {value!r}; expected one of {', '.join(map(repr, known))}")
     if microbatches is not None and microbatches < 1:
         raise InputError(f"microbatches is {microbatches}; expected at least 1, or None to let pipec choose")
     limit = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
-    ranks = Ranks(devices, timeout)
     microbatches = check_choice(schedule, ranks.count, microbatches)
     tensors = ModelTensors.of(model)
     device = next(iter(ranks.devices.values()))
@@ -103,7 +125,21 @@ def compile(
     options = CompilerOptions(device_model, joined, recompute, measured)
     tuner = Autotuner(SchedulePolicy(schedule, ranks.count), may_recompute=recompute == "auto")
     compiler = Compiler(model, loss_fn, tuner, options, device, tensors.canonical, microbatches, dynamic)
-    return Pipeline(compiler, tensors, ranks)
+    return Pipeline(compiler, tensors, ranks, batch)
+
+
+def _model_facts(model: nn.Module) -> Facts:
+    """The tensors that a model has, without their values."""
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    kinds = {name: f"{tensor_kind(x)}{', trained' * x.requires_grad}" for name, x in tensors}
+    return {"model": type(model).__qualname__, **kinds}
+
+
+def _other_arguments(every: Sequence[Facts]) -> str:
+    return (
+        f"the ranks passed different arguments to pipec.compile:\n{differences(every)}\nEvery rank passes "
+        "the same; see what in the script depends on the rank, the environment or a random state"
+    )
 
 
 def profile(

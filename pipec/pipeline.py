@@ -2,23 +2,26 @@
 
 import contextlib
 import functools
-from collections.abc import Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from pipec.artifact.directory import write
 from pipec.capture.call import Call
 from pipec.compiler.compiler import Compiled, Compiler
-from pipec.errors import InputError
+from pipec.console import log
+from pipec.errors import InputError, PipecError
 from pipec.ir import Mode, Plan
 from pipec.plan.predictions import simulate_plan
 from pipec.plan.tables import ReadablePlan
+from pipec.runtime.agreement import Facts, leaf_fact
 from pipec.runtime.batch import dense
 from pipec.runtime.execution import Ranks
-from pipec.runtime.handle import Handle, homes
-from pipec.runtime.holder import ModelTensors, drop, hold
+from pipec.runtime.handle import Handle, homes, owners
+from pipec.runtime.holder import Emptied, ModelTensors, fill, forget, hold, put_back
 from pipec.runtime.results import merge
 from pipec.timeline.events import Timeline
 from pipec.timeline.trace import Trace, measured_timeline
@@ -29,37 +32,39 @@ from pipec.viz import Step, draw_steps, steps_text
 class Pipeline(Handle):
     """A model cut into stages. Make one with :func:`pipec.compile`.
 
-    It holds the parameters and buffers under the model's own names. In one process these are all of them;
-    under ``torchrun``, once it is compiled, they are those of this rank's stages. A tensor that was on its
-    stage's device from the start is shared with the model, which therefore sees what was trained.
+    It holds the model's own parameters and buffers, under the model's own names. In one process these are all
+    of them. Under ``torchrun``, once it is compiled, they are those of this rank's stages; the model's other
+    tensors are emptied where they are, so that their memory is given back and an optimizer passes them over.
+    ``full_state_dict`` and ``gather_into`` bring the whole together again.
     """
 
-    def __init__(self, compiler: Compiler, tensors: ModelTensors, ranks: Ranks) -> None:
+    def __init__(self, compiler: Compiler, tensors: ModelTensors, ranks: Ranks, batch: str = "same") -> None:
         super().__init__(ranks)
+        self._batch = batch
+        self._emptied = Emptied()
+        self._refilled = False
         self._compiler = compiler
         self._tensors = tensors
         self._groups: dict[Hashable, list[tuple[Compiled, list[int]]]] = {}
-        self._mode_override: bool | None = None
-        self._placed = False
         self.training = compiler.model.training
-        hold(self, tensors, copies=ranks.count > 1 and (ranks.world.distributed or ranks.num_devices > 1))
+        hold(self, tensors)
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
         """Run forward and backward of one mini-batch. Gradients are added to ``.grad``.
 
         The arguments are those of the model for the whole mini-batch, and ``target`` goes to the loss
-        function. Every rank passes all of them. Tensors whose dimension 0 equals that of the first tensor are
-        split into microbatches; others are passed whole.
+        function. Every rank passes the same, unless ``compile`` was told otherwise. Tensors whose
+        dimension 0 equals that of the first tensor are split into microbatches; others are passed whole.
 
         Returns:
             The loss, on every rank: the mean over microbatches, each weighted by its size.
 
         Raises:
-            CaptureError, InputError, PlanError: the step cannot be run. Nothing was sent then.
+            CaptureError, InputError, PlanError: the step cannot be run, or the ranks passed different
+                arguments. Nothing was changed, and every rank raises it.
             ExecutionError, TransportError: a rank failed.
         """
-        call = self._checked(args, kwargs, target)
-        loss = self._run(Mode.TRAIN, call)["loss"]
+        loss = self._run(Mode.TRAIN, self._agreed("step", args, kwargs, target))["loss"]
         self._num_steps += 1
         return loss
 
@@ -68,11 +73,11 @@ class Pipeline(Handle):
 
         Dropout and the like run in the mode that ``train()`` or ``eval()`` set last.
         """
-        return self._run(Mode.LOSS, self._checked(args, kwargs, target))["loss"]
+        return self._run(Mode.LOSS, self._agreed("eval_step", args, kwargs, target))["loss"]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for the whole batch, on every rank, without gradients."""
-        call = _call(args, kwargs)
+        call = self._agreed("forward", args, kwargs)
         results = self._run(Mode.FORWARD, call)
         compiled = self._compiled(Mode.FORWARD, call)[0][0]
         leaves = [results.get(name) for name in compiled.artifact.plan.outputs]
@@ -81,14 +86,47 @@ class Pipeline(Handle):
 
     def prepare(self, *args: Any, target: Any = None, **kwargs: Any) -> "Pipeline":
         """Compile what ``step`` with these arguments would run, and run nothing. Returns the pipeline."""
-        call = self._checked(args, kwargs, target)
-        self._compiled(Mode.TRAIN, call)
+        self._compiled(Mode.TRAIN, self._agreed("prepare", args, kwargs, target))
         return self
 
     def train(self, mode: bool = True) -> "Pipeline":
         """Set every module of the model to training or evaluation mode, as ``nn.Module.train`` does."""
-        self._mode_override = mode
+        self._compiler.model.train(mode)
         return super().train(mode)
+
+    def full_state_dict(self, all_ranks: bool = False) -> dict[str, Tensor]:
+        """A copy of the whole model's state on the CPU, under its own names. Every rank calls this.
+
+        Under ``torchrun`` rank 0 gets it, and the others get an empty dict; with ``all_ranks``, all get it.
+        """
+        names = [name for name in self._compiler.model.state_dict(keep_vars=True) if name in self._canonical]
+        whole = self._whole("full_state_dict", {self._canonical[name] for name in names}, all_ranks)
+        return {name: whole[self._canonical[name]] for name in names if whole}
+
+    def gather_into(self, model: nn.Module, all_ranks: bool = False) -> None:
+        """Write the whole model's parameters and buffers into ``model``, on rank 0 or on all ranks.
+
+        Every rank calls this. ``model`` is the one that was compiled, or one of the same structure. The one
+        that was compiled has its memory again until the next step, which empties it anew.
+        """
+        whole = self._whole("gather_into", set(self._tensors.unique()), all_ranks)
+        if whole:
+            self._refilled = True
+            fill(model, {name: whole[first] for name, first in self._canonical.items()})
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load the whole model's state, or that of this rank's stages, at any time and on any rank.
+
+        What belongs to other ranks' stages is passed over, so every rank loads.
+        """
+        held = self._tensors_by_fqn(every_name=True)
+        own = {name: x for name, x in state_dict.items() if name in held or name not in self._canonical}
+        result = super().load_state_dict(own, strict, assign)
+        if assign:
+            self._adopt_replaced()
+        return result
 
     @property
     def plan(self) -> Plan:
@@ -129,9 +167,11 @@ class Pipeline(Handle):
         """Write plan, code and programs to a directory that ``pipec.load`` and ``pipec run`` read.
 
         With ``tensors``, the parameters and buffers are written too, as safetensors. Under ``torchrun``
-        rank 0 writes, and it has the tensors of its own stages alone.
+        rank 0 writes; every rank then calls this, because rank 0 gathers the tensors of all.
         """
         held = self._tensors_by_fqn() if tensors else None
+        if tensors and self._ranks.world.distributed:
+            held = self._whole("save", set(self._tensors.unique()), all_ranks=False)
         if self._ranks.world.rank == 0:
             write(self._artifact, Path(directory), held)
 
@@ -140,8 +180,41 @@ class Pipeline(Handle):
         """How long each step of compilation took, summed over all compilations."""
         return dict(self._compiler.seconds)
 
-    def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Call:
+    def _agreed(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None) -> Call:
+        """The call that all ranks make: what each of them was given, or what rank 0 was.
+
+        A rank that cannot use its arguments raises only when the others know, so that all raise.
+        """
+        if not self._ranks.world.distributed:
+            return self._checked(kind, args, kwargs, target)
+        facts, call, refusal = self._mode_facts(), Call((), {}), None
+        sent = self._batch == "rank0"
+        if not sent or self._ranks.world.rank == 0:
+            try:
+                call = self._checked(kind, args, kwargs, target)
+                call.signature()  # refuses what no stage can take
+                facts |= {} if sent else _call_facts(call, kind)
+            except PipecError as error:
+                refusal, facts = error, facts | {"refused": str(error)}
+        self._require_same(kind, facts)
+        if refusal is not None:
+            raise refusal
+        return self._sent(kind, call) if sent else call
+
+    def _sent(self, kind: str, call: Call) -> Call:
+        leaves, structure = pytree.tree_flatten(call.tree)
+        doing = f"sharing rank 0's batch of {kind}"
+        sent, structure = self._ranks.agreement.from_rank_0(doing, leaves, structure)
+        return Call(*pytree.tree_unflatten(sent, structure))
+
+    def _mode_facts(self) -> Facts:
+        flags = self._compiler.training_flags()
+        return {"modules in training mode": f"{sum(flags)} of {len(flags)} ({hash(flags) & 0xFFFF:x})"}
+
+    def _checked(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Call:
         call = _call(args, kwargs, target)
+        if kind == "forward":
+            return call
         if self._compiler.loss_fn is not None and call.target is None:
             raise InputError(
                 "target is missing: this pipeline has a loss_fn(output, target); pass target=..."
@@ -159,29 +232,21 @@ class Pipeline(Handle):
         A batch that does not divide evenly has microbatches of two sizes. If one compiled graph cannot serve
         both, there are two groups. One process compiles for all.
         """
-        with self._modules_in_mode():
-            key = (mode, call.signature(), self._compiler.training_flags(), call.batch_size)
-            if key not in self._groups:
-                compile = functools.partial(self._compiler.compile, mode, call)
-                self._groups[key] = self._ranks.once(repr(key), compile)
+        key = (mode, call.signature(), self._compiler.training_flags(), call.batch_size)
+        is_new = key not in self._groups
+        if is_new:
+            self._groups[key] = self._ranks.once(repr(key), functools.partial(self._compile, mode, call))
         groups = self._groups[key]
         if mode is Mode.TRAIN:
             self._trained = groups[0][0].artifact
-        self._keep_own_tensors(groups[0][0].artifact.plan)
+        if is_new or self._refilled:
+            self._keep_own_tensors(groups[0][0].artifact.plan)
+            self._refilled = False
         return groups
 
-    @contextlib.contextmanager
-    def _modules_in_mode(self) -> Iterator[None]:
-        """Put the model into the mode that ``train`` or ``eval`` set last, and afterwards back."""
-        model = self._compiler.model
-        before = {module: module.training for module in model.modules()}
-        if self._mode_override is not None:
-            model.train(self._mode_override)
-        try:
-            yield
-        finally:
-            for module, training in before.items():
-                module.training = training
+    def _compile(self, mode: Mode, call: Call) -> list[tuple[Compiled, list[int]]]:
+        with self._emptied.shaped(self._tensors.unique()):
+            return self._compiler.compile(mode, call)
 
     def _run(self, mode: Mode, call: Call) -> dict[str, Tensor]:
         groups = self._compiled(mode, call)
@@ -205,18 +270,73 @@ class Pipeline(Handle):
         return {name: merge(value, [part[name] for part in parts], counts) for name, value in values.items()}
 
     def _keep_own_tensors(self, plan: Plan) -> None:
-        """Move each tensor to the device of the stage that owns it, and drop those of other processes."""
-        if self._placed:
-            return
-        self._placed = True
-        home_of = homes(plan, self._ranks.devices)
-        canonical = self._tensors.canonical
-        elsewhere = {fqn for fqn, home in home_of.items() if home is None}
-        drop(self, [fqn for fqn, first in canonical.items() if first in elsewhere])
-        for fqn, tensor in self._tensors_by_fqn().items():
-            home = home_of.get(fqn)
-            if home is not None and tensor.device != home and not tensor.is_meta:
+        """Move each tensor to the device of the stage that owns it, and empty those of other processes."""
+        unique = self._tensors.unique()
+        new = {fqn: home for fqn, home in homes(plan, self._ranks.devices).items() if fqn not in self._owners}
+        if new and self._ranks.world.distributed:
+            first = not self._owners
+            self._start_from_rank_0({fqn: x for fqn, x in unique.items() if first or fqn in new})
+        self._owners = owners(plan) | self._owners
+        elsewhere = {fqn for fqn in unique if not self._is_own(fqn) and fqn in self._owners}
+        if any(unique[fqn].numel() for fqn in elsewhere):
+            forget(self, [fqn for fqn, first in self._canonical.items() if first in elsewhere])
+            self._emptied.empty({fqn: unique[fqn] for fqn in elsewhere})
+        for fqn, home in new.items():
+            tensor = unique.get(fqn)
+            if tensor is not None and home is not None and tensor.device != home and not tensor.is_meta:
                 tensor.data = tensor.data.to(home)
+
+    def _start_from_rank_0(self, tensors: Mapping[str, Tensor]) -> None:
+        """Let training start with the values that rank 0 has, and say where others were."""
+        for rank, names in self._ranks.agreement.start_from_rank_0(tensors).items():
+            some = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
+            log(f"pipec: {len(names)} tensors of rank {rank} differed, and start with rank 0's: {some}")
+
+    def _whole(self, kind: str, names: Collection[str], all_ranks: bool) -> dict[str, Tensor]:
+        """Copies on the CPU of the tensors of all ranks, on rank 0 or on all ranks; elsewhere nothing."""
+        unique = {fqn: tensor.detach() for fqn, tensor in self._tensors.unique().items() if fqn in names}
+        if not self._ranks.world.distributed:
+            return {fqn: tensor.to("cpu", copy=True) for fqn, tensor in unique.items()}
+        self._require_same(f"{kind}(all_ranks={all_ranks})", {})
+        readers = range(self._ranks.count) if all_ranks else [0]
+        reads, whole = self._ranks.world.rank in readers, {}
+        for fqn, tensor in unique.items():
+            owner = self._owners.get(fqn, 0)
+            shape = self._emptied.shape(fqn, tensor)
+            given = tensor if self._is_own(fqn) else torch.empty(shape, dtype=tensor.dtype)
+            to = [rank for rank in readers if rank != owner]
+            found = self._ranks.agreement.sent_by(owner, f"gathering {fqn}", given, to)
+            if reads:
+                whole[fqn] = found.to("cpu", copy=True) if found is given else found
+        return whole
+
+    def _adopt_replaced(self) -> None:
+        """Where tensors were replaced by others, let the names of a tied one and the model have those too."""
+        held = self._tensors_by_fqn(every_name=True)
+        own = {fqn: held[first] for fqn, first in self._canonical.items() if first in held}
+        for module in (self, self._compiler.model):
+            put_back(module, own)
+        self._tensors = self._tensors.replaced(own)
+        self._executions.clear()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self._adopt_replaced()
+        return self
+
+    @property
+    def _canonical(self) -> dict[str, str]:
+        return self._tensors.canonical
+
+    def _parameter_kinds(self) -> dict[str, torch.dtype]:
+        parameters = self._tensors.parameters.items()
+        return {fqn: x.dtype.to_real() for fqn, x in parameters if self._canonical[fqn] == fqn}
+
+
+def _call_facts(call: Call, kind: str) -> Facts:
+    """What the ranks must have in common; where nothing is run, that does not include values."""
+    facts = [leaf_fact(leaf, values=kind != "prepare") for leaf in call.leaves]
+    return {"rows": str(call.batch_size), **dict(zip(call.paths, facts, strict=True))}
 
 
 def _call(args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None) -> Call:

@@ -453,3 +453,10 @@ def test_run_gives_the_same_losses_under_torchrun(directory: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["losses"] == alone["losses"]
+
+
+def test_version_and_help_have_their_usual_options() -> None:
+    runner = CliRunner()
+    assert runner.invoke(app, ["--version"]).stdout.startswith("pipec 0.")
+    assert runner.invoke(app, ["-h"]).stdout == runner.invoke(app, ["--help"]).stdout
+    assert runner.invoke(app, ["plan", "-h"]).exit_code == 0

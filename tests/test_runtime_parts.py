@@ -23,7 +23,7 @@ from pipec.runtime.distributed import _Buffer
 from pipec.runtime.draws import draw, dropout
 from pipec.runtime.execution import Ranks
 from pipec.runtime.gradients import GradientSum
-from pipec.runtime.holder import ModelTensors, drop, hold
+from pipec.runtime.holder import Emptied, ModelTensors, fill, forget, hold
 from pipec.runtime.launch import current_device
 from pipec.runtime.randomness import generator, mix
 from pipec.runtime.results import Results, merge
@@ -45,27 +45,31 @@ class Tied(torch.nn.Module):
         self.register_buffer("passing", torch.ones(1), persistent=False)
 
 
-@pytest.mark.parametrize("copies", [True, False])
-def test_held_tensors_have_the_names_and_the_memory_of_the_model(copies: bool) -> None:
+def test_held_tensors_are_the_models_own() -> None:
     model, holder = Tied(), torch.nn.Module()
-    hold(holder, ModelTensors.of(model), copies)
+    hold(holder, ModelTensors.of(model))
     assert holder.state_dict().keys() == model.state_dict().keys()
     assert dict(holder.named_buffers()).keys() == {"kept", "passing"}
-    assert holder.second.weight is holder.first.weight
-    assert (holder.first.weight is model.first.weight) is not copies
-    assert (holder.kept is model.kept) is not copies
-    assert holder.first.weight.data_ptr() == model.first.weight.data_ptr()
+    assert holder.second.weight is holder.first.weight is model.first.weight
+    assert holder.kept is model.kept
 
 
-def test_dropping_copies_leaves_the_model_alone() -> None:
+def test_emptied_tensors_hold_no_memory_and_get_their_shapes_for_a_while() -> None:
     model, holder = Tied(), torch.nn.Module()
-    hold(holder, ModelTensors.of(model), copies=True)
-    weight, dropped = model.first.weight.clone(), holder.first.weight
-    drop(holder, ["first.weight", "second.weight", "kept"])
+    tensors, emptied = ModelTensors.of(model), Emptied()
+    hold(holder, tensors)
+    forget(holder, ["first.weight", "second.weight", "kept"])
+    emptied.empty({"first.weight": model.first.weight, "kept": model.kept})
     assert holder.state_dict().keys() == {"first.bias", "second.bias"}
-    assert dropped.numel() == 0
-    assert torch.equal(model.first.weight, weight)
-    assert model.kept == 1
+    assert model.second.weight.untyped_storage().nbytes() == model.kept.untyped_storage().nbytes() == 0
+    with emptied.shaped(tensors.unique()):
+        assert model.first.weight.shape == (2, 2)
+        assert model.kept.shape == (1,)
+    assert model.first.weight.shape == model.kept.shape == (0,)
+    fill(model, {"first.weight": torch.ones(2, 2), "second.weight": torch.ones(2, 2), "kept": torch.ones(1)})
+    assert torch.equal(model.second.weight, torch.ones(2, 2))
+    with pytest.raises(InputError, match=r"has \[2\] on cpu as first.bias; expected \[3\] with memory"):
+        fill(model, {"first.bias": torch.ones(3)})
 
 
 def test_generated_code_gets_tensors_without_gaps() -> None:

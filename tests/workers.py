@@ -45,8 +45,13 @@ def pipec_cli(arguments: Sequence[tuple[str, ...]], scratch: Path) -> list[str]:
 
 def run_script(script: Path, arguments: Sequence[str], num_ranks: int, scratch: Path) -> str:
     """What rank 0 prints if ``torchrun`` starts the script; with no ranks, what the script alone prints."""
+    return run_ranks(script, num_ranks, scratch, arguments)[0]
+
+
+def run_ranks(script: Path, num_ranks: int, scratch: Path, arguments: Sequence[str] = ()) -> list[str]:
+    """What each rank prints if ``torchrun`` starts the script, or with no ranks, the script alone."""
     ranks = [(script, arguments)] * max(num_ranks, 1)
-    return _printed(_run_main, ranks, scratch, distributed=num_ranks > 0)[0]
+    return _printed(_run_main, ranks, scratch, distributed=num_ranks > 0)
 
 
 def _printed(

@@ -5,7 +5,8 @@ torch, ``check`` and ``run`` no compiler. ``drawing``, ``output``, ``options`` a
 share.
 """
 
-from typing import Any
+from importlib.metadata import version
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -40,13 +41,30 @@ class _Commands(TyperGroup):
 
 app = typer.Typer(
     cls=_Commands,
-    help="Cut a PyTorch model into pipeline stages, look at every part of the result, and run it.",
     epilog="Exit status: 0 fine, 1 the plan, the check or the run failed, 2 arguments that do not fit.",
     rich_markup_mode="markdown",
     no_args_is_help=True,
     add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"pipec {version('pipec')}")
+        raise typer.Exit()
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Cut a PyTorch model into pipeline stages, look at every part of the result, and run it."""
+
+
 app.command()(profile)
 app.command()(plan)
 app.command()(plan_graph)

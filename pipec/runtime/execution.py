@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pipec.artifact.directory import Artifact, stage_module
 from pipec.ir import stages_on
+from pipec.runtime.agreement import Agreement
 from pipec.runtime.distributed import TorchDistributed
 from pipec.runtime.interpreter import Interpreter
 from pipec.runtime.launch import Devices, resolve_devices, world
@@ -42,10 +43,10 @@ class Ranks:
     def distributed(self) -> TorchDistributed:
         return TorchDistributed(self.devices[self.world.rank], self._timeout)
 
-    @property
-    def num_devices(self) -> int:
-        """How many different devices this process uses."""
-        return len(set(self.devices.values()))
+    @functools.cached_property
+    def agreement(self) -> Agreement:
+        """Where processes compare what they were given. All of them make theirs in the same order."""
+        return Agreement(self.distributed, self._timeout)
 
     def agreed_seed(self) -> int:
         """torch's initial seed of rank 0, on every rank."""

@@ -1,7 +1,9 @@
 """What a user holds of a pipeline, compiled or loaded: its tensors, and the artifacts linked to them."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 from pipec.artifact.directory import Artifact
 from pipec.errors import InputError
 from pipec.ir import Plan, Program, ranks_of
+from pipec.runtime.agreement import Facts, differences, rank_names
 from pipec.runtime.execution import Execution, Ranks
 from pipec.runtime.recording import RecordedStep
 
@@ -28,6 +31,38 @@ class Handle(nn.Module):
         self._num_steps = 0
         self._executions: dict[Artifact, Execution] = {}
         self._recorded: list[RecordedStep] | None = None
+        self._owners: dict[str, int] = owners(trained.plan) if trained else {}
+        self._warned = False
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        for parameter in super().parameters(recurse):
+            self._warn_of_clipping(sys._getframe(1).f_globals.get("__name__", ""))
+            yield parameter
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the gradients so that their norm over the whole model is at most ``max_norm``.
+
+        It does what ``torch.nn.utils.clip_grad_norm_`` does to the unsplit model, wherever the parameters
+        are; a tied parameter counts once. Every rank calls it. Returns the norm before.
+        """
+        if self._ranks.world.distributed:
+            self._require_same(f"clip_grad_norm_({max_norm}, {norm_type})", {})
+        own = dict(self.named_parameters())
+        kinds = self._parameter_kinds()
+        table = torch.zeros(2, len(kinds), dtype=torch.float64)  # whether there is a gradient, and its norm
+        for column, fqn in enumerate(kinds):
+            gradient = own[fqn].grad if fqn in own and self._is_own(fqn) else None
+            if gradient is not None:
+                norm = torch.linalg.vector_norm(gradient, norm_type)
+                table[:, column] = torch.stack([torch.ones_like(norm), norm])
+        if self._ranks.world.distributed:
+            tables = self._ranks.agreement.exchange("calling clip_grad_norm_", table)
+            table = torch.stack(tables).sum(0)
+        norms = [norm.to(kind) for there, norm, kind in zip(*table, kinds.values(), strict=True) if there]
+        total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
+        torch.nn.utils.clip_grads_with_norm_(list(own.values()), max_norm, total)
+        return total
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -78,8 +113,36 @@ class Handle(nn.Module):
             self._executions[artifact] = Execution(artifact, tensors, tensors, self._ranks)
         return self._executions[artifact]
 
-    def _tensors_by_fqn(self) -> dict[str, Tensor]:
-        return {**dict(self.named_parameters()), **dict(self.named_buffers())}
+    def _parameter_kinds(self) -> dict[str, torch.dtype]:
+        """The type of the norm of each parameter of the whole model, in the model's order."""
+        return {value.name: getattr(torch, value.dtype) for value in self._artifact.plan.parameters}
+
+    def _is_own(self, fqn: str) -> bool:
+        """Whether this process speaks for a tensor. Rank 0 does for those that no stage uses."""
+        return not self._ranks.world.distributed or self._owners.get(fqn, 0) == self._ranks.world.rank
+
+    def _require_same(self, kind: str, facts: Facts) -> None:
+        """Check that every rank makes this call, and with the same arguments. Raises InputError."""
+        call = f"{kind}, after {self._num_steps} steps"
+        self._ranks.agreement.require(f"calling {call}", {"call": call, **facts}, _refusal)
+
+    def _warn_of_clipping(self, reader: str) -> None:
+        """Warn if torch's function, which knows this process's gradients alone, asks for the parameters."""
+        if self._ranks.world.distributed and not self._warned and reader == "torch.nn.utils.clip_grad":
+            self._warned = True
+            warnings.warn(
+                "torch.nn.utils.clip_grad_norm_(pipe.parameters(), ...) clips by the norm of this rank's "
+                "stages alone; call pipe.clip_grad_norm_(...), which takes the norm of the whole model",
+                stacklevel=4,
+            )
+
+    def _tensors_by_fqn(self, every_name: bool = False) -> dict[str, Tensor]:
+        """The tensors that this process holds, under their first names, or with all names of tied ones."""
+        once = not every_name
+        return {
+            **dict(self.named_parameters(remove_duplicate=once)),
+            **dict(self.named_buffers(remove_duplicate=once)),
+        }
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """``to_empty`` and its kin call this. It may replace tensors, so artifacts are linked anew."""
@@ -88,15 +151,40 @@ class Handle(nn.Module):
         return self
 
 
+def _refusal(every: Sequence[Facts]) -> str:
+    """What is wrong if the ranks of a call have these facts."""
+    kind = every[0]["call"].partition(",")[0]
+    if len({facts["call"] for facts in every}) > 1:
+        calls = [{"call": facts["call"]} for facts in every]
+        return (
+            f"the ranks do not make the same calls:\n{differences(calls)}\nEvery rank calls the methods "
+            "of the pipeline in the same order; see that no `if rank == ...` or shorter loop keeps one away"
+        )
+    if failed := [rank for rank, facts in enumerate(every) if "refused" in facts]:
+        return f"{kind} cannot use the arguments of {rank_names(failed)}:\n{every[failed[0]]['refused']}"
+    return (
+        f"the ranks passed different batches to {kind}:\n{differences(every)}\nEvery rank passes the same "
+        "whole mini-batch, which pipec splits into microbatches. Leave out what gives each rank a part or an "
+        'order of its own, such as a DistributedSampler or a seed by rank; or pass batch="rank0" to '
+        "pipec.compile, and every rank uses rank 0's. If the batches should be the same, one rank made a "
+        "call that others did not"
+    )
+
+
+def owners(plan: Plan) -> dict[str, int]:
+    """By FQN, the rank that holds each tensor: that of the first stage that has it and does not borrow it."""
+    found: dict[str, int] = {}
+    for stage in plan.stages:
+        rank = ranks_of(plan.placement, stage.index)[0]
+        for fqn in stage.parameters + stage.buffers:
+            if fqn not in stage.borrowed:
+                found.setdefault(fqn, rank)
+    return found
+
+
 def homes(plan: Plan, devices: Mapping[int, torch.device]) -> dict[str, torch.device | None]:
-    """By FQN, the device of each tensor of the model: that of the first stage that holds it.
+    """By FQN, the device of each tensor of the model.
 
     ``devices`` has the ranks of this process; a tensor that lives in another process has no device here.
     """
-    found: dict[str, torch.device | None] = {}
-    for stage in plan.stages:
-        held_by = (devices.get(rank) for rank in ranks_of(plan.placement, stage.index))
-        device = next(filter(None, held_by), None)
-        for fqn in stage.parameters + stage.buffers:
-            found.setdefault(fqn, device)
-    return found
+    return {fqn: devices.get(rank) for fqn, rank in owners(plan).items()}

@@ -1,10 +1,13 @@
 """A tree of modules that holds tensors of a model under their original names, and none of its code."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
+
+from pipec.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -25,42 +28,102 @@ class ModelTensors:
         persistent = frozenset(model.state_dict(keep_vars=True)) & buffers.keys()
         return cls(parameters, buffers, frozenset(persistent), canonical)
 
+    def unique(self) -> dict[str, Tensor]:
+        """Every tensor once, under its first name."""
+        every: dict[str, Tensor] = {**self.parameters, **self.buffers}
+        return {fqn: tensor for fqn, tensor in every.items() if self.canonical[fqn] == fqn}
 
-def hold(module: nn.Module, tensors: ModelTensors, copies: bool) -> None:
-    """Register all tensors in ``module``. The names of a tied tensor share one object.
+    def replaced(self, others: Mapping[str, Tensor]) -> "ModelTensors":
+        """The same with other objects under some names."""
+        parameters = {fqn: others.get(fqn, tensor) for fqn, tensor in self.parameters.items()}
+        buffers = {fqn: others.get(fqn, tensor) for fqn, tensor in self.buffers.items()}
+        return replace(self, parameters=parameters, buffers=buffers)  # type: ignore[arg-type]
 
-    With ``copies``, the module holds new Parameter and buffer objects over the same memory; dropping or
-    moving them leaves the model as it is.
-    """
-    made: dict[str, Tensor] = {}
-    for fqn, tensor in {**tensors.parameters, **tensors.buffers}.items():
-        name = tensors.canonical[fqn]
-        if name not in made:
-            made[name] = _alias(tensor) if copies else tensor
+
+def hold(module: nn.Module, tensors: ModelTensors) -> None:
+    """Register the very objects in ``module``. The names of a tied tensor share one."""
+    for fqn, parameter in tensors.parameters.items():
         owner, leaf = _owner(module, fqn)
-        if fqn in tensors.parameters:
-            owner._parameters[leaf] = made[name]  # type: ignore[assignment]
-        else:
-            owner._buffers[leaf] = made[name]
-            if fqn not in tensors.persistent:
-                owner._non_persistent_buffers_set.add(leaf)
+        owner._parameters[leaf] = parameter
+    for fqn, buffer in tensors.buffers.items():
+        owner, leaf = _owner(module, fqn)
+        owner._buffers[leaf] = buffer
+        if fqn not in tensors.persistent:
+            owner._non_persistent_buffers_set.add(leaf)
 
 
-def drop(module: nn.Module, fqns: Iterable[str]) -> None:
-    """Forget these tensors and release the memory that only they hold."""
+def forget(module: nn.Module, fqns: Iterable[str]) -> None:
+    """Take these tensors out of ``module``."""
     for fqn in fqns:
         owner, leaf = _owner(module, fqn)
-        for registered in (owner._parameters, owner._buffers):
-            tensor = registered.pop(leaf, None)
-            if tensor is not None:
-                tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-                tensor.grad = None
+        owner._parameters.pop(leaf, None)
+        owner._buffers.pop(leaf, None)
 
 
-def _alias(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(tensor.detach(), tensor.requires_grad)
-    return tensor.detach()
+def put_back(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Let ``model`` have these very objects under their names, where it has others."""
+    for fqn, tensor in tensors.items():
+        owner, leaf = _owner(model, fqn)
+        if isinstance(tensor, nn.Parameter):
+            owner._parameters[leaf] = tensor
+        else:
+            owner._buffers[leaf] = tensor
+
+
+@torch.no_grad()
+def fill(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Write values into the tensors of ``model``. Those that were emptied get memory again.
+
+    Raises:
+        InputError: the model has no tensor of a name, or one of another shape, or on meta.
+    """
+    tensors = ModelTensors.of(model)
+    there: dict[str, Tensor] = {**tensors.parameters, **tensors.buffers}
+    for fqn, value in values.items():
+        tensor = there.get(fqn)
+        if tensor is not None and not tensor.is_meta and tensor.shape == value.shape:
+            tensor.copy_(value)
+        elif tensor is not None and not tensor.is_meta and tensor.shape == (0,):
+            tensor.data = value.to(tensor.device)
+        else:
+            found = "no such tensor" if tensor is None else f"{list(tensor.shape)} on {tensor.device}"
+            raise InputError(
+                f"the model to gather into has {found} as {fqn}; expected {list(value.shape)} with memory: "
+                "pass the model that was compiled or one made as it was, after to_empty(...) if it is on meta"
+            )
+
+
+@dataclass
+class Emptied:
+    """The shapes of the model's tensors that live in other processes and hold no memory in this one."""
+
+    layouts: dict[str, tuple[torch.Size, tuple[int, ...]]] = field(default_factory=dict)
+
+    def empty(self, tensors: Mapping[str, Tensor]) -> None:
+        """Give back the memory of these tensors, which stay the objects they are."""
+        for fqn, tensor in tensors.items():
+            self.layouts.setdefault(fqn, (tensor.shape, tensor.stride()))
+            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            tensor.grad = None
+
+    def shape(self, fqn: str, tensor: Tensor) -> torch.Size:
+        """The shape that the tensor of this name has in the whole model."""
+        return self.layouts[fqn][0] if fqn in self.layouts else tensor.shape
+
+    @contextlib.contextmanager
+    def shaped(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """Give the tensors their shapes and undefined values, for the model to be captured; then empty them.
+
+        On a CPU, memory that nobody touches takes no room.
+        """
+        gone = {fqn: tensor for fqn, tensor in tensors.items() if fqn in self.layouts}
+        for fqn, tensor in gone.items():
+            shape, stride = self.layouts[fqn]
+            tensor.data = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device)
+        try:
+            yield
+        finally:
+            self.empty(gone)
 
 
 def _owner(module: nn.Module, fqn: str) -> tuple[nn.Module, str]:

@@ -13,6 +13,7 @@ from pipec.errors import InputError
 from pipec.ir import Input, Plan, Value
 from pipec.ir.batch import split_sizes
 from pipec.ir.text import format_value
+from pipec.runtime.agreement import leaf_fact
 from pipec.runtime.batch import dense
 from pipec.runtime.execution import Ranks
 from pipec.runtime.handle import Handle, homes
@@ -45,7 +46,7 @@ class LoadedPipeline(Handle):
 
     def __init__(self, artifact: Artifact, tensors: dict[str, Tensor], ranks: Ranks) -> None:
         super().__init__(ranks, artifact)
-        hold(self, _tensors_of(artifact.plan, tensors, artifact.constants, ranks), copies=False)
+        hold(self, _tensors_of(artifact.plan, tensors, artifact.constants, ranks))
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
         """The same as ``Pipeline.step``, for arguments of the shapes that the artifact was compiled for.
@@ -64,6 +65,8 @@ class LoadedPipeline(Handle):
                 f"this artifact takes microbatches of exactly {plan.microbatch_size} rows, so a batch of "
                 f"{plan.microbatch_size * plan.num_microbatches}; the batch has {batch}"
             )
+        if self._ranks.world.distributed:
+            self._require_same("step", {given.path: leaf_fact(_leaf(given, leaves)) for given in plan.inputs})
         execution = self._execution(self._artifact)
         results = execution.run(leaves, sizes, batch, self._seed, self._num_steps, self._recorded)
         self._num_steps += 1

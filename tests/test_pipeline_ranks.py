@@ -1,0 +1,361 @@
+"""What ranks pass to ``compile`` and ``step`` is compared; clipping and state are the whole model's."""
+
+import textwrap
+from pathlib import Path
+
+import pytest
+from workers import run_ranks
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = """
+import os, sys
+import torch, pipec
+from torch import nn
+rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+torch.manual_seed(0)
+x, y = torch.randn(8, 6), torch.randn(8, 3)
+
+def model(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+def mse(output, target):
+    return nn.functional.mse_loss(output, target)
+
+def compiled(net, loss_fn=mse, **options):
+    options = {"microbatches": 2, "timeout": 20.0} | options
+    return pipec.compile(net, devices=2, loss_fn=loss_fn, **options)
+
+def attempt(call):
+    try:
+        call()
+    except pipec.PipecError as error:
+        print(f"{type(error).__name__}: {error}")
+"""
+
+
+def told(tmp_path: Path, body: str, num_ranks: int = 2) -> list[str]:
+    """What each rank prints that runs the script; with ``num_ranks`` 0, what one process prints for all."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT + textwrap.dedent(body))
+    return run_ranks(script, num_ranks, tmp_path)
+
+
+def test_other_batches_are_refused_on_every_rank_before_anything_changes(tmp_path: Path) -> None:
+    """Rank 1 passes other values, then other rows, another type and another structure; then all is well."""
+    first, second = told(
+        tmp_path,
+        """
+        net = model()
+        pipe = compiled(net)
+        pipe.step(x, target=y)
+        pipe.zero_grad()
+        before = {name: p.detach().clone() for name, p in pipe.named_parameters()}
+        attempt(lambda: pipe.step(x + rank, target=y))
+        attempt(lambda: pipe.step(x[: 8 - 4 * rank], target=y[: 8 - 4 * rank]))
+        attempt(lambda: pipe.step(x.double() if rank else x, target=y))
+        attempt(lambda: pipe.step(x, **({} if rank else {"target": y})))
+        attempt(lambda: pipe.step(x, target=y) if rank else pipe.eval_step(x, target=y))
+        assert all(p.grad is None and torch.equal(p, before[name]) for name, p in pipe.named_parameters())
+        print("loss", float(pipe.step(x, target=y)) > 0)
+        """,
+    )
+    assert first == second
+    values, rows, kind, refused, call, fine = first.split("InputError: ")[1:5] + first.split("InputError: ")[
+        5
+    ].split("loss ")
+    assert values.startswith("the ranks passed different batches to step:\n  args[0]: float32[8, 6], values ")
+    assert " on rank 0; float32[8, 6], values " in values
+    assert 'batch="rank0"' in values
+    assert "DistributedSampler" in values
+    assert "target" not in values
+    assert "  rows: 8 on rank 0; 4 on rank 1\n" in rows
+    assert "float64[8, 6]" in kind
+    assert refused.startswith("step cannot use the arguments of rank 1:\ntarget is missing")
+    assert call.startswith(
+        "the ranks do not make the same calls:\n  call: eval_step, after 1 steps on rank 0"
+    )
+    assert fine.strip() == "True"
+
+
+def test_a_step_on_one_rank_only_is_named(tmp_path: Path) -> None:
+    first, second = told(
+        tmp_path,
+        """
+        import time
+        pipe = compiled(model(), timeout=2.0)
+        pipe.step(x, target=y)
+        if rank == 0:
+            attempt(lambda: pipe.step(x, target=y))
+        else:
+            time.sleep(4)
+        """,
+    )
+    assert first.startswith(
+        "TransportError: rank 0 was calling step, after 1 steps, and waited 2 s for rank 1"
+    )
+    assert "All ranks make the same calls in the same order" in first
+    assert second == ""
+
+
+def test_a_rank_whose_script_ends_earlier_is_named_at_once(tmp_path: Path) -> None:
+    first, second = told(
+        tmp_path,
+        """
+        pipe = compiled(model())
+        for _ in range(2 - rank):
+            attempt(lambda: pipe.step(x, target=y))
+        """,
+    )
+    assert first.startswith("TransportError: the connection was lost while calling step, after 1 steps, toge")
+    assert "with rank 1; that process ended or died" in first
+    assert second == ""
+
+
+def test_rank_0s_batch_is_sent_to_all(tmp_path: Path) -> None:
+    """Others pass other values, or nothing."""
+    body = """
+    pipe = compiled(model(), batch="rank0")
+    for step in range(2):
+        loss = pipe.step(x + rank, target=y) if step == 0 or rank == 0 else pipe.step()
+        print(float(loss).hex())
+    print(float(pipe(x + rank).sum()).hex())
+    """
+    first, second = told(tmp_path, body)
+    assert [first] == told(tmp_path, body, 0)
+    assert first == second
+
+
+def test_other_arguments_of_compile_are_named(tmp_path: Path) -> None:
+    first, second = told(
+        tmp_path,
+        """
+        power = 2 + rank
+        losses = [mse, lambda output, target: (output - target).abs().pow(power).mean()]
+        attempt(lambda: compiled(model(), microbatches=2 + rank, schedule=["1f1b", "gpipe"][rank]))
+        attempt(lambda: compiled(model(), losses[1]))
+        attempt(lambda: compiled(model(), recompute=["full", "none"][rank], memory_limit=f"{rank + 1}GB"))
+        attempt(lambda: compiled(model(), nn.CrossEntropyLoss(ignore_index=rank)))
+        attempt(lambda: compiled(nn.Linear(6, 3 + rank)))
+        device = torch.device("cuda", rank)
+        compiled(model(), lambda output, target: (output - target).to(device).square().mean())
+        """,
+    )
+    assert first == second
+    counts, loss, memory, module, net = first.split("InputError: ")[1:]
+    assert (
+        "the ranks passed different arguments to pipec.compile:\n  schedule: '1f1b' on rank 0; 'gpipe'"
+        in counts
+    )
+    assert "  microbatches: 2 on rank 0; 3 on rank 1" in counts
+    assert "  loss_fn: __main__.<lambda> (" in loss
+    assert "recompute: 'full' on rank 0; 'none' on rank 1\n  memory_limit: '1GB' on rank 0; '2GB'" in memory
+    assert "  loss_fn: CrossEntropyLoss()" in module
+    assert "  weight: float32[3, 6], trained on rank 0; float32[4, 6], trained on rank 1" in net
+
+
+def test_weights_start_as_rank_0s_and_a_line_says_so(tmp_path: Path) -> None:
+    body = """
+    pipe = compiled(model(rank))
+    for step in range(2):
+        print(float(pipe.step(x, target=y)).hex())
+    print({name: p.sum().item() for name, p in sorted(pipe.full_state_dict().items())})
+    """
+    first, _ = told(tmp_path, body)
+    line, rest = first.split("\n", 1)
+    assert line == (
+        "pipec: 6 tensors of rank 1 differed, and start with rank 0's: 0.weight, 0.bias, 2.weight, ..."
+    )
+    assert [rest] == told(tmp_path, body, 0)
+
+
+def test_clipping_is_by_the_norm_of_the_whole_model(tmp_path: Path) -> None:
+    """The bits of torch's own clipping of the unsplit model, with one process and with two."""
+    body = """
+    pipe, plain = compiled(model()), model()
+    for norm_type in (2.0, 1.0, float("inf")):
+        pipe.zero_grad()
+        plain.zero_grad()
+        pipe.step(x, target=y)
+        for rows in (slice(0, 4), slice(4, 8)):
+            (0.5 * mse(plain(x[rows]), y[rows])).backward()
+        expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)
+        assert torch.equal(pipe.clip_grad_norm_(0.1, norm_type), expected)
+        gradients = {name: p.grad for name, p in pipe.named_parameters()}
+        assert all(torch.equal(gradients[name], plain.get_parameter(name).grad) for name in gradients)
+    print(len(gradients))
+    attempt(lambda: pipe.clip_grad_norm_(0.1 + rank))
+    """
+    assert told(tmp_path, body, 0) == ["6\n"]
+    first, second = (text.split("\n", 1) for text in told(tmp_path, body))
+    assert int(first[0]) + int(second[0]) == 6
+    assert first[1] == second[1]
+    assert "call: clip_grad_norm_(0.1, 2.0), after 3 steps on rank 0; clip_grad_norm_(1.1, 2.0)" in first[1]
+
+
+def test_clipping_counts_a_parameter_of_two_stages_once(tmp_path: Path) -> None:
+    body = """
+    def tied():
+        net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 9), nn.Linear(9, 6), nn.Linear(6, 6))
+        net[4].weight = net[0].weight
+        return net
+
+    net = tied()
+    pipe = compiled(net)
+    pipe.step(x, target=x)
+    assert [stage.borrowed for stage in pipe.plan.stages] == [(), ("0.weight",)]
+    state = pipe.full_state_dict(all_ranks=True)
+    norm = pipe.clip_grad_norm_(0.1)
+    plain = tied()
+    plain.load_state_dict(state)
+    mse(plain(x), x).backward()
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    assert torch.allclose(norm, expected, rtol=1e-6), (norm, expected)
+    print(float(norm).hex())
+    """
+    (alone,) = told(tmp_path, body, 0)
+    assert told(tmp_path, body) == [alone] * 2
+
+
+def test_torchs_own_clipping_is_warned_about_once(tmp_path: Path) -> None:
+    body = """
+    import warnings
+    pipe = compiled(model())
+    pipe.step(x, target=y)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        list(pipe.parameters())
+        for _ in range(2):
+            torch.nn.utils.clip_grad_norm_(pipe.parameters(), 1.0)
+    print(*[str(each.message) for each in caught])
+    """
+    first, second = told(tmp_path, body)
+    assert first == second
+    assert first.count("call pipe.clip_grad_norm_(...), which takes the norm of the whole model") == 1
+    assert told(tmp_path, body, 0) == ["\n"]
+
+
+@pytest.mark.parametrize("num_ranks", [0, 2])
+@pytest.mark.parametrize("source", ["model before", "model after", "pipe before", "pipe after"])
+def test_an_optimizer_made_from_model_or_pipe_trains(source: str, num_ranks: int, tmp_path: Path) -> None:
+    """The losses of the plain script, with clipping and with a whole state saved and loaded on the way."""
+    body = f"""
+    of, when = {source.split()!r}
+    net = model()
+    pipe = compiled(net)
+    trained = net if of == "model" else pipe
+    made = [torch.optim.AdamW(trained.parameters(), lr=0.1)] if when == "before" else []
+    plain = model()
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    for step in range(5):
+        loss = pipe.step(x, target=y)
+        if not made:
+            made.append(torch.optim.AdamW(trained.parameters(), lr=0.1))
+        expected = 0.0
+        for rows in (slice(0, 4), slice(4, 8)):
+            part = 0.5 * mse(plain(x[rows]), y[rows])
+            part.backward()
+            expected = expected + part.detach()
+        assert torch.equal(loss, expected), (step, loss, expected)
+        pipe.clip_grad_norm_(0.5)
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        for optimizer in (made[0], reference):
+            optimizer.step()
+            optimizer.zero_grad()
+        if step == 2:
+            state = pipe.full_state_dict(all_ranks=True)
+            assert list(state) == list(plain.state_dict())
+            assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+            assert len(pipe.full_state_dict()) == (0 if rank else 6)
+            pipe.load_state_dict({{name: torch.zeros_like(value) for name, value in state.items()}})
+            pipe.load_state_dict(state)
+            pipe.gather_into(net)
+            copy = model(1)
+            pipe.gather_into(copy, all_ranks=True)
+            for gathered in (net, copy) if rank == 0 else (copy,):
+                assert all(torch.equal(a, b) for a, b in zip(gathered.parameters(), plain.parameters()))
+        if step == 3:
+            assert torch.equal(pipe.eval_step(x, target=y), pipe.eval_step(x, target=y))
+    held = sum(p.numel() for p in net.parameters())
+    assert {{id(p) for p in pipe.parameters()}} <= {{id(p) for p in net.parameters()}}
+    print(held)
+    """
+    held = [int(text) for text in told(tmp_path, body, num_ranks)]
+    assert sum(held) == 155
+    assert max(held) < 155 or num_ranks == 0
+
+
+def test_train_and_eval_reach_the_models_own_flag(tmp_path: Path) -> None:
+    told(
+        tmp_path,
+        """
+        net = model()
+        pipe = compiled(net)
+        pipe.eval()
+        assert not any(module.training for module in net.modules())
+        pipe.train()
+        assert all(module.training for module in net.modules())
+        """,
+        0,
+    )
+
+
+def test_two_ranks_save_the_tensors_of_both(tmp_path: Path) -> None:
+    """One process loads what they saved and has the loss that they have next."""
+    body = f"""
+    pipe = compiled(model())
+    pipe.step(x, target=y)
+    torch.optim.SGD(pipe.parameters(), 0.1).step()
+    pipe.save({str(tmp_path / "artifact")!r}, tensors=True)
+    print(float(pipe.step(x, target=y)).hex())
+    """
+    expected = told(tmp_path, body)
+    loaded = f"""
+    pipe = pipec.load({str(tmp_path / "artifact")!r})
+    print(float(pipe.step(x, target=y)).hex())
+    """
+    assert told(tmp_path, loaded, 0) * 2 == expected
+
+
+def test_ranks_of_a_loaded_artifact_compare_their_batches(tmp_path: Path) -> None:
+    told(
+        tmp_path,
+        f"compiled(model()).prepare(x, target=y).save({str(tmp_path / 'artifact')!r}, tensors=True)",
+        0,
+    )
+    first, second = told(
+        tmp_path,
+        f"""
+        pipe = pipec.load({str(tmp_path / "artifact")!r}, timeout=20.0)
+        attempt(lambda: pipe.step(x + rank, target=y))
+        print(float(pipe.step(x, target=y)) > 0)
+        """,
+    )
+    assert first == second
+    assert first.startswith(
+        "InputError: the ranks passed different batches to step:\n  args[0]: float32[8, 6]"
+    )
+    assert first.endswith("True\n")
+
+
+@pytest.mark.parametrize("num_ranks", [0, 2])
+def test_a_model_on_meta_gets_memory_and_stays_the_model_that_is_trained(
+    num_ranks: int, tmp_path: Path
+) -> None:
+    body = """
+    with torch.device("meta"):
+        net = model()
+    pipe = compiled(net).prepare(x, target=y)
+    pipe.to_empty(device="cpu")
+    pipe.load_state_dict(model().state_dict())
+    assert {id(p) for p in pipe.parameters()} <= {id(p) for p in net.parameters()}
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    losses = []
+    for _ in range(3):
+        losses.append(float(pipe.step(x, target=y)))
+        optimizer.step()
+        optimizer.zero_grad()
+    print(losses == sorted(set(losses), reverse=True))
+    """
+    assert set(told(tmp_path, body, num_ranks)) == {"True\n"}
