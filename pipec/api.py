@@ -23,8 +23,8 @@ from pipec.hardware.topology import Topology, alike, read_topology
 from pipec.ir import Mode
 from pipec.pipeline import Pipeline
 from pipec.profiler import Show, profile_graph
-from pipec.runtime.agreement import Facts, argument_fact, differences, tensor_kind
 from pipec.runtime.execution import Ranks
+from pipec.runtime.facts import Facts, argument_fact, differences, tensor_kind
 from pipec.runtime.holder import ModelTensors
 from pipec.runtime.launch import Devices
 

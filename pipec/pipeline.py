@@ -17,9 +17,9 @@ from pipec.errors import InputError, PipecError
 from pipec.ir import Mode, Plan
 from pipec.plan.predictions import simulate_plan
 from pipec.plan.tables import ReadablePlan
-from pipec.runtime.agreement import Facts, leaf_fact
 from pipec.runtime.batch import dense
 from pipec.runtime.execution import Ranks
+from pipec.runtime.facts import Facts, leaf_fact
 from pipec.runtime.handle import Handle, homes, owners
 from pipec.runtime.holder import Emptied, ModelTensors, fill, forget, hold, put_back
 from pipec.runtime.results import merge

@@ -10,8 +10,8 @@ loading the compiler. Read it from the top of a step downwards:
 * ``transport`` carries tensors between ranks of one process, on the threads of ``worker``. ``distributed``
   does so between processes, over the ``connections`` of gloo or those of ``nccl``; for these, a ``watcher``
   notices when another rank fails.
-* ``agreement``: what processes tell each other beside the messages of a program, such as a digest of the
-  batch that each was given.
+* ``agreement``: what processes tell each other beside the messages of a program. ``facts`` says what they
+  compare, such as a digest of the batch that each was given.
 * ``handle``, ``holder`` and ``loaded`` are what a user holds: the tensors, and a saved artifact to train.
 * ``recording`` keeps the times of a step; ``storage`` tells whose memory a tensor is.
 """

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from pipec.artifact.directory import Artifact
 from pipec.errors import InputError
 from pipec.ir import Plan, Program, ranks_of
-from pipec.runtime.agreement import Facts, differences, rank_names
 from pipec.runtime.execution import Execution, Ranks
+from pipec.runtime.facts import Facts, differences, rank_names
 from pipec.runtime.recording import RecordedStep
 
 

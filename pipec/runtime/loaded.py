@@ -13,9 +13,9 @@ from pipec.errors import InputError
 from pipec.ir import Input, Plan, Value
 from pipec.ir.batch import split_sizes
 from pipec.ir.text import format_value
-from pipec.runtime.agreement import leaf_fact
 from pipec.runtime.batch import dense
 from pipec.runtime.execution import Ranks
+from pipec.runtime.facts import leaf_fact
 from pipec.runtime.handle import Handle, homes
 from pipec.runtime.holder import ModelTensors, hold
 from pipec.runtime.launch import Devices

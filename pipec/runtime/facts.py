@@ -1,0 +1,165 @@
+"""What a rank was given, in a few words and digests that are the same wherever the same was given."""
+
+import functools
+import hashlib
+import re
+import types
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+Facts = dict[str, str]
+"""What one rank holds, by the name that a person would call it."""
+
+
+def leaf_fact(leaf: object) -> str:
+    """The type of an argument and, if it is a tensor, its shape and a digest of its values."""
+    if isinstance(leaf, Tensor):
+        return f"{tensor_kind(leaf)}, values {sample_digest(leaf)}"
+    return _identity(leaf)
+
+
+def tensor_kind(tensor: Tensor) -> str:
+    kind = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    return kind if tensor.is_contiguous() else f"{kind} with strides {list(tensor.stride())}"
+
+
+def argument_fact(value: object) -> str:
+    """What an argument of ``compile`` is, the same in every process that was given the same.
+
+    A file is its contents, a function its name, its code and the values that it reads. Of other
+    objects it is what they print, without addresses.
+    """
+    if isinstance(value, Path) and value.is_file():
+        return f"{value} ({hashlib.sha256(value.read_bytes()).hexdigest()[:8]})"
+    return _identity(value)
+
+
+def _identity(value: object, depth: int = 4) -> str:
+    if isinstance(value, Tensor):
+        return leaf_fact(value)
+    if depth and isinstance(value, functools.partial):
+        parts = [value.func, *value.args, *value.keywords.items()]
+        return f"partial({', '.join(_identity(part, depth - 1) for part in parts)})"
+    if depth and isinstance(value, types.MethodType):
+        return f"{_identity(value.__self__, depth - 1)}.{_identity(value.__func__, depth - 1)}"
+    if depth and isinstance(value, types.FunctionType):
+        return _function(value, depth)
+    if isinstance(value, nn.Module):
+        return _module(value)
+    if isinstance(value, set | frozenset):  # whose order is another in every process
+        return f"{{{', '.join(sorted(map(repr, value)))}}}"
+    return _short(re.sub(r" at 0x[0-9a-f]+", "", repr(value)))
+
+
+def _module(module: nn.Module) -> str:
+    plain = [
+        f"{name}={value}"
+        for part in module.modules()
+        for name, value in vars(part).items()
+        if isinstance(value, int | float | str)
+    ]
+    held = [f"{name} {leaf_fact(tensor)}" for name, tensor in module.state_dict().items()]
+    return _short(" ".join([repr(module), *plain, *held]))
+
+
+def _function(function: types.FunctionType, depth: int) -> str:
+    """Its name, and a digest of its code and of the numbers, tensors and functions that the code reads.
+
+    Other objects that it reads, such as a device, may be other ones in each process.
+    """
+    code = function.__code__
+    found = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+    found += [function.__globals__[name] for name in code.co_names if name in function.__globals__]
+    read: list[object] = [value for value in found if isinstance(value, _READ)]
+    read += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()]
+    values = [_identity(value, depth - 1) for value in read]
+    digest = hashlib.sha256("\n".join([_code(code), *values]).encode()).hexdigest()[:8]
+    return f"{function.__module__}.{function.__qualname__} ({digest})"
+
+
+_READ = (int, float, complex, Tensor, nn.Module, types.FunctionType, functools.partial)
+
+
+def _code(code: types.CodeType) -> str:
+    consts = [_code(x) if isinstance(x, types.CodeType) else _identity(x, 0) for x in code.co_consts]
+    return repr((code.co_code, code.co_names, consts))
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
+
+
+def _short(text: str) -> str:
+    """The text itself; if it is long, its beginning and a digest of the whole."""
+    if len(text) <= _MOST_CHARACTERS:
+        return text
+    return f"{text[:_MOST_CHARACTERS]}... ({hashlib.sha256(text.encode()).hexdigest()[:8]})"
+
+
+_MOST_CHARACTERS = 80
+
+
+def differences(every: Sequence[Facts]) -> str:
+    """A line for each fact that the ranks do not share: ``x: float32[8] on rank 0; float32[4] on rank 1``."""
+    lines = []
+    for name in dict.fromkeys(name for facts in every for name in facts):
+        holders: dict[str, list[int]] = defaultdict(list)
+        for rank, facts in enumerate(every):
+            holders[facts.get(name, "absent")].append(rank)
+        if len(holders) > 1:
+            held = "; ".join(f"{fact} on {rank_names(ranks)}" for fact, ranks in holders.items())
+            lines.append(f"  {name}: {held}")
+    rest = len(lines) - _MOST_LINES
+    return "\n".join(lines[:_MOST_LINES] + ([f"  and {rest} more"] if rest > 0 else []))
+
+
+_MOST_LINES = 8
+
+
+def rank_names(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def sample_digest(tensor: Tensor) -> str:
+    """A digest of a tensor's values: of all of them up to 64 kB, else of 4,096 that lie evenly in memory.
+
+    Two large tensors that differ in a few elements alone may therefore have the same. Of a tensor on a GPU,
+    the host waits for these few values.
+    """
+    if tensor.is_meta:
+        return "none"
+    flat = flat_memory(tensor)
+    if flat.numel() * flat.element_size() > _HASHED_WHOLE:
+        steps = torch.arange(_NUM_SAMPLES, device=flat.device)
+        flat = flat[steps * (flat.numel() - 1) // (_NUM_SAMPLES - 1)]
+    return hashlib.blake2b(flat.cpu().view(torch.uint8).numpy().data, digest_size=4).hexdigest()
+
+
+_HASHED_WHOLE, _NUM_SAMPLES = 2**16, 4096
+
+
+def whole_digest(tensor: Tensor) -> str:
+    """As ``sample_digest``, with the sum over all of the memory: any one element that changes, changes it."""
+    if tensor.is_meta:
+        return ""
+    flat = flat_memory(tensor)
+    integers = torch.view_as_real(flat).flatten() if flat.is_complex() else flat
+    total = integers.view(_INTEGERS[integers.element_size()]).sum(dtype=torch.int64)
+    return f"{tensor_kind(tensor)} {sample_digest(tensor)} {int(total):x}"
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def flat_memory(tensor: Tensor) -> Tensor:
+    """The elements of a tensor without gaps, in the order of its memory, as a view where that can be."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    order = sorted(range(plain.ndim), key=plain.stride, reverse=True)
+    return plain.permute(order).reshape(-1)
