@@ -15,10 +15,10 @@ Facts = dict[str, str]
 """What one rank holds, by the name that a person would call it."""
 
 
-def leaf_fact(leaf: object) -> str:
-    """The type of an argument and, if it is a tensor, its shape and a digest of its values."""
+def leaf_fact(leaf: object, values: bool = True) -> str:
+    """The type of an argument and, if it is a tensor, its shape and with ``values`` a digest of those."""
     if isinstance(leaf, Tensor):
-        return f"{tensor_kind(leaf)}, values {sample_digest(leaf)}"
+        return f"{tensor_kind(leaf)}, values {sample_digest(leaf)}" if values else tensor_kind(leaf)
     return _identity(leaf)
 
 
