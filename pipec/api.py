@@ -95,19 +95,19 @@ def compile(
     """
     ranks = Ranks(devices, timeout)
     if ranks.world.distributed:
-        given = {
-            "devices": devices,
-            "loss_fn": loss_fn,
-            "schedule": schedule,
-            "microbatches": microbatches,
-            "batch": batch,
-            "recompute": recompute,
-            "memory_limit": memory_limit,
-            "topology": Path(topology) if isinstance(topology, str) else topology,
-            "dynamic": dynamic,
-        }
-        facts = {name: argument_fact(value) for name, value in given.items()}
-        ranks.agreement.require("calling pipec.compile", {**facts, **_model_facts(model)}, _other_arguments)
+        _require_same_arguments(
+            ranks,
+            model,
+            devices=devices,
+            loss_fn=loss_fn,
+            schedule=schedule,
+            microbatches=microbatches,
+            batch=batch,
+            recompute=recompute,
+            memory_limit=memory_limit,
+            topology=Path(topology) if isinstance(topology, str) else topology,
+            dynamic=dynamic,
+        )
     for name, value, known in (("recompute", recompute, RECOMPUTE), ("batch", batch, BATCH)):
         if value not in known:
             raise InputError(f"{name} is {value!r}; expected one of {', '.join(map(repr, known))}")
@@ -126,6 +126,11 @@ def compile(
     tuner = Autotuner(SchedulePolicy(schedule, ranks.count), may_recompute=recompute == "auto")
     compiler = Compiler(model, loss_fn, tuner, options, device, tensors.canonical, microbatches, dynamic)
     return Pipeline(compiler, tensors, ranks, batch)
+
+
+def _require_same_arguments(ranks: Ranks, model: nn.Module, **given: object) -> None:
+    facts = {name: argument_fact(value) for name, value in given.items()}
+    ranks.agreement.require("calling pipec.compile", {**facts, **_model_facts(model)}, _other_arguments)
 
 
 def _model_facts(model: nn.Module) -> Facts:
