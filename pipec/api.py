@@ -62,8 +62,9 @@ def compile(
     """Make a pipeline of ``model``; compilation itself happens at the first step, or in ``prepare``.
 
     Args:
-        model: any module, on the CPU, on a GPU or on meta. Neither its code nor its structure is changed; its
-            parameters are trained in place where they already are on their stage's device.
+        model: any module, on the CPU, on a GPU or on meta. Neither its code nor its structure is changed. Its
+            own parameters are trained, on the devices of their stages. Under ``torchrun`` a process empties
+            those of other processes' stages.
         devices: how many ranks, or the device of each. Under ``torchrun`` each process is one rank.
         loss_fn: ``loss_fn(output, target)``, one floating-point number. None: the model returns its loss, as
             a tensor, as ``.loss`` or under ``"loss"``.
@@ -129,6 +130,7 @@ def compile(
 
 
 def _require_same_arguments(ranks: Ranks, model: nn.Module, **given: object) -> None:
+    """Check that every rank was given the same arguments and a model of the same structure."""
     facts = {name: argument_fact(value) for name, value in given.items()}
     ranks.agreement.require("calling pipec.compile", {**facts, **_model_facts(model)}, _other_arguments)
 
