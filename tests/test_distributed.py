@@ -196,7 +196,7 @@ def test_an_error_that_an_abort_causes_is_not_taken_for_a_failure_of_this_rank(
             monkeypatch.setattr(alone._connections, "check", lambda: exec("raise ConnectionError"))
             raise ValueError("garbage")
 
-    plan = Plan(Mode.FORWARD, "gpipe", 1, 1, placement=(0,), stages=(Stage(0, 0, 0),), links=())
+    plan = Plan(Mode.FORWARD, "gpipe", 1, 1, placement=((0,),), stages=(Stage(0, 0, 0),), links=())
     program = Program(0, [Instruction(Op.FORWARD, 0, 0)])
     rank = Interpreter(program, plan, {0: Broken}, {}, {}, alone, torch.device("cpu"))
     with pytest.raises(

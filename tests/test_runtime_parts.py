@@ -459,7 +459,7 @@ def test_instructions_run_with_their_device_as_the_current_one(monkeypatch: pyte
             return {}, [], ()
 
     monkeypatch.setattr(interpreter, "current_device", current_device)
-    plan = Plan(Mode.FORWARD, "gpipe", 1, 1, placement=(0,), stages=(Stage(0, 0, 0),), links=())
+    plan = Plan(Mode.FORWARD, "gpipe", 1, 1, placement=((0,),), stages=(Stage(0, 0, 0),), links=())
     program = Program(0, [Instruction(Op.FORWARD, 0, 0)])
     Interpreter(program, plan, {0: Code}, {}, {}, InProcess([CPU]).endpoint(0), CPU).run([{}], [1])
     assert seen == [[CPU]]

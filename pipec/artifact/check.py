@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from pipec.artifact.directory import Artifact
 from pipec.errors import VerifyError
-from pipec.ir import Program, Stage, ranks_of
+from pipec.ir import Program, Stage
 from pipec.programs.verify import verify_programs
 
 
@@ -20,7 +20,7 @@ def check_artifact(artifact: Artifact) -> None:
     recompute = [stage.index for stage in plan.stages if stage.recompute]
     verify_programs(artifact.programs, plan.placement, plan.links, plan.num_microbatches, recompute=recompute)
     for stage, source in zip(plan.stages, artifact.sources, strict=True):
-        programs = [artifact.programs[rank] for rank in ranks_of(plan.placement, stage.index)]
+        programs = [artifact.programs[rank] for rank in plan.placement[stage.index]]
         for fault in _faults(stage, source, programs):
             raise VerifyError(f"stage_{stage.index}.py {fault}; save the pipeline anew")
 

@@ -10,5 +10,5 @@ back, and ``batch`` says how a mini-batch is split.
 from pipec.ir.memory import StageMemory
 from pipec.ir.plan import Alternative, Plan, Stage, StageCost
 from pipec.ir.program import Instruction, Kind, Op, Program, Traits
-from pipec.ir.schedule import Compute, Placement, Schedule, count_ranks, rank_of, ranks_of, stages_on
+from pipec.ir.schedule import Compute, Placement, Schedule, count_ranks, rank_of, stages_on, unreplicated
 from pipec.ir.values import Dim, Input, Link, Mode, Payload, Phase, Value

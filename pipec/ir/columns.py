@@ -15,7 +15,7 @@ from typing import Any, TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from pipec.ir import Compute, Instruction, Kind, Link, Op, Phase, Placement, Program, Traits, ranks_of
+from pipec.ir import Compute, Instruction, Kind, Link, Op, Phase, Placement, Program, Traits
 
 Ints = NDArray[np.signedinteger[Any]]
 Floats = NDArray[np.float64]
@@ -40,7 +40,7 @@ _PHASE_OF_OP = np.array([PHASE_CODE[op.phase] if op.phase else -1 for op in OPS]
 
 def ranks_by_microbatch(placement: Placement, num_microbatches: int) -> Ints:
     """``rank_of`` at [stage, microbatch]. The row of a stage on ranks 4 and 7 is 4 7 4 7 ..."""
-    rows = [np.resize(ranks_of(placement, stage), num_microbatches) for stage in range(len(placement))]
+    rows = [np.resize(placement[stage], num_microbatches) for stage in range(len(placement))]
     return np.array(rows, np.int32).reshape(len(placement), num_microbatches)
 
 

@@ -25,7 +25,6 @@ from pipec.ir import (
     StageCost,
     StageMemory,
     Value,
-    ranks_of,
 )
 from pipec.ir.text import value_bytes
 
@@ -74,7 +73,7 @@ def build_plan(
 
 def _speed(topology: Topology, placement: Placement, stage: int) -> float:
     """The speed of the slowest rank that runs the stage."""
-    return min(topology.devices[rank].speed for rank in ranks_of(placement, stage))
+    return min(topology.devices[rank].speed for rank in placement[stage])
 
 
 def _link_seconds(link: Link, placement: Placement, topology: Topology, size: int) -> float:
@@ -82,7 +81,7 @@ def _link_seconds(link: Link, placement: Placement, topology: Topology, size: in
     num_bytes = sum(value_bytes(value, size) for value in link.values)
     if link.payload is Payload.RESULT:
         return topology.slowest_link.seconds(num_bytes)
-    sources, targets = ranks_of(placement, link.source), ranks_of(placement, link.target)
+    sources, targets = placement[link.source], placement[link.target]
     return max(topology.link_between(*ends).seconds(num_bytes) for ends in product(sources, targets))
 
 

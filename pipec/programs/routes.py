@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipec.ir import Link, Payload, Placement, count_ranks, ranks_of
+from pipec.ir import Link, Payload, Placement, count_ranks
 from pipec.ir.columns import Ints, ranks_by_microbatch
 
 
@@ -37,7 +37,7 @@ def routes(links: Sequence[Link], placement: Placement, num_microbatches: int) -
                 carried = (pairs[0] == source) & (pairs[1] == target)
                 yield Route(number, link, source, target, np.flatnonzero(carried).astype(np.int32))
         else:
-            source = ranks_of(placement, link.source)[0]
+            source = placement[link.source][0]
             for target in targets(link, placement):
                 yield Route(number, link, source, target, np.array([-1], np.int32))
 
@@ -45,6 +45,6 @@ def routes(links: Sequence[Link], placement: Placement, num_microbatches: int) -
 def targets(link: Link, placement: Placement) -> Sequence[int]:
     """The ranks that a link goes to. A result goes from its stage's first rank to every other."""
     if link.payload is not Payload.RESULT:
-        return ranks_of(placement, link.target)
-    first = ranks_of(placement, link.source)[0]
+        return placement[link.target]
+    first = placement[link.source][0]
     return [rank for rank in range(count_ranks(placement)) if rank != first]

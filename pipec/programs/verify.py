@@ -18,6 +18,7 @@ from pipec.ir import (
     Link,
     Op,
     Payload,
+    Placement,
     Program,
     count_ranks,
     rank_of,
@@ -37,7 +38,7 @@ _CONTEXT_LINES = 3
 
 def verify_programs(
     programs: Sequence[Program],
-    placement: Sequence[int],
+    placement: Placement,
     links: Sequence[Link],
     num_microbatches: int,
     *,
@@ -55,7 +56,7 @@ def verify_programs(
             cells of the ranks around it with the bad one marked.
     """
     limits = (max_in_flight,) * len(programs) if isinstance(max_in_flight, int) else max_in_flight
-    step = StepIndex(programs, tuple(placement), tuple(links), num_microbatches, frozenset(recompute), limits)
+    step = StepIndex(programs, placement, tuple(links), num_microbatches, frozenset(recompute), limits)
     for rule in RULES:
         for fault in rule(step):
             raise VerifyError(_explain(step, fault))
@@ -95,8 +96,9 @@ def _place(columns: Instructions, number: int) -> int:
 def _fits_plan(step: StepIndex) -> Iterator[_Fault]:
     """Programs are of the plan's ranks, and every field of every instruction fits the plan."""
     ranks = [program.rank for program in step.programs]
-    if ranks != list(range(count_ranks(step.placement))):
-        yield _Fault(None, f"programs are of ranks {ranks}; expected one for each rank of {step.placement}")
+    last = count_ranks(step.placement) - 1
+    if ranks != list(range(last + 1)):
+        yield _Fault(None, f"programs are of ranks {ranks}; expected one for each of ranks 0 to {last}")
     for link in step.links:
         ends = (link.source,) if link.payload is Payload.RESULT else (link.source, link.target)
         if not all(0 <= stage < len(step.placement) for stage in ends):

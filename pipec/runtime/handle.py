@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pipec.artifact.directory import Artifact
 from pipec.errors import InputError
-from pipec.ir import Plan, Program, ranks_of
+from pipec.ir import Plan, Program
 from pipec.runtime.execution import Execution, Ranks
 from pipec.runtime.facts import Facts, differences, rank_names
 from pipec.runtime.recording import RecordedStep
@@ -175,7 +175,7 @@ def owners(plan: Plan) -> dict[str, int]:
     """By FQN, the rank that holds each tensor: that of the first stage that has it and does not borrow it."""
     found: dict[str, int] = {}
     for stage in plan.stages:
-        rank = ranks_of(plan.placement, stage.index)[0]
+        rank = plan.placement[stage.index][0]
         for fqn in stage.parameters + stage.buffers:
             if fqn not in stage.borrowed:
                 found.setdefault(fqn, rank)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipec.errors import ExecutionError, PipecError, TransportError
-from pipec.ir import Instruction, Mode, Payload, Plan, Program, Value, ranks_of
+from pipec.ir import Instruction, Mode, Payload, Plan, Program, Value
 from pipec.ir.text import instruction_lines
 from pipec.runtime.launch import current_device
 from pipec.runtime.linker import Rank, link
@@ -55,7 +55,7 @@ class Interpreter:
                 stage, stages[stage.index], parameters, buffers, device, plan.num_microbatches
             )
             for stage in plan.stages
-            if program.rank in ranks_of(plan.placement, stage.index)
+            if program.rank in plan.placement[stage.index]
         }
         self._results = Results(_results_of(plan, self._stages), plan.num_microbatches)
         self._rank = Rank(plan, self._stages, self._results, {}, [], transport, _loss_of(plan), [0])
