@@ -11,5 +11,14 @@ from pipec.ir.ending import NOTHING_MORE, Bucket, Ending, Shard
 from pipec.ir.memory import StageMemory
 from pipec.ir.plan import Alternative, Plan, Stage, StageCost
 from pipec.ir.program import Instruction, Kind, Op, Program, Traits
-from pipec.ir.schedule import Compute, Placement, Schedule, count_ranks, rank_of, stages_on, unreplicated
+from pipec.ir.schedule import (
+    Compute,
+    Placement,
+    Schedule,
+    count_ranks,
+    microbatches_on,
+    rank_of,
+    stages_on,
+    unreplicated,
+)
 from pipec.ir.values import Dim, Input, Link, Mode, Payload, Phase, Value

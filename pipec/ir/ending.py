@@ -55,6 +55,10 @@ class Ending:
         """The numbers of the buckets of a stage."""
         return [number for number, bucket in enumerate(self.buckets) if bucket.stage == stage]
 
+    def reduced(self, stage: int) -> tuple[str, ...]:
+        """The parameters of a stage whose gradients its replicas sum."""
+        return tuple(name for bucket in self.buckets if bucket.stage == stage for name in bucket.names)
+
 
 NOTHING_MORE = Ending()
 """The ending of a step that does nothing besides its microbatches."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from pipec.ir.ending import NOTHING_MORE, Ending
 from pipec.ir.memory import StageMemory
-from pipec.ir.schedule import Placement, count_ranks
+from pipec.ir.schedule import Placement, count_ranks, microbatches_on
 from pipec.ir.values import Input, Link, Mode, Phase, Value
 
 
@@ -82,6 +82,10 @@ class Plan:
     dynamic_batch: bool = True
     ending: Ending = NOTHING_MORE
     alternatives: tuple[Alternative, ...] = ()
+
+    def microbatches_on(self, stage: int, rank: int) -> range:
+        """The microbatches that one of the ranks of ``stage`` runs."""
+        return microbatches_on(self.placement, stage, rank, self.num_microbatches)
 
     @property
     def num_ranks(self) -> int:

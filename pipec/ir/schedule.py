@@ -20,6 +20,12 @@ def rank_of(placement: Placement, stage: int, microbatch: int = -1) -> int:
     return ranks[microbatch % len(ranks)] if microbatch >= 0 else ranks[0]
 
 
+def microbatches_on(placement: Placement, stage: int, rank: int, num_microbatches: int) -> range:
+    """The microbatches that one of the ranks of ``stage`` runs."""
+    ranks = placement[stage]
+    return range(ranks.index(rank), num_microbatches, len(ranks))
+
+
 def stages_on(placement: Placement, rank: int) -> list[int]:
     """The stages that ``rank`` runs, ascending."""
     return [stage for stage, ranks in enumerate(placement) if rank in ranks]

@@ -20,6 +20,7 @@ from pipec.ir import (
     Op,
     Payload,
     Placement,
+    Plan,
     Program,
     count_ranks,
     rank_of,
@@ -67,6 +68,13 @@ def verify_programs(
     for rule in RULES:
         for fault in rule(step):
             raise VerifyError(_explain(step, fault))
+
+
+def verify_plan(plan: Plan, programs: Sequence[Program]) -> None:
+    """Prove that ``programs`` are one correct step of a plan. Raises VerifyError as ``verify_programs``."""
+    recompute = [stage.index for stage in plan.stages if stage.recompute]
+    placement, links, count = plan.placement, plan.links, plan.num_microbatches
+    verify_programs(programs, placement, links, count, recompute=recompute, ending=plan.ending)
 
 
 def _explain(step: StepIndex, fault: Fault) -> str:

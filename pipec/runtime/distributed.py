@@ -31,6 +31,7 @@ from pipec.errors import PipecError, TransportError
 from pipec.ir import Instruction, Link, Op, Program, Value
 from pipec.ir.text import evaluate_dim, format_link
 from pipec.runtime.connections import Connections, Direction, GlooConnections
+from pipec.runtime.group import Group, Wait
 from pipec.runtime.nccl import NcclConnections
 from pipec.runtime.storage import is_exclusive
 from pipec.runtime.transport import Receiver, Send
@@ -61,15 +62,17 @@ class TorchDistributed:
         self._timeout = timeout
         self._store = PrefixStore(f"pipec/{next(_transport_numbers)}", _get_default_store())
         self._gatherings, self._made = itertools.count(), itertools.count()
-        self._buffers: dict[tuple[Link, int], list[_Buffer]] = {}
+        self._buffers: dict[tuple[Link, int, int], list[_Buffer]] = {}
         self._connections: Connections = (
             NcclConnections(device, self.rank, timeout, self._has_failed)
             if device.type == "cuda"
             else GlooConnections(self.rank, self.num_ranks, timeout)
         )
 
-    def connect(self, programs: Sequence[Program], text: str) -> None:
+    def connect(self, programs: Sequence[Program], groups: Sequence[Sequence[int]], text: str) -> None:
         """Check that every rank holds the same ``text``, then open the connections that ``programs`` use.
+
+        ``groups`` are the ranks of their collectives.
 
         Raises:
             TransportError: the ranks hold different texts, or a connection cannot be opened.
@@ -78,6 +81,7 @@ class TorchDistributed:
         try:
             with self.explaining("opening the connections to other ranks") as connections:
                 connections.open(_directions(programs))
+                connections.gather(tuple(ranks) for ranks in groups)
         except TransportError as error:
             self.fail(error)
             raise
@@ -137,10 +141,13 @@ class TorchDistributed:
 
     def receiver(self, instruction: Instruction, tag: int) -> Receiver:
         assert instruction.link is not None
-        key = instruction.link, instruction.slot
+        key = instruction.link, instruction.peer, instruction.slot
         if key not in self._buffers:
             self._buffers[key] = [_Buffer(value, self.device) for value in instruction.link.values]
         return _Receiver(self, instruction, tag, self._buffers[key])
+
+    def group(self, ranks: Sequence[int]) -> Group:
+        return _Group(self, tuple(ranks))
 
     def finish(self) -> None:
         with self.explaining("finishing the step") as connections:
@@ -238,6 +245,38 @@ class _Receiver:
             for _, work in posted:
                 connections.wait(work)
         return [tensor for tensor, _ in posted]
+
+
+class _Group:
+    """Ranks of several processes, and this one among them."""
+
+    def __init__(self, transport: TorchDistributed, ranks: tuple[int, ...]) -> None:
+        self.index, self.size = ranks.index(transport.rank), len(ranks)
+        self._transport, self._ranks = transport, ranks
+        self._doing = f"meeting {_ranks([rank for rank in ranks if rank != transport.rank])} in a collective"
+
+    def all_reduce(self, tensor: Tensor) -> Wait:
+        return self._start(lambda group: dist.all_reduce(tensor, group=group, async_op=True))
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Wait:
+        return self._start(
+            lambda group: dist.reduce_scatter_tensor(output, tensor, group=group, async_op=True)
+        )
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> Wait:
+        return self._start(
+            lambda group: dist.all_gather_into_tensor(output, tensor, group=group, async_op=True)
+        )
+
+    def _start(self, collective: Callable[[dist.ProcessGroup], dist.Work | None]) -> Wait:
+        with self._transport.explaining(self._doing) as connections:
+            work = connections.collective(self._ranks, collective)
+
+        def wait() -> None:
+            with self._transport.explaining(self._doing) as connections:
+                connections.wait(work)
+
+        return wait
 
 
 class _Buffer:
