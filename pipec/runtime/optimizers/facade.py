@@ -19,7 +19,7 @@ from pipec.runtime.optimizers.factory import (
     stand_in,
 )
 from pipec.runtime.optimizers.stage import StageOptimizer
-from pipec.runtime.optimizers.state import Entries, StatePart, merge
+from pipec.runtime.optimizers.state import Entries, StatePart, joined, merge
 
 Gather = Callable[[list[StatePart]], Sequence[list[StatePart]]]
 """Takes what this process keeps and returns what each process keeps. Every process calls it."""
@@ -61,9 +61,17 @@ class PipelineOptimizer(Optimizer):
         return StageOptimizer(self, self._factory, self._whole, owned)
 
     def attach(self, stages: Sequence[StageOptimizer], gather: Gather | None = None) -> None:
-        """Let these stages of this process hold the state: that of those before, or what was loaded."""
+        """Let these stages of this process hold the state: that of those before, or what was loaded.
+
+        Every process calls it. The groups then have the parameters that the stages update, which may be other
+        objects than before.
+        """
         states = self._states()
         self._stages, self._gather, self._loaded = list(stages), gather or _alone, {}
+        held = {name: parameter for stage in stages for name, parameter in stage.parameters.items()}
+        for group in self.param_groups:
+            named = zip(group["param_names"], group["params"], strict=True)
+            group["params"] = [held.get(name, parameter) for name, parameter in named]
         for stage in stages if states else ():
             stage.load(states)
 
@@ -115,12 +123,16 @@ class PipelineOptimizer(Optimizer):
         finally:
             self.state = defaultdict(dict)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Go on from a state dict of this optimizer, or of the same one of the unsplit model.
+
+        Where the factory returns several optimizers, a list may have the state dict of each.
 
         Raises:
             InputError: it has other groups, names or shapes than this optimizer.
         """
+        if not isinstance(state_dict, Mapping):
+            state_dict = joined(state_dict)
         saved = [dict(group) for group in state_dict["param_groups"]]
         names = self._names_of_saved(saved)
         if strange := [key for key in state_dict["state"] if key not in names]:

@@ -53,6 +53,11 @@ class StageOptimizer:
         """What this rank updates."""
         return tuple(self._pieces.values())
 
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters of the model that this rank updates as a whole."""
+        return {name: each for name, each in self._tensors.items() if isinstance(each, nn.Parameter)}
+
     def update(self, gradients: Mapping[str, Tensor], factor: Tensor | None = None) -> None:
         """Make one update with the gradients of the pieces, by name, times ``factor``.
 
@@ -60,7 +65,9 @@ class StageOptimizer:
         """
         assert gradients.keys() <= self._tensors.keys()
         if factor is not None and gradients:
-            _scale_all(list(gradients.values()), factor)
+            first = next(iter(gradients.values()))
+            kind = torch.promote_types(first.dtype, torch.float32)
+            _scale_all(list(gradients.values()), factor.to(first.device, kind))
         for name, gradient in gradients.items():
             tensor = self._tensors[name]
             tensor.grad = gradient if gradient.shape == tensor.shape else gradient.view(tensor.shape)

@@ -5,7 +5,7 @@ to every piece. Entries of other shapes, such as Adafactor's rows and columns, s
 """
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,20 @@ def merge(parts: Iterable[Iterable[StatePart]], shapes: Mapping[str, torch.Size]
         name: _whole(name, [found[key] for key in sorted(found)], shapes[name])
         for name, found in pieces.items()
     }
+
+
+def joined(state_dicts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The state dicts of several optimizers as that of one which has the groups of all of them."""
+    state: dict[int, Entries] = {}
+    groups: list[dict[str, Any]] = []
+    for each in state_dicts:
+        first = sum(len(group["params"]) for group in groups)
+        state |= {first + number: entries for number, entries in each["state"].items()}
+        groups += [
+            {**group, "params": [first + number for number in group["params"]]}
+            for group in each["param_groups"]
+        ]
+    return {"state": state, "param_groups": groups}
 
 
 def _whole(name: str, parts: list[StatePart], shape: torch.Size) -> Entries:
