@@ -123,6 +123,22 @@ class Declared(optim.Optimizer):
                     each.data.sub_(group["lr"] / state["calls"] * state["sign"])
 
 
+class Anchored(optim.Optimizer):
+    """Pulls parameters towards the values that they had when it was made, which it remembers at once."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        self.parameters = [each for group in self.param_groups for each in group["params"]]
+        for each in self.parameters:
+            self.state[each]["anchor"] = each.detach().clone()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for each in self.parameters:
+            if each.grad is not None:
+                each -= self.param_groups[0]["lr"] * (each.grad + each - self.state[each]["anchor"])
+
+
 partial = functools.partial
 
 ELEMENTWISE: dict[str, Factory] = {
@@ -143,5 +159,9 @@ ELEMENTWISE: dict[str, Factory] = {
     "foreach Adam": partial(optim.Adam, lr=0.01, foreach=True),
     "groups": by_group,
 }
-WHOLE: dict[str, Factory] = {"Adafactor": partial(optim.Adafactor, lr=0.01), "Muon and AdamW": two}
+WHOLE: dict[str, Factory] = {
+    "Adafactor": partial(optim.Adafactor, lr=0.01),
+    "Muon and AdamW": two,
+    "Anchored": Anchored,
+}
 EVERY = {**ELEMENTWISE, **WHOLE}

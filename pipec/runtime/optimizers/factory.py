@@ -1,6 +1,7 @@
 """What a user's factory makes: called as for the unsplit model, checked, its groups read by name."""
 
 import inspect
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -48,11 +49,21 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 def stand_in(parameter: Tensor, device: torch.device | str = "meta") -> nn.Parameter:
     """A parameter with the shape, type and marks of another, and the memory of one element at most.
 
+    Its value is NaN, so that an optimizer which is made of values shows it.
+    """
+    one = torch.zeros((), dtype=parameter.dtype, device=device)
+    if one.is_floating_point() or one.is_complex():
+        one.fill_(math.nan)
+    return parameter_on(one.expand(parameter.shape), parameter)
+
+
+def parameter_on(memory: Tensor, like: Tensor) -> nn.Parameter:
+    """A parameter in this memory with the marks of another one.
+
     Marks are attributes that a model sets on its parameters, such as ``no_weight_decay``.
     """
-    one = torch.empty((), dtype=parameter.dtype, device=device)
-    made = nn.Parameter(one.expand(parameter.shape), requires_grad=parameter.requires_grad)
-    vars(made).update(vars(parameter))
+    made = nn.Parameter(memory, requires_grad=like.requires_grad)
+    vars(made).update(vars(like))
     return made
 
 

@@ -15,6 +15,7 @@ from pipec.runtime.optimizers.factory import (
     group_names,
     hyperparameters,
     is_elementwise,
+    parameter_on,
     stand_in,
 )
 from pipec.runtime.optimizers.state import Entries, StatePart, cut
@@ -42,7 +43,7 @@ class StageOptimizer:
         self._leader = leader
         self._pieces = {piece.name: piece for piece in owned}
         self._shapes = {name: whole[name].shape for name in self._pieces}
-        self._tensors = {p.name: _shaped(tensor, p, self._shapes[p.name]) for p, tensor in owned.items()}
+        self._tensors = {p.name: _updated(tensor, p, whole[p.name]) for p, tensor in owned.items()}
         self._names = {id(tensor): name for name, tensor in self._tensors.items()}
         given = {name: self._given(name, parameter) for name, parameter in whole.items()}
         self._optimizers: list[tuple[Optimizer, list[int]]] = []
@@ -104,11 +105,11 @@ class StageOptimizer:
             optimizer.load_state_dict({"state": state, "param_groups": groups})
 
     def _given(self, name: str, parameter: Tensor) -> Tensor:
-        """What the factory is given for a parameter: the model's own, or something that looks like it."""
-        if name not in self._tensors:
-            return stand_in(parameter)
-        tensor = self._tensors[name]
-        return tensor if isinstance(tensor, nn.Parameter) else stand_in(parameter, tensor.device)
+        """What the factory is given for a parameter: itself, or something that looks like it."""
+        own = self.parameters.get(name)
+        if own is not None:
+            return own
+        return stand_in(parameter, self._tensors[name].device if name in self._tensors else "meta")
 
     def _take(self, optimizers: tuple[Optimizer, ...], given: Mapping[str, Tensor]) -> None:
         """Keep of the factory's optimizers what this rank updates."""
@@ -175,9 +176,11 @@ def _parameters(optimizer: Optimizer) -> Iterator[Any]:
     return (each for group in optimizer.param_groups for each in group["params"])
 
 
-def _shaped(tensor: Tensor, piece: Piece, shape: torch.Size) -> Tensor:
-    """The memory of a piece in the shape of its state: that of the parameter if the piece is all of it."""
-    return tensor if tensor.shape == shape or piece.size != shape.numel() else tensor.view(shape)
+def _updated(memory: Tensor, piece: Piece, parameter: Tensor) -> Tensor:
+    """What the optimizer has in its groups for a piece: a parameter, if the piece is all of one."""
+    if isinstance(memory, nn.Parameter) or piece.size != parameter.numel():
+        return memory
+    return parameter_on(memory.view(parameter.shape), parameter)
 
 
 def _sizes(groups: list[list[str]]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipec.runtime.optimizers.factory import Factory, call_factory
+from pipec.runtime.optimizers.factory import Factory, call_factory, parameter_on
 
 _SMALL = (11, 13, 17, 19, 23, 29, 31, 37)
 """Sizes that stand for those of a parameter: primes, so that a state has them for no other reason."""
@@ -53,8 +53,7 @@ def _made(parameter: Tensor, sizes: dict[int, int] | None, device: str) -> nn.Pa
     """A parameter to be updated, with a gradient if the real one will have one."""
     tried = {size: small for small, size in sizes.items()} if sizes else {}
     shape = [tried.get(size, size) for size in parameter.shape]
-    made = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype, device=device), parameter.requires_grad)
-    vars(made).update(vars(parameter))
+    made = parameter_on(torch.zeros(shape, dtype=parameter.dtype, device=device), parameter)
     made.grad = torch.ones_like(made) if parameter.requires_grad else None
     return made
 
