@@ -10,6 +10,8 @@ import torch
 from split_optimizers import (
     ELEMENTWISE,
     EVERY,
+    SHAPES,
+    Anchored,
     Declared,
     Plain,
     Split,
@@ -32,7 +34,7 @@ from pipec.runtime.optimizers import (
     state_bytes,
     sum_of_squares,
 )
-from pipec.runtime.optimizers.factory import Factory, Named
+from pipec.runtime.optimizers.factory import Factory, Named, stand_in
 
 every_factory = pytest.mark.parametrize("factory", EVERY.values(), ids=EVERY.keys())
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -203,6 +205,29 @@ def test_stand_ins_take_no_memory() -> None:
     stage = optimizer.on_stage({Piece("w", 0, 64): torch.zeros(64)})
     stage.update({"w": torch.ones(64)})
     assert state_bytes(optim.AdamW, huge) == {"w": 2 * 4 * (1 << 40) + 4}
+
+
+def test_a_stand_in_has_no_values_to_go_by() -> None:
+    """An optimizer that is made of values and is given pieces then has NaN, and not the wrong numbers."""
+    made = stand_in(torch.ones(3, 4, dtype=torch.bfloat16), "cpu")
+    assert made.isnan().all()
+    assert (made.shape, made.dtype, made.untyped_storage().nbytes()) == ((3, 4), torch.bfloat16, 2)
+    assert stand_in(torch.ones(3, dtype=torch.int8), "cpu").shape == (3,)
+
+
+@pytest.mark.parametrize("factory", [two, EVERY["Adafactor"], Anchored])
+def test_whole_parameters_may_lie_in_a_flat_buffer(factory: Factory) -> None:
+    split, plain = Split(factory), Plain(factory)
+    buffer = torch.cat([each.detach().view(-1) for each in split.parameters.values()])
+    parts = buffer.split([each.numel() for each in split.parameters.values()])
+    owned = {Piece(name, 0, part.numel()): part for name, part in zip(SHAPES, parts, strict=True)}
+    split.stages = [split.optimizer.on_stage(owned)]
+    split.optimizer.attach(split.stages)
+    for number in range(3):
+        split.step(number)
+        plain.step(number)
+    for part, parameter in zip(parts, plain.parameters.values(), strict=True):
+        assert torch.equal(part, parameter.view(-1))
 
 
 def test_hooks_after_the_step_run_once_per_step() -> None:

@@ -50,7 +50,7 @@ class Sharding:
         found = []
         for name, size, offset in zip(self.names, self.sizes, self.offsets, strict=True):
             start, stop = max(first - offset, 0), min(last - offset, size)
-            if start < stop or (size == 0 and start == 0 == stop):
+            if start < stop or (size == 0 and first <= offset < last):
                 found.append(Piece(name, start, stop))
         return tuple(found)
 
