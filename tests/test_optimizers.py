@@ -230,6 +230,27 @@ def test_whole_parameters_may_lie_in_a_flat_buffer(factory: Factory) -> None:
         assert torch.equal(part, parameter.view(-1))
 
 
+@pytest.mark.parametrize("factory", [optim.SparseAdam, partial(optim.SGD, lr=0.1)], ids=["SparseAdam", "SGD"])
+def test_sparse_gradients_of_whole_parameters(factory: Factory) -> None:
+    table, plain = (nn.Parameter(torch.ones(4, 2)) for _ in range(2))
+    optimizer, expected = PipelineOptimizer(factory, {"table": table}), factory([("table", plain)])
+    gradient = torch.sparse_coo_tensor([[1, 3]], [[3.0, 1.0], [1.0, 1.0]], (4, 2), check_invariants=True)
+    plain.grad = gradient * 0.5
+    expected.step()  # type: ignore[union-attr]
+    optimizer.on_stage({Piece("table", 0, 8): table}).update({"table": gradient}, torch.tensor(0.5))
+    assert torch.equal(table, plain)
+    assert not torch.equal(table, torch.ones(4, 2))
+
+
+def test_processes_can_tell_whether_they_have_the_same_optimizer() -> None:
+    facts = [Split(each).optimizer.facts() for each in (by_group, by_group, two, EVERY["SGD"])]
+    assert facts[0] == facts[1]
+    assert facts[2]["group 0 of the optimizer"].startswith("Muon, 2 parameters, adjust_lr_fn=None")
+    other = Split(by_group).optimizer
+    other.param_groups[1]["lr"] = 0.5
+    assert len({str(each) for each in [*facts, other.facts()]}) == 4
+
+
 def test_hooks_after_the_step_run_once_per_step() -> None:
     split, calls = Split(EVERY["AdamW"], 3), []
     split.optimizer.register_step_post_hook(lambda *_: calls.append(1))

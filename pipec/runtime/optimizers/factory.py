@@ -3,7 +3,7 @@
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from pipec.errors import InputError
 
 Named = list[tuple[str, Tensor]]
 
-Factory = Callable[[Named], Optimizer | Iterable[Optimizer]]
+Factory = Callable[[Named], Optimizer | Sequence[Optimizer]]
 """Takes the ``(name, parameter)`` pairs of the whole model, as ``torch.optim`` does; returns an optimizer.
 
 It may return several, such as Muon for the matrices and AdamW for the rest.

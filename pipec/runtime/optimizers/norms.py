@@ -10,7 +10,8 @@ from torch import Tensor
 def sum_of_squares(gradients: Iterable[Tensor]) -> Tensor:
     """What these gradients, or pieces of gradients, add to the square of the global norm.
 
-    It is a float64, so that the sum over ranks hardly depends on how elements are distributed over them.
+    It is a float64, so that the sum over ranks hardly depends on how elements are distributed over them. (A
+    float32 norm of a million elements is off by 1e-5 on a CPU.)
     """
     norms = [torch.linalg.vector_norm(_values(each), dtype=torch.float64) for each in gradients]
     total = torch.zeros((), dtype=torch.float64)
