@@ -20,7 +20,7 @@ Factory = Callable[[Named], Optimizer | Sequence[Optimizer]]
 It may return several, such as Muon for the matrices and AdamW for the rest.
 """
 
-_ELEMENTWISE = frozenset(
+ELEMENTWISE = frozenset(
     {
         torch.optim.SGD,
         torch.optim.Adam,
@@ -43,7 +43,7 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     It may then be given any part of a tensor. A class of the user's own says so with an attribute
     ``pipec_elementwise = True``; a subclass of torch's may do anything, so that it must say so too.
     """
-    return type(optimizer) in _ELEMENTWISE or getattr(optimizer, "pipec_elementwise", False) is True
+    return type(optimizer) in ELEMENTWISE or getattr(optimizer, "pipec_elementwise", False) is True
 
 
 def stand_in(parameter: Tensor, device: torch.device | str = "meta") -> nn.Parameter:
