@@ -4,11 +4,15 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from split_optimizers import EVERY, Plain, gradients, model
+from torch import Tensor
 
 from pipec.ir import Piece, Sharding
 from pipec.ir.sharding import ALIGNMENT, even_slices, whole_tensors
+from pipec.runtime.optimizers import PipelineOptimizer
 
 Build = Callable[[Mapping[str, int], int], Sharding]
 
@@ -66,6 +70,43 @@ def test_whole_tensors_are_not_cut_and_are_balanced(sizes: dict[str, int], num_r
 def test_even_slices_waste_no_more_than_padding(sizes: dict[str, int], num_replicas: int) -> None:
     width = even_slices(sizes, num_replicas).width
     assert width * num_replicas <= sum(sizes.values()) + ALIGNMENT * (len(sizes) + num_replicas)
+
+
+def flat(tensors: Mapping[str, Tensor], sharding: Sharding) -> Tensor:
+    """The buffer that ``sharding`` describes, with these tensors in it."""
+    buffer = torch.zeros(sharding.num_replicas * sharding.width)
+    for name, size, offset in zip(sharding.names, sharding.sizes, sharding.offsets, strict=True):
+        buffer[offset : offset + size] = tensors[name].view(-1)
+    return buffer
+
+
+def owned(own: Tensor, sharding: Sharding, replica: int) -> dict[Piece, Tensor]:
+    """The pieces in the slice that a replica has of the buffer."""
+    first = replica * sharding.width
+    begins = {piece: sharding.position(piece) - first for piece in sharding.pieces(replica)}
+    return {piece: own[begin : begin + piece.size] for piece, begin in begins.items()}
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adafactor"])
+def test_a_reduce_scatter_updates_and_an_all_gather_make_a_step(name: str) -> None:
+    """Three replicas with parameters, gradients and state all in slices, as at the third level of ZeRO."""
+    plain, build = Plain(EVERY[name]), even_slices if name == "AdamW" else whole_tensors
+    sharding = build({name: each.numel() for name, each in plain.parameters.items()}, 3)
+    optimizer = PipelineOptimizer(EVERY[name], model())
+    slices = flat({name: each.detach() for name, each in model().items()}, sharding).chunk(3)
+    replicas = [optimizer.on_stage(owned(own, sharding, replica)) for replica, own in enumerate(slices)]
+    for step in range(5):
+        drawn = [gradients(3 * step + replica, plain.parameters) for replica in range(3)]
+        scattered = sum(flat(each, sharding) for each in drawn).chunk(3)  # type: ignore[union-attr]
+        for replica, stage in enumerate(replicas):
+            pieces = owned(scattered[replica], sharding, replica)
+            stage.update({piece.name: gradient for piece, gradient in pieces.items()})
+        for name, parameter in plain.parameters.items():
+            parameter.grad = drawn[0][name] + drawn[1][name] + drawn[2][name]
+        plain.optimizers[0].step()
+    gathered = torch.cat(slices)
+    for name, size, offset in zip(sharding.names, sharding.sizes, sharding.offsets, strict=True):
+        assert torch.equal(gathered[offset : offset + size], plain.parameters[name].view(-1)), name
 
 
 def test_a_small_example() -> None:
