@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from pipec.ir.sharding import Piece, Sharding, even_slices, whole_tensors
-from pipec.runtime.optimizers import PipelineOptimizer, StageOptimizer
+from pipec.runtime.optimizers import PipelineOptimizer, StageOptimizer, StatePart
 from pipec.runtime.optimizers.factory import Factory, Named
 
 SHAPES = {"a.weight": (13, 79), "a.bias": (13,), "scale": (), "b.weight": (5, 13), "b.bias": (5,)}
@@ -26,6 +26,11 @@ def model(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, nn.Par
 def gradients(step: int, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     draws = torch.Generator().manual_seed(1000 + step)
     return {name: torch.randn(each.shape, generator=draws).to(each.dtype) for name, each in like.items()}
+
+
+def alone(own: list[StatePart]) -> list[list[StatePart]]:
+    """What all processes keep, if there is one."""
+    return [own]
 
 
 class Split:
@@ -47,7 +52,7 @@ class Split:
                 if own:
                     self._add(build({name: self.parameters[name].numel() for name in own}, num_replicas))
         if attach:
-            self.optimizer.attach(self.stages)
+            self.optimizer.attach(self.stages, alone)
 
     def _add(self, sharding: Sharding) -> None:
         for replica in range(sharding.num_replicas):

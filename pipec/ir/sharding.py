@@ -13,7 +13,8 @@ ALIGNMENT = 64
 """Tensors begin and slices end at multiples of so many elements, for kernels that take several at a time.
 
 Within a tensor these then take the same elements together wherever it is cut, so that an update has the bits
-of the update of the whole tensor: in bfloat16 torch rounds single elements otherwise than vectors of them.
+of the update of the whole tensor: in bfloat16 torch rounds single elements otherwise than vectors of them. It
+takes two vectors at a time, and a vector has at most 32 of them.
 """
 
 

@@ -7,7 +7,7 @@
 * ``state_bytes`` says how much memory a state takes, before there is one.
 """
 
-from pipec.runtime.optimizers.facade import PipelineOptimizer
+from pipec.runtime.optimizers.facade import Gather, PipelineOptimizer
 from pipec.runtime.optimizers.factory import Factory, is_elementwise
 from pipec.runtime.optimizers.norms import clip_factor, sum_of_squares
 from pipec.runtime.optimizers.stage import StageOptimizer

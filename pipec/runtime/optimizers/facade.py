@@ -51,7 +51,7 @@ class PipelineOptimizer(Optimizer):
             for name in names
         )
         self._stages: list[StageOptimizer] = []
-        self._gather: Gather = _alone
+        self._gather: Gather | None = None
         self._loaded: dict[str, Entries] = {}
         self._open = True
         super().__init__(_whole_groups(made, self._whole, parameters), _shared_defaults(made))
@@ -61,15 +61,15 @@ class PipelineOptimizer(Optimizer):
         """The optimizer of what this rank updates of a stage; see ``StageOptimizer``."""
         return StageOptimizer(self, self._factory, self._whole, owned)
 
-    def attach(self, stages: Sequence[StageOptimizer], gather: Gather | None = None) -> None:
+    def attach(self, stages: Sequence[StageOptimizer], gather: Gather) -> None:
         """Let these stages of this process hold the state: that of those before, or what was loaded.
 
-        Every process calls it. The groups then have the parameters that the stages update, which may be other
-        objects than before.
+        Every process calls it. The groups then have the parameters that the stages update; of several
+        replicas in this process, those of the first.
         """
         states = self._states()
-        self._stages, self._gather, self._loaded = list(stages), gather or _alone, {}
-        held = {name: parameter for stage in stages for name, parameter in stage.parameters.items()}
+        self._stages, self._gather, self._loaded = list(stages), gather, {}
+        held = {name: each for stage in reversed(stages) for name, each in stage.parameters.items()}
         for group in self.param_groups:
             named = zip(group["param_names"], group["params"], strict=True)
             group["params"] = [held.get(name, parameter) for name, parameter in named]
@@ -147,11 +147,10 @@ class PipelineOptimizer(Optimizer):
             {**hyperparameters(own), **hyperparameters(new), "params": new["params"]}
             for own, new in zip(self.param_groups, saved, strict=True)
         ]
-        if self._stages:
-            for stage in self._stages:
-                stage.load(states)
-        else:
+        if self._gather is None:
             self._loaded = states
+        for stage in self._stages:
+            stage.load(states)
         super().load_state_dict({"state": {}, "param_groups": groups})
 
     def facts(self) -> Facts:
@@ -163,7 +162,7 @@ class PipelineOptimizer(Optimizer):
         }
 
     def _states(self) -> dict[str, Entries]:
-        if not self._stages:
+        if self._gather is None:
             return self._loaded
         own = [part for stage in self._stages for part in stage.parts()]
         return merge(self._gather(own), {name: each.shape for name, each in self._whole.items()})
@@ -215,7 +214,3 @@ def _shared_defaults(made: Sequence[Optimizer]) -> dict[str, Any]:
     """The defaults that all of the optimizers have: LR schedulers look there for what they may change."""
     first, *others = (each.defaults for each in made)
     return {key: value for key, value in first.items() if all(key in other for other in others)}
-
-
-def _alone(parts: list[StatePart]) -> Sequence[list[StatePart]]:
-    return [parts]
