@@ -20,13 +20,15 @@ from pipec.errors import InputError
 from pipec.hardware.calibration import default_device_model
 from pipec.hardware.devices import DeviceModel, LinkModel
 from pipec.hardware.topology import Topology, alike, read_topology
-from pipec.ir import Mode
+from pipec.ir import NOTHING_MORE, Ending, Mode, Shard
 from pipec.pipeline import Pipeline
 from pipec.profiler import Show, profile_graph
 from pipec.runtime.execution import Ranks
 from pipec.runtime.facts import Facts, argument_fact, differences, tensor_kind
 from pipec.runtime.holder import ModelTensors
 from pipec.runtime.launch import Devices
+from pipec.runtime.optimizers import Factory
+from pipec.runtime.updates import Updates
 
 RECOMPUTE = ("auto", "none", "full")
 BATCH = ("same", "rank0")
@@ -52,6 +54,9 @@ def compile(
     microbatches: int | None = None,
     stages: int | None = None,
     replicas: int | tuple[int, ...] | str = 1,
+    optimizer: Factory | None = None,
+    clip_grad_norm: float | None = None,
+    shard: str | None = None,
     batch: str = "same",
     recompute: str = "auto",
     memory_limit: int | str | None = None,
@@ -81,6 +86,13 @@ def compile(
         replicas: how many ranks share each stage: 2 makes two pipelines of half as many stages. ``(3, 2, 1)``
             puts the first of three stages on three ranks and so on, under ``1f1b``. ``"auto"``: as many as
             the simulated step is fastest with.
+        optimizer: makes the optimizer of ``(name, parameter)`` pairs, such as
+            ``functools.partial(torch.optim.AdamW, lr=1e-3)``; every step then ends with its update, and
+            ``pipe.optimizer`` is there for LR schedulers and checkpoints. See docs/optimizers.md. None: you
+            step an optimizer of your own, made of ``pipe.parameters()``.
+        clip_grad_norm: with ``optimizer``, the most that the norm of the whole model's gradients may be.
+        shard: with ``optimizer``, what replicas divide among themselves: ``"optimizer"`` its state,
+            ``"gradients"`` their sums, too, ``"parameters"`` everything (ZeRO 1, 2 and 3).
         batch: what each rank passes to ``step`` under ``torchrun``. ``"same"``: the same whole mini-batch,
             which every step compares: shapes, types, values up to 64 kB, 4,096 values of a larger tensor.
             ``"rank0"``: anything or nothing, because every rank gets what rank 0 passes.
@@ -113,6 +125,9 @@ def compile(
             microbatches=microbatches,
             stages=stages,
             replicas=replicas,
+            optimizer=optimizer,
+            clip_grad_norm=clip_grad_norm,
+            shard=shard,
             batch=batch,
             recompute=recompute,
             memory_limit=memory_limit,
@@ -134,7 +149,8 @@ def compile(
     joined = topology_of(topology, ranks.count, device_model.link)
     if limit is not None:
         joined = joined.within(limit)
-    options = CompilerOptions(device_model, joined, recompute, measured)
+    updates, ending = _updates(optimizer, clip_grad_norm, shard, tensors)
+    options = CompilerOptions(device_model, joined, recompute, measured, ending)
     tuner = Autotuner(policy, may_recompute=recompute == "auto")
     compiler = Compiler(
         model,
@@ -147,7 +163,34 @@ def compile(
         dynamic,
         searches_replicas=replicas == "auto",
     )
-    return Pipeline(compiler, tensors, ranks, batch)
+    return Pipeline(compiler, tensors, ranks, batch, updates)
+
+
+def _updates(
+    factory: Factory | None, max_norm: float | None, shard: str | None, tensors: ModelTensors
+) -> tuple[Updates | None, Ending]:
+    """The optimizer of the programs, and what they are to do at the end of a step."""
+    if factory is None:
+        for name, value in (("clip_grad_norm", max_norm), ("shard", shard)):
+            if value is not None:
+                raise InputError(
+                    f"{name}={value!r} concerns the updates that a program makes; pass optimizer=..., such "
+                    "as functools.partial(torch.optim.AdamW, lr=1e-3), or leave it out"
+                )
+        return None, NOTHING_MORE
+    if not callable(factory):
+        raise InputError(
+            f"optimizer is {factory!r}; expected a function of (name, parameter) pairs, such as "
+            "functools.partial(torch.optim.AdamW, lr=1e-3)"
+        )
+    if max_norm is not None and not max_norm > 0:
+        raise InputError(f"clip_grad_norm is {max_norm!r}; expected a number above 0")
+    if shard is not None and shard not in list(Shard):
+        raise InputError(f"shard is {shard!r}; expected one of {', '.join(map(repr, map(str, Shard)))}")
+    unique = {name: x for name, x in tensors.parameters.items() if tensors.canonical[name] == name}
+    kind = None if shard is None else Shard(shard)
+    ending = Ending(updates=True, clips=max_norm is not None, shard=kind)
+    return Updates(factory, max_norm, unique), ending
 
 
 def _require_same_arguments(ranks: Ranks, model: nn.Module, **given: object) -> None:

@@ -23,6 +23,7 @@ from pipec.runtime.facts import Facts, leaf_fact
 from pipec.runtime.handle import Handle, holders, homes
 from pipec.runtime.holder import Emptied, ModelTensors, fill, forget, hold, put_back
 from pipec.runtime.results import merge
+from pipec.runtime.updates import Updates
 from pipec.timeline.events import Timeline
 from pipec.timeline.trace import Trace, measured_timeline
 from pipec.torch_compat import pytree
@@ -38,8 +39,15 @@ class Pipeline(Handle):
     ``full_state_dict`` and ``gather_into`` bring the whole together again.
     """
 
-    def __init__(self, compiler: Compiler, tensors: ModelTensors, ranks: Ranks, batch: str = "same") -> None:
-        super().__init__(ranks)
+    def __init__(
+        self,
+        compiler: Compiler,
+        tensors: ModelTensors,
+        ranks: Ranks,
+        batch: str = "same",
+        updates: Updates | None = None,
+    ) -> None:
+        super().__init__(ranks, updates=updates)
         self._batch = batch
         self._emptied = Emptied()
         self._refilled = False
@@ -51,6 +59,8 @@ class Pipeline(Handle):
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
         """Run forward and backward of one mini-batch. Gradients are added to ``.grad``.
+
+        If the pipeline was compiled with an optimizer, the step ends with its update, which clears them.
 
         The arguments are those of the model for the whole mini-batch, and ``target`` goes to the loss
         function. Every rank passes the same, unless ``compile`` was told otherwise. Tensors whose
@@ -66,6 +76,8 @@ class Pipeline(Handle):
         """
         loss = self._run(Mode.TRAIN, self._agreed("step", args, kwargs, target))["loss"]
         self._num_steps += 1
+        if self._updates is not None and not self._accumulates:
+            self._updates.optimizer.count_step()
         return loss
 
     def eval_step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
@@ -187,7 +199,7 @@ class Pipeline(Handle):
         """
         if not self._ranks.world.distributed:
             return self._checked(kind, args, kwargs, target)
-        facts, call, refusal = self._mode_facts(), Call((), {}), None
+        facts, call, refusal = self._mode_facts(kind), Call((), {}), None
         sent = self._batch == "rank0"
         if not sent or self._ranks.world.rank == 0:
             try:
@@ -204,12 +216,15 @@ class Pipeline(Handle):
     def _sent(self, kind: str, call: Call) -> Call:
         leaves, structure = pytree.tree_flatten(call.tree)
         doing = f"sharing rank 0's batch of {kind}"
-        sent, structure = self._ranks.agreement.from_rank_0(doing, leaves, structure)
+        sent, structure = self._ranks.agreement.from_rank(0, doing, leaves, structure)
         return Call(*pytree.tree_unflatten(sent, structure))
 
-    def _mode_facts(self) -> Facts:
+    def _mode_facts(self, kind: str) -> Facts:
         flags = self._compiler.training_flags()
-        return {"modules in training mode": f"{sum(flags)} of {len(flags)} ({hash(flags) & 0xFFFF:x})"}
+        facts = {"modules in training mode": f"{sum(flags)} of {len(flags)} ({hash(flags) & 0xFFFF:x})"}
+        if kind == "step" and self._updates is not None:
+            facts |= {"accumulates": str(self._accumulates), **self._updates.optimizer.facts()}
+        return facts
 
     def _checked(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Call:
         call = _call(args, kwargs, target)
@@ -255,9 +270,8 @@ class Pipeline(Handle):
         for execution, (_, sizes) in zip(executions, groups, strict=True):
             rows = call if len(groups) == 1 else call.rows(start, start + sum(sizes))
             recorded = self._recorded if mode is Mode.TRAIN else None
-            parts.append(
-                execution.run(rows.leaves, sizes, batch, self._seed + start, self._num_steps, recorded)
-            )
+            seed, update = self._seed + start, execution is executions[-1] and not self._accumulates
+            parts.append(execution.run(rows.leaves, sizes, batch, seed, self._num_steps, recorded, update))
             start += sum(sizes)
         return parts[0] if len(parts) == 1 else self._joined(groups, parts)
 
@@ -319,7 +333,7 @@ class Pipeline(Handle):
         for module in (self, self._compiler.model):
             put_back(module, own)
         self._tensors = self._tensors.replaced(own)
-        self._executions.clear()
+        self._unlink()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)

@@ -35,7 +35,7 @@ def build_ending(
         return Ending(averaged=averaged)
     lent = {v.name for link in links if link.payload is Payload.WEIGHT for v in link.values}
     buckets = tuple(
-        _priced(bucket, placement[stage.index], topology)
+        _priced(bucket, placement[stage.index], topology, asked.shard is not None)
         for stage in stages
         if len(placement[stage.index]) > 1
         for bucket in _buckets(stage, values, links, lent)
@@ -62,7 +62,7 @@ def _buckets(
             key = (values[fqn].dtype, fqn in lent, fqn if is_sparse else None)
             groups.setdefault(key, []).append(values[fqn])
     for parameters in groups.values():
-        yield Bucket(stage.index, tuple(parameters))
+        yield Bucket(stage.index, tuple(parameters), parameters[0].name in lent)
 
 
 def _gradients(stage: StageFunctions) -> dict[str, bool]:
@@ -72,10 +72,9 @@ def _gradients(stage: StageFunctions) -> dict[str, bool]:
     return {fqn: made[fqn].meta["val"].layout is torch.sparse_coo for fqn in names if fqn in made}
 
 
-def _priced(bucket: Bucket, ranks: Sequence[int], topology: Topology) -> Bucket:
+def _priced(bucket: Bucket, ranks: Sequence[int], topology: Topology, is_sharded: bool) -> Bucket:
+    """The bucket with its seconds. Where state is sharded, each replica gets its share of the sums alone."""
     num_bytes = sum(value_bytes(value, 1) for value in bucket.parameters)
-    return replace(
-        bucket,
-        reduce_seconds=all_reduce_seconds(topology, ranks, num_bytes),
-        gather_seconds=gather_seconds(topology, ranks, num_bytes),
-    )
+    gather = gather_seconds(topology, ranks, num_bytes)
+    reduce = gather if is_sharded else all_reduce_seconds(topology, ranks, num_bytes)
+    return replace(bucket, reduce_seconds=reduce, gather_seconds=gather)

@@ -16,6 +16,7 @@ from pipec.runtime.interpreter import Interpreter
 from pipec.runtime.launch import Devices, resolve_devices, world
 from pipec.runtime.recording import RecordedStep, Stamps
 from pipec.runtime.transport import InProcess, Transport
+from pipec.runtime.updates import Updates
 
 T = TypeVar("T")
 
@@ -88,6 +89,7 @@ class Execution:
         parameters: Mapping[str, Tensor],
         buffers: Mapping[str, Tensor],
         ranks: Ranks,
+        updates: Updates | None = None,
     ) -> None:
         self.artifact = artifact
         self._ranks = ranks
@@ -107,6 +109,7 @@ class Execution:
                 ranks.transport(rank),
                 device,
                 functools.partial(_owns_tensors, plan, rank, is_distributed),
+                updates,
             )
             for rank, device in ranks.devices.items()
         ]
@@ -119,6 +122,7 @@ class Execution:
         seed: int,
         step: int,
         recorded: list[RecordedStep] | None = None,
+        update: bool = True,
     ) -> dict[str, Tensor]:
         """Run one step; returns its results by name.
 
@@ -129,11 +133,14 @@ class Execution:
             seed: Seeds the random operators, together with ``step``.
             step: The number of the step.
             recorded: If the step succeeds, its times on the ranks of this process are appended.
+            update: Whether a program that updates does so.
         """
         microbatches = self._split(leaves, sizes)
         stamps: dict[int, Stamps] = {} if recorded is None else {rank: [] for rank in self._ranks.devices}
         jobs = [
-            functools.partial(interpreter.run, microbatches, sizes, seed, step, batch, stamps.get(rank))
+            functools.partial(
+                interpreter.run, microbatches, sizes, seed, step, batch, stamps.get(rank), update
+            )
             for rank, interpreter in zip(self._ranks.devices, self._interpreters, strict=True)
         ]
         results = jobs[0]() if self._ranks.world.distributed else self._ranks.in_process.run(jobs)[0]

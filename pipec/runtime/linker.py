@@ -211,7 +211,8 @@ class _Linker:
                     f"stage {stage}, {reader}: the parameters {', '.join(sorted(unlent))} are borrowed, but "
                     "no weight link has brought them; add one to the plan, from the stage that owns them"
                 )
-            return [call for delivery in self._lent[stage].values() for call in delivery.awaited()]
+            lent = [call for delivery in self._lent[stage].values() for call in delivery.awaited()]
+            return [*lent, *self._ending.gathered(stage)]
         if name == "buffers" and reader == Phase.FORWARD and bound.code.UPDATED_BUFFERS:
             return [functools.partial(bound.show_buffers, microbatch)]
         return []

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -104,6 +104,16 @@ class BoundStage:
         frame["rng"] = functools.partial(generator, self.device, *seed, microbatch)
         frame["constants"] = self._constants(size)
         return frame
+
+    def show_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Let phase functions find these parameters."""
+        for fqn, weight in weights.items():
+            self.weights[self.code.PARAMETERS.index(fqn)] = weight
+
+    def hide_weights(self, fqns: Iterable[str]) -> None:
+        """Let go of parameters that ``show_weights`` has brought."""
+        for fqn in fqns:
+            self.weights[self.code.PARAMETERS.index(fqn)] = _UNLENT
 
     def show_buffers(self, microbatch: int) -> None:
         """Give a microbatch the buffers as they are now. It keeps them from its forward to its backward."""
