@@ -311,6 +311,7 @@ FOREIGN = nn.Parameter(torch.zeros(3, 3))
 @pytest.mark.parametrize(
     ("factory", "message"),
     [
+        (optim.SGD([FOREIGN]), "takes a factory, not the SGD itself; pass .*functools.partial"),
         (lambda named: None, "returned None; expected a torch.optim.Optimizer"),
         (lambda named: [], r"returned \[\]; expected"),
         (lambda named: [optim.SGD(named), "AdamW"], "expected a torch.optim.Optimizer or a list"),
