@@ -38,6 +38,10 @@ from pipec.runtime.transport import Receiver, Send
 
 T = TypeVar("T")
 
+# Their names since torch 2.13, and before.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 _transport_numbers = itertools.count()
 """Numbers the transports of a process, so that each writes to its own part of the store.
 
@@ -259,14 +263,10 @@ class _Group:
         return self._start(lambda group: dist.all_reduce(tensor, group=group, async_op=True))
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Wait:
-        return self._start(
-            lambda group: dist.reduce_scatter_tensor(output, tensor, group=group, async_op=True)
-        )
+        return self._start(lambda group: _reduce_scatter(output, tensor, group=group, async_op=True))
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Wait:
-        return self._start(
-            lambda group: dist.all_gather_into_tensor(output, tensor, group=group, async_op=True)
-        )
+        return self._start(lambda group: _all_gather(output, tensor, group=group, async_op=True))
 
     def _start(self, collective: Callable[[dist.ProcessGroup], dist.Work | None]) -> Wait:
         with self._transport.explaining(self._doing) as connections:
