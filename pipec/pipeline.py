@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,6 +29,9 @@ from pipec.timeline.trace import Trace, measured_timeline
 from pipec.torch_compat import pytree
 from pipec.viz import Step, draw_steps, steps_text
 
+Groups = list[tuple[Compiled, list[int]]]
+"""What runs each group of consecutive microbatches of a batch, and their rows."""
+
 
 class Pipeline(Handle):
     """A model cut into stages. Make one with :func:`pipec.compile`.
@@ -53,7 +56,7 @@ class Pipeline(Handle):
         self._refilled = False
         self._compiler = compiler
         self._tensors = tensors
-        self._groups: dict[Hashable, list[tuple[Compiled, list[int]]]] = {}
+        self._groups: dict[Hashable, Groups] = {}
         self.training = compiler.model.training
         hold(self, tensors)
 
@@ -135,10 +138,23 @@ class Pipeline(Handle):
         """
         held = self._tensors_by_fqn(every_name=True)
         own = {name: x for name, x in state_dict.items() if name in held or name not in self._canonical}
-        result = super().load_state_dict(own, strict, assign)
+        if assign:
+            self._release_shares()
+        with self._gathered():
+            result = super().load_state_dict(own, strict, assign)
         if assign:
             self._adopt_replaced()
         return result
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The state of this rank's stages, under the model's names.
+
+        Where parameters are kept in shares, they are gathered and copied: every rank then calls this.
+        """
+        with self._gathered():
+            state = super().state_dict(*args, **kwargs)
+            shared = self._updates is not None and self._updates.keeps_shares
+            return {name: x.detach().clone() for name, x in state.items()} if shared else state
 
     @property
     def plan(self) -> Plan:
@@ -241,7 +257,7 @@ class Pipeline(Handle):
             )
         return call
 
-    def _compiled(self, mode: Mode, call: Call) -> list[tuple[Compiled, list[int]]]:
+    def _compiled(self, mode: Mode, call: Call) -> Groups:
         """What runs each group of consecutive microbatches, and their sizes.
 
         A batch that does not divide evenly has microbatches of two sizes. If one compiled graph cannot serve
@@ -259,12 +275,18 @@ class Pipeline(Handle):
             self._refilled = False
         return groups
 
-    def _compile(self, mode: Mode, call: Call) -> list[tuple[Compiled, list[int]]]:
+    def _compile(self, mode: Mode, call: Call) -> Groups:
         with self._emptied.shaped(self._tensors.unique()):
             return self._compiler.compile(mode, call)
 
     def _run(self, mode: Mode, call: Call) -> dict[str, Tensor]:
         groups = self._compiled(mode, call)
+        if mode is Mode.TRAIN:
+            return self._run_groups(mode, call, groups)
+        with self._gathered():
+            return self._run_groups(mode, call, groups)
+
+    def _run_groups(self, mode: Mode, call: Call, groups: Groups) -> dict[str, Tensor]:
         executions = [self._execution(compiled.artifact) for compiled, _ in groups]
         batch, start, parts = call.batch_size, 0, []
         for execution, (_, sizes) in zip(executions, groups, strict=True):
@@ -275,14 +297,16 @@ class Pipeline(Handle):
             start += sum(sizes)
         return parts[0] if len(parts) == 1 else self._joined(groups, parts)
 
-    def _joined(
-        self, groups: list[tuple[Compiled, list[int]]], parts: list[dict[str, Tensor]]
-    ) -> dict[str, Tensor]:
+    def _joined(self, groups: Groups, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         """Join the results of groups of microbatches into those of the batch."""
         counts = [sum(sizes) for _, sizes in groups]
         values = {v.name: v for x in groups[0][0].artifact.plan.links if x.target == -1 for v in x.values}
         rows = sum(counts)
         return {n: merge(value, [part[n] for part in parts], counts, rows) for n, value in values.items()}
+
+    def _empty(self, fqns: Sequence[str]) -> None:
+        unique = self._tensors.unique()
+        self._emptied.empty({fqn: unique[fqn] for fqn in fqns})
 
     def _keep_own_tensors(self, plan: Plan) -> None:
         """Move each tensor to the device of the stage that owns it, and empty those of other processes."""
@@ -310,10 +334,15 @@ class Pipeline(Handle):
 
     def _whole(self, kind: str, names: Collection[str], all_ranks: bool) -> dict[str, Tensor]:
         """Copies on the CPU of the tensors of all ranks, on rank 0 or on all ranks; elsewhere nothing."""
+        if self._ranks.world.distributed:
+            self._require_same(f"{kind}(all_ranks={all_ranks})", {})
+        with self._gathered():
+            return self._collected(names, all_ranks)
+
+    def _collected(self, names: Collection[str], all_ranks: bool) -> dict[str, Tensor]:
         unique = {fqn: tensor.detach() for fqn, tensor in self._tensors.unique().items() if fqn in names}
         if not self._ranks.world.distributed:
             return {fqn: tensor.to("cpu", copy=True) for fqn, tensor in unique.items()}
-        self._require_same(f"{kind}(all_ranks={all_ranks})", {})
         readers = range(self._ranks.count) if all_ranks else [0]
         reads, whole = self._ranks.world.rank in readers, {}
         for fqn, tensor in unique.items():
@@ -333,7 +362,7 @@ class Pipeline(Handle):
         for module in (self, self._compiler.model):
             put_back(module, own)
         self._tensors = self._tensors.replaced(own)
-        self._unlink()
+        self._executions.clear()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)

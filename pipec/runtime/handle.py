@@ -15,6 +15,7 @@ from pipec.errors import InputError
 from pipec.ir import Plan, Program
 from pipec.runtime.execution import Execution, Ranks
 from pipec.runtime.facts import Facts, differences, rank_names
+from pipec.runtime.group import Group
 from pipec.runtime.optimizers import PipelineOptimizer, StatePart
 from pipec.runtime.recording import RecordedStep
 from pipec.runtime.updates import Updates
@@ -149,10 +150,30 @@ class Handle(nn.Module):
             return None
         if self._updates is None:
             raise InputError("the program updates its weights, and so needs an optimizer: pass optimizer=...")
-        ranks, is_distributed = list(self._ranks.devices), self._ranks.world.distributed
-        own = dict(self.named_parameters())
-        self._empty(self._updates.bind(plan, own, ranks, is_distributed, self._gathered_states))
+        if not self._updates.is_bound_to(plan):
+            self._release_shares()
+            ranks, is_distributed = list(self._ranks.devices), self._ranks.world.distributed
+            own = dict(self.named_parameters())
+            self._empty(self._updates.bind(plan, own, ranks, is_distributed, self._gathered_states))
         return self._updates
+
+    def _release_shares(self) -> None:
+        """Let parameters that are kept in shares be whole, before they are divided in another way."""
+        if self._updates is not None:
+            self._updates.release(dict(self.named_parameters()), self._group_of)
+
+    @contextlib.contextmanager
+    def _gathered(self) -> Iterator[None]:
+        """Let parameters that are kept in shares be whole inside a ``with``. Every rank does so together."""
+        if self._updates is None:
+            yield
+        else:
+            with self._updates.gathered(dict(self.named_parameters()), self._group_of):
+                yield
+
+    def _group_of(self, rank: int, stage: int) -> Group:
+        assert self._trained is not None, "parameters are divided as a program says"
+        return self._ranks.transport(rank).group(self._trained.plan.placement[stage])
 
     def _empty(self, fqns: Sequence[str]) -> None:
         """Give back the memory of parameters that are kept in shares."""
@@ -172,12 +193,6 @@ class Handle(nn.Module):
             theirs, shape = self._ranks.agreement.from_rank(rank, doing, leaves, structure)
             found.append([StatePart(*part) for part in pytree.tree_unflatten(theirs, shape)])
         return found
-
-    def _unlink(self) -> None:
-        """Let artifacts be linked anew to tensors that may have been replaced."""
-        self._executions.clear()
-        if self._updates is not None:
-            self._updates.forget()
 
     def _parameter_kinds(self) -> dict[str, torch.dtype]:
         """The type of the norm of each parameter of the whole model, in the model's order."""
@@ -222,8 +237,9 @@ class Handle(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """``to_empty`` and its kin call this. It may replace tensors, so artifacts are linked anew."""
+        self._release_shares()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._unlink()
+        self._executions.clear()
         return self
 
 
