@@ -8,6 +8,7 @@ from torch import Tensor
 from pipec.ir import Bucket
 from pipec.runtime.group import Group, Wait
 from pipec.runtime.stage import BoundStage
+from pipec.runtime.storage import is_exclusive
 
 
 class FlatLayout:
@@ -37,6 +38,7 @@ class GradientReduction:
         self._layout = FlatLayout([stage.weights[index] for index in self._indices])
         self._dtype = stage.weights[self._indices[0]].dtype
         self._sums: list[Tensor | None] = []
+        self._flat: Tensor | None = None
         self._wait: Wait = _nothing
 
     def start(self) -> None:
@@ -45,7 +47,7 @@ class GradientReduction:
         if totals[0] is not None and totals[0].is_sparse:
             self._sums = [_sum_of_rows(totals[0], self._group)]
             return
-        flat = torch.empty(self._layout.size, dtype=self._dtype, device=self._stage.device)
+        flat = self._memory()
         self._sums = []
         for number, view in enumerate(self._layout.views(flat)):
             total, totals[number] = totals[number], None
@@ -56,6 +58,12 @@ class GradientReduction:
                 self._sums.append(view.copy_(total))
             del total
         self._wait = self._group.all_reduce(flat)
+
+    def _memory(self) -> Tensor:
+        """That of the step before, unless somebody still holds what came out of it."""
+        if self._flat is None or not is_exclusive(self._flat):
+            self._flat = torch.empty(self._layout.size, dtype=self._dtype, device=self._stage.device)
+        return self._flat
 
     def finish(self) -> None:
         """Wait for the sums, and add them to ``.grad``."""

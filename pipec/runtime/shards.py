@@ -73,10 +73,12 @@ class BucketShard:
     def start_reduce(self, totals: Mapping[str, Tensor | None], group: Group) -> None:
         """Start to sum gradients over the replicas. The memory of those that are given may be given back."""
         self.finish_reduce()
-        flat = self._own.new_zeros(self.sharding.width * self.sharding.num_replicas)
+        flat = self._own.new_empty(self.sharding.width * self.sharding.num_replicas)
         for name, view in views(self.sharding, self._like, flat).items():
             total = totals[name]
-            if total is not None:
+            if total is None:
+                view.zero_()
+            else:
                 view.copy_(total)
                 self._differentiated.add(name)
         part = torch.empty_like(self._own)
