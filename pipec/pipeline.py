@@ -253,10 +253,9 @@ class Pipeline(Handle):
         executions = [self._execution(compiled.artifact) for compiled, _ in groups]
         batch, start, parts = call.batch_size, 0, []
         for execution, (_, sizes) in zip(executions, groups, strict=True):
-            rows = call if len(groups) == 1 else call.rows(start, start + sum(sizes))
             recorded = self._recorded if mode is Mode.TRAIN else None
             parts.append(
-                execution.run(rows.leaves, sizes, batch, self._seed + start, self._num_steps, recorded)
+                execution.run(call.leaves, sizes, batch, self._seed + start, self._num_steps, recorded, start)
             )
             start += sum(sizes)
         return parts[0] if len(parts) == 1 else self._joined(groups, parts)

@@ -13,6 +13,7 @@ from pipec import torch_compat
 from pipec.capture.call import Call
 from pipec.capture.classify import classify
 from pipec.capture.diagnosis import lines_in, model_line
+from pipec.capture.of_batch import lift_of_batch
 from pipec.capture.tied import merge_tied_arguments, merge_tied_gradients
 from pipec.errors import CaptureError, InputError
 from pipec.graph import (
@@ -58,7 +59,8 @@ class Traced:
 
     ``call`` is the sample that was traced; ``batch_size`` is the size of the microbatch that it stands for.
     ``fqns`` maps the names of tensors in the joint graph to their names in the model, where a tied tensor has
-    one. ``constants`` are the tensors that belong to the loss function alone.
+    one. ``constants`` are the tensors that belong to the loss function alone. ``unclear`` is the call after
+    which it is not known how the losses of microbatches make that of the batch.
     """
 
     joint: torch_compat.JointGraph
@@ -69,6 +71,7 @@ class Traced:
     symbolic: bool
     fqns: Mapping[str, str]
     constants: Mapping[str, Tensor]
+    unclear: str = ""
 
 
 class ValueDependentError(Exception):
@@ -104,6 +107,8 @@ def training_graph(traced: Traced) -> TrainingGraph:
             node.meta["changed"] = node.meta["role"].fqn in changed
     _drop_what_does_nothing(graph)
     _check_calls(graph)
+    lifted = _lift_constants(module, traced.mode)
+    of_batch = lift_of_batch(graph)
     classify(graph)
     return _checked(
         TrainingGraph(
@@ -114,7 +119,9 @@ def training_graph(traced: Traced) -> TrainingGraph:
             traced.batch_size,
             batch,
             tuple(guard.subs(traced.joint.replacements) for guard in traced.joint.guards),
-            constants={**_used(graph, traced.constants), **_lift_constants(module, traced.mode)},
+            constants={**_used(graph, of_batch, traced.constants), **lifted},
+            of_batch=of_batch,
+            unclear=traced.unclear,
             output_spec=output_spec,
         )
     )
@@ -284,8 +291,9 @@ def _lift_constants(module: fx.GraphModule, mode: Mode) -> dict[str, Tensor]:
     return constants
 
 
-def _used(graph: fx.Graph, constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    read = {node.meta["role"] for node in graph.find_nodes(op="placeholder") if node.users}
+def _used(graph: fx.Graph, of_batch: fx.Graph | None, constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    arguments = [x for each in (graph, of_batch) if each for x in each.find_nodes(op="placeholder")]
+    read = {node.meta["role"] for node in arguments if node.users}
     return {fqn: value for fqn, value in constants.items() if Buffer(fqn) in read}
 
 

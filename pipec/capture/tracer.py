@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pipec import torch_compat
+from pipec.capture.add_up import add_up, place_of
 from pipec.capture.call import Call
 from pipec.capture.diagnosis import brief, capture_error
 from pipec.capture.normalize import Traced, training_graph
@@ -212,10 +213,19 @@ class _Tracer:
         captured = front_end(self._step, sample.tree, batched)
         operators = number_operators(captured.module)
         _warn_of_changed_state(self._step.model, captured.changed_state)
+        unclear = self._add_up(captured, sample)
         joint = torch_compat.differentiate(captured, training=self._mode is Mode.TRAIN)
         return training_graph(
-            Traced(joint, self._mode, operators, sample, size, symbolic, self._fqns, self._constants)
+            Traced(joint, self._mode, operators, sample, size, symbolic, self._fqns, self._constants, unclear)
         )
+
+    def _add_up(self, captured: Captured, sample: Call) -> str:
+        """Make the losses of microbatches add up; returns the call after which that is not known, if any."""
+        batched = [path for path, split in zip(sample.paths, sample.batched(), strict=True) if split]
+        has_loss = self._mode is not Mode.FORWARD
+        meanings = add_up(captured.module, batched, self._call.batch_size, has_loss)
+        because = meanings[0].because if has_loss else None
+        return place_of(because) if because else ""
 
 
 def _model_names(step: _Step, canonical: Mapping[str, str]) -> tuple[dict[str, str], dict[str, Tensor]]:

@@ -1,6 +1,7 @@
 """What was compiled for which call of a model, and where its first call put stages and parameters."""
 
 import copy
+import logging
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from pipec.compiler.alternatives import refused
 from pipec.compiler.autotuner import Autotuner, Choice, fastest_cut
 from pipec.compiler.pass_list import CompilerOptions
 from pipec.compiler.staged import StagedGraph, Trial
-from pipec.errors import InfeasibleError
+from pipec.errors import InfeasibleError, InputError
 from pipec.graph import TrainingGraph
 from pipec.hardware.topology import Topology
 from pipec.ir import Alternative, Mode, Placement
@@ -27,6 +28,8 @@ from pipec.passes import Pass
 from pipec.passes.follow_owners import FollowOwners, Owners, owners_of
 from pipec.plan.memory import shortfall
 from pipec.torch_compat import pytree
+
+log = logging.getLogger("pipec")
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +80,7 @@ class Compiler:
     _settled: Settled | None = None
     _staged: dict[Signature, list[StagedGraph]] = field(default_factory=dict)
     _compiled: dict[tuple[StagedGraph, int, int], Compiled] = field(default_factory=dict)
+    _warned: set[str] = field(default_factory=set)
 
     def compile(self, mode: Mode, call: Call) -> list[tuple[Compiled, list[int]]]:
         """What runs the microbatches of ``call``: groups of consecutive ones, with the rows of each.
@@ -94,7 +98,20 @@ class Compiler:
             served = list(takewhile(staged.graph.serves, rest))
             groups.append((self._group(staged, len(served), rest[0]), served))
             rest = rest[len(served) :]
+        if mode is not Mode.FORWARD and count > 1:
+            self._warn_of_unclear_loss(self._staged[signature][0].graph.unclear)
+        _check_groups(groups)
         return groups
+
+    def _warn_of_unclear_loss(self, unclear: str) -> None:
+        if unclear and unclear not in self._warned:
+            self._warned.add(unclear)
+            log.warning(
+                "the losses of microbatches are averaged, each weighted by its rows, but that need not be "
+                "the loss of the batch: see %s. Say how they add up with microbatch_weight=..., or reduce "
+                "with sums and means over rows",
+                unclear,
+            )
 
     def training_flags(self) -> tuple[bool, ...]:
         """Which modules are in training mode."""
@@ -213,6 +230,17 @@ class Compiler:
 
     def _note(self, what: str, seconds: float) -> None:
         self.seconds[what] = self.seconds.get(what, 0.0) + seconds
+
+
+def _check_groups(groups: Sequence[tuple[Compiled, list[int]]]) -> None:
+    """Refuse values of the whole mini-batch where no code can take all of it."""
+    if len(groups) > 1 and any(stage.of_batch for stage in groups[0][0].artifact.plan.stages):
+        sizes = [size for _, group in groups for size in group]
+        raise InputError(
+            f"the loss needs a count over the whole mini-batch, but its {len(sizes)} microbatches of "
+            f"{max(sizes)} and {min(sizes)} rows are compiled apart, because the model makes a constant of "
+            f"the batch. Pass a batch that {len(sizes)} microbatches divide, as drop_last=True does"
+        )
 
 
 def on_device(model: nn.Module, call: Call, device: torch.device) -> tuple[nn.Module, Call]:

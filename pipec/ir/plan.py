@@ -23,7 +23,8 @@ class Stage:
 
     ``parameters`` are the FQNs of ``w`` in the generated code, in order; ``borrowed`` is the subset
     owned by another stage (tied weights). ``updated_buffers`` is the subset of ``buffers`` that the
-    forward replaces (BatchNorm statistics).
+    forward replaces (BatchNorm statistics). ``of_batch`` names what the stage's function of that name
+    computes of the whole mini-batch, once a step.
     """
 
     index: int
@@ -34,6 +35,7 @@ class Stage:
     borrowed: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
     updated_buffers: tuple[str, ...] = ()
+    of_batch: tuple[str, ...] = ()
     recompute: bool = False
     cost: StageCost = StageCost()
 
