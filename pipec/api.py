@@ -27,6 +27,7 @@ from pipec.runtime.execution import Ranks
 from pipec.runtime.facts import Facts, argument_fact, differences, tensor_kind
 from pipec.runtime.holder import ModelTensors
 from pipec.runtime.launch import Devices
+from pipec.runtime.weights import WORDS, MicrobatchWeight, name_of
 
 RECOMPUTE = ("auto", "none", "full")
 BATCH = ("same", "rank0")
@@ -51,6 +52,7 @@ def compile(
     schedule: ScheduleChoice = "1f1b",
     microbatches: int | None = None,
     batch: str = "same",
+    microbatch_weight: MicrobatchWeight | None = None,
     recompute: str = "auto",
     memory_limit: int | str | None = None,
     topology: Topology | str | Path | None = None,
@@ -76,6 +78,10 @@ def compile(
         batch: what each rank passes to ``step`` under ``torchrun``. ``"same"``: the same whole mini-batch,
             which every step compares: shapes, types, values up to 64 kB, 4,096 values of a larger tensor.
             ``"rank0"``: anything or nothing, because every rank gets what rank 0 passes.
+        microbatch_weight: how much the loss of a microbatch counts, where the model does not show it: a
+            function of what ``step`` takes, called with a microbatch's rows of it, that returns a number. The
+            loss is then the mean with these weights. ``"rows"`` is the mean by rows, and ``"sum"`` adds
+            losses up. None: read off the graph, and a warning says where that cannot be.
         recompute: ``"none"`` keeps every value the backward needs; ``"full"`` keeps only what a stage
             received and computes the rest again; ``"auto"`` does so where ``memory_limit`` forces it to.
         memory_limit: bytes per device, or text such as ``"16GiB"``. Optimizer state is not counted.
@@ -104,6 +110,7 @@ def compile(
             schedule=schedule,
             microbatches=microbatches,
             batch=batch,
+            microbatch_weight=microbatch_weight,
             recompute=recompute,
             memory_limit=memory_limit,
             topology=Path(topology) if isinstance(topology, str) else topology,
@@ -112,6 +119,11 @@ def compile(
     for name, value, known in (("recompute", recompute, RECOMPUTE), ("batch", batch, BATCH)):
         if value not in known:
             raise InputError(f"{name} is {value!r}; expected one of {', '.join(map(repr, known))}")
+    if not (microbatch_weight is None or callable(microbatch_weight) or microbatch_weight in WORDS):
+        raise InputError(
+            f"microbatch_weight is {microbatch_weight!r}; expected a function that returns a number, or one "
+            f"of {', '.join(map(repr, WORDS))}"
+        )
     if microbatches is not None and microbatches < 1:
         raise InputError(f"microbatches is {microbatches}; expected at least 1, or None to let pipec choose")
     limit = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
@@ -125,8 +137,18 @@ def compile(
         joined = joined.within(limit)
     options = CompilerOptions(device_model, joined, recompute, measured)
     tuner = Autotuner(SchedulePolicy(schedule, ranks.count), may_recompute=recompute == "auto")
-    compiler = Compiler(model, loss_fn, tuner, options, device, tensors.canonical, microbatches, dynamic)
-    return Pipeline(compiler, tensors, ranks, batch)
+    compiler = Compiler(
+        model,
+        loss_fn,
+        tuner,
+        options,
+        device,
+        tensors.canonical,
+        microbatches,
+        dynamic,
+        name_of(microbatch_weight),
+    )
+    return Pipeline(compiler, tensors, ranks, batch, microbatch_weight)
 
 
 def _require_same_arguments(ranks: Ranks, model: nn.Module, **given: object) -> None:

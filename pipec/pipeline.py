@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,6 +23,7 @@ from pipec.runtime.facts import Facts, leaf_fact
 from pipec.runtime.handle import Handle, homes, owners
 from pipec.runtime.holder import Emptied, ModelTensors, fill, forget, hold, put_back
 from pipec.runtime.results import merge
+from pipec.runtime.weights import MicrobatchWeight, loss_shares
 from pipec.timeline.events import Timeline
 from pipec.timeline.trace import Trace, measured_timeline
 from pipec.torch_compat import pytree
@@ -38,8 +39,16 @@ class Pipeline(Handle):
     ``full_state_dict`` and ``gather_into`` bring the whole together again.
     """
 
-    def __init__(self, compiler: Compiler, tensors: ModelTensors, ranks: Ranks, batch: str = "same") -> None:
+    def __init__(
+        self,
+        compiler: Compiler,
+        tensors: ModelTensors,
+        ranks: Ranks,
+        batch: str = "same",
+        microbatch_weight: MicrobatchWeight | None = None,
+    ) -> None:
         super().__init__(ranks)
+        self._weight = microbatch_weight
         self._batch = batch
         self._emptied = Emptied()
         self._refilled = False
@@ -252,18 +261,27 @@ class Pipeline(Handle):
         groups = self._compiled(mode, call)
         executions = [self._execution(compiled.artifact) for compiled, _ in groups]
         batch, start, parts = call.batch_size, 0, []
+        shares = self._loss_shares(mode, call, [size for _, sizes in groups for size in sizes])
+        recorded = self._recorded if mode is Mode.TRAIN else None
         for execution, (_, sizes) in zip(executions, groups, strict=True):
-            recorded = self._recorded if mode is Mode.TRAIN else None
-            parts.append(
-                execution.run(call.leaves, sizes, batch, self._seed + start, self._num_steps, recorded, start)
-            )
+            own = None if shares is None else [shares.pop(0) for _ in sizes]
+            seed, step = self._seed + start, self._num_steps
+            parts.append(execution.run(call.leaves, sizes, batch, seed, step, recorded, start, own))
             start += sum(sizes)
-        return parts[0] if len(parts) == 1 else self._joined(groups, parts)
+        return parts[0] if len(parts) == 1 else self._joined(groups, parts, shares is not None)
+
+    def _loss_shares(self, mode: Mode, call: Call, sizes: Sequence[int]) -> list[float] | None:
+        if mode is Mode.FORWARD:
+            return None
+        leaves, structure = pytree.tree_flatten(call.tree)
+        return loss_shares(self._weight, leaves, structure, call.batched(), sizes)
 
     def _joined(
-        self, groups: list[tuple[Compiled, list[int]]], parts: list[dict[str, Tensor]]
+        self, groups: list[tuple[Compiled, list[int]]], parts: list[dict[str, Tensor]], has_shares: bool
     ) -> dict[str, Tensor]:
         """Join the results of groups of microbatches into those of the batch."""
+        if has_shares:
+            return {"loss": torch.stack([part["loss"] for part in parts]).sum(0)}
         counts = [sum(sizes) for _, sizes in groups]
         values = {v.name: v for x in groups[0][0].artifact.plan.links if x.target == -1 for v in x.values}
         return {name: merge(value, [part[name] for part in parts], counts) for name, value in values.items()}

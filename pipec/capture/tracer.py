@@ -45,6 +45,7 @@ def capture(
     canonical: Mapping[str, str] | None = None,
     device: torch.device = CPU,
     symbolic: bool = True,
+    adds_up: bool = True,
 ) -> TrainingGraph:
     """Trace ``call`` of ``model`` into one graph. The model is left as it was.
 
@@ -53,6 +54,8 @@ def capture(
             dimension of size one as a constant.
         canonical: Maps every name of a tied tensor to the one that the graph uses.
         device: Where a model on the meta device is traced as if it were there.
+        adds_up: Let the losses of microbatches, averaged by their rows, be that of the batch. Else the graph
+            is of the loss as the model has it.
         symbolic: Without it, the graph serves only as many rows as the call has, and takes half the time.
 
     Raises:
@@ -62,7 +65,7 @@ def capture(
     if mode is Mode.TRAIN:
         _check_gradients(model, call)
     step = _Step(model, loss_fn, mode, call.batched())
-    tracer = _Tracer(step, mode, call, canonical or {}, device)
+    tracer = _Tracer(step, mode, call, canonical or {}, device, adds_up or mode is Mode.FORWARD)
     kinds = (True, False) if symbolic else (False,)
     with ExitStack() as stack:
         stack.enter_context(torch_compat.quiet())
@@ -192,11 +195,18 @@ class _Tracer:
     """Traces one call of a step with any front end, the batch symbolic or fixed."""
 
     def __init__(
-        self, step: _Step, mode: Mode, call: Call, canonical: Mapping[str, str], device: torch.device
+        self,
+        step: _Step,
+        mode: Mode,
+        call: Call,
+        canonical: Mapping[str, str],
+        device: torch.device,
+        adds_up: bool,
     ) -> None:
         self._step = step
         self._mode = mode
         self._call = call
+        self._adds_up = adds_up
         self._fqns, self._constants = _model_names(step, canonical)
         devices = (device if tensor.is_meta else tensor.device for tensor in step.model.parameters())
         self._device = next(devices, None)
@@ -213,7 +223,7 @@ class _Tracer:
         captured = front_end(self._step, sample.tree, batched)
         operators = number_operators(captured.module)
         _warn_of_changed_state(self._step.model, captured.changed_state)
-        unclear = self._add_up(captured, sample)
+        unclear = self._add_up(captured, sample) if self._adds_up else ""
         joint = torch_compat.differentiate(captured, training=self._mode is Mode.TRAIN)
         return training_graph(
             Traced(joint, self._mode, operators, sample, size, symbolic, self._fqns, self._constants, unclear)

@@ -64,8 +64,8 @@ class Compiler:
     ``device`` is one of those that will run the code. A model on another kind of device is copied there to be
     captured. ``microbatches`` is the number of microbatches of a batch; None leaves it to ``autotuner``.
     Unless ``dynamic``, the microbatches of a call are captured for the one size they have, if it is one.
-    Costs are then known for that size alone, so nothing is searched. ``seconds`` says how long each step of
-    all compilations took together.
+    Costs are then known for that size alone, so nothing is searched. ``microbatch_weight`` is that of the
+    plan. ``seconds`` says how long each step of all compilations took together.
     """
 
     model: nn.Module
@@ -76,6 +76,7 @@ class Compiler:
     canonical: Mapping[str, str]
     microbatches: int | None = None
     dynamic: bool = True
+    microbatch_weight: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
     _settled: Settled | None = None
     _staged: dict[Signature, list[StagedGraph]] = field(default_factory=dict)
@@ -199,7 +200,8 @@ class Compiler:
         symbolic = self.dynamic or len(set(sizes)) > 1
         model, rows = on_device(self.model, call.rows(start, start + sizes[0]), self.device)
         with self._timed("capture and differentiate"):
-            return capture(model, self.loss_fn, signature[0], rows, self.canonical, self.device, symbolic)
+            adds_up, mode = not self.microbatch_weight, signature[0]
+            return capture(model, self.loss_fn, mode, rows, self.canonical, self.device, symbolic, adds_up)
 
     def _cut(self, graph: TrainingGraph, cut: Pass, options: CompilerOptions) -> StagedGraph:
         return StagedGraph(graph, cut, options, observers=(self._time,))
@@ -212,7 +214,8 @@ class Compiler:
             artifact = trial.artifact()
             trial.staged.write_dumps()
         name = "auto" if self.autotuner.policy.choice == "auto" else trial.plan.schedule
-        plan = replace(trial.plan, schedule=name, alternatives=refused(tried, trial))
+        others, weight = refused(tried, trial), self.microbatch_weight
+        plan = replace(trial.plan, schedule=name, microbatch_weight=weight, alternatives=others)
         return Compiled(replace(artifact, plan=plan), trial.staged.graph.output_spec)
 
     @contextmanager

@@ -64,7 +64,9 @@ class Plan:
 
     ``outputs`` names the results in the order of the leaves of what the model returns;
     ``link_seconds[i]`` is how long ``links[i]`` takes. ``parameters`` and ``buffers`` are named by FQN.
-    ``alternatives`` are the other ways that were considered, the fastest first.
+    ``microbatch_weight`` says how much the losses of microbatches count, if the graph does not: by "rows", as
+    they are ("sum"), or as a function says ("given"). ``alternatives`` are the other ways that were
+    considered, the fastest first.
     """
 
     mode: Mode
@@ -80,6 +82,7 @@ class Plan:
     inputs: tuple[Input, ...] = ()
     outputs: tuple[str, ...] = ()
     dynamic_batch: bool = True
+    microbatch_weight: str = ""
     alternatives: tuple[Alternative, ...] = ()
 
     @property

@@ -115,6 +115,7 @@ class Execution:
         step: int,
         recorded: list[RecordedStep] | None = None,
         start: int = 0,
+        shares: Sequence[float] | None = None,
     ) -> dict[str, Tensor]:
         """Run one step; returns its results by name.
 
@@ -126,6 +127,7 @@ class Execution:
             step: The number of the step.
             recorded: If the step succeeds, its times on the ranks of this process are appended.
             start: The first row to run. Microbatches may be only some of the rows.
+            shares: By what the loss of each microbatch is multiplied, if not by its share of the rows.
         """
         microbatches = self._split(leaves, sizes, start)
         whole = values_of_batch(self._of_batch, self.artifact.plan, leaves, microbatches, sizes, batch)
@@ -133,7 +135,9 @@ class Execution:
             microbatch |= {"share": share_of(size, batch), **whole}
         stamps: dict[int, Stamps] = {} if recorded is None else {rank: [] for rank in self._ranks.devices}
         jobs = [
-            functools.partial(interpreter.run, microbatches, sizes, seed, step, batch, stamps.get(rank))
+            functools.partial(
+                interpreter.run, microbatches, sizes, seed, step, batch, stamps.get(rank), shares
+            )
             for rank, interpreter in zip(self._ranks.devices, self._interpreters, strict=True)
         ]
         results = jobs[0]() if self._ranks.world.distributed else self._ranks.in_process.run(jobs)[0]

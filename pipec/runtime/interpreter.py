@@ -72,6 +72,7 @@ class Interpreter:
         step: int = 0,
         batch: int | None = None,
         stamps: Stamps | None = None,
+        shares: Sequence[float] | None = None,
     ) -> dict[str, Tensor]:
         """Execute one step. Returns the results of the whole batch by name, on every rank.
 
@@ -85,6 +86,7 @@ class Interpreter:
             step: The number of the step.
             batch: The samples of the whole mini-batch, if the microbatches are only some of them.
             stamps: The times of the step are appended.
+            shares: By what the loss of each microbatch is multiplied, if not by its share of the samples.
 
         Raises:
             ExecutionError: an instruction failed here or, if every rank is in this process, anywhere.
@@ -97,7 +99,9 @@ class Interpreter:
                 torch.no_grad(),
                 torch.autocast(self._device.type, enabled=False),
             ):
-                self._begin_step(microbatches, sizes, (seed, step), batch or sum(sizes))
+                self._results.loss_shares = shares
+                by_samples = [size / (batch or sum(sizes)) for size in sizes]
+                self._begin_step(microbatches, sizes, (seed, step), shares or by_samples)
                 if stamps is None:
                     self._execute()
                 else:
@@ -122,7 +126,7 @@ class Interpreter:
         microbatches: Sequence[Mapping[str, Tensor]],
         sizes: Sequence[int],
         seed: tuple[int, int],
-        batch: int,
+        shares: Sequence[float],
     ) -> None:
         self._rank.sizes[:] = [*sizes, sum(sizes)]
         for stage in self._stages.values():
@@ -133,7 +137,8 @@ class Interpreter:
                     {name: inputs[name].to(self._device, non_blocking=True) for name in stage.inputs}
                 )
                 if self._rank.loss:
-                    frame["grad_loss"] = _loss_gradient(size / batch, self._rank.loss.dtype, self._device)
+                    weight = shares[microbatch]
+                    frame["grad_loss"] = _loss_gradient(weight, self._rank.loss.dtype, self._device)
 
     def _execute(self) -> None:
         for position, action in enumerate(self._actions):

@@ -20,7 +20,12 @@ def check_mergeable(value: Value) -> None:
 
 
 class Results:
-    """Collects the parts of each result by microbatch."""
+    """Collects the parts of each result by microbatch.
+
+    ``loss_shares`` are what the losses of microbatches are multiplied by, if not their shares of the samples.
+    """
+
+    loss_shares: Sequence[float] | None = None
 
     def __init__(self, values: Sequence[Value], num_microbatches: int) -> None:
         for value in values if num_microbatches > 1 else ():
@@ -42,7 +47,11 @@ class Results:
     def merged(self, name: str, sizes: Sequence[int]) -> Tensor:
         """The result of the whole batch; see ``merge``."""
         if name not in self._merged:
-            self._merged[name] = merge(self._values[name], self._parts.pop(name), sizes)
+            parts = self._parts.pop(name)
+            if name == "loss" and self.loss_shares is not None:
+                self._merged[name] = weighted_sum(parts, self.loss_shares)
+            else:
+                self._merged[name] = merge(self._values[name], parts, sizes)
         return self._merged[name]
 
     def all_merged(self, sizes: Sequence[int]) -> dict[str, Tensor]:
@@ -65,7 +74,7 @@ def merge(value: Value, parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor
     if dims := _batch_dims(value):
         return _concatenate(value, parts, dims[0], sum(sizes))
     if parts[0].is_floating_point() or parts[0].is_complex():
-        return _weighted_sum(parts, sizes)
+        return weighted_sum(parts, [size / sum(sizes) for size in sizes])
     if not all(torch.equal(part, parts[0]) for part in parts):
         raise InputError(
             f"the result {format_value(value)} differs between microbatches, and whole numbers have no "
@@ -90,9 +99,8 @@ def _concatenate(value: Value, parts: Sequence[Tensor], dim: int, batch: int) ->
     return joined
 
 
-def _weighted_sum(parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    batch = sum(sizes)
-    total = parts[0] * (sizes[0] / batch)
-    for part, size in zip(parts[1:], sizes[1:], strict=True):
-        total = total + part * (size / batch)
+def weighted_sum(parts: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+    total = parts[0] * shares[0]
+    for part, share in zip(parts[1:], shares[1:], strict=True):
+        total = total + part * share
     return total
