@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from unsplit import relative_error
 
 import pipec
-from pipec.capture.tracer import capture
+from pipec.capture import tracer
 from pipec.errors import CaptureError, InputError
 from pipec.graph import TrainingGraph
 
@@ -96,6 +96,12 @@ def test_a_loss_is_that_of_the_batch(name: str, caplog: pytest.LogCaptureFixture
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 8])
 def test_a_loss_is_that_of_the_batch_for_any_microbatches(microbatches: int) -> None:
     check(LOSSES["class weights"], microbatches)
+
+
+@pytest.mark.parametrize("name", ["class weights", "several terms"])
+def test_either_front_end_shows_how_a_loss_adds_up(name: str) -> None:
+    with mock.patch.object(tracer, "FRONT_ENDS", {"torch.export": tracer.FRONT_ENDS["torch.export"]}):
+        check(LOSSES[name], 4)
 
 
 @pytest.mark.parametrize("name", ["ignored", "class weights", "masked mean", "several terms"])
@@ -229,7 +235,7 @@ def test_ragged_padding_makes_no_difference(factory: Any, tmp_path: Path) -> Non
     kept: list[TrainingGraph] = []
 
     def capture_once(*args: Any) -> TrainingGraph:
-        kept.extend([] if kept else [capture(*args)])
+        kept.extend([] if kept else [tracer.capture(*args)])
         return kept[0]
 
     with mock.patch("pipec.compiler.compiler.capture", capture_once):

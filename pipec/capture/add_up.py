@@ -279,7 +279,7 @@ class _Chain:
     def again(self, node: fx.Node, **changed: Any) -> fx.Node:
         """The same call with other arguments."""
         arguments = {**named_arguments(node), **changed}
-        return self(f"{node.name}_sum", node.target, **arguments)  # type: ignore[arg-type]
+        return self(f"{node.name}_sum", node.target, *arguments.values())  # type: ignore[arg-type]
 
 
 def _value(node: Any) -> Any:
