@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from pipec.capture.call import Call
+from pipec.capture.splitting import Batched
 from pipec.capture.tracer import capture
 from pipec.compiler.autotuner import Autotuner
 from pipec.compiler.compiler import Compiler, on_device
@@ -52,6 +53,7 @@ def compile(
     schedule: ScheduleChoice = "1f1b",
     microbatches: int | None = None,
     batch: str = "same",
+    batched: Batched | None = None,
     microbatch_weight: MicrobatchWeight | None = None,
     recompute: str = "auto",
     memory_limit: int | str | None = None,
@@ -78,6 +80,10 @@ def compile(
         batch: what each rank passes to ``step`` under ``torchrun``. ``"same"``: the same whole mini-batch,
             which every step compares: shapes, types, values up to 64 kB, 4,096 values of a larger tensor.
             ``"rank0"``: anything or nothing, because every rank gets what rank 0 passes.
+        batched: which arguments of ``step`` are split along their dimension 0, by name or position: 0 for one
+            that is, None for one that every microbatch needs whole, such as ``{"table": None}``; for an
+            argument of several tensors a structure of these. Arguments that are left out are split if they
+            have as many rows as the batch and the model computes with both; where it does not, an error asks.
         microbatch_weight: how much the loss of a microbatch counts, where the model does not show it: a
             function of what ``step`` takes, called with a microbatch's rows of it, that returns a number. The
             loss is then the mean with these weights. ``"rows"`` is the mean by rows, and ``"sum"`` adds
@@ -110,6 +116,7 @@ def compile(
             schedule=schedule,
             microbatches=microbatches,
             batch=batch,
+            batched=batched,
             microbatch_weight=microbatch_weight,
             recompute=recompute,
             memory_limit=memory_limit,
@@ -148,7 +155,7 @@ def compile(
         dynamic,
         name_of(microbatch_weight),
     )
-    return Pipeline(compiler, tensors, ranks, batch, microbatch_weight)
+    return Pipeline(compiler, tensors, ranks, batch, batched, microbatch_weight)
 
 
 def _require_same_arguments(ranks: Ranks, model: nn.Module, **given: object) -> None:

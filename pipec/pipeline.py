@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pipec.artifact.directory import write
 from pipec.capture.call import Call
+from pipec.capture.splitting import Batched, divide, refuse_own_batches
 from pipec.compiler.compiler import Compiled, Compiler
 from pipec.console import log
 from pipec.errors import InputError, PipecError
@@ -45,9 +46,11 @@ class Pipeline(Handle):
         tensors: ModelTensors,
         ranks: Ranks,
         batch: str = "same",
+        batched: Batched | None = None,
         microbatch_weight: MicrobatchWeight | None = None,
     ) -> None:
         super().__init__(ranks)
+        self._batched = batched
         self._weight = microbatch_weight
         self._batch = batch
         self._emptied = Emptied()
@@ -214,14 +217,15 @@ class Pipeline(Handle):
         leaves, structure = pytree.tree_flatten(call.tree)
         doing = f"sharing rank 0's batch of {kind}"
         sent, structure = self._ranks.agreement.from_rank_0(doing, leaves, structure)
-        return Call(*pytree.tree_unflatten(sent, structure))
+        return self._divided(Call(*pytree.tree_unflatten(sent, structure)))
 
     def _mode_facts(self) -> Facts:
         flags = self._compiler.training_flags()
         return {"modules in training mode": f"{sum(flags)} of {len(flags)} ({hash(flags) & 0xFFFF:x})"}
 
     def _checked(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Call:
-        call = _call(args, kwargs, target)
+        refuse_own_batches((args, kwargs, target))
+        call = self._divided(Call(*pytree.tree_map(dense, (args, kwargs, target))))
         if kind == "forward":
             return call
         if self._compiler.loss_fn is not None and call.target is None:
@@ -234,6 +238,9 @@ class Pipeline(Handle):
                 f"target has {target.shape[0]} rows but the batch has {size}; both have the batch first"
             )
         return call
+
+    def _divided(self, call: Call) -> Call:
+        return divide(call, self._batched, self._compiler.positional_names())
 
     def _compiled(self, mode: Mode, call: Call) -> list[tuple[Compiled, list[int]]]:
         """What runs each group of consecutive microbatches, and their sizes.
@@ -273,8 +280,9 @@ class Pipeline(Handle):
     def _loss_shares(self, mode: Mode, call: Call, sizes: Sequence[int]) -> list[float] | None:
         if mode is Mode.FORWARD:
             return None
-        leaves, structure = pytree.tree_flatten(call.tree)
-        return loss_shares(self._weight, leaves, structure, call.batched(), sizes)
+        structure = pytree.tree_structure(call.tree)
+        call_of = functools.partial(pytree.tree_unflatten, treespec=structure)
+        return loss_shares(self._weight, call.leaves, call_of, call.batched(), sizes)
 
     def _joined(
         self, groups: list[tuple[Compiled, list[int]]], parts: list[dict[str, Tensor]], has_shares: bool
@@ -354,7 +362,3 @@ def _call_facts(call: Call, kind: str) -> Facts:
     """What the ranks must have in common; where nothing is run, that does not include values."""
     facts = [leaf_fact(leaf, values=kind != "prepare") for leaf in call.leaves]
     return {"rows": str(call.batch_size), **dict(zip(call.paths, facts, strict=True))}
-
-
-def _call(args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None) -> Call:
-    return Call(*pytree.tree_map(dense, (args, kwargs, target)))

@@ -55,17 +55,15 @@ def add_up(module: fx.GraphModule, batched: Collection[str], size: int, has_loss
         size: The rows of the microbatch, if the graph is for these alone.
         has_loss: The first output is the loss, which is never ``SUM`` afterwards.
     """
-    walk = _Walk(module, {_plain(path) for path in batched}, size)
+    walk = _Walk(module, {plain_name(path) for path in batched}, size)
     for node in list(module.graph.nodes):
         walk.visit(node)
     output = module.graph.output_node()
-    results = pytree.tree_leaves(output.args)
-    if has_loss and walk.known[results[0]].part is Part.SUM:
-        if not walk.make_mean(results[0], output):
-            walk.known[results[0]] = Meaning(Part.OTHER, because=results[0])
-        results = pytree.tree_leaves(output.args)
+    loss = next(iter(pytree.tree_leaves(output.args)), None) if has_loss else None
+    if loss in walk.known and walk.known[loss].part is Part.SUM and not walk.make_mean(loss, output):
+        walk.known[loss] = Meaning(Part.OTHER, because=loss)
     module.recompile()
-    return [walk.known.get(node, Meaning(Part.SAME)) for node in results]
+    return [walk.known.get(node, Meaning(Part.SAME)) for node in pytree.tree_leaves(output.args)]
 
 
 def place_of(node: fx.Node) -> str:
@@ -74,7 +72,7 @@ def place_of(node: fx.Node) -> str:
     return f"{operator_name(node)} at {line}" if line else operator_name(node)
 
 
-def _plain(path: str) -> str:
+def plain_name(path: str) -> str:
     """``kwargs['input_ids']`` as ``kwargs_input_ids``, which is also what a front end makes of it."""
     return re.sub(r"[\W_]+", "_", path).strip("_").removeprefix("L_")
 
@@ -119,7 +117,7 @@ class _Walk:
         split = (
             self._num_batches(value) == 1
             if self._symbol is not None
-            else _plain(str(node.target)) in self.batched
+            else plain_name(str(node.target)) in self.batched
         )
         given = not isinstance(value, nn.Parameter) and not any(map(changes_argument, node.users))
         return Meaning(Part.ROWS if split else Part.SAME, given)
@@ -286,6 +284,13 @@ def _value(node: Any) -> Any:
     """The fake value of a node."""
     meta = node.meta
     return meta["example_value"] if "example_value" in meta else meta.get("val")
+
+
+def rows_of(argument: fx.Node) -> Any:
+    """The formula of dimension 0 of an argument of a captured graph, None if it has none."""
+    value = _value(argument)
+    size: Any = value.shape[0] if isinstance(value, Tensor) and value.ndim else None
+    return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
 def _reduces_rows(node: fx.Node) -> bool:

@@ -12,10 +12,10 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from pipec import torch_compat
-from pipec.capture.add_up import add_up, place_of
+from pipec.capture.add_up import add_up, place_of, plain_name, rows_of
 from pipec.capture.call import Call
 from pipec.capture.diagnosis import brief, capture_error
 from pipec.capture.normalize import Traced, training_graph
@@ -75,6 +75,8 @@ def capture(
         stack.enter_context(torch_compat.bounded_ctc_losses())
         stack.enter_context(torch.set_grad_enabled(mode is Mode.TRAIN))
         torch_compat.leave_meta(step, device)
+        if not symbolic and call.unsure:
+            tracer.prove_split()
         graph, failures = _first_success(tracer, list(product(FRONT_ENDS, kinds)))
     if mode is Mode.TRAIN:
         _check_trained(graph)
@@ -163,7 +165,7 @@ class _Step(nn.Module):
         leaves = pytree.tree_leaves((args, kwargs, target))
         sizes = [leaf.shape[0] for leaf, batched in zip(leaves, self.batched, strict=True) if batched]
         for size in sizes[1:]:
-            torch._check(size == sizes[0])  # else each tensor would have a batch symbol of its own
+            torch._check(size == sizes[0])  # else each tensor has a batch symbol of its own
         before = [self.get_buffer(name) for name in self.replaceable]
         output = self.result(args, kwargs, target)
         after = [self.get_buffer(name) for name in self.replaceable]
@@ -217,10 +219,11 @@ class _Tracer:
 
     def trace(self, front_end: FrontEnd, symbolic: bool) -> TrainingGraph:
         size = self._call.batch_size
+        captured = self.prove_split() if symbolic and front_end is FRONT_ENDS.get("Dynamo") else None
         sample = self._call.sample(max(size, 2) if symbolic else size, self._device)
-        flags = sample.batched() if symbolic else [False] * len(sample.leaves)
-        batched = [leaf for leaf, flag in zip(sample.leaves, flags, strict=True) if flag]
-        captured = front_end(self._step, sample.tree, batched)
+        if captured is None:
+            self._step.batched = tuple(sample.batched())
+            captured = front_end(self._step, sample.tree, _split(sample) if symbolic else [])
         operators = number_operators(captured.module)
         _warn_of_changed_state(self._step.model, captured.changed_state)
         unclear = self._add_up(captured, sample) if self._adds_up else ""
@@ -229,6 +232,27 @@ class _Tracer:
             Traced(joint, self._mode, operators, sample, size, symbolic, self._fqns, self._constants, unclear)
         )
 
+    def prove_split(self) -> Captured | None:
+        """Find out whether the model needs the tensors that may be split to have the batch's rows.
+
+        They are traced with as many rows as the batch, but each with a symbol of its own; where the model
+        computes with both, the symbols become one. Returns what was traced; None if that is of no use.
+
+        Raises:
+            InputError: a tensor may be split or whole.
+        """
+        if not self._call.unsure:
+            return None
+        sample = self._call.sample(max(self._call.batch_size, 2), self._device)
+        named = zip(sample.paths, sample.batched(), strict=True)
+        self._step.batched = tuple(split and path not in self._call.unsure for path, split in named)
+        try:
+            captured = torch_compat.capture_with_dynamo(self._step, sample.tree, _split(sample))
+        except Exception as error:
+            log.info("nothing shows which tensors are split: %s", brief(error))
+            return None
+        return captured if _all_have_rows(captured.module, self._call) else None
+
     def _add_up(self, captured: Captured, sample: Call) -> str:
         """Make the losses of microbatches add up; returns the call after which that is not known, if any."""
         batched = [path for path, split in zip(sample.paths, sample.batched(), strict=True) if split]
@@ -236,6 +260,30 @@ class _Tracer:
         meanings = add_up(captured.module, batched, self._call.batch_size, has_loss)
         because = meanings[0].because if has_loss else None
         return place_of(because) if because else ""
+
+
+def _split(call: Call) -> list[Tensor]:
+    return [leaf for leaf, split in zip(call.leaves, call.batched(), strict=True) if split]
+
+
+def _all_have_rows(module: fx.GraphModule, call: Call) -> bool:
+    """Whether every tensor that may be split has the symbol of the batch. One that is not read has not.
+
+    Raises:
+        InputError: a tensor that is read has another number of rows, for all that the model does.
+    """
+    rows = {plain_name(str(node.target)): rows_of(node) for node in module.graph.find_nodes(op="placeholder")}
+    named = zip(call.paths, call.batched(), strict=True)
+    sure = [plain_name(path) for path, split in named if split and path not in call.unsure]
+    batch = next((rows[name] for name in sure if name in rows), None)
+    for path, argument in call.unsure.items():
+        if batch is not None and rows.get(plain_name(path), batch) != batch:
+            raise InputError(
+                f"{path} has as many rows as the batch, but the model does not need that: they may be other "
+                f"rows. Pass batched={{{argument!r}: None}} to pipec.compile if every microbatch needs all "
+                f"of it, or batched={{{argument!r}: 0}} if it is split into microbatches"
+            )
+    return batch is not None and all(plain_name(path) in rows for path in call.unsure)
 
 
 def _model_names(step: _Step, canonical: Mapping[str, str]) -> tuple[dict[str, str], dict[str, Tensor]]:

@@ -1,5 +1,6 @@
 """A saved artifact, ready to train: no model and no compiler, only the plan, the code and the programs."""
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,8 @@ class LoadedPipeline(Handle):
             self._require_same("step", {given.path: leaf_fact(_leaf(given, leaves)) for given in plan.inputs})
         execution = self._execution(self._artifact)
         batched = [isinstance(leaf, Tensor) and leaf.shape[:1] == (batch,) for leaf in leaves]
-        shares = loss_shares(self._weight, leaves, structure, batched, sizes)
+        call_of = functools.partial(pytree.tree_unflatten, treespec=structure)
+        shares = loss_shares(self._weight, leaves, call_of, batched, sizes)
         results = execution.run(
             leaves, sizes, batch, self._seed, self._num_steps, self._recorded, shares=shares
         )

@@ -4,8 +4,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch.utils import _pytree as pytree
-
 from pipec.errors import InputError
 
 MicrobatchWeight = Callable[..., Any] | str
@@ -24,13 +22,13 @@ def name_of(weight: MicrobatchWeight | None) -> str:
 def loss_shares(
     weight: MicrobatchWeight | None,
     leaves: Sequence[Any],
-    structure: pytree.TreeSpec,
+    call_of: Callable[[list[Any]], tuple[Any, dict[str, Any], Any]],
     batched: Sequence[bool],
     sizes: Sequence[int],
 ) -> list[float] | None:
     """By what the loss of each microbatch is multiplied. None: by its share of the rows.
 
-    ``structure`` has the arguments, the keyword arguments and the target, over the ``leaves`` of the batch.
+    ``call_of`` makes the arguments, the keyword arguments and the target of leaves such as those of the batch.
     Those that are ``batched`` are split.
 
     Raises:
@@ -45,7 +43,7 @@ def loss_shares(
         rows = [
             leaf[start : start + size] if split else leaf for leaf, split in zip(leaves, batched, strict=True)
         ]
-        args, kwargs, target = pytree.tree_unflatten(rows, structure)
+        args, kwargs, target = call_of(rows)
         named = {**kwargs, **({} if target is None else {"target": target})}
         weights.append(_checked(weight(*args, **named), number))
         start += size
