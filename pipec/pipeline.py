@@ -291,8 +291,12 @@ class Pipeline(Handle):
         if has_shares:
             return {"loss": torch.stack([part["loss"] for part in parts]).sum(0)}
         counts = [sum(sizes) for _, sizes in groups]
-        values = {v.name: v for x in groups[0][0].artifact.plan.links if x.target == -1 for v in x.values}
-        return {name: merge(value, [part[name] for part in parts], counts) for name, value in values.items()}
+        plan = groups[0][0].artifact.plan
+        values = [value for link in plan.links if link.target == -1 for value in link.values]
+        return {
+            value.name: merge(value, [part[value.name] for part in parts], counts, value.name in plan.sums)
+            for value in values
+        }
 
     def _keep_own_tensors(self, plan: Plan) -> None:
         """Move each tensor to the device of the stage that owns it, and empty those of other processes."""

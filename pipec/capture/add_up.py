@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from pipec.capture.diagnosis import lines_in, model_line
-from pipec.capture.markers import OF_BATCH, SHARE
+from pipec.capture.markers import ADDS_UP, OF_BATCH, SHARE
 from pipec.capture.parts import (
     ADD,
     ARITHMETIC,
@@ -62,6 +62,8 @@ def add_up(module: fx.GraphModule, batched: Collection[str], size: int, has_loss
     loss = next(iter(pytree.tree_leaves(output.args)), None) if has_loss else None
     if loss in walk.known and walk.known[loss].part is Part.SUM and not walk.make_mean(loss, output):
         walk.known[loss] = Meaning(Part.OTHER, because=loss)
+    if not has_loss:
+        walk.mark_sums(output)
     module.recompile()
     return [walk.known.get(node, Meaning(Part.SAME)) for node in pytree.tree_leaves(output.args)]
 
@@ -184,7 +186,7 @@ class _Walk:
             return Part.OTHER
         parts = [self.known[operand].part for operand in operands]
         part = part_of_sums(node, parts, any(numbers))
-        if self._num_batches(_value(node)):
+        if self._symbol is not None and self._num_batches(_value(node)):
             return Part.OTHER
         if operator_name(node) in ADD and part is Part.MEAN:
             for operand in dict.fromkeys(operands):
@@ -215,6 +217,14 @@ class _Walk:
             self.known[self._means[total]] = Meaning(Part.MEAN)
         reader.replace_input_with(total, self._means[total])
         return True
+
+    def mark_sums(self, output: fx.Node) -> None:
+        """Mark the results that add up over microbatches."""
+        for node in output.all_input_nodes:
+            if self.known[node].part is Part.SUM:
+                marker = self._put(node, node.name, ADDS_UP, node)
+                self.known[marker] = self.known[node]
+                output.replace_input_with(node, marker)
 
     def _take_of_batch(self, node: fx.Node) -> Meaning:
         """Let the users of a node read what it is of the whole batch."""

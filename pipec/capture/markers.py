@@ -10,16 +10,22 @@ _library = torch.library.Library("pipec", "DEF")
 _library.define("of_batch(Tensor of_microbatch) -> Tensor")
 _library.define("share(Device device) -> Tensor")
 
+_library.define("adds_up(Tensor result) -> Tensor")
+
 OF_BATCH = torch.ops.pipec.of_batch.default
 """What the operators before it would compute from the whole mini-batch."""
 
 SHARE = torch.ops.pipec.share.default
 """The rows of the microbatch as a share of those of the mini-batch."""
 
+ADDS_UP = torch.ops.pipec.adds_up.default
+"""A result of the graph; that of the mini-batch is the sum over microbatches."""
 
+
+@torch.library.register_fake("pipec::adds_up", lib=_library)  # type: ignore[untyped-decorator]
 @torch.library.register_fake("pipec::of_batch", lib=_library)  # type: ignore[untyped-decorator]
-def _of_batch(of_microbatch: Tensor) -> Tensor:
-    return torch.empty_like(of_microbatch)
+def _like(value: Tensor) -> Tensor:
+    return torch.empty_like(value)
 
 
 @torch.library.register_fake("pipec::share", lib=_library)  # type: ignore[untyped-decorator]

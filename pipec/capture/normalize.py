@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -13,6 +13,7 @@ from pipec import torch_compat
 from pipec.capture.call import Call
 from pipec.capture.classify import classify
 from pipec.capture.diagnosis import lines_in, model_line
+from pipec.capture.markers import ADDS_UP
 from pipec.capture.of_batch import lift_of_batch
 from pipec.capture.tied import merge_tied_arguments, merge_tied_gradients
 from pipec.errors import CaptureError, InputError
@@ -60,7 +61,7 @@ class Traced:
     ``call`` is the sample that was traced; ``batch_size`` is the size of the microbatch that it stands for.
     ``fqns`` maps the names of tensors in the joint graph to their names in the model, where a tied tensor has
     one. ``constants`` are the tensors that belong to the loss function alone. ``unclear`` is the call after
-    which it is not known how the losses of microbatches make that of the batch.
+    which it is not known how what microbatches return makes that of the batch.
     """
 
     joint: torch_compat.JointGraph
@@ -193,13 +194,18 @@ def _read_results(graph: fx.Graph, traced: Traced) -> tuple[tuple[Result, ...], 
     names = {position: name for name, position in replaced.items()}
     kept: list[tuple[fx.Node, Result]] = []
     fixed: dict[int, object] = {}
-    for value, (kind, what) in zip(values, described, strict=True):
+    for returned_value, (kind, what) in zip(values, described, strict=True):
+        adds_up = isinstance(returned_value, fx.Node) and returned_value.target is ADDS_UP
+        value = returned_value.all_input_nodes[0] if adds_up else returned_value
         if kind == "output" and what in names:
             kept.append((value, UpdatedBuffer(traced.fqns[names[what]])))
         elif kind == "output" and not _is_tensor_node(value, traced):
             fixed[int(what)] = value
         elif isinstance(value, fx.Node) and kind != "ignored":
-            kept.append((value, _result((kind, what), traced)))
+            role = _result((kind, what), traced)
+            kept.append(
+                (value, replace(role, adds_up=True) if adds_up and isinstance(role, Output) else role)
+            )
     output.args = (tuple(value for value, _ in kept),)
     tree = pytree.tree_map(lambda i: _Fixed(fixed[i]) if i in fixed else i, returned)
     return tuple(role for _, role in kept), pytree.tree_structure(tree)

@@ -16,10 +16,12 @@ from torch import Tensor, fx, nn
 
 from pipec import torch_compat
 from pipec.capture.add_up import add_up, place_of, plain_name, rows_of
+from pipec.capture.caches import refuse_cache, without_caches
 from pipec.capture.call import Call
 from pipec.capture.diagnosis import brief, capture_error
 from pipec.capture.normalize import Traced, training_graph
 from pipec.capture.operators import number_operators
+from pipec.capture.parts import Part
 from pipec.errors import CaptureError, InputError, PipecError
 from pipec.graph import Gradient, TrainingGraph
 from pipec.ir import Mode
@@ -62,6 +64,7 @@ def capture(
         CaptureError: no front end can capture the model; it names the model's source line.
         InputError: the model fails on these arguments, or its loss is not one number.
     """
+    refuse_cache(call)
     if mode is Mode.TRAIN:
         _check_gradients(model, call)
     step = _Step(model, loss_fn, mode, call.batched())
@@ -70,6 +73,7 @@ def capture(
     with ExitStack() as stack:
         stack.enter_context(torch_compat.quiet())
         stack.enter_context(torch_compat.unchanged(step))
+        stack.enter_context(without_caches(model))
         stack.enter_context(torch_compat.unvalidated_distributions())
         stack.enter_context(torch_compat.whole_interpolations())
         stack.enter_context(torch_compat.bounded_ctc_losses())
@@ -254,12 +258,12 @@ class _Tracer:
         return captured if _all_have_rows(captured.module, self._call) else None
 
     def _add_up(self, captured: Captured, sample: Call) -> str:
-        """Make the losses of microbatches add up; returns the call after which that is not known, if any."""
+        """Make what microbatches return that of the batch; returns the call after which that is not known."""
         batched = [path for path, split in zip(sample.paths, sample.batched(), strict=True) if split]
         has_loss = self._mode is not Mode.FORWARD
         meanings = add_up(captured.module, batched, self._call.batch_size, has_loss)
-        because = meanings[0].because if has_loss else None
-        return place_of(because) if because else ""
+        causes = [meaning.because for meaning in meanings if meaning.part is Part.OTHER]
+        return place_of(causes[0]) if causes and causes[0] else ""
 
 
 def _split(call: Call) -> list[Tensor]:

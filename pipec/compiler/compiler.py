@@ -100,8 +100,13 @@ class Compiler:
             served = list(takewhile(staged.graph.serves, rest))
             groups.append((self._group(staged, len(served), rest[0]), served))
             rest = rest[len(served) :]
-        if mode is not Mode.FORWARD and count > 1:
-            self._warn_of_unclear_loss(self._staged[signature][0].graph.unclear)
+        unclear = self._staged[signature][0].graph.unclear if count > 1 else ""
+        if unclear and mode is Mode.FORWARD:
+            raise InputError(
+                f"the model returns a value of all rows together, which those of {count} microbatches do not "
+                f"make: see {unclear}. Return it for each row, or compile with microbatches=1"
+            )
+        self._warn_of_unclear_loss(unclear)
         _check_groups(groups)
         return groups
 

@@ -71,9 +71,13 @@ class OfBatch:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Leaf ``position`` of what the captured function returns, which is the loss or the model's output."""
+    """Leaf ``position`` of what the captured function returns, which is the loss or the model's output.
+
+    ``adds_up``: that of the batch is the sum over microbatches.
+    """
 
     position: int
+    adds_up: bool = False
 
 
 @dataclass(frozen=True, slots=True)

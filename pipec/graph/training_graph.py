@@ -41,7 +41,7 @@ class TrainingGraph:
     ``batch`` is the symbol of the microbatch size in every shape; it is None if the graph is for
     ``batch_size`` rows alone. The graph serves a microbatch size for which all ``guards`` hold.
     ``of_batch`` computes, once a step, what the stages must know of the whole mini-batch; no pass changes it.
-    ``unclear`` is the call after which it is not known how the losses of microbatches make that of the batch.
+    ``unclear`` is the call after which it is not known how what microbatches return makes that of the batch.
     ``ranks[k]`` is the rank that acts as the k-th of a schedule; if there are none, rank k does.
     """
 

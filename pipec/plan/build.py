@@ -75,6 +75,7 @@ def build_plan(
         buffers=_held(graph, (node for stage in stages for node in stage.buffers)),
         inputs=tuple(_inputs(graph, stages, names)),
         outputs=tuple(names[node] for role, node in graph.outputs if isinstance(role, Output)),
+        sums=tuple(names[node] for role, node in graph.outputs if isinstance(role, Output) and role.adds_up),
         dynamic_batch=graph.batch is not None,
     )
 

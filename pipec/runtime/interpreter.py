@@ -57,7 +57,7 @@ class Interpreter:
             for stage in plan.stages
             if program.rank in ranks_of(plan.placement, stage.index)
         }
-        self._results = Results(_results_of(plan, self._stages), plan.num_microbatches)
+        self._results = Results(_results_of(plan, self._stages), plan.num_microbatches, plan.sums)
         self._rank = Rank(plan, self._stages, self._results, {}, [], transport, _loss_of(plan), [0])
         linked = link(program, self._rank)
         self._instructions = [instruction for instruction, _ in linked]

@@ -22,12 +22,14 @@ def check_mergeable(value: Value) -> None:
 class Results:
     """Collects the parts of each result by microbatch.
 
-    ``loss_shares`` are what the losses of microbatches are multiplied by, if not their shares of the samples.
+    ``sums`` names those that add up. ``loss_shares`` are what the losses of microbatches are multiplied by,
+    if not their shares of the samples.
     """
 
     loss_shares: Sequence[float] | None = None
 
-    def __init__(self, values: Sequence[Value], num_microbatches: int) -> None:
+    def __init__(self, values: Sequence[Value], num_microbatches: int, sums: Sequence[str] = ()) -> None:
+        self._sums = sums
         for value in values if num_microbatches > 1 else ():
             check_mergeable(value)
         self._values = {value.name: value for value in values}
@@ -51,7 +53,7 @@ class Results:
             if name == "loss" and self.loss_shares is not None:
                 self._merged[name] = weighted_sum(parts, self.loss_shares)
             else:
-                self._merged[name] = merge(self._values[name], parts, sizes)
+                self._merged[name] = merge(self._values[name], parts, sizes, name in self._sums)
         return self._merged[name]
 
     def all_merged(self, sizes: Sequence[int]) -> dict[str, Tensor]:
@@ -61,18 +63,20 @@ class Results:
 _UNSET = torch.empty(0)
 
 
-def merge(value: Value, parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+def merge(value: Value, parts: Sequence[Tensor], sizes: Sequence[int], adds_up: bool = False) -> Tensor:
     """Join the parts of microbatches that hold ``sizes`` samples into a new tensor.
 
     Parts with a batch dimension are concatenated along it. Floating-point parts without one, such as mean
-    losses, become the mean over samples: each is weighted with its share of the batch. Any other value must
-    be the same for every microbatch.
+    losses, become the mean over samples: each is weighted with its share of the batch. Parts that ``adds_up``
+    says are terms become their sum. Any other value must be the same for every microbatch.
 
     Raises:
         InputError: the parts cannot stand for the whole batch.
     """
     if dims := _batch_dims(value):
         return _concatenate(value, parts, dims[0], sum(sizes))
+    if adds_up:
+        return torch.stack(list(parts)).sum(0, dtype=parts[0].dtype)
     if parts[0].is_floating_point() or parts[0].is_complex():
         return weighted_sum(parts, [size / sum(sizes) for size in sizes])
     if not all(torch.equal(part, parts[0]) for part in parts):

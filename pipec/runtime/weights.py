@@ -28,8 +28,8 @@ def loss_shares(
 ) -> list[float] | None:
     """By what the loss of each microbatch is multiplied. None: by its share of the rows.
 
-    ``call_of`` makes the arguments, the keyword arguments and the target of leaves such as those of the batch.
-    Those that are ``batched`` are split.
+    ``call_of`` makes arguments, keyword arguments and the target of leaves such as those of the batch. Those
+    that are ``batched`` are split.
 
     Raises:
         InputError: the function returned no number that can be a weight.
