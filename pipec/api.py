@@ -70,8 +70,9 @@ def compile(
             own parameters are trained, on the devices of their stages. Under ``torchrun`` a process empties
             those of other processes' stages.
         devices: how many ranks, or the device of each. Under ``torchrun`` each process is one rank.
-        loss_fn: ``loss_fn(output, target)``, one floating-point number. None: the model returns its loss, as
-            a tensor, as ``.loss`` or under ``"loss"``.
+        loss_fn: ``loss_fn(output, target)``, one floating-point number; or ``(loss, logs)``, logs being
+            tensors by name, per row or reduced, which ``step`` keeps in ``logs``. None: the model returns its
+            loss, as a tensor, as ``.loss`` or under ``"loss"``.
         schedule: a name, such as ``1f1b`` or ``zb-h1``; ``"auto"`` for the fastest one found for the model's
             costs within the memory limit; a ``Path`` to a file of compute orders; or a function of the number
             of ranks and of microbatches that returns a ``Schedule``. See docs/schedules.md.

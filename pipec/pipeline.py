@@ -61,7 +61,7 @@ class Pipeline(Handle):
         self.training = compiler.model.training
         hold(self, tensors)
 
-    def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
+    def step(self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any) -> Any:
         """Run forward and backward of one mini-batch. Gradients are added to ``.grad``.
 
         The arguments are those of the model for the whole mini-batch, and ``target`` goes to the loss
@@ -69,36 +69,45 @@ class Pipeline(Handle):
         dimension 0 equals that of the first tensor are split into microbatches; others are passed whole.
 
         Returns:
-            The loss, on every rank: the mean over microbatches, each weighted by its size.
+            The loss of the batch, on every rank; with ``outputs``, a tuple of that and the model's output.
+            What ``loss_fn`` returned besides the loss is in ``logs`` then.
 
         Raises:
             CaptureError, InputError, PlanError: the step cannot be run, or the ranks passed different
                 arguments. Nothing was changed, and every rank raises it.
             ExecutionError, TransportError: a rank failed.
         """
-        loss = self._run(Mode.TRAIN, self._agreed("step", args, kwargs, target))["loss"]
+        call = self._agreed("step with outputs" if outputs else "step", args, kwargs, target)
+        loss = self._loss(Mode.TRAIN, call, outputs)
         self._num_steps += 1
         return loss
 
-    def eval_step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
-        """The loss that ``step`` would return, without gradients.
+    def eval_step(self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any) -> Any:
+        """What ``step`` would return, without gradients.
 
         Dropout and the like run in the mode that ``train()`` or ``eval()`` set last.
         """
-        return self._run(Mode.LOSS, self._agreed("eval_step", args, kwargs, target))["loss"]
+        call = self._agreed("eval_step with outputs" if outputs else "eval_step", args, kwargs, target)
+        return self._loss(Mode.LOSS, call, outputs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for the whole batch, on every rank, without gradients."""
         call = self._agreed("forward", args, kwargs)
-        results = self._run(Mode.FORWARD, call)
         compiled = self._compiled(Mode.FORWARD, call)[0][0]
-        leaves = [results.get(name) for name in compiled.artifact.plan.outputs]
-        assert compiled.output_spec is not None
-        return pytree.tree_unflatten(leaves, compiled.output_spec)
+        results = self._run(Mode.FORWARD, call)
+        return _output(compiled, results, compiled.artifact.plan.outputs)
 
-    def prepare(self, *args: Any, target: Any = None, **kwargs: Any) -> "Pipeline":
+    def _loss(self, mode: Mode, call: Call, outputs: bool) -> Any:
+        """The loss of a step, and with ``outputs`` the model's output. The logs are kept."""
+        compiled = self._compiled(mode, call, outputs)[0][0]
+        results, plan = self._run(mode, call, outputs), compiled.artifact.plan
+        self.logs = {name: results[kept] for name, kept in zip(plan.logs, plan.outputs[1:], strict=False)}
+        loss = results["loss"]
+        return (loss, _output(compiled, results, plan.outputs[1 + len(plan.logs) :])) if outputs else loss
+
+    def prepare(self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any) -> "Pipeline":
         """Compile what ``step`` with these arguments would run, and run nothing. Returns the pipeline."""
-        self._compiled(Mode.TRAIN, self._agreed("prepare", args, kwargs, target))
+        self._compiled(Mode.TRAIN, self._agreed("prepare", args, kwargs, target), outputs)
         return self
 
     def train(self, mode: bool = True) -> "Pipeline":
@@ -242,16 +251,17 @@ class Pipeline(Handle):
     def _divided(self, call: Call) -> Call:
         return divide(call, self._batched, self._compiler.positional_names())
 
-    def _compiled(self, mode: Mode, call: Call) -> list[tuple[Compiled, list[int]]]:
+    def _compiled(self, mode: Mode, call: Call, outputs: bool = False) -> list[tuple[Compiled, list[int]]]:
         """What runs each group of consecutive microbatches, and their sizes.
 
         A batch that does not divide evenly has microbatches of two sizes. If one compiled graph cannot serve
         both, there are two groups. One process compiles for all.
         """
-        key = (mode, call.signature(), self._compiler.training_flags(), call.batch_size)
+        key = (mode, call.signature(), self._compiler.training_flags(), call.batch_size, outputs)
         is_new = key not in self._groups
         if is_new:
-            self._groups[key] = self._ranks.once(repr(key), functools.partial(self._compile, mode, call))
+            compile = functools.partial(self._compile, mode, call, outputs)
+            self._groups[key] = self._ranks.once(repr(key), compile)
         groups = self._groups[key]
         if mode is Mode.TRAIN:
             self._trained = groups[0][0].artifact
@@ -260,12 +270,12 @@ class Pipeline(Handle):
             self._refilled = False
         return groups
 
-    def _compile(self, mode: Mode, call: Call) -> list[tuple[Compiled, list[int]]]:
+    def _compile(self, mode: Mode, call: Call, outputs: bool) -> list[tuple[Compiled, list[int]]]:
         with self._emptied.shaped(self._tensors.unique()):
-            return self._compiler.compile(mode, call)
+            return self._compiler.compile(mode, call, outputs)
 
-    def _run(self, mode: Mode, call: Call) -> dict[str, Tensor]:
-        groups = self._compiled(mode, call)
+    def _run(self, mode: Mode, call: Call, outputs: bool = False) -> dict[str, Tensor]:
+        groups = self._compiled(mode, call, outputs)
         executions = [self._execution(compiled.artifact) for compiled, _ in groups]
         batch, start, parts = call.batch_size, 0, []
         shares = self._loss_shares(mode, call, [size for _, sizes in groups for size in sizes])
@@ -288,13 +298,12 @@ class Pipeline(Handle):
         self, groups: list[tuple[Compiled, list[int]]], parts: list[dict[str, Tensor]], has_shares: bool
     ) -> dict[str, Tensor]:
         """Join the results of groups of microbatches into those of the batch."""
-        if has_shares:
-            return {"loss": torch.stack([part["loss"] for part in parts]).sum(0)}
         counts = [sum(sizes) for _, sizes in groups]
         plan = groups[0][0].artifact.plan
+        sums = {*plan.sums, "loss"} if has_shares else plan.sums
         values = [value for link in plan.links if link.target == -1 for value in link.values]
         return {
-            value.name: merge(value, [part[value.name] for part in parts], counts, value.name in plan.sums)
+            value.name: merge(value, [part[value.name] for part in parts], counts, value.name in sums)
             for value in values
         }
 
@@ -366,3 +375,8 @@ def _call_facts(call: Call, kind: str) -> Facts:
     """What the ranks must have in common; where nothing is run, that does not include values."""
     facts = [leaf_fact(leaf, values=kind != "prepare") for leaf in call.leaves]
     return {"rows": str(call.batch_size), **dict(zip(call.paths, facts, strict=True))}
+
+
+def _output(compiled: Compiled, results: Mapping[str, Tensor], names: Sequence[str]) -> Any:
+    assert compiled.output_spec is not None
+    return pytree.tree_unflatten([results.get(name) for name in names], compiled.output_spec)

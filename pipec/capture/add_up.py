@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from pipec.capture.diagnosis import lines_in, model_line
-from pipec.capture.markers import ADDS_UP, OF_BATCH, SHARE
+from pipec.capture.markers import OF_BATCH, RESULT, SHARE
 from pipec.capture.parts import (
     ADD,
     ARITHMETIC,
@@ -46,14 +46,14 @@ KEPT = ("custom", "stack_trace", "nn_module_stack")
 """What a node that is put in has of the meta of the node it belongs to."""
 
 
-def add_up(module: fx.GraphModule, batched: Collection[str], size: int, has_loss: bool) -> list[Meaning]:
-    """Rewrite the graph in place. Returns what each of its outputs is to that of the batch.
+def add_up(module: fx.GraphModule, batched: Collection[str], size: int, has_loss: bool) -> str:
+    """Rewrite the graph in place. Returns the call after which it is not known how losses add up, if any.
 
     Args:
         module: What a front end captured of one microbatch.
         batched: The paths of the arguments that are split.
         size: The rows of the microbatch, if the graph is for these alone.
-        has_loss: The first output is the loss, which is never ``SUM`` afterwards.
+        has_loss: The first output is the loss. Whatever is no loss gets no gradient.
     """
     walk = _Walk(module, {plain_name(path) for path in batched}, size)
     for node in list(module.graph.nodes):
@@ -62,10 +62,11 @@ def add_up(module: fx.GraphModule, batched: Collection[str], size: int, has_loss
     loss = next(iter(pytree.tree_leaves(output.args)), None) if has_loss else None
     if loss in walk.known and walk.known[loss].part is Part.SUM and not walk.make_mean(loss, output):
         walk.known[loss] = Meaning(Part.OTHER, because=loss)
-    if not has_loss:
-        walk.mark_sums(output)
+    loss = next(iter(pytree.tree_leaves(output.args)), None) if has_loss else None
+    output.args = fx.map_arg(output.args, lambda node: walk.marked(node, node is loss))
     module.recompile()
-    return [walk.known.get(node, Meaning(Part.SAME)) for node in pytree.tree_leaves(output.args)]
+    because = walk.known[loss].because if loss in walk.known else None
+    return place_of(because) if because else ""
 
 
 def place_of(node: fx.Node) -> str:
@@ -218,13 +219,18 @@ class _Walk:
         reader.replace_input_with(total, self._means[total])
         return True
 
-    def mark_sums(self, output: fx.Node) -> None:
-        """Mark the results that add up over microbatches."""
-        for node in output.all_input_nodes:
-            if self.known[node].part is Part.SUM:
-                marker = self._put(node, node.name, ADDS_UP, node)
-                self.known[marker] = self.known[node]
-                output.replace_input_with(node, marker)
+    def marked(self, node: fx.Node, is_loss: bool) -> fx.Node:
+        """What to return instead of a result: one without a gradient that says how it adds up."""
+        meaning, value = self.known[node], _value(node)
+        if is_loss or not isinstance(value, Tensor):
+            return node
+        put = _Chain(self, node)
+        result = put(node.name, torch.ops.aten.detach.default, node) if value.requires_grad else node
+        if meaning.part is Part.SUM:
+            return put(node.name, RESULT, result, "")
+        if meaning.part is Part.OTHER:
+            return put(node.name, RESULT, result, place_of(meaning.because or node))
+        return result
 
     def _take_of_batch(self, node: fx.Node) -> Meaning:
         """Let the users of a node read what it is of the whole batch."""

@@ -10,7 +10,7 @@ _library = torch.library.Library("pipec", "DEF")
 _library.define("of_batch(Tensor of_microbatch) -> Tensor")
 _library.define("share(Device device) -> Tensor")
 
-_library.define("adds_up(Tensor result) -> Tensor")
+_library.define("result(Tensor result, str unclear) -> Tensor")
 
 OF_BATCH = torch.ops.pipec.of_batch.default
 """What the operators before it would compute from the whole mini-batch."""
@@ -18,11 +18,10 @@ OF_BATCH = torch.ops.pipec.of_batch.default
 SHARE = torch.ops.pipec.share.default
 """The rows of the microbatch as a share of those of the mini-batch."""
 
-ADDS_UP = torch.ops.pipec.adds_up.default
-"""A result of the graph; that of the mini-batch is the sum over microbatches."""
+RESULT = torch.ops.pipec.result.default
+"""A result of the graph: that of the batch is the sum over microbatches, unless a call makes it ``unclear``."""
 
 
-@torch.library.register_fake("pipec::adds_up", lib=_library)  # type: ignore[untyped-decorator]
 @torch.library.register_fake("pipec::of_batch", lib=_library)  # type: ignore[untyped-decorator]
 def _like(value: Tensor) -> Tensor:
     return torch.empty_like(value)
@@ -31,3 +30,8 @@ def _like(value: Tensor) -> Tensor:
 @torch.library.register_fake("pipec::share", lib=_library)  # type: ignore[untyped-decorator]
 def _share(device: torch.device) -> Tensor:
     return torch.empty((), dtype=torch.float64, device=device)
+
+
+@torch.library.register_fake("pipec::result", lib=_library)  # type: ignore[untyped-decorator]
+def _result(result: Tensor, unclear: str) -> Tensor:
+    return torch.empty_like(result)

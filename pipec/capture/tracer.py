@@ -15,13 +15,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from pipec import torch_compat
-from pipec.capture.add_up import add_up, place_of, plain_name, rows_of
+from pipec.capture.add_up import add_up, plain_name, rows_of
 from pipec.capture.caches import refuse_cache, without_caches
 from pipec.capture.call import Call
 from pipec.capture.diagnosis import brief, capture_error
 from pipec.capture.normalize import Traced, training_graph
 from pipec.capture.operators import number_operators
-from pipec.capture.parts import Part
 from pipec.errors import CaptureError, InputError, PipecError
 from pipec.graph import Gradient, TrainingGraph
 from pipec.ir import Mode
@@ -48,6 +47,7 @@ def capture(
     device: torch.device = CPU,
     symbolic: bool = True,
     adds_up: bool = True,
+    outputs: bool = False,
 ) -> TrainingGraph:
     """Trace ``call`` of ``model`` into one graph. The model is left as it was.
 
@@ -58,6 +58,7 @@ def capture(
         device: Where a model on the meta device is traced as if it were there.
         adds_up: Let the losses of microbatches, averaged by their rows, be that of the batch. Else the graph
             is of the loss as the model has it.
+        outputs: Return the model's output besides the loss.
         symbolic: Without it, the graph serves only as many rows as the call has, and takes half the time.
 
     Raises:
@@ -67,7 +68,7 @@ def capture(
     refuse_cache(call)
     if mode is Mode.TRAIN:
         _check_gradients(model, call)
-    step = _Step(model, loss_fn, mode, call.batched())
+    step = _Step(model, loss_fn, mode, call.batched(), outputs)
     tracer = _Tracer(step, mode, call, canonical or {}, device, adds_up or mode is Mode.FORWARD)
     kinds = (True, False) if symbolic else (False,)
     with ExitStack() as stack:
@@ -152,20 +153,26 @@ class _Step(nn.Module):
     """The module that is traced: the model, and the loss on top of it."""
 
     def __init__(
-        self, model: nn.Module, loss_fn: Callable[..., Any] | None, mode: Mode, batched: Sequence[bool]
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any] | None,
+        mode: Mode,
+        batched: Sequence[bool],
+        outputs: bool,
     ) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
         self.mode = mode
         self.batched = tuple(batched)
+        self.outputs = outputs
         self.training = model.training
         self.replaceable = tuple(_replaceable_buffers(model))
 
     def forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
     ) -> tuple[Any, dict[str, Tensor]]:
-        """The loss or the output, and by name the new tensors of buffers that the model replaced."""
+        """The results, and by name the new tensors of buffers that the model replaced."""
         leaves = pytree.tree_leaves((args, kwargs, target))
         sizes = [leaf.shape[0] for leaf, batched in zip(leaves, self.batched, strict=True) if batched]
         for size in sizes[1:]:
@@ -177,14 +184,22 @@ class _Step(nn.Module):
         return output, {name: new for name, old, new in named if new is not old}
 
     def result(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
+        """The output; or the loss, and if there is more, a tuple of loss, logs and output."""
         output = self.model(*args, **kwargs)
         if self.mode is Mode.FORWARD:
             return output
+        loss, logs = self.loss_and_logs(output, target)
+        if not logs and not self.outputs:
+            return loss
+        return loss, logs, output if self.outputs else ()
+
+    def loss_and_logs(self, output: Any, target: Any) -> tuple[Any, dict[str, Any]]:
         if self.loss_fn is not None:
-            return self.loss_fn(output, target)
+            found = self.loss_fn(output, target)
+            return found if isinstance(found, tuple) and len(found) == 2 else (found, {})
         if isinstance(output, Tensor):
-            return output
-        return output["loss"] if isinstance(output, Mapping) else output.loss
+            return output, {}
+        return output["loss"] if isinstance(output, Mapping) else output.loss, {}
 
 
 def _replaceable_buffers(model: nn.Module) -> Iterator[str]:
@@ -258,12 +273,10 @@ class _Tracer:
         return captured if _all_have_rows(captured.module, self._call) else None
 
     def _add_up(self, captured: Captured, sample: Call) -> str:
-        """Make what microbatches return that of the batch; returns the call after which that is not known."""
+        """Make the losses of microbatches add up; returns the call after which that is not known, if any."""
         batched = [path for path, split in zip(sample.paths, sample.batched(), strict=True) if split]
         has_loss = self._mode is not Mode.FORWARD
-        meanings = add_up(captured.module, batched, self._call.batch_size, has_loss)
-        causes = [meaning.because for meaning in meanings if meaning.part is Part.OTHER]
-        return place_of(causes[0]) if causes and causes[0] else ""
+        return add_up(captured.module, batched, self._call.batch_size, has_loss)
 
 
 def _split(call: Call) -> list[Tensor]:

@@ -73,8 +73,9 @@ def comment(text: str) -> str:
 def name_nodes(graph: TrainingGraph) -> dict[fx.Node, str]:
     """Unique names for all nodes of the graph, in order. A message has the name of the value it carries."""
     names: dict[fx.Node, str] = {}
+    has_loss = graph.mode is not Mode.FORWARD
     losses = {
-        node for role, node in graph.outputs if isinstance(role, Output) and graph.mode is not Mode.FORWARD
+        node for role, node in graph.outputs if isinstance(role, Output) and role.position == 0 and has_loss
     }
     taken: set[str] = set(RESERVED) | set(keyword.kwlist) | set(dir(builtins))
     results = _operator_results(graph)

@@ -41,8 +41,8 @@ class Compiled:
     output_spec: pytree.TreeSpec | None
 
 
-Signature = tuple[Mode, Hashable, tuple[bool, ...]]
-"""What a captured graph is of: the mode, the kind of call, which modules are in training mode."""
+Signature = tuple[Mode, Hashable, tuple[bool, ...], bool]
+"""What a captured graph is of: the mode, the call's kind, which modules train, whether it returns outputs."""
 
 
 @dataclass(frozen=True)
@@ -84,15 +84,17 @@ class Compiler:
     _compiled: dict[tuple[StagedGraph, int, int], Compiled] = field(default_factory=dict)
     _warned: set[str] = field(default_factory=set)
 
-    def compile(self, mode: Mode, call: Call) -> list[tuple[Compiled, list[int]]]:
+    def compile(self, mode: Mode, call: Call, outputs: bool = False) -> list[tuple[Compiled, list[int]]]:
         """What runs the microbatches of ``call``: groups of consecutive ones, with the rows of each.
+
+        With ``outputs`` it returns the model's output besides the loss.
 
         There is one group unless the model specialises on the number of rows.
 
         Raises:
             CaptureError, InputError, PlanError, InfeasibleError: nothing has run or been sent by then.
         """
-        signature = (mode, call.signature(), self.training_flags())
+        signature = (mode, call.signature(), self.training_flags(), outputs)
         count = self._choose(signature, call)
         groups, rest = [], split_sizes(call.batch_size, count)
         while rest:
@@ -100,13 +102,10 @@ class Compiler:
             served = list(takewhile(staged.graph.serves, rest))
             groups.append((self._group(staged, len(served), rest[0]), served))
             rest = rest[len(served) :]
-        unclear = self._staged[signature][0].graph.unclear if count > 1 else ""
-        if unclear and mode is Mode.FORWARD:
-            raise InputError(
-                f"the model returns a value of all rows together, which those of {count} microbatches do not "
-                f"make: see {unclear}. Return it for each row, or compile with microbatches=1"
-            )
-        self._warn_of_unclear_loss(unclear)
+        if count > 1:
+            graph = self._staged[signature][0].graph
+            _check_outputs(graph.unclear_output, count)
+            self._warn_of_unclear_loss(graph.unclear)
         _check_groups(groups)
         return groups
 
@@ -211,8 +210,10 @@ class Compiler:
         symbolic = self.dynamic or len(set(sizes)) > 1
         model, rows = on_device(self.model, call.rows(start, start + sizes[0]), self.device)
         with self._timed("capture and differentiate"):
-            adds_up, mode = not self.microbatch_weight, signature[0]
-            return capture(model, self.loss_fn, mode, rows, self.canonical, self.device, symbolic, adds_up)
+            (mode, *_, outputs), adds_up = signature, not self.microbatch_weight
+            return capture(
+                model, self.loss_fn, mode, rows, self.canonical, self.device, symbolic, adds_up, outputs
+            )
 
     def _cut(self, graph: TrainingGraph, cut: Pass, options: CompilerOptions) -> StagedGraph:
         return StagedGraph(graph, cut, options, observers=(self._time,))
@@ -244,6 +245,14 @@ class Compiler:
 
     def _note(self, what: str, seconds: float) -> None:
         self.seconds[what] = self.seconds.get(what, 0.0) + seconds
+
+
+def _check_outputs(unclear: str, count: int) -> None:
+    if unclear:
+        raise InputError(
+            f"the model or loss_fn returns a value of all rows together, which those of {count} microbatches "
+            f"do not make: see {unclear}. Return it for each row, or compile with microbatches=1"
+        )
 
 
 def _check_groups(groups: Sequence[tuple[Compiled, list[int]]]) -> None:

@@ -63,7 +63,7 @@ class Plan:
     """Everything decided before code is generated. ``placement`` says which rank runs each stage.
 
     ``outputs`` names the results in the order of the leaves of what the model returns; ``sums`` are those
-    that add up over microbatches;
+    that add up over microbatches; ``logs`` are the names that the loss function gave to those after the loss;
     ``link_seconds[i]`` is how long ``links[i]`` takes. ``parameters`` and ``buffers`` are named by FQN.
     ``microbatch_weight`` says how much the losses of microbatches count, if the graph does not: by "rows", as
     they are ("sum"), or as a function says ("given"). ``alternatives`` are the other ways that were
@@ -83,6 +83,7 @@ class Plan:
     inputs: tuple[Input, ...] = ()
     outputs: tuple[str, ...] = ()
     sums: tuple[str, ...] = ()
+    logs: tuple[str, ...] = ()
     dynamic_batch: bool = True
     microbatch_weight: str = ""
     alternatives: tuple[Alternative, ...] = ()

@@ -76,6 +76,7 @@ def build_plan(
         inputs=tuple(_inputs(graph, stages, names)),
         outputs=tuple(names[node] for role, node in graph.outputs if isinstance(role, Output)),
         sums=tuple(names[node] for role, node in graph.outputs if isinstance(role, Output) and role.adds_up),
+        logs=graph.logs,
         dynamic_batch=graph.batch is not None,
     )
 

@@ -20,12 +20,15 @@ from pipec.runtime.recording import RecordedStep
 class Handle(nn.Module):
     """Runs artifacts on the tensors that it holds under the model's own names.
 
+    ``logs`` has by name what the loss function of the last step returned besides the loss, for the batch.
+
     A subclass registers the tensors, and sets ``_trained`` to the artifact that ``step`` runs.
     """
 
     def __init__(self, ranks: Ranks, trained: Artifact | None = None) -> None:
         super().__init__()
         self._ranks = ranks
+        self.logs: dict[str, Tensor] = {}
         self._trained = trained
         self._seed = ranks.agreed_seed()
         self._num_steps = 0

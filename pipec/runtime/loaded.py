@@ -97,6 +97,7 @@ class LoadedPipeline(Handle):
             leaves, sizes, batch, self._seed, self._num_steps, self._recorded, shares=shares
         )
         self._num_steps += 1
+        self.logs = {name: results[kept] for name, kept in zip(plan.logs, plan.outputs[1:], strict=False)}
         return results["loss"]
 
     @property
