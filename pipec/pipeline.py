@@ -65,8 +65,8 @@ class Pipeline(Handle):
         """Run forward and backward of one mini-batch. Gradients are added to ``.grad``.
 
         The arguments are those of the model for the whole mini-batch, and ``target`` goes to the loss
-        function. Every rank passes the same, unless ``compile`` was told otherwise. Tensors whose
-        dimension 0 equals that of the first tensor are split into microbatches; others are passed whole.
+        function. Every rank passes the same, unless ``compile`` was told otherwise. Tensors with the rows of
+        the batch are split into microbatches, others are passed whole; see ``batched`` of ``compile``.
 
         Returns:
             The loss of the batch, on every rank; with ``outputs``, a tuple of that and the model's output.

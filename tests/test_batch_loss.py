@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,8 +15,9 @@ from torch import Tensor, nn
 from unsplit import relative_error
 
 import pipec
+from pipec.artifact.check import check_artifact
 from pipec.capture import tracer
-from pipec.errors import CaptureError, InputError
+from pipec.errors import CaptureError, InputError, VerifyError
 from pipec.graph import TrainingGraph
 
 CLASSES, IGNORED, ROWS = 5, 3, 8
@@ -110,9 +112,14 @@ def test_code_for_one_size_adds_up_counts_of_microbatches(name: str) -> None:
 
 
 def test_what_is_counted_of_the_batch_can_be_read() -> None:
-    source = check(LOSSES["ignored"], 2).source(1)
+    pipe = check(LOSSES["ignored"], 2)
+    source = pipe.source(1)
     assert "def of_batch(target):" in source
     assert "loss = nll_loss_forward_0 / to_copy" in source
+    artifact = pipe._artifact
+    broken = artifact.sources[1].replace("def of_batch(", "def of_a_batch(")
+    with pytest.raises(VerifyError, match=r"stage_1\.py has no function of_batch, which makes batch_sum"):
+        check_artifact(replace(artifact, sources=(artifact.sources[0], broken)))
 
 
 class FixedRows(nn.Module):
@@ -137,6 +144,8 @@ UNCLEAR: dict[str, Loss] = {
     "sqrt": lambda x, y: x.square().mean().sqrt(),
     "matmul": lambda x, y: F.cross_entropy(x @ x.t(), torch.arange(len(x))),
     "cross_entropy": lambda x, y: F.cross_entropy(x, x.detach().argmax(1)),
+    "roll": lambda x, y: F.triplet_margin_loss(x, x.square(), x.roll(1, 0)),
+    "softmax": lambda x, y: (x.softmax(0) * x).mean(),
 }
 
 

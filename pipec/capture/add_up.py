@@ -25,6 +25,7 @@ from pipec.capture.diagnosis import lines_in, model_line
 from pipec.capture.markers import OF_BATCH, RESULT, SHARE
 from pipec.capture.parts import (
     ADD,
+    ALONG,
     ARITHMETIC,
     CONSTANTS,
     COUNTED,
@@ -33,6 +34,7 @@ from pipec.capture.parts import (
     Meaning,
     Part,
     changes_argument,
+    dimensions_of,
     is_drawn,
     named_arguments,
     operator_name,
@@ -131,14 +133,27 @@ class _Walk:
         given = all(meaning.given for meaning in read) and not is_drawn(node)
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | int | float) or value is None:
             return Meaning(self._of_number(value), given, node)
-        for meaning in read:
-            if meaning.part is Part.OTHER:
+        for meaning, source in zip(read, node.all_input_nodes, strict=True):
+            if meaning.part is Part.OTHER and not self._is_index(source, node):
                 return meaning
-        part = self._of_tensor(node, value, [meaning.part for meaning in read])
+        parts = [Part.SAME if meaning.part is Part.OTHER else meaning.part for meaning in read]
+        part = self._of_tensor(node, value, parts)
         known = (part is Part.SUM) if self._symbol is None else part in (Part.SUM, Part.MEAN, Part.OTHER)
         if given and known and isinstance(value, Tensor) and self._num_batches(value) == 0:
             return self._take_of_batch(node)
         return Meaning(part, given, node if part is Part.OTHER else None)
+
+    def _is_index(self, source: fx.Node, reader: fx.Node) -> bool:
+        """Whether a call only looks up rows by whole numbers, such as those that experts are chosen by."""
+        value = _value(source)
+        whole = isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex()
+        rows = any(self.known[each].part is Part.ROWS for each in reader.all_input_nodes)
+        return (
+            whole
+            and rows
+            and operator_name(reader) not in ARITHMETIC
+            and self._num_batches(_value(reader)) == 1
+        )
 
     def _of_number(self, value: Any) -> Part:
         expression = value.node.expr if hasattr(value, "node") else value
@@ -168,7 +183,14 @@ class _Walk:
                 return counted
             return part_of_rows(node, arguments, Part.SIZE in kinds)
         scaled = Part.SIZE in kinds and operator_name(node) in ARITHMETIC
-        return Part.ROWS if count == 1 and not scaled else Part.OTHER
+        return Part.ROWS if count == 1 and not scaled and not self._mixes_rows(node) else Part.OTHER
+
+    def _mixes_rows(self, node: fx.Node) -> bool:
+        """Whether a call computes along the batch, so that a row depends on others."""
+        if operator_name(node) not in ALONG or self._symbol is None:
+            return False
+        sizes: Any = _value(node.all_input_nodes[0]).shape
+        return any(isinstance(sizes[dim], torch.SymInt) for dim in dimensions_of(node))
 
     def _num_batches(self, value: Any) -> int:
         """How many dimensions are the batch, or a multiple of it; 2 also if one grows otherwise with it."""

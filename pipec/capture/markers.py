@@ -19,7 +19,7 @@ SHARE = torch.ops.pipec.share.default
 """The rows of the microbatch as a share of those of the mini-batch."""
 
 RESULT = torch.ops.pipec.result.default
-"""A result of the graph: that of the batch is the sum over microbatches, unless a call makes it ``unclear``."""
+"""A result of which the mini-batch's is the sum over microbatches, unless a call makes it ``unclear``."""
 
 
 @torch.library.register_fake("pipec::of_batch", lib=_library)  # type: ignore[untyped-decorator]

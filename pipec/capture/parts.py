@@ -82,6 +82,23 @@ LINEAR = {
 
 SUMS = {"sum", "count_nonzero", "dot", "vdot", "nansum"}
 
+ALONG = {
+    *(
+        "cumprod",
+        "cumsum",
+        "flip",
+        "log_softmax",
+        "logcumsumexp",
+        "normalize",
+        "roll",
+        "softmax",
+        "softmin",
+        "sort",
+    ),
+    *("argsort", "cummax", "cummin", "topk", "unfold", "diff"),
+}
+"""Operators that let what stands along a dimension depend on one another."""
+
 COUNTED = {"cross_entropy", "cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"}
 """Losses whose mean is over targets that are not ignored, each with the weight of its class."""
 
@@ -144,6 +161,16 @@ def named_arguments(node: fx.Node) -> dict[str, Any]:
         return dict(node.kwargs)
     bound.apply_defaults()
     return dict(bound.arguments)
+
+
+def dimensions_of(node: fx.Node) -> list[int]:
+    """The dimensions that a call of an operator in ``ALONG`` names."""
+    arguments = named_arguments(node)
+    position = 2 if operator_name(node) in ("roll", "topk") else 1
+    by_position = node.args[position] if len(node.args) > position else ()
+    dims = next((arguments[key] for key in ("dim", "dims") if key in arguments), by_position)
+    listed = dims if isinstance(dims, list | tuple) else [dims]
+    return [dim for dim in listed if isinstance(dim, int)]
 
 
 def reduction_of(arguments: dict[str, Any]) -> str:
