@@ -24,6 +24,8 @@ from pipec.runtime.updates import Updates
 class Handle(nn.Module):
     """Runs artifacts on the tensors that it holds under the model's own names.
 
+    ``logs`` has by name what the loss function of the last step returned besides the loss, for the batch.
+
     A subclass registers the tensors, and sets ``_trained`` to the artifact that ``step`` runs.
     """
 
@@ -32,6 +34,7 @@ class Handle(nn.Module):
         self._ranks = ranks
         self._updates = updates
         self._accumulates = False
+        self.logs: dict[str, Tensor] = {}
         self._trained = trained
         self._seed = ranks.agreed_seed()
         self._num_steps = 0

@@ -1,5 +1,6 @@
 """A saved artifact, ready to train: no model and no compiler, only the plan, the code and the programs."""
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,20 @@ from pipec.runtime.facts import leaf_fact
 from pipec.runtime.handle import Handle, homes
 from pipec.runtime.holder import ModelTensors, hold
 from pipec.runtime.launch import Devices
+from pipec.runtime.weights import GIVEN, MicrobatchWeight, loss_shares
 
 
-def load(directory: str | Path, devices: Devices | None = None, timeout: float = 300.0) -> "LoadedPipeline":
+def load(
+    directory: str | Path,
+    devices: Devices | None = None,
+    timeout: float = 300.0,
+    microbatch_weight: MicrobatchWeight | None = None,
+) -> "LoadedPipeline":
     """Read what ``Pipeline.save`` wrote.
 
     ``devices`` says how many devices to use, or which; None is one for each rank of the plan. Tensors that
-    were not saved are on the meta device until ``to_empty`` and ``load_state_dict`` give them values.
+    were not saved are on the meta device until ``to_empty`` and ``load_state_dict`` give them values. An
+    artifact holds no function: if ``compile`` was given one as ``microbatch_weight``, pass it again.
 
     Raises:
         ArtifactError: the directory does not hold an intact artifact of this format.
@@ -38,14 +46,27 @@ def load(directory: str | Path, devices: Devices | None = None, timeout: float =
         raise InputError(
             f"the artifact in {directory} is for {num_ranks} ranks, but devices asks for {ranks.count}"
         )
-    return LoadedPipeline(artifact, tensors, ranks)
+    return LoadedPipeline(artifact, tensors, ranks, microbatch_weight)
 
 
 class LoadedPipeline(Handle):
     """An artifact with its tensors under their original names; made by :func:`pipec.load`."""
 
-    def __init__(self, artifact: Artifact, tensors: dict[str, Tensor], ranks: Ranks) -> None:
+    def __init__(
+        self,
+        artifact: Artifact,
+        tensors: dict[str, Tensor],
+        ranks: Ranks,
+        microbatch_weight: MicrobatchWeight | None = None,
+    ) -> None:
         super().__init__(ranks, artifact)
+        if (artifact.plan.microbatch_weight == GIVEN) != callable(microbatch_weight):
+            raise InputError(
+                "the artifact was compiled with a function as microbatch_weight; pass that to load"
+                if microbatch_weight is None
+                else "the artifact was compiled without a function as microbatch_weight, and takes none"
+            )
+        self._weight = microbatch_weight or artifact.plan.microbatch_weight
         hold(self, _tensors_of(artifact.plan, tensors, artifact.constants, ranks))
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
@@ -54,7 +75,8 @@ class LoadedPipeline(Handle):
         Raises:
             InputError: the arguments have other shapes or types. Nothing was sent then.
         """
-        leaves = [dense(leaf) for leaf in pytree.tree_leaves((args, dict(sorted(kwargs.items())), target))]
+        given_leaves, structure = pytree.tree_flatten((args, dict(sorted(kwargs.items())), target))
+        leaves = [dense(leaf) for leaf in given_leaves]
         plan = self._artifact.plan
         batch = _batch_size(plan, leaves)
         for given in plan.inputs:
@@ -68,8 +90,14 @@ class LoadedPipeline(Handle):
         if self._ranks.world.distributed:
             self._require_same("step", {given.path: leaf_fact(_leaf(given, leaves)) for given in plan.inputs})
         execution = self._execution(self._artifact)
-        results = execution.run(leaves, sizes, batch, self._seed, self._num_steps, self._recorded)
+        batched = [isinstance(leaf, Tensor) and leaf.shape[:1] == (batch,) for leaf in leaves]
+        call_of = functools.partial(pytree.tree_unflatten, treespec=structure)
+        shares = loss_shares(self._weight, leaves, call_of, batched, sizes)
+        results = execution.run(
+            leaves, sizes, batch, self._seed, self._num_steps, self._recorded, shares=shares
+        )
         self._num_steps += 1
+        self.logs = {name: results[kept] for name, kept in zip(plan.logs, plan.outputs[1:], strict=False)}
         return results["loss"]
 
     @property
