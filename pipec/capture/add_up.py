@@ -14,7 +14,7 @@ batch. A sum is divided by the share.
 import operator
 import re
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
@@ -24,13 +24,14 @@ from torch import Tensor, fx, nn
 from pipec.capture.diagnosis import lines_in, model_line
 from pipec.capture.markers import OF_BATCH, RESULT, SHARE
 from pipec.capture.parts import (
-    ADD,
     ALONG,
     ARITHMETIC,
     CONSTANTS,
     COUNTED,
     DIVIDE,
     MULTIPLY,
+    REDUCING,
+    TERMS,
     Meaning,
     Part,
     changes_argument,
@@ -113,7 +114,7 @@ class _Walk:
                 self._scaled_by_rows |= self._symbol is None and self._may_scale_by_rows(node)
                 self.known[node] = self._of_call(node)
                 if changes_argument(node) and isinstance(changed := node.args[0], fx.Node):
-                    self.known[changed] = replace(self.known[node], given=self.known[node].given)
+                    self.known[changed] = self.known[node]
 
     def _of_argument(self, node: fx.Node) -> Meaning:
         value = _value(node)
@@ -131,7 +132,9 @@ class _Walk:
         read = [self.known[source] for source in node.all_input_nodes]
         value = _value(node.args[0] if operator_name(node) == "setitem" else node)
         given = all(meaning.given for meaning in read) and not is_drawn(node)
-        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | int | float) or value is None:
+        if value is None:
+            return Meaning(Part.OTHER, because=node)
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | int | float):
             return Meaning(self._of_number(value), given, node)
         for meaning, source in zip(read, node.all_input_nodes, strict=True):
             if meaning.part is Part.OTHER and not self._is_index(source, node):
@@ -176,7 +179,7 @@ class _Walk:
         if not isinstance(value, Tensor):
             return Part.ROWS
         arguments, count = named_arguments(node), self._num_batches(value)
-        if self._symbol is None and _reduces_rows(node):
+        if self._symbol is None and operator_name(node) in REDUCING and 0 in dimensions_of(node):
             count = 0
         if count == 0:
             if operator_name(node) in COUNTED and (counted := self._count(node, arguments)):
@@ -211,7 +214,7 @@ class _Walk:
         part = part_of_sums(node, parts, any(numbers))
         if self._symbol is not None and self._num_batches(_value(node)):
             return Part.OTHER
-        if operator_name(node) in ADD and part is Part.MEAN:
+        if operator_name(node) in TERMS and part is Part.MEAN:
             for operand in dict.fromkeys(operands):
                 if self.known[operand].part is Part.SUM and not self.make_mean(operand, node):
                     return Part.OTHER
@@ -269,8 +272,8 @@ class _Walk:
 
         None if the loss is none over targets that are classes.
         """
-        target, weight = arguments["target"], arguments.get("weight")
-        if _value(target).is_floating_point() or reduction_of(arguments) != "mean":
+        target, weight = arguments.get("target"), arguments.get("weight")
+        if target is None or _value(target).is_floating_point() or reduction_of(arguments) != "mean":
             return None
         if not all(self.known[x].given for x in (target, weight) if isinstance(x, fx.Node)):
             return Part.OTHER
@@ -329,23 +332,3 @@ def rows_of(argument: fx.Node) -> Any:
     value = _value(argument)
     size: Any = value.shape[0] if isinstance(value, Tensor) and value.ndim else None
     return size.node.expr if isinstance(size, torch.SymInt) else size
-
-
-def _reduces_rows(node: fx.Node) -> bool:
-    """Whether a call reduces dimension 0 by name."""
-    dims = named_arguments(node).get(
-        "dim", node.args[1] if node.op == "call_method" and len(node.args) > 1 else None
-    )
-    reduces = operator_name(node) in (
-        "sum",
-        "mean",
-        "amax",
-        "amin",
-        "max",
-        "min",
-        "prod",
-        "std",
-        "var",
-        "logsumexp",
-    )
-    return reduces and 0 in (dims if isinstance(dims, list | tuple) else [dims])
