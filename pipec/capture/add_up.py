@@ -214,11 +214,27 @@ class _Walk:
         part = part_of_sums(node, parts, any(numbers))
         if self._symbol is not None and self._num_batches(_value(node)):
             return Part.OTHER
+        if operator_name(node) in DIVIDE and part is Part.SUM and self._divide_by_share(node):
+            return Part.MEAN
         if operator_name(node) in TERMS and part is Part.MEAN:
             for operand in dict.fromkeys(operands):
                 if self.known[operand].part is Part.SUM and not self.make_mean(operand, node):
                     return Part.OTHER
         return part
+
+    def _divide_by_share(self, quotient: fx.Node) -> bool:
+        """Let a sum over a tensor, such as a count, be over the microbatch's share of it. Returns whether it is.
+
+        The quotient is then as large as that of the batch, whatever is made of it.
+        """
+        divisor = quotient.args[1]
+        if self._scaled_by_rows or not isinstance(divisor, fx.Node):
+            return False
+        put = _Chain(self, divisor)
+        share = put.share_of(divisor, quotient)
+        quotient.replace_input_with(divisor, share)
+        self.known[share] = Meaning(Part.SAME)
+        return True
 
     def _may_scale_by_rows(self, node: fx.Node) -> bool:
         """Whether a call has a number in it that may be the rows, where they are not a symbol."""
@@ -286,8 +302,7 @@ class _Walk:
             weights = put("weights", torch.gather, weight, 0, index)
             counted = put("weights", torch.masked_fill, weights, put("flat", torch.flatten, invalid), 0)
         count = put("count", OF_BATCH, put("count", torch.sum, counted))
-        share = put("share", torch.mul, count, put("share", SHARE, _value(node).device))
-        share = put("share", torch.ops.aten._to_copy.default, share, dtype=_value(node).dtype)
+        share = put.share_of(count, node)
         total = put.again(node, reduction=2 if isinstance(arguments["reduction"], int) else "sum")
         mean = put(node.name, operator.truediv, total, share)
         mean.meta["example_value"] = _value(node)
@@ -314,6 +329,11 @@ class _Chain:
     def __call__(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         self.last = self.walk._put(self.last, name, function, *args, **kwargs)
         return self.last
+
+    def share_of(self, whole: fx.Node, like: fx.Node) -> fx.Node:
+        """The microbatch's share of a value of the whole batch, in the type of ``like``."""
+        share = self("share", torch.mul, whole, self("share", SHARE, _value(like).device))
+        return self("share", torch.ops.aten._to_copy.default, share, dtype=_value(like).dtype)
 
     def again(self, node: fx.Node, **changed: Any) -> fx.Node:
         """The same call with other arguments."""

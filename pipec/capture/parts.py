@@ -64,7 +64,7 @@ LINEAR = {
 REDUCING = {"amax", "amin", "logsumexp", "max", "mean", "min", "prod", "std", "sum", "var"}
 """Operators that take dimensions to reduce."""
 
-SUMS = {"sum", "count_nonzero", "dot", "vdot", "nansum"}
+SUMS = {"sum", "count_nonzero", "dot", "vdot", "nansum", "histc", "bincount"}
 
 ALONG = {
     *("argsort", "cummax", "cummin", "cumprod", "cumsum", "diff", "flip", "log_softmax"),
