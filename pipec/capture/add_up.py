@@ -24,6 +24,7 @@ from torch import Tensor, fx, nn
 from pipec.capture.diagnosis import lines_in, model_line
 from pipec.capture.markers import OF_BATCH, RESULT, SHARE
 from pipec.capture.parts import (
+    ADD,
     ALONG,
     ARITHMETIC,
     CONSTANTS,
@@ -32,6 +33,7 @@ from pipec.capture.parts import (
     MULTIPLY,
     REDUCING,
     TERMS,
+    ZEROS,
     Meaning,
     Part,
     changes_argument,
@@ -164,6 +166,7 @@ class _Walk:
             return Part.SAME
         if self._symbol not in expression.free_symbols:
             return Part.SAME
+        expression = expression.replace(lambda x: type(x).__name__ == "ToFloat", lambda x: x.args[0])
         return Part.SIZE if self._is_proportional(expression) else Part.OTHER
 
     def _is_proportional(self, size: sympy.Basic) -> bool:
@@ -207,6 +210,8 @@ class _Walk:
     def _of_sums(self, node: fx.Node) -> Part:
         """What a call makes of sums and means of microbatches. Sums that are added to others become means."""
         operands = [x for x in pytree.tree_leaves((node.args, dict(node.kwargs))) if isinstance(x, fx.Node)]
+        if operator_name(node) in ADD:
+            operands = [x for x in operands if not self._is_zero(x)]
         numbers = [x for x in node.args if isinstance(x, int | float)]
         if self._symbol is None and self._may_scale_by_rows(node):
             return Part.OTHER
@@ -222,8 +227,12 @@ class _Walk:
                     return Part.OTHER
         return part
 
+    def _is_zero(self, node: fx.Node) -> bool:
+        """Whether a node is zeros that were made to add to, and nothing was added to them yet."""
+        return operator_name(node) in ZEROS and self.known[node].part is Part.SAME
+
     def _divide_by_share(self, quotient: fx.Node) -> bool:
-        """Let a sum over a tensor, such as a count, be over the microbatch's share of it. Returns whether it is.
+        """Let a sum over a tensor, such as a count, be over the share of it. Returns whether that is done.
 
         The quotient is then as large as that of the batch, whatever is made of it.
         """

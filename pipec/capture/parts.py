@@ -53,6 +53,8 @@ ARITHMETIC = ADD | MULTIPLY | DIVIDE | {"pow", "ipow", "rsub", "rtruediv", "rdiv
 
 CONSTANTS = {"as_tensor", "full", "full_like", "new_full", "new_tensor", "scalar_tensor", "tensor"}
 
+ZEROS = {"zeros", "zeros_like", "new_zeros"}
+
 LINEAR = {
     *("alias", "bfloat16", "cat", "clone", "contiguous", "cpu", "cuda", "detach", "double"),
     *("expand", "flatten", "float", "getitem", "half", "lift_fresh", "lift_fresh_copy", "mean"),
