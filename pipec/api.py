@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pipec.capture.call import Call
-from pipec.capture.splitting import Batched
+from pipec.capture.splitting import Batched, divide, positional_names
 from pipec.capture.tracer import capture
 from pipec.compiler.autotuner import Autotuner
 from pipec.compiler.compiler import Compiler, on_device
@@ -46,6 +46,7 @@ class Example:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     target: Any = None
     loss_fn: Callable[..., Any] | None = None
+    batched: Batched | None = None
 
 
 def compile(
@@ -269,7 +270,8 @@ def profile(
         CaptureError: the model cannot be captured.
         InputError: ``microbatch_size`` or ``repeats`` does not fit, or the device is meta.
     """
-    call = Call(example.args, dict(example.kwargs), example.target)
+    given = Call(example.args, dict(example.kwargs), example.target)
+    call = divide(given, example.batched, positional_names(example.model))
     size = max(1, call.batch_size // 8) if microbatch_size is None else microbatch_size
     if not 1 <= size <= call.batch_size:
         raise InputError(

@@ -11,7 +11,13 @@ from torch import Tensor, nn
 
 from pipec.artifact.directory import write
 from pipec.capture.call import Call
-from pipec.capture.splitting import Batched, divide, refuse_own_batches
+from pipec.capture.splitting import (
+    Batched,
+    divide,
+    known_from,
+    positional_names,
+    refuse_own_batches,
+)
 from pipec.compiler.compiler import Compiled, Compiler
 from pipec.console import log
 from pipec.errors import InputError, PipecError
@@ -56,6 +62,7 @@ class Pipeline(Handle):
     ) -> None:
         super().__init__(ranks, updates=updates)
         self._batched = batched
+        self._split_before: dict[str, bool] = {}
         self._weight = microbatch_weight
         self._batch = batch
         self._emptied = Emptied()
@@ -274,7 +281,7 @@ class Pipeline(Handle):
         return call
 
     def _divided(self, call: Call) -> Call:
-        return divide(call, self._batched, self._compiler.positional_names())
+        return divide(call, self._batched, positional_names(self._compiler.model), self._split_before)
 
     def _compiled(self, mode: Mode, call: Call, outputs: bool = False) -> Groups:
         """What runs each group of consecutive microbatches, and their sizes.
@@ -287,6 +294,7 @@ class Pipeline(Handle):
         if is_new:
             compile = functools.partial(self._compile, mode, call, outputs)
             self._groups[key] = self._ranks.once(repr(key), compile)
+            self._split_before |= known_from(call)
         groups = self._groups[key]
         if mode is Mode.TRAIN:
             self._trained = groups[0][0].artifact

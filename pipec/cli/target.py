@@ -41,6 +41,7 @@ def prepare(
             example.model,
             devices,
             loss_fn=example.loss_fn,
+            batched=example.batched,
             schedule=Path(schedule) if schedule.endswith(".txt") else schedule,
             microbatches=microbatches,
             recompute=recompute,

@@ -1,7 +1,6 @@
 """What was compiled for which call of a model, and where its first call put stages and parameters."""
 
 import copy
-import inspect
 import logging
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -123,11 +122,6 @@ class Compiler:
     def training_flags(self) -> tuple[bool, ...]:
         """Which modules are in training mode."""
         return tuple(module.training for module in self.model.modules())
-
-    def positional_names(self) -> list[str]:
-        """The names of the arguments that the model takes by position."""
-        parameters = inspect.signature(self.model.forward).parameters.values()
-        return [x.name for x in parameters if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
 
     def _choose(self, signature: Signature, call: Call) -> int:
         """The number of microbatches of the call. The first call also settles where stages are."""
