@@ -58,7 +58,7 @@ PRIVATE_TORCH_ALLOWED: dict[str, tuple[str, ...]] = {
     "pipec.torch_compat": ("torch",),
     "pipec.capture.tracer": ("torch._check",),  # documented, for all its underscore
     "pipec.runtime.gradients": ("torch._foreach_add_",),
-    "pipec.runtime.distributed": ("torch.distributed.distributed_c10d._get_default_store",),
+    "pipec.runtime.rendezvous": ("torch.distributed.distributed_c10d._get_default_store",),
     "pipec.runtime.loaded": ("torch.utils._pytree",),
     "pipec.runtime.storage": ("torch._C._storage_Use_Count",),
 }
