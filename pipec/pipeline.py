@@ -20,7 +20,7 @@ from pipec.plan.tables import ReadablePlan
 from pipec.runtime.batch import dense
 from pipec.runtime.execution import Ranks
 from pipec.runtime.facts import Facts, leaf_fact
-from pipec.runtime.handle import Handle, homes, owners
+from pipec.runtime.handle import Handle, holders, homes
 from pipec.runtime.holder import Emptied, ModelTensors, fill, forget, hold, put_back
 from pipec.runtime.results import merge
 from pipec.timeline.events import Timeline
@@ -267,17 +267,19 @@ class Pipeline(Handle):
         """Join the results of groups of microbatches into those of the batch."""
         counts = [sum(sizes) for _, sizes in groups]
         values = {v.name: v for x in groups[0][0].artifact.plan.links if x.target == -1 for v in x.values}
-        return {name: merge(value, [part[name] for part in parts], counts) for name, value in values.items()}
+        rows = sum(counts)
+        return {n: merge(value, [part[n] for part in parts], counts, rows) for n, value in values.items()}
 
     def _keep_own_tensors(self, plan: Plan) -> None:
         """Move each tensor to the device of the stage that owns it, and empty those of other processes."""
         unique = self._tensors.unique()
-        new = {fqn: home for fqn, home in homes(plan, self._ranks.devices).items() if fqn not in self._owners}
+        found = homes(plan, self._ranks.devices)
+        new = {fqn: home for fqn, home in found.items() if fqn not in self._holders}
         if new and self._ranks.world.distributed:
-            first = not self._owners
+            first = not self._holders
             self._start_from_rank_0({fqn: x for fqn, x in unique.items() if first or fqn in new})
-        self._owners = owners(plan) | self._owners
-        elsewhere = {fqn for fqn in unique if not self._is_own(fqn) and fqn in self._owners}
+        self._holders = holders(plan) | self._holders
+        elsewhere = {fqn for fqn in unique if fqn in self._holders and not self._is_here(fqn)}
         if any(unique[fqn].numel() for fqn in elsewhere):
             forget(self, [fqn for fqn, first in self._canonical.items() if first in elsewhere])
             self._emptied.empty({fqn: unique[fqn] for fqn in elsewhere})
@@ -301,7 +303,7 @@ class Pipeline(Handle):
         readers = range(self._ranks.count) if all_ranks else [0]
         reads, whole = self._ranks.world.rank in readers, {}
         for fqn, tensor in unique.items():
-            owner = self._owners.get(fqn, 0)
+            owner = self._speaker(fqn)
             shape = self._emptied.shape(fqn, tensor)
             given = tensor if self._is_own(fqn) else torch.empty(shape, dtype=tensor.dtype)
             to = [rank for rank in readers if rank != owner]

@@ -1,6 +1,6 @@
 """Schedules beyond those that ship, written by hand: split backwards, and several stages on a rank."""
 
-from pipec.ir import Compute, Link, Payload, Phase, Schedule, Value
+from pipec.ir import Compute, Link, Payload, Phase, Schedule, Value, unreplicated
 
 FORWARD, BACKWARD, INPUT, WEIGHT = (
     Phase.FORWARD,
@@ -27,7 +27,7 @@ def v_gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
 def _v_schedule(
     name: str, num_ranks: int, num_microbatches: int, orders: list[tuple[Compute, ...]]
 ) -> Schedule:
-    placement = (*range(num_ranks), *reversed(range(num_ranks)))
+    placement = unreplicated((*range(num_ranks), *reversed(range(num_ranks))))
     return Schedule(name, num_microbatches, placement, tuple(orders))
 
 

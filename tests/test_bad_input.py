@@ -176,7 +176,7 @@ def change_all_bytes(file: Path) -> None:
         ("plan.json", lambda file: file.write_text("{}"), "is not a plan of this format"),
         (
             "plan.json",
-            lambda file: file.write_text(file.read_text().replace("artifact 1", "artifact 9")),
+            lambda file: file.write_text(file.read_text().replace("artifact 2", "artifact 9")),
             "reads",
         ),
         (

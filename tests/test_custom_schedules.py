@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipec.errors import InfeasibleError, InputError, VerifyError
-from pipec.ir import Compute, Op, Phase, Program, Schedule
+from pipec.ir import Compute, Op, Phase, Program, Schedule, unreplicated
 from pipec.programs.lower import chain_links, lower
 from pipec.programs.verify import verify_programs
 from pipec.schedules import (
@@ -40,7 +40,7 @@ placement: 0 1 1 0
 
 def test_orders_are_read_and_written() -> None:
     schedule = parse_orders("# mine\n0: F0 F1 B0 W0 B1  # whole\n\n1: F0 B0 F1 B1", "mine")
-    assert (schedule.name, schedule.placement, schedule.num_microbatches) == ("mine", (0, 1), 2)
+    assert (schedule.name, schedule.placement, schedule.num_microbatches) == ("mine", unreplicated((0, 1)), 2)
     assert [cell.phase for cell in schedule.orders[0]][2:] == [
         Phase.BACKWARD_INPUT,
         Phase.BACKWARD_WEIGHT,

@@ -174,7 +174,7 @@ def test_an_error_that_an_abort_causes_is_not_taken_for_a_failure_of_this_rank(
             monkeypatch.setattr(alone._connections, "check", lambda: exec("raise ConnectionError"))
             raise ValueError("garbage")
 
-    plan = Plan(Mode.FORWARD, "gpipe", 1, 1, placement=(0,), stages=(Stage(0, 0, 0),), links=())
+    plan = Plan(Mode.FORWARD, "gpipe", 1, 1, placement=((0,),), stages=(Stage(0, 0, 0),), links=())
     program = Program(0, [Instruction(Op.FORWARD, 0, 0)])
     rank = Interpreter(program, plan, {0: Broken}, {}, {}, alone, torch.device("cpu"))
     with pytest.raises(
@@ -190,9 +190,9 @@ def test_a_connection_that_cannot_be_opened_fails_every_rank(
         raise TimeoutError
 
     monkeypatch.setattr(alone._connections, "open", refuse)
-    with pytest.raises(TransportError, match="opening the connections to other ranks, took more than"):
-        alone.connect([], "text")
-    assert "opening the connections" in str(alone._lifelines.reason())
+    with pytest.raises(TransportError, match="the connections of the programs together with all ranks, took"):
+        alone.connect([], (), "text")
+    assert "making the connections" in str(alone._lifelines.reason())
 
 
 def test_a_reason_that_comes_a_moment_after_the_connection_was_lost_is_told(alone: TorchDistributed) -> None:

@@ -112,7 +112,7 @@ def work(rank: int, blow: Blow) -> None:
         threading.Timer(0.5, blow.strike, ("compilation", rank)).start()
     transport.once("compile", lambda: compile_slowly(blow))
     schedule = make_schedule("1f1b", NUM_RANKS, len(SIZES))
-    transport.connect(lower(schedule, LINKS), "the same text")
+    transport.connect(lower(schedule, LINKS), (), "the same text")
     interpreter = make_interpreter(schedule, rank, transport, make_model())
     before(Interpreter, "_execute", lambda: blow.strike("first step", rank))
     for step in range(10**9):

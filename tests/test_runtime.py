@@ -28,7 +28,7 @@ from runtime_stages import (
 from torch import Tensor
 
 from pipec.errors import ExecutionError, VerifyError
-from pipec.ir import Compute, Instruction, Mode, Op, Payload, Phase, Program, Schedule
+from pipec.ir import Compute, Instruction, Mode, Op, Payload, Phase, Program, Schedule, unreplicated
 from pipec.programs.lower import lower
 from pipec.runtime import InProcess, Interpreter
 from pipec.schedules import forward_only, make_schedule
@@ -47,10 +47,16 @@ SCHEDULES = {
     "1f1b": make_schedule("1f1b", NUM_RANKS, len(SIZES)),
     "1f1b, split backward": split_backward(make_schedule("1f1b", NUM_RANKS, len(SIZES))),
     "folded onto two ranks": Schedule(
-        "folded", len(SIZES), (0, 1, 0), (in_order((F, 0), (F, 2), (B, 2), (B, 0)), in_order((F, 1), (B, 1)))
+        "folded",
+        len(SIZES),
+        unreplicated((0, 1, 0)),
+        (in_order((F, 0), (F, 2), (B, 2), (B, 0)), in_order((F, 1), (B, 1))),
     ),
     "one rank": Schedule(
-        "sequential", len(SIZES), (0, 0, 0), (in_order((F, 0), (F, 1), (F, 2), (B, 2), (B, 1), (B, 0)),)
+        "sequential",
+        len(SIZES),
+        unreplicated((0, 0, 0)),
+        (in_order((F, 0), (F, 1), (F, 2), (B, 2), (B, 1), (B, 0)),),
     ),
 }
 

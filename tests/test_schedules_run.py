@@ -28,7 +28,7 @@ import pipec
 from pipec.artifact.directory import Artifact
 from pipec.compiler.policy import ScheduleChoice
 from pipec.errors import VerifyError
-from pipec.ir import Compute, Phase, Plan, Program, Schedule
+from pipec.ir import Compute, Phase, Plan, Program, Schedule, unreplicated
 from pipec.ir.batch import split_sizes
 from pipec.plan.memory import rank_memory
 from pipec.schedules import SCHEDULES, SEARCHED, make_schedule
@@ -142,7 +142,7 @@ def test_a_schedule_by_name(name: str) -> None:
 @pytest.mark.parametrize("name", ["interleaved-1f1b-v3", "looped-bfs-v3"])
 def test_three_stages_per_rank_by_name(name: str) -> None:
     pipe, found, wanted = trained(name, microbatches=4)
-    assert (pipe.plan.schedule, pipe.plan.placement) == (name, (0, 1) * 3)
+    assert (pipe.plan.schedule, pipe.plan.placement) == (name, unreplicated((0, 1)) * 3)
     assert_equal(found, wanted)
     torch.manual_seed(0)
     unsplit = layers()
@@ -176,7 +176,7 @@ def test_a_function_of_ones_own() -> None:
         for rank in range(num_ranks):
             forwards = [Compute(Phase.FORWARD, rank, microbatch) for microbatch in range(num_microbatches)]
             orders.append((*forwards, *(replace(f, phase=Phase.BACKWARD) for f in reversed(forwards))))
-        return Schedule("lifo", num_microbatches, tuple(range(num_ranks)), tuple(orders))
+        return Schedule("lifo", num_microbatches, unreplicated(range(num_ranks)), tuple(orders))
 
     pipe, found, wanted = trained(last_in_first_out, microbatches=4)
     assert pipe.plan.schedule == "lifo"

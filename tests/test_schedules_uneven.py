@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pipec.errors import InfeasibleError
-from pipec.ir import Compute, Phase, Schedule, StageMemory
+from pipec.ir import Compute, Phase, Placement, Schedule, StageMemory, count_ranks, unreplicated
 from pipec.programs.memory import held, most_in_flight
 from pipec.schedules import Workload, candidates, make_schedule, v_placement
 from pipec.schedules.chain import simulate_schedule
@@ -27,8 +27,8 @@ def makespan(schedule: Schedule, work: Workload) -> float:
     return simulate_schedule(schedule, work)[0].makespan
 
 
-def best(work: Workload, placement: tuple[int, ...], num_microbatches: int) -> Schedule:
-    found = candidates(max(placement) + 1, num_microbatches, work, placement)
+def best(work: Workload, placement: Placement, num_microbatches: int) -> Schedule:
+    found = candidates(count_ranks(placement), num_microbatches, work, placement)
     return min(filter(work.fits, found), key=lambda schedule: makespan(schedule, work))
 
 
@@ -88,7 +88,7 @@ def test_a_microbatch_leaves_nothing_behind(backward: list[Phase]) -> None:
 
 def test_the_work_of_a_rank_is_divided_equally_among_its_stages() -> None:
     work = uneven(2, 4, memory=StageMemory(weights=8, saved=2))
-    divided = work.on((0, 1, 1, 0))
+    divided = work.on(unreplicated((0, 1, 1, 0)))
     assert divided.forward == (1, 2, 2, 1)
     assert divided.memory == (StageMemory(weights=4, saved=1),) * 4
     assert work.on((0, 1)) is work

@@ -19,7 +19,7 @@ from pipec.cli import app
 from pipec.errors import InputError, PlanError
 from pipec.hardware.devices import LinkModel
 from pipec.hardware.topology import Device, Level, Topology, alike, read_topology, uniform
-from pipec.ir import Phase
+from pipec.ir import Phase, rank_of, unreplicated
 from pipec.pipeline import Pipeline
 from pipec.plan.memory import rank_memory
 
@@ -72,7 +72,7 @@ def work(pipe: Pipeline) -> list[float]:
     """FLOPs of each rank."""
     done = [0.0] * pipe.plan.num_ranks
     for stage in pipe.plan.stages:
-        done[pipe.plan.placement[stage.index]] += stage.cost.flops
+        done[rank_of(pipe.plan.placement, stage.index)] += stage.cost.flops
     return done
 
 
@@ -84,7 +84,7 @@ def test_a_faster_device_gets_more_work_wherever_it_is() -> None:
         found = work(pipe)
         assert max(found) == found[speeds.index(4.0)]
         assert max(found) > 2.5 * min(found)
-        assert sorted(pipe.plan.placement) == [0, 1, 2]
+        assert sorted(pipe.plan.placement) == [(0,), (1,), (2,)]
 
 
 @pytest.mark.slow
@@ -104,7 +104,7 @@ def test_ranks_in_another_order_train_and_evaluate_as_the_unsplit_model(schedule
     unsplit = copy.deepcopy(model)
     pipe = compiled(model, different(1.0, 1.0, 4.0), schedule=schedule)
     loss = pipe.step(x, target=y)
-    assert pipe.plan.placement != (0, 1, 2)
+    assert pipe.plan.placement != unreplicated((0, 1, 2))
     parts = [
         F.mse_loss(unsplit(rows), wanted) / 4 for rows, wanted in zip(x.split(4), y.split(4), strict=True)
     ]
@@ -153,7 +153,7 @@ def test_a_device_with_less_memory_gets_the_stage_that_needs_least() -> None:
     small = Topology((Device(memory_bytes=0.8 * needs[0]), Device()), (Level(2, FAST),))
     pipe = compiled(even(), small, recompute="none").prepare(x, target=y)
     assert rank_memory(pipe.plan, pipe.programs)[0].total <= 0.8 * needs[0]
-    assert pipe.plan.placement == (1, 0)
+    assert pipe.plan.placement == unreplicated((1, 0))
 
 
 @pytest.mark.slow
@@ -171,7 +171,7 @@ def test_a_cut_within_memory_saves_computing_again() -> None:
 def test_several_stages_on_a_rank_run_on_devices_that_differ() -> None:
     x, y = batch()
     pipe = compiled(even(), different(1.0, 2.0), schedule="zb-v").prepare(x, target=y)
-    assert pipe.plan.placement == (0, 1, 1, 0)
+    assert pipe.plan.placement == unreplicated((0, 1, 1, 0))
     assert pipe.simulate().makespan > 0
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipec.errors import VerifyError
-from pipec.ir import Instruction, Link, Op, Payload, Program, Schedule
+from pipec.ir import Instruction, Link, Op, Payload, Program, Schedule, unreplicated
 from pipec.programs.lower import chain_links, lower
 from pipec.programs.rendezvous import Site, Waits, circle, stalls
 from pipec.programs.verify import RULES, verify_programs
@@ -147,11 +147,11 @@ def test_a_move_stays_on_its_rank_and_names_no_peer() -> None:
 def test_programs_and_links_fit_the_placement() -> None:
     programs = lower(gpipe(2, 2), chain_links(2))
     with pytest.raises(
-        VerifyError, match=r"programs are of ranks \[1, 0\]; expected one for each rank of \(0, 1\)"
+        VerifyError, match=r"programs are of ranks \[1, 0\]; expected one for each of ranks 0 to 1"
     ):
-        verify_programs(programs[::-1], (0, 1), chain_links(2), 2)
+        verify_programs(programs[::-1], unreplicated((0, 1)), chain_links(2), 2)
     with pytest.raises(VerifyError, match=r"hidden_2 \(1 -> 2\) names a stage beyond the plan's 2"):
-        verify_programs(programs, (0, 1), chain_links(3), 2)
+        verify_programs(programs, unreplicated((0, 1)), chain_links(3), 2)
 
 
 @pytest.mark.parametrize(

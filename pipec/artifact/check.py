@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 
 from pipec.artifact.directory import Artifact
 from pipec.errors import VerifyError
-from pipec.ir import Program, Stage, ranks_of
-from pipec.programs.verify import verify_programs
+from pipec.ir import Program, Stage
+from pipec.programs.verify import verify_plan
 
 
 def check_artifact(artifact: Artifact) -> None:
@@ -17,10 +17,9 @@ def check_artifact(artifact: Artifact) -> None:
             the program calls, or names other tensors than the plan.
     """
     plan = artifact.plan
-    recompute = [stage.index for stage in plan.stages if stage.recompute]
-    verify_programs(artifact.programs, plan.placement, plan.links, plan.num_microbatches, recompute=recompute)
+    verify_plan(plan, artifact.programs)
     for stage, source in zip(plan.stages, artifact.sources, strict=True):
-        programs = [artifact.programs[rank] for rank in ranks_of(plan.placement, stage.index)]
+        programs = [artifact.programs[rank] for rank in plan.placement[stage.index]]
         for fault in _faults(stage, source, programs):
             raise VerifyError(f"stage_{stage.index}.py {fault}; save the pipeline anew")
 

@@ -30,7 +30,7 @@ from pipec.errors import ArtifactError
 from pipec.ir import Plan, Program
 from pipec.ir.text import format_program, parse_program
 
-FORMAT = "pipec artifact 1"
+FORMAT = "pipec artifact 2"
 
 PLAN, CONSTANTS, TENSORS = "plan.json", "constants.safetensors", "tensors.safetensors"
 

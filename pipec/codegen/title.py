@@ -3,7 +3,7 @@
 import textwrap
 
 from pipec.codegen.names import comment
-from pipec.ir import Link, Payload, Plan, Stage, ranks_of
+from pipec.ir import Link, Payload, Plan, Stage
 from pipec.ir.text import format_bytes, format_value
 
 
@@ -16,7 +16,7 @@ def stage_title(stage: Stage, plan: Plan) -> str:
     sends     hidden_6: f32[b, 128, 256] to stage 2
     saves     11.8 MB a microbatch (b = 4)
     """
-    ranks = " and ".join(map(str, ranks_of(plan.placement, stage.index)))
+    ranks = " and ".join(map(str, plan.placement[stage.index]))
     rows = [f"Stage {stage.index} of {len(plan.stages)}, rank {ranks}: {_extent(stage)}.", ""]
     rows += _messages(
         "receives", "from stage", [(x, x.source) for x in plan.links if x.target == stage.index]

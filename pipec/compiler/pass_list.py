@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pipec.cost.profile import Profile
 from pipec.hardware.devices import DeviceModel
 from pipec.hardware.topology import Topology
+from pipec.ir import NOTHING_MORE, Ending
 from pipec.passes import Pass
 from pipec.passes.annotate_cost import AnnotateCost
 from pipec.passes.insert_communication import InsertCommunication
@@ -20,12 +21,14 @@ class CompilerOptions:
 
     ``device_model`` describes every device, ``topology`` how they are joined and what each of them holds.
     ``recompute`` is "auto", "none" or "full". ``profile`` is of the training graph that decides the cut.
+    ``ending`` says whether the programs update, clip and shard.
     """
 
     device_model: DeviceModel
     topology: Topology
     recompute: str = "auto"
     profile: Profile | None = None
+    ending: Ending = NOTHING_MORE
 
 
 def passes(options: CompilerOptions, cut: Pass, recompute: frozenset[int]) -> list[Pass]:

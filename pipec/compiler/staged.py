@@ -24,7 +24,7 @@ from pipec.plan.build import Names, build_plan, stage_cost, value_of
 from pipec.plan.memory import RankMemory, rank_memory
 from pipec.plan.predictions import simulate_plan
 from pipec.programs.lower import lower
-from pipec.programs.verify import verify_programs
+from pipec.programs.verify import verify_plan
 from pipec.schedules import Workload, on_ranks
 
 
@@ -167,8 +167,8 @@ class StagedGraph:
         placed = on_ranks(schedule, self.graph.ranks) if self.graph.ranks else schedule
         plan = self._plan(placed, size)
         recompute = [stage.index for stage in plan.stages if stage.recompute]
-        programs = lower(placed, plan.links, recompute)
-        verify_programs(programs, plan.placement, plan.links, plan.num_microbatches, recompute=recompute)
+        programs = lower(placed, plan.links, recompute, plan.ending)
+        verify_plan(plan, programs)
         memory = rank_memory(plan, programs)
         devices = self.options.topology.devices
         excess = [max(0.0, need.total - devices[rank].memory_bytes) for rank, need in enumerate(memory)]
@@ -181,7 +181,9 @@ class StagedGraph:
         key = split, size, schedule.placement
         if key not in self._plans:
             stages, topology = self.stages(split), self.options.topology
-            self._plans[key] = build_plan(self.graph, stages, self.names, schedule, size, topology)
+            self._plans[key] = build_plan(
+                self.graph, stages, self.names, schedule, size, topology, self.options.ending
+            )
         return replace(self._plans[key], schedule=schedule.name, num_microbatches=schedule.num_microbatches)
 
     def _message_seconds(self, stage: StageFunctions, size: int, source: int, target: int) -> float:

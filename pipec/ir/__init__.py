@@ -2,13 +2,23 @@
 
 Read it in the order in which data flows: the ``values`` of a cut graph and the links that carry them, the
 ``plan`` that holds stages and links, the ``schedule`` that says who computes what when, the ``program`` of
-instructions that each rank executes, and ``memory``, what a stage holds meanwhile. ``columns`` holds long
-runs of cells and instructions as numbers, ``text`` writes programs and quantities down and reads programs
-back, and ``batch`` says how a mini-batch is split.
+instructions that each rank executes, ``ending``, what it does besides microbatches, and ``memory``, what a
+stage holds meanwhile. ``columns`` holds long runs of cells and instructions as numbers, ``text`` writes
+programs and quantities down and reads programs back, and ``batch`` says how a mini-batch is split.
 """
 
+from pipec.ir.ending import NOTHING_MORE, Bucket, Ending, Shard
 from pipec.ir.memory import StageMemory
 from pipec.ir.plan import Alternative, Plan, Stage, StageCost
 from pipec.ir.program import Instruction, Kind, Op, Program, Traits
-from pipec.ir.schedule import Compute, Placement, Schedule, count_ranks, rank_of, ranks_of, stages_on
+from pipec.ir.schedule import (
+    Compute,
+    Placement,
+    Schedule,
+    count_ranks,
+    microbatches_on,
+    rank_of,
+    stages_on,
+    unreplicated,
+)
 from pipec.ir.values import Dim, Input, Link, Mode, Payload, Phase, Value

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from pipec.ir import Compute, Instruction, Kind, Link, Op, Phase, Placement, Program, Traits, ranks_of
+from pipec.ir import Compute, Instruction, Kind, Link, Op, Phase, Placement, Program, Traits
 
 Ints = NDArray[np.signedinteger[Any]]
 Floats = NDArray[np.float64]
@@ -25,6 +25,8 @@ PHASES: Sequence[Phase] = tuple(Phase)
 OPS: Sequence[Op] = tuple(Op)
 PHASE_CODE: Mapping[Phase, int] = {phase: code for code, phase in enumerate(PHASES)}
 OP_CODE: Mapping[Op, int] = {op: code for code, op in enumerate(OPS)}
+NUM_COLUMNS = 7
+"""Of instructions."""
 
 
 def _having(trait: Callable[[Traits], bool]) -> NDArray[np.bool_]:
@@ -34,13 +36,14 @@ def _having(trait: Callable[[Traits], bool]) -> NDArray[np.bool_]:
 
 _IS_COMPUTE = _having(lambda traits: traits.kind is Kind.COMPUTE)
 _IS_TIMED = _having(lambda traits: traits.timed)
+_IS_COLLECTIVE = _having(lambda traits: traits.kind is Kind.COLLECTIVE)
 FILLS_SLOT = _having(lambda traits: traits.fills_slot)
 _PHASE_OF_OP = np.array([PHASE_CODE[op.phase] if op.phase else -1 for op in OPS], np.int32)
 
 
 def ranks_by_microbatch(placement: Placement, num_microbatches: int) -> Ints:
     """``rank_of`` at [stage, microbatch]. The row of a stage on ranks 4 and 7 is 4 7 4 7 ..."""
-    rows = [np.resize(ranks_of(placement, stage), num_microbatches) for stage in range(len(placement))]
+    rows = [np.resize(placement[stage], num_microbatches) for stage in range(len(placement))]
     return np.array(rows, np.int32).reshape(len(placement), num_microbatches)
 
 
@@ -123,7 +126,7 @@ class Cells(_Columns[Compute]):
 
 
 class Instructions(_Columns[Instruction]):
-    """What a rank executes: columns of op, stage, microbatch, link, peer and slot.
+    """What a rank executes: columns of op, stage, microbatch, link, peer, slot and bucket.
 
     ``link`` is an index into ``links``, or -1.
     """
@@ -146,10 +149,11 @@ class Instructions(_Columns[Instruction]):
                 -1 if each.link is None else index.setdefault(each.link, len(index)),
                 each.peer,
                 each.slot,
+                each.bucket,
             )
             for each in instructions
         ]
-        return cls(_matrix(rows, 6), tuple(index))
+        return cls(_matrix(rows, NUM_COLUMNS), tuple(index))
 
     @property
     def cells(self) -> Cells:
@@ -171,6 +175,10 @@ class Instructions(_Columns[Instruction]):
         return self._have(_IS_COMPUTE)
 
     @property
+    def is_collective(self) -> NDArray[np.bool_]:
+        return self._have(_IS_COLLECTIVE)
+
+    @property
     def is_timed(self) -> NDArray[np.bool_]:
         return self._have(_IS_TIMED)
 
@@ -190,9 +198,14 @@ class Instructions(_Columns[Instruction]):
     def slots(self) -> Ints:
         return self._column(5)
 
+    @property
+    def buckets(self) -> Ints:
+        return self._column(6)
+
     def _row(self, *numbers: int) -> Instruction:
-        op, stage, microbatch, link, peer, slot = numbers
-        return Instruction(OPS[op], stage, microbatch, self.links[link] if link >= 0 else None, peer, slot)
+        op, stage, microbatch, link, peer, slot, bucket = numbers
+        carried = self.links[link] if link >= 0 else None
+        return Instruction(OPS[op], stage, microbatch, carried, peer, slot, bucket)
 
 
 def aligned(programs: Sequence[Program]) -> list[Instructions]:
@@ -208,7 +221,7 @@ def aligned(programs: Sequence[Program]) -> list[Instructions]:
 
 def joined(parts: Sequence[Instructions]) -> Instructions:
     """Concatenate instructions that share one numbering of links, as ``aligned`` returns them."""
-    matrix = np.concatenate([_matrix((), 6), *(each.matrix for each in parts)], axis=1)
+    matrix = np.concatenate([_matrix((), NUM_COLUMNS), *(each.matrix for each in parts)], axis=1)
     return Instructions(matrix, parts[0].links if parts else ())
 
 

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from pipec.ir.ending import NOTHING_MORE, Ending
 from pipec.ir.memory import StageMemory
-from pipec.ir.schedule import Placement, count_ranks
+from pipec.ir.schedule import Placement, count_ranks, microbatches_on
 from pipec.ir.values import Input, Link, Mode, Phase, Value
 
 
@@ -62,7 +63,8 @@ class Plan:
 
     ``outputs`` names the results in the order of the leaves of what the model returns;
     ``link_seconds[i]`` is how long ``links[i]`` takes. ``parameters`` and ``buffers`` are named by FQN.
-    ``alternatives`` are the other ways that were considered, the fastest first.
+    ``ending`` is what the step does besides its microbatches. ``alternatives`` are the other ways that were
+    considered, the fastest first.
     """
 
     mode: Mode
@@ -78,7 +80,12 @@ class Plan:
     inputs: tuple[Input, ...] = ()
     outputs: tuple[str, ...] = ()
     dynamic_batch: bool = True
+    ending: Ending = NOTHING_MORE
     alternatives: tuple[Alternative, ...] = ()
+
+    def microbatches_on(self, stage: int, rank: int) -> range:
+        """The microbatches that one of the ranks of ``stage`` runs."""
+        return microbatches_on(self.placement, stage, rank, self.num_microbatches)
 
     @property
     def num_ranks(self) -> int:

@@ -19,6 +19,12 @@ class Op(StrEnum):
     BACKWARD_INPUT = "backward_input"
     BACKWARD_WEIGHT = "backward_weight"
     FREE = "free"
+    REDUCE_GRAD = "reduce_grad"
+    AVERAGE_BUFFERS = "average_buffers"
+    NORM = "norm"
+    UPDATE = "update"
+    UNSHARD = "unshard"
+    RESHARD = "reshard"
 
     @property
     def traits(self) -> "Traits":
@@ -34,6 +40,8 @@ class Kind(Enum):
     """The kinds of ops, in the order in which they stand around one compute of a program."""
 
     RECEIVE = "receive"
+    COLLECTIVE = "collective"
+    UPDATE = "update"
     COMPUTE = "compute"
     SEND = "send"
     RELEASE = "release"
@@ -44,13 +52,15 @@ class Traits:
     """What is true of an op, for code that treats several ops alike.
 
     ``phase`` is the phase that a compute runs; other kinds have none. An op that is ``timed`` is an event of
-    a timeline. An op that ``carries_link`` moves the values of a link. If it ``has_peer``, another rank takes
-    part. If it ``fills_slot``, it puts what a microbatch receives into a buffer slot.
+    a timeline, and one that is ``per_microbatch`` works on a microbatch. An op that ``carries_link`` moves
+    the values of a link. If it ``has_peer``, another rank takes part. If it ``fills_slot``, it puts what a
+    microbatch receives into a buffer slot.
     """
 
     kind: Kind
     phase: Phase | None = None
     timed: bool = False
+    per_microbatch: bool = False
     carries_link: bool = False
     has_peer: bool = False
     fills_slot: bool = False
@@ -60,8 +70,14 @@ TRAITS: Mapping[Op, Traits] = {
     Op.RECV: Traits(Kind.RECEIVE, carries_link=True, has_peer=True, fills_slot=True),
     Op.SEND: Traits(Kind.SEND, timed=True, carries_link=True, has_peer=True),
     Op.MOVE: Traits(Kind.SEND, carries_link=True, fills_slot=True),
-    Op.FREE: Traits(Kind.RELEASE),
-    **{Op(phase): Traits(Kind.COMPUTE, phase=phase, timed=True) for phase in Phase},
+    Op.FREE: Traits(Kind.RELEASE, per_microbatch=True),
+    Op.REDUCE_GRAD: Traits(Kind.COLLECTIVE, timed=True),
+    Op.AVERAGE_BUFFERS: Traits(Kind.COLLECTIVE, timed=True),
+    Op.NORM: Traits(Kind.COLLECTIVE, timed=True),
+    Op.UNSHARD: Traits(Kind.COLLECTIVE, timed=True),
+    Op.UPDATE: Traits(Kind.UPDATE, timed=True),
+    Op.RESHARD: Traits(Kind.RELEASE),
+    **{Op(phase): Traits(Kind.COMPUTE, phase=phase, timed=True, per_microbatch=True) for phase in Phase},
 }
 """Everything that is known of ops. A new op is a row here."""
 
@@ -70,18 +86,25 @@ TRAITS: Mapping[Op, Traits] = {
 class Instruction:
     """One step of a rank's program.
 
-    ======= ==========================================================================================
-    op      meaning
-    ======= ==========================================================================================
-    recv    post a receive of ``link`` from rank ``peer`` into buffer ``slot``; returns at once
-    send    start sending ``link`` to rank ``peer``; returns at once
-    move    hand ``link`` to another stage of the same rank, into buffer ``slot``
-    compute run a phase of ``stage``, waiting first for the receives it reads
-    free    drop what ``stage`` kept for ``microbatch``: its saved values and the slots it received into
-    ======= ==========================================================================================
+    =============== ==================================================================================
+    op              meaning
+    =============== ==================================================================================
+    recv            post a receive of ``link`` from rank ``peer`` into buffer ``slot``; returns at once
+    send            start sending ``link`` to rank ``peer``; returns at once
+    move            hand ``link`` to another stage of the same rank, into buffer ``slot``
+    compute         run a phase of ``stage``, waiting first for the receives it reads
+    free            drop what ``stage`` kept for ``microbatch``: saved values, and slots it received into
+    reduce_grad     start to sum the gradients of ``bucket`` over the replicas of ``stage``
+    average_buffers let the replicas of ``stage`` agree on the buffers that its forwards changed
+    norm            sum the squared norms of all gradients over all ranks
+    update          run the optimizer on what this rank updates of ``stage``, once its gradients are there
+    unshard         start to gather the parameters of ``bucket`` from the replicas of ``stage``
+    reshard         let go of what was gathered of ``bucket``
+    =============== ==================================================================================
 
-    ``stage`` is the stage that computes, sends, receives or frees. ``microbatch``, ``peer`` and ``slot``
-    are -1 where they mean nothing; a link that moves once per step has no microbatch.
+    ``stage`` is the stage that computes, sends, receives or frees. ``microbatch``, ``peer``, ``slot`` and
+    ``bucket`` are -1 where they mean nothing; a link that moves once per step has no microbatch. Replicas of
+    a stage start their collectives in the same order.
     """
 
     op: Op
@@ -90,6 +113,7 @@ class Instruction:
     link: Link | None = None
     peer: int = -1
     slot: int = -1
+    bucket: int = -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,33 +1,39 @@
 """A schedule: which rank computes what, in which order, before communication is added."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pipec.ir.values import Phase
 
-Placement = tuple[int, ...]
-"""The rank of each stage. Only the functions below read it, so that a stage may get more ranks than one."""
+Placement = tuple[tuple[int, ...], ...]
+"""The ranks of each stage, its replicas: microbatch i is run by the i-th of them, in turn."""
+
+
+def unreplicated(ranks: Iterable[int]) -> Placement:
+    """Stage k on the k-th of these ranks alone."""
+    return tuple((rank,) for rank in ranks)
 
 
 def rank_of(placement: Placement, stage: int, microbatch: int = -1) -> int:
     """The rank that runs ``stage`` on ``microbatch``; -1 asks for what is done once per step."""
-    ranks = ranks_of(placement, stage)
+    ranks = placement[stage]
     return ranks[microbatch % len(ranks)] if microbatch >= 0 else ranks[0]
 
 
-def ranks_of(placement: Placement, stage: int) -> tuple[int, ...]:
-    """Every rank that runs ``stage``: microbatch i is run by the i-th of them, in turn."""
-    return (placement[stage],)
+def microbatches_on(placement: Placement, stage: int, rank: int, num_microbatches: int) -> range:
+    """The microbatches that one of the ranks of ``stage`` runs."""
+    ranks = placement[stage]
+    return range(ranks.index(rank), num_microbatches, len(ranks))
 
 
 def stages_on(placement: Placement, rank: int) -> list[int]:
     """The stages that ``rank`` runs, ascending."""
-    return [stage for stage in range(len(placement)) if rank in ranks_of(placement, stage)]
+    return [stage for stage, ranks in enumerate(placement) if rank in ranks]
 
 
 def count_ranks(placement: Placement) -> int:
     """How many ranks there are: they are numbered from 0."""
-    return 1 + max(max(ranks_of(placement, stage)) for stage in range(len(placement)))
+    return 1 + max(map(max, placement))
 
 
 @dataclass(frozen=True, slots=True)

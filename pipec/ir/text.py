@@ -2,12 +2,13 @@
 
 A program is one instruction a line, under a line that names its rank::
 
-    rank 1: 5 instructions
-    0  recv      stage 1  mb 0  hidden_3 (0 -> 1)  from rank 0  slot 0
-    1  forward   stage 1  mb 0
-    2  send      stage 1  mb 0  hidden_6 (1 -> 2)  to rank 2
-    3  free      stage 1  mb 0
-    4  recv                     result loss (3 -> all)  from rank 3
+    rank 1: 6 instructions
+    0  recv         stage 1  mb 0  hidden_3 (0 -> 1)  from rank 0  slot 0
+    1  forward      stage 1  mb 0
+    2  send         stage 1  mb 0  hidden_6 (1 -> 2)  to rank 2
+    3  free         stage 1  mb 0
+    4  recv                        result loss (3 -> all)  from rank 3
+    5  reduce_grad  stage 1        bucket 0
 
 A field that is -1 is left out. Columns are aligned with at least two spaces, and a field never contains two.
 """
@@ -177,6 +178,7 @@ def _fields(number: int, instruction: Instruction) -> tuple[str, ...]:
         format_link(instruction.link) if instruction.link else "",
         _unless_absent(f"{direction} rank", instruction.peer),
         _unless_absent("slot", instruction.slot),
+        _unless_absent("bucket", instruction.bucket),
     )
 
 
@@ -198,6 +200,7 @@ _LINE = re.compile(
     r"(?:  +(?P<link>[^ (][^(]*\([^ )]+ -> [^ )]+\)))?"
     r"(?:  +(?:from|to) rank (?P<peer>\d{1,9}))?"
     r"(?:  +slot (?P<slot>\d{1,9}))?"
+    r"(?:  +bucket (?P<bucket>\d{1,9}))?"
 )
 
 
@@ -221,19 +224,21 @@ def parse_program(text: str, links: Iterable[Link]) -> Program:
 def _parse_line(number: int, line: str, links: Mapping[str, Link]) -> Instruction:
     match = _LINE.fullmatch(line)
     if not match:
-        raise _unexpected(number + 2, line, "'NUMBER  OP  [stage S]  [mb M]  [LINK]  [to rank R]  [slot N]'")
+        raise _unexpected(
+            number + 2, line, "'NUMBER  OP  [stage S]  [mb M]  [LINK]  [to rank R]  [slot N]  [bucket K]'"
+        )
     if match["link"] and match["link"] not in links:
         raise _unexpected(number + 2, line, f"a link of the plan: {'; '.join(links) or 'it has none'}")
-    stage, mb, peer, slot = (-1 if match[name] is None else int(match[name]) for name in _NUMBERS)
+    stage, mb, peer, slot, bucket = (-1 if match[name] is None else int(match[name]) for name in _NUMBERS)
     link = links[match["link"]] if match["link"] else None
-    instruction = Instruction(Op(match["op"]), stage, mb, link, peer, slot)
+    instruction = Instruction(Op(match["op"]), stage, mb, link, peer, slot, bucket)
     canonical = " ".join(filter(None, _fields(number, instruction)))
     if " ".join(line.split()) != canonical:
         raise _unexpected(number + 2, line, repr(canonical))
     return instruction
 
 
-_NUMBERS = ("stage", "mb", "peer", "slot")
+_NUMBERS = ("stage", "mb", "peer", "slot", "bucket")
 
 
 def _unexpected(line_number: int, line: str, expected: str) -> ArtifactError:

@@ -14,6 +14,7 @@ from pipec.graph.functions import Function, StageFunctions
 from pipec.hardware.topology import Topology
 from pipec.ir import (
     Dim,
+    Ending,
     Input,
     Link,
     Payload,
@@ -25,9 +26,9 @@ from pipec.ir import (
     StageCost,
     StageMemory,
     Value,
-    ranks_of,
 )
 from pipec.ir.text import value_bytes
+from pipec.plan.ending import build_ending
 
 Names = Mapping[fx.Node, str]
 
@@ -39,10 +40,11 @@ def build_plan(
     schedule: Schedule,
     microbatch_size: int,
     topology: Topology,
+    ending: Ending,
 ) -> Plan:
     """The plan of a cut graph under a schedule, for microbatches of ``microbatch_size`` rows.
 
-    Rank r is device r of the topology.
+    Rank r is device r of the topology. ``ending`` says what a training step is to do with its gradients.
     """
     owners = _owners(stages)
     links = (
@@ -50,6 +52,8 @@ def build_plan(
         *_tied_links(graph, stages, owners),
         *_result_links(graph, stages, names),
     )
+    parameters = _held(graph, (node for stage in stages for node in stage.parameters))
+    values = {value.name: value for value in parameters}
     return Plan(
         mode=graph.mode,
         schedule=schedule.name,
@@ -64,17 +68,18 @@ def build_plan(
         link_seconds=tuple(
             _link_seconds(each, schedule.placement, topology, microbatch_size) for each in links
         ),
-        parameters=_held(graph, (node for stage in stages for node in stage.parameters)),
+        parameters=parameters,
         buffers=_held(graph, (node for stage in stages for node in stage.buffers)),
         inputs=tuple(_inputs(graph, stages, names)),
         outputs=tuple(names[node] for role, node in graph.outputs if isinstance(role, Output)),
         dynamic_batch=graph.batch is not None,
+        ending=build_ending(ending, graph.mode, stages, values, links, schedule.placement, topology),
     )
 
 
 def _speed(topology: Topology, placement: Placement, stage: int) -> float:
     """The speed of the slowest rank that runs the stage."""
-    return min(topology.devices[rank].speed for rank in ranks_of(placement, stage))
+    return min(topology.devices[rank].speed for rank in placement[stage])
 
 
 def _link_seconds(link: Link, placement: Placement, topology: Topology, size: int) -> float:
@@ -82,7 +87,7 @@ def _link_seconds(link: Link, placement: Placement, topology: Topology, size: in
     num_bytes = sum(value_bytes(value, size) for value in link.values)
     if link.payload is Payload.RESULT:
         return topology.slowest_link.seconds(num_bytes)
-    sources, targets = ranks_of(placement, link.source), ranks_of(placement, link.target)
+    sources, targets = placement[link.source], placement[link.target]
     return max(topology.link_between(*ends).seconds(num_bytes) for ends in product(sources, targets))
 
 

@@ -14,6 +14,7 @@ from pipec.ir import Link, Mode, Payload, Phase, Plan, Schedule, Stage, StageCos
 from pipec.ir.columns import PHASE_CODE, Cells
 from pipec.planner.operator_graph import OperatorGraph
 from pipec.planner.placement import Partition, PlacedStage
+from pipec.schedules.orders import straight_placement
 
 
 def plan_from_graph(
@@ -45,7 +46,7 @@ def plan_from_graph(
 def check_schedule(schedule: Schedule, num_stages: int) -> None:
     """Raise InputError unless the schedule runs whole backwards, and stage k on rank k."""
     hint = "take one such as 1f1b or gpipe"
-    if schedule.placement != tuple(range(num_stages)):
+    if schedule.placement != straight_placement(num_stages):
         raise InputError(
             f"schedule {schedule.name!r} has {schedule.num_stages} stages on {schedule.num_ranks} ranks, but "
             f"the graph is planned with one stage on each of {num_stages}; {hint}"

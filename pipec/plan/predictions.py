@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from pipec.ir import Plan, Program
+from pipec.ir import Op, Plan, Program
 from pipec.plan.memory import rank_memory
 from pipec.timeline.events import Timeline
 from pipec.timeline.simulate import Costs, simulate
@@ -11,7 +11,12 @@ from pipec.timeline.simulate import Costs, simulate
 def simulate_plan(plan: Plan, programs: Sequence[Program]) -> Timeline:
     """The programs played against the plan's costs."""
     compute = {(s.index, phase): time for s in plan.stages for phase, time in s.cost.seconds.items()}
-    return simulate(programs, Costs(compute, dict(zip(plan.links, plan.link_seconds, strict=True))))
+    messages = dict(zip(plan.links, plan.link_seconds, strict=True))
+    endings: dict[tuple[Op, int, int], float] = {}
+    for number, bucket in enumerate(plan.ending.buckets):
+        endings[Op.REDUCE_GRAD, bucket.stage, number] = bucket.reduce_seconds
+        endings[Op.UNSHARD, bucket.stage, number] = bucket.gather_seconds
+    return simulate(programs, Costs(compute, messages, endings=endings))
 
 
 def predicted(plan: Plan, programs: Sequence[Program]) -> dict[str, object]:

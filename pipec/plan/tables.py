@@ -9,7 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from pipec.ir import Payload, Phase, Plan, Program, Stage, ranks_of
+from pipec.ir import Payload, Phase, Plan, Program, Stage
 from pipec.ir.text import format_bytes, format_seconds, value_bytes
 from pipec.plan.memory import rank_memory
 from pipec.plan.predictions import simulate_plan
@@ -79,7 +79,7 @@ def _row(plan: Plan, stage: Stage, place: str) -> list[str]:
     backward = sum(time for phase, time in seconds.items() if phase is not Phase.FORWARD)
     return [
         str(stage.index),
-        ", ".join(map(str, ranks_of(plan.placement, stage.index))),
+        ", ".join(map(str, plan.placement[stage.index])),
         f"{stage.first_operator}-{stage.last_operator}",
         format_bytes(stage.cost.memory.weights),
         format_seconds(seconds.get(Phase.FORWARD, 0.0)),

@@ -8,28 +8,26 @@ from pipec.ir.columns import OP_CODE, Instructions, Ints
 _UNREAD = np.iinfo(np.int32).max
 
 
-def first_readers(computes: Instructions, messages: Instructions) -> Ints:
+def first_readers(computes: Instructions, ranks: Ints, messages: Instructions, targets: Ints) -> Ints:
     """For each message, sent or received, the index of the compute that reads it first, or -1.
 
-    ``computes`` has every compute of a step. The computes of one rank stand in the order in which they run.
+    ``computes`` has every compute of a step, those of one rank in the order in which they run. ``ranks`` are
+    the ranks of computes, ``targets`` the ranks that messages go to.
     """
     links = messages.links
-    targets = np.array([*(link.target for link in links), -1])
-    num_stages = max(int(computes.stages.max(initial=-1)), int(targets.max())) + 1
+    stages = np.array([*(link.target for link in links), -1])
+    num_stages = max(int(computes.stages.max(initial=-1)), int(stages.max())) + 1
+    num_ranks = max(int(each.max(initial=-1)) for each in (ranks, targets)) + 1
     num_microbatches = max(int(each.microbatches.max(initial=-1)) for each in (computes, messages)) + 1
-    numbers = _numbers(computes, num_stages, num_microbatches)
     found = np.full(len(messages), _UNREAD, np.int32)
     for op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT):
+        own = np.flatnonzero(computes.ops == OP_CODE[op]).astype(np.int32)
+        firsts = np.full((num_stages, num_microbatches + num_ranks), _UNREAD, np.int32)
+        firsts[computes.stages[own], computes.microbatches[own]] = own
+        np.minimum.at(firsts, (computes.stages[own], num_microbatches + ranks[own]), own)
         reads = np.array([*(op.phase in link.payload.readers for link in links), False])
         at = np.flatnonzero(reads[messages.link_numbers])
-        stages, microbatches = targets[messages.link_numbers[at]], messages.microbatches[at]
-        found[at] = np.minimum(found[at], numbers[OP_CODE[op], stages, microbatches])
+        once = messages.microbatches[at] < 0
+        columns = np.where(once, num_microbatches + targets[at], messages.microbatches[at])
+        found[at] = np.minimum(found[at], firsts[stages[messages.link_numbers[at]], columns])
     return np.where(found == _UNREAD, -1, found)
-
-
-def _numbers(computes: Instructions, num_stages: int, num_microbatches: int) -> Ints:
-    """The index of each compute at [op, stage, microbatch]; at microbatch -1 that of the stage's first."""
-    numbers = np.full((len(OP_CODE), num_stages, num_microbatches + 1), _UNREAD, np.int32)
-    numbers[computes.ops, computes.stages, computes.microbatches] = np.arange(len(computes))
-    numbers[..., -1] = numbers[..., :-1].min(axis=2, initial=_UNREAD)
-    return numbers

@@ -22,7 +22,7 @@ def counterexample(
     middle = min(marked.values())
     first = max(middle - _CELLS_AROUND, 0)
     last = max(max(marked.values()), middle) + _CELLS_AROUND + 1
-    several = count_ranks(placement) < len(placement)
+    several = count_ranks(placement) < sum(map(len, placement))
     rows = []
     for rank in ranks:
         cells = orders[rank][first : min(last, first + 4 * _CELLS_AROUND)]

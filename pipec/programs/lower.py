@@ -23,10 +23,23 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipec.errors import VerifyError
-from pipec.ir import Kind, Link, Op, Payload, Phase, Program, Schedule, Value, stages_on
-from pipec.ir.columns import OP_CODE, PHASE_CODE, Instructions, Ints
+from pipec.ir import (
+    NOTHING_MORE,
+    Ending,
+    Kind,
+    Link,
+    Op,
+    Payload,
+    Phase,
+    Program,
+    Schedule,
+    Value,
+    stages_on,
+)
+from pipec.ir.columns import NUM_COLUMNS, OP_CODE, PHASE_CODE, Instructions, Ints
 from pipec.programs.buffer_slots import number_slots
 from pipec.programs.dependence import Bools, Dependence
+from pipec.programs.meetings import Meeting, Meetings
 from pipec.programs.order_index import OrderIndex
 from pipec.programs.routes import Route, routes
 from pipec.programs.timing import Deadlock, Reads, run_cells
@@ -43,12 +56,18 @@ def chain_links(num_stages: int, training: bool = True) -> tuple[Link, ...]:
     return (*forward, *backward) if training else tuple(forward)
 
 
-def lower(schedule: Schedule, links: Sequence[Link], recompute: Collection[int] = ()) -> tuple[Program, ...]:
-    """One program per rank: ``schedule`` with the communication that ``links`` ask for.
+def lower(
+    schedule: Schedule,
+    links: Sequence[Link],
+    recompute: Collection[int] = (),
+    ending: Ending = NOTHING_MORE,
+) -> tuple[Program, ...]:
+    """One program per rank: ``schedule`` with the communication that ``links`` ask for, and its ``ending``.
 
     Weights are lent first, and then the microbatches are worked on. Weight gradients and results leave when
     their rank has computed its last cell. Stages in ``recompute`` replay their forward directly before the
-    backward, or its input half, of each microbatch.
+    backward, or its input half, of each microbatch. Gradients are reduced, and weights updated, as soon as
+    the last backward of their stage is over.
 
     Raises:
         VerifyError: a cell is missing, doubled or on the wrong rank, or cells wait for each other.
@@ -64,6 +83,7 @@ def lower(schedule: Schedule, links: Sequence[Link], recompute: Collection[int] 
         leaving[each.route.source].append(each)
         if each.route.crosses_ranks:
             arriving[each.route.target].append(each)
+    meetings = Meetings(index, order.ends, links, ending).all()
     per_microbatch = np.array([*(link.payload.per_microbatch for link in links), False])
     programs = []
     for rank in range(schedule.num_ranks):
@@ -71,7 +91,9 @@ def lower(schedule: Schedule, links: Sequence[Link], recompute: Collection[int] 
             Kind.RECEIVE: _receives(order, rank, arriving[rank]),
             Kind.COMPUTE: _computes(index, rank, recompute),
             Kind.SEND: _sends(leaving[rank]),
-            Kind.RELEASE: _frees(index, rank),
+            Kind.COLLECTIVE: _meetings(meetings, rank, Kind.COLLECTIVE),
+            Kind.UPDATE: _meetings(meetings, rank, Kind.UPDATE),
+            Kind.RELEASE: _joined([_frees(index, rank), _meetings(meetings, rank, Kind.RELEASE)]),
         }
         rows = _in_order(blocks)
         number_slots(rows, buffered=per_microbatch)
@@ -99,7 +121,8 @@ def _traffic(index: OrderIndex, route: Route) -> _Traffic:
         made = index.positions_of(link, producers, link.source)[route.microbatches]
         return _Traffic(route, made, index.positions_of(link, readers, link.target)[route.microbatches])
     if link.payload is Payload.WEIGHT:
-        first = index.positions_of(link, readers, link.target).min(keepdims=True)
+        read = index.positions_of(link, readers, link.target)[index.ranks[link.target] == route.target]
+        first = read.min(keepdims=True)
         return _Traffic(route, 0 * first, first)
     last, over = (np.array([index.length(rank) + 1], np.int32) for rank in (route.source, route.target))
     return _Traffic(route, last, over + 1)
@@ -154,15 +177,15 @@ class _Block:
 
 
 def _block(positions: Ints, *columns: Ints | int) -> _Block:
-    rows = np.empty((6, positions.size), np.int32)
-    for row, column in zip(rows, columns, strict=True):
+    rows = np.full((NUM_COLUMNS, positions.size), -1, np.int32)
+    for row, column in zip(rows, columns, strict=False):
         row[:] = column
     return _Block(positions, rows)
 
 
 def _joined(blocks: Sequence[_Block]) -> _Block:
     if not blocks:
-        return _block(np.empty(0, np.int32), -1, -1, -1, -1, -1, -1)
+        return _block(np.empty(0, np.int32))
     return _Block(
         np.concatenate([each.positions for each in blocks]),
         np.concatenate([each.rows for each in blocks], axis=1),
@@ -230,6 +253,14 @@ def _computes(index: OrderIndex, rank: int, recompute: Collection[int]) -> _Bloc
     replays = _Block(positions[replayed], computes.rows[:, replayed])
     replays.rows[0] = OP_CODE[Op.RECOMPUTE]
     return _joined([replays, computes])
+
+
+def _meetings(meetings: Sequence[Meeting], rank: int, kind: Kind) -> _Block:
+    """The collectives, updates or releases that a rank takes part in."""
+    own = [each for each in meetings if rank in each.positions and each.op.traits.kind is kind]
+    positions = np.array([each.positions[rank] for each in own], np.int32)
+    columns = [(OP_CODE[each.op], each.stage, -1, -1, -1, -1, each.bucket) for each in own]
+    return _block(positions, *np.array(columns, np.int32).reshape(-1, NUM_COLUMNS).T)
 
 
 def _frees(index: OrderIndex, rank: int) -> _Block:

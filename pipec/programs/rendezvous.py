@@ -43,7 +43,7 @@ def stalls(lengths: Sequence[int], waits: Waits) -> dict[int, tuple[Site, Site]]
     reached[unfinished] = numbers[entry[unfinished]]
     while unfinished.size:
         at = entry[unfinished]
-        passing = unfinished[reached[others[at]] > awaited[at]]
+        passing = unfinished[reached[others[at]] >= awaited[at]]
         if not passing.size:
             break
         entry[passing] += 1

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipec.ir import Link, Payload, Placement, count_ranks, ranks_of
+from pipec.ir import Link, Payload, Placement, count_ranks
 from pipec.ir.columns import Ints, ranks_by_microbatch
 
 
@@ -37,14 +37,22 @@ def routes(links: Sequence[Link], placement: Placement, num_microbatches: int) -
                 carried = (pairs[0] == source) & (pairs[1] == target)
                 yield Route(number, link, source, target, np.flatnonzero(carried).astype(np.int32))
         else:
-            source = ranks_of(placement, link.source)[0]
-            for target in targets(link, placement):
+            for source, target in ends(link, placement):
                 yield Route(number, link, source, target, np.array([-1], np.int32))
 
 
-def targets(link: Link, placement: Placement) -> Sequence[int]:
-    """The ranks that a link goes to. A result goes from its stage's first rank to every other."""
-    if link.payload is not Payload.RESULT:
-        return ranks_of(placement, link.target)
-    first = ranks_of(placement, link.source)[0]
-    return [rank for rank in range(count_ranks(placement)) if rank != first]
+def ends(link: Link, placement: Placement) -> Sequence[tuple[int, int]]:
+    """The ranks that each message of a link goes from and to, if it moves once per step.
+
+    A result goes from every replica that made a part of it to every other rank. The k-th replica of a stage
+    that borrows weights borrows from replica k mod r of the r that the owner has, and brings its gradients
+    home there.
+    """
+    sources = placement[link.source]
+    if link.payload is Payload.RESULT:
+        every = range(count_ranks(placement))
+        return [(source, target) for source in sources for target in every if target != source]
+    targets = placement[link.target]
+    if link.payload is Payload.WEIGHT:
+        return [(sources[k % len(sources)], target) for k, target in enumerate(targets)]
+    return [(source, targets[k % len(targets)]) for k, source in enumerate(sources)]

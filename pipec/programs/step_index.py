@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from pipec.ir import Link, Op, Phase, Placement, Program
+from pipec.ir import Ending, Link, Op, Phase, Placement, Program
 from pipec.ir.columns import OP_CODE, OPS, Instructions, Ints, ranks_by_microbatch
 from pipec.ir.text import instruction_lines
 from pipec.programs.rendezvous import Site
@@ -15,6 +15,8 @@ from pipec.programs.routes import Route, routes
 BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 COMPUTES = (Op.FORWARD, Op.RECOMPUTE, *BACKWARDS)
 """In the order in which a microbatch runs them."""
+
+_NUM_MICROBATCH_OPS = 1 + max(OP_CODE[op] for op in OPS if op.traits.per_microbatch)
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,8 @@ class Deliveries:
 class StepIndex:
     """Programs and what they should carry out: the placement of stages, links, microbatches and limits.
 
-    The stages in ``recompute`` replay their forward. ``limits[rank]`` bounds what is in flight.
+    The stages in ``recompute`` replay their forward. ``limits[rank]`` bounds what is in flight. ``ending`` is
+    what the programs do besides microbatches.
     """
 
     programs: Sequence[Program]
@@ -45,6 +48,7 @@ class StepIndex:
     num_microbatches: int
     recompute: frozenset[int]
     limits: Sequence[int] | None
+    ending: Ending
 
     def show(self, site: Site) -> str:
         """An instruction on one line."""
@@ -81,7 +85,7 @@ class StepIndex:
 
     @cached_property
     def _found(self) -> tuple[Ints, Ints]:
-        shape = (len(OPS), len(self.placement), self.num_microbatches)
+        shape = (_NUM_MICROBATCH_OPS, len(self.placement), self.num_microbatches)
         numbers, counts = np.full(shape, -1, np.int32), np.zeros(shape, np.int32)
         for each in self.columns:
             computes, frees = each.is_compute, each.ops == OP_CODE[Op.FREE]
@@ -132,7 +136,8 @@ class StepIndex:
         if link.payload.per_microbatch:
             made, reads = made[route.microbatches], reads[route.microbatches]
         else:
-            made, reads = made.max(keepdims=True), reads.min(keepdims=True)
+            made = made[self.ranks[link.source] == route.source].max(keepdims=True, initial=-1)
+            reads = reads[self.ranks[link.target] == route.target].min(keepdims=True, initial=unread)
         return Deliveries(route, made, found[0], found[-1], np.where(reads == unread, -1, reads))
 
     def _numbers_of(self, phases: Sequence[Phase], stage: int) -> Ints:

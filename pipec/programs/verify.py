@@ -7,17 +7,20 @@ They look at whole columns of instructions, and put only what is wrong into word
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from pipec.errors import VerifyError
 from pipec.ir import (
+    NOTHING_MORE,
+    Ending,
     Instruction,
     Kind,
     Link,
     Op,
     Payload,
+    Placement,
+    Plan,
     Program,
     count_ranks,
     rank_of,
@@ -25,11 +28,13 @@ from pipec.ir import (
 )
 from pipec.ir.columns import OP_CODE, OPS, Instructions, Ints
 from pipec.ir.text import format_link, instruction_lines
+from pipec.programs import meeting_rules
 from pipec.programs.counterexample import counterexample
+from pipec.programs.faults import Fault
 from pipec.programs.memory import in_flight
 from pipec.programs.program_cells import ProgramCells
 from pipec.programs.rendezvous import Site, Waits, circle, stalls
-from pipec.programs.routes import targets
+from pipec.programs.routes import ends
 from pipec.programs.step_index import BACKWARDS, COMPUTES, Deliveries, StepIndex, transfer_ops
 
 _CONTEXT_LINES = 3
@@ -37,43 +42,42 @@ _CONTEXT_LINES = 3
 
 def verify_programs(
     programs: Sequence[Program],
-    placement: Sequence[int],
+    placement: Placement,
     links: Sequence[Link],
     num_microbatches: int,
     *,
     recompute: Collection[int] = (),
     max_in_flight: int | Sequence[int] | None = None,
+    ending: Ending = NOTHING_MORE,
 ) -> None:
     """Prove that ``programs`` are one correct step of the stages that ``placement`` puts on ranks.
 
     ``recompute`` are the stages that replay their forward. ``max_in_flight`` bounds how many pairs of
     stage and microbatch a rank holds between forward and free: one number for all ranks, or one for each.
-    Time and memory are linear in the number of instructions.
+    ``ending`` is what the step does besides its microbatches. Time and memory are linear in the number of
+    instructions.
 
     Raises:
         VerifyError: a rule is broken; the message shows the lines of the program around the fault, and the
             cells of the ranks around it with the bad one marked.
     """
     limits = (max_in_flight,) * len(programs) if isinstance(max_in_flight, int) else max_in_flight
-    step = StepIndex(programs, tuple(placement), tuple(links), num_microbatches, frozenset(recompute), limits)
+    step = StepIndex(
+        programs, placement, tuple(links), num_microbatches, frozenset(recompute), limits, ending
+    )
     for rule in RULES:
         for fault in rule(step):
             raise VerifyError(_explain(step, fault))
 
 
-@dataclass(frozen=True, slots=True)
-class _Fault:
-    """What is wrong, and the instruction to look at. There is none if the programs are wrong as a whole.
-
-    ``others`` are instructions of other ranks that are part of the fault.
-    """
-
-    site: Site | None
-    message: str
-    others: tuple[Site, ...] = ()
+def verify_plan(plan: Plan, programs: Sequence[Program]) -> None:
+    """Prove that ``programs`` are one correct step of a plan. Raises VerifyError as ``verify_programs``."""
+    recompute = [stage.index for stage in plan.stages if stage.recompute]
+    placement, links, count = plan.placement, plan.links, plan.num_microbatches
+    verify_programs(programs, placement, links, count, recompute=recompute, ending=plan.ending)
 
 
-def _explain(step: StepIndex, fault: _Fault) -> str:
+def _explain(step: StepIndex, fault: Fault) -> str:
     if fault.site is None:
         return fault.message
     rank, number = fault.site
@@ -92,21 +96,31 @@ def _place(columns: Instructions, number: int) -> int:
     return max(min(int(computes[:number].sum()), int(computes.sum()) - 1), 0)
 
 
-def _fits_plan(step: StepIndex) -> Iterator[_Fault]:
+def _fits_plan(step: StepIndex) -> Iterator[Fault]:
     """Programs are of the plan's ranks, and every field of every instruction fits the plan."""
     ranks = [program.rank for program in step.programs]
-    if ranks != list(range(count_ranks(step.placement))):
-        yield _Fault(None, f"programs are of ranks {ranks}; expected one for each rank of {step.placement}")
+    last = count_ranks(step.placement) - 1
+    if ranks != list(range(last + 1)):
+        yield Fault(None, f"programs are of ranks {ranks}; expected one for each of ranks 0 to {last}")
     for link in step.links:
         ends = (link.source,) if link.payload is Payload.RESULT else (link.source, link.target)
         if not all(0 <= stage < len(step.placement) for stage in ends):
-            yield _Fault(None, f"{format_link(link)} names a stage beyond the plan's {len(step.placement)}")
+            yield Fault(None, f"{format_link(link)} names a stage beyond the plan's {len(step.placement)}")
     for rank, columns in enumerate(step.columns):
         for number in _first_of_each_kind(step, columns):
             instruction = columns[number]
-            misfits = _transfer_misfits if instruction.op.traits.carries_link else _cell_misfits
-            for misfit in misfits(step, rank, instruction):
-                yield _Fault((rank, number), misfit)
+            for misfit in _misfits(step, rank, instruction):
+                yield Fault((rank, number), misfit)
+
+
+def _misfits(step: StepIndex, rank: int, instruction: Instruction) -> Iterator[str]:
+    """What is wrong with the fields of an instruction."""
+    traits = instruction.op.traits
+    if traits.carries_link:
+        return _transfer_misfits(step, rank, instruction)
+    if traits.per_microbatch:
+        return _cell_misfits(step, rank, instruction)
+    return meeting_rules.misfits(step, rank, instruction)
 
 
 def _first_of_each_kind(step: StepIndex, columns: Instructions) -> Sequence[int]:
@@ -123,6 +137,7 @@ def _first_of_each_kind(step: StepIndex, columns: Instructions) -> Sequence[int]
         (microbatch, 0, 3),
         (columns.slots >= 0, 0, 1),
         (columns.slots == -1, 0, 1),
+        (columns.buckets, -2, len(step.ending.buckets)),
         (_own_rank(step, columns), -1, len(step.programs)),
     )
     kinds = columns.ops.astype(np.int64)
@@ -147,8 +162,8 @@ def _cell_misfits(step: StepIndex, rank: int, instruction: Instruction) -> Itera
         yield f"{op} names stage {stage}; expected a stage of this rank: {held}"
     if not 0 <= microbatch < step.num_microbatches:
         yield f"{op} names microbatch {microbatch}; expected 0 to {step.num_microbatches - 1}"
-    if instruction.link or instruction.peer != -1 or instruction.slot != -1:
-        yield f"{op} carries a link, peer or slot; expected none"
+    if instruction.link or not instruction.peer == instruction.slot == instruction.bucket == -1:
+        yield f"{op} carries a link, peer, slot or bucket; expected none"
 
 
 def _transfer_misfits(step: StepIndex, rank: int, instruction: Instruction) -> Iterator[str]:
@@ -156,16 +171,18 @@ def _transfer_misfits(step: StepIndex, rank: int, instruction: Instruction) -> I
     if link is None or link not in step.link_set:
         yield f"{op} carries {format_link(link) if link else 'no link'}; expected a link of the plan"
         return
-    microbatch = instruction.microbatch
-    source = rank_of(step.placement, link.source, microbatch)
-    receivers = targets(link, step.placement)
+    ways: Sequence[tuple[int, int]]
     if link.payload.per_microbatch:
-        receivers = (rank_of(step.placement, link.target, microbatch),)
+        stages = link.source, link.target
+        source, target = (rank_of(step.placement, stage, instruction.microbatch) for stage in stages)
+        ways = [(source, target)]
+    else:
+        ways = ends(link, step.placement)
     peer = instruction.peer if traits.has_peer else rank
     start, end = (peer, rank) if traits.kind is Kind.RECEIVE else (rank, peer)
-    if start != source or end not in receivers:
-        way = f"rank {source} to {' or '.join(map(str, receivers))}"
-        yield f"{op} takes {format_link(link)} from rank {start} to {end}; expected from {way}"
+    if (start, end) not in ways:
+        expected = " or ".join(f"{one} to {other}" for one, other in ways)
+        yield f"{op} takes {format_link(link)} from rank {start} to {end}; expected from rank {expected}"
     if traits.has_peer == (start == end) or traits.has_peer == (instruction.peer == -1):
         yield f"{op} from rank {start} to {end}; expected a send and a recv, or a move without a peer"
     stage = link.target if traits.fills_slot else link.source
@@ -174,11 +191,13 @@ def _transfer_misfits(step: StepIndex, rank: int, instruction: Instruction) -> I
     if instruction.microbatch not in step.microbatches(link):
         allowed = step.microbatches(link)
         yield f"{op} names microbatch {instruction.microbatch}; expected {allowed[0]} to {allowed[-1]}"
+    if instruction.bucket != -1:
+        yield f"{op} names bucket {instruction.bucket}; expected none"
     if (instruction.slot >= 0) != (traits.fills_slot and link.payload.per_microbatch):
         yield f"{op} names slot {instruction.slot}; only what arrives for a microbatch has one, others -1"
 
 
-def _computes_once(step: StepIndex) -> Iterator[_Fault]:
+def _computes_once(step: StepIndex) -> Iterator[Fault]:
     """Each stage runs each phase exactly once per microbatch, its backward whole or in two halves."""
     kinds = np.isin(np.arange(len(step.placement)), list(step.recompute)).astype(np.int64)[:, None]
     for op in COMPUTES:
@@ -189,7 +208,7 @@ def _computes_once(step: StepIndex) -> Iterator[_Fault]:
             found = [int(step.numbers[OP_CODE[op], stage, microbatch]) for op in ops]
             seen = [number for number in found if number >= 0]
             rank = rank_of(step.placement, stage, microbatch)
-            yield _Fault(step.suspect(seen, rank, stage, microbatch), miscount)
+            yield Fault(step.suspect(seen, rank, stage, microbatch), miscount)
 
 
 def _miscounts(step: StepIndex, stage: int, microbatch: int) -> Iterator[tuple[Sequence[Op], str]]:
@@ -208,7 +227,7 @@ def _miscounts(step: StepIndex, stage: int, microbatch: int) -> Iterator[tuple[S
         yield BACKWARDS, f"the backward {where} is {found}; expected one backward, or one of each half"
 
 
-def _computes_in_order(step: StepIndex) -> Iterator[_Fault]:
+def _computes_in_order(step: StepIndex) -> Iterator[Fault]:
     """Forward, then recompute, then backward; the input half before the weight half."""
     latest, latest_op = (
         step.numbers[OP_CODE[Op.FORWARD]].copy(),
@@ -221,11 +240,11 @@ def _computes_in_order(step: StepIndex) -> Iterator[_Fault]:
             earlier, first = OPS[latest_op[stage, microbatch]], latest[stage, microbatch]
             where = f"of stage {stage}, microbatch {microbatch}"
             site = rank_of(step.placement, stage, microbatch), int(numbers[stage, microbatch])
-            yield _Fault(site, f"{op} {where} runs before its {earlier} at {first}")
+            yield Fault(site, f"{op} {where} runs before its {earlier} at {first}")
         latest[runs], latest_op[runs] = numbers[runs], OP_CODE[op]
 
 
-def _delivers_once(step: StepIndex) -> Iterator[_Fault]:
+def _delivers_once(step: StepIndex) -> Iterator[Fault]:
     """Each link is sent and received exactly once for each microbatch, or moved on one rank."""
     nothing = np.empty(0, np.int32)
     for route in step.routes:
@@ -242,32 +261,32 @@ def _delivers_once(step: StepIndex) -> Iterator[_Fault]:
                     rank, stage = route.source, link.source
                 message = f"{op} of {_message_name(link, microbatch)} to rank {route.target}"
                 site = step.suspect(numbers[carried == microbatch].tolist(), rank, stage, microbatch)
-                yield _Fault(site, f"{message} is there {counts[wrong]} times; expected once")
+                yield Fault(site, f"{message} is there {counts[wrong]} times; expected once")
 
 
 def _message_name(link: Link, microbatch: int) -> str:
     return format_link(link) + (f", microbatch {microbatch}" if microbatch >= 0 else "")
 
 
-def _sends_what_was_made(step: StepIndex) -> Iterator[_Fault]:
+def _sends_what_was_made(step: StepIndex) -> Iterator[Fault]:
     """Nothing is sent before the compute that makes it."""
     for each in step.deliveries:
         for wrong in np.flatnonzero(each.sends < each.made).tolist()[:1]:
             name = _message_name(each.route.link, int(each.route.microbatches[wrong]))
             site = each.route.source, int(each.sends[wrong])
-            yield _Fault(site, f"{name} leaves before it is made at {each.made[wrong]}")
+            yield Fault(site, f"{name} leaves before it is made at {each.made[wrong]}")
 
 
-def _posts_before_reading(step: StepIndex) -> Iterator[_Fault]:
+def _posts_before_reading(step: StepIndex) -> Iterator[Fault]:
     """Every receive is posted, and every move done, before the compute that reads it."""
     for each in step.deliveries:
         for wrong in np.flatnonzero((each.reads >= 0) & (each.reads < each.receives)).tolist()[:1]:
             name = _message_name(each.route.link, int(each.route.microbatches[wrong]))
             site = each.route.target, int(each.reads[wrong])
-            yield _Fault(site, f"reads {name}, which is received only at {each.receives[wrong]}")
+            yield Fault(site, f"reads {name}, which is received only at {each.receives[wrong]}")
 
 
-def _frees_after_last_use(step: StepIndex) -> Iterator[_Fault]:
+def _frees_after_last_use(step: StepIndex) -> Iterator[Fault]:
     """Each stage and microbatch is freed exactly once, and not used afterwards."""
     freed = step.numbers[OP_CODE[Op.FREE]]
     sources = np.array([*(link.source for link in step.links), -1])
@@ -283,13 +302,13 @@ def _frees_after_last_use(step: StepIndex) -> Iterator[_Fault]:
             microbatch = int(columns.microbatches[number])
             where = f"stage {stage}, microbatch {microbatch}"
             message = f"needs {where}, which was freed at {freed[stage, microbatch]}"
-            yield _Fault((rank, number), f"{columns[number].op} {message}")
+            yield Fault((rank, number), f"{columns[number].op} {message}")
     for stage, microbatch in np.argwhere(freed < 0).tolist()[:1]:
         suspect = step.suspect((), rank_of(step.placement, stage, microbatch), stage, microbatch)
-        yield _Fault(suspect, f"stage {stage}, microbatch {microbatch} is never freed")
+        yield Fault(suspect, f"stage {stage}, microbatch {microbatch} is never freed")
 
 
-def _spares_live_slots(step: StepIndex) -> Iterator[_Fault]:
+def _spares_live_slots(step: StepIndex) -> Iterator[Fault]:
     """Nothing is received into a buffer between the receive it holds and the free of that microbatch."""
     freed = step.numbers[OP_CODE[Op.FREE]]
     for rank, columns in enumerate(step.columns):
@@ -303,10 +322,10 @@ def _spares_live_slots(step: StepIndex) -> Iterator[_Fault]:
             link = columns.links[columns.link_numbers[number]]
             name = f"slot {columns.slots[number]} of {format_link(link)}"
             held = columns.microbatches[holder]
-            yield _Fault((rank, number), f"{name} still holds microbatch {held}, which is not freed yet")
+            yield Fault((rank, number), f"{name} still holds microbatch {held}, which is not freed yet")
 
 
-def _keeps_channel_order(step: StepIndex) -> Iterator[_Fault]:
+def _keeps_channel_order(step: StepIndex) -> Iterator[Fault]:
     """From one rank to another, receives are posted in the order of the sends."""
     channels: dict[tuple[int, int], list[Deliveries]] = defaultdict(list)
     for each in step.deliveries:
@@ -326,12 +345,13 @@ def _keeps_channel_order(step: StepIndex) -> Iterator[_Fault]:
             ]
             sent = f"rank {source} sends them at {sends[early]} and {sends[late]}"
             message = f"{names[early]} is received before {names[late]}, but {sent}"
-            yield _Fault((target, int(receives[early])), message)
+            yield Fault((target, int(receives[early])), message)
 
 
-def _finishes(step: StepIndex) -> Iterator[_Fault]:
+def _finishes(step: StepIndex) -> Iterator[Fault]:
     """No rank waits forever, even if every send waits until its receive is posted."""
-    stalled = stalls([len(columns) for columns in step.columns], _waits(step.deliveries))
+    meetings = list(meeting_rules.meeting_waits(step))
+    stalled = stalls([len(columns) for columns in step.columns], _waits(step.deliveries, meetings))
     if stalled:
         ring = circle(stalled)
         lines = [
@@ -339,12 +359,13 @@ def _finishes(step: StepIndex) -> Iterator[_Fault]:
             for site, ahead in ring
         ]
         message = "\n".join(["deadlock if sends wait for their receives:", *lines])
-        yield _Fault(ring[0][0], message, tuple(site for site, _ in ring[1:]))
+        yield Fault(ring[0][0], message, tuple(site for site, _ in ring[1:]))
 
 
-def _waits(deliveries: Sequence[Deliveries]) -> Waits:
-    """Every send waits for its receive, and every reader of a message waits for its send."""
-    parts: list[tuple[Ints, ...]] = []
+def _waits(deliveries: Sequence[Deliveries], meetings: Sequence[tuple[Site, Site]]) -> Waits:
+    """A send waits for its receive, a reader of a message for its send, a collective for all its ranks."""
+    met = np.array([(*one, *other) for one, other in meetings], np.int32).reshape(-1, 4)
+    parts: list[tuple[Ints, ...]] = [tuple(met.T)]
     for each in deliveries:
         if each.route.crosses_ranks:
             source = np.full_like(each.sends, each.route.source)
@@ -352,24 +373,24 @@ def _waits(deliveries: Sequence[Deliveries]) -> Waits:
             parts.append((source, each.sends, target, each.receives))
             read = each.reads >= 0
             parts.append((target[read], each.reads[read], source[read], each.sends[read]))
-    return Waits(*map(_joined, zip(*parts, strict=True))) if parts else Waits(*[_joined([])] * 4)
+    return Waits(*map(_joined, zip(*parts, strict=True)))
 
 
 def _joined(parts: Sequence[Ints]) -> Ints:
     return np.concatenate([np.empty(0, np.int32), *parts])
 
 
-def _posts_after_what_messages_need(step: StepIndex) -> Iterator[_Fault]:
+def _posts_after_what_messages_need(step: StepIndex) -> Iterator[Fault]:
     """No receive is posted before a compute that its message depends on: a GPU may hold that one up."""
     cells = ProgramCells.of(step)
     for each in filter(lambda delivery: delivery.route.crosses_ranks, step.deliveries):
         for wrong in np.flatnonzero(cells.depend_on_what_follows(each)).tolist()[:1]:
             name = _message_name(each.route.link, int(each.route.microbatches[wrong]))
             site = each.route.target, int(each.receives[wrong])
-            yield _Fault(site, f"{name} is received before the next compute, which it depends on")
+            yield Fault(site, f"{name} is received before the next compute, which it depends on")
 
 
-def _bounds_in_flight(step: StepIndex) -> Iterator[_Fault]:
+def _bounds_in_flight(step: StepIndex) -> Iterator[Fault]:
     """No rank holds more between forward and free than it may."""
     if step.limits is None:
         return
@@ -377,14 +398,17 @@ def _bounds_in_flight(step: StepIndex) -> Iterator[_Fault]:
         pairs = in_flight(columns)
         for number in np.flatnonzero(pairs > limit).tolist()[:1]:
             message = f"holds {pairs[number]} microbatches in flight; expected at most {limit}"
-            yield _Fault((rank, number), message)
+            yield Fault((rank, number), message)
 
 
-RULES: tuple[Callable[[StepIndex], Iterator[_Fault]], ...] = (
+RULES: tuple[Callable[[StepIndex], Iterator[Fault]], ...] = (
     _fits_plan,
     _computes_once,
     _computes_in_order,
     _delivers_once,
+    meeting_rules.ends_once,
+    meeting_rules.ends_in_order,
+    meeting_rules.meets_in_one_order,
     _sends_what_was_made,
     _posts_before_reading,
     _frees_after_last_use,

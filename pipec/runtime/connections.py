@@ -6,7 +6,7 @@ a message takes too long, and ``ConnectionError`` when the other side is gone or
 
 import contextlib
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Protocol
 
@@ -16,6 +16,9 @@ from torch import Tensor
 
 Direction = tuple[int, int]
 """A sending rank and a receiving rank."""
+
+Collective = Callable[[dist.ProcessGroup], dist.Work | None]
+"""Starts a collective of the ranks of a process group."""
 
 
 class Connections(Protocol):
@@ -29,6 +32,12 @@ class Connections(Protocol):
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
         """Start to receive into ``tensor``."""
+
+    def gather(self, groups: Iterable[tuple[int, ...]]) -> None:
+        """Let these ranks meet in collectives. Every rank calls this with the same groups."""
+
+    def collective(self, ranks: tuple[int, ...], start: Collective) -> dist.Work:
+        """Start a collective of a group."""
 
     def wait(self, work: dist.Work) -> None:
         """Wait until the operators that this thread launches next may read what was received."""
@@ -51,7 +60,9 @@ class GlooConnections:
     """
 
     def __init__(self, rank: int, num_ranks: int, timeout: float) -> None:
+        self._rank, self._timeout = rank, timeout
         self._peers = [peer for peer in range(num_ranks) if peer != rank]
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self._sends: dict[tuple[int, int], deque[_Message]] = defaultdict(deque)
 
@@ -74,6 +85,16 @@ class GlooConnections:
         with _gloo_errors():
             return started(dist.irecv(tensor, peer, group=self._group, tag=tag))
 
+    def gather(self, groups: Iterable[tuple[int, ...]]) -> None:
+        for ranks in sorted({*groups} - self._groups.keys()):
+            with _gloo_errors():
+                timeout = timedelta(seconds=self._timeout)
+                self._groups[ranks] = dist.new_group(list(ranks), timeout, "gloo")
+
+    def collective(self, ranks: tuple[int, ...], start: Collective) -> dist.Work:
+        with _gloo_errors():
+            return started(start(self._groups[ranks]))
+
     def wait(self, work: dist.Work) -> None:
         with _gloo_errors():
             work.wait()
@@ -92,10 +113,18 @@ class GlooConnections:
 
         ``abort`` and ``shutdown`` of a gloo group close nothing (torch 2.13).
         """
-        for peer in self._peers:
-            with contextlib.suppress(RuntimeError):
-                work = dist.irecv(torch.empty(1), peer, group=self._group, tag=_UNUSED_TAG)
-                started(work).wait(timedelta(milliseconds=1))
+        close_gloo(self._group, self._peers)
+        for ranks, group in self._groups.items():
+            if self._rank in ranks:
+                close_gloo(group, [rank for rank in ranks if rank != self._rank])
+
+
+def close_gloo(group: dist.ProcessGroup, peers: Iterable[int]) -> None:
+    """Close this rank's connections of a group, so that whoever waits for it notices."""
+    for peer in peers:
+        with contextlib.suppress(RuntimeError):
+            work = dist.irecv(torch.empty(1), peer, group=group, tag=_UNUSED_TAG)
+            started(work).wait(timedelta(milliseconds=1))
 
 
 _UNUSED_TAG = 2**31 - 1

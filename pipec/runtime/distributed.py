@@ -30,7 +30,8 @@ from pipec.errors import PipecError, TransportError
 from pipec.ir import Instruction, Link, Op, Program, Value
 from pipec.ir.text import evaluate_dim, format_link
 from pipec.runtime.connections import Connections, Direction, GlooConnections
-from pipec.runtime.launch import world
+from pipec.runtime.group import Group, Wait
+from pipec.runtime.launch import current_device, world
 from pipec.runtime.lifelines import names
 from pipec.runtime.nccl import NcclConnections
 from pipec.runtime.rendezvous import bounded, meet
@@ -61,7 +62,7 @@ class TorchDistributed:
         self._timeout = timeout
         self._lifelines, store = meet(here, next(_transport_numbers), timeout)
         multiprocessing.util.Finalize(self, self._lifelines.close, exitpriority=0)
-        self._buffers: dict[tuple[Link, int], list[_Buffer]] = {}
+        self._buffers: dict[tuple[Link, int, int], list[_Buffer]] = {}
         if not dist.is_initialized():
             join = functools.partial(
                 dist.init_process_group,
@@ -84,8 +85,8 @@ class TorchDistributed:
         make = functools.partial(GlooConnections, self.rank, self.num_ranks, self._timeout)
         return self.making("the gloo connections", make)
 
-    def making(self, what: str, make: Callable[[], T]) -> T:
-        """What ``make`` returns, which all ranks call together.
+    def making(self, what: str, make: Callable[[], T], num_parts: int = 1) -> T:
+        """What ``make`` returns, which all ranks call together. Each of its parts may take the timeout.
 
         Raises:
             TransportError: some rank did not take part, or died.
@@ -93,25 +94,33 @@ class TorchDistributed:
         doing = f"making {what} together with all ranks"
         try:
             with self._lifelines.waiting(doing):
-                return bounded(make, self._timeout, self._lifelines.check)
-        except (TimeoutError, RuntimeError) as error:  # torch's own, of a store or a connection that is gone
+                return bounded(make, num_parts * self._timeout, self._lifelines.check)
+        except (
+            TimeoutError,
+            ConnectionError,
+            RuntimeError,
+        ) as error:  # of a store or connection that is gone
             failure = self._explained(error, doing, None)
             self._lifelines.fail(str(failure))
             raise failure from failure.__cause__
 
-    def connect(self, programs: Sequence[Program], text: str) -> None:
+    def connect(self, programs: Sequence[Program], groups: Sequence[Sequence[int]], text: str) -> None:
         """Check that every rank holds the same ``text``, then open the connections that ``programs`` use.
+
+        ``groups`` are the ranks of their collectives.
 
         Raises:
             TransportError: the ranks hold different texts, or a connection cannot be opened.
         """
         self.agree(text)
-        try:
-            with self.explaining("opening the connections to other ranks") as connections:
-                connections.open(_directions(programs))
-        except TransportError as error:
-            self.fail(error)
-            raise
+        directions = _directions(programs)
+
+        def connect() -> None:
+            with current_device(self.device):
+                self._connections.open(directions)
+                self._connections.gather(tuple(ranks) for ranks in groups)
+
+        self.making("the connections of the programs", connect, 1 + len(directions) + len(groups))
 
     def agree(self, text: str) -> None:
         """Check that every rank calls this with the same text.
@@ -159,10 +168,13 @@ class TorchDistributed:
 
     def receiver(self, instruction: Instruction, tag: int) -> Receiver:
         assert instruction.link is not None
-        key = instruction.link, instruction.slot
+        key = instruction.link, instruction.peer, instruction.slot
         if key not in self._buffers:
             self._buffers[key] = [_Buffer(value, self.device) for value in instruction.link.values]
         return _Receiver(self, instruction, tag, self._buffers[key])
+
+    def group(self, ranks: Sequence[int]) -> Group:
+        return _Group(self, tuple(ranks))
 
     def finish(self) -> None:
         with self.explaining("finishing the step") as connections:
@@ -247,6 +259,38 @@ class _Receiver:
             for _, work in posted:
                 connections.wait(work)
         return [tensor for tensor, _ in posted]
+
+
+class _Group:
+    """Ranks of several processes, and this one among them."""
+
+    def __init__(self, transport: TorchDistributed, ranks: tuple[int, ...]) -> None:
+        self.index, self.size = ranks.index(transport.rank), len(ranks)
+        self._transport, self._ranks = transport, ranks
+        self._doing = f"meeting {names([rank for rank in ranks if rank != transport.rank])} in a collective"
+
+    def all_reduce(self, tensor: Tensor) -> Wait:
+        return self._start(lambda group: dist.all_reduce(tensor, group=group, async_op=True))
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Wait:
+        return self._start(
+            lambda group: dist.reduce_scatter_tensor(output, tensor, group=group, async_op=True)
+        )
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> Wait:
+        return self._start(
+            lambda group: dist.all_gather_into_tensor(output, tensor, group=group, async_op=True)
+        )
+
+    def _start(self, collective: Callable[[dist.ProcessGroup], dist.Work | None]) -> Wait:
+        with self._transport.explaining(self._doing) as connections:
+            work = connections.collective(self._ranks, collective)
+
+        def wait() -> None:
+            with self._transport.explaining(self._doing) as connections:
+                connections.wait(work)
+
+        return wait
 
 
 class _Buffer:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipec.artifact.directory import Artifact, stage_module
-from pipec.ir import stages_on
+from pipec.ir import Plan, stages_on
 from pipec.runtime.agreement import Agreement
 from pipec.runtime.distributed import TorchDistributed
 from pipec.runtime.interpreter import Interpreter
@@ -91,9 +91,9 @@ class Execution:
     ) -> None:
         self.artifact = artifact
         self._ranks = ranks
-        if ranks.world.distributed:
-            ranks.distributed.connect(artifact.programs, artifact.text())
-        plan = artifact.plan
+        plan, is_distributed = artifact.plan, ranks.world.distributed
+        if is_distributed:
+            ranks.distributed.connect(artifact.programs, _groups(plan), artifact.text())
         self._interpreters = [
             Interpreter(
                 artifact.programs[rank],
@@ -106,6 +106,7 @@ class Execution:
                 {**buffers, **{name: value.to(device) for name, value in artifact.constants.items()}},
                 ranks.transport(rank),
                 device,
+                functools.partial(_owns_tensors, plan, rank, is_distributed),
             )
             for rank, device in ranks.devices.items()
         ]
@@ -149,3 +150,14 @@ class Execution:
             for microbatch, part in zip(microbatches, parts, strict=True):
                 microbatch[given.value.name] = part
         return microbatches
+
+
+def _owns_tensors(plan: Plan, rank: int, is_distributed: bool, stage: int) -> bool:
+    """Whether a rank has tensors of a stage of its own. In one process the first replica's are for all."""
+    return is_distributed or rank == plan.placement[stage][0]
+
+
+def _groups(plan: Plan) -> list[tuple[int, ...]]:
+    """The ranks that meet in collectives."""
+    groups = [ranks for ranks in dict.fromkeys(plan.placement) if len(ranks) > 1]
+    return [*groups, tuple(range(plan.num_ranks))] if plan.ending.clips else groups

@@ -15,21 +15,21 @@ _add_all = torch._foreach_add_
 
 
 class GradientSum:
-    """Adds gradients to ``parameter.grad``. A parameter that another stage owns has a private total instead.
+    """Adds gradients to ``parameter.grad``, or to a total of the step for parameters in ``apart``.
 
-    ``parameters`` is the very list that the stage passes as ``w``; ``borrowed`` are the indices of the
-    parameters that another stage owns.
+    ``parameters`` is the very list that the stage passes as ``w``. ``apart`` are the indices of parameters
+    that another stage owns, or whose gradients are summed over replicas before they are added to ``.grad``.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], borrowed: Collection[int]) -> None:
+    def __init__(self, parameters: Sequence[Tensor], apart: Collection[int]) -> None:
         self._parameters = parameters
-        self._borrowed = borrowed
+        self._apart = frozenset(apart)
         self._totals: list[Tensor | None] = []
 
     def begin_step(self) -> None:
-        """Start from the ``.grad`` that previous steps left; private totals start empty."""
+        """Start from the ``.grad`` that previous steps left; totals of the step start empty."""
         self._totals = [
-            None if index in self._borrowed else parameter.grad
+            None if index in self._apart else parameter.grad
             for index, parameter in enumerate(self._parameters)
         ]
 
@@ -64,11 +64,20 @@ class GradientSum:
         gradients[index] = gradient
         self.add(gradients)
 
-    def take(self, index: int) -> Tensor:
-        """Hand over the total of a borrowed parameter."""
+    def take(self, index: int) -> Tensor | None:
+        """Hand over the total of a parameter in ``apart``; None if it got no gradient."""
         total, self._totals[index] = self._totals[index], None
-        assert total is not None
         return total
+
+    def deposit(self, index: int, total: Tensor) -> None:
+        """Add a sum over replicas to ``.grad``."""
+        parameter = self._parameters[index]
+        if parameter.grad is None:
+            parameter.grad = total
+        elif total.is_sparse or parameter.grad.is_sparse:
+            parameter.grad = _added(parameter.grad, total)
+        else:
+            parameter.grad.add_(total)
 
     def _set_first(self, index: int, gradients: list[Tensor | None]) -> None:
         parameter, gradient = self._parameters[index], gradients[index]
@@ -83,7 +92,7 @@ class GradientSum:
 
     def _set(self, index: int, total: Tensor) -> None:
         self._totals[index] = total
-        if index not in self._borrowed:
+        if index not in self._apart:
             self._parameters[index].grad = total
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pipec.artifact.directory import Artifact
 from pipec.errors import InputError
-from pipec.ir import Plan, Program, ranks_of
+from pipec.ir import Plan, Program
 from pipec.runtime.execution import Execution, Ranks
 from pipec.runtime.facts import Facts, differences, rank_names
 from pipec.runtime.recording import RecordedStep
@@ -31,7 +31,7 @@ class Handle(nn.Module):
         self._num_steps = 0
         self._executions: dict[Artifact, Execution] = {}
         self._recorded: list[RecordedStep] | None = None
-        self._owners: dict[str, int] = owners(trained.plan) if trained else {}
+        self._holders: dict[str, tuple[int, ...]] = holders(trained.plan) if trained else {}
         self._warned = False
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -118,8 +118,18 @@ class Handle(nn.Module):
         return {value.name: getattr(torch, value.dtype) for value in self._artifact.plan.parameters}
 
     def _is_own(self, fqn: str) -> bool:
-        """Whether this process speaks for a tensor. Rank 0 does for those that no stage uses."""
-        return not self._ranks.world.distributed or self._owners.get(fqn, 0) == self._ranks.world.rank
+        """Whether this process speaks for a tensor: of those that have it, the first one does.
+
+        Rank 0 does for tensors that no stage uses.
+        """
+        return not self._ranks.world.distributed or self._speaker(fqn) == self._ranks.world.rank
+
+    def _speaker(self, fqn: str) -> int:
+        return self._holders.get(fqn, (0,))[0]
+
+    def _is_here(self, fqn: str) -> bool:
+        """Whether this process has a tensor: all do that run a stage that owns it."""
+        return not self._ranks.world.distributed or self._ranks.world.rank in self._holders.get(fqn, (0,))
 
     def _require_same(self, kind: str, facts: Facts) -> None:
         """Check that every rank makes this call, and with the same arguments. Raises InputError."""
@@ -171,14 +181,13 @@ def _refusal(every: Sequence[Facts]) -> str:
     )
 
 
-def owners(plan: Plan) -> dict[str, int]:
-    """By FQN, the rank that holds each tensor: that of the first stage that has it and does not borrow it."""
-    found: dict[str, int] = {}
+def holders(plan: Plan) -> dict[str, tuple[int, ...]]:
+    """By FQN, the ranks that hold a tensor: those of the first stage that has it and does not borrow it."""
+    found: dict[str, tuple[int, ...]] = {}
     for stage in plan.stages:
-        rank = ranks_of(plan.placement, stage.index)[0]
         for fqn in stage.parameters + stage.buffers:
             if fqn not in stage.borrowed:
-                found.setdefault(fqn, rank)
+                found.setdefault(fqn, plan.placement[stage.index])
     return found
 
 
@@ -187,4 +196,7 @@ def homes(plan: Plan, devices: Mapping[int, torch.device]) -> dict[str, torch.de
 
     ``devices`` has the ranks of this process; a tensor that lives in another process has no device here.
     """
-    return {fqn: devices.get(rank) for fqn, rank in owners(plan).items()}
+    return {
+        fqn: next((devices[rank] for rank in ranks if rank in devices), None)
+        for fqn, ranks in holders(plan).items()
+    }

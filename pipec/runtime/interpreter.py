@@ -7,19 +7,20 @@ A step then fills the frames of its microbatches and runs the linked actions, on
 import functools
 import time
 import traceback
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from pipec.errors import ExecutionError, PipecError, TransportError
-from pipec.ir import Instruction, Mode, Payload, Plan, Program, Value, ranks_of
+from pipec.ir import Instruction, Mode, Payload, Plan, Program, Value
 from pipec.ir.text import instruction_lines
 from pipec.runtime.launch import current_device
-from pipec.runtime.linker import Rank, link
+from pipec.runtime.linker import link
+from pipec.runtime.rank import Rank
 from pipec.runtime.recording import Stamps, epoch_offset
-from pipec.runtime.results import Results
+from pipec.runtime.results import Results, join_replicas
 from pipec.runtime.stage import BoundStage, StageCode
 from pipec.runtime.transport import Transport
 
@@ -31,7 +32,8 @@ class Interpreter:
     """Executes ``program`` on ``device``.
 
     ``stages`` has at least the rank's own stages. ``parameters`` and ``buffers`` have at least the tensors of
-    those stages by FQN, on ``device``. Gradients are added to ``.grad`` of the parameters.
+    those stages by FQN, on ``device``. Gradients are added to ``.grad`` of the parameters. Where replicas in
+    one process share tensors, ``owns_tensors`` tells whether this rank is the one to write those of a stage.
 
     Raises:
         VerifyError: program, plan and stage code do not fit together.
@@ -46,19 +48,36 @@ class Interpreter:
         buffers: Mapping[str, Tensor],
         transport: Transport,
         device: torch.device,
+        owns_tensors: Callable[[int], bool] = lambda stage: True,
     ) -> None:
         self.position = -1
-        self._program = program
-        self._device = device
+        self._program, self._device = program, device
         self._stages = {
             stage.index: BoundStage(
-                stage, stages[stage.index], parameters, buffers, device, plan.num_microbatches
+                stage,
+                stages[stage.index],
+                parameters,
+                buffers,
+                device,
+                plan.num_microbatches,
+                plan.ending.reduced(stage.index),
+                owns_tensors(stage.index),
             )
             for stage in plan.stages
-            if program.rank in ranks_of(plan.placement, stage.index)
+            if program.rank in plan.placement[stage.index]
         }
-        self._results = Results(_results_of(plan, self._stages), plan.num_microbatches)
-        self._rank = Rank(plan, self._stages, self._results, {}, [], transport, _loss_of(plan), [0])
+        self._own = {stage: plan.microbatches_on(stage, program.rank) for stage in self._stages}
+        self._result_links = [link for link in plan.links if link.payload is Payload.RESULT]
+        made = [
+            (value, self._own[link.source])
+            for link in self._result_links
+            if link.source in self._stages
+            for value in link.values
+        ]
+        self._results = Results(made, plan.num_microbatches)
+        self._rank = Rank(
+            program.rank, plan, self._stages, self._results, {}, [], transport, _loss_of(plan), [0]
+        )
         linked = link(program, self._rank)
         self._instructions = [instruction for instruction, _ in linked]
         self._actions = [action for _, action in linked]
@@ -127,7 +146,8 @@ class Interpreter:
         self._rank.sizes[:] = [*sizes, sum(sizes)]
         for stage in self._stages.values():
             stage.begin_step()
-            for microbatch, (inputs, size) in enumerate(zip(microbatches, sizes, strict=True)):
+            for microbatch in self._own[stage.index]:
+                inputs, size = microbatches[microbatch], sizes[microbatch]
                 frame = stage.fill_frame(microbatch, seed, size)
                 frame.update(
                     {name: inputs[name].to(self._device, non_blocking=True) for name in stage.inputs}
@@ -151,7 +171,18 @@ class Interpreter:
                 stamps += (start + offset, arrival[0] + offset, clock() + offset)
 
     def _merged_results(self) -> dict[str, Tensor]:
-        return self._results.all_merged(self._rank.sizes[:-1]) | self._rank.received
+        """The results of the batch, from what every replica that made a part of them has."""
+        sizes, received, merged = self._rank.sizes[:-1], self._rank.received, dict[str, Tensor]()
+        for made in self._result_links:
+            for value in made.values:
+                parts = [
+                    self._results.merged(value.name, sizes)
+                    if rank == self._rank.number
+                    else received[value.name, rank]
+                    for rank in self._rank.plan.placement[made.source]
+                ]
+                merged[value.name] = join_replicas(value, parts, sizes)
+        return merged
 
     def _forget_step(self) -> None:
         for stage in self._stages.values():
@@ -188,20 +219,10 @@ class Interpreter:
         return [f"last instructions of rank {self._program.rank}:", *(f"    {line}" for line in lines)]
 
 
-def _results_of(plan: Plan, stages: Collection[int]) -> list[Value]:
-    """The results of the step that these stages make."""
-    return [
-        value
-        for link in plan.links
-        if link.payload is Payload.RESULT and link.source in stages
-        for value in link.values
-    ]
-
-
 def _loss_of(plan: Plan) -> Value | None:
     if plan.mode is not Mode.TRAIN:
         return None
-    results = _results_of(plan, range(len(plan.stages)))
+    results = (value for link in plan.links if link.payload is Payload.RESULT for value in link.values)
     return next((value for value in results if value.name == "loss"), None)
 
 

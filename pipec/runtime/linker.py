@@ -8,45 +8,24 @@ value that is still on its way waits for it, and the last reader of a value drop
 import functools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any
 
 from torch import Tensor
 
 from pipec.errors import VerifyError
-from pipec.ir import Instruction, Kind, Link, Op, Payload, Phase, Plan, Program, Value
+from pipec.ir import Instruction, Kind, Link, Op, Payload, Phase, Program
 from pipec.runtime.compute import Action, Take, bind_phase
-from pipec.runtime.results import Results
-from pipec.runtime.stage import BoundStage, Frame, parameter_names
-from pipec.runtime.transport import Transport
+from pipec.runtime.ending import EndingLinker
+from pipec.runtime.rank import Delivery, Rank
+from pipec.runtime.stage import Frame, parameter_names
 
 Source = Callable[[], Sequence[Any]]
 Sink = Callable[[Sequence[Tensor]], None]
 
 _ALWAYS = frozenset({"w", "buffers", "constants", "b", "rng", "device"})
 _SAVING = (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD_INPUT)
-
-
-@dataclass(frozen=True)
-class Rank:
-    """What the actions of one rank work on.
-
-    ``sizes`` is set anew for each step: the number of samples in each microbatch, then that in the batch. A
-    link that moves once per step has microbatch -1, and so finds the size of the batch at ``sizes[-1]``.
-    ``received`` has the results that other ranks made; ``loss`` is the result that training differentiates.
-    ``arrival[0]`` is the time, by ``time.perf_counter_ns``, when an action last had all that it waited for.
-    """
-
-    plan: Plan
-    stages: Mapping[int, BoundStage]
-    results: Results
-    received: dict[str, Tensor]
-    sizes: list[int]
-    transport: Transport
-    loss: Value | None
-    arrival: list[int]
 
 
 def link(program: Program, rank: Rank) -> list[tuple[Instruction, Action]]:
@@ -60,20 +39,8 @@ def link(program: Program, rank: Rank) -> list[tuple[Instruction, Action]]:
     """
     linker = _Linker(rank)
     actions = [(instruction, linker.link(instruction)) for instruction in program.instructions]
-    linker.mark_last_readers()
+    linker.finish()
     return actions + linker.closing
-
-
-@dataclass(eq=False)
-class _Delivery:
-    """Brings received values to their readers. ``action`` is None once a reader has been found to run it."""
-
-    action: Action | None = None
-
-    def awaited(self) -> list[Action]:
-        """What the next reader must run first."""
-        action, self.action = self.action, None
-        return [action] if action else []
 
 
 class _Linker:
@@ -82,9 +49,10 @@ class _Linker:
         self._rank = rank
         self._always = _ALWAYS | {"grad_loss"} if rank.loss else _ALWAYS
         self._inputs = {entry.value.name for entry in rank.plan.inputs}
-        self._present: dict[tuple[int, int], dict[str, _Delivery]] = defaultdict(dict)
+        self._present: dict[tuple[int, int], dict[str, Delivery]] = defaultdict(dict)
         self._dropped_by: dict[tuple[int, int, str], list[str]] = {}
-        self._lent: dict[int, dict[str, _Delivery]] = defaultdict(dict)
+        self._lent: dict[int, dict[str, Delivery]] = defaultdict(dict)
+        self._ending = EndingLinker(rank)
 
     def link(self, instruction: Instruction) -> Action:
         match instruction.op:
@@ -96,26 +64,33 @@ class _Linker:
                 return self._move(instruction)
             case Op.FREE:
                 return self._free(instruction)
-        assert instruction.op.traits.kind is Kind.COMPUTE, f"the linker makes no call for {instruction.op}"
-        return self._compute(instruction)
+        if instruction.op.traits.kind is Kind.COMPUTE:
+            return self._compute(instruction)
+        return self._ending.link(instruction)
 
-    def mark_last_readers(self) -> None:
-        """Tell each action which names to drop, which is known once the whole program is linked."""
+    def finish(self) -> None:
+        """Tell each action which names to drop, and close the program with what nothing has waited for."""
         for (_, _, name), names in self._dropped_by.items():
             names.append(name)
+        self.closing += self._ending.left()
 
     def _receive(self, instruction: Instruction) -> Action:
         link, microbatch, sizes = _link_of(instruction), instruction.microbatch, self._rank.sizes
         receiver = self._rank.transport.receiver(instruction, self._tag(link))
-        sink, wait, post = self._sink(link, microbatch), receiver.wait, receiver.post
+        sink, wait, post = self._sink(link, microbatch, instruction.peer), receiver.wait, receiver.post
 
         def deliver() -> None:
             sink(wait())
 
         if link.payload.readers:
-            self._announce(link, microbatch, _Delivery(deliver))
+            self._announce(link, microbatch, Delivery(deliver))
+        elif link.payload is Payload.WEIGHT_GRADIENT:
+            self._ending.brings(instruction, Delivery(deliver))
         else:
             self.closing.append((instruction, deliver))
+        if link.payload is Payload.RESULT:
+            made_there = self._rank.plan.microbatches_on(link.source, instruction.peer)
+            return lambda: post(sum(sizes[each] for each in made_there))
         return lambda: post(sizes[microbatch])
 
     def _send(self, instruction: Instruction) -> Action:
@@ -126,9 +101,9 @@ class _Linker:
 
     def _move(self, instruction: Instruction) -> Action:
         link, microbatch = _link_of(instruction), instruction.microbatch
-        source, sink = self._source(link, microbatch), self._sink(link, microbatch)
+        source, sink = self._source(link, microbatch), self._sink(link, microbatch, -1)
         if link.payload.readers:
-            self._announce(link, microbatch, _Delivery())
+            self._announce(link, microbatch, Delivery())
         return lambda: sink(source())
 
     def _free(self, instruction: Instruction) -> Action:
@@ -138,7 +113,7 @@ class _Linker:
     def _tag(self, link: Link) -> int:
         return self._rank.plan.links.index(link)
 
-    def _announce(self, link: Link, microbatch: int, delivery: _Delivery) -> None:
+    def _announce(self, link: Link, microbatch: int, delivery: Delivery) -> None:
         for value in link.values:
             if link.payload is Payload.WEIGHT:
                 self._lent[link.target][value.name] = delivery
@@ -160,12 +135,14 @@ class _Linker:
             return lambda: [stage.weights[index] for index in indices]
         return lambda: [stage.gradients.take(index) for index in indices]
 
-    def _sink(self, link: Link, microbatch: int) -> Sink:
+    def _sink(self, link: Link, microbatch: int, peer: int) -> Sink:
         """The function that puts what a link carries to where its reader looks for it."""
         names = [value.name for value in link.values]
         if link.payload is Payload.RESULT:
             received = self._rank.received
-            return lambda tensors: received.update(zip(names, tensors, strict=True))
+            return lambda tensors: received.update(
+                {(name, peer): tensor for name, tensor in zip(names, tensors, strict=True)}
+            )
         stage = self._rank.stages[link.target]
         if link.payload.per_microbatch:
             frame = stage.frames[microbatch]
@@ -197,9 +174,9 @@ class _Linker:
         present = self._present[stage, microbatch]
         for link in self._rank.plan.links:
             if link.source == stage and link.payload.per_microbatch and phase in link.payload.producers:
-                present.update({value.name: _Delivery() for value in link.values})
+                present.update({value.name: Delivery() for value in link.values})
         if phase in _SAVING:
-            present["saved"] = _Delivery()
+            present["saved"] = Delivery()
 
     def _take(self, stage: int, microbatch: int, names: Sequence[str], reader: str) -> Take:
         """The function that fetches values from a frame.

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipec.runtime.connections import Direction, started
+from pipec.runtime.connections import Collective, Direction, started
 from pipec.runtime.watcher import Watcher
 
 _Messages = deque[tuple[dist.Work, Tensor]]
@@ -37,9 +37,9 @@ class NcclConnections:
         self._rank = rank
         self._timeout = timeout
         self._is_failed = is_failed
-        self._opened: set[Direction] = set()
-        self._groups: dict[Direction, dist.ProcessGroup] = {}
-        self._pending: dict[Direction, _Messages] = defaultdict(deque)
+        self._opened: set[tuple[int, ...]] = set()
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._pending: dict[tuple[int, ...], _Messages] = defaultdict(deque)
         self._aborting = threading.Lock()
         self._aborted = False
         self._watcher = Watcher(self, NcclConnections.abort_if_failed, _CHECK_SECONDS)
@@ -51,13 +51,21 @@ class NcclConnections:
         rank takes part in making every group. torch gives a number instead of a group to those outside it.
         """
         for direction in sorted(set(directions) - self._opened):
-            with self._nccl_errors():
-                # NCCL's own watchdog ends the process, so it must be slower than `drain`.
-                group = dist.new_group(list(direction), timedelta(seconds=2 * self._timeout), "nccl")
-            self._opened.add(direction)
-            if self._rank in direction:
-                self._groups[direction] = group
+            if self._make_group(direction):
                 self._greet(*direction)
+
+    def gather(self, groups: Iterable[tuple[int, ...]]) -> None:
+        """Make the groups, and sum a number over each. Groups of two ranks are not those of a direction."""
+        for ranks in sorted({(*ranks, -1) for ranks in groups} - self._opened):
+            if self._make_group(ranks):
+                self._sum_once(ranks[:-1])
+
+    def collective(self, ranks: tuple[int, ...], start: Collective) -> dist.Work:
+        key = (*ranks, -1)
+        with self._nccl_errors():
+            work = started(start(self._groups[key]))
+            self._remember(key, work, torch.empty(0))
+        return work
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
         direction = self._rank, peer
@@ -117,6 +125,22 @@ class NcclConnections:
             if first:
                 _abort_together(list(self._groups.values()))
 
+    def _make_group(self, ranks: tuple[int, ...]) -> bool:
+        """Make a group of ranks; a last -1 marks one for collectives. Returns whether this rank is in it."""
+        with self._nccl_errors():
+            # NCCL's own watchdog ends the process, so it must be slower than `drain`.
+            members = [rank for rank in ranks if rank >= 0]
+            group = dist.new_group(members, timedelta(seconds=2 * self._timeout), "nccl")
+        self._opened.add(ranks)
+        if self._rank in ranks:
+            self._groups[ranks] = group
+        return self._rank in ranks
+
+    def _sum_once(self, ranks: tuple[int, ...]) -> None:
+        number = torch.zeros(1, device=self._device)
+        self.collective(ranks, lambda group: dist.all_reduce(number, group=group, async_op=True))
+        self.drain()
+
     def _greet(self, source: int, target: int) -> None:
         greeting = torch.zeros(1, device=self._device)
         if self._rank == source:
@@ -125,7 +149,7 @@ class NcclConnections:
             self.receive(greeting, source, 0)
         self.drain()
 
-    def _remember(self, direction: Direction, work: dist.Work, tensor: Tensor) -> None:
+    def _remember(self, direction: tuple[int, ...], work: dist.Work, tensor: Tensor) -> None:
         messages = self._pending[direction]
         _reap(messages)
         messages.append((work, tensor))

@@ -1,4 +1,7 @@
-"""Merges what the microbatches of a step return into what the whole batch returns."""
+"""Merges what the microbatches of a step return into what the whole batch returns.
+
+A replica makes a part of a result of its own microbatches. The parts of all replicas then make the whole.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -20,17 +23,20 @@ def check_mergeable(value: Value) -> None:
 
 
 class Results:
-    """Collects the parts of each result by microbatch."""
+    """Collects the parts of each result that a rank makes, by microbatch.
 
-    def __init__(self, values: Sequence[Value], num_microbatches: int) -> None:
-        for value in values if num_microbatches > 1 else ():
+    ``made`` has the results and the microbatches of which this rank makes them.
+    """
+
+    def __init__(self, made: Sequence[tuple[Value, Sequence[int]]], num_microbatches: int) -> None:
+        for value, _ in made if num_microbatches > 1 else ():
             check_mergeable(value)
-        self._values = {value.name: value for value in values}
-        self._num_microbatches = num_microbatches
+        self._values = {value.name: value for value, _ in made}
+        self._own = {value.name: own for value, own in made}
         self.forget_step()
 
     def forget_step(self) -> None:
-        self._parts = {name: [_UNSET] * self._num_microbatches for name in self._values}
+        self._parts: dict[str, dict[int, Tensor]] = {name: {} for name in self._values}
         self._merged: dict[str, Tensor] = {}
 
     def collect(self, microbatch: int, sent: Mapping[str, Tensor]) -> None:
@@ -40,20 +46,17 @@ class Results:
                 parts[microbatch] = sent[name]
 
     def merged(self, name: str, sizes: Sequence[int]) -> Tensor:
-        """The result of the whole batch; see ``merge``."""
+        """What this rank's microbatches contribute to a result of the batch; see ``merge``."""
         if name not in self._merged:
-            self._merged[name] = merge(self._values[name], self._parts.pop(name), sizes)
+            own, parts = self._own[name], self._parts.pop(name)
+            in_order = [parts[microbatch] for microbatch in own]
+            own_sizes = [sizes[microbatch] for microbatch in own]
+            self._merged[name] = merge(self._values[name], in_order, own_sizes, sum(sizes))
         return self._merged[name]
 
-    def all_merged(self, sizes: Sequence[int]) -> dict[str, Tensor]:
-        return {name: self.merged(name, sizes) for name in self._values}
 
-
-_UNSET = torch.empty(0)
-
-
-def merge(value: Value, parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    """Join the parts of microbatches that hold ``sizes`` samples into a new tensor.
+def merge(value: Value, parts: Sequence[Tensor], sizes: Sequence[int], batch: int) -> Tensor:
+    """Join the parts of microbatches that hold ``sizes`` of the samples of a batch into a new tensor.
 
     Parts with a batch dimension are concatenated along it. Floating-point parts without one, such as mean
     losses, become the mean over samples: each is weighted with its share of the batch. Any other value must
@@ -65,13 +68,38 @@ def merge(value: Value, parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor
     if dims := _batch_dims(value):
         return _concatenate(value, parts, dims[0], sum(sizes))
     if parts[0].is_floating_point() or parts[0].is_complex():
-        return _weighted_sum(parts, sizes)
+        return _weighted_sum(parts, sizes, batch)
+    return _the_same(value, parts).clone()
+
+
+def join_replicas(value: Value, parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    """The result of the batch from what ``merge`` made on each replica, of microbatches in turn.
+
+    Of three microbatches, the first of two replicas has the rows of the first and the last::
+
+        parts [a a c], [b b]    sizes [2, 2, 1]    ->    [a a b b c]
+    """
+    count = len(parts)
+    if count == 1:
+        return parts[0]
+    if dims := _batch_dims(value):
+        rows = [
+            iter(part.split([evaluate_dim(value.shape[dims[0]], size) for size in sizes[k::count]], dims[0]))
+            for k, part in enumerate(parts)
+        ]
+        return torch.cat([next(rows[microbatch % count]) for microbatch in range(len(sizes))], dims[0])
+    if parts[0].is_floating_point() or parts[0].is_complex():
+        return sum(parts[1:], start=parts[0])
+    return _the_same(value, parts)
+
+
+def _the_same(value: Value, parts: Sequence[Tensor]) -> Tensor:
     if not all(torch.equal(part, parts[0]) for part in parts):
         raise InputError(
             f"the result {format_value(value)} differs between microbatches, and whole numbers have no "
             "mean; return it per sample, or as floating point, or use one microbatch"
         )
-    return parts[0].clone()
+    return parts[0]
 
 
 def _batch_dims(value: Value) -> list[int]:
@@ -90,8 +118,7 @@ def _concatenate(value: Value, parts: Sequence[Tensor], dim: int, batch: int) ->
     return joined
 
 
-def _weighted_sum(parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    batch = sum(sizes)
+def _weighted_sum(parts: Sequence[Tensor], sizes: Sequence[int], batch: int) -> Tensor:
     total = parts[0] * (sizes[0] / batch)
     for part, size in zip(parts[1:], sizes[1:], strict=True):
         total = total + part * (size / batch)

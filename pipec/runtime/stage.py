@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -50,6 +50,9 @@ class StageCode(Protocol):
 class BoundStage:
     """The state of a stage while its rank executes a program.
 
+    ``reduced`` are the parameters whose gradients are summed over replicas. Replicas in one process share
+    the tensors of the model; ``owns_tensors`` tells the one that writes to them.
+
     Raises:
         VerifyError: code and plan disagree, or a tensor the code names is missing.
     """
@@ -62,23 +65,36 @@ class BoundStage:
         buffers: Mapping[str, Tensor],
         device: torch.device,
         num_microbatches: int,
+        reduced: Collection[str] = (),
+        owns_tensors: bool = True,
     ) -> None:
         _check_agreement(stage, code, parameters, buffers)
         self.index = stage.index
         self.borrowed = frozenset(stage.borrowed)
         self.code = code
         self.device = device
-        self.weights = [_UNLENT if fqn in self.borrowed else parameters[fqn] for fqn in code.PARAMETERS]
+        self._parameters = [_UNLENT if fqn in self.borrowed else parameters[fqn] for fqn in code.PARAMETERS]
+        self.weights = [*self._parameters]
         self._borrowed_indices = [code.PARAMETERS.index(fqn) for fqn in stage.borrowed]
-        self.gradients = GradientSum(self.weights, self._borrowed_indices)
+        apart = [code.PARAMETERS.index(fqn) for fqn in {*stage.borrowed, *reduced}]
+        self.gradients = GradientSum(self.weights, apart)
+        self.owns_tensors = owns_tensors
         self.inputs: set[str] = set()
         self.frames: list[Frame] = [{} for _ in range(num_microbatches)]
         self._registered = [buffers[fqn] for fqn in code.BUFFERS]
-        self._updated = [code.BUFFERS.index(fqn) for fqn in code.UPDATED_BUFFERS]
-        self.buffers = self._registered
+        self.updated_indices = [code.BUFFERS.index(fqn) for fqn in code.UPDATED_BUFFERS]
+        self.buffers = self.buffers_before = self._registered
         self._constants = functools.lru_cache(maxsize=8)(self._evaluate_constants)
 
     def begin_step(self) -> None:
+        """Take the tensors as they are now. One that does not own them takes copies of what may change."""
+        if not self.owns_tensors:
+            self.weights[:] = [weight.to(self.device) for weight in self._parameters]
+            changing = frozenset(self.updated_indices)
+            self.buffers = self.buffers_before = [
+                buffer.to(self.device, copy=index in changing)
+                for index, buffer in enumerate(self._registered)
+            ]
         self.gradients.begin_step()
 
     def fill_frame(self, microbatch: int, seed: tuple[int, int], size: int) -> Frame:
@@ -95,14 +111,14 @@ class BoundStage:
 
     def update_buffers(self, updates: Sequence[Tensor]) -> None:
         """Replace buffers for the forwards to come. Microbatches that have the old ones keep them."""
-        if self._updated:
+        if self.updated_indices:
             self.buffers = list(self.buffers)
-            for index, update in zip(self._updated, updates, strict=True):
+            for index, update in zip(self.updated_indices, updates, strict=True):
                 self.buffers[index] = update
 
     def end_step(self) -> None:
         """Copy the last state of the updated buffers into the model's own."""
-        for index in self._updated:
+        for index in self.updated_indices if self.owns_tensors else ():
             self._registered[index].copy_(self.buffers[index])
 
     def forget_step(self) -> None:
@@ -111,7 +127,7 @@ class BoundStage:
             frame.clear()
         for index in self._borrowed_indices:
             self.weights[index] = _UNLENT
-        self.buffers = self._registered
+        self.buffers = self.buffers_before = self._registered
         self.gradients.forget_step()
 
     def _evaluate_constants(self, size: int) -> tuple[Any, ...]:

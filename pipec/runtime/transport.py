@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pipec.errors import TransportError
 from pipec.ir import Instruction
+from pipec.runtime.group import Group, Meetings, ThreadGroup
 from pipec.runtime.worker import Worker
 
 T = TypeVar("T")
@@ -44,6 +45,9 @@ class Transport(Protocol):
 
     def receiver(self, instruction: Instruction, tag: int) -> Receiver: ...
 
+    def group(self, ranks: Sequence[int]) -> Group:
+        """These ranks, of which this one is one, for collectives."""
+
     def finish(self) -> None:
         """Wait until everything that was sent in this step has left. Raises TransportError."""
 
@@ -64,6 +68,7 @@ class InProcess:
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = tuple(devices)
         self._mailboxes: dict[tuple[int, int, int], _Mailbox] = {}
+        self._meetings: dict[tuple[int, ...], Meetings] = {}
         self._failure: BaseException | None = None
         self._failing = threading.Lock()
         self._stopped = threading.Event()
@@ -99,16 +104,24 @@ class InProcess:
         with self._failing:
             self._failure = self._failure or error
         self._stopped.set()
-        for mailbox in self._mailboxes.values():
-            mailbox.wake()
+        self._for_all_waits(lambda waited_for: waited_for.wake())
 
     def mailbox(self, tag: int, source: int, target: int) -> "_Mailbox":
         key = tag, source, target
         if key not in self._mailboxes:
             device = self.devices[target]
             copy_to = None if device == self.devices[source] else device
-            self._mailboxes[key] = _Mailbox(copy_to, self._stopped)
+            self._mailboxes[key] = _Mailbox(copy_to, self.check_running)
         return self._mailboxes[key]
+
+    def group(self, ranks: Sequence[int], rank: int) -> Group:
+        """The collectives of these ranks, for one of them."""
+        meetings = self._meetings.setdefault(tuple(ranks), Meetings(len(ranks), self.check_running))
+        return ThreadGroup(meetings, list(ranks).index(rank))
+
+    def check_running(self) -> None:
+        if self._stopped.is_set():
+            raise TransportError("another rank of this process failed")
 
     def _run_job(self, rank: int, job: Callable[[], T], done: "SimpleQueue[tuple[int, T | None]]") -> None:
         result = None
@@ -122,12 +135,17 @@ class InProcess:
         """The failure, once every worker is idle and ready for another run."""
         for worker in self._workers:
             worker.wait_until_idle()
-        for mailbox in self._mailboxes.values():
-            mailbox.clear()
+        self._for_all_waits(lambda waited_for: waited_for.clear())
         self._stopped.clear()
         failure, self._failure = self._failure, None
         assert failure is not None
         return failure
+
+    def _for_all_waits(self, do: "Callable[[_Mailbox | Meetings], None]") -> None:
+        for mailbox in self._mailboxes.values():
+            do(mailbox)
+        for meetings in self._meetings.values():
+            do(meetings)
 
     def _set_up_workers(self) -> None:
         """Give each worker its share of the intra-op threads, and leave the caller's number as it was.
@@ -152,6 +170,9 @@ class _Endpoint:
     def receiver(self, instruction: Instruction, tag: int) -> Receiver:
         return self._ranks.mailbox(tag, instruction.peer, self._rank)
 
+    def group(self, ranks: Sequence[int]) -> Group:
+        return self._ranks.group(ranks, self._rank)
+
     def finish(self) -> None:
         """Do nothing: a message left when it was put into its mailbox."""
 
@@ -165,13 +186,14 @@ class _Endpoint:
 class _Mailbox:
     """The messages of one link for one rank, oldest first.
 
-    ``copy_to`` is the reader's device, if the sender has another.
+    ``copy_to`` is the reader's device, if the sender has another. ``check_running`` raises if the ranks have
+    stopped.
     """
 
-    def __init__(self, copy_to: torch.device | None, stopped: threading.Event) -> None:
+    def __init__(self, copy_to: torch.device | None, check_running: Callable[[], None]) -> None:
         self._queue: SimpleQueue[Sequence[Tensor]] = SimpleQueue()
         self._copy_to = copy_to
-        self._stopped = stopped
+        self._check_running = check_running
 
     def send(self, tensors: Sequence[Tensor]) -> None:
         self._check_running()
@@ -193,10 +215,6 @@ class _Mailbox:
         with contextlib.suppress(Empty):
             while True:
                 self._queue.get_nowait()
-
-    def _check_running(self) -> None:
-        if self._stopped.is_set():
-            raise TransportError("another rank of this process failed")
 
 
 def _set_up_worker(device: torch.device, num_threads: int) -> None:

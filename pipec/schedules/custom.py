@@ -8,7 +8,8 @@ The text has a line for each rank, its cells in the order in which they run::
 
 ``F3`` is the forward of microbatch 3, ``B3`` its backward, or its input gradient if the rank runs ``W3``, its
 weight gradient, too. Where ranks hold several stages, a first line ``placement: 0 1 1 0`` gives the rank of
-each stage, and ``F3.2`` is the forward of stage 2. What follows ``#`` is a comment.
+each stage, and ``F3.2`` is the forward of stage 2. In ``placement: 0,1 2`` ranks 0 and 1 are the replicas of
+stage 0 and take its microbatches in turn. What follows ``#`` is a comment.
 """
 
 import re
@@ -16,10 +17,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pipec.errors import InputError
-from pipec.ir import Compute, Phase, Schedule
+from pipec.ir import Compute, Phase, Placement, Schedule
 from pipec.ir.columns import Cells
 from pipec.ir.text import PHASE_LETTERS
+from pipec.schedules.orders import straight_placement
 
+_PLACEMENT = re.compile(r"\s*\d{1,9}((,|\s+)\d{1,9})*\s*")
 _CELL = re.compile(r"([FBW])(\d{1,9})(?:\.(\d{1,9}))?")
 _PHASES = {"F": Phase.FORWARD, "B": Phase.BACKWARD, "W": Phase.BACKWARD_WEIGHT}
 
@@ -58,12 +61,12 @@ def parse_orders(text: str, name: str) -> Schedule:
     Raises:
         InputError: a line is neither a rank's order nor the placement; the message names the line.
     """
-    placement: tuple[int, ...] | None = None
+    placement: Placement | None = None
     orders: list[list[Compute]] = []
     for number, line in enumerate(text.splitlines(), 1):
         head, _, body = line.partition("#")[0].partition(":")
-        if head.strip() == "placement" and body.split() and all(word.isdecimal() for word in body.split()):
-            placement = tuple(map(int, body.split()))
+        if head.strip() == "placement" and _PLACEMENT.fullmatch(body):
+            placement = tuple(tuple(map(int, word.split(","))) for word in body.split())
         elif head.strip() == str(len(orders)) and ":" in line:
             orders.append(_split(list(_cells(body, len(orders), f"{name}, line {number}"))))
         elif head.strip() or body.strip():
@@ -75,8 +78,8 @@ def parse_orders(text: str, name: str) -> Schedule:
     if not cells:
         raise InputError(f"{name}: no rank computes anything; expected lines such as '0: F0 B0'")
     num_microbatches = max(cell.microbatch for cell in cells) + 1
-    straight = tuple(range(len(orders)))
-    return Schedule(name, num_microbatches, placement or straight, tuple(map(Cells.of, orders)))
+    placement = placement or straight_placement(len(orders))
+    return Schedule(name, num_microbatches, placement, tuple(map(Cells.of, orders)))
 
 
 def _cells(body: str, rank: int, where: str) -> Iterator[Compute]:
@@ -103,12 +106,13 @@ def _split(order: list[Compute]) -> list[Compute]:
 
 def format_orders(schedule: Schedule) -> str:
     """The text that ``parse_orders`` reads back to the same schedule."""
-    several = schedule.placement != tuple(range(schedule.num_ranks))
-    lines = [f"placement: {' '.join(map(str, schedule.placement))}"] if several else []
+    several = schedule.placement != straight_placement(schedule.num_ranks)
+    words = (",".join(map(str, ranks)) for ranks in schedule.placement)
+    lines = [f"placement: {' '.join(words)}"] if several else []
     for rank, order in enumerate(schedule.orders):
-        words = (
+        labels = (
             f"{PHASE_LETTERS[cell.phase]}{cell.microbatch}" + (f".{cell.stage}" if several else "")
             for cell in order
         )
-        lines.append(f"{rank}: {' '.join(words)}")
+        lines.append(f"{rank}: {' '.join(labels)}")
     return "\n".join([*lines, ""])

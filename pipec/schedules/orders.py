@@ -6,26 +6,26 @@ from dataclasses import replace
 
 import numpy as np
 
-from pipec.ir import Compute, Phase, Placement, Schedule, count_ranks
+from pipec.ir import Compute, Phase, Placement, Schedule, count_ranks, unreplicated
 from pipec.ir.columns import PHASE_CODE, Cells, Ints
 
 Kind = tuple[Phase, int]
 """A phase of a stage; a cell is a kind with a microbatch."""
 
 
-def straight_placement(num_ranks: int) -> tuple[int, ...]:
+def straight_placement(num_ranks: int) -> Placement:
     """Stage s on rank s."""
-    return tuple(range(num_ranks))
+    return unreplicated(range(num_ranks))
 
 
-def looped_placement(num_ranks: int, num_chunks: int) -> tuple[int, ...]:
+def looped_placement(num_ranks: int, num_chunks: int) -> Placement:
     """Stage k on rank k mod p: rank s holds stages s, s + p, s + 2p, ..."""
-    return tuple(range(num_ranks)) * num_chunks
+    return straight_placement(num_ranks) * num_chunks
 
 
-def v_placement(num_ranks: int) -> tuple[int, ...]:
+def v_placement(num_ranks: int) -> Placement:
     """Down and up again: rank s holds stages s and 2p-1-s, rank 0 thus the first and the last."""
-    return (*range(num_ranks), *reversed(range(num_ranks)))
+    return unreplicated((*range(num_ranks), *reversed(range(num_ranks))))
 
 
 def on_ranks(schedule: Schedule, ranks: Sequence[int]) -> Schedule:
@@ -33,7 +33,7 @@ def on_ranks(schedule: Schedule, ranks: Sequence[int]) -> Schedule:
     orders = dict(zip(ranks, schedule.orders, strict=True))
     return replace(
         schedule,
-        placement=tuple(ranks[rank] for rank in schedule.placement),
+        placement=tuple(tuple(ranks[rank] for rank in replicas) for replicas in schedule.placement),
         orders=tuple(orders[rank] for rank in range(len(ranks))),
     )
 

@@ -64,9 +64,10 @@ def waits(timeline: Timeline) -> Attribution:
 def readers(timeline: Timeline) -> Ints:
     """For each event the compute that reads it first; -1 for computes and for what is read after the step."""
     events = timeline.columns
-    computes, messages = np.flatnonzero(events.is_compute), np.flatnonzero(~events.is_compute)
+    computes, messages = np.flatnonzero(events.is_compute), np.flatnonzero(events.is_message)
     found = np.full(len(events), -1)
-    read = first_readers(events.instructions.where(events.is_compute), timeline.messages.instructions)
+    sent = timeline.messages.instructions
+    read = first_readers(timeline.computes.instructions, timeline.computes.ranks, sent, sent.peers)
     found[messages] = np.append(computes, -1)[read]
     return found
 
@@ -81,7 +82,7 @@ def _previous(events: Events) -> Ints:
 
 def _queued(events: Events, previous: Ints, least: float) -> Ints:
     """For each message that left only when its channel had carried another one, that other; -1 elsewhere."""
-    messages = np.flatnonzero(~events.is_compute)
+    messages = np.flatnonzero(events.is_message)
     channels = (events.ranks.astype(np.int64) << 32) + events.instructions.peers
     messages = messages[np.argsort(channels[messages], kind="stable")]
     before, after = messages[:-1], messages[1:]
@@ -96,9 +97,9 @@ def _queued(events: Events, previous: Ints, least: float) -> Ints:
 def _arrivals(events: Events) -> Floats:
     """When each message could be read."""
     ways = events.instructions.link_numbers * (int(events.instructions.peers.max(initial=0)) + 1)
-    ways = np.where(events.is_compute, 0, ways + events.instructions.peers)
+    ways = np.where(events.is_message, ways + events.instructions.peers, 0)
     fastest = np.full(int(ways.max(initial=0)) + 1, np.inf)
-    messages = ~events.is_compute
+    messages = events.is_message
     np.minimum.at(fastest, ways[messages], (events.ends - events.starts)[messages])
     arrivals: Floats = events.starts + fastest[ways]
     return arrivals

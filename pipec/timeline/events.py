@@ -56,6 +56,11 @@ class Events(Sequence[Event]):
     def is_compute(self) -> NDArray[np.bool_]:
         return self.instructions.is_compute
 
+    @property
+    def is_message(self) -> NDArray[np.bool_]:
+        messages: NDArray[np.bool_] = self.instructions.ops == OP_CODE[Op.SEND]
+        return messages
+
     def where(self, mask: NDArray[np.bool_]) -> "Events":
         """The events at which ``mask`` is true."""
         return Events(self.ranks[mask], self.instructions.where(mask), self.starts[mask], self.ends[mask])
@@ -146,7 +151,7 @@ class Timeline:
 
     @cached_property
     def messages(self) -> Events:
-        return self.columns.where(self.columns.instructions.ops == OP_CODE[Op.SEND])
+        return self.columns.where(self.columns.is_message)
 
     def computes_of(self, rank: int) -> Events:
         """The computes of a rank, in order."""

@@ -4,13 +4,16 @@ The model of time, which planner, search and simulator share: communication over
 channel carries one message at a time. A directed channel leads from a sending rank to a receiving rank. A
 message leaves when the program of its rank has reached the send and the channel has carried every message
 that was sent into it before; it arrives after the seconds of its link. A compute starts when its rank is free
-and everything it reads has arrived. docs/benchmarks.md compares this with steps that ran.
+and everything it reads has arrived. A collective overlaps compute, too, and starts when all its ranks have
+come to it and are through with the collectives before. An update occupies its rank, once the collectives
+before it are over. docs/benchmarks.md compares this with steps that ran.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipec.errors import InputError, VerifyError
 from pipec.ir import Link, Op, Phase, Program
@@ -25,12 +28,14 @@ from pipec.timeline.events import Events, Timeline
 class Costs:
     """How long things take: ``compute[stage, phase]``, and ``messages[link]`` between ranks.
 
-    A link that ``messages`` lacks takes no time. ``unit`` is the unit of time, for those who show it.
+    ``endings`` are the seconds of collectives and updates by op, stage and bucket. What ``messages`` or
+    ``endings`` lack takes no time. ``unit`` is the unit of time, for those who show it.
     """
 
     compute: Mapping[tuple[int, Phase], float]
     messages: Mapping[Link, float] = field(default_factory=dict)
     unit: str = "s"
+    endings: Mapping[tuple[Op, int, int], float] = field(default_factory=dict)
 
     @classmethod
     def uniform(
@@ -70,27 +75,32 @@ def simulate(programs: Sequence[Program], costs: Costs) -> Timeline:
         VerifyError: a compute reads a message that is never sent.
     """
     step = _Step(aligned(programs))
-    durations = _durations(step, costs)
+    durations = np.append(_durations(step, costs), np.zeros(step.num_arrivals))
     if not np.isfinite(durations.sum()):
         raise InputError("a cost is no finite number; expected the time of every phase and link")
     run = run_cells(durations[step.order], _reads(step), step.first_cells)
     if isinstance(run, Deadlock):
         raise VerifyError(_explain(step, step.order[run.cells]))
-    events = Events(step.ranks, step.events, run.starts[step.cells], run.ends[step.cells])
+    cells = step.cells[: len(step.events)]
+    events = Events(step.ranks, step.events, run.starts[cells], run.ends[cells])
     return Timeline(events, tuple(map(peak_in_flight, programs)), costs.unit)
 
 
 class _Step:
-    """The computes and sends of all ranks, rank by rank: the events of the timeline.
+    """What is timed on all ranks, rank by rank: the events of the timeline.
 
-    Each occupies a resource while it lasts: a compute its rank, a message the channel from its rank to its
-    peer. The cells of ``run_cells`` are the events resource by resource. Here rank 0 has the events 0 to 4::
+    Each occupies a resource while it lasts: computes and updates their rank, a message the channel from its
+    rank to its peer, a collective its rank's turn at collectives. The cells of ``run_cells`` are the events
+    resource by resource. Here rank 0 has the events 0 to 4::
 
         event             0     1     2     3     4     5     6     7
         which it is       F0    send  F1    send  B0    F0    B0    send
         resource          0     0->1  0     0->1  0     1     1     1->0
         its cell          0     5     1     6     2     3     4     7
         order, by cell    0     2     4     5     6     1     3     7
+
+    A collective is an event on each of its ranks. For each there is also a cell without duration, numbered
+    after the events: the arrival of the rank. The arrivals of one collective follow each other.
     """
 
     def __init__(self, programs: Sequence[Instructions]) -> None:
@@ -98,24 +108,53 @@ class _Step:
         self.programs = programs
         self.events = joined([each.where(mask) for each, mask in zip(programs, timed, strict=True)])
         self.receives = joined([each.where(each.ops == OP_CODE[Op.RECV]) for each in programs])
+        received = [int((each.ops == OP_CODE[Op.RECV]).sum()) for each in programs]
+        self.receivers = np.repeat(np.arange(len(programs), dtype=np.int32), received)
         self.ranks = np.repeat(np.arange(len(programs), dtype=np.int32), [mask.sum() for mask in timed])
         self.is_compute = self.events.is_compute
-        computes = np.flatnonzero(self.is_compute)
         self.sends = np.flatnonzero(self.events.ops == OP_CODE[Op.SEND])
-        senders, peers = self.ranks[self.sends].astype(np.int64), self.events.peers[self.sends]
-        channels = (senders + 1) * len(programs) + peers
-        by_channel = np.argsort(channels, kind="stable")
-        resources = np.concatenate([self.ranks[computes], channels[by_channel]])
-        self.order = np.concatenate([computes, self.sends[by_channel]]).astype(np.int32)
+        self.collectives = np.flatnonzero(self.events.is_collective)
+        self.occupies_rank = self.is_compute | (self.events.ops == OP_CODE[Op.UPDATE])
+        self.meetings = _meetings(self.events, self.ranks, self.collectives)
+        self._lay_out()
+
+    @property
+    def num_arrivals(self) -> int:
+        return self.collectives.size
+
+    def _lay_out(self) -> None:
+        """Number the cells: events and arrivals, resource by resource."""
+        num_ranks, ranks = len(self.programs), self.ranks.astype(np.int64)
+        resources = np.empty(len(self.events) + self.num_arrivals, np.int64)
+        resources[: len(self.events)] = ranks
+        channels = (ranks[self.sends] + 1) * num_ranks + self.events.peers[self.sends]
+        resources[self.sends] = channels
+        resources[self.collectives] = (num_ranks + 1) * num_ranks + ranks[self.collectives]
+        resources[len(self.events) :] = (num_ranks + 2) * num_ranks + self.meetings
+        self.order = np.argsort(resources, kind="stable").astype(np.int32)
         self.cells = np.empty_like(self.order)
         self.cells[self.order] = np.arange(self.order.size, dtype=np.int32)
-        self.first_cells = [*np.flatnonzero(np.diff(resources, prepend=-1)).tolist(), self.order.size]
+        bounds = np.flatnonzero(np.diff(resources[self.order], prepend=-1))
+        self.first_cells = [*bounds.tolist(), self.order.size]
 
-    def computes_before(self, sends: Ints) -> Ints:
-        """The last compute before each of these events on its rank, or -1."""
-        latest = np.maximum.accumulate(np.where(self.is_compute, np.arange(self.ranks.size), -1))[sends]
+    def last_before(self, mask: NDArray[np.bool_], events: Ints) -> Ints:
+        """The last event before each of these on its rank at which ``mask`` is true, or -1."""
+        latest = np.maximum.accumulate(np.where(mask, np.arange(self.ranks.size), -1))
+        before = np.concatenate([[-1], latest])[events]
         first_of_rank = np.searchsorted(self.ranks, range(len(self.programs)))
-        return np.where(latest < first_of_rank[self.ranks[sends]], -1, latest)
+        return np.where(before < first_of_rank[self.ranks[events]], -1, before)
+
+
+def _meetings(events: Instructions, ranks: Ints, collectives: Ints) -> Ints:
+    """For each of these events the number of its meeting: of several alike on a rank, the k-th meet."""
+    numbers: dict[tuple[int, ...], int] = {}
+    seen: dict[tuple[int, ...], int] = {}
+    found = np.empty(collectives.size, np.int64)
+    keyed = zip(ranks[collectives].tolist(), _keys(events, collectives), strict=True)
+    for place, (rank, key) in enumerate(keyed):
+        turn = seen[rank, *key] = seen.get((rank, *key), -1) + 1
+        found[place] = numbers.setdefault((turn, *key), len(numbers))
+    return found
 
 
 def _durations(step: _Step, costs: Costs) -> Floats:
@@ -126,34 +165,74 @@ def _durations(step: _Step, costs: Costs) -> Floats:
     for code, stage in np.argwhere(kinds).tolist():
         durations[code, stage] = costs.of_compute(stage, Phase(OPS[code]))
     messages = np.array([*(costs.messages.get(link, 0.0) for link in events.links), 0.0])
-    return np.where(step.is_compute, durations[events.ops, events.stages], messages[events.link_numbers])
+    found = np.where(step.is_compute, durations[events.ops, events.stages], messages[events.link_numbers])
+    others = np.flatnonzero(~step.is_compute & (events.link_numbers < 0))
+    for event, (op, stage, bucket) in zip(others.tolist(), _keys(events, others), strict=True):
+        found[event] = costs.endings.get((OPS[op], stage, bucket), 0.0)
+    return found
+
+
+def _keys(events: Instructions, which: Ints) -> list[list[int]]:
+    keys: list[list[int]] = np.stack([events.ops, events.stages, events.buckets])[:, which].T.tolist()
+    return keys
 
 
 def _reads(step: _Step) -> Reads:
-    """What cells wait for: a message for the compute before its send, a compute for the messages it reads.
+    """What cells wait for: messages and collectives for the compute before, computes for what they read."""
+    pairs = [_message_reads(step), *_collective_reads(step)]
+    return Reads(*(np.concatenate(parts) for parts in zip(*pairs, strict=True)))
 
-    A link takes every microbatch to one rank, or is read by no compute.
-    """
+
+def _message_reads(step: _Step) -> tuple[Ints, Ints]:
+    """A message reads the compute before its send, a compute the messages that it reads."""
     events, receives, sends = step.events, step.receives, step.sends
     cells = np.append(step.cells, np.int32(AT_START))
     num_microbatches = max(int(each.microbatches.max(initial=-1)) for each in (events, receives)) + 1
-    sent = np.full((len(events.links), num_microbatches + 1), NEVER, np.int32)
-    sent[events.link_numbers[sends], events.microbatches[sends]] = cells[sends]
-    readers = first_readers(events.where(step.is_compute), receives)
+    sent = np.full((len(events.links), num_microbatches + len(step.programs)), NEVER, np.int32)
+
+    def columns(messages: Instructions, targets: Ints) -> Ints:
+        once = messages.microbatches < 0
+        return np.where(once, num_microbatches + targets, messages.microbatches)
+
+    carried = events.where(events.ops == OP_CODE[Op.SEND])
+    sent[carried.link_numbers, columns(carried, carried.peers)] = cells[sends]
+    computes = np.flatnonzero(step.is_compute)
+    readers = first_readers(events.where(step.is_compute), step.ranks[computes], receives, step.receivers)
     read = readers >= 0
-    arriving = sent[receives.link_numbers[read], receives.microbatches[read]]
-    computes = np.flatnonzero(step.is_compute)[readers[read]]
-    return Reads(
-        np.concatenate([cells[sends], cells[computes]]),
-        np.concatenate([cells[step.computes_before(sends)], arriving]),
+    arriving = sent[receives.link_numbers, columns(receives, step.receivers)][read]
+    before = step.last_before(step.occupies_rank, sends)
+    return (
+        np.concatenate([cells[sends], cells[computes[readers[read]]]]),
+        np.concatenate([cells[before], arriving]),
     )
+
+
+def _collective_reads(step: _Step) -> Iterator[tuple[Ints, Ints]]:
+    """An arrival reads what its rank did before, and a collective the last arrival of its meeting.
+
+    An update reads the collective before it. A compute reads the last gathering of its stage's parameters.
+    """
+    cells, events, own = np.append(step.cells, np.int32(AT_START)), step.events, step.collectives
+    arrivals = step.cells[len(events) :]
+    for mask in (step.occupies_rank, events.is_collective):
+        yield arrivals, cells[step.last_before(mask, own)]
+    last = np.full(int(step.meetings.max(initial=-1)) + 1, -1, np.int32)
+    np.maximum.at(last, step.meetings, arrivals)
+    yield cells[own], last[step.meetings]
+    updates = np.flatnonzero(events.ops == OP_CODE[Op.UPDATE])
+    yield cells[updates], cells[step.last_before(events.is_collective, updates)]
+    gathers = events.ops == OP_CODE[Op.UNSHARD]
+    for stage in np.unique(events.stages[gathers]).tolist():
+        computes = np.flatnonzero(step.is_compute & (events.stages == stage))
+        yield cells[computes], cells[step.last_before(gathers & (events.stages == stage), computes)]
 
 
 def _explain(step: _Step, stuck: Ints) -> str:
     where = []
-    for event in stuck[step.is_compute[stuck]].tolist():
-        rank = int(step.ranks[event])
-        number = event - int(np.searchsorted(step.ranks, rank))
-        instructions = np.flatnonzero(step.programs[rank].is_timed)
-        where.append(f"rank {rank} at instruction {instructions[number]}")
+    for event in stuck[stuck < len(step.events)].tolist():
+        if step.is_compute[event]:
+            rank = int(step.ranks[event])
+            number = event - int(np.searchsorted(step.ranks, rank))
+            instructions = np.flatnonzero(step.programs[rank].is_timed)
+            where.append(f"rank {rank} at instruction {instructions[number]}")
     return f"these wait for messages that are never sent: {', '.join(where)}; verify_programs tells why"

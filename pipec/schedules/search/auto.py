@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from pipec.errors import InfeasibleError, InputError
-from pipec.ir import Schedule
+from pipec.ir import Placement, Schedule, rank_of
 from pipec.schedules.chain import simulate_schedule
 from pipec.schedules.fixed import SCHEDULES
 from pipec.schedules.orders import straight_placement, v_placement
@@ -36,7 +36,7 @@ def auto(num_ranks: int, num_microbatches: int, work: Workload) -> Schedule:
 
 
 def candidates(
-    num_ranks: int, num_microbatches: int, work: Workload, placement: tuple[int, ...] | None = None
+    num_ranks: int, num_microbatches: int, work: Workload, placement: Placement | None = None
 ) -> list[Schedule]:
     """Every schedule of ``SCHEDULES`` that can do with these counts, and orders found from them.
 
@@ -44,7 +44,7 @@ def candidates(
     stages as ``work`` knows the costs of and, if ``placement`` is given, have them there.
     """
 
-    def is_wanted(where: tuple[int, ...]) -> bool:
+    def is_wanted(where: Placement) -> bool:
         return work.serves(where) and placement in (None, where)
 
     known = [each for each in named(num_ranks, num_microbatches) if is_wanted(each.placement)]
@@ -63,7 +63,7 @@ def named(num_ranks: int, num_microbatches: int) -> list[Schedule]:
 
 
 def _searched(
-    placements: Iterable[tuple[int, ...]], m: int, work: Workload, fitting: list[Schedule]
+    placements: Iterable[Placement], m: int, work: Workload, fitting: list[Schedule]
 ) -> Iterator[Schedule]:
     for placement in placements:
         problem = make_problem(placement, m, work, work.room(placement))
@@ -80,7 +80,8 @@ def _most_chunks(problem: Problem, work: Workload) -> int:
     """How many stage-microbatches every rank has room for, whichever of its stages they are of."""
     memory = work.on(problem.placement).memory
     largest = [0.0] * problem.num_ranks
-    for stage, rank in zip(memory, problem.placement, strict=True):
+    for number, stage in enumerate(memory):
+        rank = rank_of(problem.placement, number)
         largest[rank] = max(largest[rank], stage.saved, stage.kept)
     most = 2 * problem.num_microbatches
     fitting = (limit / one for limit, one in zip(problem.limits, largest, strict=True) if one)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from pipec.ir import Compute, Phase, Placement, Schedule, rank_of
+from pipec.ir import Compute, Phase, Placement, Schedule, count_ranks, rank_of
 from pipec.schedules.search.workload import SLACK, Workload
 
 KINDS = (Phase.FORWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
@@ -27,7 +27,7 @@ class Problem:
     ``limits[rank]`` how much may be held.
     """
 
-    placement: tuple[int, ...]
+    placement: Placement
     num_microbatches: int
     limits: Sequence[float]
     seconds: Sequence[float] = field(repr=False)
@@ -85,7 +85,7 @@ class Problem:
 
     @cached_property
     def num_ranks(self) -> int:
-        return max(self.placement) + 1
+        return count_ranks(self.placement)
 
     @cached_property
     def num_stages(self) -> int:

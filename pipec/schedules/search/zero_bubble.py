@@ -119,7 +119,7 @@ def _policies(problem: Problem) -> Iterator[Policy]:
     """
     p, m = problem.num_ranks, problem.num_microbatches
     warmups: Sequence[tuple[int, ...]] = (
-        tuple(min(2 * (p - rank) - 1, m) for rank in problem.placement),
+        tuple(min(2 * (p - stage) - 1, m) for stage in range(problem.num_stages)),
         (m,) * problem.num_stages,
     )
     preferences = (False, True) if len(problem.needs) <= _EFFORT // 10 else (False,)

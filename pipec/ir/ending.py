@@ -1,0 +1,64 @@
+"""What a step does besides its microbatches: replicas sum gradients, and the optimizer updates weights."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from pipec.ir.values import Value
+
+
+class Shard(StrEnum):
+    """What each replica of a stage keeps only its share of (ZeRO: Rajbhandari et al., 2020, levels 1 to 3).
+
+    Each level has what the level before it has, and more.
+    """
+
+    OPTIMIZER = "optimizer"
+    GRADIENTS = "gradients"
+    PARAMETERS = "parameters"
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Trained parameters of ``stage``, of one dtype, whose gradients its replicas sum together.
+
+    Their gradients lie one after the other in memory. ``reduce_seconds`` is how long it takes to sum them
+    over the replicas, ``gather_seconds`` to gather the parameters from the shares of the replicas.
+    """
+
+    stage: int
+    parameters: tuple[Value, ...]
+    reduce_seconds: float = 0.0
+    gather_seconds: float = 0.0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(value.name for value in self.parameters)
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What the programs of a step do besides their microbatches. By default that is nothing.
+
+    ``buckets`` are of stages with several replicas. The replicas of the stages in ``averaged`` agree on the
+    buffers that their forwards changed. If the program ``updates``, the optimizer is a part of it; if it
+    ``clips``, the norm of all gradients is known before. ``shard`` is what replicas keep a share of.
+    """
+
+    buckets: tuple[Bucket, ...] = ()
+    averaged: tuple[int, ...] = ()
+    updates: bool = False
+    clips: bool = False
+    shard: Shard | None = None
+
+    def buckets_of(self, stage: int) -> Sequence[int]:
+        """The numbers of the buckets of a stage."""
+        return [number for number, bucket in enumerate(self.buckets) if bucket.stage == stage]
+
+    def reduced(self, stage: int) -> tuple[str, ...]:
+        """The parameters of a stage whose gradients its replicas sum."""
+        return tuple(name for bucket in self.buckets if bucket.stage == stage for name in bucket.names)
+
+
+NOTHING_MORE = Ending()
+"""The ending of a step that does nothing besides its microbatches."""

@@ -1,0 +1,81 @@
+"""What a step does besides its microbatches, read off a cut graph: what replicas sum, and when they agree."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from pipec.graph.functions import StageFunctions
+from pipec.hardware.collectives import all_reduce_seconds, gather_seconds
+from pipec.hardware.topology import Topology
+from pipec.ir import Bucket, Ending, Link, Mode, Payload, Placement, Value
+from pipec.ir.text import value_bytes
+
+
+def build_ending(
+    asked: Ending,
+    mode: Mode,
+    stages: Sequence[StageFunctions],
+    values: Mapping[str, Value],
+    links: Sequence[Link],
+    placement: Placement,
+    topology: Topology,
+) -> Ending:
+    """The ending of a step: that which was ``asked`` for, with what replicas have to do.
+
+    ``values`` are the parameters by FQN. Only training reduces and updates. Each stage with replicas has a
+    bucket for each dtype of its parameters; those that are lent to other stages have buckets of their own,
+    and so has each with sparse gradients.
+    """
+    averaged = tuple(
+        stage.index for stage in stages if len(placement[stage.index]) > 1 and _changes_buffers(stage)
+    )
+    if mode is not Mode.TRAIN:
+        return Ending(averaged=averaged)
+    lent = {v.name for link in links if link.payload is Payload.WEIGHT for v in link.values}
+    buckets = tuple(
+        _priced(bucket, placement[stage.index], topology)
+        for stage in stages
+        if len(placement[stage.index]) > 1
+        for bucket in _buckets(stage, values, links, lent)
+    )
+    return replace(asked, buckets=buckets, averaged=averaged)
+
+
+def _changes_buffers(stage: StageFunctions) -> bool:
+    return any(function.updates for function in stage.functions)
+
+
+def _buckets(
+    stage: StageFunctions, values: Mapping[str, Value], links: Sequence[Link], lent: set[str]
+) -> Iterator[Bucket]:
+    borrowed = {
+        v.name
+        for link in links
+        if link.payload is Payload.WEIGHT and link.target == stage.index
+        for v in link.values
+    }
+    groups: dict[object, list[Value]] = {}
+    for fqn, is_sparse in _gradients(stage).items():
+        if fqn not in borrowed:
+            key = (values[fqn].dtype, fqn in lent, fqn if is_sparse else None)
+            groups.setdefault(key, []).append(values[fqn])
+    for parameters in groups.values():
+        yield Bucket(stage.index, tuple(parameters))
+
+
+def _gradients(stage: StageFunctions) -> dict[str, bool]:
+    """The parameters that get gradients, in the order of the stage, and whether that gradient is sparse."""
+    made: dict[str, fx.Node] = {fqn: node for function in stage.functions for fqn, node in function.gradients}
+    names = (node.meta["role"].fqn for node in stage.parameters)
+    return {fqn: made[fqn].meta["val"].layout is torch.sparse_coo for fqn in names if fqn in made}
+
+
+def _priced(bucket: Bucket, ranks: Sequence[int], topology: Topology) -> Bucket:
+    num_bytes = sum(value_bytes(value, 1) for value in bucket.parameters)
+    return replace(
+        bucket,
+        reduce_seconds=all_reduce_seconds(topology, ranks, num_bytes),
+        gather_seconds=gather_seconds(topology, ranks, num_bytes),
+    )

@@ -1,0 +1,223 @@
+"""The rules for what a step does besides its microbatches: collectives, updates, and when they may run."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
+from typing import NamedTuple
+
+import numpy as np
+
+from pipec.ir import Instruction, Link, Op, Payload, Shard
+from pipec.ir.columns import OP_CODE, OPS
+from pipec.programs.faults import Fault
+from pipec.programs.rendezvous import Site
+from pipec.programs.step_index import StepIndex
+
+_ENDING_OPS = [op for op in OPS if not (op.traits.per_microbatch or op.traits.carries_link)]
+_GRADIENT_OPS = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
+
+
+class Key(NamedTuple):
+    """What an instruction of an ending does. Equal keys of different ranks belong together."""
+
+    op: Op
+    stage: int = -1
+    bucket: int = -1
+
+    def __str__(self) -> str:
+        of = f" of stage {self.stage}" if self.stage >= 0 else ""
+        return f"{self.op}{of}" + (f", bucket {self.bucket}" if self.bucket >= 0 else "")
+
+
+def ending_numbers(step: StepIndex) -> Sequence[Mapping[Key, list[int]]]:
+    """For each rank, the numbers of its instructions that do not belong to a microbatch or a link."""
+    codes = [OP_CODE[op] for op in _ENDING_OPS]
+    found = []
+    for columns in step.columns:
+        own: dict[Key, list[int]] = defaultdict(list)
+        for number in np.flatnonzero(np.isin(columns.ops, codes)).tolist():
+            op, stage, bucket = columns.ops[number], columns.stages[number], columns.buckets[number]
+            own[Key(OPS[op], int(stage), int(bucket))].append(number)
+        found.append(own)
+    return found
+
+
+def misfits(step: StepIndex, rank: int, instruction: Instruction) -> Iterator[str]:
+    """What is wrong with the fields of such an instruction."""
+    key = Key(instruction.op, instruction.stage, instruction.bucket)
+    if instruction.microbatch != -1 or instruction.link or instruction.peer != -1 or instruction.slot != -1:
+        yield f"{key} names a microbatch, link, peer or slot; expected none"
+    expected = _expected(step, rank)
+    if key not in expected:
+        some = ", ".join(map(str, expected)) or "none"
+        yield f"{key} is no part of the plan for rank {rank}; expected {some}"
+
+
+def _expected(step: StepIndex, rank: int) -> Mapping[Key, bool]:
+    """What a rank does besides microbatches; the value says whether it does so exactly once."""
+    ending, keys = step.ending, dict[Key, bool]()
+    for stage, ranks in enumerate(step.placement):
+        if rank in ranks:
+            if stage in ending.averaged:
+                keys[Key(Op.AVERAGE_BUFFERS, stage)] = True
+            if ending.updates:
+                keys[Key(Op.UPDATE, stage)] = True
+            for bucket in ending.buckets_of(stage):
+                keys[Key(Op.REDUCE_GRAD, stage, bucket)] = True
+                if ending.shard:
+                    once = not _is_gathered_for_use(step, bucket)
+                    keys[Key(Op.UNSHARD, stage, bucket)] = once
+                    if not once:
+                        keys[Key(Op.RESHARD, stage, bucket)] = once
+    if ending.clips:
+        keys[Key(Op.NORM)] = True
+    return keys
+
+
+def _is_gathered_for_use(step: StepIndex, bucket: int) -> bool:
+    """Whether the parameters of a bucket are gathered before use, and not once after the update."""
+    lent = {name for link in step.links if link.payload is Payload.WEIGHT for name in _names(link)}
+    return step.ending.shard is Shard.PARAMETERS and not lent & {*step.ending.buckets[bucket].names}
+
+
+def _names(link: Link) -> set[str]:
+    return {value.name for value in link.values}
+
+
+def ends_once(step: StepIndex) -> Iterator[Fault]:
+    """Every gradient is reduced once, every stage updated once, and what is gathered is let go of."""
+    for rank, own in enumerate(ending_numbers(step)):
+        for key, once in _expected(step, rank).items():
+            count = len(own.get(key, ()))
+            if once and count != 1:
+                site = _site(rank, own.get(key, ()), len(step.columns[rank]) - 1)
+                yield Fault(site, f"{key} is there {count} times on rank {rank}; expected once")
+            if key.op is Op.RESHARD:
+                yield from _alternates(step, rank, own, key)
+
+
+def _alternates(step: StepIndex, rank: int, own: Mapping[Key, list[int]], key: Key) -> Iterator[Fault]:
+    gathered, dropped = own.get(key._replace(op=Op.UNSHARD), []), own.get(key, [])
+    turns = sorted([*((number, True) for number in gathered), *((number, False) for number in dropped)])
+    if [turn for _, turn in turns] != [True, False] * (len(turns) // 2) or not turns:
+        site = _site(rank, [number for number, _ in turns], len(step.columns[rank]) - 1)
+        found = f"{len(gathered)} unshard and {len(dropped)} reshard"
+        what = f"stage {key.stage}, bucket {key.bucket}"
+        yield Fault(site, f"{what} has {found} on rank {rank}; expected one after the other")
+
+
+def _site(rank: int, numbers: Sequence[int], last: int) -> Site | None:
+    number = numbers[-1] if numbers else last
+    return (rank, number) if number >= 0 else None
+
+
+def ends_in_order(step: StepIndex) -> Iterator[Fault]:
+    """Gradients are complete before they are reduced, reduced before the norm, and all that before updates.
+
+    No stage computes after its update, or while its parameters are not gathered.
+    """
+    for rank, own in enumerate(ending_numbers(step)):
+        for key, numbers in own.items():
+            for number in numbers:
+                for other, at in _before(step, rank, own, key):
+                    if at > number:
+                        yield Fault((rank, number), f"{key} runs before {other} at {at}")
+            if key.op is Op.RESHARD:
+                yield from _computes_while_gathered(step, rank, own, key)
+
+
+def _before(step: StepIndex, rank: int, own: Mapping[Key, list[int]], key: Key) -> Iterator[tuple[str, int]]:
+    """What an instruction must not run before: in words, and its number."""
+    stage = key.stage
+    if key.op is Op.AVERAGE_BUFFERS:
+        yield f"the last forward of stage {stage}", _last(step, rank, stage, (Op.FORWARD,))
+    if key.op in (Op.REDUCE_GRAD, Op.UPDATE):
+        yield f"the last backward of stage {stage}", _last(step, rank, stage, _GRADIENT_OPS)
+        names = step.ending.buckets[key.bucket].names if key.bucket >= 0 else None
+        for each in step.deliveries:
+            if each.route.target == rank and each.route.link.target == stage:
+                brings = each.route.link.payload is Payload.WEIGHT_GRADIENT
+                if brings and (names is None or _names(each.route.link) & {*names}):
+                    yield "the gradients that another stage brings home", int(each.receives[0])
+    after = {
+        Op.NORM: (Op.REDUCE_GRAD,),
+        Op.UPDATE: (Op.REDUCE_GRAD, Op.NORM, Op.AVERAGE_BUFFERS),
+        Op.UNSHARD: (Op.UPDATE,),
+    }.get(key.op, ())
+    if key.op is Op.NORM:
+        for held in range(len(step.placement)):
+            yield f"the last backward of stage {held}", _last(step, rank, held, _GRADIENT_OPS)
+    if key.op is Op.UNSHARD and _is_gathered_for_use(step, key.bucket):
+        return
+    for other, numbers in own.items():
+        if other.op in after and (stage in (-1, other.stage) or other.stage == -1):
+            yield str(other), numbers[-1]
+
+
+def _last(step: StepIndex, rank: int, stage: int, ops: Sequence[Op]) -> int:
+    """The number of the last of these computes of a stage on a rank, or -1."""
+    numbers = step.numbers[[OP_CODE[op] for op in ops], stage]
+    return int(numbers[:, step.ranks[stage] == rank].max(initial=-1))
+
+
+def _computes_while_gathered(
+    step: StepIndex, rank: int, own: Mapping[Key, list[int]], key: Key
+) -> Iterator[Fault]:
+    columns = step.columns[rank]
+    computes = np.flatnonzero(columns.is_compute & (columns.stages == key.stage))
+    gathered, dropped = (np.array(own.get(key._replace(op=op), [])) for op in (Op.UNSHARD, Op.RESHARD))
+    there = np.searchsorted(gathered, computes) > np.searchsorted(dropped, computes)
+    for number in computes[~there].tolist()[:1]:
+        what = f"{columns[number].op} of stage {key.stage} runs while bucket {key.bucket} is not gathered"
+        yield Fault((rank, number), what)
+
+
+def meets_in_one_order(step: StepIndex) -> Iterator[Fault]:
+    """Any two ranks start the collectives that they have in common in the same order."""
+    sequences = [_collectives(step, rank) for rank in range(len(step.columns))]
+    pairs = {pair for ranks in step.placement for pair in combinations(sorted(ranks), 2)}
+    for one, other in sorted(pairs):
+        mine, theirs = (
+            [(key, number) for key, number in sequences[rank] if {one, other} <= _members(step, key)]
+            for rank in (one, other)
+        )
+        for (key, number), (another, at) in zip(mine, theirs, strict=False):
+            if key != another:
+                message = f"{key} meets {another} of rank {other}; ranks start collectives in one order"
+                yield Fault((one, number), message, ((other, at),))
+                break
+        else:
+            if len(mine) != len(theirs):
+                longer, rank = (mine, one) if len(mine) > len(theirs) else (theirs, other)
+                key, number = longer[min(len(mine), len(theirs))]
+                yield Fault((rank, number), f"{key} waits for rank {one + other - rank}, which has no such")
+
+
+def _collectives(step: StepIndex, rank: int) -> Sequence[tuple[Key, int]]:
+    """The collectives of a rank in order, each with its number."""
+    columns = step.columns[rank]
+    numbers = np.flatnonzero(columns.is_collective)
+    rows = np.stack([columns.ops, columns.stages, columns.buckets])[:, numbers].T.tolist()
+    return [
+        (Key(OPS[op], stage, bucket), at)
+        for (op, stage, bucket), at in zip(rows, numbers.tolist(), strict=True)
+    ]
+
+
+def _members(step: StepIndex, key: Key) -> set[int]:
+    """The ranks that take part in a collective."""
+    return {*range(len(step.columns))} if key.op is Op.NORM else {*step.placement[key.stage]}
+
+
+def meeting_waits(step: StepIndex) -> Iterator[tuple[Site, Site]]:
+    """Pairs of instructions of which the first passes only when its rank's partner has come to the second."""
+    met: dict[tuple[Key, int], list[Site]] = defaultdict(list)
+    for rank in range(len(step.columns)):
+        seen: dict[Key, int] = defaultdict(int)
+        for key, number in _collectives(step, rank):
+            met[key, seen[key]].append((rank, number))
+            seen[key] += 1
+    for sites in met.values():
+        for one, other in zip(sites, [*sites[1:], sites[0]], strict=True):
+            if one != other:
+                yield one, other

@@ -1,0 +1,157 @@
+"""Collectives and updates: at which position of each rank's program they stand.
+
+All ranks of a collective start it, and none gets past it before the last one has come. So all collectives of
+a step are put into one order, by the time in the unit order of ``lower`` at which the last of its ranks is
+ready, and each stands before the cell that its rank runs at that time. Whatever a rank waits for therefore
+comes before in one order over all ranks, and any two ranks start their common collectives in the same order.
+
+Where parameters are sharded, they are gathered before the forwards of their stage and again before its
+backwards, each time one cell ahead, and let go of behind. If the second gathering would begin before the
+forwards of some replica have ended, they stay from the first forward to the last backward.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipec.ir import Bucket, Ending, Link, Op, Payload, Phase, Shard
+from pipec.ir.columns import PHASES, Ints
+from pipec.programs.order_index import OrderIndex
+
+_GRADIENTS = [PHASES.index(phase) for phase in (Phase.BACKWARD, Phase.BACKWARD_WEIGHT)]
+_BACKWARDS = [PHASES.index(phase) for phase in (Phase.BACKWARD, Phase.BACKWARD_INPUT)]
+_FORWARD = [PHASES.index(Phase.FORWARD)]
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """An op of several ranks, or of one, and its position on each of them: that of the cell behind it."""
+
+    op: Op
+    positions: dict[int, int]
+    stage: int = -1
+    bucket: int = -1
+
+
+@dataclass(frozen=True)
+class Meetings:
+    """The cells and their times that decide where ``ending`` stands.
+
+    ``ends[rank]`` has the time at which each position of a rank ends, from the start of its program to its
+    end, as in the unit order.
+    """
+
+    index: OrderIndex
+    ends: Sequence[Ints]
+    links: Sequence[Link]
+    ending: Ending
+
+    def all(self) -> list[Meeting]:
+        """Every meeting, in the order in which the ranks come to them."""
+        timed = [*self._averages(), *self._reduces(), *self._norm(), *self._updates(), *self._gathers()]
+        return [meeting for _, meeting in sorted(timed, key=lambda pair: pair[0])]
+
+    def _averages(self) -> Iterator[tuple[float, Meeting]]:
+        for stage in self.ending.averaged:
+            ready = self._last(stage, _FORWARD)
+            yield self._meeting(Op.AVERAGE_BUFFERS, ready, stage)
+
+    def _reduces(self) -> Iterator[tuple[float, Meeting]]:
+        for number, bucket in enumerate(self.ending.buckets):
+            yield self._meeting(Op.REDUCE_GRAD, self._ready(bucket), bucket.stage, number)
+
+    def _norm(self) -> Iterator[tuple[float, Meeting]]:
+        if self.ending.clips:
+            yield self._meeting(Op.NORM, {rank: self._over(rank) for rank in range(len(self.ends))})
+
+    def _updates(self) -> Iterator[tuple[float, Meeting]]:
+        for stage in self._updated():
+            ready = self._last(stage, _GRADIENTS)
+            if self.ending.clips or self._brought_home(stage):
+                ready = {rank: self._over(rank) for rank in ready}
+            buckets = (self.ending.buckets[number] for number in self.ending.buckets_of(stage))
+            reduced = [self._time(self._ready(bucket)) for bucket in buckets]
+            for rank, position in ready.items():
+                time = max([int(self.ends[rank][position]), *reduced])
+                yield time, self._at(time, Op.UPDATE, [rank], stage)
+
+    def _gathers(self) -> Iterator[tuple[float, Meeting]]:
+        for number, bucket in enumerate(self.ending.buckets if self.ending.shard else ()):
+            if self.ending.shard is Shard.PARAMETERS and not self._is_lent(bucket):
+                yield from self._around_uses(number, bucket)
+            else:
+                last = {rank: self._over(rank) + 2 for rank in self._ranks(bucket.stage)}
+                yield float("inf"), Meeting(Op.UNSHARD, last, bucket.stage, number)
+
+    def _around_uses(self, number: int, bucket: Bucket) -> Iterator[tuple[float, Meeting]]:
+        """Gather a bucket one cell ahead of its first use, and let go of it after the last one."""
+        for firsts, lasts in self._uses(bucket.stage):
+            time = self._ahead_of(firsts)
+            yield time, self._at(time, Op.UNSHARD, firsts, bucket.stage, number)
+            for rank, last in lasts.items():
+                yield self._time(lasts), Meeting(Op.RESHARD, {rank: last}, bucket.stage, number)
+
+    def _uses(self, stage: int) -> list[tuple[dict[int, int], dict[int, int]]]:
+        """The first and last positions, by rank, between which the parameters of a stage are there."""
+        forwards = self._first(stage, _FORWARD), self._last(stage, _FORWARD)
+        backwards = self._first(stage, _BACKWARDS), self._last(stage, [*_BACKWARDS, *_GRADIENTS])
+        again = self._at(self._ahead_of(backwards[0]), Op.UNSHARD, backwards[0]).positions
+        if all(again[rank] > last for rank, last in forwards[1].items()):
+            return [forwards, backwards]
+        return [(forwards[0], backwards[1])]
+
+    def _ahead_of(self, firsts: Mapping[int, int]) -> int:
+        """The time one cell before the first of these cells of several ranks."""
+        return min(int(self.ends[rank][max(first - 2, 0)]) for rank, first in firsts.items())
+
+    def _meeting(
+        self, op: Op, ready: Mapping[int, int], stage: int = -1, bucket: int = -1
+    ) -> tuple[float, Meeting]:
+        """The meeting of ranks at the time when all have come to their positions ``ready``."""
+        time = self._time(ready)
+        return time, self._at(time, op, ready, stage, bucket)
+
+    def _time(self, ready: Mapping[int, int]) -> int:
+        return max(int(self.ends[rank][position]) for rank, position in ready.items())
+
+    def _at(self, time: int, op: Op, ranks: Iterable[int], stage: int = -1, bucket: int = -1) -> Meeting:
+        reached = {rank: int(np.searchsorted(self.ends[rank], time, "right")) for rank in ranks}
+        return Meeting(op, reached, stage, bucket)
+
+    def _ready(self, bucket: Bucket) -> dict[int, int]:
+        """By rank, the position behind which the gradients of a bucket are there."""
+        if self._brought_home(bucket.stage) & {*bucket.names}:
+            return {rank: self._over(rank) for rank in self._ranks(bucket.stage)}
+        return self._last(bucket.stage, _GRADIENTS)
+
+    def _updated(self) -> range:
+        return range(self.index.schedule.num_stages if self.ending.updates else 0)
+
+    def _ranks(self, stage: int) -> tuple[int, ...]:
+        return self.index.schedule.placement[stage]
+
+    def _over(self, rank: int) -> int:
+        """The position after the last cell of a rank."""
+        return len(self.ends[rank]) - 1
+
+    def _brought_home(self, stage: int) -> set[str]:
+        """The parameters of which other stages bring gradients when their ranks have computed everything."""
+        links = (link for link in self.links if link.payload is Payload.WEIGHT_GRADIENT)
+        return {value.name for link in links if link.target == stage for value in link.values}
+
+    def _is_lent(self, bucket: Bucket) -> bool:
+        lent = {v.name for link in self.links if link.payload is Payload.WEIGHT for v in link.values}
+        return bool(lent & {*bucket.names})
+
+    def _first(self, stage: int, phases: Sequence[int]) -> dict[int, int]:
+        return {rank: int(own[own > 0].min()) for rank, own in self._own(stage, phases)}
+
+    def _last(self, stage: int, phases: Sequence[int]) -> dict[int, int]:
+        return {rank: int(own.max()) for rank, own in self._own(stage, phases)}
+
+    def _own(self, stage: int, phases: Sequence[int]) -> Iterator[tuple[int, Ints]]:
+        """The positions of these phases of a stage on each of its ranks; 0 stands for none."""
+        positions = self.index.positions[phases, stage]
+        for rank in self._ranks(stage):
+            yield rank, positions[:, self.index.ranks[stage] == rank]

@@ -1,0 +1,46 @@
+"""What the linked actions of one rank share."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from pipec.ir import Plan, Value
+from pipec.runtime.compute import Action
+from pipec.runtime.results import Results
+from pipec.runtime.stage import BoundStage
+from pipec.runtime.transport import Transport
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What the actions of one rank work on.
+
+    ``sizes`` is set anew for each step: the number of samples in each microbatch, then that in the batch. A
+    link that moves once per step has microbatch -1, and so finds the size of the batch at ``sizes[-1]``.
+    ``received`` has what other ranks made of results, by name and rank; ``loss`` is the result that training
+    differentiates.
+    ``arrival[0]`` is the time, by ``time.perf_counter_ns``, when an action last had all that it waited for.
+    """
+
+    number: int
+    plan: Plan
+    stages: Mapping[int, BoundStage]
+    results: Results
+    received: dict[tuple[str, int], Tensor]
+    sizes: list[int]
+    transport: Transport
+    loss: Value | None
+    arrival: list[int]
+
+
+@dataclass(eq=False)
+class Delivery:
+    """Brings awaited values to their readers. ``action`` is None once a reader has been found to run it."""
+
+    action: Action | None = None
+
+    def awaited(self) -> list[Action]:
+        """What the next reader must run first."""
+        action, self.action = self.action, None
+        return [action] if action else []

@@ -1,0 +1,143 @@
+"""What the replicas of a stage do together: sum gradients, and agree on buffers that forwards changed."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pipec.ir import Bucket
+from pipec.runtime.group import Group, Wait
+from pipec.runtime.stage import BoundStage
+
+
+class FlatLayout:
+    """Where tensors lie in one flat tensor: one after the other, each as it lies in memory itself."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        likes = [torch.empty_like(tensor, device="meta") for tensor in tensors]
+        self._shapes = [(tensor.shape, tensor.stride()) for tensor in likes]
+        self.sizes = [tensor.numel() for tensor in tensors]
+        self.size = sum(self.sizes)
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The tensors in ``flat``, which may be longer."""
+        parts = flat[: self.size].split(self.sizes)
+        return [
+            part.as_strided(*shape, part.storage_offset())
+            for part, shape in zip(parts, self._shapes, strict=True)
+        ]
+
+
+class GradientReduction:
+    """Sums the gradients of a bucket over the replicas of its stage, and adds the sums to ``.grad``."""
+
+    def __init__(self, stage: BoundStage, bucket: Bucket, group: Group) -> None:
+        self._stage, self._group = stage, group
+        self._indices = [stage.code.PARAMETERS.index(name) for name in bucket.names]
+        self._layout = FlatLayout([stage.weights[index] for index in self._indices])
+        self._dtype = stage.weights[self._indices[0]].dtype
+        self._sums: list[Tensor | None] = []
+        self._wait: Wait = _nothing
+
+    def start(self) -> None:
+        """Start to sum what the microbatches of this replica added up. Sparse gradients are summed at once."""
+        totals = [self._stage.gradients.take(index) for index in self._indices]
+        if totals[0] is not None and totals[0].is_sparse:
+            self._sums = [_sum_of_rows(totals[0], self._group)]
+            return
+        flat = torch.empty(self._layout.size, dtype=self._dtype, device=self._stage.device)
+        self._sums = []
+        for number, view in enumerate(self._layout.views(flat)):
+            total, totals[number] = totals[number], None
+            if total is None:
+                self._sums.append(None)
+                view.zero_()
+            else:
+                self._sums.append(view.copy_(total))
+            del total
+        self._wait = self._group.all_reduce(flat)
+
+    def finish(self) -> None:
+        """Wait for the sums, and add them to ``.grad``."""
+        self._wait()
+        sums, self._sums, self._wait = self._sums, [], _nothing
+        if self._stage.owns_tensors:
+            for index, total in zip(self._indices, sums, strict=True):
+                if total is not None:
+                    self._stage.gradients.deposit(index, total)
+
+
+def _sum_of_rows(gradient: Tensor, group: Group) -> Tensor:
+    """The sum of every replica's sparse gradient. What travels are the rows that each has."""
+    own = gradient.coalesce()
+    counts = torch.empty(group.size, dtype=torch.int64, device=own.device)
+    group.all_gather(counts, torch.tensor([own._nnz()], device=own.device))()
+    most = int(counts.max())
+    indices, values = own.indices(), own.values()
+    padded_indices = indices.new_zeros(indices.shape[0], most)
+    padded_indices[:, : own._nnz()] = indices
+    padded_values = values.new_zeros(most, *values.shape[1:])
+    padded_values[: own._nnz()] = values
+    all_indices = indices.new_empty(group.size * padded_indices.numel())
+    all_values = values.new_empty(group.size * padded_values.numel())
+    waits = [
+        group.all_gather(all_indices, padded_indices.flatten()),
+        group.all_gather(all_values, padded_values.flatten()),
+    ]
+    for wait in waits:
+        wait()
+    parts = zip(
+        all_indices.view(group.size, *padded_indices.shape),
+        all_values.view(group.size, *padded_values.shape),
+        counts.tolist(),
+        strict=True,
+    )
+    rows = [(of[:, :count], held[:count]) for of, held, count in parts]
+    every = torch.cat([of for of, _ in rows], 1), torch.cat([held for _, held in rows])
+    return torch.sparse_coo_tensor(*every, gradient.shape, check_invariants=False).coalesce()
+
+
+class BufferAverage:
+    """Lets the replicas of a stage agree on the buffers that their forwards changed.
+
+    A floating-point buffer becomes the mean of the replicas', each weighted with its share of the
+    microbatches. To any other, such as a count of batches, everything is added that a replica has added.
+    """
+
+    def __init__(self, stage: BoundStage, group: Group, share: float) -> None:
+        self._stage, self._group, self._share = stage, group, share
+        self._flats: list[tuple[Tensor, FlatLayout, list[int]]] = []
+        self._waits: list[Wait] = []
+
+    def start(self) -> None:
+        kinds: dict[torch.dtype, list[int]] = {}
+        for index in self._stage.updated_indices:
+            kinds.setdefault(self._stage.buffers[index].dtype, []).append(index)
+        for dtype, indices in kinds.items():
+            layout = FlatLayout([self._stage.buffers[index] for index in indices])
+            flat = torch.empty(layout.size, dtype=_summed_as(dtype), device=self._stage.device)
+            for index, view in zip(indices, layout.views(flat), strict=True):
+                own, before = self._stage.buffers[index], self._stage.buffers_before[index]
+                view.copy_(own * self._share if own.is_floating_point() else own - before)
+            self._flats.append((flat, layout, indices))
+            self._waits.append(self._group.all_reduce(flat))
+
+    def finish(self) -> None:
+        for wait in self._waits:
+            wait()
+        agreed_on: dict[int, Tensor] = {}
+        for flat, layout, indices in self._flats:
+            for index, total in zip(indices, layout.views(flat), strict=True):
+                before = self._stage.buffers_before[index]
+                agreed = total if before.is_floating_point() else before + total
+                agreed_on[index] = agreed.to(before.dtype)
+        self._stage.update_buffers([agreed_on[index] for index in self._stage.updated_indices])
+        self._flats, self._waits = [], []
+
+
+def _summed_as(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _nothing() -> None:
+    """What there is to wait for before anything was started."""
