@@ -14,7 +14,7 @@ from pipec.capture.tracer import capture
 from pipec.compiler.autotuner import Autotuner
 from pipec.compiler.compiler import Compiler, on_device
 from pipec.compiler.pass_list import CompilerOptions
-from pipec.compiler.policy import ScheduleChoice, SchedulePolicy, check_choice
+from pipec.compiler.policy import ScheduleChoice, check_choice, policy_for
 from pipec.cost.profile import Profile, load_profile
 from pipec.errors import InputError
 from pipec.hardware.calibration import default_device_model
@@ -50,6 +50,8 @@ def compile(
     loss_fn: Callable[..., Any] | None = None,
     schedule: ScheduleChoice = "1f1b",
     microbatches: int | None = None,
+    stages: int | None = None,
+    replicas: int | tuple[int, ...] | str = 1,
     batch: str = "same",
     recompute: str = "auto",
     memory_limit: int | str | None = None,
@@ -73,6 +75,12 @@ def compile(
             of ranks and of microbatches that returns a ``Schedule``. See docs/schedules.md.
         microbatches: how many a mini-batch is split into. None: as many as the simulated step is fastest
             with, within the memory limit.
+        stages: how many each pipeline has. None: as many as the schedule has on all devices. With fewer there
+            are several pipelines side by side: they take the microbatches in turn and sum their gradients.
+            ``stages=1`` is data parallelism.
+        replicas: how many ranks share each stage: 2 makes two pipelines of half as many stages. ``(3, 2, 1)``
+            puts the first of three stages on three ranks and so on, under ``1f1b``. ``"auto"``: as many as
+            the simulated step is fastest with.
         batch: what each rank passes to ``step`` under ``torchrun``. ``"same"``: the same whole mini-batch,
             which every step compares: shapes, types, values up to 64 kB, 4,096 values of a larger tensor.
             ``"rank0"``: anything or nothing, because every rank gets what rank 0 passes.
@@ -103,6 +111,8 @@ def compile(
             loss_fn=loss_fn,
             schedule=schedule,
             microbatches=microbatches,
+            stages=stages,
+            replicas=replicas,
             batch=batch,
             recompute=recompute,
             memory_limit=memory_limit,
@@ -115,7 +125,8 @@ def compile(
     if microbatches is not None and microbatches < 1:
         raise InputError(f"microbatches is {microbatches}; expected at least 1, or None to let pipec choose")
     limit = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
-    microbatches = check_choice(schedule, ranks.count, microbatches)
+    policy = policy_for(schedule, ranks.count, stages, replicas)
+    microbatches = check_choice(policy, microbatches)
     tensors = ModelTensors.of(model)
     device = next(iter(ranks.devices.values()))
     measured = load_profile(profile) if isinstance(profile, str | Path) else profile
@@ -124,8 +135,18 @@ def compile(
     if limit is not None:
         joined = joined.within(limit)
     options = CompilerOptions(device_model, joined, recompute, measured)
-    tuner = Autotuner(SchedulePolicy(schedule, ranks.count), may_recompute=recompute == "auto")
-    compiler = Compiler(model, loss_fn, tuner, options, device, tensors.canonical, microbatches, dynamic)
+    tuner = Autotuner(policy, may_recompute=recompute == "auto")
+    compiler = Compiler(
+        model,
+        loss_fn,
+        tuner,
+        options,
+        device,
+        tensors.canonical,
+        microbatches,
+        dynamic,
+        searches_replicas=replicas == "auto",
+    )
     return Pipeline(compiler, tensors, ranks, batch)
 
 

@@ -60,6 +60,7 @@ PRIVATE_TORCH_ALLOWED: dict[str, tuple[str, ...]] = {
     "pipec.runtime.gradients": ("torch._foreach_add_",),
     "pipec.runtime.rendezvous": ("torch.distributed.distributed_c10d._get_default_store",),
     "pipec.runtime.loaded": ("torch.utils._pytree",),
+    "pipec.runtime.optimizers.stage": ("torch._foreach_mul_",),
     "pipec.runtime.storage": ("torch._C._storage_Use_Count",),
 }
 """Which private names of torch a module or package may use, by prefix. Exceptions are declared here alone."""

@@ -93,15 +93,19 @@ def _run_ranks(
     return [error.read_text() for error in errors]
 
 
-def read_outcome(scratch: Path, num_ranks: int) -> Outcome:
-    """What all ranks together hold after the step. Each has the loss, and no two have the same parameter."""
+def read_outcome(scratch: Path, num_ranks: int, replicated: bool = False) -> Outcome:
+    """What all ranks together hold after the step. Each has the loss.
+
+    No two have the same parameter; if it is ``replicated``, those that have it have the same bits.
+    """
     ranks = [safetensors.torch.load_file(scratch / f"outcome_{rank}") for rank in range(num_ranks)]
     losses = [tensors.pop("loss") for tensors in ranks]
     assert all(torch.equal(loss, losses[0]) for loss in losses)
     merged: dict[str, dict[str, Tensor]] = {"gradients": {}, "parameters": {}, "buffers": {}}
     for name, tensor in (item for tensors in ranks for item in tensors.items()):
         kind, fqn = name.split("/")
-        assert fqn not in merged[kind], f"two ranks hold {fqn}"
+        assert replicated or fqn not in merged[kind], f"two ranks hold {fqn}"
+        assert torch.equal(merged[kind].get(fqn, tensor), tensor), f"replicas differ in {kind} of {fqn}"
         merged[kind][fqn] = tensor
     return Outcome(losses[0], **merged)
 

@@ -5,22 +5,23 @@ once. The best trial is what is returned, with its plan and its programs.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
-from pipec.compiler.alternatives import alternative, replicated
-from pipec.compiler.policy import SchedulePolicy
+from pipec.compiler.alternatives import alternative
+from pipec.compiler.policy import Replicas, SchedulePolicy
 from pipec.compiler.staged import StagedGraph, Trial
 from pipec.errors import InputError, PlanError
 from pipec.hardware.topology import Topology, alike
-from pipec.ir import Alternative, Placement, Schedule, stages_on
+from pipec.ir import Alternative, Placement, Schedule, count_ranks, stages_on
 from pipec.ir.batch import split_sizes
 from pipec.passes import Pass
+from pipec.passes.cut_for_replicas import CutForReplicas
 from pipec.passes.cut_stages import CutStages
 
-CutGraph = Callable[[Pass, Topology], StagedGraph]
-"""Runs every pass on a copy of the captured graph, cut by a pass for the devices of a topology."""
+CutGraph = Callable[[Pass], StagedGraph]
+"""Runs every pass on a copy of the captured graph, which the given one cuts."""
 
 _CLOSE = 0.02
 """Share of a step by which predictions are off. Ways that are this close count as equally fast."""
@@ -76,25 +77,23 @@ class Autotuner:
         search.try_schedules(staged, placement)
         return search.choice()
 
-    def with_replicas(self, cut: CutGraph, topology: Topology, batch: int) -> Iterator[Alternative]:
-        """The best of several pipelines with a part of the ranks and of the batch each, for every split."""
-        num_ranks = self.policy.num_ranks
-        for replicas in range(2, num_ranks + 1) if self.policy.is_named else ():
-            if num_ranks % replicas == batch % replicas == 0:
-                trials = self._side_by_side(cut, topology, batch // replicas, num_ranks // replicas)
-                found = (replicated(trial, replicas, topology.slowest_link) for trial in trials)
-                if best := min(found, key=lambda other: other.seconds, default=None):
-                    yield best
+    def with_replicas(self, replicas: Replicas) -> "Autotuner":
+        """The same on all ranks, with so many replicas of each stage, or of every one."""
+        return replace(self, policy=self.policy.with_replicas(replicas))
 
-    def _side_by_side(self, cut: CutGraph, topology: Topology, batch: int, num_ranks: int) -> list[Trial]:
-        policy = replace(self.policy, num_ranks=num_ranks)
-        try:
-            search = _Search(replace(self, policy=policy), batch, policy.counts(batch))
-            for placement in policy.placements(search.counts):
-                search.try_cuts(cut, topology.part(num_ranks), placement)
-        except InputError:  # the schedule cannot do with fewer ranks
-            return []
-        return [trial for trial, _ in search.trials]
+    def fastest_cut(self, placement: Placement, topology: Topology, microbatch_size: int) -> Pass:
+        """The pass that cuts for the fastest step, whatever memory it takes.
+
+        Where a rank has several stages, or stages have several ranks, all devices and links are taken to be
+        alike.
+        """
+        replicas = self.policy.replicas
+        if not isinstance(replicas, int):
+            return CutForReplicas(replicas, microbatch_size)
+        if not _is_straight(placement):
+            return CutStages(alike(len(placement), topology.slowest_link), microbatch_size)
+        devices = topology if replicas == 1 else topology.grouped(replicas)
+        return CutStages(devices.without_limits(), microbatch_size)
 
     def fitting(self, staged: StagedGraph, schedule: Schedule, size: int) -> Trial:
         """A schedule on these stages. Those that would not fit recompute, if they may."""
@@ -141,11 +140,13 @@ class _Search:
         """Try the fastest cut and, unless the best schedule fits on it, cuts that need less memory."""
         first = self.sizes[self.counts[0]]
         try:
-            nearest = self._nearest(cut(fastest_cut(placement, topology, first), topology), placement)
+            fastest = self.tuner.fastest_cut(placement, topology, first)
+            nearest = self._nearest(cut(fastest), placement)
         except PlanError as error:
             self.obstacle = self.obstacle or error
             return
-        if nearest and any(nearest.excess) and _is_straight(placement, topology):
+        replicas = self.tuner.policy.replicas
+        if nearest and any(nearest.excess) and isinstance(replicas, int) and _is_straight(placement):
             for size in dict.fromkeys([first, min(self.sizes.values())]):
                 self._try_cuts_within_memory(cut, topology, placement, size)
 
@@ -159,19 +160,25 @@ class _Search:
         """
         count = next(count for count in self.counts if self.sizes[count] == size)
         in_flight = self.tuner.policy.in_flight(count)
-        reserved = [0.0] * len(topology.devices)
+        replicas = self.tuner.policy.replicas
+        assert isinstance(replicas, int)
+        devices = topology if replicas == 1 else topology.grouped(replicas)
+        reserved = [0.0] * len(devices.devices)
         for _ in range(_MEMORY_ATTEMPTS):
             try:
-                within = CutStages(topology.reserving(reserved), size, in_flight)
-                nearest = self._nearest(cut(within, topology), placement)
+                within = CutStages(devices.reserving(reserved), size, in_flight)
+                nearest = self._nearest(cut(within), placement)
             except PlanError as error:
                 self.obstacle = self.obstacle or error
                 return
             if nearest is None or not any(nearest.excess):
                 return
             reserved = [
-                max(held + excess, need.transient)
-                for held, excess, need in zip(reserved, nearest.excess, nearest.memory, strict=True)
+                max(
+                    max(held + nearest.excess[rank], nearest.memory[rank].transient)
+                    for rank in range(group * replicas, (group + 1) * replicas)
+                )
+                for group, held in enumerate(reserved)
             ]
 
     def _nearest(self, staged: StagedGraph, placement: Placement) -> Trial | None:
@@ -212,18 +219,6 @@ class _Search:
         return min(as_fast, key=lambda pair: (pair[0].schedule.num_microbatches, pair[0].seconds))
 
 
-def fastest_cut(placement: Placement, topology: Topology, microbatch_size: int) -> Pass:
-    """The pass that cuts for the fastest step, whatever memory it takes.
-
-    Where a rank has several stages, all devices and links are taken to be alike.
-    """
-    if _is_straight(placement, topology):
-        return CutStages(topology.without_limits(), microbatch_size)
-    return CutStages(alike(len(placement), topology.slowest_link), microbatch_size)
-
-
-def _is_straight(placement: Placement, topology: Topology) -> bool:
-    """Whether every device has one stage, in order."""
-    return [stages_on(placement, rank) for rank in range(len(topology.devices))] == [
-        [stage] for stage in range(len(placement))
-    ]
+def _is_straight(placement: Placement) -> bool:
+    """Whether every rank has one stage, in order."""
+    return [rank for ranks in placement for rank in ranks] == list(range(count_ranks(placement)))

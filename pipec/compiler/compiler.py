@@ -3,7 +3,7 @@
 import copy
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
@@ -15,12 +15,11 @@ from pipec.artifact.directory import Artifact
 from pipec.capture.call import Call
 from pipec.capture.tracer import capture
 from pipec.compiler.alternatives import refused
-from pipec.compiler.autotuner import Autotuner, Choice, fastest_cut
+from pipec.compiler.autotuner import Autotuner, Choice, CutGraph
 from pipec.compiler.pass_list import CompilerOptions
 from pipec.compiler.staged import StagedGraph, Trial
-from pipec.errors import InfeasibleError
+from pipec.errors import InfeasibleError, InputError, PlanError
 from pipec.graph import TrainingGraph
-from pipec.hardware.topology import Topology
 from pipec.ir import Alternative, Mode, Placement
 from pipec.ir.batch import split_sizes
 from pipec.passes import Pass
@@ -61,8 +60,9 @@ class Compiler:
     ``device`` is one of those that will run the code. A model on another kind of device is copied there to be
     captured. ``microbatches`` is the number of microbatches of a batch; None leaves it to ``autotuner``.
     Unless ``dynamic``, the microbatches of a call are captured for the one size they have, if it is one.
-    Costs are then known for that size alone, so nothing is searched. ``seconds`` says how long each step of
-    all compilations took together.
+    Costs are then known for that size alone, so nothing is searched. With ``searches_replicas`` the first
+    call chooses how many replicas stages have. ``seconds`` says how long each step of all compilations took
+    together.
     """
 
     model: nn.Module
@@ -73,6 +73,7 @@ class Compiler:
     canonical: Mapping[str, str]
     microbatches: int | None = None
     dynamic: bool = True
+    searches_replicas: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
     _settled: Settled | None = None
     _staged: dict[Signature, list[StagedGraph]] = field(default_factory=dict)
@@ -102,13 +103,12 @@ class Compiler:
 
     def _choose(self, signature: Signature, call: Call) -> int:
         """The number of microbatches of the call. The first call also settles where stages are."""
-        policy, batch = self.autotuner.policy, call.batch_size
-        counts = [self.microbatches] if self.microbatches else policy.counts(batch)
-        if signature[0] is not Mode.TRAIN or not self.dynamic:
+        batch, counts = call.batch_size, self._counts(self.autotuner, call.batch_size)
+        if signature[0] is not Mode.TRAIN:
             counts = counts[:1]
         sizes = split_sizes(batch, counts[0])
         if self._settled is None:
-            return self._settle(signature, self._capture(signature, call, 0, sizes), batch, counts)
+            return self._settle(signature, self._capture(signature, call, 0, sizes), batch)
         if len(counts) > 1:
             staged = self._stages(signature, call, 0, sizes)
             with self._timed("search"):
@@ -117,27 +117,53 @@ class Compiler:
             return choice.best.plan.num_microbatches
         return counts[0]
 
-    def _settle(self, signature: Signature, graph: TrainingGraph, batch: int, counts: Sequence[int]) -> int:
+    def _settle(self, signature: Signature, graph: TrainingGraph, batch: int) -> int:
         """Decide how steps run and, for good, where stages and parameters are; returns the microbatches."""
-        topology, policy = self.options.topology, self.autotuner.policy
-        placements = policy.placements(counts)
 
-        def cut(how: Pass, topology: Topology) -> StagedGraph:
-            return self._cut(graph, how, replace(self.options, topology=topology))
+        def cut(how: Pass) -> StagedGraph:
+            return self._cut(graph, how, self.options)
 
         if graph.mode is not Mode.TRAIN:
-            size = split_sizes(batch, counts[0])[0]
-            staged = cut(fastest_cut(placements[0], topology, size), topology)
-            self._settle_on(signature, staged, placements[0])
-            return counts[0]
+            count = self._counts(self.autotuner, batch)[0]
+            placement = self.autotuner.policy.placements([count])[0]
+            size = split_sizes(batch, count)[0]
+            staged = cut(self.autotuner.fastest_cut(placement, self.options.topology, size))
+            self._settle_on(signature, staged, placement)
+            return count
         with self._timed("search"):
-            choice = self.autotuner.choose(cut, topology, placements, batch, counts)
-            if not self.microbatches and self.dynamic:
-                replicas = self.autotuner.with_replicas(cut, topology, batch)
-                choice = replace(choice, tried=(*choice.tried, *replicas))
+            self.autotuner, choice = self._choose_replicas(cut, batch)
         self._settle_on(signature, choice.base, choice.best.schedule.placement)
         self._keep(choice)
+        counts = self._counts(self.autotuner, batch)
         return choice.best.plan.num_microbatches if len(counts) > 1 else counts[0]
+
+    def _choose_replicas(self, cut: CutGraph, batch: int) -> tuple[Autotuner, Choice]:
+        """The best way to run a step, and the autotuner that found it.
+
+        If the numbers of replicas may be chosen, all that divide the ranks are tried. If not, but the number
+        of microbatches may, they are tried as well, so that the plan can say what they would gain.
+        """
+        asked = self.autotuner
+        chosen = asked, self._choose_with(asked, cut, batch)
+        others: list[tuple[Autotuner, Choice]] = []
+        if self.searches_replicas or not self.microbatches:
+            for replicas in asked.policy.other_replicas() if self.dynamic else ():
+                with suppress(InputError, PlanError):
+                    tuner = asked.with_replicas(replicas)
+                    others.append((tuner, self._choose_with(tuner, cut, batch)))
+        if self.searches_replicas:
+            chosen = min([chosen, *others], key=lambda found: found[1].best.score)
+        tried = [alternative for _, choice in others for alternative in choice.tried]
+        return chosen[0], replace(chosen[1], tried=(*chosen[1].tried, *tried))
+
+    def _choose_with(self, tuner: Autotuner, cut: CutGraph, batch: int) -> Choice:
+        counts = self._counts(tuner, batch)
+        return tuner.choose(cut, self.options.topology, tuner.policy.placements(counts), batch, counts)
+
+    def _counts(self, tuner: Autotuner, batch: int) -> list[int]:
+        """The numbers of microbatches on offer."""
+        counts = [self.microbatches] if self.microbatches else tuner.policy.counts(batch)
+        return counts if self.dynamic else counts[:1]
 
     def _settle_on(self, signature: Signature, staged: StagedGraph, placement: Placement) -> None:
         self._settled = Settled(placement, owners_of(staged.graph), staged.graph.ranks)

@@ -1,7 +1,9 @@
 """Which schedules a compiled model may run, and with how many microbatches."""
 
+import functools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipec.errors import InputError, PlanError
@@ -16,11 +18,11 @@ from pipec.schedules import (
     looped_placement,
     make_schedule,
     most_in_flight,
-    named,
     one_f_one_b,
     straight_placement,
     v_placement,
 )
+from pipec.schedules.replicas import lifted, numbered, replicated, round_robin
 
 ScheduleChoice = str | Path | Callable[[int, int], Schedule]
 """A name, a file of compute orders, or a function of the numbers of ranks and of microbatches."""
@@ -29,25 +31,50 @@ _MOST_PER_RANK = 8
 """Microbatches: filling and draining then take a ninth of the step. More gain little and launch more."""
 
 
+Replicas = int | tuple[int, ...]
+"""How many replicas every stage has, or each of them."""
+
+
 @dataclass(frozen=True)
 class SchedulePolicy:
-    """The schedules on ``num_ranks`` ranks that ``choice`` allows: a named one, the user's own, or any."""
+    """The schedules that ``choice`` allows: a named one, the user's own, or any.
+
+    A pipeline has ``num_ranks`` ranks. With ``replicas``, there are so many pipelines side by side, or each
+    rank of the pipeline stands for so many ranks of its stage.
+    """
 
     choice: ScheduleChoice
     num_ranks: int
+    replicas: Replicas = 1
 
     @property
     def is_named(self) -> bool:
         """Whether the choice is a name, and so a schedule for any number of ranks."""
         return isinstance(self.choice, str)
 
+    @property
+    def total_ranks(self) -> int:
+        """The ranks of all replicas."""
+        return self.num_ranks * self.replicas if isinstance(self.replicas, int) else sum(self.replicas)
+
+    def other_replicas(self) -> list[int]:
+        """The other numbers of replicas that the ranks can be divided into, if the choice serves for any."""
+        ranks = self.total_ranks if self.is_named else 0
+        return [n for n in range(1, ranks + 1) if ranks % n == 0 and n != self.replicas]
+
+    def with_replicas(self, replicas: Replicas) -> "SchedulePolicy":
+        """The same choice for as many ranks in all, with so many replicas."""
+        num_ranks = self.total_ranks // replicas if isinstance(replicas, int) else len(replicas)
+        return replace(self, num_ranks=num_ranks, replicas=replicas)
+
     def in_flight(self, num_microbatches: int) -> tuple[int, ...]:
-        """The most microbatches that each rank has in flight. Searched schedules count as 1F1B."""
-        searched = self.choice == "auto" or self.choice in SEARCHED
-        schedule = (
-            one_f_one_b(self.num_ranks, num_microbatches) if searched else self._fixed(num_microbatches)
-        )
-        return tuple(map(most_in_flight, schedule.orders))
+        """The most microbatches that a replica of each rank has in flight. Searched ones count as 1F1B."""
+        if not isinstance(self.replicas, int):
+            schedule = self._fixed(num_microbatches)
+            return tuple(most_in_flight(schedule.orders[ranks[0]]) for ranks in schedule.placement)
+        count = -(-num_microbatches // self.replicas)
+        one = one_f_one_b(self.num_ranks, count) if self._is_searched else self._of_one(count)
+        return tuple(map(most_in_flight, one.orders))
 
     def counts(self, batch: int) -> list[int]:
         """The numbers of microbatches that are worth trying for ``batch`` rows, the usual one first.
@@ -55,17 +82,20 @@ class SchedulePolicy:
         Raises:
             InputError: the schedule can do with none of them.
         """
-        worthwhile = [usual_microbatches(batch, self.num_ranks), *counts_to_try(batch, self.num_ranks)]
-        possible = [count for count in dict.fromkeys(worthwhile) if self._can(count)]
-        return possible or [self._fixed(worthwhile[0]).num_microbatches]
+        share = self.replicas if isinstance(self.replicas, int) else 1
+        rows, ranks = max(1, batch // share), self.total_ranks // share
+        worthwhile = [usual_microbatches(rows, ranks), *counts_to_try(rows, ranks)]
+        possible = [share * count for count in dict.fromkeys(worthwhile) if self._can(share * count)]
+        return possible or [self._fixed(share * worthwhile[0]).num_microbatches]
 
     def placements(self, counts: Iterable[int]) -> list[Placement]:
         """The placements that the allowed schedules have. Raises InputError as making a schedule does."""
         if self.choice == "auto":
             p = self.num_ranks
-            return list(dict.fromkeys([straight_placement(p), v_placement(p), looped_placement(p, 2)]))
+            simple = dict.fromkeys([straight_placement(p), v_placement(p), looped_placement(p, 2)])
+            return [self._lifted(placement) for placement in simple]
         if self.choice in SEARCHED:
-            return [straight_placement(self.num_ranks)]
+            return [self._lifted(straight_placement(self.num_ranks))]
         return list(dict.fromkeys(self._fixed(count).placement for count in counts))
 
     def options(
@@ -79,10 +109,10 @@ class SchedulePolicy:
             PlanError: the schedule of this many microbatches has its stages elsewhere.
         """
         if self.choice == "auto":
-            known = named(self.num_ranks, num_microbatches)
-            return [schedule for schedule in known if schedule.placement == placement]
+            return self._known(num_microbatches, placement)
         if isinstance(self.choice, str) and self.choice in SEARCHED:
-            return [make_schedule(self.choice, self.num_ranks, num_microbatches, work())]
+            make = functools.partial(make_schedule, self.choice, self.num_ranks, work=work())
+            return [self._replicated(make, num_microbatches)]
         schedule = self._fixed(num_microbatches)
         if schedule.placement != placement:
             raise PlanError(
@@ -96,7 +126,7 @@ class SchedulePolicy:
         self, num_microbatches: int, placement: Placement, work: Callable[[], Workload]
     ) -> list[Schedule]:
         """Orders that ``auto`` finds beyond its ``options``, once the number of microbatches is chosen."""
-        if self.choice != "auto":
+        if self.choice != "auto" or self.replicas != 1:
             return []
         return candidates(self.num_ranks, num_microbatches, work(), placement)
 
@@ -105,9 +135,18 @@ class SchedulePolicy:
         if not (isinstance(self.choice, str) and self.choice in SEARCHED):
             return forward_only(self._fixed(num_microbatches))
         simple = (
-            SCHEDULES[name](self.num_ranks, num_microbatches) for name in ("gpipe", "zb-v", "looped-bfs")
+            self._replicated(functools.partial(SCHEDULES[name], self.num_ranks), num_microbatches)
+            for name in ("gpipe", "zb-v", "looped-bfs")
         )
         return forward_only(next(schedule for schedule in simple if schedule.placement == placement))
+
+    def _known(self, num_microbatches: int, placement: Placement) -> list[Schedule]:
+        """Every schedule with a name that can do with so many microbatches, and has its stages there."""
+        found = []
+        for make in SCHEDULES.values():
+            with suppress(InputError):
+                found.append(self._replicated(functools.partial(make, self.num_ranks), num_microbatches))
+        return [schedule for schedule in found if schedule.placement == placement]
 
     def _can(self, num_microbatches: int) -> bool:
         try:
@@ -116,9 +155,27 @@ class SchedulePolicy:
             return False
 
     def _fixed(self, num_microbatches: int) -> Schedule:
+        return self._replicated(self._of_one, num_microbatches)
+
+    def _of_one(self, num_microbatches: int) -> Schedule:
+        """The schedule of one pipeline."""
         if isinstance(self.choice, str):
             return make_schedule(self.choice, self.num_ranks, num_microbatches)
         return custom_schedule(self.choice, self.num_ranks, num_microbatches)
+
+    def _replicated(self, make: Callable[[int], Schedule], num_microbatches: int) -> Schedule:
+        if not isinstance(self.replicas, int):
+            return round_robin(num_microbatches, self.replicas)
+        return (
+            replicated(make, num_microbatches, self.replicas) if self.replicas > 1 else make(num_microbatches)
+        )
+
+    def _lifted(self, placement: Placement) -> Placement:
+        return lifted(placement, self.replicas) if isinstance(self.replicas, int) else numbered(self.replicas)
+
+    @property
+    def _is_searched(self) -> bool:
+        return self.choice == "auto" or self.choice in SEARCHED
 
 
 def usual_microbatches(batch: int, num_ranks: int) -> int:
@@ -148,21 +205,83 @@ def counts_to_try(batch: int, num_ranks: int) -> list[int]:
     return sorted({*even, *(count for count in multiples if count <= most)})
 
 
-def check_choice(choice: ScheduleChoice, num_ranks: int, num_microbatches: int | None) -> int | None:
-    """The number of microbatches that was asked for, or that a file of orders sets.
+def policy_for(
+    choice: ScheduleChoice, num_ranks: int, stages: int | None = None, replicas: Replicas | str = 1
+) -> SchedulePolicy:
+    """The policy of pipelines on all of ``num_ranks``, with so many stages, or so many replicas of each.
+
+    ``replicas="auto"`` starts with one.
 
     Raises:
-        InputError: the choice is no schedule, or not one for these numbers.
+        InputError: the choice is no schedule, or cannot have so many stages or replicas on these ranks.
     """
     if not isinstance(choice, str | Path) and not callable(choice):
         raise InputError(
             f"schedule is {choice!r}; expected a name, a Path to a file of compute orders, or a function of "
             "the numbers of ranks and of microbatches that returns a Schedule"
         )
+    one = SchedulePolicy(choice, num_ranks)
+    if stages is not None:
+        policy = _with_stages(one, stages)
+        if replicas not in (1, policy.replicas):
+            raise InputError(
+                f"stages={stages} makes {policy.replicas} replicas of each stage on {num_ranks} ranks, but "
+                f"replicas is {replicas!r}; give one of them"
+            )
+        return policy
+    if replicas == "auto" or replicas == 1:
+        return one
+    if isinstance(replicas, int) and replicas > 1 and num_ranks % replicas == 0:
+        return one.with_replicas(replicas)
+    if isinstance(replicas, tuple) and replicas and all(isinstance(n, int) and n > 0 for n in replicas):
+        return _with_numbers(one, replicas)
+    raise InputError(
+        f"replicas is {replicas!r}; expected a number that divides the {num_ranks} ranks, a tuple with the "
+        "number of each stage, or 'auto'"
+    )
+
+
+def _with_numbers(one: SchedulePolicy, replicas: tuple[int, ...]) -> SchedulePolicy:
+    if sum(replicas) != one.num_ranks:
+        raise InputError(f"replicas={replicas} take {sum(replicas)} ranks, but there are {one.num_ranks}")
+    if len({*replicas}) == 1:
+        return one.with_replicas(replicas[0])
+    if one.choice != "1f1b":
+        raise InputError(
+            f"schedule {one.choice!r} needs as many replicas of every stage, but replicas is {replicas}; "
+            "take schedule='1f1b', which runs them round robin"
+        )
+    return one.with_replicas(replicas)
+
+
+def _with_stages(one: SchedulePolicy, stages: int) -> SchedulePolicy:
+    """As many pipelines as ranks allow for pipelines of so many stages."""
+    found = {}
+    for replicas in [1, *one.other_replicas()]:
+        policy = one.with_replicas(replicas)
+        with suppress(InputError):
+            found[len(policy.placements(policy.counts(_ROWS_FOR_ANY * replicas))[0])] = policy
+    if stages not in found:
+        raise InputError(
+            f"stages is {stages!r}; schedule {one.choice!r} on {one.num_ranks} ranks can have pipelines of "
+            f"{' or '.join(map(str, sorted(found)))} stages"
+        )
+    return found[stages]
+
+
+_ROWS_FOR_ANY = 1024
+"""Rows of a batch that is large enough for every schedule to have its usual number of microbatches."""
+
+
+def check_choice(policy: SchedulePolicy, num_microbatches: int | None) -> int | None:
+    """The number of microbatches that was asked for, or that a file of orders sets.
+
+    Raises:
+        InputError: the schedule is not for these numbers.
+    """
+    choice = policy.choice
     if isinstance(choice, Path) and num_microbatches is None:
-        return custom_schedule(choice, num_ranks, None).num_microbatches
-    if not isinstance(choice, str):
-        return num_microbatches
-    if choice not in SEARCHED:
-        make_schedule(choice, num_ranks, num_microbatches or 2 * num_ranks)
+        return custom_schedule(choice, policy.num_ranks, None).num_microbatches
+    if isinstance(choice, str) and choice not in SEARCHED:
+        policy.placements([num_microbatches or 2 * policy.total_ranks])
     return num_microbatches

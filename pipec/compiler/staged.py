@@ -14,7 +14,7 @@ from pipec.compiler.pass_list import CompilerOptions
 from pipec.errors import PipecError
 from pipec.graph import TrainingGraph, copy_graph
 from pipec.graph.functions import StageFunctions, stage_functions
-from pipec.ir import Phase, Placement, Plan, Program, Schedule, count_ranks, rank_of
+from pipec.ir import Phase, Placement, Plan, Program, Schedule, rank_of
 from pipec.ir.columns import PHASE_CODE, Cells
 from pipec.ir.text import value_bytes
 from pipec.passes import Observer, Pass, run_passes
@@ -120,7 +120,10 @@ class StagedGraph:
         return self._trials[key]
 
     def workload(self, placement: Placement, size: int) -> Workload:
-        """What each stage does for a microbatch of ``size`` rows, in seconds and bytes."""
+        """What each stage does for a microbatch of ``size`` rows, in seconds and bytes.
+
+        The first replicas of stages stand for all.
+        """
         stages, devices = self.stages(split_backward=True), self.options.topology.devices
         played_by = self.graph.ranks or tuple(range(len(devices)))
         ranks = [played_by[rank_of(placement, stage.index)] for stage in stages]
@@ -143,7 +146,7 @@ class StagedGraph:
             ),
             memory=tuple(cost.memory for cost in costs),
             memory_limit=tuple(
-                devices[played_by[rank]].memory_bytes for rank in range(count_ranks(placement))
+                devices[played_by[rank]].memory_bytes for rank in sorted({ranks[0] for ranks in placement})
             ),
         )
 

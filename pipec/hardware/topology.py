@@ -113,6 +113,13 @@ class Topology:
         """The same devices with as much memory as is needed."""
         return replace(self, devices=tuple(Device(speed=device.speed) for device in self.devices))
 
+    def grouped(self, size: int) -> "Topology":
+        """A device for every ``size`` of these, as good as the worst of all, on the slowest link."""
+        memory, speed = (min(getattr(x, name) for x in self.devices) for name in ("memory_bytes", "speed"))
+        link, count = self.slowest_link, len(self.devices) // size
+        level = Level(count, link.bytes_per_second, link.latency_seconds)
+        return Topology((Device(memory, speed),) * count, (level,))
+
     def part(self, num_devices: int) -> "Topology":
         """The first ``num_devices``.
 

@@ -4,7 +4,8 @@ Read it in the order in which data flows: the ``values`` of a cut graph and the 
 ``plan`` that holds stages and links, the ``schedule`` that says who computes what when, the ``program`` of
 instructions that each rank executes, ``ending``, what it does besides microbatches, and ``memory``, what a
 stage holds meanwhile. ``columns`` holds long runs of cells and instructions as numbers, ``text`` writes
-programs and quantities down and reads programs back, and ``batch`` says how a mini-batch is split.
+programs and quantities down and reads programs back, ``batch`` says how a mini-batch is split, and
+``sharding`` how parameters are divided among replicas.
 """
 
 from pipec.ir.ending import NOTHING_MORE, Bucket, Ending, Shard
@@ -21,4 +22,5 @@ from pipec.ir.schedule import (
     stages_on,
     unreplicated,
 )
+from pipec.ir.sharding import Piece, Sharding
 from pipec.ir.values import Dim, Input, Link, Mode, Payload, Phase, Value

@@ -103,7 +103,7 @@ class CutStages:
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         seconds = operator_seconds(graph, self.microbatch_size)
         spans = spans_of_buffers(graph)
-        blocks = _blocks(seconds, spans)
+        blocks = blocks_of(seconds, spans)
         self._check_enough(graph, blocks[-1] + 1 if blocks else 0, spans)
         model = replace(PIPEC, in_flight=self._in_flight)
         operators = _operator_graph(graph, blocks, seconds, self.microbatch_size)
@@ -179,7 +179,7 @@ def operator_seconds(graph: TrainingGraph, microbatch_size: int) -> list[float]:
     return seconds
 
 
-def _blocks(seconds: Sequence[float], spans: Sequence[Span]) -> list[int]:
+def blocks_of(seconds: Sequence[float], spans: Sequence[Span]) -> list[int]:
     """The block of each operator. Stages consist of whole blocks, and each span is within one.
 
     A block begins with an operator that takes time, so that no stage is without work. For example, operators

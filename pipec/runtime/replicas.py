@@ -40,7 +40,7 @@ class GradientReduction:
         self._wait: Wait = _nothing
 
     def start(self) -> None:
-        """Start to sum what the microbatches of this replica added up. Sparse gradients are summed at once."""
+        """Start to sum what this replica's microbatches added up. A sparse gradient is summed at once."""
         totals = [self._stage.gradients.take(index) for index in self._indices]
         if totals[0] is not None and totals[0].is_sparse:
             self._sums = [_sum_of_rows(totals[0], self._group)]

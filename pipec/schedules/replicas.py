@@ -35,10 +35,12 @@ def replicated(make: Callable[[int], Schedule], num_microbatches: int, replicas:
         for rank in range(one.num_ranks)
         for k in range(replicas)
     ]
-    placement = tuple(
-        tuple(rank * replicas + k for rank in ranks for k in range(replicas)) for ranks in one.placement
-    )
-    return Schedule(one.name, num_microbatches, placement, tuple(orders))
+    return Schedule(one.name, num_microbatches, lifted(one.placement, replicas), tuple(orders))
+
+
+def lifted(placement: Placement, replicas: int) -> Placement:
+    """``placement`` with so many ranks in the place of each: rank q becomes qr, qr + 1, ..., qr + r - 1."""
+    return tuple(tuple(rank * replicas + k for rank in ranks for k in range(replicas)) for ranks in placement)
 
 
 def _taking_turns(cells: Cells, first: int, replicas: int) -> Cells:
@@ -72,14 +74,15 @@ def round_robin(num_microbatches: int, replicas: Sequence[int]) -> Schedule:
             f"a stage has {max(replicas)} replicas, which need a microbatch each, but there are "
             f"{num_microbatches}; pass microbatches={max(replicas)} or more, with as many rows in the batch"
         )
-    placement = _numbered(replicas)
+    placement = numbered(replicas)
     return replace(
         Schedule("1f1b", num_microbatches, placement, ()),
         orders=tuple(map(Cells.of, _Greedy(placement, num_microbatches).orders())),
     )
 
 
-def _numbered(replicas: Sequence[int]) -> Placement:
+def numbered(replicas: Sequence[int]) -> Placement:
+    """``replicas[s]`` ranks for stage s, numbered from stage to stage."""
     firsts = [sum(replicas[:stage]) for stage in range(len(replicas))]
     return tuple(tuple(range(first, first + count)) for first, count in zip(firsts, replicas, strict=True))
 

@@ -1,0 +1,98 @@
+"""How the parameters of a stage are divided among its replicas: a flat buffer, cut into equal slices.
+
+Each replica owns one slice, and the whole of what lies there. Elementwise optimizers update any part of a
+tensor, so that ``even_slices`` may cut tensors; for others ``whole_tensors`` puts none across a cut. Either
+way one reduce-scatter of the buffer brings each replica its gradients, and one all-gather the parameters.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+
+ALIGNMENT = 64
+"""Tensors begin and slices end at multiples of so many elements, for kernels that take several at a time.
+
+Within a tensor these then take the same elements together wherever it is cut, so that an update has the bits
+of the update of the whole tensor: in bfloat16 torch rounds single elements otherwise than vectors of them. It
+takes two vectors at a time, and a vector has at most 32 of them.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements ``start`` to ``stop`` of a parameter, flattened row by row."""
+
+    name: str
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """Parameters of one dtype in a flat buffer of ``num_replicas`` slices with ``width`` elements each.
+
+    Parameter ``names[i]`` has ``sizes[i]`` elements and begins at ``offsets[i]`` of the buffer. What lies
+    between parameters and behind the last one is padding.
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    offsets: tuple[int, ...]
+    width: int
+    num_replicas: int
+
+    def pieces(self, replica: int) -> tuple[Piece, ...]:
+        """What a replica owns: at most one piece of each parameter."""
+        first, last = replica * self.width, (replica + 1) * self.width
+        found = []
+        for name, size, offset in zip(self.names, self.sizes, self.offsets, strict=True):
+            start, stop = max(first - offset, 0), min(last - offset, size)
+            if start < stop or (size == 0 and first <= offset < last):
+                found.append(Piece(name, start, stop))
+        return tuple(found)
+
+    def owners(self, name: str) -> dict[int, Piece]:
+        """Which replicas own a parameter, and which piece each of them owns."""
+        every = {replica: self.pieces(replica) for replica in range(self.num_replicas)}
+        return {replica: piece for replica, pieces in every.items() for piece in pieces if piece.name == name}
+
+    def position(self, piece: Piece) -> int:
+        """Where a piece begins in the buffer."""
+        return self.offsets[self.names.index(piece.name)] + piece.start
+
+
+def even_slices(sizes: Mapping[str, int], num_replicas: int) -> Sharding:
+    """Parameters one after the other, cut wherever a slice ends."""
+    *offsets, total = accumulate(map(_room, sizes.values()), initial=0)
+    width = _room(-(-total // num_replicas))
+    return Sharding(tuple(sizes), tuple(sizes.values()), tuple(offsets), width, num_replicas)
+
+
+def whole_tensors(sizes: Mapping[str, int], num_replicas: int) -> Sharding:
+    """Each parameter in one slice: the largest first, always to the replica that has least (Graham's LPT)."""
+    loads = [0] * num_replicas
+    replicas: dict[str, int] = {}
+    starts: dict[str, int] = {}
+    for name in sorted(sizes, key=sizes.__getitem__, reverse=True):
+        replica = replicas[name] = loads.index(min(loads))
+        starts[name] = loads[replica]
+        loads[replica] += _room(sizes[name])
+    width = max(loads)
+    offsets = {name: replicas[name] * width + starts[name] for name in sizes}
+    names = sorted(sizes, key=offsets.__getitem__)
+    return Sharding(
+        tuple(names),
+        tuple(sizes[name] for name in names),
+        tuple(offsets[name] for name in names),
+        width,
+        num_replicas,
+    )
+
+
+def _room(size: int) -> int:
+    """The elements that a tensor takes up in the buffer. An empty one has a place too, and so an owner."""
+    return max(-(-size // ALIGNMENT), 1) * ALIGNMENT

@@ -1,0 +1,15 @@
+"""The optimizer that belongs to a program. It knows neither programs nor transports.
+
+* ``factory`` calls what the user passed as ``optimizer=`` and reads the groups that it made.
+* ``facade`` is the optimizer of the whole model, ``pipe.optimizer``: groups, schedulers, checkpoints.
+* ``stage`` updates what one rank owns of one stage, and follows the facade.
+* ``state`` cuts the state of a parameter into pieces and puts it together again; ``norms`` is for clipping.
+* ``state_bytes`` says how much memory a state takes, before there is one.
+"""
+
+from pipec.runtime.optimizers.facade import Gather, PipelineOptimizer
+from pipec.runtime.optimizers.factory import Factory, is_elementwise
+from pipec.runtime.optimizers.norms import clip_factor, sum_of_squares
+from pipec.runtime.optimizers.stage import StageOptimizer
+from pipec.runtime.optimizers.state import StatePart
+from pipec.runtime.optimizers.state_bytes import state_bytes

@@ -1,0 +1,391 @@
+"""The optimizer of a program, in one process: its updates of tensors and pieces, its groups, its norm."""
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from split_optimizers import (
+    ELEMENTWISE,
+    EVERY,
+    SHAPES,
+    Anchored,
+    Declared,
+    Plain,
+    Split,
+    alone,
+    by_group,
+    gradients,
+    model,
+    require_same,
+    two,
+)
+from torch import Tensor, nn, optim
+from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
+
+from pipec.errors import InputError
+from pipec.ir import Piece
+from pipec.runtime.optimizers import (
+    PipelineOptimizer,
+    clip_factor,
+    is_elementwise,
+    state_bytes,
+    sum_of_squares,
+)
+from pipec.runtime.optimizers.factory import Factory, Named, stand_in
+
+every_factory = pytest.mark.parametrize("factory", EVERY.values(), ids=EVERY.keys())
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+
+
+@every_factory
+@dtypes
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_updates_have_the_bits_of_the_whole_optimizer(
+    factory: Factory, num_replicas: int, dtype: torch.dtype
+) -> None:
+    split, plain = Split(factory, num_replicas, dtype=dtype), Plain(factory, dtype=dtype)
+    for number in range(20):
+        split.step(number)
+        plain.step(number)
+    require_same(split, plain)
+
+
+def test_pieces_are_cut_where_the_optimizer_allows_it() -> None:
+    counts = {EVERY["AdamW"]: 3, Declared: 3, EVERY["Adafactor"]: 1, two: 1}
+    for factory, count in counts.items():
+        pieces = [p for stage in Split(factory, 3).stages for p in stage.pieces if p.name == "a.weight"]
+        assert len(pieces) == count
+
+
+@pytest.mark.parametrize("factory", [EVERY["SGD"], EVERY["AdamW"], EVERY["Adafactor"], two])
+def test_a_parameter_without_gradient_keeps_its_value_and_its_state(factory: Factory) -> None:
+    split, plain = Split(factory, 2), Plain(factory)
+    for number in range(6):
+        without = ("a.weight", "b.bias") if number in (0, 3, 4) else ()
+        split.step(number, without)
+        plain.step(number, without)
+    require_same(split, plain)
+    assert all(parameter.grad is None for parameter in split.parameters.values())
+
+
+def test_the_factor_of_clipping_is_that_of_torch() -> None:
+    factory = ELEMENTWISE["SGD"]
+    split, plain = Split(factory, 3), Plain(factory)
+    for number, max_norm in enumerate((1.0, 100.0, 0.01)):
+        drawn = gradients(number, plain.parameters)
+        pieces = [piece for stage in split.stages for piece in stage.pieces]
+        parts = [drawn[piece.name].view(-1)[piece.start : piece.stop] for piece in pieces]
+        square = torch.stack([sum_of_squares([part]) for part in parts]).sum()
+        split.step(number, factor=clip_factor(square, max_norm))
+        for name, parameter in plain.parameters.items():
+            parameter.grad = drawn[name]
+        norm = nn.utils.clip_grad_norm_(plain.parameters.values(), max_norm)
+        plain.optimizers[0].step()
+        torch.testing.assert_close(square.sqrt().float(), norm, rtol=1e-6, atol=0)
+        assert (norm > max_norm) == (number != 1)
+    for name, parameter in plain.parameters.items():
+        torch.testing.assert_close(split.parameters[name], parameter, rtol=1e-6, atol=1e-7)
+
+
+def test_norms_of_sparse_complex_and_no_gradients() -> None:
+    sparse = torch.sparse_coo_tensor([[1, 1]], [3.0, 1.0], (4,), check_invariants=True)
+    assert sum_of_squares([sparse, torch.tensor([3 + 4j])]) == 16 + 25
+    assert clip_factor(sum_of_squares([]), 1.0) == 1
+    assert sum_of_squares([torch.full((10,), 1e30)]).isfinite()
+
+
+# groups and hyperparameters
+
+SCHEDULERS: dict[str, Callable[[optim.Optimizer], LRScheduler]] = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 0.9**epoch),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=20),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=3),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, T_0=4),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o, 0.1, 3), lr_scheduler.ExponentialLR(o, 0.9)], milestones=[4]
+    ),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.LinearLR(o, 0.1), lr_scheduler.MultiStepLR(o, [3, 6])], optimizer=o
+    ),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
+    "SWALR": lambda o: optim.swa_utils.SWALR(o, swa_lr=0.05, anneal_epochs=5),
+}
+
+
+@pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS.keys())
+@pytest.mark.parametrize("factory", [EVERY["SGD"], by_group], ids=["SGD", "groups"])
+def test_lr_schedulers_work_as_on_the_plain_optimizer(
+    factory: Factory, make: Callable[[optim.Optimizer], LRScheduler]
+) -> None:
+    split, plain = Split(factory, 2), Plain(factory)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        schedulers = [make(split.optimizer), make(plain.optimizers[0])]
+        for number in range(10):
+            split.step(number)
+            plain.step(number)
+            for each in schedulers:
+                each.step(1.0) if isinstance(each, lr_scheduler.ReduceLROnPlateau) else each.step()
+    assert schedulers[0].get_last_lr() == schedulers[1].get_last_lr() != [0.1]
+    require_same(split, plain)
+
+
+def test_a_scheduler_that_steps_first_is_warned_about() -> None:
+    split = Split(EVERY["SGD"])
+    scheduler = lr_scheduler.ExponentialLR(split.optimizer, 0.5)
+    with pytest.warns(UserWarning, match=r"before `optimizer.step\(\)`"):
+        scheduler.step()
+
+
+def test_a_learning_rate_that_is_a_tensor_is_followed() -> None:
+    factories = [partial(optim.Adam, lr=torch.tensor(0.1), foreach=False) for _ in range(2)]
+    split, plain = Split(factories[0], 2), Plain(factories[1])
+    schedulers = [lr_scheduler.ExponentialLR(each, 0.5) for each in (split.optimizer, plain.optimizers[0])]
+    for number in range(5):
+        split.step(number)
+        plain.step(number)
+        for each in schedulers:
+            each.step()
+    assert split.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 / 32)
+    require_same(split, plain)
+
+
+def test_what_is_written_into_a_group_holds_from_the_next_update_on() -> None:
+    split, plain = Split(by_group, 2), Plain(by_group)
+    for number in range(6):
+        for groups in (split.optimizer.param_groups, plain.optimizers[0].param_groups):
+            groups[1]["weight_decay"] = 0.1 * number
+            groups[0]["betas"] = (0.5, 0.9 + 0.01 * number)
+        split.step(number)
+        plain.step(number)
+    require_same(split, plain)
+
+
+def test_the_groups_are_those_of_the_whole_model() -> None:
+    groups = Split(by_group, 3).optimizer.param_groups
+    assert groups[0]["param_names"] == ["a.weight", "b.weight"]
+    assert groups[1]["param_names"] == ["a.bias", "scale", "b.bias"]
+    assert [(group["weight_decay"], group["lr"]) for group in groups] == [(0.1, 0.01), (0.01, 0.02)]
+    split = Split(two, 2)
+    assert [group.keys() >= {"ns_steps"} for group in split.optimizer.param_groups] == [True, False]
+    assert split.optimizer.param_groups[0]["params"][1] is split.parameters["b.weight"]
+    assert split.optimizer.elementwise == {"a.bias", "scale", "b.bias"}
+
+
+def test_a_factory_sees_the_whole_model_wherever_it_is_called() -> None:
+    """It may count layers, look at shapes and at marks that the model has set on its parameters."""
+    seen = []
+
+    def make(named: Named) -> optim.Optimizer:
+        seen.append([(name, each.shape, each.dtype, getattr(each, "mark", None)) for name, each in named])
+        groups = [{"params": [(name, each)], "lr": 0.1 / (1 + i)} for i, (name, each) in enumerate(named)]
+        return optim.SGD(groups, lr=1.0)
+
+    parameters = model()
+    parameters["a.weight"].mark = "large"
+    optimizer = PipelineOptimizer(make, parameters)
+    sliced = parameters["a.weight"].detach().view(-1)[:64]
+    stage = optimizer.on_stage(
+        {Piece("a.weight", 0, 64): sliced, Piece("b.bias", 0, 5): parameters["b.bias"]}
+    )
+    assert seen[0] == seen[1]
+    assert seen[0][0] == ("a.weight", (13, 79), torch.float32, "large")
+    before = sliced.clone(), parameters["b.bias"].detach().clone()
+    stage.update({"a.weight": torch.ones(64), "b.bias": torch.ones(5)})
+    torch.testing.assert_close(sliced, before[0] - 0.1)
+    torch.testing.assert_close(parameters["b.bias"].detach(), before[1] - 0.1 / 5)
+
+
+def test_stand_ins_take_no_memory() -> None:
+    huge = {"w": nn.Parameter(torch.empty(1 << 20, 1 << 20, device="meta"))}  # 4 TiB
+    optimizer = PipelineOptimizer(optim.AdamW, huge)
+    stage = optimizer.on_stage({Piece("w", 0, 64): torch.zeros(64)})
+    stage.update({"w": torch.ones(64)})
+    assert state_bytes(optim.AdamW, huge) == {"w": 2 * 4 * (1 << 40) + 4}
+
+
+def test_a_stand_in_has_no_values_to_go_by() -> None:
+    """An optimizer that is made of values and is given pieces then has NaN, and not the wrong numbers."""
+    made = stand_in(torch.ones(3, 4, dtype=torch.bfloat16), "cpu")
+    assert made.isnan().all()
+    assert (made.shape, made.dtype, made.untyped_storage().nbytes()) == ((3, 4), torch.bfloat16, 2)
+    assert stand_in(torch.ones(3, dtype=torch.int8), "cpu").shape == (3,)
+
+
+@pytest.mark.parametrize("factory", [two, EVERY["Adafactor"], Anchored])
+def test_whole_parameters_may_lie_in_a_flat_buffer(factory: Factory) -> None:
+    split, plain = Split(factory), Plain(factory)
+    buffer = torch.cat([each.detach().view(-1) for each in split.parameters.values()])
+    parts = buffer.split([each.numel() for each in split.parameters.values()])
+    owned = {Piece(name, 0, part.numel()): part for name, part in zip(SHAPES, parts, strict=True)}
+    split.stages = [split.optimizer.on_stage(owned)]
+    split.optimizer.attach(split.stages, alone)
+    for number in range(3):
+        split.step(number)
+        plain.step(number)
+    for part, parameter in zip(parts, plain.parameters.values(), strict=True):
+        assert torch.equal(part, parameter.view(-1))
+
+
+@pytest.mark.parametrize("factory", [optim.SparseAdam, partial(optim.SGD, lr=0.1)], ids=["SparseAdam", "SGD"])
+def test_sparse_gradients_of_whole_parameters(factory: Factory) -> None:
+    table, plain = (nn.Parameter(torch.ones(4, 2)) for _ in range(2))
+    optimizer, expected = PipelineOptimizer(factory, {"table": table}), factory([("table", plain)])
+    gradient = torch.sparse_coo_tensor([[1, 3]], [[3.0, 1.0], [1.0, 1.0]], (4, 2), check_invariants=True)
+    plain.grad = gradient * 0.5
+    expected.step()  # type: ignore[union-attr]
+    optimizer.on_stage({Piece("table", 0, 8): table}).update({"table": gradient}, torch.tensor(0.5))
+    assert torch.equal(table, plain)
+    assert not torch.equal(table, torch.ones(4, 2))
+
+
+def test_processes_can_tell_whether_they_have_the_same_optimizer() -> None:
+    facts = [Split(each).optimizer.facts() for each in (by_group, by_group, two, EVERY["SGD"])]
+    assert facts[0] == facts[1]
+    assert facts[2]["group 0 of the optimizer"].startswith("Muon, 2 parameters, adjust_lr_fn=None")
+    other = Split(by_group).optimizer
+    other.param_groups[1]["lr"] = 0.5
+    assert len({str(each) for each in [*facts, other.facts()]}) == 4
+
+
+def test_hooks_after_the_step_run_once_per_step() -> None:
+    split, calls = Split(EVERY["AdamW"], 3), []
+    split.optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    split.step(0)
+    split.step(1)
+    assert len(calls) == 2
+
+
+def test_zero_grad_clears_the_parameters() -> None:
+    split = Split(EVERY["AdamW"])
+    split.parameters["scale"].grad = torch.ones(())
+    split.optimizer.zero_grad()
+    assert split.parameters["scale"].grad is None
+
+
+# what is refused
+
+
+class Coupled(optim.Optimizer):
+    """Keeps a number for all parameters in its group, as Prodigy does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1.0, "d": 1.0})
+
+    def step(self, closure: Any = None) -> None:
+        self.param_groups[0]["d"] *= 2
+
+
+class Global(optim.Optimizer):
+    """Keeps state for no parameter."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1.0})
+
+    def step(self, closure: Any = None) -> None:
+        self.state["everything"] = {"calls": 1}
+
+
+class Undeclared(optim.AdamW):
+    """Might do anything."""
+
+
+def changing() -> Factory:
+    calls = []
+
+    def make(named: Named) -> optim.Optimizer:
+        calls.append(1)
+        cut = len(calls)
+        return optim.SGD([{"params": named[:cut]}, {"params": named[cut:]}])
+
+    return make
+
+
+FOREIGN = nn.Parameter(torch.zeros(3, 3))
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        (lambda named: None, "returned None; expected a torch.optim.Optimizer"),
+        (lambda named: [], r"returned \[\]; expected"),
+        (lambda named: [optim.SGD(named), "AdamW"], "expected a torch.optim.Optimizer or a list"),
+        (lambda named: optim.SGD([FOREIGN]), r"a tensor of shape \[3, 3\] that it was not given"),
+        (lambda named: optim.SGD(named[1:]), "left out a.weight and 0 other parameters"),
+        (lambda named: [optim.SGD(named), optim.SGD(named[:1])], "gave a.weight to more than one"),
+        (lambda named: optim.LBFGS([each for _, each in named]), "LBFGS evaluates the model several times"),
+        (changing(), "groups of 2, 3 parameters instead of groups of 1, 4 parameters"),
+    ],
+)
+def test_a_factory_that_does_not_serve_is_refused(factory: Factory, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Split(factory)
+
+
+def test_a_frozen_parameter_may_be_left_out() -> None:
+    parameters = model()
+    parameters["a.weight"].requires_grad_(False)
+    trained: Factory = lambda named: optim.SGD([pair for pair in named if pair[1].requires_grad])  # noqa: E731
+    assert "a.weight" not in PipelineOptimizer(trained, parameters).param_groups[0]["param_names"]
+
+
+def test_an_optimizer_that_is_not_known_gets_whole_tensors() -> None:
+    split = Split(Undeclared, 3)
+    assert split.optimizer.elementwise == set()
+    with pytest.raises(InputError, match=r"Undeclared would get part of a.weight.*pipec_elementwise = True"):
+        split.optimizer.on_stage({Piece("a.weight", 0, 64): torch.zeros(64)})
+    assert not is_elementwise(optim.Adafactor([FOREIGN]))
+
+
+def test_an_optimizer_with_numbers_for_all_parameters_is_refused() -> None:
+    with pytest.raises(InputError, match="Coupled changes 'd' of its parameter groups"):
+        Split(Coupled).step(0)
+
+
+def test_state_of_no_parameter_is_refused() -> None:
+    split = Split(Global)
+    split.step(0)
+    with pytest.raises(InputError, match="state under 'everything' that belongs to no parameter"):
+        split.optimizer.state_dict()
+
+
+def test_what_the_program_does_by_itself_is_refused() -> None:
+    optimizer = Split(EVERY["AdamW"]).optimizer
+    with pytest.raises(InputError, match=r"pipe.step\(...\) has made the update already"):
+        optimizer.step()
+    with pytest.raises(InputError, match="are those that the factory made"):
+        optimizer.add_param_group({"params": [FOREIGN]})
+    with pytest.raises(InputError, match=r"clip with clip_grad_norm=..."):
+        optimizer.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(InputError, match="before you pass it"):
+        optimizer.register_load_state_dict_pre_hook(lambda *_: None)
+
+
+# bytes of state
+
+
+@pytest.mark.parametrize("factory", EVERY.values(), ids=EVERY.keys())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bytes_of_state_are_those_of_a_plain_update(factory: Factory, dtype: torch.dtype) -> None:
+    plain = Plain(factory, dtype=dtype)
+    plain.step(0)
+    names = {id(each): name for name, each in plain.parameters.items()}
+    expected = {
+        names[id(parameter)]: sum(each.nbytes for each in entries.values() if isinstance(each, Tensor))
+        for optimizer in plain.optimizers
+        for parameter, entries in optimizer.state.items()
+    }
+    assert state_bytes(factory, model(dtype=dtype)) == {
+        name: expected.get(name, 0) for name in names.values()
+    }
+
+
+def test_frozen_parameters_have_no_state_and_what_cannot_be_tried_has_no_number() -> None:
+    parameters = model()
+    parameters["b.bias"].requires_grad_(False)
+    assert state_bytes(optim.AdamW, parameters)["b.bias"] == 0  # type: ignore[index]
+    assert state_bytes(partial(optim.AdamW, capturable=True), parameters) is None
