@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pipec.errors import InputError
+from pipec.ir.batch import leaf_path
 from pipec.torch_compat import pytree
 
 
@@ -38,7 +39,7 @@ class Call:
     def paths(self) -> list[str]:
         """The name of each leaf as a person would write it: ``args[0]``, ``kwargs['mask']``, ``target``."""
         tree = dict(zip(("args", "kwargs", "target"), self.tree, strict=True))
-        return [_path(keys) for keys, _ in pytree.tree_flatten_with_path(tree)[0]]
+        return [leaf_path(keys) for keys, _ in pytree.tree_flatten_with_path(tree)[0]]
 
     @property
     def batch_size(self) -> int:
@@ -113,7 +114,3 @@ def _kind(leaf: Any, batched: bool, path: str) -> Hashable:
             "torch.export.register_dataclass"
         ) from None
     return type(leaf), leaf
-
-
-def _path(keys: tuple[Any, ...]) -> str:
-    return str(keys[0].key) + "".join(str(key) for key in keys[1:])

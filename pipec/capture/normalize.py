@@ -69,6 +69,7 @@ class Traced:
     symbolic: bool
     fqns: Mapping[str, str]
     constants: Mapping[str, Tensor]
+    training: bool
 
 
 class ValueDependentError(Exception):
@@ -116,6 +117,8 @@ def training_graph(traced: Traced) -> TrainingGraph:
             tuple(guard.subs(traced.joint.replacements) for guard in traced.joint.guards),
             constants={**_used(graph, traced.constants), **_lift_constants(module, traced.mode)},
             output_spec=output_spec,
+            paths=tuple(traced.call.paths),
+            training=traced.training,
         )
     )
 

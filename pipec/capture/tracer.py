@@ -214,7 +214,17 @@ class _Tracer:
         _warn_of_changed_state(self._step.model, captured.changed_state)
         joint = torch_compat.differentiate(captured, training=self._mode is Mode.TRAIN)
         return training_graph(
-            Traced(joint, self._mode, operators, sample, size, symbolic, self._fqns, self._constants)
+            Traced(
+                joint,
+                self._mode,
+                operators,
+                sample,
+                size,
+                symbolic,
+                self._fqns,
+                self._constants,
+                self._step.model.training,
+            )
         )
 
 

@@ -22,11 +22,9 @@ def check(directory: Artifact, as_json: Json = False) -> None:
     JSON keys: stages, ranks, instructions.
     """
     with status("loading torch"):
-        from pipec.artifact.check import check_artifact
-        from pipec.artifact.directory import read
+        from pipec.artifact.check import read_verified
 
-    artifact, _ = read(directory)
-    check_artifact(artifact)
+    artifact, _ = read_verified(directory)
     stages, ranks = len(artifact.sources), len(artifact.programs)
     instructions = sum(len(program.instructions) for program in artifact.programs)
     if as_json:
@@ -67,7 +65,7 @@ def run(
     losses, seconds = [], []
     for step, batch in zip(range(steps), batches, strict=False):
         started = time.perf_counter()
-        losses.append(pipe.step(*batch).item())
+        losses.append(pipe.step_on(batch).item())
         seconds.append(time.perf_counter() - started)
         if not as_json:
             log(f"step {step:4}  loss {losses[-1]:.6f}  {format_seconds(seconds[-1])}")

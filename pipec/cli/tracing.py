@@ -38,10 +38,10 @@ def trace(
     pipe, _ = load_filled(directory, seed)
     batches = random_batches(pipe.plan, int_high)
     for _ in range(WARMUP):
-        pipe.step(*next(batches))
+        pipe.step_on(next(batches))
     with pipe.record() as recorded:
         for _ in range(steps):
-            pipe.step(*next(batches))
+            pipe.step_on(next(batches))
     measured = [measured_timeline(step.programs, step.stamps) for step in recorded]
     timelines = Trace(simulate_plan(pipe.plan, pipe.programs), measured).timelines()
     shown = [Step.of_plan(pipe.plan, timeline, name) for name, timeline in timelines.items()]

@@ -40,7 +40,8 @@ class TrainingGraph:
     ``results`` describes the graph's outputs in order; ``output_spec`` is the tree whose leaves they are.
     ``batch`` is the symbol of the microbatch size in every shape; it is None if the graph is for
     ``batch_size`` rows alone. The graph serves a microbatch size for which all ``guards`` hold.
-    ``ranks[k]`` is the rank that acts as the k-th of a schedule; if there are none, rank k does.
+    ``ranks[k]`` is the rank that acts as the k-th of a schedule; if there are none, rank k does. ``paths``
+    names the leaves of the arguments, and ``training`` is the mode of the model.
     """
 
     module: fx.GraphModule
@@ -55,6 +56,8 @@ class TrainingGraph:
     ranks: tuple[int, ...] = ()
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     output_spec: pytree.TreeSpec | None = None
+    paths: tuple[str, ...] = ()
+    training: bool = True
 
     @property
     def nodes(self) -> Iterator[fx.Node]:

@@ -62,9 +62,10 @@ class Plan:
     """Everything decided before code is generated. ``placement`` says which rank runs each stage.
 
     ``outputs`` names the results in the order of the leaves of what the model returns;
-    ``link_seconds[i]`` is how long ``links[i]`` takes. ``parameters`` and ``buffers`` are named by FQN.
-    ``ending`` is what the step does besides its microbatches. ``alternatives`` are the other ways that were
-    considered, the fastest first.
+    ``arguments`` names all leaves of ``step``'s arguments, of which ``inputs`` are those that a stage reads;
+    ``training`` is the mode that the model was captured in. ``link_seconds[i]`` is how long ``links[i]``
+    takes. ``parameters`` and ``buffers`` are named by FQN. ``ending`` is what the step does besides its
+    microbatches. ``alternatives`` are the other ways that were considered, the fastest first.
     """
 
     mode: Mode
@@ -80,6 +81,8 @@ class Plan:
     inputs: tuple[Input, ...] = ()
     outputs: tuple[str, ...] = ()
     dynamic_batch: bool = True
+    arguments: tuple[str, ...] = ()
+    training: bool = True
     ending: Ending = NOTHING_MORE
     alternatives: tuple[Alternative, ...] = ()
 

@@ -73,6 +73,8 @@ def build_plan(
         inputs=tuple(_inputs(graph, stages, names)),
         outputs=tuple(names[node] for role, node in graph.outputs if isinstance(role, Output)),
         dynamic_batch=graph.batch is not None,
+        arguments=graph.paths,
+        training=graph.training,
         ending=build_ending(ending, graph.mode, stages, values, links, schedule.placement, topology),
     )
 

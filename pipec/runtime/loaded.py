@@ -1,6 +1,6 @@
 """A saved artifact, ready to train: no model and no compiler, only the plan, the code and the programs."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pipec.artifact.directory import Artifact, read
+from pipec.artifact.check import read_verified
+from pipec.artifact.directory import Artifact
 from pipec.errors import InputError
 from pipec.ir import Input, Plan, Value
-from pipec.ir.batch import split_sizes
+from pipec.ir.batch import leaf_path, split_sizes
 from pipec.ir.text import format_value
 from pipec.runtime.batch import dense
 from pipec.runtime.execution import Ranks
@@ -28,10 +29,11 @@ def load(directory: str | Path, devices: Devices | None = None, timeout: float =
     were not saved are on the meta device until ``to_empty`` and ``load_state_dict`` give them values.
 
     Raises:
-        ArtifactError: the directory does not hold an intact artifact of this format.
+        ArtifactError, VerifyError: the directory does not hold an intact artifact of this format, or its
+            programs are not one correct step.
         InputError: the devices do not match the ranks of the plan.
     """
-    artifact, tensors = read(Path(directory))
+    artifact, tensors = read_verified(Path(directory))
     num_ranks = artifact.plan.num_ranks
     ranks = Ranks(devices if devices is not None else num_ranks, timeout)
     if ranks.count != num_ranks:
@@ -46,15 +48,27 @@ class LoadedPipeline(Handle):
 
     def __init__(self, artifact: Artifact, tensors: dict[str, Tensor], ranks: Ranks) -> None:
         super().__init__(ranks, artifact)
+        self.training = artifact.plan.training
         hold(self, _tensors_of(artifact.plan, tensors, artifact.constants, ranks))
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
         """The same as ``Pipeline.step``, for arguments of the shapes that the artifact was compiled for.
 
         Raises:
-            InputError: the arguments have other shapes or types. Nothing was sent then.
+            InputError: the arguments have other names, shapes or types. Nothing was sent then.
         """
-        leaves = [dense(leaf) for leaf in pytree.tree_leaves((args, dict(sorted(kwargs.items())), target))]
+        tree = {"args": args, "kwargs": dict(sorted(kwargs.items())), "target": target}
+        found = {leaf_path(keys): leaf for keys, leaf in pytree.tree_flatten_with_path(tree)[0]}
+        if list(found) != list(self.plan.arguments):
+            raise InputError(
+                f"step was given {_listed(found)}; this artifact was made for "
+                f"{_listed(self.plan.arguments)}. Pass the same, by position or by name as there"
+            )
+        return self.step_on(list(found.values()))
+
+    def step_on(self, leaves: Sequence[Any]) -> Tensor:
+        """As ``step``, for the leaves of its arguments in the order of the plan's ``arguments``."""
+        leaves = [dense(leaf) for leaf in leaves]
         plan = self._artifact.plan
         batch = _batch_size(plan, leaves)
         for given in plan.inputs:
@@ -71,6 +85,20 @@ class LoadedPipeline(Handle):
         results = execution.run(leaves, sizes, batch, self._seed, self._num_steps, self._recorded)
         self._num_steps += 1
         return results["loss"]
+
+    def train(self, mode: bool = True) -> "LoadedPipeline":
+        """Do nothing if that is the mode that the artifact was made in.
+
+        Raises:
+            InputError: it was made in the other mode, and holds no code for this one.
+        """
+        if mode != self.plan.training:
+            made, call = ("training", "eval") if self.plan.training else ("evaluation", "train")
+            raise InputError(
+                f"this artifact holds the step of a model in {made} mode, and no other code. Call {call}() "
+                "on the pipeline of pipec.compile, then prepare(...) and save(...)"
+            )
+        return super().train(mode)
 
     @property
     def plan(self) -> Plan:
@@ -120,6 +148,10 @@ def _check(given: Input, leaves: Sequence[Any], batch: int) -> None:
     if not (isinstance(leaf, Tensor) and leaf.dtype == dtype and leaf.shape == shape):
         found = f"{leaf.dtype} of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
         raise InputError(f"{given.path} is {found}; expected {dtype} of shape {shape}")
+
+
+def _listed(paths: Iterable[str]) -> str:
+    return ", ".join(paths) or "nothing"
 
 
 def _leaf(given: Input, leaves: Sequence[Any]) -> Any:
