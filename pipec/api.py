@@ -17,19 +17,17 @@ from pipec.compiler.pass_list import CompilerOptions
 from pipec.compiler.policy import ScheduleChoice, check_choice, policy_for
 from pipec.cost.profile import Profile, load_profile
 from pipec.errors import InputError
-from pipec.hardware.calibration import default_device_model
+from pipec.hardware.calibration import default_device_model, usable_device
 from pipec.hardware.devices import DeviceModel, LinkModel
 from pipec.hardware.topology import Topology, alike, read_topology
 from pipec.ir import Mode
+from pipec.ir.arguments import FLAG, FUNCTION, NONE, SECONDS, check_arguments, instance, one_of, shown, whole
 from pipec.pipeline import Pipeline
 from pipec.profiler import Show, profile_graph
 from pipec.runtime.execution import Ranks
 from pipec.runtime.facts import Facts, argument_fact, differences, tensor_kind
 from pipec.runtime.holder import ModelTensors
-from pipec.runtime.launch import Devices
-
-RECOMPUTE = ("auto", "none", "full")
-BATCH = ("same", "rank0")
+from pipec.runtime.launch import DEVICE, DEVICES, Devices
 
 
 @dataclass(frozen=True)
@@ -41,6 +39,9 @@ class Example:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     target: Any = None
     loss_fn: Callable[..., Any] | None = None
+
+    def __post_init__(self) -> None:
+        check_arguments(EXAMPLE, vars(self))
 
 
 def compile(
@@ -102,6 +103,7 @@ def compile(
         InputError: an argument does not fit, ``devices`` contradicts the number of processes started, or
             these passed different arguments. (``device_model`` and ``profile`` may differ; rank 0's count.)
     """
+    check_arguments(COMPILE, locals())
     ranks = Ranks(devices, timeout)
     if ranks.world.distributed:
         _require_same_arguments(
@@ -119,11 +121,6 @@ def compile(
             topology=Path(topology) if isinstance(topology, str) else topology,
             dynamic=dynamic,
         )
-    for name, value, known in (("recompute", recompute, RECOMPUTE), ("batch", batch, BATCH)):
-        if value not in known:
-            raise InputError(f"{name} is {value!r}; expected one of {', '.join(map(repr, known))}")
-    if microbatches is not None and microbatches < 1:
-        raise InputError(f"microbatches is {microbatches}; expected at least 1, or None to let pipec choose")
     limit = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
     policy = policy_for(schedule, ranks.count, stages, replicas)
     microbatches = check_choice(policy, microbatches)
@@ -148,6 +145,46 @@ def compile(
         searches_replicas=replicas == "auto",
     )
     return Pipeline(compiler, tensors, ranks, batch)
+
+
+_FILE = instance("the path of its file", str, Path)
+
+EXAMPLE = {
+    "model": instance("an nn.Module", nn.Module),
+    "args": instance("a tuple of the model's arguments", tuple, list),
+    "kwargs": instance("a dict of the model's keyword arguments", Mapping),
+    "loss_fn": FUNCTION | NONE,
+}
+"""What each field of an ``Example`` must be."""
+
+COMPILE = {
+    "model": instance("an nn.Module", nn.Module),
+    "devices": DEVICES,
+    "loss_fn": FUNCTION | NONE,
+    "schedule": instance("the name of a schedule, a Path to a file of compute orders", str, Path) | FUNCTION,
+    "microbatches": whole(1, 2**20) | NONE,
+    "stages": whole(1, 2**20) | NONE,
+    "replicas": whole(1, 2**20) | one_of("auto") | instance("a tuple with the number of each stage", tuple),
+    "batch": one_of("same", "rank0"),
+    "recompute": one_of("auto", "none", "full"),
+    "memory_limit": whole(1, 2**63 - 1) | instance("text such as '16GiB'", str) | NONE,
+    "topology": instance("a pipec.Topology", Topology) | _FILE | NONE,
+    "device_model": instance("what pipec.calibrate returns", DeviceModel) | NONE,
+    "profile": instance("a pipec.Profile", Profile) | _FILE | NONE,
+    "dynamic": FLAG,
+    "timeout": SECONDS,
+}
+"""What each argument of ``compile`` must be. What the arguments mean together is checked where they meet."""
+
+PROFILE = {
+    "example": instance("a pipec.Example", Example),
+    "microbatch_size": whole(1, 2**63 - 1) | NONE,
+    "device": DEVICE,
+    "repeats": whole(1, 10**6),
+    "ranks": whole(1, 1024),
+    "show": FUNCTION,
+}
+"""What each argument of ``profile`` must be."""
 
 
 def _require_same_arguments(ranks: Ranks, model: nn.Module, **given: object) -> None:
@@ -195,16 +232,14 @@ def profile(
         CaptureError: the model cannot be captured.
         InputError: ``microbatch_size`` or ``repeats`` does not fit, or the device is meta.
     """
+    check_arguments(PROFILE, locals())
     call = Call(example.args, dict(example.kwargs), example.target)
     size = max(1, call.batch_size // 8) if microbatch_size is None else microbatch_size
     if not 1 <= size <= call.batch_size:
         raise InputError(
             f"microbatch_size is {size}; expected 1 to the {call.batch_size} rows of the example"
         )
-    for what, number in (("repeats", repeats), ("ranks", ranks)):
-        if number < 1:
-            raise InputError(f"{what} is {number}; expected at least 1")
-    where = torch.device(device)
+    where = usable_device(device)
     model, call = on_device(example.model, call.rows(0, size), where)
     graph = capture(model, example.loss_fn, Mode.TRAIN, call, ModelTensors.of(model).canonical, where)
     return profile_graph(graph, model, call, where, repeats, ranks, show)
@@ -228,10 +263,15 @@ def topology_of(given: Topology | str | Path | None, num_ranks: int, link: LinkM
 
 def parse_bytes(text: str) -> int:
     """``"16GiB"``, ``"500 MB"`` or ``"1e9"`` as a number of bytes. Raises InputError."""
-    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
-    if not match:
+    match = re.fullmatch(
+        r"\s*(\d{1,20}(?:\.\d{0,20})?(?:e\d{1,2})?)\s*([kmgt]?)(i?)b?\s*", text.lower(), re.A
+    )
+    amount = 0.0
+    if match:
+        number, prefix, binary = match.groups()
+        amount = float(number) * (1024 if binary else 1000) ** (" kmgt".index(prefix or " "))
+    if not 1 <= amount < 2**63:
         raise InputError(
-            f"memory_limit is {text!r}; expected a number of bytes or text such as '16GiB' or '500MB'"
+            f"memory_limit is {shown(text)}; expected a number of bytes or text such as '16GiB' or '500MB'"
         )
-    number, prefix, binary = match.groups()
-    return int(float(number) * (1024 if binary else 1000) ** (" kmgt".index(prefix or " ")))
+    return int(amount)

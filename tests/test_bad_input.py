@@ -50,9 +50,11 @@ def make(model: nn.Module) -> Pipeline:
         (lambda p: p.step(X, target=Y[:6]), "target has 6 rows but the batch has 8"),
         (lambda p: p.step(X[:, :3].contiguous(), target=Y), "test_bad_input.py"),
         (lambda p: p.step(X.long(), target=Y), "test_bad_input.py"),
-        (lambda p: p.step(target=Y[0, 0]), "needs a batch to split"),
+        (lambda p: p.step(X[0, 0], target=Y[0, 0]), "needs a batch to split"),
+        (lambda p: p.step(target=Y), r"Net\.forward\(x: .* cannot be called so: missing a required .* 'x'"),
+        (lambda p: p.step(X, target=Y, mask=X), "got an unexpected keyword argument 'mask'"),
     ],
-    ids=["small batch", "no target", "target rows", "shape", "dtype", "no batch"],
+    ids=["small batch", "no target", "target rows", "shape", "dtype", "no batch", "nothing", "one more"],
 )
 def test_a_bad_call_is_refused_and_the_next_good_one_works(
     pipe: Pipeline, mistake: Callable[[Pipeline], Tensor], message: str

@@ -83,8 +83,15 @@ def write(artifact: Artifact, directory: Path, tensors: Mapping[str, Tensor] | N
     """Write the artifact, whole or not at all. An artifact that is there already is replaced.
 
     Raises:
-        ArtifactError: the directory holds something else.
+        ArtifactError: the directory holds something else, or cannot be written.
     """
+    try:
+        _replace(artifact, directory, tensors)
+    except (OSError, ValueError) as error:  # ValueError for a name that no file can have
+        raise ArtifactError(f"{directory} cannot be written: {error}") from error
+
+
+def _replace(artifact: Artifact, directory: Path, tensors: Mapping[str, Tensor] | None) -> None:
     if directory.exists() and any(directory.iterdir()) and not (directory / PLAN).exists():
         raise ArtifactError(
             f"{directory} is not empty and holds no {PLAN}, so it is no artifact of pipec to replace; "

@@ -1,11 +1,12 @@
 """The arguments of one call of the model, and which of their tensors are split along the batch."""
 
+import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipec.errors import InputError
 from pipec.ir.batch import leaf_path
@@ -51,6 +52,16 @@ class Call:
             "pipec needs a batch to split: no argument is a tensor with at least one dimension. "
             "Pass the inputs of the whole mini-batch to step()."
         )
+
+    def check(self, model: nn.Module) -> None:
+        """Raise InputError unless the model's ``forward`` takes these arguments. A hook may change them."""
+        if model._forward_pre_hooks:
+            return
+        taken = inspect.signature(model.forward)
+        try:
+            taken.bind(*self.args, **self.kwargs)
+        except TypeError as error:
+            raise InputError(f"{type(model).__name__}.forward{taken} cannot be called so: {error}") from None
 
     def signature(self) -> Hashable:
         """What a compilation depends on: calls with equal signatures can share one.

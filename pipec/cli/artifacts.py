@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipec.cli.options import Artifact, Json
+from pipec.cli.options import Artifact, IntHigh, Json, Seed, Steps
 from pipec.cli.output import show_json, status
 from pipec.console import log
 from pipec.ir.text import format_seconds
@@ -37,13 +37,13 @@ def check(directory: Artifact, as_json: Json = False) -> None:
 
 def run(
     directory: Artifact,
-    steps: Annotated[int, typer.Option(min=1, help="How many steps to run.")] = 1,
+    steps: Steps = 1,
     inputs: Annotated[
         Path | None,
         typer.Option(help="A safetensors file with one mini-batch, under the names in the generated code."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of all that is drawn at random.")] = 0,
-    int_high: Annotated[int, typer.Option(min=1, help="Random integers are below this.")] = 2,
+    seed: Seed = 0,
+    int_high: IntHigh = 2,
     as_json: Json = False,
 ) -> None:
     """Run a saved artifact: forward and backward of a mini-batch per step, without an optimizer.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipec.cli.drawing import check_output, draw, show_drawn
-from pipec.cli.options import Drawing, Json, ScheduleName, TopologyFile
+from pipec.cli.options import MOST_MICROBATCHES, Drawing, Json, ScheduleName, TopologyFile
 from pipec.cli.output import plan_facts, say, show_json
 from pipec.errors import InputError
 from pipec.ir.text import format_seconds
@@ -64,7 +64,8 @@ def plan_graph(
     ] = None,
     schedule: ScheduleName = "1f1b",
     microbatches: Annotated[
-        int | None, typer.Option(min=1, help="How many a step has; default: four for each stage.")
+        int | None,
+        typer.Option(min=1, max=MOST_MICROBATCHES, help="How many a step has; default: four a stage."),
     ] = None,
     output: Drawing = None,
     as_json: Json = False,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipec.cli.options import (
+    MOST_RANKS,
     Calibrate,
     Devices,
     Json,
@@ -29,7 +30,10 @@ if TYPE_CHECKING:
 def plan(
     target: Target,
     devices: Annotated[
-        int | None, typer.Option("--devices", min=1, help="Number of ranks; default: those of --topology.")
+        int | None,
+        typer.Option(
+            "--devices", min=1, max=MOST_RANKS, help="Number of ranks; default: those of --topology."
+        ),
     ] = None,
     schedule: ScheduleName = "1f1b",
     microbatches: Microbatches = None,

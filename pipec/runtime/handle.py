@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pipec.artifact.directory import Artifact
 from pipec.errors import InputError
 from pipec.ir import Plan, Program
+from pipec.ir.arguments import NUMBER, check_arguments, instance
 from pipec.runtime.execution import Execution, Ranks
 from pipec.runtime.facts import Facts, differences, rank_names
 from pipec.runtime.recording import RecordedStep
@@ -46,6 +47,7 @@ class Handle(nn.Module):
         It does what ``torch.nn.utils.clip_grad_norm_`` does to the unsplit model, wherever the parameters
         are; a tied parameter counts once. Every rank calls it. Returns the norm before.
         """
+        check_arguments(METHODS, locals())
         if self._ranks.world.distributed:
             self._require_same(f"clip_grad_norm_({max_norm}, {norm_type})", {})
         own = dict(self.named_parameters())
@@ -71,6 +73,7 @@ class Handle(nn.Module):
 
     def source(self, stage: int) -> str:
         """The generated Python of a stage."""
+        check_arguments(METHODS, locals())
         sources = self._artifact.sources
         if not 0 <= stage < len(sources):
             raise InputError(f"there is no stage {stage}: the pipeline has stages 0 to {len(sources) - 1}")
@@ -159,6 +162,10 @@ class Handle(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._executions.clear()
         return self
+
+
+METHODS = {"max_norm": NUMBER, "norm_type": NUMBER, "stage": instance("the number of a stage", int)}
+"""What the arguments of the methods must be."""
 
 
 def _refusal(every: Sequence[Facts]) -> str:

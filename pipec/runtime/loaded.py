@@ -12,6 +12,7 @@ from pipec.artifact.check import read_verified
 from pipec.artifact.directory import Artifact
 from pipec.errors import InputError
 from pipec.ir import Input, Plan, Value
+from pipec.ir.arguments import FLAG, NONE, SECONDS, check_arguments, instance
 from pipec.ir.batch import leaf_path, split_sizes
 from pipec.ir.text import format_value
 from pipec.runtime.batch import dense
@@ -19,7 +20,7 @@ from pipec.runtime.execution import Ranks
 from pipec.runtime.facts import leaf_fact
 from pipec.runtime.handle import Handle, homes
 from pipec.runtime.holder import ModelTensors, hold
-from pipec.runtime.launch import Devices
+from pipec.runtime.launch import DEVICES, Devices
 
 
 def load(directory: str | Path, devices: Devices | None = None, timeout: float = 300.0) -> "LoadedPipeline":
@@ -33,6 +34,7 @@ def load(directory: str | Path, devices: Devices | None = None, timeout: float =
             programs are not one correct step.
         InputError: the devices do not match the ranks of the plan.
     """
+    check_arguments(LOAD, locals())
     artifact, tensors = read_verified(Path(directory))
     num_ranks = artifact.plan.num_ranks
     ranks = Ranks(devices if devices is not None else num_ranks, timeout)
@@ -41,6 +43,14 @@ def load(directory: str | Path, devices: Devices | None = None, timeout: float =
             f"the artifact in {directory} is for {num_ranks} ranks, but devices asks for {ranks.count}"
         )
     return LoadedPipeline(artifact, tensors, ranks)
+
+
+LOAD = {
+    "directory": instance("the path of a folder", str, Path),
+    "devices": DEVICES | NONE,
+    "timeout": SECONDS,
+}
+"""What each argument of ``load`` must be."""
 
 
 class LoadedPipeline(Handle):
@@ -92,6 +102,7 @@ class LoadedPipeline(Handle):
         Raises:
             InputError: it was made in the other mode, and holds no code for this one.
         """
+        check_arguments({"mode": FLAG}, locals())
         if mode != self.plan.training:
             made, call = ("training", "eval") if self.plan.training else ("evaluation", "train")
             raise InputError(
