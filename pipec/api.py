@@ -21,7 +21,19 @@ from pipec.hardware.calibration import default_device_model, usable_device
 from pipec.hardware.devices import DeviceModel, LinkModel
 from pipec.hardware.topology import Topology, alike, read_topology
 from pipec.ir import Mode
-from pipec.ir.arguments import FLAG, FUNCTION, NONE, SECONDS, check_arguments, instance, one_of, shown, whole
+from pipec.ir.arguments import (
+    FLAG,
+    FUNCTION,
+    MOST_MICROBATCHES,
+    MOST_RANKS,
+    NONE,
+    SECONDS,
+    check_arguments,
+    instance,
+    one_of,
+    shown,
+    whole,
+)
 from pipec.pipeline import Pipeline
 from pipec.profiler import Show, profile_graph
 from pipec.runtime.execution import Ranks
@@ -162,9 +174,9 @@ COMPILE = {
     "devices": DEVICES,
     "loss_fn": FUNCTION | NONE,
     "schedule": instance("the name of a schedule, a Path to a file of compute orders", str, Path) | FUNCTION,
-    "microbatches": whole(1, 2**20) | NONE,
-    "stages": whole(1, 2**20) | NONE,
-    "replicas": whole(1, 2**20) | one_of("auto") | instance("a tuple with the number of each stage", tuple),
+    "microbatches": whole(1, MOST_MICROBATCHES) | NONE,
+    "stages": whole(1, MOST_RANKS) | NONE,
+    "replicas": whole(1, MOST_RANKS) | one_of("auto") | instance("a tuple of the numbers", tuple),
     "batch": one_of("same", "rank0"),
     "recompute": one_of("auto", "none", "full"),
     "memory_limit": whole(1, 2**63 - 1) | instance("text such as '16GiB'", str) | NONE,

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipec.cli.drawing import check_output, draw, show_drawn
-from pipec.cli.options import MOST_MICROBATCHES, Drawing, Json, ScheduleName, TopologyFile
+from pipec.cli.options import Drawing, Json, ScheduleName, TopologyFile
 from pipec.cli.output import plan_facts, say, show_json
 from pipec.errors import InputError
+from pipec.ir.arguments import MOST_MICROBATCHES
 from pipec.ir.text import format_seconds
 
 if TYPE_CHECKING:

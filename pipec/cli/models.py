@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipec.cli.options import (
-    MOST_RANKS,
     Calibrate,
     Devices,
     Json,
@@ -22,6 +21,7 @@ from pipec.cli.options import (
 from pipec.cli.output import plan_facts, show_json, show_python
 from pipec.cli.target import prepare
 from pipec.errors import InputError
+from pipec.ir.arguments import MOST_RANKS
 
 if TYPE_CHECKING:
     from pipec.pipeline import Pipeline

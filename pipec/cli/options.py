@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from pipec.ir.arguments import MOST_MICROBATCHES, MOST_RANKS
+
 
 class Recompute(StrEnum):
     """What ``pipec.compile`` takes as ``recompute``."""
@@ -14,9 +16,6 @@ class Recompute(StrEnum):
     NONE = "none"
     FULL = "full"
 
-
-MOST_RANKS, MOST_MICROBATCHES = 2**14, 2**20
-"""What ``pipec.compile`` takes as well."""
 
 Target = Annotated[
     str,

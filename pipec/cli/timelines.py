@@ -9,8 +9,6 @@ import typer
 
 from pipec.cli.drawing import check_output, draw, show_drawn
 from pipec.cli.options import (
-    MOST_MICROBATCHES,
-    MOST_RANKS,
     Devices,
     Drawing,
     Json,
@@ -22,6 +20,7 @@ from pipec.cli.options import (
 )
 from pipec.cli.output import show_json
 from pipec.errors import InputError
+from pipec.ir.arguments import MOST_MICROBATCHES, MOST_RANKS
 
 if TYPE_CHECKING:
     from pipec.schedules import Workload

@@ -79,7 +79,7 @@ def load_profile(path: str | Path) -> Profile:
         )
     try:
         profile = _parse(data)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise InputError(f"{path} is a damaged profile: {type(error).__name__} {error}") from error
     for name, seconds in profile.seconds().items():
         if not 0 <= seconds < math.inf:

@@ -72,6 +72,9 @@ def _is_number(value: object) -> bool:
         return False
 
 
+MOST_RANKS, MOST_MICROBATCHES = 2**12, 2**20
+"""More take minutes to plan for."""
+
 NUMBER = Kind("a number", _is_number)
 NONE = Kind("None", lambda x: x is None)
 FUNCTION = Kind("a function", callable)

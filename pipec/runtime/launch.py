@@ -13,12 +13,10 @@ import torch
 import torch.distributed as dist
 
 from pipec.errors import InputError
-from pipec.ir.arguments import Kind, whole
+from pipec.ir.arguments import MOST_RANKS, Kind, whole
 
 Devices = int | Sequence[str | torch.device]
 """How many devices, or which: entry r is the device of rank r."""
-
-_MOST_DEVICES = 2**14
 
 
 def _is_device(value: object) -> bool:
@@ -33,11 +31,11 @@ def _is_device(value: object) -> bool:
 def _are_devices(value: object) -> bool:
     if not isinstance(value, Sequence) or isinstance(value, str):
         return False
-    return 1 <= len(value) <= _MOST_DEVICES and all(_is_device(each) for each in value)
+    return 1 <= len(value) <= MOST_RANKS and all(_is_device(each) for each in value)
 
 
 DEVICE = Kind("a torch device such as 'cpu' or 'cuda:1'", _is_device)
-DEVICES = whole(1, _MOST_DEVICES) | Kind("a list of torch devices, such as ['cpu', 'cpu']", _are_devices)
+DEVICES = whole(1, MOST_RANKS) | Kind("a list of torch devices, such as ['cpu', 'cpu']", _are_devices)
 
 
 @dataclass(frozen=True)
