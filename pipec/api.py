@@ -1,8 +1,9 @@
 """The front door: compile a model, load a saved artifact, describe an example for the command line."""
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from pipec.capture.call import Call
+from pipec.capture.splitting import Batched
 from pipec.capture.tracer import capture
 from pipec.compiler.autotuner import Autotuner
 from pipec.compiler.compiler import Compiler, on_device
@@ -20,7 +22,7 @@ from pipec.errors import InputError
 from pipec.hardware.calibration import default_device_model, usable_device
 from pipec.hardware.devices import DeviceModel, LinkModel
 from pipec.hardware.topology import Topology, alike, read_topology
-from pipec.ir import Mode
+from pipec.ir import NOTHING_MORE, Ending, Mode, Shard
 from pipec.ir.arguments import (
     FLAG,
     FUNCTION,
@@ -28,8 +30,10 @@ from pipec.ir.arguments import (
     MOST_RANKS,
     NONE,
     SECONDS,
+    Kind,
     check_arguments,
     instance,
+    number,
     one_of,
     shown,
     whole,
@@ -40,6 +44,11 @@ from pipec.runtime.execution import Ranks
 from pipec.runtime.facts import Facts, argument_fact, differences, tensor_kind
 from pipec.runtime.holder import ModelTensors
 from pipec.runtime.launch import DEVICE, DEVICES, Devices
+from pipec.runtime.optimizers import Factory
+from pipec.runtime.updates import Updates
+from pipec.runtime.weights import WORDS, MicrobatchWeight, name_of
+
+GRADIENT_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,13 @@ def compile(
     microbatches: int | None = None,
     stages: int | None = None,
     replicas: int | tuple[int, ...] | str = 1,
+    optimizer: Factory | None = None,
+    clip_grad_norm: float | None = None,
+    shard: str | None = None,
+    gradient_dtype: str | None = None,
     batch: str = "same",
+    batched: Batched | None = None,
+    microbatch_weight: MicrobatchWeight | None = None,
     recompute: str = "auto",
     memory_limit: int | str | None = None,
     topology: Topology | str | Path | None = None,
@@ -81,8 +96,9 @@ def compile(
             own parameters are trained, on the devices of their stages. Under ``torchrun`` a process empties
             those of other processes' stages.
         devices: how many ranks, or the device of each. Under ``torchrun`` each process is one rank.
-        loss_fn: ``loss_fn(output, target)``, one floating-point number. None: the model returns its loss, as
-            a tensor, as ``.loss`` or under ``"loss"``.
+        loss_fn: ``loss_fn(output, target)``, one floating-point number; or ``(loss, logs)``, logs being
+            tensors by name, per row or reduced, which ``step`` keeps in ``logs``. None: the model returns its
+            loss, as a tensor, as ``.loss`` or under ``"loss"``.
         schedule: a name, such as ``1f1b`` or ``zb-h1``; ``"auto"`` for the fastest one found for the model's
             costs within the memory limit; a ``Path`` to a file of compute orders; or a function of the number
             of ranks and of microbatches that returns a ``Schedule``. See docs/schedules.md.
@@ -94,9 +110,26 @@ def compile(
         replicas: how many ranks share each stage: 2 makes two pipelines of half as many stages. ``(3, 2, 1)``
             puts the first of three stages on three ranks and so on, under ``1f1b``. ``"auto"``: as many as
             the simulated step is fastest with.
+        optimizer: makes the optimizer of ``(name, parameter)`` pairs, such as
+            ``functools.partial(torch.optim.AdamW, lr=1e-3)``; every step then ends with its update, and
+            ``pipe.optimizer`` is there for LR schedulers and checkpoints. See docs/optimizers.md. None: you
+            step an optimizer of your own, made of ``pipe.parameters()``.
+        clip_grad_norm: with ``optimizer``, the most that the norm of the whole model's gradients may be.
+        shard: with ``optimizer``, what replicas divide among themselves: ``"optimizer"`` its state,
+            ``"gradients"`` their sums, too, ``"parameters"`` everything (ZeRO 1, 2 and 3).
+        gradient_dtype: ``"bf16"`` or ``"fp16"`` lets gradients travel between replicas, and be summed there,
+            with fewer bits. None: as they are.
         batch: what each rank passes to ``step`` under ``torchrun``. ``"same"``: the same whole mini-batch,
             which every step compares: shapes, types, values up to 64 kB, 4,096 values of a larger tensor.
             ``"rank0"``: anything or nothing, because every rank gets what rank 0 passes.
+        batched: which arguments of ``step`` are split along their dimension 0, by name or position: 0 for one
+            that is, None for one that every microbatch needs whole, such as ``{"table": None}``; for an
+            argument of several tensors a structure of these. Arguments that are left out are split if they
+            have as many rows as the batch and the model computes with both; where it does not, an error asks.
+        microbatch_weight: how much the loss of a microbatch counts, where the model does not show it: a
+            function of what ``step`` takes, called with a microbatch's rows of it, that returns a number. The
+            loss is then the mean with these weights. ``"rows"`` is the mean by rows, and ``"sum"`` adds
+            losses up. None: read off the graph, and a warning says where that cannot be.
         recompute: ``"none"`` keeps every value the backward needs; ``"full"`` keeps only what a stage
             received and computes the rest again; ``"auto"`` does so where ``memory_limit`` forces it to.
         memory_limit: bytes per device, or text such as ``"16GiB"``. Optimizer state is not counted.
@@ -127,7 +160,13 @@ def compile(
             microbatches=microbatches,
             stages=stages,
             replicas=replicas,
+            optimizer=optimizer,
+            clip_grad_norm=clip_grad_norm,
+            shard=shard,
+            gradient_dtype=gradient_dtype,
             batch=batch,
+            batched=batched,
+            microbatch_weight=microbatch_weight,
             recompute=recompute,
             memory_limit=memory_limit,
             topology=Path(topology) if isinstance(topology, str) else topology,
@@ -143,7 +182,10 @@ def compile(
     joined = topology_of(topology, ranks.count, device_model.link)
     if limit is not None:
         joined = joined.within(limit)
-    options = CompilerOptions(device_model, joined, recompute, measured)
+    updates, ending = _updates(optimizer, clip_grad_norm, shard, tensors)
+    if gradient_dtype is not None:
+        ending = replace(ending, gradient_dtype=GRADIENT_DTYPES[gradient_dtype])
+    options = CompilerOptions(device_model, joined, recompute, measured, ending)
     tuner = Autotuner(policy, may_recompute=recompute == "auto")
     compiler = Compiler(
         model,
@@ -155,8 +197,27 @@ def compile(
         microbatches,
         dynamic,
         searches_replicas=replicas == "auto",
+        microbatch_weight=name_of(microbatch_weight),
     )
-    return Pipeline(compiler, tensors, ranks, batch)
+    return Pipeline(compiler, tensors, ranks, batch, updates, batched, microbatch_weight)
+
+
+def _updates(
+    factory: Factory | None, max_norm: float | None, shard: str | None, tensors: ModelTensors
+) -> tuple[Updates | None, Ending]:
+    """The optimizer of the programs, and what they are to do at the end of a step."""
+    if factory is None:
+        for name, value in (("clip_grad_norm", max_norm), ("shard", shard)):
+            if value is not None:
+                raise InputError(
+                    f"{name}={value!r} concerns the updates that a program makes; pass optimizer=..., such "
+                    "as functools.partial(torch.optim.AdamW, lr=1e-3), or leave it out"
+                )
+        return None, NOTHING_MORE
+    unique = {name: x for name, x in tensors.parameters.items() if tensors.canonical[name] == name}
+    kind = None if shard is None else Shard(shard)
+    ending = Ending(updates=True, clips=max_norm is not None, shard=kind)
+    return Updates(factory, max_norm, unique), ending
 
 
 _FILE = instance("the path of its file", str, Path)
@@ -177,7 +238,13 @@ COMPILE = {
     "microbatches": whole(1, MOST_MICROBATCHES) | NONE,
     "stages": whole(1, MOST_RANKS) | NONE,
     "replicas": whole(1, MOST_RANKS) | one_of("auto") | instance("a tuple of the numbers", tuple),
+    "optimizer": Kind("a function such as functools.partial(torch.optim.AdamW, lr=1e-3)", callable) | NONE,
+    "clip_grad_norm": number(0, math.inf) | NONE,
+    "shard": one_of(*map(str, Shard)) | NONE,
+    "gradient_dtype": one_of(*GRADIENT_DTYPES) | NONE,
     "batch": one_of("same", "rank0"),
+    "batched": instance("a dict of arguments to 0 or None", Mapping, Sequence) | whole(0, 0) | NONE,
+    "microbatch_weight": one_of(*WORDS) | FUNCTION | NONE,
     "recompute": one_of("auto", "none", "full"),
     "memory_limit": whole(1, 2**63 - 1) | instance("text such as '16GiB'", str) | NONE,
     "topology": instance("a pipec.Topology", Topology) | _FILE | NONE,

@@ -192,7 +192,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("schedule 1f1b --output /dev/null/x.svg", "/dev/null/x.svg cannot be written: "),
         ("schedule 1f1b --forward inf", "forward is inf; expected 0 or more, and finite"),
         ("schedule 1f1b --memory-limit nan", "memory_limit is nan; expected more than 0"),
-        ("schedule 1f1b --stages 16000 --microbatches 100000", "make 1600000000 forwards; expected at most"),
+        ("schedule 1f1b --stages 4000 --microbatches 100000", "make 400000000 forwards; expected at most"),
     ],
 )
 def test_a_wrong_word_on_the_command_line(folder: Path, words: str, message: str) -> None:

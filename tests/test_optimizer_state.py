@@ -1,17 +1,22 @@
 """The state of a program's optimizer: merged as the plain optimizer keeps it, and cut for any layout."""
 
 import copy
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from split_optimizers import EVERY, Plain, Split, alone, by_group, require_same, two
 from torch import Tensor, nn
 
 from pipec.errors import InputError
+from pipec.ir import Piece
 from pipec.runtime.optimizers import StatePart
 from pipec.runtime.optimizers.factory import Factory
+from pipec.runtime.optimizers.state import cut, merge
 
 SINGLE = {name: factory for name, factory in EVERY.items() if factory is not two}
 single = pytest.mark.parametrize("factory", SINGLE.values(), ids=SINGLE.keys())
@@ -163,6 +168,19 @@ def test_what_is_loaded_shares_no_memory_with_the_state_dict() -> None:
     split.optimizer.load_state_dict(saved)
     run(split, numbers=range(2, 4))
     require_equal(saved, before)
+
+
+@given(
+    shape=st.lists(st.integers(1, 6), max_size=3).map(torch.Size),
+    places=st.sets(st.integers(1, 215), max_size=5),
+)
+def test_state_that_was_cut_merges_into_what_it_was(shape: torch.Size, places: set[int]) -> None:
+    whole = {"step": torch.tensor(3.0), "sum": torch.arange(shape.numel()).view(shape), "calls": 7}
+    bounds = [0, *sorted(place for place in places if place < shape.numel()), shape.numel()]
+    pieces = [Piece("w", start, stop) for start, stop in itertools.pairwise(bounds)]
+    parts = [StatePart(piece, cut(whole, shape, piece)) for piece in pieces]
+    merged = merge([parts[1::2], parts[::2]], {"w": shape})
+    require_equal(merged, {"w": whole})
 
 
 def test_state_is_loaded_by_name_where_there_are_names() -> None:

@@ -22,7 +22,7 @@ from split_optimizers import (
     require_same,
     two,
 )
-from torch import Tensor, nn, optim
+from torch import nn, optim
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -311,6 +311,7 @@ FOREIGN = nn.Parameter(torch.zeros(3, 3))
 @pytest.mark.parametrize(
     ("factory", "message"),
     [
+        (optim.SGD([FOREIGN]), "takes a factory, not the SGD itself; pass .*functools.partial"),
         (lambda named: None, "returned None; expected a torch.optim.Optimizer"),
         (lambda named: [], r"returned \[\]; expected"),
         (lambda named: [optim.SGD(named), "AdamW"], "expected a torch.optim.Optimizer or a list"),
@@ -363,29 +364,3 @@ def test_what_the_program_does_by_itself_is_refused() -> None:
         optimizer.register_step_pre_hook(lambda *_: None)
     with pytest.raises(InputError, match="before you pass it"):
         optimizer.register_load_state_dict_pre_hook(lambda *_: None)
-
-
-# bytes of state
-
-
-@pytest.mark.parametrize("factory", EVERY.values(), ids=EVERY.keys())
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bytes_of_state_are_those_of_a_plain_update(factory: Factory, dtype: torch.dtype) -> None:
-    plain = Plain(factory, dtype=dtype)
-    plain.step(0)
-    names = {id(each): name for name, each in plain.parameters.items()}
-    expected = {
-        names[id(parameter)]: sum(each.nbytes for each in entries.values() if isinstance(each, Tensor))
-        for optimizer in plain.optimizers
-        for parameter, entries in optimizer.state.items()
-    }
-    assert state_bytes(factory, model(dtype=dtype)) == {
-        name: expected.get(name, 0) for name in names.values()
-    }
-
-
-def test_frozen_parameters_have_no_state_and_what_cannot_be_tried_has_no_number() -> None:
-    parameters = model()
-    parameters["b.bias"].requires_grad_(False)
-    assert state_bytes(optim.AdamW, parameters)["b.bias"] == 0  # type: ignore[index]
-    assert state_bytes(partial(optim.AdamW, capturable=True), parameters) is None

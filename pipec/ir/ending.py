@@ -22,12 +22,14 @@ class Shard(StrEnum):
 class Bucket:
     """Trained parameters of ``stage``, of one dtype, whose gradients its replicas sum together.
 
-    Their gradients lie one after the other in memory. ``reduce_seconds`` is how long it takes to sum them
-    over the replicas, ``gather_seconds`` to gather the parameters from the shares of the replicas.
+    Those that are ``lent`` to other stages are tied weights: their gradients come together when all ranks
+    have computed everything, and they stay whole. ``reduce_seconds`` is how long it takes to sum the
+    gradients over the replicas, ``gather_seconds`` to gather the parameters from the shares of the replicas.
     """
 
     stage: int
     parameters: tuple[Value, ...]
+    lent: bool = False
     reduce_seconds: float = 0.0
     gather_seconds: float = 0.0
 
@@ -43,6 +45,7 @@ class Ending:
     ``buckets`` are of stages with several replicas. The replicas of the stages in ``averaged`` agree on the
     buffers that their forwards changed. If the program ``updates``, the optimizer is a part of it; if it
     ``clips``, the norm of all gradients is known before. ``shard`` is what replicas keep a share of.
+    Gradients travel between replicas in ``gradient_dtype``, torch's name of it, or in their own if it is "".
     """
 
     buckets: tuple[Bucket, ...] = ()
@@ -50,6 +53,15 @@ class Ending:
     updates: bool = False
     clips: bool = False
     shard: Shard | None = None
+    gradient_dtype: str = ""
+
+    def reduces_each_round(self, bucket: Bucket) -> bool:
+        """Whether gradients are summed after each round, a microbatch of each replica, or at the end."""
+        return self.shard in (Shard.GRADIENTS, Shard.PARAMETERS) and not bucket.lent
+
+    def gathers_for_use(self, bucket: Bucket) -> bool:
+        """Whether the parameters of a bucket are gathered when they are needed, and not once at the end."""
+        return self.shard is Shard.PARAMETERS and not bucket.lent
 
     def buckets_of(self, stage: int) -> Sequence[int]:
         """The numbers of the buckets of a stage."""

@@ -47,22 +47,26 @@ class Sharding:
 
     def pieces(self, replica: int) -> tuple[Piece, ...]:
         """What a replica owns: at most one piece of each parameter."""
-        first, last = replica * self.width, (replica + 1) * self.width
-        found = []
-        for name, size, offset in zip(self.names, self.sizes, self.offsets, strict=True):
-            start, stop = max(first - offset, 0), min(last - offset, size)
-            if start < stop or (size == 0 and first <= offset < last):
-                found.append(Piece(name, start, stop))
-        return tuple(found)
+        every = range(len(self.names))
+        return tuple(self._piece(index, replica) for index in every if replica in self._replicas(index))
 
     def owners(self, name: str) -> dict[int, Piece]:
         """Which replicas own a parameter, and which piece each of them owns."""
-        every = {replica: self.pieces(replica) for replica in range(self.num_replicas)}
-        return {replica: piece for replica, pieces in every.items() for piece in pieces if piece.name == name}
+        index = self.names.index(name)
+        return {replica: self._piece(index, replica) for replica in self._replicas(index)}
 
     def position(self, piece: Piece) -> int:
         """Where a piece begins in the buffer."""
         return self.offsets[self.names.index(piece.name)] + piece.start
+
+    def _replicas(self, index: int) -> range:
+        """The owners of a parameter. An empty one has an owner too."""
+        first, last = self.offsets[index], self.offsets[index] + max(self.sizes[index], 1) - 1
+        return range(first // self.width, last // self.width + 1)
+
+    def _piece(self, index: int, replica: int) -> Piece:
+        before = replica * self.width - self.offsets[index]
+        return Piece(self.names[index], max(before, 0), min(before + self.width, self.sizes[index]))
 
 
 def even_slices(sizes: Mapping[str, int], num_replicas: int) -> Sharding:
@@ -94,5 +98,5 @@ def whole_tensors(sizes: Mapping[str, int], num_replicas: int) -> Sharding:
 
 
 def _room(size: int) -> int:
-    """The elements that a tensor takes up in the buffer. An empty one has a place too, and so an owner."""
+    """The elements that a tensor takes up in the buffer. An empty one has a place too."""
     return max(-(-size // ALIGNMENT), 1) * ALIGNMENT

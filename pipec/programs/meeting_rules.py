@@ -3,11 +3,12 @@
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
+from math import ceil
 from typing import NamedTuple
 
 import numpy as np
 
-from pipec.ir import Instruction, Link, Op, Payload, Shard
+from pipec.ir import Instruction, Link, Op, Payload, stages_on
 from pipec.ir.columns import OP_CODE, OPS
 from pipec.programs.faults import Fault
 from pipec.programs.rendezvous import Site
@@ -53,31 +54,25 @@ def misfits(step: StepIndex, rank: int, instruction: Instruction) -> Iterator[st
         yield f"{key} is no part of the plan for rank {rank}; expected {some}"
 
 
-def _expected(step: StepIndex, rank: int) -> Mapping[Key, bool]:
-    """What a rank does besides microbatches; the value says whether it does so exactly once."""
-    ending, keys = step.ending, dict[Key, bool]()
-    for stage, ranks in enumerate(step.placement):
-        if rank in ranks:
-            if stage in ending.averaged:
-                keys[Key(Op.AVERAGE_BUFFERS, stage)] = True
-            if ending.updates:
-                keys[Key(Op.UPDATE, stage)] = True
-            for bucket in ending.buckets_of(stage):
-                keys[Key(Op.REDUCE_GRAD, stage, bucket)] = True
-                if ending.shard:
-                    once = not _is_gathered_for_use(step, bucket)
-                    keys[Key(Op.UNSHARD, stage, bucket)] = once
-                    if not once:
-                        keys[Key(Op.RESHARD, stage, bucket)] = once
+def _expected(step: StepIndex, rank: int) -> Mapping[Key, int]:
+    """What a rank does besides microbatches, and how often; -1 stands for any number of turns."""
+    ending, keys = step.ending, dict[Key, int]()
+    for stage in stages_on(step.placement, rank):
+        if stage in ending.averaged:
+            keys[Key(Op.AVERAGE_BUFFERS, stage)] = 1
+        if ending.updates:
+            keys[Key(Op.UPDATE, stage)] = 1
+        rounds = ceil(step.num_microbatches / len(step.placement[stage]))
+        for number in ending.buckets_of(stage):
+            bucket = ending.buckets[number]
+            keys[Key(Op.REDUCE_GRAD, stage, number)] = rounds if ending.reduces_each_round(bucket) else 1
+            if ending.gathers_for_use(bucket):
+                keys |= {Key(op, stage, number): -1 for op in (Op.UNSHARD, Op.RESHARD)}
+            elif ending.shard:
+                keys[Key(Op.UNSHARD, stage, number)] = 1
     if ending.clips:
-        keys[Key(Op.NORM)] = True
+        keys[Key(Op.NORM)] = 1
     return keys
-
-
-def _is_gathered_for_use(step: StepIndex, bucket: int) -> bool:
-    """Whether the parameters of a bucket are gathered before use, and not once after the update."""
-    lent = {name for link in step.links if link.payload is Payload.WEIGHT for name in _names(link)}
-    return step.ending.shard is Shard.PARAMETERS and not lent & {*step.ending.buckets[bucket].names}
 
 
 def _names(link: Link) -> set[str]:
@@ -87,11 +82,12 @@ def _names(link: Link) -> set[str]:
 def ends_once(step: StepIndex) -> Iterator[Fault]:
     """Every gradient is reduced once, every stage updated once, and what is gathered is let go of."""
     for rank, own in enumerate(ending_numbers(step)):
-        for key, once in _expected(step, rank).items():
+        for key, times in _expected(step, rank).items():
             count = len(own.get(key, ()))
-            if once and count != 1:
+            if times not in (count, -1):
                 site = _site(rank, own.get(key, ()), len(step.columns[rank]) - 1)
-                yield Fault(site, f"{key} is there {count} times on rank {rank}; expected once")
+                often = "once" if times == 1 else f"{times} times"
+                yield Fault(site, f"{key} is there {count} times on rank {rank}; expected {often}")
             if key.op is Op.RESHARD:
                 yield from _alternates(step, rank, own, key)
 
@@ -118,10 +114,9 @@ def ends_in_order(step: StepIndex) -> Iterator[Fault]:
     """
     for rank, own in enumerate(ending_numbers(step)):
         for key, numbers in own.items():
-            for number in numbers:
-                for other, at in _before(step, rank, own, key):
-                    if at > number:
-                        yield Fault((rank, number), f"{key} runs before {other} at {at}")
+            for other, at in _before(step, rank, own, key):
+                if at > numbers[-1]:
+                    yield Fault((rank, numbers[-1]), f"{key} runs before {other} at {at}")
             if key.op is Op.RESHARD:
                 yield from _computes_while_gathered(step, rank, own, key)
 
@@ -147,7 +142,7 @@ def _before(step: StepIndex, rank: int, own: Mapping[Key, list[int]], key: Key) 
     if key.op is Op.NORM:
         for held in range(len(step.placement)):
             yield f"the last backward of stage {held}", _last(step, rank, held, _GRADIENT_OPS)
-    if key.op is Op.UNSHARD and _is_gathered_for_use(step, key.bucket):
+    if key.op is Op.UNSHARD and step.ending.gathers_for_use(step.ending.buckets[key.bucket]):
         return
     for other, numbers in own.items():
         if other.op in after and (stage in (-1, other.stage) or other.stage == -1):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipec.ir import Bucket, Ending, Link, Op, Payload, Phase, Shard
+from pipec.ir import Bucket, Ending, Link, Op, Payload, Phase
 from pipec.ir.columns import PHASES, Ints
 from pipec.programs.order_index import OrderIndex
 
@@ -59,7 +59,17 @@ class Meetings:
 
     def _reduces(self) -> Iterator[tuple[float, Meeting]]:
         for number, bucket in enumerate(self.ending.buckets):
-            yield self._meeting(Op.REDUCE_GRAD, self._ready(bucket), bucket.stage, number)
+            for ready in self._rounds(bucket):
+                yield self._meeting(Op.REDUCE_GRAD, ready, bucket.stage, number)
+
+    def _rounds(self, bucket: Bucket) -> Iterator[dict[int, int]]:
+        """By rank, the positions behind which gradients of a bucket are there: of each round, or of all."""
+        if not self.ending.reduces_each_round(bucket):
+            yield self._ready(bucket)
+            return
+        replicas = len(self._ranks(bucket.stage))
+        for over in range(replicas, self.index.schedule.num_microbatches + replicas, replicas):
+            yield self._last(bucket.stage, _GRADIENTS, over)
 
     def _norm(self) -> Iterator[tuple[float, Meeting]]:
         if self.ending.clips:
@@ -71,14 +81,14 @@ class Meetings:
             if self.ending.clips or self._brought_home(stage):
                 ready = {rank: self._over(rank) for rank in ready}
             buckets = (self.ending.buckets[number] for number in self.ending.buckets_of(stage))
-            reduced = [self._time(self._ready(bucket)) for bucket in buckets]
+            reduced = [self._time(ready) for bucket in buckets for ready in self._rounds(bucket)]
             for rank, position in ready.items():
                 time = max([int(self.ends[rank][position]), *reduced])
                 yield time, self._at(time, Op.UPDATE, [rank], stage)
 
     def _gathers(self) -> Iterator[tuple[float, Meeting]]:
         for number, bucket in enumerate(self.ending.buckets if self.ending.shard else ()):
-            if self.ending.shard is Shard.PARAMETERS and not self._is_lent(bucket):
+            if self.ending.gathers_for_use(bucket):
                 yield from self._around_uses(number, bucket)
             else:
                 last = {rank: self._over(rank) + 2 for rank in self._ranks(bucket.stage)}
@@ -121,7 +131,7 @@ class Meetings:
 
     def _ready(self, bucket: Bucket) -> dict[int, int]:
         """By rank, the position behind which the gradients of a bucket are there."""
-        if self._brought_home(bucket.stage) & {*bucket.names}:
+        if bucket.lent:
             return {rank: self._over(rank) for rank in self._ranks(bucket.stage)}
         return self._last(bucket.stage, _GRADIENTS)
 
@@ -140,18 +150,17 @@ class Meetings:
         links = (link for link in self.links if link.payload is Payload.WEIGHT_GRADIENT)
         return {value.name for link in links if link.target == stage for value in link.values}
 
-    def _is_lent(self, bucket: Bucket) -> bool:
-        lent = {v.name for link in self.links if link.payload is Payload.WEIGHT for v in link.values}
-        return bool(lent & {*bucket.names})
-
     def _first(self, stage: int, phases: Sequence[int]) -> dict[int, int]:
         return {rank: int(own[own > 0].min()) for rank, own in self._own(stage, phases)}
 
-    def _last(self, stage: int, phases: Sequence[int]) -> dict[int, int]:
-        return {rank: int(own.max()) for rank, own in self._own(stage, phases)}
+    def _last(self, stage: int, phases: Sequence[int], before: int | None = None) -> dict[int, int]:
+        """The last positions, of microbatches before this one if it is given."""
+        return {rank: int(own.max()) for rank, own in self._own(stage, phases, before)}
 
-    def _own(self, stage: int, phases: Sequence[int]) -> Iterator[tuple[int, Ints]]:
+    def _own(
+        self, stage: int, phases: Sequence[int], before: int | None = None
+    ) -> Iterator[tuple[int, Ints]]:
         """The positions of these phases of a stage on each of its ranks; 0 stands for none."""
-        positions = self.index.positions[phases, stage]
+        positions = self.index.positions[phases, stage, :before]
         for rank in self._ranks(stage):
-            yield rank, positions[:, self.index.ranks[stage] == rank]
+            yield rank, positions[:, self.index.ranks[stage][:before] == rank]

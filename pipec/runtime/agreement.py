@@ -87,20 +87,22 @@ class Agreement:
             via.wait(via.receive(received, owner, _TAG))
         return received.view(tensor.shape)
 
-    def from_rank_0(self, doing: str, leaves: Sequence[object], structure: S) -> tuple[list[object], S]:
-        """Rank 0's leaves, tensors and plain values, and their structure, on every rank."""
-        if self._transport.rank == 0:
+    def from_rank(
+        self, owner: int, doing: str, leaves: Sequence[object], structure: S
+    ) -> tuple[list[object], S]:
+        """The owner's leaves, tensors and plain values, and their structure, on every rank."""
+        if self._transport.rank == owner:
             layouts = [_Layout.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             text = torch.frombuffer(bytearray(pickle.dumps((layouts, structure))), dtype=torch.uint8)
-            self.sent_by(0, doing, torch.tensor([len(text)]))
-            self.sent_by(0, doing, text)
-            return [self.sent_by(0, doing, x) if isinstance(x, Tensor) else x for x in leaves], structure
-        size = int(self.sent_by(0, doing, torch.tensor([0])))
-        text = self.sent_by(0, doing, torch.empty(size, dtype=torch.uint8))
+            self.sent_by(owner, doing, torch.tensor([len(text)]))
+            self.sent_by(owner, doing, text)
+            return [self.sent_by(owner, doing, x) if isinstance(x, Tensor) else x for x in leaves], structure
+        size = int(self.sent_by(owner, doing, torch.tensor([0])))
+        text = self.sent_by(owner, doing, torch.empty(size, dtype=torch.uint8))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch's own, when it restores a TreeSpec
             layouts, structure = pickle.loads(text.numpy().tobytes())
-        fetch = functools.partial(self.sent_by, 0, doing)
+        fetch = functools.partial(self.sent_by, owner, doing)
         return [x.filled(fetch) if isinstance(x, _Layout) else x for x in layouts], structure
 
     def start_from_rank_0(self, tensors: Mapping[str, Tensor]) -> dict[int, list[str]]:

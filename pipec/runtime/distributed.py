@@ -30,10 +30,11 @@ from pipec.errors import PipecError, TransportError
 from pipec.ir import Instruction, Link, Op, Program, Value
 from pipec.ir.text import evaluate_dim, format_link
 from pipec.runtime.connections import Connections, Direction, GlooConnections
-from pipec.runtime.group import Group, Wait
+from pipec.runtime.group import Group
 from pipec.runtime.launch import current_device, world
 from pipec.runtime.lifelines import names
 from pipec.runtime.nccl import NcclConnections
+from pipec.runtime.processes_group import ProcessesGroup
 from pipec.runtime.rendezvous import bounded, meet
 from pipec.runtime.storage import is_exclusive
 from pipec.runtime.transport import Receiver, Send
@@ -174,7 +175,10 @@ class TorchDistributed:
         return _Receiver(self, instruction, tag, self._buffers[key])
 
     def group(self, ranks: Sequence[int]) -> Group:
-        return _Group(self, tuple(ranks))
+        members, others = tuple(ranks), [rank for rank in ranks if rank != self.rank]
+        doing = f"meeting {names(others)} in a collective"
+        explaining = functools.partial(self.explaining, doing)
+        return ProcessesGroup(members.index(self.rank), members, explaining)
 
     def finish(self) -> None:
         with self.explaining("finishing the step") as connections:
@@ -259,38 +263,6 @@ class _Receiver:
             for _, work in posted:
                 connections.wait(work)
         return [tensor for tensor, _ in posted]
-
-
-class _Group:
-    """Ranks of several processes, and this one among them."""
-
-    def __init__(self, transport: TorchDistributed, ranks: tuple[int, ...]) -> None:
-        self.index, self.size = ranks.index(transport.rank), len(ranks)
-        self._transport, self._ranks = transport, ranks
-        self._doing = f"meeting {names([rank for rank in ranks if rank != transport.rank])} in a collective"
-
-    def all_reduce(self, tensor: Tensor) -> Wait:
-        return self._start(lambda group: dist.all_reduce(tensor, group=group, async_op=True))
-
-    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Wait:
-        return self._start(
-            lambda group: dist.reduce_scatter_tensor(output, tensor, group=group, async_op=True)
-        )
-
-    def all_gather(self, output: Tensor, tensor: Tensor) -> Wait:
-        return self._start(
-            lambda group: dist.all_gather_into_tensor(output, tensor, group=group, async_op=True)
-        )
-
-    def _start(self, collective: Callable[[dist.ProcessGroup], dist.Work | None]) -> Wait:
-        with self._transport.explaining(self._doing) as connections:
-            work = connections.collective(self._ranks, collective)
-
-        def wait() -> None:
-            with self._transport.explaining(self._doing) as connections:
-                connections.wait(work)
-
-        return wait
 
 
 class _Buffer:

@@ -4,10 +4,17 @@ A collective is started where its instruction stands. Whoever reads what it brin
 reads within the program is waited for when the program is over.
 """
 
-from pipec.ir import Instruction, Op
+import functools
+
+import torch
+
+from pipec.ir import Bucket, Instruction, Op
 from pipec.runtime.compute import Action
+from pipec.runtime.group import Group
 from pipec.runtime.rank import Delivery, Rank
 from pipec.runtime.replicas import BufferAverage, GradientReduction
+from pipec.runtime.shards import BucketShard
+from pipec.runtime.stage import BoundStage
 
 Left = list[tuple[Instruction, Action]]
 
@@ -27,38 +34,145 @@ class EndingLinker:
         """What is to be waited for when the program is over, each with the instruction that started it."""
         return [(instruction, action) for instruction, each in self._awaited for action in each.awaited()]
 
+    def gathered(self, stage: int) -> list[Action]:
+        """What must be over before the parameters of a stage can be read."""
+        return self._waits(Op.UNSHARD, stage)
+
     def link(self, instruction: Instruction) -> Action:
         match instruction.op:
             case Op.REDUCE_GRAD:
                 return self._reduce(instruction)
             case Op.AVERAGE_BUFFERS:
                 return self._average(instruction)
+            case Op.NORM:
+                return self._norm()
+            case Op.UPDATE:
+                return self._update(instruction.stage)
+            case Op.UNSHARD:
+                return self._unshard(instruction)
+            case Op.RESHARD:
+                return self._reshard(instruction)
         raise AssertionError(f"the linker makes no call for {instruction.op}")
 
     def _reduce(self, instruction: Instruction) -> Action:
-        bucket = self._rank.plan.ending.buckets[instruction.bucket]
-        stage = self._rank.stages[instruction.stage]
-        group = self._rank.transport.group(self._rank.plan.placement[stage.index])
-        waits = self._waits(stage.index)
-        reduction = GradientReduction(stage, bucket, group)
-        self._awaited.append((instruction, Delivery(reduction.finish)))
-        return _after(waits, reduction.start)
+        stage, bucket = (
+            self._rank.stages[instruction.stage],
+            self._rank.plan.ending.buckets[instruction.bucket],
+        )
+        waits, group = self._waits(Op.RECV, stage.index), self._group(stage.index)
+        shard = self._shard(instruction)
+        if shard is None:
+            reduction = GradientReduction(stage, bucket, group, self._rank.plan.ending.gradient_dtype)
+            start, finish = reduction.start, reduction.finish
+        else:
+            start = functools.partial(_start_scatter, shard, stage, bucket, group)
+            finish = shard.finish_reduce
+        self._awaited.append((instruction, Delivery(finish)))
+        return _after(waits, start)
 
     def _average(self, instruction: Instruction) -> Action:
         plan, stage = self._rank.plan, self._rank.stages[instruction.stage]
         own = plan.microbatches_on(stage.index, self._rank.number)
-        group = self._rank.transport.group(plan.placement[stage.index])
-        average = BufferAverage(stage, group, len(own) / plan.num_microbatches)
+        average = BufferAverage(stage, self._group(stage.index), len(own) / plan.num_microbatches)
         self._awaited.append((instruction, Delivery(average.finish)))
         return average.start
 
-    def _waits(self, stage: int) -> list[Action]:
-        """What must be over before the gradients of a stage are complete on this replica."""
-        found = []
-        for instruction, delivery in self._awaited:
-            if instruction.op is Op.RECV and instruction.stage == stage:
-                found += delivery.awaited()
-        return found
+    def _norm(self) -> Action:
+        """Sum the squares of the norms, for every update to come."""
+        rank, updating = self._rank, self._rank.updating
+        updates = updating.updates
+        assert updates is not None, "a program that clips has an optimizer"
+        waits = [wait for stage in rank.stages for wait in self._gradients_of(stage)]
+        own = [update for stage in rank.stages if (update := updates.on(rank.number, stage))]
+        group = rank.transport.group(range(rank.plan.num_ranks))
+        device = next(iter(rank.stages.values())).device
+
+        def norm() -> None:
+            total = torch.zeros((), dtype=torch.float64, device=device)
+            for update in own:
+                total += update.squares().to(device)
+            group.all_reduce(total)()
+            updating.factor = updates.factor(total)
+
+        return self._if_updating(_after(waits, norm))
+
+    def _update(self, stage: int) -> Action:
+        updating = self._rank.updating
+        assert updating.updates is not None, "a program that updates has an optimizer"
+        update, waits = updating.updates.on(self._rank.number, stage), self._gradients_of(stage)
+        if update is None:
+            return _after(waits, _nothing)
+        return _after(waits, self._if_updating(lambda: update.update(updating.factor)))
+
+    def _unshard(self, instruction: Instruction) -> Action:
+        """Gather slices; parameters that are not kept whole are put where the stage's functions find them."""
+        stage, shard = self._rank.stages[instruction.stage], self._shard(instruction)
+        assert shard is not None, "a program that gathers has shares"
+        group = self._group(stage.index)
+        if not self._rank.plan.ending.gathers_for_use(self._rank.plan.ending.buckets[instruction.bucket]):
+            finish = self._if_updating(lambda: _ignore(shard.finish_gather()))
+            self._awaited.append((instruction, Delivery(finish)))
+            return self._if_updating(lambda: shard.start_gather(group))
+        finish_use = functools.partial(_show_gathered, shard, stage)
+        self._awaited.append((instruction, Delivery(finish_use)))
+        return lambda: shard.start_gather(group)
+
+    def _reshard(self, instruction: Instruction) -> Action:
+        stage, shard = self._rank.stages[instruction.stage], self._shard(instruction)
+        assert shard is not None, "a program that lets go of parameters has shares"
+
+        def reshard() -> None:
+            shard.drop()
+            if not shard.keeps_parameters:
+                stage.hide_weights(shard.sharding.names)
+
+        return _after(self.gathered(stage.index), reshard)
+
+    def _shard(self, instruction: Instruction) -> BucketShard | None:
+        """This rank's share of a bucket, if it keeps one."""
+        updates = self._rank.updating.updates
+        update = updates.on(self._rank.number, instruction.stage) if updates else None
+        return update.shards.get(instruction.bucket) if update else None
+
+    def _group(self, stage: int) -> Group:
+        return self._rank.transport.group(self._rank.plan.placement[stage])
+
+    def _if_updating(self, action: Action) -> Action:
+        updating = self._rank.updating
+
+        def act() -> None:
+            if updating.now:
+                action()
+
+        return act
+
+    def _gradients_of(self, stage: int) -> list[Action]:
+        """What must be over before the gradients of a stage are complete, and summed over replicas."""
+        return [*self._waits(Op.RECV, stage), *self._waits(Op.REDUCE_GRAD, stage)]
+
+    def _waits(self, op: Op, stage: int) -> list[Action]:
+        """What instructions of a stage have started and nobody has waited for yet."""
+        started = [each for begun, each in self._awaited if begun.op is op and begun.stage == stage]
+        return [action for each in started for action in each.awaited()]
+
+
+def _start_scatter(shard: BucketShard, stage: BoundStage, bucket: Bucket, group: Group) -> None:
+    indices = {name: stage.code.PARAMETERS.index(name) for name in bucket.names}
+    shard.start_reduce({name: stage.gradients.take(index) for name, index in indices.items()}, group)
+
+
+def _show_gathered(shard: BucketShard, stage: BoundStage) -> None:
+    gathered = shard.finish_gather()
+    if not shard.keeps_parameters:
+        stage.show_weights(gathered)
+
+
+def _ignore(gathered: object) -> None:
+    """Let go of views that nobody needs."""
+
+
+def _nothing() -> None:
+    """What a rank updates that leaves it to another replica."""
 
 
 def _after(waits: list[Action], action: Action) -> Action:

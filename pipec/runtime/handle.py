@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from pipec.artifact.directory import Artifact
 from pipec.errors import InputError
@@ -15,18 +16,26 @@ from pipec.ir import Plan, Program
 from pipec.ir.arguments import NUMBER, check_arguments, instance
 from pipec.runtime.execution import Execution, Ranks
 from pipec.runtime.facts import Facts, differences, rank_names
+from pipec.runtime.group import Group
+from pipec.runtime.optimizers import PipelineOptimizer, StatePart
 from pipec.runtime.recording import RecordedStep
+from pipec.runtime.updates import Updates
 
 
 class Handle(nn.Module):
     """Runs artifacts on the tensors that it holds under the model's own names.
 
+    ``logs`` has by name what the loss function of the last step returned besides the loss, for the batch.
+
     A subclass registers the tensors, and sets ``_trained`` to the artifact that ``step`` runs.
     """
 
-    def __init__(self, ranks: Ranks, trained: Artifact | None = None) -> None:
+    def __init__(self, ranks: Ranks, trained: Artifact | None = None, updates: Updates | None = None) -> None:
         super().__init__()
         self._ranks = ranks
+        self._updates = updates
+        self._accumulates = False
+        self.logs: dict[str, Tensor] = {}
         self._trained = trained
         self._seed = ranks.agreed_seed()
         self._num_steps = 0
@@ -48,6 +57,11 @@ class Handle(nn.Module):
         are; a tied parameter counts once. Every rank calls it. Returns the norm before.
         """
         check_arguments(METHODS, locals())
+        if self._updates is not None:
+            raise InputError(
+                "pipe.step(...) has made the update already, for the pipeline was compiled with "
+                "optimizer=...; pass clip_grad_norm=... to pipec.compile"
+            )
         if self._ranks.world.distributed:
             self._require_same(f"clip_grad_norm_({max_norm}, {norm_type})", {})
         own = dict(self.named_parameters())
@@ -65,6 +79,25 @@ class Handle(nn.Module):
         total = torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
         torch.nn.utils.clip_grads_with_norm_(list(own.values()), max_norm, total)
         return total
+
+    @property
+    def optimizer(self) -> PipelineOptimizer:
+        """The optimizer of the whole model, for LR schedulers and checkpoints; ``step`` makes its updates."""
+        if self._updates is None:
+            raise InputError(
+                "the pipeline has no optimizer of its own; pass optimizer=... to pipec.compile, such as "
+                "functools.partial(torch.optim.AdamW, lr=1e-3)"
+            )
+        return self._updates.optimizer
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Let the steps that are made inside a ``with`` add up gradients, for the next update to use."""
+        before, self._accumulates = self._accumulates, True
+        try:
+            yield
+        finally:
+            self._accumulates = before
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -113,8 +146,59 @@ class Handle(nn.Module):
                     "Call to_empty(device=...) and then load_state_dict(...) on the pipeline; or save the "
                     "artifact with tensors=True"
                 )
-            self._executions[artifact] = Execution(artifact, tensors, tensors, self._ranks)
+            updates = self._bound_updates(artifact.plan)
+            self._executions[artifact] = Execution(artifact, tensors, tensors, self._ranks, updates)
         return self._executions[artifact]
+
+    def _bound_updates(self, plan: Plan) -> Updates | None:
+        """The optimizer, with what it updates where the plan says so."""
+        if not plan.ending.updates:
+            return None
+        if self._updates is None:
+            raise InputError("the program updates its weights, and so needs an optimizer: pass optimizer=...")
+        if not self._updates.is_bound_to(plan):
+            self._release_shares()
+            ranks, is_distributed = list(self._ranks.devices), self._ranks.world.distributed
+            own = dict(self.named_parameters())
+            self._empty(self._updates.bind(plan, own, ranks, is_distributed, self._gathered_states))
+        return self._updates
+
+    def _release_shares(self) -> None:
+        """Let parameters that are kept in shares be whole, before they are divided in another way."""
+        if self._updates is not None:
+            self._updates.release(dict(self.named_parameters()), self._group_of)
+
+    @contextlib.contextmanager
+    def _gathered(self) -> Iterator[None]:
+        """Let parameters that are kept in shares be whole inside a ``with``. Every rank does so together."""
+        if self._updates is None:
+            yield
+        else:
+            with self._updates.gathered(dict(self.named_parameters()), self._group_of):
+                yield
+
+    def _group_of(self, rank: int, stage: int) -> Group:
+        assert self._trained is not None, "parameters are divided as a program says"
+        return self._ranks.transport(rank).group(self._trained.plan.placement[stage])
+
+    def _empty(self, fqns: Sequence[str]) -> None:
+        """Give back the memory of parameters that are kept in shares."""
+        own = dict(self.named_parameters())
+        for fqn in fqns:
+            own[fqn].data = own[fqn].new_empty(0)
+
+    def _gathered_states(self, own: list[StatePart]) -> list[list[StatePart]]:
+        """What each process keeps of the optimizer's state, on every process."""
+        if not self._ranks.world.distributed:
+            return [own]
+        self._require_same("optimizer.state_dict", {})
+        leaves, structure = pytree.tree_flatten([(part.piece, part.entries) for part in own])
+        found = []
+        for rank in range(self._ranks.count):
+            doing = "gathering the optimizer's state"
+            theirs, shape = self._ranks.agreement.from_rank(rank, doing, leaves, structure)
+            found.append([StatePart(*part) for part in pytree.tree_unflatten(theirs, shape)])
+        return found
 
     def _parameter_kinds(self) -> dict[str, torch.dtype]:
         """The type of the norm of each parameter of the whole model, in the model's order."""
@@ -159,6 +243,7 @@ class Handle(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """``to_empty`` and its kin call this. It may replace tensors, so artifacts are linked anew."""
+        self._release_shares()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._executions.clear()
         return self

@@ -18,11 +18,12 @@ from pipec.ir import Instruction, Mode, Payload, Plan, Program, Value
 from pipec.ir.text import instruction_lines
 from pipec.runtime.launch import current_device
 from pipec.runtime.linker import link
-from pipec.runtime.rank import Rank
+from pipec.runtime.rank import Rank, Updating
 from pipec.runtime.recording import Stamps, epoch_offset
 from pipec.runtime.results import Results, join_replicas
 from pipec.runtime.stage import BoundStage, StageCode
 from pipec.runtime.transport import Transport
+from pipec.runtime.updates import Updates
 
 _NUM_LINES = 5
 """How many instructions an error shows, the failed one last."""
@@ -34,6 +35,7 @@ class Interpreter:
     ``stages`` has at least the rank's own stages. ``parameters`` and ``buffers`` have at least the tensors of
     those stages by FQN, on ``device``. Gradients are added to ``.grad`` of the parameters. Where replicas in
     one process share tensors, ``owns_tensors`` tells whether this rank is the one to write those of a stage.
+    A program that updates does so with ``updates``.
 
     Raises:
         VerifyError: program, plan and stage code do not fit together.
@@ -49,6 +51,7 @@ class Interpreter:
         transport: Transport,
         device: torch.device,
         owns_tensors: Callable[[int], bool] = lambda stage: True,
+        updates: Updates | None = None,
     ) -> None:
         self.position = -1
         self._program, self._device = program, device
@@ -74,9 +77,11 @@ class Interpreter:
             if link.source in self._stages
             for value in link.values
         ]
-        self._results = Results(made, plan.num_microbatches)
+        self._results = Results(made, plan.num_microbatches, plan.sums)
+        self._updating = Updating(updates)
+        loss = _loss_of(plan)
         self._rank = Rank(
-            program.rank, plan, self._stages, self._results, {}, [], transport, _loss_of(plan), [0]
+            program.rank, plan, self._stages, self._results, {}, [], transport, loss, [0], self._updating
         )
         linked = link(program, self._rank)
         self._instructions = [instruction for instruction, _ in linked]
@@ -91,6 +96,8 @@ class Interpreter:
         step: int = 0,
         batch: int | None = None,
         stamps: Stamps | None = None,
+        shares: Sequence[float] | None = None,
+        update: bool = True,
     ) -> dict[str, Tensor]:
         """Execute one step. Returns the results of the whole batch by name, on every rank.
 
@@ -104,19 +111,24 @@ class Interpreter:
             step: The number of the step.
             batch: The samples of the whole mini-batch, if the microbatches are only some of them.
             stamps: The times of the step are appended.
+            shares: By what the loss of each microbatch is multiplied, if not by its share of the samples.
+            update: A program that updates does so. If not, the gradients are kept for the next update.
 
         Raises:
             ExecutionError: an instruction failed here or, if every rank is in this process, anywhere.
             TransportError: another rank failed, hung or is gone.
         """
         self.position = -1
+        self._updating.now, self._updating.factor = update, None
         try:
             with (
                 current_device(self._device),
                 torch.no_grad(),
                 torch.autocast(self._device.type, enabled=False),
             ):
-                self._begin_step(microbatches, sizes, (seed, step), batch or sum(sizes))
+                self._results.loss_shares = shares
+                by_samples = [size / (batch or sum(sizes)) for size in sizes]
+                self._begin_step(microbatches, sizes, (seed, step), shares or by_samples)
                 if stamps is None:
                     self._execute()
                 else:
@@ -141,7 +153,7 @@ class Interpreter:
         microbatches: Sequence[Mapping[str, Tensor]],
         sizes: Sequence[int],
         seed: tuple[int, int],
-        batch: int,
+        shares: Sequence[float],
     ) -> None:
         self._rank.sizes[:] = [*sizes, sum(sizes)]
         for stage in self._stages.values():
@@ -153,7 +165,8 @@ class Interpreter:
                     {name: inputs[name].to(self._device, non_blocking=True) for name in stage.inputs}
                 )
                 if self._rank.loss:
-                    frame["grad_loss"] = _loss_gradient(size / batch, self._rank.loss.dtype, self._device)
+                    weight = shares[microbatch]
+                    frame["grad_loss"] = _loss_gradient(weight, self._rank.loss.dtype, self._device)
 
     def _execute(self) -> None:
         for position, action in enumerate(self._actions):
@@ -173,6 +186,7 @@ class Interpreter:
     def _merged_results(self) -> dict[str, Tensor]:
         """The results of the batch, from what every replica that made a part of them has."""
         sizes, received, merged = self._rank.sizes[:-1], self._rank.received, dict[str, Tensor]()
+        sums = self._rank.plan.sums
         for made in self._result_links:
             for value in made.values:
                 parts = [
@@ -181,7 +195,7 @@ class Interpreter:
                     else received[value.name, rank]
                     for rank in self._rank.plan.placement[made.source]
                 ]
-                merged[value.name] = join_replicas(value, parts, sizes)
+                merged[value.name] = join_replicas(value, parts, sizes, value.name in sums)
         return merged
 
     def _forget_step(self) -> None:

@@ -48,7 +48,8 @@ class _Linker:
         self.closing: list[tuple[Instruction, Action]] = []
         self._rank = rank
         self._always = _ALWAYS | {"grad_loss"} if rank.loss else _ALWAYS
-        self._inputs = {entry.value.name for entry in rank.plan.inputs}
+        self._inputs = {"share", *(entry.value.name for entry in rank.plan.inputs)}
+        self._inputs |= {name for stage in rank.plan.stages for name in stage.of_batch}
         self._present: dict[tuple[int, int], dict[str, Delivery]] = defaultdict(dict)
         self._dropped_by: dict[tuple[int, int, str], list[str]] = {}
         self._lent: dict[int, dict[str, Delivery]] = defaultdict(dict)
@@ -211,7 +212,8 @@ class _Linker:
                     f"stage {stage}, {reader}: the parameters {', '.join(sorted(unlent))} are borrowed, but "
                     "no weight link has brought them; add one to the plan, from the stage that owns them"
                 )
-            return [call for delivery in self._lent[stage].values() for call in delivery.awaited()]
+            lent = [call for delivery in self._lent[stage].values() for call in delivery.awaited()]
+            return [*lent, *self._ending.gathered(stage)]
         if name == "buffers" and reader == Phase.FORWARD and bound.code.UPDATED_BUFFERS:
             return [functools.partial(bound.show_buffers, microbatch)]
         return []

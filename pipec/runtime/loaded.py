@@ -1,6 +1,6 @@
 """A saved artifact, ready to train: no model and no compiler, only the plan, the code and the programs."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from pipec.artifact.check import read_verified
 from pipec.artifact.directory import Artifact
 from pipec.errors import InputError
 from pipec.ir import Input, Plan, Value
-from pipec.ir.arguments import FLAG, NONE, SECONDS, check_arguments, instance
+from pipec.ir.arguments import FLAG, FUNCTION, NONE, SECONDS, check_arguments, instance, one_of
 from pipec.ir.batch import leaf_path, split_sizes
 from pipec.ir.text import format_value
 from pipec.runtime.batch import dense
@@ -21,13 +21,20 @@ from pipec.runtime.facts import leaf_fact
 from pipec.runtime.handle import Handle, homes
 from pipec.runtime.holder import ModelTensors, hold
 from pipec.runtime.launch import DEVICES, Devices
+from pipec.runtime.weights import GIVEN, WORDS, MicrobatchWeight, loss_shares
 
 
-def load(directory: str | Path, devices: Devices | None = None, timeout: float = 300.0) -> "LoadedPipeline":
+def load(
+    directory: str | Path,
+    devices: Devices | None = None,
+    timeout: float = 300.0,
+    microbatch_weight: MicrobatchWeight | None = None,
+) -> "LoadedPipeline":
     """Read what ``Pipeline.save`` wrote.
 
     ``devices`` says how many devices to use, or which; None is one for each rank of the plan. Tensors that
-    were not saved are on the meta device until ``to_empty`` and ``load_state_dict`` give them values.
+    were not saved are on the meta device until ``to_empty`` and ``load_state_dict`` give them values. An
+    artifact holds no function: if ``compile`` was given one as ``microbatch_weight``, pass it again.
 
     Raises:
         ArtifactError, VerifyError: the directory does not hold an intact artifact of this format, or its
@@ -42,23 +49,41 @@ def load(directory: str | Path, devices: Devices | None = None, timeout: float =
         raise InputError(
             f"the artifact in {directory} is for {num_ranks} ranks, but devices asks for {ranks.count}"
         )
-    return LoadedPipeline(artifact, tensors, ranks)
+    return LoadedPipeline(artifact, tensors, ranks, microbatch_weight)
 
 
 LOAD = {
     "directory": instance("the path of a folder", str, Path),
     "devices": DEVICES | NONE,
     "timeout": SECONDS,
+    "microbatch_weight": one_of(*WORDS) | FUNCTION | NONE,
 }
 """What each argument of ``load`` must be."""
+
+
+CallOf = Callable[[list[Any]], tuple[Any, dict[str, Any], Any]]
+"""Makes arguments, keyword arguments and the target of their leaves."""
 
 
 class LoadedPipeline(Handle):
     """An artifact with its tensors under their original names; made by :func:`pipec.load`."""
 
-    def __init__(self, artifact: Artifact, tensors: dict[str, Tensor], ranks: Ranks) -> None:
+    def __init__(
+        self,
+        artifact: Artifact,
+        tensors: dict[str, Tensor],
+        ranks: Ranks,
+        microbatch_weight: MicrobatchWeight | None = None,
+    ) -> None:
         super().__init__(ranks, artifact)
         self.training = artifact.plan.training
+        if (artifact.plan.microbatch_weight == GIVEN) != callable(microbatch_weight):
+            raise InputError(
+                "the artifact was compiled with a function as microbatch_weight; pass that to load"
+                if microbatch_weight is None
+                else "the artifact was compiled without a function as microbatch_weight, and takes none"
+            )
+        self._weight = microbatch_weight or artifact.plan.microbatch_weight
         hold(self, _tensors_of(artifact.plan, tensors, artifact.constants, ranks))
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
@@ -68,16 +93,23 @@ class LoadedPipeline(Handle):
             InputError: the arguments have other names, shapes or types. Nothing was sent then.
         """
         tree = {"args": args, "kwargs": dict(sorted(kwargs.items())), "target": target}
-        found = {leaf_path(keys): leaf for keys, leaf in pytree.tree_flatten_with_path(tree)[0]}
-        if list(found) != list(self.plan.arguments):
+        found, structure = pytree.tree_flatten_with_path(tree)
+        paths = [leaf_path(keys) for keys, _ in found]
+        if paths != list(self.plan.arguments):
             raise InputError(
-                f"step was given {_listed(found)}; this artifact was made for "
+                f"step was given {_listed(paths)}; this artifact was made for "
                 f"{_listed(self.plan.arguments)}. Pass the same, by position or by name as there"
             )
-        return self.step_on(list(found.values()))
+        return self._step(
+            [leaf for _, leaf in found],
+            lambda leaves: tuple(pytree.tree_unflatten(leaves, structure).values()),
+        )
 
     def step_on(self, leaves: Sequence[Any]) -> Tensor:
         """As ``step``, for the leaves of its arguments in the order of the plan's ``arguments``."""
+        return self._step(leaves, lambda leaves: (leaves, {}, None))
+
+    def _step(self, leaves: Sequence[Any], call_of: CallOf) -> Tensor:
         leaves = [dense(leaf) for leaf in leaves]
         plan = self._artifact.plan
         batch = _batch_size(plan, leaves)
@@ -92,8 +124,13 @@ class LoadedPipeline(Handle):
         if self._ranks.world.distributed:
             self._require_same("step", {given.path: leaf_fact(_leaf(given, leaves)) for given in plan.inputs})
         execution = self._execution(self._artifact)
-        results = execution.run(leaves, sizes, batch, self._seed, self._num_steps, self._recorded)
+        batched = [isinstance(leaf, Tensor) and leaf.shape[:1] == (batch,) for leaf in leaves]
+        shares = loss_shares(self._weight, leaves, call_of, batched, sizes)
+        results = execution.run(
+            leaves, sizes, batch, self._seed, self._num_steps, self._recorded, shares=shares
+        )
         self._num_steps += 1
+        self.logs = {name: results[kept] for name, kept in zip(plan.logs, plan.outputs[1:], strict=False)}
         return results["loss"]
 
     def train(self, mode: bool = True) -> "LoadedPipeline":

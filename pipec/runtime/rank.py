@@ -10,6 +10,16 @@ from pipec.runtime.compute import Action
 from pipec.runtime.results import Results
 from pipec.runtime.stage import BoundStage
 from pipec.runtime.transport import Transport
+from pipec.runtime.updates import Updates
+
+
+@dataclass
+class Updating:
+    """The optimizer, and what a step knows of its updates: whether it makes them, and the clipping factor."""
+
+    updates: Updates | None = None
+    now: bool = True
+    factor: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -32,6 +42,7 @@ class Rank:
     transport: Transport
     loss: Value | None
     arrival: list[int]
+    updating: Updating
 
 
 @dataclass(eq=False)

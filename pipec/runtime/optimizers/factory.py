@@ -37,6 +37,12 @@ ELEMENTWISE = frozenset(
 )
 
 
+_EXAMPLE = (
+    "pass something to be called with (name, parameter) pairs, such as "
+    "functools.partial(torch.optim.AdamW, lr=1e-3)"
+)
+
+
 def is_elementwise(optimizer: Optimizer) -> bool:
     """Whether it updates each element of a tensor by that element's own gradient and state.
 
@@ -74,13 +80,14 @@ def call_factory(factory: Factory, parameters: Mapping[str, Tensor]) -> tuple[Op
         InputError: the factory returned something else, or the parameters of its groups are not those
             that it was given, or the optimizer needs a closure.
     """
+    if not callable(factory):
+        raise InputError(f"optimizer= takes a factory, not the {type(factory).__name__} itself; {_EXAMPLE}")
     made = factory(list(parameters.items()))
     optimizers = (made,) if isinstance(made, Optimizer) else _sequence(made)
     if not optimizers or not all(isinstance(each, Optimizer) for each in optimizers):
         raise InputError(
             f"the optimizer factory {_name(factory)} returned {made!r}; expected a torch.optim.Optimizer or "
-            "a list of them. Pass something to be called with (name, parameter) pairs, such as "
-            "functools.partial(torch.optim.AdamW, lr=1e-3)"
+            f"a list of them; {_EXAMPLE}"
         )
     _require_each_once(factory, optimizers, parameters)
     if closures := [each for each in optimizers if _needs_closure(each)]:

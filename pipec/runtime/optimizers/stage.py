@@ -115,6 +115,7 @@ class StageOptimizer:
         """Keep of the factory's optimizers what this rank updates."""
         made = [(each, names) for each in optimizers for names in group_names(each, given)]
         self._require_same_groups([names for _, names in made])
+        assert self._pieces.keys() <= {name for _, names in made for name in names}
         for optimizer in optimizers:
             followed = [i for i, (of, names) in enumerate(made) if of is optimizer and self._owns(names)]
             if followed:

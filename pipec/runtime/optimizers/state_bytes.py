@@ -7,8 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from pipec.runtime.optimizers.factory import Factory, call_factory, parameter_on
+
+Sizes = dict[int, int] | None
+"""The size in the parameter by the size that is tried in its place; None where it is tried itself."""
 
 _SMALL = (11, 13, 17, 19, 23, 29, 31, 37)
 """Sizes that stand for those of a parameter: primes, so that a state has them for no other reason."""
@@ -29,40 +33,49 @@ def state_bytes(factory: Factory, parameters: Mapping[str, Tensor]) -> dict[str,
 
 
 def _bytes(
-    factory: Factory,
-    parameters: Mapping[str, Tensor],
-    sizes: Mapping[str, dict[int, int] | None],
-    device: str,
+    factory: Factory, parameters: Mapping[str, Tensor], sizes: Mapping[str, Sizes], device: str
 ) -> dict[str, int]:
-    """What an update leaves. ``sizes[name]`` has the size in the parameter by the size that is tried."""
+    """What an update leaves."""
     tried = {name: _made(each, sizes[name], device) for name, each in parameters.items()}
     optimizers = call_factory(factory, tried)
+    alike = _alike(optimizers)
+    for parameter in alike.values():
+        parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
     for each in optimizers:
         each.step()
     state = {key: entries for each in optimizers for key, entries in each.state.items()}
     return {
         name: sum(
             _real_numel(entry.shape, sizes[name]) * entry.element_size()
-            for entry in _tensors(state.get(each))
+            for entry in _tensors(state.get(alike.get(parameter, parameter)))
         )
-        for name, each in tried.items()
+        for name, parameter in tried.items()
     }
 
 
-def _made(parameter: Tensor, sizes: dict[int, int] | None, device: str) -> nn.Parameter:
-    """A parameter to be updated, with a gradient if the real one will have one."""
+def _alike(optimizers: Iterable[Optimizer]) -> dict[Tensor, Tensor]:
+    """For each parameter, the first one in its group that will have the same state, to be updated for all."""
+    first: dict[Any, Tensor] = {}
+    return {
+        each: first.setdefault((id(group), each.shape, each.dtype, each.requires_grad), each)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for each in group["params"]
+    }
+
+
+def _made(parameter: Tensor, sizes: Sizes, device: str) -> nn.Parameter:
+    """A parameter to be updated."""
     tried = {size: small for small, size in sizes.items()} if sizes else {}
     shape = [tried.get(size, size) for size in parameter.shape]
-    made = parameter_on(torch.zeros(shape, dtype=parameter.dtype, device=device), parameter)
-    made.grad = torch.ones_like(made) if parameter.requires_grad else None
-    return made
+    return parameter_on(torch.zeros(shape, dtype=parameter.dtype, device=device), parameter)
 
 
 def _small(parameter: Tensor) -> dict[int, int]:
-    return dict(zip(_SMALL, sorted({*parameter.shape} - {0, 1}), strict=False)) | {0: 0, 1: 1}
+    return dict(zip(_SMALL, sorted({*parameter.shape}), strict=False)) | {0: 0, 1: 1}
 
 
-def _real_numel(shape: Iterable[int], sizes: dict[int, int] | None) -> int:
+def _real_numel(shape: Iterable[int], sizes: Sizes) -> int:
     return math.prod(shape if sizes is None else (sizes[size] for size in shape))
 
 

@@ -1,0 +1,200 @@
+"""The updates of a program: what each rank of this process updates of each stage, with which gradients."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from pipec.ir import Bucket, Piece, Plan, Shard, Sharding
+from pipec.ir.sharding import even_slices, whole_tensors
+from pipec.runtime.group import Group
+from pipec.runtime.optimizers import (
+    Factory,
+    Gather,
+    PipelineOptimizer,
+    StageOptimizer,
+    clip_factor,
+    sum_of_squares,
+)
+from pipec.runtime.replicas import travelling_as
+from pipec.runtime.shards import BucketShard, flat_memory
+
+GroupOf = Callable[[int, int], Group]
+"""The replicas of a stage as a rank sees them."""
+
+
+@dataclass(frozen=True)
+class StageUpdate:
+    """What one rank updates of a stage: whole parameters, and its share of buckets.
+
+    ``counts_whole`` says whether the gradients of the whole parameters count in the global norm: of replicas
+    that have the same, one counts them.
+    """
+
+    optimizer: StageOptimizer
+    parameters: Sequence[nn.Parameter]
+    shards: Mapping[int, BucketShard]
+    counts_whole: bool
+
+    def squares(self) -> Tensor:
+        """What this rank adds to the square of the global norm."""
+        whole = [parameter.grad for parameter in self.parameters] if self.counts_whole else []
+        shared = [gradient for shard in self.shards.values() for gradient in shard.gradients().values()]
+        return sum_of_squares([*(gradient for gradient in whole if gradient is not None), *shared])
+
+    def update(self, factor: Tensor | None) -> None:
+        """Make the update with all gradients that there are, times ``factor``, and forget them."""
+        names = {id(tensor): name for name, tensor in self.optimizer.parameters.items()}
+        gradients = {names[id(p)]: p.grad for p in self.parameters if p.grad is not None}
+        for shard in self.shards.values():
+            gradients |= shard.gradients()
+        self.optimizer.update(gradients, factor)
+        for shard in self.shards.values():
+            shard.forget_gradients()
+
+
+class Updates:
+    """The optimizer of a pipeline, on the ranks of this process.
+
+    ``parameters`` are those of the whole model. ``max_norm`` is what gradients are clipped to, if they are.
+    """
+
+    def __init__(
+        self, factory: Factory, max_norm: float | None, parameters: Mapping[str, nn.Parameter]
+    ) -> None:
+        self.optimizer = PipelineOptimizer(factory, parameters)
+        self.max_norm = max_norm
+        self._like = {name: torch.empty_like(each, device="meta") for name, each in parameters.items()}
+        self._stages: dict[tuple[int, int], StageUpdate] = {}
+        self._bound: object = None
+
+    @property
+    def keeps_shares(self) -> bool:
+        """Whether some parameters are there in shares alone."""
+        every = (shard for update in self._stages.values() for shard in update.shards.values())
+        return bool(self._bound) and not all(shard.keeps_parameters for shard in every)
+
+    def on(self, rank: int, stage: int) -> StageUpdate | None:
+        """What a rank updates of a stage. Replicas that share parameters leave it to the first one."""
+        return self._stages.get((rank, stage))
+
+    def factor(self, squares: Tensor) -> Tensor:
+        """What gradients are multiplied with, given the square of their global norm."""
+        assert self.max_norm is not None
+        return clip_factor(squares, self.max_norm)
+
+    def is_bound_to(self, plan: Plan) -> bool:
+        """Whether the parameters are divided as a plan says."""
+        return self._bound == _key(plan)
+
+    def bind(
+        self,
+        plan: Plan,
+        parameters: Mapping[str, nn.Parameter],
+        ranks: Sequence[int],
+        is_distributed: bool,
+        gather: Gather,
+    ) -> list[str]:
+        """Divide the parameters among those who update them, as the plan says.
+
+        ``ranks`` are those of this process. Returns the parameters that are empty until they are gathered.
+        """
+        self._bound, self._stages = _key(plan), {}
+        keeps = plan.ending.shard is not Shard.PARAMETERS or not is_distributed
+        for stage, placement in enumerate(plan.placement):
+            here = [rank for rank in placement if rank in ranks]
+            numbers = plan.ending.buckets_of(stage) if plan.ending.shard else []
+            buckets = {number: plan.ending.buckets[number] for number in numbers if here}
+            divided = {number: self._divided(each, len(placement)) for number, each in buckets.items()}
+            memory = {
+                number: flat_memory(buckets[number], sharding, parameters)
+                for number, sharding in divided.items()
+            }
+            for rank in here:
+                shards = {
+                    number: BucketShard(
+                        sharding,
+                        placement.index(rank),
+                        memory[number],
+                        self._like,
+                        keeps or buckets[number].lent,
+                        travelling_as(plan.ending.gradient_dtype, memory[number].dtype),
+                    )
+                    for number, sharding in divided.items()
+                }
+                self._add(plan, rank, stage, shards, parameters, is_distributed or rank == placement[0])
+        self.optimizer.attach([update.optimizer for update in self._stages.values()], gather)
+        apart = (bucket for bucket in plan.ending.buckets if plan.ending.gathers_for_use(bucket))
+        return [] if keeps else [name for bucket in apart for name in bucket.names if name in parameters]
+
+    def _divided(self, bucket: Bucket, num_replicas: int) -> Sharding:
+        sizes = {name: self._like[name].numel() for name in bucket.names}
+        divide = even_slices if self.optimizer.elementwise >= sizes.keys() else whole_tensors
+        return divide(sizes, num_replicas)
+
+    def _add(
+        self,
+        plan: Plan,
+        rank: int,
+        stage: int,
+        shards: Mapping[int, BucketShard],
+        parameters: Mapping[str, nn.Parameter],
+        updates_whole: bool,
+    ) -> None:
+        divided = {name for shard in shards.values() for name in shard.sharding.names}
+        own = [
+            name
+            for name in plan.stages[stage].parameters
+            if name not in divided
+            and name not in plan.stages[stage].borrowed
+            and parameters[name].requires_grad
+            and updates_whole
+        ]
+        owned: dict[Piece, Tensor] = {
+            Piece(name, 0, self._like[name].numel()): parameters[name] for name in own
+        }
+        for shard in shards.values():
+            owned |= shard.owned()
+        if owned:
+            self._stages[rank, stage] = StageUpdate(
+                self.optimizer.on_stage(owned),
+                [parameters[name] for name in own],
+                shards,
+                counts_whole=rank == plan.placement[stage][0],
+            )
+
+    @contextmanager
+    def gathered(self, parameters: Mapping[str, nn.Parameter], group_of: GroupOf) -> Iterator[None]:
+        """Let parameters that are kept in shares be whole inside a ``with``. Every rank does so together."""
+        shards = self._make_whole(parameters, group_of)
+        try:
+            yield
+        finally:
+            for shard in shards:
+                shard.take_over()
+                for name in shard.sharding.names:
+                    parameters[name].data = parameters[name].new_empty(0)
+
+    def release(self, parameters: Mapping[str, nn.Parameter], group_of: GroupOf) -> None:
+        """Let all parameters be whole until a program is bound again. Every rank does so together."""
+        self._make_whole(parameters, group_of)
+        self._bound = None
+
+    def _make_whole(self, parameters: Mapping[str, nn.Parameter], group_of: GroupOf) -> list[BucketShard]:
+        """Gather what is kept in shares alone; returns the shares."""
+        found = []
+        for (rank, stage), update in self._stages.items() if self._bound else ():
+            for shard in update.shards.values():
+                if not shard.keeps_parameters:
+                    shard.start_gather(group_of(rank, stage))
+                    for name, tensor in shard.finish_gather().items():
+                        parameters[name].data = tensor
+                    found.append(shard)
+        return found
+
+
+def _key(plan: Plan) -> object:
+    """What decides how parameters are divided."""
+    return plan.placement, plan.ending, tuple(stage.parameters for stage in plan.stages)
