@@ -11,7 +11,7 @@ from functools import partial
 from typing import TypeVar
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import HashStore, Store
 
 from pipec.errors import TransportError
 from pipec.runtime import rendezvous
@@ -207,3 +207,21 @@ def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("MASTER_PORT", str(port))
         with pytest.raises(TransportError, match=f"rank 0 cannot listen at 127.0.0.1:{port}.*MASTER_PORT"):
             rendezvous.meet(rendezvous.World(0, 2), 0, 1.0)
+
+
+def test_ranks_that_were_started_again_do_not_meet_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store of ``torchrun`` may outlive the ranks, and with it the addresses that they wrote."""
+    store = HashStore()
+    monkeypatch.setattr(rendezvous.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(rendezvous, "_get_default_store", lambda: store)
+    for attempt in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        found = together([partial(meet_late, rank) for rank in (0, 1)])
+        for lines, _ in found:
+            lines.close()
+
+
+def meet_late(rank: int) -> tuple[Lifelines, Store]:
+    """Rank 0 comes after rank 1 has asked for its address."""
+    time.sleep(0.5 * (1 - rank))
+    return rendezvous.meet(rendezvous.World(rank, 2), 0, 10.0)

@@ -36,7 +36,7 @@ def meet(world: World, number: int, timeout: float) -> tuple[Lifelines, Store]:
     store = _get_default_store() if dist.is_initialized() else _store_of_environment(world, timeout)
     lifelines = Lifelines(world.rank, world.size, timeout)
     try:
-        _connect(lifelines, PrefixStore(f"pipec/{number}", store), timeout)
+        _connect(lifelines, PrefixStore(f"pipec/{_attempt()}/{number}", store), timeout)
     except TransportError as error:
         lifelines.fail(str(error))
         lifelines.close()
@@ -150,6 +150,11 @@ def _asked(question: Callable[[], T], timeout: float, lifelines: Lifelines) -> T
 def _agent_holds_store() -> bool:
     """Whether ``torchrun`` holds the store in a process of its own, as torch asks too."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+
+
+def _attempt() -> str:
+    """How often ``torchrun`` has started the ranks. Its store may hold the addresses of those before."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def _holder() -> str:
