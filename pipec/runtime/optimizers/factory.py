@@ -91,8 +91,8 @@ def call_factory(factory: Factory, parameters: Mapping[str, Tensor]) -> tuple[Op
     optimizers = (made,) if isinstance(made, Optimizer) else _sequence(made)
     if not optimizers or not all(isinstance(each, Optimizer) for each in optimizers):
         raise InputError(
-            f"the optimizer factory {_name(factory)} returned {shown(made)}; expected a torch.optim.Optimizer or "
-            f"a list of them; {_EXAMPLE}"
+            f"the optimizer factory {_name(factory)} returned {shown(made)}; expected a "
+            f"torch.optim.Optimizer or a list of them; {_EXAMPLE}"
         )
     _require_each_once(factory, optimizers, parameters)
     if closures := [each for each in optimizers if _needs_closure(each)]:
