@@ -22,6 +22,7 @@ from pipec.compiler.compiler import Compiled, Compiler
 from pipec.console import log
 from pipec.errors import InputError, PipecError
 from pipec.ir import Mode, Plan
+from pipec.ir.arguments import FLAG, NONE, PATH, check_arguments, instance
 from pipec.plan.predictions import simulate_plan
 from pipec.plan.tables import ReadablePlan
 from pipec.runtime.batch import dense
@@ -128,6 +129,7 @@ class Pipeline(Handle):
 
     def train(self, mode: bool = True) -> "Pipeline":
         """Set every module of the model to training or evaluation mode, as ``nn.Module.train`` does."""
+        check_arguments(METHODS, locals())
         self._compiler.model.train(mode)
         return super().train(mode)
 
@@ -136,6 +138,7 @@ class Pipeline(Handle):
 
         Under ``torchrun`` rank 0 gets it, and the others get an empty dict; with ``all_ranks``, all get it.
         """
+        check_arguments(METHODS, locals())
         names = [name for name in self._compiler.model.state_dict(keep_vars=True) if name in self._canonical]
         whole = self._whole("full_state_dict", {self._canonical[name] for name in names}, all_ranks)
         return {name: whole[self._canonical[name]] for name in names if whole}
@@ -146,6 +149,7 @@ class Pipeline(Handle):
         Every rank calls this. ``model`` is the one that was compiled, or one of the same structure. The one
         that was compiled has its memory again until the next step, which empties it anew.
         """
+        check_arguments(METHODS, locals())
         whole = self._whole("gather_into", set(self._tensors.unique()), all_ranks)
         if whole:
             self._refilled = True
@@ -158,6 +162,7 @@ class Pipeline(Handle):
 
         What belongs to other ranks' stages is passed over, so every rank loads.
         """
+        check_arguments(METHODS, locals())
         held = self._tensors_by_fqn(every_name=True)
         own = {name: x for name, x in state_dict.items() if name in held or name not in self._canonical}
         if assign:
@@ -193,6 +198,7 @@ class Pipeline(Handle):
         If ``path`` is given, rank 0 also draws them there: .html is a page to explore, .svg and .txt are
         pictures, and .json is for Perfetto and chrome://tracing. Another ending raises InputError.
         """
+        check_arguments(METHODS, locals())
         timelines = trace.timelines() if trace else {"planned": self.simulate()}
         steps = [Step.of_plan(self.plan, timeline, name) for name, timeline in timelines.items()]
         if path is not None and self._ranks.world.rank == 0:
@@ -219,6 +225,7 @@ class Pipeline(Handle):
         With ``tensors``, the parameters and buffers are written too, as safetensors. Under ``torchrun``
         rank 0 writes; every rank then calls this, because rank 0 gathers the tensors of all.
         """
+        check_arguments(METHODS, locals())
         held = self._tensors_by_fqn() if tensors else None
         if tensors and self._ranks.world.distributed:
             held = self._whole("save", set(self._tensors.unique()), all_ranks=False)
@@ -266,7 +273,9 @@ class Pipeline(Handle):
 
     def _checked(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Call:
         refuse_own_batches((args, kwargs, target))
-        call = self._divided(Call(*pytree.tree_map(dense, (args, kwargs, target))))
+        call = Call(*pytree.tree_map(dense, (args, kwargs, target)))
+        call.check(self._compiler.model)
+        call = self._divided(call)
         if kind == "forward":
             return call
         if self._compiler.loss_fn is not None and call.target is None:
@@ -418,6 +427,19 @@ class Pipeline(Handle):
     def _parameter_kinds(self) -> dict[str, torch.dtype]:
         parameters = self._tensors.parameters.items()
         return {fqn: x.dtype.to_real() for fqn, x in parameters if self._canonical[fqn] == fqn}
+
+
+METHODS = {
+    "all_ranks": FLAG,
+    "directory": PATH,
+    "mode": FLAG,
+    "model": instance("an nn.Module", nn.Module),
+    "path": PATH | NONE,
+    "state_dict": instance("a mapping of names to tensors", Mapping),
+    "tensors": FLAG,
+    "trace": instance("what the with of trace() gave", Trace) | NONE,
+}
+"""What the arguments of the methods must be. Those of the model are the model's own."""
 
 
 def _call_facts(call: Call, kind: str) -> Facts:

@@ -348,7 +348,7 @@ def training(rank: int, schedule_name: str = "1f1b") -> Outcome:
     """Two steps: results, gradients and buffers of this rank, and where its borrowed parameter was."""
     transport = TorchDistributed(CPU)
     schedule, model = make_schedule(schedule_name, NUM_RANKS, len(SIZES)), make_model()
-    transport.connect(lower(schedule, LINKS), "the same text")
+    transport.connect(lower(schedule, LINKS), (), "the same text")
     lent: list[int] = []
 
     class Watching(Stage2):
@@ -389,7 +389,7 @@ def aftermath(rank: int) -> Outcome:
 
 def _error_of_step(rank: int, stages: Mapping[int, Any], transport: TorchDistributed) -> Outcome:
     schedule = make_schedule("1f1b", NUM_RANKS, len(SIZES))
-    transport.connect(lower(schedule, LINKS), "the same text")
+    transport.connect(lower(schedule, LINKS), (), "the same text")
     interpreter = make_interpreter(schedule, rank, transport, make_model(), stages)
     return _error_of(lambda: interpreter.run(make_batch(SIZES), SIZES))
 

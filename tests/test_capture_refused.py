@@ -202,5 +202,9 @@ def test_an_argument_of_a_class_that_torch_cannot_take_apart_is_refused() -> Non
     class Unknown:
         __hash__ = None  # type: ignore[assignment]
 
+    class Taking(nn.Linear):
+        def forward(self, x: Tensor, extra: object) -> Tensor:
+            return super().forward(x)
+
     with pytest.raises(InputError, match=r"kwargs\['extra'\]\[0\] is a .*Unknown.*register_dataclass"):
-        step(nn.Linear(WIDTH, WIDTH), extra=[Unknown()])
+        step(Taking(WIDTH, WIDTH), extra=[Unknown()])

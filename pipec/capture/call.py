@@ -1,13 +1,15 @@
 """The arguments of one call of the model, and which of their tensors are split along the batch."""
 
+import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipec.errors import InputError
+from pipec.ir.batch import leaf_path
 from pipec.torch_compat import pytree
 
 
@@ -40,7 +42,7 @@ class Call:
     def paths(self) -> list[str]:
         """The name of each leaf as a person would write it: ``args[0]``, ``kwargs['mask']``, ``target``."""
         tree = dict(zip(("args", "kwargs", "target"), self.tree, strict=True))
-        return [_path(keys) for keys, _ in pytree.tree_flatten_with_path(tree)[0]]
+        return [leaf_path(keys) for keys, _ in pytree.tree_flatten_with_path(tree)[0]]
 
     @property
     def batch_size(self) -> int:
@@ -52,6 +54,16 @@ class Call:
             "pipec needs a batch to split: no argument is a tensor with at least one dimension. "
             "Pass the inputs of the whole mini-batch to step()."
         )
+
+    def check(self, model: nn.Module) -> None:
+        """Raise InputError unless the model's ``forward`` takes these arguments. A hook may change them."""
+        if model._forward_pre_hooks:
+            return
+        taken = inspect.signature(model.forward)
+        try:
+            taken.bind(*self.args, **self.kwargs)
+        except TypeError as error:
+            raise InputError(f"{type(model).__name__}.forward{taken} cannot be called so: {error}") from None
 
     def signature(self) -> Hashable:
         """What a compilation depends on: calls with equal signatures can share one.
@@ -129,7 +141,3 @@ def _holds_tensors(value: Any, depth: int) -> bool:
         return True
     held = {} if isinstance(value, type) else dict(getattr(value, "__dict__", {}))
     return depth > 0 and any(_holds_tensors(x, depth - 1) for x in pytree.tree_leaves(held))
-
-
-def _path(keys: tuple[Any, ...]) -> str:
-    return str(keys[0].key) + "".join(str(key) for key in keys[1:])

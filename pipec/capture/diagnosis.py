@@ -12,7 +12,7 @@ import torch
 from pipec import torch_compat
 from pipec.errors import CaptureError, InputError, PipecError
 
-_TRACING = str(Path(torch.__file__).parent), str(Path(__file__).parent)
+_TRACING = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 
 ADVICE = (

@@ -72,6 +72,7 @@ class Traced:
     symbolic: bool
     fqns: Mapping[str, str]
     constants: Mapping[str, Tensor]
+    training: bool = True
     unclear: str = ""
 
 
@@ -126,6 +127,8 @@ def training_graph(traced: Traced) -> TrainingGraph:
             unclear_output=results.unclear,
             logs=results.logs,
             output_spec=results.output_spec,
+            paths=tuple(traced.call.paths),
+            training=traced.training,
         )
     )
 

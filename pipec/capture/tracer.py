@@ -248,7 +248,18 @@ class _Tracer:
         unclear = self._add_up(captured, sample) if self._adds_up else ""
         joint = torch_compat.differentiate(captured, training=self._mode is Mode.TRAIN)
         return training_graph(
-            Traced(joint, self._mode, operators, sample, size, symbolic, self._fqns, self._constants, unclear)
+            Traced(
+                joint,
+                self._mode,
+                operators,
+                sample,
+                size,
+                symbolic,
+                self._fqns,
+                self._constants,
+                self._step.model.training,
+                unclear,
+            )
         )
 
     def prove_split(self) -> Captured | None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pipec.errors import InputError, TransportError
-from pipec.runtime.connections import Connections, GlooConnections
+from pipec.runtime.connections import Connections
 from pipec.runtime.distributed import TorchDistributed
 from pipec.runtime.facts import Facts, whole_digest
 
@@ -36,7 +36,7 @@ class Agreement:
         self._timeout = timeout
         self._peers = [peer for peer in range(transport.num_ranks) if peer != transport.rank]
         self._gloo = (
-            GlooConnections(transport.rank, transport.num_ranks, timeout)
+            transport.gloo_connections()
             if transport.device.type == "cuda"  # whose connections carry no CPU tensors
             else None
         )
@@ -126,22 +126,11 @@ class Agreement:
         """Give the connections; an error names the peer, and tells the other ranks."""
         try:
             together = f"{doing}, together with rank {peer}"
-            with self._transport.explaining(together) as connections, self._naming(peer, doing):
+            with self._transport.explaining(together, peer) as connections:
                 yield self._gloo or connections
         except TransportError as error:
             self._transport.fail(error)
             raise
-
-    @contextlib.contextmanager
-    def _naming(self, peer: int, doing: str) -> Iterator[None]:
-        try:
-            yield
-        except TimeoutError as error:
-            raise TransportError(
-                f"rank {self._transport.rank} was {doing}, and waited {self._timeout:g} s for rank {peer} "
-                "to do the same. All ranks make the same calls in the same order: see that no `if rank == "
-                "...`, exception or shorter loop keeps that rank from it"
-            ) from error
 
 
 _TAG = 2**31 - 2

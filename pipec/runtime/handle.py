@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from pipec.artifact.directory import Artifact
 from pipec.errors import InputError
 from pipec.ir import Plan, Program
+from pipec.ir.arguments import NUMBER, check_arguments, instance
 from pipec.runtime.execution import Execution, Ranks
 from pipec.runtime.facts import Facts, differences, rank_names
 from pipec.runtime.group import Group
@@ -55,6 +56,7 @@ class Handle(nn.Module):
         It does what ``torch.nn.utils.clip_grad_norm_`` does to the unsplit model, wherever the parameters
         are; a tied parameter counts once. Every rank calls it. Returns the norm before.
         """
+        check_arguments(METHODS, locals())
         if self._updates is not None:
             raise InputError(
                 "pipe.step(...) has made the update already, for the pipeline was compiled with "
@@ -104,6 +106,7 @@ class Handle(nn.Module):
 
     def source(self, stage: int) -> str:
         """The generated Python of a stage."""
+        check_arguments(METHODS, locals())
         sources = self._artifact.sources
         if not 0 <= stage < len(sources):
             raise InputError(f"there is no stage {stage}: the pipeline has stages 0 to {len(sources) - 1}")
@@ -244,6 +247,10 @@ class Handle(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._executions.clear()
         return self
+
+
+METHODS = {"max_norm": NUMBER, "norm_type": NUMBER, "stage": instance("the number of a stage", int)}
+"""What the arguments of the methods must be."""
 
 
 def _refusal(every: Sequence[Facts]) -> str:

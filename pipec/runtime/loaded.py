@@ -1,7 +1,6 @@
 """A saved artifact, ready to train: no model and no compiler, only the plan, the code and the programs."""
 
-import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +8,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pipec.artifact.directory import Artifact, read
+from pipec.artifact.check import read_verified
+from pipec.artifact.directory import Artifact
 from pipec.errors import InputError
 from pipec.ir import Input, Plan, Value
-from pipec.ir.batch import split_sizes
+from pipec.ir.arguments import FLAG, FUNCTION, NONE, SECONDS, check_arguments, instance, one_of
+from pipec.ir.batch import leaf_path, split_sizes
 from pipec.ir.text import format_value
 from pipec.runtime.batch import dense
 from pipec.runtime.execution import Ranks
 from pipec.runtime.facts import leaf_fact
 from pipec.runtime.handle import Handle, homes
 from pipec.runtime.holder import ModelTensors, hold
-from pipec.runtime.launch import Devices
-from pipec.runtime.weights import GIVEN, MicrobatchWeight, loss_shares
+from pipec.runtime.launch import DEVICES, Devices
+from pipec.runtime.weights import GIVEN, WORDS, MicrobatchWeight, loss_shares
 
 
 def load(
@@ -36,10 +37,12 @@ def load(
     artifact holds no function: if ``compile`` was given one as ``microbatch_weight``, pass it again.
 
     Raises:
-        ArtifactError: the directory does not hold an intact artifact of this format.
+        ArtifactError, VerifyError: the directory does not hold an intact artifact of this format, or its
+            programs are not one correct step.
         InputError: the devices do not match the ranks of the plan.
     """
-    artifact, tensors = read(Path(directory))
+    check_arguments(LOAD, locals())
+    artifact, tensors = read_verified(Path(directory))
     num_ranks = artifact.plan.num_ranks
     ranks = Ranks(devices if devices is not None else num_ranks, timeout)
     if ranks.count != num_ranks:
@@ -47,6 +50,19 @@ def load(
             f"the artifact in {directory} is for {num_ranks} ranks, but devices asks for {ranks.count}"
         )
     return LoadedPipeline(artifact, tensors, ranks, microbatch_weight)
+
+
+LOAD = {
+    "directory": instance("the path of a folder", str, Path),
+    "devices": DEVICES | NONE,
+    "timeout": SECONDS,
+    "microbatch_weight": one_of(*WORDS) | FUNCTION | NONE,
+}
+"""What each argument of ``load`` must be."""
+
+
+CallOf = Callable[[list[Any]], tuple[Any, dict[str, Any], Any]]
+"""Makes arguments, keyword arguments and the target of their leaves."""
 
 
 class LoadedPipeline(Handle):
@@ -60,6 +76,7 @@ class LoadedPipeline(Handle):
         microbatch_weight: MicrobatchWeight | None = None,
     ) -> None:
         super().__init__(ranks, artifact)
+        self.training = artifact.plan.training
         if (artifact.plan.microbatch_weight == GIVEN) != callable(microbatch_weight):
             raise InputError(
                 "the artifact was compiled with a function as microbatch_weight; pass that to load"
@@ -73,10 +90,27 @@ class LoadedPipeline(Handle):
         """The same as ``Pipeline.step``, for arguments of the shapes that the artifact was compiled for.
 
         Raises:
-            InputError: the arguments have other shapes or types. Nothing was sent then.
+            InputError: the arguments have other names, shapes or types. Nothing was sent then.
         """
-        given_leaves, structure = pytree.tree_flatten((args, dict(sorted(kwargs.items())), target))
-        leaves = [dense(leaf) for leaf in given_leaves]
+        tree = {"args": args, "kwargs": dict(sorted(kwargs.items())), "target": target}
+        found, structure = pytree.tree_flatten_with_path(tree)
+        paths = [leaf_path(keys) for keys, _ in found]
+        if paths != list(self.plan.arguments):
+            raise InputError(
+                f"step was given {_listed(paths)}; this artifact was made for "
+                f"{_listed(self.plan.arguments)}. Pass the same, by position or by name as there"
+            )
+        return self._step(
+            [leaf for _, leaf in found],
+            lambda leaves: tuple(pytree.tree_unflatten(leaves, structure).values()),
+        )
+
+    def step_on(self, leaves: Sequence[Any]) -> Tensor:
+        """As ``step``, for the leaves of its arguments in the order of the plan's ``arguments``."""
+        return self._step(leaves, lambda leaves: (leaves, {}, None))
+
+    def _step(self, leaves: Sequence[Any], call_of: CallOf) -> Tensor:
+        leaves = [dense(leaf) for leaf in leaves]
         plan = self._artifact.plan
         batch = _batch_size(plan, leaves)
         for given in plan.inputs:
@@ -91,7 +125,6 @@ class LoadedPipeline(Handle):
             self._require_same("step", {given.path: leaf_fact(_leaf(given, leaves)) for given in plan.inputs})
         execution = self._execution(self._artifact)
         batched = [isinstance(leaf, Tensor) and leaf.shape[:1] == (batch,) for leaf in leaves]
-        call_of = functools.partial(pytree.tree_unflatten, treespec=structure)
         shares = loss_shares(self._weight, leaves, call_of, batched, sizes)
         results = execution.run(
             leaves, sizes, batch, self._seed, self._num_steps, self._recorded, shares=shares
@@ -99,6 +132,21 @@ class LoadedPipeline(Handle):
         self._num_steps += 1
         self.logs = {name: results[kept] for name, kept in zip(plan.logs, plan.outputs[1:], strict=False)}
         return results["loss"]
+
+    def train(self, mode: bool = True) -> "LoadedPipeline":
+        """Do nothing if that is the mode that the artifact was made in.
+
+        Raises:
+            InputError: it was made in the other mode, and holds no code for this one.
+        """
+        check_arguments({"mode": FLAG}, locals())
+        if mode != self.plan.training:
+            made, call = ("training", "eval") if self.plan.training else ("evaluation", "train")
+            raise InputError(
+                f"this artifact holds the step of a model in {made} mode, and no other code. Call {call}() "
+                "on the pipeline of pipec.compile, then prepare(...) and save(...)"
+            )
+        return super().train(mode)
 
     @property
     def plan(self) -> Plan:
@@ -148,6 +196,10 @@ def _check(given: Input, leaves: Sequence[Any], batch: int) -> None:
     if not (isinstance(leaf, Tensor) and leaf.dtype == dtype and leaf.shape == shape):
         found = f"{leaf.dtype} of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
         raise InputError(f"{given.path} is {found}; expected {dtype} of shape {shape}")
+
+
+def _listed(paths: Iterable[str]) -> str:
+    return ", ".join(paths) or "nothing"
 
 
 def _leaf(given: Input, leaves: Sequence[Any]) -> Any:
