@@ -1,8 +1,10 @@
 """A module that trains across stages and is compiled at its first step: what ``pipec.compile`` returns."""
 
 import contextlib
+import copy
 import functools
-from collections.abc import Collection, Hashable, Iterator, Mapping
+import operator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -11,21 +13,24 @@ from torch import Tensor, nn
 
 from pipec.artifact.directory import write
 from pipec.capture.call import Call
-from pipec.compiler.compiler import Compiled, Compiler
+from pipec.capture.state import State, modules_of, tensors_of
+from pipec.compiler.compiler import Compiler, Groups, Kind, Signature, Turn
 from pipec.console import log
-from pipec.errors import InputError, PipecError
+from pipec.errors import PipecError
+from pipec.graph import changed_constants
 from pipec.ir import Mode, Plan
 from pipec.plan.predictions import simulate_plan
 from pipec.plan.tables import ReadablePlan
 from pipec.runtime.batch import dense
 from pipec.runtime.execution import Ranks
-from pipec.runtime.facts import Facts, leaf_fact
+from pipec.runtime.facts import Facts, leaf_fact, listed
 from pipec.runtime.handle import Handle, homes, owners
 from pipec.runtime.holder import Emptied, ModelTensors, fill, forget, hold, put_back
-from pipec.runtime.results import merge
+from pipec.runtime.randomness import next_seed
+from pipec.runtime.results import join
 from pipec.timeline.events import Timeline
 from pipec.timeline.trace import Trace, measured_timeline
-from pipec.torch_compat import pytree
+from pipec.torch_compat import Place, pytree
 from pipec.viz import Step, draw_steps, steps_text
 
 
@@ -42,10 +47,13 @@ class Pipeline(Handle):
         super().__init__(ranks)
         self._batch = batch
         self._emptied = Emptied()
-        self._refilled = False
+        self._unsettled = False
         self._compiler = compiler
         self._tensors = tensors
-        self._groups: dict[Hashable, list[tuple[Compiled, list[int]]]] = {}
+        self._followed = tensors_of(modules_of(compiler.model))
+        self._trains = tensors.trained()
+        self._groups: dict[tuple[Signature, int], Groups] = {}
+        self._read: dict[Mode, dict[Place, Any]] = {}
         self.training = compiler.model.training
         hold(self, tensors)
 
@@ -64,7 +72,7 @@ class Pipeline(Handle):
                 arguments. Nothing was changed, and every rank raises it.
             ExecutionError, TransportError: a rank failed.
         """
-        loss = self._run(Mode.TRAIN, self._agreed("step", args, kwargs, target))["loss"]
+        loss = self._run(self._agreed("step", Mode.TRAIN, args, kwargs, target))["loss"]
         self._num_steps += 1
         return loss
 
@@ -73,20 +81,20 @@ class Pipeline(Handle):
 
         Dropout and the like run in the mode that ``train()`` or ``eval()`` set last.
         """
-        return self._run(Mode.LOSS, self._agreed("eval_step", args, kwargs, target))["loss"]
+        return self._run(self._agreed("eval_step", Mode.LOSS, args, kwargs, target))["loss"]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for the whole batch, on every rank, without gradients."""
-        call = self._agreed("forward", args, kwargs)
-        results = self._run(Mode.FORWARD, call)
-        compiled = self._compiled(Mode.FORWARD, call)[0][0]
+        turn = self._agreed("forward", Mode.FORWARD, args, kwargs)
+        results = self._run(turn)
+        compiled = self._compiled(turn)[0][0]
         leaves = [results.get(name) for name in compiled.artifact.plan.outputs]
         assert compiled.output_spec is not None
         return pytree.tree_unflatten(leaves, compiled.output_spec)
 
     def prepare(self, *args: Any, target: Any = None, **kwargs: Any) -> "Pipeline":
         """Compile what ``step`` with these arguments would run, and run nothing. Returns the pipeline."""
-        self._compiled(Mode.TRAIN, self._agreed("prepare", args, kwargs, target))
+        self._compiled(self._agreed("prepare", Mode.TRAIN, args, kwargs, target))
         return self
 
     def train(self, mode: bool = True) -> "Pipeline":
@@ -111,7 +119,7 @@ class Pipeline(Handle):
         """
         whole = self._whole("gather_into", set(self._tensors.unique()), all_ranks)
         if whole:
-            self._refilled = True
+            self._unsettled = True
             fill(model, {name: whole[first] for name, first in self._canonical.items()})
 
     def load_state_dict(
@@ -127,6 +135,15 @@ class Pipeline(Handle):
         if assign:
             self._adopt_replaced()
         return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Pipeline":
+        """A pipeline of a copy of the model, on the same stages. It compiles its calls itself."""
+        compiler = self._compiler.of(copy.deepcopy(self._compiler.model, memo))
+        made = memo[id(self)] = Pipeline(compiler, ModelTensors.of(compiler.model), self._ranks, self._batch)
+        made._owners, made._trained = dict(self._owners), self._trained
+        made._emptied = Emptied(dict(self._emptied.layouts))
+        forget(made, [fqn for fqn, first in self._canonical.items() if first in self._emptied.layouts])
+        return made
 
     @property
     def plan(self) -> Plan:
@@ -180,26 +197,38 @@ class Pipeline(Handle):
         """How long each step of compilation took, summed over all compilations."""
         return dict(self._compiler.seconds)
 
-    def _agreed(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None) -> Call:
+    def _agreed(
+        self, kind: str, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None
+    ) -> Turn:
         """The call that all ranks make: what each of them was given, or what rank 0 was.
 
-        A rank that cannot use its arguments raises only when the others know, so that all raise.
+        A rank that cannot use its arguments raises only when the others know, so that all raise. The seed is
+        rank 0's, and so is the decision whether what was compiled is still right.
         """
+        seed, after = next_seed()
         if not self._ranks.world.distributed:
-            return self._checked(kind, args, kwargs, target)
-        facts, call, refusal = self._mode_facts(), Call((), {}), None
-        sent = self._batch == "rank0"
-        if not sent or self._ranks.world.rank == 0:
+            self._follow_model()
+            call = self._checked(kind, args, kwargs, target)
+            called = self._kind(mode, call)
+            return Turn(call, (called, self._compiler.version(called)), seed, after)
+        facts, call, refusal, version = self._model_facts(mode), Call((), {}), None, 0
+        sent, is_first = self._batch == "rank0", self._ranks.world.rank == 0
+        if not sent or is_first:
             try:
                 call = self._checked(kind, args, kwargs, target)
-                call.signature()  # refuses what no stage can take
+                called = self._kind(mode, call)  # refuses what no stage can take
+                version = self._compiler.version(called) if is_first else 0
                 facts |= {} if sent else _call_facts(call, kind)
             except PipecError as error:
                 refusal, facts = error, facts | {"refused": str(error)}
-        self._require_same(kind, facts)
+        every = self._require_same(kind, facts, [seed, version, hash(self._tensors.trained())])
         if refusal is not None:
             raise refusal
-        return self._sent(kind, call) if sent else call
+        if self._follow_model() or self._agree_on_trained([trained for *_, trained in every]):
+            return self._agreed(kind, mode, args, kwargs, target)
+        call = self._sent(kind, call) if sent else call
+        seed, version, _ = every[0]
+        return Turn(call, (self._kind(mode, call), version), seed, after)
 
     def _sent(self, kind: str, call: Call) -> Call:
         leaves, structure = pytree.tree_flatten(call.tree)
@@ -207,90 +236,79 @@ class Pipeline(Handle):
         sent, structure = self._ranks.agreement.from_rank_0(doing, leaves, structure)
         return Call(*pytree.tree_unflatten(sent, structure))
 
-    def _mode_facts(self) -> Facts:
-        flags = self._compiler.training_flags()
-        return {"modules in training mode": f"{sum(flags)} of {len(flags)} ({hash(flags) & 0xFFFF:x})"}
+    def _kind(self, mode: Mode, call: Call) -> Kind:
+        return self._compiler.kind(mode, call, self._emptied.shapes(self._tensors.unique()))
+
+    def _model_facts(self, mode: Mode) -> Facts:
+        """What the ranks must have in common before a call. That is also what the compiled code once read."""
+        state = State.of(self._compiler.model, mode, self._emptied.shapes(self._tensors.unique()))
+        changed = changed_constants(self._read.get(mode, {}), self._compiler.traced(mode)) or "none"
+        return state.facts | {"replaced": ", ".join(self._replaced()) or "none", "changed values": changed}
 
     def _checked(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Call:
-        call = _call(args, kwargs, target)
-        if kind == "forward":
-            return call
-        if self._compiler.loss_fn is not None and call.target is None:
-            raise InputError(
-                "target is missing: this pipeline has a loss_fn(output, target); pass target=..."
-            )
-        size, target = call.batch_size, call.target
-        if isinstance(target, Tensor) and target.ndim and target.shape[0] != size:
-            raise InputError(
-                f"target has {target.shape[0]} rows but the batch has {size}; both have the batch first"
-            )
+        call = Call(*pytree.tree_map(dense, (args, kwargs, target)))
+        if kind != "forward":
+            call.check_target(needed=self._compiler.loss_fn is not None)
         return call
 
-    def _compiled(self, mode: Mode, call: Call) -> list[tuple[Compiled, list[int]]]:
+    def _compiled(self, turn: Turn) -> Groups:
         """What runs each group of consecutive microbatches, and their sizes.
 
         A batch that does not divide evenly has microbatches of two sizes. If one compiled graph cannot serve
         both, there are two groups. One process compiles for all.
         """
-        key = (mode, call.signature(), self._compiler.training_flags(), call.batch_size)
+        (mode, called, state), version = turn.signature
+        key = turn.signature, turn.call.batch_size
         is_new = key not in self._groups
         if is_new:
-            self._groups[key] = self._ranks.once(repr(key), functools.partial(self._compile, mode, call))
+            request = repr((mode, called, state.facts, self._trains, version, turn.call.batch_size))
+            made = self._ranks.once(request, functools.partial(self._compile, turn))
+            self._groups[key], self._read[mode] = made
         groups = self._groups[key]
         if mode is Mode.TRAIN:
             self._trained = groups[0][0].artifact
-        if is_new or self._refilled:
+        if is_new or self._unsettled:
             self._keep_own_tensors(groups[0][0].artifact.plan)
-            self._refilled = False
+            self._unsettled = False
         return groups
 
-    def _compile(self, mode: Mode, call: Call) -> list[tuple[Compiled, list[int]]]:
+    def _compile(self, turn: Turn) -> tuple[Groups, dict[Place, Any]]:
         with self._emptied.shaped(self._tensors.unique()):
-            return self._compiler.compile(mode, call)
+            return self._compiler.compile(turn.signature, turn.call), self._compiler.read(turn.signature)
 
-    def _run(self, mode: Mode, call: Call) -> dict[str, Tensor]:
-        groups = self._compiled(mode, call)
+    def _run(self, turn: Turn) -> dict[str, Tensor]:
+        groups, call = self._compiled(turn), turn.call
         executions = [self._execution(compiled.artifact) for compiled, _ in groups]
+        if any(compiled.artifact.draws for compiled, _ in groups):
+            torch.default_generator.set_state(turn.random_state)
         batch, start, parts = call.batch_size, 0, []
         for execution, (_, sizes) in zip(executions, groups, strict=True):
             rows = call if len(groups) == 1 else call.rows(start, start + sum(sizes))
-            recorded = self._recorded if mode is Mode.TRAIN else None
-            parts.append(
-                execution.run(rows.leaves, sizes, batch, self._seed + start, self._num_steps, recorded)
-            )
+            recorded = self._recorded if turn.signature[0][0] is Mode.TRAIN else None
+            parts.append(execution.run(rows.leaves, sizes, batch, turn.seed + start, recorded))
             start += sum(sizes)
-        return parts[0] if len(parts) == 1 else self._joined(groups, parts)
-
-    def _joined(
-        self, groups: list[tuple[Compiled, list[int]]], parts: list[dict[str, Tensor]]
-    ) -> dict[str, Tensor]:
-        """Join the results of groups of microbatches into those of the batch."""
-        counts = [sum(sizes) for _, sizes in groups]
-        values = {v.name: v for x in groups[0][0].artifact.plan.links if x.target == -1 for v in x.values}
-        return {name: merge(value, [part[name] for part in parts], counts) for name, value in values.items()}
+        if len(parts) == 1:
+            return parts[0]
+        return join(groups[0][0].artifact.plan, parts, [sum(sizes) for _, sizes in groups])
 
     def _keep_own_tensors(self, plan: Plan) -> None:
         """Move each tensor to the device of the stage that owns it, and empty those of other processes."""
         unique = self._tensors.unique()
-        new = {fqn: home for fqn, home in homes(plan, self._ranks.devices).items() if fqn not in self._owners}
-        if new and self._ranks.world.distributed:
-            first = not self._owners
-            self._start_from_rank_0({fqn: x for fqn, x in unique.items() if first or fqn in new})
+        there, first = homes(plan, self._ranks.devices), not self._owners
+        if self._ranks.world.distributed and (new := there.keys() - self._owners.keys()):
+            known = {fqn: x for fqn, x in unique.items() if first or fqn in new}
+            for rank, names in self._ranks.agreement.start_from_rank_0(known).items():
+                differed = f"{len(names)} tensors of rank {rank} differed"
+                log(f"pipec: {differed}, and start with rank 0's: {listed(names)}")
         self._owners = owners(plan) | self._owners
         elsewhere = {fqn for fqn in unique if not self._is_own(fqn) and fqn in self._owners}
         if any(unique[fqn].numel() for fqn in elsewhere):
             forget(self, [fqn for fqn, first in self._canonical.items() if first in elsewhere])
             self._emptied.empty({fqn: unique[fqn] for fqn in elsewhere})
-        for fqn, home in new.items():
+        for fqn, home in there.items():
             tensor = unique.get(fqn)
             if tensor is not None and home is not None and tensor.device != home and not tensor.is_meta:
                 tensor.data = tensor.data.to(home)
-
-    def _start_from_rank_0(self, tensors: Mapping[str, Tensor]) -> None:
-        """Let training start with the values that rank 0 has, and say where others were."""
-        for rank, names in self._ranks.agreement.start_from_rank_0(tensors).items():
-            some = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
-            log(f"pipec: {len(names)} tensors of rank {rank} differed, and start with rank 0's: {some}")
 
     def _whole(self, kind: str, names: Collection[str], all_ranks: bool) -> dict[str, Tensor]:
         """Copies on the CPU of the tensors of all ranks, on rank 0 or on all ranks; elsewhere nothing."""
@@ -310,17 +328,58 @@ class Pipeline(Handle):
                 whole[fqn] = found.to("cpu", copy=True) if found is given else found
         return whole
 
+    def _replaced(self) -> list[str]:
+        """The names under which the model has other tensors than the pipeline, or has some no longer."""
+        there = tensors_of(modules_of(self._compiler.model))
+        if len(there) == len(self._followed) and all(map(operator.is_, there, self._followed)):
+            return []
+        return self._tensors.differing(ModelTensors.of(self._compiler.model))
+
+    def _follow_model(self) -> bool:
+        """Hold the tensors that the model has now, where it was given others. Returns whether it was."""
+        names = self._replaced()
+        if names:
+            log(f"pipec: the model has other tensors than before, which are trained now: {listed(names)}")
+            model = ModelTensors.of(self._compiler.model)
+            forget(self, names)
+            hold(self, model.only(names))
+            for fqn in names:
+                self._owners.pop(fqn, None)
+                self._emptied.layouts.pop(fqn, None)
+            self._adopt(model)
+            self._trains = model.trained()
+        return bool(names)
+
+    def _agree_on_trained(self, every: Sequence[int]) -> bool:
+        """Let requires_grad be switched everywhere if any rank has switched it, and say whether any has.
+
+        A rank may have switched the parameters of its own stages alone, which are all that it holds.
+        """
+        if all(found == hash(self._trains) for found in every):
+            return False
+        self._trains = self._ranks.agreement.switched(self._trains, self._tensors.trained())
+        self._tensors.train(self._trains)
+        return True
+
+    def _adopt(self, tensors: ModelTensors) -> None:
+        """Work on these tensors from now on, which the model and the pipeline have."""
+        self._tensors, self._compiler.canonical = tensors, tensors.canonical
+        self._followed = tensors_of(modules_of(self._compiler.model))
+        self._unsettled = True
+        self._executions.clear()
+
     def _adopt_replaced(self) -> None:
         """Where tensors were replaced by others, let the names of a tied one and the model have those too."""
         held = self._tensors_by_fqn(every_name=True)
         own = {fqn: held[first] for fqn, first in self._canonical.items() if first in held}
         for module in (self, self._compiler.model):
             put_back(module, own)
-        self._tensors = self._tensors.replaced(own)
-        self._executions.clear()
+        self._adopt(self._tensors.replaced(own))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """``half`` and its kin call this. A tensor that ``to`` moves returns to its stage's device."""
         super()._apply(fn, recurse)
+        self._emptied.convert(self._tensors.unique(), fn)
         self._adopt_replaced()
         return self
 
@@ -337,7 +396,3 @@ def _call_facts(call: Call, kind: str) -> Facts:
     """What the ranks must have in common; where nothing is run, that does not include values."""
     facts = [leaf_fact(leaf, values=kind != "prepare") for leaf in call.leaves]
     return {"rows": str(call.batch_size), **dict(zip(call.paths, facts, strict=True))}
-
-
-def _call(args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None) -> Call:
-    return Call(*pytree.tree_map(dense, (args, kwargs, target)))

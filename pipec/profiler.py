@@ -123,7 +123,7 @@ class _Whole:
 
     def _step(self, execution: Execution) -> RecordedStep:
         recorded: list[RecordedStep] = []
-        execution.run(self._leaves, self._sizes, sum(self._sizes), seed=0, step=0, recorded=recorded)
+        execution.run(self._leaves, self._sizes, sum(self._sizes), seed=0, recorded=recorded)
         return recorded[0]
 
 

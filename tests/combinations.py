@@ -133,6 +133,6 @@ class TrainingRun:
 
     def step(self, inputs: Inputs, sizes: Sequence[int] = SIZES) -> Tensor:
         leaves = Call((), inputs).leaves
-        loss = self._execution.run(leaves, sizes, sum(sizes), SEED, self._num_steps)["loss"]
+        loss = self._execution.run(leaves, sizes, sum(sizes), SEED + self._num_steps)["loss"]
         self._num_steps += 1
         return loss

@@ -251,7 +251,7 @@ def reference_step(model: Model, sizes: Sequence[int], step: int, seed: int = 5)
     for microbatch, (inputs, size) in enumerate(zip(make_batch(sizes, step), sizes, strict=True)):
         skip = inputs["x"].mm(model.parameters["a"])
         z = skip.tanh().mm(w) + bias
-        mask = torch.rand(z.shape, generator=generator(CPU, seed, step, microbatch, DROPOUT_ID)) > 0.5
+        mask = torch.rand(z.shape, generator=generator(CPU, seed + step, microbatch, DROPOUT_ID)) > 0.5
         hidden_2 = (z.relu() - mean) * mask
         mean = (mean * 0.9 + z.mean(0) * 0.1).detach()
         output = (hidden_2 + skip).mm(borrowed.t()) + torch.arange(size)[:, None] * 0.01
@@ -301,7 +301,7 @@ class Pipeline:
     ) -> list[dict[str, Tensor]]:
         """Run one step; the results of each rank."""
         batch = batch or make_batch(sizes, step)
-        return self.ranks.run([partial(each.run, batch, sizes, seed, step) for each in self.interpreters])
+        return self.ranks.run([partial(each.run, batch, sizes, seed + step) for each in self.interpreters])
 
 
 NUM_RANKS, SIZES = 3, (4, 4, 3, 4, 1)
@@ -358,7 +358,7 @@ def training(rank: int, schedule_name: str = "1f1b") -> Outcome:
             return Stage2.forward(w, constants, hidden_2, skip, target)
 
     interpreter = make_interpreter(schedule, rank, transport, model, {**STAGES, 2: Watching})
-    results = [interpreter.run(make_batch(SIZES, step), SIZES, 5, step) for step in range(2)]
+    results = [interpreter.run(make_batch(SIZES, step), SIZES, 5 + step) for step in range(2)]
     gradients = {name: parameter.grad for name, parameter in model.parameters.items()}
     return {"results": results, "gradients": gradients, "buffers": model.buffers, "lent": lent}
 

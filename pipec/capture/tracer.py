@@ -8,6 +8,7 @@ first, and then for a fixed one; the log says why the first attempts failed.
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -15,14 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from pipec import torch_compat
+from pipec.capture.attributes import readable_values
 from pipec.capture.call import Call
 from pipec.capture.diagnosis import brief, capture_error
 from pipec.capture.normalize import Traced, training_graph
 from pipec.capture.operators import number_operators
 from pipec.errors import CaptureError, InputError, PipecError
-from pipec.graph import Gradient, TrainingGraph
+from pipec.graph import Assumptions, Gradient, TrainingGraph
 from pipec.ir import Mode
-from pipec.torch_compat import Captured, pytree
+from pipec.torch_compat import Captured, Place, pytree
 
 log = logging.getLogger("pipec")
 
@@ -44,6 +46,7 @@ def capture(
     canonical: Mapping[str, str] | None = None,
     device: torch.device = CPU,
     symbolic: bool = True,
+    original: nn.Module | None = None,
 ) -> TrainingGraph:
     """Trace ``call`` of ``model`` into one graph. The model is left as it was.
 
@@ -53,6 +56,7 @@ def capture(
         canonical: Maps every name of a tied tensor to the one that the graph uses.
         device: Where a model on the meta device is traced as if it were there.
         symbolic: Without it, the graph serves only as many rows as the call has, and takes half the time.
+        original: The model whose changes make the graph obsolete, if ``model`` is a copy of it.
 
     Raises:
         CaptureError: no front end can capture the model; it names the model's source line.
@@ -74,6 +78,7 @@ def capture(
         graph, failures = _first_success(tracer, list(product(FRONT_ENDS, kinds)))
     if mode is Mode.TRAIN:
         _check_trained(graph)
+    graph = replace(graph, assumptions=tracer.assumptions(original or model))
     if symbolic and graph.batch is None:
         log.warning(
             "microbatches of %d rows are compiled on their own, and so is every other size: %s",
@@ -152,6 +157,10 @@ class _Step(nn.Module):
         self.training = model.training
         self.replaceable = tuple(_replaceable_buffers(model))
 
+    def of(self, model: nn.Module) -> "_Step":
+        """The same step of a copy of the model."""
+        return _Step(model, self.loss_fn, self.mode, self.batched)
+
     def forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
     ) -> tuple[Any, dict[str, Tensor]]:
@@ -187,6 +196,11 @@ def _replaceable_buffers(model: nn.Module) -> Iterator[str]:
             yield from (f"{path}.{name}" for name, buffer in module._buffers.items() if buffer is not None)
 
 
+def traced_module(model: nn.Module, loss_fn: Callable[..., Any] | None, mode: Mode) -> nn.Module:
+    """The module that a capture traces, for looking up what it read."""
+    return _Step(model, loss_fn, mode, ())
+
+
 class _Tracer:
     """Traces one call of a step with any front end, the batch symbolic or fixed."""
 
@@ -199,6 +213,7 @@ class _Tracer:
         self._fqns, self._constants = _model_names(step, canonical)
         devices = (device if tensor.is_meta else tensor.device for tensor in step.model.parameters())
         self._device = next(devices, None)
+        self._guards: torch_compat.Guards | None = None
 
     def dry_run(self) -> torch_compat.DryRun:
         """Call the step in eager mode on fake tensors."""
@@ -210,12 +225,20 @@ class _Tracer:
         flags = sample.batched() if symbolic else [False] * len(sample.leaves)
         batched = [leaf for leaf, flag in zip(sample.leaves, flags, strict=True) if flag]
         captured = front_end(self._step, sample.tree, batched)
+        self._guards = captured.guards
         operators = number_operators(captured.module)
         _warn_of_changed_state(self._step.model, captured.changed_state)
         joint = torch_compat.differentiate(captured, training=self._mode is Mode.TRAIN)
         return training_graph(
             Traced(joint, self._mode, operators, sample, size, symbolic, self._fqns, self._constants)
         )
+
+    def assumptions(self, model: nn.Module) -> Assumptions:
+        """What the last graph takes for granted of ``model`` and of the loss function."""
+        step = self._step if model is self._step.model else self._step.of(model)
+        tensors = [Place.of(fqn.removeprefix("constant.")) for fqn in self._constants]
+        tensors += self._guards.tensors if self._guards else []
+        return Assumptions.of(step, self._guards, tensors, readable_values)
 
 
 def _model_names(step: _Step, canonical: Mapping[str, str]) -> tuple[dict[str, str], dict[str, Tensor]]:

@@ -13,11 +13,13 @@ from torch import nn
 
 from pipec.artifact.directory import Artifact
 from pipec.capture.call import Call
-from pipec.capture.tracer import capture
+from pipec.capture.state import State
+from pipec.capture.tracer import capture, traced_module
 from pipec.compiler.alternatives import refused
 from pipec.compiler.autotuner import Autotuner, Choice, fastest_cut
 from pipec.compiler.pass_list import CompilerOptions
 from pipec.compiler.staged import StagedGraph, Trial
+from pipec.console import log
 from pipec.errors import InfeasibleError
 from pipec.graph import TrainingGraph
 from pipec.hardware.topology import Topology
@@ -26,7 +28,7 @@ from pipec.ir.batch import split_sizes
 from pipec.passes import Pass
 from pipec.passes.follow_owners import FollowOwners, Owners, owners_of
 from pipec.plan.memory import shortfall
-from pipec.torch_compat import pytree
+from pipec.torch_compat import Place, pytree
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,8 +39,27 @@ class Compiled:
     output_spec: pytree.TreeSpec | None
 
 
-Signature = tuple[Mode, Hashable, tuple[bool, ...]]
-"""What a captured graph is of: the mode, the kind of call, which modules are in training mode."""
+Groups = list[tuple[Compiled, list[int]]]
+"""What runs each group of consecutive microbatches of a call, and their sizes."""
+
+Kind = tuple[Mode, Hashable, State]
+"""A mode, what a call has beside its values and its rows, and the state of the model."""
+
+Signature = tuple[Kind, int]
+"""What a captured graph is of: a kind of call, and a number that counts what the model's code found there."""
+
+KEPT = 8
+"""So many captures of one kind of call are kept, in case that what they found comes back."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A call that all ranks make, what it is compiled as, its seed, and the random state after it."""
+
+    call: Call
+    signature: Signature
+    seed: int
+    random_state: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -75,10 +96,32 @@ class Compiler:
     dynamic: bool = True
     seconds: dict[str, float] = field(default_factory=dict)
     _settled: Settled | None = None
+    _traced: dict[Mode, nn.Module] = field(default_factory=dict)
+    _last: dict[tuple[Mode, Hashable], Kind] = field(default_factory=dict)
+    _counts: dict[Kind, int] = field(default_factory=dict)
     _staged: dict[Signature, list[StagedGraph]] = field(default_factory=dict)
     _compiled: dict[tuple[StagedGraph, int, int], Compiled] = field(default_factory=dict)
 
-    def compile(self, mode: Mode, call: Call) -> list[tuple[Compiled, list[int]]]:
+    def of(self, model: nn.Module) -> "Compiler":
+        """One for a copy of the model, that knows where stages are and has compiled nothing."""
+        caches: dict[str, Any] = {"_traced": {}, "_last": {}, "_counts": {}, "_staged": {}, "_compiled": {}}
+        return replace(self, model=model, seconds={}, **caches)
+
+    def kind(self, mode: Mode, call: Call, shapes: Mapping[int, torch.Size]) -> Kind:
+        """``shapes`` are those of tensors, by ``id``, that are empty here and live in other processes."""
+        return mode, call.signature(), State.of(self.model, mode, shapes)
+
+    def version(self, kind: Kind) -> int:
+        """Which capture of a kind of call is still right, the latest first; a new number if none is."""
+        count = self._counts.setdefault(kind, 1)
+        for number in range(count - 1, max(count - 1 - KEPT, -1), -1):
+            if not self._obsolete((kind, number)):
+                if (kind, number) in self._staged:
+                    self._last[kind[:2]] = kind
+                return number
+        return count
+
+    def compile(self, signature: Signature, call: Call) -> Groups:
         """What runs the microbatches of ``call``: groups of consecutive ones, with the rows of each.
 
         There is one group unless the model specialises on the number of rows.
@@ -86,7 +129,7 @@ class Compiler:
         Raises:
             CaptureError, InputError, PlanError, InfeasibleError: nothing has run or been sent by then.
         """
-        signature = (mode, call.signature(), self.training_flags())
+        self._announce(signature)
         count = self._choose(signature, call)
         groups, rest = [], split_sizes(call.batch_size, count)
         while rest:
@@ -96,15 +139,41 @@ class Compiler:
             rest = rest[len(served) :]
         return groups
 
-    def training_flags(self) -> tuple[bool, ...]:
-        """Which modules are in training mode."""
-        return tuple(module.training for module in self.model.modules())
+    def read(self, signature: Signature) -> dict[Place, Any]:
+        """The plain values that the code of the model and the loss read for this signature, and where."""
+        graphs = [staged.graph for staged in self._staged.get(signature, [])]
+        return {place: x for graph in graphs for place, x in graph.assumptions.constants.items()}
+
+    def traced(self, mode: Mode) -> nn.Module:
+        """A module that has model and loss where ``read`` finds values."""
+        if mode not in self._traced:
+            self._traced[mode] = traced_module(self.model, self.loss_fn, mode)
+        return self._traced[mode]
+
+    def _announce(self, signature: Signature) -> None:
+        """Say why a call is compiled that was compiled before, and make room for what comes of it."""
+        kind, number = signature
+        mode, called, state = kind
+        last = self._last.get((mode, called))
+        if last is not None and last[2] != state:
+            log(f"pipec: compiles anew: {state.change_since(last[2], self.model)}")
+        elif number:
+            log(f"pipec: compiles anew: {self._obsolete((kind, number - 1))}" + _OFTEN * (number >= 3))
+        self._last[mode, called] = kind
+        self._counts[kind] = max(self._counts.get(kind, 1), number + 1)
+        for staged in self._staged.pop((kind, number - KEPT), []):
+            self._compiled = {key: x for key, x in self._compiled.items() if key[0] is not staged}
+
+    def _obsolete(self, signature: Signature) -> str:
+        """What a capture took for granted and is no longer so; empty if all is."""
+        graphs = [staged.graph for staged in self._staged.get(signature, [])]
+        return next((why for graph in graphs if (why := graph.assumptions.broken())), "")
 
     def _choose(self, signature: Signature, call: Call) -> int:
         """The number of microbatches of the call. The first call also settles where stages are."""
         policy, batch = self.autotuner.policy, call.batch_size
         counts = [self.microbatches] if self.microbatches else policy.counts(batch)
-        if signature[0] is not Mode.TRAIN or not self.dynamic:
+        if signature[0][0] is not Mode.TRAIN or not self.dynamic:
             counts = counts[:1]
         sizes = split_sizes(batch, counts[0])
         if self._settled is None:
@@ -182,7 +251,9 @@ class Compiler:
         symbolic = self.dynamic or len(set(sizes)) > 1
         model, rows = on_device(self.model, call.rows(start, start + sizes[0]), self.device)
         with self._timed("capture and differentiate"):
-            return capture(model, self.loss_fn, signature[0], rows, self.canonical, self.device, symbolic)
+            return capture(
+                model, self.loss_fn, signature[0][0], rows, self.canonical, self.device, symbolic, self.model
+            )
 
     def _cut(self, graph: TrainingGraph, cut: Pass, options: CompilerOptions) -> StagedGraph:
         return StagedGraph(graph, cut, options, observers=(self._time,))
@@ -213,6 +284,9 @@ class Compiler:
 
     def _note(self, what: str, seconds: float) -> None:
         self.seconds[what] = self.seconds.get(what, 0.0) + seconds
+
+
+_OFTEN = ". What changes often is better a tensor that step() is given, or a buffer of the model"
 
 
 def on_device(model: nn.Module, call: Call, device: torch.device) -> tuple[nn.Module, Call]:

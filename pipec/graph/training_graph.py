@@ -9,6 +9,7 @@ import sympy
 import torch
 from torch import fx
 
+from pipec.graph.assumptions import NOTHING, Assumptions
 from pipec.graph.nodes import Result
 from pipec.ir import Mode
 from pipec.torch_compat import pytree
@@ -40,6 +41,7 @@ class TrainingGraph:
     ``results`` describes the graph's outputs in order; ``output_spec`` is the tree whose leaves they are.
     ``batch`` is the symbol of the microbatch size in every shape; it is None if the graph is for
     ``batch_size`` rows alone. The graph serves a microbatch size for which all ``guards`` hold.
+    ``assumptions`` say whether capturing again would give the same; passes leave them alone.
     ``ranks[k]`` is the rank that acts as the k-th of a schedule; if there are none, rank k does.
     """
 
@@ -55,6 +57,7 @@ class TrainingGraph:
     ranks: tuple[int, ...] = ()
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     output_spec: pytree.TreeSpec | None = None
+    assumptions: Assumptions = NOTHING
 
     @property
     def nodes(self) -> Iterator[fx.Node]:

@@ -48,13 +48,6 @@ class Ranks:
         """Where processes compare what they were given. All of them make theirs in the same order."""
         return Agreement(self.distributed, self._timeout)
 
-    def agreed_seed(self) -> int:
-        """torch's initial seed of rank 0, on every rank."""
-        seed = torch.initial_seed() % 2**62
-        if not self.world.distributed:
-            return seed
-        return int(self.distributed.gather(str(seed))[0])
-
     def once(self, request: str, make: Callable[[], T]) -> T:
         """Call ``make`` in one process; every process returns its result, or raises its error."""
         return self.distributed.once(request, make) if self.world.distributed else make()
@@ -116,7 +109,6 @@ class Execution:
         sizes: Sequence[int],
         batch: int,
         seed: int,
-        step: int,
         recorded: list[RecordedStep] | None = None,
     ) -> dict[str, Tensor]:
         """Run one step; returns its results by name.
@@ -125,14 +117,13 @@ class Execution:
             leaves: The flattened arguments of the step.
             sizes: How many rows each microbatch has.
             batch: How many rows the whole mini-batch has. ``leaves`` may be only some of them.
-            seed: Seeds the random operators, together with ``step``.
-            step: The number of the step.
+            seed: Seeds the random operators. Each step has another.
             recorded: If the step succeeds, its times on the ranks of this process are appended.
         """
         microbatches = self._split(leaves, sizes)
         stamps: dict[int, Stamps] = {} if recorded is None else {rank: [] for rank in self._ranks.devices}
         jobs = [
-            functools.partial(interpreter.run, microbatches, sizes, seed, step, batch, stamps.get(rank))
+            functools.partial(interpreter.run, microbatches, sizes, seed, batch, stamps.get(rank))
             for rank, interpreter in zip(self._ranks.devices, self._interpreters, strict=True)
         ]
         results = jobs[0]() if self._ranks.world.distributed else self._ranks.in_process.run(jobs)[0]

@@ -1,6 +1,7 @@
 """What a user holds of a pipeline, compiled or loaded: its tensors, and the artifacts linked to them."""
 
 import contextlib
+import os
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,8 +28,8 @@ class Handle(nn.Module):
         super().__init__()
         self._ranks = ranks
         self._trained = trained
-        self._seed = ranks.agreed_seed()
         self._num_steps = 0
+        self._process = os.getpid()
         self._executions: dict[Artifact, Execution] = {}
         self._recorded: list[RecordedStep] | None = None
         self._owners: dict[str, int] = owners(trained.plan) if trained else {}
@@ -102,6 +103,7 @@ class Handle(nn.Module):
 
     def _execution(self, artifact: Artifact) -> Execution:
         """The artifact linked to the tensors, made at the first call."""
+        self._refuse_in_a_fork()
         if artifact not in self._executions:
             tensors = self._tensors_by_fqn()
             if meta := [fqn for fqn, tensor in tensors.items() if tensor.is_meta]:
@@ -121,10 +123,28 @@ class Handle(nn.Module):
         """Whether this process speaks for a tensor. Rank 0 does for those that no stage uses."""
         return not self._ranks.world.distributed or self._owners.get(fqn, 0) == self._ranks.world.rank
 
-    def _require_same(self, kind: str, facts: Facts) -> None:
-        """Check that every rank makes this call, and with the same arguments. Raises InputError."""
+    def _require_same(self, kind: str, facts: Facts, notes: Sequence[int] = ()) -> list[list[int]]:
+        """Check that every rank makes this call, and with the same arguments. Returns the notes of each.
+
+        Raises InputError if they do not, or if this process cannot reach the others.
+        """
+        self._refuse_in_a_fork()
         call = f"{kind}, after {self._num_steps} steps"
-        self._ranks.agreement.require(f"calling {call}", {"call": call, **facts}, _refusal)
+        return self._ranks.agreement.require(f"calling {call}", {"call": call, **facts}, _refusal, notes)
+
+    def _refuse_in_a_fork(self) -> None:
+        """A forked process has neither the threads nor the connections that run the ranks."""
+        if os.getpid() != self._process:
+            raise InputError(
+                "this process is a fork of the one that made the pipeline, and has none of its threads and "
+                "connections; call pipec.compile in the process that trains"
+            )
+
+    def __reduce__(self) -> Any:
+        raise InputError(
+            "a pipeline cannot be pickled, nor a loaded one copied: it holds threads and connections. Save "
+            "state_dict(), or full_state_dict() under torchrun; or write and load an artifact once more"
+        )
 
     def _warn_of_clipping(self, reader: str) -> None:
         """Warn if torch's function, which knows this process's gradients alone, asks for the parameters."""

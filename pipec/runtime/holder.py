@@ -1,7 +1,7 @@
 """A tree of modules that holds tensors of a model under their original names, and none of its code."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -32,6 +32,29 @@ class ModelTensors:
         """Every tensor once, under its first name."""
         every: dict[str, Tensor] = {**self.parameters, **self.buffers}
         return {fqn: tensor for fqn, tensor in every.items() if self.canonical[fqn] == fqn}
+
+    def only(self, fqns: Collection[str]) -> "ModelTensors":
+        """Those of these names."""
+        return replace(
+            self,
+            parameters={fqn: x for fqn, x in self.parameters.items() if fqn in fqns},
+            buffers={fqn: x for fqn, x in self.buffers.items() if fqn in fqns},
+        )
+
+    def differing(self, other: "ModelTensors") -> list[str]:
+        """The names under which two models do not have the same object."""
+        mine, theirs = {**self.parameters, **self.buffers}, {**other.parameters, **other.buffers}
+        return [fqn for fqn in {**mine, **theirs} if mine.get(fqn) is not theirs.get(fqn)]
+
+    def trained(self) -> tuple[bool, ...]:
+        """Which parameters have requires_grad set."""
+        return tuple([parameter.requires_grad for parameter in self.parameters.values()])
+
+    def train(self, flags: Iterable[bool]) -> None:
+        """Set requires_grad of the parameters."""
+        for parameter, flag in zip(self.parameters.values(), flags, strict=True):
+            if parameter.requires_grad != flag:
+                parameter.requires_grad_(flag)
 
     def replaced(self, others: Mapping[str, Tensor]) -> "ModelTensors":
         """The same with other objects under some names."""
@@ -105,6 +128,17 @@ class Emptied:
             self.layouts.setdefault(fqn, (tensor.shape, tensor.stride()))
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             tensor.grad = None
+
+    def convert(self, tensors: Mapping[str, Tensor], function: Callable[[Tensor], Tensor]) -> None:
+        """Let the emptied ones of these have the types that ``function`` gives to tensors."""
+        for fqn in self.layouts:
+            empty = function(tensors[fqn].data)
+            if empty.device == tensors[fqn].device:
+                tensors[fqn].data = empty
+
+    def shapes(self, tensors: Mapping[str, Tensor]) -> dict[int, torch.Size]:
+        """By ``id``, the shapes that the emptied ones of these tensors have in the whole model."""
+        return {id(tensors[fqn]): shape for fqn, (shape, _) in self.layouts.items()}
 
     def shape(self, fqn: str, tensor: Tensor) -> torch.Size:
         """The shape that the tensor of this name has in the whole model."""

@@ -69,7 +69,6 @@ class Interpreter:
         microbatches: Sequence[Mapping[str, Tensor]],
         sizes: Sequence[int],
         seed: int = 0,
-        step: int = 0,
         batch: int | None = None,
         stamps: Stamps | None = None,
     ) -> dict[str, Tensor]:
@@ -80,9 +79,8 @@ class Interpreter:
         Args:
             microbatches: The model's inputs by name, for each microbatch.
             sizes: The number of samples in each microbatch.
-            seed: Random operators draw from streams that depend on the seed, the step, the microbatch and
-                the operator alone.
-            step: The number of the step.
+            seed: Random operators draw from streams that depend on the seed, the microbatch and the operator
+                alone. Each step has another.
             batch: The samples of the whole mini-batch, if the microbatches are only some of them.
             stamps: The times of the step are appended.
 
@@ -97,7 +95,7 @@ class Interpreter:
                 torch.no_grad(),
                 torch.autocast(self._device.type, enabled=False),
             ):
-                self._begin_step(microbatches, sizes, (seed, step), batch or sum(sizes))
+                self._begin_step(microbatches, sizes, seed, batch or sum(sizes))
                 if stamps is None:
                     self._execute()
                 else:
@@ -121,7 +119,7 @@ class Interpreter:
         self,
         microbatches: Sequence[Mapping[str, Tensor]],
         sizes: Sequence[int],
-        seed: tuple[int, int],
+        seed: int,
         batch: int,
     ) -> None:
         self._rank.sizes[:] = [*sizes, sum(sizes)]

@@ -19,6 +19,7 @@ from pipec.runtime.facts import leaf_fact
 from pipec.runtime.handle import Handle, homes
 from pipec.runtime.holder import ModelTensors, hold
 from pipec.runtime.launch import Devices
+from pipec.runtime.randomness import next_seed
 
 
 def load(directory: str | Path, devices: Devices | None = None, timeout: float = 300.0) -> "LoadedPipeline":
@@ -65,10 +66,14 @@ class LoadedPipeline(Handle):
                 f"this artifact takes microbatches of exactly {plan.microbatch_size} rows, so a batch of "
                 f"{plan.microbatch_size * plan.num_microbatches}; the batch has {batch}"
             )
+        seed, after = next_seed()
         if self._ranks.world.distributed:
-            self._require_same("step", {given.path: leaf_fact(_leaf(given, leaves)) for given in plan.inputs})
+            facts = {given.path: leaf_fact(_leaf(given, leaves)) for given in plan.inputs}
+            seed = self._require_same("step", facts, [seed])[0][0]
         execution = self._execution(self._artifact)
-        results = execution.run(leaves, sizes, batch, self._seed, self._num_steps, self._recorded)
+        if self._artifact.draws:
+            torch.default_generator.set_state(after)
+        results = execution.run(leaves, sizes, batch, seed, self._recorded)
         self._num_steps += 1
         return results["loss"]
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pipec.errors import InputError, VerifyError
-from pipec.ir import Value
+from pipec.ir import Payload, Plan, Value
 from pipec.ir.text import evaluate_dim, format_value
 
 
@@ -72,6 +72,12 @@ def merge(value: Value, parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor
             "mean; return it per sample, or as floating point, or use one microbatch"
         )
     return parts[0].clone()
+
+
+def join(plan: Plan, parts: Sequence[Mapping[str, Tensor]], sizes: Sequence[int]) -> dict[str, Tensor]:
+    """The results of a batch, of whose rows ``parts`` are those of so many consecutive ones each."""
+    values = [value for link in plan.links if link.payload is Payload.RESULT for value in link.values]
+    return {value.name: merge(value, [part[value.name] for part in parts], sizes) for value in values}
 
 
 def _batch_dims(value: Value) -> list[int]:

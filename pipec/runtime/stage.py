@@ -81,11 +81,11 @@ class BoundStage:
     def begin_step(self) -> None:
         self.gradients.begin_step()
 
-    def fill_frame(self, microbatch: int, seed: tuple[int, int], size: int) -> Frame:
-        """Put into the frame what every stage has. ``seed`` is the run's seed and the number of the step."""
+    def fill_frame(self, microbatch: int, seed: int, size: int) -> Frame:
+        """Put into the frame what every stage has."""
         frame = self.frames[microbatch]
         frame.update(w=self.weights, buffers=self.buffers, b=size, device=self.device)
-        frame["rng"] = functools.partial(generator, self.device, *seed, microbatch)
+        frame["rng"] = functools.partial(generator, self.device, seed, microbatch)
         frame["constants"] = self._constants(size)
         return frame
 

@@ -11,15 +11,17 @@ from typing import Any
 
 import torch
 import torch._dynamo
+from torch._dynamo import functional_export
 from torch._dynamo.exc import TorchRuntimeError, Unsupported
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._library import autograd as _library_autograd
 from torch._subclasses.fake_tensor import (
     FakeTensor,
 )
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
+from pipec.torch_compat.guards import Guards, fqn_of
 from pipec.torch_compat.modules import no_output
 
 DYNAMO_CONFIG = {"automatic_dynamic_shapes": False, "assume_static_by_default": True, "allow_rnn": True}
@@ -39,11 +41,13 @@ class Captured:
 
     ``changed_state`` names the Python objects that the forward would change, which tracing left as they were.
     Each is a path from the traced module, such as ``model.layers.0``; an attribute counts as its module.
+    ``guards`` are what Dynamo took for granted; ``torch.export`` does not tell.
     """
 
     module: torch.fx.GraphModule
     args: tuple[Any, ...]
     changed_state: tuple[str, ...] = ()
+    guards: Guards | None = None
 
 
 def capture_with_dynamo(
@@ -58,26 +62,44 @@ def capture_with_dynamo(
     known: set[Any] = torch._dynamo.config.ignore_logger_methods
     methods = {getattr(logging.Logger, name) for name in IGNORED_LOGGING if hasattr(logging.Logger, name)}
     config = DYNAMO_CONFIG | {"ignore_logger_methods": known | methods}
-    with warnings.catch_warnings(record=True) as caught, torch._dynamo.config.patch(config):
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        torch._dynamo.config.patch(config),
+        _keeping_guards(module) as guards,
+    ):
         warnings.simplefilter("always")
         graph_module: torch.fx.GraphModule = dynamo_graph_capture_for_export(module)(*args)
-    return Captured(graph_module, args, _changed_state([str(warning.message) for warning in caught]))
+    changed = _changed_state([str(warning.message) for warning in caught])
+    return Captured(graph_module, args, changed, guards[0])
+
+
+@contextlib.contextmanager
+def _keeping_guards(module: torch.nn.Module) -> Iterator[list[Guards | None]]:
+    """Build the guards of what is captured meanwhile, which Dynamo's front end for export drops.
+
+    There are none where the batch was to be symbolic and the module made a constant of it.
+    """
+    capture, kept = functional_export.fullgraph_capture, list[Guards | None]()
+
+    def captured(*args: Any, **kwargs: Any) -> Any:
+        found = capture(*args, **kwargs)
+        try:
+            kept.append(Guards(found, module))
+        except ConstraintViolationError:
+            kept.append(None)
+        return found
+
+    functional_export.fullgraph_capture = captured
+    try:
+        yield kept
+    finally:
+        functional_export.fullgraph_capture = capture
 
 
 def _changed_state(messages: Sequence[str]) -> tuple[str, ...]:
     """The objects below the traced module that Dynamo's warning about side effects names."""
     listed = "".join(message for message in messages if "side effects" in message)
     return tuple(fqn_of(source) for source in re.findall(r"\"(L\['self'\]\..*?)\"", listed))
-
-
-def fqn_of(source: str) -> str:
-    """``L['self']._modules['model'].h[0]`` and ``getattr(L['self'].model.h, '0')`` as ``model.h.0``."""
-    dotted, changed = source, 1
-    while changed:
-        dotted, changed = re.subn(r"getattr\(([^()]*), '(.*?)'\)", r"\1.\2", dotted)
-    dotted = re.sub(r"\._modules\b", "", dotted)
-    dotted = re.sub(r"\[['\"]?(.*?)['\"]?\]", r".\1", dotted)
-    return dotted.removeprefix("L.self").removeprefix(".")
 
 
 def capture_with_export(
