@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pipec.artifact.directory import write
 from pipec.capture.call import Call
 from pipec.capture.state import State, modules_of, tensors_of
-from pipec.compiler.compiler import Compiler, Groups, Kind, Signature, Turn
+from pipec.compiler.compiler import Compiler, Groups, Signature, Turn
 from pipec.console import log
 from pipec.errors import PipecError
 from pipec.graph import changed_constants
@@ -209,14 +209,15 @@ class Pipeline(Handle):
         if not self._ranks.world.distributed:
             self._follow_model()
             call = self._checked(kind, args, kwargs, target)
-            called = self._kind(mode, call)
+            called = mode, call.signature(), self._state(mode)
             return Turn(call, (called, self._compiler.version(called)), seed, after)
-        facts, call, refusal, version = self._model_facts(mode), Call((), {}), None, 0
+        state, call, refusal, version = self._state(mode), Call((), {}), None, 0
+        facts = self._model_facts(mode, state)
         sent, is_first = self._batch == "rank0", self._ranks.world.rank == 0
         if not sent or is_first:
             try:
                 call = self._checked(kind, args, kwargs, target)
-                called = self._kind(mode, call)  # refuses what no stage can take
+                called = mode, call.signature(), state  # refuses what no stage can take
                 version = self._compiler.version(called) if is_first else 0
                 facts |= {} if sent else _call_facts(call, kind)
             except PipecError as error:
@@ -228,7 +229,7 @@ class Pipeline(Handle):
             return self._agreed(kind, mode, args, kwargs, target)
         call = self._sent(kind, call) if sent else call
         seed, version, _ = every[0]
-        return Turn(call, (self._kind(mode, call), version), seed, after)
+        return Turn(call, ((mode, call.signature(), state), version), seed, after)
 
     def _sent(self, kind: str, call: Call) -> Call:
         leaves, structure = pytree.tree_flatten(call.tree)
@@ -236,12 +237,11 @@ class Pipeline(Handle):
         sent, structure = self._ranks.agreement.from_rank_0(doing, leaves, structure)
         return Call(*pytree.tree_unflatten(sent, structure))
 
-    def _kind(self, mode: Mode, call: Call) -> Kind:
-        return self._compiler.kind(mode, call, self._emptied.shapes(self._tensors.unique()))
+    def _state(self, mode: Mode) -> State:
+        return State.of(self._compiler.model, mode, self._emptied.shapes(self._tensors.unique()))
 
-    def _model_facts(self, mode: Mode) -> Facts:
+    def _model_facts(self, mode: Mode, state: State) -> Facts:
         """What the ranks must have in common before a call. That is also what the compiled code once read."""
-        state = State.of(self._compiler.model, mode, self._emptied.shapes(self._tensors.unique()))
         changed = changed_constants(self._read.get(mode, {}), self._compiler.traced(mode)) or "none"
         return state.facts | {"replaced": ", ".join(self._replaced()) or "none", "changed values": changed}
 

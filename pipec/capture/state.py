@@ -49,7 +49,8 @@ class State:
             _around(),
         )
 
-    @functools.cached_property
+    @property
+    @functools.lru_cache(maxsize=16)  # noqa: B019, because states hold neither modules nor tensors
     def facts(self) -> dict[str, str]:
         """What the ranks must have in common. Whether tensors are trained, each knows of its own alone."""
         flags = self.training

@@ -107,10 +107,6 @@ class Compiler:
         caches: dict[str, Any] = {"_traced": {}, "_last": {}, "_counts": {}, "_staged": {}, "_compiled": {}}
         return replace(self, model=model, seconds={}, **caches)
 
-    def kind(self, mode: Mode, call: Call, shapes: Mapping[int, torch.Size]) -> Kind:
-        """``shapes`` are those of tensors, by ``id``, that are empty here and live in other processes."""
-        return mode, call.signature(), State.of(self.model, mode, shapes)
-
     def version(self, kind: Kind) -> int:
         """Which capture of a kind of call is still right, the latest first; a new number if none is."""
         count = self._counts.setdefault(kind, 1)

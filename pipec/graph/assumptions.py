@@ -65,7 +65,10 @@ NOTHING = Assumptions(nn.Module(), None, {}, lambda _: {})
 
 def changed_constants(constants: Mapping[Place, Any], traced: nn.Module) -> str:
     """Which of the values that were read are others now: ``model.drop.p was 0.1 and is 0.2``."""
-    return _changed(constants, {place: _found(place, traced) for place in constants})
+    now = [_found(place, traced) for place in constants]
+    if all(map(_same, constants.values(), now)):
+        return ""
+    return _changed(constants, dict(zip(constants, now, strict=True)))
 
 
 def _found(place: Place, traced: nn.Module) -> Any:
