@@ -2,11 +2,14 @@
 
 import inspect
 import logging
+import random
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from awkward import SIZES, WIDTH, Between, Branch, Encoder, batch
@@ -88,6 +91,84 @@ def test_what_cannot_be_captured_names_the_line_and_a_remedy(
     assert remedy in message
     assert "/" not in message.split("Other ways")[0]
     assert (capsys.readouterr(), torch_logs()) == (("", ""), [])
+
+
+class LayerDrop(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if random.random() < 0.5:
+            return x
+        return x.tanh()
+
+
+class Scaled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * float(np.random.uniform(1, 2))
+
+
+class Noise(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.from_numpy(np.random.rand(WIDTH)).float()
+
+
+class OwnGenerator(nn.Module):
+    def __init__(self, kind: Callable[[int], Any]) -> None:
+        super().__init__()
+        self.generator = kind(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.generator.random()
+
+
+@pytest.mark.parametrize(
+    ("make", "generator", "line"),
+    [
+        (LayerDrop, "Python's random module", "if random.random() < 0.5:"),
+        (Scaled, "numpy's random module", "return x * float(np.random.uniform(1, 2))"),
+        (Noise, "numpy's random module", "return x + torch.from_numpy(np.random.rand(WIDTH)).float()"),
+        (
+            partial(OwnGenerator, random.Random),
+            "model.awkward.generator",
+            "return x * self.generator.random()",
+        ),
+        (
+            partial(OwnGenerator, np.random.default_rng),
+            "model.awkward.generator",
+            "return x * self.generator.random()",
+        ),
+    ],
+    ids=["random", "numpy", "array", "random.Random", "numpy.Generator"],
+)
+def test_draws_that_are_not_torchs_are_refused(
+    make: Callable[[], nn.Module], generator: str, line: str
+) -> None:
+    """A pipeline would repeat them. Refusing leaves the generators as they were."""
+    states = random.getstate(), np.random.get_state()[2]
+    with pytest.raises(CaptureError) as caught:
+        step(Between(make))
+    owner = make.func if isinstance(make, partial) else make
+    assert isinstance(owner, type)
+    message = f"the model draws from {generator}\n  at {place(owner, line)}: {line} (awkward)\n"
+    assert str(caught.value).startswith(message)
+    assert "torch.where" in str(caught.value)
+    assert states == (random.getstate(), np.random.get_state()[2])
+
+
+def test_draws_outside_of_the_model_are_none_of_its_business() -> None:
+    """A generator that the model has but does not use, and a thread that draws all the time."""
+    model, done = Between(nn.Identity), threading.Event()
+    model.generator = random.Random(0)
+
+    def draw() -> None:
+        while not done.is_set():
+            random.random()
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        assert step(model).isfinite()
+    finally:
+        done.set()
+        thread.join()
 
 
 def place(owner: type, text: str) -> str:

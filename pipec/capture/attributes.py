@@ -4,17 +4,22 @@ They stand for Dynamo's guards where ``torch.export`` captured a model, which do
 """
 
 import functools
+import random
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from pipec.torch_compat import num_changes
 
-PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+"""Sources of random numbers that are not torch's."""
+
+_LEAVES = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Tensor, *GENERATORS)
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
@@ -39,11 +44,21 @@ class HeldTensor:
 
 
 def readable_values(traced: nn.Module) -> dict[str, Any]:
-    """By name, such as ``model.drop.p``, the plain values and tensors ``_DEPTH`` steps below a module.
+    """By name, such as ``model.drop.p``, the plain values, functions and tensors below the modules."""
+    found = reachable_values(traced)
+    return {path: _mark(value) for path, value in found if not isinstance(value, GENERATORS)}
+
+
+def _mark(value: Any) -> Any:
+    return HeldTensor(value, num_changes(value)) if isinstance(value, Tensor) else value
+
+
+def reachable_values(traced: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The values at most ``_DEPTH`` steps below a module, and their names.
 
     What is inside of functions that a module calls, but does not have as methods or attributes, is not found.
     """
-    return dict(
+    return (
         found
         for path, module in traced.named_modules()
         for name, value in _parts(module)
@@ -53,10 +68,8 @@ def readable_values(traced: nn.Module) -> dict[str, Any]:
 
 
 def _values(path: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, PLAIN):
+    if isinstance(value, _LEAVES):
         yield path, value
-    elif isinstance(value, Tensor):
-        yield path, HeldTensor(value, num_changes(value))
     elif depth and not isinstance(value, nn.Module | type | types.ModuleType):
         if isinstance(value, types.FunctionType):
             yield path, value
@@ -89,11 +102,11 @@ def _methods(kind: type) -> Iterator[tuple[str, Any]]:
 
 
 def _read_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """What a function has enclosed, and the plain values among the globals that its code names."""
+    """What a function has enclosed, and the leaves among the globals that its code names."""
     code, known = function.__code__, function.__globals__
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield name, cell.cell_contents
         except ValueError:  # of a variable that has no value yet
             continue
-    yield from ((x, known[x]) for x in code.co_names if x in known and isinstance(known[x], PLAIN))
+    yield from ((x, known[x]) for x in code.co_names if x in known and isinstance(known[x], _LEAVES))

@@ -21,6 +21,7 @@ from pipec.capture.call import Call
 from pipec.capture.diagnosis import brief, capture_error
 from pipec.capture.normalize import Traced, training_graph
 from pipec.capture.operators import number_operators
+from pipec.capture.randomness import Generators
 from pipec.errors import CaptureError, InputError, PipecError
 from pipec.graph import Assumptions, Gradient, TrainingGraph
 from pipec.ir import Mode
@@ -75,7 +76,9 @@ def capture(
         stack.enter_context(torch_compat.bounded_ctc_losses())
         stack.enter_context(torch.set_grad_enabled(mode is Mode.TRAIN))
         torch_compat.leave_meta(step, device)
+        generators = Generators(step)
         graph, failures = _first_success(tracer, list(product(FRONT_ENDS, kinds)))
+        generators.refuse_draws(tracer.dry_run, suspected=tracer.draws_with_numpy)
     if mode is Mode.TRAIN:
         _check_trained(graph)
     graph = replace(graph, assumptions=tracer.assumptions(original or model))
@@ -214,6 +217,7 @@ class _Tracer:
         devices = (device if tensor.is_meta else tensor.device for tensor in step.model.parameters())
         self._device = next(devices, None)
         self._guards: torch_compat.Guards | None = None
+        self.draws_with_numpy = False
 
     def dry_run(self) -> torch_compat.DryRun:
         """Call the step in eager mode on fake tensors."""
@@ -226,6 +230,7 @@ class _Tracer:
         batched = [leaf for leaf, flag in zip(sample.leaves, flags, strict=True) if flag]
         captured = front_end(self._step, sample.tree, batched)
         self._guards = captured.guards
+        self.draws_with_numpy = torch_compat.draws_with_numpy(captured.module)
         operators = number_operators(captured.module)
         _warn_of_changed_state(self._step.model, captured.changed_state)
         joint = torch_compat.differentiate(captured, training=self._mode is Mode.TRAIN)

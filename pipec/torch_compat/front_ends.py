@@ -73,6 +73,12 @@ def capture_with_dynamo(
     return Captured(graph_module, args, changed, guards[0])
 
 
+def draws_with_numpy(graph_module: torch.fx.GraphModule) -> bool:
+    """Whether a captured graph has torch's random operators in place of numpy's, whose seeds they ignore."""
+    functions = [getattr(node.target, "f", None) for node in graph_module.graph.nodes]
+    return any(getattr(function, "__module__", None) == "torch._numpy.random" for function in functions)
+
+
 @contextlib.contextmanager
 def _keeping_guards(module: torch.nn.Module) -> Iterator[list[Guards | None]]:
     """Build the guards of what is captured meanwhile, which Dynamo's front end for export drops.
