@@ -93,6 +93,47 @@ def test_what_cannot_be_captured_names_the_line_and_a_remedy(
     assert (capsys.readouterr(), torch_logs()) == (("", ""), [])
 
 
+class HookedInside(nn.Module):
+    """It registers a hook on its weight at every call."""
+
+    def __init__(self, register: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.register = register
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.register(self.weight * 1 if self.register is on_node else self.weight)
+        return x * self.weight
+
+
+def on_gradient(weight: Tensor) -> None:
+    weight.register_hook(lambda gradient: 2 * gradient)
+
+
+def on_accumulation(weight: Tensor) -> None:
+    weight.register_post_accumulate_grad_hook(lambda weight: None)
+
+
+def on_node(product: Tensor) -> None:
+    product.grad_fn.register_hook(lambda inputs, outputs: inputs)
+
+
+@pytest.mark.parametrize(
+    ("register", "message"),
+    [
+        (on_gradient, "weight.register_hook(lambda gradient: 2 * gradient)"),
+        (on_accumulation, "weight.register_post_accumulate_grad_hook(lambda weight: None)"),
+        (on_node, "product.grad_fn.register_hook(lambda inputs, outputs: inputs)"),
+    ],
+)
+def test_hooks_that_forward_registers_on_leaves_and_nodes_are_refused(
+    register: Callable[[Tensor], object], message: str
+) -> None:
+    with pytest.raises(CaptureError) as caught:
+        step(Between(partial(HookedInside, register)))
+    assert message in str(caught.value)
+
+
 class LayerDrop(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if random.random() < 0.5:
@@ -217,9 +258,16 @@ def hooked(register: Callable[[nn.Parameter, Callable[[Any], None]], object]) ->
     return model
 
 
+def partially_hooked() -> nn.Module:
+    model = Between(nn.Identity)
+    model.last.register_backward_hook(lambda module, inputs, outputs: None)
+    return model
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
+        (lambda: partially_hooked(), "last has a hook of register_backward_hook, which a pipeline would not"),
         (lambda: Between(partial(ChangesItsWeight, WIDTH, WIDTH)), "changes awkward.weight; only buffers of"),
         (
             lambda: ChangesItsInput(WIDTH, WIDTH),
@@ -232,7 +280,14 @@ def hooked(register: Callable[[nn.Parameter, Callable[[Any], None]], object]) ->
         (lambda: hooked(Tensor.register_hook), "last.weight has a hook on its gradient"),
         (lambda: hooked(Tensor.register_post_accumulate_grad_hook), "last.weight has a hook on its gradient"),
     ],
-    ids=["changed parameter", "changed input", "unregistered parameter", "hook", "post-accumulate hook"],
+    ids=[
+        "partial hook",
+        "changed parameter",
+        "changed input",
+        "unregistered parameter",
+        "hook",
+        "post-accumulate hook",
+    ],
 )
 def test_a_model_that_would_train_differently_is_refused(
     model: Callable[[], nn.Module], message: str

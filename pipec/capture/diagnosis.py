@@ -27,6 +27,11 @@ ADVICE = (
         "Register the hook on a tensor inside forward(), with Tensor.register_hook: there it is captured.",
     ),
     (
+        torch_compat.LOST_HOOK,
+        "Change the gradient between step() and the optimizer's step, or register the hook on a tensor that\n"
+        "is computed from the parameter: there it is captured.",
+    ),
+    (
         r"\bgenerator=(?!None)",
         "A pipeline seeds every draw by step, microbatch and operator, from the seed it is compiled with.\n"
         "Leave the generator out.",

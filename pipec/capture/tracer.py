@@ -129,6 +129,12 @@ def _check_gradients(model: nn.Module, call: Call) -> None:
                 f"{path} requires a gradient, but pipec computes gradients of parameters alone; "
                 f"pass it detached, or make it a parameter of the model"
             )
+    for path, module in model.named_modules():
+        if torch_compat.has_partial_backward_hook(module):
+            raise CaptureError(
+                f"{path or type(module).__name__} has a hook of register_backward_hook, which a pipeline "
+                "would not call; register it on a tensor inside forward(), with Tensor.register_hook"
+            )
     for fqn, parameter in model.named_parameters():
         if torch_compat.has_gradient_hook(parameter):
             raise CaptureError(

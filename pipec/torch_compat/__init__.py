@@ -17,6 +17,7 @@ from pipec.torch_compat.differentiation import (
     python_expression,
 )
 from pipec.torch_compat.front_ends import (
+    LOST_HOOK,
     Captured,
     capture_with_dynamo,
     capture_with_export,
@@ -30,6 +31,7 @@ from pipec.torch_compat.modules import (
     DryRun,
     dry_run,
     global_hooks,
+    has_partial_backward_hook,
     leave_meta,
     module_hooks,
     num_changes,
@@ -40,6 +42,7 @@ from pipec.torch_compat.operators import bounded_ctc_losses, unvalidated_distrib
 
 __all__ = [
     "ASSERTIONS",
+    "LOST_HOOK",
     "Captured",
     "DryRun",
     "Guards",
@@ -57,6 +60,7 @@ __all__ = [
     "fqn_of",
     "global_hooks",
     "has_gradient_hook",
+    "has_partial_backward_hook",
     "leave_meta",
     "model_raised",
     "module_hooks",

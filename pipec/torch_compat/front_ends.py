@@ -3,10 +3,12 @@
 import contextlib
 import logging
 import re
+import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ import torch._dynamo
 from torch._dynamo import functional_export
 from torch._dynamo.exc import TorchRuntimeError, Unsupported
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+from torch._dynamo.side_effects import SideEffects
 from torch._library import autograd as _library_autograd
 from torch._subclasses.fake_tensor import (
     FakeTensor,
@@ -33,6 +36,9 @@ IGNORED_LOGGING = ("debug", "info", "warning", "error", "exception", "critical",
 
 GENERATED = "GeneratedBackwardFor_"
 """How torch.library begins the names of the autograd functions that it makes."""
+
+
+LOST_HOOK = "the hook that forward() registers on the gradient of a parameter would be lost"
 
 
 @dataclass(frozen=True)
@@ -66,11 +72,27 @@ def capture_with_dynamo(
         warnings.catch_warnings(record=True) as caught,
         torch._dynamo.config.patch(config),
         _keeping_guards(module) as guards,
+        _refuse_hooks_on_leaves(),
     ):
         warnings.simplefilter("always")
         graph_module: torch.fx.GraphModule = dynamo_graph_capture_for_export(module)(*args)
     changed = _changed_state([str(warning.message) for warning in caught])
     return Captured(graph_module, args, changed, guards[0])
+
+
+@contextlib.contextmanager
+def _refuse_hooks_on_leaves() -> Iterator[None]:
+    """Refuse hooks that the forward registers on parameters. Dynamo would register them after the graph."""
+    register = SideEffects.register_hook
+
+    def refuse(self: SideEffects, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError(LOST_HOOK)
+
+    SideEffects.register_hook = refuse  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        SideEffects.register_hook = register  # type: ignore[method-assign]
 
 
 def draws_with_numpy(graph_module: torch.fx.GraphModule) -> bool:
@@ -146,7 +168,9 @@ def _buffer_hooks_removed() -> Iterator[None]:
 @contextlib.contextmanager
 def _refuse_custom_backwards() -> Iterator[None]:
     function, tensor = torch.autograd.Function, torch.Tensor
-    apply, register_hook = function.__dict__["apply"], tensor.register_hook  # not bound to the base class
+    apply = function.__dict__["apply"]  # not bound to the base class
+    grad_fn: Any = torch._C.TensorBase.grad_fn
+    hooks = {name: getattr(tensor, name) for name in ("register_hook", "register_post_accumulate_grad_hook")}
 
     def refuse_function(cls: type, *args: Any, **kwargs: Any) -> Any:
         if _is_of_an_operator(cls):
@@ -156,13 +180,25 @@ def _refuse_custom_backwards() -> Iterator[None]:
     def refuse_hook(self: torch.Tensor, hook: Any) -> Any:
         raise TypeError("the hook registered on a gradient with Tensor.register_hook would be lost")
 
+    def refuse_node(self: torch.Tensor) -> Any:
+        if not sys._getframe(1).f_code.co_filename.startswith(_TORCH):
+            raise TypeError("what forward() does with grad_fn, a node of autograd's own graph, would be lost")
+        return grad_fn.__get__(self)
+
     function.apply = classmethod(refuse_function)  # type: ignore[method-assign,assignment]
-    tensor.register_hook = refuse_hook  # type: ignore[method-assign]
+    tensor.grad_fn = property(refuse_node)  # type: ignore[assignment]
+    for name in hooks:
+        setattr(tensor, name, refuse_hook)
     try:
         yield
     finally:
         function.apply = apply  # type: ignore[method-assign]
-        tensor.register_hook = register_hook  # type: ignore[method-assign]
+        del tensor.grad_fn
+        for name, hook in hooks.items():
+            setattr(tensor, name, hook)
+
+
+_TORCH = str(Path(torch.__file__).parent)
 
 
 def _is_of_an_operator(function: type) -> bool:

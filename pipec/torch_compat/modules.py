@@ -129,7 +129,7 @@ def _fake(tensor: torch.Tensor, device: torch.device, mode: FakeTensorMode) -> t
 
 
 def module_hooks(module: torch.nn.Module) -> tuple[int, ...]:
-    """The numbers that torch gave the hooks of a module, those of its forward and those of its backward."""
+    """The numbers that torch gave the hooks of a module, of its forward and of its backward."""
     hooks: tuple[dict[int, Any], ...] = (
         module._forward_hooks,
         module._forward_pre_hooks,
@@ -137,6 +137,11 @@ def module_hooks(module: torch.nn.Module) -> tuple[int, ...]:
         module._backward_pre_hooks,
     )
     return tuple([number for registry in hooks for number in registry]) if any(hooks) else ()
+
+
+def has_partial_backward_hook(module: torch.nn.Module) -> bool:
+    """Whether the module has a hook of ``register_backward_hook``, which capture drops without a word."""
+    return bool(module._backward_hooks) and module._is_full_backward_hook is False
 
 
 def global_hooks() -> list[int]:
