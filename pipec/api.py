@@ -208,10 +208,9 @@ def _updates(
         raise InputError(f"clip_grad_norm is {max_norm!r}; expected a number above 0")
     if shard is not None and shard not in list(Shard):
         raise InputError(f"shard is {shard!r}; expected one of {', '.join(map(repr, map(str, Shard)))}")
-    unique = {name: x for name, x in tensors.parameters.items() if tensors.canonical[name] == name}
     kind = None if shard is None else Shard(shard)
     ending = Ending(updates=True, clips=max_norm is not None, shard=kind)
-    return Updates(factory, max_norm, unique), ending
+    return Updates(factory, max_norm, tensors.unique_parameters()), ending
 
 
 def _require_same_arguments(ranks: Ranks, model: nn.Module, **given: object) -> None:

@@ -17,9 +17,9 @@ from runtime_stages import HANG_SECONDS, NUM_RANKS, SIZES, make_model, reference
 
 from pipec.errors import InputError, PipecError, TransportError
 from pipec.ir import Instruction, Link, Mode, Op, Payload, Plan, Program, Stage, Value
-from pipec.runtime import Interpreter, TorchDistributed, World, execution, world
+from pipec.runtime import Interpreter, TorchDistributed, World, world
 from pipec.runtime.distributed import _check_equal
-from pipec.runtime.execution import Ranks
+from pipec.runtime.span import Span
 
 pytestmark = pytest.mark.slow
 
@@ -163,25 +163,6 @@ def test_what_rank_0_makes_or_raises_is_everybodys(alone: TorchDistributed) -> N
         alone.once("divide", lambda: 1 / 0)
 
 
-def test_the_seed_is_agreed_on_without_the_default_process_group(
-    alone: TorchDistributed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """That group is the user's: it may be of a backend that lacks the operation, or busy."""
-
-    def refuse(*_: object, **__: object) -> None:
-        raise RuntimeError("the group is the user's own")
-
-    monkeypatch.setattr(dist, "broadcast", refuse)
-    monkeypatch.setattr(execution, "world", lambda: World(0, 2))
-    torch.manual_seed(11)
-    ranks = Ranks(["cpu"] * 2, timeout=5)
-    ranks.distributed.rank, ranks.distributed.num_ranks = 1, 2
-    store = ranks.distributed._store
-    store.set("gathering/0/0", "7")
-    assert ranks.agreed_seed() == 7
-    assert store.get("gathering/0/1") == b"11"
-
-
 def test_an_error_that_an_abort_causes_is_not_taken_for_a_failure_of_this_rank(
     alone: TorchDistributed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,7 +183,7 @@ def test_an_error_that_an_abort_causes_is_not_taken_for_a_failure_of_this_rank(
     with pytest.raises(
         TransportError, match="another rank failed while this one was computing:\n  rank 1: out"
     ):
-        rank.run([{}], [1])
+        rank.run([{}], Span([1], 1))
 
 
 def test_a_connection_that_cannot_be_opened_fails_every_rank(

@@ -12,8 +12,10 @@ Reading one unpickles nothing. A file that is missing, changed or of another for
 code of the artifact runs.
 """
 
+import functools
 import hashlib
 import linecache
+import re
 import shutil
 import tempfile
 import types
@@ -46,6 +48,11 @@ class Artifact:
     sources: tuple[str, ...]
     programs: tuple[Program, ...]
     constants: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @functools.cached_property
+    def draws(self) -> bool:
+        """Whether any stage has random operators, whose functions take ``rng``."""
+        return any(re.search(r"^def .*\brng\b.*:$", source, re.MULTILINE) for source in self.sources)
 
     def text(self) -> str:
         """Everything ranks must agree on, as one text."""

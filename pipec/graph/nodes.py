@@ -10,7 +10,7 @@ key          set by    meaning
 ``phase``    capture   ``Phase.FORWARD`` or ``Phase.BACKWARD``; ``split_backward`` refines the latter
 ``constant`` capture   True on forward nodes that depend on nothing but the batch size: masks, positions
 ``role``     capture   on placeholders: what the argument is
-``draw``     capture   on random nodes: what seeds them, besides the step and the microbatch
+``draw``     capture   on random nodes: what seeds them, besides the step's seed and the microbatch
 ``changed``  capture   on buffers: True where the forward gives the buffer a new value
 ``cost``     annotate  FLOPs, bytes and seconds
 ``stage``    cut       the stage that runs the node
