@@ -117,6 +117,7 @@ def compile(
     limit = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
     microbatches = check_choice(schedule, ranks.count, microbatches)
     tensors = ModelTensors.of(model)
+    tensors.refuse_shared_memory()
     device = next(iter(ranks.devices.values()))
     measured = load_profile(profile) if isinstance(profile, str | Path) else profile
     device_model = device_model or default_device_model(device)

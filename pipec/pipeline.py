@@ -341,6 +341,7 @@ class Pipeline(Handle):
         if names:
             log(f"pipec: the model has other tensors than before, which are trained now: {listed(names)}")
             model = ModelTensors.of(self._compiler.model)
+            model.refuse_shared_memory()
             forget(self, names)
             hold(self, model.only(names))
             for fqn in names:
