@@ -63,6 +63,7 @@ class Pipeline(Handle):
         The arguments are those of the model for the whole mini-batch, and ``target`` goes to the loss
         function. Every rank passes the same, unless ``compile`` was told otherwise. Tensors whose
         dimension 0 equals that of the first tensor are split into microbatches; others are passed whole.
+        A step that draws, as for dropout, takes one number of torch's default generator, rank 0's for all.
 
         Returns:
             The loss, on every rank: the mean over microbatches, each weighted by its size.
