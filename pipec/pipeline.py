@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pipec.artifact.directory import write
 from pipec.capture.call import Call
 from pipec.capture.state import State, modules_of, tensors_of
-from pipec.compiler.compiler import Compiler, Groups, Signature, Turn
+from pipec.compiler.compiler import Compiler, Groups, Kind, Signature, Turn, expired
 from pipec.console import log
 from pipec.errors import PipecError
 from pipec.graph import changed_constants
@@ -141,8 +141,7 @@ class Pipeline(Handle):
         """A pipeline of a copy of the model, on the same stages. It compiles its calls itself."""
         compiler = self._compiler.of(copy.deepcopy(self._compiler.model, memo))
         made = memo[id(self)] = Pipeline(compiler, ModelTensors.of(compiler.model), self._ranks, self._batch)
-        made._owners, made._trained = dict(self._owners), self._trained
-        made._emptied = Emptied(dict(self._emptied.layouts))
+        made._owners, made._emptied = dict(self._owners), Emptied(dict(self._emptied.layouts))
         forget(made, [fqn for fqn, first in self._canonical.items() if first in self._emptied.layouts])
         return made
 
@@ -187,9 +186,7 @@ class Pipeline(Handle):
         With ``tensors``, the parameters and buffers are written too, as safetensors. Under ``torchrun``
         rank 0 writes; every rank then calls this, because rank 0 gathers the tensors of all.
         """
-        held = self._tensors_by_fqn() if tensors else None
-        if tensors and self._ranks.world.distributed:
-            held = self._whole("save", set(self._tensors.unique()), all_ranks=False)
+        held = self._whole("save", set(self._tensors.unique()), all_ranks=False) if tensors else None
         if self._ranks.world.rank == 0:
             write(self._artifact, Path(directory), held)
 
@@ -203,8 +200,8 @@ class Pipeline(Handle):
     ) -> Turn:
         """The call that all ranks make: what each of them was given, or what rank 0 was.
 
-        A rank that cannot use its arguments raises only when the others know, so that all raise. The seed is
-        rank 0's, and so is the decision whether what was compiled is still right.
+        A rank that cannot use its arguments raises only when the others know. The seed, and the decision
+        whether what was compiled is still right, are rank 0's.
         """
         seed, after = next_seed()
         if not self._ranks.world.distributed:
@@ -233,9 +230,8 @@ class Pipeline(Handle):
         return Turn(call, ((mode, call.signature(), state), version), seed, after)
 
     def _sent(self, kind: str, call: Call) -> Call:
-        leaves, structure = pytree.tree_flatten(call.tree)
         doing = f"sharing rank 0's batch of {kind}"
-        sent, structure = self._ranks.agreement.from_rank_0(doing, leaves, structure)
+        sent, structure = self._ranks.agreement.from_rank_0(doing, *pytree.tree_flatten(call.tree))
         return Call(*pytree.tree_unflatten(sent, structure))
 
     def _state(self, mode: Mode) -> State:
@@ -255,8 +251,7 @@ class Pipeline(Handle):
     def _compiled(self, turn: Turn) -> Groups:
         """What runs each group of consecutive microbatches, and their sizes.
 
-        A batch that does not divide evenly has microbatches of two sizes. If one compiled graph cannot serve
-        both, there are two groups. One process compiles for all.
+        There are two groups if one graph cannot serve both sizes of a batch that does not divide evenly.
         """
         (mode, called, state), version = turn.signature
         key = turn.signature, turn.call.batch_size
@@ -265,6 +260,7 @@ class Pipeline(Handle):
             request = repr((mode, called, state.facts, self._trains, version, turn.call.batch_size))
             made = self._ranks.once(request, functools.partial(self._compile, turn))
             self._groups[key], self._read[mode] = made
+            self._forget(*expired(turn.signature))
         groups = self._groups[key]
         if mode is Mode.TRAIN:
             self._trained = groups[0][0].artifact
@@ -272,6 +268,12 @@ class Pipeline(Handle):
             self._keep_own_tensors(groups[0][0].artifact.plan)
             self._unsettled = False
         return groups
+
+    def _forget(self, kind: Kind, version: int) -> None:
+        """Let go of what was compiled for what the model's code read long ago."""
+        for key in [key for key in self._groups if key[0] == (kind, version)]:
+            for compiled, _ in self._groups.pop(key):
+                self._executions.pop(compiled.artifact, None)
 
     def _compile(self, turn: Turn) -> tuple[Groups, dict[Place, Any]]:
         with self._emptied.shaped(self._tensors.unique()):
@@ -353,10 +355,7 @@ class Pipeline(Handle):
         return bool(names)
 
     def _agree_on_trained(self, every: Sequence[int]) -> bool:
-        """Let requires_grad be switched everywhere if any rank has switched it, and say whether any has.
-
-        A rank may have switched the parameters of its own stages alone, which are all that it holds.
-        """
+        """Switch requires_grad where any rank has, which may be the only one to hold it; whether any has."""
         if all(found == hash(self._trains) for found in every):
             return False
         self._trains = self._ranks.agreement.switched(self._trains, self._tensors.trained())

@@ -157,7 +157,7 @@ class Compiler:
             log(f"pipec: compiles anew: {self._obsolete((kind, number - 1))}" + _OFTEN * (number >= 3))
         self._last[mode, called] = kind
         self._counts[kind] = max(self._counts.get(kind, 1), number + 1)
-        for staged in self._staged.pop((kind, number - KEPT), []):
+        for staged in self._staged.pop(expired(signature), []):
             self._compiled = {key: x for key, x in self._compiled.items() if key[0] is not staged}
 
     def _obsolete(self, signature: Signature) -> str:
@@ -280,6 +280,12 @@ class Compiler:
 
     def _note(self, what: str, seconds: float) -> None:
         self.seconds[what] = self.seconds.get(what, 0.0) + seconds
+
+
+def expired(signature: Signature) -> Signature:
+    """Whose capture makes room when this one is compiled."""
+    kind, number = signature
+    return kind, number - KEPT
 
 
 _OFTEN = ". What changes often is better a tensor that step() is given, or a buffer of the model"
