@@ -163,6 +163,7 @@ def compile(
     policy = policy_for(schedule, ranks.count, stages, replicas)
     microbatches = check_choice(policy, microbatches)
     tensors = ModelTensors.of(model)
+    tensors.refuse_shared_memory()
     device = next(iter(ranks.devices.values()))
     measured = load_profile(profile) if isinstance(profile, str | Path) else profile
     device_model = device_model or default_device_model(device)

@@ -1,8 +1,10 @@
 """What a script changes between two steps, the next step does as the unsplit model does it."""
 
+import gc
 import os
 import pickle
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import pipec
+from pipec.compiler import compiler
 
 ROWS, SIZES = 8, (4, 4)
 OFFSET = 0.0
@@ -183,6 +186,25 @@ def test_freezing_and_unfreezing_again_compiles_once(capsys: pytest.CaptureFixtu
                 model.first.requires_grad_(not frozen)
             pair.step()
         assert ("compiles anew" in capsys.readouterr().out) == (round_ == 0)
+
+
+def test_what_changes_again_and_again_takes_no_more_and_more_memory(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compiler, "KEPT", 2)
+    pair, alive = Pair(), list[weakref.ref[Any]]()
+    for number in range(5):
+        for loss in pair.losses:
+            loss.weight = 1.0 + number
+        pair.step()
+        alive.append(weakref.ref(pair.pipe._execution(pair.pipe._artifact)))
+    gc.collect()
+    assert [number for number, held in enumerate(alive) if held()] == [3, 4]
+    assert "What changes often is better a tensor" in capsys.readouterr().out
+    for loss in pair.losses:
+        loss.weight = 4.0
+    pair.step()
+    assert capsys.readouterr().out == ""
 
 
 # what is drawn

@@ -134,6 +134,27 @@ def test_hooks_that_forward_registers_on_leaves_and_nodes_are_refused(
     assert message in str(caught.value)
 
 
+class Inverse(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        square = x.transpose(1, 2) @ x + torch.eye(WIDTH)
+        return x @ torch.linalg.inv(square)
+
+
+class CheckedInverse(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        square = x.transpose(1, 2) @ x + torch.eye(WIDTH)
+        return x @ torch.linalg.inv_ex(square).inverse
+
+
+def test_operators_that_check_values_are_refused_and_their_others_are_not() -> None:
+    with pytest.raises(CaptureError, match="with_effects") as caught:
+        step(Between(Inverse))
+    line = "return x @ torch.linalg.inv(square)"
+    assert f"at {place(Inverse, line)}: {line}\n" in str(caught.value)
+    assert "inv_ex" in str(caught.value)
+    assert step(Between(CheckedInverse)).isfinite()
+
+
 class LayerDrop(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if random.random() < 0.5:

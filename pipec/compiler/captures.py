@@ -42,6 +42,11 @@ class Signature:
     kind: Kind
     version: int
 
+    @property
+    def expired(self) -> "Signature":
+        """Whose capture makes room when this one is compiled."""
+        return Signature(self.kind, self.version - KEPT)
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -87,7 +92,7 @@ class Captures:
             reason = self._obsolete(Signature(kind, number - 1))
             log(f"pipec: compiles anew: {reason}{_OFTEN * (number >= 3)}")
         self._counts[kind] = max(self._counts.get(kind, 1), number + 1)
-        return self.staged.pop(Signature(kind, number - KEPT), [])
+        return self.staged.pop(signature.expired, [])
 
     def read(self, signature: Signature) -> dict[Place, Any]:
         """The plain values that the code of the model and the loss read for this signature, and where."""

@@ -25,6 +25,7 @@ from pipec.graph.nodes import (
     is_view,
     memory_of,
     needs_only_inputs,
+    reads_memory,
     recv,
     send,
     stage_of,

@@ -41,6 +41,10 @@ class Assumptions:
             return cls(traced, guards, versions, snapshot)
         return cls(traced, None, versions, snapshot, snapshot(traced))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Assumptions":
+        """Itself: a copied graph is of the same model."""
+        return self
+
     @property
     def constants(self) -> dict[Place, Any]:
         """The numbers, strings and the like that were read of the model and the loss, and where."""

@@ -152,6 +152,11 @@ def is_view(node: fx.Node) -> bool:
     return any(info is not None and not info.is_write for info in returned)
 
 
+def reads_memory(node: fx.Node) -> bool:
+    """Whether the node's value depends on how its input lies in memory, and not on its elements alone."""
+    return node.target in (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default)
+
+
 def memory_of(node: fx.Node) -> fx.Node:
     """The node that owns the memory of this one: what it is a view of, or itself."""
     while node.op == "call_function" and is_view(node):

@@ -145,6 +145,7 @@ class HeldModel(Handle):
         names = self._replaced()
         if names:
             model = ModelTensors.of(self._compiler.model)
+            model.refuse_shared_memory()
             self._require_optimized(model, names)
             self._release_shares()
             log(f"pipec: the model has other tensors than before, which are trained now: {listed(names)}")
@@ -173,10 +174,7 @@ class HeldModel(Handle):
             )
 
     def _agree_on_trained(self, every: Sequence[int]) -> bool:
-        """Let requires_grad be switched everywhere if any rank has switched it, and say whether any has.
-
-        A rank may have switched the parameters of its own stages alone, which are all that it holds.
-        """
+        """Switch requires_grad where any rank has, which may be the only one to hold it; whether any has."""
         if all(found == hash(self._trains) for found in every):
             return False
         self._trains = self._ranks.agreement.switched(self._trains, self._tensors.trained())

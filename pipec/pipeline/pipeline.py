@@ -71,6 +71,7 @@ class Pipeline(HeldModel):
         The arguments are those of the model for the whole mini-batch, and ``target`` goes to the loss
         function. Every rank passes the same, unless ``compile`` was told otherwise. Tensors with the rows of
         the batch are split into microbatches, others are passed whole; see ``batched`` of ``compile``.
+        A step that draws, as for dropout, takes one number of torch's default generator, rank 0's for all.
 
         Returns:
             The loss of the batch, on every rank; with ``outputs``, a tuple of that and the model's output.
@@ -135,7 +136,7 @@ class Pipeline(HeldModel):
         compiler, ranks = self._compiler.of(model), self._ranks
         made = Pipeline(compiler, tensors, ranks, self._batch, updates, self._batched, self._weight)
         memo[id(self)] = made
-        made._holders, made._trained, made._emptied = dict(self._holders), self._trained, emptied
+        made._holders, made._emptied = dict(self._holders), emptied
         forget(made, [fqn for fqn, first in self._canonical.items() if first in emptied.layouts])
         return made
 
@@ -180,9 +181,7 @@ class Pipeline(HeldModel):
         With ``tensors``, the parameters and buffers are written too, as safetensors. Under ``torchrun``
         rank 0 writes; every rank then calls this, because rank 0 gathers the tensors of all.
         """
-        held = self._tensors_by_fqn() if tensors else None
-        if tensors and self._ranks.world.distributed:
-            held = self._whole("save", set(self._tensors.unique()), all_ranks=False)
+        held = self._whole("save", set(self._tensors.unique()), all_ranks=False) if tensors else None
         if self._ranks.world.rank == 0:
             write(self._artifact, Path(directory), held)
 
@@ -202,8 +201,8 @@ class Pipeline(HeldModel):
     ) -> Turn:
         """The call that all ranks make: what each of them was given, or what rank 0 was.
 
-        A rank that cannot use its arguments raises only when the others know, so that all raise. The seed is
-        rank 0's, and so is the decision whether what was compiled is still right.
+        A rank that cannot use its arguments raises only when the others know. The seed, and the decision
+        whether what was compiled is still right, are rank 0's.
         """
         seed, after = next_seed()
         if not self._ranks.world.distributed:
@@ -233,9 +232,8 @@ class Pipeline(HeldModel):
         return Turn(call, Signature(Kind(mode, call.signature(), outputs, state), version), seed, after)
 
     def _sent(self, kind: str, call: Call) -> Call:
-        leaves, structure = pytree.tree_flatten(call.tree)
         doing = f"sharing rank 0's batch of {kind}"
-        sent, structure = self._ranks.agreement.from_rank(0, doing, leaves, structure)
+        sent, structure = self._ranks.agreement.from_rank(0, doing, *pytree.tree_flatten(call.tree))
         return self._divided(Call(*pytree.tree_unflatten(sent, structure)))
 
     def _state(self, mode: Mode) -> State:
@@ -262,8 +260,8 @@ class Pipeline(HeldModel):
     def _compiled(self, turn: Turn) -> Groups:
         """What runs each group of consecutive microbatches, and their sizes.
 
-        A batch that does not divide evenly has microbatches of two sizes. If one compiled graph cannot serve
-        both, there are two groups. One process compiles for all.
+        There are two groups if one graph cannot serve both sizes of a batch that does not divide evenly. One
+        process compiles for all.
         """
         kind, version, batch = turn.signature.kind, turn.signature.version, turn.call.batch_size
         key = turn.signature, batch
@@ -272,6 +270,7 @@ class Pipeline(HeldModel):
             request = repr((*kind.of_any_state, kind.state.facts, self._trains, version, batch))
             made = self._ranks.once(request, functools.partial(self._compile, turn))
             self._groups[key], self._read[kind.mode] = made
+            self._forget(turn.signature.expired)
         groups = self._groups[key]
         if kind.mode is Mode.TRAIN:
             self._trained = groups[0][0].artifact
@@ -279,6 +278,12 @@ class Pipeline(HeldModel):
             self._keep_own_tensors(groups[0][0].artifact.plan)
             self._unsettled = False
         return groups
+
+    def _forget(self, signature: Signature) -> None:
+        """Let go of what was compiled for what the model's code read long ago."""
+        for key in [key for key in self._groups if key[0] == signature]:
+            for compiled, _ in self._groups.pop(key):
+                self._executions.pop(compiled.artifact, None)
 
     def _compile(self, turn: Turn) -> tuple[Groups, dict[Place, Any]]:
         with self._emptied.shaped(self._tensors.unique()):

@@ -37,6 +37,22 @@ class ModelTensors:
         every: dict[str, Tensor] = {**self.parameters, **self.buffers}
         return {fqn: tensor for fqn, tensor in every.items() if self.canonical[fqn] == fqn}
 
+    def refuse_shared_memory(self) -> None:
+        """Raise InputError if a trained parameter shares memory with another tensor.
+
+        Eager torch finds in each what is written to the other. On two stages they would go separate ways.
+        """
+        end, end_of_trained, last = 0, 0, ""
+        for start, stop, fqn, trained in sorted(_spans(self.unique())):
+            if start < (end if trained else end_of_trained):
+                raise InputError(
+                    f"{last} and {fqn} share memory without being one parameter, and stages would train "
+                    "them apart; make them one, as in model.b.weight = model.a.weight, or give one its own "
+                    "memory, as in model.b.weight.data = model.b.weight.data.clone()"
+                )
+            last = fqn if stop > end else last
+            end, end_of_trained = max(end, stop), max(end_of_trained, stop * trained)
+
     def only(self, fqns: Collection[str]) -> "ModelTensors":
         """Those of these names."""
         return replace(
@@ -65,6 +81,16 @@ class ModelTensors:
         parameters = {fqn: others.get(fqn, tensor) for fqn, tensor in self.parameters.items()}
         buffers = {fqn: others.get(fqn, tensor) for fqn, tensor in self.buffers.items()}
         return replace(self, parameters=parameters, buffers=buffers)  # type: ignore[arg-type]
+
+
+def _spans(tensors: Mapping[str, Tensor]) -> Iterator[tuple[int, int, str, bool]]:
+    """The addresses from and up to which the elements of each tensor lie, and whether it is trained."""
+    for fqn, tensor in tensors.items():
+        if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel():
+            steps = zip(tensor.shape, tensor.stride(), strict=True)
+            length = 1 + sum((size - 1) * stride for size, stride in steps)
+            start = tensor.data_ptr()
+            yield start, start + length * tensor.element_size(), fqn, tensor.requires_grad
 
 
 def hold(module: nn.Module, tensors: ModelTensors) -> None:

@@ -47,7 +47,7 @@ class Place:
         """
         steps: list[tuple[str, Any]] = []
         source = re.sub(r"dict\(type\((.*)\)(\.__mro__\[\d+\])?\.__dict__\)\['(\w+)'\]", r"\1.\3", source)
-        node = ast.parse(source.replace("L['self']", "self"), mode="eval").body
+        node = _parsed(source.replace("L['self']", "self"))
         while not isinstance(node, ast.Name):
             match node:
                 case ast.Attribute(value=inner, attr=name):
@@ -141,8 +141,16 @@ def _of_arguments(name: str) -> bool:
     return any(root in ("args", "kwargs", "target") for root in _roots(name))
 
 
+def _parsed(source: str) -> ast.expr:
+    """The expression; an empty one if the names in it, which may be any text, make it none."""
+    try:
+        return ast.parse(source, mode="eval").body
+    except SyntaxError:
+        return ast.Constant(None)
+
+
 def _roots(name: str) -> Iterator[str]:
-    for node in ast.walk(ast.parse(name, mode="eval")):
+    for node in ast.walk(_parsed(name)):
         if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and node.value.id == "L":
             yield str(ast.literal_eval(node.slice))
         elif isinstance(node, ast.Name):
