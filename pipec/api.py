@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from pipec.runtime.weights import WORDS, MicrobatchWeight, name_of
 
 RECOMPUTE = ("auto", "none", "full")
 BATCH = ("same", "rank0")
+GRADIENT_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ def compile(
     optimizer: Factory | None = None,
     clip_grad_norm: float | None = None,
     shard: str | None = None,
+    gradient_dtype: str | None = None,
     batch: str = "same",
     batched: Batched | None = None,
     microbatch_weight: MicrobatchWeight | None = None,
@@ -98,6 +100,8 @@ def compile(
         clip_grad_norm: with ``optimizer``, the most that the norm of the whole model's gradients may be.
         shard: with ``optimizer``, what replicas divide among themselves: ``"optimizer"`` its state,
             ``"gradients"`` their sums, too, ``"parameters"`` everything (ZeRO 1, 2 and 3).
+        gradient_dtype: ``"bf16"`` or ``"fp16"`` lets gradients travel between replicas, and be summed there,
+            with fewer bits. None: as they are.
         batch: what each rank passes to ``step`` under ``torchrun``. ``"same"``: the same whole mini-batch,
             which every step compares: shapes, types, values up to 64 kB, 4,096 values of a larger tensor.
             ``"rank0"``: anything or nothing, because every rank gets what rank 0 passes.
@@ -141,6 +145,7 @@ def compile(
             optimizer=optimizer,
             clip_grad_norm=clip_grad_norm,
             shard=shard,
+            gradient_dtype=gradient_dtype,
             batch=batch,
             batched=batched,
             microbatch_weight=microbatch_weight,
@@ -171,6 +176,11 @@ def compile(
     if limit is not None:
         joined = joined.within(limit)
     updates, ending = _updates(optimizer, clip_grad_norm, shard, tensors)
+    if gradient_dtype is not None:
+        if gradient_dtype not in GRADIENT_DTYPES:
+            names = ", ".join(map(repr, GRADIENT_DTYPES))
+            raise InputError(f"gradient_dtype is {gradient_dtype!r}; expected one of {names}, or None")
+        ending = replace(ending, gradient_dtype=GRADIENT_DTYPES[gradient_dtype])
     options = CompilerOptions(device_model, joined, recompute, measured, ending)
     tuner = Autotuner(policy, may_recompute=recompute == "auto")
     compiler = Compiler(

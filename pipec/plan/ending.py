@@ -35,7 +35,7 @@ def build_ending(
         return Ending(averaged=averaged)
     lent = {v.name for link in links if link.payload is Payload.WEIGHT for v in link.values}
     buckets = tuple(
-        _priced(bucket, placement[stage.index], topology, asked.shard is not None)
+        _priced(bucket, placement[stage.index], topology, asked)
         for stage in stages
         if len(placement[stage.index]) > 1
         for bucket in _buckets(stage, values, links, lent, _fitting_bytes(topology))
@@ -100,9 +100,13 @@ def _gradients(stage: StageFunctions) -> dict[str, bool]:
     return {fqn: made[fqn].meta["val"].layout is torch.sparse_coo for fqn in names if fqn in made}
 
 
-def _priced(bucket: Bucket, ranks: Sequence[int], topology: Topology, is_sharded: bool) -> Bucket:
+def _priced(bucket: Bucket, ranks: Sequence[int], topology: Topology, asked: Ending) -> Bucket:
     """The bucket with its seconds. Where state is sharded, each replica gets its share of the sums alone."""
-    num_bytes = sum(value_bytes(value, 1) for value in bucket.parameters)
-    gather = gather_seconds(topology, ranks, num_bytes)
-    reduce = gather if is_sharded else all_reduce_seconds(topology, ranks, num_bytes)
-    return replace(bucket, reduce_seconds=reduce, gather_seconds=gather)
+    travelling = [replace(v, dtype=asked.gradient_dtype or v.dtype) for v in bucket.parameters]
+    reduced, gathered = (sum(value_bytes(v, 1) for v in values) for values in (travelling, bucket.parameters))
+    reduce_seconds = gather_seconds if asked.shard else all_reduce_seconds
+    return replace(
+        bucket,
+        reduce_seconds=reduce_seconds(topology, ranks, min(reduced, gathered)),
+        gather_seconds=gather_seconds(topology, ranks, gathered),
+    )

@@ -20,6 +20,7 @@ from pipec.runtime.optimizers import (
     clip_factor,
     sum_of_squares,
 )
+from pipec.runtime.replicas import travelling_as
 from pipec.runtime.shards import BucketShard, flat_memory
 
 GroupOf = Callable[[int, int], Group]
@@ -134,6 +135,7 @@ class Updates:
                         memory[number],
                         self._like,
                         keeps or buckets[number].lent,
+                        travelling_as(plan.ending.gradient_dtype, memory[number].dtype),
                     )
                     for number, sharding in divided.items()
                 }
