@@ -177,6 +177,7 @@ def compile(
     policy = policy_for(schedule, ranks.count, stages, replicas)
     microbatches = check_choice(policy, microbatches)
     tensors = ModelTensors.of(model)
+    tensors.refuse_shared_memory()
     device = next(iter(ranks.devices.values()))
     measured = load_profile(profile) if isinstance(profile, str | Path) else profile
     device_model = device_model or default_device_model(device)
@@ -215,10 +216,9 @@ def _updates(
                     "as functools.partial(torch.optim.AdamW, lr=1e-3), or leave it out"
                 )
         return None, NOTHING_MORE
-    unique = {name: x for name, x in tensors.parameters.items() if tensors.canonical[name] == name}
     kind = None if shard is None else Shard(shard)
     ending = Ending(updates=True, clips=max_norm is not None, shard=kind)
-    return Updates(factory, max_norm, unique), ending
+    return Updates(factory, max_norm, tensors.unique_parameters()), ending
 
 
 _FILE = instance("the path of its file", str, Path)

@@ -25,6 +25,7 @@ from pipec.ir import Schedule
 from pipec.passes import Pass
 from pipec.passes.cut_stages import CutStages
 from pipec.runtime.execution import Execution, Ranks
+from pipec.runtime.span import Span
 from pipec.schedules import make_schedule
 
 SIZES = (3, 3, 2)
@@ -133,6 +134,6 @@ class TrainingRun:
 
     def step(self, inputs: Inputs, sizes: Sequence[int] = SIZES) -> Tensor:
         leaves = Call((), inputs).leaves
-        loss = self._execution.run(leaves, sizes, sum(sizes), SEED, self._num_steps)["loss"]
+        loss = self._execution.run(leaves, Span(sizes, sum(sizes)), SEED + self._num_steps)["loss"]
         self._num_steps += 1
         return loss

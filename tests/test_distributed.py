@@ -19,6 +19,7 @@ from pipec.errors import InputError, PipecError, TransportError
 from pipec.ir import Instruction, Link, Mode, Op, Payload, Plan, Program, Stage, Value
 from pipec.runtime import Interpreter, TorchDistributed, World, world
 from pipec.runtime.distributed import _check_equal
+from pipec.runtime.span import Span
 
 pytestmark = pytest.mark.slow
 
@@ -180,7 +181,7 @@ def test_an_error_that_an_abort_causes_is_not_taken_for_a_failure_of_this_rank(
     with pytest.raises(
         TransportError, match="another rank failed while this one was computing:\n  rank 1: out"
     ):
-        rank.run([{}], [1])
+        rank.run([{}], Span([1], 1))
 
 
 def test_a_connection_that_cannot_be_opened_fails_every_rank(

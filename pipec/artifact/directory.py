@@ -14,6 +14,7 @@ contradicts itself or the files beside it, is refused before any code of the art
 protection from those who can write the folder: docs/artifacts.md says what is.
 """
 
+import functools
 import hashlib
 import linecache
 import re
@@ -50,6 +51,11 @@ class Artifact:
     sources: tuple[str, ...]
     programs: tuple[Program, ...]
     constants: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @functools.cached_property
+    def draws(self) -> bool:
+        """Whether any stage has random operators, whose functions take ``rng``."""
+        return any(re.search(r"^def .*\brng\b.*:$", source, re.MULTILINE) for source in self.sources)
 
     def text(self) -> str:
         """Everything ranks must agree on, as one text."""

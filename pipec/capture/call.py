@@ -77,6 +77,18 @@ class Call:
         leaves, spec = pytree.tree_flatten(self.tree)
         return str(spec), tuple(map(_kind, leaves, self.batched(), self.paths))
 
+    def check_target(self, needed: bool) -> None:
+        """Raise InputError if the target is missing, or has other rows than the batch."""
+        if needed and self.target is None:
+            raise InputError(
+                "target is missing: this pipeline has a loss_fn(output, target); pass target=..."
+            )
+        size, target = self.batch_size, self.target
+        if isinstance(target, Tensor) and target.ndim and target.shape[0] != size:
+            raise InputError(
+                f"target has {target.shape[0]} rows but the batch has {size}; both have the batch first"
+            )
+
     def batched(self) -> Sequence[bool]:
         """Whether dimension 0 is the batch, for each leaf."""
         if self.split is not None:

@@ -21,6 +21,8 @@ from pipec.runtime.facts import leaf_fact
 from pipec.runtime.handle import Handle, homes
 from pipec.runtime.holder import ModelTensors, hold
 from pipec.runtime.launch import DEVICES, Devices
+from pipec.runtime.randomness import next_seed
+from pipec.runtime.span import Span
 from pipec.runtime.weights import GIVEN, WORDS, MicrobatchWeight, loss_shares
 
 
@@ -121,14 +123,16 @@ class LoadedPipeline(Handle):
                 f"this artifact takes microbatches of exactly {plan.microbatch_size} rows, so a batch of "
                 f"{plan.microbatch_size * plan.num_microbatches}; the batch has {batch}"
             )
+        seed, after = next_seed()
         if self._ranks.world.distributed:
-            self._require_same("step", {given.path: leaf_fact(_leaf(given, leaves)) for given in plan.inputs})
+            facts = {given.path: leaf_fact(_leaf(given, leaves)) for given in plan.inputs}
+            seed = self._require_same("step", facts, [seed])[0][0]
         execution = self._execution(self._artifact)
         batched = [isinstance(leaf, Tensor) and leaf.shape[:1] == (batch,) for leaf in leaves]
         shares = loss_shares(self._weight, leaves, call_of, batched, sizes)
-        results = execution.run(
-            leaves, sizes, batch, self._seed, self._num_steps, self._recorded, shares=shares
-        )
+        if self._artifact.draws:
+            torch.default_generator.set_state(after)
+        results = execution.run(leaves, Span(sizes, batch, shares=shares), seed, self._recorded)
         self._num_steps += 1
         self.logs = {name: results[kept] for name, kept in zip(plan.logs, plan.outputs[1:], strict=False)}
         return results["loss"]
