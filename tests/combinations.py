@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from models import Factory
@@ -65,8 +66,8 @@ def pipeline(factory: Factory) -> tuple[pipec.Pipeline, nn.Module, Captured]:
     model, inputs = factory()
     kept: list[TrainingGraph] = []
 
-    def capture_and_keep(*args: object) -> TrainingGraph:
-        graph = capture(*args)  # type: ignore[arg-type]
+    def capture_and_keep(*args: Any, **options: Any) -> TrainingGraph:
+        graph = capture(*args, **options)
         kept.append(copy_graph(graph))
         return graph
 
