@@ -248,7 +248,7 @@ COMPILE = {
     "batched": instance("a dict of arguments to 0 or None", Mapping, Sequence) | whole(0, 0) | NONE,
     "microbatch_weight": one_of(*WORDS) | FUNCTION | NONE,
     "recompute": one_of("auto", "none", "full"),
-    "memory_limit": whole(1, 2**63 - 1) | instance("text such as '16GiB'", str) | NONE,
+    "memory_limit": number(1, 2**63 - 1) | instance("text such as '16GiB'", str) | NONE,
     "topology": instance("a pipec.Topology", Topology) | _FILE | NONE,
     "device_model": instance("what pipec.calibrate returns", DeviceModel) | NONE,
     "profile": instance("a pipec.Profile", Profile) | _FILE | NONE,
