@@ -238,16 +238,22 @@ class Meaning:
         if any(set(group) != set(members) for group in groups):
             return False
         self._require(all(other == each for other in met), f"{each} meets others in {met}")
-        if each.op in (Op.REDUCE_GRAD, Op.NORM) and not all(map(self._home, members)):
+        if each.op in (Op.REDUCE_GRAD, Op.NORM) and not all(self._home(rank, each) for rank in members):
             return False
         self._collect(each, members, ending)
         for rank in members:
             self.ranks[rank].position += 1
         return True
 
-    def _home(self, rank: int) -> bool:
-        posted = [x for x in self.ranks[rank].posted if x[0].payload is Payload.WEIGHT_GRADIENT]
-        return all((link, -1, source, rank) in self.sent for link, source in posted)
+    def _home(self, rank: int, each: Instruction) -> bool:
+        """Whether the gradients that other stages bring for what is summed have come."""
+        names = () if each.op is Op.NORM else self.step.ending.buckets[each.bucket].names
+        return all(
+            (link, -1, source, rank) in self.sent
+            for link, source in self.ranks[rank].posted
+            if link.payload is Payload.WEIGHT_GRADIENT
+            if each.op is Op.NORM or link.values[0].name in names
+        )
 
     def _collect(self, each: Instruction, members: Sequence[int], ending: Ending) -> None:
         if each.op is Op.REDUCE_GRAD:
