@@ -149,7 +149,7 @@ class Updates:
         }
         for shard in shards.values():
             owned |= shard.owned()
-        if owned:
+        if owned or shards:
             self._stages[rank, stage] = StageUpdate(
                 self.optimizer.on_stage(owned),
                 [parameters[name] for name in own],
