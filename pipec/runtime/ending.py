@@ -94,7 +94,7 @@ class EndingLinker:
             group.all_reduce(total)()
             updating.factor = updates.factor(total)
 
-        return self._if_updating(_after(waits, norm))
+        return _after(waits, self._if_updating(norm))
 
     def _update(self, stage: int) -> Action:
         updating = self._rank.updating

@@ -92,7 +92,7 @@ class Execution:
         updates: Updates | None = None,
     ) -> None:
         self.artifact = artifact
-        self._ranks = ranks
+        self._ranks, self._updates = ranks, updates
         plan, is_distributed = artifact.plan, ranks.world.distributed
         if is_distributed:
             ranks.distributed.connect(artifact.programs, _groups(plan), artifact.text())
@@ -126,6 +126,9 @@ class Execution:
     ) -> dict[str, Tensor]:
         """Run one step; returns its results by name.
 
+        A step that fails drops all gradients since the last update, if the program makes updates: nobody
+        could tell apart what it has added to them.
+
         Args:
             leaves: The flattened arguments of the step.
             sizes: How many rows each microbatch has.
@@ -143,7 +146,12 @@ class Execution:
             )
             for rank, interpreter in zip(self._ranks.devices, self._interpreters, strict=True)
         ]
-        results = jobs[0]() if self._ranks.world.distributed else self._ranks.in_process.run(jobs)[0]
+        try:
+            results = jobs[0]() if self._ranks.world.distributed else self._ranks.in_process.run(jobs)[0]
+        except BaseException:
+            if self._updates is not None:
+                self._updates.drop_gradients()
+            raise
         if recorded is not None:
             recorded.append(RecordedStep(self.artifact.programs, stamps))
         return results

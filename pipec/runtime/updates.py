@@ -40,6 +40,13 @@ class StageUpdate:
         shared = [gradient for shard in self.shards.values() for gradient in shard.gradients().values()]
         return sum_of_squares([*(gradient for gradient in whole if gradient is not None), *shared])
 
+    def drop_gradients(self) -> None:
+        """Forget all gradients, those that are on their way, too."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        for shard in self.shards.values():
+            shard.drop_gradients()
+
     def update(self, factor: Tensor | None) -> None:
         """Make the update with all gradients that there are, times ``factor``, and forget them."""
         names = {id(tensor): name for name, tensor in self.optimizer.parameters.items()}
@@ -74,6 +81,11 @@ class Updates:
         """What gradients are multiplied with, given the square of their global norm."""
         assert self.max_norm is not None
         return clip_factor(squares, self.max_norm)
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients since the last update: a step has failed that has added some of its own."""
+        for update in self._stages.values():
+            update.drop_gradients()
 
     def forget(self) -> None:
         """Let parameters be where they are now when the next program is bound."""
