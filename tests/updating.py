@@ -1,6 +1,5 @@
 """Training that pipec updates, and the plain PyTorch script that it must equal."""
 
-import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from split_optimizers import two
 from torch import Tensor, nn, optim
-from unsplit import unsplit_step
+from unsplit import relative_error, unsplit_step
 
 import pipec
 from pipec.ir.batch import split_sizes
@@ -19,7 +18,6 @@ ROWS, WIDTH, WORDS = 8, 6, 11
 SAME = 1e-9
 """Relative, of numbers in double precision: replicas sum gradients in another order."""
 
-Optimizers = Sequence[optim.Optimizer]
 
 FACTORIES: Mapping[str, Callable[[Any], Any]] = {
     "sgd": partial(optim.SGD, lr=0.1, momentum=0.9),
@@ -65,7 +63,7 @@ class Plain:
     factory: Callable[[Any], Any]
     microbatches: int
     clip: float | None = None
-    optimizers: Optimizers = field(init=False)
+    optimizers: Sequence[optim.Optimizer] = field(init=False)
 
     def __post_init__(self) -> None:
         made = self.factory(list(self.model.named_parameters()))
@@ -89,28 +87,20 @@ class Plain:
 
 
 def pair(
-    name: str = "adamw", microbatches: int = 4, clip: float | None = None, make: Any = model, **options: Any
+    name: str | Callable[[Any], Any] = "adamw",
+    microbatches: int = 4,
+    clip: float | None = None,
+    make: Any = model,
+    **options: Any,
 ) -> tuple[pipec.Pipeline, Plain]:
     """A pipeline that updates, and the plain script with equal weights."""
-    own = make()
-    plain = Plain(copy.deepcopy(own), FACTORIES[name], microbatches, clip)
-    pipe = pipec.compile(
-        own, optimizer=FACTORIES[name], microbatches=microbatches, clip_grad_norm=clip, **options
-    )
+    own, factory = make(), FACTORIES[name] if isinstance(name, str) else name
+    plain = Plain(copy.deepcopy(own), factory, microbatches, clip)
+    pipe = pipec.compile(own, optimizer=factory, microbatches=microbatches, clip_grad_norm=clip, **options)
     return pipe, plain
 
 
 def difference(pipe: pipec.Pipeline, plain: Plain) -> float:
-    """The largest relative difference of a parameter, of those that this process holds."""
-    expected = dict(plain.model.named_parameters())
-    return max(float((own - expected[name]).norm() / expected[name].norm()) for name, own in held(pipe))
-
-
-def held(pipe: pipec.Pipeline) -> list[tuple[str, Tensor]]:
-    return [(name, own.detach()) for name, own in pipe.named_parameters() if own.numel()]
-
-
-@contextlib.contextmanager
-def no_gradients_left(pipe: pipec.Pipeline) -> Iterator[None]:
-    yield
-    assert all(own.grad is None for own in pipe.parameters())
+    """The largest relative difference of a parameter."""
+    own = dict(pipe.named_parameters())
+    return max(relative_error(own[name].detach(), p.detach()) for name, p in plain.model.named_parameters())
