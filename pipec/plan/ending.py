@@ -45,10 +45,7 @@ def build_ending(
         for bucket in _buckets(stage, values, links, lent)
     )
     if asked.shard is not None:
-        replicated = (stage for stage in stages if len(placement[stage.index]) > 1)
-        _require_dense(
-            [fqn for stage in replicated for fqn, is_sparse in _gradients(stage).items() if is_sparse]
-        )
+        _require_dense([stage for stage in stages if len(placement[stage.index]) > 1])
     return replace(asked, buckets=buckets, averaged=averaged)
 
 
