@@ -79,6 +79,36 @@ def test_a_step_that_fails_changes_nothing_and_the_next_one_is_right(shard: str 
     assert difference(pipe, plain) < SAME
 
 
+class Normalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.norm = nn.Embedding(WORDS, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, words: Tensor) -> Tensor:
+        logits = self.head(self.norm(self.words(words).flatten(0, 1)))
+        return nn.functional.cross_entropy(logits, words.flatten())
+
+
+def test_replicas_agree_on_buffers_as_if_a_step_that_failed_had_not_been() -> None:
+    """One replica has started to average its buffers when the other one fails."""
+    left = []
+    for fails in (False, True):
+        torch.manual_seed(0)
+        own = Normalised().double()
+        pipe = pipec.compile(own, 2, stages=1, microbatches=4, optimizer=partial(optim.AdamW, lr=0.01))
+        first, *later = batches(3)
+        if fails:
+            bad = first["words"].clone()
+            bad[-1] = WORDS
+            with pytest.raises(ExecutionError, match="out of range"):
+                pipe.step(words=bad)
+        for batch in (first, *later):
+            pipe.step(**batch)
+        left.append(pipe.state_dict())
+    assert all(torch.equal(tensor, left[1][name]) for name, tensor in left[0].items())
+
+
 def test_a_scheduler_sets_the_learning_rate_of_every_rank() -> None:
     pipe, plain = pair(clip=0.5, shard="gradients", **TWO_PIPELINES)
     ours, theirs = (OneCycleLR(each, 0.05, total_steps=8) for each in (pipe.optimizer, plain.optimizers[0]))
