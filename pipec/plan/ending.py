@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from pipec.errors import InputError
 from pipec.graph.functions import StageFunctions
 from pipec.hardware.collectives import all_reduce_seconds, gather_seconds
 from pipec.hardware.topology import Topology
@@ -27,6 +28,9 @@ def build_ending(
     ``values`` are the parameters by FQN. Only training reduces and updates. Each stage with replicas has
     buckets for each dtype of its parameters; those that are lent to other stages have buckets of their own,
     and so has each with sparse gradients.
+
+    Raises:
+        InputError: state is to be sharded of a parameter that has sparse gradients and several replicas.
     """
     averaged = tuple(
         stage.index for stage in stages if len(placement[stage.index]) > 1 and _changes_buffers(stage)
@@ -40,6 +44,8 @@ def build_ending(
         if len(placement[stage.index]) > 1
         for bucket in _buckets(stage, values, links, lent, _fitting_bytes(topology))
     )
+    if asked.shard is not None:
+        _require_dense([stage for stage in stages if len(placement[stage.index]) > 1])
     return replace(asked, buckets=buckets, averaged=averaged)
 
 
@@ -50,6 +56,16 @@ def _fitting_bytes(topology: Topology) -> float:
     """
     link = topology.slowest_link
     return 20 * link.latency_seconds * link.bytes_per_second
+
+
+def _require_dense(stages: Sequence[StageFunctions]) -> None:
+    """Replicas that keep shares sum slices of gradients, and a sparse one has none."""
+    sparse = [fqn for stage in stages for fqn, is_sparse in _gradients(stage).items() if is_sparse]
+    if sparse:
+        raise InputError(
+            f"{sparse[0]} has sparse gradients, which replicas cannot keep shares of; make it with "
+            "sparse=False, or compile without shard=..."
+        )
 
 
 def _changes_buffers(stage: StageFunctions) -> bool:

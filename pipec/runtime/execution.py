@@ -87,7 +87,7 @@ class Execution:
         updates: Updates | None = None,
     ) -> None:
         self.artifact = artifact
-        self._ranks = ranks
+        self._ranks, self._updates = ranks, updates
         plan, is_distributed = artifact.plan, ranks.world.distributed
         if is_distributed:
             ranks.distributed.connect(artifact.programs, _groups(plan), artifact.text())
@@ -113,6 +113,9 @@ class Execution:
     ) -> dict[str, Tensor]:
         """Run one step; returns its results by name.
 
+        A step that fails drops all gradients since the last update, if the program makes updates: nobody
+        could tell apart what it has added to them.
+
         Args:
             leaves: The flattened arguments of the step, for the whole batch.
             span: Which microbatches of the batch to run.
@@ -129,7 +132,12 @@ class Execution:
             functools.partial(interpreter.run, microbatches, span, seed, stamps.get(rank), update)
             for rank, interpreter in zip(self._ranks.devices, self._interpreters, strict=True)
         ]
-        results = jobs[0]() if self._ranks.world.distributed else self._ranks.in_process.run(jobs)[0]
+        try:
+            results = jobs[0]() if self._ranks.world.distributed else self._ranks.in_process.run(jobs)[0]
+        except BaseException:
+            if self._updates is not None:
+                self._updates.drop_gradients()
+            raise
         if recorded is not None:
             recorded.append(RecordedStep(self.artifact.programs, stamps))
         return results

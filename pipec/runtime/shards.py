@@ -111,6 +111,11 @@ class BucketShard:
         self._gradient = None
         self._differentiated.clear()
 
+    def drop_gradients(self) -> None:
+        """Forget gradients, those that a step has started to sum and did not finish, too."""
+        self._summing = None
+        self.forget_gradients()
+
     def start_gather(self, group: Group) -> None:
         """Start to collect the slices of all replicas."""
         if self._flat is None:

@@ -46,6 +46,13 @@ class StageUpdate:
         shared = [gradient for shard in self.shards.values() for gradient in shard.gradients().values()]
         return sum_of_squares([*(gradient for gradient in whole if gradient is not None), *shared])
 
+    def drop_gradients(self) -> None:
+        """Forget all gradients, those that are on their way, too."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        for shard in self.shards.values():
+            shard.drop_gradients()
+
     def update(self, factor: Tensor | None) -> None:
         """Make the update with all gradients that there are, times ``factor``, and forget them."""
         names = {id(tensor): name for name, tensor in self.optimizer.parameters.items()}
@@ -103,6 +110,11 @@ class Updates:
     def is_bound_to(self, plan: Plan) -> bool:
         """Whether the parameters are divided as a plan says."""
         return self._bound == _key(plan)
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients since the last update: a step has failed that has added some of its own."""
+        for update in self._stages.values():
+            update.drop_gradients()
 
     def bind(
         self,
@@ -167,7 +179,7 @@ class Updates:
         }
         for shard in shards.values():
             owned |= shard.owned()
-        if owned:
+        if owned or shards:
             self._stages[rank, stage] = StageUpdate(
                 self.optimizer.on_stage(owned),
                 [parameters[name] for name in own],
