@@ -52,9 +52,10 @@ def rewritten(saved: Path, directory: Path, edit: Callable[[Path, Json], None]) 
     path = directory / "plan.json"
     header = json.loads(path.read_text())
     edit(directory, header)
-    for name in header["sha256"]:
-        header["sha256"][name] = hashlib.sha256((directory / name).read_bytes()).hexdigest()
     path.write_text(json.dumps(header))
+    files = sorted(file for file in directory.iterdir() if file.name != "SHA256SUMS")
+    lines = [f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in files]
+    (directory / "SHA256SUMS").write_text("".join(lines))
     return directory
 
 
@@ -99,7 +100,7 @@ def without(op: str) -> Callable[[Path, Json], None]:
     [
         (drop_bucket, "is no part of the plan for rank"),
         (unlend, "is not lent, but weight"),
-        (rename, "bucket 0 has elsewhere; expected parameters that stage 0 owns"),
+        (rename, "a bucket of stage 0 has .elsewhere., which is not among its parameters"),
         (unclip, "norm is no part of the plan for rank 0"),
         (unshard, "is no part of the plan for rank|is there"),
         (without("update"), "is there 0 times on rank 0; expected once"),

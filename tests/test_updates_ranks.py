@@ -111,7 +111,6 @@ def test_the_state_of_all_processes_is_that_of_the_plain_script(shard: str | Non
     _check_state(shard, tmp_path)
 
 
-@pytest.mark.xfail(reason="parameters that are empty between uses are not gathered yet", strict=True)
 def test_parameters_in_shares_are_whole_for_whoever_asks(tmp_path: Path) -> None:
     _check_state("parameters", tmp_path)
 

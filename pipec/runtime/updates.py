@@ -76,6 +76,8 @@ class Updates:
         self._factory = factory
         self.optimizer = PipelineOptimizer(factory, parameters)
         self.max_norm = max_norm
+        groups = self.optimizer.param_groups
+        self._optimized = frozenset(name for group in groups for name in group["param_names"])
         self._like = {name: torch.empty_like(each, device="meta") for name, each in parameters.items()}
         self._stages: dict[tuple[int, int], StageUpdate] = {}
         self._bound: object = None
@@ -173,12 +175,13 @@ class Updates:
             name
             for name in plan.stages[stage].parameters
             if name not in divided and name not in plan.stages[stage].borrowed and updates_whole
+            if name in self._optimized
         ]
         owned: dict[Piece, Tensor] = {
             Piece(name, 0, self._like[name].numel()): parameters[name] for name in own
         }
         for shard in shards.values():
-            owned |= shard.owned()
+            owned |= {piece: x for piece, x in shard.owned().items() if piece.name in self._optimized}
         if owned or shards:
             self._stages[rank, stage] = StageUpdate(
                 self.optimizer.on_stage(owned),
