@@ -173,7 +173,8 @@ class Pipeline(Handle):
             yield trace
         if recorded:
             trace.planned = self.simulate()
-            trace.steps += [measured_timeline(step.programs, step.stamps) for step in recorded]
+            buckets = self.plan.ending.buckets
+            trace.steps += [measured_timeline(step.programs, step.stamps, buckets) for step in recorded]
 
     def save(self, directory: str | Path, tensors: bool = False) -> None:
         """Write plan, code and programs to a directory that ``pipec.load`` and ``pipec run`` read.

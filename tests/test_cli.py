@@ -157,7 +157,7 @@ def test_schedule_draws_a_named_schedule() -> None:
 
 
 def waits(rank: int, time: float, other: int, payload: str, after: float) -> dict[str, object]:
-    awaited = [{"rank": other, "stage": other, "payload": payload, "time": time}]
+    awaited = [{"rank": other, "stage": other, "what": payload, "time": time}]
     return {"rank": rank, "busy": 6.0, "waiting": time, "own": 0.0, "after": after, "for": awaited}
 
 
