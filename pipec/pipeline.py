@@ -76,8 +76,7 @@ class Pipeline(Handle):
         """
         loss = self._run(Mode.TRAIN, self._agreed("step", args, kwargs, target))["loss"]
         self._num_steps += 1
-        if self._updates is not None and not self._accumulates:
-            self._updates.optimizer.count_step()
+        self._count_update()
         return loss
 
     def eval_step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
@@ -223,9 +222,7 @@ class Pipeline(Handle):
     def _mode_facts(self, kind: str) -> Facts:
         flags = self._compiler.training_flags()
         facts = {"modules in training mode": f"{sum(flags)} of {len(flags)} ({hash(flags) & 0xFFFF:x})"}
-        if kind == "step" and self._updates is not None:
-            facts |= {"accumulates": str(self._accumulates), **self._updates.optimizer.facts()}
-        return facts
+        return facts | (self._update_facts() if kind == "step" else {})
 
     def _checked(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Call:
         call = _call(args, kwargs, target)

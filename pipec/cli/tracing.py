@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from pipec.cli.drawing import check_output, draw, show_drawn
-from pipec.cli.options import Artifact, Drawing, Json
+from pipec.cli.options import Artifact, ClipGradNorm, Drawing, Json, OptimizerName
 from pipec.cli.output import show_json, status
 
 WARMUP = 2
@@ -18,6 +18,8 @@ def trace(
     steps: Annotated[int, typer.Option(min=1, help="How many steps to record; the median is shown.")] = 5,
     seed: Annotated[int, typer.Option(help="Seed of the random inputs and tensors.")] = 0,
     int_high: Annotated[int, typer.Option(min=1, help="Random integers are below this.")] = 2,
+    optimizer: OptimizerName = None,
+    clip_grad_norm: ClipGradNorm = None,
     as_json: Json = False,
 ) -> None:
     """Record steps of a saved artifact on random inputs, and draw the planned step and the measured one.
@@ -35,7 +37,7 @@ def trace(
         from pipec.viz import Step
 
     check_output(output)
-    pipe, _ = load_filled(directory, seed)
+    pipe, _ = load_filled(directory, seed, optimizer, clip_grad_norm)
     batches = random_batches(pipe.plan, int_high)
     for _ in range(WARMUP):
         pipe.step(*next(batches))

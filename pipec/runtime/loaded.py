@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from pipec.artifact.directory import Artifact, read
 from pipec.errors import InputError
-from pipec.ir import Input, Plan, Value
+from pipec.ir import Ending, Input, Plan, Value
 from pipec.ir.batch import split_sizes
 from pipec.ir.text import format_value
 from pipec.runtime.batch import dense
@@ -19,17 +19,29 @@ from pipec.runtime.facts import leaf_fact
 from pipec.runtime.handle import Handle, homes
 from pipec.runtime.holder import ModelTensors, hold
 from pipec.runtime.launch import Devices
+from pipec.runtime.optimizers import Factory
+from pipec.runtime.updates import Updates
 
 
-def load(directory: str | Path, devices: Devices | None = None, timeout: float = 300.0) -> "LoadedPipeline":
+def load(
+    directory: str | Path,
+    devices: Devices | None = None,
+    timeout: float = 300.0,
+    *,
+    optimizer: Factory | None = None,
+    clip_grad_norm: float | None = None,
+) -> "LoadedPipeline":
     """Read what ``Pipeline.save`` wrote.
 
     ``devices`` says how many devices to use, or which; None is one for each rank of the plan. Tensors that
-    were not saved are on the meta device until ``to_empty`` and ``load_state_dict`` give them values.
+    were not saved are on the meta device until ``to_empty`` and ``load_state_dict`` give them values. If the
+    artifact was compiled with ``optimizer`` and ``clip_grad_norm``, its programs update and clip: both are
+    then given again, and may be others.
 
     Raises:
         ArtifactError: the directory does not hold an intact artifact of this format.
-        InputError: the devices do not match the ranks of the plan.
+        InputError: the devices do not match the ranks of the plan, or the optimizer or the norm is missing
+            or not asked for.
     """
     artifact, tensors = read(Path(directory))
     num_ranks = artifact.plan.num_ranks
@@ -38,15 +50,26 @@ def load(directory: str | Path, devices: Devices | None = None, timeout: float =
         raise InputError(
             f"the artifact in {directory} is for {num_ranks} ranks, but devices asks for {ranks.count}"
         )
-    return LoadedPipeline(artifact, tensors, ranks)
+    check_ending(artifact.plan.ending, optimizer, clip_grad_norm)
+    return LoadedPipeline(artifact, tensors, ranks, optimizer, clip_grad_norm)
 
 
 class LoadedPipeline(Handle):
     """An artifact with its tensors under their original names; made by :func:`pipec.load`."""
 
-    def __init__(self, artifact: Artifact, tensors: dict[str, Tensor], ranks: Ranks) -> None:
-        super().__init__(ranks, artifact)
-        hold(self, _tensors_of(artifact.plan, tensors, artifact.constants, ranks))
+    def __init__(
+        self,
+        artifact: Artifact,
+        tensors: dict[str, Tensor],
+        ranks: Ranks,
+        optimizer: Factory | None = None,
+        max_norm: float | None = None,
+    ) -> None:
+        held = _tensors_of(artifact.plan, tensors, artifact.constants, ranks)
+        whole = {v.name: held.parameters.get(v.name, _elsewhere(v)) for v in artifact.plan.parameters}
+        updates = None if optimizer is None else Updates(optimizer, max_norm, whole)
+        super().__init__(ranks, artifact, updates)
+        hold(self, held)
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
         """The same as ``Pipeline.step``, for arguments of the shapes that the artifact was compiled for.
@@ -66,10 +89,12 @@ class LoadedPipeline(Handle):
                 f"{plan.microbatch_size * plan.num_microbatches}; the batch has {batch}"
             )
         if self._ranks.world.distributed:
-            self._require_same("step", {given.path: leaf_fact(_leaf(given, leaves)) for given in plan.inputs})
-        execution = self._execution(self._artifact)
-        results = execution.run(leaves, sizes, batch, self._seed, self._num_steps, self._recorded)
+            facts = {given.path: leaf_fact(_leaf(given, leaves)) for given in plan.inputs}
+            self._require_same("step", {**facts, **self._update_facts()})
+        execution, update = self._execution(self._artifact), not self._accumulates
+        results = execution.run(leaves, sizes, batch, self._seed, self._num_steps, self._recorded, update)
         self._num_steps += 1
+        self._count_update()
         return results["loss"]
 
     @property
@@ -94,6 +119,37 @@ def _tensors_of(
     }
     buffers = {v.name: made[v.name] for v in plan.buffers if v.name in made}
     return ModelTensors(parameters, buffers, frozenset(buffers), {fqn: fqn for fqn in made})
+
+
+def _elsewhere(value: Value) -> nn.Parameter:
+    """A parameter that another process holds: its shape and type."""
+    made = _make(value, None, torch.device("meta"))
+    return nn.Parameter(made, made.is_floating_point())
+
+
+def check_ending(ending: Ending, optimizer: Factory | None, max_norm: float | None) -> None:
+    """Raise InputError unless what was given is what the programs of an artifact need."""
+    if ending.updates and not callable(optimizer):
+        raise InputError(
+            f"the artifact's programs update the weights, but optimizer is {optimizer!r}; pass a function of "
+            "(name, parameter) pairs to pipec.load, such as functools.partial(torch.optim.AdamW, lr=1e-3), or "
+            "--optimizer AdamW on the command line"
+        )
+    if optimizer is not None and not ending.updates:
+        raise InputError(
+            "the artifact's programs end with gradients, for it was compiled without an optimizer; leave out "
+            "optimizer and update pipe.parameters() yourself, or compile it with one"
+        )
+    if ending.clips and not (max_norm is not None and max_norm > 0):
+        raise InputError(
+            f"the artifact's programs clip gradients, but clip_grad_norm is {max_norm!r}; pass a number "
+            "above 0, which may be another than that it was compiled with"
+        )
+    if max_norm is not None and not ending.clips:
+        raise InputError(
+            f"clip_grad_norm is {max_norm!r}, but the artifact's programs do not clip, for it was compiled "
+            "without clip_grad_norm=...; leave it out, or compile it with one"
+        )
 
 
 def _make(value: Value, saved: Tensor | None, device: torch.device) -> Tensor:
