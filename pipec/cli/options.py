@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from pipec.errors import InputError
+from pipec.ir import Shard
 
 
 class Recompute(StrEnum):
@@ -18,14 +19,6 @@ class Recompute(StrEnum):
     FULL = "full"
 
 
-class ShardChoice(StrEnum):
-    """What ``pipec.compile`` takes as ``shard``."""
-
-    OPTIMIZER = "optimizer"
-    GRADIENTS = "gradients"
-    PARAMETERS = "parameters"
-
-
 @dataclass(frozen=True)
 class Around:
     """What the options say of replicas and of the end of a step: arguments of ``pipec.compile``."""
@@ -34,7 +27,11 @@ class Around:
     replicas: str = "1"
     optimizer: str | None = None
     clip_grad_norm: float | None = None
-    shard: ShardChoice | None = None
+    shard: Shard | None = None
+
+
+NOTHING_AROUND = Around()
+"""One pipeline, whose steps end with gradients."""
 
 
 def parse_replicas(text: str) -> int | tuple[int, ...] | str:
@@ -113,7 +110,7 @@ ClipGradNorm = Annotated[
     float | None, typer.Option("--clip-grad-norm", help="The most that the norm of all gradients may be.")
 ]
 ShardName = Annotated[
-    ShardChoice | None,
+    Shard | None,
     typer.Option("--shard", help="What replicas keep only a share of, besides what stands before it."),
 ]
 Drawing = Annotated[

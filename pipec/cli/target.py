@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from pipec.cli.options import Around, parse_replicas
+from pipec.cli.options import NOTHING_AROUND, Around, parse_replicas
 from pipec.cli.output import status
 from pipec.errors import InputError
 
@@ -27,7 +27,7 @@ def prepare(
     memory_limit: str | None,
     profile: Path | None = None,
     topology: Path | None = None,
-    around: Around = Around(),
+    around: Around = NOTHING_AROUND,
     *,
     calibrated: bool = False,
     dynamic: bool = True,
@@ -94,11 +94,13 @@ def load_optimizer(name: str | None) -> "Factory | None":
 
     classes = {key.lower(): found for key, found in vars(torch.optim).items() if _is_optimizer(found)}
     if name.lower() not in classes:
+        known = ", ".join(each.__name__ for each in classes.values())
         raise InputError(
-            f"optimizer is {name!r}; expected one of {', '.join(each.__name__ for each in classes.values())}, "
-            "or path/to/file.py:factory or package.module:factory"
+            f"optimizer is {name!r}; expected one of {known}, or path/to/file.py:factory or "
+            "package.module:factory"
         )
-    return classes[name.lower()]
+    found: Factory = classes[name.lower()]
+    return found
 
 
 def _is_optimizer(found: object) -> bool:

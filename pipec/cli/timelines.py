@@ -80,7 +80,8 @@ def schedule_name(
 ) -> None:
     """Draw the timeline of a schedule's step on equal stages.
 
-    Of stages with different numbers of replicas, one with twice as many takes twice the time for a microbatch.
+    Where stages have different numbers of replicas, one with twice as many takes twice the time for a
+    microbatch.
 
     JSON keys: schedule, num_microbatches, unit, makespan, span, bubble_rate, peak_in_flight of each rank;
     waits, for each rank its time busy, waiting, for whose messages, idle of its own and after its last

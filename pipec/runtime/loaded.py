@@ -132,8 +132,8 @@ def check_ending(ending: Ending, optimizer: Factory | None, max_norm: float | No
     if ending.updates and not callable(optimizer):
         raise InputError(
             f"the artifact's programs update the weights, but optimizer is {optimizer!r}; pass a function of "
-            "(name, parameter) pairs to pipec.load, such as functools.partial(torch.optim.AdamW, lr=1e-3), or "
-            "--optimizer AdamW on the command line"
+            "(name, parameter) pairs to pipec.load, such as functools.partial(torch.optim.AdamW, lr=1e-3), "
+            "or --optimizer AdamW on the command line"
         )
     if optimizer is not None and not ending.updates:
         raise InputError(
