@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from pipec.capture.call import Call
+from pipec.capture.splitting import Batched
 from pipec.capture.tracer import capture
 from pipec.compiler.autotuner import Autotuner
 from pipec.compiler.compiler import Compiler, on_device
@@ -29,9 +30,11 @@ from pipec.runtime.holder import ModelTensors
 from pipec.runtime.launch import Devices
 from pipec.runtime.optimizers import Factory
 from pipec.runtime.updates import Updates
+from pipec.runtime.weights import WORDS, MicrobatchWeight, name_of
 
 RECOMPUTE = ("auto", "none", "full")
 BATCH = ("same", "rank0")
+GRADIENT_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,10 @@ def compile(
     optimizer: Factory | None = None,
     clip_grad_norm: float | None = None,
     shard: str | None = None,
+    gradient_dtype: str | None = None,
     batch: str = "same",
+    batched: Batched | None = None,
+    microbatch_weight: MicrobatchWeight | None = None,
     recompute: str = "auto",
     memory_limit: int | str | None = None,
     topology: Topology | str | Path | None = None,
@@ -73,8 +79,9 @@ def compile(
             own parameters are trained, on the devices of their stages. Under ``torchrun`` a process empties
             those of other processes' stages.
         devices: how many ranks, or the device of each. Under ``torchrun`` each process is one rank.
-        loss_fn: ``loss_fn(output, target)``, one floating-point number. None: the model returns its loss, as
-            a tensor, as ``.loss`` or under ``"loss"``.
+        loss_fn: ``loss_fn(output, target)``, one floating-point number; or ``(loss, logs)``, logs being
+            tensors by name, per row or reduced, which ``step`` keeps in ``logs``. None: the model returns its
+            loss, as a tensor, as ``.loss`` or under ``"loss"``.
         schedule: a name, such as ``1f1b`` or ``zb-h1``; ``"auto"`` for the fastest one found for the model's
             costs within the memory limit; a ``Path`` to a file of compute orders; or a function of the number
             of ranks and of microbatches that returns a ``Schedule``. See docs/schedules.md.
@@ -93,9 +100,19 @@ def compile(
         clip_grad_norm: with ``optimizer``, the most that the norm of the whole model's gradients may be.
         shard: with ``optimizer``, what replicas divide among themselves: ``"optimizer"`` its state,
             ``"gradients"`` their sums, too, ``"parameters"`` everything (ZeRO 1, 2 and 3).
+        gradient_dtype: ``"bf16"`` or ``"fp16"`` lets gradients travel between replicas, and be summed there,
+            with fewer bits. None: as they are.
         batch: what each rank passes to ``step`` under ``torchrun``. ``"same"``: the same whole mini-batch,
             which every step compares: shapes, types, values up to 64 kB, 4,096 values of a larger tensor.
             ``"rank0"``: anything or nothing, because every rank gets what rank 0 passes.
+        batched: which arguments of ``step`` are split along their dimension 0, by name or position: 0 for one
+            that is, None for one that every microbatch needs whole, such as ``{"table": None}``; for an
+            argument of several tensors a structure of these. Arguments that are left out are split if they
+            have as many rows as the batch and the model computes with both; where it does not, an error asks.
+        microbatch_weight: how much the loss of a microbatch counts, where the model does not show it: a
+            function of what ``step`` takes, called with a microbatch's rows of it, that returns a number. The
+            loss is then the mean with these weights. ``"rows"`` is the mean by rows, and ``"sum"`` adds
+            losses up. None: read off the graph, and a warning says where that cannot be.
         recompute: ``"none"`` keeps every value the backward needs; ``"full"`` keeps only what a stage
             received and computes the rest again; ``"auto"`` does so where ``memory_limit`` forces it to.
         memory_limit: bytes per device, or text such as ``"16GiB"``. Optimizer state is not counted.
@@ -128,7 +145,10 @@ def compile(
             optimizer=optimizer,
             clip_grad_norm=clip_grad_norm,
             shard=shard,
+            gradient_dtype=gradient_dtype,
             batch=batch,
+            batched=batched,
+            microbatch_weight=microbatch_weight,
             recompute=recompute,
             memory_limit=memory_limit,
             topology=Path(topology) if isinstance(topology, str) else topology,
@@ -137,6 +157,11 @@ def compile(
     for name, value, known in (("recompute", recompute, RECOMPUTE), ("batch", batch, BATCH)):
         if value not in known:
             raise InputError(f"{name} is {value!r}; expected one of {', '.join(map(repr, known))}")
+    if not (microbatch_weight is None or callable(microbatch_weight) or microbatch_weight in WORDS):
+        raise InputError(
+            f"microbatch_weight is {microbatch_weight!r}; expected a function that returns a number, or one "
+            f"of {', '.join(map(repr, WORDS))}"
+        )
     if microbatches is not None and microbatches < 1:
         raise InputError(f"microbatches is {microbatches}; expected at least 1, or None to let pipec choose")
     limit = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
@@ -150,6 +175,11 @@ def compile(
     if limit is not None:
         joined = joined.within(limit)
     updates, ending = _updates(optimizer, clip_grad_norm, shard, tensors)
+    if gradient_dtype is not None:
+        if gradient_dtype not in GRADIENT_DTYPES:
+            names = ", ".join(map(repr, GRADIENT_DTYPES))
+            raise InputError(f"gradient_dtype is {gradient_dtype!r}; expected one of {names}, or None")
+        ending = replace(ending, gradient_dtype=GRADIENT_DTYPES[gradient_dtype])
     options = CompilerOptions(device_model, joined, recompute, measured, ending)
     tuner = Autotuner(policy, may_recompute=recompute == "auto")
     compiler = Compiler(
@@ -162,8 +192,9 @@ def compile(
         microbatches,
         dynamic,
         searches_replicas=replicas == "auto",
+        microbatch_weight=name_of(microbatch_weight),
     )
-    return Pipeline(compiler, tensors, ranks, batch, updates)
+    return Pipeline(compiler, tensors, ranks, batch, updates, batched, microbatch_weight)
 
 
 def _updates(

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pipec.artifact.directory import write
 from pipec.capture.call import Call
+from pipec.capture.splitting import Batched, divide, refuse_own_batches
 from pipec.compiler.compiler import Compiled, Compiler
 from pipec.console import log
 from pipec.errors import InputError, PipecError
@@ -24,10 +25,14 @@ from pipec.runtime.handle import Handle, holders, homes
 from pipec.runtime.holder import Emptied, ModelTensors, fill, forget, hold, put_back
 from pipec.runtime.results import merge
 from pipec.runtime.updates import Updates
+from pipec.runtime.weights import MicrobatchWeight, loss_shares
 from pipec.timeline.events import Timeline
 from pipec.timeline.trace import Trace, measured_timeline
 from pipec.torch_compat import pytree
 from pipec.viz import Step, draw_steps, steps_text
+
+Groups = list[tuple[Compiled, list[int]]]
+"""What runs each group of consecutive microbatches of a batch, and their rows."""
 
 
 class Pipeline(Handle):
@@ -46,58 +51,71 @@ class Pipeline(Handle):
         ranks: Ranks,
         batch: str = "same",
         updates: Updates | None = None,
+        batched: Batched | None = None,
+        microbatch_weight: MicrobatchWeight | None = None,
     ) -> None:
         super().__init__(ranks, updates=updates)
+        self._batched = batched
+        self._weight = microbatch_weight
         self._batch = batch
         self._emptied = Emptied()
         self._refilled = False
         self._compiler = compiler
         self._tensors = tensors
-        self._groups: dict[Hashable, list[tuple[Compiled, list[int]]]] = {}
+        self._groups: dict[Hashable, Groups] = {}
         self.training = compiler.model.training
         hold(self, tensors)
 
-    def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
+    def step(self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any) -> Any:
         """Run forward and backward of one mini-batch. Gradients are added to ``.grad``.
 
         If the pipeline was compiled with an optimizer, the step ends with its update, which clears them.
 
         The arguments are those of the model for the whole mini-batch, and ``target`` goes to the loss
-        function. Every rank passes the same, unless ``compile`` was told otherwise. Tensors whose
-        dimension 0 equals that of the first tensor are split into microbatches; others are passed whole.
+        function. Every rank passes the same, unless ``compile`` was told otherwise. Tensors with the rows of
+        the batch are split into microbatches, others are passed whole; see ``batched`` of ``compile``.
 
         Returns:
-            The loss, on every rank: the mean over microbatches, each weighted by its size.
+            The loss of the batch, on every rank; with ``outputs``, a tuple of that and the model's output.
+            What ``loss_fn`` returned besides the loss is in ``logs`` then.
 
         Raises:
             CaptureError, InputError, PlanError: the step cannot be run, or the ranks passed different
                 arguments. Nothing was changed, and every rank raises it.
             ExecutionError, TransportError: a rank failed.
         """
-        loss = self._run(Mode.TRAIN, self._agreed("step", args, kwargs, target))["loss"]
+        call = self._agreed("step with outputs" if outputs else "step", args, kwargs, target)
+        loss = self._loss(Mode.TRAIN, call, outputs)
         self._num_steps += 1
         self._count_update()
         return loss
 
-    def eval_step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
-        """The loss that ``step`` would return, without gradients.
+    def eval_step(self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any) -> Any:
+        """What ``step`` would return, without gradients.
 
         Dropout and the like run in the mode that ``train()`` or ``eval()`` set last.
         """
-        return self._run(Mode.LOSS, self._agreed("eval_step", args, kwargs, target))["loss"]
+        call = self._agreed("eval_step with outputs" if outputs else "eval_step", args, kwargs, target)
+        return self._loss(Mode.LOSS, call, outputs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for the whole batch, on every rank, without gradients."""
         call = self._agreed("forward", args, kwargs)
-        results = self._run(Mode.FORWARD, call)
         compiled = self._compiled(Mode.FORWARD, call)[0][0]
-        leaves = [results.get(name) for name in compiled.artifact.plan.outputs]
-        assert compiled.output_spec is not None
-        return pytree.tree_unflatten(leaves, compiled.output_spec)
+        results = self._run(Mode.FORWARD, call)
+        return _output(compiled, results, compiled.artifact.plan.outputs)
 
-    def prepare(self, *args: Any, target: Any = None, **kwargs: Any) -> "Pipeline":
+    def _loss(self, mode: Mode, call: Call, outputs: bool) -> Any:
+        """The loss of a step, and with ``outputs`` the model's output. The logs are kept."""
+        compiled = self._compiled(mode, call, outputs)[0][0]
+        results, plan = self._run(mode, call, outputs), compiled.artifact.plan
+        self.logs = {name: results[kept] for name, kept in zip(plan.logs, plan.outputs[1:], strict=False)}
+        loss = results["loss"]
+        return (loss, _output(compiled, results, plan.outputs[1 + len(plan.logs) :])) if outputs else loss
+
+    def prepare(self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any) -> "Pipeline":
         """Compile what ``step`` with these arguments would run, and run nothing. Returns the pipeline."""
-        self._compiled(Mode.TRAIN, self._agreed("prepare", args, kwargs, target))
+        self._compiled(Mode.TRAIN, self._agreed("prepare", args, kwargs, target), outputs)
         return self
 
     def train(self, mode: bool = True) -> "Pipeline":
@@ -134,10 +152,23 @@ class Pipeline(Handle):
         """
         held = self._tensors_by_fqn(every_name=True)
         own = {name: x for name, x in state_dict.items() if name in held or name not in self._canonical}
-        result = super().load_state_dict(own, strict, assign)
+        if assign:
+            self._release_shares()
+        with self._gathered():
+            result = super().load_state_dict(own, strict, assign)
         if assign:
             self._adopt_replaced()
         return result
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The state of this rank's stages, under the model's names.
+
+        Where parameters are kept in shares, they are gathered and copied: every rank then calls this.
+        """
+        with self._gathered():
+            state = super().state_dict(*args, **kwargs)
+            shared = self._updates is not None and self._updates.keeps_shares
+            return {name: x.detach().clone() for name, x in state.items()} if shared else state
 
     @property
     def plan(self) -> Plan:
@@ -172,8 +203,8 @@ class Pipeline(Handle):
             yield trace
         if recorded:
             trace.planned = self.simulate()
-            buckets = self.plan.ending.buckets
-            trace.steps += [measured_timeline(step.programs, step.stamps, buckets) for step in recorded]
+            ending = self.plan.ending
+            trace.steps += [measured_timeline(step.programs, step.stamps, ending) for step in recorded]
 
     def save(self, directory: str | Path, tensors: bool = False) -> None:
         """Write plan, code and programs to a directory that ``pipec.load`` and ``pipec run`` read.
@@ -217,7 +248,7 @@ class Pipeline(Handle):
         leaves, structure = pytree.tree_flatten(call.tree)
         doing = f"sharing rank 0's batch of {kind}"
         sent, structure = self._ranks.agreement.from_rank(0, doing, leaves, structure)
-        return Call(*pytree.tree_unflatten(sent, structure))
+        return self._divided(Call(*pytree.tree_unflatten(sent, structure)))
 
     def _mode_facts(self, kind: str) -> Facts:
         flags = self._compiler.training_flags()
@@ -225,7 +256,8 @@ class Pipeline(Handle):
         return facts | (self._update_facts() if kind == "step" else {})
 
     def _checked(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Call:
-        call = _call(args, kwargs, target)
+        refuse_own_batches((args, kwargs, target))
+        call = self._divided(Call(*pytree.tree_map(dense, (args, kwargs, target))))
         if kind == "forward":
             return call
         if self._compiler.loss_fn is not None and call.target is None:
@@ -239,16 +271,20 @@ class Pipeline(Handle):
             )
         return call
 
-    def _compiled(self, mode: Mode, call: Call) -> list[tuple[Compiled, list[int]]]:
+    def _divided(self, call: Call) -> Call:
+        return divide(call, self._batched, self._compiler.positional_names())
+
+    def _compiled(self, mode: Mode, call: Call, outputs: bool = False) -> Groups:
         """What runs each group of consecutive microbatches, and their sizes.
 
         A batch that does not divide evenly has microbatches of two sizes. If one compiled graph cannot serve
         both, there are two groups. One process compiles for all.
         """
-        key = (mode, call.signature(), self._compiler.training_flags(), call.batch_size)
+        key = (mode, call.signature(), self._compiler.training_flags(), call.batch_size, outputs)
         is_new = key not in self._groups
         if is_new:
-            self._groups[key] = self._ranks.once(repr(key), functools.partial(self._compile, mode, call))
+            compile = functools.partial(self._compile, mode, call, outputs)
+            self._groups[key] = self._ranks.once(repr(key), compile)
         groups = self._groups[key]
         if mode is Mode.TRAIN:
             self._trained = groups[0][0].artifact
@@ -257,30 +293,52 @@ class Pipeline(Handle):
             self._refilled = False
         return groups
 
-    def _compile(self, mode: Mode, call: Call) -> list[tuple[Compiled, list[int]]]:
+    def _compile(self, mode: Mode, call: Call, outputs: bool) -> Groups:
         with self._emptied.shaped(self._tensors.unique()):
-            return self._compiler.compile(mode, call)
+            return self._compiler.compile(mode, call, outputs)
 
-    def _run(self, mode: Mode, call: Call) -> dict[str, Tensor]:
-        groups = self._compiled(mode, call)
+    def _run(self, mode: Mode, call: Call, outputs: bool = False) -> dict[str, Tensor]:
+        groups = self._compiled(mode, call, outputs)
+        if mode is Mode.TRAIN:
+            return self._run_groups(mode, call, groups)
+        with self._gathered():
+            return self._run_groups(mode, call, groups)
+
+    def _run_groups(self, mode: Mode, call: Call, groups: Groups) -> dict[str, Tensor]:
         executions = [self._execution(compiled.artifact) for compiled, _ in groups]
         batch, start, parts = call.batch_size, 0, []
+        shares = self._loss_shares(mode, call, [size for _, sizes in groups for size in sizes])
+        recorded = self._recorded if mode is Mode.TRAIN else None
         for execution, (_, sizes) in zip(executions, groups, strict=True):
-            rows = call if len(groups) == 1 else call.rows(start, start + sum(sizes))
-            recorded = self._recorded if mode is Mode.TRAIN else None
-            seed, update = self._seed + start, execution is executions[-1] and not self._accumulates
-            parts.append(execution.run(rows.leaves, sizes, batch, seed, self._num_steps, recorded, update))
+            own = None if shares is None else [shares.pop(0) for _ in sizes]
+            seed, step = self._seed + start, self._num_steps
+            update = execution is executions[-1] and not self._accumulates
+            parts.append(execution.run(call.leaves, sizes, batch, seed, step, recorded, start, own, update))
             start += sum(sizes)
-        return parts[0] if len(parts) == 1 else self._joined(groups, parts)
+        return parts[0] if len(parts) == 1 else self._joined(groups, parts, shares is not None)
 
-    def _joined(
-        self, groups: list[tuple[Compiled, list[int]]], parts: list[dict[str, Tensor]]
-    ) -> dict[str, Tensor]:
+    def _loss_shares(self, mode: Mode, call: Call, sizes: Sequence[int]) -> list[float] | None:
+        if mode is Mode.FORWARD:
+            return None
+        structure = pytree.tree_structure(call.tree)
+        call_of = functools.partial(pytree.tree_unflatten, treespec=structure)
+        return loss_shares(self._weight, call.leaves, call_of, call.batched(), sizes)
+
+    def _joined(self, groups: Groups, parts: list[dict[str, Tensor]], has_shares: bool) -> dict[str, Tensor]:
         """Join the results of groups of microbatches into those of the batch."""
         counts = [sum(sizes) for _, sizes in groups]
-        values = {v.name: v for x in groups[0][0].artifact.plan.links if x.target == -1 for v in x.values}
+        plan = groups[0][0].artifact.plan
+        sums = {*plan.sums, "loss"} if has_shares else plan.sums
+        values = [value for link in plan.links if link.target == -1 for value in link.values]
         rows = sum(counts)
-        return {n: merge(value, [part[n] for part in parts], counts, rows) for n, value in values.items()}
+        return {
+            value.name: merge(value, [part[value.name] for part in parts], counts, rows, value.name in sums)
+            for value in values
+        }
+
+    def _empty(self, fqns: Sequence[str]) -> None:
+        unique = self._tensors.unique()
+        self._emptied.empty({fqn: unique[fqn] for fqn in fqns})
 
     def _keep_own_tensors(self, plan: Plan) -> None:
         """Move each tensor to the device of the stage that owns it, and empty those of other processes."""
@@ -308,10 +366,15 @@ class Pipeline(Handle):
 
     def _whole(self, kind: str, names: Collection[str], all_ranks: bool) -> dict[str, Tensor]:
         """Copies on the CPU of the tensors of all ranks, on rank 0 or on all ranks; elsewhere nothing."""
+        if self._ranks.world.distributed:
+            self._require_same(f"{kind}(all_ranks={all_ranks})", {})
+        with self._gathered():
+            return self._collected(names, all_ranks)
+
+    def _collected(self, names: Collection[str], all_ranks: bool) -> dict[str, Tensor]:
         unique = {fqn: tensor.detach() for fqn, tensor in self._tensors.unique().items() if fqn in names}
         if not self._ranks.world.distributed:
             return {fqn: tensor.to("cpu", copy=True) for fqn, tensor in unique.items()}
-        self._require_same(f"{kind}(all_ranks={all_ranks})", {})
         readers = range(self._ranks.count) if all_ranks else [0]
         reads, whole = self._ranks.world.rank in readers, {}
         for fqn, tensor in unique.items():
@@ -331,7 +394,7 @@ class Pipeline(Handle):
         for module in (self, self._compiler.model):
             put_back(module, own)
         self._tensors = self._tensors.replaced(own)
-        self._unlink()
+        self._executions.clear()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
@@ -353,5 +416,6 @@ def _call_facts(call: Call, kind: str) -> Facts:
     return {"rows": str(call.batch_size), **dict(zip(call.paths, facts, strict=True))}
 
 
-def _call(args: tuple[Any, ...], kwargs: dict[str, Any], target: Any = None) -> Call:
-    return Call(*pytree.tree_map(dense, (args, kwargs, target)))
+def _output(compiled: Compiled, results: Mapping[str, Tensor], names: Sequence[str]) -> Any:
+    assert compiled.output_spec is not None
+    return pytree.tree_unflatten([results.get(name) for name in names], compiled.output_spec)

@@ -24,7 +24,7 @@ from pipec.compiler.staged import StagedGraph
 from pipec.cost.fingerprint import calls, fingerprint, profiled_nodes
 from pipec.cost.profile import Profile, ProfiledNode, ProfiledOperator
 from pipec.errors import InputError
-from pipec.graph import Buffer, LossGradient, ModelInput, Parameter, TrainingGraph
+from pipec.graph import Buffer, LossGradient, ModelInput, OfBatch, Parameter, Share, TrainingGraph
 from pipec.hardware.calibration import default_device_model
 from pipec.hardware.topology import alike
 from pipec.ir import Phase
@@ -209,8 +209,8 @@ def _arguments(
             case ModelInput(position=position):
                 leaf = call.leaves[position]
                 yield _on(leaf, device) if isinstance(leaf, Tensor) else leaf
-            case LossGradient():
-                yield torch.ones((), dtype=node.meta["val"].dtype, device=device)
+            case LossGradient() | Share() | OfBatch():
+                yield torch.ones_like(node.meta["val"], device=device)
 
 
 def _repeated(call: Call, device: torch.device) -> list[Any]:

@@ -30,13 +30,14 @@ def ended(replicas: int | tuple[int, ...], num_microbatches: int, **options: obj
         if len(ranks) > 1
     )
     links = chain_links(schedule.num_stages)
-    programs = lower(schedule, links, ending=Ending(buckets, **options))
+    ending = Ending(buckets, **options)
+    programs = lower(schedule, links, ending=ending)
     endings = {(Op.NORM, -1, -1): NORM}
     endings |= {(Op.REDUCE_GRAD, bucket.stage, k): REDUCE for k, bucket in enumerate(buckets)}
     endings |= {(Op.UNSHARD, bucket.stage, k): GATHER for k, bucket in enumerate(buckets)}
     endings |= {(Op.UPDATE, stage, -1): UPDATE for stage in range(schedule.num_stages)}
     costs = Costs.uniform(schedule.num_stages, links=links)
-    return replace(simulate(programs, replace(costs, endings=endings)), buckets=buckets)
+    return replace(simulate(programs, replace(costs, endings=endings)), ending=ending)
 
 
 EVERYTHING = {"updates": True, "clips": True, "shard": Shard.PARAMETERS}

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from endings import EVERYTHING, ended
 
-from pipec.ir import Instruction, Op
+from pipec.ir import Instruction, Op, Shard
 from pipec.timeline.events import Event, Timeline
 from pipec.timeline.facts import timeline_facts
 from pipec.viz import chrome_trace, timeline_html, timeline_svg, timeline_text
@@ -77,6 +77,12 @@ def test_svg_tells_what_a_sum_carries_and_keeps_replicas_together() -> None:
     tops = [float(rect.get("y", 0)) for rect in svg.iter(f"{SVG}rect") if rect.get("class") == "lane"]
     apart = [below - above for above, below in pairwise(tops)]
     assert apart[0] == apart[1] == apart[3] < apart[2] == apart[4]
+
+
+def test_bytes_are_those_that_travel() -> None:
+    titles = timeline_svg(ended(2, 4, gradient_dtype="bfloat16", updates=True, shard=Shard.OPTIMIZER))
+    assert "sum of gradients, bucket 0 of stage 0, 384 B as bfloat16: 0.q and 2 others" in titles
+    assert "gathering of parameters, bucket 0 of stage 0, 768 B: 0.q and 2 others" in titles
 
 
 def test_chrome_puts_collectives_on_a_track_below_their_rank() -> None:

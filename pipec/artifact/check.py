@@ -37,6 +37,8 @@ def _faults(stage: Stage, source: str, programs: Sequence[Program]) -> Iterator[
         called = {str(each.op.phase) for each in cells if each.op.phase}
         if missing := sorted(called - functions):
             yield f"has no function {' or '.join(missing)}, which the program of rank {program.rank} calls"
+    if stage.of_batch and "of_batch" not in functions:
+        yield f"has no function of_batch, which makes {', '.join(stage.of_batch)}"
     tables = dict(_tables(body))
     planned = (stage.parameters, stage.buffers, stage.updated_buffers)
     for name, expected in zip(("PARAMETERS", "BUFFERS", "UPDATED_BUFFERS"), planned, strict=True):

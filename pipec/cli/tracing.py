@@ -44,8 +44,7 @@ def trace(
     with pipe.record() as recorded:
         for _ in range(steps):
             pipe.step(*next(batches))
-    buckets = pipe.plan.ending.buckets
-    measured = [measured_timeline(step.programs, step.stamps, buckets) for step in recorded]
+    measured = [measured_timeline(step.programs, step.stamps, pipe.plan.ending) for step in recorded]
     timelines = Trace(simulate_plan(pipe.plan, pipe.programs), measured).timelines()
     shown = [Step.of_plan(pipe.plan, timeline, name) for name, timeline in timelines.items()]
     draw(shown, output)

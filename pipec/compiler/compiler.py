@@ -1,6 +1,8 @@
 """What was compiled for which call of a model, and where its first call put stages and parameters."""
 
 import copy
+import inspect
+import logging
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -27,6 +29,8 @@ from pipec.passes.follow_owners import FollowOwners, Owners, owners_of
 from pipec.plan.memory import shortfall
 from pipec.torch_compat import pytree
 
+log = logging.getLogger("pipec")
+
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
@@ -36,8 +40,8 @@ class Compiled:
     output_spec: pytree.TreeSpec | None
 
 
-Signature = tuple[Mode, Hashable, tuple[bool, ...]]
-"""What a captured graph is of: the mode, the kind of call, which modules are in training mode."""
+Signature = tuple[Mode, Hashable, tuple[bool, ...], bool]
+"""What a captured graph is of: the mode, the call's kind, which modules train, whether it returns outputs."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +65,8 @@ class Compiler:
     captured. ``microbatches`` is the number of microbatches of a batch; None leaves it to ``autotuner``.
     Unless ``dynamic``, the microbatches of a call are captured for the one size they have, if it is one.
     Costs are then known for that size alone, so nothing is searched. With ``searches_replicas`` the first
-    call chooses how many replicas stages have. ``seconds`` says how long each step of all compilations took
-    together.
+    call chooses how many replicas stages have. ``microbatch_weight`` is that of the plan. ``seconds`` says
+    how long each step of all compilations took together.
     """
 
     model: nn.Module
@@ -74,20 +78,24 @@ class Compiler:
     microbatches: int | None = None
     dynamic: bool = True
     searches_replicas: bool = False
+    microbatch_weight: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
     _settled: Settled | None = None
     _staged: dict[Signature, list[StagedGraph]] = field(default_factory=dict)
     _compiled: dict[tuple[StagedGraph, int, int], Compiled] = field(default_factory=dict)
+    _warned: set[str] = field(default_factory=set)
 
-    def compile(self, mode: Mode, call: Call) -> list[tuple[Compiled, list[int]]]:
+    def compile(self, mode: Mode, call: Call, outputs: bool = False) -> list[tuple[Compiled, list[int]]]:
         """What runs the microbatches of ``call``: groups of consecutive ones, with the rows of each.
+
+        With ``outputs`` it returns the model's output besides the loss.
 
         There is one group unless the model specialises on the number of rows.
 
         Raises:
             CaptureError, InputError, PlanError, InfeasibleError: nothing has run or been sent by then.
         """
-        signature = (mode, call.signature(), self.training_flags())
+        signature = (mode, call.signature(), self.training_flags(), outputs)
         count = self._choose(signature, call)
         groups, rest = [], split_sizes(call.batch_size, count)
         while rest:
@@ -95,11 +103,31 @@ class Compiler:
             served = list(takewhile(staged.graph.serves, rest))
             groups.append((self._group(staged, len(served), rest[0]), served))
             rest = rest[len(served) :]
+        if count > 1:
+            graph = self._staged[signature][0].graph
+            _check_outputs(graph.unclear_output, count)
+            self._warn_of_unclear_loss(graph.unclear)
+        _check_groups(groups)
         return groups
+
+    def _warn_of_unclear_loss(self, unclear: str) -> None:
+        if unclear and unclear not in self._warned:
+            self._warned.add(unclear)
+            log.warning(
+                "the losses of microbatches are averaged, each weighted by its rows, but that need not be "
+                "the loss of the batch: see %s. Say how they add up with microbatch_weight=..., or reduce "
+                "with sums and means over rows",
+                unclear,
+            )
 
     def training_flags(self) -> tuple[bool, ...]:
         """Which modules are in training mode."""
         return tuple(module.training for module in self.model.modules())
+
+    def positional_names(self) -> list[str]:
+        """The names of the arguments that the model takes by position."""
+        parameters = inspect.signature(self.model.forward).parameters.values()
+        return [x.name for x in parameters if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
 
     def _choose(self, signature: Signature, call: Call) -> int:
         """The number of microbatches of the call. The first call also settles where stages are."""
@@ -208,7 +236,10 @@ class Compiler:
         symbolic = self.dynamic or len(set(sizes)) > 1
         model, rows = on_device(self.model, call.rows(start, start + sizes[0]), self.device)
         with self._timed("capture and differentiate"):
-            return capture(model, self.loss_fn, signature[0], rows, self.canonical, self.device, symbolic)
+            (mode, *_, outputs), adds_up = signature, not self.microbatch_weight
+            return capture(
+                model, self.loss_fn, mode, rows, self.canonical, self.device, symbolic, adds_up, outputs
+            )
 
     def _cut(self, graph: TrainingGraph, cut: Pass, options: CompilerOptions) -> StagedGraph:
         return StagedGraph(graph, cut, options, observers=(self._time,))
@@ -221,7 +252,8 @@ class Compiler:
             artifact = trial.artifact()
             trial.staged.write_dumps()
         name = "auto" if self.autotuner.policy.choice == "auto" else trial.plan.schedule
-        plan = replace(trial.plan, schedule=name, alternatives=refused(tried, trial))
+        others, weight = refused(tried, trial), self.microbatch_weight
+        plan = replace(trial.plan, schedule=name, microbatch_weight=weight, alternatives=others)
         return Compiled(replace(artifact, plan=plan), trial.staged.graph.output_spec)
 
     @contextmanager
@@ -239,6 +271,25 @@ class Compiler:
 
     def _note(self, what: str, seconds: float) -> None:
         self.seconds[what] = self.seconds.get(what, 0.0) + seconds
+
+
+def _check_outputs(unclear: str, count: int) -> None:
+    if unclear:
+        raise InputError(
+            f"the model or loss_fn returns a value of all rows together, which those of {count} microbatches "
+            f"do not make: see {unclear}. Return it for each row, or compile with microbatches=1"
+        )
+
+
+def _check_groups(groups: Sequence[tuple[Compiled, list[int]]]) -> None:
+    """Refuse values of the whole mini-batch where no code can take all of it."""
+    if len(groups) > 1 and any(stage.of_batch for stage in groups[0][0].artifact.plan.stages):
+        sizes = [size for _, group in groups for size in group]
+        raise InputError(
+            f"the loss needs a count over the whole mini-batch, but its {len(sizes)} microbatches of "
+            f"{max(sizes)} and {min(sizes)} rows are compiled apart, because the model makes a constant of "
+            f"the batch. Pass a batch that {len(sizes)} microbatches divide, as drop_last=True does"
+        )
 
 
 def on_device(model: nn.Module, call: Call, device: torch.device) -> tuple[nn.Module, Call]:

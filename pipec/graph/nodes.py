@@ -57,10 +57,27 @@ class LossGradient:
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """The microbatch's rows as a share of the batch's: a 0-dim float64 tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class OfBatch:
+    """A value of the whole mini-batch, such as how many labels count: output ``index`` of the graph's
+    ``of_batch``."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
 class Output:
-    """Leaf ``position`` of what the captured function returns, which is the loss or the model's output."""
+    """Leaf ``position`` of what the captured function returns, which is the loss or the model's output.
+
+    ``adds_up``: that of the batch is the sum over microbatches.
+    """
 
     position: int
+    adds_up: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +94,7 @@ class Gradient:
     fqn: str
 
 
-Argument = Parameter | Buffer | ModelInput | LossGradient
+Argument = Parameter | Buffer | ModelInput | LossGradient | Share | OfBatch
 Result = Output | UpdatedBuffer | Gradient
 
 
@@ -159,7 +176,7 @@ def needs_only_inputs(node: fx.Node) -> bool:
     """
     if "needs_only_inputs" not in node.meta:
         if node.op == "placeholder":
-            answer = isinstance(node.meta["role"], ModelInput)
+            answer = isinstance(node.meta["role"], ModelInput | Share | OfBatch)
         else:
             answer = (
                 is_forward(node) and not is_random(node) and all(map(needs_only_inputs, node.all_input_nodes))

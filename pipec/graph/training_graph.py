@@ -40,6 +40,10 @@ class TrainingGraph:
     ``results`` describes the graph's outputs in order; ``output_spec`` is the tree whose leaves they are.
     ``batch`` is the symbol of the microbatch size in every shape; it is None if the graph is for
     ``batch_size`` rows alone. The graph serves a microbatch size for which all ``guards`` hold.
+    ``of_batch`` computes, once a step, what the stages must know of the whole mini-batch; no pass changes it.
+    ``unclear`` is the call after which it is not known how the losses of microbatches make that of the batch,
+    and ``unclear_output`` the same of other results. ``logs`` names the results that follow the loss; those
+    after them, of which ``output_spec`` is the tree, are the model's output.
     ``ranks[k]`` is the rank that acts as the k-th of a schedule; if there are none, rank k does.
     """
 
@@ -54,6 +58,10 @@ class TrainingGraph:
     num_stages: int = 1
     ranks: tuple[int, ...] = ()
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    of_batch: fx.Graph | None = None
+    unclear: str = ""
+    unclear_output: str = ""
+    logs: tuple[str, ...] = ()
     output_spec: pytree.TreeSpec | None = None
 
     @property

@@ -18,7 +18,7 @@ def simulate_plan(plan: Plan, programs: Sequence[Program]) -> Timeline:
         endings[Op.REDUCE_GRAD, bucket.stage, number] = bucket.reduce_seconds
         endings[Op.UNSHARD, bucket.stage, number] = bucket.gather_seconds
     timeline = simulate(programs, Costs(compute, messages, endings=endings))
-    return replace(timeline, buckets=plan.ending.buckets)
+    return replace(timeline, ending=plan.ending)
 
 
 def predicted(plan: Plan, programs: Sequence[Program]) -> dict[str, object]:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipec.ir import Payload, Phase, Plan, Program, Stage
-from pipec.ir.text import format_bytes, format_seconds, value_bytes
+from pipec.ir.text import format_bytes, format_seconds, format_type, value_bytes
 from pipec.plan.memory import rank_memory
 from pipec.plan.predictions import simulate_plan
 from pipec.timeline.attribution import critical_path, path_times, waits
@@ -56,7 +56,8 @@ def plan_table(plan: Plan, programs: Sequence[Program], num_devices: Sequence[in
         several = bool(num_devices) and num_devices[stage.index] > 1
         place = f", on {num_devices[stage.index]} devices" if several else ""
         table.add_row(*_row(plan, stage, place))
-    parts = [[_headline(plan)], table_lines(table), _predictions(plan, programs), _alternatives(plan)]
+    predictions = _predictions(plan, programs)
+    parts = [[_headline(plan)], table_lines(table), predictions + _inputs(plan), _alternatives(plan)]
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
@@ -118,6 +119,14 @@ def _predictions(plan: Plan, programs: Sequence[Program]) -> list[str]:
     if tied := [v.name for link in plan.links if link.payload is Payload.WEIGHT for v in link.values]:
         lines.append(f"tied across stages: {', '.join(tied)}")
     return lines
+
+
+def _inputs(plan: Plan) -> list[str]:
+    kinds = {
+        kind: [f"{given.path} {format_type(given.value)}" for given in plan.inputs if given.batched is split]
+        for kind, split in (("split into microbatches", True), ("whole in every microbatch", False))
+    }
+    return [f"{kind}: {', '.join(listed)}" for kind, listed in kinds.items() if listed]
 
 
 def _bounds(timeline: Timeline) -> str:

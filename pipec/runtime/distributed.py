@@ -9,6 +9,7 @@ its connections too, but leaves no reason.
 """
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import math
@@ -31,16 +32,13 @@ from pipec.errors import PipecError, TransportError
 from pipec.ir import Instruction, Link, Op, Program, Value
 from pipec.ir.text import evaluate_dim, format_link
 from pipec.runtime.connections import Connections, Direction, GlooConnections
-from pipec.runtime.group import Group, Wait
+from pipec.runtime.group import Group
 from pipec.runtime.nccl import NcclConnections
+from pipec.runtime.processes_group import ProcessesGroup
 from pipec.runtime.storage import is_exclusive
 from pipec.runtime.transport import Receiver, Send
 
 T = TypeVar("T")
-
-# Their names since torch 2.13, and before.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _transport_numbers = itertools.count()
 """Numbers the transports of a process, so that each writes to its own part of the store.
@@ -151,7 +149,10 @@ class TorchDistributed:
         return _Receiver(self, instruction, tag, self._buffers[key])
 
     def group(self, ranks: Sequence[int]) -> Group:
-        return _Group(self, tuple(ranks))
+        members, others = tuple(ranks), [rank for rank in ranks if rank != self.rank]
+        doing = f"meeting {_ranks(others)} in a collective"
+        explaining = functools.partial(self.explaining, doing)
+        return ProcessesGroup(members.index(self.rank), members, explaining)
 
     def finish(self) -> None:
         with self.explaining("finishing the step") as connections:
@@ -249,34 +250,6 @@ class _Receiver:
             for _, work in posted:
                 connections.wait(work)
         return [tensor for tensor, _ in posted]
-
-
-class _Group:
-    """Ranks of several processes, and this one among them."""
-
-    def __init__(self, transport: TorchDistributed, ranks: tuple[int, ...]) -> None:
-        self.index, self.size = ranks.index(transport.rank), len(ranks)
-        self._transport, self._ranks = transport, ranks
-        self._doing = f"meeting {_ranks([rank for rank in ranks if rank != transport.rank])} in a collective"
-
-    def all_reduce(self, tensor: Tensor) -> Wait:
-        return self._start(lambda group: dist.all_reduce(tensor, group=group, async_op=True))
-
-    def reduce_scatter(self, output: Tensor, tensor: Tensor) -> Wait:
-        return self._start(lambda group: _reduce_scatter(output, tensor, group=group, async_op=True))
-
-    def all_gather(self, output: Tensor, tensor: Tensor) -> Wait:
-        return self._start(lambda group: _all_gather(output, tensor, group=group, async_op=True))
-
-    def _start(self, collective: Callable[[dist.ProcessGroup], dist.Work | None]) -> Wait:
-        with self._transport.explaining(self._doing) as connections:
-            work = connections.collective(self._ranks, collective)
-
-        def wait() -> None:
-            with self._transport.explaining(self._doing) as connections:
-                connections.wait(work)
-
-        return wait
 
 
 class _Buffer:

@@ -65,7 +65,7 @@ class EndingLinker:
         waits, group = self._waits(Op.RECV, stage.index), self._group(stage.index)
         shard = self._shard(instruction)
         if shard is None:
-            reduction = GradientReduction(stage, bucket, group)
+            reduction = GradientReduction(stage, bucket, group, self._rank.plan.ending.gradient_dtype)
             start, finish = reduction.start, reduction.finish
         else:
             start = functools.partial(_start_scatter, shard, stage, bucket, group)

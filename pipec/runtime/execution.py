@@ -14,6 +14,7 @@ from pipec.runtime.agreement import Agreement
 from pipec.runtime.distributed import TorchDistributed
 from pipec.runtime.interpreter import Interpreter
 from pipec.runtime.launch import Devices, resolve_devices, world
+from pipec.runtime.of_batch import OfBatch, share_of, values_of_batch
 from pipec.runtime.recording import RecordedStep, Stamps
 from pipec.runtime.transport import InProcess, Transport
 from pipec.runtime.updates import Updates
@@ -96,23 +97,17 @@ class Execution:
         plan, is_distributed = artifact.plan, ranks.world.distributed
         if is_distributed:
             ranks.distributed.connect(artifact.programs, _groups(plan), artifact.text())
-        self._interpreters = [
-            Interpreter(
-                artifact.programs[rank],
-                plan,
-                {
-                    stage: stage_module(stage, artifact.sources[stage])
-                    for stage in stages_on(plan.placement, rank)
-                },
-                parameters,
-                {**buffers, **{name: value.to(device) for name, value in artifact.constants.items()}},
-                ranks.transport(rank),
-                device,
-                functools.partial(_owns_tensors, plan, rank, is_distributed),
-                updates,
+        self._interpreters = []
+        self._of_batch: list[OfBatch] = []
+        for rank, device in ranks.devices.items():
+            modules = {k: stage_module(k, artifact.sources[k]) for k in stages_on(plan.placement, rank)}
+            held = {**buffers, **{name: value.to(device) for name, value in artifact.constants.items()}}
+            owns = functools.partial(_owns_tensors, plan, rank, is_distributed)
+            program, transport = artifact.programs[rank], ranks.transport(rank)
+            self._interpreters.append(
+                Interpreter(program, plan, modules, parameters, held, transport, device, owns, updates)
             )
-            for rank, device in ranks.devices.items()
-        ]
+            self._of_batch += [OfBatch(plan.stages[k], module, held, device) for k, module in modules.items()]
 
     def run(
         self,
@@ -122,6 +117,8 @@ class Execution:
         seed: int,
         step: int,
         recorded: list[RecordedStep] | None = None,
+        start: int = 0,
+        shares: Sequence[float] | None = None,
         update: bool = True,
     ) -> dict[str, Tensor]:
         """Run one step; returns its results by name.
@@ -129,17 +126,22 @@ class Execution:
         Args:
             leaves: The flattened arguments of the step.
             sizes: How many rows each microbatch has.
-            batch: How many rows the whole mini-batch has. ``leaves`` may be only some of them.
+            batch: How many rows the whole mini-batch has.
             seed: Seeds the random operators, together with ``step``.
             step: The number of the step.
             recorded: If the step succeeds, its times on the ranks of this process are appended.
+            start: The first row to run. Microbatches may be only some of the rows.
+            shares: By what the loss of each microbatch is multiplied, if not by its share of the rows.
             update: Whether a program that updates does so.
         """
-        microbatches = self._split(leaves, sizes)
+        microbatches = self._split(leaves, sizes, start)
+        whole = values_of_batch(self._of_batch, self.artifact.plan, leaves, microbatches, sizes, batch)
+        for microbatch, size in zip(microbatches, sizes, strict=True):
+            microbatch |= {"share": share_of(size, batch), **whole}
         stamps: dict[int, Stamps] = {} if recorded is None else {rank: [] for rank in self._ranks.devices}
         jobs = [
             functools.partial(
-                interpreter.run, microbatches, sizes, seed, step, batch, stamps.get(rank), update
+                interpreter.run, microbatches, sizes, seed, step, batch, stamps.get(rank), shares, update
             )
             for rank, interpreter in zip(self._ranks.devices, self._interpreters, strict=True)
         ]
@@ -148,12 +150,15 @@ class Execution:
             recorded.append(RecordedStep(self.artifact.programs, stamps))
         return results
 
-    def _split(self, leaves: Sequence[object], sizes: Sequence[int]) -> list[dict[str, Tensor]]:
+    def _split(self, leaves: Sequence[object], sizes: Sequence[int], start: int) -> list[dict[str, Tensor]]:
         microbatches: list[dict[str, Tensor]] = [{} for _ in sizes]
         for given in self.artifact.plan.inputs:
             tensor = leaves[given.position]
             assert isinstance(tensor, Tensor)
-            parts = tensor.split(list(sizes)) if given.batched else [tensor] * len(sizes)
+            if given.batched:
+                parts = tensor[start : start + sum(sizes)].split(list(sizes))
+            else:
+                parts = (tensor,) * len(sizes)
             for microbatch, part in zip(microbatches, parts, strict=True):
                 microbatch[given.value.name] = part
         return microbatches

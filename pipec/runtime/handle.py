@@ -15,6 +15,7 @@ from pipec.errors import InputError
 from pipec.ir import Plan, Program
 from pipec.runtime.execution import Execution, Ranks
 from pipec.runtime.facts import Facts, differences, rank_names
+from pipec.runtime.group import Group
 from pipec.runtime.optimizers import PipelineOptimizer, StatePart
 from pipec.runtime.recording import RecordedStep
 from pipec.runtime.updates import Updates
@@ -22,6 +23,8 @@ from pipec.runtime.updates import Updates
 
 class Handle(nn.Module):
     """Runs artifacts on the tensors that it holds under the model's own names.
+
+    ``logs`` has by name what the loss function of the last step returned besides the loss, for the batch.
 
     A subclass registers the tensors, and sets ``_trained`` to the artifact that ``step`` runs.
     """
@@ -31,6 +34,7 @@ class Handle(nn.Module):
         self._ranks = ranks
         self._updates = updates
         self._accumulates = False
+        self.logs: dict[str, Tensor] = {}
         self._trained = trained
         self._seed = ranks.agreed_seed()
         self._num_steps = 0
@@ -160,10 +164,30 @@ class Handle(nn.Module):
             return None
         if self._updates is None:
             raise InputError("the program updates its weights, and so needs an optimizer: pass optimizer=...")
-        ranks, is_distributed = list(self._ranks.devices), self._ranks.world.distributed
-        own = dict(self.named_parameters())
-        self._empty(self._updates.bind(plan, own, ranks, is_distributed, self._gathered_states))
+        if not self._updates.is_bound_to(plan):
+            self._release_shares()
+            ranks, is_distributed = list(self._ranks.devices), self._ranks.world.distributed
+            own = dict(self.named_parameters())
+            self._empty(self._updates.bind(plan, own, ranks, is_distributed, self._gathered_states))
         return self._updates
+
+    def _release_shares(self) -> None:
+        """Let parameters that are kept in shares be whole, before they are divided in another way."""
+        if self._updates is not None:
+            self._updates.release(dict(self.named_parameters()), self._group_of)
+
+    @contextlib.contextmanager
+    def _gathered(self) -> Iterator[None]:
+        """Let parameters that are kept in shares be whole inside a ``with``. Every rank does so together."""
+        if self._updates is None:
+            yield
+        else:
+            with self._updates.gathered(dict(self.named_parameters()), self._group_of):
+                yield
+
+    def _group_of(self, rank: int, stage: int) -> Group:
+        assert self._trained is not None, "parameters are divided as a program says"
+        return self._ranks.transport(rank).group(self._trained.plan.placement[stage])
 
     def _empty(self, fqns: Sequence[str]) -> None:
         """Give back the memory of parameters that are kept in shares."""
@@ -183,12 +207,6 @@ class Handle(nn.Module):
             theirs, shape = self._ranks.agreement.from_rank(rank, doing, leaves, structure)
             found.append([StatePart(*part) for part in pytree.tree_unflatten(theirs, shape)])
         return found
-
-    def _unlink(self) -> None:
-        """Let artifacts be linked anew to tensors that may have been replaced."""
-        self._executions.clear()
-        if self._updates is not None:
-            self._updates.forget()
 
     def _parameter_kinds(self) -> dict[str, torch.dtype]:
         """The type of the norm of each parameter of the whole model, in the model's order."""
@@ -233,8 +251,9 @@ class Handle(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """``to_empty`` and its kin call this. It may replace tensors, so artifacts are linked anew."""
+        self._release_shares()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._unlink()
+        self._executions.clear()
         return self
 
 

@@ -77,7 +77,7 @@ class Interpreter:
             if link.source in self._stages
             for value in link.values
         ]
-        self._results = Results(made, plan.num_microbatches)
+        self._results = Results(made, plan.num_microbatches, plan.sums)
         self._updating = Updating(updates)
         loss = _loss_of(plan)
         self._rank = Rank(
@@ -101,6 +101,7 @@ class Interpreter:
         step: int = 0,
         batch: int | None = None,
         stamps: Stamps | None = None,
+        shares: Sequence[float] | None = None,
         update: bool = True,
     ) -> dict[str, Tensor]:
         """Execute one step. Returns the results of the whole batch by name, on every rank.
@@ -115,6 +116,7 @@ class Interpreter:
             step: The number of the step.
             batch: The samples of the whole mini-batch, if the microbatches are only some of them.
             stamps: The times of the step are appended.
+            shares: By what the loss of each microbatch is multiplied, if not by its share of the samples.
             update: A program that updates does so. If not, the gradients are kept for the next update.
 
         Raises:
@@ -129,7 +131,9 @@ class Interpreter:
                 torch.no_grad(),
                 torch.autocast(self._device.type, enabled=False),
             ):
-                self._begin_step(microbatches, sizes, (seed, step), batch or sum(sizes))
+                self._results.loss_shares = shares
+                by_samples = [size / (batch or sum(sizes)) for size in sizes]
+                self._begin_step(microbatches, sizes, (seed, step), shares or by_samples)
                 if stamps is None:
                     self._execute()
                 else:
@@ -154,7 +158,7 @@ class Interpreter:
         microbatches: Sequence[Mapping[str, Tensor]],
         sizes: Sequence[int],
         seed: tuple[int, int],
-        batch: int,
+        shares: Sequence[float],
     ) -> None:
         self._rank.sizes[:] = [*sizes, sum(sizes)]
         for stage in self._stages.values():
@@ -166,7 +170,8 @@ class Interpreter:
                     {name: inputs[name].to(self._device, non_blocking=True) for name in stage.inputs}
                 )
                 if self._rank.loss:
-                    frame["grad_loss"] = _loss_gradient(size / batch, self._rank.loss.dtype, self._device)
+                    weight = shares[microbatch]
+                    frame["grad_loss"] = _loss_gradient(weight, self._rank.loss.dtype, self._device)
 
     def _execute(self) -> None:
         for position, action in enumerate(self._actions):
@@ -188,6 +193,7 @@ class Interpreter:
     def _merged_results(self) -> dict[str, Tensor]:
         """The results of the batch, from what every replica that made a part of them has."""
         sizes, received, merged = self._rank.sizes[:-1], self._rank.received, dict[str, Tensor]()
+        sums = self._rank.plan.sums
         for made in self._result_links:
             for value in made.values:
                 parts = [
@@ -196,7 +202,7 @@ class Interpreter:
                     else received[value.name, rank]
                     for rank in self._rank.plan.placement[made.source]
                 ]
-                merged[value.name] = join_replicas(value, parts, sizes)
+                merged[value.name] = join_replicas(value, parts, sizes, value.name in sums)
         return merged
 
     def _forget_step(self) -> None:

@@ -1,5 +1,6 @@
 """A saved artifact, ready to train: no model and no compiler, only the plan, the code and the programs."""
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from pipec.runtime.holder import ModelTensors, hold
 from pipec.runtime.launch import Devices
 from pipec.runtime.optimizers import Factory
 from pipec.runtime.updates import Updates
+from pipec.runtime.weights import GIVEN, MicrobatchWeight, loss_shares
 
 
 def load(
@@ -30,13 +32,14 @@ def load(
     *,
     optimizer: Factory | None = None,
     clip_grad_norm: float | None = None,
+    microbatch_weight: MicrobatchWeight | None = None,
 ) -> "LoadedPipeline":
     """Read what ``Pipeline.save`` wrote.
 
     ``devices`` says how many devices to use, or which; None is one for each rank of the plan. Tensors that
-    were not saved are on the meta device until ``to_empty`` and ``load_state_dict`` give them values. If the
-    artifact was compiled with ``optimizer`` and ``clip_grad_norm``, its programs update and clip: both are
-    then given again, and may be others.
+    were not saved are on the meta device until ``to_empty`` and ``load_state_dict`` give them values. An
+    artifact holds no function: if ``compile`` was given an ``optimizer``, or a function as
+    ``microbatch_weight``, pass it again, or another one. The same holds for ``clip_grad_norm``.
 
     Raises:
         ArtifactError: the directory does not hold an intact artifact of this format.
@@ -51,7 +54,7 @@ def load(
             f"the artifact in {directory} is for {num_ranks} ranks, but devices asks for {ranks.count}"
         )
     check_ending(artifact.plan.ending, optimizer, clip_grad_norm)
-    return LoadedPipeline(artifact, tensors, ranks, optimizer, clip_grad_norm)
+    return LoadedPipeline(artifact, tensors, ranks, optimizer, clip_grad_norm, microbatch_weight)
 
 
 class LoadedPipeline(Handle):
@@ -64,11 +67,19 @@ class LoadedPipeline(Handle):
         ranks: Ranks,
         optimizer: Factory | None = None,
         max_norm: float | None = None,
+        microbatch_weight: MicrobatchWeight | None = None,
     ) -> None:
         held = _tensors_of(artifact.plan, tensors, artifact.constants, ranks)
         whole = {v.name: held.parameters.get(v.name, _elsewhere(v)) for v in artifact.plan.parameters}
         updates = None if optimizer is None else Updates(optimizer, max_norm, whole)
         super().__init__(ranks, artifact, updates)
+        if (artifact.plan.microbatch_weight == GIVEN) != callable(microbatch_weight):
+            raise InputError(
+                "the artifact was compiled with a function as microbatch_weight; pass that to load"
+                if microbatch_weight is None
+                else "the artifact was compiled without a function as microbatch_weight, and takes none"
+            )
+        self._weight = microbatch_weight or artifact.plan.microbatch_weight
         hold(self, held)
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
@@ -77,7 +88,8 @@ class LoadedPipeline(Handle):
         Raises:
             InputError: the arguments have other shapes or types. Nothing was sent then.
         """
-        leaves = [dense(leaf) for leaf in pytree.tree_leaves((args, dict(sorted(kwargs.items())), target))]
+        given_leaves, structure = pytree.tree_flatten((args, dict(sorted(kwargs.items())), target))
+        leaves = [dense(leaf) for leaf in given_leaves]
         plan = self._artifact.plan
         batch = _batch_size(plan, leaves)
         for given in plan.inputs:
@@ -92,9 +104,15 @@ class LoadedPipeline(Handle):
             facts = {given.path: leaf_fact(_leaf(given, leaves)) for given in plan.inputs}
             self._require_same("step", {**facts, **self._update_facts()})
         execution, update = self._execution(self._artifact), not self._accumulates
-        results = execution.run(leaves, sizes, batch, self._seed, self._num_steps, self._recorded, update)
+        batched = [isinstance(leaf, Tensor) and leaf.shape[:1] == (batch,) for leaf in leaves]
+        call_of = functools.partial(pytree.tree_unflatten, treespec=structure)
+        shares = loss_shares(self._weight, leaves, call_of, batched, sizes)
+        results = execution.run(
+            leaves, sizes, batch, self._seed, self._num_steps, self._recorded, shares=shares, update=update
+        )
         self._num_steps += 1
         self._count_update()
+        self.logs = {name: results[kept] for name, kept in zip(plan.logs, plan.outputs[1:], strict=False)}
         return results["loss"]
 
     @property

@@ -1,6 +1,6 @@
 """The updates of a program: what each rank of this process updates of each stage, with which gradients."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -18,7 +18,11 @@ from pipec.runtime.optimizers import (
     clip_factor,
     sum_of_squares,
 )
+from pipec.runtime.replicas import travelling_as
 from pipec.runtime.shards import BucketShard, flat_memory
+
+GroupOf = Callable[[int, int], Group]
+"""The replicas of a stage as a rank sees them."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,12 @@ class Updates:
         self._stages: dict[tuple[int, int], StageUpdate] = {}
         self._bound: object = None
 
+    @property
+    def keeps_shares(self) -> bool:
+        """Whether some parameters are there in shares alone."""
+        every = (shard for update in self._stages.values() for shard in update.shards.values())
+        return bool(self._bound) and not all(shard.keeps_parameters for shard in every)
+
     def on(self, rank: int, stage: int) -> StageUpdate | None:
         """What a rank updates of a stage. Replicas that share parameters leave it to the first one."""
         return self._stages.get((rank, stage))
@@ -75,9 +85,9 @@ class Updates:
         assert self.max_norm is not None
         return clip_factor(squares, self.max_norm)
 
-    def forget(self) -> None:
-        """Let parameters be where they are now when the next program is bound."""
-        self._bound = None
+    def is_bound_to(self, plan: Plan) -> bool:
+        """Whether the parameters are divided as a plan says."""
+        return self._bound == _key(plan)
 
     def bind(
         self,
@@ -91,10 +101,7 @@ class Updates:
 
         ``ranks`` are those of this process. Returns the parameters that are empty until they are gathered.
         """
-        key = plan.placement, plan.ending, tuple(stage.parameters for stage in plan.stages)
-        if self._bound == key:
-            return []
-        self._bound, self._stages = key, {}
+        self._bound, self._stages = _key(plan), {}
         keeps = plan.ending.shard is not Shard.PARAMETERS or not is_distributed
         for stage, placement in enumerate(plan.placement):
             here = [rank for rank in placement if rank in ranks]
@@ -113,6 +120,7 @@ class Updates:
                         memory[number],
                         self._like,
                         keeps or buckets[number].lent,
+                        travelling_as(plan.ending.gradient_dtype, memory[number].dtype),
                     )
                     for number, sharding in divided.items()
                 }
@@ -158,29 +166,35 @@ class Updates:
             )
 
     @contextmanager
-    def gathered(
-        self, plan: Plan, parameters: Mapping[str, nn.Parameter], groups: Mapping[tuple[int, int], Group]
-    ) -> Iterator[None]:
-        """Let parameters that are kept in shares be whole inside a ``with``. Every rank does so together.
-
-        ``groups`` has the replicas of each rank and stage of this process.
-        """
-        found = [
-            (shard, groups[place])
-            for place, update in self._stages.items()
-            for number, shard in update.shards.items()
-            if plan.ending.gathers_for_use(plan.ending.buckets[number]) and not shard.keeps_parameters
-        ]
-        names: list[str] = []
-        for shard, group in found:
-            shard.start_gather(group)
-            for name, tensor in shard.finish_gather().items():
-                parameters[name].data = tensor
-                names.append(name)
+    def gathered(self, parameters: Mapping[str, nn.Parameter], group_of: GroupOf) -> Iterator[None]:
+        """Let parameters that are kept in shares be whole inside a ``with``. Every rank does so together."""
+        shards = self._make_whole(parameters, group_of)
         try:
             yield
         finally:
-            for shard, _ in found:
+            for shard in shards:
                 shard.take_over()
-            for name in names:
-                parameters[name].data = parameters[name].new_empty(0)
+                for name in shard.sharding.names:
+                    parameters[name].data = parameters[name].new_empty(0)
+
+    def release(self, parameters: Mapping[str, nn.Parameter], group_of: GroupOf) -> None:
+        """Let all parameters be whole until a program is bound again. Every rank does so together."""
+        self._make_whole(parameters, group_of)
+        self._bound = None
+
+    def _make_whole(self, parameters: Mapping[str, nn.Parameter], group_of: GroupOf) -> list[BucketShard]:
+        """Gather what is kept in shares alone; returns the shares."""
+        found = []
+        for (rank, stage), update in self._stages.items() if self._bound else ():
+            for shard in update.shards.values():
+                if not shard.keeps_parameters:
+                    shard.start_gather(group_of(rank, stage))
+                    for name, tensor in shard.finish_gather().items():
+                        parameters[name].data = tensor
+                    found.append(shard)
+        return found
+
+
+def _key(plan: Plan) -> object:
+    """What decides how parameters are divided."""
+    return plan.placement, plan.ending, tuple(stage.parameters for stage in plan.stages)

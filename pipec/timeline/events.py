@@ -11,7 +11,7 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from pipec.ir import Bucket, Instruction, Kind, Op, Phase
+from pipec.ir import NOTHING_MORE, Ending, Instruction, Kind, Op, Phase
 from pipec.ir.columns import OP_CODE, OPS, Floats, Instructions, Ints
 
 
@@ -139,14 +139,14 @@ class Events(Sequence[Event]):
 class Timeline:
     """One step, from time 0. ``peak_in_flight[rank]`` counts pairs of stage and microbatch.
 
-    ``events`` are ordered by rank, then as in its program. ``buckets`` tells what collectives carry, where it
+    ``events`` are ordered by rank, then as in its program. ``ending`` tells what collectives carry, where it
     is known.
     """
 
     events: Sequence[Event]
     peak_in_flight: tuple[int, ...]
     unit: str = "s"
-    buckets: tuple[Bucket, ...] = ()
+    ending: Ending = NOTHING_MORE
 
     @property
     def num_ranks(self) -> int:

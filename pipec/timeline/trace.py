@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pipec.errors import InputError
-from pipec.ir import Bucket, Instruction, Kind, Op, Phase, Program
+from pipec.ir import NOTHING_MORE, Ending, Instruction, Kind, Op, Phase, Program
 from pipec.programs.memory import peak_in_flight
 from pipec.timeline.events import Event, Timeline
 
@@ -29,7 +29,7 @@ class Trace:
 
 
 def measured_timeline(
-    programs: Sequence[Program], stamps: Mapping[int, Sequence[int]], buckets: tuple[Bucket, ...] = ()
+    programs: Sequence[Program], stamps: Mapping[int, Sequence[int]], ending: Ending = NOTHING_MORE
 ) -> Timeline:
     """The timeline of a step from three stamps per instruction: begun, inputs arrived, ended, in nanoseconds.
 
@@ -55,7 +55,7 @@ def measured_timeline(
         for instruction, run in zip(program.instructions, runs[program.rank], strict=True)
         for event in _events(program.rank, instruction, run, arrivals)
     ]
-    return Timeline(tuple(events), tuple(map(peak_in_flight, programs)), buckets=buckets)
+    return Timeline(tuple(events), tuple(map(peak_in_flight, programs)), ending=ending)
 
 
 @dataclass(frozen=True, slots=True)

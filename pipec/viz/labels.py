@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from pipec.ir import Op
 from pipec.ir.columns import OPS
@@ -77,15 +78,18 @@ def collective_rows(events: Events) -> list[int]:
 
 
 def carried(timeline: Timeline, event: Event) -> str:
-    """What a collective carries: ``h.0.weight and 5 others of stage 1, 1.2 MB``, as far as it is known."""
+    """What a collective carries: ``bucket 0 of stage 1, 1.2 MB: h.0.weight and 5 others``."""
     instruction = event.instruction
     stage = f"stage {instruction.stage}" if instruction.stage >= 0 else "all stages"
-    if not 0 <= instruction.bucket < len(timeline.buckets):
+    if not 0 <= instruction.bucket < len(timeline.ending.buckets):
         return f"bucket {instruction.bucket} of {stage}" if instruction.bucket >= 0 else f"{stage}"
-    bucket = timeline.buckets[instruction.bucket]
-    names, num_bytes = bucket.names, sum(value_bytes(value, 1) for value in bucket.parameters)
+    bucket = timeline.ending.buckets[instruction.bucket]
+    travels_as = timeline.ending.gradient_dtype if instruction.op is Op.REDUCE_GRAD else ""
+    values = [replace(value, dtype=travels_as or value.dtype) for value in bucket.parameters]
+    names, num_bytes = bucket.names, sum(value_bytes(value, 1) for value in values)
     told = " and ".join(names) if len(names) <= _MOST_NAMES else f"{names[0]} and {len(names) - 1} others"
-    return f"bucket {instruction.bucket} of {stage}, {format_bytes(num_bytes)}: {told}"
+    size = f"{format_bytes(num_bytes)} as {travels_as}" if travels_as else format_bytes(num_bytes)
+    return f"bucket {instruction.bucket} of {stage}, {size}: {told}"
 
 
 def members(timeline: Timeline, event: Event) -> Sequence[int]:
