@@ -84,9 +84,10 @@ def schedule_name(
     microbatch.
 
     JSON keys: schedule, num_microbatches, unit, makespan, span, bubble_rate, peak_in_flight of each rank;
-    waits, for each rank its time busy, waiting, for whose messages, idle of its own and after its last
-    compute; critical_path, num_events and, if they are at most 100,000, events, each with rank, op, stage,
-    microbatch, start and end; lower_and_verify_seconds. With --beside also beside: the same keys of that
+    replicas, the ranks of each stage; waits, for each rank its time busy, waiting, for whose messages and in
+    which collectives, idle of its own and after all it does; critical_path, num_events and, if they are at
+    most 100,000, events, each with rank, op, stage, microbatch, bucket if it has one, start and end;
+    lower_and_verify_seconds. With --beside also beside: the same keys of that
     schedule.
     """
     from pipec.schedules import Workload

@@ -26,8 +26,8 @@ def trace(
 
     It runs in one process, or in one for each rank: torchrun --nproc-per-node 4 -m pipec trace DIR.
 
-    JSON keys: planned and measured, each with unit, makespan, span, bubble_rate, peak_in_flight, waits,
-    critical_path, num_events and events, as of pipec schedule.
+    JSON keys: planned and measured, each with unit, makespan, span, bubble_rate, peak_in_flight, replicas,
+    waits, critical_path, num_events and events, as of pipec schedule.
     """
     with status("loading torch"):
         from pipec.cli.trial import load_filled, random_batches
