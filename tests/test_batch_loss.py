@@ -71,6 +71,7 @@ LOSSES: dict[str, Loss] = {
     "rows over the rows": lambda x, y: (x.square().sum(1) / torch.tensor(x.shape[0])).sum(),
     "mean times the rows": lambda x, y: F.cross_entropy(x, y) * x.shape[0],
     "several terms": several_terms,
+    "stacked": lambda x, y: torch.stack([F.cross_entropy(x, y, ignore_index=IGNORED), x.sum()], 0).sum(),
     "python's sum": lambda x, y: sum([F.cross_entropy(x, y, ignore_index=IGNORED), x.sum(), y.sum()]),  # type: ignore[list-item]
     "standardised": standardised,
 }

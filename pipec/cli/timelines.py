@@ -27,6 +27,7 @@ from pipec.cli.options import (
 )
 from pipec.cli.output import show_json
 from pipec.errors import InputError
+from pipec.ir.arguments import MOST_MICROBATCHES, MOST_RANKS
 
 if TYPE_CHECKING:
     from pipec.ir import Schedule
@@ -38,6 +39,9 @@ Beside = Annotated[
     typer.Option(metavar="NAME", help="Another schedule of the same, to compare on one axis of time."),
 ]
 
+
+_MOST_CELLS = 2**20
+"""Forwards of a step on equal stages. More take minutes, and nobody can look at them."""
 
 _Shown = tuple["Step", Mapping[str, object]]
 """A step, and what its JSON tells beside it."""
@@ -52,12 +56,18 @@ def schedule_name(
     ],
     stages: Annotated[
         int | None,
-        typer.Option(min=1, help="Ranks of a pipeline; a schedule may cut the share of each into several."),
+        typer.Option(
+            min=1,
+            max=MOST_RANKS,
+            help="Ranks of a pipeline; a schedule may cut the share of each into several. Default: 4.",
+        ),
     ] = None,
     replicas: Annotated[
         str, typer.Option(help="Ranks that share each of these: 2, or those of each such as 3-2-1.")
     ] = "1",
-    microbatches: Annotated[int, typer.Option(min=1, help="How many a mini-batch is split into.")] = 8,
+    microbatches: Annotated[
+        int, typer.Option(min=1, max=MOST_MICROBATCHES, help="How many a mini-batch is split into.")
+    ] = 8,
     forward: Annotated[float, typer.Option(min=0, help="Time of a microbatch's forward on a rank.")] = 1.0,
     backward_input: Annotated[float, typer.Option(min=0, help="Time of its input gradient.")] = 1.0,
     backward_weight: Annotated[float, typer.Option(min=0, help="Time of its weight gradient.")] = 1.0,
@@ -94,6 +104,11 @@ def schedule_name(
 
     names = _names(name, beside, output)
     shares = _Shares.of(stages, replicas)
+    if shares.num_stages * microbatches > _MOST_CELLS:
+        raise InputError(
+            f"--stages {shares.num_stages} and --microbatches {microbatches} make "
+            f"{shares.num_stages * microbatches} forwards; expected at most {_MOST_CELLS}"
+        )
     work = Workload.uniform(
         shares.num_stages,
         forward=forward,
@@ -111,7 +126,9 @@ def schedule_target(
     target: Target,
     devices: Devices = 4,
     schedule: ScheduleName = "1f1b",
-    microbatches: Annotated[int | None, typer.Option(min=1, help="Default: the fastest found.")] = None,
+    microbatches: Annotated[
+        int | None, typer.Option(min=1, max=MOST_MICROBATCHES, help="Default: the fastest found.")
+    ] = None,
     stages: Stages = None,
     replicas: Replicas = "1",
     optimizer: OptimizerName = None,

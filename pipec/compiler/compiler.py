@@ -1,10 +1,9 @@
 """What was compiled for which call of a model, and where its first call put stages and parameters."""
 
 import copy
-import inspect
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -15,9 +14,10 @@ from torch import nn
 
 from pipec.artifact.directory import Artifact
 from pipec.capture.call import Call
-from pipec.capture.tracer import capture
+from pipec.capture.tracer import capture, traced_module
 from pipec.compiler.alternatives import refused
 from pipec.compiler.autotuner import Autotuner, Choice, CutGraph
+from pipec.compiler.captures import Captures, Kind, Signature
 from pipec.compiler.pass_list import CompilerOptions
 from pipec.compiler.staged import StagedGraph, Trial
 from pipec.errors import InfeasibleError, InputError, PlanError
@@ -27,7 +27,7 @@ from pipec.ir.batch import split_sizes
 from pipec.passes import Pass
 from pipec.passes.follow_owners import FollowOwners, Owners, owners_of
 from pipec.plan.memory import shortfall
-from pipec.torch_compat import pytree
+from pipec.torch_compat import Place, pytree
 
 log = logging.getLogger("pipec")
 
@@ -40,8 +40,8 @@ class Compiled:
     output_spec: pytree.TreeSpec | None
 
 
-Signature = tuple[Mode, Hashable, tuple[bool, ...], bool]
-"""What a captured graph is of: the mode, the call's kind, which modules train, whether it returns outputs."""
+Groups = list[tuple[Compiled, list[int]]]
+"""What runs each group of consecutive microbatches of a call, and their sizes."""
 
 
 @dataclass(frozen=True)
@@ -81,21 +81,31 @@ class Compiler:
     microbatch_weight: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
     _settled: Settled | None = None
-    _staged: dict[Signature, list[StagedGraph]] = field(default_factory=dict)
+    _traced: dict[Mode, nn.Module] = field(default_factory=dict)
+    _captures: Captures = field(default_factory=Captures)
     _compiled: dict[tuple[StagedGraph, int, int], Compiled] = field(default_factory=dict)
     _warned: set[str] = field(default_factory=set)
 
-    def compile(self, mode: Mode, call: Call, outputs: bool = False) -> list[tuple[Compiled, list[int]]]:
-        """What runs the microbatches of ``call``: groups of consecutive ones, with the rows of each.
+    def of(self, model: nn.Module) -> "Compiler":
+        """One for a copy of the model, that knows where stages are and has compiled nothing."""
+        return replace(
+            self, model=model, seconds={}, _traced={}, _captures=Captures(), _compiled={}, _warned=set()
+        )
 
-        With ``outputs`` it returns the model's output besides the loss.
+    def version(self, kind: Kind) -> int:
+        """Which capture of a kind of call is still right; a new number if none is."""
+        return self._captures.version(kind)
+
+    def compile(self, signature: Signature, call: Call) -> Groups:
+        """What runs the microbatches of ``call``: groups of consecutive ones, with the rows of each.
 
         There is one group unless the model specialises on the number of rows.
 
         Raises:
             CaptureError, InputError, PlanError, InfeasibleError: nothing has run or been sent by then.
         """
-        signature = (mode, call.signature(), self.training_flags(), outputs)
+        for staged in self._captures.announce(signature, self.model):
+            self._compiled = {key: x for key, x in self._compiled.items() if key[0] is not staged}
         count = self._choose(signature, call)
         groups, rest = [], split_sizes(call.batch_size, count)
         while rest:
@@ -104,7 +114,7 @@ class Compiler:
             groups.append((self._group(staged, len(served), rest[0]), served))
             rest = rest[len(served) :]
         if count > 1:
-            graph = self._staged[signature][0].graph
+            graph = self._captures.staged[signature][0].graph
             _check_outputs(graph.unclear_output, count)
             self._warn_of_unclear_loss(graph.unclear)
         _check_groups(groups)
@@ -120,19 +130,20 @@ class Compiler:
                 unclear,
             )
 
-    def training_flags(self) -> tuple[bool, ...]:
-        """Which modules are in training mode."""
-        return tuple(module.training for module in self.model.modules())
+    def read(self, signature: Signature) -> dict[Place, Any]:
+        """The plain values that the code of the model and the loss read for this signature, and where."""
+        return self._captures.read(signature)
 
-    def positional_names(self) -> list[str]:
-        """The names of the arguments that the model takes by position."""
-        parameters = inspect.signature(self.model.forward).parameters.values()
-        return [x.name for x in parameters if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
+    def traced(self, mode: Mode) -> nn.Module:
+        """A module that has model and loss where ``read`` finds values."""
+        if mode not in self._traced:
+            self._traced[mode] = traced_module(self.model, self.loss_fn, mode)
+        return self._traced[mode]
 
     def _choose(self, signature: Signature, call: Call) -> int:
         """The number of microbatches of the call. The first call also settles where stages are."""
         batch, counts = call.batch_size, self._counts(self.autotuner, call.batch_size)
-        if signature[0] is not Mode.TRAIN:
+        if signature.kind.mode is not Mode.TRAIN:
             counts = counts[:1]
         sizes = split_sizes(batch, counts[0])
         if self._settled is None:
@@ -195,7 +206,7 @@ class Compiler:
 
     def _settle_on(self, signature: Signature, staged: StagedGraph, placement: Placement) -> None:
         self._settled = Settled(placement, owners_of(staged.graph), staged.graph.ranks)
-        self._staged[signature] = [staged]
+        self._captures.staged[signature] = [staged]
 
     def _keep(self, choice: Choice) -> None:
         """Compile what was chosen."""
@@ -222,7 +233,7 @@ class Compiler:
     def _stages(self, signature: Signature, call: Call, start: int, sizes: Sequence[int]) -> StagedGraph:
         """The cut graph that serves the first microbatch of these ``sizes``; it begins at row ``start``."""
         assert self._settled is not None
-        known = self._staged.setdefault(signature, [])
+        known = self._captures.staged.setdefault(signature, [])
         for staged in known:
             if staged.graph.serves(sizes[0]):
                 return staged
@@ -236,9 +247,17 @@ class Compiler:
         symbolic = self.dynamic or len(set(sizes)) > 1
         model, rows = on_device(self.model, call.rows(start, start + sizes[0]), self.device)
         with self._timed("capture and differentiate"):
-            (mode, *_, outputs), adds_up = signature, not self.microbatch_weight
             return capture(
-                model, self.loss_fn, mode, rows, self.canonical, self.device, symbolic, adds_up, outputs
+                model,
+                self.loss_fn,
+                signature.kind.mode,
+                rows,
+                self.canonical,
+                self.device,
+                symbolic,
+                adds_up=not self.microbatch_weight,
+                outputs=signature.kind.outputs,
+                original=self.model,
             )
 
     def _cut(self, graph: TrainingGraph, cut: Pass, options: CompilerOptions) -> StagedGraph:

@@ -65,11 +65,12 @@ class Plan:
 
     ``outputs`` names the results in the order of the leaves of what the model returns; ``sums`` are those
     that add up over microbatches; ``logs`` are the names that the loss function gave to those after the loss;
-    ``link_seconds[i]`` is how long ``links[i]`` takes. ``parameters`` and ``buffers`` are named by FQN.
-    ``ending`` is what the step does besides its microbatches. ``microbatch_weight`` says how much the losses
-    of microbatches count, if the graph does not: by "rows", as they are ("sum"), or as a function says
-    ("given"). ``alternatives`` are the other ways that were
-    considered, the fastest first.
+    ``arguments`` names all leaves of ``step``'s arguments, of which ``inputs`` are those that a stage reads;
+    ``training`` is the mode that the model was captured in. ``link_seconds[i]`` is how long ``links[i]``
+    takes. ``parameters`` and ``buffers`` are named by FQN. ``ending`` is what the step does besides its
+    microbatches. ``microbatch_weight`` says how much the losses of microbatches count, if the graph does not:
+    by "rows", as they are ("sum"), or as a function says ("given"). ``alternatives`` are the other ways that
+    were considered, the fastest first.
     """
 
     mode: Mode
@@ -87,6 +88,8 @@ class Plan:
     sums: tuple[str, ...] = ()
     logs: tuple[str, ...] = ()
     dynamic_batch: bool = True
+    arguments: tuple[str, ...] = ()
+    training: bool = True
     ending: Ending = NOTHING_MORE
     microbatch_weight: str = ""
     alternatives: tuple[Alternative, ...] = ()

@@ -82,6 +82,8 @@ def build_plan(
         sums=tuple(names[node] for role, node in graph.outputs if isinstance(role, Output) and role.adds_up),
         logs=graph.logs,
         dynamic_batch=graph.batch is not None,
+        arguments=graph.paths,
+        training=graph.training,
         ending=build_ending(ending, graph.mode, stages, values, links, schedule.placement, topology),
     )
 

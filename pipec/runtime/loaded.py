@@ -1,7 +1,7 @@
 """A saved artifact, ready to train: no model and no compiler, only the plan, the code and the programs."""
 
-import functools
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,20 +9,34 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pipec.artifact.directory import Artifact, read
+from pipec.artifact.check import read_verified
+from pipec.artifact.directory import Artifact
 from pipec.errors import InputError
 from pipec.ir import Ending, Input, Plan, Value
-from pipec.ir.batch import split_sizes
+from pipec.ir.arguments import (
+    FLAG,
+    FUNCTION,
+    NONE,
+    SECONDS,
+    Kind,
+    check_arguments,
+    instance,
+    number,
+    one_of,
+)
+from pipec.ir.batch import leaf_path, split_sizes
 from pipec.ir.text import format_value
 from pipec.runtime.batch import dense
 from pipec.runtime.execution import Ranks
 from pipec.runtime.facts import leaf_fact
 from pipec.runtime.handle import Handle, homes
 from pipec.runtime.holder import ModelTensors, hold
-from pipec.runtime.launch import Devices
+from pipec.runtime.launch import DEVICES, Devices
 from pipec.runtime.optimizers import Factory
+from pipec.runtime.randomness import next_seed
+from pipec.runtime.span import Span
 from pipec.runtime.updates import Updates
-from pipec.runtime.weights import GIVEN, MicrobatchWeight, loss_shares
+from pipec.runtime.weights import GIVEN, WORDS, MicrobatchWeight, loss_shares
 
 
 def load(
@@ -42,11 +56,13 @@ def load(
     ``microbatch_weight``, pass it again, or another one. The same holds for ``clip_grad_norm``.
 
     Raises:
-        ArtifactError: the directory does not hold an intact artifact of this format.
+        ArtifactError, VerifyError: the directory does not hold an intact artifact of this format, or its
+            programs are not one correct step.
         InputError: the devices do not match the ranks of the plan, or the optimizer or the norm is missing
             or not asked for.
     """
-    artifact, tensors = read(Path(directory))
+    check_arguments(LOAD, locals())
+    artifact, tensors = read_verified(Path(directory))
     num_ranks = artifact.plan.num_ranks
     ranks = Ranks(devices if devices is not None else num_ranks, timeout)
     if ranks.count != num_ranks:
@@ -55,6 +71,21 @@ def load(
         )
     check_ending(artifact.plan.ending, optimizer, clip_grad_norm)
     return LoadedPipeline(artifact, tensors, ranks, optimizer, clip_grad_norm, microbatch_weight)
+
+
+LOAD = {
+    "directory": instance("the path of a folder", str, Path),
+    "devices": DEVICES | NONE,
+    "timeout": SECONDS,
+    "optimizer": Kind("a function such as functools.partial(torch.optim.AdamW, lr=1e-3)", callable) | NONE,
+    "clip_grad_norm": number(0, math.inf) | NONE,
+    "microbatch_weight": one_of(*WORDS) | FUNCTION | NONE,
+}
+"""What each argument of ``load`` must be."""
+
+
+CallOf = Callable[[list[Any]], tuple[Any, dict[str, Any], Any]]
+"""Makes arguments, keyword arguments and the target of their leaves."""
 
 
 class LoadedPipeline(Handle):
@@ -73,6 +104,7 @@ class LoadedPipeline(Handle):
         whole = {v.name: held.parameters.get(v.name, _elsewhere(v)) for v in artifact.plan.parameters}
         updates = None if optimizer is None else Updates(optimizer, max_norm, whole)
         super().__init__(ranks, artifact, updates)
+        self.training = artifact.plan.training
         if (artifact.plan.microbatch_weight == GIVEN) != callable(microbatch_weight):
             raise InputError(
                 "the artifact was compiled with a function as microbatch_weight; pass that to load"
@@ -86,10 +118,27 @@ class LoadedPipeline(Handle):
         """The same as ``Pipeline.step``, for arguments of the shapes that the artifact was compiled for.
 
         Raises:
-            InputError: the arguments have other shapes or types. Nothing was sent then.
+            InputError: the arguments have other names, shapes or types. Nothing was sent then.
         """
-        given_leaves, structure = pytree.tree_flatten((args, dict(sorted(kwargs.items())), target))
-        leaves = [dense(leaf) for leaf in given_leaves]
+        tree = {"args": args, "kwargs": dict(sorted(kwargs.items())), "target": target}
+        found, structure = pytree.tree_flatten_with_path(tree)
+        paths = [leaf_path(keys) for keys, _ in found]
+        if paths != list(self.plan.arguments):
+            raise InputError(
+                f"step was given {_listed(paths)}; this artifact was made for "
+                f"{_listed(self.plan.arguments)}. Pass the same, by position or by name as there"
+            )
+        return self._step(
+            [leaf for _, leaf in found],
+            lambda leaves: tuple(pytree.tree_unflatten(leaves, structure).values()),
+        )
+
+    def step_on(self, leaves: Sequence[Any]) -> Tensor:
+        """As ``step``, for the leaves of its arguments in the order of the plan's ``arguments``."""
+        return self._step(leaves, lambda leaves: (leaves, {}, None))
+
+    def _step(self, leaves: Sequence[Any], call_of: CallOf) -> Tensor:
+        leaves = [dense(leaf) for leaf in leaves]
         plan = self._artifact.plan
         batch = _batch_size(plan, leaves)
         for given in plan.inputs:
@@ -100,20 +149,36 @@ class LoadedPipeline(Handle):
                 f"this artifact takes microbatches of exactly {plan.microbatch_size} rows, so a batch of "
                 f"{plan.microbatch_size * plan.num_microbatches}; the batch has {batch}"
             )
+        seed, after = next_seed()
         if self._ranks.world.distributed:
             facts = {given.path: leaf_fact(_leaf(given, leaves)) for given in plan.inputs}
-            self._require_same("step", {**facts, **self._update_facts()})
+            facts |= self._update_facts()
+            seed = self._require_same("step", facts, [seed])[0][0]
         execution, update = self._execution(self._artifact), not self._accumulates
         batched = [isinstance(leaf, Tensor) and leaf.shape[:1] == (batch,) for leaf in leaves]
-        call_of = functools.partial(pytree.tree_unflatten, treespec=structure)
         shares = loss_shares(self._weight, leaves, call_of, batched, sizes)
-        results = execution.run(
-            leaves, sizes, batch, self._seed, self._num_steps, self._recorded, shares=shares, update=update
-        )
+        if self._artifact.draws:
+            torch.default_generator.set_state(after)
+        results = execution.run(leaves, Span(sizes, batch, shares=shares), seed, self._recorded, update)
         self._num_steps += 1
         self._count_update()
         self.logs = {name: results[kept] for name, kept in zip(plan.logs, plan.outputs[1:], strict=False)}
         return results["loss"]
+
+    def train(self, mode: bool = True) -> "LoadedPipeline":
+        """Do nothing if that is the mode that the artifact was made in.
+
+        Raises:
+            InputError: it was made in the other mode, and holds no code for this one.
+        """
+        check_arguments({"mode": FLAG}, locals())
+        if mode != self.plan.training:
+            made, call = ("training", "eval") if self.plan.training else ("evaluation", "train")
+            raise InputError(
+                f"this artifact holds the step of a model in {made} mode, and no other code. Call {call}() "
+                "on the pipeline of pipec.compile, then prepare(...) and save(...)"
+            )
+        return super().train(mode)
 
     @property
     def plan(self) -> Plan:
@@ -194,6 +259,10 @@ def _check(given: Input, leaves: Sequence[Any], batch: int) -> None:
     if not (isinstance(leaf, Tensor) and leaf.dtype == dtype and leaf.shape == shape):
         found = f"{leaf.dtype} of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
         raise InputError(f"{given.path} is {found}; expected {dtype} of shape {shape}")
+
+
+def _listed(paths: Iterable[str]) -> str:
+    return ", ".join(paths) or "nothing"
 
 
 def _leaf(given: Input, leaves: Sequence[Any]) -> Any:

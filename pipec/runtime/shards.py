@@ -103,6 +103,10 @@ class BucketShard:
         pieces = (piece for piece in self.sharding.pieces(self._index) if piece.name in self._differentiated)
         return {piece.name: self._part(self._gradient, piece) for piece in pieces}
 
+    @property
+    def has_gradients(self) -> bool:
+        return self._gradient is not None or self._summing is not None
+
     def forget_gradients(self) -> None:
         self._gradient = None
         self._differentiated.clear()
