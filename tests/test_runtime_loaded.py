@@ -1,5 +1,6 @@
 """A loaded artifact: what it refuses, and how it gets the values that it was saved without."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -145,3 +146,78 @@ def test_a_step_reads_and_changes_the_tensors_that_to_empty_made(saved: Path) ->
     loaded.load_state_dict({name: torch.zeros_like(value) for name, value in loaded.state_dict().items()})
     assert torch.equal(loaded.step(X, target=Y), nn.functional.mse_loss(torch.zeros_like(Y), Y))
     assert loaded.state_dict()["1.num_batches_tracked"] == 4  # one a microbatch
+
+
+ADAM = functools.partial(torch.optim.AdamW, lr=1e-2)
+
+
+def updating(**options: object) -> Pipeline:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    pipe = pipec.compile(
+        model, microbatches=4, loss_fn=nn.functional.mse_loss, optimizer=ADAM, **{"devices": 2, **options}
+    )
+    return pipe.prepare(X, target=Y)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"clip_grad_norm": 0.1}, {"stages": 1}, {"stages": 1, "shard": "parameters", "clip_grad_norm": 0.1}],
+    ids=["two stages", "two replicas", "shares"],
+)
+def test_a_loaded_artifact_updates_as_the_pipeline_does(options: dict[str, object], tmp_path: Path) -> None:
+    pipe = updating(**options)
+    pipe.save(tmp_path / "saved", tensors=True)
+    loaded = pipec.load(tmp_path / "saved", optimizer=ADAM, clip_grad_norm=options.get("clip_grad_norm"))
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(p.optimizer, 0.5) for p in (pipe, loaded)]
+    for _ in range(3):
+        assert torch.equal(loaded.step(X, target=Y), pipe.step(X, target=Y))
+        for scheduler in schedulers:
+            scheduler.step()
+    states = [p.state_dict() for p in (pipe, loaded)]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    moments = [p.optimizer.state_dict()["state"] for p in (pipe, loaded)]
+    assert torch.equal(moments[0][0]["exp_avg"], moments[1][0]["exp_avg"])
+
+
+def test_a_loaded_artifact_accumulates(tmp_path: Path) -> None:
+    pipe = updating()
+    pipe.save(tmp_path / "saved", tensors=True)
+    loaded = pipec.load(tmp_path / "saved", optimizer=ADAM)
+    before = {name: x.detach().clone() for name, x in loaded.named_parameters()}
+    with loaded.accumulate():
+        loaded.step(X, target=Y)
+    assert all(torch.equal(before[name], x) for name, x in loaded.named_parameters())
+    loaded.step(X, target=Y)
+    with pipe.accumulate():
+        pipe.step(X, target=Y)
+    pipe.step(X, target=Y)
+    assert all(torch.equal(dict(pipe.named_parameters())[n], x) for n, x in loaded.named_parameters())
+
+
+def test_what_an_artifact_needs_for_its_updates_is_asked_for(saved: Path, tmp_path: Path) -> None:
+    updating(clip_grad_norm=1.0).save(tmp_path / "clips")
+    updating().save(tmp_path / "updates")
+    mistakes = [
+        (tmp_path / "updates", {}, "update the weights, but optimizer is None; pass a function"),
+        (saved, {"optimizer": ADAM}, "end with gradients, for it was compiled without an optimizer"),
+        (
+            tmp_path / "clips",
+            {"optimizer": ADAM},
+            "clip gradients, but clip_grad_norm is None; pass a number",
+        ),
+        (
+            tmp_path / "updates",
+            {"optimizer": ADAM, "clip_grad_norm": 1.0},
+            "the artifact's programs do not clip",
+        ),
+        (
+            tmp_path / "clips",
+            {"optimizer": ADAM, "clip_grad_norm": 0.0},
+            "clip_grad_norm is 0.0; expected a number above 0",
+        ),
+    ]
+    for directory, options, message in mistakes:
+        with pytest.raises(InputError, match=message):
+            pipec.load(directory, **options)

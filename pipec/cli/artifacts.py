@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipec.cli.options import Artifact, IntHigh, Json, Seed, Steps
+from pipec.cli.options import Artifact, ClipGradNorm, IntHigh, Json, OptimizerName, Seed, Steps
 from pipec.cli.output import show_json, status
 from pipec.console import log
 from pipec.ir.text import format_seconds
@@ -44,9 +44,13 @@ def run(
     ] = None,
     seed: Seed = 0,
     int_high: IntHigh = 2,
+    optimizer: OptimizerName = None,
+    clip_grad_norm: ClipGradNorm = None,
     as_json: Json = False,
 ) -> None:
-    """Run a saved artifact: forward and backward of a mini-batch per step, without an optimizer.
+    """Run a saved artifact: forward and backward of a mini-batch per step, and the update if it has one.
+
+    An artifact that was compiled with an optimizer needs --optimizer, and --clip-grad-norm if it clips.
 
     It runs in one process, or in one for each rank: torchrun --nproc-per-node 4 -m pipec run DIR. Inputs that
     no file gives and parameters that were not saved are random: floats are normal, with deviation 0.02 for
@@ -58,7 +62,7 @@ def run(
     with status("loading torch"):
         from pipec.cli.trial import load_filled, random_batches, read_batch
 
-    pipe, num_random = load_filled(directory, seed)
+    pipe, num_random = load_filled(directory, seed, optimizer, clip_grad_norm)
     batches = repeat(read_batch(pipe.plan, inputs)) if inputs else random_batches(pipe.plan, int_high)
     if not as_json:
         log(_heading(pipe.plan, num_random, inputs, seed))

@@ -6,15 +6,21 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipec.cli.options import (
+    Around,
     Calibrate,
+    ClipGradNorm,
     Devices,
     Json,
     MemoryLimit,
     Microbatches,
+    OptimizerName,
     ProfilePath,
     Recompute,
     RecomputeChoice,
+    Replicas,
     ScheduleName,
+    ShardName,
+    Stages,
     Target,
     TopologyFile,
 )
@@ -37,6 +43,11 @@ def plan(
     ] = None,
     schedule: ScheduleName = "1f1b",
     microbatches: Microbatches = None,
+    stages: Stages = None,
+    replicas: Replicas = "1",
+    optimizer: OptimizerName = None,
+    clip_grad_norm: ClipGradNorm = None,
+    shard: ShardName = None,
     recompute: RecomputeChoice = Recompute.AUTO,
     memory_limit: MemoryLimit = None,
     profile: ProfilePath = None,
@@ -64,6 +75,7 @@ def plan(
         memory_limit,
         profile,
         topology,
+        Around(stages, replicas, optimizer, clip_grad_norm, shard),
         calibrated=calibrate,
         dynamic=not one_size,
     )
@@ -92,6 +104,11 @@ def dump(
     ] = None,
     schedule: ScheduleName = "1f1b",
     microbatches: Microbatches = None,
+    stages: Stages = None,
+    replicas: Replicas = "1",
+    optimizer: OptimizerName = None,
+    clip_grad_norm: ClipGradNorm = None,
+    shard: ShardName = None,
     recompute: RecomputeChoice = Recompute.AUTO,
     memory_limit: MemoryLimit = None,
     profile: ProfilePath = None,
@@ -106,9 +123,12 @@ def dump(
     """
     from pipec.ir.text import format_program
 
-    pipe = prepare(target, devices, schedule, microbatches, recompute, memory_limit, profile, topology)
-    stages = range(len(pipe.plan.stages)) if stage is None else [stage]
-    sources = {str(k): pipe.source(k) for k in stages}
+    around = Around(stages, replicas, optimizer, clip_grad_norm, shard)
+    pipe = prepare(
+        target, devices, schedule, microbatches, recompute, memory_limit, profile, topology, around
+    )
+    shown = range(len(pipe.plan.stages)) if stage is None else [stage]
+    sources = {str(k): pipe.source(k) for k in shown}
     if output is not None:
         pipe.save(output)
     if as_json:

@@ -1,11 +1,14 @@
 """The arguments and options that commands share."""
 
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from pipec.errors import InputError
+from pipec.ir import Shard
 from pipec.ir.arguments import MOST_MICROBATCHES, MOST_RANKS
 
 
@@ -15,6 +18,35 @@ class Recompute(StrEnum):
     AUTO = "auto"
     NONE = "none"
     FULL = "full"
+
+
+@dataclass(frozen=True)
+class Around:
+    """What the options say of replicas and of the end of a step: arguments of ``pipec.compile``."""
+
+    stages: int | None = None
+    replicas: str = "1"
+    optimizer: str | None = None
+    clip_grad_norm: float | None = None
+    shard: Shard | None = None
+
+
+NOTHING_AROUND = Around()
+"""One pipeline, whose steps end with gradients."""
+
+
+def parse_replicas(text: str) -> int | tuple[int, ...] | str:
+    """``2``, ``3-2-1`` or ``auto``, as ``pipec.compile`` takes it. Raises InputError."""
+    if text == "auto":
+        return text
+    parts = text.split("-")
+    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+        raise InputError(
+            f"--replicas is {text!r}; expected a number such as 2, the numbers of all stages such as 3-2-1, "
+            "or auto"
+        )
+    numbers = tuple(map(int, parts))
+    return numbers if len(numbers) > 1 else numbers[0]
 
 
 Target = Annotated[
@@ -57,6 +89,33 @@ RecomputeChoice = Annotated[
 MemoryLimit = Annotated[str | None, typer.Option("--memory-limit", help="Bytes per device, such as 16GiB.")]
 ProfilePath = Annotated[
     Path | None, typer.Option("--profile", help="Measured times, from `pipec profile`, to cut by.")
+]
+Stages = Annotated[
+    int | None,
+    typer.Option(
+        "--stages", min=1, help="Stages of a pipeline; with fewer than devices, they have replicas."
+    ),
+]
+Replicas = Annotated[
+    str,
+    typer.Option(
+        "--replicas", help="Ranks that share a stage: 2, those of each stage such as 3-2-1, or auto."
+    ),
+]
+OptimizerName = Annotated[
+    str | None,
+    typer.Option(
+        "--optimizer",
+        metavar="NAME",
+        help="Let the program update: a class of torch.optim such as AdamW, or module:factory.",
+    ),
+]
+ClipGradNorm = Annotated[
+    float | None, typer.Option("--clip-grad-norm", help="The most that the norm of all gradients may be.")
+]
+ShardName = Annotated[
+    Shard | None,
+    typer.Option("--shard", help="What replicas keep only a share of, besides what stands before it."),
 ]
 Drawing = Annotated[
     Path | None,

@@ -87,8 +87,7 @@ class Pipeline(HeldModel):
         """
         loss = self._loss(self._agreed("step", Mode.TRAIN, args, kwargs, target, outputs))
         self._num_steps += 1
-        if self._updates is not None and not self._accumulates:
-            self._updates.optimizer.count_step()
+        self._count_update()
         return loss
 
     def eval_step(self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any) -> Any:
@@ -178,7 +177,8 @@ class Pipeline(HeldModel):
             yield trace
         if recorded:
             trace.planned = self.simulate()
-            trace.steps += [measured_timeline(step.programs, step.stamps) for step in recorded]
+            ending = self.plan.ending
+            trace.steps += [measured_timeline(step.programs, step.stamps, ending) for step in recorded]
 
     def save(self, directory: str | Path, tensors: bool = False) -> None:
         """Write plan, code and programs to a directory that ``pipec.load`` and ``pipec run`` read.
@@ -249,9 +249,7 @@ class Pipeline(HeldModel):
         """What the ranks must have in common before a call. That is also what the compiled code once read."""
         changed = changed_constants(self._read.get(mode, {}), self._compiler.traced(mode)) or "none"
         facts = state.facts | {"replaced": ", ".join(self._replaced()) or "none", "changed values": changed}
-        if kind == "step" and self._updates is not None:
-            facts |= {"accumulates": str(self._accumulates), **self._updates.optimizer.facts()}
-        return facts
+        return facts | (self._update_facts() if kind == "step" else {})
 
     def _checked(self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Call:
         refuse_own_batches((args, kwargs, target))

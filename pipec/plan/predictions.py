@@ -1,6 +1,7 @@
 """What a plan predicts of a step: its timeline, and what its ranks hold."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from pipec.ir import Op, Plan, Program
 from pipec.plan.memory import rank_memory
@@ -16,7 +17,8 @@ def simulate_plan(plan: Plan, programs: Sequence[Program]) -> Timeline:
     for number, bucket in enumerate(plan.ending.buckets):
         endings[Op.REDUCE_GRAD, bucket.stage, number] = bucket.reduce_seconds
         endings[Op.UNSHARD, bucket.stage, number] = bucket.gather_seconds
-    return simulate(programs, Costs(compute, messages, endings=endings))
+    timeline = simulate(programs, Costs(compute, messages, endings=endings))
+    return replace(timeline, ending=plan.ending)
 
 
 def predicted(plan: Plan, programs: Sequence[Program]) -> dict[str, object]:

@@ -13,7 +13,7 @@ from pipec.ir import Payload, Phase, Plan, Program, Stage
 from pipec.ir.text import format_bytes, format_seconds, format_type, value_bytes
 from pipec.plan.memory import rank_memory
 from pipec.plan.predictions import simulate_plan
-from pipec.timeline.attribution import critical_path, waits
+from pipec.timeline.attribution import critical_path, path_times, waits
 from pipec.timeline.events import Timeline
 
 WIDTH = 240
@@ -132,10 +132,12 @@ def _inputs(plan: Plan) -> list[str]:
 def _bounds(timeline: Timeline) -> str:
     """What most of the critical path consists of. The path has no gaps: its messages count as part of it."""
     seconds: dict[str, float] = defaultdict(float)
-    for index in critical_path(timeline, waits(timeline)):
+    path = critical_path(timeline, waits(timeline))
+    for index, time in zip(path, path_times(timeline, path), strict=True):
         event = timeline.events[index]
-        stage = f"stage {event.instruction.stage}"
-        seconds[stage if event.is_compute else "messages"] += event.end - event.start
+        others = "collectives" if event.is_collective else "messages"
+        what = f"stage {event.instruction.stage}" if event.is_work else others
+        seconds[what] += time
     longest = sorted(((time / timeline.makespan, what) for what, time in seconds.items()), reverse=True)
     return ", ".join(f"{what} {share:.0%}" for share, what in longest[:3])
 

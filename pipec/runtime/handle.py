@@ -148,6 +148,17 @@ class Handle(nn.Module):
             self._executions[artifact] = Execution(artifact, tensors, tensors, self._ranks, updates)
         return self._executions[artifact]
 
+    def _update_facts(self) -> Facts:
+        """What of the optimizer must be the same on every rank of a step."""
+        if self._updates is None:
+            return {}
+        return {"accumulates": str(self._accumulates), **self._updates.optimizer.facts()}
+
+    def _count_update(self) -> None:
+        """Note that a step has made its updates, if it has."""
+        if self._updates is not None and not self._accumulates:
+            self._updates.optimizer.count_step()
+
     def _refuse_meta(self) -> None:
         if meta := [fqn for fqn, tensor in self._tensors_by_fqn().items() if tensor.is_meta]:
             raise InputError(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipec.errors import ExecutionError, PipecError, TransportError
-from pipec.ir import Instruction, Mode, Payload, Plan, Program, Value
+from pipec.ir import Instruction, Kind, Mode, Payload, Plan, Program, Value
 from pipec.ir.text import instruction_lines
 from pipec.runtime.launch import current_device
 from pipec.runtime.linker import link
@@ -87,6 +87,11 @@ class Interpreter:
         linked = link(program, self._rank)
         self._instructions = [instruction for instruction, _ in linked]
         self._actions = [action for _, action in linked]
+        self._collectives = [
+            position
+            for position, instruction in enumerate(self._instructions[: len(program.instructions)])
+            if instruction.op.traits.kind is Kind.COLLECTIVE
+        ]
         self._actions += [transport.finish, *(stage.end_step for stage in self._stages.values())]
 
     def run(
@@ -171,6 +176,8 @@ class Interpreter:
             action()
             if position < num_instructions:
                 stamps += (start + offset, arrival[0] + offset, clock() + offset)
+        for number, over in self._rank.over.items():
+            stamps[3 * self._collectives[number] + 2] = over + offset
 
     def _merged_results(self) -> dict[str, Tensor]:
         """The results of the batch, from what every replica that made a part of them has."""

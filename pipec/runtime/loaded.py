@@ -1,5 +1,6 @@
 """A saved artifact, ready to train: no model and no compiler, only the plan, the code and the programs."""
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,18 @@ from torch.utils import _pytree as pytree
 from pipec.artifact.check import read_verified
 from pipec.artifact.directory import Artifact
 from pipec.errors import InputError
-from pipec.ir import Input, Plan, Value
-from pipec.ir.arguments import FLAG, FUNCTION, NONE, SECONDS, check_arguments, instance, one_of
+from pipec.ir import Ending, Input, Plan, Value
+from pipec.ir.arguments import (
+    FLAG,
+    FUNCTION,
+    NONE,
+    SECONDS,
+    Kind,
+    check_arguments,
+    instance,
+    number,
+    one_of,
+)
 from pipec.ir.batch import leaf_path, split_sizes
 from pipec.ir.text import format_value
 from pipec.runtime.batch import dense
@@ -21,8 +32,10 @@ from pipec.runtime.facts import leaf_fact
 from pipec.runtime.handle import Handle, homes
 from pipec.runtime.holder import ModelTensors, hold
 from pipec.runtime.launch import DEVICES, Devices
+from pipec.runtime.optimizers import Factory
 from pipec.runtime.randomness import next_seed
 from pipec.runtime.span import Span
+from pipec.runtime.updates import Updates
 from pipec.runtime.weights import GIVEN, WORDS, MicrobatchWeight, loss_shares
 
 
@@ -30,18 +43,23 @@ def load(
     directory: str | Path,
     devices: Devices | None = None,
     timeout: float = 300.0,
+    *,
+    optimizer: Factory | None = None,
+    clip_grad_norm: float | None = None,
     microbatch_weight: MicrobatchWeight | None = None,
 ) -> "LoadedPipeline":
     """Read what ``Pipeline.save`` wrote.
 
     ``devices`` says how many devices to use, or which; None is one for each rank of the plan. Tensors that
     were not saved are on the meta device until ``to_empty`` and ``load_state_dict`` give them values. An
-    artifact holds no function: if ``compile`` was given one as ``microbatch_weight``, pass it again.
+    artifact holds no function: if ``compile`` was given an ``optimizer``, or a function as
+    ``microbatch_weight``, pass it again, or another one. The same holds for ``clip_grad_norm``.
 
     Raises:
         ArtifactError, VerifyError: the directory does not hold an intact artifact of this format, or its
             programs are not one correct step.
-        InputError: the devices do not match the ranks of the plan.
+        InputError: the devices do not match the ranks of the plan, or the optimizer or the norm is missing
+            or not asked for.
     """
     check_arguments(LOAD, locals())
     artifact, tensors = read_verified(Path(directory))
@@ -51,13 +69,16 @@ def load(
         raise InputError(
             f"the artifact in {directory} is for {num_ranks} ranks, but devices asks for {ranks.count}"
         )
-    return LoadedPipeline(artifact, tensors, ranks, microbatch_weight)
+    check_ending(artifact.plan.ending, optimizer, clip_grad_norm)
+    return LoadedPipeline(artifact, tensors, ranks, optimizer, clip_grad_norm, microbatch_weight)
 
 
 LOAD = {
     "directory": instance("the path of a folder", str, Path),
     "devices": DEVICES | NONE,
     "timeout": SECONDS,
+    "optimizer": Kind("a function such as functools.partial(torch.optim.AdamW, lr=1e-3)", callable) | NONE,
+    "clip_grad_norm": number(0, math.inf) | NONE,
     "microbatch_weight": one_of(*WORDS) | FUNCTION | NONE,
 }
 """What each argument of ``load`` must be."""
@@ -75,9 +96,14 @@ class LoadedPipeline(Handle):
         artifact: Artifact,
         tensors: dict[str, Tensor],
         ranks: Ranks,
+        optimizer: Factory | None = None,
+        max_norm: float | None = None,
         microbatch_weight: MicrobatchWeight | None = None,
     ) -> None:
-        super().__init__(ranks, artifact)
+        held = _tensors_of(artifact.plan, tensors, artifact.constants, ranks)
+        whole = {v.name: held.parameters.get(v.name, _elsewhere(v)) for v in artifact.plan.parameters}
+        updates = None if optimizer is None else Updates(optimizer, max_norm, whole)
+        super().__init__(ranks, artifact, updates)
         self.training = artifact.plan.training
         if (artifact.plan.microbatch_weight == GIVEN) != callable(microbatch_weight):
             raise InputError(
@@ -86,7 +112,7 @@ class LoadedPipeline(Handle):
                 else "the artifact was compiled without a function as microbatch_weight, and takes none"
             )
         self._weight = microbatch_weight or artifact.plan.microbatch_weight
-        hold(self, _tensors_of(artifact.plan, tensors, artifact.constants, ranks))
+        hold(self, held)
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
         """The same as ``Pipeline.step``, for arguments of the shapes that the artifact was compiled for.
@@ -126,14 +152,16 @@ class LoadedPipeline(Handle):
         seed, after = next_seed()
         if self._ranks.world.distributed:
             facts = {given.path: leaf_fact(_leaf(given, leaves)) for given in plan.inputs}
+            facts |= self._update_facts()
             seed = self._require_same("step", facts, [seed])[0][0]
-        execution = self._execution(self._artifact)
+        execution, update = self._execution(self._artifact), not self._accumulates
         batched = [isinstance(leaf, Tensor) and leaf.shape[:1] == (batch,) for leaf in leaves]
         shares = loss_shares(self._weight, leaves, call_of, batched, sizes)
         if self._artifact.draws:
             torch.default_generator.set_state(after)
-        results = execution.run(leaves, Span(sizes, batch, shares=shares), seed, self._recorded)
+        results = execution.run(leaves, Span(sizes, batch, shares=shares), seed, self._recorded, update)
         self._num_steps += 1
+        self._count_update()
         self.logs = {name: results[kept] for name, kept in zip(plan.logs, plan.outputs[1:], strict=False)}
         return results["loss"]
 
@@ -174,6 +202,37 @@ def _tensors_of(
     }
     buffers = {v.name: made[v.name] for v in plan.buffers if v.name in made}
     return ModelTensors(parameters, buffers, frozenset(buffers), {fqn: fqn for fqn in made})
+
+
+def _elsewhere(value: Value) -> nn.Parameter:
+    """A parameter that another process holds: its shape and type."""
+    made = _make(value, None, torch.device("meta"))
+    return nn.Parameter(made, made.is_floating_point())
+
+
+def check_ending(ending: Ending, optimizer: Factory | None, max_norm: float | None) -> None:
+    """Raise InputError unless what was given is what the programs of an artifact need."""
+    if ending.updates and not callable(optimizer):
+        raise InputError(
+            f"the artifact's programs update the weights, but optimizer is {optimizer!r}; pass a function of "
+            "(name, parameter) pairs to pipec.load, such as functools.partial(torch.optim.AdamW, lr=1e-3), "
+            "or --optimizer AdamW on the command line"
+        )
+    if optimizer is not None and not ending.updates:
+        raise InputError(
+            "the artifact's programs end with gradients, for it was compiled without an optimizer; leave out "
+            "optimizer and update pipe.parameters() yourself, or compile it with one"
+        )
+    if ending.clips and not (max_norm is not None and max_norm > 0):
+        raise InputError(
+            f"the artifact's programs clip gradients, but clip_grad_norm is {max_norm!r}; pass a number "
+            "above 0, which may be another than that it was compiled with"
+        )
+    if max_norm is not None and not ending.clips:
+        raise InputError(
+            f"clip_grad_norm is {max_norm!r}, but the artifact's programs do not clip, for it was compiled "
+            "without clip_grad_norm=...; leave it out, or compile it with one"
+        )
 
 
 def _make(value: Value, saved: Tensor | None, device: torch.device) -> Tensor:

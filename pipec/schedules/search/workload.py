@@ -102,6 +102,20 @@ class Workload:
             memory=tuple(self.memory[rank].divided(num_stages[rank]) for rank in ranks),
         )
 
+    def times(self, factors: Sequence[float]) -> "Workload":
+        """The same with stages that take so many times as long for a microbatch."""
+
+        def longer(seconds: Sequence[float]) -> tuple[float, ...]:
+            return tuple(factor * time for factor, time in zip(factors, seconds, strict=True))
+
+        return replace(
+            self,
+            forward=longer(self.forward),
+            backward_input=longer(self.backward_input),
+            backward_weight=longer(self.backward_weight),
+            recompute=longer(self.recompute),
+        )
+
     def seconds(self, phase: Phase, stage: int) -> float:
         """How long one phase of a stage takes, with the replay of its forward if it needs that."""
         halves = self.recompute[stage] + self.backward_input[stage], self.backward_weight[stage]
