@@ -6,6 +6,7 @@ once. The best trial is what is returned, with its plan and its programs.
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
@@ -19,6 +20,7 @@ from pipec.ir.batch import split_sizes
 from pipec.passes import Pass
 from pipec.passes.cut_for_replicas import CutForReplicas
 from pipec.passes.cut_stages import CutStages
+from pipec.passes.place_replicas import PlaceReplicas
 
 CutGraph = Callable[[Pass], StagedGraph]
 """Runs every pass on a copy of the captured graph, which the given one cuts."""
@@ -76,6 +78,38 @@ class Autotuner:
         search = _Search(self, batch, counts)
         search.try_schedules(staged, placement)
         return search.choice()
+
+    def choose_unequal(
+        self, cut: CutGraph, topology: Topology, batch: int, counts: Sequence[int]
+    ) -> list[tuple["Autotuner", Choice]]:
+        """For each number of microbatches, the stages that the planner finds best for it, and who tries them.
+
+        Plans of which all stages have as many replicas are left out, and those that cannot be tried.
+        """
+        found = []
+        for count in counts:
+            with suppress(InputError, PlanError):
+                found += self._planned(cut, topology, batch, count)
+        return found
+
+    def _planned(
+        self, cut: CutGraph, topology: Topology, batch: int, count: int
+    ) -> list[tuple["Autotuner", Choice]]:
+        """The first plan, or others that need less memory: what a rank lacks on one is set aside next."""
+        sizes = split_sizes(batch, count)
+        reserved = [0.0] * len(topology.devices)
+        for _ in range(_MEMORY_ATTEMPTS):
+            staged = cut(PlaceReplicas(topology.reserving(reserved), count, sizes[0]))
+            replicas = staged.graph.replicas
+            if len({*replicas}) == 1 or not all(map(staged.graph.serves, sizes)):
+                return []
+            tuner = self.with_replicas(replicas)
+            choice = tuner.choose_on(staged, tuner.policy.placements([count])[0], batch, [count])
+            if not any(choice.best.excess):
+                break
+            lacking = zip(reserved, choice.best.excess, choice.best.memory, strict=True)
+            reserved = [max(held + excess, need.transient) for held, excess, need in lacking]
+        return [(tuner, choice)]
 
     def with_replicas(self, replicas: Replicas) -> "Autotuner":
         """The same on all ranks, with so many replicas of each stage, or of every one."""

@@ -140,17 +140,21 @@ class Compiler:
     def _choose_replicas(self, cut: CutGraph, batch: int) -> tuple[Autotuner, Choice]:
         """The best way to run a step, and the autotuner that found it.
 
-        If the numbers of replicas may be chosen, all that divide the ranks are tried. If not, but the number
-        of microbatches may, they are tried as well, so that the plan can say what they would gain.
+        If the numbers of replicas may be chosen, all that divide the ranks are tried, and under 1F1B those
+        that the planner gives each stage. If not, but the number of microbatches may, they are tried as well,
+        so that the plan can say what they would gain.
         """
         asked = self.autotuner
         chosen = asked, self._choose_with(asked, cut, batch)
         others: list[tuple[Autotuner, Choice]] = []
-        if self.searches_replicas or not self.microbatches:
-            for replicas in asked.policy.other_replicas() if self.dynamic else ():
+        if self.dynamic and (self.searches_replicas or not self.microbatches):
+            for replicas in asked.policy.other_replicas():
                 with suppress(InputError, PlanError):
                     tuner = asked.with_replicas(replicas)
                     others.append((tuner, self._choose_with(tuner, cut, batch)))
+            if asked.policy.choice == "1f1b":
+                counts = self._counts(asked, batch)
+                others += asked.choose_unequal(cut, self.options.topology, batch, counts)
         if self.searches_replicas:
             chosen = min([chosen, *others], key=lambda found: found[1].best.score)
         tried = [alternative for _, choice in others for alternative in choice.tried]

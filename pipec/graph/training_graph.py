@@ -41,6 +41,7 @@ class TrainingGraph:
     ``batch`` is the symbol of the microbatch size in every shape; it is None if the graph is for
     ``batch_size`` rows alone. The graph serves a microbatch size for which all ``guards`` hold.
     ``ranks[k]`` is the rank that acts as the k-th of a schedule; if there are none, rank k does.
+    ``replicas[k]`` is how many ranks stage k is cut for, if the cut decides that.
     """
 
     module: fx.GraphModule
@@ -53,6 +54,7 @@ class TrainingGraph:
     form: Form = Form.CAPTURED
     num_stages: int = 1
     ranks: tuple[int, ...] = ()
+    replicas: tuple[int, ...] = ()
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     output_spec: pytree.TreeSpec | None = None
 

@@ -43,18 +43,21 @@ class Stage:
 class Alternative:
     """Another way to run the step that was considered, and why it was not taken.
 
-    ``replicas`` pipelines of ``num_stages`` stages share the mini-batch; each splits its part into
-    ``num_microbatches``. ``seconds`` is the predicted time of the step. ``peak_bytes`` is the predicted peak
-    memory of the rank that needs most.
+    ``replicas[k]`` is the number of ranks of stage k, which take the ``num_microbatches`` in turn.
+    ``seconds`` is the predicted time of the step. ``peak_bytes`` is the predicted peak memory of the rank
+    that needs most.
     """
 
     schedule: str
-    num_stages: int
-    replicas: int
+    replicas: tuple[int, ...]
     num_microbatches: int
     seconds: float
     peak_bytes: float
     refused: str
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.replicas)
 
 
 @dataclass(frozen=True, slots=True)

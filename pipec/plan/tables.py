@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipec.ir import Payload, Phase, Plan, Program, Stage
-from pipec.ir.text import format_bytes, format_seconds, value_bytes
+from pipec.ir.text import format_bytes, format_replicas, format_seconds, value_bytes
 from pipec.plan.memory import rank_memory
 from pipec.plan.predictions import simulate_plan
 from pipec.timeline.attribution import critical_path, waits
@@ -140,7 +140,7 @@ def _alternatives(plan: Plan) -> list[str]:
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("refused", no_wrap=True)
     for each in plan.alternatives:
-        counts = map(str, (each.num_microbatches, each.num_stages, each.replicas))
+        counts = str(each.num_microbatches), str(each.num_stages), format_replicas(each.replicas)
         step, peak = format_seconds(each.seconds), format_bytes(each.peak_bytes)
         table.add_row(each.schedule, *counts, step, peak, each.refused)
     return table_lines(table)
