@@ -145,13 +145,12 @@ class Compiler:
         so that the plan can say what they would gain.
         """
         asked = self.autotuner
-        chosen = asked, self._choose_with(asked, cut, batch)
+        chosen = self._choose_arranged(asked, cut, batch)
         others: list[tuple[Autotuner, Choice]] = []
         if self.dynamic and (self.searches_replicas or not self.microbatches):
             for replicas in asked.policy.other_replicas():
                 with suppress(InputError, PlanError):
-                    tuner = asked.with_replicas(replicas)
-                    others.append((tuner, self._choose_with(tuner, cut, batch)))
+                    others.append(self._choose_arranged(asked.with_replicas(replicas), cut, batch))
             if asked.policy.choice == "1f1b":
                 counts = self._counts(asked, batch)
                 others += asked.choose_unequal(cut, self.options.topology, batch, counts)
@@ -159,6 +158,12 @@ class Compiler:
             chosen = min([chosen, *others], key=lambda found: found[1].best.score)
         tried = [alternative for _, choice in others for alternative in choice.tried]
         return chosen[0], replace(chosen[1], tried=(*chosen[1].tried, *tried))
+
+    def _choose_arranged(self, tuner: Autotuner, cut: CutGraph, batch: int) -> tuple[Autotuner, Choice]:
+        """The best way with any arrangement of replicas on ranks, and the autotuner that found it."""
+        tuners = tuner.arrangements(self.options.topology)
+        found = [(each, self._choose_with(each, cut, batch)) for each in tuners]
+        return min(found, key=lambda each: each[1].best.score)
 
     def _choose_with(self, tuner: Autotuner, cut: CutGraph, batch: int) -> Choice:
         counts = self._counts(tuner, batch)
