@@ -51,7 +51,7 @@ def counted() -> Iterator[tuple[Counter[str], list[tuple[object, ...]]]]:
     with (
         mock.patch.object(CutStages, "__call__", counting(CutStages.__call__, "cut")),
         mock.patch.object(staged, "lower", counting(staged.lower, "lower")),
-        mock.patch.object(staged, "verify_programs", counting(staged.verify_programs, "verify")),
+        mock.patch.object(staged, "verify_plan", counting(staged.verify_plan, "verify")),
         mock.patch.object(staged, "build_plan", counting(staged.build_plan, "plan")),
     ):
         yield calls, lowered
