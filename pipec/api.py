@@ -22,12 +22,13 @@ from pipec.hardware.devices import DeviceModel, LinkModel
 from pipec.hardware.topology import Topology, alike, read_topology
 from pipec.ir import NOTHING_MORE, Ending, Mode, Shard
 from pipec.pipeline import Pipeline
+from pipec.plan.updates import OptimizerFacts
 from pipec.profiler import Show, profile_graph
 from pipec.runtime.execution import Ranks
 from pipec.runtime.facts import Facts, argument_fact, differences, tensor_kind
 from pipec.runtime.holder import ModelTensors
 from pipec.runtime.launch import Devices
-from pipec.runtime.optimizers import Factory
+from pipec.runtime.optimizers import Factory, state_bytes
 from pipec.runtime.updates import Updates
 
 RECOMPUTE = ("auto", "none", "full")
@@ -98,7 +99,8 @@ def compile(
             ``"rank0"``: anything or nothing, because every rank gets what rank 0 passes.
         recompute: ``"none"`` keeps every value the backward needs; ``"full"`` keeps only what a stage
             received and computes the rest again; ``"auto"`` does so where ``memory_limit`` forces it to.
-        memory_limit: bytes per device, or text such as ``"16GiB"``. Optimizer state is not counted.
+        memory_limit: bytes per device, or text such as ``"16GiB"``. The state of ``optimizer`` counts; that
+            of an optimizer outside the programs does not.
         topology: how fast the devices are, how much they hold and how they are joined, or the file that says
             so; see docs/planner.md. Rank r is its device r. None: devices that are alike.
         device_model: what turns FLOPs and bytes into seconds, such as ``pipec.calibrate("cpu")`` measures.
@@ -150,7 +152,8 @@ def compile(
     if limit is not None:
         joined = joined.within(limit)
     updates, ending = _updates(optimizer, clip_grad_norm, shard, tensors)
-    options = CompilerOptions(device_model, joined, recompute, measured, ending)
+    facts = _optimizer_facts(updates, optimizer, tensors)
+    options = CompilerOptions(device_model, joined, recompute, measured, ending, facts)
     tuner = Autotuner(policy, may_recompute=recompute == "auto")
     compiler = Compiler(
         model,
@@ -191,6 +194,16 @@ def _updates(
     kind = None if shard is None else Shard(shard)
     ending = Ending(updates=True, clips=max_norm is not None, shard=kind)
     return Updates(factory, max_norm, unique), ending
+
+
+def _optimizer_facts(
+    updates: Updates | None, factory: Factory | None, tensors: ModelTensors
+) -> OptimizerFacts | None:
+    """What plans know of the optimizer."""
+    if updates is None or factory is None:
+        return None
+    unique = {name: x for name, x in tensors.parameters.items() if tensors.canonical[name] == name}
+    return OptimizerFacts(state_bytes(factory, unique), updates.optimizer.elementwise)
 
 
 def _require_same_arguments(ranks: Ranks, model: nn.Module, **given: object) -> None:

@@ -23,6 +23,7 @@ from pipec.passes.dump import requested_dumps
 from pipec.plan.build import Names, build_plan, stage_cost, value_of
 from pipec.plan.memory import RankMemory, rank_memory
 from pipec.plan.predictions import simulate_plan
+from pipec.plan.updates import with_updates
 from pipec.programs.lower import lower
 from pipec.programs.verify import verify_plan
 from pipec.schedules import Workload, on_ranks
@@ -184,10 +185,15 @@ class StagedGraph:
         key = split, size, schedule.placement
         if key not in self._plans:
             stages, topology = self.stages(split), self.options.topology
-            self._plans[key] = build_plan(
-                self.graph, stages, self.names, schedule, size, topology, self.options.ending
-            )
+            plan = build_plan(self.graph, stages, self.names, schedule, size, topology, self.options.ending)
+            self._plans[key] = self._with_updates(plan)
         return replace(self._plans[key], schedule=schedule.name, num_microbatches=schedule.num_microbatches)
+
+    def _with_updates(self, plan: Plan) -> Plan:
+        if not (plan.ending.updates and self.options.optimizer):
+            return plan
+        rate = self.options.device_model.memory_bytes_per_second
+        return with_updates(plan, self.options.optimizer, rate)
 
     def _message_seconds(self, stage: StageFunctions, size: int, source: int, target: int) -> float:
         """The time of what the stage's forward sends from one rank to another."""

@@ -11,11 +11,15 @@ from pipec.ir.values import Input, Link, Mode, Phase, Value
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """What one stage takes for one microbatch: seconds by phase, FLOPs, and bytes of memory."""
+    """What one stage takes for one microbatch: seconds by phase, FLOPs, and bytes of memory.
+
+    ``update_seconds`` is what an update of its parameters takes, once a step.
+    """
 
     seconds: Mapping[Phase, float] = field(default_factory=dict)
     flops: float = 0.0
     memory: StageMemory = field(default_factory=StageMemory)
+    update_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

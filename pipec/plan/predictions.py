@@ -16,6 +16,8 @@ def simulate_plan(plan: Plan, programs: Sequence[Program]) -> Timeline:
     for number, bucket in enumerate(plan.ending.buckets):
         endings[Op.REDUCE_GRAD, bucket.stage, number] = bucket.reduce_seconds
         endings[Op.UNSHARD, bucket.stage, number] = bucket.gather_seconds
+    for stage in plan.stages:
+        endings[Op.UPDATE, stage.index, -1] = stage.cost.update_seconds
     return simulate(programs, Costs(compute, messages, endings=endings))
 
 

@@ -111,13 +111,18 @@ def _predictions(plan: Plan, programs: Sequence[Program]) -> list[str]:
     lines = [
         f"step {format_seconds(timeline.makespan)}, bubble {timeline.bubble_rate:.1%}",
         f"bounded by {_bounds(timeline)}",
-        f"peak memory by rank, without optimizer state: {peaks}",
+        f"peak memory by rank, {_state_counted(plan)}: {peaks}",
     ]
     if any(stage.recompute for stage in plan.stages):
         lines.append("* keeps what it received and computes the rest again")
     if tied := [v.name for link in plan.links if link.payload is Payload.WEIGHT for v in link.values]:
         lines.append(f"tied across stages: {', '.join(tied)}")
     return lines
+
+
+def _state_counted(plan: Plan) -> str:
+    state = sum(stage.cost.memory.state for stage in plan.stages)
+    return "with optimizer state" if state else "without optimizer state"
 
 
 def _bounds(timeline: Timeline) -> str:
