@@ -93,7 +93,8 @@ def compile(
             step an optimizer of your own, made of ``pipe.parameters()``.
         clip_grad_norm: with ``optimizer``, the most that the norm of the whole model's gradients may be.
         shard: with ``optimizer``, what replicas divide among themselves: ``"optimizer"`` its state,
-            ``"gradients"`` their sums, too, ``"parameters"`` everything (ZeRO 1, 2 and 3).
+            ``"gradients"`` their sums, too, ``"parameters"`` everything (ZeRO 1, 2 and 3). ``"auto"``: what
+            the simulated step is fastest with, within the memory limit.
         batch: what each rank passes to ``step`` under ``torchrun``. ``"same"``: the same whole mini-batch,
             which every step compares: shapes, types, values up to 64 kB, 4,096 values of a larger tensor.
             ``"rank0"``: anything or nothing, because every rank gets what rank 0 passes.
@@ -165,6 +166,7 @@ def compile(
         microbatches,
         dynamic,
         searches_replicas=replicas == "auto",
+        searches_shard=shard == "auto",
     )
     return Pipeline(compiler, tensors, ranks, batch, updates)
 
@@ -188,10 +190,11 @@ def _updates(
         )
     if max_norm is not None and not max_norm > 0:
         raise InputError(f"clip_grad_norm is {max_norm!r}; expected a number above 0")
-    if shard is not None and shard not in list(Shard):
-        raise InputError(f"shard is {shard!r}; expected one of {', '.join(map(repr, map(str, Shard)))}")
+    if shard not in (None, "auto", *Shard):
+        known = ", ".join(map(repr, [*map(str, Shard), "auto"]))
+        raise InputError(f"shard is {shard!r}; expected one of {known}")
     unique = {name: x for name, x in tensors.parameters.items() if tensors.canonical[name] == name}
-    kind = None if shard is None else Shard(shard)
+    kind = None if shard in (None, "auto") else Shard(shard)
     ending = Ending(updates=True, clips=max_norm is not None, shard=kind)
     return Updates(factory, max_norm, unique), ending
 

@@ -1,11 +1,12 @@
-"""What else was tried for a step, as data: what it would have taken, and why it was refused."""
+"""What a step might do otherwise, as data: what that would take, and why it was refused."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 
 from pipec.compiler.staged import Trial
-from pipec.ir import Alternative
+from pipec.ir import Alternative, Shard, ShardCost
 from pipec.ir.text import format_bytes, format_replicas
+from pipec.plan.predictions import collective_seconds
 
 
 def alternative(trial: Trial) -> Alternative:
@@ -31,6 +32,17 @@ def refused(tried: Sequence[Alternative], chosen: Trial) -> tuple[Alternative, .
     taken = alternative(chosen)
     others = [other for other in dict.fromkeys(best.values()) if _way(other) != _way(taken)]
     return tuple(sorted((_explained(other, taken) for other in others), key=lambda other: other.seconds))
+
+
+def shard_costs(trial: Trial) -> tuple[ShardCost, ...]:
+    """What a trial would take with each level of sharding, if its updates are of stages with replicas."""
+    if not (trial.plan.ending.updates and trial.plan.ending.buckets):
+        return ()
+    levels = {shard: trial.staged.sharded(trial, shard) for shard in (None, *Shard)}
+    return tuple(
+        ShardCost(shard, each.peak_bytes, collective_seconds(each.plan, each.programs), each.seconds)
+        for shard, each in levels.items()
+    )
 
 
 def _way(other: Alternative) -> tuple[str, int, str]:

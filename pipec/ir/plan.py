@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pipec.ir.ending import NOTHING_MORE, Ending
+from pipec.ir.ending import NOTHING_MORE, Ending, Shard
 from pipec.ir.memory import StageMemory
 from pipec.ir.schedule import Placement, count_ranks, microbatches_on
 from pipec.ir.values import Input, Link, Mode, Phase, Value
@@ -65,13 +65,28 @@ class Alternative:
 
 
 @dataclass(frozen=True, slots=True)
+class ShardCost:
+    """The same step with another level of sharding, or with none: what it would hold and take.
+
+    ``peak_bytes`` are those of the rank that needs most. ``collective_seconds`` are how long sums of
+    gradients and gatherings of parameters take together on the rank that spends most on them; some of that
+    overlaps computes. ``seconds`` is the predicted time of the step.
+    """
+
+    shard: Shard | None
+    peak_bytes: float
+    collective_seconds: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Everything decided before code is generated. ``placement`` says which rank runs each stage.
 
     ``outputs`` names the results in the order of the leaves of what the model returns;
     ``link_seconds[i]`` is how long ``links[i]`` takes. ``parameters`` and ``buffers`` are named by FQN.
     ``ending`` is what the step does besides its microbatches. ``alternatives`` are the other ways that were
-    considered, the fastest first.
+    considered, the fastest first, and ``shard_costs`` the levels of sharding, if there is something to shard.
     """
 
     mode: Mode
@@ -89,6 +104,7 @@ class Plan:
     dynamic_batch: bool = True
     ending: Ending = NOTHING_MORE
     alternatives: tuple[Alternative, ...] = ()
+    shard_costs: tuple[ShardCost, ...] = ()
 
     def microbatches_on(self, stage: int, rank: int) -> range:
         """The microbatches that one of the ranks of ``stage`` runs."""

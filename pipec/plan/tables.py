@@ -56,7 +56,8 @@ def plan_table(plan: Plan, programs: Sequence[Program], num_devices: Sequence[in
         several = bool(num_devices) and num_devices[stage.index] > 1
         place = f", on {num_devices[stage.index]} devices" if several else ""
         table.add_row(*_row(plan, stage, place))
-    parts = [[_headline(plan)], table_lines(table), _predictions(plan, programs), _alternatives(plan)]
+    predictions = _predictions(plan, programs)
+    parts = [[_headline(plan)], table_lines(table), predictions, _shard_costs(plan), _alternatives(plan)]
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
@@ -134,6 +135,20 @@ def _bounds(timeline: Timeline) -> str:
         seconds[stage if event.is_compute else "messages"] += event.end - event.start
     longest = sorted(((time / timeline.makespan, what) for what, time in seconds.items()), reverse=True)
     return ", ".join(f"{what} {share:.0%}" for share, what in longest[:3])
+
+
+def _shard_costs(plan: Plan) -> list[str]:
+    if not plan.shard_costs:
+        return []
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("shard", no_wrap=True)
+    for heading in ("peak memory", "collectives", "step"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for each in plan.shard_costs:
+        times = format_seconds(each.collective_seconds), format_seconds(each.seconds)
+        name = (each.shard or "nothing") + (" (taken)" if each.shard is plan.ending.shard else "")
+        table.add_row(name, format_bytes(each.peak_bytes), *times)
+    return table_lines(table)
 
 
 def _alternatives(plan: Plan) -> list[str]:

@@ -42,7 +42,7 @@ class _Share:
     whole: int
     padded: int
     own: int
-    state: float
+    state: int
 
 
 def with_updates(plan: Plan, facts: OptimizerFacts, bytes_per_second: float) -> Plan:
@@ -77,10 +77,10 @@ def _share(
     )
 
 
-def _state_of(sharding: Sharding, replica: int, state: Mapping[str, int]) -> float:
+def _state_of(sharding: Sharding, replica: int, state: Mapping[str, int]) -> int:
     sizes = dict(zip(sharding.names, sharding.sizes, strict=True))
     return sum(
-        state.get(piece.name, 0) * piece.size / max(sizes[piece.name], 1)
+        -(-state.get(piece.name, 0) * piece.size // max(sizes[piece.name], 1))
         for piece in sharding.pieces(replica)
     )
 
