@@ -39,12 +39,13 @@ from pipec.ir.arguments import (
     whole,
 )
 from pipec.pipeline import Pipeline
+from pipec.plan.updates import OptimizerFacts
 from pipec.profiler import Show, profile_graph
 from pipec.runtime.execution import Ranks
 from pipec.runtime.facts import Facts, argument_fact, differences, tensor_kind
 from pipec.runtime.holder import ModelTensors
 from pipec.runtime.launch import DEVICE, DEVICES, Devices
-from pipec.runtime.optimizers import Factory
+from pipec.runtime.optimizers import Factory, state_bytes
 from pipec.runtime.updates import Updates
 from pipec.runtime.weights import WORDS, MicrobatchWeight, name_of
 
@@ -117,7 +118,8 @@ def compile(
             step an optimizer of your own, made of ``pipe.parameters()``.
         clip_grad_norm: with ``optimizer``, the most that the norm of the whole model's gradients may be.
         shard: with ``optimizer``, what replicas divide among themselves: ``"optimizer"`` its state,
-            ``"gradients"`` their sums, too, ``"parameters"`` everything (ZeRO 1, 2 and 3).
+            ``"gradients"`` their sums, too, ``"parameters"`` everything (ZeRO 1, 2 and 3). ``"auto"``: what
+            the simulated step is fastest with, within the memory limit.
         gradient_dtype: ``"bf16"`` or ``"fp16"`` lets gradients travel between replicas, and be summed there,
             with fewer bits. None: as they are.
         batch: what each rank passes to ``step`` under ``torchrun``. ``"same"``: the same whole mini-batch,
@@ -133,7 +135,8 @@ def compile(
             losses up. None: read off the graph, and a warning says where that cannot be.
         recompute: ``"none"`` keeps every value the backward needs; ``"full"`` keeps only what a stage
             received and computes the rest again; ``"auto"`` does so where ``memory_limit`` forces it to.
-        memory_limit: bytes per device, or text such as ``"16GiB"``. Optimizer state is not counted.
+        memory_limit: bytes per device, or text such as ``"16GiB"``. The state of ``optimizer`` counts; that
+            of an optimizer outside the programs does not.
         topology: how fast the devices are, how much they hold and how they are joined, or the file that says
             so; see docs/planner.md. Rank r is its device r. None: devices that are alike.
         device_model: what turns FLOPs and bytes into seconds, such as ``pipec.calibrate("cpu")`` measures.
@@ -187,7 +190,8 @@ def compile(
     updates, ending = _updates(optimizer, clip_grad_norm, shard, tensors)
     if gradient_dtype is not None:
         ending = replace(ending, gradient_dtype=GRADIENT_DTYPES[gradient_dtype])
-    options = CompilerOptions(device_model, joined, recompute, measured, ending)
+    facts = _optimizer_facts(updates, optimizer, tensors)
+    options = CompilerOptions(device_model, joined, recompute, measured, ending, facts)
     tuner = Autotuner(policy, may_recompute=recompute == "auto")
     compiler = Compiler(
         model,
@@ -200,6 +204,7 @@ def compile(
         dynamic,
         searches_replicas=replicas == "auto",
         microbatch_weight=name_of(microbatch_weight),
+        searches_shard=shard == "auto",
     )
     return Pipeline(compiler, tensors, ranks, batch, updates, batched, microbatch_weight)
 
@@ -216,7 +221,7 @@ def _updates(
                     "as functools.partial(torch.optim.AdamW, lr=1e-3), or leave it out"
                 )
         return None, NOTHING_MORE
-    kind = None if shard is None else Shard(shard)
+    kind = None if shard in (None, "auto") else Shard(shard)
     ending = Ending(updates=True, clips=max_norm is not None, shard=kind)
     return Updates(factory, max_norm, tensors.unique_parameters()), ending
 
@@ -242,7 +247,7 @@ COMPILE = {
     "replicas": whole(1, MOST_RANKS) | one_of("auto") | instance("a tuple of the numbers", tuple),
     "optimizer": Kind("a function such as functools.partial(torch.optim.AdamW, lr=1e-3)", callable) | NONE,
     "clip_grad_norm": number(0, math.inf) | NONE,
-    "shard": one_of(*map(str, Shard)) | NONE,
+    "shard": one_of(*map(str, Shard), "auto") | NONE,
     "gradient_dtype": one_of(*GRADIENT_DTYPES) | NONE,
     "batch": one_of("same", "rank0"),
     "batched": instance("a dict of arguments to 0 or None", Mapping, Sequence) | whole(0, 0) | NONE,
@@ -266,6 +271,15 @@ PROFILE = {
     "show": FUNCTION,
 }
 """What each argument of ``profile`` must be."""
+
+
+def _optimizer_facts(
+    updates: Updates | None, factory: Factory | None, tensors: ModelTensors
+) -> OptimizerFacts | None:
+    """What plans know of the optimizer."""
+    if updates is None or factory is None:
+        return None
+    return OptimizerFacts(state_bytes(factory, tensors.unique_parameters()), updates.optimizer.elementwise)
 
 
 def _require_same_arguments(ranks: Ranks, model: nn.Module, **given: object) -> None:

@@ -1,6 +1,7 @@
 """What was compiled for which call of a model, and where its first call put stages and parameters."""
 
 import copy
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,14 +16,14 @@ from torch import nn
 from pipec.artifact.directory import Artifact
 from pipec.capture.call import Call
 from pipec.capture.tracer import capture, traced_module
-from pipec.compiler.alternatives import refused
+from pipec.compiler.alternatives import refused, shard_costs
 from pipec.compiler.autotuner import Autotuner, Choice, CutGraph
 from pipec.compiler.captures import Captures, Kind, Signature
 from pipec.compiler.pass_list import CompilerOptions
 from pipec.compiler.staged import StagedGraph, Trial
 from pipec.errors import InfeasibleError, InputError, PlanError
 from pipec.graph import TrainingGraph
-from pipec.ir import Alternative, Mode, Placement
+from pipec.ir import Alternative, Mode, Placement, Shard
 from pipec.ir.batch import split_sizes
 from pipec.passes import Pass
 from pipec.passes.follow_owners import FollowOwners, Owners, owners_of
@@ -65,8 +66,9 @@ class Compiler:
     captured. ``microbatches`` is the number of microbatches of a batch; None leaves it to ``autotuner``.
     Unless ``dynamic``, the microbatches of a call are captured for the one size they have, if it is one.
     Costs are then known for that size alone, so nothing is searched. With ``searches_replicas`` the first
-    call chooses how many replicas stages have. ``microbatch_weight`` is that of the plan. ``seconds`` says
-    how long each step of all compilations took together.
+    call chooses how many replicas stages have. With ``searches_shard`` the first training step chooses what
+    they divide. ``microbatch_weight`` is that of the plan. ``seconds`` says how long each step of all
+    compilations took together.
     """
 
     model: nn.Module
@@ -78,6 +80,7 @@ class Compiler:
     microbatches: int | None = None
     dynamic: bool = True
     searches_replicas: bool = False
+    searches_shard: bool = False
     microbatch_weight: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
     _settled: Settled | None = None
@@ -148,13 +151,33 @@ class Compiler:
         sizes = split_sizes(batch, counts[0])
         if self._settled is None:
             return self._settle(signature, self._capture(signature, call, 0, sizes), batch)
-        if len(counts) > 1:
+        if self.searches_shard and signature.kind.mode is Mode.TRAIN:
+            choice = self._settle_shard(signature, call, sizes, counts)
+        elif len(counts) > 1:
+            choice = self._choose_on(self._stages(signature, call, 0, sizes), batch, counts)
+        else:
+            return counts[0]
+        self._keep(choice)
+        return choice.best.plan.num_microbatches
+
+    def _settle_shard(
+        self, signature: Signature, call: Call, sizes: Sequence[int], counts: Sequence[int]
+    ) -> Choice:
+        """Decide what replicas divide, where an evaluation has settled where stages are."""
+
+        def choose() -> tuple[Autotuner, Choice]:
+            self._captures.staged.pop(signature, None)
             staged = self._stages(signature, call, 0, sizes)
-            with self._timed("search"):
-                choice = self.autotuner.choose_on(staged, self._settled.placement, batch, counts)
-            self._keep(choice)
-            return choice.best.plan.num_microbatches
-        return counts[0]
+            return self.autotuner, self._choose_on(staged, call.batch_size, counts)
+
+        _, choice = self._best_sharded(choose)
+        self._captures.staged[signature] = [choice.base]
+        return choice
+
+    def _choose_on(self, staged: StagedGraph, batch: int, counts: Sequence[int]) -> Choice:
+        assert self._settled is not None
+        with self._timed("search"):
+            return self.autotuner.choose_on(staged, self._settled.placement, batch, counts)
 
     def _settle(self, signature: Signature, graph: TrainingGraph, batch: int) -> int:
         """Decide how steps run and, for good, where stages and parameters are; returns the microbatches."""
@@ -170,30 +193,52 @@ class Compiler:
             self._settle_on(signature, staged, placement)
             return count
         with self._timed("search"):
-            self.autotuner, choice = self._choose_replicas(cut, batch)
+            choose = functools.partial(self._choose_replicas, cut, batch)
+            self.autotuner, choice = self._best_sharded(choose)
         self._settle_on(signature, choice.base, choice.best.schedule.placement)
         self._keep(choice)
         counts = self._counts(self.autotuner, batch)
         return choice.best.plan.num_microbatches if len(counts) > 1 else counts[0]
 
+    def _best_sharded(self, choose: Callable[[], tuple[Autotuner, Choice]]) -> tuple[Autotuner, Choice]:
+        """The best choice with any level of sharding, if that is searched; every later step follows it."""
+        if not self.searches_shard:
+            return choose()
+        self.searches_shard = False
+        found = []
+        for shard in (None, *Shard):
+            self.options = replace(self.options, ending=replace(self.options.ending, shard=shard))
+            found.append((self.options, choose()))
+        self.options, best = min(found, key=lambda each: each[1][1].best.score)
+        return best
+
     def _choose_replicas(self, cut: CutGraph, batch: int) -> tuple[Autotuner, Choice]:
         """The best way to run a step, and the autotuner that found it.
 
-        If the numbers of replicas may be chosen, all that divide the ranks are tried. If not, but the number
-        of microbatches may, they are tried as well, so that the plan can say what they would gain.
+        If the numbers of replicas may be chosen, all that divide the ranks are tried, and under 1F1B those
+        that the planner gives each stage. If not, but the number of microbatches may, they are tried as well,
+        so that the plan can say what they would gain.
         """
         asked = self.autotuner
-        chosen = asked, self._choose_with(asked, cut, batch)
+        chosen = self._choose_arranged(asked, cut, batch)
         others: list[tuple[Autotuner, Choice]] = []
-        if self.searches_replicas or not self.microbatches:
-            for replicas in asked.policy.other_replicas() if self.dynamic else ():
+        if self.dynamic and (self.searches_replicas or not self.microbatches):
+            for replicas in asked.policy.other_replicas():
                 with suppress(InputError, PlanError):
-                    tuner = asked.with_replicas(replicas)
-                    others.append((tuner, self._choose_with(tuner, cut, batch)))
+                    others.append(self._choose_arranged(asked.with_replicas(replicas), cut, batch))
+            if asked.policy.choice == "1f1b":
+                counts = self._counts(asked, batch)
+                others += asked.choose_unequal(cut, self.options.topology, batch, counts)
         if self.searches_replicas:
             chosen = min([chosen, *others], key=lambda found: found[1].best.score)
         tried = [alternative for _, choice in others for alternative in choice.tried]
         return chosen[0], replace(chosen[1], tried=(*chosen[1].tried, *tried))
+
+    def _choose_arranged(self, tuner: Autotuner, cut: CutGraph, batch: int) -> tuple[Autotuner, Choice]:
+        """The best way with any arrangement of replicas on ranks, and the autotuner that found it."""
+        tuners = tuner.arrangements(self.options.topology)
+        found = [(each, self._choose_with(each, cut, batch)) for each in tuners]
+        return min(found, key=lambda each: each[1].best.score)
 
     def _choose_with(self, tuner: Autotuner, cut: CutGraph, batch: int) -> Choice:
         counts = self._counts(tuner, batch)
@@ -222,9 +267,7 @@ class Compiler:
             assert self._settled is not None
             policy, placement = self.autotuner.policy, self._settled.placement
             if staged.graph.mode is Mode.TRAIN:
-                batch = size * num_microbatches
-                with self._timed("search"):
-                    self._keep(self.autotuner.choose_on(staged, placement, batch, [num_microbatches]))
+                self._keep(self._choose_on(staged, size * num_microbatches, [num_microbatches]))
             else:
                 trial = staged.trial(policy.forwards(num_microbatches, placement), size)
                 self._compiled[key] = self._finish(trial, ())
@@ -271,8 +314,13 @@ class Compiler:
             artifact = trial.artifact()
             trial.staged.write_dumps()
         name = "auto" if self.autotuner.policy.choice == "auto" else trial.plan.schedule
-        others, weight = refused(tried, trial), self.microbatch_weight
-        plan = replace(trial.plan, schedule=name, microbatch_weight=weight, alternatives=others)
+        plan = replace(
+            trial.plan,
+            schedule=name,
+            microbatch_weight=self.microbatch_weight,
+            alternatives=refused(tried, trial),
+            shard_costs=shard_costs(trial),
+        )
         return Compiled(replace(artifact, plan=plan), trial.staged.graph.output_spec)
 
     @contextmanager

@@ -46,8 +46,9 @@ class TrainingGraph:
     and ``unclear_output`` the same of other results. ``logs`` names the results that follow the loss; those
     after them, of which ``output_spec`` is the tree, are the model's output.
     ``assumptions`` say whether capturing again would give the same; passes leave them alone.
-    ``ranks[k]`` is the rank that acts as the k-th of a schedule; if there are none, rank k does. ``paths``
-    names the leaves of the arguments, and ``training`` is the mode of the model.
+    ``ranks[k]`` is the rank that acts as the k-th of a schedule; if there are none, rank k does.
+    ``replicas[k]`` is how many ranks stage k is cut for, if the cut decides that. ``paths`` names the leaves
+    of the arguments, and ``training`` is the mode of the model.
     """
 
     module: fx.GraphModule
@@ -60,6 +61,7 @@ class TrainingGraph:
     form: Form = Form.CAPTURED
     num_stages: int = 1
     ranks: tuple[int, ...] = ()
+    replicas: tuple[int, ...] = ()
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     of_batch: fx.Graph | None = None
     unclear: str = ""

@@ -22,6 +22,7 @@ import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -114,12 +115,21 @@ class Topology:
         """The same devices with as much memory as is needed."""
         return replace(self, devices=tuple(Device(speed=device.speed) for device in self.devices))
 
-    def grouped(self, size: int) -> "Topology":
-        """A device for every ``size`` of these, as good as the worst of all, on the slowest link."""
-        memory, speed = (min(getattr(x, name) for x in self.devices) for name in ("memory_bytes", "speed"))
-        link, count = self.slowest_link, len(self.devices) // size
-        level = Level(count, link.bytes_per_second, link.latency_seconds)
-        return Topology((Device(memory, speed),) * count, (level,))
+    def grouped(self, members: Sequence[Sequence[int]]) -> "Topology":
+        """A device for each group of these, as good as the worst of its members.
+
+        The k-th members of all groups exchange messages. The slowest link between any two such joins all.
+        """
+        devices = [[self.devices[member] for member in group] for group in members]
+        pairs = (pair for fellows in zip(*members, strict=True) for pair in combinations(fellows, 2))
+        links = {self.link_between(*pair) for pair in pairs} or {self.levels[0].link}
+        slowest = min(links, key=lambda link: link.bytes_per_second)
+        level = Level(len(members), slowest.bytes_per_second, slowest.latency_seconds)
+        worst = (
+            Device(min(each.memory_bytes for each in group), min(each.speed for each in group))
+            for group in devices
+        )
+        return Topology(tuple(worst), (level,))
 
     def part(self, num_devices: int) -> "Topology":
         """The first ``num_devices``.
