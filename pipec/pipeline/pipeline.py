@@ -140,6 +140,7 @@ class Pipeline(HeldModel):
         made = Pipeline(compiler, tensors, ranks, self._batch, updates, self._batched, self._weight)
         memo[id(self)] = made
         made._holders, made._emptied = dict(self._holders), emptied
+        made._split_before = dict(self._split_before)
         forget(made, [fqn for fqn, first in self._canonical.items() if first in emptied.layouts])
         return made
 
