@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -125,9 +126,16 @@ def test_a_wrong_target_is_bad_usage(target: str, message: str) -> None:
     assert result.stdout == ""
 
 
-def test_a_fault_of_the_factory_keeps_its_traceback() -> None:
-    result = CliRunner().invoke(app, ["plan", f"{MODELS}:broken", "--devices", "2"])
-    assert isinstance(result.exception, ZeroDivisionError)
+def test_a_fault_of_the_factory_is_told_with_its_line() -> None:
+    error = pipec_cli("plan", f"{MODELS}:broken", "--devices", 2, status=2).stderr
+    assert re.search(r":broken raised ZeroDivisionError: .* \(.*cli_models\.py:\d+\); expected a fact", error)
+    assert error.count("\n") == 1
+
+
+def test_a_target_named_like_a_loaded_module_does_not_replace_it(tmp_path: Path) -> None:
+    (tmp_path / "json.py").write_text(Path(MODELS).read_text())
+    pipec_cli("plan", f"{tmp_path / 'json.py'}:mlp", "--devices", 2, "--microbatches", 2)
+    assert sys.modules["json"] is json
 
 
 @pytest.mark.parametrize(

@@ -42,10 +42,17 @@ def saved(pipe: Pipeline, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (lambda p: p.step(X.double(), target=Y), r"args\[0\] is torch.float64 of .*; expected torch.float32"),
         (lambda p: p.step(X, target=Y[:6]), r"target is .* of shape \(6, 2\); expected .* of shape \(8, 2\)"),
         (lambda p: p.step(X), r"target is None; expected torch.float32 of shape \(8, 2\)"),
+        (
+            lambda p: p.step(x=X, target=Y),
+            r"given kwargs\['x'\], target; this artifact was made for args\[0\], t",
+        ),
+        (lambda p: p.step(X, Y), r"step was given args\[0\], args\[1\], target; this artifact was made for"),
+        (lambda p: p.step(X, mask=X, target=Y), r"step was given args\[0\], kwargs\['mask'\], target; this"),
+        (lambda p: p.eval(), "holds the step of a model in training mode, and no other code. Call eval"),
         (lambda p: p.step(X[:3], target=Y[:3]), "a batch of 3 rows cannot be split into 4 microbatches"),
         (lambda p: p.step(X[0, 0], target=Y), r"args\[0\] is torch.float32 of shape \(\); expected"),
         (lambda p: p.step(X[0, 0]), r"the arguments hold no batch; expected args\[0\] \("),
-        (lambda p: p.step(), r"the arguments hold no batch; expected args\[0\] \("),
+        (lambda p: p.step(), r"step was given target; this artifact was made for args\[0\], target"),
         (lambda p: p.source(2), "there is no stage 2: the pipeline has stages 0 to 1"),
     ],
     ids=[
@@ -53,6 +60,10 @@ def saved(pipe: Pipeline, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "dtype",
         "rows",
         "no target",
+        "a name",
+        "a position",
+        "one more",
+        "eval",
         "small batch",
         "number",
         "no rows",
@@ -72,6 +83,34 @@ def test_a_bad_call_is_refused_and_the_next_good_one_works(
 
 def test_a_batch_of_another_size_is_as_good(saved: Path) -> None:
     assert torch.equal(pipec.load(saved).step(X[:6], target=Y[:6]), compiled(True).step(X[:6], target=Y[:6]))
+
+
+def test_an_artifact_of_evaluation_mode_stays_in_it(tmp_path: Path) -> None:
+    pipe = compiled(dynamic=True).eval()
+    pipe.prepare(X, target=Y).save(tmp_path / "saved", tensors=True)
+    loaded = pipec.load(tmp_path / "saved").eval()
+    assert not loaded.training
+    assert torch.equal(loaded.step(X, target=Y), pipe.step(X, target=Y))
+    with pytest.raises(InputError, match=r"in evaluation mode, and no other code\. Call train\(\)"):
+        loaded.train()
+
+
+def test_keywords_are_matched_by_name(tmp_path: Path) -> None:
+    class Difference(nn.Linear):
+        def forward(self, *, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return super().forward(a - 2 * b)
+
+    torch.manual_seed(0)
+    pipe = pipec.compile(Difference(4, 2), devices=1, loss_fn=nn.functional.mse_loss, microbatches=2)
+    expected = pipe.step(b=X, a=X + 1, target=Y)
+    pipe.save(tmp_path / "saved", tensors=True)
+    loaded = pipec.load(tmp_path / "saved")
+    assert torch.equal(loaded.step(b=X, a=X + 1, target=Y), expected)
+    assert torch.equal(loaded.step(a=X + 1, b=X, target=Y), expected)
+    with pytest.raises(
+        InputError, match=r"given kwargs\['a'\], kwargs\['c'\], target; this artifact was made"
+    ):
+        loaded.step(a=X, c=X, target=Y)
 
 
 def test_an_artifact_for_one_size_takes_no_other(tmp_path: Path) -> None:

@@ -1,13 +1,15 @@
 """The arguments of one call of the model, and which of their tensors are split along the batch."""
 
+import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipec.errors import InputError
+from pipec.ir.batch import leaf_path
 from pipec.torch_compat import pytree
 
 
@@ -18,12 +20,14 @@ class Call:
     As in any call, the order in which keyword arguments were written means nothing. ``split`` says for each
     leaf whether its dimension 0 is the batch. It is None in the call of a whole batch, whose tensors say so
     by their sizes. A microbatch is told: of two rows, an edge list of shape (2, n) would seem to have two.
+    ``unsure`` are the paths of those that may not be split after all, each with the name of its argument.
     """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     target: Any = None
     split: tuple[bool, ...] | None = None
+    unsure: Mapping[str, str | int] = field(default_factory=dict)
 
     @property
     def tree(self) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
@@ -38,18 +42,28 @@ class Call:
     def paths(self) -> list[str]:
         """The name of each leaf as a person would write it: ``args[0]``, ``kwargs['mask']``, ``target``."""
         tree = dict(zip(("args", "kwargs", "target"), self.tree, strict=True))
-        return [_path(keys) for keys, _ in pytree.tree_flatten_with_path(tree)[0]]
+        return [leaf_path(keys) for keys, _ in pytree.tree_flatten_with_path(tree)[0]]
 
     @property
     def batch_size(self) -> int:
-        """Dimension 0 of the first tensor among the arguments."""
-        for leaf in self.leaves:
-            if isinstance(leaf, Tensor) and leaf.ndim:
+        """Dimension 0 of the first tensor that is split, or of the first tensor at all."""
+        for leaf, split in zip(self.leaves, self.split or [True] * len(self.leaves), strict=True):
+            if split and isinstance(leaf, Tensor) and leaf.ndim:
                 return leaf.shape[0]
         raise InputError(
             "pipec needs a batch to split: no argument is a tensor with at least one dimension. "
             "Pass the inputs of the whole mini-batch to step()."
         )
+
+    def check(self, model: nn.Module) -> None:
+        """Raise InputError unless the model's ``forward`` takes these arguments. A hook may change them."""
+        if model._forward_pre_hooks:
+            return
+        taken = inspect.signature(model.forward)
+        try:
+            taken.bind(*self.args, **self.kwargs)
+        except TypeError as error:
+            raise InputError(f"{type(model).__name__}.forward{taken} cannot be called so: {error}") from None
 
     def signature(self) -> Hashable:
         """What a compilation depends on: calls with equal signatures can share one.
@@ -62,6 +76,18 @@ class Call:
         """
         leaves, spec = pytree.tree_flatten(self.tree)
         return str(spec), tuple(map(_kind, leaves, self.batched(), self.paths))
+
+    def check_target(self, needed: bool) -> None:
+        """Raise InputError if the target is missing, or has other rows than the batch."""
+        if needed and self.target is None:
+            raise InputError(
+                "target is missing: this pipeline has a loss_fn(output, target); pass target=..."
+            )
+        size, target = self.batch_size, self.target
+        if isinstance(target, Tensor) and target.ndim and target.shape[0] != size:
+            raise InputError(
+                f"target has {target.shape[0]} rows but the batch has {size}; both have the batch first"
+            )
 
     def batched(self) -> Sequence[bool]:
         """Whether dimension 0 is the batch, for each leaf."""
@@ -97,23 +123,33 @@ class Call:
     def map(self, function: Callable[[Any], Any]) -> "Call":
         """``function`` of every leaf, in order. What is split stays split."""
         args, kwargs, target = pytree.tree_map(function, self.tree)
-        return Call(args, kwargs, target, tuple(self.batched()))
+        return Call(args, kwargs, target, tuple(self.batched()), self.unsure)
 
 
 def _kind(leaf: Any, batched: bool, path: str) -> Hashable:
     if isinstance(leaf, Tensor):
         layout = None if leaf.is_contiguous() else leaf.stride()
         return leaf.dtype, tuple(leaf.shape[batched:]), batched, layout
-    try:
-        hash(leaf)
-    except TypeError:
+    if not _is_plain(leaf):
         raise InputError(
             f"{path} is a {type(leaf).__module__}.{type(leaf).__qualname__}, which no stage can take; "
             "pass tensors, numbers, strings and None, in tuples, lists, dicts or classes registered with "
             "torch.export.register_dataclass"
-        ) from None
+        )
     return type(leaf), leaf
 
 
-def _path(keys: tuple[Any, ...]) -> str:
-    return str(keys[0].key) + "".join(str(key) for key in keys[1:])
+def _is_plain(leaf: Any) -> bool:
+    """Whether a value is the same in every microbatch. An object that holds tensors may have a batch."""
+    try:
+        hash(leaf)
+    except TypeError:
+        return False
+    return not _holds_tensors(leaf, depth=4)
+
+
+def _holds_tensors(value: Any, depth: int) -> bool:
+    if isinstance(value, Tensor):
+        return True
+    held = {} if isinstance(value, type) else dict(getattr(value, "__dict__", {}))
+    return depth > 0 and any(_holds_tensors(x, depth - 1) for x in pytree.tree_leaves(held))

@@ -1,8 +1,8 @@
 """From torch's joint graph to a TrainingGraph: what goes in and out gets a role, what does nothing goes."""
 
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -13,6 +13,8 @@ from pipec import torch_compat
 from pipec.capture.call import Call
 from pipec.capture.classify import classify
 from pipec.capture.diagnosis import lines_in, model_line
+from pipec.capture.markers import RESULT
+from pipec.capture.of_batch import lift_of_batch
 from pipec.capture.tied import merge_tied_arguments, merge_tied_gradients
 from pipec.errors import CaptureError, InputError
 from pipec.graph import (
@@ -47,6 +49,8 @@ MATRIX_PRODUCTS = {
 
 HIGHER_ORDER = {
     "cond": "Stages are straight-line code: compute both sides, and choose with torch.where or a mask.",
+    "with_effects": "It checks the values of a result, as torch.linalg.inv, solve and cholesky do: call "
+    "inv_ex, solve_ex or cholesky_ex, which do not.",
     "while_loop": "Stages are straight-line code: make a fixed number of rounds, and use torch.where.",
 }
 """What to do instead of calling an operator that itself calls graphs."""
@@ -58,7 +62,8 @@ class Traced:
 
     ``call`` is the sample that was traced; ``batch_size`` is the size of the microbatch that it stands for.
     ``fqns`` maps the names of tensors in the joint graph to their names in the model, where a tied tensor has
-    one. ``constants`` are the tensors that belong to the loss function alone.
+    one. ``constants`` are the tensors that belong to the loss function alone. ``unclear`` is the call after
+    which it is not known how the losses of microbatches make that of the batch.
     """
 
     joint: torch_compat.JointGraph
@@ -69,6 +74,8 @@ class Traced:
     symbolic: bool
     fqns: Mapping[str, str]
     constants: Mapping[str, Tensor]
+    training: bool = True
+    unclear: str = ""
 
 
 class ValueDependentError(Exception):
@@ -90,32 +97,41 @@ def training_graph(traced: Traced) -> TrainingGraph:
     graph = module.graph
     graph.set_codegen(fx.graph.CodeGen())  # torch's expects the arguments nested as they were
     _check_sizes(graph)
+    _check_calls(node for node in graph.nodes if str(node.target) == "with_effects")
     arguments = [node for node in graph.nodes if node.op == "placeholder"]
     for node, described in zip(arguments, traced.joint.arguments, strict=True):
         node.meta["role"] = _argument(described, traced)
     batch = _batch_symbol(arguments) if traced.symbolic else None
     if traced.symbolic and batch is None:
         raise FixedBatchError(f"the batch becomes a constant in {traced.joint.fixed_by}")
-    results, output_spec = _read_results(graph, traced)
+    results = _read_results(graph, traced)
     merge_tied_arguments(graph)
-    changed = {role.fqn for role in results if isinstance(role, UpdatedBuffer)}
+    changed = {role.fqn for role in results.roles if isinstance(role, UpdatedBuffer)}
     for node in graph.find_nodes(op="placeholder"):
         if isinstance(node.meta["role"], Buffer):
             node.meta["changed"] = node.meta["role"].fqn in changed
     _drop_what_does_nothing(graph)
-    _check_calls(graph)
+    _check_calls(graph.nodes)
+    lifted = _lift_constants(module, traced.mode)
+    of_batch = lift_of_batch(graph)
     classify(graph)
     return _checked(
         TrainingGraph(
             module,
             traced.mode,
             traced.operators,
-            merge_tied_gradients(graph, results),
+            merge_tied_gradients(graph, results.roles),
             traced.batch_size,
             batch,
             tuple(guard.subs(traced.joint.replacements) for guard in traced.joint.guards),
-            constants={**_used(graph, traced.constants), **_lift_constants(module, traced.mode)},
-            output_spec=output_spec,
+            constants={**_used(graph, of_batch, traced.constants), **lifted},
+            of_batch=of_batch,
+            unclear=traced.unclear,
+            unclear_output=results.unclear,
+            logs=results.logs,
+            output_spec=results.output_spec,
+            paths=tuple(traced.call.paths),
+            training=traced.training,
         )
     )
 
@@ -127,13 +143,13 @@ def _check_sizes(graph: fx.Graph) -> None:
             raise ValueDependentError(f"data-dependent result of {node.target}\n{where}")
 
 
-def _check_calls(graph: fx.Graph) -> None:
-    for node in graph.nodes:
+def _check_calls(nodes: Iterable[fx.Node]) -> None:
+    for node in nodes:
         if isinstance(node.target, torch_compat.HigherOrderOperator):
-            name = node.target.name()
+            name, ordinary = node.target.name(), "Write what it computes with ordinary operations of torch."
             raise CaptureError(
                 f"the model calls the higher-order operator {name!r}, which no stage can run{_place(node)}\n"
-                + HIGHER_ORDER.get(name, "Write what it computes with ordinary tensor operations of torch.")
+                + HIGHER_ORDER.get(name, ordinary)
             )
 
 
@@ -173,10 +189,23 @@ class _Fixed:
 pytree.register_pytree_node(_Fixed, lambda fixed: ([], fixed.value), lambda _, value: value)
 
 
-def _read_results(graph: fx.Graph, traced: Traced) -> tuple[tuple[Result, ...], pytree.TreeSpec]:
-    """The roles of the tensors that the graph returns, and the tree of the model's output over them.
+@dataclass(frozen=True)
+class _Results:
+    """What a graph returns: the roles of its tensors, and over the model's output the tree of it.
 
-    The traced module returned the output, and by name the tensors that replaced buffers.
+    ``logs`` are the names of the tensors after the loss that belong to no output.
+    """
+
+    roles: tuple[Result, ...]
+    logs: tuple[str, ...]
+    output_spec: pytree.TreeSpec
+    unclear: str
+
+
+def _read_results(graph: fx.Graph, traced: Traced) -> _Results:
+    """Read the results, and leave in the graph those that are tensors.
+
+    The traced module returned the results, and by name the tensors that replaced buffers.
     """
     output = graph.output_node()
     values: Sequence[Any] = output.args[0]  # type: ignore[assignment]
@@ -186,16 +215,38 @@ def _read_results(graph: fx.Graph, traced: Traced) -> tuple[tuple[Result, ...], 
     names = {position: name for name, position in replaced.items()}
     kept: list[tuple[fx.Node, Result]] = []
     fixed: dict[int, object] = {}
-    for value, (kind, what) in zip(values, described, strict=True):
+    unclear = ""
+    for marked, (kind, what) in zip(values, described, strict=True):
+        is_marked = isinstance(marked, fx.Node) and marked.target is RESULT
+        value = marked.args[0] if is_marked else marked
         if kind == "output" and what in names:
             kept.append((value, UpdatedBuffer(traced.fqns[names[what]])))
         elif kind == "output" and not _is_tensor_node(value, traced):
             fixed[int(what)] = value
         elif isinstance(value, fx.Node) and kind != "ignored":
-            kept.append((value, _result((kind, what), traced)))
+            role = _result((kind, what), traced)
+            if is_marked and isinstance(role, Output):
+                role, unclear = replace(role, adds_up=not marked.args[1]), unclear or str(marked.args[1])
+            kept.append((value, role))
     output.args = (tuple(value for value, _ in kept),)
-    tree = pytree.tree_map(lambda i: _Fixed(fixed[i]) if i in fixed else i, returned)
-    return tuple(role for _, role in kept), pytree.tree_structure(tree)
+    logs, model_output = _logs_and_output(returned, fixed, traced.mode)
+    tree = pytree.tree_map(lambda i: _Fixed(fixed[i]) if i in fixed else i, model_output)
+    return _Results(tuple(role for _, role in kept), logs, pytree.tree_structure(tree), unclear)
+
+
+def _logs_and_output(returned: Any, fixed: Mapping[int, object], mode: Mode) -> tuple[tuple[str, ...], Any]:
+    """The names of logs, and the tree of the model's output, in what a traced module returned."""
+    if mode is Mode.FORWARD or not isinstance(returned, tuple):
+        return (), returned
+    _, logs, output = returned
+    for name, position in logs.items() if isinstance(logs, dict) else [("", logs)]:
+        if not isinstance(position, int) or position in fixed:
+            found = fixed.get(position) if isinstance(position, int) else position
+            raise InputError(
+                f"loss_fn returned a {type(found).__name__} as logs[{name!r}]; expected (loss, logs), where "
+                "logs is a dict of tensors by name"
+            )
+    return tuple(map(str, logs)), output
 
 
 def _is_tensor_node(value: object, traced: Traced) -> bool:
@@ -284,8 +335,9 @@ def _lift_constants(module: fx.GraphModule, mode: Mode) -> dict[str, Tensor]:
     return constants
 
 
-def _used(graph: fx.Graph, constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    read = {node.meta["role"] for node in graph.find_nodes(op="placeholder") if node.users}
+def _used(graph: fx.Graph, of_batch: fx.Graph | None, constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    arguments = [x for each in (graph, of_batch) if each for x in each.find_nodes(op="placeholder")]
+    read = {node.meta["role"] for node in arguments if node.users}
     return {fqn: value for fqn, value in constants.items() if Buffer(fqn) in read}
 
 
@@ -316,7 +368,7 @@ def _described(value: Tensor, batch: sympy.Symbol | None) -> str:
 def _check_loss(graph: TrainingGraph) -> None:
     if graph.mode is Mode.FORWARD:
         return
-    losses = [node for role, node in graph.outputs if isinstance(role, Output)]
+    losses = [n for role, n in graph.outputs if isinstance(role, Output) and role.position == 0]
     value = losses[0].meta["val"] if len(losses) == 1 else None
     if value is None or value.ndim != 0 or not value.is_floating_point():
         found = f"{len(losses)} tensors" if value is None else _described(value, graph.batch)

@@ -8,21 +8,26 @@ first, and then for a fixed one; the log says why the first attempts failed.
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from pipec import torch_compat
+from pipec.capture.add_up import add_up, plain_name, rows_of
+from pipec.capture.attributes import readable_values
+from pipec.capture.caches import refuse_cache, without_caches
 from pipec.capture.call import Call
 from pipec.capture.diagnosis import brief, capture_error
 from pipec.capture.normalize import Traced, training_graph
 from pipec.capture.operators import number_operators
+from pipec.capture.randomness import Generators
 from pipec.errors import CaptureError, InputError, PipecError
-from pipec.graph import Gradient, TrainingGraph
+from pipec.graph import Assumptions, Gradient, TrainingGraph
 from pipec.ir import Mode
-from pipec.torch_compat import Captured, pytree
+from pipec.torch_compat import Captured, Place, pytree
 
 log = logging.getLogger("pipec")
 
@@ -44,6 +49,9 @@ def capture(
     canonical: Mapping[str, str] | None = None,
     device: torch.device = CPU,
     symbolic: bool = True,
+    adds_up: bool = True,
+    outputs: bool = False,
+    original: nn.Module | None = None,
 ) -> TrainingGraph:
     """Trace ``call`` of ``model`` into one graph. The model is left as it was.
 
@@ -52,28 +60,39 @@ def capture(
             dimension of size one as a constant.
         canonical: Maps every name of a tied tensor to the one that the graph uses.
         device: Where a model on the meta device is traced as if it were there.
+        adds_up: Let the losses of microbatches, averaged by their rows, be that of the batch. Else the graph
+            is of the loss as the model has it.
+        outputs: Return the model's output besides the loss.
         symbolic: Without it, the graph serves only as many rows as the call has, and takes half the time.
+        original: The model whose changes make the graph obsolete, if ``model`` is a copy of it.
 
     Raises:
         CaptureError: no front end can capture the model; it names the model's source line.
         InputError: the model fails on these arguments, or its loss is not one number.
     """
+    refuse_cache(call)
     if mode is Mode.TRAIN:
         _check_gradients(model, call)
-    step = _Step(model, loss_fn, mode, call.batched())
-    tracer = _Tracer(step, mode, call, canonical or {}, device)
+    step = _Step(model, loss_fn, mode, call.batched(), outputs)
+    tracer = _Tracer(step, mode, call, canonical or {}, device, adds_up or mode is Mode.FORWARD)
     kinds = (True, False) if symbolic else (False,)
     with ExitStack() as stack:
         stack.enter_context(torch_compat.quiet())
         stack.enter_context(torch_compat.unchanged(step))
+        stack.enter_context(without_caches(model))
         stack.enter_context(torch_compat.unvalidated_distributions())
         stack.enter_context(torch_compat.whole_interpolations())
         stack.enter_context(torch_compat.bounded_ctc_losses())
         stack.enter_context(torch.set_grad_enabled(mode is Mode.TRAIN))
         torch_compat.leave_meta(step, device)
+        generators = Generators(step)
+        if not symbolic and call.unsure:
+            tracer.prove_split()
         graph, failures = _first_success(tracer, list(product(FRONT_ENDS, kinds)))
+        generators.refuse_draws(tracer.dry_run, suspected=tracer.draws_with_numpy)
     if mode is Mode.TRAIN:
         _check_trained(graph)
+    graph = replace(graph, assumptions=tracer.assumptions(original or model))
     if symbolic and graph.batch is None:
         log.warning(
             "microbatches of %d rows are compiled on their own, and so is every other size: %s",
@@ -121,6 +140,12 @@ def _check_gradients(model: nn.Module, call: Call) -> None:
                 f"{path} requires a gradient, but pipec computes gradients of parameters alone; "
                 f"pass it detached, or make it a parameter of the model"
             )
+    for path, module in model.named_modules():
+        if torch_compat.has_partial_backward_hook(module):
+            raise CaptureError(
+                f"{path or type(module).__name__} has a hook of register_backward_hook, which a pipeline "
+                "would not call; register it on a tensor inside forward(), with Tensor.register_hook"
+            )
     for fqn, parameter in model.named_parameters():
         if torch_compat.has_gradient_hook(parameter):
             raise CaptureError(
@@ -142,24 +167,34 @@ class _Step(nn.Module):
     """The module that is traced: the model, and the loss on top of it."""
 
     def __init__(
-        self, model: nn.Module, loss_fn: Callable[..., Any] | None, mode: Mode, batched: Sequence[bool]
+        self,
+        model: nn.Module,
+        loss_fn: Callable[..., Any] | None,
+        mode: Mode,
+        batched: Sequence[bool],
+        outputs: bool,
     ) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
         self.mode = mode
         self.batched = tuple(batched)
+        self.outputs = outputs
         self.training = model.training
         self.replaceable = tuple(_replaceable_buffers(model))
+
+    def of(self, model: nn.Module) -> "_Step":
+        """The same step of a copy of the model."""
+        return _Step(model, self.loss_fn, self.mode, self.batched, self.outputs)
 
     def forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
     ) -> tuple[Any, dict[str, Tensor]]:
-        """The loss or the output, and by name the new tensors of buffers that the model replaced."""
+        """The results, and by name the new tensors of buffers that the model replaced."""
         leaves = pytree.tree_leaves((args, kwargs, target))
         sizes = [leaf.shape[0] for leaf, batched in zip(leaves, self.batched, strict=True) if batched]
         for size in sizes[1:]:
-            torch._check(size == sizes[0])  # else each tensor would have a batch symbol of its own
+            torch._check(size == sizes[0])  # else each tensor has a batch symbol of its own
         before = [self.get_buffer(name) for name in self.replaceable]
         output = self.result(args, kwargs, target)
         after = [self.get_buffer(name) for name in self.replaceable]
@@ -167,14 +202,22 @@ class _Step(nn.Module):
         return output, {name: new for name, old, new in named if new is not old}
 
     def result(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
+        """The output; or the loss, and if there is more, a tuple of loss, logs and output."""
         output = self.model(*args, **kwargs)
         if self.mode is Mode.FORWARD:
             return output
+        loss, logs = self.loss_and_logs(output, target)
+        if not logs and not self.outputs:
+            return loss
+        return loss, logs, output if self.outputs else ()
+
+    def loss_and_logs(self, output: Any, target: Any) -> tuple[Any, dict[str, Any]]:
         if self.loss_fn is not None:
-            return self.loss_fn(output, target)
+            found = self.loss_fn(output, target)
+            return found if isinstance(found, tuple) and len(found) == 2 else (found, {})
         if isinstance(output, Tensor):
-            return output
-        return output["loss"] if isinstance(output, Mapping) else output.loss
+            return output, {}
+        return output["loss"] if isinstance(output, Mapping) else output.loss, {}
 
 
 def _replaceable_buffers(model: nn.Module) -> Iterator[str]:
@@ -187,18 +230,32 @@ def _replaceable_buffers(model: nn.Module) -> Iterator[str]:
             yield from (f"{path}.{name}" for name, buffer in module._buffers.items() if buffer is not None)
 
 
+def traced_module(model: nn.Module, loss_fn: Callable[..., Any] | None, mode: Mode) -> nn.Module:
+    """The module that a capture traces, for looking up what it read."""
+    return _Step(model, loss_fn, mode, (), outputs=False)
+
+
 class _Tracer:
     """Traces one call of a step with any front end, the batch symbolic or fixed."""
 
     def __init__(
-        self, step: _Step, mode: Mode, call: Call, canonical: Mapping[str, str], device: torch.device
+        self,
+        step: _Step,
+        mode: Mode,
+        call: Call,
+        canonical: Mapping[str, str],
+        device: torch.device,
+        adds_up: bool,
     ) -> None:
         self._step = step
         self._mode = mode
         self._call = call
+        self._adds_up = adds_up
         self._fqns, self._constants = _model_names(step, canonical)
         devices = (device if tensor.is_meta else tensor.device for tensor in step.model.parameters())
         self._device = next(devices, None)
+        self._guards: torch_compat.Guards | None = None
+        self.draws_with_numpy = False
 
     def dry_run(self) -> torch_compat.DryRun:
         """Call the step in eager mode on fake tensors."""
@@ -206,16 +263,89 @@ class _Tracer:
 
     def trace(self, front_end: FrontEnd, symbolic: bool) -> TrainingGraph:
         size = self._call.batch_size
+        captured = self.prove_split() if symbolic and front_end is FRONT_ENDS.get("Dynamo") else None
         sample = self._call.sample(max(size, 2) if symbolic else size, self._device)
-        flags = sample.batched() if symbolic else [False] * len(sample.leaves)
-        batched = [leaf for leaf, flag in zip(sample.leaves, flags, strict=True) if flag]
-        captured = front_end(self._step, sample.tree, batched)
+        if captured is None:
+            self._step.batched = tuple(sample.batched())
+            captured = front_end(self._step, sample.tree, _split(sample) if symbolic else [])
+        self._guards = captured.guards
+        self.draws_with_numpy = torch_compat.draws_with_numpy(captured.module)
         operators = number_operators(captured.module)
         _warn_of_changed_state(self._step.model, captured.changed_state)
+        unclear = self._add_up(captured, sample) if self._adds_up else ""
         joint = torch_compat.differentiate(captured, training=self._mode is Mode.TRAIN)
         return training_graph(
-            Traced(joint, self._mode, operators, sample, size, symbolic, self._fqns, self._constants)
+            Traced(
+                joint,
+                self._mode,
+                operators,
+                sample,
+                size,
+                symbolic,
+                self._fqns,
+                self._constants,
+                self._step.model.training,
+                unclear,
+            )
         )
+
+    def prove_split(self) -> Captured | None:
+        """Find out whether the model needs the tensors that may be split to have the batch's rows.
+
+        They are traced with as many rows as the batch, but each with a symbol of its own; where the model
+        computes with both, the symbols become one. Returns what was traced; None if that is of no use.
+
+        Raises:
+            InputError: a tensor may be split or whole.
+        """
+        if not self._call.unsure:
+            return None
+        sample = self._call.sample(max(self._call.batch_size, 2), self._device)
+        named = zip(sample.paths, sample.batched(), strict=True)
+        self._step.batched = tuple(split and path not in self._call.unsure for path, split in named)
+        try:
+            captured = torch_compat.capture_with_dynamo(self._step, sample.tree, _split(sample))
+        except Exception as error:
+            log.info("nothing shows which tensors are split: %s", brief(error))
+            return None
+        return captured if _all_have_rows(captured.module, self._call) else None
+
+    def _add_up(self, captured: Captured, sample: Call) -> str:
+        """Make the losses of microbatches add up; returns the call after which that is not known, if any."""
+        batched = [path for path, split in zip(sample.paths, sample.batched(), strict=True) if split]
+        has_loss = self._mode is not Mode.FORWARD
+        return add_up(captured.module, batched, self._call.batch_size, has_loss)
+
+    def assumptions(self, model: nn.Module) -> Assumptions:
+        """What the last graph takes for granted of ``model`` and of the loss function."""
+        step = self._step if model is self._step.model else self._step.of(model)
+        tensors = [Place.of(fqn.removeprefix("constant.")) for fqn in self._constants]
+        tensors += self._guards.tensors if self._guards else []
+        return Assumptions.of(step, self._guards, tensors, readable_values)
+
+
+def _split(call: Call) -> list[Tensor]:
+    return [leaf for leaf, split in zip(call.leaves, call.batched(), strict=True) if split]
+
+
+def _all_have_rows(module: fx.GraphModule, call: Call) -> bool:
+    """Whether every tensor that may be split has the symbol of the batch. One that is not read has not.
+
+    Raises:
+        InputError: a tensor that is read has another number of rows, for all that the model does.
+    """
+    rows = {plain_name(str(node.target)): rows_of(node) for node in module.graph.find_nodes(op="placeholder")}
+    named = zip(call.paths, call.batched(), strict=True)
+    sure = [plain_name(path) for path, split in named if split and path not in call.unsure]
+    batch = next((rows[name] for name in sure if name in rows), None)
+    for path, argument in call.unsure.items():
+        if batch is not None and rows.get(plain_name(path), batch) != batch:
+            raise InputError(
+                f"{path} has as many rows as the batch, but the model does not need that: they may be other "
+                f"rows. Pass batched={{{argument!r}: None}} to pipec.compile if every microbatch needs all "
+                f"of it, or batched={{{argument!r}: 0}} if it is split into microbatches"
+            )
+    return batch is not None and all(plain_name(path) in rows for path in call.unsure)
 
 
 def _model_names(step: _Step, canonical: Mapping[str, str]) -> tuple[dict[str, str], dict[str, Tensor]]:

@@ -21,6 +21,7 @@ from pipec.cli.options import (
 from pipec.cli.output import plan_facts, show_json, show_python
 from pipec.cli.target import prepare
 from pipec.errors import InputError
+from pipec.ir.arguments import MOST_RANKS
 
 if TYPE_CHECKING:
     from pipec.pipeline import Pipeline
@@ -29,7 +30,10 @@ if TYPE_CHECKING:
 def plan(
     target: Target,
     devices: Annotated[
-        int | None, typer.Option("--devices", min=1, help="Number of ranks; default: those of --topology.")
+        int | None,
+        typer.Option(
+            "--devices", min=1, max=MOST_RANKS, help="Number of ranks; default: those of --topology."
+        ),
     ] = None,
     schedule: ScheduleName = "1f1b",
     microbatches: Microbatches = None,

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from pipec.ir.arguments import MOST_MICROBATCHES, MOST_RANKS
+
 
 class Recompute(StrEnum):
     """What ``pipec.compile`` takes as ``recompute``."""
@@ -25,7 +27,7 @@ Target = Annotated[
 Artifact = Annotated[
     Path, typer.Argument(metavar="DIR", help="A folder that Pipeline.save or `pipec dump -o` wrote.")
 ]
-Devices = Annotated[int, typer.Option("--devices", min=1, help="Number of ranks.")]
+Devices = Annotated[int, typer.Option("--devices", min=1, max=MOST_RANKS, help="Number of ranks.")]
 Calibrate = Annotated[
     bool, typer.Option("--calibrate", help="Measure this machine's device first, for a second or two.")
 ]
@@ -43,7 +45,10 @@ ScheduleName = Annotated[
 Microbatches = Annotated[
     int | None,
     typer.Option(
-        "--microbatches", min=1, help="How many a mini-batch is split into; default: the fastest found."
+        "--microbatches",
+        min=1,
+        max=MOST_MICROBATCHES,
+        help="How many a mini-batch is split into; default: the fastest found.",
     ),
 ]
 RecomputeChoice = Annotated[
@@ -57,4 +62,11 @@ Drawing = Annotated[
     Path | None,
     typer.Option("--output", "-o", help="Draw it: .html, .svg, .txt, or .json for Perfetto and Chrome."),
 ]
+Seed = Annotated[
+    int, typer.Option("--seed", min=0, max=2**63 - 1, help="Seed of the random inputs and tensors.")
+]
+IntHigh = Annotated[
+    int, typer.Option("--int-high", min=1, max=2**63 - 1, help="Random integers are below this.")
+]
+Steps = Annotated[int, typer.Option("--steps", min=1, max=10**9, help="How many steps to run.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]

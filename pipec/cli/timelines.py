@@ -20,6 +20,7 @@ from pipec.cli.options import (
 )
 from pipec.cli.output import show_json
 from pipec.errors import InputError
+from pipec.ir.arguments import MOST_MICROBATCHES, MOST_RANKS
 
 if TYPE_CHECKING:
     from pipec.schedules import Workload
@@ -30,6 +31,9 @@ Beside = Annotated[
     typer.Option(metavar="NAME", help="Another schedule of the same, to compare on one axis of time."),
 ]
 
+
+_MOST_CELLS = 2**20
+"""Forwards of a step on equal stages. More take minutes, and nobody can look at them."""
 
 _Shown = tuple["Step", Mapping[str, object]]
 """A step, and what its JSON tells beside it."""
@@ -43,9 +47,16 @@ def schedule_name(
         ),
     ],
     stages: Annotated[
-        int, typer.Option(min=1, help="Number of ranks; a schedule may cut each one's share into several.")
+        int,
+        typer.Option(
+            min=1,
+            max=MOST_RANKS,
+            help="Number of ranks; a schedule may cut each one's share into several.",
+        ),
     ] = 4,
-    microbatches: Annotated[int, typer.Option(min=1, help="How many a mini-batch is split into.")] = 8,
+    microbatches: Annotated[
+        int, typer.Option(min=1, max=MOST_MICROBATCHES, help="How many a mini-batch is split into.")
+    ] = 8,
     forward: Annotated[float, typer.Option(min=0, help="Time of a microbatch's forward on a rank.")] = 1.0,
     backward_input: Annotated[float, typer.Option(min=0, help="Time of its input gradient.")] = 1.0,
     backward_weight: Annotated[float, typer.Option(min=0, help="Time of its weight gradient.")] = 1.0,
@@ -74,7 +85,11 @@ def schedule_name(
     from pipec.schedules import Workload
 
     names = _names(name, beside, output)
-
+    if stages * microbatches > _MOST_CELLS:
+        raise InputError(
+            f"--stages {stages} and --microbatches {microbatches} make {stages * microbatches} forwards; "
+            f"expected at most {_MOST_CELLS}"
+        )
     work = Workload.uniform(
         stages,
         forward=forward,
@@ -92,7 +107,9 @@ def schedule_target(
     target: Target,
     devices: Devices = 4,
     schedule: ScheduleName = "1f1b",
-    microbatches: Annotated[int | None, typer.Option(min=1, help="Default: the fastest found.")] = None,
+    microbatches: Annotated[
+        int | None, typer.Option(min=1, max=MOST_MICROBATCHES, help="Default: the fastest found.")
+    ] = None,
     recompute: RecomputeChoice = Recompute.AUTO,
     memory_limit: MemoryLimit = None,
     beside: Beside = None,

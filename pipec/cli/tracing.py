@@ -1,11 +1,7 @@
 """``pipec trace``: what a step of a saved artifact takes for real, beside what was planned."""
 
-from typing import Annotated
-
-import typer
-
 from pipec.cli.drawing import check_output, draw, show_drawn
-from pipec.cli.options import Artifact, Drawing, Json
+from pipec.cli.options import Artifact, Drawing, IntHigh, Json, Seed, Steps
 from pipec.cli.output import show_json, status
 
 WARMUP = 2
@@ -15,9 +11,9 @@ WARMUP = 2
 def trace(
     directory: Artifact,
     output: Drawing = None,
-    steps: Annotated[int, typer.Option(min=1, help="How many steps to record; the median is shown.")] = 5,
-    seed: Annotated[int, typer.Option(help="Seed of the random inputs and tensors.")] = 0,
-    int_high: Annotated[int, typer.Option(min=1, help="Random integers are below this.")] = 2,
+    steps: Steps = 5,
+    seed: Seed = 0,
+    int_high: IntHigh = 2,
     as_json: Json = False,
 ) -> None:
     """Record steps of a saved artifact on random inputs, and draw the planned step and the measured one.
@@ -38,10 +34,10 @@ def trace(
     pipe, _ = load_filled(directory, seed)
     batches = random_batches(pipe.plan, int_high)
     for _ in range(WARMUP):
-        pipe.step(*next(batches))
+        pipe.step_on(next(batches))
     with pipe.record() as recorded:
         for _ in range(steps):
-            pipe.step(*next(batches))
+            pipe.step_on(next(batches))
     measured = [measured_timeline(step.programs, step.stamps) for step in recorded]
     timelines = Trace(simulate_plan(pipe.plan, pipe.programs), measured).timelines()
     shown = [Step.of_plan(pipe.plan, timeline, name) for name, timeline in timelines.items()]

@@ -8,7 +8,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from pipec.artifact.directory import read
+from pipec.artifact.check import read_verified
 from pipec.errors import InputError
 from pipec.ir import Plan, Value
 from pipec.ir.text import evaluate_dim, format_value
@@ -19,12 +19,12 @@ PARAMETER_DEVIATION = 0.02
 """The standard deviation of random parameters. GPT-2 starts from it; it is small enough for most models."""
 
 Leaves = list[Tensor | None]
-"""The flattened arguments of ``step``, which takes them flat as well; None where no stage reads one."""
+"""The flattened arguments of ``step``, as ``step_on`` takes them; None where no stage reads one."""
 
 
 def load_filled(directory: Path, seed: int) -> tuple[LoadedPipeline, int]:
     """An artifact that is ready to run, and the number of its tensors that were not saved and are random."""
-    artifact, saved = read(directory)
+    artifact, saved = read_verified(directory)
     torch.manual_seed(seed)
     tensors = random_tensors(artifact.plan, {**saved, **artifact.constants})
     pipe = LoadedPipeline(artifact, tensors, Ranks(artifact.plan.num_ranks, timeout=300.0))
@@ -74,7 +74,7 @@ def read_batch(plan: Plan, path: Path) -> Leaves:
 
 
 def _empty(plan: Plan) -> Leaves:
-    return [None] * (max((given.position for given in plan.inputs), default=-1) + 1)
+    return [None] * len(plan.arguments)
 
 
 def _batch_size(plan: Plan) -> int:

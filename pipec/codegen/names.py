@@ -13,7 +13,18 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import fx
 
-from pipec.graph import LossGradient, ModelInput, Output, TrainingGraph, is_forward, is_tensor, recv, send
+from pipec.graph import (
+    LossGradient,
+    ModelInput,
+    OfBatch,
+    Output,
+    Share,
+    TrainingGraph,
+    is_forward,
+    is_tensor,
+    recv,
+    send,
+)
 from pipec.ir import Mode
 
 RESERVED = frozenset(
@@ -31,6 +42,7 @@ RESERVED = frozenset(
         "draw",
         "loss",
         "grad_loss",
+        "share",
     ]
 )
 
@@ -61,8 +73,9 @@ def comment(text: str) -> str:
 def name_nodes(graph: TrainingGraph) -> dict[fx.Node, str]:
     """Unique names for all nodes of the graph, in order. A message has the name of the value it carries."""
     names: dict[fx.Node, str] = {}
+    has_loss = graph.mode is not Mode.FORWARD
     losses = {
-        node for role, node in graph.outputs if isinstance(role, Output) and graph.mode is not Mode.FORWARD
+        node for role, node in graph.outputs if isinstance(role, Output) and role.position == 0 and has_loss
     }
     taken: set[str] = set(RESERVED) | set(keyword.kwlist) | set(dir(builtins))
     results = _operator_results(graph)
@@ -71,11 +84,29 @@ def name_nodes(graph: TrainingGraph) -> dict[fx.Node, str]:
             names[node] = names[node.args[0]]
         elif node.op == "placeholder" and isinstance(node.meta["role"], LossGradient):
             names[node] = "grad_loss"
+        elif node.op == "placeholder" and isinstance(node.meta["role"], Share):
+            names[node] = "share"
         elif node in losses:
             names[node] = "loss"
         elif node.op != "output":
             names[node] = _unique(_base_name(graph, node, results), taken)
-    return names
+    return names | _names_of_batch(graph, names, taken)
+
+
+def _names_of_batch(
+    graph: TrainingGraph, names: Mapping[fx.Node, str], taken: set[str]
+) -> dict[fx.Node, str]:
+    """Names for the nodes of ``graph.of_batch``, whose arguments are called as everywhere."""
+    if graph.of_batch is None:
+        return {}
+    arguments = {node.meta["role"]: names[node] for node in graph.arguments}
+    return {
+        node: arguments[node.meta["role"]]
+        if node.op == "placeholder"
+        else _unique(_operator_name(node), taken)
+        for node in graph.of_batch.nodes
+        if node.op != "output"
+    }
 
 
 def _operator_results(graph: TrainingGraph) -> dict[int, fx.Node]:
@@ -98,6 +129,8 @@ def _item(node: fx.Node) -> int:
 def _base_name(graph: TrainingGraph, node: fx.Node, results: Mapping[int, fx.Node]) -> str:
     if node.op == "placeholder":
         role = node.meta["role"]
+        if isinstance(role, OfBatch):
+            return f"batch_{_operator_name(_source_of_batch(graph, role))}"
         return _input_name(role.path) if isinstance(role, ModelInput) else "buffer"
     cause: int = node.meta["operator"]
     if results.get(cause) is node:
@@ -107,6 +140,13 @@ def _base_name(graph: TrainingGraph, node: fx.Node, results: Mapping[int, fx.Nod
         if awaited:
             return f"grad_{identifier(graph.operators[awaited[0]].name)}"
     return _operator_name(node)
+
+
+def _source_of_batch(graph: TrainingGraph, role: OfBatch) -> fx.Node:
+    """The node that makes a value of the whole mini-batch."""
+    assert graph.of_batch is not None
+    made: tuple[fx.Node, ...] = graph.of_batch.output_node().args[0]  # type: ignore[assignment]
+    return made[role.index]
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:

@@ -12,7 +12,7 @@ from pipec.codegen.expressions import expression, free_names
 from pipec.codegen.names import comment
 from pipec.graph import TrainingGraph, is_tensor, is_view
 from pipec.graph.dimensions import dimension
-from pipec.graph.functions import Function, StageFunctions, runs_in
+from pipec.graph.functions import Function, StageFunctions, of_batch_nodes, runs_in
 from pipec.ir import Phase
 from pipec.ir.text import format_dtype
 
@@ -61,9 +61,11 @@ class StageSource:
         return "\n".join([*lines, *self._functions()]) + "\n"
 
     def _functions(self) -> Iterator[str]:
-        """The lines of ``constants``, if there are any, and of each phase."""
+        """The lines of ``constants`` and ``of_batch``, if there are any, and of each phase."""
         if self.stage.constants:
             yield from ("", "", *self._constants())
+        if self.stage.of_batch:
+            yield from ("", "", *self._of_batch())
         for function in self.stage.functions:
             yield from ("", "", *_FunctionSource(self, function).lines())
 
@@ -124,6 +126,34 @@ class StageSource:
             '    """Values that depend on nothing but the size of the microbatch."""',
             *body,
             f"    return {_tuple(self.names[node] for node in self.hoisted())}",
+        ]
+
+    def _of_batch(self) -> list[str]:
+        nodes = of_batch_nodes(self.graph, self.stage.of_batch)
+        assert self.graph.of_batch is not None
+        buffers = {node.meta["role"]: f"buffers[{i}]" for i, node in enumerate(self.stage.buffers)}
+        held = [node for node in nodes if node.op == "placeholder" and node.meta["role"] in buffers]
+        body = [node for node in nodes if node.op != "placeholder"]
+        named = self.free_names(body)
+        parameters = [
+            *(["buffers"] if held else []),
+            *(self.names[node] for node in nodes if node.op == "placeholder" and node not in held),
+            *(name for name in ("b", "device") if name in named),
+        ]
+
+        def name(node: fx.Node) -> str:
+            return buffers[node.meta["role"]] if node in held else self.names[node]
+
+        made: tuple[fx.Node, ...] = self.graph.of_batch.output_node().args[0]  # type: ignore[assignment]
+        return [
+            f"def of_batch({', '.join(parameters)}):",
+            '    """Values of the whole mini-batch, which has b rows: computed once a step."""',
+            *(
+                line
+                for node in filter(_is_printed, body)
+                for line in self.assignment(node, expression(node, name, self.graph.batch), nodes)
+            ),
+            f"    return {_tuple(name(made[node.meta['role'].index]) for node in self.stage.of_batch)}",
         ]
 
 

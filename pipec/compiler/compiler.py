@@ -2,8 +2,9 @@
 
 import copy
 import functools
+import logging
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -14,9 +15,10 @@ from torch import nn
 
 from pipec.artifact.directory import Artifact
 from pipec.capture.call import Call
-from pipec.capture.tracer import capture
+from pipec.capture.tracer import capture, traced_module
 from pipec.compiler.alternatives import refused, shard_costs
 from pipec.compiler.autotuner import Autotuner, Choice, CutGraph
+from pipec.compiler.captures import Captures, Kind, Signature
 from pipec.compiler.pass_list import CompilerOptions
 from pipec.compiler.staged import StagedGraph, Trial
 from pipec.errors import InfeasibleError, InputError, PlanError
@@ -26,7 +28,9 @@ from pipec.ir.batch import split_sizes
 from pipec.passes import Pass
 from pipec.passes.follow_owners import FollowOwners, Owners, owners_of
 from pipec.plan.memory import shortfall
-from pipec.torch_compat import pytree
+from pipec.torch_compat import Place, pytree
+
+log = logging.getLogger("pipec")
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,8 +41,8 @@ class Compiled:
     output_spec: pytree.TreeSpec | None
 
 
-Signature = tuple[Mode, Hashable, tuple[bool, ...]]
-"""What a captured graph is of: the mode, the kind of call, which modules are in training mode."""
+Groups = list[tuple[Compiled, list[int]]]
+"""What runs each group of consecutive microbatches of a call, and their sizes."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,8 @@ class Compiler:
     Unless ``dynamic``, the microbatches of a call are captured for the one size they have, if it is one.
     Costs are then known for that size alone, so nothing is searched. With ``searches_replicas`` the first
     call chooses how many replicas stages have. With ``searches_shard`` the first training step chooses what
-    they divide. ``seconds`` says how long each step of all compilations took together.
+    they divide. ``microbatch_weight`` is that of the plan. ``seconds`` says how long each step of all
+    compilations took together.
     """
 
     model: nn.Module
@@ -76,12 +81,25 @@ class Compiler:
     dynamic: bool = True
     searches_replicas: bool = False
     searches_shard: bool = False
+    microbatch_weight: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
     _settled: Settled | None = None
-    _staged: dict[Signature, list[StagedGraph]] = field(default_factory=dict)
+    _traced: dict[Mode, nn.Module] = field(default_factory=dict)
+    _captures: Captures = field(default_factory=Captures)
     _compiled: dict[tuple[StagedGraph, int, int], Compiled] = field(default_factory=dict)
+    _warned: set[str] = field(default_factory=set)
 
-    def compile(self, mode: Mode, call: Call) -> list[tuple[Compiled, list[int]]]:
+    def of(self, model: nn.Module) -> "Compiler":
+        """One for a copy of the model, that knows where stages are and has compiled nothing."""
+        return replace(
+            self, model=model, seconds={}, _traced={}, _captures=Captures(), _compiled={}, _warned=set()
+        )
+
+    def version(self, kind: Kind) -> int:
+        """Which capture of a kind of call is still right; a new number if none is."""
+        return self._captures.version(kind)
+
+    def compile(self, signature: Signature, call: Call) -> Groups:
         """What runs the microbatches of ``call``: groups of consecutive ones, with the rows of each.
 
         There is one group unless the model specialises on the number of rows.
@@ -89,7 +107,8 @@ class Compiler:
         Raises:
             CaptureError, InputError, PlanError, InfeasibleError: nothing has run or been sent by then.
         """
-        signature = (mode, call.signature(), self.training_flags())
+        for staged in self._captures.announce(signature, self.model):
+            self._compiled = {key: x for key, x in self._compiled.items() if key[0] is not staged}
         count = self._choose(signature, call)
         groups, rest = [], split_sizes(call.batch_size, count)
         while rest:
@@ -97,21 +116,42 @@ class Compiler:
             served = list(takewhile(staged.graph.serves, rest))
             groups.append((self._group(staged, len(served), rest[0]), served))
             rest = rest[len(served) :]
+        if count > 1:
+            graph = self._captures.staged[signature][0].graph
+            _check_outputs(graph.unclear_output, count)
+            self._warn_of_unclear_loss(graph.unclear)
+        _check_groups(groups)
         return groups
 
-    def training_flags(self) -> tuple[bool, ...]:
-        """Which modules are in training mode."""
-        return tuple(module.training for module in self.model.modules())
+    def _warn_of_unclear_loss(self, unclear: str) -> None:
+        if unclear and unclear not in self._warned:
+            self._warned.add(unclear)
+            log.warning(
+                "the losses of microbatches are averaged, each weighted by its rows, but that need not be "
+                "the loss of the batch: see %s. Say how they add up with microbatch_weight=..., or reduce "
+                "with sums and means over rows",
+                unclear,
+            )
+
+    def read(self, signature: Signature) -> dict[Place, Any]:
+        """The plain values that the code of the model and the loss read for this signature, and where."""
+        return self._captures.read(signature)
+
+    def traced(self, mode: Mode) -> nn.Module:
+        """A module that has model and loss where ``read`` finds values."""
+        if mode not in self._traced:
+            self._traced[mode] = traced_module(self.model, self.loss_fn, mode)
+        return self._traced[mode]
 
     def _choose(self, signature: Signature, call: Call) -> int:
         """The number of microbatches of the call. The first call also settles where stages are."""
         batch, counts = call.batch_size, self._counts(self.autotuner, call.batch_size)
-        if signature[0] is not Mode.TRAIN:
+        if signature.kind.mode is not Mode.TRAIN:
             counts = counts[:1]
         sizes = split_sizes(batch, counts[0])
         if self._settled is None:
             return self._settle(signature, self._capture(signature, call, 0, sizes), batch)
-        if self.searches_shard and signature[0] is Mode.TRAIN:
+        if self.searches_shard and signature.kind.mode is Mode.TRAIN:
             choice = self._settle_shard(signature, call, sizes, counts)
         elif len(counts) > 1:
             choice = self._choose_on(self._stages(signature, call, 0, sizes), batch, counts)
@@ -126,12 +166,12 @@ class Compiler:
         """Decide what replicas divide, where an evaluation has settled where stages are."""
 
         def choose() -> tuple[Autotuner, Choice]:
-            self._staged.pop(signature, None)
+            self._captures.staged.pop(signature, None)
             staged = self._stages(signature, call, 0, sizes)
             return self.autotuner, self._choose_on(staged, call.batch_size, counts)
 
         _, choice = self._best_sharded(choose)
-        self._staged[signature] = [choice.base]
+        self._captures.staged[signature] = [choice.base]
         return choice
 
     def _choose_on(self, staged: StagedGraph, batch: int, counts: Sequence[int]) -> Choice:
@@ -211,7 +251,7 @@ class Compiler:
 
     def _settle_on(self, signature: Signature, staged: StagedGraph, placement: Placement) -> None:
         self._settled = Settled(placement, owners_of(staged.graph), staged.graph.ranks)
-        self._staged[signature] = [staged]
+        self._captures.staged[signature] = [staged]
 
     def _keep(self, choice: Choice) -> None:
         """Compile what was chosen."""
@@ -236,7 +276,7 @@ class Compiler:
     def _stages(self, signature: Signature, call: Call, start: int, sizes: Sequence[int]) -> StagedGraph:
         """The cut graph that serves the first microbatch of these ``sizes``; it begins at row ``start``."""
         assert self._settled is not None
-        known = self._staged.setdefault(signature, [])
+        known = self._captures.staged.setdefault(signature, [])
         for staged in known:
             if staged.graph.serves(sizes[0]):
                 return staged
@@ -250,7 +290,18 @@ class Compiler:
         symbolic = self.dynamic or len(set(sizes)) > 1
         model, rows = on_device(self.model, call.rows(start, start + sizes[0]), self.device)
         with self._timed("capture and differentiate"):
-            return capture(model, self.loss_fn, signature[0], rows, self.canonical, self.device, symbolic)
+            return capture(
+                model,
+                self.loss_fn,
+                signature.kind.mode,
+                rows,
+                self.canonical,
+                self.device,
+                symbolic,
+                adds_up=not self.microbatch_weight,
+                outputs=signature.kind.outputs,
+                original=self.model,
+            )
 
     def _cut(self, graph: TrainingGraph, cut: Pass, options: CompilerOptions) -> StagedGraph:
         return StagedGraph(graph, cut, options, observers=(self._time,))
@@ -264,7 +315,11 @@ class Compiler:
             trial.staged.write_dumps()
         name = "auto" if self.autotuner.policy.choice == "auto" else trial.plan.schedule
         plan = replace(
-            trial.plan, schedule=name, alternatives=refused(tried, trial), shard_costs=shard_costs(trial)
+            trial.plan,
+            schedule=name,
+            microbatch_weight=self.microbatch_weight,
+            alternatives=refused(tried, trial),
+            shard_costs=shard_costs(trial),
         )
         return Compiled(replace(artifact, plan=plan), trial.staged.graph.output_spec)
 
@@ -283,6 +338,25 @@ class Compiler:
 
     def _note(self, what: str, seconds: float) -> None:
         self.seconds[what] = self.seconds.get(what, 0.0) + seconds
+
+
+def _check_outputs(unclear: str, count: int) -> None:
+    if unclear:
+        raise InputError(
+            f"the model or loss_fn returns a value of all rows together, which those of {count} microbatches "
+            f"do not make: see {unclear}. Return it for each row, or compile with microbatches=1"
+        )
+
+
+def _check_groups(groups: Sequence[tuple[Compiled, list[int]]]) -> None:
+    """Refuse values of the whole mini-batch where no code can take all of it."""
+    if len(groups) > 1 and any(stage.of_batch for stage in groups[0][0].artifact.plan.stages):
+        sizes = [size for _, group in groups for size in group]
+        raise InputError(
+            f"the loss needs a count over the whole mini-batch, but its {len(sizes)} microbatches of "
+            f"{max(sizes)} and {min(sizes)} rows are compiled apart, because the model makes a constant of "
+            f"the batch. Pass a batch that {len(sizes)} microbatches divide, as drop_last=True does"
+        )
 
 
 def on_device(model: nn.Module, call: Call, device: torch.device) -> tuple[nn.Module, Call]:

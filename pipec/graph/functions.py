@@ -14,6 +14,7 @@ Neither are views: they are made again where they are needed, and the tensor tha
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
@@ -22,9 +23,11 @@ from pipec.graph import (
     Gradient,
     LossGradient,
     ModelInput,
+    OfBatch,
     Output,
     Parameter,
     Result,
+    Share,
     TrainingGraph,
     UpdatedBuffer,
     is_constant,
@@ -79,6 +82,8 @@ class StageFunctions:
     functions: tuple[Function, ...]
     parameters: tuple[fx.Node, ...]
     buffers: tuple[fx.Node, ...]
+    of_batch: tuple[fx.Node, ...]
+    """The values of the whole mini-batch that some function reads: arguments of the graph."""
     constants: tuple[fx.Node, ...]
     """Every constant node that is needed, in order. The generated ``constants(b)`` returns those that some
     function reads; the others lead to them."""
@@ -103,6 +108,7 @@ def stage_functions(graph: TrainingGraph, stage: int, split_backward: bool) -> S
         tuple(functions),
         parameters=_arguments(functions, Parameter),
         buffers=_buffers(graph, functions),
+        of_batch=_arguments(functions, OfBatch),
         constants=_constants(graph, functions),
     )
 
@@ -223,7 +229,9 @@ def _is_held(node: fx.Node, phase: Phase) -> bool:
 
 
 def _is_input(node: fx.Node) -> bool:
-    return node.op == "placeholder" and isinstance(node.meta["role"], ModelInput | LossGradient)
+    return node.op == "placeholder" and isinstance(
+        node.meta["role"], ModelInput | LossGradient | Share | OfBatch
+    )
 
 
 def _arguments(functions: Sequence[Function], kind: type) -> tuple[fx.Node, ...]:
@@ -233,10 +241,26 @@ def _arguments(functions: Sequence[Function], kind: type) -> tuple[fx.Node, ...]
 
 
 def _buffers(graph: TrainingGraph, functions: Sequence[Function]) -> tuple[fx.Node, ...]:
-    """The buffers that some function reads, then those that get a new value without being read."""
-    updated = {Buffer(fqn) for function in functions for fqn, _ in function.updates}
-    written = [node for node in graph.arguments if node.meta["role"] in updated]
-    return tuple(dict.fromkeys([*_arguments(functions, Buffer), *written]))
+    """The buffers that some function reads, then those that get a new value or that ``of_batch`` reads."""
+    others: set[Any] = {Buffer(fqn) for function in functions for fqn, _ in function.updates}
+    others |= {n.meta.get("role") for n in of_batch_nodes(graph, _arguments(functions, OfBatch))}
+    named = [n for n in graph.arguments if n.meta["role"] in others and isinstance(n.meta["role"], Buffer)]
+    return tuple(dict.fromkeys([*_arguments(functions, Buffer), *named]))
+
+
+def of_batch_nodes(graph: TrainingGraph, read: Iterable[fx.Node]) -> list[fx.Node]:
+    """What ``graph.of_batch`` computes to make the values ``read``, and the arguments it takes for that."""
+    if graph.of_batch is None:
+        return []
+    made: tuple[fx.Node, ...] = graph.of_batch.output_node().args[0]  # type: ignore[assignment]
+    needed: set[fx.Node] = set()
+    pending = [made[node.meta["role"].index] for node in read]
+    while pending:
+        node = pending.pop()
+        if node not in needed:
+            needed.add(node)
+            pending.extend(node.all_input_nodes)
+    return [node for node in graph.of_batch.nodes if node in needed]
 
 
 def _constants(graph: TrainingGraph, functions: Sequence[Function]) -> tuple[fx.Node, ...]:

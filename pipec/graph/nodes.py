@@ -10,7 +10,7 @@ key          set by    meaning
 ``phase``    capture   ``Phase.FORWARD`` or ``Phase.BACKWARD``; ``split_backward`` refines the latter
 ``constant`` capture   True on forward nodes that depend on nothing but the batch size: masks, positions
 ``role``     capture   on placeholders: what the argument is
-``draw``     capture   on random nodes: what seeds them, besides the step and the microbatch
+``draw``     capture   on random nodes: what seeds them, besides the step's seed and the microbatch
 ``changed``  capture   on buffers: True where the forward gives the buffer a new value
 ``cost``     annotate  FLOPs, bytes and seconds
 ``stage``    cut       the stage that runs the node
@@ -57,10 +57,27 @@ class LossGradient:
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """The microbatch's rows as a share of the batch's: a 0-dim float64 tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class OfBatch:
+    """A value of the whole mini-batch, such as how many labels count: output ``index`` of the graph's
+    ``of_batch``."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
 class Output:
-    """Leaf ``position`` of what the captured function returns, which is the loss or the model's output."""
+    """Leaf ``position`` of what the captured function returns, which is the loss or the model's output.
+
+    ``adds_up``: that of the batch is the sum over microbatches.
+    """
 
     position: int
+    adds_up: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +94,7 @@ class Gradient:
     fqn: str
 
 
-Argument = Parameter | Buffer | ModelInput | LossGradient
+Argument = Parameter | Buffer | ModelInput | LossGradient | Share | OfBatch
 Result = Output | UpdatedBuffer | Gradient
 
 
@@ -135,6 +152,11 @@ def is_view(node: fx.Node) -> bool:
     return any(info is not None and not info.is_write for info in returned)
 
 
+def reads_memory(node: fx.Node) -> bool:
+    """Whether the node's value depends on how its input lies in memory, and not on its elements alone."""
+    return node.target in (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default)
+
+
 def memory_of(node: fx.Node) -> fx.Node:
     """The node that owns the memory of this one: what it is a view of, or itself."""
     while node.op == "call_function" and is_view(node):
@@ -159,7 +181,7 @@ def needs_only_inputs(node: fx.Node) -> bool:
     """
     if "needs_only_inputs" not in node.meta:
         if node.op == "placeholder":
-            answer = isinstance(node.meta["role"], ModelInput)
+            answer = isinstance(node.meta["role"], ModelInput | Share | OfBatch)
         else:
             answer = (
                 is_forward(node) and not is_random(node) and all(map(needs_only_inputs, node.all_input_nodes))

@@ -9,6 +9,7 @@ import sympy
 import torch
 from torch import fx
 
+from pipec.graph.assumptions import NOTHING, Assumptions
 from pipec.graph.nodes import Result
 from pipec.ir import Mode
 from pipec.torch_compat import pytree
@@ -40,8 +41,14 @@ class TrainingGraph:
     ``results`` describes the graph's outputs in order; ``output_spec`` is the tree whose leaves they are.
     ``batch`` is the symbol of the microbatch size in every shape; it is None if the graph is for
     ``batch_size`` rows alone. The graph serves a microbatch size for which all ``guards`` hold.
+    ``of_batch`` computes, once a step, what the stages must know of the whole mini-batch; no pass changes it.
+    ``unclear`` is the call after which it is not known how the losses of microbatches make that of the batch,
+    and ``unclear_output`` the same of other results. ``logs`` names the results that follow the loss; those
+    after them, of which ``output_spec`` is the tree, are the model's output.
+    ``assumptions`` say whether capturing again would give the same; passes leave them alone.
     ``ranks[k]`` is the rank that acts as the k-th of a schedule; if there are none, rank k does.
-    ``replicas[k]`` is how many ranks stage k is cut for, if the cut decides that.
+    ``replicas[k]`` is how many ranks stage k is cut for, if the cut decides that. ``paths`` names the leaves
+    of the arguments, and ``training`` is the mode of the model.
     """
 
     module: fx.GraphModule
@@ -56,7 +63,14 @@ class TrainingGraph:
     ranks: tuple[int, ...] = ()
     replicas: tuple[int, ...] = ()
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    of_batch: fx.Graph | None = None
+    unclear: str = ""
+    unclear_output: str = ""
+    logs: tuple[str, ...] = ()
     output_spec: pytree.TreeSpec | None = None
+    paths: tuple[str, ...] = ()
+    training: bool = True
+    assumptions: Assumptions = NOTHING
 
     @property
     def nodes(self) -> Iterator[fx.Node]:

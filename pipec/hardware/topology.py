@@ -28,6 +28,7 @@ from typing import Any
 
 from pipec.errors import PlanError
 from pipec.hardware.devices import LinkModel
+from pipec.ir.arguments import MOST_RANKS, check_arguments, whole
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -157,6 +158,8 @@ def uniform(
             f"{len(sizes)} levels of devices and {len(bytes_per_second)} bandwidths: give one of each a "
             f"level, innermost first"
         )
+    if math.prod(sizes) > MOST_RANKS:
+        raise PlanError(f"{math.prod(sizes)} devices are too many to plan for: expected at most {MOST_RANKS}")
     levels = tuple(Level(size, rate) for size, rate in zip(sizes, bytes_per_second, strict=True))
     return Topology((device or Device(),) * max(0, math.prod(sizes)), levels)
 
@@ -166,7 +169,7 @@ def read_topology(path: Path) -> Topology:
     try:
         text = path.read_text(encoding="utf-8")
         return _from_facts(tomllib.loads(text) if path.suffix == ".toml" else json.loads(text))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise PlanError(
             f"{path} is not a topology: {error!r}. Expected devices (count, memory_bytes, speed) and levels "
             f"(size, bytes_per_second, latency_seconds), in TOML or JSON"
@@ -177,7 +180,9 @@ def _from_facts(facts: Mapping[str, Any]) -> Topology:
     devices: list[Device] = []
     for entry in facts["devices"]:
         figures = {key: float(value) for key, value in entry.items() if key != "count"}
-        devices += [Device(**figures)] * entry.get("count", 1)
+        count = entry.get("count", 1)
+        check_arguments({"count": whole(1, MOST_RANKS)}, locals())
+        devices += [Device(**figures)] * count
     return Topology(tuple(devices), tuple(Level(**entry) for entry in facts["levels"]))
 
 

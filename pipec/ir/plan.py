@@ -28,7 +28,8 @@ class Stage:
 
     ``parameters`` are the FQNs of ``w`` in the generated code, in order; ``borrowed`` is the subset
     owned by another stage (tied weights). ``updated_buffers`` is the subset of ``buffers`` that the
-    forward replaces (BatchNorm statistics).
+    forward replaces (BatchNorm statistics). ``of_batch`` names what the stage's function of that name
+    computes of the whole mini-batch, once a step.
     """
 
     index: int
@@ -39,6 +40,7 @@ class Stage:
     borrowed: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
     updated_buffers: tuple[str, ...] = ()
+    of_batch: tuple[str, ...] = ()
     recompute: bool = False
     cost: StageCost = StageCost()
 
@@ -83,10 +85,15 @@ class ShardCost:
 class Plan:
     """Everything decided before code is generated. ``placement`` says which rank runs each stage.
 
-    ``outputs`` names the results in the order of the leaves of what the model returns;
-    ``link_seconds[i]`` is how long ``links[i]`` takes. ``parameters`` and ``buffers`` are named by FQN.
-    ``ending`` is what the step does besides its microbatches. ``alternatives`` are the other ways that were
-    considered, the fastest first, and ``shard_costs`` the levels of sharding, if there is something to shard.
+    ``outputs`` names the results in the order of the leaves of what the model returns; ``sums`` are those
+    that add up over microbatches; ``logs`` are the names that the loss function gave to those after the loss;
+    ``arguments`` names all leaves of ``step``'s arguments, of which ``inputs`` are those that a stage reads;
+    ``training`` is the mode that the model was captured in. ``link_seconds[i]`` is how long ``links[i]``
+    takes. ``parameters`` and ``buffers`` are named by FQN. ``ending`` is what the step does besides its
+    microbatches. ``microbatch_weight`` says how much the losses of microbatches count, if the graph does not:
+    by "rows", as they are ("sum"), or as a function says ("given"). ``alternatives`` are the other ways that
+    were considered, the fastest first, and ``shard_costs`` the levels of sharding, if there is anything to
+    shard.
     """
 
     mode: Mode
@@ -101,8 +108,13 @@ class Plan:
     buffers: tuple[Value, ...] = ()
     inputs: tuple[Input, ...] = ()
     outputs: tuple[str, ...] = ()
+    sums: tuple[str, ...] = ()
+    logs: tuple[str, ...] = ()
     dynamic_batch: bool = True
+    arguments: tuple[str, ...] = ()
+    training: bool = True
     ending: Ending = NOTHING_MORE
+    microbatch_weight: str = ""
     alternatives: tuple[Alternative, ...] = ()
     shard_costs: tuple[ShardCost, ...] = ()
 

@@ -52,7 +52,12 @@ _DTYPES: Mapping[str, tuple[str, int]] = {
 
 def format_value(value: Value) -> str:
     """``hidden_3: f32[b, 128, 256]``"""
-    return f"{value.name}: {format_dtype(value.dtype)}[{', '.join(map(str, value.shape))}]"
+    return f"{value.name}: {format_type(value)}"
+
+
+def format_type(value: Value) -> str:
+    """``f32[b, 128, 256]``"""
+    return f"{format_dtype(value.dtype)}[{', '.join(map(str, value.shape))}]"
 
 
 def format_dtype(dtype: str) -> str:

@@ -10,7 +10,7 @@ from pipec.cost.formulas import node_bytes
 from pipec.cost.symbols import evaluate
 from pipec.graph import ModelInput, Output, TrainingGraph, is_tensor, is_view, memory_of, stage_of
 from pipec.graph.dimensions import dimension
-from pipec.graph.functions import Function, StageFunctions
+from pipec.graph.functions import Function, StageFunctions, of_batch_nodes
 from pipec.hardware.topology import Topology
 from pipec.ir import (
     Dim,
@@ -62,7 +62,14 @@ def build_plan(
         microbatch_size=microbatch_size,
         placement=schedule.placement,
         stages=tuple(
-            _stage(graph, stage, owners, microbatch_size, _speed(topology, schedule.placement, stage.index))
+            _stage(
+                graph,
+                stage,
+                names,
+                owners,
+                microbatch_size,
+                _speed(topology, schedule.placement, stage.index),
+            )
             for stage in stages
         ),
         links=links,
@@ -73,7 +80,11 @@ def build_plan(
         buffers=_held(graph, (node for stage in stages for node in stage.buffers)),
         inputs=tuple(_inputs(graph, stages, names)),
         outputs=tuple(names[node] for role, node in graph.outputs if isinstance(role, Output)),
+        sums=tuple(names[node] for role, node in graph.outputs if isinstance(role, Output) and role.adds_up),
+        logs=graph.logs,
         dynamic_batch=graph.batch is not None,
+        arguments=graph.paths,
+        training=graph.training,
         ending=build_ending(ending, graph.mode, stages, values, links, schedule.placement, topology),
     )
 
@@ -111,7 +122,12 @@ def _fqns(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
 
 
 def _stage(
-    graph: TrainingGraph, stage: StageFunctions, owners: Mapping[str, int], size: int, speed: float
+    graph: TrainingGraph,
+    stage: StageFunctions,
+    names: Names,
+    owners: Mapping[str, int],
+    size: int,
+    speed: float,
 ) -> Stage:
     operators = sorted({n.meta["operator"] for n in stage.functions[0].body})
     parameters = _fqns(stage.parameters)
@@ -125,6 +141,7 @@ def _stage(
         borrowed=tuple(fqn for fqn in parameters if owners[fqn] != stage.index),
         buffers=_fqns(stage.buffers),
         updated_buffers=tuple(fqn for fqn in _fqns(stage.buffers) if fqn in updated),
+        of_batch=tuple(names[node] for node in stage.of_batch),
         recompute=any(function.phase is Phase.RECOMPUTE for function in stage.functions),
         cost=stage_cost(graph, stage, size, speed),
     )
@@ -245,9 +262,10 @@ def _result(graph: TrainingGraph, node: fx.Node, name: str) -> Value:
 
 
 def _inputs(graph: TrainingGraph, stages: Sequence[StageFunctions], names: Names) -> Iterator[Input]:
-    read = {node for stage in stages for function in stage.functions for node in function.inputs}
+    read = {n.meta["role"] for stage in stages for function in stage.functions for n in function.inputs}
+    read |= {n.meta.get("role") for stage in stages for n in of_batch_nodes(graph, stage.of_batch)}
     for node in graph.arguments:
         role = node.meta["role"]
-        if node in read and isinstance(role, ModelInput):
+        if role in read and isinstance(role, ModelInput):
             value = value_of(graph, node, names[node])
             yield Input(role.position, role.path, role.batched, _batched(value) if role.batched else value)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from pipec.errors import InputError
 from pipec.graph.functions import StageFunctions
 from pipec.hardware.collectives import all_reduce_seconds, gather_seconds
 from pipec.hardware.topology import Topology
@@ -24,9 +25,12 @@ def build_ending(
 ) -> Ending:
     """The ending of a step: that which was ``asked`` for, with what replicas have to do.
 
-    ``values`` are the parameters by FQN. Only training reduces and updates. Each stage with replicas has a
-    bucket for each dtype of its parameters; those that are lent to other stages have buckets of their own,
+    ``values`` are the parameters by FQN. Only training reduces and updates. Each stage with replicas has
+    buckets for each dtype of its parameters; those that are lent to other stages have buckets of their own,
     and so has each with sparse gradients.
+
+    Raises:
+        InputError: state is to be sharded of a parameter that has sparse gradients and several replicas.
     """
     averaged = tuple(
         stage.index for stage in stages if len(placement[stage.index]) > 1 and _changes_buffers(stage)
@@ -35,12 +39,33 @@ def build_ending(
         return Ending(averaged=averaged)
     lent = {v.name for link in links if link.payload is Payload.WEIGHT for v in link.values}
     buckets = tuple(
-        _priced(bucket, placement[stage.index], topology, asked.shard is not None)
+        _priced(bucket, placement[stage.index], topology, asked)
         for stage in stages
         if len(placement[stage.index]) > 1
-        for bucket in _buckets(stage, values, links, lent)
+        for bucket in _buckets(stage, values, links, lent, _fitting_bytes(topology))
     )
+    if asked.shard is not None:
+        _require_dense([stage for stage in stages if len(placement[stage.index]) > 1])
     return replace(asked, buckets=buckets, averaged=averaged)
+
+
+def _fitting_bytes(topology: Topology) -> float:
+    """Bytes of a bucket that a link carries in twenty times its latency: more would hardly be faster.
+
+    Several buckets overlap with each other: one is on its way while the next is put together.
+    """
+    link = topology.slowest_link
+    return 20 * link.latency_seconds * link.bytes_per_second
+
+
+def _require_dense(stages: Sequence[StageFunctions]) -> None:
+    """Replicas that keep shares sum slices of gradients, and a sparse one has none."""
+    sparse = [fqn for stage in stages for fqn, is_sparse in _gradients(stage).items() if is_sparse]
+    if sparse:
+        raise InputError(
+            f"{sparse[0]} has sparse gradients, which replicas cannot keep shares of; make it with "
+            "sparse=False, or compile without shard=..."
+        )
 
 
 def _changes_buffers(stage: StageFunctions) -> bool:
@@ -48,7 +73,11 @@ def _changes_buffers(stage: StageFunctions) -> bool:
 
 
 def _buckets(
-    stage: StageFunctions, values: Mapping[str, Value], links: Sequence[Link], lent: set[str]
+    stage: StageFunctions,
+    values: Mapping[str, Value],
+    links: Sequence[Link],
+    lent: set[str],
+    most_bytes: float,
 ) -> Iterator[Bucket]:
     borrowed = {
         v.name
@@ -61,8 +90,23 @@ def _buckets(
         if fqn not in borrowed:
             key = (values[fqn].dtype, fqn in lent, fqn if is_sparse else None)
             groups.setdefault(key, []).append(values[fqn])
-    for parameters in groups.values():
-        yield Bucket(stage.index, tuple(parameters), parameters[0].name in lent)
+    for together in groups.values():
+        for parameters in _fused(together, most_bytes):
+            yield Bucket(stage.index, parameters, parameters[0].name in lent)
+
+
+def _fused(parameters: Sequence[Value], most_bytes: float) -> Iterator[tuple[Value, ...]]:
+    """Parameters one after the other in groups of up to so many bytes. A larger one is alone."""
+    group: list[Value] = []
+    held = 0
+    for value in parameters:
+        num_bytes = value_bytes(value, 1)
+        if group and held + num_bytes > most_bytes:
+            yield tuple(group)
+            group, held = [], 0
+        group.append(value)
+        held += num_bytes
+    yield tuple(group)
 
 
 def _gradients(stage: StageFunctions) -> dict[str, bool]:
@@ -72,9 +116,13 @@ def _gradients(stage: StageFunctions) -> dict[str, bool]:
     return {fqn: made[fqn].meta["val"].layout is torch.sparse_coo for fqn in names if fqn in made}
 
 
-def _priced(bucket: Bucket, ranks: Sequence[int], topology: Topology, is_sharded: bool) -> Bucket:
+def _priced(bucket: Bucket, ranks: Sequence[int], topology: Topology, asked: Ending) -> Bucket:
     """The bucket with its seconds. Where state is sharded, each replica gets its share of the sums alone."""
-    num_bytes = sum(value_bytes(value, 1) for value in bucket.parameters)
-    gather = gather_seconds(topology, ranks, num_bytes)
-    reduce = gather if is_sharded else all_reduce_seconds(topology, ranks, num_bytes)
-    return replace(bucket, reduce_seconds=reduce, gather_seconds=gather)
+    travelling = [replace(v, dtype=asked.gradient_dtype or v.dtype) for v in bucket.parameters]
+    reduced, gathered = (sum(value_bytes(v, 1) for v in values) for values in (travelling, bucket.parameters))
+    reduce_seconds = gather_seconds if asked.shard else all_reduce_seconds
+    return replace(
+        bucket,
+        reduce_seconds=reduce_seconds(topology, ranks, min(reduced, gathered)),
+        gather_seconds=gather_seconds(topology, ranks, gathered),
+    )

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipec.ir import Payload, Phase, Plan, Program, Stage
-from pipec.ir.text import format_bytes, format_replicas, format_seconds, value_bytes
+from pipec.ir.text import format_bytes, format_replicas, format_seconds, format_type, value_bytes
 from pipec.plan.memory import rank_memory
 from pipec.plan.predictions import simulate_plan
 from pipec.timeline.attribution import critical_path, waits
@@ -57,7 +57,13 @@ def plan_table(plan: Plan, programs: Sequence[Program], num_devices: Sequence[in
         place = f", on {num_devices[stage.index]} devices" if several else ""
         table.add_row(*_row(plan, stage, place))
     predictions = _predictions(plan, programs)
-    parts = [[_headline(plan)], table_lines(table), predictions, _shard_costs(plan), _alternatives(plan)]
+    parts = [
+        [_headline(plan)],
+        table_lines(table),
+        predictions + _inputs(plan),
+        _shard_costs(plan),
+        _alternatives(plan),
+    ]
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
@@ -124,6 +130,14 @@ def _predictions(plan: Plan, programs: Sequence[Program]) -> list[str]:
 def _state_counted(plan: Plan) -> str:
     state = sum(stage.cost.memory.state for stage in plan.stages)
     return "with optimizer state" if state else "without optimizer state"
+
+
+def _inputs(plan: Plan) -> list[str]:
+    kinds = {
+        kind: [f"{given.path} {format_type(given.value)}" for given in plan.inputs if given.batched is split]
+        for kind, split in (("split into microbatches", True), ("whole in every microbatch", False))
+    }
+    return [f"{kind}: {', '.join(listed)}" for kind, listed in kinds.items() if listed]
 
 
 def _bounds(timeline: Timeline) -> str:

@@ -59,10 +59,10 @@ class EndingLinker:
             self._rank.stages[instruction.stage],
             self._rank.plan.ending.buckets[instruction.bucket],
         )
-        waits, group = self._waits(Op.RECV, stage.index), self._group(stage.index)
+        waits, group = self._brought_home(stage.index, bucket), self._group(stage.index)
         shard = self._shard(instruction)
         if shard is None:
-            reduction = GradientReduction(stage, bucket, group)
+            reduction = GradientReduction(stage, bucket, group, self._rank.plan.ending.gradient_dtype)
             start, finish = reduction.start, reduction.finish
         else:
             start = functools.partial(_start_scatter, shard, stage, bucket, group)
@@ -94,7 +94,7 @@ class EndingLinker:
             group.all_reduce(total)()
             updating.factor = updates.factor(total)
 
-        return self._if_updating(_after(waits, norm))
+        return _after(waits, self._if_updating(norm))
 
     def _update(self, stage: int) -> Action:
         updating = self._rank.updating
@@ -149,6 +149,16 @@ class EndingLinker:
     def _gradients_of(self, stage: int) -> list[Action]:
         """What must be over before the gradients of a stage are complete, and summed over replicas."""
         return [*self._waits(Op.RECV, stage), *self._waits(Op.REDUCE_GRAD, stage)]
+
+    def _brought_home(self, stage: int, bucket: Bucket) -> list[Action]:
+        """What must be over before the gradients of a bucket are those of every stage that uses it."""
+        return [
+            action
+            for begun, each in self._awaited
+            if begun.op is Op.RECV and begun.stage == stage and begun.link
+            if not {value.name for value in begun.link.values}.isdisjoint(bucket.names)
+            for action in each.awaited()
+        ]
 
     def _waits(self, op: Op, stage: int) -> list[Action]:
         """What instructions of a stage have started and nobody has waited for yet."""

@@ -1,9 +1,10 @@
 """What a user holds of a pipeline, compiled or loaded: its tensors, and the artifacts linked to them."""
 
 import contextlib
+import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -13,8 +14,10 @@ from torch.utils import _pytree as pytree
 from pipec.artifact.directory import Artifact
 from pipec.errors import InputError
 from pipec.ir import Plan, Program
+from pipec.ir.arguments import NUMBER, check_arguments, instance
 from pipec.runtime.execution import Execution, Ranks
 from pipec.runtime.facts import Facts, differences, rank_names
+from pipec.runtime.group import Group
 from pipec.runtime.optimizers import PipelineOptimizer, StatePart
 from pipec.runtime.recording import RecordedStep
 from pipec.runtime.updates import Updates
@@ -22,6 +25,8 @@ from pipec.runtime.updates import Updates
 
 class Handle(nn.Module):
     """Runs artifacts on the tensors that it holds under the model's own names.
+
+    ``logs`` has by name what the loss function of the last step returned besides the loss, for the batch.
 
     A subclass registers the tensors, and sets ``_trained`` to the artifact that ``step`` runs.
     """
@@ -31,9 +36,10 @@ class Handle(nn.Module):
         self._ranks = ranks
         self._updates = updates
         self._accumulates = False
+        self.logs: dict[str, Tensor] = {}
         self._trained = trained
-        self._seed = ranks.agreed_seed()
         self._num_steps = 0
+        self._process = os.getpid()
         self._executions: dict[Artifact, Execution] = {}
         self._recorded: list[RecordedStep] | None = None
         self._holders: dict[str, tuple[int, ...]] = holders(trained.plan) if trained else {}
@@ -51,6 +57,7 @@ class Handle(nn.Module):
         It does what ``torch.nn.utils.clip_grad_norm_`` does to the unsplit model, wherever the parameters
         are; a tied parameter counts once. Every rank calls it. Returns the norm before.
         """
+        check_arguments(METHODS, locals())
         if self._updates is not None:
             raise InputError(
                 "pipe.step(...) has made the update already, for the pipeline was compiled with "
@@ -100,6 +107,7 @@ class Handle(nn.Module):
 
     def source(self, stage: int) -> str:
         """The generated Python of a stage."""
+        check_arguments(METHODS, locals())
         sources = self._artifact.sources
         if not 0 <= stage < len(sources):
             raise InputError(f"there is no stage {stage}: the pipeline has stages 0 to {len(sources) - 1}")
@@ -131,30 +139,60 @@ class Handle(nn.Module):
 
     def _execution(self, artifact: Artifact) -> Execution:
         """The artifact linked to the tensors, made at the first call."""
+        self._refuse_in_a_fork()
+        if artifact not in self._executions:
+            self._refuse_meta()
+        updates = self._bound_updates(artifact.plan)
         if artifact not in self._executions:
             tensors = self._tensors_by_fqn()
-            if meta := [fqn for fqn, tensor in tensors.items() if tensor.is_meta]:
-                raise InputError(
-                    f"{meta[0]} and {len(meta) - 1} other tensors are on the meta device and hold no values. "
-                    "Call to_empty(device=...) and then load_state_dict(...) on the pipeline; or save the "
-                    "artifact with tensors=True"
-                )
-            updates = self._bound_updates(artifact.plan)
             self._executions[artifact] = Execution(artifact, tensors, tensors, self._ranks, updates)
         return self._executions[artifact]
 
+    def _refuse_meta(self) -> None:
+        if meta := [fqn for fqn, tensor in self._tensors_by_fqn().items() if tensor.is_meta]:
+            raise InputError(
+                f"{meta[0]} and {len(meta) - 1} other tensors are on the meta device and hold no values. "
+                "Call to_empty(device=...) and then load_state_dict(...) on the pipeline; or save the "
+                "artifact with tensors=True"
+            )
+
     def _bound_updates(self, plan: Plan) -> Updates | None:
-        """The optimizer, with what it updates where the plan says so."""
+        """The optimizer, with what it updates where the plan says so.
+
+        Artifacts that were linked while parameters were divided in another way are linked anew.
+        """
         if not plan.ending.updates:
             return None
         if self._updates is None:
             raise InputError("the program updates its weights, and so needs an optimizer: pass optimizer=...")
-        ranks, is_distributed = list(self._ranks.devices), self._ranks.world.distributed
-        own = dict(self.named_parameters())
-        self._empty(self._updates.bind(plan, own, ranks, is_distributed, self._gathered_states))
+        if not self._updates.is_bound_to(plan):
+            self._release_shares()
+            self._executions.clear()
+            ranks, is_distributed = list(self._ranks.devices), self._ranks.world.distributed
+            own = dict(self.named_parameters())
+            self._updates.bind(plan, own, ranks, is_distributed, self._gathered_states)
+            self._empty(self._updates.in_shares)
         return self._updates
 
-    def _empty(self, fqns: Sequence[str]) -> None:
+    def _release_shares(self) -> None:
+        """Let parameters that are kept in shares be whole, before they are divided in another way."""
+        if self._updates is not None:
+            self._updates.release(dict(self.named_parameters()), self._group_of)
+
+    @contextlib.contextmanager
+    def _gathered(self) -> Iterator[None]:
+        """Let parameters that are kept in shares be whole inside a ``with``. Every rank does so together."""
+        if self._updates is None:
+            yield
+        else:
+            with self._updates.gathered(dict(self.named_parameters()), self._group_of):
+                yield
+
+    def _group_of(self, rank: int, stage: int) -> Group:
+        assert self._trained is not None, "parameters are divided as a program says"
+        return self._ranks.transport(rank).group(self._trained.plan.placement[stage])
+
+    def _empty(self, fqns: Collection[str]) -> None:
         """Give back the memory of parameters that are kept in shares."""
         own = dict(self.named_parameters())
         for fqn in fqns:
@@ -172,12 +210,6 @@ class Handle(nn.Module):
             theirs, shape = self._ranks.agreement.from_rank(rank, doing, leaves, structure)
             found.append([StatePart(*part) for part in pytree.tree_unflatten(theirs, shape)])
         return found
-
-    def _unlink(self) -> None:
-        """Let artifacts be linked anew to tensors that may have been replaced."""
-        self._executions.clear()
-        if self._updates is not None:
-            self._updates.forget()
 
     def _parameter_kinds(self) -> dict[str, torch.dtype]:
         """The type of the norm of each parameter of the whole model, in the model's order."""
@@ -197,10 +229,28 @@ class Handle(nn.Module):
         """Whether this process has a tensor: all do that run a stage that owns it."""
         return not self._ranks.world.distributed or self._ranks.world.rank in self._holders.get(fqn, (0,))
 
-    def _require_same(self, kind: str, facts: Facts) -> None:
-        """Check that every rank makes this call, and with the same arguments. Raises InputError."""
+    def _require_same(self, kind: str, facts: Facts, notes: Sequence[int] = ()) -> list[list[int]]:
+        """Check that every rank makes this call, and with the same arguments. Returns the notes of each.
+
+        Raises InputError if they do not, or if this process cannot reach the others.
+        """
+        self._refuse_in_a_fork()
         call = f"{kind}, after {self._num_steps} steps"
-        self._ranks.agreement.require(f"calling {call}", {"call": call, **facts}, _refusal)
+        return self._ranks.agreement.require(f"calling {call}", {"call": call, **facts}, _refusal, notes)
+
+    def _refuse_in_a_fork(self) -> None:
+        """A forked process has neither the threads nor the connections that run the ranks."""
+        if os.getpid() != self._process:
+            raise InputError(
+                "this process is a fork of the one that made the pipeline, and has none of its threads and "
+                "connections; call pipec.compile in the process that trains"
+            )
+
+    def __reduce__(self) -> Any:
+        raise InputError(
+            "a pipeline cannot be pickled, nor a loaded one copied: it holds threads and connections. Save "
+            "state_dict(), or full_state_dict() under torchrun; or write and load an artifact once more"
+        )
 
     def _warn_of_clipping(self, reader: str) -> None:
         """Warn if torch's function, which knows this process's gradients alone, asks for the parameters."""
@@ -222,9 +272,14 @@ class Handle(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """``to_empty`` and its kin call this. It may replace tensors, so artifacts are linked anew."""
+        self._release_shares()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._unlink()
+        self._executions.clear()
         return self
+
+
+METHODS = {"max_norm": NUMBER, "norm_type": NUMBER, "stage": instance("the number of a stage", int)}
+"""What the arguments of the methods must be."""
 
 
 def _refusal(every: Sequence[Facts]) -> str:

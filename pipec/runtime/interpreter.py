@@ -21,6 +21,7 @@ from pipec.runtime.linker import link
 from pipec.runtime.rank import Rank, Updating
 from pipec.runtime.recording import Stamps, epoch_offset
 from pipec.runtime.results import Results, join_replicas
+from pipec.runtime.span import Span
 from pipec.runtime.stage import BoundStage, StageCode
 from pipec.runtime.transport import Transport
 from pipec.runtime.updates import Updates
@@ -77,7 +78,7 @@ class Interpreter:
             if link.source in self._stages
             for value in link.values
         ]
-        self._results = Results(made, plan.num_microbatches)
+        self._results = Results(made, plan.num_microbatches, plan.sums)
         self._updating = Updating(updates)
         loss = _loss_of(plan)
         self._rank = Rank(
@@ -91,24 +92,20 @@ class Interpreter:
     def run(
         self,
         microbatches: Sequence[Mapping[str, Tensor]],
-        sizes: Sequence[int],
+        span: Span,
         seed: int = 0,
-        step: int = 0,
-        batch: int | None = None,
         stamps: Stamps | None = None,
         update: bool = True,
     ) -> dict[str, Tensor]:
-        """Execute one step. Returns the results of the whole batch by name, on every rank.
+        """Execute one step. Returns the results of the microbatches together by name, on every rank.
 
         A step that fails leaves in ``.grad`` what was added until then, and the model's buffers as they were.
 
         Args:
             microbatches: The model's inputs by name, for each microbatch.
-            sizes: The number of samples in each microbatch.
-            seed: Random operators draw from streams that depend on the seed, the step, the microbatch and
-                the operator alone.
-            step: The number of the step.
-            batch: The samples of the whole mini-batch, if the microbatches are only some of them.
+            span: What the microbatches are of the batch.
+            seed: Random operators draw from streams that depend on the seed, the microbatch's number in the
+                batch and the operator alone. Each step has another.
             stamps: The times of the step are appended.
             update: A program that updates does so. If not, the gradients are kept for the next update.
 
@@ -124,7 +121,8 @@ class Interpreter:
                 torch.no_grad(),
                 torch.autocast(self._device.type, enabled=False),
             ):
-                self._begin_step(microbatches, sizes, (seed, step), batch or sum(sizes))
+                self._results.loss_shares = span.shares
+                self._begin_step(microbatches, span, seed)
                 if stamps is None:
                     self._execute()
                 else:
@@ -144,24 +142,20 @@ class Interpreter:
         finally:
             self._forget_step()
 
-    def _begin_step(
-        self,
-        microbatches: Sequence[Mapping[str, Tensor]],
-        sizes: Sequence[int],
-        seed: tuple[int, int],
-        batch: int,
-    ) -> None:
-        self._rank.sizes[:] = [*sizes, sum(sizes)]
+    def _begin_step(self, microbatches: Sequence[Mapping[str, Tensor]], span: Span, seed: int) -> None:
+        self._rank.sizes[:] = [*span.sizes, span.num_rows]
+        shares = span.loss_shares
         for stage in self._stages.values():
             stage.begin_step()
             for microbatch in self._own[stage.index]:
-                inputs, size = microbatches[microbatch], sizes[microbatch]
-                frame = stage.fill_frame(microbatch, seed, size)
+                inputs, size = microbatches[microbatch], span.sizes[microbatch]
+                frame = stage.fill_frame(microbatch, (seed, span.first + microbatch), size)
                 frame.update(
                     {name: inputs[name].to(self._device, non_blocking=True) for name in stage.inputs}
                 )
                 if self._rank.loss:
-                    frame["grad_loss"] = _loss_gradient(size / batch, self._rank.loss.dtype, self._device)
+                    weight = shares[microbatch]
+                    frame["grad_loss"] = _loss_gradient(weight, self._rank.loss.dtype, self._device)
 
     def _execute(self) -> None:
         for position, action in enumerate(self._actions):
@@ -181,6 +175,7 @@ class Interpreter:
     def _merged_results(self) -> dict[str, Tensor]:
         """The results of the batch, from what every replica that made a part of them has."""
         sizes, received, merged = self._rank.sizes[:-1], self._rank.received, dict[str, Tensor]()
+        sums = self._rank.plan.sums
         for made in self._result_links:
             for value in made.values:
                 parts = [
@@ -189,7 +184,7 @@ class Interpreter:
                     else received[value.name, rank]
                     for rank in self._rank.plan.placement[made.source]
                 ]
-                merged[value.name] = join_replicas(value, parts, sizes)
+                merged[value.name] = join_replicas(value, parts, sizes, value.name in sums)
         return merged
 
     def _forget_step(self) -> None:

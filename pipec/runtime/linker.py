@@ -48,7 +48,8 @@ class _Linker:
         self.closing: list[tuple[Instruction, Action]] = []
         self._rank = rank
         self._always = _ALWAYS | {"grad_loss"} if rank.loss else _ALWAYS
-        self._inputs = {entry.value.name for entry in rank.plan.inputs}
+        self._inputs = {"share", *(entry.value.name for entry in rank.plan.inputs)}
+        self._inputs |= {name for stage in rank.plan.stages for name in stage.of_batch}
         self._present: dict[tuple[int, int], dict[str, Delivery]] = defaultdict(dict)
         self._dropped_by: dict[tuple[int, int, str], list[str]] = {}
         self._lent: dict[int, dict[str, Delivery]] = defaultdict(dict)

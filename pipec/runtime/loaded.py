@@ -1,6 +1,6 @@
 """A saved artifact, ready to train: no model and no compiler, only the plan, the code and the programs."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,53 +8,111 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pipec.artifact.directory import Artifact, read
+from pipec.artifact.check import read_verified
+from pipec.artifact.directory import Artifact
 from pipec.errors import InputError
 from pipec.ir import Input, Plan, Value
-from pipec.ir.batch import split_sizes
+from pipec.ir.arguments import FLAG, FUNCTION, NONE, SECONDS, check_arguments, instance, one_of
+from pipec.ir.batch import leaf_path, split_sizes
 from pipec.ir.text import format_value
 from pipec.runtime.batch import dense
 from pipec.runtime.execution import Ranks
 from pipec.runtime.facts import leaf_fact
 from pipec.runtime.handle import Handle, homes
 from pipec.runtime.holder import ModelTensors, hold
-from pipec.runtime.launch import Devices
+from pipec.runtime.launch import DEVICES, Devices
+from pipec.runtime.randomness import next_seed
+from pipec.runtime.span import Span
+from pipec.runtime.weights import GIVEN, WORDS, MicrobatchWeight, loss_shares
 
 
-def load(directory: str | Path, devices: Devices | None = None, timeout: float = 300.0) -> "LoadedPipeline":
+def load(
+    directory: str | Path,
+    devices: Devices | None = None,
+    timeout: float = 300.0,
+    microbatch_weight: MicrobatchWeight | None = None,
+) -> "LoadedPipeline":
     """Read what ``Pipeline.save`` wrote.
 
     ``devices`` says how many devices to use, or which; None is one for each rank of the plan. Tensors that
-    were not saved are on the meta device until ``to_empty`` and ``load_state_dict`` give them values.
+    were not saved are on the meta device until ``to_empty`` and ``load_state_dict`` give them values. An
+    artifact holds no function: if ``compile`` was given one as ``microbatch_weight``, pass it again.
 
     Raises:
-        ArtifactError: the directory does not hold an intact artifact of this format.
+        ArtifactError, VerifyError: the directory does not hold an intact artifact of this format, or its
+            programs are not one correct step.
         InputError: the devices do not match the ranks of the plan.
     """
-    artifact, tensors = read(Path(directory))
+    check_arguments(LOAD, locals())
+    artifact, tensors = read_verified(Path(directory))
     num_ranks = artifact.plan.num_ranks
     ranks = Ranks(devices if devices is not None else num_ranks, timeout)
     if ranks.count != num_ranks:
         raise InputError(
             f"the artifact in {directory} is for {num_ranks} ranks, but devices asks for {ranks.count}"
         )
-    return LoadedPipeline(artifact, tensors, ranks)
+    return LoadedPipeline(artifact, tensors, ranks, microbatch_weight)
+
+
+LOAD = {
+    "directory": instance("the path of a folder", str, Path),
+    "devices": DEVICES | NONE,
+    "timeout": SECONDS,
+    "microbatch_weight": one_of(*WORDS) | FUNCTION | NONE,
+}
+"""What each argument of ``load`` must be."""
+
+
+CallOf = Callable[[list[Any]], tuple[Any, dict[str, Any], Any]]
+"""Makes arguments, keyword arguments and the target of their leaves."""
 
 
 class LoadedPipeline(Handle):
     """An artifact with its tensors under their original names; made by :func:`pipec.load`."""
 
-    def __init__(self, artifact: Artifact, tensors: dict[str, Tensor], ranks: Ranks) -> None:
+    def __init__(
+        self,
+        artifact: Artifact,
+        tensors: dict[str, Tensor],
+        ranks: Ranks,
+        microbatch_weight: MicrobatchWeight | None = None,
+    ) -> None:
         super().__init__(ranks, artifact)
+        self.training = artifact.plan.training
+        if (artifact.plan.microbatch_weight == GIVEN) != callable(microbatch_weight):
+            raise InputError(
+                "the artifact was compiled with a function as microbatch_weight; pass that to load"
+                if microbatch_weight is None
+                else "the artifact was compiled without a function as microbatch_weight, and takes none"
+            )
+        self._weight = microbatch_weight or artifact.plan.microbatch_weight
         hold(self, _tensors_of(artifact.plan, tensors, artifact.constants, ranks))
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
         """The same as ``Pipeline.step``, for arguments of the shapes that the artifact was compiled for.
 
         Raises:
-            InputError: the arguments have other shapes or types. Nothing was sent then.
+            InputError: the arguments have other names, shapes or types. Nothing was sent then.
         """
-        leaves = [dense(leaf) for leaf in pytree.tree_leaves((args, dict(sorted(kwargs.items())), target))]
+        tree = {"args": args, "kwargs": dict(sorted(kwargs.items())), "target": target}
+        found, structure = pytree.tree_flatten_with_path(tree)
+        paths = [leaf_path(keys) for keys, _ in found]
+        if paths != list(self.plan.arguments):
+            raise InputError(
+                f"step was given {_listed(paths)}; this artifact was made for "
+                f"{_listed(self.plan.arguments)}. Pass the same, by position or by name as there"
+            )
+        return self._step(
+            [leaf for _, leaf in found],
+            lambda leaves: tuple(pytree.tree_unflatten(leaves, structure).values()),
+        )
+
+    def step_on(self, leaves: Sequence[Any]) -> Tensor:
+        """As ``step``, for the leaves of its arguments in the order of the plan's ``arguments``."""
+        return self._step(leaves, lambda leaves: (leaves, {}, None))
+
+    def _step(self, leaves: Sequence[Any], call_of: CallOf) -> Tensor:
+        leaves = [dense(leaf) for leaf in leaves]
         plan = self._artifact.plan
         batch = _batch_size(plan, leaves)
         for given in plan.inputs:
@@ -65,12 +123,34 @@ class LoadedPipeline(Handle):
                 f"this artifact takes microbatches of exactly {plan.microbatch_size} rows, so a batch of "
                 f"{plan.microbatch_size * plan.num_microbatches}; the batch has {batch}"
             )
+        seed, after = next_seed()
         if self._ranks.world.distributed:
-            self._require_same("step", {given.path: leaf_fact(_leaf(given, leaves)) for given in plan.inputs})
+            facts = {given.path: leaf_fact(_leaf(given, leaves)) for given in plan.inputs}
+            seed = self._require_same("step", facts, [seed])[0][0]
         execution = self._execution(self._artifact)
-        results = execution.run(leaves, sizes, batch, self._seed, self._num_steps, self._recorded)
+        batched = [isinstance(leaf, Tensor) and leaf.shape[:1] == (batch,) for leaf in leaves]
+        shares = loss_shares(self._weight, leaves, call_of, batched, sizes)
+        if self._artifact.draws:
+            torch.default_generator.set_state(after)
+        results = execution.run(leaves, Span(sizes, batch, shares=shares), seed, self._recorded)
         self._num_steps += 1
+        self.logs = {name: results[kept] for name, kept in zip(plan.logs, plan.outputs[1:], strict=False)}
         return results["loss"]
+
+    def train(self, mode: bool = True) -> "LoadedPipeline":
+        """Do nothing if that is the mode that the artifact was made in.
+
+        Raises:
+            InputError: it was made in the other mode, and holds no code for this one.
+        """
+        check_arguments({"mode": FLAG}, locals())
+        if mode != self.plan.training:
+            made, call = ("training", "eval") if self.plan.training else ("evaluation", "train")
+            raise InputError(
+                f"this artifact holds the step of a model in {made} mode, and no other code. Call {call}() "
+                "on the pipeline of pipec.compile, then prepare(...) and save(...)"
+            )
+        return super().train(mode)
 
     @property
     def plan(self) -> Plan:
@@ -120,6 +200,10 @@ def _check(given: Input, leaves: Sequence[Any], batch: int) -> None:
     if not (isinstance(leaf, Tensor) and leaf.dtype == dtype and leaf.shape == shape):
         found = f"{leaf.dtype} of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
         raise InputError(f"{given.path} is {found}; expected {dtype} of shape {shape}")
+
+
+def _listed(paths: Iterable[str]) -> str:
+    return ", ".join(paths) or "nothing"
 
 
 def _leaf(given: Input, leaves: Sequence[Any]) -> Any:

@@ -8,6 +8,7 @@ from torch import Tensor
 from pipec.ir import Bucket
 from pipec.runtime.group import Group, Wait
 from pipec.runtime.stage import BoundStage
+from pipec.runtime.storage import is_exclusive
 
 
 class FlatLayout:
@@ -29,14 +30,18 @@ class FlatLayout:
 
 
 class GradientReduction:
-    """Sums the gradients of a bucket over the replicas of its stage, and adds the sums to ``.grad``."""
+    """Sums the gradients of a bucket over the replicas of its stage, and adds the sums to ``.grad``.
 
-    def __init__(self, stage: BoundStage, bucket: Bucket, group: Group) -> None:
+    They travel, and are summed, in ``dtype`` if it is given.
+    """
+
+    def __init__(self, stage: BoundStage, bucket: Bucket, group: Group, dtype: str = "") -> None:
         self._stage, self._group = stage, group
         self._indices = [stage.code.PARAMETERS.index(name) for name in bucket.names]
         self._layout = FlatLayout([stage.weights[index] for index in self._indices])
-        self._dtype = stage.weights[self._indices[0]].dtype
+        self._dtype = travelling_as(dtype, stage.weights[self._indices[0]].dtype)
         self._sums: list[Tensor | None] = []
+        self._flat: Tensor | None = None
         self._wait: Wait = _nothing
 
     def start(self) -> None:
@@ -45,7 +50,7 @@ class GradientReduction:
         if totals[0] is not None and totals[0].is_sparse:
             self._sums = [_sum_of_rows(totals[0], self._group)]
             return
-        flat = torch.empty(self._layout.size, dtype=self._dtype, device=self._stage.device)
+        flat = self._memory()
         self._sums = []
         for number, view in enumerate(self._layout.views(flat)):
             total, totals[number] = totals[number], None
@@ -57,6 +62,12 @@ class GradientReduction:
             del total
         self._wait = self._group.all_reduce(flat)
 
+    def _memory(self) -> Tensor:
+        """That of the step before, unless somebody still holds what came out of it."""
+        if self._flat is None or not is_exclusive(self._flat):
+            self._flat = torch.empty(self._layout.size, dtype=self._dtype, device=self._stage.device)
+        return self._flat
+
     def finish(self) -> None:
         """Wait for the sums, and add them to ``.grad``."""
         self._wait()
@@ -64,7 +75,13 @@ class GradientReduction:
         if self._stage.owns_tensors:
             for index, total in zip(self._indices, sums, strict=True):
                 if total is not None:
-                    self._stage.gradients.deposit(index, total)
+                    self._stage.gradients.deposit(index, total.to(self._stage.weights[index].dtype))
+
+
+def travelling_as(asked: str, own: torch.dtype) -> torch.dtype:
+    """The dtype in which gradients of dtype ``own`` travel: the one that is asked for, if it is smaller."""
+    dtype: torch.dtype = getattr(torch, asked) if asked and own.is_floating_point else own
+    return dtype if dtype.itemsize < own.itemsize else own
 
 
 def _sum_of_rows(gradient: Tensor, group: Group) -> Tensor:

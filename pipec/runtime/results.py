@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from pipec.errors import InputError, VerifyError
-from pipec.ir import Value
+from pipec.ir import Payload, Plan, Value
 from pipec.ir.text import evaluate_dim, format_value
+from pipec.runtime.span import Span
 
 
 def check_mergeable(value: Value) -> None:
@@ -25,10 +26,20 @@ def check_mergeable(value: Value) -> None:
 class Results:
     """Collects the parts of each result that a rank makes, by microbatch.
 
-    ``made`` has the results and the microbatches of which this rank makes them.
+    ``made`` has the results and the microbatches of which this rank makes them. ``sums`` names those that add
+    up. ``loss_shares`` are what the losses of microbatches are multiplied by, if not their shares of the
+    samples.
     """
 
-    def __init__(self, made: Sequence[tuple[Value, Sequence[int]]], num_microbatches: int) -> None:
+    loss_shares: Sequence[float] | None = None
+
+    def __init__(
+        self,
+        made: Sequence[tuple[Value, Sequence[int]]],
+        num_microbatches: int,
+        sums: Sequence[str] = (),
+    ) -> None:
+        self._sums = sums
         for value, _ in made if num_microbatches > 1 else ():
             check_mergeable(value)
         self._values = {value.name: value for value, _ in made}
@@ -50,29 +61,39 @@ class Results:
         if name not in self._merged:
             own, parts = self._own[name], self._parts.pop(name)
             in_order = [parts[microbatch] for microbatch in own]
-            own_sizes = [sizes[microbatch] for microbatch in own]
-            self._merged[name] = merge(self._values[name], in_order, own_sizes, sum(sizes))
+            if name == "loss" and self.loss_shares is not None:
+                shares = [self.loss_shares[microbatch] for microbatch in own]
+                self._merged[name] = weighted_sum(in_order, shares)
+            else:
+                own_sizes, adds_up = [sizes[microbatch] for microbatch in own], name in self._sums
+                self._merged[name] = merge(self._values[name], in_order, own_sizes, sum(sizes), adds_up)
         return self._merged[name]
 
 
-def merge(value: Value, parts: Sequence[Tensor], sizes: Sequence[int], batch: int) -> Tensor:
+def merge(
+    value: Value, parts: Sequence[Tensor], sizes: Sequence[int], batch: int, adds_up: bool = False
+) -> Tensor:
     """Join the parts of microbatches that hold ``sizes`` of the samples of a batch into a new tensor.
 
     Parts with a batch dimension are concatenated along it. Floating-point parts without one, such as mean
-    losses, become the mean over samples: each is weighted with its share of the batch. Any other value must
-    be the same for every microbatch.
+    losses, become the mean over samples: each is weighted with its share of the batch. Parts that ``adds_up``
+    says are terms become their sum. Any other value must be the same for every microbatch.
 
     Raises:
         InputError: the parts cannot stand for the whole batch.
     """
     if dims := _batch_dims(value):
         return _concatenate(value, parts, dims[0], sum(sizes))
+    if adds_up:
+        return torch.stack(list(parts)).sum(0, dtype=parts[0].dtype)
     if parts[0].is_floating_point() or parts[0].is_complex():
-        return _weighted_sum(parts, sizes, batch)
+        return weighted_sum(parts, [size / batch for size in sizes])
     return _the_same(value, parts).clone()
 
 
-def join_replicas(value: Value, parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+def join_replicas(
+    value: Value, parts: Sequence[Tensor], sizes: Sequence[int], adds_up: bool = False
+) -> Tensor:
     """The result of the batch from what ``merge`` made on each replica, of microbatches in turn.
 
     Of three microbatches, the first of two replicas has the rows of the first and the last::
@@ -88,8 +109,8 @@ def join_replicas(value: Value, parts: Sequence[Tensor], sizes: Sequence[int]) -
             for k, part in enumerate(parts)
         ]
         return torch.cat([next(rows[microbatch % count]) for microbatch in range(len(sizes))], dims[0])
-    if parts[0].is_floating_point() or parts[0].is_complex():
-        return sum(parts[1:], start=parts[0])
+    if adds_up or parts[0].is_floating_point() or parts[0].is_complex():
+        return torch.stack(list(parts)).sum(0, dtype=parts[0].dtype)
     return _the_same(value, parts)
 
 
@@ -100,6 +121,17 @@ def _the_same(value: Value, parts: Sequence[Tensor]) -> Tensor:
             "mean; return it per sample, or as floating point, or use one microbatch"
         )
     return parts[0]
+
+
+def join(plan: Plan, parts: Sequence[Mapping[str, Tensor]], spans: Sequence[Span]) -> dict[str, Tensor]:
+    """The results of a batch from those of the spans that make it up."""
+    values = [value for link in plan.links if link.payload is Payload.RESULT for value in link.values]
+    sizes, batch = [span.num_rows for span in spans], spans[0].batch
+    sums = {*plan.sums, "loss"} if spans[0].shares else plan.sums
+    return {
+        value.name: merge(value, [part[value.name] for part in parts], sizes, batch, value.name in sums)
+        for value in values
+    }
 
 
 def _batch_dims(value: Value) -> list[int]:
@@ -118,8 +150,8 @@ def _concatenate(value: Value, parts: Sequence[Tensor], dim: int, batch: int) ->
     return joined
 
 
-def _weighted_sum(parts: Sequence[Tensor], sizes: Sequence[int], batch: int) -> Tensor:
-    total = parts[0] * (sizes[0] / batch)
-    for part, size in zip(parts[1:], sizes[1:], strict=True):
-        total = total + part * (size / batch)
+def weighted_sum(parts: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+    total = parts[0] * shares[0]
+    for part, share in zip(parts[1:], shares[1:], strict=True):
+        total = total + part * share
     return total

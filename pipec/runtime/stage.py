@@ -29,13 +29,15 @@ class StageCode(Protocol):
     ``saved``       list returned by the phase before; the function empties it, which frees the values
     ``grad_loss``   0-dim tensor: the microbatch's share of the batch, what the backward starts from
     ``device``      the stage's ``torch.device``
+    ``share``       0-dim tensor: the rows of the microbatch as a share of the batch's
     other names     a received value or a model input
     =============== ===================================================================================
 
     ``sent`` is a dict of values by name. Optional functions: ``recompute(...) -> saved``,
     ``backward(...) -> (sent, gradients)``, ``backward_input(...) -> (sent, saved, gradients)``,
     ``backward_weight(...) -> gradients``, each gradient aligned with ``PARAMETERS`` and None where there
-    is none, and ``constants(...) -> tuple`` of what depends on ``b`` and ``device`` alone.
+    is none, ``constants(...) -> tuple`` of what depends on ``b`` and ``device`` alone, and
+    ``of_batch(...) -> tuple`` of what is needed of the whole batch, under the names in the stage's plan.
     """
 
     PARAMETERS: tuple[str, ...]
@@ -97,11 +99,15 @@ class BoundStage:
             ]
         self.gradients.begin_step()
 
-    def fill_frame(self, microbatch: int, seed: tuple[int, int], size: int) -> Frame:
-        """Put into the frame what every stage has. ``seed`` is the run's seed and the number of the step."""
+    def fill_frame(self, microbatch: int, key: tuple[int, int], size: int) -> Frame:
+        """Put into the frame what every stage has.
+
+        ``key`` is what draws depend on beside the operator: the step's seed, and the microbatch's number in
+        the batch.
+        """
         frame = self.frames[microbatch]
         frame.update(w=self.weights, buffers=self.buffers, b=size, device=self.device)
-        frame["rng"] = functools.partial(generator, self.device, *seed, microbatch)
+        frame["rng"] = functools.partial(generator, self.device, *key)
         frame["constants"] = self._constants(size)
         return frame
 

@@ -1,0 +1,209 @@
+"""Data parallelism on two ranks of one thread: pipec beside DistributedDataParallel and FSDP2.
+
+    torchrun --nproc-per-node 2 benchmarks/data_parallel.py
+
+A step is forward, backward, sum of gradients and the update by AdamW of a mini-batch of which each rank works
+on half. The contestants live in the same two processes and make a step in turn, so that a change in the
+machine's speed meets all of them; before each step the ranks wait for each other. Ratios are of medians, and
+the loss after all steps must be the same. Peak memory is that of the storages which torch operators make and
+which are alive, counted in one more step of each contestant alone.
+"""
+
+import argparse
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from memory import Meter
+from models import gpt, next_token_loss
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from transformers import ResNetConfig, ResNetForImageClassification
+
+import pipec
+
+RANKS, WARMUP_STEPS = 2, 3
+BUCKETS_MB = (1, 25, 400)
+ADAMW = functools.partial(torch.optim.AdamW, lr=1e-4, foreach=True)
+
+Step = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model of consecutive modules, whose blocks FSDP2 shards one by one, and a whole mini-batch."""
+
+    name: str
+    model: Callable[[], nn.Sequential]
+    batch: Callable[[], tuple[Tensor, Tensor]]
+
+
+class Images(nn.Module):
+    """The last part of a ResNet: ``f32[batch, channels, 1, 1]`` to ``f32[batch, labels]``."""
+
+    def __init__(self, classifier: nn.Module) -> None:
+        super().__init__()
+        self.classifier = classifier
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.classifier(x.mean((2, 3)))
+        return logits
+
+
+def resnet() -> nn.Sequential:
+    config = ResNetConfig(hidden_sizes=[64, 128, 256, 512], depths=[2, 2, 2, 2], layer_type="basic")
+    whole = ResNetForImageClassification(config)
+    stages = [layer for stage in whole.resnet.encoder.stages for layer in stage.layers]
+    return nn.Sequential(whole.resnet.embedder, *stages, Images(whole.classifier[1]))
+
+
+def text(rows: int) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(256, (rows, 129))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+CASES = [
+    Case("GPT, width 64", functools.partial(gpt, 64, 256, 128), functools.partial(text, 16)),
+    Case("GPT, width 256", functools.partial(gpt, 256, 256, 128), functools.partial(text, 16)),
+    Case("ResNet-18", resnet, lambda: (torch.randn(8, 3, 64, 64), torch.randint(2, (8,)))),
+]
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    return (
+        next_token_loss(output, target) if output.ndim == 3 else nn.functional.cross_entropy(output, target)
+    )
+
+
+def own_half(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    x, target = (tensor.chunk(RANKS)[dist.get_rank()] for tensor in batch)
+    return x, target
+
+
+def torch_step(model: nn.Module, case: Case) -> Step:
+    """What a script does with a model that torch has made parallel."""
+    x, target = own_half(case.batch())
+    optimizer = ADAMW(model.parameters())
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model(x), target)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def ddp(case: Case, bucket_mb: int) -> Step:
+    model = DistributedDataParallel(case.model(), bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True)
+    return torch_step(model, case)
+
+
+def fsdp(case: Case) -> Step:
+    model = case.model()
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    return torch_step(fully_shard(model, mesh=mesh), case)
+
+
+def pipec_step(case: Case, shard: str | None, stages: int = 1) -> Step:
+    model, (x, target) = case.model(), case.batch()
+    schedule = "1f1b" if stages == 1 else f"looped-bfs-v{stages}"
+    pipe = pipec.compile(
+        model,
+        devices=["cpu"] * RANKS,
+        loss_fn=loss_of,
+        schedule=schedule,
+        stages=stages,
+        microbatches=RANKS,
+        recompute="none",
+        optimizer=ADAMW,
+        shard=shard,
+    )
+    return lambda: pipe.step(x, target=target)
+
+
+def contestants(case: Case, shards: bool) -> dict[str, Callable[[], Step]]:
+    if shards:
+        stages = len(case.model())
+        return {
+            "FSDP2": functools.partial(fsdp, case),
+            'pipec, shard="parameters"': functools.partial(pipec_step, case, "parameters", stages),
+            'pipec, shard="gradients"': functools.partial(pipec_step, case, "gradients"),
+            'pipec, shard="optimizer"': functools.partial(pipec_step, case, "optimizer"),
+        }
+    named = {f"DDP, buckets of {mb} MB": functools.partial(ddp, case, mb) for mb in BUCKETS_MB}
+    return {**named, "pipec, stages=1": functools.partial(pipec_step, case, None)}
+
+
+def compare(case: Case, shards: bool, num_steps: int) -> list[str]:
+    """Lines of a table: seconds and bytes of each contestant, and both relative to the best peer."""
+    steps = {}
+    for name, make in contestants(case, shards).items():
+        torch.manual_seed(0)
+        steps[name] = make()
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    losses: dict[str, float] = {}
+    for number in range(WARMUP_STEPS + num_steps):
+        for name, step in steps.items():
+            dist.barrier()
+            start = time.perf_counter()
+            loss = step()
+            if number >= WARMUP_STEPS:
+                seconds[name].append(time.perf_counter() - start)
+            losses[name] = mean_over_ranks(loss)
+    peaks = {name: peak_bytes(step) for name, step in steps.items()}
+    if max(losses.values()) - min(losses.values()) > 1e-3 * abs(min(losses.values())):
+        raise RuntimeError(f"the contestants disagree on the loss of {case.name}: {losses}")
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    best = min((name for name in medians if not name.startswith("pipec")), key=medians.__getitem__)
+    return [
+        f"| {case.name} | {name} | {1e3 * medians[name]:.0f} | {medians[name] / medians[best]:.2f} "
+        f"| {peaks[name] / 1e6:.0f} | {peaks[name] / peaks[best]:.2f} |"
+        for name in medians
+    ]
+
+
+def mean_over_ranks(loss: Tensor) -> float:
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return float(total / RANKS)
+
+
+def peak_bytes(step: Step) -> int:
+    """The most that storages made during a step hold at once."""
+    dist.barrier()
+    with Meter() as meter:
+        step()
+    return meter.peak
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", nargs="+", type=int, default=[*range(len(CASES))])
+    parser.add_argument("--steps", type=int, default=20, help="timed steps of each contestant")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    lines = [
+        "| model | contestant | median ms | / best peer | peak MB | / best peer |",
+        "|---|---|--:|--:|--:|--:|",
+    ]
+    for number in args.cases:
+        for shards in (False, True):
+            lines += compare(CASES[number], shards, args.steps)
+    if dist.get_rank() == 0:
+        print("\n".join(lines))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,363 @@
+"""Rewrites a captured graph so that microbatches together make what the unsplit model makes of the batch.
+
+::
+
+    loss = cross_entropy(logits, labels)          n = of_batch((labels != -100).sum())
+                                            ->    s = cross_entropy(logits, labels, reduction="sum")
+                                                  loss = s / (n * share)
+
+Losses of microbatches are averaged, each weighted with its ``share`` of the rows. A plain mean stays as it
+is. What follows from the arguments of ``step`` alone and has no rows, such as a count, is taken of the whole
+batch. A sum is divided by the share.
+"""
+
+import operator
+import re
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+
+from pipec.capture.diagnosis import lines_in, model_line
+from pipec.capture.markers import OF_BATCH, RESULT, SHARE
+from pipec.capture.parts import (
+    ADD,
+    ALONG,
+    ARITHMETIC,
+    CONSTANTS,
+    COUNTED,
+    DIVIDE,
+    MULTIPLY,
+    REDUCING,
+    TERMS,
+    ZEROS,
+    Meaning,
+    Part,
+    changes_argument,
+    dimensions_of,
+    is_drawn,
+    named_arguments,
+    operator_name,
+    part_of_rows,
+    part_of_sums,
+    reduction_of,
+)
+from pipec.torch_compat import pytree
+
+KEPT = ("custom", "stack_trace", "nn_module_stack")
+"""What a node that is put in has of the meta of the node it belongs to."""
+
+
+def add_up(module: fx.GraphModule, batched: Collection[str], size: int, has_loss: bool) -> str:
+    """Rewrite the graph in place. Returns the call after which it is not known how losses add up, if any.
+
+    Args:
+        module: What a front end captured of one microbatch.
+        batched: The paths of the arguments that are split.
+        size: The rows of the microbatch, if the graph is for these alone.
+        has_loss: The first output is the loss. Whatever is no loss gets no gradient.
+    """
+    walk = _Walk(module, {plain_name(path) for path in batched}, size)
+    for node in list(module.graph.nodes):
+        walk.visit(node)
+    output = module.graph.output_node()
+    loss = next(iter(pytree.tree_leaves(output.args)), None) if has_loss else None
+    if loss in walk.known and walk.known[loss].part is Part.SUM and not walk.make_mean(loss, output):
+        walk.known[loss] = Meaning(Part.OTHER, because=loss)
+    loss = next(iter(pytree.tree_leaves(output.args)), None) if has_loss else None
+    output.args = fx.map_arg(output.args, lambda node: walk.marked(node, node is loss))
+    module.recompile()
+    because = walk.known[loss].because if loss in walk.known else None
+    return place_of(because) if because else ""
+
+
+def place_of(node: fx.Node) -> str:
+    """``amax at model.py:12: x.amax(0)``"""
+    line = model_line(lines_in(node.meta.get("stack_trace") or ""))
+    return f"{operator_name(node)} at {line}" if line else operator_name(node)
+
+
+def plain_name(path: str) -> str:
+    """``kwargs['input_ids']`` as ``kwargs_input_ids``, which is also what a front end makes of it."""
+    return re.sub(r"[\W_]+", "_", path).strip("_").removeprefix("L_")
+
+
+@dataclass
+class _Walk:
+    """Visits the nodes of a graph in order, and knows what it has learnt of them."""
+
+    module: fx.GraphModule
+    batched: Collection[str]
+    size: int
+    known: dict[fx.Node, Meaning] = field(default_factory=dict)
+    _scaled_by_rows: bool = False
+    _means: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        sizes = [value.shape[0] for value in map(_value, self._arguments()) if value.shape[:1]]
+        symbols = [x.node.expr for x in sizes if isinstance(x, torch.SymInt)]
+        self._symbol = next((x for x in symbols if isinstance(x, sympy.Symbol)), None)
+
+    def _arguments(self) -> list[fx.Node]:
+        nodes = self.module.graph.find_nodes(op="placeholder")
+        return [node for node in nodes if isinstance(_value(node), Tensor)]
+
+    def visit(self, node: fx.Node) -> None:
+        match node.op:
+            case "placeholder":
+                self.known[node] = self._of_argument(node)
+            case "get_attr":
+                held = operator.attrgetter(str(node.target))(self.module)
+                self.known[node] = Meaning(Part.SAME, not isinstance(held, nn.Parameter | nn.Module))
+            case "call_function" | "call_method":
+                self._scaled_by_rows |= self._symbol is None and self._may_scale_by_rows(node)
+                self.known[node] = self._of_call(node)
+                if changes_argument(node) and isinstance(changed := node.args[0], fx.Node):
+                    self.known[changed] = self.known[node]
+
+    def _of_argument(self, node: fx.Node) -> Meaning:
+        value = _value(node)
+        if not isinstance(value, Tensor):
+            return Meaning(Part.SAME)
+        split = (
+            self._num_batches(value) == 1
+            if self._symbol is not None
+            else plain_name(str(node.target)) in self.batched
+        )
+        given = not isinstance(value, nn.Parameter) and not any(map(changes_argument, node.users))
+        return Meaning(Part.ROWS if split else Part.SAME, given)
+
+    def _of_call(self, node: fx.Node) -> Meaning:
+        read = [self.known[source] for source in node.all_input_nodes]
+        value = _value(node.args[0] if operator_name(node) == "setitem" else node)
+        given = all(meaning.given for meaning in read) and not is_drawn(node)
+        if value is None:
+            return Meaning(Part.OTHER, because=node)
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | int | float):
+            return Meaning(self._of_number(value), given, node)
+        for meaning, source in zip(read, node.all_input_nodes, strict=True):
+            if meaning.part is Part.OTHER and not self._is_index(source, node):
+                return meaning
+        parts = [Part.SAME if meaning.part is Part.OTHER else meaning.part for meaning in read]
+        part = self._of_tensor(node, value, parts)
+        known = (part is Part.SUM) if self._symbol is None else part in (Part.SUM, Part.MEAN, Part.OTHER)
+        if given and known and isinstance(value, Tensor) and self._num_batches(value) == 0:
+            return self._take_of_batch(node)
+        return Meaning(part, given, node if part is Part.OTHER else None)
+
+    def _is_index(self, source: fx.Node, reader: fx.Node) -> bool:
+        """Whether a call only looks up rows by whole numbers, such as those that experts are chosen by."""
+        value = _value(source)
+        whole = isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex()
+        rows = any(self.known[each].part is Part.ROWS for each in reader.all_input_nodes)
+        return (
+            whole
+            and rows
+            and operator_name(reader) not in ARITHMETIC
+            and self._num_batches(_value(reader)) == 1
+        )
+
+    def _of_number(self, value: Any) -> Part:
+        expression = value.node.expr if hasattr(value, "node") else value
+        if self._symbol is None or not isinstance(expression, sympy.Basic):
+            return Part.SAME
+        if self._symbol not in expression.free_symbols:
+            return Part.SAME
+        expression = expression.replace(lambda x: type(x).__name__ == "ToFloat", lambda x: x.args[0])
+        return Part.SIZE if self._is_proportional(expression) else Part.OTHER
+
+    def _is_proportional(self, size: sympy.Basic) -> bool:
+        return not sympy.cancel(size / self._symbol).free_symbols
+
+    def _of_tensor(self, node: fx.Node, value: Any, parts: Sequence[Part]) -> Part:
+        """What a call returns that reads nothing unknown. ``getitem`` tells several tensors apart."""
+        kinds = set(parts)
+        if kinds <= {Part.SAME}:
+            return Part.SAME
+        if kinds & {Part.SUM, Part.MEAN}:
+            return self._of_sums(node)
+        if not isinstance(value, Tensor):
+            return Part.ROWS
+        arguments, count = named_arguments(node), self._num_batches(value)
+        if self._symbol is None and operator_name(node) in REDUCING and 0 in dimensions_of(node):
+            count = 0
+        if count == 0:
+            if operator_name(node) in COUNTED and (counted := self._count(node, arguments)):
+                return counted
+            return part_of_rows(node, arguments, Part.SIZE in kinds)
+        scaled = Part.SIZE in kinds and operator_name(node) in ARITHMETIC
+        return Part.ROWS if count == 1 and not scaled and not self._mixes_rows(node) else Part.OTHER
+
+    def _mixes_rows(self, node: fx.Node) -> bool:
+        """Whether a call computes along the batch, so that a row depends on others."""
+        if operator_name(node) not in ALONG or self._symbol is None:
+            return False
+        sizes: Any = _value(node.all_input_nodes[0]).shape
+        return any(isinstance(sizes[dim], torch.SymInt) for dim in dimensions_of(node))
+
+    def _num_batches(self, value: Any) -> int:
+        """How many dimensions are the batch, or a multiple of it; 2 also if one grows otherwise with it."""
+        if not isinstance(value, Tensor):
+            return 0
+        if self._symbol is None:
+            return int(any(size % self.size == 0 for size in value.shape))
+        sizes = [size.node.expr for size in tuple[Any, ...](value.shape) if isinstance(size, torch.SymInt)]
+        return len(sizes) if all(map(self._is_proportional, sizes)) else 2
+
+    def _of_sums(self, node: fx.Node) -> Part:
+        """What a call makes of sums and means of microbatches. Sums that are added to others become means."""
+        operands = [x for x in pytree.tree_leaves((node.args, dict(node.kwargs))) if isinstance(x, fx.Node)]
+        if operator_name(node) in ADD:
+            operands = [x for x in operands if not self._is_zero(x)]
+        numbers = [x for x in node.args if isinstance(x, int | float)]
+        if self._symbol is None and self._may_scale_by_rows(node):
+            return Part.OTHER
+        parts = [self.known[operand].part for operand in operands]
+        part = part_of_sums(node, parts, any(numbers))
+        if self._symbol is not None and self._num_batches(_value(node)):
+            return Part.OTHER
+        if operator_name(node) in DIVIDE and part is Part.SUM and self._divide_by_share(node):
+            return Part.MEAN
+        if operator_name(node) in TERMS and part is Part.MEAN:
+            for operand in dict.fromkeys(operands):
+                if self.known[operand].part is Part.SUM and not self.make_mean(operand, node):
+                    return Part.OTHER
+        return part
+
+    def _is_zero(self, node: fx.Node) -> bool:
+        """Whether a node is zeros that were made to add to, and nothing was added to them yet."""
+        return operator_name(node) in ZEROS and self.known[node].part is Part.SAME
+
+    def _divide_by_share(self, quotient: fx.Node) -> bool:
+        """Let a sum over a tensor, such as a count, be over the share of it. Returns whether that is done.
+
+        The quotient is then as large as that of the batch, whatever is made of it.
+        """
+        divisor = quotient.args[1]
+        if self._scaled_by_rows or not isinstance(divisor, fx.Node):
+            return False
+        put = _Chain(self, divisor)
+        share = put.share_of(divisor, quotient)
+        quotient.replace_input_with(divisor, share)
+        self.known[share] = Meaning(Part.SAME)
+        return True
+
+    def _may_scale_by_rows(self, node: fx.Node) -> bool:
+        """Whether a call has a number in it that may be the rows, where they are not a symbol."""
+        numbers = [
+            x for x in pytree.tree_leaves((node.args, dict(node.kwargs))) if isinstance(x, int | float)
+        ]
+        scales = operator_name(node) in MULTIPLY | DIVIDE | CONSTANTS
+        return scales and any(number and number % self.size == 0 for number in numbers)
+
+    def make_mean(self, total: fx.Node, reader: fx.Node) -> bool:
+        """Let ``reader`` read a sum divided by the share. Returns whether that can be done."""
+        shared = changes_argument(reader) and reader.args[0] is total and len(total.users) > 1
+        if shared or self._scaled_by_rows or not _value(total).is_floating_point():
+            return False
+        if total not in self._means:
+            share = self._put(total, "share", SHARE, _value(total).device)
+            share = self._put(
+                share, "share", torch.ops.aten._to_copy.default, share, dtype=_value(total).dtype
+            )
+            self._means[total] = self._put(share, total.name, operator.truediv, total, share)
+            self._means[total].meta["example_value"] = _value(total)
+            self.known[self._means[total]] = Meaning(Part.MEAN)
+        reader.replace_input_with(total, self._means[total])
+        return True
+
+    def marked(self, node: fx.Node, is_loss: bool) -> fx.Node:
+        """What to return instead of a result: one without a gradient that says how it adds up."""
+        meaning, value = self.known[node], _value(node)
+        if is_loss or not isinstance(value, Tensor):
+            return node
+        put = _Chain(self, node)
+        result = put(node.name, torch.ops.aten.detach.default, node) if value.requires_grad else node
+        if meaning.part is Part.SUM:
+            return put(node.name, RESULT, result, "")
+        if meaning.part is Part.OTHER:
+            return put(node.name, RESULT, result, place_of(meaning.because or node))
+        return result
+
+    def _take_of_batch(self, node: fx.Node) -> Meaning:
+        """Let the users of a node read what it is of the whole batch."""
+        users = list(node.users)
+        whole = self._put(node, "of_batch", OF_BATCH, node)
+        whole.meta["example_value"] = _value(node)
+        self.known[whole] = Meaning(Part.SAME, given=True)
+        for user in users:
+            user.replace_input_with(node, whole)
+        return self.known[whole]
+
+    def _count(self, node: fx.Node, arguments: dict[str, Any]) -> Part | None:
+        """Let a mean over targets that count be their sum over the number of them in the batch.
+
+        None if the loss is none over targets that are classes.
+        """
+        target, weight = arguments.get("target"), arguments.get("weight")
+        if target is None or _value(target).is_floating_point() or reduction_of(arguments) != "mean":
+            return None
+        if not all(self.known[x].given for x in (target, weight) if isinstance(x, fx.Node)):
+            return Part.OTHER
+        put = _Chain(self, node)
+        valid = put("valid", torch.ne, target, arguments["ignore_index"])
+        counted = valid
+        if weight is not None:
+            invalid = put("invalid", torch.logical_not, valid)
+            index = put("index", torch.flatten, put("index", torch.masked_fill, target, invalid, 0))
+            weights = put("weights", torch.gather, weight, 0, index)
+            counted = put("weights", torch.masked_fill, weights, put("flat", torch.flatten, invalid), 0)
+        count = put("count", OF_BATCH, put("count", torch.sum, counted))
+        share = put.share_of(count, node)
+        total = put.again(node, reduction=2 if isinstance(arguments["reduction"], int) else "sum")
+        mean = put(node.name, operator.truediv, total, share)
+        mean.meta["example_value"] = _value(node)
+        node.replace_all_uses_with(mean, delete_user_cb=lambda user: user is not total)
+        self.known[mean] = Meaning(Part.MEAN)
+        return Part.MEAN
+
+    def _put(
+        self, after: fx.Node, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> fx.Node:
+        with self.module.graph.inserting_after(after):
+            node = self.module.graph.create_node("call_function", function, args, kwargs, name)
+        node.meta = {key: after.meta[key] for key in KEPT if key in after.meta}
+        return node
+
+
+@dataclass
+class _Chain:
+    """Puts one node after the other into a graph."""
+
+    walk: _Walk
+    last: fx.Node
+
+    def __call__(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        self.last = self.walk._put(self.last, name, function, *args, **kwargs)
+        return self.last
+
+    def share_of(self, whole: fx.Node, like: fx.Node) -> fx.Node:
+        """The microbatch's share of a value of the whole batch, in the type of ``like``."""
+        share = self("share", torch.mul, whole, self("share", SHARE, _value(like).device))
+        return self("share", torch.ops.aten._to_copy.default, share, dtype=_value(like).dtype)
+
+    def again(self, node: fx.Node, **changed: Any) -> fx.Node:
+        """The same call with other arguments."""
+        arguments = {**named_arguments(node), **changed}
+        return self(f"{node.name}_sum", node.target, *arguments.values())  # type: ignore[arg-type]
+
+
+def _value(node: Any) -> Any:
+    """The fake value of a node."""
+    meta = node.meta
+    return meta["example_value"] if "example_value" in meta else meta.get("val")
+
+
+def rows_of(argument: fx.Node) -> Any:
+    """The formula of dimension 0 of an argument of a captured graph, None if it has none."""
+    value = _value(argument)
+    size: Any = value.shape[0] if isinstance(value, Tensor) and value.ndim else None
+    return size.node.expr if isinstance(size, torch.SymInt) else size

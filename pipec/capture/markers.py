@@ -1,0 +1,37 @@
+"""Operators that stand in a captured graph for what a microbatch cannot compute by itself.
+
+They are put in before differentiation, and ``of_batch`` takes them out after it. Nothing ever runs them.
+"""
+
+import torch
+from torch import Tensor
+
+_library = torch.library.Library("pipec", "DEF")
+_library.define("of_batch(Tensor of_microbatch) -> Tensor")
+_library.define("share(Device device) -> Tensor")
+
+_library.define("result(Tensor result, str unclear) -> Tensor")
+
+OF_BATCH = torch.ops.pipec.of_batch.default
+"""What the operators before it would compute from the whole mini-batch."""
+
+SHARE = torch.ops.pipec.share.default
+"""The rows of the microbatch as a share of those of the mini-batch."""
+
+RESULT = torch.ops.pipec.result.default
+"""A result of which the mini-batch's is the sum over microbatches, unless a call makes it ``unclear``."""
+
+
+@torch.library.register_fake("pipec::of_batch", lib=_library)  # type: ignore[untyped-decorator]
+def _like(value: Tensor) -> Tensor:
+    return torch.empty_like(value)
+
+
+@torch.library.register_fake("pipec::share", lib=_library)  # type: ignore[untyped-decorator]
+def _share(device: torch.device) -> Tensor:
+    return torch.empty((), dtype=torch.float64, device=device)
+
+
+@torch.library.register_fake("pipec::result", lib=_library)  # type: ignore[untyped-decorator]
+def _result(result: Tensor, unclear: str) -> Tensor:
+    return torch.empty_like(result)

@@ -1,0 +1,69 @@
+"""Takes what is computed of the whole mini-batch out of a joint graph, into a small graph of its own."""
+
+from collections.abc import Iterable, Sequence
+
+from torch import fx
+
+from pipec.capture.markers import OF_BATCH, SHARE
+from pipec.errors import CaptureError
+from pipec.graph import Argument, Buffer, ModelInput, OfBatch, Share, is_random
+
+
+def lift_of_batch(graph: fx.Graph) -> fx.Graph | None:
+    """Let the graph take shares and values of the mini-batch as arguments.
+
+    Returns the graph that computes these values, in the order of their index; None if there are none. Its
+    arguments have the roles that they have in ``graph``.
+
+    Raises:
+        CaptureError: such a value depends on more than what ``step`` is given.
+    """
+    shares = [node for node in graph.nodes if node.target is SHARE]
+    marked = [node for node in graph.nodes if node.target is OF_BATCH and node.users]
+    if shares:
+        _argument(graph, shares, "share", Share())
+    lifted = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    sources = [node.all_input_nodes[0] for node in marked]
+    for node in _closure(graph, sources):
+        copies[node] = lifted.node_copy(node, copies.__getitem__)
+    lifted.output(tuple(copies[source] for source in sources))
+    for index, node in enumerate(marked):
+        _argument(graph, [node], f"of_batch_{index}", OfBatch(index))
+    for node in reversed(list(graph.nodes)):
+        if not node.users and node.op == "call_function":
+            graph.erase_node(node)
+    return lifted if marked else None
+
+
+def _argument(graph: fx.Graph, nodes: Sequence[fx.Node], name: str, role: Argument) -> None:
+    """Let the users of ``nodes`` read an argument instead."""
+    with graph.inserting_before(next(iter(graph.nodes))):
+        argument = graph.placeholder(name)
+    argument.meta.update(val=nodes[0].meta["val"], role=role)
+    for node in nodes:
+        node.replace_all_uses_with(argument)
+
+
+def _closure(graph: fx.Graph, sources: Iterable[fx.Node]) -> list[fx.Node]:
+    """The nodes that lead to ``sources``, in order."""
+    needed: set[fx.Node] = set()
+    pending = list(sources)
+    while pending:
+        node = pending.pop()
+        if node not in needed:
+            _check(node)
+            needed.add(node)
+            pending.extend(node.all_input_nodes)
+    return [node for node in graph.nodes if node in needed]
+
+
+def _check(node: fx.Node) -> None:
+    role = node.meta.get("role")
+    fixed = isinstance(role, Buffer) and not node.meta["changed"]
+    if is_random(node) or (node.op == "placeholder" and not fixed and not isinstance(role, ModelInput)):
+        what = f"is drawn at random ({node.name})" if role is None else f"depends on {role}"
+        raise CaptureError(
+            f"the loss needs a value of the whole mini-batch that {what}, which is not known before the "
+            "step. Say how much a microbatch's loss counts, with microbatch_weight=..."
+        )

@@ -1,0 +1,215 @@
+"""Which tensors of a call are split along the batch: those that the user names, and those that must be.
+
+A tensor with as many rows as the batch need not hold its rows: it may be a table, a mask of time by time, or
+a list of edges. What is beyond doubt is told here. Of the rest, ``tracer`` finds out whether the model
+needs the two sizes to be the same; where it does not, the user is asked.
+"""
+
+import difflib
+import inspect
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from pipec.capture.call import Call
+from pipec.errors import InputError
+from pipec.torch_compat import pytree
+
+Batched = Mapping[str | int, Any]
+"""By name or position of an argument, 0 if it is split, None if it is whole; or a structure of these."""
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """``argument`` is what the user calls the argument that the leaf is, or that it is in.
+
+    ``declared`` is what the user says of it, or ``UNDECLARED``.
+    """
+
+    path: str
+    argument: str | int
+    declared: Any
+    value: Any
+
+    @property
+    def rows(self) -> int | None:
+        has_rows = isinstance(self.value, Tensor) and self.value.ndim
+        return self.value.shape[0] if has_rows else None
+
+
+UNDECLARED = "undeclared"
+
+
+def divide(
+    call: Call,
+    batched: Batched | None = None,
+    parameters: Sequence[str] = (),
+    before: Mapping[str, bool] | None = None,
+) -> Call:
+    """The call, and of each of its leaves whether it is split, or may be.
+
+    ``parameters`` are the names of the model's positional arguments. ``before`` has by path what was split in
+    an earlier call, and what was not.
+
+    Raises:
+        InputError: ``batched`` does not fit, or it is not certain which tensor has the batch.
+    """
+    leaves = [_as_before(leaf, before or {}) for leaf in _leaves(call, batched or {}, parameters)]
+    size = _batch_size(leaves)
+    for leaf in leaves:
+        if leaf.declared == UNDECLARED and leaf.rows not in (None, size) and (before or {}).get(leaf.path):
+            raise InputError(
+                f"{leaf.path} has {leaf.rows} rows but the batch has {size}, and it was split in an earlier "
+                f"call. Pass as many rows, or batched={{{leaf.argument!r}: None}} to pipec.compile"
+            )
+    split = tuple(
+        leaf.declared == 0 or (leaf.declared == UNDECLARED and leaf.rows == size) for leaf in leaves
+    )
+    first = next(leaf for leaf, is_split in zip(leaves, split, strict=True) if is_split)
+    unsure = {
+        leaf.path: leaf.argument
+        for leaf, is_split in zip(leaves, split, strict=True)
+        if is_split and leaf.declared == UNDECLARED and leaf is not first and not _is_certain(leaf, first)
+    }
+    return replace(call, split=split, unsure=unsure)
+
+
+def _as_before(leaf: _Leaf, before: Mapping[str, bool]) -> _Leaf:
+    """A tensor that was whole in an earlier call is whole, though it has as many rows as this batch."""
+    was_whole = leaf.declared == UNDECLARED and before.get(leaf.path) is False
+    return replace(leaf, declared=None) if was_whole else leaf
+
+
+def known_from(call: Call) -> dict[str, bool]:
+    """By path, whether a call shows a tensor to be split; it has other rows than the batch if it is not.
+
+    A batch of one row shows nothing.
+    """
+    found = {}
+    for path, leaf, split in zip(call.paths, call.leaves, call.batched(), strict=True):
+        if isinstance(leaf, Tensor) and leaf.ndim and call.batch_size > 1:
+            found[path] = split
+    return found
+
+
+def positional_names(model: nn.Module) -> list[str]:
+    """The names of the arguments that a model takes by position."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    return [x.name for x in parameters if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
+
+
+def refuse_own_batches(tree: Any) -> None:
+    """Raise InputError for an argument that has a batch of its own, which pipec cannot split."""
+    for leaf in pytree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, PackedSequence)):
+        if isinstance(leaf, PackedSequence):
+            raise InputError(
+                "a PackedSequence has its rows mixed, and cannot be split into microbatches; "
+                "pass the padded tensor and the lengths, and pack them in the model"
+            )
+        if isinstance(leaf, Tensor) and leaf.is_nested:
+            raise InputError("a nested tensor cannot be split into microbatches; pass it padded, with a mask")
+
+
+def _leaves(call: Call, batched: Batched, parameters: Sequence[str]) -> Iterator[_Leaf]:
+    tree = dict(zip(("args", "kwargs", "target"), call.tree, strict=True))
+    known: set[str | int] = {"target", *parameters, *call.kwargs, *range(len(call.args))}
+    for name in batched:
+        if name not in known:
+            close = difflib.get_close_matches(str(name), list(map(str, known)), 1)
+            listed = ", ".join(map(repr, known))
+            hint = f"did you mean {close[0]!r}?" if close else f"expected one of {listed}"
+            raise InputError(f"batched names {name!r}, which is no argument of the model; {hint}")
+    for path, (keys, value) in zip(call.paths, pytree.tree_flatten_with_path(tree)[0], strict=True):
+        kind, *rest = [_key(key) for key in keys]
+        position: Any = rest.pop(0) if kind != "target" else "target"
+        named = kind == "args" and position < len(parameters)
+        argument: str | int = parameters[position] if named else position
+        declared = batched.get(position, batched.get(argument, UNDECLARED))
+        for key in rest:
+            declared = _part(declared, key)
+        yield _checked(_Leaf(path, argument, declared, value))
+
+
+def _part(declared: Any, key: Any) -> Any:
+    """What is declared of a part of an argument. A word for all of it is one for each part."""
+    if isinstance(declared, Mapping):
+        return declared.get(key, UNDECLARED)
+    if isinstance(declared, list | tuple):
+        return declared[key] if key < len(declared) else UNDECLARED
+    return declared
+
+
+def _key(key: Any) -> Any:
+    return next(getattr(key, name) for name in ("key", "idx", "name") if hasattr(key, name))
+
+
+def _checked(leaf: _Leaf) -> _Leaf:
+    if leaf.declared is None or leaf.declared == UNDECLARED:
+        return leaf
+    if leaf.declared != 0 or isinstance(leaf.declared, bool):
+        raise InputError(
+            f"batched has {leaf.declared!r} for {leaf.path}; expected 0, for a tensor whose dimension 0 is "
+            "the batch, or None for one that every microbatch gets whole. Move the batch to dimension 0"
+        )
+    if leaf.rows is None and isinstance(leaf.value, Tensor):
+        raise InputError(f"batched has 0 for {leaf.path}, which has no dimension to split")
+    return leaf if leaf.rows is not None else replace(leaf, declared=None)
+
+
+def _batch_size(leaves: Sequence[_Leaf]) -> int:
+    """The rows of the first tensor that is split for certain, else of the first one that may be."""
+    declared = [leaf for leaf in leaves if leaf.declared == 0]
+    for leaf in declared[1:]:
+        if leaf.rows != declared[0].rows:
+            raise InputError(
+                f"{declared[0].path} has {declared[0].rows} rows and {leaf.path} has {leaf.rows}, but "
+                "batched says that both are split"
+            )
+    undeclared = [leaf for leaf in leaves if leaf.rows is not None and leaf.declared is not None]
+    candidates = declared or undeclared
+    if not candidates:
+        raise InputError(
+            "pipec needs a batch to split: no argument is a tensor with at least one dimension. "
+            "Pass the inputs of the whole mini-batch to step()."
+        )
+    first = candidates[0]
+    assert first.rows is not None
+    if not declared:
+        _check_first(first, candidates)
+    return first.rows
+
+
+def _check_first(first: _Leaf, candidates: Sequence[_Leaf]) -> None:
+    """Keyword arguments have no order of their own, so that most must have the batch's rows."""
+    counts = Counter(leaf.rows for leaf in candidates)
+    as_many = (
+        leaf for leaf in candidates if leaf.rows != first.rows and counts[leaf.rows] >= counts[first.rows]
+    )
+    if first.path.startswith("kwargs") and (other := next(as_many, None)):
+        raise InputError(
+            f"it is not certain which arguments hold the batch: {first.path} has {first.rows} rows and "
+            f"{other.path} has {other.rows}. Pass batched={{{first.argument!r}: None}} to pipec.compile if "
+            f"every microbatch needs all of {first.argument}, or batched={{{first.argument!r}: 0}} if it is "
+            "split"
+        )
+    siblings = [leaf for leaf in candidates if leaf.argument == first.argument]
+    if len({leaf.rows for leaf in siblings}) > 1 and "[" in first.path.removeprefix("args["):
+        raise InputError(
+            f"{first.argument!r} holds tensors of {', '.join(str(leaf.rows) for leaf in siblings[:4])} rows, "
+            "so it has no batch to split. Pass one tensor that is padded or stacked, or say in batched=... "
+            "which of the tensors are split"
+        )
+
+
+def _is_certain(leaf: _Leaf, first: _Leaf) -> bool:
+    """Targets have the batch's rows, and so have numbers beside the tokens of the same texts."""
+    if leaf.path.startswith("target"):
+        return True
+    value, tokens = leaf.value, first.value
+    beside = value.ndim > 1 and value.shape[:2] == tokens.shape[:2] and not tokens.is_floating_point()
+    square = value.shape[:2] == (first.rows, first.rows)
+    return beside and not value.is_floating_point() and (not square or value.dtype == tokens.dtype)

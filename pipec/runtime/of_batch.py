@@ -1,0 +1,66 @@
+"""What the stages must know of the whole mini-batch, such as how many labels count: computed once a step."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipec.ir import Plan, Stage
+from pipec.runtime.stage import parameter_names
+
+
+@dataclass(frozen=True)
+class OfBatch:
+    """The function ``of_batch`` of a stage's code, if it has one, with the buffers that it reads."""
+
+    stage: Stage
+    code: Any
+    buffers: Mapping[str, Tensor]
+    device: torch.device
+
+    def values(self, inputs: Mapping[str, Tensor], b: int) -> dict[str, Tensor]:
+        """By name, the values of ``inputs`` that have ``b`` rows."""
+        if not self.stage.of_batch:
+            return {}
+        known: dict[str, Any] = {
+            "b": b,
+            "device": self.device,
+            "buffers": [self.buffers[fqn] for fqn in self.code.BUFFERS],
+        }
+        names = parameter_names(self.code.of_batch)
+        known |= {name: inputs[name].to(self.device) for name in names if name in inputs}
+        with torch.no_grad():
+            made = self.code.of_batch(*(known[name] for name in names))
+        return dict(zip(self.stage.of_batch, made, strict=True))
+
+
+def values_of_batch(
+    functions: Sequence[OfBatch],
+    plan: Plan,
+    leaves: Sequence[Any],
+    microbatches: Sequence[Mapping[str, Tensor]],
+    sizes: Sequence[int],
+    rows: int,
+) -> dict[str, Tensor]:
+    """By name, what the stages of this process need of the batch ``leaves``, which has so many ``rows``.
+
+    Code for microbatches of one size cannot take the batch. Its values are sums, and added up.
+    """
+    found: dict[str, Tensor] = {}
+    whole = {given.value.name: leaves[given.position] for given in plan.inputs}
+    for function in functions:
+        if plan.dynamic_batch:
+            found |= function.values(whole, rows)
+        else:
+            parts = [function.values(each, size) for each, size in zip(microbatches, sizes, strict=True)]
+            found |= {name: torch.stack([part[name] for part in parts]).sum(0) for name in parts[0]}
+    return found
+
+
+@functools.lru_cache(maxsize=64)
+def share_of(size: int, batch: int) -> Tensor:
+    """The rows of a microbatch as a share of those of the batch."""
+    return torch.tensor(size / batch, dtype=torch.float64)

@@ -1,0 +1,260 @@
+"""The loss of a step is the loss of the batch, and so are its gradients, whatever the microbatches are."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import bert, each, gpt2, llama, t5
+from torch import Tensor, nn
+from unsplit import relative_error
+
+import pipec
+from pipec.artifact.check import check_artifact
+from pipec.capture import tracer
+from pipec.errors import CaptureError, InputError, VerifyError
+from pipec.graph import TrainingGraph
+
+CLASSES, IGNORED, ROWS = 5, 3, 8
+WEIGHTS = torch.tensor([0.2, 1.5, 0.7, 0.4, 1.1])
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """The first two of four microbatches have one target that counts; the second and third of eight none."""
+    random = torch.Generator().manual_seed(1)
+    target = torch.tensor([1, IGNORED, IGNORED, IGNORED, 2, 4, 0, 1])
+    return torch.randn(ROWS, 4, generator=random), target
+
+
+def masked(x: Tensor, y: Tensor) -> Tensor:
+    mask = (y != IGNORED).float()
+    return (F.cross_entropy(x, y, reduction="none") * mask).sum() / mask.sum().clamp(min=1)
+
+
+def several_terms(x: Tensor, y: Tensor) -> Tensor:
+    loss = F.cross_entropy(x, y, ignore_index=IGNORED)
+    loss += 0.1 * x.abs().sum() + x.square().mean()
+    return loss + 0.5
+
+
+def standardised(x: Tensor, y: Tensor) -> Tensor:
+    advantage = (y.float() - y.float().mean()) / (y.float().std() + 1e-5)
+    return (x.mean(1) * advantage).mean()
+
+
+LOSSES: dict[str, Loss] = {
+    "ignored": lambda x, y: F.cross_entropy(x, y, ignore_index=IGNORED),
+    "class weights": nn.CrossEntropyLoss(WEIGHTS, ignore_index=IGNORED, label_smoothing=0.1),
+    "smoothed": lambda x, y: F.cross_entropy(x, y, ignore_index=IGNORED, label_smoothing=0.1),
+    "nll": lambda x, y: F.nll_loss(x.log_softmax(1), y, WEIGHTS, ignore_index=IGNORED),
+    "sequences": lambda x, y: F.cross_entropy(
+        torch.stack([x, x * x], 2), torch.stack([y, (y + 2) % CLASSES], 1), WEIGHTS, ignore_index=IGNORED
+    ),
+    "probabilities": lambda x, y: F.cross_entropy(x, F.one_hot(y, CLASSES).float()),
+    "masked mean": masked,
+    "sum": lambda x, y: F.cross_entropy(x, y, reduction="sum"),
+    "sum over a number": lambda x, y: x.square().sum() / 57,
+    "sum over the rows": lambda x, y: F.mse_loss(x, F.one_hot(y, CLASSES).float(), reduction="sum") / len(x),
+    "sum over the elements": lambda x, y: x.square().sum() / x.numel(),
+    "rows over the rows": lambda x, y: (x.square().sum(1) / torch.tensor(x.shape[0])).sum(),
+    "mean times the rows": lambda x, y: F.cross_entropy(x, y) * x.shape[0],
+    "several terms": several_terms,
+    "stacked": lambda x, y: torch.stack([F.cross_entropy(x, y, ignore_index=IGNORED), x.sum()], 0).sum(),
+    "python's sum": lambda x, y: sum([F.cross_entropy(x, y, ignore_index=IGNORED), x.sum(), y.sum()]),  # type: ignore[list-item]
+    "standardised": standardised,
+}
+
+
+def check(loss_fn: Loss, microbatches: int, **options: Any) -> pipec.Pipeline:
+    """A step and an evaluation have the loss of the unsplit model on the whole batch, and its gradients."""
+    unsplit, trained, (x, y) = model(), model(), batch()
+    expected = loss_fn(unsplit(x), y)
+    expected.backward()
+    pipe = pipec.compile(trained, devices=2, loss_fn=loss_fn, microbatches=microbatches, **options)
+    assert relative_error(pipe.step(x, target=y), expected) < 1e-6
+    for found, wanted in zip(trained.parameters(), unsplit.parameters(), strict=True):
+        assert relative_error(found.grad, wanted.grad) < 1e-6  # type: ignore[arg-type]
+    assert relative_error(pipe.eval_step(x, target=y), expected) < 1e-6
+    return pipe
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_is_that_of_the_batch(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    check(LOSSES[name], 4)
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 8])
+def test_a_loss_is_that_of_the_batch_for_any_microbatches(microbatches: int) -> None:
+    check(LOSSES["class weights"], microbatches)
+
+
+@pytest.mark.parametrize("name", ["class weights", "several terms"])
+def test_either_front_end_shows_how_a_loss_adds_up(name: str) -> None:
+    with mock.patch.object(tracer, "FRONT_ENDS", {"torch.export": tracer.FRONT_ENDS["torch.export"]}):
+        check(LOSSES[name], 4)
+
+
+@pytest.mark.parametrize("name", ["ignored", "class weights", "masked mean", "several terms"])
+def test_code_for_one_size_adds_up_counts_of_microbatches(name: str) -> None:
+    check(LOSSES[name], 4, dynamic=False)
+
+
+def test_what_is_counted_of_the_batch_can_be_read() -> None:
+    pipe = check(LOSSES["ignored"], 2)
+    source = pipe.source(1)
+    assert "def of_batch(target):" in source
+    assert "loss = nll_loss_forward_0 / to_copy" in source
+    artifact = pipe._artifact
+    broken = artifact.sources[1].replace("def of_batch(", "def of_a_batch(")
+    with pytest.raises(VerifyError, match=r"stage_1\.py has no function of_batch, which makes batch_sum"):
+        check_artifact(replace(artifact, sources=(artifact.sources[0], broken)))
+
+
+class FixedRows(nn.Module):
+    """It makes a constant of the batch, so that microbatches of other sizes are compiled apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = model()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x.view(int(x.shape[0]), 4) * torch.ones(3 if x.shape[0] == 3 else 2, 1)[:1])
+
+
+def test_a_count_over_microbatches_that_are_compiled_apart_is_refused() -> None:
+    x, y = batch()
+    pipe = pipec.compile(FixedRows(), devices=2, loss_fn=LOSSES["ignored"], microbatches=3)
+    with pytest.raises(InputError, match="3 microbatches of 3 and 2 rows are compiled apart"):
+        pipe.step(x, target=y)
+
+
+UNCLEAR: dict[str, Loss] = {
+    "sqrt": lambda x, y: x.square().mean().sqrt(),
+    "matmul": lambda x, y: F.cross_entropy(x @ x.t(), torch.arange(len(x))),
+    "cross_entropy": lambda x, y: F.cross_entropy(x, x.detach().argmax(1)),
+    "roll": lambda x, y: F.triplet_margin_loss(x, x.square(), x.roll(1, 0)),
+    "softmax": lambda x, y: (x.softmax(0) * x).mean(),
+}
+
+
+@pytest.mark.parametrize("call", UNCLEAR)
+def test_where_it_is_not_clear_how_a_loss_adds_up_the_line_is_named_once(
+    call: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (x, y), loss_fn = batch(), UNCLEAR[call]
+    pipe = pipec.compile(model(), devices=2, loss_fn=loss_fn, microbatches=2)
+    for _ in range(2):
+        pipe.step(x, target=y)
+        pipe.eval_step(x, target=y)
+    [message] = caplog.messages
+    assert f"see {call} at test_batch_loss.py:" in message
+    assert "microbatch_weight=" in message
+    for options in ({"microbatches": 1}, {"microbatches": 2, "microbatch_weight": "rows"}):
+        pipec.compile(model(), devices=2, loss_fn=loss_fn, **options).step(x, target=y)  # type: ignore[arg-type]
+    assert len(caplog.messages) == 1
+
+
+def test_a_count_that_is_drawn_at_random_is_refused() -> None:
+    def loss_fn(x: Tensor, y: Tensor) -> Tensor:
+        drawn = F.scaled_dot_product_attention(*[y.float().view(-1, 1, 1)] * 3, dropout_p=0.5)
+        return x.square().sum() / drawn.sum()
+
+    x, y = batch()
+    with pytest.raises(CaptureError, match="value of the whole mini-batch that is drawn at random"):
+        pipec.compile(model(), devices=2, loss_fn=loss_fn, microbatches=2).step(x, target=y)
+
+
+def mean_of_microbatches(loss_fn: Loss, weights: list[float], sizes: list[int]) -> tuple[nn.Module, Tensor]:
+    """The unsplit model after the mean of the microbatches' losses with these weights, and that mean."""
+    unsplit, (x, y) = model(), batch()
+    losses = [
+        loss_fn(unsplit(rows), target) for rows, target in zip(x.split(sizes), y.split(sizes), strict=True)
+    ]
+    total = torch.stack([loss * weight for loss, weight in zip(losses, weights, strict=True)]).sum()
+    total.backward()
+    return unsplit, total
+
+
+def counted(x: Tensor, target: Tensor) -> Tensor:
+    return (target != IGNORED).sum() + 1
+
+
+@pytest.mark.parametrize(
+    ("weight", "expected"),
+    [("rows", [3 / 8, 3 / 8, 2 / 8]), ("sum", [1, 1, 1]), (counted, [2 / 8, 3 / 8, 3 / 8])],
+)
+def test_the_user_says_how_losses_add_up(weight: Any, expected: list[float], tmp_path: Path) -> None:
+    sizes, (x, y) = [3, 3, 2], batch()
+    unsplit, total = mean_of_microbatches(UNCLEAR["sqrt"], expected, sizes)
+    options = {"loss_fn": UNCLEAR["sqrt"], "microbatches": 3, "microbatch_weight": weight}
+    pipe = pipec.compile(trained := model(), devices=2, **options)
+    assert relative_error(pipe.step(x, target=y), total) < 1e-6
+    for found, wanted in zip(trained.parameters(), unsplit.parameters(), strict=True):
+        assert relative_error(found.grad, wanted.grad) < 1e-6  # type: ignore[arg-type]
+    pipe.save(tmp_path / "artifact", tensors=True)
+    given = {"microbatch_weight": weight} if callable(weight) else {}
+    loaded = pipec.load(tmp_path / "artifact", **given)
+    assert relative_error(loaded.step(x, target=y), total) < 1e-6
+    if given:
+        with pytest.raises(
+            InputError, match="compiled with a function as microbatch_weight; pass that to load"
+        ):
+            pipec.load(tmp_path / "artifact")
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        ("mean", "microbatch_weight is 'mean'; expected a function"),
+        (lambda x, target: "much", "returned a str for microbatch 0; expected a number"),
+        (lambda x, target: -1, "returned -1.0 for microbatch 0; expected a finite number"),
+        (lambda x, target: 0, "returned 0 for every microbatch"),
+    ],
+)
+def test_weights_that_are_none_are_refused(weight: Any, message: str) -> None:
+    (x, y), options = batch(), {"loss_fn": masked, "microbatches": 2, "microbatch_weight": weight}
+    with pytest.raises(InputError, match=message):
+        pipec.compile(model(), devices=2, **options).step(x, target=y)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("factory", each(gpt2, llama, bert, t5))
+def test_ragged_padding_makes_no_difference(factory: Any, tmp_path: Path) -> None:
+    """Hugging Face's models, with rows of 1 to all tokens; also once saved and loaded."""
+    made, inputs = factory()
+    labels = inputs["labels"]
+    lengths = torch.tensor([1, 2, 99, 3, 99, 5, 1, 4])[:, None]
+    inputs = {**inputs, "labels": labels.masked_fill(torch.arange(labels.shape[1]) >= lengths, -100)}
+    unsplit = copy.deepcopy(made)
+    expected = unsplit(**inputs).loss
+    expected.backward()
+    total = torch.cat([x.grad.flatten() for x in unsplit.parameters()]).norm()  # type: ignore[union-attr]
+    kept: list[TrainingGraph] = []
+
+    def capture_once(*args: Any) -> TrainingGraph:
+        kept.extend([] if kept else [tracer.capture(*args)])
+        return kept[0]
+
+    with mock.patch("pipec.compiler.compiler.capture", capture_once):
+        for microbatches in (2, 4, 8):
+            trained = copy.deepcopy(made)
+            pipe = pipec.compile(trained, devices=2, microbatches=microbatches)
+            assert relative_error(pipe.step(**inputs), expected) < 1e-6
+            for found, wanted in zip(trained.parameters(), unsplit.parameters(), strict=True):
+                error = (found.grad - wanted.grad).norm()  # type: ignore[operator]
+                assert error < 1e-6 * max(wanted.grad.norm(), 1e-3 * total)  # type: ignore[union-attr]
+    pipe.save(tmp_path / "artifact", tensors=True)
+    assert relative_error(pipec.load(tmp_path / "artifact").step(**inputs), expected) < 1e-6
