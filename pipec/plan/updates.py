@@ -13,8 +13,8 @@ parameters   G / r, and G     2 P / r, and P on its way to the others S / r
 ============ ================ ======================================= =======
 
 The gradients of one microbatch are whole in every case, and count as transient. The 2 P / r are the sums
-of earlier rounds and the share of the round that is on its way. Without sharding the second P is the memory in
-which gradients are summed: replicas keep it from step to step.
+of earlier rounds and the share of the round that is on its way. Without sharding the second P is the memory
+in which gradients are summed: replicas keep it from step to step.
 """
 
 from collections.abc import Mapping
