@@ -1,9 +1,11 @@
 """What a step might do otherwise, as data: what that would take, and why it was refused."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from pipec.compiler.staged import Trial
+from pipec.errors import InputError
 from pipec.ir import Alternative, Shard, ShardCost
 from pipec.ir.text import format_bytes, format_replicas
 from pipec.plan.predictions import collective_seconds
@@ -38,7 +40,10 @@ def shard_costs(trial: Trial) -> tuple[ShardCost, ...]:
     """What a trial would take with each level of sharding, if its updates are of stages with replicas."""
     if not (trial.plan.ending.updates and trial.plan.ending.buckets):
         return ()
-    levels = {shard: trial.staged.sharded(trial, shard) for shard in (None, *Shard)}
+    levels = {}
+    for shard in (None, *Shard):
+        with suppress(InputError):  # what cannot be sharded
+            levels[shard] = trial.staged.sharded(trial, shard)
     return tuple(
         ShardCost(shard, each.peak_bytes, collective_seconds(each.plan, each.programs), each.seconds)
         for shard, each in levels.items()

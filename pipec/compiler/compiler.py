@@ -5,7 +5,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
@@ -208,7 +208,8 @@ class Compiler:
         found = []
         for shard in (None, *Shard):
             self.options = replace(self.options, ending=replace(self.options.ending, shard=shard))
-            found.append((self.options, choose()))
+            with suppress(InputError) if shard else nullcontext():  # what cannot be sharded
+                found.append((self.options, choose()))
         self.options, best = min(found, key=lambda each: each[1][1].best.score)
         return best
 

@@ -5,7 +5,7 @@ What replicas hold of a stage with P bytes of gradients, G of parameters and S o
 ============ ================ ======================================= =======
 ``shard``    weights          gradients                               state
 ============ ================ ======================================= =======
-None         G                P                                       S
+None         G                2 P                                     S
 optimizer    G                P                                       S / r
 gradients    G                2 P / r, and P on its way to the others S / r
 parameters   G / r, and G     2 P / r, and P on its way to the others S / r
@@ -13,7 +13,8 @@ parameters   G / r, and G     2 P / r, and P on its way to the others S / r
 ============ ================ ======================================= =======
 
 The gradients of one microbatch are whole in every case, and count as transient. The 2 P / r are the sums
-of earlier rounds and the share of the round that is on its way.
+of earlier rounds and the share of the round that is on its way. Without sharding the second P is the memory
+in which gradients are summed: replicas keep it from step to step.
 """
 
 from collections.abc import Mapping
@@ -95,11 +96,21 @@ def _updated(
     kept = sum(state.get(name, 0) for name in stage.parameters if name not in names | {*stage.borrowed})
     for number, share in divided.items():
         memory = _divided(plan, stage, ending.buckets[number], share, memory)
+    if not ending.shard:
+        travels = sum(_travelling_bytes(plan, number) for number in ending.buckets_of(stage.index))
+        memory = replace(memory, gradients=memory.gradients + travels)
     own_state = kept + sum(share.state for share in divided.values())
     trained = stage.cost.memory.gradients - borrowed - sum(s.whole - s.own for s in divided.values())
     seconds = (3 * max(trained, 0) + 2 * own_state) / rate
     cost = replace(stage.cost, memory=replace(memory, state=own_state), update_seconds=seconds)
     return replace(stage, cost=cost)
+
+
+def _travelling_bytes(plan: Plan, bucket: int) -> int:
+    """The memory in which the gradients of a bucket are summed, which replicas keep from step to step."""
+    values, dtype = plan.ending.buckets[bucket].parameters, plan.ending.gradient_dtype
+    as_they_are = sum(value_bytes(value, 1) for value in values)
+    return min(as_they_are, sum(value_bytes(replace(v, dtype=dtype or v.dtype), 1) for v in values))
 
 
 def _divided(plan: Plan, stage: Stage, bucket: Bucket, share: _Share, memory: StageMemory) -> StageMemory:
