@@ -85,19 +85,15 @@ class ShardCost:
 class Plan:
     """Everything decided before code is generated. ``placement`` says which rank runs each stage.
 
-        ``outputs`` names the results in the order of the leaves of what the model returns; ``sums`` are those
-        that add up over microbatches; ``logs`` are the names that the loss function gave to those after the loss;
-        ``arguments`` names all leaves of ``step``'s arguments, of which ``inputs`` are those that a stage reads;
-        ``training`` is the mode that the model was captured in. ``link_seconds[i]`` is how long ``links[i]``
-        takes. ``parameters`` and ``buffers`` are named by FQN. ``ending`` is what the step does besides its
-        microbatches. ``microbatch_weight`` says how much the losses of microbatches count, if the graph does not:
-        by "rows", as they are ("sum"), or as a function says ("given"). ``alternatives`` are the other ways that
-    <<<<<<< HEAD
-        were considered, the fastest first, and ``shard_costs`` the levels of sharding, if there is something to
-    =======
-        were considered, the fastest first, and ``shard_costs`` the levels of sharding, if there is anything to
-    >>>>>>> planner
-        shard.
+    ``outputs`` names the results in the order of the leaves of what the model returns; ``sums`` are those
+    that add up over microbatches; ``logs`` are the names that the loss function gave to those after the loss;
+    ``arguments`` names all leaves of ``step``'s arguments, of which ``inputs`` are those that a stage reads;
+    ``training`` is the mode that the model was captured in. ``link_seconds[i]`` is how long ``links[i]``
+    takes. ``parameters`` and ``buffers`` are named by FQN. ``ending`` is what the step does besides its
+    microbatches. ``microbatch_weight`` says how much the losses of microbatches count, if the graph does not:
+    by "rows", as they are ("sum"), or as a function says ("given"). ``alternatives`` are the other ways that
+    were considered, the fastest first, and ``shard_costs`` the levels of sharding, if there is something to
+    shard.
     """
 
     mode: Mode

@@ -127,28 +127,17 @@ def _predictions(plan: Plan, programs: Sequence[Program]) -> list[str]:
     return lines
 
 
-<<<<<<< HEAD
-=======
-def _state_counted(plan: Plan) -> str:
-    state = sum(stage.cost.memory.state for stage in plan.stages)
-    return "with optimizer state" if state else "without optimizer state"
-
-
->>>>>>> planner
 def _inputs(plan: Plan) -> list[str]:
     kinds = {
         kind: [f"{given.path} {format_type(given.value)}" for given in plan.inputs if given.batched is split]
         for kind, split in (("split into microbatches", True), ("whole in every microbatch", False))
     }
     return [f"{kind}: {', '.join(listed)}" for kind, listed in kinds.items() if listed]
-<<<<<<< HEAD
 
 
 def _state_counted(plan: Plan) -> str:
     state = sum(stage.cost.memory.state for stage in plan.stages)
     return "with optimizer state" if state else "without optimizer state"
-=======
->>>>>>> planner
 
 
 def _bounds(timeline: Timeline) -> str:
