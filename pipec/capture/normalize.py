@@ -236,7 +236,7 @@ def _read_results(graph: fx.Graph, traced: Traced) -> _Results:
 
 def _logs_and_output(returned: Any, fixed: Mapping[int, object], mode: Mode) -> tuple[tuple[str, ...], Any]:
     """The names of logs, and the tree of the model's output, in what a traced module returned."""
-    if mode is Mode.FORWARD or not isinstance(returned, tuple):
+    if mode is Mode.FORWARD or not (isinstance(returned, tuple) and len(returned) == 3):
         return (), returned
     _, logs, output = returned
     for name, position in logs.items() if isinstance(logs, dict) else [("", logs)]:

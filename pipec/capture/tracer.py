@@ -214,7 +214,8 @@ class _Step(nn.Module):
     def loss_and_logs(self, output: Any, target: Any) -> tuple[Any, dict[str, Any]]:
         if self.loss_fn is not None:
             found = self.loss_fn(output, target)
-            return found if isinstance(found, tuple) and len(found) == 2 else (found, {})
+            has_logs = isinstance(found, tuple) and len(found) == 2 and not isinstance(found[1], Tensor)
+            return found if has_logs else (found, {})
         if isinstance(output, Tensor):
             return output, {}
         return output["loss"] if isinstance(output, Mapping) else output.loss, {}
