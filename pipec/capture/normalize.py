@@ -236,7 +236,12 @@ def _read_results(graph: fx.Graph, traced: Traced) -> _Results:
 
 def _logs_and_output(returned: Any, fixed: Mapping[int, object], mode: Mode) -> tuple[tuple[str, ...], Any]:
     """The names of logs, and the tree of the model's output, in what a traced module returned."""
-    if mode is Mode.FORWARD or not (isinstance(returned, tuple) and len(returned) == 3):
+    if mode is Mode.FORWARD:
+        return (), returned
+    if not (isinstance(returned, tuple) and len(returned) == 3):
+        num_leaves = len(pytree.tree_leaves(returned))
+        if num_leaves > 1:
+            raise _no_loss(f"{num_leaves} tensors")
         return (), returned
     _, logs, output = returned
     for name, position in logs.items() if isinstance(logs, dict) else [("", logs)]:
@@ -372,7 +377,11 @@ def _check_loss(graph: TrainingGraph) -> None:
     value = losses[0].meta["val"] if len(losses) == 1 else None
     if value is None or value.ndim != 0 or not value.is_floating_point():
         found = f"{len(losses)} tensors" if value is None else _described(value, graph.batch)
-        raise InputError(
-            f"the loss must be one floating-point number, but the model or loss_fn returned {found}. "
-            "Reduce it, for example with .mean(), or pass loss_fn=..."
-        )
+        raise _no_loss(found)
+
+
+def _no_loss(found: str) -> InputError:
+    return InputError(
+        f"the loss must be one floating-point number, but the model or loss_fn returned {found}. "
+        "Reduce it, for example with .mean(), or pass loss_fn=..."
+    )
