@@ -304,6 +304,12 @@ def _refusal(every: Sequence[Facts]) -> str:
         )
     if failed := [rank for rank, facts in enumerate(every) if "refused" in facts]:
         return f"{kind} cannot use the arguments of {rank_names(failed)}:\n{every[failed[0]]['refused']}"
+    own = [{name: fact for name, fact in facts.items() if _is_of_optimizer(name)} for facts in every]
+    if any(facts != own[0] for facts in own):
+        return (
+            f"the ranks come to {kind} with optimizers that differ:\n{differences(own)}\nEvery rank makes "
+            "the same changes to pipe.optimizer, and the same schedulers step on all of them"
+        )
     return (
         f"the ranks passed different batches to {kind}:\n{differences(every)}\nEvery rank passes the same "
         "whole mini-batch, which pipec splits into microbatches. Leave out what gives each rank a part or an "
@@ -311,6 +317,10 @@ def _refusal(every: Sequence[Facts]) -> str:
         "pipec.compile, and every rank uses rank 0's. If the batches should be the same, one rank made a "
         "call that others did not"
     )
+
+
+def _is_of_optimizer(name: str) -> bool:
+    return name == "accumulates" or name.endswith(" of the optimizer")
 
 
 def holders(plan: Plan) -> dict[str, tuple[int, ...]]:
