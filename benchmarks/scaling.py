@@ -18,14 +18,14 @@ device's share of it, and no step is shorter than what the busiest link has to c
 import argparse
 import functools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
 from pipec.hardware.collectives import all_reduce_seconds
 from pipec.hardware.topology import Device, Level, Topology
-from pipec.ir import Bucket, Ending, Link, Phase, Placement, Plan, Schedule, Value, rank_of
+from pipec.ir import NOTHING_MORE, Bucket, Ending, Link, Placement, Plan, Schedule, Stage, Value, rank_of
 from pipec.ir.text import value_bytes
 from pipec.plan.ending import fitting_bytes, fused, priced
 from pipec.plan.from_graph import plan_from_graph
@@ -48,9 +48,6 @@ INSIDE = (12e9, 5e-6)
 
 LATENCY = 30e-6
 """Of the links between hosts."""
-
-ONE_REDUCE = replace(PIPEC, first_shares_links=True)
-"""With gradients summed once for all devices of a stage, and not once for those of each host."""
 
 
 @dataclass(frozen=True)
@@ -102,23 +99,16 @@ class Work:
 
     def plan(self) -> Plan:
         """The plan of the stages, each on one rank as fast as all of its own, with ranks for all of them."""
-        count = len(self.stages)
-        merged = plan_from_graph(
-            self.graph, self.topology, Partition(tuple(self.stages), 0.0), one_f_one_b(count, 1)
-        )
-        stages = tuple(
-            replace(
-                stage, cost=replace(stage.cost, seconds=self._of_one(stage.cost.seconds, placed.replicas))
-            )
-            for stage, placed in zip(merged.stages, self.stages, strict=True)
-        )
+        straight = one_f_one_b(len(self.stages), 1)
+        merged = plan_from_graph(self.graph, self.topology, Partition(tuple(self.stages), 0.0), straight)
+        buckets = tuple(self._buckets())
         return replace(
             merged,
             num_microbatches=self.schedule.num_microbatches,
             placement=self.placement,
-            stages=stages,
+            stages=tuple(self._with_replicas(stage, buckets) for stage in merged.stages),
             link_seconds=tuple(map(self._message_seconds, merged.links)),
-            ending=Ending(buckets=tuple(self._buckets())),
+            ending=Ending(buckets=buckets),
         )
 
     def seconds(self) -> float:
@@ -128,17 +118,20 @@ class Work:
         verify_plan(plan, programs)
         return max(simulate_plan(plan, programs).makespan, self._carried_seconds(plan.links))
 
-    def _of_one(self, seconds: Mapping[Phase, float], replicas: int) -> Mapping[Phase, float]:
-        """What one device takes for a microbatch, of what so many take together for a mini-batch."""
-        return {phase: time * replicas / self.parts for phase, time in seconds.items()}
+    def _with_replicas(self, stage: Stage, buckets: Sequence[Bucket]) -> Stage:
+        """The stage as one of its devices runs it on a microbatch."""
+        names = [name for bucket in buckets if bucket.stage == stage.index for name in bucket.names]
+        times = self.stages[stage.index].replicas / self.parts
+        seconds = {phase: time * times for phase, time in stage.cost.seconds.items()}
+        return replace(stage, parameters=tuple(names), cost=replace(stage.cost, seconds=seconds))
 
     def _buckets(self) -> Iterator[Bucket]:
         for index, stage in enumerate(self.stages):
             sizes = {self.graph.names[op]: round(self.graph.parameter_bytes[op]) for op in stage.operators}
             values = [Value(name, "uint8", (size,)) for name, size in sizes.items() if size]
-            if stage.replicas > 1:
+            if stage.replicas > 1 and values:
                 for together in fused(values, fitting_bytes(self.topology, stage.replicas)):
-                    yield priced(Bucket(index, together), stage.devices, self.topology, False)
+                    yield priced(Bucket(index, together), stage.devices, self.topology, NOTHING_MORE)
 
     def _message_seconds(self, link: Link) -> float:
         """Of a microbatch, between those of its ranks that are farthest apart."""
@@ -226,7 +219,7 @@ def row(case: Case, graph: OperatorGraph) -> str:
     topology, one = case.topology, sum(graph.seconds)
     after, beside = (data_parallel(graph, topology, segments) for segments in (1, SEGMENTS))
     sums = all_reduce_seconds(topology, range(len(topology.devices)), sum(graph.parameter_bytes))
-    partition = place(graph, topology, ONE_REDUCE)
+    partition = place(graph, topology, replace(PIPEC, step_microbatches=len(topology.devices)))
     cells = [case.profile, f"{case.hosts} x {case.devices}", f"{case.gbits:g}"]
     cells += [f"{one / seconds:.0%}" for seconds in (after, beside, max(one, sums))]
     if len(partition.stages) > 1:

@@ -1,8 +1,9 @@
 """The front door: compile a model, load a saved artifact, describe an example for the command line."""
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from pipec.capture.call import Call
-from pipec.capture.splitting import Batched
+from pipec.capture.splitting import Batched, divide, positional_names
 from pipec.capture.tracer import capture
 from pipec.compiler.autotuner import Autotuner
 from pipec.compiler.compiler import Compiler, on_device
@@ -18,22 +19,37 @@ from pipec.compiler.pass_list import CompilerOptions
 from pipec.compiler.policy import ScheduleChoice, check_choice, policy_for
 from pipec.cost.profile import Profile, load_profile
 from pipec.errors import InputError
-from pipec.hardware.calibration import default_device_model
+from pipec.hardware.calibration import default_device_model, usable_device
 from pipec.hardware.devices import DeviceModel, LinkModel
 from pipec.hardware.topology import Topology, alike, read_topology
 from pipec.ir import NOTHING_MORE, Ending, Mode, Shard
+from pipec.ir.arguments import (
+    FLAG,
+    FUNCTION,
+    MOST_MICROBATCHES,
+    MOST_RANKS,
+    NONE,
+    SECONDS,
+    Kind,
+    check_arguments,
+    instance,
+    number,
+    one_of,
+    shown,
+    whole,
+)
 from pipec.pipeline import Pipeline
+from pipec.plan.updates import OptimizerFacts
 from pipec.profiler import Show, profile_graph
 from pipec.runtime.execution import Ranks
 from pipec.runtime.facts import Facts, argument_fact, differences, tensor_kind
 from pipec.runtime.holder import ModelTensors
-from pipec.runtime.launch import Devices
-from pipec.runtime.optimizers import Factory
+from pipec.runtime.launch import DEVICE, DEVICES, Devices
+from pipec.runtime.optimizers import Factory, state_bytes
 from pipec.runtime.updates import Updates
 from pipec.runtime.weights import WORDS, MicrobatchWeight, name_of
 
-RECOMPUTE = ("auto", "none", "full")
-BATCH = ("same", "rank0")
+GRADIENT_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass(frozen=True)
@@ -45,6 +61,10 @@ class Example:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     target: Any = None
     loss_fn: Callable[..., Any] | None = None
+    batched: Batched | None = None
+
+    def __post_init__(self) -> None:
+        check_arguments(EXAMPLE, vars(self))
 
 
 def compile(
@@ -59,6 +79,7 @@ def compile(
     optimizer: Factory | None = None,
     clip_grad_norm: float | None = None,
     shard: str | None = None,
+    gradient_dtype: str | None = None,
     batch: str = "same",
     batched: Batched | None = None,
     microbatch_weight: MicrobatchWeight | None = None,
@@ -97,7 +118,10 @@ def compile(
             step an optimizer of your own, made of ``pipe.parameters()``.
         clip_grad_norm: with ``optimizer``, the most that the norm of the whole model's gradients may be.
         shard: with ``optimizer``, what replicas divide among themselves: ``"optimizer"`` its state,
-            ``"gradients"`` their sums, too, ``"parameters"`` everything (ZeRO 1, 2 and 3).
+            ``"gradients"`` their sums, too, ``"parameters"`` everything (ZeRO 1, 2 and 3). ``"auto"``: what
+            the simulated step is fastest with, within the memory limit.
+        gradient_dtype: ``"bf16"`` or ``"fp16"`` lets gradients travel between replicas, and be summed there,
+            with fewer bits. None: as they are.
         batch: what each rank passes to ``step`` under ``torchrun``. ``"same"``: the same whole mini-batch,
             which every step compares: shapes, types, values up to 64 kB, 4,096 values of a larger tensor.
             ``"rank0"``: anything or nothing, because every rank gets what rank 0 passes.
@@ -111,7 +135,8 @@ def compile(
             losses up. None: read off the graph, and a warning says where that cannot be.
         recompute: ``"none"`` keeps every value the backward needs; ``"full"`` keeps only what a stage
             received and computes the rest again; ``"auto"`` does so where ``memory_limit`` forces it to.
-        memory_limit: bytes per device, or text such as ``"16GiB"``. Optimizer state is not counted.
+        memory_limit: bytes per device, or text such as ``"16GiB"``. The state of ``optimizer`` counts; that
+            of an optimizer outside the programs does not.
         topology: how fast the devices are, how much they hold and how they are joined, or the file that says
             so; see docs/planner.md. Rank r is its device r. None: devices that are alike.
         device_model: what turns FLOPs and bytes into seconds, such as ``pipec.calibrate("cpu")`` measures.
@@ -127,6 +152,7 @@ def compile(
         InputError: an argument does not fit, ``devices`` contradicts the number of processes started, or
             these passed different arguments. (``device_model`` and ``profile`` may differ; rank 0's count.)
     """
+    check_arguments(COMPILE, locals())
     ranks = Ranks(devices, timeout)
     if ranks.world.distributed:
         _require_same_arguments(
@@ -141,6 +167,7 @@ def compile(
             optimizer=optimizer,
             clip_grad_norm=clip_grad_norm,
             shard=shard,
+            gradient_dtype=gradient_dtype,
             batch=batch,
             batched=batched,
             microbatch_weight=microbatch_weight,
@@ -149,20 +176,11 @@ def compile(
             topology=Path(topology) if isinstance(topology, str) else topology,
             dynamic=dynamic,
         )
-    for name, value, known in (("recompute", recompute, RECOMPUTE), ("batch", batch, BATCH)):
-        if value not in known:
-            raise InputError(f"{name} is {value!r}; expected one of {', '.join(map(repr, known))}")
-    if not (microbatch_weight is None or callable(microbatch_weight) or microbatch_weight in WORDS):
-        raise InputError(
-            f"microbatch_weight is {microbatch_weight!r}; expected a function that returns a number, or one "
-            f"of {', '.join(map(repr, WORDS))}"
-        )
-    if microbatches is not None and microbatches < 1:
-        raise InputError(f"microbatches is {microbatches}; expected at least 1, or None to let pipec choose")
     limit = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
     policy = policy_for(schedule, ranks.count, stages, replicas)
     microbatches = check_choice(policy, microbatches)
     tensors = ModelTensors.of(model)
+    tensors.refuse_shared_memory()
     device = next(iter(ranks.devices.values()))
     measured = load_profile(profile) if isinstance(profile, str | Path) else profile
     device_model = device_model or default_device_model(device)
@@ -170,7 +188,10 @@ def compile(
     if limit is not None:
         joined = joined.within(limit)
     updates, ending = _updates(optimizer, clip_grad_norm, shard, tensors)
-    options = CompilerOptions(device_model, joined, recompute, measured, ending)
+    if gradient_dtype is not None:
+        ending = replace(ending, gradient_dtype=GRADIENT_DTYPES[gradient_dtype])
+    facts = _optimizer_facts(updates, optimizer, tensors)
+    options = CompilerOptions(device_model, joined, recompute, measured, ending, facts)
     tuner = Autotuner(policy, may_recompute=recompute == "auto")
     compiler = Compiler(
         model,
@@ -183,6 +204,7 @@ def compile(
         dynamic,
         searches_replicas=replicas == "auto",
         microbatch_weight=name_of(microbatch_weight),
+        searches_shard=shard == "auto",
     )
     return Pipeline(compiler, tensors, ranks, batch, updates, batched, microbatch_weight)
 
@@ -199,19 +221,65 @@ def _updates(
                     "as functools.partial(torch.optim.AdamW, lr=1e-3), or leave it out"
                 )
         return None, NOTHING_MORE
-    if not callable(factory):
-        raise InputError(
-            f"optimizer is {factory!r}; expected a function of (name, parameter) pairs, such as "
-            "functools.partial(torch.optim.AdamW, lr=1e-3)"
-        )
-    if max_norm is not None and not max_norm > 0:
-        raise InputError(f"clip_grad_norm is {max_norm!r}; expected a number above 0")
-    if shard is not None and shard not in list(Shard):
-        raise InputError(f"shard is {shard!r}; expected one of {', '.join(map(repr, map(str, Shard)))}")
-    unique = {name: x for name, x in tensors.parameters.items() if tensors.canonical[name] == name}
-    kind = None if shard is None else Shard(shard)
+    kind = None if shard in (None, "auto") else Shard(shard)
     ending = Ending(updates=True, clips=max_norm is not None, shard=kind)
-    return Updates(factory, max_norm, unique), ending
+    return Updates(factory, max_norm, tensors.unique_parameters()), ending
+
+
+_FILE = instance("the path of its file", str, Path)
+
+EXAMPLE = {
+    "model": instance("an nn.Module", nn.Module),
+    "args": instance("a tuple of the model's arguments", tuple, list),
+    "kwargs": instance("a dict of the model's keyword arguments", Mapping),
+    "loss_fn": FUNCTION | NONE,
+    "batched": instance("a dict of arguments to 0 or None", Mapping, Sequence) | whole(0, 0) | NONE,
+}
+"""What each field of an ``Example`` must be."""
+
+COMPILE = {
+    "model": instance("an nn.Module", nn.Module),
+    "devices": DEVICES,
+    "loss_fn": FUNCTION | NONE,
+    "schedule": instance("the name of a schedule, a Path to a file of compute orders", str, Path) | FUNCTION,
+    "microbatches": whole(1, MOST_MICROBATCHES) | NONE,
+    "stages": whole(1, MOST_RANKS) | NONE,
+    "replicas": whole(1, MOST_RANKS) | one_of("auto") | instance("a tuple of the numbers", tuple),
+    "optimizer": Kind("a function such as functools.partial(torch.optim.AdamW, lr=1e-3)", callable) | NONE,
+    "clip_grad_norm": number(0, math.inf) | NONE,
+    "shard": one_of(*map(str, Shard), "auto") | NONE,
+    "gradient_dtype": one_of(*GRADIENT_DTYPES) | NONE,
+    "batch": one_of("same", "rank0"),
+    "batched": instance("a dict of arguments to 0 or None", Mapping, Sequence) | whole(0, 0) | NONE,
+    "microbatch_weight": one_of(*WORDS) | FUNCTION | NONE,
+    "recompute": one_of("auto", "none", "full"),
+    "memory_limit": number(1, 2**63 - 1) | instance("text such as '16GiB'", str) | NONE,
+    "topology": instance("a pipec.Topology", Topology) | _FILE | NONE,
+    "device_model": instance("what pipec.calibrate returns", DeviceModel) | NONE,
+    "profile": instance("a pipec.Profile", Profile) | _FILE | NONE,
+    "dynamic": FLAG,
+    "timeout": SECONDS,
+}
+"""What each argument of ``compile`` must be. What the arguments mean together is checked where they meet."""
+
+PROFILE = {
+    "example": instance("a pipec.Example", Example),
+    "microbatch_size": whole(1, 2**63 - 1) | NONE,
+    "device": DEVICE,
+    "repeats": whole(1, 10**6),
+    "ranks": whole(1, 1024),
+    "show": FUNCTION,
+}
+"""What each argument of ``profile`` must be."""
+
+
+def _optimizer_facts(
+    updates: Updates | None, factory: Factory | None, tensors: ModelTensors
+) -> OptimizerFacts | None:
+    """What plans know of the optimizer."""
+    if updates is None or factory is None:
+        return None
+    return OptimizerFacts(state_bytes(factory, tensors.unique_parameters()), updates.optimizer.elementwise)
 
 
 def _require_same_arguments(ranks: Ranks, model: nn.Module, **given: object) -> None:
@@ -259,16 +327,15 @@ def profile(
         CaptureError: the model cannot be captured.
         InputError: ``microbatch_size`` or ``repeats`` does not fit, or the device is meta.
     """
-    call = Call(example.args, dict(example.kwargs), example.target)
+    check_arguments(PROFILE, locals())
+    given = Call(example.args, dict(example.kwargs), example.target)
+    call = divide(given, example.batched, positional_names(example.model))
     size = max(1, call.batch_size // 8) if microbatch_size is None else microbatch_size
     if not 1 <= size <= call.batch_size:
         raise InputError(
             f"microbatch_size is {size}; expected 1 to the {call.batch_size} rows of the example"
         )
-    for what, number in (("repeats", repeats), ("ranks", ranks)):
-        if number < 1:
-            raise InputError(f"{what} is {number}; expected at least 1")
-    where = torch.device(device)
+    where = usable_device(device)
     model, call = on_device(example.model, call.rows(0, size), where)
     graph = capture(model, example.loss_fn, Mode.TRAIN, call, ModelTensors.of(model).canonical, where)
     return profile_graph(graph, model, call, where, repeats, ranks, show)
@@ -292,10 +359,15 @@ def topology_of(given: Topology | str | Path | None, num_ranks: int, link: LinkM
 
 def parse_bytes(text: str) -> int:
     """``"16GiB"``, ``"500 MB"`` or ``"1e9"`` as a number of bytes. Raises InputError."""
-    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
-    if not match:
+    match = re.fullmatch(
+        r"\s*(\d{1,20}(?:\.\d{0,20})?(?:e\d{1,2})?)\s*([kmgt]?)(i?)b?\s*", text.lower(), re.A
+    )
+    amount = 0.0
+    if match:
+        number, prefix, binary = match.groups()
+        amount = float(number) * (1024 if binary else 1000) ** (" kmgt".index(prefix or " "))
+    if not 1 <= amount < 2**63:
         raise InputError(
-            f"memory_limit is {text!r}; expected a number of bytes or text such as '16GiB' or '500MB'"
+            f"memory_limit is {shown(text)}; expected a number of bytes or text such as '16GiB' or '500MB'"
         )
-    number, prefix, binary = match.groups()
-    return int(float(number) * (1024 if binary else 1000) ** (" kmgt".index(prefix or " ")))
+    return int(amount)

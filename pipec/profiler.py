@@ -32,6 +32,7 @@ from pipec.passes.cut_stages import CutStages
 from pipec.passes.simplify import Simplify
 from pipec.runtime.execution import Execution, Ranks
 from pipec.runtime.recording import RecordedStep
+from pipec.runtime.span import Span
 from pipec.schedules import gpipe
 from pipec.timeline.trace import measured_timeline
 
@@ -108,7 +109,7 @@ class _Whole:
             Execution(artifact, parameters, _cloned_buffers(tensors, graph), Ranks([device], timeout=300.0))
             for parameters in self._parameters
         ]
-        self._sizes = [call.batch_size] * _MICROBATCHES
+        self._span = Span([call.batch_size] * _MICROBATCHES, call.batch_size * _MICROBATCHES)
         self._leaves = _repeated(call, device)
 
     def run(self) -> None:
@@ -123,7 +124,7 @@ class _Whole:
 
     def _step(self, execution: Execution) -> RecordedStep:
         recorded: list[RecordedStep] = []
-        execution.run(self._leaves, self._sizes, sum(self._sizes), seed=0, step=0, recorded=recorded)
+        execution.run(self._leaves, self._span, seed=0, recorded=recorded)
         return recorded[0]
 
 

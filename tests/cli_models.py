@@ -53,3 +53,8 @@ def number() -> int:
 
 def broken() -> pipec.Example:
     raise ZeroDivisionError("the factory's own fault")
+
+
+def momentum(named: list[tuple[str, torch.Tensor]]) -> torch.optim.Optimizer:
+    """A factory of an optimizer."""
+    return torch.optim.SGD(named, lr=0.1, momentum=0.9)

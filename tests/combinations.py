@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from models import Factory
@@ -25,6 +26,7 @@ from pipec.ir import Schedule
 from pipec.passes import Pass
 from pipec.passes.cut_stages import CutStages
 from pipec.runtime.execution import Execution, Ranks
+from pipec.runtime.span import Span
 from pipec.schedules import make_schedule
 
 SIZES = (3, 3, 2)
@@ -64,8 +66,8 @@ def pipeline(factory: Factory) -> tuple[pipec.Pipeline, nn.Module, Captured]:
     model, inputs = factory()
     kept: list[TrainingGraph] = []
 
-    def capture_and_keep(*args: object) -> TrainingGraph:
-        graph = capture(*args)  # type: ignore[arg-type]
+    def capture_and_keep(*args: Any, **options: Any) -> TrainingGraph:
+        graph = capture(*args, **options)
         kept.append(copy_graph(graph))
         return graph
 
@@ -133,6 +135,6 @@ class TrainingRun:
 
     def step(self, inputs: Inputs, sizes: Sequence[int] = SIZES) -> Tensor:
         leaves = Call((), inputs).leaves
-        loss = self._execution.run(leaves, sizes, sum(sizes), SEED, self._num_steps)["loss"]
+        loss = self._execution.run(leaves, Span(sizes, sum(sizes)), SEED + self._num_steps)["loss"]
         self._num_steps += 1
         return loss

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import combinations
 from typing import NamedTuple, TypeAlias
@@ -159,7 +159,8 @@ class _EveryPlan:
         if self.trial.model is PIPEDREAM:
             passes, links = 4, self.trial.sizes[level - 1] if begins and level > 0 else 1
         share = passes * (replicas - 1) / replicas * parameters / (self.trial.rates[level] * links)
-        return share + 2 * (replicas - 1) * self.trial.latency_seconds
+        rounds = (self.trial.model.step_microbatches or replicas) / replicas
+        return (share + 2 * (replicas - 1) * self.trial.latency_seconds) / rounds
 
     def _exchanged(self, level: int, held: Operators) -> float:
         """The seconds of all values with an end inside and one outside."""
@@ -175,7 +176,7 @@ class _EveryPlan:
             self.trial.latency_seconds + size / self.trial.rates[level] if size else 0.0
             for size in (value.forward_bytes, value.backward_bytes)
         )
-        return max(there, back) if self.trial.model is PIPEC else there + back
+        return max(there, back) if self.trial.model.full_duplex else there + back
 
     def _total(self, column: str, held: Operators) -> float:
         return sum(figure for op, figure in enumerate(getattr(self.graph, column)) if held >> op & 1)
@@ -236,6 +237,6 @@ def trials(draw: st.DrawFn, max_operators: int, sizes: st.SearchStrategy[tuple[i
         sizes=chosen,
         rates=tuple(draw(st.sampled_from([0.5, 2.0, 16.0])) for _ in chosen),
         latency_seconds=draw(st.sampled_from([0.0, 0.5])),
-        model=draw(st.sampled_from([PIPEC, PIPEDREAM, MAX_LOAD])),
+        model=draw(st.sampled_from([PIPEC, replace(PIPEC, step_microbatches=8), PIPEDREAM, MAX_LOAD])),
         max_replicas=draw(st.sampled_from([1, 4])),
     )

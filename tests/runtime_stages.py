@@ -27,6 +27,7 @@ from pipec.ir import Compute, Input, Link, Mode, Payload, Phase, Plan, Schedule,
 from pipec.programs.lower import lower
 from pipec.runtime import InProcess, Interpreter, TorchDistributed, Transport
 from pipec.runtime.randomness import generator
+from pipec.runtime.span import Span
 from pipec.schedules import make_schedule
 
 WIDTH, HIDDEN, DROPOUT_ID = 8, 6, 7
@@ -251,7 +252,7 @@ def reference_step(model: Model, sizes: Sequence[int], step: int, seed: int = 5)
     for microbatch, (inputs, size) in enumerate(zip(make_batch(sizes, step), sizes, strict=True)):
         skip = inputs["x"].mm(model.parameters["a"])
         z = skip.tanh().mm(w) + bias
-        mask = torch.rand(z.shape, generator=generator(CPU, seed, step, microbatch, DROPOUT_ID)) > 0.5
+        mask = torch.rand(z.shape, generator=generator(CPU, seed + step, microbatch, DROPOUT_ID)) > 0.5
         hidden_2 = (z.relu() - mean) * mask
         mean = (mean * 0.9 + z.mean(0) * 0.1).detach()
         output = (hidden_2 + skip).mm(borrowed.t()) + torch.arange(size)[:, None] * 0.01
@@ -279,6 +280,10 @@ def make_interpreter(
     return Interpreter(program, plan, stages, model.parameters, model.buffers, transport, CPU)
 
 
+def whole_batch(sizes: Sequence[int]) -> Span:
+    return Span(sizes, sum(sizes))
+
+
 class Pipeline:
     """All ranks in this process, sharing one model."""
 
@@ -300,8 +305,8 @@ class Pipeline:
         batch: Sequence[Mapping[str, Tensor]] | None = None,
     ) -> list[dict[str, Tensor]]:
         """Run one step; the results of each rank."""
-        batch = batch or make_batch(sizes, step)
-        return self.ranks.run([partial(each.run, batch, sizes, seed, step) for each in self.interpreters])
+        batch, span = batch or make_batch(sizes, step), whole_batch(sizes)
+        return self.ranks.run([partial(each.run, batch, span, seed + step) for each in self.interpreters])
 
 
 NUM_RANKS, SIZES = 3, (4, 4, 3, 4, 1)
@@ -348,7 +353,7 @@ def training(rank: int, schedule_name: str = "1f1b") -> Outcome:
     """Two steps: results, gradients and buffers of this rank, and where its borrowed parameter was."""
     transport = TorchDistributed(CPU)
     schedule, model = make_schedule(schedule_name, NUM_RANKS, len(SIZES)), make_model()
-    transport.connect(lower(schedule, LINKS), "the same text")
+    transport.connect(lower(schedule, LINKS), (), "the same text")
     lent: list[int] = []
 
     class Watching(Stage2):
@@ -358,7 +363,7 @@ def training(rank: int, schedule_name: str = "1f1b") -> Outcome:
             return Stage2.forward(w, constants, hidden_2, skip, target)
 
     interpreter = make_interpreter(schedule, rank, transport, model, {**STAGES, 2: Watching})
-    results = [interpreter.run(make_batch(SIZES, step), SIZES, 5, step) for step in range(2)]
+    results = [interpreter.run(make_batch(SIZES, step), whole_batch(SIZES), 5 + step) for step in range(2)]
     gradients = {name: parameter.grad for name, parameter in model.parameters.items()}
     return {"results": results, "gradients": gradients, "buffers": model.buffers, "lent": lent}
 
@@ -389,9 +394,9 @@ def aftermath(rank: int) -> Outcome:
 
 def _error_of_step(rank: int, stages: Mapping[int, Any], transport: TorchDistributed) -> Outcome:
     schedule = make_schedule("1f1b", NUM_RANKS, len(SIZES))
-    transport.connect(lower(schedule, LINKS), "the same text")
+    transport.connect(lower(schedule, LINKS), (), "the same text")
     interpreter = make_interpreter(schedule, rank, transport, make_model(), stages)
-    return _error_of(lambda: interpreter.run(make_batch(SIZES), SIZES))
+    return _error_of(lambda: interpreter.run(make_batch(SIZES), whole_batch(SIZES)))
 
 
 def _error_of(call: Callable[[], object]) -> Outcome:

@@ -58,7 +58,8 @@ PRIVATE_TORCH_ALLOWED: dict[str, tuple[str, ...]] = {
     "pipec.torch_compat": ("torch",),
     "pipec.capture.tracer": ("torch._check",),  # documented, for all its underscore
     "pipec.runtime.gradients": ("torch._foreach_add_",),
-    "pipec.runtime.distributed": ("torch.distributed.distributed_c10d._get_default_store",),
+    "pipec.runtime.rendezvous": ("torch.distributed.distributed_c10d._get_default_store",),
+    "pipec.runtime.handle": ("torch.utils._pytree",),
     "pipec.runtime.loaded": ("torch.utils._pytree",),
     "pipec.runtime.optimizers.stage": ("torch._foreach_mul_",),
     "pipec.runtime.storage": ("torch._C._storage_Use_Count",),

@@ -5,20 +5,14 @@ import pytest
 from example_schedules import result_link, tied_links
 from hypothesis import given
 from hypothesis import strategies as st
+from small_endings import EVERYTHING, GATHER, NORM, REDUCE, UPDATE, ended
 
 from pipec.ir import Instruction, Link, Op, Payload, Schedule, StageMemory
 from pipec.programs.lower import chain_links, lower
 from pipec.schedules import make_schedule, zb_h1, zb_v
-from pipec.timeline.attribution import (
-    Awaited,
-    RankTime,
-    critical_path,
-    memory_over_time,
-    rank_times,
-    readers,
-    waits,
-)
+from pipec.timeline.attribution import critical_path, memory_over_time, path_times, readers, waits
 from pipec.timeline.events import Event, Timeline
+from pipec.timeline.rank_times import Awaited, RankTime, rank_times
 from pipec.timeline.simulate import Costs, simulate
 
 
@@ -35,7 +29,14 @@ def named(timeline: Timeline, index: int) -> str:
     return f"{instruction.op} {instruction.stage}.{instruction.microbatch}"
 
 
-timelines = st.builds(
+endings = st.builds(
+    lambda replicas, microbatches, options: ended(replicas, microbatches, **options),
+    st.sampled_from([1, 2, 3, (3, 2, 1), (1, 2), (2, 1)]),
+    st.integers(3, 7),
+    st.sampled_from([{}, {"updates": True}, {"updates": True, "clips": True}, EVERYTHING]),
+)
+
+timelines = endings | st.builds(
     lambda make, ranks, microbatches, forward, message: played(
         make(ranks, microbatches), forward=forward, message=message
     ),
@@ -54,7 +55,7 @@ def test_a_rank_waits_for_the_message_that_arrives_last() -> None:
         (
             named(timeline, k),
             found.idle[k],
-            named(timeline, found.messages[k]),
+            named(timeline, found.awaited[k]),
             named(timeline, found.previous[k]),
         )
         for k in range(len(timeline.events))
@@ -90,7 +91,7 @@ def test_idle_time_is_the_rank_s_own_if_a_message_was_there_in_time() -> None:
     """The message left at 2.7, and one of its link took 0.2: what the rank did from 3 to 3.2 is unknown."""
     timeline = recorded(start=3.2)
     found = waits(timeline)
-    assert (found.idle[-1], found.messages[-1]) == (pytest.approx(0.2), -1)
+    assert (found.idle[-1], found.awaited[-1]) == (pytest.approx(0.2), -1)
     assert named(timeline, found.causes[-1]) == "forward 1.0"
     assert rank_times(timeline, found)[1].own == pytest.approx(0.2)
 
@@ -110,7 +111,7 @@ def test_a_borrowed_weight_is_waited_for_by_the_first_forward_alone() -> None:
     ]
     message = timeline.events.index(timeline.messages[lent])
     found = waits(timeline)
-    waiting = np.flatnonzero(found.messages == message).tolist()
+    waiting = np.flatnonzero(found.awaited == message).tolist()
     assert [named(timeline, k) for k in waiting] == ["forward 0.0"]
     assert named(timeline, readers(timeline)[message]) == "forward 0.0"
     assert critical_path(timeline, found)[0] == message
@@ -140,6 +141,93 @@ def test_an_empty_timeline_has_no_critical_path() -> None:
     assert rank_times(timeline, found) == (RankTime(0, (), 0, 0),)
 
 
+def waited(timeline: Timeline, rank: int) -> list[tuple[int, int, str, float]]:
+    times = rank_times(timeline, waits(timeline))[rank]
+    return [(each.rank, each.stage, each.what, each.time) for each in times.waits]
+
+
+def test_waiting_for_a_sum_is_waiting_for_the_last_rank_that_comes_to_it() -> None:
+    """Stage 0 is on ranks 0 and 1; rank 1 has one microbatch of three, and rank 0 comes to the sum at 9."""
+    timeline = ended((2, 1), 3, updates=True)
+    found = waits(timeline)
+    (update,) = [
+        k for k, event in enumerate(timeline.events) if named(timeline, k) == "update 0.-1" and event.rank
+    ]
+    collective = timeline.events[found.awaited[update]]
+    assert (collective.rank, collective.instruction.op) == (1, Op.REDUCE_GRAD)
+    last = timeline.events[found.last[found.awaited[update]]]
+    assert (last.rank, last.instruction.op) == (0, Op.REDUCE_GRAD)
+    end_of_last, end_of_own = (
+        max(event.end for event in timeline.computes if event.rank == rank) for rank in (0, 1)
+    )
+    assert end_of_last > end_of_own
+    assert waited(timeline, 1)[1:] == [
+        (0, 0, Op.REDUCE_GRAD, end_of_last - end_of_own),
+        (1, 0, Op.REDUCE_GRAD, REDUCE),
+    ]
+    assert (0, 0, Op.REDUCE_GRAD, REDUCE) in waited(timeline, 0)
+
+
+def test_the_critical_path_goes_through_the_last_rank_to_come() -> None:
+    timeline = ended((2, 1), 3, updates=True)
+    path = critical_path(timeline, waits(timeline))
+    ends = [(timeline.events[k].rank, named(timeline, k)) for k in path[-3:]]
+    assert ends == [(0, "backward 0.2"), (0, "reduce_grad 0.-1"), (0, "update 0.-1")]
+
+
+def test_a_sum_that_no_update_needs_is_waited_for_at_the_end() -> None:
+    timeline = ended(2, 4)
+    for rank in range(4):
+        other = rank ^ 1
+        assert {(r, what) for r, _, what, _ in waited(timeline, rank)} >= {(rank, Op.REDUCE_GRAD)}
+        assert (other, Op.REDUCE_GRAD) not in {(r, what) for r, _, what, _ in waited(timeline, rank)}
+    assert rank_times(timeline, waits(timeline))[0].after == 0
+
+
+def test_every_kind_of_collective_is_waited_for() -> None:
+    timeline = ended(2, 4, **EVERYTHING)
+    told = {(what, time) for rank, _, what, time in waited(timeline, 0) if rank == 0}
+    assert told == {(Op.UNSHARD, GATHER), (Op.REDUCE_GRAD, REDUCE), (Op.NORM, NORM)}
+    assert rank_times(timeline, waits(timeline))[0].busy == 6 + UPDATE
+
+
+def test_what_overlaps_counts_once_on_the_critical_path() -> None:
+    """A recorded norm may begin while the sum before it is still under way."""
+    events = (
+        Event(0, Instruction(Op.BACKWARD, 0, 0), 0.0, 2.0),
+        Event(0, Instruction(Op.REDUCE_GRAD, 0, bucket=0), 2.0, 5.0),
+        Event(0, Instruction(Op.NORM, -1), 2.5, 6.0),
+        Event(0, Instruction(Op.UPDATE, 0), 6.0, 7.0),
+    )
+    timeline = Timeline(events, (1,))
+    path = critical_path(timeline, waits(timeline))
+    assert path == (0, 1, 2, 3)
+    assert path_times(timeline, path) == [2.0, 3.0, 1.0, 1.0]
+
+
+def recorded_sum(starts: tuple[float, float]) -> Timeline:
+    """Two replicas that begin a sum at these times and find it over at 6 and 7."""
+    return Timeline(
+        tuple(
+            event
+            for rank in range(2)
+            for event in (
+                Event(rank, Instruction(Op.BACKWARD, 0, rank), 0.0, 1.0),
+                Event(rank, Instruction(Op.REDUCE_GRAD, 0, bucket=0), starts[rank], 6.0 + rank),
+            )
+        ),
+        (1, 1),
+    )
+
+
+def test_a_recorded_sum_begins_when_the_last_rank_has_begun_it() -> None:
+    timeline = recorded_sum((1.0, 4.0))
+    assert waited(timeline, 0) == [(1, 0, Op.REDUCE_GRAD, 3.0), (0, 0, Op.REDUCE_GRAD, 2.0)]
+    assert waited(timeline, 1) == [(1, 0, Op.REDUCE_GRAD, 3.0)]
+    assert rank_times(timeline, waits(timeline))[1].own == 3.0
+    assert waited(recorded_sum((2.0, 1.0)), 1) == [(1, 0, Op.REDUCE_GRAD, 5.0), (0, 0, Op.REDUCE_GRAD, 1.0)]
+
+
 @given(timelines)
 def test_the_critical_path_accounts_for_the_whole_makespan(timeline: Timeline) -> None:
     events = [timeline.events[index] for index in critical_path(timeline, waits(timeline))]
@@ -152,10 +240,10 @@ def test_the_critical_path_accounts_for_the_whole_makespan(timeline: Timeline) -
 def test_idle_time_and_work_fill_each_rank_up_to_its_end(timeline: Timeline) -> None:
     found = waits(timeline)
     for rank in range(timeline.num_ranks):
-        mine = [k for k, event in enumerate(timeline.events) if event.rank == rank and event.is_compute]
+        mine = [k for k, event in enumerate(timeline.events) if event.rank == rank and event.is_work]
         worked = sum(timeline.events[k].end - timeline.events[k].start for k in mine)
         assert worked + found.idle[mine].sum() == pytest.approx(timeline.events[mine[-1]].end)
-        assert all(found.messages[k] >= 0 for k in mine if found.idle[k])
+        assert all(found.awaited[k] >= 0 for k in mine if found.idle[k])
 
 
 @given(timelines)

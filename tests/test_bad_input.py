@@ -1,7 +1,6 @@
 """Bad input: each mistake is a clear error before anything is sent, and the pipeline works afterwards."""
 
 import hashlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import pipec
-from pipec.errors import ArtifactError, CaptureError, InputError, PipecError, PlanError
+from pipec.errors import ArtifactError, CaptureError, InputError, PipecError, PlanError, VerifyError
 from pipec.pipeline import Pipeline
 
 
@@ -51,9 +50,11 @@ def make(model: nn.Module) -> Pipeline:
         (lambda p: p.step(X, target=Y[:6]), "target has 6 rows but the batch has 8"),
         (lambda p: p.step(X[:, :3].contiguous(), target=Y), "test_bad_input.py"),
         (lambda p: p.step(X.long(), target=Y), "test_bad_input.py"),
-        (lambda p: p.step(target=Y[0, 0]), "needs a batch to split"),
+        (lambda p: p.step(X[0, 0], target=Y[0, 0]), "needs a batch to split"),
+        (lambda p: p.step(target=Y), r"Net\.forward\(x: .* cannot be called so: missing a required .* 'x'"),
+        (lambda p: p.step(X, target=Y, mask=X), "got an unexpected keyword argument 'mask'"),
     ],
-    ids=["small batch", "no target", "target rows", "shape", "dtype", "no batch"],
+    ids=["small batch", "no target", "target rows", "shape", "dtype", "no batch", "nothing", "one more"],
 )
 def test_a_bad_call_is_refused_and_the_next_good_one_works(
     pipe: Pipeline, mistake: Callable[[Pipeline], Tensor], message: str
@@ -147,23 +148,33 @@ def change_a_byte(file: Path) -> None:
     file.write_bytes(data)
 
 
-def edit_checksums(plan: Path, **digests: str) -> None:
-    facts = json.loads(plan.read_text())
-    facts["sha256"].update(digests)
-    plan.write_text(json.dumps(facts))
+def edit_sums(directory: Path, **digests: str) -> None:
+    """Write these digests, and leave those of the other files."""
+    sums = dict(line.split("  ")[::-1] for line in (directory / "SHA256SUMS").read_text().splitlines())
+    lines = [f"{digest}  {name}\n" for name, digest in {**sums, **digests}.items()]
+    (directory / "SHA256SUMS").write_text("".join(lines))
 
 
-def name_a_file_outside(plan: Path) -> None:
+def name_a_file_outside(sums: Path) -> None:
     """The file is there and its checksum is right: nothing but its place is wrong."""
-    outside = plan.parent.parent / "outside.txt"
-    outside.write_text("mine")
-    edit_checksums(plan, **{"../outside.txt": hashlib.sha256(b"mine").hexdigest()})
+    (sums.parent.parent / "outside.txt").write_text("mine")
+    edit_sums(sums.parent, **{"../outside.txt": hashlib.sha256(b"mine").hexdigest()})
 
 
-def change_all_bytes(file: Path) -> None:
-    """With the checksum to match, so that reading the file is what fails."""
-    file.write_bytes(b"no tensors")
-    edit_checksums(file.parent / "plan.json", **{file.name: hashlib.sha256(b"no tensors").hexdigest()})
+def write_anew(file: Path, data: bytes) -> None:
+    """With the checksum to match, so that what is written is what fails."""
+    file.write_bytes(data)
+    edit_sums(file.parent, **{file.name: hashlib.sha256(data).hexdigest()})
+
+
+def replacing(old: str, new: str) -> Callable[[Path], None]:
+    """Edits a file, and its checksum."""
+
+    def edit(file: Path) -> None:
+        assert old in file.read_text()
+        write_anew(file, file.read_text().replace(old, new, 1).encode())
+
+    return edit
 
 
 @pytest.mark.parametrize(
@@ -173,32 +184,21 @@ def change_all_bytes(file: Path) -> None:
         ("rank_0.txt", change_a_byte, "rank_0.txt is not what was saved"),
         ("tensors.safetensors", change_a_byte, "tensors.safetensors is not what was saved"),
         ("stage_0.py", Path.unlink, "stage_0.py is missing"),
-        ("plan.json", lambda file: file.write_text("{}"), "is not a plan of this format"),
-        (
-            "plan.json",
-            lambda file: file.write_text(file.read_text().replace("artifact 2", "artifact 9")),
-            "reads",
-        ),
-        (
-            "plan.json",
-            lambda file: file.write_text(file.read_text().replace("stage_0.py", "../x.py")),
-            "lists no checksum of stage_0.py",
-        ),
-        ("plan.json", name_a_file_outside, "names a file outside its folder: '../outside.txt'"),
-        ("tensors.safetensors", change_all_bytes, "tensors.safetensors is no safetensors file"),
+        ("plan.json", change_a_byte, "plan.json is not what was saved"),
+        ("plan.json", lambda file: write_anew(file, b"{}"), "is not a plan of this format"),
+        ("plan.json", replacing("pipec artifact", "pipec artifact 9"), "reads 'pipec artifact"),
+        ("plan.json", replacing('"index": 1', '"index": 0'), "stages are numbered"),
+        ("plan.json", replacing('"num_microbatches": 4', '"num_microbatches": 1000000'), "the programs run"),
+        ("plan.json", replacing('"float32"', '"float33"'), "dtype 'float33', which torch does not have"),
+        ("plan.json", replacing('"first.bias"', '"other"'), "'other', which is not among the plan's param"),
+        ("SHA256SUMS", replacing("  stage_0.py", "  ../x.py"), "names a file outside its folder"),
+        ("SHA256SUMS", lambda file: file.write_text("x"), "found 'x', expected a SHA-256 and a name"),
+        ("SHA256SUMS", lambda file: file.write_text(""), "lists no plan.json"),
+        ("SHA256SUMS", Path.unlink, "SHA256SUMS is missing"),
+        ("SHA256SUMS", name_a_file_outside, "names a file outside its folder: '../outside.txt'"),
+        ("stage_0.py", lambda file: write_anew(file, b"\xff"), "stage_0.py cannot be read"),
+        ("tensors.safetensors", lambda file: write_anew(file, b"no"), "is no safetensors file"),
         ("plan.json", Path.unlink, "holds no plan.json"),
-    ],
-    ids=[
-        "source",
-        "program",
-        "tensors",
-        "missing",
-        "foreign",
-        "version",
-        "no checksum",
-        "outside",
-        "no tensors",
-        "no plan",
     ],
 )
 def test_a_damaged_artifact_is_refused(
@@ -207,7 +207,7 @@ def test_a_damaged_artifact_is_refused(
     pipe.step(X, target=Y)
     pipe.save(tmp_path / "saved", tensors=True)
     damage(tmp_path / "saved" / file)
-    with pytest.raises(ArtifactError, match=message):
+    with pytest.raises((ArtifactError, VerifyError), match=message):
         pipec.load(tmp_path / "saved")
 
 

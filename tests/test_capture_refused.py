@@ -2,11 +2,14 @@
 
 import inspect
 import logging
+import random
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from awkward import SIZES, WIDTH, Between, Branch, Encoder, batch
@@ -90,6 +93,146 @@ def test_what_cannot_be_captured_names_the_line_and_a_remedy(
     assert (capsys.readouterr(), torch_logs()) == (("", ""), [])
 
 
+class HookedInside(nn.Module):
+    """It registers a hook on its weight at every call."""
+
+    def __init__(self, register: Callable[[Tensor], object]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.register = register
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.register(self.weight * 1 if self.register is on_node else self.weight)
+        return x * self.weight
+
+
+def on_gradient(weight: Tensor) -> None:
+    weight.register_hook(lambda gradient: 2 * gradient)
+
+
+def on_accumulation(weight: Tensor) -> None:
+    weight.register_post_accumulate_grad_hook(lambda weight: None)
+
+
+def on_node(product: Tensor) -> None:
+    product.grad_fn.register_hook(lambda inputs, outputs: inputs)
+
+
+@pytest.mark.parametrize(
+    ("register", "message"),
+    [
+        (on_gradient, "weight.register_hook(lambda gradient: 2 * gradient)"),
+        (on_accumulation, "weight.register_post_accumulate_grad_hook(lambda weight: None)"),
+        (on_node, "product.grad_fn.register_hook(lambda inputs, outputs: inputs)"),
+    ],
+)
+def test_hooks_that_forward_registers_on_leaves_and_nodes_are_refused(
+    register: Callable[[Tensor], object], message: str
+) -> None:
+    with pytest.raises(CaptureError) as caught:
+        step(Between(partial(HookedInside, register)))
+    assert message in str(caught.value)
+
+
+class Inverse(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        square = x.transpose(1, 2) @ x + torch.eye(WIDTH)
+        return x @ torch.linalg.inv(square)
+
+
+class CheckedInverse(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        square = x.transpose(1, 2) @ x + torch.eye(WIDTH)
+        return x @ torch.linalg.inv_ex(square).inverse
+
+
+def test_operators_that_check_values_are_refused_and_their_others_are_not() -> None:
+    with pytest.raises(CaptureError, match="with_effects") as caught:
+        step(Between(Inverse))
+    line = "return x @ torch.linalg.inv(square)"
+    assert f"at {place(Inverse, line)}: {line}\n" in str(caught.value)
+    assert "inv_ex" in str(caught.value)
+    assert step(Between(CheckedInverse)).isfinite()
+
+
+class LayerDrop(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if random.random() < 0.5:
+            return x
+        return x.tanh()
+
+
+class Scaled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * float(np.random.uniform(1, 2))
+
+
+class Noise(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.from_numpy(np.random.rand(WIDTH)).float()
+
+
+class OwnGenerator(nn.Module):
+    def __init__(self, kind: Callable[[int], Any]) -> None:
+        super().__init__()
+        self.generator = kind(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.generator.random()
+
+
+@pytest.mark.parametrize(
+    ("make", "generator", "line"),
+    [
+        (LayerDrop, "Python's random module", "if random.random() < 0.5:"),
+        (Scaled, "numpy's random module", "return x * float(np.random.uniform(1, 2))"),
+        (Noise, "numpy's random module", "return x + torch.from_numpy(np.random.rand(WIDTH)).float()"),
+        (
+            partial(OwnGenerator, random.Random),
+            "model.awkward.generator",
+            "return x * self.generator.random()",
+        ),
+        (
+            partial(OwnGenerator, np.random.default_rng),
+            "model.awkward.generator",
+            "return x * self.generator.random()",
+        ),
+    ],
+    ids=["random", "numpy", "array", "random.Random", "numpy.Generator"],
+)
+def test_draws_that_are_not_torchs_are_refused(
+    make: Callable[[], nn.Module], generator: str, line: str
+) -> None:
+    """A pipeline would repeat them. Refusing leaves the generators as they were."""
+    states = random.getstate(), np.random.get_state()[2]
+    with pytest.raises(CaptureError) as caught:
+        step(Between(make))
+    owner = make.func if isinstance(make, partial) else make
+    assert isinstance(owner, type)
+    message = f"the model draws from {generator}\n  at {place(owner, line)}: {line} (awkward)\n"
+    assert str(caught.value).startswith(message)
+    assert "torch.where" in str(caught.value)
+    assert states == (random.getstate(), np.random.get_state()[2])
+
+
+def test_draws_outside_of_the_model_are_none_of_its_business() -> None:
+    """A generator that the model has but does not use, and a thread that draws all the time."""
+    model, done = Between(nn.Identity), threading.Event()
+    model.generator = random.Random(0)
+
+    def draw() -> None:
+        while not done.is_set():
+            random.random()
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        assert step(model).isfinite()
+    finally:
+        done.set()
+        thread.join()
+
+
 def place(owner: type, text: str) -> str:
     """``file.py:57``: where the line stands in the file of a class."""
     file = Path(inspect.getfile(owner))
@@ -136,9 +279,16 @@ def hooked(register: Callable[[nn.Parameter, Callable[[Any], None]], object]) ->
     return model
 
 
+def partially_hooked() -> nn.Module:
+    model = Between(nn.Identity)
+    model.last.register_backward_hook(lambda module, inputs, outputs: None)
+    return model
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
+        (lambda: partially_hooked(), "last has a hook of register_backward_hook, which a pipeline would not"),
         (lambda: Between(partial(ChangesItsWeight, WIDTH, WIDTH)), "changes awkward.weight; only buffers of"),
         (
             lambda: ChangesItsInput(WIDTH, WIDTH),
@@ -151,7 +301,14 @@ def hooked(register: Callable[[nn.Parameter, Callable[[Any], None]], object]) ->
         (lambda: hooked(Tensor.register_hook), "last.weight has a hook on its gradient"),
         (lambda: hooked(Tensor.register_post_accumulate_grad_hook), "last.weight has a hook on its gradient"),
     ],
-    ids=["changed parameter", "changed input", "unregistered parameter", "hook", "post-accumulate hook"],
+    ids=[
+        "partial hook",
+        "changed parameter",
+        "changed input",
+        "unregistered parameter",
+        "hook",
+        "post-accumulate hook",
+    ],
 )
 def test_a_model_that_would_train_differently_is_refused(
     model: Callable[[], nn.Module], message: str
@@ -202,5 +359,9 @@ def test_an_argument_of_a_class_that_torch_cannot_take_apart_is_refused() -> Non
     class Unknown:
         __hash__ = None  # type: ignore[assignment]
 
+    class Taking(nn.Linear):
+        def forward(self, x: Tensor, extra: object) -> Tensor:
+            return super().forward(x)
+
     with pytest.raises(InputError, match=r"kwargs\['extra'\]\[0\] is a .*Unknown.*register_dataclass"):
-        step(nn.Linear(WIDTH, WIDTH), extra=[Unknown()])
+        step(Taking(WIDTH, WIDTH), extra=[Unknown()])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -125,9 +126,16 @@ def test_a_wrong_target_is_bad_usage(target: str, message: str) -> None:
     assert result.stdout == ""
 
 
-def test_a_fault_of_the_factory_keeps_its_traceback() -> None:
-    result = CliRunner().invoke(app, ["plan", f"{MODELS}:broken", "--devices", "2"])
-    assert isinstance(result.exception, ZeroDivisionError)
+def test_a_fault_of_the_factory_is_told_with_its_line() -> None:
+    error = pipec_cli("plan", f"{MODELS}:broken", "--devices", 2, status=2).stderr
+    assert re.search(r":broken raised ZeroDivisionError: .* \(.*cli_models\.py:\d+\); expected a fact", error)
+    assert error.count("\n") == 1
+
+
+def test_a_target_named_like_a_loaded_module_does_not_replace_it(tmp_path: Path) -> None:
+    (tmp_path / "json.py").write_text(Path(MODELS).read_text())
+    pipec_cli("plan", f"{tmp_path / 'json.py'}:mlp", "--devices", 2, "--microbatches", 2)
+    assert sys.modules["json"] is json
 
 
 @pytest.mark.parametrize(
@@ -157,7 +165,7 @@ def test_schedule_draws_a_named_schedule() -> None:
 
 
 def waits(rank: int, time: float, other: int, payload: str, after: float) -> dict[str, object]:
-    awaited = [{"rank": other, "stage": other, "payload": payload, "time": time}]
+    awaited = [{"rank": other, "stage": other, "what": payload, "time": time}]
     return {"rank": rank, "busy": 6.0, "waiting": time, "own": 0.0, "after": after, "for": awaited}
 
 
@@ -176,6 +184,7 @@ def test_schedule_as_json_follows_the_costs() -> None:
         "peak_in_flight": [1, 1],
         "waits": [waits(0, 11.0 - 4.0, 1, "gradient", after=0.0), waits(1, 2.5, 0, "activation", after=4.5)],
         "num_events": 6,
+        "replicas": [[0], [1]],
     }
     assert events[0] == {"rank": 0, "op": "forward", "stage": 0, "microbatch": 0, "start": 0.0, "end": 2.0}
     assert [event["op"] for event in path] == ["forward", "send", "forward", "backward", "send", "backward"]
@@ -250,7 +259,7 @@ def test_schedule_writes_a_picture(tmp_path: Path, suffix: str) -> None:
         (("orders.txt",), "orders.txt"),
         (("gpipe", "--devices", 4), "No such option: --devices. It belongs to"),
         ((MLP, "--forward=2.0"), "No such option: --forward. It belongs to"),
-        (("gpipe", "--replicas", 4), "No such option: --replicas"),
+        (("gpipe", "--copies", 4), "No such option: --copies"),
         (("gpipe", "--beside", "gpipe"), "--beside names 'gpipe' again; expected another schedule"),
         (("gpipe", "--beside", "1f1b", "-o", "a.svg"), "a .svg file shows one step; expected .html or .json"),
     ],

@@ -51,7 +51,7 @@ def counted() -> Iterator[tuple[Counter[str], list[tuple[object, ...]]]]:
     with (
         mock.patch.object(CutStages, "__call__", counting(CutStages.__call__, "cut")),
         mock.patch.object(staged, "lower", counting(staged.lower, "lower")),
-        mock.patch.object(staged, "verify_programs", counting(staged.verify_programs, "verify")),
+        mock.patch.object(staged, "verify_plan", counting(staged.verify_plan, "verify")),
         mock.patch.object(staged, "build_plan", counting(staged.build_plan, "plan")),
     ):
         yield calls, lowered
@@ -111,7 +111,7 @@ def test_a_users_pass_counts_also_where_memory_forces_to_recompute() -> None:
         return [each for step in passes(*args) for each in (step, *again * isinstance(step, MarkRecompute))]
 
     def saved_bytes() -> list[float]:
-        ((cut,),) = prepared(microbatches=4)._compiler._staged.values()
+        ((cut,),) = prepared(microbatches=4)._compiler._captures.staged.values()
         plan = cut.recomputing(frozenset({0, 1})).trial(one_f_one_b(2, 4), ROWS // 4).plan
         assert all(stage.recompute for stage in plan.stages)
         return [stage.cost.memory.saved for stage in plan.stages]

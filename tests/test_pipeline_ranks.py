@@ -93,7 +93,7 @@ def test_a_step_on_one_rank_only_is_named(tmp_path: Path) -> None:
         """,
     )
     assert first.startswith(
-        "TransportError: rank 0 was calling step, after 1 steps, and waited 2 s for rank 1"
+        "TransportError: calling step, after 1 steps, together with rank 1, took more than 2 s; rank 1 lives"
     )
     assert "All ranks make the same calls in the same order" in first
     assert second == ""
@@ -108,8 +108,8 @@ def test_a_rank_whose_script_ends_earlier_is_named_at_once(tmp_path: Path) -> No
             attempt(lambda: pipe.step(x, target=y))
         """,
     )
-    assert first.startswith("TransportError: the connection was lost while calling step, after 1 steps, toge")
-    assert "with rank 1; that process ended or died" in first
+    assert first.startswith("TransportError: another rank failed while this one was calling step, after 1 st")
+    assert "\n  rank 1: its script ended, or let go of its pipeline, before this call" in first
     assert second == ""
 
 

@@ -24,6 +24,7 @@ from runtime_stages import (
     make_plan,
     reference_step,
     split_backward,
+    whole_batch,
 )
 from torch import Tensor
 
@@ -31,6 +32,7 @@ from pipec.errors import ExecutionError, VerifyError
 from pipec.ir import Compute, Instruction, Mode, Op, Payload, Phase, Program, Schedule, unreplicated
 from pipec.programs.lower import lower
 from pipec.runtime import InProcess, Interpreter
+from pipec.runtime.span import Span
 from pipec.schedules import forward_only, make_schedule
 
 REPLAYED = {**STAGES, 1: ReplayedStage1}
@@ -91,22 +93,22 @@ def test_batch_size_may_change_between_steps() -> None:
         assert_same_bits(pipeline.step(sizes, step)[0], expected)
 
 
-def test_results_depend_on_seed_and_step() -> None:
+def test_results_depend_on_the_seed() -> None:
     pipeline = Pipeline(SCHEDULES["1f1b"])
     batch = make_batch(SIZES)
 
-    def loss(seed: int, step: int) -> float:
+    def loss(seed: int) -> float:
         pipeline.model.buffers["mean"].zero_()
-        return float(pipeline.step(SIZES, step, seed, batch)[0]["loss"])
+        return float(pipeline.step(SIZES, 0, seed, batch)[0]["loss"])
 
-    assert loss(1, 0) == loss(1, 0)
-    assert len({loss(1, 0), loss(1, 1), loss(2, 0)}) == 3
+    assert loss(1) == loss(1)
+    assert len({loss(1), loss(2), loss(3)}) == 3
 
 
 def test_a_step_over_part_of_a_batch_weighs_the_loss_by_the_whole() -> None:
     whole, half = Pipeline(SCHEDULES["one rank"]), Pipeline(SCHEDULES["one rank"])
-    whole.interpreters[0].run(make_batch(SIZES), SIZES)
-    half.interpreters[0].run(make_batch(SIZES), SIZES, batch=2 * sum(SIZES))
+    whole.interpreters[0].run(make_batch(SIZES), whole_batch(SIZES))
+    half.interpreters[0].run(make_batch(SIZES), Span(SIZES, 2 * sum(SIZES)))
     for name, gradient in gradients_of(half.model).items():
         assert torch.equal(2 * gradient, whole.model.parameters[name].grad), name
 
@@ -128,7 +130,7 @@ def test_a_surrounding_autocast_or_grad_mode_changes_nothing() -> None:
     """Stage code already says what runs in which precision; one rank runs in the caller's own thread."""
     pipeline, model = Pipeline(SCHEDULES["one rank"]), make_model()
     with torch.autocast("cpu", torch.bfloat16), torch.enable_grad():
-        results = pipeline.interpreters[0].run(make_batch(SIZES), SIZES, 5, 0)
+        results = pipeline.interpreters[0].run(make_batch(SIZES), whole_batch(SIZES), 5)
     assert_same_bits(results, reference_step(model, SIZES, 0))
     assert not results["loss"].requires_grad
 
@@ -368,7 +370,7 @@ def test_ctrl_c_on_one_rank_stops_all() -> None:
 def test_an_error_before_the_first_and_after_the_last_instruction_says_so() -> None:
     pipeline = Pipeline(SCHEDULES["one rank"])
     with pytest.raises(ExecutionError, match="rank 0, preparing the step: KeyError: 'x'"):
-        pipeline.interpreters[0].run([{}] * len(SIZES), SIZES)
+        pipeline.interpreters[0].run([{}] * len(SIZES), whole_batch(SIZES))
 
     class Counting(Stage2):
         @staticmethod

@@ -1,5 +1,6 @@
 """A loaded artifact: what it refuses, and how it gets the values that it was saved without."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,10 +43,17 @@ def saved(pipe: Pipeline, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (lambda p: p.step(X.double(), target=Y), r"args\[0\] is torch.float64 of .*; expected torch.float32"),
         (lambda p: p.step(X, target=Y[:6]), r"target is .* of shape \(6, 2\); expected .* of shape \(8, 2\)"),
         (lambda p: p.step(X), r"target is None; expected torch.float32 of shape \(8, 2\)"),
+        (
+            lambda p: p.step(x=X, target=Y),
+            r"given kwargs\['x'\], target; this artifact was made for args\[0\], t",
+        ),
+        (lambda p: p.step(X, Y), r"step was given args\[0\], args\[1\], target; this artifact was made for"),
+        (lambda p: p.step(X, mask=X, target=Y), r"step was given args\[0\], kwargs\['mask'\], target; this"),
+        (lambda p: p.eval(), "holds the step of a model in training mode, and no other code. Call eval"),
         (lambda p: p.step(X[:3], target=Y[:3]), "a batch of 3 rows cannot be split into 4 microbatches"),
         (lambda p: p.step(X[0, 0], target=Y), r"args\[0\] is torch.float32 of shape \(\); expected"),
         (lambda p: p.step(X[0, 0]), r"the arguments hold no batch; expected args\[0\] \("),
-        (lambda p: p.step(), r"the arguments hold no batch; expected args\[0\] \("),
+        (lambda p: p.step(), r"step was given target; this artifact was made for args\[0\], target"),
         (lambda p: p.source(2), "there is no stage 2: the pipeline has stages 0 to 1"),
     ],
     ids=[
@@ -53,6 +61,10 @@ def saved(pipe: Pipeline, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "dtype",
         "rows",
         "no target",
+        "a name",
+        "a position",
+        "one more",
+        "eval",
         "small batch",
         "number",
         "no rows",
@@ -72,6 +84,34 @@ def test_a_bad_call_is_refused_and_the_next_good_one_works(
 
 def test_a_batch_of_another_size_is_as_good(saved: Path) -> None:
     assert torch.equal(pipec.load(saved).step(X[:6], target=Y[:6]), compiled(True).step(X[:6], target=Y[:6]))
+
+
+def test_an_artifact_of_evaluation_mode_stays_in_it(tmp_path: Path) -> None:
+    pipe = compiled(dynamic=True).eval()
+    pipe.prepare(X, target=Y).save(tmp_path / "saved", tensors=True)
+    loaded = pipec.load(tmp_path / "saved").eval()
+    assert not loaded.training
+    assert torch.equal(loaded.step(X, target=Y), pipe.step(X, target=Y))
+    with pytest.raises(InputError, match=r"in evaluation mode, and no other code\. Call train\(\)"):
+        loaded.train()
+
+
+def test_keywords_are_matched_by_name(tmp_path: Path) -> None:
+    class Difference(nn.Linear):
+        def forward(self, *, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return super().forward(a - 2 * b)
+
+    torch.manual_seed(0)
+    pipe = pipec.compile(Difference(4, 2), devices=1, loss_fn=nn.functional.mse_loss, microbatches=2)
+    expected = pipe.step(b=X, a=X + 1, target=Y)
+    pipe.save(tmp_path / "saved", tensors=True)
+    loaded = pipec.load(tmp_path / "saved")
+    assert torch.equal(loaded.step(b=X, a=X + 1, target=Y), expected)
+    assert torch.equal(loaded.step(a=X + 1, b=X, target=Y), expected)
+    with pytest.raises(
+        InputError, match=r"given kwargs\['a'\], kwargs\['c'\], target; this artifact was made"
+    ):
+        loaded.step(a=X, c=X, target=Y)
 
 
 def test_an_artifact_for_one_size_takes_no_other(tmp_path: Path) -> None:
@@ -106,3 +146,78 @@ def test_a_step_reads_and_changes_the_tensors_that_to_empty_made(saved: Path) ->
     loaded.load_state_dict({name: torch.zeros_like(value) for name, value in loaded.state_dict().items()})
     assert torch.equal(loaded.step(X, target=Y), nn.functional.mse_loss(torch.zeros_like(Y), Y))
     assert loaded.state_dict()["1.num_batches_tracked"] == 4  # one a microbatch
+
+
+ADAM = functools.partial(torch.optim.AdamW, lr=1e-2)
+
+
+def updating(**options: object) -> Pipeline:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    pipe = pipec.compile(
+        model, microbatches=4, loss_fn=nn.functional.mse_loss, optimizer=ADAM, **{"devices": 2, **options}
+    )
+    return pipe.prepare(X, target=Y)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"clip_grad_norm": 0.1}, {"stages": 1}, {"stages": 1, "shard": "parameters", "clip_grad_norm": 0.1}],
+    ids=["two stages", "two replicas", "shares"],
+)
+def test_a_loaded_artifact_updates_as_the_pipeline_does(options: dict[str, object], tmp_path: Path) -> None:
+    pipe = updating(**options)
+    pipe.save(tmp_path / "saved", tensors=True)
+    loaded = pipec.load(tmp_path / "saved", optimizer=ADAM, clip_grad_norm=options.get("clip_grad_norm"))
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(p.optimizer, 0.5) for p in (pipe, loaded)]
+    for _ in range(3):
+        assert torch.equal(loaded.step(X, target=Y), pipe.step(X, target=Y))
+        for scheduler in schedulers:
+            scheduler.step()
+    states = [p.state_dict() for p in (pipe, loaded)]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    moments = [p.optimizer.state_dict()["state"] for p in (pipe, loaded)]
+    assert torch.equal(moments[0][0]["exp_avg"], moments[1][0]["exp_avg"])
+
+
+def test_a_loaded_artifact_accumulates(tmp_path: Path) -> None:
+    pipe = updating()
+    pipe.save(tmp_path / "saved", tensors=True)
+    loaded = pipec.load(tmp_path / "saved", optimizer=ADAM)
+    before = {name: x.detach().clone() for name, x in loaded.named_parameters()}
+    with loaded.accumulate():
+        loaded.step(X, target=Y)
+    assert all(torch.equal(before[name], x) for name, x in loaded.named_parameters())
+    loaded.step(X, target=Y)
+    with pipe.accumulate():
+        pipe.step(X, target=Y)
+    pipe.step(X, target=Y)
+    assert all(torch.equal(dict(pipe.named_parameters())[n], x) for n, x in loaded.named_parameters())
+
+
+def test_what_an_artifact_needs_for_its_updates_is_asked_for(saved: Path, tmp_path: Path) -> None:
+    updating(clip_grad_norm=1.0).save(tmp_path / "clips")
+    updating().save(tmp_path / "updates")
+    mistakes = [
+        (tmp_path / "updates", {}, "update the weights, but optimizer is None; pass a function"),
+        (saved, {"optimizer": ADAM}, "end with gradients, for it was compiled without an optimizer"),
+        (
+            tmp_path / "clips",
+            {"optimizer": ADAM},
+            "clip gradients, but clip_grad_norm is None; pass a number",
+        ),
+        (
+            tmp_path / "updates",
+            {"optimizer": ADAM, "clip_grad_norm": 1.0},
+            "the artifact's programs do not clip",
+        ),
+        (
+            tmp_path / "clips",
+            {"optimizer": ADAM, "clip_grad_norm": 0.0},
+            "clip_grad_norm is 0.0; expected a number above 0",
+        ),
+    ]
+    for directory, options, message in mistakes:
+        with pytest.raises(InputError, match=message):
+            pipec.load(directory, **options)

@@ -27,6 +27,7 @@ from pipec.runtime.holder import Emptied, ModelTensors, fill, forget, hold
 from pipec.runtime.launch import current_device
 from pipec.runtime.randomness import generator, mix
 from pipec.runtime.results import Results, merge
+from pipec.runtime.span import Span
 from pipec.runtime.worker import Worker
 
 CPU = torch.device("cpu")
@@ -461,7 +462,7 @@ def test_instructions_run_with_their_device_as_the_current_one(monkeypatch: pyte
     monkeypatch.setattr(interpreter, "current_device", current_device)
     plan = Plan(Mode.FORWARD, "gpipe", 1, 1, placement=((0,),), stages=(Stage(0, 0, 0),), links=())
     program = Program(0, [Instruction(Op.FORWARD, 0, 0)])
-    Interpreter(program, plan, {0: Code}, {}, {}, InProcess([CPU]).endpoint(0), CPU).run([{}], [1])
+    Interpreter(program, plan, {0: Code}, {}, {}, InProcess([CPU]).endpoint(0), CPU).run([{}], Span([1], 1))
     assert seen == [[CPU]]
     assert entered == [CPU, torch.device("meta")]
 

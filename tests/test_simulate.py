@@ -53,7 +53,7 @@ def test_a_channel_carries_one_message_at_a_time() -> None:
     timeline = played(make_schedule("gpipe", 2, 3), message=3)
     sent = [(e.rank, e.start, e.end) for e in timeline.messages]
     assert sent == [(0, 1, 4), (0, 4, 7), (0, 7, 10), (1, 13, 16), (1, 16, 19), (1, 19, 22)]
-    assert [e.start for e in timeline.computes_of(1)] == [4, 7, 10, 11, 13, 15]
+    assert [e.start for e in timeline.computes.of_rank(1)] == [4, 7, 10, 11, 13, 15]
     assert timeline.makespan == 24
 
 

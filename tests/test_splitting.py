@@ -97,6 +97,17 @@ def test_what_the_user_says_is_whole_is_whole(name: str, argument: str | int) ->
     assert "whole in every microbatch: args[1]" in str(pipe.plan)
 
 
+def test_a_tensor_stays_what_it_was() -> None:
+    table = torch.cat([TABLE, TABLE])
+    pipe = check(multiply_by_table, X, table)
+    unsplit = Model(multiply_by_table)
+    as_many_rows = torch.cat([X, X])
+    assert relative_error(pipe.step(as_many_rows, table), unsplit(as_many_rows, table).detach()) < 1e-6
+    pipe = check(add, X, TABLE)
+    with pytest.raises(InputError, match=r"args\[1\] has 8 rows but the batch has 4, and it was split"):
+        pipe.step(X, table)
+
+
 def test_parts_of_an_argument_are_named_by_a_structure() -> None:
     def combine(y: Tensor, other: dict[str, Tensor]) -> Tensor:
         return (y + other["rows"]) @ other["table"].t()
@@ -135,7 +146,10 @@ class Graph:
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        (pack_sequence([torch.randn(3, WIDTH), torch.randn(2, WIDTH)]), "a PackedSequence has its rows"),
+        (
+            pack_sequence([torch.randn(3, WIDTH), torch.randn(2, WIDTH)]),
+            "a PackedSequence has its rows mixed",
+        ),
         (
             torch.nested.nested_tensor([torch.randn(3, WIDTH), torch.randn(2, WIDTH)]),
             "a nested tensor cannot",

@@ -133,6 +133,94 @@ def test_the_path_of_a_module_as_dynamo_writes_it(source: str, fqn: str) -> None
     assert torch_compat.fqn_of(source) == fqn
 
 
+class Reads(nn.Module):
+    """Its forward reads a plain attribute, one of the class, an item, and a tensor of no module."""
+
+    kind = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.scale, self.options, self.held, self.unread = 1.0, {"power": 1}, torch.ones(4), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.scale ** self.options["power"] * self.held + self.kind
+
+
+class Around(nn.Module):
+    """Stands around a module as pipec's step stands around a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Reads()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x)
+
+
+def test_guards_know_what_a_forward_read() -> None:
+    module = Around()
+    guards = capture(module, torch.zeros(4, 4)).guards
+    assert guards is not None
+    read = {str(place): value for place, value in guards.constants.items()}
+    assert read == {"model.scale": 1.0, "model.options.power": 1, "model.kind": 3}
+    assert all(place.value(module) == value for place, value in guards.constants.items())
+    assert [place.value(module) is module.model.held for place in guards.tensors] == [True]
+    assert guards.holds(module)
+    assert guards.broken(module) == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda module: setattr(module, "scale", 2.0), "model.scale == 1.0"),
+        (lambda module: setattr(module, "kind", 4), "kind"),
+        (lambda module: module.options.update(power=2), "model.options.power == 1"),
+        (lambda module: setattr(module, "forward", lambda x: x), "model"),
+        (lambda module: setattr(module, "layer", nn.Identity()), "layer"),
+    ],
+    ids=["attribute", "attribute of the class", "item", "forward", "class of a module"],
+)
+def test_guards_break_where_something_else_would_be_traced(
+    change: Callable[[nn.Module], object], told: str
+) -> None:
+    module = Around()
+    guards = capture(module, torch.zeros(4, 4)).guards
+    assert guards is not None
+    change(module.model)
+    assert not guards.holds(module)
+    assert told in guards.broken(module)
+
+
+def test_guards_hold_whatever_the_arguments_the_tensors_and_the_modes_are() -> None:
+    module = Around()
+    guards = capture(module, torch.zeros(4, 4)).guards
+    assert guards is not None
+    module.model.unread = 5
+    module.model.layer.weight = nn.Parameter(torch.zeros(0))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert guards.holds(module)
+
+
+@pytest.mark.parametrize(
+    ("source", "written"),
+    [
+        ("self._modules['model']._modules['h'][0].p", "model.h.0.p"),
+        ("L['self'].loss_fn.__closure__[1].cell_contents", "loss_fn.__closure__.1.cell_contents"),
+        ("dict(type(self.model).__mro__[2].__dict__)['scale']", "model.scale"),
+        ("G['__import_a_dot_b'].FACTOR", "a.b.FACTOR"),
+        ("list(dict.keys(self.options))[0]", "None"),
+        ("self._modules['__import__(\\'os\\')'].p", "__import__('os').p"),
+        ("self.__import__('os').p", "None"),
+        ("self.no name", "None"),
+        ("args[0]", "None"),
+    ],
+)
+def test_a_place_as_dynamo_writes_it(source: str, written: str) -> None:
+    """Names of modules may be any text; none of it is ever run."""
+    assert str(torch_compat.Place.parse(source)) == written
+
+
 def test_only_the_marked_dimension_is_symbolic() -> None:
     for dynamic, sizes in ((True, ["s", "4"]), (False, ["4", "4"])):
         module = capture(Net(), torch.zeros(4, 4), dynamic).module

@@ -1,5 +1,6 @@
 """Recorded steps: every instruction has its times, and they obey the program."""
 
+import functools
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -85,6 +86,31 @@ def test_the_times_obey_the_program(timeline: Timeline) -> None:
             reader = (link.target, message.instruction.microbatch, Op(phase))
             if reader in starts:
                 assert message.start <= starts[reader]
+
+
+@pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 1.0}, {"shard": "parameters"}])
+def test_collectives_and_updates_have_their_times(options: dict[str, object]) -> None:
+    """Two replicas of one stage: a sum is found over by the update that needs it, or at the end."""
+    adam = functools.partial(torch.optim.AdamW, lr=1e-3)
+    choice = {"optimizer": adam, **options} if options else {}
+    pipe = pipec.compile(net(), devices=2, stages=1, microbatches=4, loss_fn=nn.functional.mse_loss, **choice)
+    with pipe.trace() as trace:
+        pipe.step(X, target=Y)
+    timeline = trace.steps[0]
+    timed = [(p.rank, i) for p in pipe.programs for i in p.instructions if i.op.traits.timed]
+    assert [(event.rank, event.instruction) for event in timeline.events] == timed
+    assert timeline.ending == pipe.plan.ending
+    for rank in range(2):
+        own = [event for event in timeline.events if event.rank == rank]
+        assert all(one.end <= other.start for one, other in pairwise(e for e in own if e.is_work))
+        sums = [event for event in own if event.instruction.op is Op.REDUCE_GRAD]
+        met = max(event.start for event in timeline.events if event.instruction == sums[-1].instruction)
+        assert sums[-1].end > met
+        updates = [event for event in own if event.instruction.op is Op.UPDATE]
+        assert len(updates) == bool(options)
+        assert all(event.end <= update.start for update in updates for event in sums)
+        norms = [event for event in own if event.instruction.op is Op.NORM]
+        assert all(sums[-1].end <= norm.start < norm.end <= updates[0].start for norm in norms)
 
 
 def test_an_error_while_recording_ends_it(pipe: Pipeline) -> None:

@@ -103,7 +103,7 @@ FOREIGN = Link(0, 1, Payload.ACTIVATION, (value("foreign"),))
     ("edit", "message"),
     [
         (change(Op.FORWARD, 1, microbatch=9), "6: forward names microbatch 9; expected 0 to 3"),
-        (change(Op.FORWARD, 1, slot=3), "6: forward carries a link, peer or slot; expected none"),
+        (change(Op.FORWARD, 1, slot=3), "6: forward carries a link, peer, slot or bucket; expected none"),
         (change(Op.FREE, 1, stage=-1), "17: free names stage -1; expected a stage of this rank: [1]"),
         (change(Op.SEND, 1, "hidden_2", link=None), "7: send carries no link; expected a link of the plan"),
         (
@@ -375,9 +375,10 @@ sites = st.tuples(st.integers(0, 3), st.integers(0, 4))
 
 @given(st.lists(st.tuples(sites, sites).filter(lambda pair: pair[0][0] != pair[1][0]), max_size=12))
 def test_programs_stall_exactly_where_the_waits_form_a_cycle(waits: list[tuple[Site, Site]]) -> None:
-    graph = networkx.DiGraph(((rank, k + 1), (rank, k)) for rank in range(4) for k in range(4))
-    for site, other in waits:
-        graph.add_edge(site, other)
+    """To reach an instruction, a rank must have reached the one before and what that waits for."""
+    graph = networkx.DiGraph(((rank, k + 1), (rank, k)) for rank in range(4) for k in range(5))
+    for (rank, number), other in waits:
+        graph.add_edge((rank, number + 1), other)
     columns = np.array([[*site, *other] for site, other in waits], np.int32).reshape(-1, 4).T
     stalled = stalls([5] * 4, Waits(*columns))
     assert bool(stalled) == (not networkx.is_directed_acyclic_graph(graph))
@@ -400,13 +401,16 @@ def test_no_instruction_can_be_left_out_or_doubled() -> None:
                     verify_programs(others, schedule.placement, LINKS, 3, recompute=[1])
 
 
-def test_every_rule_is_broken_by_a_test_above() -> None:
-    """A new rule needs a test here, and this list a new line."""
+def test_every_rule_is_broken_by_a_test() -> None:
+    """A new rule needs a test here or in ``test_verify_ending``, and this list a new line."""
     assert [rule.__name__ for rule in RULES] == [
         "_fits_plan",
         "_computes_once",
         "_computes_in_order",
         "_delivers_once",
+        "ends_once",
+        "ends_in_order",
+        "meets_in_one_order",
         "_sends_what_was_made",
         "_posts_before_reading",
         "_frees_after_last_use",

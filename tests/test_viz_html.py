@@ -4,11 +4,13 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from example_schedules import result_link
 from playwright.sync_api import Browser, Page, sync_playwright
+from small_endings import EVERYTHING, ended
 
 from pipec.errors import InputError
 from pipec.ir import Schedule
@@ -297,7 +299,81 @@ def test_a_large_step_is_drawn_in_as_many_boxes_as_are_visible(open_page: Open) 
     assert sum(count for _, count, _ in page.evaluate(code)) < 12
 
 
+@in_browser
+def test_collectives_have_a_band_below_the_lane_of_their_rank(open_page: Open) -> None:
+    timeline = ended(2, 4, **EVERYTHING)
+    page = open_page({"2": timeline})
+    band = {"reduce_grad": "#e39bb6", "unshard": "#7fc4c4", "norm": "#b9b0a2"}
+    for event in timeline.collectives:
+        at = lane(
+            event.rank,
+            event.start + 0.1,
+            part="timelines[0].lanes[0].bandY - timelines[0].lanes[0].y + y + 2",
+        )
+        assert color_at(page, at) == band[event.instruction.op], event
+    update = next(event for event in timeline.work if event.instruction.op == "update")
+    assert color_at(page, lane(update.rank, update.start + 0.1, part="y + 3")) == "#f2d45c"
+    words = page.locator("#legend").inner_text()
+    assert all(each in words for each in ("sum of gradients", "gathering of parameters", "update", "norm"))
+
+
+@in_browser
+def test_replicas_of_a_stage_are_named_and_stand_together(open_page: Open) -> None:
+    page = open_page({"3-2-1": ended((3, 2, 1), 6, updates=True)})
+    assert page.evaluate("() => timelines[0].names[3]") == "rank 3, stage 1, 1 of 2"
+    tops = page.evaluate("() => timelines[0].lanes.map(({y}) => y)")
+    gaps = [below - above for above, below in pairwise(tops)]
+    assert gaps == pytest.approx([gaps[0], gaps[0], gaps[0] + 12, gaps[0], gaps[0] + 12])
+    widest = page.evaluate(
+        "() => { ctx.font = `400 12px ${FONT}`; return ctx.measureText(timelines[0].names[0]).width; }"
+    )
+    assert widest + 10 < page.evaluate("() => GUTTER")
+
+
 # ---- what it says ----
+
+
+@in_browser
+def test_a_collective_says_what_it_carries_with_whom_and_who_came_last(open_page: Open) -> None:
+    page = open_page({"3-2-1": ended((3, 2, 1), 6, updates=True)})
+    band = "timelines[0].lanes[0].bandY - timelines[0].lanes[0].y + y + 3"
+    assert hover(page, lane(0, 24.5, part=band)) == [
+        "sum of gradients",
+        "rank 0, replica 1 of 3",
+        "bucket 0 of stage 0, 768 B: 0.q and 2 others",
+        "between ranks 0, 1, 2",
+        "24 to 25.5 units, took 1.5 units",
+        "rank 2 came last, at 24 units",
+    ]
+    assert hover(page, lane(2, 24.5, part=band))[-1] == "no rank came later"
+
+
+@in_browser
+def test_an_update_says_which_sum_it_waited_for(open_page: Open) -> None:
+    page = open_page({"3-2-1": ended((3, 2, 1), 6, updates=True)})
+    waited = "the rank waited 7.5 units for the sum of gradients, to which rank 2 came last, at 24 units"
+    assert hover(page, lane(0, 25.7)) == [
+        "update",
+        "stage 0, rank 0, replica 1 of 3",
+        "25.5 to 26 units, took 0.5 units",
+        waited,
+    ]
+    assert hover(page, lane(0, 24.5)) == [
+        "idle",
+        "rank 0, replica 1 of 3",
+        "until the update, stage 0",
+        waited,
+    ]
+
+
+@in_browser
+def test_a_rank_that_is_left_with_a_sum_says_so(open_page: Open) -> None:
+    timeline = ended((2, 1), 3)
+    page = open_page({"2-1": timeline})
+    assert hover(page, lane(1, timeline.makespan - 0.5))[2].startswith(
+        "in the sum of gradients, to which rank 0"
+    )
+    assert hover(page, lane(2, timeline.makespan - 0.5))[2] == "nothing is left to compute"
 
 
 @in_browser

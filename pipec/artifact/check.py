@@ -2,11 +2,26 @@
 
 import ast
 from collections.abc import Iterator, Sequence
+from itertools import chain
+from pathlib import Path
 
-from pipec.artifact.directory import Artifact
+from torch import Tensor
+
+from pipec.artifact.directory import Artifact, read
 from pipec.errors import VerifyError
 from pipec.ir import Program, Stage
 from pipec.programs.verify import verify_plan
+
+
+def read_verified(directory: Path) -> tuple[Artifact, dict[str, Tensor]]:
+    """Read an artifact and the tensors saved with it, by FQN, and check it.
+
+    Raises:
+        ArtifactError, VerifyError: as ``read`` and ``check_artifact``.
+    """
+    artifact, tensors = read(directory)
+    check_artifact(artifact)
+    return artifact, tensors
 
 
 def check_artifact(artifact: Artifact) -> None:
@@ -17,6 +32,12 @@ def check_artifact(artifact: Artifact) -> None:
             the program calls, or names other tensors than the plan.
     """
     plan = artifact.plan
+    num_computes = sum(bool(each.op.phase) for each in chain(*(p.instructions for p in artifact.programs)))
+    if num_computes < plan.num_microbatches * len(plan.stages):  # too few for the verifier's tables
+        raise VerifyError(
+            f"the programs run {num_computes} phases of stages, fewer than {plan.num_microbatches} "
+            f"microbatches on {len(plan.stages)} stages need; save the pipeline anew"
+        )
     verify_plan(plan, artifact.programs)
     for stage, source in zip(plan.stages, artifact.sources, strict=True):
         programs = [artifact.programs[rank] for rank in plan.placement[stage.index]]

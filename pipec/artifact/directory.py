@@ -2,18 +2,22 @@
 
 A saved artifact is a folder::
 
-    plan.json             format, plan, and the SHA-256 of every other file
+    SHA256SUMS            the SHA-256 of every other file, as sha256sum writes and checks it
+    plan.json             format and plan
     stage_0.py ...        generated code
     rank_0.txt ...        programs
     constants.safetensors tensors the model made outside its parameters and buffers, if there are any
     tensors.safetensors   parameters and buffers, if asked for
 
-Reading one unpickles nothing. A file that is missing, changed or of another format is refused before any
-code of the artifact runs.
+Reading one unpickles nothing. A file that is missing, changed or of another format, and a plan that
+contradicts itself or the files beside it, is refused before any code of the artifact runs. That is no
+protection from those who can write the folder: docs/artifacts.md says what is.
 """
 
+import functools
 import hashlib
 import linecache
+import re
 import shutil
 import tempfile
 import types
@@ -26,13 +30,14 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
+from pipec.artifact.plan_rules import check_plan, check_tensors
 from pipec.errors import ArtifactError
 from pipec.ir import Plan, Program
 from pipec.ir.text import format_program, parse_program
 
 FORMAT = "pipec artifact 2"
 
-PLAN, CONSTANTS, TENSORS = "plan.json", "constants.safetensors", "tensors.safetensors"
+SUMS, PLAN, CONSTANTS, TENSORS = "SHA256SUMS", "plan.json", "constants.safetensors", "tensors.safetensors"
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +52,11 @@ class Artifact:
     programs: tuple[Program, ...]
     constants: Mapping[str, Tensor] = field(default_factory=dict)
 
+    @functools.cached_property
+    def draws(self) -> bool:
+        """Whether any stage has random operators, whose functions take ``rng``."""
+        return any(re.search(r"^def .*\brng\b.*:$", source, re.MULTILINE) for source in self.sources)
+
     def text(self) -> str:
         """Everything ranks must agree on, as one text."""
         programs = map(format_program, self.programs)
@@ -57,7 +67,6 @@ class Artifact:
 class _Header:
     format: str
     plan: Plan
-    sha256: dict[str, str]
 
 
 _PLAN = pydantic.TypeAdapter(Plan)
@@ -80,8 +89,15 @@ def write(artifact: Artifact, directory: Path, tensors: Mapping[str, Tensor] | N
     """Write the artifact, whole or not at all. An artifact that is there already is replaced.
 
     Raises:
-        ArtifactError: the directory holds something else.
+        ArtifactError: the directory holds something else, or cannot be written.
     """
+    try:
+        _replace(artifact, directory, tensors)
+    except (OSError, ValueError) as error:  # ValueError for a name that no file can have
+        raise ArtifactError(f"{directory} cannot be written: {error}") from error
+
+
+def _replace(artifact: Artifact, directory: Path, tensors: Mapping[str, Tensor] | None) -> None:
     if directory.exists() and any(directory.iterdir()) and not (directory / PLAN).exists():
         raise ArtifactError(
             f"{directory} is not empty and holds no {PLAN}, so it is no artifact of pipec to replace; "
@@ -99,43 +115,65 @@ def write(artifact: Artifact, directory: Path, tensors: Mapping[str, Tensor] | N
 
 def _write_files(artifact: Artifact, directory: Path, tensors: Mapping[str, Tensor] | None) -> None:
     for stage, source in enumerate(artifact.sources):
-        (directory / f"stage_{stage}.py").write_text(source)
+        (directory / f"stage_{stage}.py").write_text(source, encoding="utf-8")
     for program in artifact.programs:
-        (directory / f"rank_{program.rank}.txt").write_text(format_program(program))
+        (directory / f"rank_{program.rank}.txt").write_text(format_program(program), encoding="utf-8")
     for name, values in ((CONSTANTS, artifact.constants), (TENSORS, tensors or {})):
         if values:
             safetensors.torch.save_file(
                 {k: v.detach().cpu().contiguous() for k, v in values.items()}, directory / name
             )
-    digests = {file.name: _digest(file.read_bytes()) for file in sorted(directory.iterdir())}
-    header = _Header(FORMAT, artifact.plan, digests)
-    (directory / PLAN).write_bytes(_HEADER.dump_json(header, indent=1))
+    (directory / PLAN).write_bytes(_HEADER.dump_json(_Header(FORMAT, artifact.plan), indent=1))
+    sums = [f"{_digest(file.read_bytes())}  {file.name}\n" for file in sorted(directory.iterdir())]
+    (directory / SUMS).write_text("".join(sums))
 
 
 def read(directory: Path) -> tuple[Artifact, dict[str, Tensor]]:
     """Read an artifact and the tensors saved with it, by FQN.
 
     Raises:
-        ArtifactError: a file is missing, changed, unreadable or of another format; it is named.
+        ArtifactError: a file is missing, changed, unreadable or of another format, or the plan contradicts
+            itself; what is wrong is named.
     """
-    header = _read_header(directory)
-    for name, digest in header.sha256.items():
-        _check_file(directory, name, digest)
-    plan = header.plan
-    programs = tuple(
-        parse_program((directory / f"rank_{rank}.txt").read_text(), plan.links)
-        for rank in range(plan.num_ranks)
-    )
-    sources = tuple((directory / f"stage_{stage.index}.py").read_text() for stage in plan.stages)
-    constants = _read_tensors(directory / CONSTANTS) if CONSTANTS in header.sha256 else {}
-    tensors = _read_tensors(directory / TENSORS) if TENSORS in header.sha256 else {}
-    return Artifact(plan, sources, programs, constants), tensors
-
-
-def _read_header(directory: Path) -> _Header:
     path = directory / PLAN
     if not path.is_file():
         raise ArtifactError(f"{directory} holds no {PLAN}: expected a folder written by Pipeline.save()")
+    present = _check_sums(directory)
+    plan = _read_plan(path)
+    check_plan(plan, path)
+    expected = [f"stage_{stage.index}.py" for stage in plan.stages]
+    expected += [f"rank_{rank}.txt" for rank in range(plan.num_ranks)]
+    if missing := sorted({*expected} - present):
+        raise ArtifactError(f"{directory / SUMS} lists no {', '.join(missing)}; it was edited or cut short")
+    programs = tuple(
+        parse_program(_read_text(directory / f"rank_{rank}.txt"), plan.links)
+        for rank in range(plan.num_ranks)
+    )
+    sources = tuple(_read_text(directory / f"stage_{stage.index}.py") for stage in plan.stages)
+    constants = _read_tensors(directory / CONSTANTS) if CONSTANTS in present else {}
+    tensors = _read_tensors(directory / TENSORS) if TENSORS in present else {}
+    check_tensors(plan, {**tensors, **constants}, directory)
+    return Artifact(plan, sources, programs, constants), tensors
+
+
+def _check_sums(directory: Path) -> set[str]:
+    """The names of the files that are what was saved. Raises ArtifactError if one is not."""
+    names = set()
+    for line in _read_text(directory / SUMS).splitlines():
+        match = _SUM.fullmatch(line)
+        if match is None:
+            raise ArtifactError(f"{directory / SUMS}: found {line[:80]!r}, expected a SHA-256 and a name")
+        _check_file(directory, match["name"], match["digest"])
+        names.add(match["name"])
+    if PLAN not in names:
+        raise ArtifactError(f"{directory / SUMS} lists no {PLAN}; it was edited or cut short")
+    return names
+
+
+_SUM = re.compile(r"(?P<digest>[0-9a-f]{64}) [ *](?P<name>.+)")
+
+
+def _read_plan(path: Path) -> Plan:
     try:
         header = _HEADER.validate_json(path.read_bytes())
     except pydantic.ValidationError as error:
@@ -149,26 +187,29 @@ def _read_header(directory: Path) -> _Header:
         raise ArtifactError(
             f"{path} has format {header.format!r}, this version reads {FORMAT!r}. Save the pipeline anew."
         )
-    expected = {f"stage_{stage.index}.py" for stage in header.plan.stages}
-    expected |= {f"rank_{rank}.txt" for rank in range(header.plan.num_ranks)}
-    if missing := expected - header.sha256.keys():
-        raise ArtifactError(
-            f"{path} lists no checksum of {', '.join(sorted(missing))}; it was edited or cut short"
-        )
-    return header
+    return header.plan
 
 
 def _check_file(directory: Path, name: str, digest: str) -> None:
     path = directory / name
     if Path(name).name != name:
-        raise ArtifactError(f"{directory / PLAN} names a file outside its folder: {name!r}")
+        raise ArtifactError(f"{directory / SUMS} names a file outside its folder: {name!r}")
     if not path.is_file():
         raise ArtifactError(f"{path} is missing; the artifact is incomplete")
     if _digest(path.read_bytes()) != digest:
         raise ArtifactError(
-            f"{path} is not what was saved: its SHA-256 differs from the one in {PLAN}. "
-            "Restore the file, or save the pipeline anew."
+            f"{path} is not what was saved: its SHA-256 differs from the one in {SUMS}. Restore the file, "
+            f"save the pipeline anew, or if you mean the change: `sha256sum *.* > {SUMS}` in that folder"
         )
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ArtifactError(f"{path} is missing; the artifact is incomplete") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArtifactError(f"{path} cannot be read: {error}") from error
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:

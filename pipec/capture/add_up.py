@@ -14,7 +14,7 @@ batch. A sum is divided by the share.
 import operator
 import re
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
@@ -31,6 +31,9 @@ from pipec.capture.parts import (
     COUNTED,
     DIVIDE,
     MULTIPLY,
+    REDUCING,
+    TERMS,
+    ZEROS,
     Meaning,
     Part,
     changes_argument,
@@ -113,7 +116,7 @@ class _Walk:
                 self._scaled_by_rows |= self._symbol is None and self._may_scale_by_rows(node)
                 self.known[node] = self._of_call(node)
                 if changes_argument(node) and isinstance(changed := node.args[0], fx.Node):
-                    self.known[changed] = replace(self.known[node], given=self.known[node].given)
+                    self.known[changed] = self.known[node]
 
     def _of_argument(self, node: fx.Node) -> Meaning:
         value = _value(node)
@@ -131,7 +134,9 @@ class _Walk:
         read = [self.known[source] for source in node.all_input_nodes]
         value = _value(node.args[0] if operator_name(node) == "setitem" else node)
         given = all(meaning.given for meaning in read) and not is_drawn(node)
-        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | int | float) or value is None:
+        if value is None:
+            return Meaning(Part.OTHER, because=node)
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | int | float):
             return Meaning(self._of_number(value), given, node)
         for meaning, source in zip(read, node.all_input_nodes, strict=True):
             if meaning.part is Part.OTHER and not self._is_index(source, node):
@@ -161,6 +166,7 @@ class _Walk:
             return Part.SAME
         if self._symbol not in expression.free_symbols:
             return Part.SAME
+        expression = expression.replace(lambda x: type(x).__name__ == "ToFloat", lambda x: x.args[0])
         return Part.SIZE if self._is_proportional(expression) else Part.OTHER
 
     def _is_proportional(self, size: sympy.Basic) -> bool:
@@ -176,7 +182,7 @@ class _Walk:
         if not isinstance(value, Tensor):
             return Part.ROWS
         arguments, count = named_arguments(node), self._num_batches(value)
-        if self._symbol is None and _reduces_rows(node):
+        if self._symbol is None and operator_name(node) in REDUCING and 0 in dimensions_of(node):
             count = 0
         if count == 0:
             if operator_name(node) in COUNTED and (counted := self._count(node, arguments)):
@@ -204,6 +210,8 @@ class _Walk:
     def _of_sums(self, node: fx.Node) -> Part:
         """What a call makes of sums and means of microbatches. Sums that are added to others become means."""
         operands = [x for x in pytree.tree_leaves((node.args, dict(node.kwargs))) if isinstance(x, fx.Node)]
+        if operator_name(node) in ADD:
+            operands = [x for x in operands if not self._is_zero(x)]
         numbers = [x for x in node.args if isinstance(x, int | float)]
         if self._symbol is None and self._may_scale_by_rows(node):
             return Part.OTHER
@@ -211,11 +219,31 @@ class _Walk:
         part = part_of_sums(node, parts, any(numbers))
         if self._symbol is not None and self._num_batches(_value(node)):
             return Part.OTHER
-        if operator_name(node) in ADD and part is Part.MEAN:
+        if operator_name(node) in DIVIDE and part is Part.SUM and self._divide_by_share(node):
+            return Part.MEAN
+        if operator_name(node) in TERMS and part is Part.MEAN:
             for operand in dict.fromkeys(operands):
                 if self.known[operand].part is Part.SUM and not self.make_mean(operand, node):
                     return Part.OTHER
         return part
+
+    def _is_zero(self, node: fx.Node) -> bool:
+        """Whether a node is zeros that were made to add to, and nothing was added to them yet."""
+        return operator_name(node) in ZEROS and self.known[node].part is Part.SAME
+
+    def _divide_by_share(self, quotient: fx.Node) -> bool:
+        """Let a sum over a tensor, such as a count, be over the share of it. Returns whether that is done.
+
+        The quotient is then as large as that of the batch, whatever is made of it.
+        """
+        divisor = quotient.args[1]
+        if self._scaled_by_rows or not isinstance(divisor, fx.Node):
+            return False
+        put = _Chain(self, divisor)
+        share = put.share_of(divisor, quotient)
+        quotient.replace_input_with(divisor, share)
+        self.known[share] = Meaning(Part.SAME)
+        return True
 
     def _may_scale_by_rows(self, node: fx.Node) -> bool:
         """Whether a call has a number in it that may be the rows, where they are not a symbol."""
@@ -269,8 +297,8 @@ class _Walk:
 
         None if the loss is none over targets that are classes.
         """
-        target, weight = arguments["target"], arguments.get("weight")
-        if _value(target).is_floating_point() or reduction_of(arguments) != "mean":
+        target, weight = arguments.get("target"), arguments.get("weight")
+        if target is None or _value(target).is_floating_point() or reduction_of(arguments) != "mean":
             return None
         if not all(self.known[x].given for x in (target, weight) if isinstance(x, fx.Node)):
             return Part.OTHER
@@ -283,8 +311,7 @@ class _Walk:
             weights = put("weights", torch.gather, weight, 0, index)
             counted = put("weights", torch.masked_fill, weights, put("flat", torch.flatten, invalid), 0)
         count = put("count", OF_BATCH, put("count", torch.sum, counted))
-        share = put("share", torch.mul, count, put("share", SHARE, _value(node).device))
-        share = put("share", torch.ops.aten._to_copy.default, share, dtype=_value(node).dtype)
+        share = put.share_of(count, node)
         total = put.again(node, reduction=2 if isinstance(arguments["reduction"], int) else "sum")
         mean = put(node.name, operator.truediv, total, share)
         mean.meta["example_value"] = _value(node)
@@ -312,6 +339,11 @@ class _Chain:
         self.last = self.walk._put(self.last, name, function, *args, **kwargs)
         return self.last
 
+    def share_of(self, whole: fx.Node, like: fx.Node) -> fx.Node:
+        """The microbatch's share of a value of the whole batch, in the type of ``like``."""
+        share = self("share", torch.mul, whole, self("share", SHARE, _value(like).device))
+        return self("share", torch.ops.aten._to_copy.default, share, dtype=_value(like).dtype)
+
     def again(self, node: fx.Node, **changed: Any) -> fx.Node:
         """The same call with other arguments."""
         arguments = {**named_arguments(node), **changed}
@@ -329,23 +361,3 @@ def rows_of(argument: fx.Node) -> Any:
     value = _value(argument)
     size: Any = value.shape[0] if isinstance(value, Tensor) and value.ndim else None
     return size.node.expr if isinstance(size, torch.SymInt) else size
-
-
-def _reduces_rows(node: fx.Node) -> bool:
-    """Whether a call reduces dimension 0 by name."""
-    dims = named_arguments(node).get(
-        "dim", node.args[1] if node.op == "call_method" and len(node.args) > 1 else None
-    )
-    reduces = operator_name(node) in (
-        "sum",
-        "mean",
-        "amax",
-        "amin",
-        "max",
-        "min",
-        "prod",
-        "std",
-        "var",
-        "logsumexp",
-    )
-    return reduces and 0 in (dims if isinstance(dims, list | tuple) else [dims])

@@ -1,13 +1,15 @@
 """The arguments of one call of the model, and which of their tensors are split along the batch."""
 
+import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipec.errors import InputError
+from pipec.ir.batch import leaf_path
 from pipec.torch_compat import pytree
 
 
@@ -40,7 +42,7 @@ class Call:
     def paths(self) -> list[str]:
         """The name of each leaf as a person would write it: ``args[0]``, ``kwargs['mask']``, ``target``."""
         tree = dict(zip(("args", "kwargs", "target"), self.tree, strict=True))
-        return [_path(keys) for keys, _ in pytree.tree_flatten_with_path(tree)[0]]
+        return [leaf_path(keys) for keys, _ in pytree.tree_flatten_with_path(tree)[0]]
 
     @property
     def batch_size(self) -> int:
@@ -53,6 +55,16 @@ class Call:
             "Pass the inputs of the whole mini-batch to step()."
         )
 
+    def check(self, model: nn.Module) -> None:
+        """Raise InputError unless the model's ``forward`` takes these arguments. A hook may change them."""
+        if model._forward_pre_hooks:
+            return
+        taken = inspect.signature(model.forward)
+        try:
+            taken.bind(*self.args, **self.kwargs)
+        except TypeError as error:
+            raise InputError(f"{type(model).__name__}.forward{taken} cannot be called so: {error}") from None
+
     def signature(self) -> Hashable:
         """What a compilation depends on: calls with equal signatures can share one.
 
@@ -64,6 +76,18 @@ class Call:
         """
         leaves, spec = pytree.tree_flatten(self.tree)
         return str(spec), tuple(map(_kind, leaves, self.batched(), self.paths))
+
+    def check_target(self, needed: bool) -> None:
+        """Raise InputError if the target is missing, or has other rows than the batch."""
+        if needed and self.target is None:
+            raise InputError(
+                "target is missing: this pipeline has a loss_fn(output, target); pass target=..."
+            )
+        size, target = self.batch_size, self.target
+        if isinstance(target, Tensor) and target.ndim and target.shape[0] != size:
+            raise InputError(
+                f"target has {target.shape[0]} rows but the batch has {size}; both have the batch first"
+            )
 
     def batched(self) -> Sequence[bool]:
         """Whether dimension 0 is the batch, for each leaf."""
@@ -129,7 +153,3 @@ def _holds_tensors(value: Any, depth: int) -> bool:
         return True
     held = {} if isinstance(value, type) else dict(getattr(value, "__dict__", {}))
     return depth > 0 and any(_holds_tensors(x, depth - 1) for x in pytree.tree_leaves(held))
-
-
-def _path(keys: tuple[Any, ...]) -> str:
-    return str(keys[0].key) + "".join(str(key) for key in keys[1:])

@@ -2,10 +2,11 @@
 
 import itertools
 
+import torch
 from torch import fx
 
 from pipec.capture.operators import OPERATOR_ID
-from pipec.graph import LossGradient, is_constant, is_random
+from pipec.graph import LossGradient, is_constant, is_random, is_view, reads_memory
 from pipec.ir import Phase
 
 
@@ -31,6 +32,28 @@ def classify(graph: fx.Graph) -> None:
     for node in reversed(graph.nodes):
         if node.op in ("call_function", "get_attr") and "operator" not in node.meta:
             node.meta["operator"] = _operator_of_readers(node)
+    for node in list(graph.nodes):
+        if reads_memory(node) and node.meta["phase"] is Phase.FORWARD:
+            _keep_with_memory(node)
+
+
+def _keep_with_memory(reader: fx.Node) -> None:
+    """Let a node that reads memory, whatever the shape of its input, be where that memory was filled.
+
+    A stage sends values, and no gaps, order or neighbours that they have in memory. Of a model's input, whose
+    memory has the rows of other microbatches too, the reader gets a copy.
+    """
+    views, source = [reader], reader.all_input_nodes[0]
+    while is_view(source) and source.op == "call_function":
+        views.append(source)
+        source = source.all_input_nodes[0]
+    if source.op == "placeholder":
+        with reader.graph.inserting_before(views[-1]):
+            copied = reader.graph.call_function(torch.ops.aten.clone.default, (source,))
+        copied.meta = {**reader.meta, "val": source.meta["val"], "constant": False}
+        views[-1].replace_input_with(source, copied)
+    for view in views if source.op == "call_function" else ():
+        view.meta["operator"] = source.meta["operator"]
 
 
 def _is_backward(node: fx.Node) -> bool:

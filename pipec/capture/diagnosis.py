@@ -7,12 +7,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
+import numpy as np
 import torch
 
 from pipec import torch_compat
 from pipec.errors import CaptureError, InputError, PipecError
 
-_TRACING = str(Path(torch.__file__).parent), str(Path(__file__).parent)
+_TRACING = (
+    *(str(Path(file).parent) for file in (torch.__file__, np.__file__)),
+    str(Path(__file__).parents[1]),
+)
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 
 ADVICE = (
@@ -24,6 +28,11 @@ ADVICE = (
     (
         "backwards hooks",
         "Register the hook on a tensor inside forward(), with Tensor.register_hook: there it is captured.",
+    ),
+    (
+        torch_compat.LOST_HOOK,
+        "Change the gradient between step() and the optimizer's step, or register the hook on a tensor that\n"
+        "is computed from the parameter: there it is captured.",
     ),
     (
         r"\bgenerator=(?!None)",
@@ -74,24 +83,24 @@ def lines_in(text: str) -> list[SourceLine]:
 
 
 def model_line(lines: Iterable[SourceLine]) -> SourceLine | None:
-    """The innermost line that is the model's own: not torch's, not pipec's, not the standard library's."""
-    own = [line for line in lines if not _is_machinery(line.file)]
+    """The innermost line that is the model's own: not of torch, numpy, pipec or the standard library."""
+    own = [line for line in lines if not is_machinery(line.file)]
     return own[-1] if own else None
 
 
-def _is_machinery(file: str) -> bool:
-    if file.startswith(("<eval_with_key>", "<string>", *_TRACING)):
+def is_machinery(file: str) -> bool:
+    if file.startswith(("<eval_with_key>", "<string>", "<frozen ", *_TRACING)):
         return True
     return file.startswith(_STANDARD_LIBRARY) and "site-packages" not in file
 
 
-def capture_error(errors: Sequence[Exception], dry_run: torch_compat.DryRun) -> PipecError:
-    """What to raise when every attempt to capture has failed, with ``errors`` in that order.
+def capture_error(failures: Sequence[Exception], dry_run: torch_compat.DryRun) -> PipecError:
+    """What to raise when every attempt to capture has failed, with ``failures`` in that order.
 
     It is an InputError if the model itself fails on these arguments, as it then does in the dry run too.
     Else it is a CaptureError, which explains the first error and lists the others.
     """
-    first, last = errors[0], errors[-1]
+    first, last = failures[0], failures[-1]
     line = _line_of(first) or _line_of(last)
     where = f"\n  at {line}" if line else ""
     if torch_compat.model_raised(first):
@@ -104,7 +113,7 @@ def capture_error(errors: Sequence[Exception], dry_run: torch_compat.DryRun) -> 
         return CaptureError(f"the model fails while it is traced{where}\n  {brief(last)}\n{TRACED_OTHERWISE}")
     reason = torch_compat.reason_of(first)
     advice = next(text for pattern, text in ADVICE if re.search(pattern, f"{reason}\n{_innermost(first)}"))
-    tried = "\n  ".join(dict.fromkeys(map(brief, errors[1:])))
+    tried = "\n  ".join(dict.fromkeys(map(brief, failures[1:])))
     return CaptureError(
         f"the model cannot be captured as one graph{where}\n  {reason}\n{advice}"
         + (f"\nOther ways of capturing it failed too:\n  {tried}" if tried else "")

@@ -1,7 +1,7 @@
 """From torch's joint graph to a TrainingGraph: what goes in and out gets a role, what does nothing goes."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,6 +49,8 @@ MATRIX_PRODUCTS = {
 
 HIGHER_ORDER = {
     "cond": "Stages are straight-line code: compute both sides, and choose with torch.where or a mask.",
+    "with_effects": "It checks the values of a result, as torch.linalg.inv, solve and cholesky do: call "
+    "inv_ex, solve_ex or cholesky_ex, which do not.",
     "while_loop": "Stages are straight-line code: make a fixed number of rounds, and use torch.where.",
 }
 """What to do instead of calling an operator that itself calls graphs."""
@@ -72,6 +74,7 @@ class Traced:
     symbolic: bool
     fqns: Mapping[str, str]
     constants: Mapping[str, Tensor]
+    training: bool = True
     unclear: str = ""
 
 
@@ -94,6 +97,7 @@ def training_graph(traced: Traced) -> TrainingGraph:
     graph = module.graph
     graph.set_codegen(fx.graph.CodeGen())  # torch's expects the arguments nested as they were
     _check_sizes(graph)
+    _check_calls(node for node in graph.nodes if str(node.target) == "with_effects")
     arguments = [node for node in graph.nodes if node.op == "placeholder"]
     for node, described in zip(arguments, traced.joint.arguments, strict=True):
         node.meta["role"] = _argument(described, traced)
@@ -107,7 +111,7 @@ def training_graph(traced: Traced) -> TrainingGraph:
         if isinstance(node.meta["role"], Buffer):
             node.meta["changed"] = node.meta["role"].fqn in changed
     _drop_what_does_nothing(graph)
-    _check_calls(graph)
+    _check_calls(graph.nodes)
     lifted = _lift_constants(module, traced.mode)
     of_batch = lift_of_batch(graph)
     classify(graph)
@@ -126,6 +130,8 @@ def training_graph(traced: Traced) -> TrainingGraph:
             unclear_output=results.unclear,
             logs=results.logs,
             output_spec=results.output_spec,
+            paths=tuple(traced.call.paths),
+            training=traced.training,
         )
     )
 
@@ -137,13 +143,13 @@ def _check_sizes(graph: fx.Graph) -> None:
             raise ValueDependentError(f"data-dependent result of {node.target}\n{where}")
 
 
-def _check_calls(graph: fx.Graph) -> None:
-    for node in graph.nodes:
+def _check_calls(nodes: Iterable[fx.Node]) -> None:
+    for node in nodes:
         if isinstance(node.target, torch_compat.HigherOrderOperator):
-            name = node.target.name()
+            name, ordinary = node.target.name(), "Write what it computes with ordinary operations of torch."
             raise CaptureError(
                 f"the model calls the higher-order operator {name!r}, which no stage can run{_place(node)}\n"
-                + HIGHER_ORDER.get(name, "Write what it computes with ordinary tensor operations of torch.")
+                + HIGHER_ORDER.get(name, ordinary)
             )
 
 

@@ -44,58 +44,33 @@ class Meaning:
 
 
 ADD = {"add", "iadd", "radd", "sub", "isub", "subtract"}
+TERMS = ADD | {"cat", "stack"}
+"""Operators whose operands must be of one kind: sums among means are made means."""
+
 MULTIPLY = {"mul", "imul", "rmul", "multiply"}
 DIVIDE = {"div", "truediv", "itruediv", "divide", "true_divide"}
 ARITHMETIC = ADD | MULTIPLY | DIVIDE | {"pow", "ipow", "rsub", "rtruediv", "rdiv", "floordiv", "floor_divide"}
 
 CONSTANTS = {"as_tensor", "full", "full_like", "new_full", "new_tensor", "scalar_tensor", "tensor"}
 
+ZEROS = {"zeros", "zeros_like", "new_zeros"}
+
 LINEAR = {
-    *(
-        "alias",
-        "bfloat16",
-        "cat",
-        "clone",
-        "contiguous",
-        "cpu",
-        "cuda",
-        "detach",
-        "double",
-        "expand",
-        "flatten",
-    ),
-    *(
-        "float",
-        "getitem",
-        "half",
-        "lift_fresh",
-        "lift_fresh_copy",
-        "mean",
-        "neg",
-        "permute",
-        "reshape",
-        "select",
-    ),
-    *("squeeze", "stack", "sum", "t", "to", "to_copy", "transpose", "type", "type_as", "unsqueeze", "view"),
+    *("alias", "bfloat16", "cat", "clone", "contiguous", "cpu", "cuda", "detach", "double"),
+    *("expand", "flatten", "float", "getitem", "half", "lift_fresh", "lift_fresh_copy", "mean"),
+    *("neg", "permute", "reshape", "select", "squeeze", "stack", "sum", "t", "to", "to_copy"),
+    *("transpose", "type", "type_as", "unsqueeze", "view"),
 }
 """Operators that commute with sums over microbatches, in those arguments that are tensors of one kind."""
 
-SUMS = {"sum", "count_nonzero", "dot", "vdot", "nansum"}
+REDUCING = {"amax", "amin", "logsumexp", "max", "mean", "min", "prod", "std", "sum", "var"}
+"""Operators that take dimensions to reduce."""
+
+SUMS = {"sum", "count_nonzero", "dot", "vdot", "nansum", "histc", "bincount"}
 
 ALONG = {
-    *(
-        "cumprod",
-        "cumsum",
-        "flip",
-        "log_softmax",
-        "logcumsumexp",
-        "normalize",
-        "roll",
-        "softmax",
-        "softmin",
-        "sort",
-    ),
-    *("argsort", "cummax", "cummin", "topk", "unfold", "diff"),
+    *("argsort", "cummax", "cummin", "cumprod", "cumsum", "diff", "flip", "log_softmax"),
+    *("logcumsumexp", "normalize", "roll", "softmax", "softmin", "sort", "topk", "unfold"),
 }
 """Operators that let what stands along a dimension depend on one another."""
 
@@ -106,18 +81,9 @@ WEIGHTED = {"mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"}
 """Losses whose mean is over the weights, if there are any."""
 
 _RANDOM = {
-    *(
-        "alpha_dropout",
-        "bernoulli",
-        "cauchy",
-        "dropout",
-        "dropout1d",
-        "dropout2d",
-        "dropout3d",
-        "exponential",
-    ),
-    *("feature_alpha_dropout", "geometric", "gumbel_softmax", "log_normal", "multinomial", "native_dropout"),
-    *("normal", "poisson", "random", "rrelu", "uniform"),
+    *("alpha_dropout", "bernoulli", "cauchy", "dropout", "dropout1d", "dropout2d"),
+    *("dropout3d", "exponential", "feature_alpha_dropout", "geometric", "gumbel_softmax"),
+    *("log_normal", "multinomial", "native_dropout", "normal", "poisson", "random", "rrelu", "uniform"),
 }
 
 _REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
@@ -164,7 +130,7 @@ def named_arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def dimensions_of(node: fx.Node) -> list[int]:
-    """The dimensions that a call of an operator in ``ALONG`` names."""
+    """The dimensions that a call of an operator in ``ALONG`` or ``REDUCING`` names."""
     arguments = named_arguments(node)
     position = 2 if operator_name(node) in ("roll", "topk") else 1
     by_position = node.args[position] if len(node.args) > position else ()
@@ -184,16 +150,17 @@ def reduction_of(arguments: dict[str, Any]) -> str:
 def part_of_sums(node: fx.Node, parts: list[Part], has_number: bool) -> Part:
     """What a call makes of its operands' parts, among which there is ``SUM`` or ``MEAN``.
 
-    ``has_number``: a number other than zero is added. An addition is ``SUM`` if all its terms are; else it is
-    ``MEAN``, once the sums among them are means.
+    ``has_number``: one of its arguments is a number other than zero. An addition is ``SUM`` if all its terms
+    are; else it is ``MEAN``, once the sums among them are means.
     """
     name, kinds = operator_name(node), set(parts)
     rest = [part for part in parts if part not in (Part.SUM, Part.MEAN)]
     one = next(part for part in parts if part in (Part.SUM, Part.MEAN))
     if kinds & {Part.ROWS, Part.OTHER}:
         return Part.OTHER
-    if name in ADD and Part.SIZE not in kinds:
-        return Part.SUM if kinds == {Part.SUM} and not has_number else Part.MEAN
+    if name in TERMS and Part.SIZE not in kinds:
+        adds_number = has_number and name in ADD
+        return Part.SUM if kinds == {Part.SUM} and not adds_number else Part.MEAN
     scales = len(rest) == len(parts) - 1
     if name in MULTIPLY and scales:
         grows = Part.SIZE in kinds

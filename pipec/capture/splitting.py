@@ -6,12 +6,13 @@ needs the two sizes to be the same; where it does not, the user is asked.
 """
 
 import difflib
+import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from pipec.capture.call import Call
@@ -43,16 +44,28 @@ class _Leaf:
 UNDECLARED = "undeclared"
 
 
-def divide(call: Call, batched: Batched | None = None, parameters: Sequence[str] = ()) -> Call:
+def divide(
+    call: Call,
+    batched: Batched | None = None,
+    parameters: Sequence[str] = (),
+    before: Mapping[str, bool] | None = None,
+) -> Call:
     """The call, and of each of its leaves whether it is split, or may be.
 
-    ``parameters`` are the names of the model's positional arguments.
+    ``parameters`` are the names of the model's positional arguments. ``before`` has by path what was split in
+    an earlier call, and what was not.
 
     Raises:
         InputError: ``batched`` does not fit, or it is not certain which tensor has the batch.
     """
-    leaves = list(_leaves(call, batched or {}, parameters))
+    leaves = [_as_before(leaf, before or {}) for leaf in _leaves(call, batched or {}, parameters)]
     size = _batch_size(leaves)
+    for leaf in leaves:
+        if leaf.declared == UNDECLARED and leaf.rows not in (None, size) and (before or {}).get(leaf.path):
+            raise InputError(
+                f"{leaf.path} has {leaf.rows} rows but the batch has {size}, and it was split in an earlier "
+                f"call. Pass as many rows, or batched={{{leaf.argument!r}: None}} to pipec.compile"
+            )
     split = tuple(
         leaf.declared == 0 or (leaf.declared == UNDECLARED and leaf.rows == size) for leaf in leaves
     )
@@ -65,12 +78,36 @@ def divide(call: Call, batched: Batched | None = None, parameters: Sequence[str]
     return replace(call, split=split, unsure=unsure)
 
 
+def _as_before(leaf: _Leaf, before: Mapping[str, bool]) -> _Leaf:
+    """A tensor that was whole in an earlier call is whole, though it has as many rows as this batch."""
+    was_whole = leaf.declared == UNDECLARED and before.get(leaf.path) is False
+    return replace(leaf, declared=None) if was_whole else leaf
+
+
+def known_from(call: Call) -> dict[str, bool]:
+    """By path, whether a call shows a tensor to be split; it has other rows than the batch if it is not.
+
+    A batch of one row shows nothing.
+    """
+    found = {}
+    for path, leaf, split in zip(call.paths, call.leaves, call.batched(), strict=True):
+        if isinstance(leaf, Tensor) and leaf.ndim and call.batch_size > 1:
+            found[path] = split
+    return found
+
+
+def positional_names(model: nn.Module) -> list[str]:
+    """The names of the arguments that a model takes by position."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    return [x.name for x in parameters if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
+
+
 def refuse_own_batches(tree: Any) -> None:
     """Raise InputError for an argument that has a batch of its own, which pipec cannot split."""
     for leaf in pytree.tree_leaves(tree, is_leaf=lambda x: isinstance(x, PackedSequence)):
         if isinstance(leaf, PackedSequence):
             raise InputError(
-                "a PackedSequence has its rows in one another's midst, and cannot be split; "
+                "a PackedSequence has its rows mixed, and cannot be split into microbatches; "
                 "pass the padded tensor and the lengths, and pack them in the model"
             )
         if isinstance(leaf, Tensor) and leaf.is_nested:

@@ -8,6 +8,7 @@ first, and then for a fixed one; the log says why the first attempts failed.
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -16,15 +17,17 @@ from torch import Tensor, fx, nn
 
 from pipec import torch_compat
 from pipec.capture.add_up import add_up, plain_name, rows_of
+from pipec.capture.attributes import readable_values
 from pipec.capture.caches import refuse_cache, without_caches
 from pipec.capture.call import Call
 from pipec.capture.diagnosis import brief, capture_error
 from pipec.capture.normalize import Traced, training_graph
 from pipec.capture.operators import number_operators
+from pipec.capture.randomness import Generators
 from pipec.errors import CaptureError, InputError, PipecError
-from pipec.graph import Gradient, TrainingGraph
+from pipec.graph import Assumptions, Gradient, TrainingGraph
 from pipec.ir import Mode
-from pipec.torch_compat import Captured, pytree
+from pipec.torch_compat import Captured, Place, pytree
 
 log = logging.getLogger("pipec")
 
@@ -48,6 +51,7 @@ def capture(
     symbolic: bool = True,
     adds_up: bool = True,
     outputs: bool = False,
+    original: nn.Module | None = None,
 ) -> TrainingGraph:
     """Trace ``call`` of ``model`` into one graph. The model is left as it was.
 
@@ -60,6 +64,7 @@ def capture(
             is of the loss as the model has it.
         outputs: Return the model's output besides the loss.
         symbolic: Without it, the graph serves only as many rows as the call has, and takes half the time.
+        original: The model whose changes make the graph obsolete, if ``model`` is a copy of it.
 
     Raises:
         CaptureError: no front end can capture the model; it names the model's source line.
@@ -80,11 +85,14 @@ def capture(
         stack.enter_context(torch_compat.bounded_ctc_losses())
         stack.enter_context(torch.set_grad_enabled(mode is Mode.TRAIN))
         torch_compat.leave_meta(step, device)
+        generators = Generators(step)
         if not symbolic and call.unsure:
             tracer.prove_split()
         graph, failures = _first_success(tracer, list(product(FRONT_ENDS, kinds)))
+        generators.refuse_draws(tracer.dry_run, suspected=tracer.draws_with_numpy)
     if mode is Mode.TRAIN:
         _check_trained(graph)
+    graph = replace(graph, assumptions=tracer.assumptions(original or model))
     if symbolic and graph.batch is None:
         log.warning(
             "microbatches of %d rows are compiled on their own, and so is every other size: %s",
@@ -132,6 +140,12 @@ def _check_gradients(model: nn.Module, call: Call) -> None:
                 f"{path} requires a gradient, but pipec computes gradients of parameters alone; "
                 f"pass it detached, or make it a parameter of the model"
             )
+    for path, module in model.named_modules():
+        if torch_compat.has_partial_backward_hook(module):
+            raise CaptureError(
+                f"{path or type(module).__name__} has a hook of register_backward_hook, which a pipeline "
+                "would not call; register it on a tensor inside forward(), with Tensor.register_hook"
+            )
     for fqn, parameter in model.named_parameters():
         if torch_compat.has_gradient_hook(parameter):
             raise CaptureError(
@@ -168,6 +182,10 @@ class _Step(nn.Module):
         self.outputs = outputs
         self.training = model.training
         self.replaceable = tuple(_replaceable_buffers(model))
+
+    def of(self, model: nn.Module) -> "_Step":
+        """The same step of a copy of the model."""
+        return _Step(model, self.loss_fn, self.mode, self.batched, self.outputs)
 
     def forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
@@ -212,6 +230,11 @@ def _replaceable_buffers(model: nn.Module) -> Iterator[str]:
             yield from (f"{path}.{name}" for name, buffer in module._buffers.items() if buffer is not None)
 
 
+def traced_module(model: nn.Module, loss_fn: Callable[..., Any] | None, mode: Mode) -> nn.Module:
+    """The module that a capture traces, for looking up what it read."""
+    return _Step(model, loss_fn, mode, (), outputs=False)
+
+
 class _Tracer:
     """Traces one call of a step with any front end, the batch symbolic or fixed."""
 
@@ -231,6 +254,8 @@ class _Tracer:
         self._fqns, self._constants = _model_names(step, canonical)
         devices = (device if tensor.is_meta else tensor.device for tensor in step.model.parameters())
         self._device = next(devices, None)
+        self._guards: torch_compat.Guards | None = None
+        self.draws_with_numpy = False
 
     def dry_run(self) -> torch_compat.DryRun:
         """Call the step in eager mode on fake tensors."""
@@ -243,12 +268,25 @@ class _Tracer:
         if captured is None:
             self._step.batched = tuple(sample.batched())
             captured = front_end(self._step, sample.tree, _split(sample) if symbolic else [])
+        self._guards = captured.guards
+        self.draws_with_numpy = torch_compat.draws_with_numpy(captured.module)
         operators = number_operators(captured.module)
         _warn_of_changed_state(self._step.model, captured.changed_state)
         unclear = self._add_up(captured, sample) if self._adds_up else ""
         joint = torch_compat.differentiate(captured, training=self._mode is Mode.TRAIN)
         return training_graph(
-            Traced(joint, self._mode, operators, sample, size, symbolic, self._fqns, self._constants, unclear)
+            Traced(
+                joint,
+                self._mode,
+                operators,
+                sample,
+                size,
+                symbolic,
+                self._fqns,
+                self._constants,
+                self._step.model.training,
+                unclear,
+            )
         )
 
     def prove_split(self) -> Captured | None:
@@ -277,6 +315,13 @@ class _Tracer:
         batched = [path for path, split in zip(sample.paths, sample.batched(), strict=True) if split]
         has_loss = self._mode is not Mode.FORWARD
         return add_up(captured.module, batched, self._call.batch_size, has_loss)
+
+    def assumptions(self, model: nn.Module) -> Assumptions:
+        """What the last graph takes for granted of ``model`` and of the loss function."""
+        step = self._step if model is self._step.model else self._step.of(model)
+        tensors = [Place.of(fqn.removeprefix("constant.")) for fqn in self._constants]
+        tensors += self._guards.tensors if self._guards else []
+        return Assumptions.of(step, self._guards, tensors, readable_values)
 
 
 def _split(call: Call) -> list[Tensor]:

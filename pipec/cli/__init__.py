@@ -31,6 +31,13 @@ class _Commands(TyperGroup):
         _, command, rest = super().resolve_command(ctx, [named, *args[1:]])
         return args[0], command, rest
 
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """The two forms of ``schedule`` are one word."""
+        found = super().shell_complete(ctx, incomplete)
+        for item in found:
+            item.value = item.value.partition(" ")[0]
+        return list({item.value: item for item in found}.values())
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
@@ -43,8 +50,7 @@ app = typer.Typer(
     cls=_Commands,
     epilog="Exit status: 0 fine, 1 the plan, the check or the run failed, 2 arguments that do not fit.",
     rich_markup_mode="markdown",
-    no_args_is_help=True,
-    add_completion=False,
+    invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
@@ -58,11 +64,14 @@ def _show_version(asked: bool) -> None:
 
 @app.callback()
 def options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Cut a PyTorch model into pipeline stages, look at every part of the result, and run it."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 app.command()(profile)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipec.cli.options import Artifact, Json
+from pipec.cli.options import Artifact, ClipGradNorm, IntHigh, Json, OptimizerName, Seed, Steps
 from pipec.cli.output import show_json, status
 from pipec.console import log
 from pipec.ir.text import format_seconds
@@ -22,11 +22,9 @@ def check(directory: Artifact, as_json: Json = False) -> None:
     JSON keys: stages, ranks, instructions.
     """
     with status("loading torch"):
-        from pipec.artifact.check import check_artifact
-        from pipec.artifact.directory import read
+        from pipec.artifact.check import read_verified
 
-    artifact, _ = read(directory)
-    check_artifact(artifact)
+    artifact, _ = read_verified(directory)
     stages, ranks = len(artifact.sources), len(artifact.programs)
     instructions = sum(len(program.instructions) for program in artifact.programs)
     if as_json:
@@ -39,16 +37,20 @@ def check(directory: Artifact, as_json: Json = False) -> None:
 
 def run(
     directory: Artifact,
-    steps: Annotated[int, typer.Option(min=1, help="How many steps to run.")] = 1,
+    steps: Steps = 1,
     inputs: Annotated[
         Path | None,
         typer.Option(help="A safetensors file with one mini-batch, under the names in the generated code."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of all that is drawn at random.")] = 0,
-    int_high: Annotated[int, typer.Option(min=1, help="Random integers are below this.")] = 2,
+    seed: Seed = 0,
+    int_high: IntHigh = 2,
+    optimizer: OptimizerName = None,
+    clip_grad_norm: ClipGradNorm = None,
     as_json: Json = False,
 ) -> None:
-    """Run a saved artifact: forward and backward of a mini-batch per step, without an optimizer.
+    """Run a saved artifact: forward and backward of a mini-batch per step, and the update if it has one.
+
+    An artifact that was compiled with an optimizer needs --optimizer, and --clip-grad-norm if it clips.
 
     It runs in one process, or in one for each rank: torchrun --nproc-per-node 4 -m pipec run DIR. Inputs that
     no file gives and parameters that were not saved are random: floats are normal, with deviation 0.02 for
@@ -60,14 +62,14 @@ def run(
     with status("loading torch"):
         from pipec.cli.trial import load_filled, random_batches, read_batch
 
-    pipe, num_random = load_filled(directory, seed)
+    pipe, num_random = load_filled(directory, seed, optimizer, clip_grad_norm)
     batches = repeat(read_batch(pipe.plan, inputs)) if inputs else random_batches(pipe.plan, int_high)
     if not as_json:
         log(_heading(pipe.plan, num_random, inputs, seed))
     losses, seconds = [], []
     for step, batch in zip(range(steps), batches, strict=False):
         started = time.perf_counter()
-        losses.append(pipe.step(*batch).item())
+        losses.append(pipe.step_on(batch).item())
         seconds.append(time.perf_counter() - started)
         if not as_json:
             log(f"step {step:4}  loss {losses[-1]:.6f}  {format_seconds(seconds[-1])}")

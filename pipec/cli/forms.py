@@ -36,6 +36,11 @@ class Form(TyperCommand):
         for form in _forms(ctx):
             if misplaced := sorted(options & _options(form)):
                 ctx.fail(f"No such option: {misplaced[0]}. It belongs to the other form, pipec {form.name}.")
+        if not args:
+            ctx.fail(
+                "Which schedule? Give its NAME, such as 1f1b, zb-h1 or auto, or a .txt file of compute "
+                "orders; or the TARGET of a model, such as model.py:factory, with --devices."
+            )
         return super().parse_args(ctx, args)
 
 

@@ -13,6 +13,7 @@ from pipec.cli.drawing import check_output, draw, show_drawn
 from pipec.cli.options import Drawing, Json, ScheduleName, TopologyFile
 from pipec.cli.output import plan_facts, say, show_json
 from pipec.errors import InputError
+from pipec.ir.arguments import MOST_MICROBATCHES
 from pipec.ir.text import format_seconds
 
 if TYPE_CHECKING:
@@ -64,7 +65,8 @@ def plan_graph(
     ] = None,
     schedule: ScheduleName = "1f1b",
     microbatches: Annotated[
-        int | None, typer.Option(min=1, help="How many a step has; default: four for each stage.")
+        int | None,
+        typer.Option(min=1, max=MOST_MICROBATCHES, help="How many a step has; default: four a stage."),
     ] = None,
     output: Drawing = None,
     as_json: Json = False,

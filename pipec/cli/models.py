@@ -6,21 +6,28 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pipec.cli.options import (
+    Around,
     Calibrate,
+    ClipGradNorm,
     Devices,
     Json,
     MemoryLimit,
     Microbatches,
+    OptimizerName,
     ProfilePath,
     Recompute,
     RecomputeChoice,
+    Replicas,
     ScheduleName,
+    ShardName,
+    Stages,
     Target,
     TopologyFile,
 )
 from pipec.cli.output import plan_facts, show_json, show_python
 from pipec.cli.target import prepare
 from pipec.errors import InputError
+from pipec.ir.arguments import MOST_RANKS
 
 if TYPE_CHECKING:
     from pipec.pipeline import Pipeline
@@ -29,10 +36,18 @@ if TYPE_CHECKING:
 def plan(
     target: Target,
     devices: Annotated[
-        int | None, typer.Option("--devices", min=1, help="Number of ranks; default: those of --topology.")
+        int | None,
+        typer.Option(
+            "--devices", min=1, max=MOST_RANKS, help="Number of ranks; default: those of --topology."
+        ),
     ] = None,
     schedule: ScheduleName = "1f1b",
     microbatches: Microbatches = None,
+    stages: Stages = None,
+    replicas: Replicas = "1",
+    optimizer: OptimizerName = None,
+    clip_grad_norm: ClipGradNorm = None,
+    shard: ShardName = None,
     recompute: RecomputeChoice = Recompute.AUTO,
     memory_limit: MemoryLimit = None,
     profile: ProfilePath = None,
@@ -60,6 +75,7 @@ def plan(
         memory_limit,
         profile,
         topology,
+        Around(stages, replicas, optimizer, clip_grad_norm, shard),
         calibrated=calibrate,
         dynamic=not one_size,
     )
@@ -88,6 +104,11 @@ def dump(
     ] = None,
     schedule: ScheduleName = "1f1b",
     microbatches: Microbatches = None,
+    stages: Stages = None,
+    replicas: Replicas = "1",
+    optimizer: OptimizerName = None,
+    clip_grad_norm: ClipGradNorm = None,
+    shard: ShardName = None,
     recompute: RecomputeChoice = Recompute.AUTO,
     memory_limit: MemoryLimit = None,
     profile: ProfilePath = None,
@@ -102,9 +123,12 @@ def dump(
     """
     from pipec.ir.text import format_program
 
-    pipe = prepare(target, devices, schedule, microbatches, recompute, memory_limit, profile, topology)
-    stages = range(len(pipe.plan.stages)) if stage is None else [stage]
-    sources = {str(k): pipe.source(k) for k in stages}
+    around = Around(stages, replicas, optimizer, clip_grad_norm, shard)
+    pipe = prepare(
+        target, devices, schedule, microbatches, recompute, memory_limit, profile, topology, around
+    )
+    shown = range(len(pipe.plan.stages)) if stage is None else [stage]
+    sources = {str(k): pipe.source(k) for k in shown}
     if output is not None:
         pipe.save(output)
     if as_json:

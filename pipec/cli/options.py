@@ -1,10 +1,15 @@
 """The arguments and options that commands share."""
 
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from pipec.errors import InputError
+from pipec.ir import Shard
+from pipec.ir.arguments import MOST_MICROBATCHES, MOST_RANKS
 
 
 class Recompute(StrEnum):
@@ -13,6 +18,35 @@ class Recompute(StrEnum):
     AUTO = "auto"
     NONE = "none"
     FULL = "full"
+
+
+@dataclass(frozen=True)
+class Around:
+    """What the options say of replicas and of the end of a step: arguments of ``pipec.compile``."""
+
+    stages: int | None = None
+    replicas: str = "1"
+    optimizer: str | None = None
+    clip_grad_norm: float | None = None
+    shard: Shard | None = None
+
+
+NOTHING_AROUND = Around()
+"""One pipeline, whose steps end with gradients."""
+
+
+def parse_replicas(text: str) -> int | tuple[int, ...] | str:
+    """``2``, ``3-2-1`` or ``auto``, as ``pipec.compile`` takes it. Raises InputError."""
+    if text == "auto":
+        return text
+    parts = text.split("-")
+    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+        raise InputError(
+            f"--replicas is {text!r}; expected a number such as 2, the numbers of all stages such as 3-2-1, "
+            "or auto"
+        )
+    numbers = tuple(map(int, parts))
+    return numbers if len(numbers) > 1 else numbers[0]
 
 
 Target = Annotated[
@@ -25,7 +59,7 @@ Target = Annotated[
 Artifact = Annotated[
     Path, typer.Argument(metavar="DIR", help="A folder that Pipeline.save or `pipec dump -o` wrote.")
 ]
-Devices = Annotated[int, typer.Option("--devices", min=1, help="Number of ranks.")]
+Devices = Annotated[int, typer.Option("--devices", min=1, max=MOST_RANKS, help="Number of ranks.")]
 Calibrate = Annotated[
     bool, typer.Option("--calibrate", help="Measure this machine's device first, for a second or two.")
 ]
@@ -43,7 +77,10 @@ ScheduleName = Annotated[
 Microbatches = Annotated[
     int | None,
     typer.Option(
-        "--microbatches", min=1, help="How many a mini-batch is split into; default: the fastest found."
+        "--microbatches",
+        min=1,
+        max=MOST_MICROBATCHES,
+        help="How many a mini-batch is split into; default: the fastest found.",
     ),
 ]
 RecomputeChoice = Annotated[
@@ -53,8 +90,42 @@ MemoryLimit = Annotated[str | None, typer.Option("--memory-limit", help="Bytes p
 ProfilePath = Annotated[
     Path | None, typer.Option("--profile", help="Measured times, from `pipec profile`, to cut by.")
 ]
+Stages = Annotated[
+    int | None,
+    typer.Option(
+        "--stages", min=1, help="Stages of a pipeline; with fewer than devices, they have replicas."
+    ),
+]
+Replicas = Annotated[
+    str,
+    typer.Option(
+        "--replicas", help="Ranks that share a stage: 2, those of each stage such as 3-2-1, or auto."
+    ),
+]
+OptimizerName = Annotated[
+    str | None,
+    typer.Option(
+        "--optimizer",
+        metavar="NAME",
+        help="Let the program update: a class of torch.optim such as AdamW, or module:factory.",
+    ),
+]
+ClipGradNorm = Annotated[
+    float | None, typer.Option("--clip-grad-norm", help="The most that the norm of all gradients may be.")
+]
+ShardName = Annotated[
+    Shard | None,
+    typer.Option("--shard", help="What replicas keep only a share of, besides what stands before it."),
+]
 Drawing = Annotated[
     Path | None,
     typer.Option("--output", "-o", help="Draw it: .html, .svg, .txt, or .json for Perfetto and Chrome."),
 ]
+Seed = Annotated[
+    int, typer.Option("--seed", min=0, max=2**63 - 1, help="Seed of the random inputs and tensors.")
+]
+IntHigh = Annotated[
+    int, typer.Option("--int-high", min=1, max=2**63 - 1, help="Random integers are below this.")
+]
+Steps = Annotated[int, typer.Option("--steps", min=1, max=10**9, help="How many steps to run.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]

@@ -23,12 +23,17 @@ def profile(
     ),
     microbatch_size: Annotated[
         int | None,
-        typer.Option("--microbatch-size", min=1, help="Rows to run; default: an eighth of the batch."),
+        typer.Option(
+            "--microbatch-size", min=1, max=2**63 - 1, help="Rows to run; default: an eighth of all."
+        ),
     ] = None,
     device: Annotated[str, typer.Option("--device", help="Where to run, such as cpu or cuda:0.")] = "cpu",
-    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Runs of which the median counts.")] = 10,
+    repeats: Annotated[
+        int, typer.Option("--repeats", min=1, max=10**6, help="Runs; their median counts.")
+    ] = 10,
     ranks: Annotated[
-        int, typer.Option("--ranks", min=1, help="Copies to run at a time: as many ranks will share a CPU.")
+        int,
+        typer.Option("--ranks", min=1, max=1024, help="Copies at a time, as many as ranks will share a CPU."),
     ] = 1,
     as_json: Json = False,
 ) -> None:

@@ -1,7 +1,7 @@
 """``pipec schedule``: the timeline of one step, on equal stages or on the costs of a model's plan."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,19 +9,28 @@ import typer
 
 from pipec.cli.drawing import check_output, draw, show_drawn
 from pipec.cli.options import (
+    Around,
+    ClipGradNorm,
     Devices,
     Drawing,
     Json,
     MemoryLimit,
+    OptimizerName,
     Recompute,
     RecomputeChoice,
+    Replicas,
     ScheduleName,
+    ShardName,
+    Stages,
     Target,
+    parse_replicas,
 )
 from pipec.cli.output import show_json
 from pipec.errors import InputError
+from pipec.ir.arguments import MOST_MICROBATCHES, MOST_RANKS
 
 if TYPE_CHECKING:
+    from pipec.ir import Schedule
     from pipec.schedules import Workload
     from pipec.viz import Step
 
@@ -30,6 +39,9 @@ Beside = Annotated[
     typer.Option(metavar="NAME", help="Another schedule of the same, to compare on one axis of time."),
 ]
 
+
+_MOST_CELLS = 2**20
+"""Forwards of a step on equal stages. More take minutes, and nobody can look at them."""
 
 _Shown = tuple["Step", Mapping[str, object]]
 """A step, and what its JSON tells beside it."""
@@ -43,13 +55,26 @@ def schedule_name(
         ),
     ],
     stages: Annotated[
-        int, typer.Option(min=1, help="Number of ranks; a schedule may cut each one's share into several.")
-    ] = 4,
-    microbatches: Annotated[int, typer.Option(min=1, help="How many a mini-batch is split into.")] = 8,
+        int | None,
+        typer.Option(
+            min=1,
+            max=MOST_RANKS,
+            help="Ranks of a pipeline; a schedule may cut the share of each into several. Default: 4.",
+        ),
+    ] = None,
+    replicas: Annotated[
+        str, typer.Option(help="Ranks that share each of these: 2, or those of each such as 3-2-1.")
+    ] = "1",
+    microbatches: Annotated[
+        int, typer.Option(min=1, max=MOST_MICROBATCHES, help="How many a mini-batch is split into.")
+    ] = 8,
     forward: Annotated[float, typer.Option(min=0, help="Time of a microbatch's forward on a rank.")] = 1.0,
     backward_input: Annotated[float, typer.Option(min=0, help="Time of its input gradient.")] = 1.0,
     backward_weight: Annotated[float, typer.Option(min=0, help="Time of its weight gradient.")] = 1.0,
     communication: Annotated[float, typer.Option(min=0, help="Time of a message between ranks.")] = 0.0,
+    reduce: Annotated[
+        float, typer.Option(min=0, help="Time in which replicas sum the gradients of a stage.")
+    ] = 0.0,
     memory_backward: Annotated[
         float, typer.Option(min=0, help="What a microbatch holds on a rank until its input gradient.")
     ] = 1.0,
@@ -65,18 +90,27 @@ def schedule_name(
 ) -> None:
     """Draw the timeline of a schedule's step on equal stages.
 
+    Where stages have different numbers of replicas, one with twice as many takes twice the time for a
+    microbatch.
+
     JSON keys: schedule, num_microbatches, unit, makespan, span, bubble_rate, peak_in_flight of each rank;
-    waits, for each rank its time busy, waiting, for whose messages, idle of its own and after its last
-    compute; critical_path, num_events and, if they are at most 100,000, events, each with rank, op, stage,
-    microbatch, start and end; lower_and_verify_seconds. With --beside also beside: the same keys of that
+    replicas, the ranks of each stage; waits, for each rank its time busy, waiting, for whose messages and in
+    which collectives, idle of its own and after all it does; critical_path, num_events and, if they are at
+    most 100,000, events, each with rank, op, stage, microbatch, bucket if it has one, start and end;
+    lower_and_verify_seconds. With --beside also beside: the same keys of that
     schedule.
     """
     from pipec.schedules import Workload
 
     names = _names(name, beside, output)
-
+    shares = _Shares.of(stages, replicas)
+    if shares.num_stages * microbatches > _MOST_CELLS:
+        raise InputError(
+            f"--stages {shares.num_stages} and --microbatches {microbatches} make "
+            f"{shares.num_stages * microbatches} forwards; expected at most {_MOST_CELLS}"
+        )
     work = Workload.uniform(
-        stages,
+        shares.num_stages,
         forward=forward,
         backward_input=backward_input,
         backward_weight=backward_weight,
@@ -85,14 +119,21 @@ def schedule_name(
         memory_weight=memory_weight,
         memory_limit=memory_limit,
     )
-    _show([_on_equal_stages(each, stages, microbatches, work) for each in names], output, as_json)
+    _show([_on_equal_stages(each, shares, microbatches, work, reduce) for each in names], output, as_json)
 
 
 def schedule_target(
     target: Target,
     devices: Devices = 4,
     schedule: ScheduleName = "1f1b",
-    microbatches: Annotated[int | None, typer.Option(min=1, help="Default: the fastest found.")] = None,
+    microbatches: Annotated[
+        int | None, typer.Option(min=1, max=MOST_MICROBATCHES, help="Default: the fastest found.")
+    ] = None,
+    stages: Stages = None,
+    replicas: Replicas = "1",
+    optimizer: OptimizerName = None,
+    clip_grad_norm: ClipGradNorm = None,
+    shard: ShardName = None,
     recompute: RecomputeChoice = Recompute.AUTO,
     memory_limit: MemoryLimit = None,
     beside: Beside = None,
@@ -106,8 +147,10 @@ def schedule_target(
     from pipec.cli.target import prepare
     from pipec.viz import Step
 
+    around = Around(stages, replicas, optimizer, clip_grad_norm, shard)
+
     def planned(name: str) -> _Shown:
-        pipe = prepare(target, devices, name, microbatches, recompute, memory_limit)
+        pipe = prepare(target, devices, name, microbatches, recompute, memory_limit, around=around)
         return replace(Step.of_plan(pipe.plan, pipe.simulate()), schedule=name), {}
 
     _show([planned(name) for name in _names(schedule, beside, output)], output, as_json)
@@ -127,19 +170,67 @@ def _names(name: str, beside: str | None, output: Path | None) -> list[str]:
     return [name, beside]
 
 
-def _on_equal_stages(name: str, num_ranks: int, num_microbatches: int, work: "Workload") -> _Shown:
+@dataclass(frozen=True)
+class _Shares:
+    """How many stages there are, each for so many ranks: as many for every stage, or those of each."""
+
+    num_stages: int
+    replicas: int | tuple[int, ...]
+
+    @classmethod
+    def of(cls, stages: int | None, text: str) -> "_Shares":
+        """Read the options. Raises InputError if they contradict each other."""
+        replicas = parse_replicas(text)
+        if isinstance(replicas, str):
+            raise InputError(
+                "--replicas auto is searched for the costs of a model; name a TARGET, or a number"
+            )
+        if isinstance(replicas, int):
+            return cls(4 if stages is None else stages, replicas)
+        if stages not in (None, len(replicas)):
+            raise InputError(f"--replicas {text} is for {len(replicas)} stages, but --stages is {stages}")
+        return cls(len(replicas), replicas if len({*replicas}) > 1 else replicas[0])
+
+
+def _on_equal_stages(
+    name: str, shares: _Shares, num_microbatches: int, work: "Workload", reduce: float
+) -> _Shown:
     """The step of a schedule, or of a file of compute orders."""
-    from pipec.schedules import custom_schedule, make_schedule
-    from pipec.schedules.chain import simulate_schedule
+    from pipec.schedules.chain import chain_ending, simulate_schedule
     from pipec.viz import Step
 
-    if name.endswith(".txt"):
-        schedule = custom_schedule(Path(name), num_ranks, num_microbatches)
-    else:
-        schedule = make_schedule(name, num_ranks, num_microbatches, work)
+    schedule, work = _scheduled(name, shares, num_microbatches, work)
     work.check_fits(schedule)
-    timeline, seconds = simulate_schedule(schedule, work)
+    timeline, seconds = simulate_schedule(schedule, work, chain_ending(schedule.placement, reduce))
     return Step(name, num_microbatches, timeline), {"lower_and_verify_seconds": seconds}
+
+
+def _scheduled(
+    name: str, shares: _Shares, num_microbatches: int, work: "Workload"
+) -> tuple["Schedule", "Workload"]:
+    """The schedule on all ranks, and what each of its stages takes."""
+    from pipec.schedules import custom_schedule, make_schedule
+    from pipec.schedules.replicas import replicated, round_robin
+
+    if not isinstance(shares.replicas, int):
+        if name != "1f1b":
+            raise InputError(
+                f"schedule {name!r} needs as many replicas of every stage; take 1f1b, which runs different "
+                "numbers round robin"
+            )
+        times = [count / min(shares.replicas) for count in shares.replicas]
+        return round_robin(num_microbatches, shares.replicas), work.times(times)
+
+    def one(count: int) -> "Schedule":
+        if name.endswith(".txt"):
+            return custom_schedule(Path(name), shares.num_stages, count)
+        return make_schedule(name, shares.num_stages, count, work)
+
+    if shares.replicas == 1:
+        return one(num_microbatches), work
+    schedule = replicated(one, num_microbatches, shares.replicas)
+    first = tuple((ranks[0] // shares.replicas,) for ranks in schedule.placement)
+    return schedule, work.on(first)
 
 
 def _show(shown: Sequence[_Shown], output: Path | None, as_json: bool) -> None:

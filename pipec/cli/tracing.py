@@ -1,11 +1,7 @@
 """``pipec trace``: what a step of a saved artifact takes for real, beside what was planned."""
 
-from typing import Annotated
-
-import typer
-
 from pipec.cli.drawing import check_output, draw, show_drawn
-from pipec.cli.options import Artifact, Drawing, Json
+from pipec.cli.options import Artifact, ClipGradNorm, Drawing, IntHigh, Json, OptimizerName, Seed, Steps
 from pipec.cli.output import show_json, status
 
 WARMUP = 2
@@ -15,17 +11,19 @@ WARMUP = 2
 def trace(
     directory: Artifact,
     output: Drawing = None,
-    steps: Annotated[int, typer.Option(min=1, help="How many steps to record; the median is shown.")] = 5,
-    seed: Annotated[int, typer.Option(help="Seed of the random inputs and tensors.")] = 0,
-    int_high: Annotated[int, typer.Option(min=1, help="Random integers are below this.")] = 2,
+    steps: Steps = 5,
+    seed: Seed = 0,
+    int_high: IntHigh = 2,
+    optimizer: OptimizerName = None,
+    clip_grad_norm: ClipGradNorm = None,
     as_json: Json = False,
 ) -> None:
     """Record steps of a saved artifact on random inputs, and draw the planned step and the measured one.
 
     It runs in one process, or in one for each rank: torchrun --nproc-per-node 4 -m pipec trace DIR.
 
-    JSON keys: planned and measured, each with unit, makespan, span, bubble_rate, peak_in_flight, waits,
-    critical_path, num_events and events, as of pipec schedule.
+    JSON keys: planned and measured, each with unit, makespan, span, bubble_rate, peak_in_flight, replicas,
+    waits, critical_path, num_events and events, as of pipec schedule.
     """
     with status("loading torch"):
         from pipec.cli.trial import load_filled, random_batches
@@ -35,14 +33,14 @@ def trace(
         from pipec.viz import Step
 
     check_output(output)
-    pipe, _ = load_filled(directory, seed)
+    pipe, _ = load_filled(directory, seed, optimizer, clip_grad_norm)
     batches = random_batches(pipe.plan, int_high)
     for _ in range(WARMUP):
-        pipe.step(*next(batches))
+        pipe.step_on(next(batches))
     with pipe.record() as recorded:
         for _ in range(steps):
-            pipe.step(*next(batches))
-    measured = [measured_timeline(step.programs, step.stamps) for step in recorded]
+            pipe.step_on(next(batches))
+    measured = [measured_timeline(step.programs, step.stamps, pipe.plan.ending) for step in recorded]
     timelines = Trace(simulate_plan(pipe.plan, pipe.programs), measured).timelines()
     shown = [Step.of_plan(pipe.plan, timeline, name) for name, timeline in timelines.items()]
     draw(shown, output)

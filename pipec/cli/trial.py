@@ -8,26 +8,32 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from pipec.artifact.directory import read
+from pipec.artifact.check import read_verified
+from pipec.cli.target import load_optimizer
 from pipec.errors import InputError
 from pipec.ir import Plan, Value
 from pipec.ir.text import evaluate_dim, format_value
 from pipec.runtime.execution import Ranks
-from pipec.runtime.loaded import LoadedPipeline
+from pipec.runtime.loaded import LoadedPipeline, check_ending
 
 PARAMETER_DEVIATION = 0.02
 """The standard deviation of random parameters. GPT-2 starts from it; it is small enough for most models."""
 
 Leaves = list[Tensor | None]
-"""The flattened arguments of ``step``, which takes them flat as well; None where no stage reads one."""
+"""The flattened arguments of ``step``, as ``step_on`` takes them; None where no stage reads one."""
 
 
-def load_filled(directory: Path, seed: int) -> tuple[LoadedPipeline, int]:
+def load_filled(
+    directory: Path, seed: int, optimizer: str | None = None, clip_grad_norm: float | None = None
+) -> tuple[LoadedPipeline, int]:
     """An artifact that is ready to run, and the number of its tensors that were not saved and are random."""
-    artifact, saved = read(directory)
+    artifact, saved = read_verified(directory)
+    factory = load_optimizer(optimizer)
+    check_ending(artifact.plan.ending, factory, clip_grad_norm)
     torch.manual_seed(seed)
     tensors = random_tensors(artifact.plan, {**saved, **artifact.constants})
-    pipe = LoadedPipeline(artifact, tensors, Ranks(artifact.plan.num_ranks, timeout=300.0))
+    ranks = Ranks(artifact.plan.num_ranks, timeout=300.0)
+    pipe = LoadedPipeline(artifact, tensors, ranks, factory, clip_grad_norm)
     return pipe, len(tensors) - len(saved) - len(artifact.constants)
 
 
@@ -74,7 +80,7 @@ def read_batch(plan: Plan, path: Path) -> Leaves:
 
 
 def _empty(plan: Plan) -> Leaves:
-    return [None] * (max((given.position for given in plan.inputs), default=-1) + 1)
+    return [None] * len(plan.arguments)
 
 
 def _batch_size(plan: Plan) -> int:

@@ -179,7 +179,7 @@ def _slice(tensor: str, dim: str = "0", start: str = "", end: str = "") -> str:
 
 
 def _random(node: fx.Node, args: list[str], kwargs: list[str]) -> str:
-    """A random operator draws from a generator of its own, which step, microbatch and operator seed."""
+    """A random operator draws from a generator of its own, seeded by step, microbatch and operator."""
     generator = f"rng({node.meta['draw']})"
     if node.target is aten.native_dropout.default:
         return f"dropout({args[0]}, {args[1]}, {generator})"

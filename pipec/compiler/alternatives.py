@@ -1,11 +1,14 @@
-"""What else was tried for a step, as data: what it would have taken, and why it was refused."""
+"""What a step might do otherwise, as data: what that would take, and why it was refused."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from pipec.compiler.staged import Trial
-from pipec.ir import Alternative
-from pipec.ir.text import format_bytes
+from pipec.errors import InputError
+from pipec.ir import Alternative, Shard, ShardCost
+from pipec.ir.text import format_bytes, format_replicas
+from pipec.plan.predictions import collective_seconds
 
 
 def alternative(trial: Trial) -> Alternative:
@@ -13,8 +16,7 @@ def alternative(trial: Trial) -> Alternative:
     excess = max(trial.excess)
     return Alternative(
         schedule=trial.schedule.name,
-        num_stages=trial.schedule.num_stages,
-        replicas=max(map(len, trial.schedule.placement)),
+        replicas=tuple(map(len, trial.schedule.placement)),
         num_microbatches=trial.schedule.num_microbatches,
         seconds=trial.seconds,
         peak_bytes=trial.peak_bytes,
@@ -26,15 +28,30 @@ def refused(tried: Sequence[Alternative], chosen: Trial) -> tuple[Alternative, .
     """What was not taken, fastest first: the best trial of each schedule and number of microbatches."""
     best: dict[object, Alternative] = {}
     for other in sorted(tried, key=lambda other: (bool(other.refused), other.seconds)):
-        best.setdefault((other.replicas, other.schedule), other)
-        best.setdefault((other.replicas, other.num_microbatches), other)
+        replicas = format_replicas(other.replicas)
+        best.setdefault((replicas, other.schedule), other)
+        best.setdefault((replicas, other.num_microbatches), other)
     taken = alternative(chosen)
     others = [other for other in dict.fromkeys(best.values()) if _way(other) != _way(taken)]
     return tuple(sorted((_explained(other, taken) for other in others), key=lambda other: other.seconds))
 
 
-def _way(other: Alternative) -> tuple[str, int, int]:
-    return other.schedule, other.num_microbatches, other.replicas
+def shard_costs(trial: Trial) -> tuple[ShardCost, ...]:
+    """What a trial would take with each level of sharding, if its updates are of stages with replicas."""
+    if not (trial.plan.ending.updates and trial.plan.ending.buckets):
+        return ()
+    levels = {}
+    for shard in (None, *Shard):
+        with suppress(InputError):  # what cannot be sharded
+            levels[shard] = trial.staged.sharded(trial, shard)
+    return tuple(
+        ShardCost(shard, each.peak_bytes, collective_seconds(each.plan, each.programs), each.seconds)
+        for shard, each in levels.items()
+    )
+
+
+def _way(other: Alternative) -> tuple[str, int, str]:
+    return other.schedule, other.num_microbatches, format_replicas(other.replicas)
 
 
 def _explained(other: Alternative, taken: Alternative) -> Alternative:
@@ -43,6 +60,8 @@ def _explained(other: Alternative, taken: Alternative) -> Alternative:
     slower = other.seconds / taken.seconds - 1
     if slower >= 0.0005:
         return replace(other, refused=f"{slower:.1%} slower")
-    if other.replicas != taken.replicas:
-        return replace(other, refused=f"{-slower:.1%} faster, with replicas={other.replicas}")
+    replicas = format_replicas(other.replicas)
+    if replicas != format_replicas(taken.replicas):
+        how = f"with replicas={replicas}" if replicas.isdigit() else "tried by replicas='auto'"
+        return replace(other, refused=f"{-slower:.1%} faster, {how}")
     return replace(other, refused="about as fast, with more and smaller microbatches")

@@ -6,6 +6,7 @@ once. The best trial is what is returned, with its plan and its programs.
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
@@ -19,6 +20,9 @@ from pipec.ir.batch import split_sizes
 from pipec.passes import Pass
 from pipec.passes.cut_for_replicas import CutForReplicas
 from pipec.passes.cut_stages import CutStages
+from pipec.passes.place_replicas import PlaceReplicas
+from pipec.passes.share_stages import ShareStages
+from pipec.schedules.replicas import neighbours, side_by_side
 
 CutGraph = Callable[[Pass], StagedGraph]
 """Runs every pass on a copy of the captured graph, which the given one cuts."""
@@ -43,11 +47,13 @@ class Choice:
 class Autotuner:
     """Tries the schedules of ``policy``.
 
-    If ``may_recompute``, ranks that would need more memory than they have get stages that recompute.
+    If ``may_recompute``, ranks that would need more memory than they have get stages that recompute. Replicas
+    of a stage are next to each other, or far apart if the ranks of a pipeline are ``side_by_side``.
     """
 
     policy: SchedulePolicy
     may_recompute: bool
+    side_by_side: bool = False
 
     def choose(
         self,
@@ -77,23 +83,75 @@ class Autotuner:
         search.try_schedules(staged, placement)
         return search.choice()
 
+    def choose_unequal(
+        self, cut: CutGraph, topology: Topology, batch: int, counts: Sequence[int]
+    ) -> list[tuple["Autotuner", Choice]]:
+        """For each number of microbatches, the stages that the planner finds best for it, and who tries them.
+
+        Plans of which all stages have as many replicas are left out, and those that cannot be tried.
+        """
+        found = []
+        for count in counts:
+            with suppress(InputError, PlanError):
+                found += self._planned(cut, topology, batch, count)
+        return found
+
+    def _planned(
+        self, cut: CutGraph, topology: Topology, batch: int, count: int
+    ) -> list[tuple["Autotuner", Choice]]:
+        """The first plan, or others that need less memory: what a rank lacks on one is set aside next."""
+        sizes = split_sizes(batch, count)
+        reserved = [0.0] * len(topology.devices)
+        for _ in range(_MEMORY_ATTEMPTS):
+            staged = cut(PlaceReplicas(topology.reserving(reserved), count, sizes[0]))
+            replicas = staged.graph.replicas
+            if len({*replicas}) == 1 or not all(map(staged.graph.serves, sizes)):
+                return []
+            tuner = self.with_replicas(replicas)
+            choice = tuner.choose_on(staged, tuner.policy.placements([count])[0], batch, [count])
+            if not any(choice.best.excess):
+                break
+            lacking = zip(reserved, choice.best.excess, choice.best.memory, strict=True)
+            reserved = [max(held + excess, need.transient) for held, excess, need in lacking]
+        return [(tuner, choice)]
+
     def with_replicas(self, replicas: Replicas) -> "Autotuner":
         """The same on all ranks, with so many replicas of each stage, or of every one."""
-        return replace(self, policy=self.policy.with_replicas(replicas))
+        return replace(self, policy=self.policy.with_replicas(replicas), side_by_side=False)
+
+    def arrangements(self, topology: Topology) -> list["Autotuner"]:
+        """The ways to put the replicas of stages on ranks that differ on these devices, this one first."""
+        policy = self.policy
+        if len(set(topology.devices)) == 1 and sum(level.size > 1 for level in topology.levels) < 2:
+            return [self]
+        several = isinstance(policy.replicas, int) and policy.replicas > 1 and policy.num_ranks > 1
+        return [self, replace(self, side_by_side=not self.side_by_side)] if several else [self]
+
+    def members(self) -> Placement:
+        """The ranks that act for each rank of a pipeline, where all stages have as many replicas."""
+        assert isinstance(self.policy.replicas, int)
+        arranged = side_by_side if self.side_by_side else neighbours
+        return arranged(self.policy.num_ranks, self.policy.replicas)
 
     def fastest_cut(self, placement: Placement, topology: Topology, microbatch_size: int) -> Pass:
         """The pass that cuts for the fastest step, whatever memory it takes.
 
-        Where a rank has several stages, or stages have several ranks, all devices and links are taken to be
-        alike.
+        Where a rank has several stages, all devices and links are taken to be alike.
         """
-        replicas = self.policy.replicas
-        if not isinstance(replicas, int):
-            return CutForReplicas(replicas, microbatch_size)
+        if not isinstance(self.policy.replicas, int):
+            return CutForReplicas(self.policy.replicas, microbatch_size)
         if not _is_straight(placement):
-            return CutStages(alike(len(placement), topology.slowest_link), microbatch_size)
-        devices = topology if replicas == 1 else topology.grouped(replicas)
-        return CutStages(devices.without_limits(), microbatch_size)
+            return self.shared(CutStages(alike(len(placement), topology.slowest_link), microbatch_size))
+        devices = self.grouped(topology).without_limits()
+        return self.shared(CutStages(devices, microbatch_size))
+
+    def grouped(self, topology: Topology) -> Topology:
+        """What a pipeline runs on: a device for each group of ranks that act for one of its ranks."""
+        return topology if self.policy.replicas == 1 else topology.grouped(self.members())
+
+    def shared(self, cut: CutStages) -> Pass:
+        """The cut for a pipeline as that for all its replicas."""
+        return cut if self.policy.replicas == 1 else ShareStages(cut, self.members())
 
     def fitting(self, staged: StagedGraph, schedule: Schedule, size: int) -> Trial:
         """A schedule on these stages. Those that would not fit recompute, if they may."""
@@ -160,25 +218,20 @@ class _Search:
         """
         count = next(count for count in self.counts if self.sizes[count] == size)
         in_flight = self.tuner.policy.in_flight(count)
-        replicas = self.tuner.policy.replicas
-        assert isinstance(replicas, int)
-        devices = topology if replicas == 1 else topology.grouped(replicas)
+        devices, members = self.tuner.grouped(topology), self.tuner.members()
         reserved = [0.0] * len(devices.devices)
         for _ in range(_MEMORY_ATTEMPTS):
             try:
                 within = CutStages(devices.reserving(reserved), size, in_flight)
-                nearest = self._nearest(cut(within), placement)
+                nearest = self._nearest(cut(self.tuner.shared(within)), placement)
             except PlanError as error:
                 self.obstacle = self.obstacle or error
                 return
             if nearest is None or not any(nearest.excess):
                 return
             reserved = [
-                max(
-                    max(held + nearest.excess[rank], nearest.memory[rank].transient)
-                    for rank in range(group * replicas, (group + 1) * replicas)
-                )
-                for group, held in enumerate(reserved)
+                max(max(held + nearest.excess[rank], nearest.memory[rank].transient) for rank in group)
+                for group, held in zip(members, reserved, strict=True)
             ]
 
     def _nearest(self, staged: StagedGraph, placement: Placement) -> Trial | None:

@@ -1,11 +1,11 @@
 """What was compiled for which call of a model, and where its first call put stages and parameters."""
 
 import copy
-import inspect
+import functools
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
@@ -15,19 +15,20 @@ from torch import nn
 
 from pipec.artifact.directory import Artifact
 from pipec.capture.call import Call
-from pipec.capture.tracer import capture
-from pipec.compiler.alternatives import refused
+from pipec.capture.tracer import capture, traced_module
+from pipec.compiler.alternatives import refused, shard_costs
 from pipec.compiler.autotuner import Autotuner, Choice, CutGraph
+from pipec.compiler.captures import Captures, Kind, Signature
 from pipec.compiler.pass_list import CompilerOptions
 from pipec.compiler.staged import StagedGraph, Trial
 from pipec.errors import InfeasibleError, InputError, PlanError
 from pipec.graph import TrainingGraph
-from pipec.ir import Alternative, Mode, Placement
+from pipec.ir import Alternative, Mode, Placement, Shard
 from pipec.ir.batch import split_sizes
 from pipec.passes import Pass
 from pipec.passes.follow_owners import FollowOwners, Owners, owners_of
 from pipec.plan.memory import shortfall
-from pipec.torch_compat import pytree
+from pipec.torch_compat import Place, pytree
 
 log = logging.getLogger("pipec")
 
@@ -40,8 +41,8 @@ class Compiled:
     output_spec: pytree.TreeSpec | None
 
 
-Signature = tuple[Mode, Hashable, tuple[bool, ...], bool]
-"""What a captured graph is of: the mode, the call's kind, which modules train, whether it returns outputs."""
+Groups = list[tuple[Compiled, list[int]]]
+"""What runs each group of consecutive microbatches of a call, and their sizes."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,9 @@ class Compiler:
     captured. ``microbatches`` is the number of microbatches of a batch; None leaves it to ``autotuner``.
     Unless ``dynamic``, the microbatches of a call are captured for the one size they have, if it is one.
     Costs are then known for that size alone, so nothing is searched. With ``searches_replicas`` the first
-    call chooses how many replicas stages have. ``microbatch_weight`` is that of the plan. ``seconds`` says
-    how long each step of all compilations took together.
+    call chooses how many replicas stages have. With ``searches_shard`` the first training step chooses what
+    they divide. ``microbatch_weight`` is that of the plan. ``seconds`` says how long each step of all
+    compilations took together.
     """
 
     model: nn.Module
@@ -78,24 +80,35 @@ class Compiler:
     microbatches: int | None = None
     dynamic: bool = True
     searches_replicas: bool = False
+    searches_shard: bool = False
     microbatch_weight: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
     _settled: Settled | None = None
-    _staged: dict[Signature, list[StagedGraph]] = field(default_factory=dict)
+    _traced: dict[Mode, nn.Module] = field(default_factory=dict)
+    _captures: Captures = field(default_factory=Captures)
     _compiled: dict[tuple[StagedGraph, int, int], Compiled] = field(default_factory=dict)
     _warned: set[str] = field(default_factory=set)
 
-    def compile(self, mode: Mode, call: Call, outputs: bool = False) -> list[tuple[Compiled, list[int]]]:
-        """What runs the microbatches of ``call``: groups of consecutive ones, with the rows of each.
+    def of(self, model: nn.Module) -> "Compiler":
+        """One for a copy of the model, that knows where stages are and has compiled nothing."""
+        return replace(
+            self, model=model, seconds={}, _traced={}, _captures=Captures(), _compiled={}, _warned=set()
+        )
 
-        With ``outputs`` it returns the model's output besides the loss.
+    def version(self, kind: Kind) -> int:
+        """Which capture of a kind of call is still right; a new number if none is."""
+        return self._captures.version(kind)
+
+    def compile(self, signature: Signature, call: Call) -> Groups:
+        """What runs the microbatches of ``call``: groups of consecutive ones, with the rows of each.
 
         There is one group unless the model specialises on the number of rows.
 
         Raises:
             CaptureError, InputError, PlanError, InfeasibleError: nothing has run or been sent by then.
         """
-        signature = (mode, call.signature(), self.training_flags(), outputs)
+        for staged in self._captures.announce(signature, self.model):
+            self._compiled = {key: x for key, x in self._compiled.items() if key[0] is not staged}
         count = self._choose(signature, call)
         groups, rest = [], split_sizes(call.batch_size, count)
         while rest:
@@ -104,7 +117,7 @@ class Compiler:
             groups.append((self._group(staged, len(served), rest[0]), served))
             rest = rest[len(served) :]
         if count > 1:
-            graph = self._staged[signature][0].graph
+            graph = self._captures.staged[signature][0].graph
             _check_outputs(graph.unclear_output, count)
             self._warn_of_unclear_loss(graph.unclear)
         _check_groups(groups)
@@ -120,30 +133,51 @@ class Compiler:
                 unclear,
             )
 
-    def training_flags(self) -> tuple[bool, ...]:
-        """Which modules are in training mode."""
-        return tuple(module.training for module in self.model.modules())
+    def read(self, signature: Signature) -> dict[Place, Any]:
+        """The plain values that the code of the model and the loss read for this signature, and where."""
+        return self._captures.read(signature)
 
-    def positional_names(self) -> list[str]:
-        """The names of the arguments that the model takes by position."""
-        parameters = inspect.signature(self.model.forward).parameters.values()
-        return [x.name for x in parameters if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
+    def traced(self, mode: Mode) -> nn.Module:
+        """A module that has model and loss where ``read`` finds values."""
+        if mode not in self._traced:
+            self._traced[mode] = traced_module(self.model, self.loss_fn, mode)
+        return self._traced[mode]
 
     def _choose(self, signature: Signature, call: Call) -> int:
         """The number of microbatches of the call. The first call also settles where stages are."""
         batch, counts = call.batch_size, self._counts(self.autotuner, call.batch_size)
-        if signature[0] is not Mode.TRAIN:
+        if signature.kind.mode is not Mode.TRAIN:
             counts = counts[:1]
         sizes = split_sizes(batch, counts[0])
         if self._settled is None:
             return self._settle(signature, self._capture(signature, call, 0, sizes), batch)
-        if len(counts) > 1:
+        if self.searches_shard and signature.kind.mode is Mode.TRAIN:
+            choice = self._settle_shard(signature, call, sizes, counts)
+        elif len(counts) > 1:
+            choice = self._choose_on(self._stages(signature, call, 0, sizes), batch, counts)
+        else:
+            return counts[0]
+        self._keep(choice)
+        return choice.best.plan.num_microbatches
+
+    def _settle_shard(
+        self, signature: Signature, call: Call, sizes: Sequence[int], counts: Sequence[int]
+    ) -> Choice:
+        """Decide what replicas divide, where an evaluation has settled where stages are."""
+
+        def choose() -> tuple[Autotuner, Choice]:
+            self._captures.staged.pop(signature, None)
             staged = self._stages(signature, call, 0, sizes)
-            with self._timed("search"):
-                choice = self.autotuner.choose_on(staged, self._settled.placement, batch, counts)
-            self._keep(choice)
-            return choice.best.plan.num_microbatches
-        return counts[0]
+            return self.autotuner, self._choose_on(staged, call.batch_size, counts)
+
+        _, choice = self._best_sharded(choose)
+        self._captures.staged[signature] = [choice.base]
+        return choice
+
+    def _choose_on(self, staged: StagedGraph, batch: int, counts: Sequence[int]) -> Choice:
+        assert self._settled is not None
+        with self._timed("search"):
+            return self.autotuner.choose_on(staged, self._settled.placement, batch, counts)
 
     def _settle(self, signature: Signature, graph: TrainingGraph, batch: int) -> int:
         """Decide how steps run and, for good, where stages and parameters are; returns the microbatches."""
@@ -159,30 +193,53 @@ class Compiler:
             self._settle_on(signature, staged, placement)
             return count
         with self._timed("search"):
-            self.autotuner, choice = self._choose_replicas(cut, batch)
+            choose = functools.partial(self._choose_replicas, cut, batch)
+            self.autotuner, choice = self._best_sharded(choose)
         self._settle_on(signature, choice.base, choice.best.schedule.placement)
         self._keep(choice)
         counts = self._counts(self.autotuner, batch)
         return choice.best.plan.num_microbatches if len(counts) > 1 else counts[0]
 
+    def _best_sharded(self, choose: Callable[[], tuple[Autotuner, Choice]]) -> tuple[Autotuner, Choice]:
+        """The best choice with any level of sharding, if that is searched; every later step follows it."""
+        if not self.searches_shard:
+            return choose()
+        self.searches_shard = False
+        found = []
+        for shard in (None, *Shard):
+            self.options = replace(self.options, ending=replace(self.options.ending, shard=shard))
+            with suppress(InputError) if shard else nullcontext():  # what cannot be sharded
+                found.append((self.options, choose()))
+        self.options, best = min(found, key=lambda each: each[1][1].best.score)
+        return best
+
     def _choose_replicas(self, cut: CutGraph, batch: int) -> tuple[Autotuner, Choice]:
         """The best way to run a step, and the autotuner that found it.
 
-        If the numbers of replicas may be chosen, all that divide the ranks are tried. If not, but the number
-        of microbatches may, they are tried as well, so that the plan can say what they would gain.
+        If the numbers of replicas may be chosen, all that divide the ranks are tried, and under 1F1B those
+        that the planner gives each stage. If not, but the number of microbatches may, they are tried as well,
+        so that the plan can say what they would gain.
         """
         asked = self.autotuner
-        chosen = asked, self._choose_with(asked, cut, batch)
+        chosen = self._choose_arranged(asked, cut, batch)
         others: list[tuple[Autotuner, Choice]] = []
-        if self.searches_replicas or not self.microbatches:
-            for replicas in asked.policy.other_replicas() if self.dynamic else ():
+        if self.dynamic and (self.searches_replicas or not self.microbatches):
+            for replicas in asked.policy.other_replicas():
                 with suppress(InputError, PlanError):
-                    tuner = asked.with_replicas(replicas)
-                    others.append((tuner, self._choose_with(tuner, cut, batch)))
+                    others.append(self._choose_arranged(asked.with_replicas(replicas), cut, batch))
+            if asked.policy.choice == "1f1b":
+                counts = self._counts(asked, batch)
+                others += asked.choose_unequal(cut, self.options.topology, batch, counts)
         if self.searches_replicas:
             chosen = min([chosen, *others], key=lambda found: found[1].best.score)
         tried = [alternative for _, choice in others for alternative in choice.tried]
         return chosen[0], replace(chosen[1], tried=(*chosen[1].tried, *tried))
+
+    def _choose_arranged(self, tuner: Autotuner, cut: CutGraph, batch: int) -> tuple[Autotuner, Choice]:
+        """The best way with any arrangement of replicas on ranks, and the autotuner that found it."""
+        tuners = tuner.arrangements(self.options.topology)
+        found = [(each, self._choose_with(each, cut, batch)) for each in tuners]
+        return min(found, key=lambda each: each[1].best.score)
 
     def _choose_with(self, tuner: Autotuner, cut: CutGraph, batch: int) -> Choice:
         counts = self._counts(tuner, batch)
@@ -195,7 +252,7 @@ class Compiler:
 
     def _settle_on(self, signature: Signature, staged: StagedGraph, placement: Placement) -> None:
         self._settled = Settled(placement, owners_of(staged.graph), staged.graph.ranks)
-        self._staged[signature] = [staged]
+        self._captures.staged[signature] = [staged]
 
     def _keep(self, choice: Choice) -> None:
         """Compile what was chosen."""
@@ -211,9 +268,7 @@ class Compiler:
             assert self._settled is not None
             policy, placement = self.autotuner.policy, self._settled.placement
             if staged.graph.mode is Mode.TRAIN:
-                batch = size * num_microbatches
-                with self._timed("search"):
-                    self._keep(self.autotuner.choose_on(staged, placement, batch, [num_microbatches]))
+                self._keep(self._choose_on(staged, size * num_microbatches, [num_microbatches]))
             else:
                 trial = staged.trial(policy.forwards(num_microbatches, placement), size)
                 self._compiled[key] = self._finish(trial, ())
@@ -222,7 +277,7 @@ class Compiler:
     def _stages(self, signature: Signature, call: Call, start: int, sizes: Sequence[int]) -> StagedGraph:
         """The cut graph that serves the first microbatch of these ``sizes``; it begins at row ``start``."""
         assert self._settled is not None
-        known = self._staged.setdefault(signature, [])
+        known = self._captures.staged.setdefault(signature, [])
         for staged in known:
             if staged.graph.serves(sizes[0]):
                 return staged
@@ -236,9 +291,17 @@ class Compiler:
         symbolic = self.dynamic or len(set(sizes)) > 1
         model, rows = on_device(self.model, call.rows(start, start + sizes[0]), self.device)
         with self._timed("capture and differentiate"):
-            (mode, *_, outputs), adds_up = signature, not self.microbatch_weight
             return capture(
-                model, self.loss_fn, mode, rows, self.canonical, self.device, symbolic, adds_up, outputs
+                model,
+                self.loss_fn,
+                signature.kind.mode,
+                rows,
+                self.canonical,
+                self.device,
+                symbolic,
+                adds_up=not self.microbatch_weight,
+                outputs=signature.kind.outputs,
+                original=self.model,
             )
 
     def _cut(self, graph: TrainingGraph, cut: Pass, options: CompilerOptions) -> StagedGraph:
@@ -252,8 +315,13 @@ class Compiler:
             artifact = trial.artifact()
             trial.staged.write_dumps()
         name = "auto" if self.autotuner.policy.choice == "auto" else trial.plan.schedule
-        others, weight = refused(tried, trial), self.microbatch_weight
-        plan = replace(trial.plan, schedule=name, microbatch_weight=weight, alternatives=others)
+        plan = replace(
+            trial.plan,
+            schedule=name,
+            microbatch_weight=self.microbatch_weight,
+            alternatives=refused(tried, trial),
+            shard_costs=shard_costs(trial),
+        )
         return Compiled(replace(artifact, plan=plan), trial.staged.graph.output_spec)
 
     @contextmanager

@@ -13,6 +13,7 @@ from pipec.passes.mark_recompute import MarkRecompute
 from pipec.passes.simplify import Simplify
 from pipec.passes.split_backward import SplitBackward
 from pipec.passes.untie_gradients import UntieGradients
+from pipec.plan.updates import OptimizerFacts
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,8 @@ class CompilerOptions:
 
     ``device_model`` describes every device, ``topology`` how they are joined and what each of them holds.
     ``recompute`` is "auto", "none" or "full". ``profile`` is of the training graph that decides the cut.
-    ``ending`` says whether the programs update, clip and shard.
+    ``ending`` says whether the programs update, clip and shard, and ``optimizer`` what is known of the
+    optimizer that does.
     """
 
     device_model: DeviceModel
@@ -29,6 +31,7 @@ class CompilerOptions:
     recompute: str = "auto"
     profile: Profile | None = None
     ending: Ending = NOTHING_MORE
+    optimizer: OptimizerFacts | None = None
 
 
 def passes(options: CompilerOptions, cut: Pass, recompute: frozenset[int]) -> list[Pass]:

@@ -215,11 +215,6 @@ def policy_for(
     Raises:
         InputError: the choice is no schedule, or cannot have so many stages or replicas on these ranks.
     """
-    if not isinstance(choice, str | Path) and not callable(choice):
-        raise InputError(
-            f"schedule is {choice!r}; expected a name, a Path to a file of compute orders, or a function of "
-            "the numbers of ranks and of microbatches that returns a Schedule"
-        )
     one = SchedulePolicy(choice, num_ranks)
     if stages is not None:
         policy = _with_stages(one, stages)

@@ -14,7 +14,7 @@ from pipec.compiler.pass_list import CompilerOptions
 from pipec.errors import PipecError
 from pipec.graph import TrainingGraph, copy_graph
 from pipec.graph.functions import StageFunctions, stage_functions
-from pipec.ir import Phase, Placement, Plan, Program, Schedule, rank_of
+from pipec.ir import Ending, Phase, Placement, Plan, Program, Schedule, Shard, rank_of
 from pipec.ir.columns import PHASE_CODE, Cells
 from pipec.ir.text import value_bytes
 from pipec.passes import Observer, Pass, run_passes
@@ -23,6 +23,7 @@ from pipec.passes.dump import requested_dumps
 from pipec.plan.build import Names, build_plan, stage_cost, value_of
 from pipec.plan.memory import RankMemory, rank_memory
 from pipec.plan.predictions import simulate_plan
+from pipec.plan.updates import with_updates
 from pipec.programs.lower import lower
 from pipec.programs.verify import verify_plan
 from pipec.schedules import Workload, on_ranks
@@ -114,9 +115,17 @@ class StagedGraph:
         Raises:
             VerifyError: the schedule is broken.
         """
-        key = schedule.name, schedule.placement, schedule.num_microbatches, microbatch_size
+        return self._trial(schedule, microbatch_size, self.options.ending)
+
+    def sharded(self, trial: Trial, shard: Shard | None) -> Trial:
+        """A trial on these stages, with another level of sharding, or without."""
+        ending = replace(self.options.ending, shard=shard)
+        return self._trial(trial.schedule, trial.plan.microbatch_size, ending)
+
+    def _trial(self, schedule: Schedule, size: int, ending: Ending) -> Trial:
+        key = schedule.name, schedule.placement, schedule.num_microbatches, size, ending
         if key not in self._trials:
-            self._trials[key] = self._try(schedule, microbatch_size)
+            self._trials[key] = self._try(schedule, size, ending)
         return self._trials[key]
 
     def workload(self, placement: Placement, size: int) -> Workload:
@@ -166,9 +175,9 @@ class StagedGraph:
     def _whole_stages(self) -> Sequence[StageFunctions]:
         return [stage_functions(self.graph, stage, False) for stage in range(self.graph.num_stages)]
 
-    def _try(self, schedule: Schedule, size: int) -> Trial:
+    def _try(self, schedule: Schedule, size: int, ending: Ending) -> Trial:
         placed = on_ranks(schedule, self.graph.ranks) if self.graph.ranks else schedule
-        plan = self._plan(placed, size)
+        plan = self._plan(placed, size, ending)
         recompute = [stage.index for stage in plan.stages if stage.recompute]
         programs = lower(placed, plan.links, recompute, plan.ending)
         verify_plan(plan, programs)
@@ -178,16 +187,21 @@ class StagedGraph:
         seconds = simulate_plan(plan, programs).makespan
         return Trial(self, schedule, plan, programs, seconds, memory, excess)
 
-    def _plan(self, schedule: Schedule, size: int) -> Plan:
+    def _plan(self, schedule: Schedule, size: int, ending: Ending) -> Plan:
         """Schedules that split the backward alike, or not, share the costs of their stages."""
         split = _splits_backward(schedule)
-        key = split, size, schedule.placement
+        key = split, size, schedule.placement, ending
         if key not in self._plans:
             stages, topology = self.stages(split), self.options.topology
-            self._plans[key] = build_plan(
-                self.graph, stages, self.names, schedule, size, topology, self.options.ending
-            )
+            plan = build_plan(self.graph, stages, self.names, schedule, size, topology, ending)
+            self._plans[key] = self._with_updates(plan)
         return replace(self._plans[key], schedule=schedule.name, num_microbatches=schedule.num_microbatches)
+
+    def _with_updates(self, plan: Plan) -> Plan:
+        if not (plan.ending.updates and self.options.optimizer):
+            return plan
+        rate = self.options.device_model.memory_bytes_per_second
+        return with_updates(plan, self.options.optimizer, rate)
 
     def _message_seconds(self, stage: StageFunctions, size: int, source: int, target: int) -> float:
         """The time of what the stage's forward sends from one rank to another."""

@@ -56,9 +56,12 @@ class Profile:
         return {node.name: node.seconds for operator in self.operators for node in operator.nodes}
 
     def save(self, path: str | Path) -> None:
-        """Write the profile, one node a line."""
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(_text(self), encoding="utf-8")
+        """Write the profile, one node a line. Raises InputError if the file cannot be written."""
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            Path(path).write_text(_text(self), encoding="utf-8")
+        except (OSError, ValueError) as error:  # ValueError for a name that no file can have
+            raise InputError(f"{path} cannot be written: {error}") from error
 
 
 def load_profile(path: str | Path) -> Profile:
@@ -76,7 +79,7 @@ def load_profile(path: str | Path) -> Profile:
         )
     try:
         profile = _parse(data)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise InputError(f"{path} is a damaged profile: {type(error).__name__} {error}") from error
     for name, seconds in profile.seconds().items():
         if not 0 <= seconds < math.inf:

@@ -10,7 +10,7 @@ key          set by    meaning
 ``phase``    capture   ``Phase.FORWARD`` or ``Phase.BACKWARD``; ``split_backward`` refines the latter
 ``constant`` capture   True on forward nodes that depend on nothing but the batch size: masks, positions
 ``role``     capture   on placeholders: what the argument is
-``draw``     capture   on random nodes: what seeds them, besides the step and the microbatch
+``draw``     capture   on random nodes: what seeds them, besides the step's seed and the microbatch
 ``changed``  capture   on buffers: True where the forward gives the buffer a new value
 ``cost``     annotate  FLOPs, bytes and seconds
 ``stage``    cut       the stage that runs the node
@@ -150,6 +150,11 @@ def is_view(node: fx.Node) -> bool:
         return True
     returned = [result.alias_info for result in node.target._schema.returns]
     return any(info is not None and not info.is_write for info in returned)
+
+
+def reads_memory(node: fx.Node) -> bool:
+    """Whether the node's value depends on how its input lies in memory, and not on its elements alone."""
+    return node.target in (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default)
 
 
 def memory_of(node: fx.Node) -> fx.Node:

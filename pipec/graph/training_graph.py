@@ -9,6 +9,7 @@ import sympy
 import torch
 from torch import fx
 
+from pipec.graph.assumptions import NOTHING, Assumptions
 from pipec.graph.nodes import Result
 from pipec.ir import Mode
 from pipec.torch_compat import pytree
@@ -44,7 +45,10 @@ class TrainingGraph:
     ``unclear`` is the call after which it is not known how the losses of microbatches make that of the batch,
     and ``unclear_output`` the same of other results. ``logs`` names the results that follow the loss; those
     after them, of which ``output_spec`` is the tree, are the model's output.
+    ``assumptions`` say whether capturing again would give the same; passes leave them alone.
     ``ranks[k]`` is the rank that acts as the k-th of a schedule; if there are none, rank k does.
+    ``replicas[k]`` is how many ranks stage k is cut for, if the cut decides that. ``paths`` names the leaves
+    of the arguments, and ``training`` is the mode of the model.
     """
 
     module: fx.GraphModule
@@ -57,12 +61,16 @@ class TrainingGraph:
     form: Form = Form.CAPTURED
     num_stages: int = 1
     ranks: tuple[int, ...] = ()
+    replicas: tuple[int, ...] = ()
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     of_batch: fx.Graph | None = None
     unclear: str = ""
     unclear_output: str = ""
     logs: tuple[str, ...] = ()
     output_spec: pytree.TreeSpec | None = None
+    paths: tuple[str, ...] = ()
+    training: bool = True
+    assumptions: Assumptions = NOTHING
 
     @property
     def nodes(self) -> Iterator[fx.Node]:

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import torch
 
-from pipec.errors import PlanError
+from pipec.errors import InputError, PlanError
 from pipec.hardware.devices import DEVICES, DeviceModel, find_device
+from pipec.ir.arguments import shown
 
 FALLBACK_GPU = "a100"
 """Stands for accelerators without an entry: where to cut depends on ratios, which differ less than speeds."""
@@ -42,9 +43,13 @@ def calibrate(device: torch.device | str) -> DeviceModel:
     """Measure a device in a second or two: matrix products, copies, launches and memory, but not its link.
 
     The launch time is that of a small matrix product between two views, as stages run it. The CPU is measured
-    with torch's current number of threads. Raises PlanError for ``meta``.
+    with torch's current number of threads.
+
+    Raises:
+        InputError: that is no device, or this machine has none like it.
+        PlanError: it is ``meta``.
     """
-    device = torch.device(device)
+    device = usable_device(device)
     if device.type == "meta":
         raise PlanError("the meta device computes nothing: calibrate on the device that will train the model")
     kind = "cpu" if device.type == "cpu" else "accelerator"
@@ -65,6 +70,17 @@ def calibrate(device: torch.device | str) -> DeviceModel:
         memory_bytes=_memory_bytes(device, base),
         source=f"measured, {torch.get_num_threads()} threads; the link as in {base.name}",
     )
+
+
+def usable_device(device: torch.device | str) -> torch.device:
+    """The device, with its index. Raises InputError unless it exists here."""
+    try:
+        if not isinstance(device, str | torch.device):
+            raise TypeError("expected a torch device such as 'cpu' or 'cuda:1'")
+        return torch.empty(1, device=device).device
+    except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise InputError(f"device is {shown(device)}, which cannot be used here: {reason}") from error
 
 
 def _matmul_flops_per_second(size: int, dtype: torch.dtype, device: torch.device) -> float:

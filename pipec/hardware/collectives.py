@@ -2,6 +2,10 @@
 
 In a ring of r members every one passes an r-th of the bytes to the next, r - 1 times to sum or to gather, and
 twice as often to do both (Patarasuk and Yuan: Bandwidth optimal all-reduce algorithms, 2009).
+
+The rings are flat, also between hosts, because that is what runs: gloo has one ring over all members of a
+group. NCCL chooses among rings and trees when it starts; what it chooses is not known here, and a ring over
+the slowest link is what it is at least as good as.
 """
 
 from collections.abc import Sequence

@@ -22,11 +22,13 @@ import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 from pipec.errors import PlanError
 from pipec.hardware.devices import LinkModel
+from pipec.ir.arguments import MOST_RANKS, check_arguments, whole
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -113,12 +115,21 @@ class Topology:
         """The same devices with as much memory as is needed."""
         return replace(self, devices=tuple(Device(speed=device.speed) for device in self.devices))
 
-    def grouped(self, size: int) -> "Topology":
-        """A device for every ``size`` of these, as good as the worst of all, on the slowest link."""
-        memory, speed = (min(getattr(x, name) for x in self.devices) for name in ("memory_bytes", "speed"))
-        link, count = self.slowest_link, len(self.devices) // size
-        level = Level(count, link.bytes_per_second, link.latency_seconds)
-        return Topology((Device(memory, speed),) * count, (level,))
+    def grouped(self, members: Sequence[Sequence[int]]) -> "Topology":
+        """A device for each group of these, as good as the worst of its members.
+
+        The k-th members of all groups exchange messages. The slowest link between any two such joins all.
+        """
+        devices = [[self.devices[member] for member in group] for group in members]
+        pairs = (pair for fellows in zip(*members, strict=True) for pair in combinations(fellows, 2))
+        links = {self.link_between(*pair) for pair in pairs} or {self.levels[0].link}
+        slowest = min(links, key=lambda link: link.bytes_per_second)
+        level = Level(len(members), slowest.bytes_per_second, slowest.latency_seconds)
+        worst = (
+            Device(min(each.memory_bytes for each in group), min(each.speed for each in group))
+            for group in devices
+        )
+        return Topology(tuple(worst), (level,))
 
     def part(self, num_devices: int) -> "Topology":
         """The first ``num_devices``.
@@ -147,6 +158,8 @@ def uniform(
             f"{len(sizes)} levels of devices and {len(bytes_per_second)} bandwidths: give one of each a "
             f"level, innermost first"
         )
+    if math.prod(sizes) > MOST_RANKS:
+        raise PlanError(f"{math.prod(sizes)} devices are too many to plan for: expected at most {MOST_RANKS}")
     levels = tuple(Level(size, rate) for size, rate in zip(sizes, bytes_per_second, strict=True))
     return Topology((device or Device(),) * max(0, math.prod(sizes)), levels)
 
@@ -156,7 +169,7 @@ def read_topology(path: Path) -> Topology:
     try:
         text = path.read_text(encoding="utf-8")
         return _from_facts(tomllib.loads(text) if path.suffix == ".toml" else json.loads(text))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise PlanError(
             f"{path} is not a topology: {error!r}. Expected devices (count, memory_bytes, speed) and levels "
             f"(size, bytes_per_second, latency_seconds), in TOML or JSON"
@@ -167,7 +180,9 @@ def _from_facts(facts: Mapping[str, Any]) -> Topology:
     devices: list[Device] = []
     for entry in facts["devices"]:
         figures = {key: float(value) for key, value in entry.items() if key != "count"}
-        devices += [Device(**figures)] * entry.get("count", 1)
+        count = entry.get("count", 1)
+        check_arguments({"count": whole(1, MOST_RANKS)}, locals())
+        devices += [Device(**figures)] * count
     return Topology(tuple(devices), tuple(Level(**entry) for entry in facts["levels"]))
 
 

@@ -1,4 +1,7 @@
-"""How a mini-batch is split into microbatches."""
+"""How the arguments of a mini-batch are named, and how it is split into microbatches."""
+
+from collections.abc import Sequence
+from typing import Any
 
 from pipec.errors import InputError
 
@@ -14,3 +17,11 @@ def split_sizes(batch: int, num_microbatches: int) -> list[int]:
             f"pass at least {num_microbatches} rows, or compile with microbatches={max(batch, 1)} or fewer"
         )
     return [batch // num_microbatches + (i < batch % num_microbatches) for i in range(num_microbatches)]
+
+
+def leaf_path(keys: Sequence[Any]) -> str:
+    """The name of a leaf as a person would write it, from its path: ``kwargs['mask']`` or ``target``.
+
+    ``keys`` are what torch gives for a leaf of a dict of ``args``, ``kwargs`` and ``target``.
+    """
+    return str(keys[0].key) + "".join(str(key) for key in keys[1:])

@@ -45,6 +45,7 @@ class Ending:
     ``buckets`` are of stages with several replicas. The replicas of the stages in ``averaged`` agree on the
     buffers that their forwards changed. If the program ``updates``, the optimizer is a part of it; if it
     ``clips``, the norm of all gradients is known before. ``shard`` is what replicas keep a share of.
+    Gradients travel between replicas in ``gradient_dtype``, torch's name of it, or in their own if it is "".
     """
 
     buckets: tuple[Bucket, ...] = ()
@@ -52,6 +53,7 @@ class Ending:
     updates: bool = False
     clips: bool = False
     shard: Shard | None = None
+    gradient_dtype: str = ""
 
     def reduces_each_round(self, bucket: Bucket) -> bool:
         """Whether gradients are summed after each round, a microbatch of each replica, or at the end."""

@@ -14,6 +14,7 @@ class StageMemory:
     ============= =============== ========================== ==============================================
     ``weights``   stage           the start of the step      the end of the step
     ``gradients`` stage           the start of the step      the end of the step
+    ``state``     stage           the start of the step      the end of the step
     ``saved``     microbatch      the start of its forward   the end of its input gradient or whole backward
     ``replayed``  microbatch      the start of its recompute the end of its input gradient or whole backward
     ``kept``      microbatch      the end of ``saved``       the end of its weight gradient
@@ -21,7 +22,8 @@ class StageMemory:
     ============= =============== ========================== ==============================================
 
     ``transient`` is the most that any phase function of the stage holds besides the rest while it runs.
-    Optimizer state is not counted: pipec does not know the optimizer.
+    ``state`` is that of the optimizer, if the program updates. Where replicas hold shares of a stage, these
+    figures are those of the replica that holds most.
     """
 
     weights: float = 0
@@ -30,11 +32,12 @@ class StageMemory:
     kept: float = 0
     transient: float = 0
     replayed: float = 0
+    state: float = 0
 
     @property
     def static(self) -> float:
         """What the stage holds during the whole step."""
-        return self.weights + self.gradients
+        return self.weights + self.gradients + self.state
 
     def divided(self, num_parts: int) -> "StageMemory":
         """One of equal parts of the stage."""

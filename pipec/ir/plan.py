@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pipec.ir.ending import NOTHING_MORE, Ending
+from pipec.ir.ending import NOTHING_MORE, Ending, Shard
 from pipec.ir.memory import StageMemory
 from pipec.ir.schedule import Placement, count_ranks, microbatches_on
 from pipec.ir.values import Input, Link, Mode, Phase, Value
@@ -11,11 +11,15 @@ from pipec.ir.values import Input, Link, Mode, Phase, Value
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
-    """What one stage takes for one microbatch: seconds by phase, FLOPs, and bytes of memory."""
+    """What one stage takes for one microbatch: seconds by phase, FLOPs, and bytes of memory.
+
+    ``update_seconds`` is what an update of its parameters takes, once a step.
+    """
 
     seconds: Mapping[Phase, float] = field(default_factory=dict)
     flops: float = 0.0
     memory: StageMemory = field(default_factory=StageMemory)
+    update_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +49,36 @@ class Stage:
 class Alternative:
     """Another way to run the step that was considered, and why it was not taken.
 
-    ``replicas`` pipelines of ``num_stages`` stages share the mini-batch; each splits its part into
-    ``num_microbatches``. ``seconds`` is the predicted time of the step. ``peak_bytes`` is the predicted peak
-    memory of the rank that needs most.
+    ``replicas[k]`` is the number of ranks of stage k, which take the ``num_microbatches`` in turn.
+    ``seconds`` is the predicted time of the step. ``peak_bytes`` is the predicted peak memory of the rank
+    that needs most.
     """
 
     schedule: str
-    num_stages: int
-    replicas: int
+    replicas: tuple[int, ...]
     num_microbatches: int
     seconds: float
     peak_bytes: float
     refused: str
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.replicas)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardCost:
+    """The same step with another level of sharding, or with none: what it would hold and take.
+
+    ``peak_bytes`` are those of the rank that needs most. ``collective_seconds`` are how long sums of
+    gradients and gatherings of parameters take together on the rank that spends most on them; some of that
+    overlaps computes. ``seconds`` is the predicted time of the step.
+    """
+
+    shard: Shard | None
+    peak_bytes: float
+    collective_seconds: float
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +87,13 @@ class Plan:
 
     ``outputs`` names the results in the order of the leaves of what the model returns; ``sums`` are those
     that add up over microbatches; ``logs`` are the names that the loss function gave to those after the loss;
-    ``link_seconds[i]`` is how long ``links[i]`` takes. ``parameters`` and ``buffers`` are named by FQN.
-    ``ending`` is what the step does besides its microbatches. ``microbatch_weight`` says how much the losses
-    of microbatches count, if the graph does not: by "rows", as they are ("sum"), or as a function says
-    ("given"). ``alternatives`` are the other ways that were
-    considered, the fastest first.
+    ``arguments`` names all leaves of ``step``'s arguments, of which ``inputs`` are those that a stage reads;
+    ``training`` is the mode that the model was captured in. ``link_seconds[i]`` is how long ``links[i]``
+    takes. ``parameters`` and ``buffers`` are named by FQN. ``ending`` is what the step does besides its
+    microbatches. ``microbatch_weight`` says how much the losses of microbatches count, if the graph does not:
+    by "rows", as they are ("sum"), or as a function says ("given"). ``alternatives`` are the other ways that
+    were considered, the fastest first, and ``shard_costs`` the levels of sharding, if there is something to
+    shard.
     """
 
     mode: Mode
@@ -87,9 +111,12 @@ class Plan:
     sums: tuple[str, ...] = ()
     logs: tuple[str, ...] = ()
     dynamic_batch: bool = True
+    arguments: tuple[str, ...] = ()
+    training: bool = True
     ending: Ending = NOTHING_MORE
     microbatch_weight: str = ""
     alternatives: tuple[Alternative, ...] = ()
+    shard_costs: tuple[ShardCost, ...] = ()
 
     def microbatches_on(self, stage: int, rank: int) -> range:
         """The microbatches that one of the ranks of ``stage`` runs."""

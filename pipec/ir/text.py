@@ -72,6 +72,11 @@ def format_link(link: Link) -> str:
     return f"{kind}{', '.join(value.name for value in link.values)} ({link.source} -> {target})"
 
 
+def format_replicas(replicas: Sequence[int]) -> str:
+    """``3-2-1``, or the one number that all stages have."""
+    return "-".join(map(str, replicas if len({*replicas}) > 1 else replicas[:1]))
+
+
 def format_bytes(num_bytes: float) -> str:
     """Three digits and a decimal unit: ``11.8 MB``."""
     return _scaled(num_bytes, 1.0, ("B", "kB", "MB", "GB", "TB", "PB"))

@@ -14,11 +14,12 @@ from pipec.passes.cut_stages import assign
 
 @dataclass(frozen=True)
 class AssignStages:
-    """``stages[operator]`` is the stage of each operator. ``ranks`` are those of ``TrainingGraph``."""
+    """``stages[operator]`` is the stage of each operator; the rest is as in ``TrainingGraph``."""
 
     stages: tuple[int, ...] = field(repr=False)
     num_stages: int
     ranks: tuple[int, ...] = ()
+    replicas: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, graph: TrainingGraph) -> "AssignStages":
@@ -30,7 +31,8 @@ class AssignStages:
         for node in graph.nodes:
             if not is_constant(node):
                 stages[node.meta["operator"]] = stage_of(node)
-        return cls(tuple(stages), graph.num_stages, graph.ranks)
+        return cls(tuple(stages), graph.num_stages, graph.ranks, graph.replicas)
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
-        return replace(assign(graph, self.stages, self.num_stages), ranks=self.ranks)
+        placed = assign(graph, self.stages, self.num_stages)
+        return replace(placed, ranks=self.ranks, replicas=self.replicas)

@@ -13,9 +13,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pipec.errors import PlanError
 from pipec.graph import TrainingGraph
 from pipec.passes.cut_stages import assign, blocks_of, operator_seconds, spans_of_buffers
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 _BISECTIONS = 60
 """Halvings of the interval in which the seconds of the slowest stage are looked for."""
@@ -56,23 +63,36 @@ def balanced(work: Sequence[float], shares: Sequence[int]) -> list[int]:
     """The first of the consecutive items of each part, such that no part has much work for its share.
 
     Every part has an item. For example, work of 2, 1, 1 and 2 in shares of two and one begins at 0 and 3.
+    Among cuts that are equally good, earlier parts are as long as they can be.
     """
-    totals = [0.0, *accumulate(work)]
-    low, high = 0.0, totals[-1]
+    totals = np.array([0.0, *accumulate(work)])
+    low, high = 0.0, float(totals[-1])
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        if _filled(totals, shares, middle)[-1] >= len(work):
+        if _reached(totals, shares, middle)[-1][-1]:
             high = middle
         else:
             low = middle
-    return [0, *_filled(totals, shares, high)[:-1]]
+    firsts, end = list[int](), len(work)
+    for reached, share in zip(_reached(totals, shares, high)[-2::-1], reversed(shares), strict=True):
+        fitting = reached[:end] & (_furthest(totals, share, high)[:end] >= end)
+        end = int(np.flatnonzero(fitting)[-1])
+        firsts.insert(0, end)
+    return firsts
 
 
-def _filled(totals: Sequence[float], shares: Sequence[int], limit: float) -> list[int]:
-    """Where each part ends if it takes as many items as fit into its share of the limit, but at least one."""
-    ends, end = [], 0
-    for left, share in zip(range(len(shares) - 1, -1, -1), shares, strict=True):
-        most = bisect_right(totals, (totals[end] + limit * share) * (1 + 1e-12)) - 1
-        end = min(max(most, end + 1), len(totals) - 1 - left)
-        ends.append(end)
-    return ends
+def _reached(totals: Floats, shares: Sequence[int], limit: float) -> list[Bools]:
+    """After none, one, two ... parts, at which items the next one may begin if none exceeds its limit."""
+    reached = [np.arange(totals.size) == 0]
+    for share in shares:
+        starts = np.flatnonzero(reached[-1])
+        ends = _furthest(totals, share, limit)[starts]
+        steps = np.bincount(starts + 1, minlength=totals.size + 1)
+        steps = steps - np.bincount(np.maximum(ends, starts) + 1, minlength=totals.size + 1)
+        reached.append(np.cumsum(steps)[:-1] > 0)
+    return reached
+
+
+def _furthest(totals: Floats, share: int, limit: float) -> Ints:
+    """Where a part ends that begins at each item and takes as many as fit into its share of the limit."""
+    return np.searchsorted(totals, (totals + limit * share) * (1 + 1e-12), "right") - 1

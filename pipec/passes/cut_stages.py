@@ -106,7 +106,7 @@ class CutStages:
         blocks = blocks_of(seconds, spans)
         self._check_enough(graph, blocks[-1] + 1 if blocks else 0, spans)
         model = replace(PIPEC, in_flight=self._in_flight)
-        operators = _operator_graph(graph, blocks, seconds, self.microbatch_size)
+        operators = operator_graph(graph, blocks, seconds, self.microbatch_size)
         stages = place(
             operators, self.topology, model, max_replicas=1, every_device=True, tolerance=TOLERANCE
         ).stages
@@ -195,7 +195,7 @@ def blocks_of(seconds: Sequence[float], spans: Sequence[Span]) -> list[int]:
     return list(accumulate(int(op in begins) for op in range(len(seconds))))
 
 
-def _operator_graph(
+def operator_graph(
     graph: TrainingGraph, blocks: Sequence[int], seconds: Sequence[float], size: int
 ) -> OperatorGraph:
     """The blocks, one after the other, as the planner distributes them."""
@@ -211,7 +211,7 @@ def _operator_graph(
     return OperatorGraph(
         names=[f"{graph.operators[op].name} of {graph.operators[op].module or 'the model'}" for op in firsts],
         seconds=by_block(enumerate(seconds)),
-        parameter_bytes=[0.0] * num_blocks,
+        parameter_bytes=by_block(_parameter_bytes(graph, size)),
         resident_bytes=by_block(_resident_bytes(graph, size)),
         saved_bytes=by_block(_saved_bytes(graph, size)),
         transfers=list(_between_blocks(_transfers(graph, size), blocks)),
@@ -247,14 +247,23 @@ def _between_blocks(values: Iterable[Transfer], blocks: Sequence[int]) -> Iterat
 
 def _resident_bytes(graph: TrainingGraph, size: int) -> Iterator[tuple[int, int]]:
     """The bytes of each of the model's tensors, and of its gradient, at the first operator that reads it."""
+    for op, num_bytes, is_trained in _held(graph, size):
+        yield op, num_bytes * (2 if is_trained else 1)
+
+
+def _parameter_bytes(graph: TrainingGraph, size: int) -> Iterator[tuple[int, int]]:
+    """The bytes of each gradient that replicas sum, at the first operator that reads the parameter."""
+    return ((op, num_bytes) for op, num_bytes, is_trained in _held(graph, size) if is_trained)
+
+
+def _held(graph: TrainingGraph, size: int) -> Iterator[tuple[int, int, bool]]:
+    """Of each of the model's tensors, the first operator that reads it, its bytes, whether it is trained."""
     trained = {result.fqn for result in graph.results if isinstance(result, Gradient)}
     for node in graph.arguments:
-        role, readers = (
-            node.meta["role"],
-            [user.meta["operator"] for user in node.users if user.op == "call_function"],
-        )
+        role = node.meta["role"]
+        readers = [user.meta["operator"] for user in node.users if user.op == "call_function"]
         if isinstance(role, Parameter | Buffer) and readers:
-            yield min(readers), node_bytes(node, size) * (2 if role.fqn in trained else 1)
+            yield min(readers), node_bytes(node, size), role.fqn in trained
 
 
 def _saved_bytes(graph: TrainingGraph, size: int) -> Iterator[tuple[int, int]]:

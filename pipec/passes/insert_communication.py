@@ -27,6 +27,7 @@ from pipec.graph import (
     is_tensor,
     is_view,
     needs_only_inputs,
+    reads_memory,
     recv,
     send,
     stage_of,
@@ -84,7 +85,7 @@ class _Crossings:
 
     def is_view_of_no_more(self, node: fx.Node, user: fx.Node) -> bool:
         """Whether sending what the node is a view of costs no more: it may be on its way already."""
-        if not is_view(node) or (is_forward(node) and stage_of(node) > stage_of(user)):
+        if not is_view(node) or reads_memory(node) or (is_forward(node) and stage_of(node) > stage_of(user)):
             return False
         base = node.all_input_nodes[0]
         return (

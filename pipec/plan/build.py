@@ -1,7 +1,7 @@
 """Read the Plan off a classified graph: stages with costs, links between them, inputs and outputs."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import product
 
 import torch
 from torch import fx
@@ -29,6 +29,7 @@ from pipec.ir import (
 )
 from pipec.ir.text import value_bytes
 from pipec.plan.ending import build_ending
+from pipec.programs.routes import routes
 
 Names = Mapping[fx.Node, str]
 
@@ -82,6 +83,8 @@ def build_plan(
         sums=tuple(names[node] for role, node in graph.outputs if isinstance(role, Output) and role.adds_up),
         logs=graph.logs,
         dynamic_batch=graph.batch is not None,
+        arguments=graph.paths,
+        training=graph.training,
         ending=build_ending(ending, graph.mode, stages, values, links, schedule.placement, topology),
     )
 
@@ -96,8 +99,9 @@ def _link_seconds(link: Link, placement: Placement, topology: Topology, size: in
     num_bytes = sum(value_bytes(value, size) for value in link.values)
     if link.payload is Payload.RESULT:
         return topology.slowest_link.seconds(num_bytes)
-    sources, targets = placement[link.source], placement[link.target]
-    return max(topology.link_between(*ends).seconds(num_bytes) for ends in product(sources, targets))
+    turns = math.lcm(len(placement[link.source]), len(placement[link.target]))
+    ways = {topology.link_between(way.source, way.target) for way in routes([link], placement, turns)}
+    return max(way.seconds(num_bytes) for way in ways)
 
 
 def _owners(stages: Sequence[StageFunctions]) -> dict[str, int]:

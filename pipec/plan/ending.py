@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from pipec.errors import InputError
 from pipec.graph.functions import StageFunctions
 from pipec.hardware.collectives import all_reduce_seconds, gather_seconds
 from pipec.hardware.topology import Topology
@@ -27,6 +28,9 @@ def build_ending(
     ``values`` are the parameters by FQN. Only training reduces and updates. Each stage with replicas has
     buckets for each dtype of its parameters; those that are lent to other stages have buckets of their own,
     and so has each with sparse gradients.
+
+    Raises:
+        InputError: state is to be sharded of a parameter that has sparse gradients and several replicas.
     """
     averaged = tuple(
         stage.index for stage in stages if len(placement[stage.index]) > 1 and _changes_buffers(stage)
@@ -35,13 +39,15 @@ def build_ending(
         return Ending(averaged=averaged)
     lent = {v.name for link in links if link.payload is Payload.WEIGHT for v in link.values}
     buckets = tuple(
-        priced(bucket, placement[stage.index], topology, asked.shard is not None)
+        priced(bucket, placement[stage.index], topology, asked)
         for stage in stages
         if len(placement[stage.index]) > 1
         for bucket in _buckets(
             stage, values, links, lent, fitting_bytes(topology, len(placement[stage.index]))
         )
     )
+    if asked.shard is not None:
+        _require_dense([stage for stage in stages if len(placement[stage.index]) > 1])
     return replace(asked, buckets=buckets, averaged=averaged)
 
 
@@ -53,6 +59,16 @@ def fitting_bytes(topology: Topology, replicas: int) -> float:
     """
     link = topology.slowest_link
     return 10 * replicas * link.latency_seconds * link.bytes_per_second
+
+
+def _require_dense(stages: Sequence[StageFunctions]) -> None:
+    """Replicas that keep shares sum slices of gradients, and a sparse one has none."""
+    sparse = [fqn for stage in stages for fqn, is_sparse in _gradients(stage).items() if is_sparse]
+    if sparse:
+        raise InputError(
+            f"{sparse[0]} has sparse gradients, which replicas cannot keep shares of; make it with "
+            "sparse=False, or compile without shard=..."
+        )
 
 
 def _changes_buffers(stage: StageFunctions) -> bool:
@@ -103,9 +119,13 @@ def _gradients(stage: StageFunctions) -> dict[str, bool]:
     return {fqn: made[fqn].meta["val"].layout is torch.sparse_coo for fqn in names if fqn in made}
 
 
-def priced(bucket: Bucket, ranks: Sequence[int], topology: Topology, is_sharded: bool) -> Bucket:
+def priced(bucket: Bucket, ranks: Sequence[int], topology: Topology, asked: Ending) -> Bucket:
     """The bucket with its seconds. Where state is sharded, each replica gets its share of the sums alone."""
-    num_bytes = sum(value_bytes(value, 1) for value in bucket.parameters)
-    gather = gather_seconds(topology, ranks, num_bytes)
-    reduce = gather if is_sharded else all_reduce_seconds(topology, ranks, num_bytes)
-    return replace(bucket, reduce_seconds=reduce, gather_seconds=gather)
+    travelling = [replace(v, dtype=asked.gradient_dtype or v.dtype) for v in bucket.parameters]
+    reduced, gathered = (sum(value_bytes(v, 1) for v in values) for values in (travelling, bucket.parameters))
+    reduce_seconds = gather_seconds if asked.shard else all_reduce_seconds
+    return replace(
+        bucket,
+        reduce_seconds=reduce_seconds(topology, ranks, min(reduced, gathered)),
+        gather_seconds=gather_seconds(topology, ranks, gathered),
+    )

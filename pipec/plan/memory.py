@@ -14,8 +14,9 @@ from pipec.programs.memory import held
 class RankMemory:
     """Bytes of one rank at the compute that needs most.
 
-    ``static`` are weights and the sums of their gradients, ``saved`` is what the ``in_flight`` pairs of stage
-    and microbatch hold, ``transient`` what the compute itself holds while it runs.
+    ``static`` are weights, the sums of their gradients and optimizer state, ``saved`` is what the
+    ``in_flight`` pairs of stage and microbatch hold, ``transient`` what the compute itself holds while it
+    runs.
     """
 
     static: float
@@ -54,7 +55,7 @@ def shortfall(needs: Sequence[RankMemory], limits: Sequence[float], placement: P
         of_limit = f" of {format_bytes(limit)}" if limit < math.inf else ""
         excess = f", {format_bytes(need.total - limit)} too many" if need.total > limit else ""
         rows.append(
-            f"  rank {rank}, stage {stages}: {format_bytes(need.static)} weights and gradients + "
+            f"  rank {rank}, stage {stages}: {format_bytes(need.static)} weights, gradients and state + "
             f"{format_bytes(need.saved)} saved ({need.in_flight} in flight) + "
             f"{format_bytes(need.transient)} transient = {format_bytes(need.total)}{of_limit}{excess}"
         )

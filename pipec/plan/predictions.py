@@ -1,6 +1,7 @@
 """What a plan predicts of a step: its timeline, and what its ranks hold."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from pipec.ir import Op, Plan, Program
 from pipec.plan.memory import rank_memory
@@ -12,11 +13,28 @@ def simulate_plan(plan: Plan, programs: Sequence[Program]) -> Timeline:
     """The programs played against the plan's costs."""
     compute = {(s.index, phase): time for s in plan.stages for phase, time in s.cost.seconds.items()}
     messages = dict(zip(plan.links, plan.link_seconds, strict=True))
-    endings: dict[tuple[Op, int, int], float] = {}
+    endings = _collectives(plan)
+    for stage in plan.stages:
+        endings[Op.UPDATE, stage.index, -1] = stage.cost.update_seconds
+    timeline = simulate(programs, Costs(compute, messages, endings=endings))
+    return replace(timeline, ending=plan.ending)
+
+
+def collective_seconds(plan: Plan, programs: Sequence[Program]) -> float:
+    """How long the collectives of the rank take that spends most on them, one after the other."""
+    seconds = _collectives(plan)
+    return max(
+        sum(seconds.get((each.op, each.stage, each.bucket), 0.0) for each in program.instructions)
+        for program in programs
+    )
+
+
+def _collectives(plan: Plan) -> dict[tuple[Op, int, int], float]:
+    seconds: dict[tuple[Op, int, int], float] = {}
     for number, bucket in enumerate(plan.ending.buckets):
-        endings[Op.REDUCE_GRAD, bucket.stage, number] = bucket.reduce_seconds
-        endings[Op.UNSHARD, bucket.stage, number] = bucket.gather_seconds
-    return simulate(programs, Costs(compute, messages, endings=endings))
+        seconds[Op.REDUCE_GRAD, bucket.stage, number] = bucket.reduce_seconds
+        seconds[Op.UNSHARD, bucket.stage, number] = bucket.gather_seconds
+    return seconds
 
 
 def predicted(plan: Plan, programs: Sequence[Program]) -> dict[str, object]:

@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from pipec.ir import Payload, Phase, Plan, Program, Stage
-from pipec.ir.text import format_bytes, format_seconds, format_type, value_bytes
+from pipec.ir.text import format_bytes, format_replicas, format_seconds, format_type, value_bytes
 from pipec.plan.memory import rank_memory
 from pipec.plan.predictions import simulate_plan
-from pipec.timeline.attribution import critical_path, waits
+from pipec.timeline.attribution import critical_path, path_times, waits
 from pipec.timeline.events import Timeline
 
 WIDTH = 240
@@ -57,7 +57,13 @@ def plan_table(plan: Plan, programs: Sequence[Program], num_devices: Sequence[in
         place = f", on {num_devices[stage.index]} devices" if several else ""
         table.add_row(*_row(plan, stage, place))
     predictions = _predictions(plan, programs)
-    parts = [[_headline(plan)], table_lines(table), predictions + _inputs(plan), _alternatives(plan)]
+    parts = [
+        [_headline(plan)],
+        table_lines(table),
+        predictions + _inputs(plan),
+        _shard_costs(plan),
+        _alternatives(plan),
+    ]
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
@@ -112,7 +118,7 @@ def _predictions(plan: Plan, programs: Sequence[Program]) -> list[str]:
     lines = [
         f"step {format_seconds(timeline.makespan)}, bubble {timeline.bubble_rate:.1%}",
         f"bounded by {_bounds(timeline)}",
-        f"peak memory by rank, without optimizer state: {peaks}",
+        f"peak memory by rank, {_state_counted(plan)}: {peaks}",
     ]
     if any(stage.recompute for stage in plan.stages):
         lines.append("* keeps what it received and computes the rest again")
@@ -129,15 +135,36 @@ def _inputs(plan: Plan) -> list[str]:
     return [f"{kind}: {', '.join(listed)}" for kind, listed in kinds.items() if listed]
 
 
+def _state_counted(plan: Plan) -> str:
+    state = sum(stage.cost.memory.state for stage in plan.stages)
+    return "with optimizer state" if state else "without optimizer state"
+
+
 def _bounds(timeline: Timeline) -> str:
     """What most of the critical path consists of. The path has no gaps: its messages count as part of it."""
     seconds: dict[str, float] = defaultdict(float)
-    for index in critical_path(timeline, waits(timeline)):
+    path = critical_path(timeline, waits(timeline))
+    for index, time in zip(path, path_times(timeline, path), strict=True):
         event = timeline.events[index]
-        stage = f"stage {event.instruction.stage}"
-        seconds[stage if event.is_compute else "messages"] += event.end - event.start
+        others = "collectives" if event.is_collective else "messages"
+        what = f"stage {event.instruction.stage}" if event.is_work else others
+        seconds[what] += time
     longest = sorted(((time / timeline.makespan, what) for what, time in seconds.items()), reverse=True)
     return ", ".join(f"{what} {share:.0%}" for share, what in longest[:3])
+
+
+def _shard_costs(plan: Plan) -> list[str]:
+    if not plan.shard_costs:
+        return []
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("shard", no_wrap=True)
+    for heading in ("peak memory", "collectives", "step"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for each in plan.shard_costs:
+        times = format_seconds(each.collective_seconds), format_seconds(each.seconds)
+        name = (each.shard or "nothing") + (" (taken)" if each.shard is plan.ending.shard else "")
+        table.add_row(name, format_bytes(each.peak_bytes), *times)
+    return table_lines(table)
 
 
 def _alternatives(plan: Plan) -> list[str]:
@@ -149,7 +176,7 @@ def _alternatives(plan: Plan) -> list[str]:
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("refused", no_wrap=True)
     for each in plan.alternatives:
-        counts = map(str, (each.num_microbatches, each.num_stages, each.replicas))
+        counts = str(each.num_microbatches), str(each.num_stages), format_replicas(each.replicas)
         step, peak = format_seconds(each.seconds), format_bytes(each.peak_bytes)
         table.add_row(each.schedule, *counts, step, peak, each.refused)
     return table_lines(table)

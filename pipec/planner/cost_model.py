@@ -13,7 +13,9 @@ takes 5 ms; behind one of 7 ms and 2 ms it takes 7 ms.
 
 A stage on m replicas handles m microbatches at a time. Its operators and its link take 1/m of the seconds
 for each microbatch. An all-reduce sends P parameter bytes over a link of B bytes per second in
-``passes * (m - 1) * P / (m * B)`` seconds.
+``passes * (m - 1) * P / (m * B)`` seconds. Published graphs are planned for PipeDream's asynchronous steps,
+in which m microbatches share an all-reduce; those of captured models for steps of which all microbatches do.
+Inside a group that is replicated itself these count as shared by the microbatches of all groups.
 
 **PIPEDREAM** is what PipeDream's published optimizer minimises (msr-fiddle/pipedream,
 optimizer_graph_hierarchical.py). It differs in two ways: activation and gradient share the link one after the
@@ -53,6 +55,7 @@ class CostModel:
     other. ``all_reduce_passes``: see above. ``first_shares_links``: the first stage of a group all-reduces
     over as many links at a time as the level below has members. ``in_flight``: how many microbatches a
     replica holds at once, as a function of the later devices for each replica; it must not decrease.
+    ``step_microbatches``: how many microbatches share an all-reduce; None: one of each replica.
     """
 
     overlap: bool
@@ -60,6 +63,7 @@ class CostModel:
     all_reduce_passes: float
     first_shares_links: bool = False
     in_flight: Callable[[int], int] = one_f_one_b
+    step_microbatches: int | None = None
 
     def value_seconds(self, value: Transfer, level: Level) -> float:
         """How long the activation of a value and its gradient keep a link of ``level`` busy."""
@@ -69,11 +73,12 @@ class CostModel:
 
     def all_reduce_seconds_per_byte(self, replicas: int, bytes_per_second: float) -> float:
         """Seconds per microbatch for each parameter byte of a stage, without latency."""
-        return self.all_reduce_passes * (replicas - 1) / (replicas * bytes_per_second) / replicas
+        once = self.all_reduce_passes * (replicas - 1) / (replicas * bytes_per_second)
+        return once / (self.step_microbatches or replicas)
 
     def all_reduce_latency(self, replicas: int, level: Level) -> float:
         """Seconds per microbatch: a ring takes 2 (m - 1) steps."""
-        return 2 * (replicas - 1) * level.latency_seconds / replicas
+        return 2 * (replicas - 1) * level.latency_seconds / (self.step_microbatches or replicas)
 
     def links_of_first(self, levels: Sequence[Level], level: int) -> int:
         """How many links at a time the first stage of a group all-reduces over."""

@@ -27,6 +27,7 @@ from scipy.sparse.csgraph import connected_components
 
 from pipec.errors import PlanError
 from pipec.hardware.topology import Device, Level, Topology
+from pipec.ir.arguments import MOST_RANKS, check_arguments, whole
 from pipec.planner.operator_graph import OperatorGraph, Transfer
 
 Node = Mapping[str, Any]
@@ -51,7 +52,7 @@ def read_dnn_partitioning(path: Path) -> DevicePlacement:
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
         return parse_dnn_partitioning(facts)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, IndexError) as error:
         raise PlanError(
             f"{path} is not a dnn-partitioning graph: {error!r}. Expected JSON with maxFPGAs, "
             f"maxSizePerFPGA, maxCPUs, nodes (id, fpgaLatency, cpuLatency, size, isBackwardNode) and "
@@ -89,6 +90,7 @@ def parse_dnn_partitioning(facts: Mapping[str, Any]) -> DevicePlacement:
 
 
 def _topology(facts: Mapping[str, Any]) -> Topology:
+    check_arguments({"maxFPGAs": whole(0, MOST_RANKS), "maxCPUs": whole(0, MOST_RANKS)}, facts)
     accelerators = (Device(memory_bytes=facts["maxSizePerFPGA"]),) * facts["maxFPGAs"]
     speed = min(
         (node["fpgaLatency"] / node["cpuLatency"] for node in facts["nodes"] if node["cpuLatency"]),

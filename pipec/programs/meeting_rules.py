@@ -16,6 +16,13 @@ from pipec.programs.step_index import StepIndex
 
 _ENDING_OPS = [op for op in OPS if not (op.traits.per_microbatch or op.traits.carries_link)]
 _GRADIENT_OPS = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
+_READ_GRADIENTS = (Op.REDUCE_GRAD, Op.NORM, Op.UPDATE)
+_AFTER = {
+    Op.NORM: (Op.REDUCE_GRAD,),
+    Op.UPDATE: (Op.REDUCE_GRAD, Op.NORM, Op.AVERAGE_BUFFERS),
+    Op.UNSHARD: (Op.UPDATE,),
+}
+"""What must be over before an op of the same stage starts."""
 
 
 class Key(NamedTuple):
@@ -75,7 +82,8 @@ def _expected(step: StepIndex, rank: int) -> Mapping[Key, int]:
     return keys
 
 
-def _names(link: Link) -> set[str]:
+def names_of(link: Link) -> set[str]:
+    """The names of the values of a link."""
     return {value.name for value in link.values}
 
 
@@ -123,30 +131,27 @@ def ends_in_order(step: StepIndex) -> Iterator[Fault]:
 
 def _before(step: StepIndex, rank: int, own: Mapping[Key, list[int]], key: Key) -> Iterator[tuple[str, int]]:
     """What an instruction must not run before: in words, and its number."""
-    stage = key.stage
+    stages = stages_on(step.placement, rank) if key.op is Op.NORM else [key.stage]
     if key.op is Op.AVERAGE_BUFFERS:
-        yield f"the last forward of stage {stage}", _last(step, rank, stage, (Op.FORWARD,))
-    if key.op in (Op.REDUCE_GRAD, Op.UPDATE):
-        yield f"the last backward of stage {stage}", _last(step, rank, stage, _GRADIENT_OPS)
-        names = step.ending.buckets[key.bucket].names if key.bucket >= 0 else None
+        yield f"the last forward of stage {key.stage}", _last(step, rank, key.stage, (Op.FORWARD,))
+    if key.op in _READ_GRADIENTS:
+        for stage in stages:
+            yield f"the last backward of stage {stage}", _last(step, rank, stage, _GRADIENT_OPS)
         for each in step.deliveries:
-            if each.route.target == rank and each.route.link.target == stage:
-                brings = each.route.link.payload is Payload.WEIGHT_GRADIENT
-                if brings and (names is None or _names(each.route.link) & {*names}):
-                    yield "the gradients that another stage brings home", int(each.receives[0])
-    after = {
-        Op.NORM: (Op.REDUCE_GRAD,),
-        Op.UPDATE: (Op.REDUCE_GRAD, Op.NORM, Op.AVERAGE_BUFFERS),
-        Op.UNSHARD: (Op.UPDATE,),
-    }.get(key.op, ())
-    if key.op is Op.NORM:
-        for held in range(len(step.placement)):
-            yield f"the last backward of stage {held}", _last(step, rank, held, _GRADIENT_OPS)
+            if each.route.target == rank and _brings_home(step, each.route.link, key, stages):
+                yield "the gradients that another stage brings home", int(each.receives[0])
     if key.op is Op.UNSHARD and step.ending.gathers_for_use(step.ending.buckets[key.bucket]):
         return
     for other, numbers in own.items():
-        if other.op in after and (stage in (-1, other.stage) or other.stage == -1):
+        if other.op in _AFTER.get(key.op, ()) and (key.op is Op.NORM or other.stage in (-1, key.stage)):
             yield str(other), numbers[-1]
+
+
+def _brings_home(step: StepIndex, link: Link, key: Key, stages: Sequence[int]) -> bool:
+    """Whether a link brings gradients that an instruction for these stages reads."""
+    if link.payload is not Payload.WEIGHT_GRADIENT or link.target not in stages:
+        return False
+    return key.bucket < 0 or not names_of(link).isdisjoint(step.ending.buckets[key.bucket].names)
 
 
 def _last(step: StepIndex, rank: int, stage: int, ops: Sequence[Op]) -> int:
@@ -169,7 +174,7 @@ def _computes_while_gathered(
 
 def meets_in_one_order(step: StepIndex) -> Iterator[Fault]:
     """Any two ranks start the collectives that they have in common in the same order."""
-    sequences = [_collectives(step, rank) for rank in range(len(step.columns))]
+    sequences = [collectives(step, rank) for rank in range(len(step.columns))]
     pairs = {pair for ranks in step.placement for pair in combinations(sorted(ranks), 2)}
     for one, other in sorted(pairs):
         mine, theirs = (
@@ -188,7 +193,7 @@ def meets_in_one_order(step: StepIndex) -> Iterator[Fault]:
                 yield Fault((rank, number), f"{key} waits for rank {one + other - rank}, which has no such")
 
 
-def _collectives(step: StepIndex, rank: int) -> Sequence[tuple[Key, int]]:
+def collectives(step: StepIndex, rank: int) -> Sequence[tuple[Key, int]]:
     """The collectives of a rank in order, each with its number."""
     columns = step.columns[rank]
     numbers = np.flatnonzero(columns.is_collective)
@@ -202,17 +207,3 @@ def _collectives(step: StepIndex, rank: int) -> Sequence[tuple[Key, int]]:
 def _members(step: StepIndex, key: Key) -> set[int]:
     """The ranks that take part in a collective."""
     return {*range(len(step.columns))} if key.op is Op.NORM else {*step.placement[key.stage]}
-
-
-def meeting_waits(step: StepIndex) -> Iterator[tuple[Site, Site]]:
-    """Pairs of instructions of which the first passes only when its rank's partner has come to the second."""
-    met: dict[tuple[Key, int], list[Site]] = defaultdict(list)
-    for rank in range(len(step.columns)):
-        seen: dict[Key, int] = defaultdict(int)
-        for key, number in _collectives(step, rank):
-            met[key, seen[key]].append((rank, number))
-            seen[key] += 1
-    for sites in met.values():
-        for one, other in zip(sites, [*sites[1:], sites[0]], strict=True):
-            if one != other:
-                yield one, other

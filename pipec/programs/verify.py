@@ -14,8 +14,6 @@ from pipec.errors import VerifyError
 from pipec.ir import (
     NOTHING_MORE,
     Ending,
-    Instruction,
-    Kind,
     Link,
     Op,
     Payload,
@@ -24,17 +22,17 @@ from pipec.ir import (
     Program,
     count_ranks,
     rank_of,
-    stages_on,
 )
 from pipec.ir.columns import OP_CODE, OPS, Instructions, Ints
 from pipec.ir.text import format_link, instruction_lines
-from pipec.programs import meeting_rules
+from pipec.programs import ending_rules, meeting_rules
 from pipec.programs.counterexample import counterexample
 from pipec.programs.faults import Fault
+from pipec.programs.fields import first_of_each_kind, misfits
+from pipec.programs.meeting_waits import meeting_waits, waits_for_gradients
 from pipec.programs.memory import in_flight
 from pipec.programs.program_cells import ProgramCells
-from pipec.programs.rendezvous import Site, Waits, circle, stalls
-from pipec.programs.routes import ends
+from pipec.programs.rendezvous import Waits, circle, stalls
 from pipec.programs.step_index import BACKWARDS, COMPUTES, Deliveries, StepIndex, transfer_ops
 
 _CONTEXT_LINES = 3
@@ -72,6 +70,8 @@ def verify_programs(
 
 def verify_plan(plan: Plan, programs: Sequence[Program]) -> None:
     """Prove that ``programs`` are one correct step of a plan. Raises VerifyError as ``verify_programs``."""
+    for misfit in ending_rules.misfits_of_stages(plan):
+        raise VerifyError(misfit)
     recompute = [stage.index for stage in plan.stages if stage.recompute]
     placement, links, count = plan.placement, plan.links, plan.num_microbatches
     verify_programs(programs, placement, links, count, recompute=recompute, ending=plan.ending)
@@ -106,95 +106,12 @@ def _fits_plan(step: StepIndex) -> Iterator[Fault]:
         ends = (link.source,) if link.payload is Payload.RESULT else (link.source, link.target)
         if not all(0 <= stage < len(step.placement) for stage in ends):
             yield Fault(None, f"{format_link(link)} names a stage beyond the plan's {len(step.placement)}")
+    for misfit in ending_rules.misfits(step.ending, step.placement, step.links):
+        yield Fault(None, misfit)
     for rank, columns in enumerate(step.columns):
-        for number in _first_of_each_kind(step, columns):
-            instruction = columns[number]
-            for misfit in _misfits(step, rank, instruction):
+        for number in first_of_each_kind(step, columns):
+            for misfit in misfits(step, rank, columns[number]):
                 yield Fault((rank, number), misfit)
-
-
-def _misfits(step: StepIndex, rank: int, instruction: Instruction) -> Iterator[str]:
-    """What is wrong with the fields of an instruction."""
-    traits = instruction.op.traits
-    if traits.carries_link:
-        return _transfer_misfits(step, rank, instruction)
-    if traits.per_microbatch:
-        return _cell_misfits(step, rank, instruction)
-    return meeting_rules.misfits(step, rank, instruction)
-
-
-def _first_of_each_kind(step: StepIndex, columns: Instructions) -> Sequence[int]:
-    """The first instruction of each kind. Instructions of a kind fit the plan alike.
-
-    They may differ in their microbatch and slot, as long as both are within the plan's bounds or both are
-    not.
-    """
-    microbatch = np.digitize(columns.microbatches, [-1, 0, step.num_microbatches])
-    fields = (
-        (columns.stages, -2, len(step.placement)),
-        (columns.link_numbers, -2, len(columns.links)),
-        (columns.peers, -2, len(step.programs)),
-        (microbatch, 0, 3),
-        (columns.slots >= 0, 0, 1),
-        (columns.slots == -1, 0, 1),
-        (columns.buckets, -2, len(step.ending.buckets)),
-        (_own_rank(step, columns), -1, len(step.programs)),
-    )
-    kinds = columns.ops.astype(np.int64)
-    for column, low, high in fields:
-        kinds = kinds * (high - low + 1) + np.clip(column, low, high) - low
-    return sorted(np.unique(kinds, return_index=True)[1].tolist())
-
-
-def _own_rank(step: StepIndex, columns: Instructions) -> Ints:
-    """The rank that should run the stage and microbatch each instruction names; -1 where there are none."""
-    stages, microbatches = columns.stages, columns.microbatches
-    known = (stages >= 0) & (stages < len(step.placement))
-    known &= (microbatches >= 0) & (microbatches < step.num_microbatches)
-    return np.where(known, step.ranks[np.where(known, stages, 0), np.where(known, microbatches, 0)], -1)
-
-
-def _cell_misfits(step: StepIndex, rank: int, instruction: Instruction) -> Iterator[str]:
-    """What is wrong with a compute or a free."""
-    op, stage, microbatch = instruction.op, instruction.stage, instruction.microbatch
-    if not 0 <= stage < len(step.placement) or rank_of(step.placement, stage, microbatch) != rank:
-        held = stages_on(step.placement, rank)
-        yield f"{op} names stage {stage}; expected a stage of this rank: {held}"
-    if not 0 <= microbatch < step.num_microbatches:
-        yield f"{op} names microbatch {microbatch}; expected 0 to {step.num_microbatches - 1}"
-    if instruction.link or not instruction.peer == instruction.slot == instruction.bucket == -1:
-        yield f"{op} carries a link, peer, slot or bucket; expected none"
-
-
-def _transfer_misfits(step: StepIndex, rank: int, instruction: Instruction) -> Iterator[str]:
-    op, traits, link = instruction.op, instruction.op.traits, instruction.link
-    if link is None or link not in step.link_set:
-        yield f"{op} carries {format_link(link) if link else 'no link'}; expected a link of the plan"
-        return
-    ways: Sequence[tuple[int, int]]
-    if link.payload.per_microbatch:
-        stages = link.source, link.target
-        source, target = (rank_of(step.placement, stage, instruction.microbatch) for stage in stages)
-        ways = [(source, target)]
-    else:
-        ways = ends(link, step.placement)
-    peer = instruction.peer if traits.has_peer else rank
-    start, end = (peer, rank) if traits.kind is Kind.RECEIVE else (rank, peer)
-    if (start, end) not in ways:
-        expected = " or ".join(f"{one} to {other}" for one, other in ways)
-        yield f"{op} takes {format_link(link)} from rank {start} to {end}; expected from rank {expected}"
-    if traits.has_peer == (start == end) or traits.has_peer == (instruction.peer == -1):
-        yield f"{op} from rank {start} to {end}; expected a send and a recv, or a move without a peer"
-    stage = link.target if traits.fills_slot else link.source
-    if instruction.stage != stage:
-        yield f"{op} of {format_link(link)} names stage {instruction.stage}; expected {stage}"
-    if instruction.microbatch not in step.microbatches(link):
-        allowed = step.microbatches(link)
-        yield f"{op} names microbatch {instruction.microbatch}; expected {allowed[0]} to {allowed[-1]}"
-    if instruction.bucket != -1:
-        yield f"{op} names bucket {instruction.bucket}; expected none"
-    if (instruction.slot >= 0) != (traits.fills_slot and link.payload.per_microbatch):
-        yield f"{op} names slot {instruction.slot}; only what arrives for a microbatch has one, others -1"
 
 
 def _computes_once(step: StepIndex) -> Iterator[Fault]:
@@ -350,10 +267,11 @@ def _keeps_channel_order(step: StepIndex) -> Iterator[Fault]:
 
 def _finishes(step: StepIndex) -> Iterator[Fault]:
     """No rank waits forever, even if every send waits until its receive is posted."""
-    meetings = list(meeting_rules.meeting_waits(step))
-    stalled = stalls([len(columns) for columns in step.columns], _waits(step.deliveries, meetings))
+    meetings = meeting_waits(step)
+    waits = _together([_waits(step.deliveries), waits_for_gradients(step), meetings.waits])
+    stalled = stalls([*(len(columns) for columns in step.columns), *[1] * meetings.count], waits)
     if stalled:
-        ring = circle(stalled)
+        ring = circle(meetings.of_ranks(stalled))
         lines = [
             f"  rank {site[0]} at '{step.show(site)}' waits for rank {ahead[0]} to reach '{step.show(ahead)}'"
             for site, ahead in ring
@@ -362,10 +280,9 @@ def _finishes(step: StepIndex) -> Iterator[Fault]:
         yield Fault(ring[0][0], message, tuple(site for site, _ in ring[1:]))
 
 
-def _waits(deliveries: Sequence[Deliveries], meetings: Sequence[tuple[Site, Site]]) -> Waits:
-    """A send waits for its receive, a reader of a message for its send, a collective for all its ranks."""
-    met = np.array([(*one, *other) for one, other in meetings], np.int32).reshape(-1, 4)
-    parts: list[tuple[Ints, ...]] = [tuple(met.T)]
+def _waits(deliveries: Sequence[Deliveries]) -> Waits:
+    """A send waits for its receive, and a reader of a message for its send."""
+    parts: list[tuple[Ints, ...]] = [(np.empty(0, np.int32),) * 4]
     for each in deliveries:
         if each.route.crosses_ranks:
             source = np.full_like(each.sends, each.route.source)
@@ -374,6 +291,11 @@ def _waits(deliveries: Sequence[Deliveries], meetings: Sequence[tuple[Site, Site
             read = each.reads >= 0
             parts.append((target[read], each.reads[read], source[read], each.sends[read]))
     return Waits(*map(_joined, zip(*parts, strict=True)))
+
+
+def _together(parts: Sequence[Waits]) -> Waits:
+    columns = [(each.ranks, each.numbers, each.other_ranks, each.other_numbers) for each in parts]
+    return Waits(*map(_joined, zip(*columns, strict=True)))
 
 
 def _joined(parts: Sequence[Ints]) -> Ints:

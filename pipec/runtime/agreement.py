@@ -1,7 +1,8 @@
 """What the processes of a pipeline tell each other beside its messages: facts to compare, and whole tensors.
 
-All ranks call each method in the same order. Before every call of the pipeline they exchange 16 bytes, a
-digest of what each was given; only if digests differ do they also exchange the facts themselves.
+All ranks call each method in the same order. Before every call of the pipeline they exchange some bytes: a
+digest of what each was given, and some numbers, such as rank 0's seed. Only if digests differ do they also
+exchange the facts themselves.
 """
 
 import contextlib
@@ -9,6 +10,7 @@ import functools
 import hashlib
 import json
 import pickle
+import struct
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pipec.errors import InputError, TransportError
-from pipec.runtime.connections import Connections, GlooConnections
+from pipec.runtime.connections import Connections
 from pipec.runtime.distributed import TorchDistributed
 from pipec.runtime.facts import Facts, whole_digest
 
@@ -36,23 +38,33 @@ class Agreement:
         self._timeout = timeout
         self._peers = [peer for peer in range(transport.num_ranks) if peer != transport.rank]
         self._gloo = (
-            GlooConnections(transport.rank, transport.num_ranks, timeout)
+            transport.gloo_connections()
             if transport.device.type == "cuda"  # whose connections carry no CPU tensors
             else None
         )
 
-    def require(self, doing: str, facts: Facts, refusal: Refusal) -> None:
-        """Check that every rank has the same ``facts``.
+    def require(
+        self, doing: str, facts: Facts, refusal: Refusal, notes: Sequence[int] = ()
+    ) -> list[list[int]]:
+        """Check that every rank has the same ``facts``; returns the ``notes`` of each, as many from all.
 
         Raises:
             InputError: they differ. Every rank raises it, and may go on.
             TransportError: some rank does not call this.
         """
         digest = hashlib.blake2b(json.dumps(list(facts.items())).encode(), digest_size=16).digest()
-        digests = self.exchange(doing, torch.frombuffer(bytearray(digest), dtype=torch.uint8))
-        if not all(torch.equal(other, digests[0]) for other in digests):
+        own = torch.tensor([*struct.unpack("2q", digest), *notes])
+        rows = [row.tolist() for row in self.exchange(doing, own)]
+        if any(row[:2] != rows[0][:2] for row in rows):
             every = [json.loads(text) for text in self._transport.gather(json.dumps(facts))]
             raise InputError(refusal(every))
+        return [row[2:] for row in rows]
+
+    def switched(self, agreed: Sequence[bool], own: Sequence[bool]) -> tuple[bool, ...]:
+        """The flags that were ``agreed`` on, each switched if it is another on any rank now."""
+        every = [json.loads(text) for text in self._transport.gather(json.dumps([agreed, own]))]
+        before, now = every[0][0], zip(*(flags for _, flags in every), strict=True)
+        return tuple(was != any(x != was for x in found) for was, found in zip(before, now, strict=True))
 
     def exchange(self, doing: str, own: Tensor) -> list[Tensor]:
         """The tensor of each rank, on every rank. All have the same shape and type, and are on the CPU."""
@@ -126,22 +138,11 @@ class Agreement:
         """Give the connections; an error names the peer, and tells the other ranks."""
         try:
             together = f"{doing}, together with rank {peer}"
-            with self._transport.explaining(together) as connections, self._naming(peer, doing):
+            with self._transport.explaining(together, peer) as connections:
                 yield self._gloo or connections
         except TransportError as error:
             self._transport.fail(error)
             raise
-
-    @contextlib.contextmanager
-    def _naming(self, peer: int, doing: str) -> Iterator[None]:
-        try:
-            yield
-        except TimeoutError as error:
-            raise TransportError(
-                f"rank {self._transport.rank} was {doing}, and waited {self._timeout:g} s for rank {peer} "
-                "to do the same. All ranks make the same calls in the same order: see that no `if rank == "
-                "...`, exception or shorter loop keeps that rank from it"
-            ) from error
 
 
 _TAG = 2**31 - 2

@@ -3,9 +3,9 @@
 The transport makes connections of its own. From the default process group it takes the members and the
 store alone, so that closing the connections leaves that group open.
 
-A rank that fails writes its reason into the store and then closes its connections. The others notice the
-closed connections at once, wherever they wait, and read the reason in the store. A process that dies closes
-its connections too, but leaves no reason.
+A rank that fails tells the others why, over their lifelines, and then closes its connections. The others
+notice the closed connections at once, wherever they wait, and say what the lifelines know: which rank failed
+and why, or which one died or is stopped.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ import functools
 import hashlib
 import itertools
 import math
+import multiprocessing.util
 import pickle
 import textwrap
 import warnings
@@ -25,23 +26,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# The store that the ranks of the process group share; the public API does not hand it out.
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
-
 from pipec.errors import PipecError, TransportError
 from pipec.ir import Instruction, Link, Op, Program, Value
 from pipec.ir.text import evaluate_dim, format_link
 from pipec.runtime.connections import Connections, Direction, GlooConnections
 from pipec.runtime.group import Group
+from pipec.runtime.launch import current_device, world
+from pipec.runtime.lifelines import names
 from pipec.runtime.nccl import NcclConnections
 from pipec.runtime.processes_group import ProcessesGroup
+from pipec.runtime.rendezvous import bounded, meet
 from pipec.runtime.storage import is_exclusive
 from pipec.runtime.transport import Receiver, Send
 
 T = TypeVar("T")
 
 _transport_numbers = itertools.count()
-"""Numbers the transports of a process, so that each writes to its own part of the store.
+"""Numbers the transports of a process, so that each has its own part of the store.
 
 The number means the same transport on every rank, because all ranks make theirs in the same order.
 """
@@ -56,20 +57,53 @@ class TorchDistributed:
     """
 
     def __init__(self, device: torch.device, timeout: float = 300.0) -> None:
-        if not dist.is_initialized():
-            backend = "nccl" if device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
-        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
+        here = world()
+        self.rank, self.num_ranks = here.rank, here.size
         self.device = device
         self._timeout = timeout
-        self._store = PrefixStore(f"pipec/{next(_transport_numbers)}", _get_default_store())
-        self._gatherings, self._made = itertools.count(), itertools.count()
+        self._lifelines, store = meet(here, next(_transport_numbers), timeout)
+        multiprocessing.util.Finalize(self, self._lifelines.close, exitpriority=0)
         self._buffers: dict[tuple[Link, int, int], list[_Buffer]] = {}
+        if not dist.is_initialized():
+            join = functools.partial(
+                dist.init_process_group,
+                "nccl" if device.type == "cuda" else "gloo",
+                store=store,
+                rank=self.rank,
+                world_size=self.num_ranks,
+                timeout=timedelta(seconds=timeout),
+            )
+            self.making("the process group", join)
         self._connections: Connections = (
-            NcclConnections(device, self.rank, timeout, self._has_failed)
+            NcclConnections(device, self.rank, timeout, self._lifelines.has_failed)
             if device.type == "cuda"
-            else GlooConnections(self.rank, self.num_ranks, timeout)
+            else self.gloo_connections()
         )
+        self._lifelines.on_failure = self._connections.close
+
+    def gloo_connections(self) -> GlooConnections:
+        """Connections of CPU tensors. All ranks make theirs in the same order."""
+        make = functools.partial(GlooConnections, self.rank, self.num_ranks, self._timeout)
+        return self.making("the gloo connections", make)
+
+    def making(self, what: str, make: Callable[[], T], num_parts: int = 1) -> T:
+        """What ``make`` returns, which all ranks call together. Each of its parts may take the timeout.
+
+        Raises:
+            TransportError: some rank did not take part, or died.
+        """
+        doing = f"making {what} together with all ranks"
+        try:
+            with self._lifelines.waiting(doing):
+                return bounded(make, num_parts * self._timeout, self._lifelines.check)
+        except (
+            TimeoutError,
+            ConnectionError,
+            RuntimeError,
+        ) as error:  # of a store or connection that is gone
+            failure = self._explained(error, doing, None)
+            self._lifelines.fail(str(failure))
+            raise failure from failure.__cause__
 
     def connect(self, programs: Sequence[Program], groups: Sequence[Sequence[int]], text: str) -> None:
         """Check that every rank holds the same ``text``, then open the connections that ``programs`` use.
@@ -80,13 +114,14 @@ class TorchDistributed:
             TransportError: the ranks hold different texts, or a connection cannot be opened.
         """
         self.agree(text)
-        try:
-            with self.explaining("opening the connections to other ranks") as connections:
-                connections.open(_directions(programs))
-                connections.gather(tuple(ranks) for ranks in groups)
-        except TransportError as error:
-            self.fail(error)
-            raise
+        directions = _directions(programs)
+
+        def connect() -> None:
+            with current_device(self.device):
+                self._connections.open(directions)
+                self._connections.gather(tuple(ranks) for ranks in groups)
+
+        self.making("the connections of the programs", connect, 1 + len(directions) + len(groups))
 
     def agree(self, text: str) -> None:
         """Check that every rank calls this with the same text.
@@ -102,18 +137,7 @@ class TorchDistributed:
         Raises:
             TransportError: some ranks did not answer.
         """
-        prefix = f"gathering/{next(self._gatherings)}"
-        keys = [f"{prefix}/{rank}" for rank in range(self.num_ranks)]
-        self._store.set(keys[self.rank], text)
-        try:
-            self._store.wait(keys, timedelta(seconds=self._timeout))
-        except RuntimeError as error:
-            absent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            raise TransportError(
-                f"rank {self.rank} waited {self._timeout:g} s for {_ranks(absent)}; "
-                "every rank must run the same script with the same arguments"
-            ) from error
-        return [self._store.get(key).decode() for key in keys]
+        return [part.decode() for part in self._lifelines.gather(text.encode())]
 
     def once(self, request: str, make: Callable[[], T]) -> T:
         """Call ``make`` on rank 0 alone; every rank returns its result, or raises its error.
@@ -121,13 +145,15 @@ class TorchDistributed:
         If the ranks do not all call this with the same ``request``, all of them raise TransportError.
         """
         self.agree(request)
-        key = f"made/{next(self._made)}"
         if self.rank == 0:
-            self._store.set(key, pickle.dumps(_outcome(make)))  # type: ignore[arg-type]
-        self._store.wait([key], _LONGEST_MAKE)
+            with self._lifelines.interrupted_by_failures():
+                made = pickle.dumps(_outcome(make))
+            self._lifelines.tell(made)
+        else:
+            made = self._lifelines.heard(0, "waiting for rank 0 to compile")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch's own, when it restores a TreeSpec
-            result, error = pickle.loads(self._store.get(key))
+            result, error = pickle.loads(made)
         if error is not None:
             raise error
         return result  # type: ignore[no-any-return]
@@ -136,7 +162,7 @@ class TorchDistributed:
         doing = f"sending {_message(instruction)} to rank {instruction.peer}"
 
         def send(tensors: Sequence[Tensor]) -> None:
-            with self.explaining(doing) as connections:
+            with self.explaining(doing, instruction.peer) as connections:
                 connections.send([_plain(tensor) for tensor in tensors], instruction.peer, tag)
 
         return send
@@ -150,7 +176,7 @@ class TorchDistributed:
 
     def group(self, ranks: Sequence[int]) -> Group:
         members, others = tuple(ranks), [rank for rank in ranks if rank != self.rank]
-        doing = f"meeting {_ranks(others)} in a collective"
+        doing = f"meeting {names(others)} in a collective"
         explaining = functools.partial(self.explaining, doing)
         return ProcessesGroup(members.index(self.rank), members, explaining)
 
@@ -163,56 +189,43 @@ class TorchDistributed:
             connections.check()
 
     def fail(self, error: BaseException) -> None:
-        """Write the reason into the store, unless another rank failed before; then close."""
-        text = str(error) if isinstance(error, PipecError) else f"rank {self.rank}: {error!r}"
-        with contextlib.suppress(RuntimeError):  # the process that holds the store may be gone
-            self._store.compare_set(_FAILURE, "", text)
+        """Tell the other ranks the reason, unless one of them failed before; then close."""
+        known = self._lifelines.reason() if isinstance(error, TransportError) else None
+        self._lifelines.fail(known or (str(error) if isinstance(error, PipecError) else repr(error)))
         self._connections.close()
 
     @contextlib.contextmanager
-    def explaining(self, doing: str) -> Iterator[Connections]:
-        """Give the connections, and turn their errors into a TransportError that tells what was going on."""
-        try:
-            yield self._connections
-        except (TimeoutError, ConnectionError) as error:
-            raise TransportError(self._explain(error, doing)) from error
+    def explaining(self, doing: str, peer: int | None = None) -> Iterator[Connections]:
+        """Give the connections, and turn their errors into a TransportError that tells what was going on.
 
-    def _explain(self, error: Exception, doing: str) -> str:
-        if failure := self._failure(isinstance(error, ConnectionError)):
-            return f"another rank failed while this one was {doing}:\n{textwrap.indent(failure, '  ')}"
-        if isinstance(error, TimeoutError):
-            return f"{doing} took more than {self._timeout:g} s; that rank hangs, or waits for one that does"
-        return (
-            f"the connection was lost while {doing}; that process ended or died, its own output may say why"
-        )
-
-    def _failure(self, is_coming: bool) -> str | None:
-        """The reason of the rank that failed first, if there is one, or if it comes within a moment.
-
-        It comes after the end of the connections if a message of that rank took too long, because gloo then
-        closes them. A process that died leaves no reason.
+        ``peer`` is the rank that must do something for this to end.
         """
-        with contextlib.suppress(RuntimeError):
-            if is_coming:
-                self._store.wait([_FAILURE], _REASON_COMES_WITHIN)
-            if self._store.check([_FAILURE]):
-                return self._store.get(_FAILURE).decode()
-        return None
-
-    def _has_failed(self) -> bool:
-        """Whether another rank has failed. The process that holds the store has, if the store is gone."""
         try:
-            return self._store.check([_FAILURE])
-        except RuntimeError:
-            return True
+            with self._lifelines.waiting(doing, peer):
+                yield self._connections
+        except (TimeoutError, ConnectionError) as error:
+            failure = self._explained(error, doing, peer)
+            raise failure from failure.__cause__
+
+    def _explained(self, error: Exception, doing: str, peer: int | None) -> TransportError:
+        """What to raise for an error of torch's, which stays the cause only where nothing better is known."""
+        is_lost = not isinstance(error, TimeoutError)
+        reason = self._lifelines.reason(_REASON_COMES_WITHIN if is_lost else 0.0) or self._lifelines.silent()
+        if reason is not None:
+            return TransportError(
+                f"another rank failed while this one was {doing}:\n{textwrap.indent(reason, '  ')}"
+            )
+        failure = TransportError(
+            f"the connection was lost while {doing}, although all processes live; see the network"
+            if is_lost
+            else f"{doing}, took more than {self._timeout:g} s; {self._lifelines.waits_for(peer)}"
+        )
+        failure.__cause__ = error
+        return failure
 
 
-_FAILURE = "failure"
-
-_REASON_COMES_WITHIN = timedelta(seconds=0.2)
-
-_LONGEST_MAKE = timedelta(hours=6)
-"""How long ranks wait for what rank 0 makes. If rank 0 dies, its store dies too and ends the wait."""
+_REASON_COMES_WITHIN = 0.5
+"""Seconds. A process that dies, or fails, closes connections of several kinds one after the other."""
 
 
 def _outcome(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
@@ -246,7 +259,7 @@ class _Receiver:
 
     def wait(self) -> Sequence[Tensor]:
         posted, self._posted = self._posted, []
-        with self._transport.explaining(self._doing) as connections:
+        with self._transport.explaining(self._doing, self._peer) as connections:
             for _, work in posted:
                 connections.wait(work)
         return [tensor for tensor, _ in posted]
@@ -300,12 +313,8 @@ def _check_equal(digests: Sequence[str]) -> None:
     for rank, digest in enumerate(digests):
         holders[digest].append(rank)
     if len(holders) > 1:
-        held = "; ".join(f"{digest[:8]} on {_ranks(ranks)}" for digest, ranks in holders.items())
+        held = "; ".join(f"{digest[:8]} on {names(ranks)}" for digest, ranks in holders.items())
         raise TransportError(
             f"the ranks do not hold the same plan, programs and stage sources: {held}; start every rank with "
             "the same script, arguments, input shapes and versions"
         )
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -5,10 +5,11 @@ reads within the program is waited for when the program is over.
 """
 
 import functools
+import time
 
 import torch
 
-from pipec.ir import Bucket, Instruction, Op
+from pipec.ir import Bucket, Instruction, Kind, Op
 from pipec.runtime.compute import Action
 from pipec.runtime.group import Group
 from pipec.runtime.rank import Delivery, Rank
@@ -25,6 +26,7 @@ class EndingLinker:
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
         self._awaited: list[tuple[Instruction, Delivery]] = []
+        self._num_collectives = 0
 
     def brings(self, instruction: Instruction, delivery: Delivery) -> None:
         """Note that gradients are on their way that another stage has summed for a tied weight."""
@@ -39,6 +41,7 @@ class EndingLinker:
         return self._waits(Op.UNSHARD, stage)
 
     def link(self, instruction: Instruction) -> Action:
+        self._num_collectives += instruction.op.traits.kind is Kind.COLLECTIVE
         match instruction.op:
             case Op.REDUCE_GRAD:
                 return self._reduce(instruction)
@@ -59,22 +62,22 @@ class EndingLinker:
             self._rank.stages[instruction.stage],
             self._rank.plan.ending.buckets[instruction.bucket],
         )
-        waits, group = self._waits(Op.RECV, stage.index), self._group(stage.index)
+        waits, group = self._brought_home(stage.index, bucket), self._group(stage.index)
         shard = self._shard(instruction)
         if shard is None:
-            reduction = GradientReduction(stage, bucket, group)
+            reduction = GradientReduction(stage, bucket, group, self._rank.plan.ending.gradient_dtype)
             start, finish = reduction.start, reduction.finish
         else:
             start = functools.partial(_start_scatter, shard, stage, bucket, group)
             finish = shard.finish_reduce
-        self._awaited.append((instruction, Delivery(finish)))
-        return _after(waits, start)
+        self._await(instruction, finish)
+        return self._after(waits, start)
 
     def _average(self, instruction: Instruction) -> Action:
         plan, stage = self._rank.plan, self._rank.stages[instruction.stage]
         own = plan.microbatches_on(stage.index, self._rank.number)
         average = BufferAverage(stage, self._group(stage.index), len(own) / plan.num_microbatches)
-        self._awaited.append((instruction, Delivery(average.finish)))
+        self._await(instruction, average.finish)
         return average.start
 
     def _norm(self) -> Action:
@@ -94,15 +97,15 @@ class EndingLinker:
             group.all_reduce(total)()
             updating.factor = updates.factor(total)
 
-        return self._if_updating(_after(waits, norm))
+        return self._after(waits, self._if_updating(norm))
 
     def _update(self, stage: int) -> Action:
         updating = self._rank.updating
         assert updating.updates is not None, "a program that updates has an optimizer"
         update, waits = updating.updates.on(self._rank.number, stage), self._gradients_of(stage)
         if update is None:
-            return _after(waits, _nothing)
-        return _after(waits, self._if_updating(lambda: update.update(updating.factor)))
+            return self._after(waits, _nothing)
+        return self._after(waits, self._if_updating(lambda: update.update(updating.factor)))
 
     def _unshard(self, instruction: Instruction) -> Action:
         """Gather slices; parameters that are not kept whole are put where the stage's functions find them."""
@@ -111,10 +114,9 @@ class EndingLinker:
         group = self._group(stage.index)
         if not self._rank.plan.ending.gathers_for_use(self._rank.plan.ending.buckets[instruction.bucket]):
             finish = self._if_updating(lambda: _ignore(shard.finish_gather()))
-            self._awaited.append((instruction, Delivery(finish)))
+            self._await(instruction, finish)
             return self._if_updating(lambda: shard.start_gather(group))
-        finish_use = functools.partial(_show_gathered, shard, stage)
-        self._awaited.append((instruction, Delivery(finish_use)))
+        self._await(instruction, functools.partial(_show_gathered, shard, stage))
         return lambda: shard.start_gather(group)
 
     def _reshard(self, instruction: Instruction) -> Action:
@@ -126,7 +128,7 @@ class EndingLinker:
             if not shard.keeps_parameters:
                 stage.hide_weights(shard.sharding.names)
 
-        return _after(self.gathered(stage.index), reshard)
+        return self._after(self.gathered(stage.index), reshard)
 
     def _shard(self, instruction: Instruction) -> BucketShard | None:
         """This rank's share of a bucket, if it keeps one."""
@@ -149,6 +151,38 @@ class EndingLinker:
     def _gradients_of(self, stage: int) -> list[Action]:
         """What must be over before the gradients of a stage are complete, and summed over replicas."""
         return [*self._waits(Op.RECV, stage), *self._waits(Op.REDUCE_GRAD, stage)]
+
+    def _brought_home(self, stage: int, bucket: Bucket) -> list[Action]:
+        """What must be over before the gradients of a bucket are those of every stage that uses it."""
+        return [
+            action
+            for begun, each in self._awaited
+            if begun.op is Op.RECV and begun.stage == stage and begun.link
+            if not {value.name for value in begun.link.values}.isdisjoint(bucket.names)
+            for action in each.awaited()
+        ]
+
+    def _await(self, instruction: Instruction, finish: Action) -> None:
+        """Note what waits for the collective that is linked, for its first reader to run."""
+        over, number = self._rank.over, self._num_collectives - 1
+
+        def wait() -> None:
+            finish()
+            over[number] = time.perf_counter_ns()
+
+        self._awaited.append((instruction, Delivery(wait)))
+
+    def _after(self, waits: list[Action], action: Action) -> Action:
+        if not waits:
+            return action
+
+        def act() -> None:
+            for wait in waits:
+                wait()
+            self._rank.note_arrival()
+            action()
+
+        return act
 
     def _waits(self, op: Op, stage: int) -> list[Action]:
         """What instructions of a stage have started and nobody has waited for yet."""
@@ -173,15 +207,3 @@ def _ignore(gathered: object) -> None:
 
 def _nothing() -> None:
     """What a rank updates that leaves it to another replica."""
-
-
-def _after(waits: list[Action], action: Action) -> Action:
-    if not waits:
-        return action
-
-    def act() -> None:
-        for wait in waits:
-            wait()
-        action()
-
-    return act

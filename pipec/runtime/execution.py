@@ -16,6 +16,7 @@ from pipec.runtime.interpreter import Interpreter
 from pipec.runtime.launch import Devices, resolve_devices, world
 from pipec.runtime.of_batch import OfBatch, share_of, values_of_batch
 from pipec.runtime.recording import RecordedStep, Stamps
+from pipec.runtime.span import Span
 from pipec.runtime.transport import InProcess, Transport
 from pipec.runtime.updates import Updates
 
@@ -49,13 +50,6 @@ class Ranks:
     def agreement(self) -> Agreement:
         """Where processes compare what they were given. All of them make theirs in the same order."""
         return Agreement(self.distributed, self._timeout)
-
-    def agreed_seed(self) -> int:
-        """torch's initial seed of rank 0, on every rank."""
-        seed = torch.initial_seed() % 2**62
-        if not self.world.distributed:
-            return seed
-        return int(self.distributed.gather(str(seed))[0])
 
     def once(self, request: str, make: Callable[[], T]) -> T:
         """Call ``make`` in one process; every process returns its result, or raises its error."""
@@ -93,7 +87,7 @@ class Execution:
         updates: Updates | None = None,
     ) -> None:
         self.artifact = artifact
-        self._ranks = ranks
+        self._ranks, self._updates = ranks, updates
         plan, is_distributed = artifact.plan, ranks.world.distributed
         if is_distributed:
             ranks.distributed.connect(artifact.programs, _groups(plan), artifact.text())
@@ -112,53 +106,51 @@ class Execution:
     def run(
         self,
         leaves: Sequence[object],
-        sizes: Sequence[int],
-        batch: int,
+        span: Span,
         seed: int,
-        step: int,
         recorded: list[RecordedStep] | None = None,
-        start: int = 0,
-        shares: Sequence[float] | None = None,
         update: bool = True,
     ) -> dict[str, Tensor]:
         """Run one step; returns its results by name.
 
+        A step that fails drops all gradients since the last update, if the program makes updates: nobody
+        could tell apart what it has added to them.
+
         Args:
-            leaves: The flattened arguments of the step.
-            sizes: How many rows each microbatch has.
-            batch: How many rows the whole mini-batch has.
-            seed: Seeds the random operators, together with ``step``.
-            step: The number of the step.
+            leaves: The flattened arguments of the step, for the whole batch.
+            span: Which microbatches of the batch to run.
+            seed: Seeds the random operators. Each step has another.
             recorded: If the step succeeds, its times on the ranks of this process are appended.
-            start: The first row to run. Microbatches may be only some of the rows.
-            shares: By what the loss of each microbatch is multiplied, if not by its share of the rows.
             update: Whether a program that updates does so.
         """
-        microbatches = self._split(leaves, sizes, start)
-        whole = values_of_batch(self._of_batch, self.artifact.plan, leaves, microbatches, sizes, batch)
+        microbatches, sizes = self._split(leaves, span), span.sizes
+        whole = values_of_batch(self._of_batch, self.artifact.plan, leaves, microbatches, sizes, span.batch)
         for microbatch, size in zip(microbatches, sizes, strict=True):
-            microbatch |= {"share": share_of(size, batch), **whole}
+            microbatch |= {"share": share_of(size, span.batch), **whole}
         stamps: dict[int, Stamps] = {} if recorded is None else {rank: [] for rank in self._ranks.devices}
         jobs = [
-            functools.partial(
-                interpreter.run, microbatches, sizes, seed, step, batch, stamps.get(rank), shares, update
-            )
+            functools.partial(interpreter.run, microbatches, span, seed, stamps.get(rank), update)
             for rank, interpreter in zip(self._ranks.devices, self._interpreters, strict=True)
         ]
-        results = jobs[0]() if self._ranks.world.distributed else self._ranks.in_process.run(jobs)[0]
+        try:
+            results = jobs[0]() if self._ranks.world.distributed else self._ranks.in_process.run(jobs)[0]
+        except BaseException:
+            if self._updates is not None:
+                self._updates.drop_gradients()
+            raise
         if recorded is not None:
             recorded.append(RecordedStep(self.artifact.programs, stamps))
         return results
 
-    def _split(self, leaves: Sequence[object], sizes: Sequence[int], start: int) -> list[dict[str, Tensor]]:
-        microbatches: list[dict[str, Tensor]] = [{} for _ in sizes]
+    def _split(self, leaves: Sequence[object], span: Span) -> list[dict[str, Tensor]]:
+        microbatches: list[dict[str, Tensor]] = [{} for _ in span.sizes]
         for given in self.artifact.plan.inputs:
             tensor = leaves[given.position]
             assert isinstance(tensor, Tensor)
             if given.batched:
-                parts = tensor[start : start + sum(sizes)].split(list(sizes))
+                parts = tensor[span.start : span.start + span.num_rows].split(list(span.sizes))
             else:
-                parts = (tensor,) * len(sizes)
+                parts = (tensor,) * len(span.sizes)
             for microbatch, part in zip(microbatches, parts, strict=True):
                 microbatch[given.value.name] = part
         return microbatches

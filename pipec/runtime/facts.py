@@ -123,6 +123,10 @@ def differences(every: Sequence[Facts]) -> str:
 _MOST_LINES = 8
 
 
+def listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + ", ..." * (len(names) > 3)
+
+
 def rank_names(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 

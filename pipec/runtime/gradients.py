@@ -47,6 +47,8 @@ class GradientSum:
             gradient = gradients[index]
             if gradient is None:
                 continue
+            if gradient.is_complex():
+                gradients[index] = gradient = gradient.resolve_conj()  # no sum takes the marked memory
             if total is None:
                 del gradient
                 self._set_first(index, gradients)

@@ -1,9 +1,10 @@
 """What a user holds of a pipeline, compiled or loaded: its tensors, and the artifacts linked to them."""
 
 import contextlib
+import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils import _pytree as pytree
 from pipec.artifact.directory import Artifact
 from pipec.errors import InputError
 from pipec.ir import Plan, Program
+from pipec.ir.arguments import NUMBER, check_arguments, instance
 from pipec.runtime.execution import Execution, Ranks
 from pipec.runtime.facts import Facts, differences, rank_names
 from pipec.runtime.group import Group
@@ -36,8 +38,8 @@ class Handle(nn.Module):
         self._accumulates = False
         self.logs: dict[str, Tensor] = {}
         self._trained = trained
-        self._seed = ranks.agreed_seed()
         self._num_steps = 0
+        self._process = os.getpid()
         self._executions: dict[Artifact, Execution] = {}
         self._recorded: list[RecordedStep] | None = None
         self._holders: dict[str, tuple[int, ...]] = holders(trained.plan) if trained else {}
@@ -55,6 +57,7 @@ class Handle(nn.Module):
         It does what ``torch.nn.utils.clip_grad_norm_`` does to the unsplit model, wherever the parameters
         are; a tied parameter counts once. Every rank calls it. Returns the norm before.
         """
+        check_arguments(METHODS, locals())
         if self._updates is not None:
             raise InputError(
                 "pipe.step(...) has made the update already, for the pipeline was compiled with "
@@ -104,6 +107,7 @@ class Handle(nn.Module):
 
     def source(self, stage: int) -> str:
         """The generated Python of a stage."""
+        check_arguments(METHODS, locals())
         sources = self._artifact.sources
         if not 0 <= stage < len(sources):
             raise InputError(f"there is no stage {stage}: the pipeline has stages 0 to {len(sources) - 1}")
@@ -135,29 +139,50 @@ class Handle(nn.Module):
 
     def _execution(self, artifact: Artifact) -> Execution:
         """The artifact linked to the tensors, made at the first call."""
+        self._refuse_in_a_fork()
+        if artifact not in self._executions:
+            self._refuse_meta()
+        updates = self._bound_updates(artifact.plan)
         if artifact not in self._executions:
             tensors = self._tensors_by_fqn()
-            if meta := [fqn for fqn, tensor in tensors.items() if tensor.is_meta]:
-                raise InputError(
-                    f"{meta[0]} and {len(meta) - 1} other tensors are on the meta device and hold no values. "
-                    "Call to_empty(device=...) and then load_state_dict(...) on the pipeline; or save the "
-                    "artifact with tensors=True"
-                )
-            updates = self._bound_updates(artifact.plan)
             self._executions[artifact] = Execution(artifact, tensors, tensors, self._ranks, updates)
         return self._executions[artifact]
 
+    def _update_facts(self) -> Facts:
+        """What of the optimizer must be the same on every rank of a step."""
+        if self._updates is None:
+            return {}
+        return {"accumulates": str(self._accumulates), **self._updates.optimizer.facts()}
+
+    def _count_update(self) -> None:
+        """Note that a step has made its updates, if it has."""
+        if self._updates is not None and not self._accumulates:
+            self._updates.optimizer.count_step()
+
+    def _refuse_meta(self) -> None:
+        if meta := [fqn for fqn, tensor in self._tensors_by_fqn().items() if tensor.is_meta]:
+            raise InputError(
+                f"{meta[0]} and {len(meta) - 1} other tensors are on the meta device and hold no values. "
+                "Call to_empty(device=...) and then load_state_dict(...) on the pipeline; or save the "
+                "artifact with tensors=True"
+            )
+
     def _bound_updates(self, plan: Plan) -> Updates | None:
-        """The optimizer, with what it updates where the plan says so."""
+        """The optimizer, with what it updates where the plan says so.
+
+        Artifacts that were linked while parameters were divided in another way are linked anew.
+        """
         if not plan.ending.updates:
             return None
         if self._updates is None:
             raise InputError("the program updates its weights, and so needs an optimizer: pass optimizer=...")
         if not self._updates.is_bound_to(plan):
             self._release_shares()
+            self._executions.clear()
             ranks, is_distributed = list(self._ranks.devices), self._ranks.world.distributed
             own = dict(self.named_parameters())
-            self._empty(self._updates.bind(plan, own, ranks, is_distributed, self._gathered_states))
+            self._updates.bind(plan, own, ranks, is_distributed, self._gathered_states)
+            self._empty(self._updates.in_shares)
         return self._updates
 
     def _release_shares(self) -> None:
@@ -178,7 +203,7 @@ class Handle(nn.Module):
         assert self._trained is not None, "parameters are divided as a program says"
         return self._ranks.transport(rank).group(self._trained.plan.placement[stage])
 
-    def _empty(self, fqns: Sequence[str]) -> None:
+    def _empty(self, fqns: Collection[str]) -> None:
         """Give back the memory of parameters that are kept in shares."""
         own = dict(self.named_parameters())
         for fqn in fqns:
@@ -215,10 +240,28 @@ class Handle(nn.Module):
         """Whether this process has a tensor: all do that run a stage that owns it."""
         return not self._ranks.world.distributed or self._ranks.world.rank in self._holders.get(fqn, (0,))
 
-    def _require_same(self, kind: str, facts: Facts) -> None:
-        """Check that every rank makes this call, and with the same arguments. Raises InputError."""
+    def _require_same(self, kind: str, facts: Facts, notes: Sequence[int] = ()) -> list[list[int]]:
+        """Check that every rank makes this call, and with the same arguments. Returns the notes of each.
+
+        Raises InputError if they do not, or if this process cannot reach the others.
+        """
+        self._refuse_in_a_fork()
         call = f"{kind}, after {self._num_steps} steps"
-        self._ranks.agreement.require(f"calling {call}", {"call": call, **facts}, _refusal)
+        return self._ranks.agreement.require(f"calling {call}", {"call": call, **facts}, _refusal, notes)
+
+    def _refuse_in_a_fork(self) -> None:
+        """A forked process has neither the threads nor the connections that run the ranks."""
+        if os.getpid() != self._process:
+            raise InputError(
+                "this process is a fork of the one that made the pipeline, and has none of its threads and "
+                "connections; call pipec.compile in the process that trains"
+            )
+
+    def __reduce__(self) -> Any:
+        raise InputError(
+            "a pipeline cannot be pickled, nor a loaded one copied: it holds threads and connections. Save "
+            "state_dict(), or full_state_dict() under torchrun; or write and load an artifact once more"
+        )
 
     def _warn_of_clipping(self, reader: str) -> None:
         """Warn if torch's function, which knows this process's gradients alone, asks for the parameters."""
@@ -244,6 +287,10 @@ class Handle(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._executions.clear()
         return self
+
+
+METHODS = {"max_norm": NUMBER, "norm_type": NUMBER, "stage": instance("the number of a stage", int)}
+"""What the arguments of the methods must be."""
 
 
 def _refusal(every: Sequence[Facts]) -> str:

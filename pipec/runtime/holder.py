@@ -1,7 +1,7 @@
 """A tree of modules that holds tensors of a model under their original names, and none of its code."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -28,16 +28,69 @@ class ModelTensors:
         persistent = frozenset(model.state_dict(keep_vars=True)) & buffers.keys()
         return cls(parameters, buffers, frozenset(persistent), canonical)
 
+    def unique_parameters(self) -> dict[str, nn.Parameter]:
+        """Every parameter once, under its first name."""
+        return {fqn: x for fqn, x in self.parameters.items() if self.canonical[fqn] == fqn}
+
     def unique(self) -> dict[str, Tensor]:
         """Every tensor once, under its first name."""
         every: dict[str, Tensor] = {**self.parameters, **self.buffers}
         return {fqn: tensor for fqn, tensor in every.items() if self.canonical[fqn] == fqn}
+
+    def refuse_shared_memory(self) -> None:
+        """Raise InputError if a trained parameter shares memory with another tensor.
+
+        Eager torch finds in each what is written to the other. On two stages they would go separate ways.
+        """
+        end, end_of_trained, last = 0, 0, ""
+        for start, stop, fqn, trained in sorted(_spans(self.unique())):
+            if start < (end if trained else end_of_trained):
+                raise InputError(
+                    f"{last} and {fqn} share memory without being one parameter, and stages would train "
+                    "them apart; make them one, as in model.b.weight = model.a.weight, or give one its own "
+                    "memory, as in model.b.weight.data = model.b.weight.data.clone()"
+                )
+            last = fqn if stop > end else last
+            end, end_of_trained = max(end, stop), max(end_of_trained, stop * trained)
+
+    def only(self, fqns: Collection[str]) -> "ModelTensors":
+        """Those of these names."""
+        return replace(
+            self,
+            parameters={fqn: x for fqn, x in self.parameters.items() if fqn in fqns},
+            buffers={fqn: x for fqn, x in self.buffers.items() if fqn in fqns},
+        )
+
+    def differing(self, other: "ModelTensors") -> list[str]:
+        """The names under which two models do not have the same object."""
+        mine, theirs = {**self.parameters, **self.buffers}, {**other.parameters, **other.buffers}
+        return [fqn for fqn in {**mine, **theirs} if mine.get(fqn) is not theirs.get(fqn)]
+
+    def trained(self) -> tuple[bool, ...]:
+        """Which parameters have requires_grad set."""
+        return tuple([parameter.requires_grad for parameter in self.parameters.values()])
+
+    def train(self, flags: Iterable[bool]) -> None:
+        """Set requires_grad of the parameters."""
+        for parameter, flag in zip(self.parameters.values(), flags, strict=True):
+            if parameter.requires_grad != flag:
+                parameter.requires_grad_(flag)
 
     def replaced(self, others: Mapping[str, Tensor]) -> "ModelTensors":
         """The same with other objects under some names."""
         parameters = {fqn: others.get(fqn, tensor) for fqn, tensor in self.parameters.items()}
         buffers = {fqn: others.get(fqn, tensor) for fqn, tensor in self.buffers.items()}
         return replace(self, parameters=parameters, buffers=buffers)  # type: ignore[arg-type]
+
+
+def _spans(tensors: Mapping[str, Tensor]) -> Iterator[tuple[int, int, str, bool]]:
+    """The addresses from and up to which the elements of each tensor lie, and whether it is trained."""
+    for fqn, tensor in tensors.items():
+        if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel():
+            steps = zip(tensor.shape, tensor.stride(), strict=True)
+            length = 1 + sum((size - 1) * stride for size, stride in steps)
+            start = tensor.data_ptr()
+            yield start, start + length * tensor.element_size(), fqn, tensor.requires_grad
 
 
 def hold(module: nn.Module, tensors: ModelTensors) -> None:
@@ -95,7 +148,10 @@ def fill(model: nn.Module, values: Mapping[str, Tensor]) -> None:
 
 @dataclass
 class Emptied:
-    """The shapes of the model's tensors that live in other processes and hold no memory in this one."""
+    """The shapes of the model's tensors that hold no memory in this process, at least between steps.
+
+    They live in other processes, or are kept in shares. Some may be whole for a while.
+    """
 
     layouts: dict[str, tuple[torch.Size, tuple[int, ...]]] = field(default_factory=dict)
 
@@ -106,17 +162,28 @@ class Emptied:
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             tensor.grad = None
 
+    def convert(self, tensors: Mapping[str, Tensor], function: Callable[[Tensor], Tensor]) -> None:
+        """Let those of these that are empty now have the types that ``function`` gives to tensors."""
+        for tensor in self._empty_now(tensors).values():
+            empty = function(tensor.data)
+            if empty.device == tensor.device:
+                tensor.data = empty
+
+    def shapes(self, tensors: Mapping[str, Tensor]) -> dict[int, torch.Size]:
+        """By ``id``, the shapes that the emptied ones of these tensors have in the whole model."""
+        return {id(tensors[fqn]): shape for fqn, (shape, _) in self.layouts.items()}
+
     def shape(self, fqn: str, tensor: Tensor) -> torch.Size:
         """The shape that the tensor of this name has in the whole model."""
         return self.layouts[fqn][0] if fqn in self.layouts else tensor.shape
 
     @contextlib.contextmanager
     def shaped(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-        """Give the tensors their shapes and undefined values, for the model to be captured; then empty them.
+        """Give those that are empty now their shapes and undefined values, to be captured; then empty them.
 
         On a CPU, memory that nobody touches takes no room.
         """
-        gone = {fqn: tensor for fqn, tensor in tensors.items() if fqn in self.layouts}
+        gone = self._empty_now(tensors)
         for fqn, tensor in gone.items():
             shape, stride = self.layouts[fqn]
             tensor.data = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device)
@@ -124,6 +191,10 @@ class Emptied:
             yield
         finally:
             self.empty(gone)
+
+    def _empty_now(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        there = {fqn: tensor for fqn, tensor in tensors.items() if fqn in self.layouts}
+        return {fqn: tensor for fqn, tensor in there.items() if tensor.shape != self.layouts[fqn][0]}
 
 
 def _owner(module: nn.Module, fqn: str) -> tuple[nn.Module, str]:

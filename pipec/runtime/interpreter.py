@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from pipec.errors import ExecutionError, PipecError, TransportError
-from pipec.ir import Instruction, Mode, Payload, Plan, Program, Value
+from pipec.ir import Instruction, Kind, Mode, Payload, Plan, Program, Value
 from pipec.ir.text import instruction_lines
 from pipec.runtime.launch import current_device
 from pipec.runtime.linker import link
 from pipec.runtime.rank import Rank, Updating
 from pipec.runtime.recording import Stamps, epoch_offset
 from pipec.runtime.results import Results, join_replicas
+from pipec.runtime.span import Span
 from pipec.runtime.stage import BoundStage, StageCode
 from pipec.runtime.transport import Transport
 from pipec.runtime.updates import Updates
@@ -86,32 +87,31 @@ class Interpreter:
         linked = link(program, self._rank)
         self._instructions = [instruction for instruction, _ in linked]
         self._actions = [action for _, action in linked]
+        self._collectives = [
+            position
+            for position, instruction in enumerate(self._instructions[: len(program.instructions)])
+            if instruction.op.traits.kind is Kind.COLLECTIVE
+        ]
         self._actions += [transport.finish, *(stage.end_step for stage in self._stages.values())]
 
     def run(
         self,
         microbatches: Sequence[Mapping[str, Tensor]],
-        sizes: Sequence[int],
+        span: Span,
         seed: int = 0,
-        step: int = 0,
-        batch: int | None = None,
         stamps: Stamps | None = None,
-        shares: Sequence[float] | None = None,
         update: bool = True,
     ) -> dict[str, Tensor]:
-        """Execute one step. Returns the results of the whole batch by name, on every rank.
+        """Execute one step. Returns the results of the microbatches together by name, on every rank.
 
         A step that fails leaves in ``.grad`` what was added until then, and the model's buffers as they were.
 
         Args:
             microbatches: The model's inputs by name, for each microbatch.
-            sizes: The number of samples in each microbatch.
-            seed: Random operators draw from streams that depend on the seed, the step, the microbatch and
-                the operator alone.
-            step: The number of the step.
-            batch: The samples of the whole mini-batch, if the microbatches are only some of them.
+            span: What the microbatches are of the batch.
+            seed: Random operators draw from streams that depend on the seed, the microbatch's number in the
+                batch and the operator alone. Each step has another.
             stamps: The times of the step are appended.
-            shares: By what the loss of each microbatch is multiplied, if not by its share of the samples.
             update: A program that updates does so. If not, the gradients are kept for the next update.
 
         Raises:
@@ -126,9 +126,8 @@ class Interpreter:
                 torch.no_grad(),
                 torch.autocast(self._device.type, enabled=False),
             ):
-                self._results.loss_shares = shares
-                by_samples = [size / (batch or sum(sizes)) for size in sizes]
-                self._begin_step(microbatches, sizes, (seed, step), shares or by_samples)
+                self._results.loss_shares = span.shares
+                self._begin_step(microbatches, span, seed)
                 if stamps is None:
                     self._execute()
                 else:
@@ -148,19 +147,14 @@ class Interpreter:
         finally:
             self._forget_step()
 
-    def _begin_step(
-        self,
-        microbatches: Sequence[Mapping[str, Tensor]],
-        sizes: Sequence[int],
-        seed: tuple[int, int],
-        shares: Sequence[float],
-    ) -> None:
-        self._rank.sizes[:] = [*sizes, sum(sizes)]
+    def _begin_step(self, microbatches: Sequence[Mapping[str, Tensor]], span: Span, seed: int) -> None:
+        self._rank.sizes[:] = [*span.sizes, span.num_rows]
+        shares = span.loss_shares
         for stage in self._stages.values():
             stage.begin_step()
             for microbatch in self._own[stage.index]:
-                inputs, size = microbatches[microbatch], sizes[microbatch]
-                frame = stage.fill_frame(microbatch, seed, size)
+                inputs, size = microbatches[microbatch], span.sizes[microbatch]
+                frame = stage.fill_frame(microbatch, (seed, span.first + microbatch), size)
                 frame.update(
                     {name: inputs[name].to(self._device, non_blocking=True) for name in stage.inputs}
                 )
@@ -182,6 +176,8 @@ class Interpreter:
             action()
             if position < num_instructions:
                 stamps += (start + offset, arrival[0] + offset, clock() + offset)
+        for number, over in self._rank.over.items():
+            stamps[3 * self._collectives[number] + 2] = over + offset
 
     def _merged_results(self) -> dict[str, Tensor]:
         """The results of the batch, from what every replica that made a part of them has."""

@@ -13,9 +13,29 @@ import torch
 import torch.distributed as dist
 
 from pipec.errors import InputError
+from pipec.ir.arguments import MOST_RANKS, Kind, whole
 
 Devices = int | Sequence[str | torch.device]
 """How many devices, or which: entry r is the device of rank r."""
+
+
+def _is_device(value: object) -> bool:
+    if not isinstance(value, str | torch.device):
+        return False
+    try:
+        return bool(torch.device(value).type)
+    except RuntimeError:
+        return False
+
+
+def _are_devices(value: object) -> bool:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        return False
+    return 1 <= len(value) <= MOST_RANKS and all(_is_device(each) for each in value)
+
+
+DEVICE = Kind("a torch device such as 'cpu' or 'cuda:1'", _is_device)
+DEVICES = whole(1, MOST_RANKS) | Kind("a list of torch devices, such as ['cpu', 'cpu']", _are_devices)
 
 
 @dataclass(frozen=True)
@@ -46,11 +66,9 @@ def resolve_devices(devices: Devices, world: World) -> dict[int, torch.device]:
     an index stands for the GPU that the rank would have with a number of devices.
 
     Raises:
-        InputError: no device is asked for, or not one for each process, or this process has no GPU.
+        InputError: there is not one for each process, or this process has no GPU.
     """
     count = devices if isinstance(devices, int) else len(devices)
-    if count < 1:
-        raise InputError(f"devices is {devices!r}; expected at least one device")
     if world.distributed and count != world.size:
         raise InputError(
             f"devices asks for {count} ranks, but {world.size} processes were started and each runs one "

@@ -6,7 +6,6 @@ value that is still on its way waits for it, and the last reader of a value drop
 """
 
 import functools
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from operator import itemgetter
@@ -197,11 +196,8 @@ class _Linker:
             else:
                 raise self._unknown(stage, microbatch, name, reader)
         if waits:
-            waits.append(self._note_arrival)
+            waits.append(self._rank.note_arrival)
         return _taking(self._rank.stages[stage].frames[microbatch], names, waits, dropped)
-
-    def _note_arrival(self) -> None:
-        self._rank.arrival[0] = time.perf_counter_ns()
 
     def _prepare(self, stage: int, microbatch: int, name: str, reader: str) -> list[Action]:
         """What must run before a value that every frame has is up to date."""

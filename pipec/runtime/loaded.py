@@ -1,7 +1,7 @@
 """A saved artifact, ready to train: no model and no compiler, only the plan, the code and the programs."""
 
-import functools
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,44 +9,83 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pipec.artifact.directory import Artifact, read
+from pipec.artifact.check import read_verified
+from pipec.artifact.directory import Artifact
 from pipec.errors import InputError
-from pipec.ir import Input, Plan, Value
-from pipec.ir.batch import split_sizes
+from pipec.ir import Ending, Input, Plan, Value
+from pipec.ir.arguments import (
+    FLAG,
+    FUNCTION,
+    NONE,
+    SECONDS,
+    Kind,
+    check_arguments,
+    instance,
+    number,
+    one_of,
+)
+from pipec.ir.batch import leaf_path, split_sizes
 from pipec.ir.text import format_value
 from pipec.runtime.batch import dense
 from pipec.runtime.execution import Ranks
 from pipec.runtime.facts import leaf_fact
 from pipec.runtime.handle import Handle, homes
 from pipec.runtime.holder import ModelTensors, hold
-from pipec.runtime.launch import Devices
-from pipec.runtime.weights import GIVEN, MicrobatchWeight, loss_shares
+from pipec.runtime.launch import DEVICES, Devices
+from pipec.runtime.optimizers import Factory
+from pipec.runtime.randomness import next_seed
+from pipec.runtime.span import Span
+from pipec.runtime.updates import Updates
+from pipec.runtime.weights import GIVEN, WORDS, MicrobatchWeight, loss_shares
 
 
 def load(
     directory: str | Path,
     devices: Devices | None = None,
     timeout: float = 300.0,
+    *,
+    optimizer: Factory | None = None,
+    clip_grad_norm: float | None = None,
     microbatch_weight: MicrobatchWeight | None = None,
 ) -> "LoadedPipeline":
     """Read what ``Pipeline.save`` wrote.
 
     ``devices`` says how many devices to use, or which; None is one for each rank of the plan. Tensors that
     were not saved are on the meta device until ``to_empty`` and ``load_state_dict`` give them values. An
-    artifact holds no function: if ``compile`` was given one as ``microbatch_weight``, pass it again.
+    artifact holds no function: if ``compile`` was given an ``optimizer``, or a function as
+    ``microbatch_weight``, pass it again, or another one. The same holds for ``clip_grad_norm``.
 
     Raises:
-        ArtifactError: the directory does not hold an intact artifact of this format.
-        InputError: the devices do not match the ranks of the plan.
+        ArtifactError, VerifyError: the directory does not hold an intact artifact of this format, or its
+            programs are not one correct step.
+        InputError: the devices do not match the ranks of the plan, or the optimizer or the norm is missing
+            or not asked for.
     """
-    artifact, tensors = read(Path(directory))
+    check_arguments(LOAD, locals())
+    artifact, tensors = read_verified(Path(directory))
     num_ranks = artifact.plan.num_ranks
     ranks = Ranks(devices if devices is not None else num_ranks, timeout)
     if ranks.count != num_ranks:
         raise InputError(
             f"the artifact in {directory} is for {num_ranks} ranks, but devices asks for {ranks.count}"
         )
-    return LoadedPipeline(artifact, tensors, ranks, microbatch_weight)
+    check_ending(artifact.plan.ending, optimizer, clip_grad_norm)
+    return LoadedPipeline(artifact, tensors, ranks, optimizer, clip_grad_norm, microbatch_weight)
+
+
+LOAD = {
+    "directory": instance("the path of a folder", str, Path),
+    "devices": DEVICES | NONE,
+    "timeout": SECONDS,
+    "optimizer": Kind("a function such as functools.partial(torch.optim.AdamW, lr=1e-3)", callable) | NONE,
+    "clip_grad_norm": number(0, math.inf) | NONE,
+    "microbatch_weight": one_of(*WORDS) | FUNCTION | NONE,
+}
+"""What each argument of ``load`` must be."""
+
+
+CallOf = Callable[[list[Any]], tuple[Any, dict[str, Any], Any]]
+"""Makes arguments, keyword arguments and the target of their leaves."""
 
 
 class LoadedPipeline(Handle):
@@ -57,9 +96,15 @@ class LoadedPipeline(Handle):
         artifact: Artifact,
         tensors: dict[str, Tensor],
         ranks: Ranks,
+        optimizer: Factory | None = None,
+        max_norm: float | None = None,
         microbatch_weight: MicrobatchWeight | None = None,
     ) -> None:
-        super().__init__(ranks, artifact)
+        held = _tensors_of(artifact.plan, tensors, artifact.constants, ranks)
+        whole = {v.name: held.parameters.get(v.name, _elsewhere(v)) for v in artifact.plan.parameters}
+        updates = None if optimizer is None else Updates(optimizer, max_norm, whole)
+        super().__init__(ranks, artifact, updates)
+        self.training = artifact.plan.training
         if (artifact.plan.microbatch_weight == GIVEN) != callable(microbatch_weight):
             raise InputError(
                 "the artifact was compiled with a function as microbatch_weight; pass that to load"
@@ -67,16 +112,33 @@ class LoadedPipeline(Handle):
                 else "the artifact was compiled without a function as microbatch_weight, and takes none"
             )
         self._weight = microbatch_weight or artifact.plan.microbatch_weight
-        hold(self, _tensors_of(artifact.plan, tensors, artifact.constants, ranks))
+        hold(self, held)
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
         """The same as ``Pipeline.step``, for arguments of the shapes that the artifact was compiled for.
 
         Raises:
-            InputError: the arguments have other shapes or types. Nothing was sent then.
+            InputError: the arguments have other names, shapes or types. Nothing was sent then.
         """
-        given_leaves, structure = pytree.tree_flatten((args, dict(sorted(kwargs.items())), target))
-        leaves = [dense(leaf) for leaf in given_leaves]
+        tree = {"args": args, "kwargs": dict(sorted(kwargs.items())), "target": target}
+        found, structure = pytree.tree_flatten_with_path(tree)
+        paths = [leaf_path(keys) for keys, _ in found]
+        if paths != list(self.plan.arguments):
+            raise InputError(
+                f"step was given {_listed(paths)}; this artifact was made for "
+                f"{_listed(self.plan.arguments)}. Pass the same, by position or by name as there"
+            )
+        return self._step(
+            [leaf for _, leaf in found],
+            lambda leaves: tuple(pytree.tree_unflatten(leaves, structure).values()),
+        )
+
+    def step_on(self, leaves: Sequence[Any]) -> Tensor:
+        """As ``step``, for the leaves of its arguments in the order of the plan's ``arguments``."""
+        return self._step(leaves, lambda leaves: (leaves, {}, None))
+
+    def _step(self, leaves: Sequence[Any], call_of: CallOf) -> Tensor:
+        leaves = [dense(leaf) for leaf in leaves]
         plan = self._artifact.plan
         batch = _batch_size(plan, leaves)
         for given in plan.inputs:
@@ -87,18 +149,36 @@ class LoadedPipeline(Handle):
                 f"this artifact takes microbatches of exactly {plan.microbatch_size} rows, so a batch of "
                 f"{plan.microbatch_size * plan.num_microbatches}; the batch has {batch}"
             )
+        seed, after = next_seed()
         if self._ranks.world.distributed:
-            self._require_same("step", {given.path: leaf_fact(_leaf(given, leaves)) for given in plan.inputs})
-        execution = self._execution(self._artifact)
+            facts = {given.path: leaf_fact(_leaf(given, leaves)) for given in plan.inputs}
+            facts |= self._update_facts()
+            seed = self._require_same("step", facts, [seed])[0][0]
+        execution, update = self._execution(self._artifact), not self._accumulates
         batched = [isinstance(leaf, Tensor) and leaf.shape[:1] == (batch,) for leaf in leaves]
-        call_of = functools.partial(pytree.tree_unflatten, treespec=structure)
         shares = loss_shares(self._weight, leaves, call_of, batched, sizes)
-        results = execution.run(
-            leaves, sizes, batch, self._seed, self._num_steps, self._recorded, shares=shares
-        )
+        if self._artifact.draws:
+            torch.default_generator.set_state(after)
+        results = execution.run(leaves, Span(sizes, batch, shares=shares), seed, self._recorded, update)
         self._num_steps += 1
+        self._count_update()
         self.logs = {name: results[kept] for name, kept in zip(plan.logs, plan.outputs[1:], strict=False)}
         return results["loss"]
+
+    def train(self, mode: bool = True) -> "LoadedPipeline":
+        """Do nothing if that is the mode that the artifact was made in.
+
+        Raises:
+            InputError: it was made in the other mode, and holds no code for this one.
+        """
+        check_arguments({"mode": FLAG}, locals())
+        if mode != self.plan.training:
+            made, call = ("training", "eval") if self.plan.training else ("evaluation", "train")
+            raise InputError(
+                f"this artifact holds the step of a model in {made} mode, and no other code. Call {call}() "
+                "on the pipeline of pipec.compile, then prepare(...) and save(...)"
+            )
+        return super().train(mode)
 
     @property
     def plan(self) -> Plan:
@@ -122,6 +202,37 @@ def _tensors_of(
     }
     buffers = {v.name: made[v.name] for v in plan.buffers if v.name in made}
     return ModelTensors(parameters, buffers, frozenset(buffers), {fqn: fqn for fqn in made})
+
+
+def _elsewhere(value: Value) -> nn.Parameter:
+    """A parameter that another process holds: its shape and type."""
+    made = _make(value, None, torch.device("meta"))
+    return nn.Parameter(made, made.is_floating_point())
+
+
+def check_ending(ending: Ending, optimizer: Factory | None, max_norm: float | None) -> None:
+    """Raise InputError unless what was given is what the programs of an artifact need."""
+    if ending.updates and not callable(optimizer):
+        raise InputError(
+            f"the artifact's programs update the weights, but optimizer is {optimizer!r}; pass a function of "
+            "(name, parameter) pairs to pipec.load, such as functools.partial(torch.optim.AdamW, lr=1e-3), "
+            "or --optimizer AdamW on the command line"
+        )
+    if optimizer is not None and not ending.updates:
+        raise InputError(
+            "the artifact's programs end with gradients, for it was compiled without an optimizer; leave out "
+            "optimizer and update pipe.parameters() yourself, or compile it with one"
+        )
+    if ending.clips and not (max_norm is not None and max_norm > 0):
+        raise InputError(
+            f"the artifact's programs clip gradients, but clip_grad_norm is {max_norm!r}; pass a number "
+            "above 0, which may be another than that it was compiled with"
+        )
+    if max_norm is not None and not ending.clips:
+        raise InputError(
+            f"clip_grad_norm is {max_norm!r}, but the artifact's programs do not clip, for it was compiled "
+            "without clip_grad_norm=...; leave it out, or compile it with one"
+        )
 
 
 def _make(value: Value, saved: Tensor | None, device: torch.device) -> Tensor:
@@ -148,6 +259,10 @@ def _check(given: Input, leaves: Sequence[Any], batch: int) -> None:
     if not (isinstance(leaf, Tensor) and leaf.dtype == dtype and leaf.shape == shape):
         found = f"{leaf.dtype} of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
         raise InputError(f"{given.path} is {found}; expected {dtype} of shape {shape}")
+
+
+def _listed(paths: Iterable[str]) -> str:
+    return ", ".join(paths) or "nothing"
 
 
 def _leaf(given: Input, leaves: Sequence[Any]) -> Any:

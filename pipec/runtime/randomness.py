@@ -1,12 +1,17 @@
-"""Seeds of random operators. They depend on where and when an operator runs, never on what ran before it."""
+"""Seeds of random operators. They depend on where and when an operator runs, never on what ran before it.
+
+The seed of a step is the next number of torch's default generator, so that ``torch.manual_seed``,
+``get_rng_state`` and ``set_rng_state`` govern what a pipeline draws as they govern eager torch.
+"""
 
 import torch
+from torch import Tensor
 
 _MASK = 2**64 - 1
 
 
 def generator(device: torch.device, *key: int) -> torch.Generator:
-    """A generator whose stream depends on ``key`` alone, such as (seed, step, microbatch, operator)."""
+    """A generator whose stream depends on ``key`` alone, such as (seed, microbatch, operator)."""
     return torch.Generator(device).manual_seed(mix(*key))
 
 
@@ -19,3 +24,16 @@ def mix(*key: int) -> int:
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
         state ^= state >> 31
     return state
+
+
+def next_seed() -> tuple[int, Tensor]:
+    """The next number of torch's default generator, and the state in which it is once that is taken.
+
+    The generator is left as it was: only a step that draws takes the number, by setting the state.
+    """
+    default = torch.default_generator
+    before = default.get_state()
+    seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=default))
+    after = default.get_state()
+    default.set_state(before)
+    return seed, after

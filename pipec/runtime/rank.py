@@ -1,7 +1,8 @@
 """What the linked actions of one rank share."""
 
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -31,6 +32,7 @@ class Rank:
     ``received`` has what other ranks made of results, by name and rank; ``loss`` is the result that training
     differentiates.
     ``arrival[0]`` is the time, by ``time.perf_counter_ns``, when an action last had all that it waited for.
+    ``over`` has, by its number among the collectives of the program, when one was last found to be over.
     """
 
     number: int
@@ -43,6 +45,10 @@ class Rank:
     loss: Value | None
     arrival: list[int]
     updating: Updating
+    over: dict[int, int] = field(default_factory=dict)
+
+    def note_arrival(self) -> None:
+        self.arrival[0] = time.perf_counter_ns()
 
 
 @dataclass(eq=False)

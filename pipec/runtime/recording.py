@@ -8,8 +8,8 @@ from pipec.ir import Program
 
 Stamps = list[int]
 """Three times for each instruction of a program, in order: when it began, when all that it waited for had
-come, and when it ended. They are nanoseconds since the epoch, so that the times of two hosts compare as well
-as the hosts' clocks agree.
+come, and when it ended. A collective has ended when whoever waited for it found it over. They are nanoseconds
+since the epoch, so that the times of two hosts compare as well as the hosts' clocks agree.
 
 They are times of the host. What a GPU still has to compute when an instruction ends is not in them.
 """

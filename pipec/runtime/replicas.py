@@ -30,13 +30,16 @@ class FlatLayout:
 
 
 class GradientReduction:
-    """Sums the gradients of a bucket over the replicas of its stage, and adds the sums to ``.grad``."""
+    """Sums the gradients of a bucket over the replicas of its stage, and adds the sums to ``.grad``.
 
-    def __init__(self, stage: BoundStage, bucket: Bucket, group: Group) -> None:
+    They travel, and are summed, in ``dtype`` if it is given.
+    """
+
+    def __init__(self, stage: BoundStage, bucket: Bucket, group: Group, dtype: str = "") -> None:
         self._stage, self._group = stage, group
         self._indices = [stage.code.PARAMETERS.index(name) for name in bucket.names]
         self._layout = FlatLayout([stage.weights[index] for index in self._indices])
-        self._dtype = stage.weights[self._indices[0]].dtype
+        self._dtype = travelling_as(dtype, stage.weights[self._indices[0]].dtype)
         self._sums: list[Tensor | None] = []
         self._flat: Tensor | None = None
         self._wait: Wait = _nothing
@@ -72,7 +75,13 @@ class GradientReduction:
         if self._stage.owns_tensors:
             for index, total in zip(self._indices, sums, strict=True):
                 if total is not None:
-                    self._stage.gradients.deposit(index, total)
+                    self._stage.gradients.deposit(index, total.to(self._stage.weights[index].dtype))
+
+
+def travelling_as(asked: str, own: torch.dtype) -> torch.dtype:
+    """The dtype in which gradients of dtype ``own`` travel: the one that is asked for, if it is smaller."""
+    dtype: torch.dtype = getattr(torch, asked) if asked and own.is_floating_point else own
+    return dtype if dtype.itemsize < own.itemsize else own
 
 
 def _sum_of_rows(gradient: Tensor, group: Group) -> Tensor:

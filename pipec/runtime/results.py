@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from pipec.errors import InputError, VerifyError
-from pipec.ir import Value
+from pipec.ir import Payload, Plan, Value
 from pipec.ir.text import evaluate_dim, format_value
+from pipec.runtime.span import Span
 
 
 def check_mergeable(value: Value) -> None:
@@ -120,6 +121,17 @@ def _the_same(value: Value, parts: Sequence[Tensor]) -> Tensor:
             "mean; return it per sample, or as floating point, or use one microbatch"
         )
     return parts[0]
+
+
+def join(plan: Plan, parts: Sequence[Mapping[str, Tensor]], spans: Sequence[Span]) -> dict[str, Tensor]:
+    """The results of a batch from those of the spans that make it up."""
+    values = [value for link in plan.links if link.payload is Payload.RESULT for value in link.values]
+    sizes, batch = [span.num_rows for span in spans], spans[0].batch
+    sums = {*plan.sums, "loss"} if spans[0].shares else plan.sums
+    return {
+        value.name: merge(value, [part[value.name] for part in parts], sizes, batch, value.name in sums)
+        for value in values
+    }
 
 
 def _batch_dims(value: Value) -> list[int]:

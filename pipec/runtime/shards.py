@@ -43,7 +43,8 @@ class BucketShard:
     """What replica ``index`` keeps of a bucket whose parameters lie in ``flat``.
 
     If it ``keeps_parameters``, ``flat`` stays. Otherwise only its own slice does, and the parameters are
-    empty until they are gathered. ``like`` has tensors on meta with the shapes of the parameters.
+    empty until they are gathered. ``like`` has tensors on meta with the shapes of the parameters. Gradients
+    travel as ``gradient_dtype`` if it is given.
     """
 
     def __init__(
@@ -53,8 +54,10 @@ class BucketShard:
         flat: Tensor,
         like: Mapping[str, Tensor],
         keeps_parameters: bool,
+        gradient_dtype: torch.dtype | None = None,
     ) -> None:
         self.sharding = sharding
+        self._travels_as = gradient_dtype or flat.dtype
         self._index, self._like = index, like
         self._first = index * sharding.width
         self._flat: Tensor | None = flat if keeps_parameters else None
@@ -73,7 +76,8 @@ class BucketShard:
     def start_reduce(self, totals: Mapping[str, Tensor | None], group: Group) -> None:
         """Start to sum gradients over the replicas. The memory of those that are given may be given back."""
         self.finish_reduce()
-        flat = self._own.new_empty(self.sharding.width * self.sharding.num_replicas)
+        size = self.sharding.width * self.sharding.num_replicas
+        flat = self._own.new_empty(size, dtype=self._travels_as)
         for name, view in views(self.sharding, self._like, flat).items():
             total = totals[name]
             if total is None:
@@ -81,7 +85,7 @@ class BucketShard:
             else:
                 view.copy_(total)
                 self._differentiated.add(name)
-        part = torch.empty_like(self._own)
+        part = torch.empty_like(self._own, dtype=self._travels_as)
         self._summing = part, group.reduce_scatter(part, flat)
 
     def finish_reduce(self) -> None:
@@ -89,6 +93,7 @@ class BucketShard:
         if self._summing is not None:
             (part, wait), self._summing = self._summing, None
             wait()
+            part = part.to(self._own.dtype)
             self._gradient = part if self._gradient is None else self._gradient.add_(part)
 
     def gradients(self) -> dict[str, Tensor]:
@@ -98,9 +103,18 @@ class BucketShard:
         pieces = (piece for piece in self.sharding.pieces(self._index) if piece.name in self._differentiated)
         return {piece.name: self._part(self._gradient, piece) for piece in pieces}
 
+    @property
+    def has_gradients(self) -> bool:
+        return self._gradient is not None or self._summing is not None
+
     def forget_gradients(self) -> None:
         self._gradient = None
         self._differentiated.clear()
+
+    def drop_gradients(self) -> None:
+        """Forget gradients, those that a step has started to sum and did not finish, too."""
+        self._summing = None
+        self.forget_gradients()
 
     def start_gather(self, group: Group) -> None:
         """Start to collect the slices of all replicas."""

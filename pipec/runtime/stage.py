@@ -99,11 +99,15 @@ class BoundStage:
             ]
         self.gradients.begin_step()
 
-    def fill_frame(self, microbatch: int, seed: tuple[int, int], size: int) -> Frame:
-        """Put into the frame what every stage has. ``seed`` is the run's seed and the number of the step."""
+    def fill_frame(self, microbatch: int, key: tuple[int, int], size: int) -> Frame:
+        """Put into the frame what every stage has.
+
+        ``key`` is what draws depend on beside the operator: the step's seed, and the microbatch's number in
+        the batch.
+        """
         frame = self.frames[microbatch]
         frame.update(w=self.weights, buffers=self.buffers, b=size, device=self.device)
-        frame["rng"] = functools.partial(generator, self.device, *seed, microbatch)
+        frame["rng"] = functools.partial(generator, self.device, *key)
         frame["constants"] = self._constants(size)
         return frame
 

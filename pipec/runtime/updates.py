@@ -1,5 +1,6 @@
 """The updates of a program: what each rank of this process updates of each stage, with which gradients."""
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from pipec.errors import InputError
 from pipec.ir import Bucket, Piece, Plan, Shard, Sharding
 from pipec.ir.sharding import even_slices, whole_tensors
 from pipec.runtime.group import Group
@@ -18,6 +20,7 @@ from pipec.runtime.optimizers import (
     clip_factor,
     sum_of_squares,
 )
+from pipec.runtime.replicas import travelling_as
 from pipec.runtime.shards import BucketShard, flat_memory
 
 GroupOf = Callable[[int, int], Group]
@@ -43,6 +46,13 @@ class StageUpdate:
         shared = [gradient for shard in self.shards.values() for gradient in shard.gradients().values()]
         return sum_of_squares([*(gradient for gradient in whole if gradient is not None), *shared])
 
+    def drop_gradients(self) -> None:
+        """Forget all gradients, those that are on their way, too."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        for shard in self.shards.values():
+            shard.drop_gradients()
+
     def update(self, factor: Tensor | None) -> None:
         """Make the update with all gradients that there are, times ``factor``, and forget them."""
         names = {id(tensor): name for name, tensor in self.optimizer.parameters.items()}
@@ -63,17 +73,32 @@ class Updates:
     def __init__(
         self, factory: Factory, max_norm: float | None, parameters: Mapping[str, nn.Parameter]
     ) -> None:
+        self._factory = factory
         self.optimizer = PipelineOptimizer(factory, parameters)
         self.max_norm = max_norm
+        groups = self.optimizer.param_groups
+        self._optimized = frozenset(name for group in groups for name in group["param_names"])
         self._like = {name: torch.empty_like(each, device="meta") for name, each in parameters.items()}
         self._stages: dict[tuple[int, int], StageUpdate] = {}
         self._bound: object = None
 
     @property
-    def keeps_shares(self) -> bool:
-        """Whether some parameters are there in shares alone."""
+    def shapes(self) -> dict[str, torch.Size]:
+        """The shapes of the parameters of the whole model."""
+        return {name: each.shape for name, each in self._like.items()}
+
+    @property
+    def in_shares(self) -> list[str]:
+        """The parameters that are there in shares alone, and empty until they are gathered."""
         every = (shard for update in self._stages.values() for shard in update.shards.values())
-        return bool(self._bound) and not all(shard.keeps_parameters for shard in every)
+        kept = (shard for shard in every if self._bound and not shard.keeps_parameters)
+        return [name for shard in kept for name in shard.sharding.names]
+
+    def of(self, parameters: Mapping[str, nn.Parameter]) -> "Updates":
+        """The same for a copy of the parameters, with a copy of the state. Every rank calls this."""
+        made = Updates(self._factory, self.max_norm, parameters)
+        made.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
+        return made
 
     def on(self, rank: int, stage: int) -> StageUpdate | None:
         """What a rank updates of a stage. Replicas that share parameters leave it to the first one."""
@@ -88,6 +113,11 @@ class Updates:
         """Whether the parameters are divided as a plan says."""
         return self._bound == _key(plan)
 
+    def drop_gradients(self) -> None:
+        """Forget all gradients since the last update: a step has failed that has added some of its own."""
+        for update in self._stages.values():
+            update.drop_gradients()
+
     def bind(
         self,
         plan: Plan,
@@ -95,10 +125,10 @@ class Updates:
         ranks: Sequence[int],
         is_distributed: bool,
         gather: Gather,
-    ) -> list[str]:
+    ) -> None:
         """Divide the parameters among those who update them, as the plan says.
 
-        ``ranks`` are those of this process. Returns the parameters that are empty until they are gathered.
+        ``ranks`` are those of this process.
         """
         self._bound, self._stages = _key(plan), {}
         keeps = plan.ending.shard is not Shard.PARAMETERS or not is_distributed
@@ -119,13 +149,12 @@ class Updates:
                         memory[number],
                         self._like,
                         keeps or buckets[number].lent,
+                        travelling_as(plan.ending.gradient_dtype, memory[number].dtype),
                     )
                     for number, sharding in divided.items()
                 }
                 self._add(plan, rank, stage, shards, parameters, is_distributed or rank == placement[0])
         self.optimizer.attach([update.optimizer for update in self._stages.values()], gather)
-        apart = (bucket for bucket in plan.ending.buckets if plan.ending.gathers_for_use(bucket))
-        return [] if keeps else [name for bucket in apart for name in bucket.names if name in parameters]
 
     def _divided(self, bucket: Bucket, num_replicas: int) -> Sharding:
         sizes = {name: self._like[name].numel() for name in bucket.names}
@@ -145,17 +174,15 @@ class Updates:
         own = [
             name
             for name in plan.stages[stage].parameters
-            if name not in divided
-            and name not in plan.stages[stage].borrowed
-            and parameters[name].requires_grad
-            and updates_whole
+            if name not in divided and name not in plan.stages[stage].borrowed and updates_whole
+            if name in self._optimized
         ]
         owned: dict[Piece, Tensor] = {
             Piece(name, 0, self._like[name].numel()): parameters[name] for name in own
         }
         for shard in shards.values():
-            owned |= shard.owned()
-        if owned:
+            owned |= {piece: x for piece, x in shard.owned().items() if piece.name in self._optimized}
+        if owned or shards:
             self._stages[rank, stage] = StageUpdate(
                 self.optimizer.on_stage(owned),
                 [parameters[name] for name in own],
@@ -176,7 +203,17 @@ class Updates:
                     parameters[name].data = parameters[name].new_empty(0)
 
     def release(self, parameters: Mapping[str, nn.Parameter], group_of: GroupOf) -> None:
-        """Let all parameters be whole until a program is bound again. Every rank does so together."""
+        """Let all parameters be whole until a program is bound again. Every rank does so together.
+
+        Raises:
+            InputError: gradients that were accumulated are in shares, which would be lost.
+        """
+        every = (shard for update in self._stages.values() for shard in update.shards.values())
+        if self._bound and any(shard.has_gradients for shard in every):
+            raise InputError(
+                "gradients have been accumulated that no update has used, and what is trained or held "
+                "changes: undo the change, make the update with a step outside of accumulate(), and go on"
+            )
         self._make_whole(parameters, group_of)
         self._bound = None
 

@@ -1,8 +1,9 @@
 """A schedule on a plain chain of stages: lowered, verified and simulated."""
 
+from dataclasses import replace
 from time import perf_counter
 
-from pipec.ir import Schedule
+from pipec.ir import NOTHING_MORE, Bucket, Ending, Op, Placement, Schedule, Value
 from pipec.programs.lower import chain_links, lower
 from pipec.programs.verify import verify_programs
 from pipec.schedules.search.workload import Workload
@@ -10,7 +11,16 @@ from pipec.timeline.events import Timeline
 from pipec.timeline.simulate import simulate
 
 
-def simulate_schedule(schedule: Schedule, work: Workload) -> tuple[Timeline, float]:
+def chain_ending(placement: Placement, seconds: float) -> Ending:
+    """The replicas of a stage sum all its gradients at once, which takes so many ``seconds``."""
+    replicated = [stage for stage, ranks in enumerate(placement) if len(ranks) > 1]
+    parameters = {stage: (Value(f"w_{stage}", "float32", (1,)),) for stage in replicated}
+    return Ending(tuple(Bucket(stage, parameters[stage], reduce_seconds=seconds) for stage in replicated))
+
+
+def simulate_schedule(
+    schedule: Schedule, work: Workload, ending: Ending = NOTHING_MORE
+) -> tuple[Timeline, float]:
     """The timeline of a schedule on a plain chain of stages, and the seconds to lower and verify it.
 
     Raises:
@@ -18,7 +28,11 @@ def simulate_schedule(schedule: Schedule, work: Workload) -> tuple[Timeline, flo
     """
     links = chain_links(schedule.num_stages)
     begun = perf_counter()
-    programs = lower(schedule, links)
-    verify_programs(programs, schedule.placement, links, schedule.num_microbatches)
+    programs = lower(schedule, links, ending=ending)
+    verify_programs(programs, schedule.placement, links, schedule.num_microbatches, ending=ending)
     seconds = perf_counter() - begun
-    return simulate(programs, work.costs(schedule, links)), seconds
+    endings = {
+        (Op.REDUCE_GRAD, bucket.stage, number): bucket.reduce_seconds
+        for number, bucket in enumerate(ending.buckets)
+    }
+    return simulate(programs, replace(work.costs(schedule, links), endings=endings)), seconds

@@ -16,8 +16,9 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from pipec.errors import InputError
+from pipec.errors import InputError, PipecError
 from pipec.ir import Compute, Phase, Placement, Schedule
+from pipec.ir.arguments import shown
 from pipec.ir.columns import Cells
 from pipec.ir.text import PHASE_LETTERS
 from pipec.schedules.orders import straight_placement
@@ -35,23 +36,42 @@ def custom_schedule(
     None stands for as many microbatches as the file has.
 
     Raises:
-        InputError: there is no such file, it is for other numbers of ranks or microbatches, or its
-            text is none of compute orders.
+        InputError: there is no such file, it is for other numbers of ranks or microbatches, its text is none
+            of compute orders, or the function raises or returns something else.
     """
     if isinstance(source, Path):
-        if not source.is_file():
-            raise InputError(f"there is no file {source}; expected one of compute orders")
-        schedule = parse_orders(source.read_text(encoding="utf-8"), source.stem)
+        schedule = parse_orders(_read(source), source.stem)
         num_microbatches = num_microbatches or schedule.num_microbatches
     else:
         assert num_microbatches is not None
-        schedule = source(num_ranks, num_microbatches)
+        schedule = _made(source, num_ranks, num_microbatches)
     found = (schedule.num_ranks, schedule.num_microbatches)
     if found != (num_ranks, num_microbatches):
         raise InputError(
             f"schedule {schedule.name!r} is for {found[0]} ranks and {found[1]} microbatches, but "
             f"{num_ranks} ranks and {num_microbatches} microbatches were asked for"
         )
+    return schedule
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read: {error}; expected a file of compute orders") from error
+
+
+def _made(function: Callable[[int, int], Schedule], num_ranks: int, num_microbatches: int) -> Schedule:
+    name = getattr(function, "__name__", shown(function))
+    called = f"the schedule function {name}({num_ranks}, {num_microbatches})"
+    try:
+        schedule = function(num_ranks, num_microbatches)
+    except PipecError:
+        raise
+    except Exception as error:
+        raise InputError(f"{called} raised {type(error).__name__}: {error}") from error
+    if not isinstance(schedule, Schedule):
+        raise InputError(f"{called} returned {shown(schedule)}; expected a Schedule")
     return schedule
 
 

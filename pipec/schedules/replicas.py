@@ -5,8 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import ceil
 
-import numpy as np
-
 from pipec.errors import InputError
 from pipec.ir import Compute, Phase, Placement, Schedule
 from pipec.ir.columns import Cells
@@ -50,12 +48,17 @@ def _taking_turns(cells: Cells, first: int, replicas: int) -> Cells:
     return Cells(matrix)
 
 
-def side_by_side(replicas: int, num_ranks: int) -> list[int]:
-    """Which rank plays the part of each rank of ``replicated`` if the ranks of a pipeline are neighbours.
+def neighbours(num_ranks: int, replicas: int) -> Placement:
+    """The ranks that act for each rank of a pipeline, next to each other: (0, 1), (2, 3) and (4, 5)."""
+    return numbered([replicas] * num_ranks)
 
-    For two pipelines of three ranks it is 0 3 1 4 2 5: stage 0 is then on ranks 0 and 3.
+
+def side_by_side(num_ranks: int, replicas: int) -> Placement:
+    """The ranks that act for each rank of a pipeline, if those of each pipeline are next to each other.
+
+    For two pipelines of three ranks these are (0, 3), (1, 4) and (2, 5).
     """
-    return np.arange(replicas * num_ranks).reshape(replicas, num_ranks).T.flatten().tolist()
+    return tuple(tuple(range(rank, num_ranks * replicas, num_ranks)) for rank in range(num_ranks))
 
 
 def round_robin(num_microbatches: int, replicas: Sequence[int]) -> Schedule:

@@ -1,6 +1,5 @@
-"""Why a step takes as long as it does: what ranks wait for, the critical path, and memory over time."""
+"""Why a step takes as long as it does: what its events wait for, the critical path, and memory over time."""
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,15 +7,16 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from pipec.ir import Payload, Plan, StageMemory, stages_on
-from pipec.ir.columns import Floats, Ints
+from pipec.ir import Op, Plan, StageMemory, stages_on
+from pipec.ir.columns import OP_CODE, Floats, Ints
 from pipec.programs.consumers import first_readers
 from pipec.timeline.events import Events, Timeline
+from pipec.timeline.simulate import meetings
 
 Curve = Sequence[tuple[float, float]]
 """Times, ascending, each with the amount held from then on."""
 
-_NEGLIGIBLE = 1e-6
+NEGLIGIBLE = 1e-6
 """Share of the makespan below which a rank is not said to have waited: times are sums of floats."""
 
 
@@ -24,41 +24,55 @@ _NEGLIGIBLE = 1e-6
 class Attribution:
     """What came right before each event of a timeline, entry by entry; -1 stands for nothing.
 
-    ``previous`` is the compute that ran before it on the same rank. ``idle`` is how long a rank computed
-    nothing before a compute, and ``messages`` the message that ended this. ``queued`` is, for a message that
-    had to wait for its channel, the message that the channel carried until then.
+    ``previous`` is the compute or update that ran before it on the same rank; before a collective it may also
+    be the collective that its rank was in until later. ``idle`` is how long a rank did nothing before a
+    compute or an update, and ``awaited`` the message or the collective that ended this. ``queued`` is, for a
+    message that had to wait for its channel, the message that the channel carried until then. ``last`` is,
+    for a collective, the event of the same collective on the rank that came to it last.
     """
 
     previous: Ints
     idle: Floats
-    messages: Ints
+    awaited: Ints
     queued: Ints
+    last: Ints
 
     @cached_property
     def causes(self) -> Ints:
-        """For each event the one without which it could have begun earlier."""
-        awaited = np.maximum(self.messages, self.queued)
-        return np.where(awaited < 0, self.previous, awaited)
+        """For each event the one without which it could have begun earlier.
+
+        A collective stands here for all its ranks, as the event of the rank that came to it last.
+        """
+        awaited = np.maximum(self.awaited, self.queued)
+        causes = np.where(awaited < 0, self.previous, awaited)
+        return np.where(np.append(self.last, -1)[causes] < 0, causes, np.append(self.last, -1)[causes])
 
 
 def waits(timeline: Timeline) -> Attribution:
     """What each event waited for, in the order of the events.
 
-    An idle rank waits for the message that arrives last of those that its next compute reads. If the rank
-    was busy until all of them had arrived, or the compute reads none, the idle time is the rank's own: some
-    passes between the computes of a recorded step. A recorded message lasts until it is read, so each is
-    taken to arrive as fast as the fastest message between the same stages and ranks.
+    An idle rank waits for the message that arrives last of those that its next compute reads, or for the
+    collective that its next compute or update needs, if that is over later. If the rank was busy until all of
+    them were there, or nothing is read, the idle time is the rank's own: some passes between the computes of
+    a recorded step. A recorded message lasts until it is read, so each is taken to arrive as fast as the
+    fastest message between the same stages and ranks.
     """
-    events, least = timeline.columns, _NEGLIGIBLE * timeline.makespan
-    previous = _previous(events)
+    events, least = timeline.columns, NEGLIGIBLE * timeline.makespan
+    previous = events.latest(events.is_work)
     free = np.append(events.ends, 0.0)[previous]
-    idle = np.where(events.is_compute, events.starts - free, 0.0)
+    idle = np.where(events.is_work, events.starts - free, 0.0)
     idle[idle <= least] = 0.0
     arrivals = _arrivals(events)
-    last = _last_inputs(readers(timeline), arrivals)
-    late = (idle > 0) & (np.append(arrivals, -np.inf)[last] > free + least)
+    message = _last_inputs(readers(timeline), arrivals)
+    needed = _needed(events)
+    there = np.append(arrivals, -np.inf)[message], np.append(events.ends, -np.inf)[needed]
+    awaited = np.where(there[0] >= there[1], message, needed)
+    late = (idle > 0) & (np.maximum(*there) > free + least)
     queued = _queued(events, previous, least)
-    return Attribution(previous, idle, np.where(late, last, -1), queued)
+    before = events.latest(events.is_collective)
+    follows = events.is_collective & (np.append(events.ends, 0.0)[before] > free)
+    previous = np.where(follows, before, previous)
+    return Attribution(previous, idle, np.where(late, awaited, -1), queued, _last_to_come(events, previous))
 
 
 def readers(timeline: Timeline) -> Ints:
@@ -72,12 +86,29 @@ def readers(timeline: Timeline) -> Ints:
     return found
 
 
-def _previous(events: Events) -> Ints:
-    """The compute before each event on its rank, or -1."""
-    numbers = np.arange(len(events))
-    latest = np.maximum.accumulate(np.where(events.is_compute, numbers, -1))
-    before = np.concatenate([[-1], latest])[: len(events)]
-    return np.where(before < np.searchsorted(events.ranks, events.ranks), -1, before)
+def _needed(events: Events) -> Ints:
+    """For each update the collective before it, for each compute the last gathering of its stage; or -1."""
+    ops, stages = events.instructions.ops, events.instructions.stages
+    update = ops == OP_CODE[Op.UPDATE]
+    found = np.where(update, events.latest(events.is_collective), -1)
+    gathers = ops == OP_CODE[Op.UNSHARD]
+    for stage in np.unique(stages[gathers]).tolist():
+        computes = events.is_compute & (stages == stage)
+        found[computes] = events.latest(gathers & (stages == stage))[computes]
+    return found
+
+
+def _last_to_come(events: Events, previous: Ints) -> Ints:
+    """For each collective the event of it whose rank came last: began last, was free last; -1 elsewhere."""
+    own = np.flatnonzero(events.is_collective)
+    numbers = meetings(events.instructions, events.ranks, own)
+    free = np.append(events.ends, 0.0)[previous[own]]
+    latest = np.full(int(numbers.max(initial=-1)) + 1, -1)
+    ascending = np.lexsort([free, events.starts[own]])
+    latest[numbers[ascending]] = own[ascending]
+    found = np.full(len(events), -1)
+    found[own] = latest[numbers]
+    return found
 
 
 def _queued(events: Events, previous: Ints, least: float) -> Ints:
@@ -126,7 +157,8 @@ def critical_path(timeline: Timeline, found: Attribution) -> tuple[int, ...]:
     """
     events = timeline.columns
     last = np.flatnonzero(events.ends == timeline.makespan)
-    at = int(last[np.argmax(events.is_compute[last])]) if last.size else -1
+    at = int(last[np.argmax(events.is_work[last])]) if last.size else -1
+    at = max(at, int(np.append(found.last, -1)[at]))
     path: list[int] = []
     while at >= 0:
         path.append(at)
@@ -134,68 +166,19 @@ def critical_path(timeline: Timeline, found: Attribution) -> tuple[int, ...]:
     return tuple(reversed(path))
 
 
-@dataclass(frozen=True, slots=True)
-class Awaited:
-    """How long a rank waits for what a stage of another rank sends."""
-
-    rank: int
-    stage: int
-    payload: Payload
-    time: float
-
-
-@dataclass(frozen=True, slots=True)
-class RankTime:
-    """Where the time of a rank goes; the parts add up to the makespan.
-
-    It is ``busy`` computing, or waits for messages, ``waits``, longest first; ``own`` is the idle time in
-    which all it needed was there, ``after`` that behind its last compute.
-    """
-
-    busy: float
-    waits: tuple[Awaited, ...]
-    own: float
-    after: float
-
-    @property
-    def waiting(self) -> float:
-        return sum(each.time for each in self.waits)
-
-
-def rank_times(timeline: Timeline, found: Attribution) -> tuple[RankTime, ...]:
-    """Where the time of each rank goes. ``found`` are the ``waits`` of the timeline."""
-    events, num_ranks = timeline.columns, timeline.num_ranks
-    computes = events.is_compute
-    busy = np.bincount(events.ranks, np.where(computes, events.ends - events.starts, 0.0), num_ranks)
-    own = np.bincount(events.ranks, np.where(found.messages < 0, found.idle, 0.0), num_ranks)
-    ends = np.zeros(num_ranks)
-    np.maximum.at(ends, events.ranks[computes], events.ends[computes])
-    awaited = _awaited(events, found)
-    after = timeline.makespan - ends
-    return tuple(
-        RankTime(float(busy[rank]), tuple(awaited[rank]), float(own[rank]), float(after[rank]))
-        for rank in range(num_ranks)
-    )
-
-
-def _awaited(events: Events, found: Attribution) -> dict[int, list[Awaited]]:
-    """What each rank waits for, longest first."""
-    late = np.flatnonzero(found.messages >= 0)
-    messages = found.messages[late]
-    numbers, links = events.instructions.link_numbers[messages], events.instructions.links
-    kinds = events.ranks[late].astype(np.int64) * len(links) + numbers
-    firsts, kind = np.unique(kinds, return_index=True, return_inverse=True)[1:]
-    times = np.bincount(kind, found.idle[late])
-    awaited: dict[int, list[Awaited]] = defaultdict(list)
-    for place in np.argsort(-times, kind="stable").tolist():
-        first = firsts[place]
-        link, sender = links[numbers[first]], int(events.ranks[messages[first]])
-        one = Awaited(sender, link.source, link.payload, float(times[place]))
-        awaited[int(events.ranks[late[first]])].append(one)
-    return awaited
-
-
 _IN_FLIGHT = StageMemory(saved=1, kept=1)
+
+
+def path_times(timeline: Timeline, path: Sequence[int]) -> list[float]:
+    """How long each event of a critical path lasts, without what the one before it covers.
+
+    Recorded messages and collectives may begin before what they wait for has ended.
+    """
+    events = timeline.columns
+    ends = np.maximum.accumulate(events.ends[list(path)])
+    starts = np.maximum(events.starts[list(path)], np.concatenate([[0.0], ends])[: len(path)])
+    times: list[float] = np.maximum(ends - starts, 0.0).tolist()
+    return times
 
 
 def memory_over_time(

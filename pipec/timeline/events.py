@@ -3,7 +3,7 @@
 A step of a thousand ranks has millions of events. They are kept as columns of numbers, and read like a tuple.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import overload
@@ -11,13 +11,17 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from pipec.ir import Instruction, Kind, Op, Phase
+from pipec.ir import NOTHING_MORE, Ending, Instruction, Kind, Op, Phase
 from pipec.ir.columns import OP_CODE, OPS, Floats, Instructions, Ints
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A compute while it runs, or a message from its send to its arrival at the peer."""
+    """A compute or an update while it runs, a message from its send to its arrival, or a collective.
+
+    A collective is an event on each of its ranks and lasts until it is over. A simulated one begins when the
+    last of them has come to it, a recorded one when its own rank has.
+    """
 
     rank: int
     instruction: Instruction
@@ -27,6 +31,15 @@ class Event:
     @property
     def is_compute(self) -> bool:
         return self.instruction.op.traits.kind is Kind.COMPUTE
+
+    @property
+    def is_collective(self) -> bool:
+        return self.instruction.op.traits.kind is Kind.COLLECTIVE
+
+    @property
+    def is_work(self) -> bool:
+        """Whether it occupies its rank: a compute or an update."""
+        return self.instruction.op.traits.kind in (Kind.COMPUTE, Kind.UPDATE)
 
 
 _CHUNK = 1 << 16
@@ -61,6 +74,23 @@ class Events(Sequence[Event]):
         messages: NDArray[np.bool_] = self.instructions.ops == OP_CODE[Op.SEND]
         return messages
 
+    @property
+    def is_collective(self) -> NDArray[np.bool_]:
+        return self.instructions.is_collective
+
+    @property
+    def is_work(self) -> NDArray[np.bool_]:
+        """Which events occupy their rank: computes and updates."""
+        work: NDArray[np.bool_] = self.is_compute | (self.instructions.ops == OP_CODE[Op.UPDATE])
+        return work
+
+    def latest(self, mask: NDArray[np.bool_]) -> Ints:
+        """For each event the last one before it on its rank at which ``mask`` is true, or -1."""
+        numbers = np.arange(len(self))
+        found = np.maximum.accumulate(np.where(mask, numbers, -1))
+        before = np.concatenate([[-1], found])[: len(self)]
+        return np.where(before < np.searchsorted(self.ranks, self.ranks), -1, before)
+
     def where(self, mask: NDArray[np.bool_]) -> "Events":
         """The events at which ``mask`` is true."""
         return Events(self.ranks[mask], self.instructions.where(mask), self.starts[mask], self.ends[mask])
@@ -69,6 +99,11 @@ class Events(Sequence[Event]):
         """The events from ``first`` on, before ``last``."""
         instructions = Instructions(self.instructions.matrix[:, first:last], self.instructions.links)
         return Events(self.ranks[first:last], instructions, self.starts[first:last], self.ends[first:last])
+
+    def of_rank(self, rank: int) -> "Events":
+        """The events of a rank, in order."""
+        first, last = np.searchsorted(self.ranks, (rank, rank + 1)).tolist()
+        return self.part(first, last)
 
     def __len__(self) -> int:
         return len(self.instructions)
@@ -104,12 +139,14 @@ class Events(Sequence[Event]):
 class Timeline:
     """One step, from time 0. ``peak_in_flight[rank]`` counts pairs of stage and microbatch.
 
-    ``events`` are ordered by rank, then as in its program.
+    ``events`` are ordered by rank, then as in its program. ``ending`` tells what collectives carry, where it
+    is known.
     """
 
     events: Sequence[Event]
     peak_in_flight: tuple[int, ...]
     unit: str = "s"
+    ending: Ending = NOTHING_MORE
 
     @property
     def num_ranks(self) -> int:
@@ -121,7 +158,7 @@ class Timeline:
 
     @cached_property
     def makespan(self) -> float:
-        """When the last compute has ended and the last message has arrived."""
+        """When everything is over and the last message has arrived."""
         return float(self.columns.ends.max(initial=0.0))
 
     @cached_property
@@ -153,10 +190,14 @@ class Timeline:
     def messages(self) -> Events:
         return self.columns.where(self.columns.is_message)
 
-    def computes_of(self, rank: int) -> Events:
-        """The computes of a rank, in order."""
-        first, last = np.searchsorted(self.computes.ranks, (rank, rank + 1)).tolist()
-        return self.computes.part(first, last)
+    @cached_property
+    def collectives(self) -> Events:
+        return self.columns.where(self.columns.is_collective)
+
+    @cached_property
+    def work(self) -> Events:
+        """The computes and updates."""
+        return self.columns.where(self.columns.is_work)
 
     @cached_property
     def phases(self) -> frozenset[Phase]:
@@ -168,8 +209,19 @@ class Timeline:
     def stages(self) -> tuple[Sequence[int], ...]:
         """The stages that each rank computes, ascending."""
         return tuple(
-            np.unique(self.computes_of(rank).instructions.stages).tolist() for rank in range(self.num_ranks)
+            np.unique(self.computes.of_rank(rank).instructions.stages).tolist()
+            for rank in range(self.num_ranks)
         )
+
+    @cached_property
+    def replicas(self) -> Mapping[int, Sequence[int]]:
+        """The ranks that compute each stage, in the order in which they take microbatches."""
+        computes = self.computes
+        cells = np.stack([computes.instructions.stages, computes.instructions.microbatches, computes.ranks])
+        ranks: dict[int, dict[int, None]] = {}
+        for stage, _, rank in np.unique(cells, axis=1).T.tolist():
+            ranks.setdefault(stage, {})[rank] = None
+        return {stage: list(found) for stage, found in ranks.items()}
 
     def _share_outside(self, *phases: Phase) -> float:
         computes = self.computes

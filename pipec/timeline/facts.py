@@ -1,7 +1,8 @@
 """A timeline as plain data for other programs: figures of merit, where time goes, and what happens when."""
 
-from pipec.timeline.attribution import RankTime, critical_path, rank_times, waits
+from pipec.timeline.attribution import critical_path, waits
 from pipec.timeline.events import Event, Timeline
+from pipec.timeline.rank_times import RankTime, rank_times
 
 MOST_EVENTS = 100_000
 """Events listed one by one; a step of more is told by its sums and its critical path."""
@@ -16,6 +17,7 @@ def timeline_facts(timeline: Timeline) -> dict[str, object]:
         "span": timeline.span,
         "bubble_rate": timeline.bubble_rate,
         "peak_in_flight": list(timeline.peak_in_flight),
+        "replicas": [timeline.replicas[stage] for stage in sorted(timeline.replicas)],
         "waits": [_rank_facts(rank, time) for rank, time in enumerate(rank_times(timeline, found))],
         "critical_path": [_event_facts(timeline.events[index]) for index in critical_path(timeline, found)],
         "num_events": len(timeline.events),
@@ -33,7 +35,7 @@ def _rank_facts(rank: int, time: RankTime) -> dict[str, object]:
         "own": time.own,
         "after": time.after,
         "for": [
-            {"rank": each.rank, "stage": each.stage, "payload": each.payload, "time": each.time}
+            {"rank": each.rank, "stage": each.stage, "what": each.what, "time": each.time}
             for each in time.waits
         ],
     }
@@ -46,6 +48,7 @@ def _event_facts(event: Event) -> dict[str, object]:
         "op": instruction.op,
         "stage": instruction.stage,
         "microbatch": instruction.microbatch,
+        **({"bucket": instruction.bucket} if instruction.bucket >= 0 else {}),
         "start": event.start,
         "end": event.end,
     }

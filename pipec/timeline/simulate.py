@@ -115,7 +115,7 @@ class _Step:
         self.sends = np.flatnonzero(self.events.ops == OP_CODE[Op.SEND])
         self.collectives = np.flatnonzero(self.events.is_collective)
         self.occupies_rank = self.is_compute | (self.events.ops == OP_CODE[Op.UPDATE])
-        self.meetings = _meetings(self.events, self.ranks, self.collectives)
+        self.meetings = meetings(self.events, self.ranks, self.collectives)
         self._lay_out()
 
     @property
@@ -145,8 +145,8 @@ class _Step:
         return np.where(before < first_of_rank[self.ranks[events]], -1, before)
 
 
-def _meetings(events: Instructions, ranks: Ints, collectives: Ints) -> Ints:
-    """For each of these events the number of its meeting: of several alike on a rank, the k-th meet."""
+def meetings(events: Instructions, ranks: Ints, collectives: Ints) -> Ints:
+    """For each of these collectives the number of its meeting: of several alike on a rank, the k-th meet."""
     numbers: dict[tuple[int, ...], int] = {}
     seen: dict[tuple[int, ...], int] = {}
     found = np.empty(collectives.size, np.int64)

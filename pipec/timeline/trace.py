@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pipec.errors import InputError
-from pipec.ir import Instruction, Op, Phase, Program
+from pipec.ir import NOTHING_MORE, Ending, Instruction, Kind, Op, Phase, Program
 from pipec.programs.memory import peak_in_flight
 from pipec.timeline.events import Event, Timeline
 
@@ -28,10 +28,13 @@ class Trace:
         return {**planned, "measured": self.typical()}
 
 
-def measured_timeline(programs: Sequence[Program], stamps: Mapping[int, Sequence[int]]) -> Timeline:
+def measured_timeline(
+    programs: Sequence[Program], stamps: Mapping[int, Sequence[int]], ending: Ending = NOTHING_MORE
+) -> Timeline:
     """The timeline of a step from three stamps per instruction: begun, inputs arrived, ended, in nanoseconds.
 
-    A compute lasts from the arrival of its inputs. A message is known to have arrived only when its reader
+    A compute, an update or a collective lasts from the arrival of its inputs; a collective until its rank
+    found it over. A message is known to have arrived only when its reader
     had it, and lasts until then; one that is read when the program is over lasts as long as its send.
     """
     start = min(min(times) for times in stamps.values())
@@ -52,7 +55,7 @@ def measured_timeline(programs: Sequence[Program], stamps: Mapping[int, Sequence
         for instruction, run in zip(program.instructions, runs[program.rank], strict=True)
         for event in _events(program.rank, instruction, run, arrivals)
     ]
-    return Timeline(tuple(events), tuple(map(peak_in_flight, programs)))
+    return Timeline(tuple(events), tuple(map(peak_in_flight, programs)), ending=ending)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,8 @@ def _triples(stamps: Sequence[int]) -> Iterator[Sequence[int]]:
 def _events(
     rank: int, instruction: Instruction, run: _Run, arrivals: Mapping[tuple[int, int, Phase | None], float]
 ) -> Iterator[Event]:
-    if instruction.op.phase:
+    kind = instruction.op.traits.kind
+    if kind in (Kind.COMPUTE, Kind.UPDATE, Kind.COLLECTIVE):
         yield Event(rank, instruction, run.arrived, run.ended)
     elif instruction.op is Op.SEND and (link := instruction.link):
         readers = [(link.target, instruction.microbatch, phase) for phase in link.payload.readers]

@@ -1,7 +1,8 @@
 """The only package that names private parts of torch. ``tests/test_torch_compat.py`` pins each of them.
 
-torch 2.11 to 2.13 are supported. ``front_ends`` traces a module, ``modules`` keeps it as it was meanwhile,
-``operators`` keeps some operators whole, and ``differentiation`` adds the backward.
+torch 2.11 to 2.13 are supported. ``front_ends`` traces a module, and ``guards`` tell later whether that would
+find the same. ``modules`` keeps the module as it was meanwhile, ``operators`` keeps some operators whole, and
+``differentiation`` adds the backward.
 """
 
 from torch._ops import HigherOrderOperator, OpOverload
@@ -16,34 +17,54 @@ from pipec.torch_compat.differentiation import (
     python_expression,
 )
 from pipec.torch_compat.front_ends import (
+    LOST_HOOK,
     Captured,
     capture_with_dynamo,
     capture_with_export,
-    fqn_of,
+    draws_with_numpy,
     model_raised,
     reason_of,
     user_frames,
 )
-from pipec.torch_compat.modules import DryRun, dry_run, leave_meta, quiet, unchanged
+from pipec.torch_compat.guards import Guards, Place, fqn_of
+from pipec.torch_compat.modules import (
+    DryRun,
+    dry_run,
+    global_hooks,
+    has_partial_backward_hook,
+    leave_meta,
+    module_hooks,
+    num_changes,
+    quiet,
+    unchanged,
+)
 from pipec.torch_compat.operators import bounded_ctc_losses, unvalidated_distributions, whole_interpolations
 
 __all__ = [
     "ASSERTIONS",
+    "LOST_HOOK",
     "Captured",
     "DryRun",
+    "Guards",
     "HigherOrderOperator",
     "JointGraph",
     "OpOverload",
+    "Place",
     "bounded_ctc_losses",
     "capture_with_dynamo",
     "capture_with_export",
     "depends_on_values",
     "differentiate",
+    "draws_with_numpy",
     "dry_run",
     "fqn_of",
+    "global_hooks",
     "has_gradient_hook",
+    "has_partial_backward_hook",
     "leave_meta",
     "model_raised",
+    "module_hooks",
+    "num_changes",
     "python_expression",
     "pytree",
     "quiet",

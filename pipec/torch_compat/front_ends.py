@@ -3,23 +3,28 @@
 import contextlib
 import logging
 import re
+import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch._dynamo
+from torch._dynamo import functional_export
 from torch._dynamo.exc import TorchRuntimeError, Unsupported
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+from torch._dynamo.side_effects import SideEffects
 from torch._library import autograd as _library_autograd
 from torch._subclasses.fake_tensor import (
     FakeTensor,
 )
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
+from pipec.torch_compat.guards import Guards, fqn_of
 from pipec.torch_compat.modules import no_output
 
 DYNAMO_CONFIG = {"automatic_dynamic_shapes": False, "assume_static_by_default": True, "allow_rnn": True}
@@ -33,17 +38,22 @@ GENERATED = "GeneratedBackwardFor_"
 """How torch.library begins the names of the autograd functions that it makes."""
 
 
+LOST_HOOK = "the hook that forward() registers on the gradient of a parameter would be lost"
+
+
 @dataclass(frozen=True)
 class Captured:
     """A forward graph, and the arguments to differentiate it with.
 
     ``changed_state`` names the Python objects that the forward would change, which tracing left as they were.
     Each is a path from the traced module, such as ``model.layers.0``; an attribute counts as its module.
+    ``guards`` are what Dynamo took for granted; ``torch.export`` does not tell.
     """
 
     module: torch.fx.GraphModule
     args: tuple[Any, ...]
     changed_state: tuple[str, ...] = ()
+    guards: Guards | None = None
 
 
 def capture_with_dynamo(
@@ -58,26 +68,66 @@ def capture_with_dynamo(
     known: set[Any] = torch._dynamo.config.ignore_logger_methods
     methods = {getattr(logging.Logger, name) for name in IGNORED_LOGGING if hasattr(logging.Logger, name)}
     config = DYNAMO_CONFIG | {"ignore_logger_methods": known | methods}
-    with warnings.catch_warnings(record=True) as caught, torch._dynamo.config.patch(config):
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        torch._dynamo.config.patch(config),
+        _keeping_guards(module) as guards,
+        _refuse_hooks_on_leaves(),
+    ):
         warnings.simplefilter("always")
         graph_module: torch.fx.GraphModule = dynamo_graph_capture_for_export(module)(*args)
-    return Captured(graph_module, args, _changed_state([str(warning.message) for warning in caught]))
+    changed = _changed_state([str(warning.message) for warning in caught])
+    return Captured(graph_module, args, changed, guards[0])
+
+
+@contextlib.contextmanager
+def _refuse_hooks_on_leaves() -> Iterator[None]:
+    """Refuse hooks that the forward registers on parameters. Dynamo would register them after the graph."""
+    register = SideEffects.register_hook
+
+    def refuse(self: SideEffects, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError(LOST_HOOK)
+
+    SideEffects.register_hook = refuse  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        SideEffects.register_hook = register  # type: ignore[method-assign]
+
+
+def draws_with_numpy(graph_module: torch.fx.GraphModule) -> bool:
+    """Whether a captured graph has torch's random operators in place of numpy's, whose seeds they ignore."""
+    functions = [getattr(node.target, "f", None) for node in graph_module.graph.nodes]
+    return any(getattr(function, "__module__", None) == "torch._numpy.random" for function in functions)
+
+
+@contextlib.contextmanager
+def _keeping_guards(module: torch.nn.Module) -> Iterator[list[Guards | None]]:
+    """Build the guards of what is captured meanwhile, which Dynamo's front end for export drops.
+
+    There are none where the batch was to be symbolic and the module made a constant of it.
+    """
+    capture, kept = functional_export.fullgraph_capture, list[Guards | None]()
+
+    def captured(*args: Any, **kwargs: Any) -> Any:
+        found = capture(*args, **kwargs)
+        try:
+            kept.append(Guards(found, module))
+        except ConstraintViolationError:
+            kept.append(None)
+        return found
+
+    functional_export.fullgraph_capture = captured
+    try:
+        yield kept
+    finally:
+        functional_export.fullgraph_capture = capture
 
 
 def _changed_state(messages: Sequence[str]) -> tuple[str, ...]:
     """The objects below the traced module that Dynamo's warning about side effects names."""
     listed = "".join(message for message in messages if "side effects" in message)
     return tuple(fqn_of(source) for source in re.findall(r"\"(L\['self'\]\..*?)\"", listed))
-
-
-def fqn_of(source: str) -> str:
-    """``L['self']._modules['model'].h[0]`` and ``getattr(L['self'].model.h, '0')`` as ``model.h.0``."""
-    dotted, changed = source, 1
-    while changed:
-        dotted, changed = re.subn(r"getattr\(([^()]*), '(.*?)'\)", r"\1.\2", dotted)
-    dotted = re.sub(r"\._modules\b", "", dotted)
-    dotted = re.sub(r"\[['\"]?(.*?)['\"]?\]", r".\1", dotted)
-    return dotted.removeprefix("L.self").removeprefix(".")
 
 
 def capture_with_export(
@@ -118,7 +168,9 @@ def _buffer_hooks_removed() -> Iterator[None]:
 @contextlib.contextmanager
 def _refuse_custom_backwards() -> Iterator[None]:
     function, tensor = torch.autograd.Function, torch.Tensor
-    apply, register_hook = function.__dict__["apply"], tensor.register_hook  # not bound to the base class
+    apply = function.__dict__["apply"]  # not bound to the base class
+    grad_fn: Any = torch._C.TensorBase.grad_fn
+    hooks = {name: getattr(tensor, name) for name in ("register_hook", "register_post_accumulate_grad_hook")}
 
     def refuse_function(cls: type, *args: Any, **kwargs: Any) -> Any:
         if _is_of_an_operator(cls):
@@ -128,13 +180,25 @@ def _refuse_custom_backwards() -> Iterator[None]:
     def refuse_hook(self: torch.Tensor, hook: Any) -> Any:
         raise TypeError("the hook registered on a gradient with Tensor.register_hook would be lost")
 
+    def refuse_node(self: torch.Tensor) -> Any:
+        if not sys._getframe(1).f_code.co_filename.startswith(_TORCH):
+            raise TypeError("what forward() does with grad_fn, a node of autograd's own graph, would be lost")
+        return grad_fn.__get__(self)
+
     function.apply = classmethod(refuse_function)  # type: ignore[method-assign,assignment]
-    tensor.register_hook = refuse_hook  # type: ignore[method-assign]
+    tensor.grad_fn = property(refuse_node)  # type: ignore[assignment]
+    for name in hooks:
+        setattr(tensor, name, refuse_hook)
     try:
         yield
     finally:
         function.apply = apply  # type: ignore[method-assign]
-        tensor.register_hook = register_hook  # type: ignore[method-assign]
+        del tensor.grad_fn
+        for name, hook in hooks.items():
+            setattr(tensor, name, hook)
+
+
+_TORCH = str(Path(torch.__file__).parent)
 
 
 def _is_of_an_operator(function: type) -> bool:

@@ -3,8 +3,10 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from pipec.timeline.attribution import RankTime, critical_path, rank_times, waits
-from pipec.timeline.events import Timeline
+from pipec.ir import Payload
+from pipec.timeline.attribution import critical_path, path_times, waits
+from pipec.timeline.events import Event, Timeline
+from pipec.timeline.rank_times import Awaited, RankTime, rank_times
 from pipec.viz.labels import duration
 
 _MOST_PARTS = 3
@@ -21,7 +23,7 @@ def causes(timeline: Timeline) -> list[str]:
     found = waits(timeline)
     times = rank_times(timeline, found)
     longest = max(range(len(times)), key=lambda rank: times[rank].waiting + times[rank].own)
-    waited = _told(timeline, _waited(times[longest]))
+    waited = _told(timeline, _waited(longest, times[longest]))
     path = _told(timeline, _critical(timeline, critical_path(timeline, found)))
     return [
         f"longest wait: rank {longest}, {waited}" if waited else "longest wait: none",
@@ -33,20 +35,32 @@ _Parts = Mapping[str, float]
 """Times by what they are spent on."""
 
 
-def _waited(time: RankTime) -> _Parts:
+def _waited(rank: int, time: RankTime) -> _Parts:
     parts: dict[str, float] = defaultdict(float)
     for wait in time.waits:
-        parts[f"for rank {wait.rank}'s {wait.payload.replace('_', ' ')}s"] += wait.time
+        parts[_reason(rank, wait)] += wait.time
     parts["with all it needs there"] = time.own
     return parts
 
 
+def _reason(rank: int, wait: Awaited) -> str:
+    if isinstance(wait.what, Payload):
+        return f"for rank {wait.rank}'s {wait.what.replace('_', ' ')}s"
+    return f"in {wait.what}" if wait.rank == rank else f"until rank {wait.rank} came to {wait.what}"
+
+
 def _critical(timeline: Timeline, path: Sequence[int]) -> _Parts:
     parts: dict[str, float] = defaultdict(float)
-    for event in map(timeline.events.__getitem__, path):
-        parts[f"on rank {event.rank}" if event.is_compute else "in messages"] += event.end - event.start
+    for index, time in zip(path, path_times(timeline, path), strict=True):
+        parts[_place(timeline.events[index])] += time
     parts["idle"] = timeline.makespan - sum(parts.values())
     return parts
+
+
+def _place(event: Event) -> str:
+    if event.is_work:
+        return f"on rank {event.rank}"
+    return "in collectives" if event.is_collective else "in messages"
 
 
 def _told(timeline: Timeline, parts: _Parts) -> str:

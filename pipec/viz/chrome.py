@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pipec.timeline.attribution import Curve, memory_over_time, readers, waits
 from pipec.timeline.events import Event, Timeline
 from pipec.viz.checks import check_timelines
-from pipec.viz.labels import NAMES, cell_labels
+from pipec.viz.labels import NAMES, carried, cell_labels, collective_rows, lane_name, members
 
 _NANOSECONDS = {"s": 1e9}
 _NANOSECONDS_OF_A_UNIT = 1e6
@@ -20,8 +20,9 @@ _NANOSECONDS_OF_A_UNIT = 1e6
 def chrome_trace(
     timelines: Mapping[str, Timeline], memory: Mapping[str, Sequence[Curve]] | None = None
 ) -> str:
-    """The JSON text: a process per timeline under its name, a track per rank, a slice per compute.
+    """The JSON text: a process per timeline under its name, a track per rank, a slice per compute and update.
 
+    Below the track of a rank is one for its collectives, or several if some of them overlap.
     An arrow leads from the compute before a send to the compute that reads the message. A message that is
     read after the step, a result or the gradient of a borrowed weight, has no arrow. Counters show how many
     microbatches are in flight on each rank, and its bytes where ``memory[name][rank]`` gives them.
@@ -48,6 +49,7 @@ class _Process:
         self._memory = memory
         self._number = number
         self._waits = waits(timeline)
+        self._rows = collective_rows(timeline.collectives)
         self._nanoseconds = _NANOSECONDS.get(timeline.unit, _NANOSECONDS_OF_A_UNIT)
 
     def events(self) -> Iterator[dict[str, object]]:
@@ -59,27 +61,55 @@ class _Process:
     def _names(self) -> Iterator[dict[str, object]]:
         yield self._event("M", "process_name", args={"name": self._name})
         yield self._event("M", "process_sort_index", args={"sort_index": self._number})
-        for rank in range(self._timeline.num_ranks):
-            yield self._event("M", "thread_name", rank, args={"name": f"rank {rank}"})
-            yield self._event("M", "thread_sort_index", rank, args={"sort_index": rank})
+        num_ranks, num_rows = self._timeline.num_ranks, 1 + max(self._rows, default=-1)
+        for rank in range(num_ranks):
+            name = lane_name(self._timeline, rank)
+            yield from self._track(rank, name, rank * (1 + num_rows))
+        for rank, row in sorted({*zip(self._timeline.collectives.ranks.tolist(), self._rows, strict=True)}):
+            name = f"rank {rank}, collectives"
+            yield from self._track(self._row(rank, row), name, rank * (1 + num_rows) + 1 + row)
+
+    def _track(self, number: int, name: str, order: int) -> Iterator[dict[str, object]]:
+        yield self._event("M", "thread_name", number, args={"name": name})
+        yield self._event("M", "thread_sort_index", number, args={"sort_index": order})
+
+    def _row(self, rank: int, row: int) -> int:
+        """The track of the collectives of a rank. Those that overlap need several."""
+        return (1 + row) * self._timeline.num_ranks + rank
 
     def _slices(self) -> Iterator[dict[str, object]]:
         label = cell_labels(self._timeline)
-        idle, awaited = self._waits.idle.tolist(), self._waits.messages.tolist()
+        idle, awaited = self._waits.idle.tolist(), self._waits.awaited.tolist()
+        rows = iter(self._rows)
         for index, event in enumerate(self._timeline.events):
-            if event.is_compute:
-                start, end = self._time(event.start), self._time(event.end)
+            if event.is_work:
                 args = {**_identity(event), **self._waited(idle[index], awaited[index])}
-                times = {"ts": start / 1000, "dur": (end - start) / 1000}
-                yield self._event("X", label(event), event.rank, cat=args["phase"], **times, args=args)
+                yield self._slice(label(event), event, event.rank, args)
+            elif event.is_collective:
+                args = {
+                    "phase": NAMES[event.instruction.op],
+                    "carries": carried(self._timeline, event),
+                    "ranks": " ".join(map(str, members(self._timeline, event))),
+                }
+                yield self._slice(label(event), event, self._row(event.rank, next(rows)), args)
+
+    def _slice(self, name: str, event: Event, track: int, args: Mapping[str, object]) -> dict[str, object]:
+        start, end = self._time(event.start), self._time(event.end)
+        times = {"ts": start / 1000, "dur": (end - start) / 1000}
+        return self._event("X", name, track, cat=args["phase"], **times, args=args)
 
     def _waited(self, idle: float, awaited: int) -> dict[str, object]:
         if not idle:
             return {}
         waited: dict[str, object] = {"waited_us": self._time(idle) / 1000}
         if awaited >= 0:
-            message = self._timeline.events[awaited]
-            waited["waited_for"] = f"{_payload(message)} from rank {message.rank}"
+            event = self._timeline.events[awaited]
+            last = self._timeline.events[int(self._waits.last[awaited])]
+            waited["waited_for"] = (
+                f"{NAMES[event.instruction.op]}, to which rank {last.rank} came last"
+                if event.is_collective
+                else f"{_payload(event)} from rank {event.rank}"
+            )
         return waited
 
     def _flows(self) -> Iterator[dict[str, object]]:
@@ -116,13 +146,9 @@ class _Process:
 
 
 def _identity(event: Event) -> dict[str, object]:
-    phase = event.instruction.op.phase
-    assert phase
-    return {
-        "phase": NAMES[phase],
-        "stage": event.instruction.stage,
-        "microbatch": event.instruction.microbatch,
-    }
+    instruction = event.instruction
+    identity: dict[str, object] = {"phase": NAMES[instruction.op], "stage": instruction.stage}
+    return identity | ({"microbatch": instruction.microbatch} if event.is_compute else {})
 
 
 def _payload(message: Event) -> str:

@@ -26,7 +26,7 @@ def write_timelines(
     timelines, and the ``memory`` of each rank. ``.svg`` and ``.txt`` show the last timeline alone.
 
     Raises:
-        InputError: the path has another ending; nothing is written.
+        InputError: the path has another ending, or cannot be written.
     """
     check_suffix(path)
     match path.suffix:
@@ -38,8 +38,11 @@ def write_timelines(
             drawn = timeline_svg([*timelines.values()][-1], title)
         case _:
             drawn = timeline_text([*timelines.values()][-1], title)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(drawn, encoding="utf-8")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(drawn, encoding="utf-8")
+    except (OSError, ValueError) as error:  # ValueError for a name that no file can have
+        raise InputError(f"{path} cannot be written: {error}") from error
 
 
 def check_suffix(path: Path) -> None:

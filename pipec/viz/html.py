@@ -7,18 +7,30 @@ the critical path are worked out here. The page only draws, and looks up what is
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
 
-from pipec.ir import Payload, Phase
-from pipec.ir.text import PHASE_LETTERS
-from pipec.timeline.attribution import Curve, critical_path, memory_over_time, waits
+import numpy as np
+
+from pipec.ir import Payload
+from pipec.timeline.attribution import Attribution, Curve, critical_path, memory_over_time, waits
 from pipec.timeline.events import Event, Timeline
 from pipec.viz.checks import check_timelines
-from pipec.viz.labels import NAMES, chunks, summary
+from pipec.viz.labels import (
+    COLLECTIVES,
+    LETTERS,
+    WORK,
+    carried,
+    chunks,
+    collective_rows,
+    lane_name,
+    members,
+    replica,
+    summary,
+)
 
-_PHASES = tuple(NAMES)
+_PHASES, _COLLECTIVES = tuple(WORK), tuple(COLLECTIVES)
 _PAYLOADS = tuple(Payload)
 
 _FILES = ("style.css", "timeline.js", "words.js", "drawing.js", "pointing.js")
@@ -48,7 +60,8 @@ def timeline_html(
     rounded = _rounding(max(timeline.makespan for timeline in timelines.values()))
     data = {
         "unit": next(iter(timelines.values())).unit,
-        "phases": [{"key": phase, "name": NAMES[phase], "letter": PHASE_LETTERS[phase]} for phase in _PHASES],
+        "phases": [{"key": op, "name": WORK[op], "letter": LETTERS[op]} for op in _PHASES],
+        "ops": [{"key": op, "name": COLLECTIVES[op], "letter": LETTERS[op]} for op in _COLLECTIVES],
         "payloads": [payload.replace("_", " ") for payload in _PAYLOADS],
         "timelines": [
             _timeline_data(name, timeline, memory.get(name, ()), rounded)
@@ -84,32 +97,42 @@ def _rounding(longest: float) -> _Round:
 def _timeline_data(
     name: str, timeline: Timeline, memory: Sequence[Curve], rounded: _Round
 ) -> dict[str, object]:
-    """The timeline as columns of numbers. Computes and messages are numbered apart, in the order of events.
+    """The timeline as columns of numbers.
 
-    ``cause`` is the number of the message that a compute waited for, ``maker`` that of the compute before a
-    message; -1 stands for none.
+    Computes and updates are numbered together, messages and collectives apart, each in the order of events.
+    ``cause`` is the number of the message that a compute waited for, ``meeting`` that of the collective, and
+    ``maker`` that of the compute before a message; -1 stands for none.
     """
-    found = waits(timeline)
+    found, events = waits(timeline), timeline.columns
+    kinds = {"computes": events.is_work, "messages": events.is_message, "collectives": events.is_collective}
+    places = {kind: np.append(np.where(mask, np.cumsum(mask) - 1, -1), -1) for kind, mask in kinds.items()}
     path = critical_path(timeline, found)
-    is_compute = timeline.columns.is_compute.tolist()
-    place = [*_places(is_compute), -1]
+
+    def numbers(kind: str, indices: Iterable[int]) -> list[int]:
+        """The numbers of these events among those of a kind, -1 for others."""
+        chosen: list[int] = places[kind][list(indices)].tolist()
+        return chosen
+
+    awaited = found.awaited[events.is_work].tolist()
     return {
         "name": name,
         "summary": summary(timeline),
         "makespan": rounded(timeline.makespan),
         "peaks": timeline.peak_in_flight,
+        "names": [lane_name(timeline, rank) for rank in range(timeline.num_ranks)],
+        "replicas": [replica(timeline, rank) for rank in range(timeline.num_ranks)],
+        "groups": _groups(timeline),
         "computes": {
-            **_compute_columns(tuple(timeline.computes), chunks(timeline), rounded),
-            "cause": [place[index] for index in found.messages[timeline.columns.is_compute].tolist()],
+            **_compute_columns(tuple(timeline.work), chunks(timeline), rounded),
+            "cause": numbers("messages", awaited),
+            "meeting": numbers("collectives", awaited),
         },
         "messages": {
             **_message_columns(tuple(timeline.messages), rounded),
-            "maker": [place[index] for index in found.previous[~timeline.columns.is_compute].tolist()],
+            "maker": numbers("computes", found.previous[events.is_message].tolist()),
         },
-        "critical": {
-            "computes": [place[index] for index in path if is_compute[index]],
-            "messages": [place[index] for index in path if not is_compute[index]],
-        },
+        "collectives": _collective_columns(timeline, found, rounded),
+        "critical": {kind: [number for number in numbers(kind, path) if number >= 0] for kind in kinds},
         "curves": {
             "inFlight": [_curve_columns(curve, rounded) for curve in memory_over_time(timeline)],
             **({"memory": [_curve_columns(curve, rounded) for curve in memory]} if memory else {}),
@@ -117,12 +140,12 @@ def _timeline_data(
     }
 
 
-def _places(is_compute: Iterable[bool]) -> Iterator[int]:
-    """The number of each event among its kind: two computes and a message have 0, 1 and 0."""
-    count = {True: 0, False: 0}
-    for kind in is_compute:
-        yield count[kind]
-        count[kind] += 1
+def _groups(timeline: Timeline) -> list[int]:
+    """The group that each rank is drawn with: where stages have replicas, the ranks of the same stages."""
+    if all(len(ranks) == 1 for ranks in timeline.replicas.values()):
+        return [0] * timeline.num_ranks
+    numbers: dict[tuple[int, ...], int] = {}
+    return [numbers.setdefault(tuple(stages), len(numbers)) for stages in timeline.stages]
 
 
 def _compute_columns(
@@ -130,17 +153,41 @@ def _compute_columns(
 ) -> dict[str, object]:
     return {
         "rank": [event.rank for event in computes],
-        "phase": [_PHASES.index(_phase(event)) for event in computes],
+        "phase": [_PHASES.index(event.instruction.op) for event in computes],
         "stage": [event.instruction.stage for event in computes],
-        "chunk": [chunk_of[event.instruction.stage] for event in computes],
+        "chunk": [chunk_of.get(event.instruction.stage, 0) for event in computes],
         "microbatch": [event.instruction.microbatch for event in computes],
         **_times(computes, rounded),
     }
 
 
-def _phase(event: Event) -> Phase:
-    assert event.instruction.op.phase
-    return event.instruction.op.phase
+def _collective_columns(timeline: Timeline, found: Attribution, rounded: _Round) -> dict[str, object]:
+    """Collectives as columns: ``last`` is the number of the same on the rank that came last.
+
+    ``came`` is when the rank of each was free to come, and ``words`` an index into ``told``. Those of a rank
+    that overlap are drawn in different rows: ``row``.
+    """
+    is_collective = timeline.columns.is_collective
+    numbers = np.cumsum(is_collective) - 1
+    came = np.append(timeline.columns.ends, 0.0)[found.previous[is_collective]]
+    events = tuple(timeline.collectives)
+    told: dict[str, int] = {}
+
+    def words(event: Event) -> int:
+        ranks = ", ".join(map(str, members(timeline, event)))
+        return told.setdefault(f"{carried(timeline, event)}\nbetween ranks {ranks}", len(told))
+
+    return {
+        "rank": [event.rank for event in events],
+        "op": [_COLLECTIVES.index(event.instruction.op) for event in events],
+        "bucket": [event.instruction.bucket for event in events],
+        "last": numbers[found.last[is_collective]].tolist(),
+        "came": [rounded(time) for time in came.tolist()],
+        "row": collective_rows(timeline.collectives),
+        "words": [words(event) for event in events],
+        "told": list(told),
+        **_times(events, rounded),
+    }
 
 
 def _message_columns(messages: Sequence[Event], rounded: _Round) -> dict[str, object]:

@@ -1,24 +1,100 @@
 """The words and numbers that every picture of a timeline shares."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
-from pipec.ir import Phase
-from pipec.ir.text import PHASE_LETTERS, format_seconds
-from pipec.timeline.events import Event, Timeline
+from pipec.ir import Op
+from pipec.ir.columns import OPS
+from pipec.ir.text import PHASE_LETTERS, format_bytes, format_seconds, value_bytes
+from pipec.timeline.events import Event, Events, Timeline
 
-NAMES: Mapping[Phase, str] = {
-    Phase.FORWARD: "forward",
-    Phase.RECOMPUTE: "recompute",
-    Phase.BACKWARD: "backward",
-    Phase.BACKWARD_INPUT: "input gradient",
-    Phase.BACKWARD_WEIGHT: "weight gradient",
+WORK: Mapping[Op, str] = {
+    Op.FORWARD: "forward",
+    Op.RECOMPUTE: "recompute",
+    Op.BACKWARD: "backward",
+    Op.BACKWARD_INPUT: "input gradient",
+    Op.BACKWARD_WEIGHT: "weight gradient",
+    Op.UPDATE: "update",
+}
+"""What occupies a rank, by the names that readers see."""
+
+COLLECTIVES: Mapping[Op, str] = {
+    Op.REDUCE_GRAD: "sum of gradients",
+    Op.AVERAGE_BUFFERS: "average of buffers",
+    Op.NORM: "norm of gradients",
+    Op.UNSHARD: "gathering of parameters",
 }
 
+NAMES = {**WORK, **COLLECTIVES}
 
-def phases(timeline: Timeline) -> list[Phase]:
-    """The phases that run, in the order of ``NAMES``."""
-    return [phase for phase in NAMES if phase in timeline.phases]
+LETTERS: Mapping[Op, str] = {
+    **{Op(phase): letter for phase, letter in PHASE_LETTERS.items()},
+    Op.UPDATE: "U",
+    Op.REDUCE_GRAD: "Σ",
+    Op.AVERAGE_BUFFERS: "A",
+    Op.NORM: "N",
+    Op.UNSHARD: "G",
+}
+"""What the labels of cells begin with."""
+
+_MOST_NAMES = 2
+"""Parameters of a bucket that are named. Of more, the first is named and the others are counted."""
+
+
+def ops(events: Events) -> list[Op]:
+    """What happens, in the order of ``NAMES``."""
+    found = {OPS[code] for code in set(events.instructions.ops.tolist())}
+    return [op for op in NAMES if op in found]
+
+
+def lane_name(timeline: Timeline, rank: int) -> str:
+    """``rank 3``, or ``rank 3, stage 1, 2 of 2`` if any stage of the step has replicas."""
+    if not timeline.stages[rank] or max(map(len, timeline.replicas.values())) == 1:
+        return f"rank {rank}"
+    held, place = timeline.stages[rank], replica(timeline, rank)
+    stages = f"stage {held[0]}" if len(held) == 1 else f"stages {' '.join(map(str, held))}"
+    return ", ".join(filter(None, [f"rank {rank}", stages, place]))
+
+
+def replica(timeline: Timeline, rank: int) -> str:
+    """``2 of 3`` for the second of the three ranks that share the stages of this one; else nothing."""
+    ranks = timeline.replicas[timeline.stages[rank][0]] if timeline.stages[rank] else ()
+    return f"{ranks.index(rank) + 1} of {len(ranks)}" if len(ranks) > 1 else ""
+
+
+def collective_rows(events: Events) -> list[int]:
+    """The row in which each of these collectives is shown: those of a rank that overlap are in several."""
+    ends: dict[tuple[int, int], float] = {}
+    rows = []
+    columns = (events.ranks.tolist(), events.starts.tolist(), events.ends.tolist())
+    for rank, start, end in zip(*columns, strict=True):
+        row = 0
+        while ends.get((rank, row), start) > start:
+            row += 1
+        ends[rank, row] = end
+        rows.append(row)
+    return rows
+
+
+def carried(timeline: Timeline, event: Event) -> str:
+    """What a collective carries: ``bucket 0 of stage 1, 1.2 MB: h.0.weight and 5 others``."""
+    instruction = event.instruction
+    stage = f"stage {instruction.stage}" if instruction.stage >= 0 else "all stages"
+    if not 0 <= instruction.bucket < len(timeline.ending.buckets):
+        return f"bucket {instruction.bucket} of {stage}" if instruction.bucket >= 0 else f"{stage}"
+    bucket = timeline.ending.buckets[instruction.bucket]
+    travels_as = timeline.ending.gradient_dtype if instruction.op is Op.REDUCE_GRAD else ""
+    values = [replace(value, dtype=travels_as or value.dtype) for value in bucket.parameters]
+    names, num_bytes = bucket.names, sum(value_bytes(value, 1) for value in values)
+    told = " and ".join(names) if len(names) <= _MOST_NAMES else f"{names[0]} and {len(names) - 1} others"
+    size = f"{format_bytes(num_bytes)} as {travels_as}" if travels_as else format_bytes(num_bytes)
+    return f"bucket {instruction.bucket} of {stage}, {size}: {told}"
+
+
+def members(timeline: Timeline, event: Event) -> Sequence[int]:
+    """The ranks of a collective."""
+    return timeline.replicas.get(event.instruction.stage, range(timeline.num_ranks))
 
 
 def chunks(timeline: Timeline) -> dict[int, int]:
@@ -27,7 +103,7 @@ def chunks(timeline: Timeline) -> dict[int, int]:
 
 
 def cell_labels(timeline: Timeline) -> Callable[[Event], str]:
-    """How computes are labelled: ``F3`` is the forward of microbatch 3.
+    """How cells are labelled: ``F3`` is the forward of microbatch 3, ``U`` an update, ``Σ2`` sums bucket 2.
 
     If ranks hold several stages, ``Fb3`` is the forward of the second stage of its rank.
     """
@@ -36,9 +112,9 @@ def cell_labels(timeline: Timeline) -> Callable[[Event], str]:
 
     def label(event: Event) -> str:
         instruction = event.instruction
-        assert instruction.op.phase
-        chunk = chr(ord("a") + chunk_of[instruction.stage] % 26) if several else ""
-        return f"{PHASE_LETTERS[instruction.op.phase]}{chunk}{instruction.microbatch}"
+        chunk = chr(ord("a") + chunk_of[instruction.stage] % 26) if several and event.is_work else ""
+        number = instruction.bucket if event.is_collective else instruction.microbatch
+        return f"{LETTERS[instruction.op]}{chunk}{number if number >= 0 else ''}"
 
     return label
 

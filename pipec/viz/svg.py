@@ -1,23 +1,36 @@
 """A timeline as a self-contained SVG: a lane per rank, a box per compute, thin arrows for messages.
 
+Collectives have a narrow band below the lane of their rank. Replicas of a stage stand together.
+
 The picture is a card with its own background, light or dark as the viewer prefers. Computes too short to see
 are drawn together, one box for each phase in a run of them. This bounds the size of the file.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from xml.sax.saxutils import escape
 
-from pipec.ir import Payload, Phase
-from pipec.timeline.events import Event, Timeline
-from pipec.viz.labels import NAMES, cell_labels, chunks, phases, summary, time_axis
+from pipec.ir import Op, Payload
+from pipec.timeline.events import Event, Events, Timeline
+from pipec.viz.labels import (
+    NAMES,
+    carried,
+    cell_labels,
+    chunks,
+    collective_rows,
+    lane_name,
+    ops,
+    summary,
+    time_axis,
+)
 
 _STYLE = """
 svg { font-family: ui-sans-serif, system-ui, "Segoe UI", "Helvetica Neue", Arial, sans-serif; }
 text { fill: #57606a; font-size: 11px; }
 .title { fill: #1f2328; font-size: 15px; font-weight: 600; }
 .box { fill: #1f2328; font-size: 10.5px; text-anchor: middle; }
+.small { fill: #1f2328; font-size: 9px; text-anchor: middle; }
 .right { text-anchor: end; }
 .middle { text-anchor: middle; }
 .card { fill: #ffffff; stroke: #d0d7de; }
@@ -28,6 +41,11 @@ text { fill: #57606a; font-size: 11px; }
 .backward { fill: #f5b26b; }
 .backward_input { fill: #f5b26b; }
 .backward_weight { fill: #8fd0a4; }
+.update { fill: #f2d45c; }
+.reduce_grad { fill: #e39bb6; }
+.average_buffers { fill: #a9c48f; }
+.norm { fill: #b9b0a2; }
+.unshard { fill: #7fc4c4; }
 .message { fill: none; stroke-width: 1; }
 .activation { stroke: #2f6fc4; }
 .gradient { stroke: #b8650f; }
@@ -46,8 +64,8 @@ text { fill: #57606a; font-size: 11px; }
 }
 """
 
-_LEFT, _RIGHT, _TOP, _BOTTOM = 88, 72, 72, 64
-"""Margins around the lanes, in pixels."""
+_LEFT, _RIGHT, _TOP, _BOTTOM = 38, 72, 72, 64
+"""Margins around the lanes, in pixels, without the names of the lanes."""
 
 _CELL_WIDTH = 26
 """The shortest compute is so many pixels wide, unless the lanes would then leave ``_WIDTHS``."""
@@ -59,19 +77,28 @@ _LEAST_WIDTH = 3.0
 
 _MOST_BOXES = 20_000
 _MOST_ARROWS = 2_000
+_BAND = 0.5
+"""The height of the band for collectives, as a share of the lane's."""
+
 _SIDESTEP = 2.0
 """Arrows of activations are drawn so many pixels to the left, those of gradients to the right."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where times and ranks are on the page, in pixels."""
+    """Where times and ranks are on the page, in pixels.
+
+    The lanes begin at ``left``, and that of a rank is below ``tops[rank]``. Each has a ``band`` below it for
+    the collectives of its rank; it is 0 where there are none.
+    """
 
     scale: float
     width: float
+    left: float
     lane: float
-    pitch: float
-    num_ranks: int
+    gap: float
+    band: float
+    tops: Sequence[float]
 
     @staticmethod
     def of(timeline: Timeline) -> "_Layout":
@@ -84,17 +111,32 @@ class _Layout:
             for most, *sizes in ((16, 26, 14), (64, 16, 8), (float("inf"), 5, 1))
             if timeline.num_ranks <= most
         )
-        return _Layout(width / (timeline.makespan or 1.0), width, lane, lane + gap, timeline.num_ranks)
+        band = lane * _BAND if len(timeline.collectives) else 0.0
+        tops = [float(_TOP)]
+        for before, stages in pairwise(timeline.stages):
+            is_apart = before != stages and _has_replicas(timeline)
+            tops.append(tops[-1] + lane + band + gap * (1.7 if is_apart else 1.0))
+        longest = max(len(lane_name(timeline, rank)) for rank in range(timeline.num_ranks))
+        left = _LEFT + max(50.0, _CHARACTER_WIDTH * 0.9 * longest)
+        return _Layout(width / (timeline.makespan or 1.0), width, left, lane, gap, band, tops)
 
     def x(self, time: float) -> float:
-        return _LEFT + time * self.scale
+        return self.left + time * self.scale
 
     def y(self, rank: int) -> float:
-        return _TOP + rank * self.pitch
+        return self.tops[rank]
+
+    @property
+    def pitch(self) -> float:
+        return self.lane + self.band + self.gap
 
     @property
     def bottom(self) -> float:
-        return self.y(self.num_ranks - 1) + self.lane
+        return self.tops[-1] + self.lane + self.band
+
+
+def _has_replicas(timeline: Timeline) -> bool:
+    return any(len(ranks) > 1 for ranks in timeline.replicas.values())
 
 
 def timeline_svg(timeline: Timeline, title: str = "") -> str:
@@ -107,6 +149,7 @@ def timeline_svg(timeline: Timeline, title: str = "") -> str:
         *_lanes(timeline, layout),
         *(_arrow(message, layout) for message in messages),
         *_boxes(timeline, layout),
+        *_collectives(timeline, layout),
         *_legend(timeline, dict.fromkeys(map(_kind, messages)), layout),
         "</svg>",
     ]
@@ -114,7 +157,7 @@ def timeline_svg(timeline: Timeline, title: str = "") -> str:
 
 
 def _card(layout: _Layout, title: str, figures: str) -> Iterator[str]:
-    width, height = _LEFT + layout.width + _RIGHT, layout.bottom + _BOTTOM
+    width, height = layout.left + layout.width + _RIGHT, layout.bottom + _BOTTOM
     shown = "".join(filter(str.isprintable, title))
     yield (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_px(width)}" height="{_px(height)}" '
@@ -135,7 +178,7 @@ def _head(name: str) -> str:
 
 def _axis(timeline: Timeline, layout: _Layout) -> Iterator[str]:
     unit, ticks = time_axis(timeline, most=12)
-    yield _text(_LEFT - 10, layout.bottom + 20, f"time, {unit}", "right")
+    yield _text(layout.left - 10, layout.bottom + 20, f"time, {unit}", "right")
     for time, text in ticks:
         x = layout.x(time)
         yield f'<path class="grid" d="M{_px(x)} {_px(_TOP - 4)}V{_px(layout.bottom + 6)}"/>'
@@ -144,19 +187,19 @@ def _axis(timeline: Timeline, layout: _Layout) -> Iterator[str]:
 
 def _lanes(timeline: Timeline, layout: _Layout) -> Iterator[str]:
     named = max(1, round(14 / layout.pitch))
-    yield _text(_LEFT + layout.width + 10, _TOP - 9, "in flight")
+    yield _text(layout.left + layout.width + 10, _TOP - 9, "in flight")
     for rank, peak in enumerate(timeline.peak_in_flight):
-        yield _rect(_LEFT, layout.y(rank), layout.width, layout.lane, "lane")
+        yield _rect(layout.left, layout.y(rank), layout.width, layout.lane, "lane")
         if rank % named == 0:
             baseline = layout.y(rank) + layout.lane / 2 + 4
-            yield _text(_LEFT - 10, baseline, f"rank {rank}", "right")
-            yield _text(_LEFT + layout.width + 10, baseline, str(peak))
+            yield _text(layout.left - 10, baseline, lane_name(timeline, rank), "right")
+            yield _text(layout.left + layout.width + 10, baseline, str(peak))
 
 
 def _messages(timeline: Timeline, layout: _Layout) -> list[Event]:
     """The messages of microbatches, or none where arrows would only blur the picture."""
     messages = timeline.messages.where(timeline.messages.instructions.microbatches >= 0)
-    return list(messages) if len(messages) <= _MOST_ARROWS and layout.pitch - layout.lane > 4 else []
+    return list(messages) if len(messages) <= _MOST_ARROWS and layout.gap > 4 else []
 
 
 def _arrow(message: Event, layout: _Layout) -> str:
@@ -177,11 +220,11 @@ def _kind(event: Event) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Box:
-    """What a lane shows as one: a compute, or all computes of a phase in a run of short ones."""
+    """What a lane shows as one: a compute or update, or all of an op in a run of short ones."""
 
     start: float
     end: float
-    phase: Phase
+    op: Op
     stage: int
     label: str = ""
 
@@ -189,31 +232,38 @@ class _Box:
 def _boxes(timeline: Timeline, layout: _Layout) -> Iterator[str]:
     label, chunk_of = _fitting_labels(timeline, layout), chunks(timeline)
     last_chunk = max(chunk_of.values(), default=0)
-    most_runs = _MOST_BOXES / max(len(phases(timeline)), 1)
-    least = max(_LEAST_WIDTH, timeline.num_ranks * layout.width / most_runs) / layout.scale
-    for rank, events in groupby(timeline.computes, key=lambda event: event.rank):
+    least = _least_width(timeline, timeline.work, layout)
+    for rank, events in groupby(timeline.work, key=lambda event: event.rank):
         for run in _runs(events, least):
             for box in _drawn_together(run) if len(run) > 1 else [_single(run[0], label(run[0]))]:
                 shade = 1 - 0.45 * chunk_of[box.stage] / last_chunk if last_chunk else 1.0
                 yield from _box(layout, rank, box, shade)
 
 
+def _least_width(timeline: Timeline, events: Events, layout: _Layout) -> float:
+    """The time below which these events are drawn together with their neighbours."""
+    most_runs = _MOST_BOXES / max(len(ops(events)), 1)
+    return max(_LEAST_WIDTH, timeline.num_ranks * layout.width / most_runs) / layout.scale
+
+
 def _fitting_labels(timeline: Timeline, layout: _Layout) -> Callable[[Event], str]:
-    """Labels such as ``F3`` if all of them fit, else the numbers alone where those fit."""
+    """Labels such as ``F3`` if those of all computes fit, else the numbers alone where those fit."""
 
     def fits(label: str, event: Event) -> bool:
         return len(label) * _CHARACTER_WIDTH + 2 <= (event.end - event.start) * layout.scale
 
-    def number(event: Event) -> str:
-        text = str(event.instruction.microbatch)
+    label = cell_labels(timeline)
+    all_fit = all(fits(label(event), event) for event in timeline.computes)
+
+    def fitting(event: Event) -> str:
+        text = label(event) if all_fit or not event.is_compute else str(event.instruction.microbatch)
         return text if fits(text, event) else ""
 
-    label = cell_labels(timeline)
-    return label if all(fits(label(event), event) for event in timeline.computes) else number
+    return fitting
 
 
 def _runs(events: Iterable[Event], least: float) -> Iterator[list[Event]]:
-    """Split the computes of a rank into runs without idle time. A run ends once it has taken ``least``."""
+    """Split what a rank does into runs without idle time. A run ends once it has taken ``least``."""
     run: list[Event] = []
     for event in events:
         if run and (event.start > run[-1].end + least / 10 or run[-1].end - run[0].start >= least):
@@ -225,35 +275,57 @@ def _runs(events: Iterable[Event], least: float) -> Iterator[list[Event]]:
 
 
 def _single(event: Event, label: str) -> _Box:
-    assert event.instruction.op.phase
-    return _Box(event.start, event.end, event.instruction.op.phase, event.instruction.stage, label)
+    return _Box(event.start, event.end, event.instruction.op, event.instruction.stage, label)
 
 
 def _drawn_together(run: Sequence[Event]) -> Iterator[_Box]:
-    """One box for each phase of a run, as long as its computes together."""
+    """One box for each op of a run, as long as its events together."""
     start = run[0].start
-    for phase in NAMES:
-        events = [event for event in run if event.instruction.op.phase is phase]
+    for op in NAMES:
+        events = [event for event in run if event.instruction.op is op]
         if events:
             end = start + sum(event.end - event.start for event in events)
-            yield _Box(start, end, phase, events[0].instruction.stage)
+            yield _Box(start, end, op, events[0].instruction.stage)
             start = end
 
 
 def _box(layout: _Layout, rank: int, box: _Box, shade: float) -> Iterator[str]:
     left, width = layout.x(box.start), (box.end - box.start) * layout.scale
     gap = 1.0 if width >= 2 * _LEAST_WIDTH else 0.0
-    yield _rect(left, layout.y(rank), width - gap, layout.lane, box.phase, 2 if gap else 0, shade)
+    yield _rect(left, layout.y(rank), width - gap, layout.lane, box.op, 2 if gap else 0, shade)
     if box.label and layout.lane >= 12:
         yield _text(left + (width - gap) / 2, layout.y(rank) + layout.lane / 2 + 3.7, box.label, "box")
 
 
+def _collectives(timeline: Timeline, layout: _Layout) -> Iterator[str]:
+    """The bands below the lanes. Collectives of a rank that overlap share the height of its band."""
+    label, events = _fitting_labels(timeline, layout), timeline.collectives
+    rows = collective_rows(events)
+    height = layout.band / (max(rows, default=0) + 1)
+    least = _least_width(timeline, events, layout)
+    for (rank, row), found in groupby(sorted(zip(rows, events, strict=True), key=_place), key=_place):
+        top = layout.y(rank) + layout.lane + 1 + row * height
+        for run in _runs((event for _, event in found), least):
+            for box in _drawn_together(run) if len(run) > 1 else [_single(run[0], label(run[0]))]:
+                left, width = layout.x(box.start), max((box.end - box.start) * layout.scale, 1.0)
+                told = f"{NAMES[box.op]}, {carried(timeline, run[0])}" if len(run) == 1 else NAMES[box.op]
+                drawn = _rect(left, top, width, height - 1, box.op)
+                yield f"<g><title>{escape(told)}</title>{drawn}</g>"
+                if box.label and height > 8:
+                    yield _text(left + width / 2, top + height / 2 + 3, box.label, "small")
+
+
+def _place(pair: tuple[int, Event]) -> tuple[int, int]:
+    row, event = pair
+    return event.rank, row
+
+
 def _legend(timeline: Timeline, kinds: Iterable[str], layout: _Layout) -> Iterator[str]:
-    x, y = float(_LEFT), layout.bottom + 45
-    for phase in phases(timeline):
-        yield _rect(x, y - 10, 14, 12, phase, 2)
-        yield _text(x + 20, y, NAMES[phase])
-        x += 20 + _CHARACTER_WIDTH * len(NAMES[phase]) + 20
+    x, y = layout.left, layout.bottom + 45
+    for op in ops(timeline.columns):
+        yield _rect(x, y - 10, 14, 12, op, 2)
+        yield _text(x + 20, y, NAMES[op])
+        x += 20 + _CHARACTER_WIDTH * len(NAMES[op]) + 20
     for kind in kinds:
         yield f'<path class="message {kind}" marker-end="url(#{kind})" d="M{_px(x)} {_px(y - 4)}h16"/>'
         yield _text(x + 22, y, kind)

@@ -1,14 +1,28 @@
-"""A timeline for the terminal: one row per rank, time from left to right, in a few panels if it is long."""
+"""A timeline for the terminal: one row per rank, time from left to right, in a few panels if it is long.
+
+Collectives stand in rows of their own, below that of their rank.
+"""
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from pipec.ir.columns import Floats
-from pipec.ir.text import PHASE_LETTERS
 from pipec.timeline.events import Event, Events, Timeline
 from pipec.viz.causes import causes
-from pipec.viz.labels import NAMES, cell_labels, chunks, phases, summary, time_axis
+from pipec.viz.labels import (
+    LETTERS,
+    NAMES,
+    cell_labels,
+    chunks,
+    collective_rows,
+    lane_name,
+    ops,
+    summary,
+    time_axis,
+)
 
 _WIDTH = 144
 """A panel has at most so many columns of time."""
@@ -67,16 +81,23 @@ def _panels(timeline: Timeline, label: Callable[[Event], str]) -> list[_Panel]:
 
 
 def _panel_text(timeline: Timeline, panel: _Panel, label: Callable[[Event], str]) -> str:
-    names = [f"rank {rank}" for rank in range(timeline.num_ranks)]
-    margin = len(names[-1])
-    lines = [
-        f"{name:{margin}} {_row(timeline.computes_of(rank), panel, label)}" for rank, name in enumerate(names)
-    ]
+    names = [lane_name(timeline, rank) for rank in range(timeline.num_ranks)]
+    margin = max(map(len, names))
+    lines = []
+    for rank, name in enumerate(names):
+        lines.append(f"{name:{margin}} {_row(timeline.work.of_rank(rank), panel, label)}")
+        collectives = timeline.collectives.of_rank(rank)
+        rows = np.array(collective_rows(collectives), int)
+        shown = [
+            _row(collectives.where(rows == row), panel, label, " ")
+            for row in range(max(rows, default=-1) + 1)
+        ]
+        lines += [f"{'':{margin}} {row}" for row in shown if row]
     return "\n".join([*lines, f"{'':{margin}} {_axis(timeline, panel)}"])
 
 
-def _row(events: Events, panel: _Panel, label: Callable[[Event], str]) -> str:
-    cells = [_IDLE] * panel.column(panel.end)
+def _row(events: Events, panel: _Panel, label: Callable[[Event], str], idle: str = _IDLE) -> str:
+    cells = [idle] * panel.column(panel.end)
     firsts, lasts = panel.columns_of(events.starts), panel.columns_of(events.ends)
     for index in (lasts > firsts).nonzero()[0].tolist():
         event, first, last = events[index], int(firsts[index]), int(lasts[index])
@@ -101,7 +122,10 @@ def _axis(timeline: Timeline, panel: _Panel) -> str:
 
 
 def _legend(timeline: Timeline) -> str:
-    entries = "  ".join(f"{PHASE_LETTERS[phase]} {NAMES[phase]}" for phase in phases(timeline))
+    drawn = timeline.columns.where(timeline.columns.ends > timeline.columns.starts)
+    shown = [op for op in NAMES if op in {*ops(timeline.computes), *ops(drawn)}]
+    entries = "  ".join(f"{LETTERS[op]} {NAMES[op]}" for op in shown)
     several = max(chunks(timeline).values(), default=0) > 0
     letters = "; letters a, b, ... are the stages of a rank" if several else ""
-    return f"{entries}  {_IDLE} idle; numbers are microbatches{letters}"
+    buckets = ", behind Σ and G buckets" if (drawn.instructions.buckets >= 0).any() else ""
+    return f"{entries}  {_IDLE} idle; numbers are microbatches{buckets}{letters}"

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipec.errors import InputError
+from pipec.ir.arguments import shown
 
 Named = list[tuple[str, Tensor]]
 
@@ -77,17 +78,21 @@ def call_factory(factory: Factory, parameters: Mapping[str, Tensor]) -> tuple[Op
     """Make the optimizers of these parameters.
 
     Raises:
-        InputError: the factory returned something else, or the parameters of its groups are not those
+        InputError: the factory raises or returns something else, the parameters of its groups are not those
             that it was given, or the optimizer needs a closure.
     """
     if not callable(factory):
         raise InputError(f"optimizer= takes a factory, not the {type(factory).__name__} itself; {_EXAMPLE}")
-    made = factory(list(parameters.items()))
+    try:
+        made = factory(list(parameters.items()))
+    except Exception as error:
+        raised = f"{type(error).__name__}: {error}"
+        raise InputError(f"the optimizer factory {_name(factory)} raised {raised}; {_EXAMPLE}") from error
     optimizers = (made,) if isinstance(made, Optimizer) else _sequence(made)
     if not optimizers or not all(isinstance(each, Optimizer) for each in optimizers):
         raise InputError(
-            f"the optimizer factory {_name(factory)} returned {made!r}; expected a torch.optim.Optimizer or "
-            f"a list of them; {_EXAMPLE}"
+            f"the optimizer factory {_name(factory)} returned {shown(made)}; expected a "
+            f"torch.optim.Optimizer or a list of them; {_EXAMPLE}"
         )
     _require_each_once(factory, optimizers, parameters)
     if closures := [each for each in optimizers if _needs_closure(each)]:

@@ -55,10 +55,12 @@ class Workload:
         """
         times = {"forward": forward, "backward_input": backward_input, "backward_weight": backward_weight}
         for what, number in {**times, "message": message, "memory_weight": memory_weight}.items():
-            if number < 0:
-                raise InputError(f"{what} is {number}; expected 0 or more")
-        if memory_backward <= 0:
-            raise InputError(f"memory_backward is {memory_backward}; expected more than 0")
+            if not 0 <= number < math.inf:
+                raise InputError(f"{what} is {number}; expected 0 or more, and finite")
+        if not 0 < memory_backward < math.inf:
+            raise InputError(f"memory_backward is {memory_backward}; expected more than 0, and finite")
+        if memory_limit is not None and not memory_limit > 0:
+            raise InputError(f"memory_limit is {memory_limit}; expected more than 0")
         return cls(
             **{name: (time,) * num_stages for name, time in times.items()},
             recompute=(0.0,) * num_stages,
@@ -98,6 +100,20 @@ class Workload:
             recompute=divided(self.recompute),
             messages=(max(self.messages, default=0.0),) * (len(placement) - 1),
             memory=tuple(self.memory[rank].divided(num_stages[rank]) for rank in ranks),
+        )
+
+    def times(self, factors: Sequence[float]) -> "Workload":
+        """The same with stages that take so many times as long for a microbatch."""
+
+        def longer(seconds: Sequence[float]) -> tuple[float, ...]:
+            return tuple(factor * time for factor, time in zip(factors, seconds, strict=True))
+
+        return replace(
+            self,
+            forward=longer(self.forward),
+            backward_input=longer(self.backward_input),
+            backward_weight=longer(self.backward_weight),
+            recompute=longer(self.recompute),
         )
 
     def seconds(self, phase: Phase, stage: int) -> float:

@@ -15,7 +15,8 @@ let hovered = null; // what is under the pointer, as cardLines takes it
 function readColors() {
   const style = getComputedStyle(document.documentElement);
   const surfaces = ["page", "lane", "line", "edge", "text", "muted", "ink", "curve", "critical", "focus"];
-  const names = [...surfaces, "activation", "gradient", "other", ...data.phases.map(({ key }) => key)];
+  const happening = [...data.phases, ...data.ops].map(({ key }) => key);
+  const names = [...surfaces, "activation", "gradient", "other", ...happening];
   colors = Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
   for (const timeline of timelines)
     timeline.fills = data.phases.map(({ key }) => shades(colors[key], timeline.lastChunk + 1));
@@ -62,6 +63,7 @@ function drawLanes(lanes) {
   timelines.forEach(drawMessages);
   const brush = { place: x, from: view.start, right: GUTTER + laneWidth(), detailed: true };
   drawGathered(ctx, gatherBoxes(lanes, brush));
+  lanes.forEach(drawCollectives);
   if (shown.critical) timelines.forEach(drawCriticalMessages);
 }
 
@@ -100,7 +102,7 @@ function shortened(words, width) {
 function drawGutter({ timeline, rank, y, box, curveY, curve }) {
   const roomy = box + curve > 26;
   const among = shown.byRank ? timeline.name.slice(0, 12) : "";
-  const name = among && !roomy ? `${rank} ${among}` : `rank ${rank}`;
+  const name = among && !roomy ? `${rank} ${among}` : timeline.names[rank];
   write(name, GUTTER - 10, y + (roomy ? box / 2 + 4 : box - 2), { color: colors.text, align: "right" });
   const peak = highest(curveOf(timeline, rank));
   const below = among || `≤ ${isMemory(timeline) ? bytes(peak) : `${peak} in flight`}`;
@@ -195,7 +197,8 @@ function addRect(rects, color, left, top, width, height) {
 
 function addLabel({ timeline, y, box }, { labels }, i, left, width) {
   const from = Math.max(left, GUTTER), to = Math.min(left + width, GUTTER + laneWidth());
-  const texts = [boxLabel(timeline, i), String(timeline.computes.microbatch[i])];
+  const number = timeline.computes.microbatch[i];
+  const texts = [boxLabel(timeline, i), number < 0 ? "" : String(number)];
   const text = texts.find((each) => each.length * 6.6 + 3 <= to - from);
   const color = isFaded(timeline, i) ? colors.muted : colors.ink;
   if (text) labels.push({ text, color, px: (from + to) / 2, py: y + box / 2 + 4 });
@@ -211,6 +214,29 @@ function drawGathered(pen, { faded, full, labels }) {
     }
   }
   for (const { text, color, px, py } of labels) write(text, px, py, { color, size: 11, align: "center" });
+}
+
+// ---- collectives ----
+
+/** Where a collective is drawn: [left, top, width, height]. Those of a rank that overlap share the band. */
+function bandRect(timeline, i) {
+  const { rank, start, end, row } = timeline.collectives;
+  const { bandY, band } = timeline.lanes[rank[i]];
+  const height = band / timeline.numRows;
+  return [x(start[i]), bandY + row[i] * height, Math.max(x(end[i]) - x(start[i]), 1), height - 1];
+}
+
+function drawCollectives({ timeline, rank }) {
+  for (const i of collectivesBetween(timeline, rank, view.start, view.end)) {
+    const [left, top, width, height] = bandRect(timeline, i);
+    const isOnPath = timeline.collectivesOnPath.has(i);
+    fill(colors[data.ops[timeline.collectives.op[i]].key], left, top, width, height, shown.critical && !isOnPath ? 0.25 : 1);
+    if (shown.critical && isOnPath) fill(colors.critical, left, top + height - 2, width, 2);
+    const from = Math.max(left, GUTTER), to = Math.min(left + width, GUTTER + laneWidth());
+    const text = collectiveLabel(timeline, i);
+    if (height >= 10 && text.length * 6.6 + 3 <= to - from)
+      write(text, (from + to) / 2, top + height / 2 + 4, { color: colors.ink, size: 10, align: "center" });
+  }
 }
 
 // ---- curves ----
@@ -319,6 +345,9 @@ function drawOverlay() {
 /** Outline it, the message it waited for with that message's maker, and what does the same elsewhere. */
 function drawHovered({ kind, timeline, index }) {
   if (index === null || kind === "curve") return;
+  if (kind === "collective") return membersOf(timeline, index).forEach((i) => outlineCollective(timeline, i));
+  if (kind !== "message" && timeline.computes.meeting[index] >= 0)
+    membersOf(timeline, timeline.computes.meeting[index]).forEach((i) => outlineCollective(timeline, i));
   const message = kind === "message" ? index : timeline.computes.cause[index];
   if (message >= 0) {
     strokeMessages(overlay, timeline, [message], payloadColor(timeline.messages.payload[message]), 2.5);
@@ -327,6 +356,13 @@ function drawHovered({ kind, timeline, index }) {
   if (kind === "message") return;
   outline(timeline, index, colors.text);
   for (const other of timelines) outline(other, counterpart(timeline, other, index) ?? -1, colors.focus);
+}
+
+function outlineCollective(timeline, i) {
+  const [left, top, width, height] = bandRect(timeline, i);
+  overlay.strokeStyle = colors.text;
+  overlay.lineWidth = 2;
+  overlay.strokeRect(left - 0.5, top - 1, width + 1, height + 2);
 }
 
 function outline(timeline, i, color) {

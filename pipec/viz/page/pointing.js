@@ -30,7 +30,7 @@ function pick(px, py) {
   const y = py + view.top, time = timeAt(px);
   const lane = page.lanes.find((each) => y >= each.y - 1 && y <= each.y + each.box + 1);
   if (lane) return pickCompute(lane, time);
-  return pickMessage(px, y) || pickCurve(y, time);
+  return pickCollective(px, y) || pickMessage(px, y) || pickCurve(y, time);
 }
 
 function pickCompute({ timeline, rank }, time) {
@@ -41,7 +41,19 @@ function pickCompute({ timeline, rank }, time) {
   if (isNext && start[next] - near <= time) return { kind: "compute", timeline, rank, index: next };
   if (next > first[rank] && time <= end[next - 1] + near)
     return { kind: "compute", timeline, rank, index: next - 1 };
-  return { kind: "idle", timeline, rank, index: isNext ? next : null };
+  return { kind: "idle", timeline, rank, index: isNext ? next : null, time };
+}
+
+function pickCollective(px, y) {
+  const lane = page.lanes.find(({ bandY, band }) => y >= bandY && y <= bandY + band);
+  if (!lane) return null;
+  const { timeline, rank } = lane, near = NEAR / 2 / scale(), time = timeAt(px);
+  const under = collectivesBetween(timeline, rank, time - near, time + near);
+  const index = under.find((i) => {
+    const [, top, , height] = bandRect(timeline, i);
+    return y >= top - 1 && y <= top + height + 1;
+  });
+  return index === undefined ? null : { kind: "collective", timeline, rank, index };
 }
 
 function pickMessage(px, y) {
@@ -219,6 +231,9 @@ function addLegend() {
   };
   data.phases.forEach(({ key, name }, i) => {
     if (timelines.some(({ computes }) => computes.phase.includes(i))) add(key, name);
+  });
+  data.ops.forEach(({ key, name }, i) => {
+    if (timelines.some(({ collectives }) => collectives.op.includes(i))) add(key, name);
   });
   data.payloads.forEach((name, i) => {
     const drawn = ["activation", "gradient"].includes(name);

@@ -30,7 +30,10 @@ function bytes(amount) {
 }
 
 const computeName = ({ computes }, i) =>
-  `${data.phases[computes.phase[i]].name} of microbatch ${computes.microbatch[i]}`;
+  data.phases[computes.phase[i]].name +
+  (computes.microbatch[i] < 0 ? "" : ` of microbatch ${computes.microbatch[i]}`);
+
+const collectiveName = ({ collectives }, i) => data.ops[collectives.op[i]].name;
 
 const payloadName = ({ messages }, i) =>
   data.payloads[messages.payload[i]] +
@@ -40,7 +43,11 @@ const payloadName = ({ messages }, i) =>
 const boxLabel = ({ computes, lastChunk }, i) =>
   data.phases[computes.phase[i]].letter +
   (lastChunk ? String.fromCharCode(97 + (computes.chunk[i] % 26)) : "") +
-  computes.microbatch[i];
+  (computes.microbatch[i] < 0 ? "" : computes.microbatch[i]);
+
+/** `Σ2`: the sum of bucket 2. */
+const collectiveLabel = ({ collectives: { op, bucket } }, i) =>
+  data.ops[op[i]].letter + (bucket[i] < 0 ? "" : bucket[i]);
 
 const spanWords = ({ start, end }, i) => `${range(start[i], end[i])}, took ${duration(end[i] - start[i])}`;
 
@@ -50,12 +57,23 @@ function waitWords(timeline, i) {
   const { computes, messages } = timeline;
   const idle = computes.start[i] - freeAt(timeline, i);
   if (idle <= longest * 1e-6) return "the rank did not wait before it";
+  if (computes.meeting[i] >= 0)
+    return `the rank waited ${duration(idle)} for the ${comingWords(timeline, computes.meeting[i])}`;
   const m = computes.cause[i];
   if (m < 0) return `the rank was idle for ${duration(idle)} before it, with its inputs there`;
   const sender = `rank ${messages.rank[m]}, stage ${messages.source[m]}`;
   return `the rank waited ${duration(idle)} for the ${payloadName(timeline, m)} ` +
     `from ${sender}: ${journeyWords(messages, m)}`;
 }
+
+/** Which rank came to a collective last, unless it was this one or came with it. */
+function lastWords({ collectives: { rank, start, came, last } }, i) {
+  const j = last[i];
+  if (i === j || (start[i] === start[j] && came[i] === came[j])) return "no rank came later";
+  return `rank ${rank[j]} came last, at ${clock(start[j])}`;
+}
+
+const comingWords = (timeline, i) => `${collectiveName(timeline, i)}, to which ${lastWords(timeline, i)}`;
 
 /** How the same compute fared in another timeline. */
 function comparison(timeline, other, i) {
@@ -80,21 +98,41 @@ function cardLines(what) {
   return [headline, `${where}${among}`, ...rest];
 }
 
+/** `rank 3`, or `rank 3, replica 1 of 2` */
+const placeWords = ({ replicas }, rank) =>
+  `rank ${rank}` + (replicas[rank] ? `, replica ${replicas[rank]}` : "");
+
+/** What a rank does that has nothing left to compute. */
+function leftWords(timeline, rank, time) {
+  const [under] = collectivesBetween(timeline, rank, time, time);
+  return under === undefined ? "nothing is left to compute" : `in the ${comingWords(timeline, under)}`;
+}
+
 const tellers = {
   compute({ timeline, rank, index }) {
     const { computes } = timeline;
     return [
       computeName(timeline, index),
-      `stage ${computes.stage[index]}, rank ${rank}`,
+      `stage ${computes.stage[index]}, ${placeWords(timeline, rank)}`,
       spanWords(computes, index),
       waitWords(timeline, index),
       ...timelines.flatMap((other) => comparison(timeline, other, index)),
     ];
   },
-  idle({ timeline, rank, index }) {
-    if (index === null) return ["idle", `rank ${rank}`, "nothing is left to compute"];
+  idle({ timeline, rank, index, time }) {
+    if (index === null) return ["idle", placeWords(timeline, rank), leftWords(timeline, rank, time)];
     const next = `the ${computeName(timeline, index)}, stage ${timeline.computes.stage[index]}`;
-    return ["idle", `rank ${rank}`, `until ${next}`, waitWords(timeline, index)];
+    return ["idle", placeWords(timeline, rank), `until ${next}`, waitWords(timeline, index)];
+  },
+  collective({ timeline, rank, index }) {
+    const { start, end, words, told } = timeline.collectives;
+    return [
+      collectiveName(timeline, index),
+      placeWords(timeline, rank),
+      ...told[words[index]].split("\n"),
+      `${range(start[index], end[index])}, took ${duration(end[index] - start[index])}`,
+      lastWords(timeline, index),
+    ];
   },
   message({ timeline, index }) {
     const { rank, peer, source, target, start, end } = timeline.messages;

@@ -1,0 +1,148 @@
+"""What must hold in a plan that was read from a file, before anything is made of it.
+
+A plan that pipec made holds to all of it. One that was written or edited by others may not, and what reads a
+plan relies on it. ``RULES`` lists one small function per rule, which yields the faults that it finds; a rule
+may rely on the rules before it.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pipec.errors import ArtifactError
+from pipec.ir import Payload, Plan, Value
+from pipec.ir.text import evaluate_dim, format_link, format_value
+
+
+def check_plan(plan: Plan, path: Path) -> None:
+    """Raise ArtifactError if the plan in the file ``path`` breaks a rule."""
+    for rule in RULES:
+        for fault in rule(plan):
+            raise ArtifactError(f"{path}: {fault}. Save the pipeline anew.")
+
+
+def check_tensors(plan: Plan, tensors: Mapping[str, Tensor], directory: Path) -> None:
+    """Raise ArtifactError unless the tensors in the folder are as the plan describes them."""
+    for value in plan.parameters + plan.buffers:
+        tensor = tensors.get(value.name)
+        if tensor is not None and (tensor.dtype, tuple(tensor.shape)) != (_dtype(value), value.shape):
+            found = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+            raise ArtifactError(f"{directory}: the plan has {format_value(value)}, but the tensor is {found}")
+
+
+def _stages_and_ranks(plan: Plan) -> Iterator[str]:
+    indices = [stage.index for stage in plan.stages]
+    if not indices or indices != list(range(len(indices))):
+        yield f"its stages are numbered {indices[:9]}, expected 0, 1, 2 and so on"
+    if len(plan.placement) != len(indices):
+        yield f"it places {len(plan.placement)} stages, but has {len(indices)}"
+    ranks = {rank for replicas in plan.placement for rank in replicas}
+    if not all(plan.placement) or ranks != {*range(len(ranks))}:
+        yield f"it places stages on ranks {sorted(ranks)[:9]}, expected 0, 1, 2 and so on, each with a stage"
+
+
+def _sizes(plan: Plan) -> Iterator[str]:
+    for name in ("num_microbatches", "microbatch_size"):
+        number = getattr(plan, name)
+        if not 1 <= number <= _MOST:
+            yield f"its {name} is {number}, expected 1 to {_MOST}"
+    if plan.link_seconds and len(plan.link_seconds) != len(plan.links):
+        yield f"it has the seconds of {len(plan.link_seconds)} links, but {len(plan.links)} links"
+
+
+_MOST = 2**20
+"""Above it, only the tables of a plan would take minutes and gigabytes."""
+
+
+def _values(plan: Plan) -> Iterator[str]:
+    for value in plan.parameters + plan.buffers:
+        if not all(isinstance(size, int) and 0 <= size < 2**63 for size in value.shape):
+            yield f"{value.name!r} has shape {value.shape}, expected numbers from 0"
+    messages = [value for link in plan.links for value in link.values]
+    for value in [*plan.parameters, *plan.buffers, *messages, *(given.value for given in plan.inputs)]:
+        if not isinstance(_dtype(value), torch.dtype):
+            yield f"{value.name!r} has dtype {value.dtype!r}, which torch does not have"
+        try:
+            negative = any(evaluate_dim(size, 1) < 0 for size in value.shape)
+        except ArtifactError as error:
+            yield f"{value.name!r}: {error}"
+        else:
+            if negative:
+                yield f"{value.name!r} has shape {value.shape}, expected numbers from 0"
+
+
+def _tensors(plan: Plan) -> Iterator[str]:
+    """Each tensor of a stage is one of the plan's, and each of the plan's has a stage that owns it."""
+    held: dict[str, list[str]] = {"parameters": [], "buffers": []}
+    for stage in plan.stages:
+        where = f"stage {stage.index}"
+        yield from _repeated(stage.parameters + stage.buffers, f"the tensors of {where}")
+        yield from _strangers(stage.borrowed, stage.parameters, f"{where} borrows", "its parameters")
+        yield from _strangers(stage.updated_buffers, stage.buffers, f"{where} changes", "its buffers")
+        held["parameters"] += [fqn for fqn in stage.parameters if fqn not in stage.borrowed]
+        held["buffers"] += stage.buffers
+        yield from _strangers(stage.borrowed, _names(plan.parameters), f"{where} borrows", "the plan's")
+    for kind, values in (("parameters", plan.parameters), ("buffers", plan.buffers)):
+        yield from _repeated(_names(values), f"its {kind}")
+        yield from _strangers(held[kind], _names(values), "a stage has", f"the plan's {kind}")
+        yield from _strangers(_names(values), held[kind], "the plan has", f"the {kind} of any stage")
+
+
+def _links(plan: Plan) -> Iterator[str]:
+    stages = range(len(plan.stages))
+    for link in plan.links:
+        is_result = link.payload is Payload.RESULT
+        if link.source not in stages or link.target not in ((-1,) if is_result else stages):
+            yield f"{format_link(link)} leads from or to a stage that is not there"
+    yield from _repeated(map(format_link, plan.links), "its links")
+    produced = [value.name for link in plan.links if link.payload is Payload.RESULT for value in link.values]
+    yield from _strangers(plan.outputs, produced, "it returns", "what its stages send as results")
+
+
+def _arguments(plan: Plan) -> Iterator[str]:
+    yield from _repeated(plan.arguments, "its arguments")
+    yield from _repeated((given.value.name for given in plan.inputs), "its inputs")
+    for given in plan.inputs:
+        if not 0 <= given.position < len(plan.arguments) or plan.arguments[given.position] != given.path:
+            yield f"input {given.path!r} is not argument {given.position}"
+        if given.batched and not given.value.shape:
+            yield f"input {given.path!r} is split along the batch, but has no dimension"
+
+
+def _ending(plan: Plan) -> Iterator[str]:
+    stages = range(len(plan.stages))
+    for stage in (*plan.ending.averaged, *(bucket.stage for bucket in plan.ending.buckets)):
+        if stage not in stages:
+            yield f"its ending is for stage {stage}, which is not there"
+    for bucket in plan.ending.buckets:
+        own = plan.stages[bucket.stage].parameters if bucket.stage in stages else ()
+        yield from _strangers(bucket.names, own, f"a bucket of stage {bucket.stage} has", "its parameters")
+
+
+Rule = Callable[[Plan], Iterator[str]]
+
+RULES: tuple[Rule, ...] = (_stages_and_ranks, _sizes, _values, _tensors, _links, _arguments, _ending)
+
+
+def _names(values: Iterable[Value]) -> list[str]:
+    return [value.name for value in values]
+
+
+def _repeated(names: Iterable[str], what: str) -> Iterator[str]:
+    for name, count in Counter(names).items():
+        if count > 1:
+            yield f"{what} have {name!r} {count} times"
+
+
+def _strangers(names: Iterable[str], known: Iterable[str], who: str, among: str) -> Iterator[str]:
+    allowed = {*known}
+    for name in names:
+        if name not in allowed:
+            yield f"{who} {name!r}, which is not among {among}"
+
+
+def _dtype(value: Value) -> object:
+    return getattr(torch, value.dtype, None)

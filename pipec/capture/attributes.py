@@ -1,0 +1,112 @@
+"""What a module's code could read: attributes, and what its functions have enclosed.
+
+They stand for Dynamo's guards where ``torch.export`` captured a model, which does not tell what it read.
+"""
+
+import functools
+import random
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from pipec.torch_compat import num_changes
+
+GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+"""Sources of random numbers that are not torch's."""
+
+_LEAVES = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Tensor, *GENERATORS)
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+_DEPTH, _MOST_ITEMS = 3, 1000
+"""So many objects may lie around a value that is found, and so many items may be in each of them."""
+
+
+@dataclass(frozen=True, eq=False)
+class HeldTensor:
+    """A tensor that is registered nowhere, as it was after so many changes."""
+
+    tensor: Tensor
+    num_changes: int
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HeldTensor) and (
+            self.tensor is other.tensor and self.num_changes == other.num_changes
+        )
+
+    def __str__(self) -> str:
+        return f"a tensor changed {self.num_changes} times"
+
+
+def readable_values(traced: nn.Module) -> dict[str, Any]:
+    """By name, such as ``model.drop.p``, the plain values, functions and tensors below the modules."""
+    found = reachable_values(traced)
+    return {path: _mark(value) for path, value in found if not isinstance(value, GENERATORS)}
+
+
+def _mark(value: Any) -> Any:
+    return HeldTensor(value, num_changes(value)) if isinstance(value, Tensor) else value
+
+
+def reachable_values(traced: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The values at most ``_DEPTH`` steps below a module, and their names.
+
+    What is inside of functions that a module calls, but does not have as methods or attributes, is not found.
+    """
+    return (
+        found
+        for path, module in traced.named_modules()
+        for name, value in _parts(module)
+        if name not in _OF_EVERY_MODULE
+        for found in _values(f"{path}.{name}".removeprefix("."), value, _DEPTH)
+    )
+
+
+def _values(path: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, _LEAVES):
+        yield path, value
+    elif depth and not isinstance(value, nn.Module | type | types.ModuleType):
+        if isinstance(value, types.FunctionType):
+            yield path, value
+        for name, part in _parts(value):
+            yield from _values(f"{path}.{name}", part, depth - 1)
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    match value:
+        case Mapping() | list() | tuple() if len(value) > _MOST_ITEMS:
+            return
+        case Mapping():
+            yield from ((str(key), value[key]) for key in list(value))
+        case list() | tuple():
+            yield from ((str(index), part) for index, part in enumerate(value))
+        case functools.partial():
+            yield from _parts([value.func, *value.args, value.keywords])
+        case types.MethodType():
+            yield from (("self", value.__self__), ("function", value.__func__))
+        case types.FunctionType():
+            yield from _read_by(value)
+        case _:
+            yield from (*_methods(type(value)), *getattr(value, "__dict__", {}).items())
+
+
+def _methods(kind: type) -> Iterator[tuple[str, Any]]:
+    """The functions of a class and of those it inherits from, except torch's."""
+    own = [base for base in kind.__mro__ if not base.__module__.startswith("torch.")]
+    return ((name, x) for base in own for name, x in vars(base).items() if isinstance(x, types.FunctionType))
+
+
+def _read_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """What a function has enclosed, and the leaves among the globals that its code names."""
+    code, known = function.__code__, function.__globals__
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # of a variable that has no value yet
+            continue
+    yield from ((x, known[x]) for x in code.co_names if x in known and isinstance(known[x], _LEAVES))

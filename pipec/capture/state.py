@@ -1,0 +1,140 @@
+"""What decides a capture besides its arguments and what code reads: modules, tensors and torch's modes."""
+
+import functools
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipec.ir import Mode
+from pipec.torch_compat import global_hooks, has_gradient_hook, module_hooks
+
+
+@dataclass(frozen=True)
+class State:
+    """Equal states of one model may share a compilation. Nothing in it is particular to a process.
+
+    Modules and tensors are in the order of ``modules_of`` and ``tensors_of``. A module is its class and its
+    hooks. A tensor is its shape and type, the place of its first name, whether it has a hook and, if a step
+    trains, whether it has a gradient. ``around`` are torch's modes and defaults that a forward would meet.
+    """
+
+    training: tuple[bool, ...]
+    modules: tuple[tuple[type, tuple[int, ...]], ...]
+    tensors: tuple[tuple[Any, ...], ...]
+    around: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module, mode: Mode, shapes: Mapping[int, torch.Size]) -> "State":
+        """``shapes`` are those of tensors, by ``id``, that are empty here and live in other processes."""
+        modules = modules_of(model)
+        first: dict[int, int] = {}
+        tensors = [
+            (
+                shapes.get(id(x), x.shape),
+                x.dtype,
+                first.setdefault(id(x), place),
+                has_gradient_hook(x),
+                mode is Mode.TRAIN and x.requires_grad,
+            )
+            for place, x in enumerate(tensors_of(modules))
+        ]
+        return cls(
+            tuple([module.training for module in modules]),
+            tuple([(type(module), module_hooks(module)) for module in modules]),
+            tuple(tensors),
+            _around(),
+        )
+
+    @property
+    @functools.lru_cache(maxsize=16)  # noqa: B019, because states hold neither modules nor tensors
+    def facts(self) -> dict[str, str]:
+        """What the ranks must have in common. Whether tensors are trained, each knows of its own alone."""
+        flags = self.training
+        kinds = [f"{kind.__module__}.{kind.__qualname__} {len(hooks)}" for kind, hooks in self.modules]
+        tensors = [tensor[:-1] for tensor in self.tensors]
+        return {
+            "modules in training mode": f"{sum(flags)} of {len(flags)} ({_digest(flags)})",
+            "modules": f"{len(kinds)} ({_digest(kinds)})",
+            "parameters and buffers": f"{len(tensors)} ({_digest(tensors)})",
+            "autocast and defaults": ", ".join(map(str, self.around)),
+        }
+
+    def change_since(self, before: "State", model: nn.Module) -> str:
+        """What is other than it was in ``before``, in words."""
+        if len(before.modules) != len(self.modules) or len(before.tensors) != len(self.tensors):
+            return "modules or tensors were added or removed"
+        named = [*_named(model)]
+        paths = [path or "the model" for path, _ in named]
+        fqns = [fqn for path, module in named for fqn in _tensor_names(path, module)]
+        kinds = [[tensor[:-1] for tensor in state.tensors] for state in (before, self)]
+        trained = [[tensor[-1] for tensor in state.tensors] for state in (before, self)]
+        changes = {
+            "training or evaluation mode": _other(paths, before.training, self.training),
+            "the class or the hooks": _other(paths, before.modules, self.modules),
+            "the shape, the type, the names or the hooks": _other(fqns, *kinds),
+            "requires_grad": _other(fqns, *trained),
+        }
+        found = [f"{what} of {_listed(names)} changed" for what, names in changes.items() if names]
+        if before.around != self.around:
+            found.append(f"{', '.join(before.around)} became {', '.join(self.around)}")
+        return "; ".join(found)
+
+
+def _around() -> tuple[str, ...]:
+    """Autocast on each kind of device, what new tensors are by default, and hooks of every module."""
+    autocast = [
+        f"autocast to {torch.get_autocast_dtype(kind)} on {kind}"
+        for kind in ("cpu", "cuda")
+        if torch.is_autocast_enabled(kind)
+    ]
+    hooks = [f"{len(global_hooks())} hooks of every module"] if global_hooks() else []
+    return (*(autocast or ["no autocast"]), str(torch.get_default_dtype()), *hooks)
+
+
+def _other(names: Sequence[str], before: Sequence[Any], now: Sequence[Any]) -> list[str]:
+    return [name for name, one, other in zip(names, before, now, strict=True) if one != other]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:8]
+
+
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """The model and all modules below it, each once, in less time than ``nn.Module.modules`` takes."""
+    found, seen = [model], {id(model)}
+    for module in found:
+        for child in module._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                found.append(child)
+    return found
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """As ``modules_of``, each with its first name."""
+    names = {id(module): name for name, module in model.named_modules()}
+    return ((names[id(module)], module) for module in modules_of(model))
+
+
+def _tensor_names(path: str, module: nn.Module) -> list[str]:
+    held = [*module._parameters.items(), *module._buffers.items()]
+    return [f"{path}.{name}" if path else name for name, tensor in held if tensor is not None]
+
+
+def tensors_of(modules: Sequence[nn.Module]) -> list[Tensor]:
+    """The parameters and buffers of modules; one with two names appears twice."""
+    return [
+        tensor
+        for module in modules
+        for registry in (module._parameters, module._buffers)
+        for tensor in registry.values()
+        if tensor is not None
+    ]

@@ -1,0 +1,110 @@
+"""What a captured graph takes for granted of the model and the loss that it was captured from."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipec.torch_compat import Guards, Place, num_changes
+
+
+@dataclass(frozen=True, eq=False)
+class Assumptions:
+    """Checked before each step, because a step runs what was captured and none of the model's code.
+
+    ``traced`` is the module that was captured. Dynamo's ``guards`` know every value that its code read. Where
+    ``torch.export`` captured it there are none, and ``attributes`` stand for them: what ``snapshot`` found at
+    capture. ``versions`` are the tensors that the graph holds as constants, and how often each had been
+    changed.
+    """
+
+    traced: nn.Module
+    guards: Guards | None
+    versions: Mapping[Place, tuple[torch.Tensor, int]]
+    snapshot: Callable[[nn.Module], Mapping[str, Any]]
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        traced: nn.Module,
+        guards: Guards | None,
+        tensors: Iterable[Place],
+        snapshot: Callable[[nn.Module], Mapping[str, Any]],
+    ) -> "Assumptions":
+        """What holds now, of a module that was just captured."""
+        held = {place: place.value(traced) for place in tensors}
+        versions = {place: (tensor, num_changes(tensor)) for place, tensor in held.items()}
+        if guards is not None and guards.holds(traced):
+            return cls(traced, guards, versions, snapshot)
+        return cls(traced, None, versions, snapshot, snapshot(traced))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Assumptions":
+        """Itself: a copied graph is of the same model."""
+        return self
+
+    @property
+    def constants(self) -> dict[Place, Any]:
+        """The numbers, strings and the like that were read of the model and the loss, and where."""
+        constants = self.guards.constants if self.guards else {}
+        return {place: value for place, value in constants.items() if place.root or place.names[0] in _NAMES}
+
+    def broken(self) -> str:
+        """What has changed since capture, in words; empty if nothing has."""
+        for place, (tensor, version) in self.versions.items():
+            if _found(place, self.traced) is not tensor or num_changes(tensor) != version:
+                return f"{place} was another tensor or had other values, and is no parameter or buffer"
+        if self.guards is None:
+            return _changed(self.attributes, self.snapshot(self.traced))
+        if self.guards.holds(self.traced):
+            return ""
+        return changed_constants(self.constants, self.traced) or self.guards.broken(self.traced)
+
+
+NOTHING = Assumptions(nn.Module(), None, {}, lambda _: {})
+"""Those of a graph that was made without a model."""
+
+
+def changed_constants(constants: Mapping[Place, Any], traced: nn.Module) -> str:
+    """Which of the values that were read are others now: ``model.drop.p was 0.1 and is 0.2``."""
+    now = [_found(place, traced) for place in constants]
+    if all(map(_same, constants.values(), now)):
+        return ""
+    return _changed(constants, dict(zip(constants, now, strict=True)))
+
+
+def _found(place: Place, traced: nn.Module) -> Any:
+    try:
+        return place.value(traced)
+    except (LookupError, AttributeError, TypeError):
+        return _GONE
+
+
+class _Gone:
+    def __repr__(self) -> str:
+        return "gone"
+
+
+_GONE = _Gone()
+
+
+def _changed(before: Mapping[Any, Any], now: Mapping[Any, Any]) -> str:
+    changed = [
+        f"{name} was {before.get(name, 'absent')} and is {now.get(name, _GONE)}"
+        for name in {**before, **now}
+        if not _same(before.get(name, _GONE), now.get(name, _GONE))
+    ]
+    rest = len(changed) - _MOST
+    return ", ".join(changed[:_MOST]) + f", and {rest} more" * (rest > 0)
+
+
+_MOST = 3
+
+_NAMES = ("model", "loss_fn")
+"""What capture calls the model and the loss in the module that it traces."""
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and one == other)

@@ -1,0 +1,54 @@
+"""Give every node the stage that runs it, and every stage as many ranks as make the step fastest.
+
+::
+
+    h = conv(x, w0)   operator 3, 3 s            h = conv(x, w0)   operator 3, stage 0, on three ranks
+    g = mm(h, w1)     operator 7, 1 s      ->    g = mm(h, w1)     operator 7, stage 1, on one
+
+A stage is a range of forward operators in program order, with all they caused, forward and backward.
+"""
+
+from dataclasses import dataclass, replace
+
+from pipec.graph import TrainingGraph
+from pipec.hardware.topology import Topology
+from pipec.passes.cut_stages import assign, blocks_of, operator_graph, operator_seconds, spans_of_buffers
+from pipec.planner.cost_model import PIPEC
+from pipec.planner.placement import TOLERANCE, place
+
+
+@dataclass(frozen=True)
+class PlaceReplicas:
+    """Let the planner choose stages, their numbers of replicas and the device of each, under 1F1B.
+
+    No device of the topology is left unused. Costs are those of steps of ``num_microbatches`` microbatches
+    with ``microbatch_size`` rows, of which each stage with replicas sums its gradients once.
+
+    Raises:
+        PlanError: the model has no operator that takes time.
+        InfeasibleError: no plan fits into the memory of the devices.
+    """
+
+    topology: Topology
+    num_microbatches: int
+    microbatch_size: int
+
+    def __call__(self, graph: TrainingGraph) -> TrainingGraph:
+        seconds = operator_seconds(graph, self.microbatch_size)
+        blocks = blocks_of(seconds, spans_of_buffers(graph))
+        stages = place(
+            operator_graph(graph, blocks, seconds, self.microbatch_size),
+            self.topology,
+            replace(PIPEC, step_microbatches=self.num_microbatches),
+            max_replicas=self.num_microbatches,
+            every_device=True,
+            tolerance=TOLERANCE,
+        ).stages
+        stage_of = {block: k for k, stage in enumerate(stages) for block in stage.operators}
+        graph = assign(graph, [stage_of[block] for block in blocks], len(stages))
+        ranks = tuple(device for stage in stages for device in stage.devices)
+        return replace(
+            graph,
+            ranks=() if ranks == tuple(range(len(ranks))) else ranks,
+            replicas=tuple(stage.replicas for stage in stages),
+        )

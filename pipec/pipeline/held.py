@@ -1,0 +1,217 @@
+"""The tensors of a model that is compiled: which of them this process keeps, and how all come together."""
+
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from pipec.capture.state import modules_of, tensors_of
+from pipec.compiler.compiler import Compiler
+from pipec.console import log
+from pipec.errors import InputError
+from pipec.ir import Plan
+from pipec.ir.arguments import check_arguments
+from pipec.pipeline.methods import METHODS
+from pipec.runtime.execution import Ranks
+from pipec.runtime.facts import listed
+from pipec.runtime.handle import Handle, holders, homes
+from pipec.runtime.holder import Emptied, ModelTensors, fill, forget, hold, put_back
+from pipec.runtime.updates import Updates
+
+
+class HeldModel(Handle):
+    """Holds the very tensors of the compiler's model, and follows where the model is given others.
+
+    Under ``torchrun`` it empties those that are needed in other processes alone.
+    """
+
+    def __init__(
+        self, compiler: Compiler, tensors: ModelTensors, ranks: Ranks, updates: Updates | None = None
+    ) -> None:
+        super().__init__(ranks, updates=updates)
+        self._compiler = compiler
+        self._tensors = tensors
+        self._emptied = Emptied()
+        self._unsettled = False
+        self._followed = tensors_of(modules_of(compiler.model))
+        self._trains = tensors.trained()
+        self.training = compiler.model.training
+        hold(self, tensors)
+
+    def full_state_dict(self, all_ranks: bool = False) -> dict[str, Tensor]:
+        """A copy of the whole model's state on the CPU, under its own names. Every rank calls this.
+
+        Under ``torchrun`` rank 0 gets it, and the others get an empty dict; with ``all_ranks``, all get it.
+        """
+        check_arguments(METHODS, locals())
+        names = [name for name in self._compiler.model.state_dict(keep_vars=True) if name in self._canonical]
+        whole = self._whole("full_state_dict", {self._canonical[name] for name in names}, all_ranks)
+        return {name: whole[self._canonical[name]] for name in names if whole}
+
+    def gather_into(self, model: nn.Module, all_ranks: bool = False) -> None:
+        """Write the whole model's parameters and buffers into ``model``, on rank 0 or on all ranks.
+
+        Every rank calls this. ``model`` is the one that was compiled, or one of the same structure. The one
+        that was compiled has its memory again until the next step, which empties it anew.
+        """
+        check_arguments(METHODS, locals())
+        whole = self._whole("gather_into", set(self._tensors.unique()), all_ranks)
+        if whole:
+            self._unsettled = True
+            fill(model, {name: whole[first] for name, first in self._canonical.items()})
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load the whole model's state, or that of this rank's stages, at any time and on any rank.
+
+        What belongs to other ranks' stages is passed over, so every rank loads.
+        """
+        check_arguments(METHODS, locals())
+        held = self._tensors_by_fqn(every_name=True)
+        own = {name: x for name, x in state_dict.items() if name in held or name not in self._canonical}
+        if assign:
+            self._release_shares()
+        with self._gathered():
+            result = super().load_state_dict(own, strict, assign)
+        if assign:
+            self._adopt_replaced()
+        return result
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The state of this rank's stages, under the model's names.
+
+        Where parameters are kept in shares, they are gathered and copied: every rank then calls this.
+        """
+        with self._gathered():
+            state = super().state_dict(*args, **kwargs)
+            in_shares = self._updates is not None and self._updates.in_shares
+            return {name: x.detach().clone() for name, x in state.items()} if in_shares else state
+
+    def _keep_own_tensors(self, plan: Plan) -> None:
+        """Move each tensor to the device of the stage that owns it, and empty those of other processes."""
+        unique = self._tensors.unique()
+        there, first = homes(plan, self._ranks.devices), not self._holders
+        if self._ranks.world.distributed and (new := there.keys() - self._holders.keys()):
+            known = {fqn: x for fqn, x in unique.items() if first or fqn in new}
+            for rank, names in self._ranks.agreement.start_from_rank_0(known).items():
+                differed = f"{len(names)} tensors of rank {rank} differed"
+                log(f"pipec: {differed}, and start with rank 0's: {listed(names)}")
+        self._holders = holders(plan) | self._holders
+        elsewhere = {fqn for fqn in unique if fqn in self._holders and not self._is_here(fqn)}
+        if any(unique[fqn].numel() for fqn in elsewhere):
+            forget(self, [fqn for fqn, first in self._canonical.items() if first in elsewhere])
+            self._empty(elsewhere)
+        if self._updates is not None:
+            self._empty(self._updates.in_shares)
+        for fqn, home in there.items():
+            tensor = unique.get(fqn)
+            if tensor is not None and home is not None and tensor.device != home and not tensor.is_meta:
+                tensor.data = tensor.data.to(home)
+
+    def _empty(self, fqns: Collection[str]) -> None:
+        unique = self._tensors.unique()
+        self._emptied.empty({fqn: unique[fqn] for fqn in fqns})
+
+    def _whole(self, kind: str, names: Collection[str], all_ranks: bool) -> dict[str, Tensor]:
+        """Copies on the CPU of the tensors of all ranks, on rank 0 or on all ranks; elsewhere nothing."""
+        if self._ranks.world.distributed:
+            self._require_same(f"{kind}(all_ranks={all_ranks})", {})
+        with self._gathered():
+            return self._collected(names, all_ranks)
+
+    def _collected(self, names: Collection[str], all_ranks: bool) -> dict[str, Tensor]:
+        unique = {fqn: tensor.detach() for fqn, tensor in self._tensors.unique().items() if fqn in names}
+        if not self._ranks.world.distributed:
+            return {fqn: tensor.to("cpu", copy=True) for fqn, tensor in unique.items()}
+        readers = range(self._ranks.count) if all_ranks else [0]
+        reads, whole = self._ranks.world.rank in readers, {}
+        for fqn, tensor in unique.items():
+            owner = self._speaker(fqn)
+            shape = self._emptied.shape(fqn, tensor)
+            given = tensor if self._is_own(fqn) else torch.empty(shape, dtype=tensor.dtype)
+            to = [rank for rank in readers if rank != owner]
+            found = self._ranks.agreement.sent_by(owner, f"gathering {fqn}", given, to)
+            if reads:
+                whole[fqn] = found.to("cpu", copy=True) if found is given else found
+        return whole
+
+    def _replaced(self) -> list[str]:
+        """The names under which the model has other tensors than the pipeline, or has some no longer."""
+        there = tensors_of(modules_of(self._compiler.model))
+        if len(there) == len(self._followed) and all(map(operator.is_, there, self._followed)):
+            return []
+        return self._tensors.differing(ModelTensors.of(self._compiler.model))
+
+    def _follow_model(self) -> bool:
+        """Hold the tensors that the model has now, where it was given others. Returns whether it was."""
+        names = self._replaced()
+        if names:
+            model = ModelTensors.of(self._compiler.model)
+            model.refuse_shared_memory()
+            self._require_optimized(model, names)
+            self._release_shares()
+            log(f"pipec: the model has other tensors than before, which are trained now: {listed(names)}")
+            forget(self, names)
+            hold(self, model.only(names))
+            for fqn in names:
+                self._holders.pop(fqn, None)
+                self._emptied.layouts.pop(fqn, None)
+            self._adopt(model)
+            self._trains = model.trained()
+        return bool(names)
+
+    def _require_optimized(self, model: ModelTensors, names: Sequence[str]) -> None:
+        """Refuse parameters that the optimizer was not made of, and which it would not train."""
+        if self._updates is None:
+            return
+        known, found = self._updates.shapes, model.unique_parameters()
+        strange = [
+            *(known.keys() ^ found.keys()),
+            *(fqn for fqn in known.keys() & found.keys() & set(names) if found[fqn].shape != known[fqn]),
+        ]
+        if strange:
+            raise InputError(
+                f"the model has other parameters than its optimizer was made of: {listed(sorted(strange))} "
+                "came, went or changed in shape; call pipec.compile(...) for the model as it is now"
+            )
+
+    def _agree_on_trained(self, every: Sequence[int]) -> bool:
+        """Switch requires_grad where any rank has, which may be the only one to hold it; whether any has."""
+        if all(found == hash(self._trains) for found in every):
+            return False
+        self._trains = self._ranks.agreement.switched(self._trains, self._tensors.trained())
+        self._tensors.train(self._trains)
+        return True
+
+    def _adopt(self, tensors: ModelTensors) -> None:
+        """Work on these tensors from now on, which the model and the pipeline have."""
+        self._tensors, self._compiler.canonical = tensors, tensors.canonical
+        self._followed = tensors_of(modules_of(self._compiler.model))
+        self._unsettled = True
+        self._executions.clear()
+
+    def _adopt_replaced(self) -> None:
+        """Where tensors were replaced by others, let the names of a tied one and the model have those too."""
+        held = self._tensors_by_fqn(every_name=True)
+        own = {fqn: held[first] for fqn, first in self._canonical.items() if first in held}
+        for module in (self, self._compiler.model):
+            put_back(module, own)
+        self._adopt(self._tensors.replaced(own))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """``half`` and its kin call this. A tensor that ``to`` moves returns to its stage's device."""
+        super()._apply(fn, recurse)
+        self._emptied.convert(self._tensors.unique(), fn)
+        self._adopt_replaced()
+        return self
+
+    @property
+    def _canonical(self) -> dict[str, str]:
+        return self._tensors.canonical
+
+    def _parameter_kinds(self) -> dict[str, torch.dtype]:
+        parameters = self._tensors.parameters.items()
+        return {fqn: x.dtype.to_real() for fqn, x in parameters if self._canonical[fqn] == fqn}

@@ -1,0 +1,343 @@
+"""A module that trains across stages and is compiled at its first step: what ``pipec.compile`` returns."""
+
+import contextlib
+import copy
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipec.artifact.directory import write
+from pipec.capture.call import Call
+from pipec.capture.splitting import Batched, divide, known_from, positional_names, refuse_own_batches
+from pipec.capture.state import State
+from pipec.compiler.captures import Kind, Signature, Turn
+from pipec.compiler.compiler import Compiled, Compiler, Groups
+from pipec.errors import PipecError
+from pipec.graph import changed_constants
+from pipec.ir import Mode, Plan
+from pipec.ir.arguments import check_arguments
+from pipec.pipeline.held import HeldModel
+from pipec.pipeline.methods import METHODS
+from pipec.plan.predictions import simulate_plan
+from pipec.plan.tables import ReadablePlan
+from pipec.runtime.batch import dense
+from pipec.runtime.execution import Ranks
+from pipec.runtime.facts import Facts, leaf_fact
+from pipec.runtime.holder import Emptied, ModelTensors, forget
+from pipec.runtime.randomness import next_seed
+from pipec.runtime.results import join
+from pipec.runtime.span import Span
+from pipec.runtime.updates import Updates
+from pipec.runtime.weights import MicrobatchWeight, loss_shares
+from pipec.timeline.events import Timeline
+from pipec.timeline.trace import Trace, measured_timeline
+from pipec.torch_compat import Place, pytree
+from pipec.viz import Step, draw_steps, steps_text
+
+
+class Pipeline(HeldModel):
+    """A model cut into stages. Make one with :func:`pipec.compile`.
+
+    It holds the model's own parameters and buffers, under the model's own names. In one process these are all
+    of them. Under ``torchrun``, once it is compiled, they are those of this rank's stages; the model's other
+    tensors are emptied where they are, so that their memory is given back and an optimizer passes them over.
+    ``full_state_dict`` and ``gather_into`` bring the whole together again.
+    """
+
+    def __init__(
+        self,
+        compiler: Compiler,
+        tensors: ModelTensors,
+        ranks: Ranks,
+        batch: str = "same",
+        updates: Updates | None = None,
+        batched: Batched | None = None,
+        microbatch_weight: MicrobatchWeight | None = None,
+    ) -> None:
+        super().__init__(compiler, tensors, ranks, updates)
+        self._batch = batch
+        self._batched = batched
+        self._weight = microbatch_weight
+        self._split_before: dict[str, bool] = {}
+        self._groups: dict[tuple[Signature, int], Groups] = {}
+        self._read: dict[Mode, dict[Place, Any]] = {}
+
+    def step(self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any) -> Any:
+        """Run forward and backward of one mini-batch. Gradients are added to ``.grad``.
+
+        If the pipeline was compiled with an optimizer, the step ends with its update, which clears them.
+
+        The arguments are those of the model for the whole mini-batch, and ``target`` goes to the loss
+        function. Every rank passes the same, unless ``compile`` was told otherwise. Tensors with the rows of
+        the batch are split into microbatches, others are passed whole; see ``batched`` of ``compile``.
+        A step that draws, as for dropout, takes one number of torch's default generator, rank 0's for all.
+
+        Returns:
+            The loss of the batch, on every rank; with ``outputs``, a tuple of that and the model's output.
+            What ``loss_fn`` returned besides the loss is in ``logs`` then.
+
+        Raises:
+            CaptureError, InputError, PlanError: the step cannot be run, or the ranks passed different
+                arguments. Nothing was changed, and every rank raises it.
+            ExecutionError, TransportError: a rank failed.
+        """
+        loss = self._loss(self._agreed("step", Mode.TRAIN, args, kwargs, target, outputs))
+        self._num_steps += 1
+        self._count_update()
+        return loss
+
+    def eval_step(self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any) -> Any:
+        """What ``step`` would return, without gradients.
+
+        Dropout and the like run in the mode that ``train()`` or ``eval()`` set last.
+        """
+        return self._loss(self._agreed("eval_step", Mode.LOSS, args, kwargs, target, outputs))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output for the whole batch, on every rank, without gradients."""
+        turn = self._agreed("forward", Mode.FORWARD, args, kwargs)
+        compiled = self._compiled(turn)[0][0]
+        results = self._run(turn)
+        return _output(compiled, results, compiled.artifact.plan.outputs)
+
+    def _loss(self, turn: Turn) -> Any:
+        """The loss of a step, and if it was asked for, the model's output. The logs are kept."""
+        compiled = self._compiled(turn)[0][0]
+        results, plan = self._run(turn), compiled.artifact.plan
+        self.logs = {name: results[kept] for name, kept in zip(plan.logs, plan.outputs[1:], strict=False)}
+        loss = results["loss"]
+        if not turn.signature.kind.outputs:
+            return loss
+        return loss, _output(compiled, results, plan.outputs[1 + len(plan.logs) :])
+
+    def prepare(self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any) -> "Pipeline":
+        """Compile what ``step`` with these arguments would run, and run nothing. Returns the pipeline."""
+        self._compiled(self._agreed("prepare", Mode.TRAIN, args, kwargs, target, outputs))
+        return self
+
+    def train(self, mode: bool = True) -> "Pipeline":
+        """Set every module of the model to training or evaluation mode, as ``nn.Module.train`` does."""
+        check_arguments(METHODS, locals())
+        self._compiler.model.train(mode)
+        return super().train(mode)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Pipeline":
+        """A pipeline of a copy of the model, on the same stages. It compiles its calls itself.
+
+        It has an optimizer of its own, with a copy of the state. Every rank makes the copy then.
+        """
+        with self._gathered():
+            model = copy.deepcopy(self._compiler.model, memo)
+        tensors = ModelTensors.of(model)
+        emptied = Emptied({fqn: x for fqn, x in self._emptied.layouts.items() if not self._is_here(fqn)})
+        with emptied.shaped(tensors.unique()):
+            updates = self._updates.of(tensors.unique_parameters()) if self._updates else None
+        compiler, ranks = self._compiler.of(model), self._ranks
+        made = Pipeline(compiler, tensors, ranks, self._batch, updates, self._batched, self._weight)
+        memo[id(self)] = made
+        made._holders, made._emptied = dict(self._holders), emptied
+        made._split_before = dict(self._split_before)
+        forget(made, [fqn for fqn, first in self._canonical.items() if first in emptied.layouts])
+        return made
+
+    @property
+    def plan(self) -> Plan:
+        """What the compiler decided. It prints as a table."""
+        return ReadablePlan.of(self._artifact.plan, self._artifact.programs)
+
+    def simulate(self) -> Timeline:
+        """The timeline of one step, predicted from the programs and the plan's costs."""
+        return simulate_plan(self.plan, self.programs)
+
+    def visualize(self, path: str | Path | None = None, trace: Trace | None = None) -> str:
+        """The timelines as text: the simulated one, or those of a ``trace``, planned and measured.
+
+        If ``path`` is given, rank 0 also draws them there: .html is a page to explore, .svg and .txt are
+        pictures, and .json is for Perfetto and chrome://tracing. Another ending raises InputError.
+        """
+        check_arguments(METHODS, locals())
+        timelines = trace.timelines() if trace else {"planned": self.simulate()}
+        steps = [Step.of_plan(self.plan, timeline, name) for name, timeline in timelines.items()]
+        if path is not None and self._ranks.world.rank == 0:
+            draw_steps(Path(path), steps)
+        return steps_text(steps)
+
+    @contextlib.contextmanager
+    def trace(self) -> Iterator[Trace]:
+        """Record the steps that are made inside a ``with``. After it, the trace has their timelines.
+
+        Every rank records, or none; each then has the times of all. They are times of the host: work that a
+        GPU still has to do is not in them.
+        """
+        trace = Trace()
+        with self.record() as recorded:
+            yield trace
+        if recorded:
+            trace.planned = self.simulate()
+            ending = self.plan.ending
+            trace.steps += [measured_timeline(step.programs, step.stamps, ending) for step in recorded]
+
+    def save(self, directory: str | Path, tensors: bool = False) -> None:
+        """Write plan, code and programs to a directory that ``pipec.load`` and ``pipec run`` read.
+
+        With ``tensors``, the parameters and buffers are written too, as safetensors. Under ``torchrun``
+        rank 0 writes; every rank then calls this, because rank 0 gathers the tensors of all.
+        """
+        check_arguments(METHODS, locals())
+        held = self._whole("save", set(self._tensors.unique()), all_ranks=False) if tensors else None
+        if self._ranks.world.rank == 0:
+            write(self._artifact, Path(directory), held)
+
+    @property
+    def compile_seconds(self) -> dict[str, float]:
+        """How long each step of compilation took, summed over all compilations."""
+        return dict(self._compiler.seconds)
+
+    def _agreed(
+        self,
+        kind: str,
+        mode: Mode,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: Any = None,
+        outputs: bool = False,
+    ) -> Turn:
+        """The call that all ranks make: what each of them was given, or what rank 0 was.
+
+        A rank that cannot use its arguments raises only when the others know. The seed, and the decision
+        whether what was compiled is still right, are rank 0's.
+        """
+        seed, after = next_seed()
+        if not self._ranks.world.distributed:
+            self._follow_model()
+            call = self._checked(mode, args, kwargs, target)
+            found = Kind(mode, call.signature(), outputs, self._state(mode))
+            return Turn(call, Signature(found, self._compiler.version(found)), seed, after)
+        state, call, refusal, version = self._state(mode), Call((), {}), None, 0
+        asked = f"{kind} with outputs" if outputs else kind
+        facts = self._model_facts(kind, mode, state)
+        sent, is_first = self._batch == "rank0", self._ranks.world.rank == 0
+        if not sent or is_first:
+            try:
+                call = self._checked(mode, args, kwargs, target)
+                found = Kind(mode, call.signature(), outputs, state)  # refuses what no stage can take
+                version = self._compiler.version(found) if is_first else 0
+                facts |= {} if sent else _call_facts(call, kind)
+            except PipecError as error:
+                refusal, facts = error, facts | {"refused": str(error)}
+        every = self._require_same(asked, facts, [seed, version, hash(self._tensors.trained())])
+        if refusal is not None:
+            raise refusal
+        if self._follow_model() or self._agree_on_trained([trained for *_, trained in every]):
+            return self._agreed(kind, mode, args, kwargs, target, outputs)
+        call = self._sent(asked, call) if sent else call
+        seed, version, _ = every[0]
+        return Turn(call, Signature(Kind(mode, call.signature(), outputs, state), version), seed, after)
+
+    def _sent(self, kind: str, call: Call) -> Call:
+        doing = f"sharing rank 0's batch of {kind}"
+        sent, structure = self._ranks.agreement.from_rank(0, doing, *pytree.tree_flatten(call.tree))
+        return self._divided(Call(*pytree.tree_unflatten(sent, structure)))
+
+    def _state(self, mode: Mode) -> State:
+        return State.of(self._compiler.model, mode, self._emptied.shapes(self._tensors.unique()))
+
+    def _model_facts(self, kind: str, mode: Mode, state: State) -> Facts:
+        """What the ranks must have in common before a call. That is also what the compiled code once read."""
+        changed = changed_constants(self._read.get(mode, {}), self._compiler.traced(mode)) or "none"
+        facts = state.facts | {"replaced": ", ".join(self._replaced()) or "none", "changed values": changed}
+        return facts | (self._update_facts() if kind == "step" else {})
+
+    def _checked(self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Call:
+        refuse_own_batches((args, kwargs, target))
+        call = Call(*pytree.tree_map(dense, (args, kwargs, target)))
+        call.check(self._compiler.model)
+        call = self._divided(call)
+        if mode is not Mode.FORWARD:
+            call.check_target(needed=self._compiler.loss_fn is not None)
+        return call
+
+    def _divided(self, call: Call) -> Call:
+        return divide(call, self._batched, positional_names(self._compiler.model), self._split_before)
+
+    def _compiled(self, turn: Turn) -> Groups:
+        """What runs each group of consecutive microbatches, and their sizes.
+
+        There are two groups if one graph cannot serve both sizes of a batch that does not divide evenly. One
+        process compiles for all.
+        """
+        kind, version, batch = turn.signature.kind, turn.signature.version, turn.call.batch_size
+        key = turn.signature, batch
+        is_new = key not in self._groups
+        if is_new:
+            request = repr((*kind.of_any_state, kind.state.facts, self._trains, version, batch))
+            made = self._ranks.once(request, functools.partial(self._compile, turn))
+            self._groups[key], self._read[kind.mode] = made
+            self._split_before |= known_from(turn.call)
+            self._forget(turn.signature.expired)
+        groups = self._groups[key]
+        if kind.mode is Mode.TRAIN:
+            self._trained = groups[0][0].artifact
+        if is_new or self._unsettled:
+            self._keep_own_tensors(groups[0][0].artifact.plan)
+            self._unsettled = False
+        return groups
+
+    def _forget(self, signature: Signature) -> None:
+        """Let go of what was compiled for what the model's code read long ago."""
+        for key in [key for key in self._groups if key[0] == signature]:
+            for compiled, _ in self._groups.pop(key):
+                self._executions.pop(compiled.artifact, None)
+
+    def _compile(self, turn: Turn) -> tuple[Groups, dict[Place, Any]]:
+        with self._emptied.shaped(self._tensors.unique()):
+            return self._compiler.compile(turn.signature, turn.call), self._compiler.read(turn.signature)
+
+    def _run(self, turn: Turn) -> dict[str, Tensor]:
+        groups = self._compiled(turn)
+        if any(compiled.artifact.draws for compiled, _ in groups):
+            torch.default_generator.set_state(turn.random_state)
+        if turn.signature.kind.mode is Mode.TRAIN:
+            return self._run_groups(turn, groups)
+        with self._gathered():
+            return self._run_groups(turn, groups)
+
+    def _run_groups(self, turn: Turn, groups: Groups) -> dict[str, Tensor]:
+        executions = [self._execution(compiled.artifact) for compiled, _ in groups]
+        spans = self._spans(turn, [sizes for _, sizes in groups])
+        recorded = self._recorded if turn.signature.kind.mode is Mode.TRAIN else None
+        parts = []
+        for execution, span in zip(executions, spans, strict=True):
+            update = span is spans[-1] and not self._accumulates
+            parts.append(execution.run(turn.call.leaves, span, turn.seed, recorded, update))
+        return parts[0] if len(parts) == 1 else join(groups[0][0].artifact.plan, parts, spans)
+
+    def _spans(self, turn: Turn, groups: Sequence[list[int]]) -> list[Span]:
+        """What each group of microbatches is of the batch."""
+        call, every = turn.call, [size for sizes in groups for size in sizes]
+        shares = None
+        if turn.signature.kind.mode is not Mode.FORWARD:
+            structure = pytree.tree_structure(call.tree)
+            call_of = functools.partial(pytree.tree_unflatten, treespec=structure)
+            shares = loss_shares(self._weight, call.leaves, call_of, call.batched(), every)
+        spans, start, first = list[Span](), 0, 0
+        for sizes in groups:
+            own = None if shares is None else shares[first : first + len(sizes)]
+            spans.append(Span(sizes, call.batch_size, start, first, own))
+            start, first = start + sum(sizes), first + len(sizes)
+        return spans
+
+
+def _call_facts(call: Call, kind: str) -> Facts:
+    """What the ranks must have in common; where nothing is run, that does not include values."""
+    facts = [leaf_fact(leaf, values=kind != "prepare") for leaf in call.leaves]
+    return {"rows": str(call.batch_size), **dict(zip(call.paths, facts, strict=True))}
+
+
+def _output(compiled: Compiled, results: Mapping[str, Tensor], names: Sequence[str]) -> Any:
+    assert compiled.output_spec is not None
+    return pytree.tree_unflatten([results.get(name) for name in names], compiled.output_spec)

@@ -1,0 +1,130 @@
+"""What updates keep and take on each rank: optimizer state, and what sharding divides among replicas.
+
+What replicas hold of a stage with P bytes of gradients, G of parameters and S of state, as they run it:
+
+============ ================ ======================================= =======
+``shard``    weights          gradients                               state
+============ ================ ======================================= =======
+None         G                2 P                                     S
+optimizer    G                P                                       S / r
+gradients    G                2 P / r, and P on its way to the others S / r
+parameters   G / r, and G     2 P / r, and P on its way to the others S / r
+             while it is used
+============ ================ ======================================= =======
+
+The gradients of one microbatch are whole in every case, and count as transient. The 2 P / r are the sums
+of earlier rounds and the share of the round that is on its way. Without sharding the second P is the memory
+in which gradients are summed: replicas keep it from step to step.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from pipec.ir import Bucket, Plan, Sharding, Stage, StageMemory, stages_on
+from pipec.ir.sharding import even_slices, whole_tensors
+from pipec.ir.text import value_bytes
+
+
+@dataclass(frozen=True)
+class OptimizerFacts:
+    """What is known of an optimizer: ``state_bytes`` of each whole parameter, or None if it cannot be told.
+
+    The parameters in ``elementwise`` may be updated in parts.
+    """
+
+    state_bytes: Mapping[str, int] | None
+    elementwise: frozenset[str]
+
+
+@dataclass(frozen=True)
+class _Share:
+    """Of one bucket, in bytes: of all replicas, and at most of one of them."""
+
+    whole: int
+    padded: int
+    own: int
+    state: int
+
+
+def with_updates(plan: Plan, facts: OptimizerFacts, bytes_per_second: float) -> Plan:
+    """The plan with the memory and the seconds of its updates.
+
+    An update reads parameters, gradients and state, and writes parameters and state. The device moves so many
+    ``bytes_per_second``.
+    """
+    state = facts.state_bytes or {}
+    shares = {
+        number: _share(bucket, len(plan.placement[bucket.stage]), state, facts.elementwise)
+        for number, bucket in enumerate(plan.ending.buckets if plan.ending.shard else ())
+    }
+    return replace(
+        plan, stages=tuple(_updated(plan, stage, shares, state, bytes_per_second) for stage in plan.stages)
+    )
+
+
+def _share(
+    bucket: Bucket, num_replicas: int, state: Mapping[str, int], elementwise: frozenset[str]
+) -> _Share:
+    sizes = {value.name: value_bytes(value, 1) for value in bucket.parameters}
+    item = value_bytes(replace(bucket.parameters[0], shape=()), 1)
+    divide = even_slices if elementwise >= sizes.keys() else whole_tensors
+    sharding = divide({name: size // item for name, size in sizes.items()}, num_replicas)
+    width = sharding.width * item
+    return _Share(
+        sum(sizes.values()),
+        width * num_replicas,
+        width,
+        max(_state_of(sharding, replica, state) for replica in range(num_replicas)),
+    )
+
+
+def _state_of(sharding: Sharding, replica: int, state: Mapping[str, int]) -> int:
+    sizes = dict(zip(sharding.names, sharding.sizes, strict=True))
+    return sum(
+        -(-state.get(piece.name, 0) * piece.size // max(sizes[piece.name], 1))
+        for piece in sharding.pieces(replica)
+    )
+
+
+def _updated(
+    plan: Plan, stage: Stage, shares: Mapping[int, _Share], state: Mapping[str, int], rate: float
+) -> Stage:
+    memory, ending = stage.cost.memory, plan.ending
+    divided = {number: shares[number] for number in ending.buckets_of(stage.index) if number in shares}
+    names = {name for number in divided for name in ending.buckets[number].names}
+    borrowed = sum(value_bytes(v, 1) for v in plan.parameters if v.name in stage.borrowed)
+    kept = sum(state.get(name, 0) for name in stage.parameters if name not in names | {*stage.borrowed})
+    for number, share in divided.items():
+        memory = _divided(plan, stage, ending.buckets[number], share, memory)
+    if not ending.shard:
+        travels = sum(_travelling_bytes(plan, number) for number in ending.buckets_of(stage.index))
+        memory = replace(memory, gradients=memory.gradients + travels)
+    own_state = kept + sum(share.state for share in divided.values())
+    trained = stage.cost.memory.gradients - borrowed - sum(s.whole - s.own for s in divided.values())
+    seconds = (3 * max(trained, 0) + 2 * own_state) / rate
+    cost = replace(stage.cost, memory=replace(memory, state=own_state), update_seconds=seconds)
+    return replace(stage, cost=cost)
+
+
+def _travelling_bytes(plan: Plan, bucket: int) -> int:
+    """The memory in which the gradients of a bucket are summed, which replicas keep from step to step."""
+    values, dtype = plan.ending.buckets[bucket].parameters, plan.ending.gradient_dtype
+    as_they_are = sum(value_bytes(value, 1) for value in values)
+    return min(as_they_are, sum(value_bytes(replace(v, dtype=dtype or v.dtype), 1) for v in values))
+
+
+def _divided(plan: Plan, stage: Stage, bucket: Bucket, share: _Share, memory: StageMemory) -> StageMemory:
+    """What one of the replicas holds of a bucket, in place of all of it."""
+    weights, gradients, transient = memory.weights, memory.gradients, memory.transient
+    if plan.ending.reduces_each_round(bucket):
+        gradients += share.padded + 2 * share.own - share.whole
+    else:
+        transient = max(transient, share.padded + share.own)  # while the gradients are on their way
+    if not plan.ending.gathers_for_use(bucket):
+        weights += share.padded - share.whole
+    elif any(len(stages_on(plan.placement, rank)) > 1 for rank in plan.placement[stage.index]):
+        weights += share.own + share.padded - share.whole  # other stages of the rank may run meanwhile
+    else:
+        weights += share.own - share.whole
+        transient += share.padded
+    return replace(memory, weights=weights, gradients=gradients, transient=transient)

@@ -1,0 +1,96 @@
+"""Whether every field of an instruction fits the plan: its stage, microbatch, link, peer, slot and bucket."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from pipec.ir import Instruction, Kind, rank_of, stages_on
+from pipec.ir.columns import Instructions, Ints
+from pipec.ir.text import format_link
+from pipec.programs import meeting_rules
+from pipec.programs.routes import ends
+from pipec.programs.step_index import StepIndex
+
+
+def misfits(step: StepIndex, rank: int, instruction: Instruction) -> Iterator[str]:
+    """What is wrong with the fields of an instruction."""
+    traits = instruction.op.traits
+    if traits.carries_link:
+        return _transfer_misfits(step, rank, instruction)
+    if traits.per_microbatch:
+        return _cell_misfits(step, rank, instruction)
+    return meeting_rules.misfits(step, rank, instruction)
+
+
+def first_of_each_kind(step: StepIndex, columns: Instructions) -> Sequence[int]:
+    """The first instruction of each kind. Instructions of a kind fit the plan alike.
+
+    They may differ in their microbatch and slot, as long as both are within the plan's bounds or both are
+    not.
+    """
+    microbatch = np.digitize(columns.microbatches, [-1, 0, step.num_microbatches])
+    fields = (
+        (columns.stages, -2, len(step.placement)),
+        (columns.link_numbers, -2, len(columns.links)),
+        (columns.peers, -2, len(step.programs)),
+        (microbatch, 0, 3),
+        (columns.slots >= 0, 0, 1),
+        (columns.slots == -1, 0, 1),
+        (columns.buckets, -2, len(step.ending.buckets)),
+        (_own_rank(step, columns), -1, len(step.programs)),
+    )
+    kinds = columns.ops.astype(np.int64)
+    for column, low, high in fields:
+        kinds = kinds * (high - low + 1) + np.clip(column, low, high) - low
+    return sorted(np.unique(kinds, return_index=True)[1].tolist())
+
+
+def _own_rank(step: StepIndex, columns: Instructions) -> Ints:
+    """The rank that should run the stage and microbatch each instruction names; -1 where there are none."""
+    stages, microbatches = columns.stages, columns.microbatches
+    known = (stages >= 0) & (stages < len(step.placement))
+    known &= (microbatches >= 0) & (microbatches < step.num_microbatches)
+    return np.where(known, step.ranks[np.where(known, stages, 0), np.where(known, microbatches, 0)], -1)
+
+
+def _cell_misfits(step: StepIndex, rank: int, instruction: Instruction) -> Iterator[str]:
+    """What is wrong with a compute or a free."""
+    op, stage, microbatch = instruction.op, instruction.stage, instruction.microbatch
+    if not 0 <= stage < len(step.placement) or rank_of(step.placement, stage, microbatch) != rank:
+        held = stages_on(step.placement, rank)
+        yield f"{op} names stage {stage}; expected a stage of this rank: {held}"
+    if not 0 <= microbatch < step.num_microbatches:
+        yield f"{op} names microbatch {microbatch}; expected 0 to {step.num_microbatches - 1}"
+    if instruction.link or not instruction.peer == instruction.slot == instruction.bucket == -1:
+        yield f"{op} carries a link, peer, slot or bucket; expected none"
+
+
+def _transfer_misfits(step: StepIndex, rank: int, instruction: Instruction) -> Iterator[str]:
+    op, traits, link = instruction.op, instruction.op.traits, instruction.link
+    if link is None or link not in step.link_set:
+        yield f"{op} carries {format_link(link) if link else 'no link'}; expected a link of the plan"
+        return
+    ways: Sequence[tuple[int, int]]
+    if link.payload.per_microbatch:
+        stages = link.source, link.target
+        source, target = (rank_of(step.placement, stage, instruction.microbatch) for stage in stages)
+        ways = [(source, target)]
+    else:
+        ways = ends(link, step.placement)
+    peer = instruction.peer if traits.has_peer else rank
+    start, end = (peer, rank) if traits.kind is Kind.RECEIVE else (rank, peer)
+    if (start, end) not in ways:
+        expected = " or ".join(f"{one} to {other}" for one, other in ways)
+        yield f"{op} takes {format_link(link)} from rank {start} to {end}; expected from rank {expected}"
+    if traits.has_peer == (start == end) or traits.has_peer == (instruction.peer == -1):
+        yield f"{op} from rank {start} to {end}; expected a send and a recv, or a move without a peer"
+    stage = link.target if traits.fills_slot else link.source
+    if instruction.stage != stage:
+        yield f"{op} of {format_link(link)} names stage {instruction.stage}; expected {stage}"
+    if instruction.microbatch not in step.microbatches(link):
+        allowed = step.microbatches(link)
+        yield f"{op} names microbatch {instruction.microbatch}; expected {allowed[0]} to {allowed[-1]}"
+    if instruction.bucket != -1:
+        yield f"{op} names bucket {instruction.bucket}; expected none"
+    if (instruction.slot >= 0) != (traits.fills_slot and link.payload.per_microbatch):
+        yield f"{op} names slot {instruction.slot}; only what arrives for a microbatch has one, others -1"

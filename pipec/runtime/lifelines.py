@@ -1,0 +1,398 @@
+"""Connections between every two ranks that tell who is there, who failed, and what each rank waits for.
+
+They carry no tensors. A thread in each process writes beats into them, and reads those of the others:
+
+* A process that dies closes its connections. The others know at once that it died, and which one it was.
+* A process that is stopped, or whose machine is gone, sends no beats. The others know after the timeout.
+* A rank that fails says why. One whose script ends, or that lets go of its pipeline, says so.
+* A rank that waits says for whom, so that those who wait for it can name the one that keeps all waiting.
+
+The texts that ranks exchange outside of steps travel here too. So the store of torch, which is in the process
+of rank 0, is asked for nothing but the addresses of the ranks.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import json
+import os
+import signal
+import struct
+import textwrap
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from pipec.errors import TransportError
+from pipec.runtime.addresses import Address, listen
+from pipec.runtime.frames import Kind, frame, read_frame
+
+
+@dataclass
+class _Peer:
+    """What is known of another rank. ``beats_missed`` counts this rank's own beats since its last."""
+
+    writer: asyncio.StreamWriter | None = None
+    texts: deque[bytes] = field(default_factory=deque)
+    beats_missed: int = 0
+    awaited: int | None = None
+    doing: str = ""
+    ended_at: float | None = None
+    said_farewell: bool = False
+    listening: "asyncio.Future[None] | None" = None
+
+
+class Lifelines:
+    """One rank's connections. ``on_failure`` is called, on another thread, once the pipeline cannot go on.
+
+    Give ``address`` to the ranks above this one, and ``connect`` to those below it; then ``wait_for_all``.
+    """
+
+    def __init__(self, rank: int, num_ranks: int, timeout: float) -> None:
+        self.rank = rank
+        self.on_failure: Callable[[], None] = lambda: None
+        self._timeout = timeout
+        self._interval = min(_LONGEST_INTERVAL, timeout / 5)
+        self._peers = {peer: _Peer() for peer in range(num_ranks) if peer != rank}
+        self._awaited: int | None = None
+        self._doing = ""
+        self._failure: str | None = None
+        self._interrupting = False
+        self._changed = threading.Condition(threading.RLock())
+        self._server, self.address = listen()
+        self._loop = asyncio.new_event_loop()
+        self._closing = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="pipec lifelines", daemon=True)
+        self._thread.start()
+        _OF_THIS_PROCESS.add(self)
+
+    def connect(self, peer: int, address: Address) -> None:
+        """Connect to a rank below this one. Raises TransportError if nobody is there any more."""
+        connecting = asyncio.run_coroutine_threadsafe(self._connect(peer, address), self._loop)
+        try:
+            connecting.result(self._timeout)
+        except (OSError, EOFError) as error:  # TimeoutError is an OSError
+            connecting.cancel()
+            what = "is stopped" if isinstance(error, TimeoutError) else "died"
+            raise TransportError(
+                f"rank {self.rank} cannot reach rank {peer} at {address}: its process {what}, or the network "
+                f"between them is closed ({str(error) or type(error).__name__})"
+            ) from None
+
+    def wait_for_all(self) -> None:
+        """Wait until every rank is connected. Raises TransportError; it names who did not come."""
+        self._wait(lambda: all(peer.writer for peer in self._peers.values()), self._absent, self._timeout)
+
+    def gather(self, text: bytes) -> list[bytes]:
+        """The text of each rank, on every rank. Raises TransportError; it names who did not answer."""
+        self.tell(text)
+        with self.waiting("comparing notes with all ranks"):
+            self._wait(
+                lambda: all(peer.texts for peer in self._peers.values()), self._unanswered, self._timeout
+            )
+        return [
+            self._peers[rank].texts.popleft() if rank in self._peers else text
+            for rank in range(len(self._peers) + 1)
+        ]
+
+    def tell(self, text: bytes) -> None:
+        """Send a text to every other rank, which calls ``heard`` or ``gather`` for it."""
+        self._send(Kind.TEXT, text)
+
+    def heard(self, peer: int, doing: str) -> bytes:
+        """The next text of a rank, however long that takes while all ranks live. Raises TransportError."""
+        with self.waiting(doing, peer):
+            self._wait(lambda: bool(self._peers[peer].texts), lambda: "", None)
+        return self._peers[peer].texts.popleft()
+
+    @contextlib.contextmanager
+    def interrupted_by_failures(self) -> Iterator[None]:
+        """Let the failure of another rank end what the main thread does inside a ``with``, as Ctrl-C would.
+
+        The error is a TransportError then. On another thread, or if the program handles Ctrl-C itself, the
+        failure is found by the next wait instead.
+        """
+        mine = threading.current_thread() is threading.main_thread()
+        self._interrupting = mine and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        try:
+            try:
+                yield
+            finally:
+                with self._changed:
+                    self._interrupting = False
+        except KeyboardInterrupt:
+            self.check()
+            raise
+
+    def fail(self, reason: str) -> None:
+        """Tell every rank why this one cannot go on, unless another one could not before."""
+        reason = reason if reason.startswith("rank ") else f"rank {self.rank}: {reason}"
+        with self._changed:
+            first, self._failure = self._failure is None, self._failure or reason
+        if first:
+            self._send(Kind.FAILURE, reason.encode())
+
+    def has_failed(self) -> bool:
+        return self._failure is not None
+
+    def check(self) -> None:
+        """Raise TransportError if the ranks cannot all go on."""
+        if reason := self.reason():
+            raise self._given_up(reason)
+
+    def reason(self, within: float = 0.0) -> str | None:
+        """Why the ranks cannot go on, if that is known, or becomes known in so many seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure is not None, within)
+            return self._failure or self._ended(self._peers)
+
+    def silent(self) -> str | None:
+        """Which ranks do not seem to live any more, although they have not been silent for the timeout."""
+        ranks = [rank for rank in self._peers if self._silence(rank) > self._timeout / 2]
+        return self._silent_since(ranks) if ranks else None
+
+    def waits_for(self, peer: int | None) -> str:
+        """Whom a rank waits for, and whom that one does, as they said last: where the wait begins.
+
+        None stands for the first rank that does something else than this one.
+        """
+        if peer is None:
+            others = (rank for rank, known in self._peers.items() if known.doing != self._doing)
+            peer = next(others, None)
+        links, seen = [], {self.rank}
+        while peer is not None and peer not in seen:
+            seen.add(peer)
+            known = self._peers[peer]
+            links.append(f"rank {peer} is {known.doing}" if known.doing else _at_work(peer))
+            peer = known.awaited
+        return "; ".join(links) or "all ranks do the same"
+
+    @contextlib.contextmanager
+    def waiting(self, doing: str, peer: int | None = None) -> Iterator[None]:
+        """Let the others know what this rank does inside a ``with``, and for which rank it waits."""
+        before = self._doing, self._awaited
+        self._doing, self._awaited = doing, peer
+        try:
+            yield
+        finally:
+            self._doing, self._awaited = before
+
+    def close(self) -> None:
+        """Say farewell, and end the thread."""
+        with contextlib.suppress(RuntimeError):  # it has ended
+            self._loop.call_soon_threadsafe(self._closing.set)
+        if self._thread is not threading.current_thread():
+            self._thread.join(_JOIN_SECONDS)
+
+    def close_in_child(self) -> None:
+        """Let go of a forked process's copies of the connections, which else outlive this process.
+
+        What is not there any more keeps its number, so that nobody closes another file under it.
+        """
+        writers = [peer.writer for peer in self._peers.values() if peer.writer is not None]
+        with open(os.devnull, "rb") as nothing:
+            for held in (self._server, *(writer.get_extra_info("socket") for writer in writers)):
+                if held.fileno() >= 0:
+                    os.dup2(nothing.fileno(), held.fileno(), inheritable=False)
+
+    # What the calling thread waits for.
+
+    def _wait(self, reached: Callable[[], bool], missing: Callable[[], str], limit: float | None) -> None:
+        """Wait until ``reached``. Raises TransportError if a rank failed, or ended a moment ago."""
+        deadline = None if limit is None else time.monotonic() + limit
+        with self._changed:
+            while not reached():
+                if reason := self._failure or self._ended(self._peers, _STILL_ARRIVING):
+                    raise self._given_up(reason)
+                if deadline is not None and time.monotonic() > deadline:
+                    if silent := self.silent():
+                        raise self._given_up(silent)
+                    self.fail(missing())
+                    raise TransportError(missing())
+                self._changed.wait(_LOOK_SECONDS)
+
+    def _given_up(self, reason: str) -> TransportError:
+        """The error to raise for what happened to another rank. The others are told of it."""
+        self.fail(reason)
+        return TransportError(f"another rank failed:\n{textwrap.indent(reason, '  ')}")
+
+    def _absent(self) -> str:
+        absent = [rank for rank, peer in self._peers.items() if peer.writer is None]
+        return (
+            f"rank {self.rank} waited {self._timeout:g} s for {names(absent)}, which did not come: that "
+            "process was not started, died or hangs before it makes its pipeline"
+        )
+
+    def _unanswered(self) -> str:
+        absent = [rank for rank, peer in self._peers.items() if not peer.texts]
+        return (
+            f"rank {self.rank} waited {self._timeout:g} s for {names(absent)}; every rank must run the same "
+            f"script with the same arguments. {self.waits_for(absent[0])}"
+        )
+
+    def _ended(self, ranks: Iterable[int], ago: float = 0.0) -> str | None:
+        """What became of the rank whose connection ended first, at least so many seconds ago."""
+        ended = [(at, rank) for rank in ranks if (at := self._peers[rank].ended_at) is not None]
+        if not ended or time.monotonic() - min(ended)[0] < ago:
+            return None
+        rank = min(ended)[1]
+        if self._peers[rank].said_farewell:
+            return f"rank {rank}: its script ended, or let go of its pipeline, before this call"
+        return f"rank {rank}: its process died; its own output may say why"
+
+    def _silence(self, rank: int) -> float:
+        return self._peers[rank].beats_missed * self._interval
+
+    def _silent_since(self, ranks: Sequence[int]) -> str:
+        seconds = max(map(self._silence, ranks))
+        return (
+            f"{names(ranks)}: no sign of life for {seconds:.3g} s; the process is stopped, or its machine "
+            "cannot be reached"
+        )
+
+    # What the thread does.
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._live())
+            for task in (tasks := asyncio.all_tasks(self._loop)):
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        finally:
+            self._loop.close()
+
+    async def _live(self) -> None:
+        server = await asyncio.start_server(self._accept, sock=self._server)
+        beating = asyncio.create_task(self._beat())
+        await self._closing.wait()
+        beating.cancel()
+        server.close()
+        self._write_all(Kind.FAREWELL, b"")
+        writers = [peer.writer for peer in self._peers.values() if peer.writer is not None]
+        for writer in writers:
+            writer.close()
+        await asyncio.wait([asyncio.ensure_future(w.wait_closed()) for w in writers] or [beating], timeout=1)
+
+    async def _connect(self, peer: int, address: Address) -> None:
+        hello = frame(Kind.HELLO, struct.pack("!I", self.rank) + address.secret)
+        reader, writer = await address.connect(hello, frame(Kind.HELLO))
+        self._follow(peer, reader, writer)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            _, hello = await asyncio.wait_for(read_frame(reader, len(self.address.secret) + 4), self._timeout)
+            (peer,) = struct.unpack("!I", hello[:4])
+            known = self._peers.get(peer)
+            if known is None or known.writer or not hmac.compare_digest(hello[4:], self.address.secret):
+                raise ConnectionError("a stranger")
+        except (OSError, EOFError, ValueError, struct.error, TimeoutError):
+            writer.close()
+            return
+        writer.write(frame(Kind.HELLO))
+        self._follow(peer, reader, writer)
+
+    def _follow(self, rank: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with self._changed:
+            self._peers[rank].writer = writer
+            self._changed.notify_all()
+        self._peers[rank].listening = asyncio.ensure_future(self._listen(rank, reader))
+
+    async def _listen(self, rank: int, reader: asyncio.StreamReader) -> None:
+        """Take in what a rank sends, until its connection ends."""
+        peer = self._peers[rank]
+        with contextlib.suppress(OSError, EOFError, ValueError):
+            while True:
+                kind, payload = await read_frame(reader)
+                with self._changed:
+                    peer.beats_missed = 0
+                    if kind is Kind.BEAT:
+                        peer.awaited, peer.doing = json.loads(payload)
+                    elif kind is Kind.TEXT:
+                        peer.texts.append(payload)
+                    elif kind is Kind.FAREWELL:
+                        peer.said_farewell = True
+                    self._changed.notify_all()
+                if kind is Kind.FAILURE:
+                    self._note_failure(payload.decode())
+        with self._changed:
+            peer.ended_at = time.monotonic()
+            self._changed.notify_all()
+
+    async def _beat(self) -> None:
+        """Send beats, and see whose are missing. Beats that this process did not send count for nobody."""
+        while True:
+            await asyncio.sleep(self._interval)
+            living = [rank for rank, peer in self._peers.items() if peer.writer and peer.ended_at is None]
+            self._write_all(Kind.BEAT, json.dumps([self._awaited, self._doing]).encode())
+            for rank in living:
+                self._peers[rank].beats_missed += 1
+            if silent := [rank for rank in living if self._silence(rank) >= self._timeout]:
+                self._note_failure(self._silent_since(silent))
+            died = [rank for rank, peer in self._peers.items() if not peer.said_farewell]
+            if reason := self._ended(died, _NOTICED_OTHERWISE):
+                self._note_failure(reason)
+            self._interrupt_if_failed()
+
+    def _note_failure(self, reason: str) -> None:
+        with self._changed:
+            first, self._failure = self._failure is None, self._failure or reason
+            self._changed.notify_all()
+        if first:
+            self.on_failure()
+
+    def _interrupt_if_failed(self) -> None:
+        with self._changed:
+            if self._interrupting and (self._failure or self._ended(self._peers, _STILL_ARRIVING)):
+                self._interrupting = False
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    def _send(self, kind: Kind, payload: bytes) -> None:
+        with contextlib.suppress(RuntimeError):  # the thread has ended
+            self._loop.call_soon_threadsafe(self._write_all, kind, payload)
+
+    def _write_all(self, kind: Kind, payload: bytes) -> None:
+        for peer in self._peers.values():
+            if peer.writer is not None and peer.ended_at is None:
+                peer.writer.write(frame(kind, payload))
+
+
+_LONGEST_INTERVAL = 1.0
+"""Seconds between two beats, at most."""
+
+_LOOK_SECONDS = 0.1
+"""How often a wait looks whether the time is up."""
+
+_STILL_ARRIVING = 1.0
+"""For so many seconds after a rank has ended, what others sent before may still be on its way."""
+
+_NOTICED_OTHERWISE = 5.0
+"""Seconds until the death of a rank ends all messages. Those to and from that rank end by themselves."""
+
+_JOIN_SECONDS = 2.0
+
+_OF_THIS_PROCESS: "weakref.WeakSet[Lifelines]" = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for lifelines in list(_OF_THIS_PROCESS):
+        lifelines.close_in_child()
+    _OF_THIS_PROCESS.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def _at_work(rank: int) -> str:
+    return (
+        f"rank {rank} lives, but waits for no other rank: it hangs, computes that long, or is elsewhere. All "
+        "ranks make the same calls in the same order: see that no `if rank == ...`, exception or shorter "
+        "loop keeps that rank from this one"
+    )
+
+
+def names(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -1,0 +1,28 @@
+"""Which part of a mini-batch one execution runs: all of it, unless its microbatches are compiled apart."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive microbatches of a batch of so many rows. ``sizes`` has the rows of each.
+
+    ``start`` is the number in the batch of the first row, and ``first`` that of the first microbatch.
+    ``shares`` says by what the loss of each microbatch is multiplied, if not by its share of the batch.
+    """
+
+    sizes: Sequence[int]
+    batch: int
+    start: int = 0
+    first: int = 0
+    shares: Sequence[float] | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def loss_shares(self) -> Sequence[float]:
+        """By what the loss of each microbatch is multiplied."""
+        return self.shares or [size / self.batch for size in self.sizes]

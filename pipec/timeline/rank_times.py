@@ -1,0 +1,138 @@
+"""Where the time of each rank goes: into work, or into waiting for what and for whom."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipec.ir import Op, Payload
+from pipec.ir.columns import OPS, Floats, Ints
+from pipec.timeline.attribution import NEGLIGIBLE, Attribution
+from pipec.timeline.events import Events, Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """How long a rank waits for what a stage of another rank sends, or in a collective of a stage.
+
+    Of a collective, ``rank`` is the last rank to come while it has not come, and then the one that waits. A
+    norm is of no stage: of -1.
+    """
+
+    rank: int
+    stage: int
+    what: Payload | Op
+    time: float
+
+
+@dataclass(frozen=True, slots=True)
+class RankTime:
+    """Where the time of a rank goes; the parts add up to the makespan.
+
+    It is ``busy`` with computes and updates, or waits for messages and collectives, ``waits``, longest first.
+    ``own`` is the idle time in which all it needed was there. ``after`` is the time when it has computed and
+    updated everything, and its collectives are over.
+    """
+
+    busy: float
+    waits: tuple[Awaited, ...]
+    own: float
+    after: float
+
+    @property
+    def waiting(self) -> float:
+        return sum(each.time for each in self.waits)
+
+
+def rank_times(timeline: Timeline, found: Attribution) -> tuple[RankTime, ...]:
+    """Where the time of each rank goes. ``found`` are the ``waits`` of the timeline."""
+    events, num_ranks = timeline.columns, timeline.num_ranks
+    busy = np.bincount(events.ranks, np.where(events.is_work, events.ends - events.starts, 0.0), num_ranks)
+    idle = np.bincount(events.ranks, found.idle, num_ranks)
+    worked = _latest_ends(events.where(events.is_work), np.zeros(num_ranks))
+    over = _latest_ends(events.where(events.is_collective), worked)
+    awaited = _awaited(events, found, worked, over)
+    times = []
+    for rank in range(num_ranks):
+        waiting = sum(each.time for each in awaited[rank])
+        own = float(idle[rank] + over[rank] - worked[rank]) - waiting
+        own = own if own > NEGLIGIBLE * timeline.makespan else 0.0
+        after = timeline.makespan - float(over[rank])
+        times.append(RankTime(float(busy[rank]), tuple(awaited[rank]), own, after))
+    return tuple(times)
+
+
+def _latest_ends(events: Events, ends: Floats) -> Floats:
+    """For each rank the latest end of its events, or what ``ends`` has if that is later."""
+    found = ends.copy()
+    np.maximum.at(found, events.ranks, events.ends)
+    return found
+
+
+def _awaited(events: Events, found: Attribution, worked: Floats, over: Floats) -> dict[int, list[Awaited]]:
+    """What each rank waits for, longest first. It has ``worked`` and its collectives are ``over`` then."""
+    times: dict[tuple[int, int, int, Payload | Op], float] = defaultdict(float)
+    for event, message, time in _messages_awaited(events, found):
+        link = events[message].instruction.link
+        assert link
+        times[int(events.ranks[event]), int(events.ranks[message]), link.source, link.payload] += time
+    for event, rank, time in _collectives_awaited(events, found, worked, over):
+        stage, op = int(events.instructions.stages[event]), OPS[events.instructions.ops[event]]
+        times[int(events.ranks[event]), rank, stage, op] += time
+    awaited: dict[int, list[Awaited]] = {rank: [] for rank in range(worked.size)}
+    for (rank, other, stage, what), time in sorted(times.items(), key=lambda pair: -pair[1]):
+        if time:
+            awaited[rank].append(Awaited(other, stage, what, time))
+    return awaited
+
+
+def _messages_awaited(events: Events, found: Attribution) -> Iterator[tuple[int, int, float]]:
+    """For each rank, link and sender: an event that waited, its message, and the time of all of them."""
+    late = np.flatnonzero((found.awaited >= 0) & events.is_message[found.awaited])
+    messages = found.awaited[late]
+    numbers = events.instructions.link_numbers[messages].astype(np.int64)
+    num_ranks = int(events.ranks.max(initial=0)) + 1
+    kinds = (numbers * num_ranks + events.ranks[late]) * num_ranks + events.ranks[messages]
+    firsts, kind = np.unique(kinds, return_index=True, return_inverse=True)[1:]
+    times = np.bincount(kind, found.idle[late], firsts.size)
+    return zip(late[firsts].tolist(), messages[firsts].tolist(), times.tolist(), strict=True)
+
+
+def _collectives_awaited(
+    events: Events, found: Attribution, worked: Floats, over: Floats
+) -> Iterator[tuple[int, int, float]]:
+    """Collectives, each with a rank that was waited for and a time.
+
+    A rank waits before a compute or an update that needs a collective, and behind its work until its last
+    collective is over.
+    """
+    before = events.latest(events.is_collective)
+    late = np.flatnonzero((found.awaited >= 0) & events.is_collective[found.awaited])
+    for event in late.tolist():
+        start = float(events.starts[event])
+        idle = start - float(found.idle[event]), start
+        yield from _apart(events, found.last, before, int(found.awaited[event]), *idle)
+    collectives = np.flatnonzero(events.is_collective)
+    ranks, lasts = np.unique(events.ranks[collectives][::-1], return_index=True)
+    for rank, event in zip(ranks.tolist(), collectives[::-1][lasts].tolist(), strict=True):
+        yield from _apart(events, found.last, before, event, float(worked[rank]), float(over[rank]))
+
+
+def _apart(
+    events: Events, last: Ints, before: Ints, event: int, start: float, end: float
+) -> Iterator[tuple[int, int, float]]:
+    """Take apart the time in which a rank waits for a collective, going back from its end.
+
+    A rank is in one collective after another: until the last rank comes to it, and then until it is over. If
+    it is the last one itself, it waits for nobody until it comes.
+    """
+    while event >= 0 and start < end:
+        end = min(end, float(events.ends[event]))
+        begun = min(max(start, float(events.starts[last[event]])), end)
+        earlier = int(before[event])
+        come = max(start, float(events.ends[earlier])) if earlier >= 0 else start
+        yield event, int(events.ranks[event]), max(end - begun, 0.0)
+        if last[event] != event:
+            yield event, int(events.ranks[last[event]]), max(begun - come, 0.0)
+        event, end = earlier, min(begun, come)

@@ -1,0 +1,319 @@
+"""What a script changes between two steps, the next step does as the unsplit model does it."""
+
+import gc
+import os
+import pickle
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pipec
+from pipec.compiler import captures
+
+ROWS, SIZES = 8, (4, 4)
+OFFSET = 0.0
+
+
+class Net(nn.Module):
+    """It reads numbers of every kind that a forward can read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.drop = nn.Dropout(0.0)
+        self.last = nn.Linear(8, 4)
+        self.scale = 1.0
+        self.options = {"power": 1}
+        self.shifts = [torch.zeros(8)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.drop(self.first(x)).tanh() * self.scale + self.shifts[0]
+        return self.last(hidden ** self.options["power"]) + OFFSET
+
+
+class ReadsTheClock(Net):
+    """Dynamo cannot trace it, so that ``torch.export`` does, which has no guards."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.perf_counter()
+        return super().forward(x)
+
+
+class Loss:
+    """A loss with an attribute and with a closure."""
+
+    def __init__(self) -> None:
+        self.weight = 1.0
+        self.annealed = closure()
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        return self.weight * (output - target).square().mean() + self.annealed(output)
+
+
+def closure() -> Callable[..., Any]:
+    factor = 0.0
+
+    def penalty(output: Tensor | None, new: float | None = None) -> Any:
+        nonlocal factor
+        if new is not None:
+            factor = new
+            return None
+        return factor * output.square().mean()  # type: ignore[union-attr]
+
+    return penalty
+
+
+class Pair:
+    """A pipeline, and the unsplit model that goes through the same: losses and gradients are equal."""
+
+    def __init__(self, make: type[Net] = Net) -> None:
+        torch.manual_seed(0)
+        self.x, self.y = torch.randn(ROWS, 4), torch.randn(ROWS, 4)
+        self.models = make(), make()
+        self.models[1].load_state_dict(self.models[0].state_dict())
+        self.losses = Loss(), Loss()
+        self.pipe = pipec.compile(self.models[0], 2, loss_fn=self.losses[0], microbatches=len(SIZES))
+
+    def microbatches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return zip(self.x.split(SIZES), self.y.split(SIZES), strict=True)
+
+    def step(self) -> None:
+        """One step of both."""
+        for model in self.models:
+            model.zero_grad()
+        loss, expected = self.pipe.step(self.x, target=self.y), torch.zeros((), dtype=self.x.dtype)
+        for x, y in self.microbatches():
+            part = self.losses[1](self.models[1](x), y) / len(SIZES)
+            part.backward()
+            expected = expected + part.detach()
+        torch.testing.assert_close(loss, expected, atol=0, rtol=1e-6)
+        for mine, theirs in zip(self.models[0].parameters(), self.models[1].parameters(), strict=True):
+            assert (mine.grad is None) == (theirs.grad is None)
+            if mine.grad is not None:
+                torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+Change = Callable[[Net, Loss], object]
+
+
+def set_offset(value: float) -> None:
+    globals()["OFFSET"] = value
+
+
+def fresh(make: Callable[[], Any]) -> Any:
+    torch.manual_seed(1)
+    return make()
+
+
+def assigned(net: Net) -> dict[str, Tensor]:
+    return {name: tensor * 0.5 for name, tensor in net.state_dict().items()}
+
+
+def doubled(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return 2 * output
+
+
+CHANGES: dict[str, tuple[Change, str]] = {
+    "frozen": (lambda net, _: net.first.requires_grad_(False), "requires_grad of first.weight and 1 more"),
+    "attribute": (lambda net, _: setattr(net, "scale", 3.0), "model.scale was 1.0 and is 3.0"),
+    "dropout": (lambda net, _: setattr(net.drop, "p", 1.0), "model.drop.p was 0.0 and is 1.0"),
+    "dict": (lambda net, _: net.options.update(power=2), "model.options.power was 1 and is 2"),
+    "global": (lambda *_: set_offset(2.0), "OFFSET was 0.0 and is 2.0"),
+    "loss": (lambda _, loss: setattr(loss, "weight", 0.5), "loss_fn.weight was 1.0 and is 0.5"),
+    "closure": (lambda _, loss: loss.annealed(None, 0.7), "0.7"),
+    "hook": (lambda net, _: net.last.register_forward_hook(doubled), "the hooks of last changed"),
+    "tensor": (lambda net, _: net.shifts.__setitem__(0, torch.ones(8)), "model.shifts.0 was"),
+    "in place": (lambda net, _: net.shifts[0].fill_(1), "model.shifts.0 was"),
+    "class": (lambda net, _: setattr(net, "drop", nn.Tanh()), "the class or the hooks of drop changed"),
+    "module": (lambda net, _: setattr(net, "last", fresh(lambda: nn.Linear(8, 4))), "last.weight, last.bias"),
+    "layers": (
+        lambda net, _: setattr(net, "last", fresh(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)))),
+        "modules or tensors were added or removed",
+    ),
+    "assigned": (lambda net, _: net.load_state_dict(assigned(net), assign=True), "first.weight"),
+    "parameter": (lambda net, _: setattr(net.first, "bias", nn.Parameter(torch.ones(8))), "first.bias"),
+    "mode": (lambda net, _: net.eval(), "training or evaluation mode of the model and"),
+}
+
+
+UNGUARDED = ("attribute", "dropout", "dict", "global", "loss", "closure", "tensor", "in place")
+"""Changes that guards see, where there are any."""
+
+
+@pytest.mark.parametrize(("make", "changes"), [(Net, [*CHANGES]), (ReadsTheClock, UNGUARDED)])
+def test_what_changed_since_the_last_step_is_done_and_said_once(
+    make: type[Net], changes: Sequence[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One change after the other, none of which is undone."""
+    pair = Pair(make)
+    pair.step()
+    try:
+        for change in changes:
+            apply, reason = CHANGES[change]
+            for model, loss in zip(pair.models, pair.losses, strict=True):
+                apply(model, loss)
+            pair.step()
+            assert reason in capsys.readouterr().out, change
+            pair.step()
+            assert capsys.readouterr().out == "", change
+    finally:
+        set_offset(0.0)
+
+
+def test_autocast_may_be_entered_and_left() -> None:
+    pair = Pair()
+    pair.step()
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = pair.pipe.step(pair.x, target=pair.y)
+            with torch.no_grad():
+                parts = [pair.losses[1](pair.models[1](x), y) for x, y in pair.microbatches()]
+            assert torch.equal(loss, sum(parts) / len(SIZES))
+        pair.step()
+
+
+def test_freezing_and_unfreezing_again_compiles_once(capsys: pytest.CaptureFixture[str]) -> None:
+    pair = Pair()
+    for round_ in range(3):
+        for frozen in (True, False):
+            for model in pair.models:
+                model.first.requires_grad_(not frozen)
+            pair.step()
+        assert ("compiles anew" in capsys.readouterr().out) == (round_ == 0)
+
+
+def test_what_changes_again_and_again_takes_no_more_and_more_memory(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(captures, "KEPT", 2)
+    pair, alive = Pair(), list[weakref.ref[Any]]()
+    for number in range(5):
+        for loss in pair.losses:
+            loss.weight = 1.0 + number
+        pair.step()
+        alive.append(weakref.ref(pair.pipe._execution(pair.pipe._artifact)))
+    gc.collect()
+    assert [number for number, held in enumerate(alive) if held()] == [3, 4]
+    assert "What changes often is better a tensor" in capsys.readouterr().out
+    for loss in pair.losses:
+        loss.weight = 4.0
+    pair.step()
+    assert capsys.readouterr().out == ""
+
+
+# what is drawn
+
+
+class Noisy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+@pytest.fixture(scope="module")
+def noisy() -> pipec.Pipeline:
+    torch.manual_seed(0)
+    return pipec.compile(Noisy(), 2, loss_fn=nn.functional.mse_loss, microbatches=2)
+
+
+def test_draws_follow_the_state_of_torchs_generator(noisy: pipec.Pipeline) -> None:
+    x = torch.randn(ROWS, 4)
+    calls: list[Callable[[], Tensor]] = [
+        lambda: noisy.step(x, target=x),
+        lambda: noisy.eval_step(x, target=x),
+        lambda: noisy(x),
+    ]
+    state = torch.get_rng_state()
+    first = [call() for call in calls for _ in range(2)]
+    torch.set_rng_state(state)
+    again = [call() for call in calls for _ in range(2)]
+    assert all(map(torch.equal, first, again))
+    assert not any(map(torch.equal, first[::2], first[1::2]))
+    torch.manual_seed(7)
+    one = noisy(x)
+    torch.manual_seed(7)
+    assert torch.equal(noisy(x), one)
+
+
+def test_a_call_takes_one_number_of_the_generator_and_only_if_it_draws(noisy: pipec.Pipeline) -> None:
+    x, state = torch.randn(ROWS, 4), torch.get_rng_state()
+    noisy.step(x, target=x)
+    after = torch.get_rng_state()
+    torch.set_rng_state(state)
+    torch.empty((), dtype=torch.int64).random_()
+    assert torch.equal(torch.get_rng_state(), after)
+    noisy.eval()
+    noisy.eval_step(x, target=x)
+    assert torch.equal(torch.get_rng_state(), after)
+    noisy.train()
+
+
+def test_a_loaded_artifact_draws_as_the_pipeline_does(noisy: pipec.Pipeline, tmp_path: Path) -> None:
+    x = torch.randn(ROWS, 4)
+    noisy.prepare(x, target=x).save(tmp_path / "artifact", tensors=True)
+    loaded = pipec.load(tmp_path / "artifact")
+    state = torch.get_rng_state()
+    expected = [noisy.step(x, target=x) for _ in range(2)]
+    torch.set_rng_state(state)
+    assert [loaded.step(x, target=x) for _ in range(2)] == expected
+
+
+# what a script may do with the pipeline itself
+
+
+def test_a_step_in_a_forked_child_is_refused(noisy: pipec.Pipeline) -> None:
+    x = torch.randn(ROWS, 4)
+    noisy.step(x, target=x)
+    reader, writer = os.pipe()
+    if not os.fork():
+        try:
+            noisy.step(x, target=x)
+        except pipec.InputError as error:
+            os.write(writer, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as told:
+        assert told.read().startswith("this process is a fork of the one that made the pipeline")
+    os.wait()
+
+
+def test_pickling_says_what_to_save_instead(noisy: pipec.Pipeline) -> None:
+    with pytest.raises(pipec.InputError, match=r"cannot be pickled.*state_dict\(\)"):
+        pickle.dumps(noisy)
+
+
+def test_a_copy_is_a_pipeline_of_a_copied_model() -> None:
+    """As weight averaging makes one: it has the averaged weights, and the original trains on."""
+    pair = Pair()
+    pair.step()
+    averaged = torch.optim.swa_utils.AveragedModel(pair.pipe, avg_fn=lambda old, new, _: (old + new) / 2)
+    averaged.update_parameters(pair.pipe)
+    expected = torch.optim.swa_utils.AveragedModel(pair.models[1], avg_fn=lambda old, new, _: (old + new) / 2)
+    expected.update_parameters(pair.models[1])
+    for model in pair.models:
+        torch.optim.SGD(model.parameters(), 0.5).step()
+    averaged.update_parameters(pair.pipe)
+    expected.update_parameters(pair.models[1])
+    torch.testing.assert_close(averaged(pair.x), expected(pair.x))
+    pair.step()
+    assert averaged.module.state_dict().keys() == pair.models[1].state_dict().keys()
+
+
+def test_half_and_double_reach_the_model_and_what_is_compiled() -> None:
+    pair = Pair()
+    pair.step()
+    for convert in (nn.Module.double, nn.Module.float):
+        convert(pair.pipe)
+        convert(pair.models[1])
+        pair.x, pair.y = pair.x.to(pair.models[1].last.weight), pair.y.to(pair.models[1].last.weight)
+        pair.step()

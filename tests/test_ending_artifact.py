@@ -1,0 +1,147 @@
+"""Artifacts of steps with replicas and updates: saved, checked, loaded, and refused where damaged."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from updating import batches, model, pair
+
+import pipec
+from pipec.artifact.check import check_artifact
+from pipec.artifact.directory import read
+from pipec.errors import ArtifactError, PipecError, VerifyError
+
+Json = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two pipelines of two stages that share a weight, with everything that an ending may have."""
+    pipe, _ = pair(clip=0.5, shard="parameters", devices=4, replicas=2)
+    pipe.prepare(**next(batches(1)))
+    directory = tmp_path_factory.mktemp("saved") / "artifact"
+    pipe.save(directory, tensors=True)
+    assert read(directory)[0].plan.ending == pipe.plan.ending
+    return directory
+
+
+def test_an_ending_is_read_back_as_it_was(saved: Path) -> None:
+    artifact, _ = read(saved)
+    check_artifact(artifact)
+    ending = artifact.plan.ending
+    assert (ending.updates, ending.clips, str(ending.shard)) == (True, True, "parameters")
+    assert {bucket.lent for bucket in ending.buckets} == {True, False}
+    text = (saved / "rank_0.txt").read_text()
+    for op in ("unshard", "reshard", "reduce_grad", "norm", "update"):
+        assert f"  {op} " in text or f"  {op}\n" in text
+
+
+def test_loading_says_that_a_program_with_updates_needs_an_optimizer(saved: Path) -> None:
+    with pytest.raises(PipecError, match="optimizer"):
+        pipec.load(saved).step(**next(batches(1)))
+
+
+def rewritten(saved: Path, directory: Path, edit: Callable[[Path, Json], None]) -> Path:
+    """A copy of an artifact that someone has changed, checksums included."""
+    shutil.copytree(saved, directory)
+    path = directory / "plan.json"
+    header = json.loads(path.read_text())
+    edit(directory, header)
+    path.write_text(json.dumps(header))
+    files = sorted(file for file in directory.iterdir() if file.name != "SHA256SUMS")
+    lines = [f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in files]
+    (directory / "SHA256SUMS").write_text("".join(lines))
+    return directory
+
+
+def drop_bucket(directory: Path, header: Json) -> None:
+    header["plan"]["ending"]["buckets"].pop()
+
+
+def unlend(directory: Path, header: Json) -> None:
+    for bucket in header["plan"]["ending"]["buckets"]:
+        bucket["lent"] = False
+
+
+def rename(directory: Path, header: Json) -> None:
+    header["plan"]["ending"]["buckets"][0]["parameters"][0]["name"] = "elsewhere"
+
+
+def unclip(directory: Path, header: Json) -> None:
+    header["plan"]["ending"]["clips"] = False
+
+
+def unshard(directory: Path, header: Json) -> None:
+    header["plan"]["ending"]["shard"] = "optimizer"
+
+
+def without(op: str) -> Callable[[Path, Json], None]:
+    def edit(directory: Path, header: Json) -> None:
+        """Take the first such line out of every rank's program, and number the others anew."""
+        for path in directory.glob("rank_*.txt"):
+            heading, *lines = path.read_text().splitlines()
+            found = next((k for k, line in enumerate(lines) if line.split()[1] == op), None)
+            if found is not None:
+                lines.pop(found)
+            renumbered = [f"{k}  {line.split(maxsplit=1)[1]}" for k, line in enumerate(lines)]
+            rank = heading.partition(":")[0]
+            path.write_text("\n".join([f"{rank}: {len(lines)} instructions", *renumbered, ""]))
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (drop_bucket, "is no part of the plan for rank"),
+        (unlend, "is not lent, but weight"),
+        (rename, "a bucket of stage 0 has .elsewhere., which is not among its parameters"),
+        (unclip, "norm is no part of the plan for rank 0"),
+        (unshard, "is no part of the plan for rank|is there"),
+        (without("update"), "is there 0 times on rank 0; expected once"),
+        (without("norm"), "norm is there 0 times on rank 0; expected once"),
+        (without("reduce_grad"), "on rank 0; expected"),
+        (without("unshard"), "expected one after the other"),
+        (without("reshard"), "expected one after the other"),
+    ],
+)
+def test_a_changed_ending_is_refused_even_if_its_checksums_fit(
+    saved: Path, tmp_path: Path, edit: Callable[[Path, Json], None], message: str
+) -> None:
+    artifact, _ = read(rewritten(saved, tmp_path / "changed", edit))
+    with pytest.raises(VerifyError, match=message):
+        check_artifact(artifact)
+
+
+def test_a_line_with_a_foreign_bucket_is_refused(saved: Path, tmp_path: Path) -> None:
+    def edit(directory: Path, header: Json) -> None:
+        path = directory / "rank_0.txt"
+        path.write_text(path.read_text().replace("bucket 0", "bucket 77", 1))
+
+    artifact, _ = read(rewritten(saved, tmp_path / "changed", edit))
+    with pytest.raises(VerifyError, match="bucket 77 is no part of the plan for rank 0"):
+        check_artifact(artifact)
+
+
+def test_an_unknown_level_of_sharding_is_named(saved: Path, tmp_path: Path) -> None:
+    def edit(directory: Path, header: Json) -> None:
+        header["plan"]["ending"]["shard"] = "everything"
+
+    with pytest.raises(ArtifactError, match="shard"):
+        read(rewritten(saved, tmp_path / "changed", edit))
+
+
+def test_an_artifact_without_an_optimizer_loads_and_sums_over_replicas(tmp_path: Path) -> None:
+    pipe = pipec.compile(model(), devices=3, replicas=(2, 1), microbatches=4)
+    batch = next(batches(1))
+    loss = pipe.step(**batch)
+    pipe.save(tmp_path / "artifact", tensors=True)
+    loaded = pipec.load(tmp_path / "artifact")
+    assert torch.equal(loaded.step(**batch), loss)
+    gradients = {name: p.grad for name, p in pipe.named_parameters()}
+    assert all(torch.equal(p.grad, gradients[name]) for name, p in loaded.named_parameters())  # type: ignore[arg-type]

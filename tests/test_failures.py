@@ -1,0 +1,140 @@
+"""A rank that is killed or stopped, whichever it is and whenever: all others end in time, and name it."""
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from socket import create_server
+
+import pytest
+import torch
+from runtime_stages import CPU, LINKS, NUM_RANKS, SIZES, make_batch, make_interpreter, make_model
+from workers import forks
+
+from pipec.errors import TransportError
+from pipec.programs.lower import lower
+from pipec.runtime import Interpreter, TorchDistributed
+from pipec.runtime.lifelines import Lifelines
+from pipec.schedules import make_schedule
+
+pytestmark = pytest.mark.slow
+
+TIMEOUT = 3.0
+PHASES = ("rendezvous", "compilation", "first step", "steady state")
+
+
+@dataclass(frozen=True)
+class Blow:
+    """What happens to which rank, and when."""
+
+    phase: str
+    victim: int
+    signal: signal.Signals
+    scratch: Path
+
+    def strike(self, phase: str, rank: int) -> None:
+        if (phase, rank) == (self.phase, self.victim):
+            (self.scratch / "struck").write_text(str(time.time()))
+            os.kill(os.getpid(), self.signal)
+
+    def struck_at(self) -> float:
+        return float((self.scratch / "struck").read_text())
+
+    def told(self, rank: int) -> Path:
+        return self.scratch / f"told_{rank}"
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_whichever_rank_is_killed_or_stopped_the_others_end_in_time_and_name_it(
+    phase: str, tmp_path: Path
+) -> None:
+    blows = [
+        Blow(phase, victim, how, tmp_path / f"{how.name}_{victim}")
+        for how in (signal.SIGKILL, signal.SIGSTOP)
+        for victim in range(NUM_RANKS)
+    ]
+    ranks = [start(blow) for blow in blows]
+    try:
+        late = list(map(lateness, blows, ranks))
+        assert max(late) < TIMEOUT + 2, late
+    finally:
+        for process in (process for processes in ranks for process in processes):
+            process.kill()
+    for blow in blows:
+        for rank in {*range(NUM_RANKS)} - {blow.victim}:
+            told = blow.told(rank).read_text()
+            what = "is stopped|no sign of life|did not come"
+            if blow.signal is signal.SIGKILL:
+                what = "died|is gone"
+            assert re.search(rf"rank {blow.victim}\b.*({what})", told), (blow, rank, told)
+
+
+def start(blow: Blow) -> list[ForkServerProcess]:
+    blow.scratch.mkdir()
+    with create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    processes = [forks.Process(target=live, args=(rank, port, blow)) for rank in range(NUM_RANKS)]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def lateness(blow: Blow, processes: list[ForkServerProcess]) -> float:
+    """How long after the blow the last survivor's process was still there."""
+    survivors = [process for rank, process in enumerate(processes) if rank != blow.victim]
+    for process in survivors:
+        process.join(30)
+    assert [process.exitcode for process in survivors] == [0] * len(survivors), blow
+    return time.time() - blow.struck_at()
+
+
+def live(rank: int, port: int, blow: Blow) -> None:
+    """One rank, from the rendezvous to many steps; it writes what ended it."""
+    torch.set_num_threads(1)
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(NUM_RANKS), RANK=str(rank)
+    )
+    try:
+        work(rank, blow)
+    except TransportError as error:
+        blow.told(rank).write_text(str(error))
+
+
+def work(rank: int, blow: Blow) -> None:
+    before(Lifelines, "wait_for_all", lambda: blow.strike("rendezvous", rank))
+    transport = TorchDistributed(CPU, TIMEOUT)
+    if rank > 0:
+        threading.Timer(0.5, blow.strike, ("compilation", rank)).start()
+    transport.once("compile", lambda: compile_slowly(blow))
+    schedule = make_schedule("1f1b", NUM_RANKS, len(SIZES))
+    transport.connect(lower(schedule, LINKS), (), "the same text")
+    interpreter = make_interpreter(schedule, rank, transport, make_model())
+    before(Interpreter, "_execute", lambda: blow.strike("first step", rank))
+    for step in range(10**9):
+        interpreter.run(make_batch(SIZES, step), SIZES, 5, step)
+        if step == 5:
+            blow.strike("steady state", rank)
+
+
+def compile_slowly(blow: Blow) -> None:
+    """As rank 0 does, with an end that comes too late."""
+    time.sleep(0.5)
+    blow.strike("compilation", 0)
+    if blow.phase == "compilation":
+        time.sleep(30)
+
+
+def before(owner: type, name: str, act: Callable[[], None]) -> None:
+    """Let ``act`` happen before each call of a method."""
+    method = getattr(owner, name)
+
+    def acting(self: object) -> object:
+        act()
+        return method(self)
+
+    setattr(owner, name, acting)

@@ -1,0 +1,272 @@
+"""Arguments, targets and files at random: all is well, or an error of pipec's own, in a short time."""
+
+import contextlib
+import copy
+import hashlib
+import json
+import math
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from graph_files import PLACEMENT, PROFILE
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import pipec
+from pipec import api
+from pipec.artifact.check import read_verified
+from pipec.cli.target import load_example
+from pipec.cost.profile import load_profile
+from pipec.errors import PipecError
+from pipec.hardware.topology import read_topology
+from pipec.planner.dnn_partitioning import read_dnn_partitioning
+from pipec.planner.pipedream_graph import read_pipedream_graph
+from pipec.schedules import Workload, custom_schedule, make_schedule
+from pipec.schedules.chain import simulate_schedule
+from pipec.schedules.custom import format_orders
+
+X, Y = torch.linspace(-1, 1, 32).view(8, 4), torch.linspace(0, 1, 16).view(8, 2)
+
+often = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def refused_or_fine(call: Callable[[], object]) -> None:
+    """An error that is not of pipec's own fails the test, with its traceback."""
+    with contextlib.suppress(PipecError):
+        call()
+
+
+# files that were right before something happened to them
+
+_TOKENS = (b"0", b"1", b"-1", b"1000000", b"1e400", b"99999999999999999999", b"nan", b"null", b"true", b'""')
+_TOKENS += (b'"x"', b'"../x"', b"[]", b"{}", b"[[]]", b"\x00", b"\xff", b"b", b"int64", b"\n", b"")
+
+
+@st.composite
+def damaged(draw: st.DrawFn, text: bytes) -> bytes:
+    """The text with some of its words, numbers or bytes replaced, or without a part of it."""
+    words = [match.span() for match in re.finditer(rb'"[^"]*"|-?\d[\d.e+-]*|\w+', text)]
+    changed = text
+    for _ in range(draw(st.integers(1, 3))):
+        kind = draw(st.sampled_from(["word", "word", "byte", "cut", "end"]))
+        at = draw(st.integers(0, max(len(changed) - 1, 0)))
+        if kind == "word" and words:
+            start, end = draw(st.sampled_from(words))
+            changed = changed[:start] + draw(st.sampled_from(_TOKENS)) + changed[end:]
+        elif kind == "byte":
+            changed = changed[:at] + draw(st.binary(min_size=1, max_size=2)) + changed[at + 1 :]
+        elif kind == "cut":
+            changed = changed[:at] + changed[at + draw(st.integers(1, 60)) :]
+        else:
+            changed = changed[:at]
+    return changed
+
+
+@st.composite
+def rewritten(draw: st.DrawFn, text: bytes) -> bytes:
+    """JSON that parses, with something else in one or two places."""
+    facts = json.loads(text)
+    for _ in range(draw(st.integers(1, 2))):
+        node, steps = facts, draw(st.integers(1, 7))
+        for _ in range(steps):
+            keys = list(node) if isinstance(node, dict) else list(range(len(node)))
+            if not keys:
+                break
+            key = draw(st.sampled_from(keys))
+            if not isinstance(node[key], dict | list) or not node[key] or steps == 1:
+                node[key] = copy.deepcopy(draw(st.sampled_from(_VALUES) | st.sampled_from(keys)))
+                break
+            node = node[key]
+        else:
+            if isinstance(node, list):
+                node.append(copy.deepcopy(node[0])) if draw(st.booleans()) else node.pop()
+            else:
+                node.pop(draw(st.sampled_from(list(node))))
+    return json.dumps(facts, indent=1).encode()
+
+
+_VALUES = [
+    None,
+    True,
+    0,
+    1,
+    -1,
+    7,
+    0.5,
+    10**6,
+    10**30,
+    math.inf,
+    math.nan,
+    "",
+    "x",
+    "b",
+    "2*b",
+    "../x",
+    [],
+    {},
+]
+_VALUES += [[0], [1, 0], ["x"], {"x": 1}]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    pipe = pipec.compile(model, devices=2, loss_fn=nn.functional.mse_loss, microbatches=2)
+    directory = tmp_path_factory.mktemp("fuzz") / "saved"
+    pipe.prepare(X, target=Y).save(directory, tensors=True)
+    return directory
+
+
+@often
+@given(data=st.data())
+def test_a_damaged_artifact_is_refused(saved: Path, data: st.DataObject) -> None:
+    copy = saved.parent / "copy"
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(saved, copy)
+    file = copy / data.draw(st.sampled_from(sorted(path.name for path in saved.iterdir())))
+    before = file.read_bytes()
+    file.write_bytes(data.draw(damaged(before)))
+    if file.read_bytes() != before:
+        with pytest.raises(PipecError):
+            read_verified(copy)
+
+
+@often
+@given(data=st.data())
+def test_an_artifact_with_new_sums_is_refused_or_as_good(saved: Path, data: st.DataObject) -> None:
+    """Edited by somebody who wrote the sums anew: it is refused before it runs, or it runs."""
+    copy = saved.parent / "copy"
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(saved, copy)
+    file = copy / data.draw(st.sampled_from(["plan.json", "plan.json", "plan.json", "rank_0.txt"]))
+    before = file.read_bytes()
+    kinds = [damaged, rewritten] if file.suffix == ".json" else [damaged]
+    file.write_bytes(data.draw(data.draw(st.sampled_from(kinds))(before)))
+    sums = copy / "SHA256SUMS"
+    old, new = (hashlib.sha256(data).hexdigest() for data in (before, file.read_bytes()))
+    sums.write_text(sums.read_text().replace(old, new))
+    refused_or_fine(lambda: pipec.load(copy).step(X, target=Y))
+
+
+TOPOLOGY = {
+    "devices": [{"count": 4, "memory_bytes": 16e9, "speed": 1.0}],
+    "levels": [{"size": 2, "bytes_per_second": 1e10, "latency_seconds": 1e-6}] * 2,
+}
+
+
+@often
+@given(data=st.data())
+def test_a_damaged_topology(tmp_path: Path, data: st.DataObject) -> None:
+    text = json.dumps(TOPOLOGY, indent=1).encode()
+    path = tmp_path / data.draw(st.sampled_from(["t.json", "t.toml"]))
+    path.write_bytes(data.draw(damaged(text) | rewritten(text)))
+    refused_or_fine(lambda: read_topology(path))
+
+
+@pytest.fixture(scope="module")
+def profiled() -> pipec.Profile:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    return pipec.profile(pipec.Example(model, (X,), target=Y, loss_fn=nn.functional.mse_loss), repeats=1)
+
+
+@often
+@given(data=st.data())
+def test_a_damaged_profile(profiled: pipec.Profile, tmp_path: Path, data: st.DataObject) -> None:
+    path = tmp_path / "profile.json"
+    profiled.save(path)
+    text = path.read_bytes()
+    path.write_bytes(data.draw(damaged(text) | rewritten(text)))
+    refused_or_fine(lambda: load_profile(path))
+
+
+@often
+@given(data=st.data())
+def test_a_damaged_file_of_orders(tmp_path: Path, data: st.DataObject) -> None:
+    """What ``pipec schedule orders.txt`` does."""
+    name = data.draw(st.sampled_from(["1f1b", "zb-h1", "dualpipe-v"]))
+    text = format_orders(make_schedule(name, 2, 4)).encode()
+    path = tmp_path / "orders.txt"
+    path.write_bytes(data.draw(damaged(text)))
+    refused_or_fine(lambda: simulate_schedule(custom_schedule(path, 2, None), Workload.uniform(2)))
+
+
+@often
+@given(data=st.data())
+def test_a_damaged_graph(tmp_path: Path, data: st.DataObject) -> None:
+    json_text = json.dumps(PLACEMENT).encode()
+    path = tmp_path / "graph"
+    path.write_bytes(data.draw(damaged(json_text) | rewritten(json_text)))
+    refused_or_fine(lambda: read_dnn_partitioning(path))
+    path.write_bytes(data.draw(damaged("\n".join(PROFILE).encode())))
+    refused_or_fine(lambda: read_pipedream_graph(path))
+
+
+# arguments
+
+odd = (
+    st.sampled_from([*_VALUES, (), (2,), ("a",), object(), nn.Linear, X, len, Path("/"), Path("nowhere")])
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.binary(max_size=3)
+    | st.lists(st.sampled_from(["cpu", "meta", "gpu", None, 3]), max_size=3)
+    | st.functions(like=lambda ranks, microbatches: None, returns=st.none() | st.integers())
+)
+
+
+@often
+@given(name=st.sampled_from(list(api.COMPILE)), value=odd)
+def test_any_argument_of_compile(name: str, value: object) -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    arguments: dict[str, Any] = {"model": model, "devices": 2, "loss_fn": nn.functional.mse_loss}
+    refused_or_fine(lambda: pipec.compile(**{**arguments, name: value}))
+
+
+@often
+@given(text=st.text(alphabet="0123456789.eEkKmMgGtTiIbB -+nan", max_size=12) | st.text(max_size=6))
+def test_any_text_of_a_memory_limit(text: str) -> None:
+    refused_or_fine(lambda: api.parse_bytes(text))
+
+
+@pytest.fixture
+def somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("good.py").write_text("import pipec\ndef raises(): return 1 / 0\ndef none(): pass\nnumber = 3\n")
+    Path("bad.py").write_text("def f(:\n")
+    Path("folder.py").mkdir()
+
+
+_PLACES = [
+    "good.py",
+    "bad.py",
+    "folder.py",
+    "good",
+    "bad",
+    "math",
+    "os.path",
+    ".",
+    "..",
+    "/",
+    "",
+    "\0",
+    "é",
+    "a b",
+]
+_NAMES = ["raises", "none", "number", "sqrt", "join", "__doc__", "__class__", "", "\0", "é", "a.b", "1"]
+
+
+@often
+@given(
+    target=st.text(max_size=8)
+    | st.tuples(st.sampled_from(_PLACES), st.sampled_from([":", "", "::"]), st.sampled_from(_NAMES)).map(
+        "".join
+    )
+)
+def test_any_target(somewhere: None, target: str) -> None:
+    refused_or_fine(lambda: load_example(target))

@@ -1,0 +1,227 @@
+"""Lifelines between ranks that are threads of one process: texts, ends, silence, and who is named."""
+
+import asyncio
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
+
+import pytest
+from torch.distributed import HashStore, Store
+
+from pipec.errors import TransportError
+from pipec.runtime import rendezvous
+from pipec.runtime.lifelines import Lifelines
+
+T = TypeVar("T")
+TIMEOUT = 1.0
+
+
+@pytest.fixture
+def three() -> Iterator[list[Lifelines]]:
+    lines = [Lifelines(rank, 3, TIMEOUT) for rank in range(3)]
+    store = HashStore()
+    together([partial(rendezvous._connect, each, store, 10.0) for each in lines])
+    yield lines
+    for each in lines:
+        each.close()
+
+
+def together(calls: list[Callable[[], T]]) -> list[T]:
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result() for future in [pool.submit(call) for call in calls]]
+
+
+def cut(lines: Lifelines) -> None:
+    """End a rank's connections as the death of its process does."""
+    for peer in lines._peers.values():
+        assert peer.writer is not None
+        lines._loop.call_soon_threadsafe(peer.writer.transport.abort)
+
+
+def hold_breath(lines: Lifelines) -> None:
+    """Send no more beats, as a process that is stopped."""
+    lines._loop.call_soon_threadsafe(time.sleep, 10 * TIMEOUT)
+
+
+def test_texts_come_in_the_order_of_ranks_and_calls(three: list[Lifelines]) -> None:
+    big = bytes(range(256)) * 40_000
+    for text in (b"first", big):
+        found = together([partial(each.gather, text + bytes([each.rank])) for each in three])
+        assert found == [[text + bytes([rank]) for rank in range(3)]] * 3
+    three[0].tell(b"made")
+    assert [each.heard(0, "waiting") for each in three[1:]] == [b"made"] * 2
+
+
+def test_a_rank_that_dies_is_named_by_all_at_once(three: list[Lifelines]) -> None:
+    started = time.monotonic()
+    cut(three[0])
+    for each in three[1:]:
+        with pytest.raises(TransportError, match="rank 0: its process died"):
+            each.heard(0, "waiting")
+    assert time.monotonic() - started < 2.5
+
+
+def test_the_others_end_by_themselves_if_no_message_is_cut_off(
+    three: list[Lifelines], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a rank which waits for one that lives, and waits for the dead one, is set free."""
+    monkeypatch.setattr("pipec.runtime.lifelines._NOTICED_OTHERWISE", 0.3)
+    failed = threading.Event()
+    three[2].on_failure = failed.set
+    cut(three[0])
+    assert failed.wait(2)
+    assert three[2].reason() == "rank 0: its process died; its own output may say why"
+
+
+def test_a_rank_that_says_farewell_ends_no_messages(three: list[Lifelines]) -> None:
+    three[0].close()
+    with pytest.raises(TransportError, match="rank 0: its script ended, or let go of its pipeline"):
+        three[1].heard(0, "waiting")
+    assert three[2].reason(within=2.0) == three[1].reason()  # it was told by rank 1
+
+
+def test_a_silent_rank_is_named_after_the_timeout(three: list[Lifelines]) -> None:
+    started = time.monotonic()
+    hold_breath(three[1])
+    for each in (three[0], three[2]):
+        with pytest.raises(TransportError, match="rank 1: no sign of life for 1"):
+            each.heard(2 - each.rank, "waiting")
+    assert TIMEOUT / 2 < time.monotonic() - started < TIMEOUT + 1
+
+
+def test_a_rank_that_was_stopped_itself_blames_nobody(three: list[Lifelines]) -> None:
+    """Its own clock ran on, but it did not beat either."""
+    three[0]._timeout = 30.0
+    three[2]._timeout = 30.0
+    three[1]._loop.call_soon_threadsafe(time.sleep, 2 * TIMEOUT)
+    time.sleep(2.5 * TIMEOUT)
+    assert three[1].silent() is None
+    assert not three[1].has_failed()
+
+
+def test_the_first_failure_is_everybodys(three: list[Lifelines]) -> None:
+    three[1].fail("the backward is broken")
+    assert three[0].reason(within=2.0) == three[2].reason(within=2.0) == "rank 1: the backward is broken"
+    three[2].fail("another rank failed")
+    assert three[2].reason() == "rank 1: the backward is broken"
+
+
+def test_who_does_not_answer_is_named_with_what_it_does(three: list[Lifelines]) -> None:
+    with three[2].waiting("receiving hidden_1 from rank 1", 1):
+        time.sleep(3 * three[2]._interval)
+        assert (
+            three[0].waits_for(2).startswith("rank 2 is receiving hidden_1 from rank 1; rank 1 lives, but ")
+        )
+        with pytest.raises(
+            TransportError, match=r"rank 0 waited 1 s for ranks 1, 2; every rank must run the"
+        ):
+            three[0].gather(b"here")
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    store, lines = HashStore(), [Lifelines(rank, 3, TIMEOUT) for rank in (0, 2)]
+    started = time.monotonic()
+    found = together([partial(error_of, each, store) for each in lines])
+    assert all("waited 1 s for rank 1, which did not come" in text for text in found)
+    assert time.monotonic() - started < TIMEOUT + 1
+
+
+def error_of(lines: Lifelines, store: HashStore) -> str:
+    with pytest.raises(TransportError) as caught:
+        rendezvous._connect(lines, store, TIMEOUT)
+    lines.close()
+    return str(caught.value)
+
+
+def test_a_stranger_is_not_let_in(three: list[Lifelines]) -> None:
+    """Nor does one who sends nothing, or garbage, end anything."""
+    port = three[0].address.port
+    for sent in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\x00" + (20).to_bytes(8) + bytes(20)):
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(sent)
+            stranger.shutdown(socket.SHUT_WR)
+            assert stranger.recv(100) == b""
+    assert together([partial(each.gather, b"x") for each in three]) == [[b"x"] * 3] * 3
+
+
+def test_an_address_with_another_listener_is_passed_over(three: list[Lifelines]) -> None:
+    address = three[0].address
+    with pytest.raises(OSError, match="is another process"):
+        asyncio.run(address.connect(b"\x00" + (20).to_bytes(8) + bytes(20), b"welcome"))
+
+
+def test_a_failure_ends_what_the_main_thread_does(three: list[Lifelines]) -> None:
+    threading.Timer(0.2, three[1].fail, ("broken",)).start()
+    started = time.monotonic()
+    with pytest.raises(TransportError, match="rank 1: broken"), three[0].interrupted_by_failures():
+        time.sleep(5)
+    assert time.monotonic() - started < 2
+
+
+def test_a_forked_child_does_not_keep_connections_open(three: list[Lifelines]) -> None:
+    """As the workers of a data loader, which outlive a rank that dies."""
+    child = os.fork()
+    if child == 0:
+        time.sleep(3)
+        os._exit(0)
+    cut_after = time.monotonic()
+    cut(three[0])
+    with pytest.raises(TransportError, match="rank 0: its process died"):
+        three[1].heard(0, "waiting")
+    assert time.monotonic() - cut_after < 2.5
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    with pytest.raises(TransportError):
+        three[2].heard(0, "waiting")
+
+
+def test_what_never_returns_is_left_behind() -> None:
+    started = time.monotonic()
+    with pytest.raises(TimeoutError):
+        rendezvous.bounded(lambda: time.sleep(5), 0.2)
+    assert time.monotonic() - started < 2
+    assert rendezvous.bounded(lambda: 7, 5.0) == 7
+    with pytest.raises(ZeroDivisionError):
+        rendezvous.bounded(lambda: 1 // 0, 5.0)
+
+
+@pytest.mark.parametrize(("host", "port"), [(None, "1"), ("127.0.0.1", None), ("127.0.0.1", "http")])
+def test_an_environment_without_a_meeting_place_is_refused(
+    host: str | None, port: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("MASTER_ADDR", host), ("MASTER_PORT", port)):
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match=r"2 processes were started, but MASTER_ADDR is .* start them"):
+        rendezvous.meet(rendezvous.World(1, 2), 0, 1.0)
+
+
+def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        with pytest.raises(TransportError, match=f"rank 0 cannot listen at 127.0.0.1:{port}.*MASTER_PORT"):
+            rendezvous.meet(rendezvous.World(0, 2), 0, 1.0)
+
+
+def test_ranks_that_were_started_again_do_not_meet_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store of ``torchrun`` may outlive the ranks, and with it the addresses that they wrote."""
+    store = HashStore()
+    monkeypatch.setattr(rendezvous.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(rendezvous, "_get_default_store", lambda: store)
+    for attempt in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        found = together([partial(meet_late, rank) for rank in (0, 1)])
+        for lines, _ in found:
+            lines.close()
+
+
+def meet_late(rank: int) -> tuple[Lifelines, Store]:
+    """Rank 0 comes after rank 1 has asked for its address."""
+    time.sleep(0.5 * (1 - rank))
+    return rendezvous.meet(rendezvous.World(rank, 2), 0, 10.0)

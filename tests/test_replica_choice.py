@@ -1,0 +1,178 @@
+"""How many replicas stages get, and on which ranks these are: by the costs of the model and its links."""
+
+import copy
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pipec
+from pipec.compiler.autotuner import Autotuner
+from pipec.hardware.devices import DeviceModel, LinkModel
+from pipec.hardware.topology import Device, Level, Topology, alike
+from pipec.ir import Placement, Plan
+from pipec.pipeline import Pipeline
+from pipec.plan.memory import rank_memory
+
+ROWS, MICROBATCHES = 16, 8
+
+
+class Wide(nn.Module):
+    """What VGG is in large: convolutions with few weights, then many weights that take little time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        convolutions = (nn.Conv2d(8, 8, 3, padding=1) for _ in range(6))
+        self.body = nn.Sequential(*(layer for each in convolutions for layer in (each, nn.Tanh())))
+        self.head = nn.Linear(8 * 16 * 16, 96)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).flatten(1))
+
+
+def device() -> DeviceModel:
+    """One on which arithmetic alone takes time."""
+    return DeviceModel("test", {"float32": 1e9}, 1e15, 0.0, 2**40, LinkModel(1e9, 0.0), "made up")
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(ROWS, 8, 16, 16), torch.randn(ROWS, 96)
+
+
+def prepared(model: nn.Module, topology: Topology, **options: object) -> Pipeline:
+    pipe = pipec.compile(
+        model,
+        len(topology.devices),
+        loss_fn=nn.functional.mse_loss,
+        topology=topology,
+        device_model=device(),
+        **{"microbatches": MICROBATCHES, "replicas": "auto", **options},  # type: ignore[arg-type]
+    )
+    x, y = batch()
+    return pipe.prepare(x, target=y)
+
+
+def replicas_of(plan: Plan) -> list[int]:
+    return [len(ranks) for ranks in plan.placement]
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_second", "expected"), [(1e12, [4]), (4e7, [3, 1])], ids=["fast links", "slow links"]
+)
+def test_weights_that_are_slow_to_sum_get_one_rank(bytes_per_second: float, expected: list[int]) -> None:
+    pipe = prepared(Wide(), alike(4, LinkModel(bytes_per_second, 0.0)))
+    assert replicas_of(pipe.plan) == expected
+
+
+def assert_steps_as(alone: nn.Module, pipe: Pipeline) -> None:
+    """A step and an evaluation of the pipeline are those of the model that it was made of."""
+    x, y = batch()
+    loss, expected = pipe.step(x, target=y), nn.functional.mse_loss(alone(x), y)
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(parameter.grad, alone.get_parameter(name).grad, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(pipe.eval_step(x, target=y), expected, rtol=1e-6, atol=0)
+
+
+def test_a_step_on_the_planners_replicas_is_that_of_the_model() -> None:
+    torch.manual_seed(1)
+    model = Wide()
+    alone = copy.deepcopy(model)
+    pipe = prepared(model, alike(4, LinkModel(4e7, 0.0)))
+    assert replicas_of(pipe.plan) == [3, 1]
+    assert_steps_as(alone, pipe)
+
+
+def test_what_the_planner_would_gain_is_told() -> None:
+    links = alike(4, LinkModel(4e7, 0.0))
+    pipe = prepared(Wide(), links, microbatches=None, replicas=1)
+    taken = pipe.simulate().makespan
+    assert replicas_of(pipe.plan) == [1] * 4
+    said = next(each for each in pipe.plan.alternatives if each.replicas == (3, 1))
+    assert said.refused == f"{1 - said.seconds / taken:.1%} faster, tried by replicas='auto'"
+    assert "  3-1  " in str(pipe.plan)
+    auto = prepared(Wide(), links, microbatches=said.num_microbatches)
+    assert auto.simulate().makespan == pytest.approx(said.seconds)
+    assert [each.replicas for each in auto.plan.alternatives if len({*each.replicas}) > 1] == []
+
+
+def test_the_planner_is_asked_again_when_its_plan_does_not_fit() -> None:
+    links = alike(4, LinkModel(4e7, 0.0))
+    first = prepared(Wide(), links, recompute="none")
+    limit = int(max(need.total for need in rank_memory(first.plan, first.programs))) - 1
+    pipe = prepared(Wide(), links, recompute="none", memory_limit=limit)
+    assert replicas_of(pipe.plan) == [3, 1]
+    assert max(need.total for need in rank_memory(pipe.plan, pipe.programs)) <= limit
+    assert pipe.simulate().makespan >= first.simulate().makespan
+
+
+def hosts() -> Topology:
+    """Two hosts of two devices, with a slow network."""
+    return Topology((Device(),) * 4, (Level(2, 1e9), Level(2, 2e7)))
+
+
+def heavy_weights() -> nn.Module:
+    sizes = (2048, 256, 1024, 96)
+    return nn.Sequential(nn.Flatten(), *(nn.Linear(*pair) for pair in pairwise(sizes)))
+
+
+def heavy_activations() -> nn.Module:
+    layers = (layer for _ in range(6) for layer in (nn.Conv2d(8, 8, 3, padding=1), nn.Tanh()))
+    return nn.Sequential(*layers, nn.AvgPool2d(16), nn.Flatten(), nn.Linear(8, 96))
+
+
+ARRANGED = {
+    "heavy weights": (heavy_weights, ((0, 1), (2, 3))),
+    "heavy activations": (heavy_activations, ((0, 2), (1, 3))),
+}
+
+
+@pytest.mark.parametrize(("make", "expected"), ARRANGED.values(), ids=ARRANGED)
+def test_what_travels_most_stays_inside_a_host(
+    make: Callable[[], nn.Module], expected: Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = prepared(make(), hosts(), replicas=2)
+    assert pipe.plan.placement == expected
+    arrangements = Autotuner.arrangements
+    monkeypatch.setattr(Autotuner, "arrangements", lambda *given: arrangements(*given)[:1])
+    usual = prepared(make(), hosts(), replicas=2)
+    monkeypatch.setattr(Autotuner, "arrangements", lambda *given: arrangements(*given)[1:])
+    other = prepared(make(), hosts(), replicas=2)
+    assert (usual.plan.placement, other.plan.placement) == (((0, 1), (2, 3)), ((0, 2), (1, 3)))
+    times = usual.simulate().makespan, other.simulate().makespan
+    assert times[0] != pytest.approx(times[1], rel=0.05)
+    assert pipe.simulate().makespan == min(times)
+
+
+def test_links_that_are_alike_leave_nothing_to_arrange() -> None:
+    tuner = prepared(heavy_weights(), alike(4, LinkModel(1e9, 0.0)), replicas=2)._compiler.autotuner
+    assert tuner.arrangements(alike(4, LinkModel(1e9, 0.0))) == [tuner]
+    assert len(tuner.arrangements(hosts())) == 2
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_a_step_of_pipelines_side_by_side_is_that_of_the_model(schedule: str) -> None:
+    torch.manual_seed(1)
+    model = heavy_activations()
+    alone = copy.deepcopy(model)
+    pipe = prepared(model, hosts(), replicas=2, schedule=schedule)
+    assert set(pipe.plan.placement) == {(0, 2), (1, 3)}
+    assert_steps_as(alone, pipe)
+
+
+@pytest.mark.parametrize(
+    ("memory", "expected"),
+    [((3e6, 3e6, 1e6, 1e6), ((2, 3), (0, 1))), ((3e6, 1e6, 3e6, 1e6), ((1, 3), (0, 2)))],
+    ids=["neighbours", "side by side"],
+)
+def test_a_stage_goes_to_the_ranks_that_can_hold_it(memory: tuple[float, ...], expected: Placement) -> None:
+    """The second of two stages has all the weights, and the first devices have all the memory."""
+    topology = Topology(tuple(map(Device, memory)), (Level(4, 1e9),))
+    pipe = prepared(Wide(), topology, replicas=2, recompute="none")
+    assert pipe.plan.placement == expected
+    needs = [need.total for need in rank_memory(pipe.plan, pipe.programs)]
+    assert all(need <= limit for need, limit in zip(needs, memory, strict=True))

@@ -1,0 +1,246 @@
+"""Properties of steps with replicas, whatever their schedule, placement and ending."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import ceil
+
+import pytest
+from endings import EQUAL, Step, make_step, means_the_step, schedules, steps
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipec.errors import InputError
+from pipec.ir import Link, Op, Phase, Program, Schedule, Shard, rank_of
+from pipec.ir.text import format_program, parse_program
+from pipec.passes.cut_for_replicas import balanced
+from pipec.programs.lower import chain_links, lower
+from pipec.programs.memory import in_flight
+from pipec.programs.verify import verify_programs
+from pipec.schedules import make_schedule
+from pipec.schedules.replicas import lifted, replicated, round_robin, side_by_side
+from pipec.timeline.simulate import Costs, simulate
+
+
+@settings(max_examples=80)
+@given(steps())
+def test_programs_verify_and_deliver_every_gradient_once(step: Step) -> None:
+    programs = step.programs()
+    step.verify(programs)
+    means_the_step(step, programs)
+
+
+def costs_of(step: Step, **endings: float) -> Costs:
+    """Every phase takes one unit, a message as long as it is told, and each op of an ending, too."""
+    uniform = Costs.uniform(step.schedule.num_stages, links=step.links, message=endings.get("message", 0))
+    seconds = {
+        (each.op, each.stage, each.bucket): endings.get(each.op.value, 0.0)
+        for program in step.programs()
+        for each in program.instructions
+    }
+    return replace(uniform, endings=seconds)
+
+
+def renumbered(schedule: Schedule, numbers: Sequence[int]) -> Schedule:
+    """The same schedule with rank k called ``numbers[k]``."""
+    placement = tuple(tuple(numbers[rank] for rank in ranks) for ranks in schedule.placement)
+    orders = {numbers[rank]: order for rank, order in enumerate(schedule.orders)}
+    return replace(schedule, placement=placement, orders=tuple(orders[k] for k in sorted(orders)))
+
+
+seconds = st.integers(0, 5).map(float)
+prices = st.fixed_dictionaries({op.value: seconds for op in Op if op.traits.timed} | {"message": seconds})
+
+
+@settings(max_examples=60)
+@given(steps(), prices, st.randoms(use_true_random=False))
+def test_the_numbers_of_ranks_change_no_time(step: Step, price: Mapping[str, float], random) -> None:
+    numbers = list(range(step.schedule.num_ranks))
+    random.shuffle(numbers)
+    other = replace(step, schedule=renumbered(step.schedule, numbers))
+    times = [simulate(each.programs(), costs_of(each, **price)) for each in (step, other)]
+    assert times[0].makespan == times[1].makespan
+    assert sorted(times[0].events.ends.tolist()) == sorted(times[1].events.ends.tolist())
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(EQUAL), st.integers(1, 4), st.integers(1, 4), st.integers(1, 6))
+def test_equal_replicas_take_as_long_as_one_pipeline_with_its_share(
+    name: str, ranks: int, replicas: int, rounds: int
+) -> None:
+    make = functools.partial(make_schedule, name, ranks)
+    try:
+        one = make_step(make(rounds))
+    except InputError:
+        return
+    several = make_step(replicated(make, rounds * replicas, replicas))
+    assert several.schedule.placement == lifted(one.schedule.placement, replicas)
+    price = {"message": 0.5}
+    alone, together = (simulate(each.programs(), costs_of(each, **price)) for each in (one, several))
+    assert together.makespan == alone.makespan
+
+
+@settings(max_examples=20)
+@given(st.integers(1, 4), st.integers(2, 4), seconds, seconds, seconds, seconds)
+def test_data_parallelism_takes_its_computes_and_what_comes_behind(
+    rounds: int, replicas: int, reduce: float, norm: float, update: float, gather: float
+) -> None:
+    count = max(rounds * replicas - 1, replicas)
+    schedule = replicated(functools.partial(make_schedule, "1f1b", 1), count, replicas)
+    price = {"reduce_grad": reduce, "norm": norm, "update": update, "unshard": gather}
+
+    def makespan(**options: object) -> float:
+        step = make_step(schedule, **options)  # type: ignore[arg-type]
+        return simulate(step.programs(), costs_of(step, **price)).makespan
+
+    assert makespan() == 3 * rounds + reduce
+    assert makespan(updates=True) == 3 * rounds + reduce + update
+    assert makespan(updates=True, clips=True) == 3 * rounds + reduce + norm + update
+    assert makespan(updates=True, shard=Shard.OPTIMIZER) == 3 * rounds + reduce + update + gather
+    assert makespan(updates=True, shard=Shard.PARAMETERS) >= gather + 3 * rounds + reduce + update
+
+
+@settings(max_examples=30)
+@given(st.integers(2, 4), st.integers(1, 3), seconds)
+def test_a_reduce_runs_beside_what_its_rank_computes_next(ranks: int, rounds: int, reduce: float) -> None:
+    """In looped BFS a rank's later stages end first: only the reduce of its first stage is in the way."""
+    schedule = replicated(functools.partial(make_schedule, "looped-bfs", ranks), 2 * rounds * ranks, 2)
+    step = make_step(schedule)
+    free = simulate(step.programs(), costs_of(step)).makespan
+    taken = simulate(step.programs(), costs_of(step, reduce_grad=reduce)).makespan
+    assert free + reduce <= taken <= free + reduce * schedule.num_stages / ranks
+
+
+def cells(schedule: Schedule) -> list[list[object]]:
+    return [list(order) for order in schedule.orders]
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 6))
+def test_round_robin_on_equal_numbers_is_1f1b_lifted(stages: int, replicas: int, rounds: int) -> None:
+    several = round_robin(rounds * replicas, [replicas] * stages)
+    other = replicated(functools.partial(make_schedule, "1f1b", stages), rounds * replicas, replicas)
+    assert several.placement == other.placement
+    assert cells(several) == cells(other)
+
+
+@settings(max_examples=40)
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(0, 12))
+def test_round_robin_keeps_no_more_in_flight_than_the_ranks_behind_need(
+    replicas: list[int], more: int
+) -> None:
+    schedule = round_robin(max(replicas) + more, replicas)
+    links = chain_links(len(replicas))
+    programs = lower(schedule, links)
+    behind = [sum(replicas[stage:]) for stage in range(len(replicas))]
+    limits = [ceil(behind[s] / count) for s, count in enumerate(replicas) for _ in range(count)]
+    count = schedule.num_microbatches
+    verify_programs(programs, schedule.placement, links, count, max_in_flight=limits)
+    first = [k for k, program in enumerate(programs) if schedule.placement[0][0] == program.rank]
+    needed = min(limits[0], ceil(count / replicas[0]))
+    assert int(in_flight(programs[first[0]].instructions).max()) == needed
+
+
+@given(schedules())
+def test_every_cell_runs_on_the_replica_of_its_microbatch(schedule: Schedule) -> None:
+    for rank, order in enumerate(schedule.orders):
+        for cell in order:
+            assert rank_of(schedule.placement, cell.stage, cell.microbatch) == rank
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: round_robin(2, [3, 1]),
+            "a stage has 3 replicas, which need a microbatch each",
+        ),
+        (
+            lambda: replicated(functools.partial(make_schedule, "1f1b", 2), 1, 2),
+            "2 replicas need a microbatch each, but there are 1; pass microbatches=2 or more",
+        ),
+    ],
+)
+def test_a_replica_without_a_microbatch_is_refused(make, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        make()
+
+
+@given(st.integers(1, 4), st.integers(1, 4))
+def test_side_by_side_puts_the_ranks_of_a_pipeline_next_to_each_other(replicas: int, num_ranks: int) -> None:
+    numbers = side_by_side(replicas, num_ranks)
+    assert sorted(numbers) == list(range(replicas * num_ranks))
+    for pipeline in range(replicas):
+        own = [numbers[rank * replicas + pipeline] for rank in range(num_ranks)]
+        assert own == list(range(pipeline * num_ranks, (pipeline + 1) * num_ranks))
+    assert side_by_side(2, 3) == [0, 3, 1, 4, 2, 5]
+
+
+@settings(max_examples=40)
+@given(steps())
+def test_the_text_of_a_program_is_read_back_with_its_buckets(step: Step) -> None:
+    for program in step.programs():
+        text = format_program(program)
+        again = parse_program(text, step.links)
+        assert again == Program(program.rank, tuple(program.instructions))
+        assert format_program(again) == text
+
+
+def test_the_text_of_an_ending_is_readable() -> None:
+    step = make_step(round_robin(2, [2]), averaged=(0,), updates=True, clips=True, shard=Shard.PARAMETERS)
+    assert (
+        format_program(step.programs()[1])
+        == """\
+rank 1: 9 instructions
+0  unshard          stage 0        bucket 0
+1  forward          stage 0  mb 1
+2  average_buffers  stage 0
+3  backward         stage 0  mb 1
+4  free             stage 0  mb 1
+5  reshard          stage 0        bucket 0
+6  reduce_grad      stage 0        bucket 0
+7  norm
+8  update           stage 0
+"""
+    )
+
+
+works = st.lists(st.integers(0, 9), min_size=1, max_size=7)
+shares_of = st.lists(st.integers(1, 4), min_size=1, max_size=4)
+
+
+@settings(max_examples=150)
+@given(works, shares_of)
+def test_work_is_balanced_as_well_as_any_other_cut(work: list[int], shares: list[int]) -> None:
+    if len(work) < len(shares):
+        return
+    firsts = balanced([float(each) for each in work], shares)
+    assert firsts == sorted({*firsts})
+    assert firsts[0] == 0
+    assert len(firsts) == len(shares)
+    assert slowest(work, shares, firsts) == min(
+        slowest(work, shares, each) for each in cuts(len(work), len(shares))
+    )
+
+
+def slowest(work: Sequence[int], shares: Sequence[int], firsts: Sequence[int]) -> float:
+    ends = [*firsts[1:], len(work)]
+    return max(sum(work[first:end]) / share for first, end, share in zip(firsts, ends, shares, strict=True))
+
+
+def cuts(items: int, parts: int) -> list[list[int]]:
+    """Every way to cut items into consecutive parts, none of them empty."""
+    if parts == 1:
+        return [[0]]
+    return [[*head, last] for last in range(parts - 1, items) for head in cuts(last, parts - 1)]
+
+
+def test_links_of_a_replicated_stage_lead_to_the_replica_of_the_microbatch() -> None:
+    programs = lower(round_robin(3, [2, 1]), chain_links(2))
+    sends = [
+        (each.microbatch, program.rank, each.peer)
+        for program in programs
+        for each in program.instructions
+        if each.op is Op.SEND and isinstance(each.link, Link) and each.link.source == 1
+    ]
+    assert sorted(sends) == [(0, 2, 0), (1, 2, 1), (2, 2, 0)]
+    assert Phase.BACKWARD in {each.op.phase for each in programs[0].instructions}

@@ -1,0 +1,98 @@
+"""What each level of sharding would take: the plan's table of it, and ``shard="auto"``."""
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+import pipec
+from pipec.errors import InputError
+from pipec.ir import Shard
+from pipec.pipeline import Pipeline
+from pipec.plan.memory import rank_memory
+
+ADAM = functools.partial(optim.AdamW, lr=1e-2)
+
+
+def wide() -> nn.Module:
+    """Many weights for what is computed with them."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 64))
+
+
+def compiled(model: nn.Module | None = None, **options: Any) -> Pipeline:
+    given: dict[str, Any] = {"microbatches": 4, "replicas": 2, "optimizer": ADAM, "recompute": "none"}
+    loss = nn.functional.mse_loss
+    return pipec.compile(model or wide(), 4, loss_fn=loss, **{**given, **options})
+
+
+def prepared(**options: Any) -> Pipeline:
+    return compiled(**options).prepare(torch.ones(8, 64), target=torch.ones(8, 64))
+
+
+def peak(pipe: Pipeline) -> float:
+    return max(need.total for need in rank_memory(pipe.plan, pipe.programs))
+
+
+@pytest.mark.parametrize("shard", [None, *Shard])
+def test_the_table_says_what_each_level_takes(shard: Shard | None) -> None:
+    pipe = prepared(shard=shard)
+    costs = pipe.plan.shard_costs
+    assert [each.shard for each in costs] == [None, *Shard]
+    own = next(each for each in costs if each.shard is shard)
+    assert (own.peak_bytes, own.seconds) == (peak(pipe), pipe.simulate().makespan)
+    assert costs == prepared().plan.shard_costs
+    assert f"{shard or 'nothing'} (taken)" in str(pipe.plan)
+
+
+def test_levels_spend_what_they_are_known_to_spend() -> None:
+    """An all-reduce is two gatherings; levels 2 and 3 sum after each of two rounds; all gather once."""
+    none, *others = (each.collective_seconds for each in prepared().plan.shard_costs)
+    assert [each / (none / 2) for each in others] == pytest.approx([1 + 1, 2 + 1, 2 + 1])
+
+
+def test_nothing_to_share_has_no_table() -> None:
+    assert prepared(replicas=1).plan.shard_costs == ()
+    assert prepared(optimizer=None).plan.shard_costs == ()
+
+
+def test_auto_takes_the_fastest_level_that_fits() -> None:
+    costs = prepared().plan.shard_costs
+    fastest = min(costs, key=lambda each: each.seconds)
+    assert prepared(shard="auto").plan.ending.shard is fastest.shard
+    smallest = min(costs, key=lambda each: each.peak_bytes)
+    assert smallest.peak_bytes < costs[0].peak_bytes
+    pipe = prepared(shard="auto", memory_limit=int(smallest.peak_bytes))
+    assert pipe.plan.ending.shard is smallest.shard
+    assert peak(pipe) <= smallest.peak_bytes
+
+
+@pytest.mark.parametrize("evaluates_first", [False, True])
+def test_steps_of_auto_are_those_of_the_model(evaluates_first: bool) -> None:
+    model = wide()
+    alone = copy.deepcopy(model)
+    limit = int(min(each.peak_bytes for each in prepared().plan.shard_costs))
+    pipe, plain = compiled(model, shard="auto", memory_limit=limit), ADAM(alone.parameters())
+    x, y = torch.randn(8, 64), torch.randn(8, 64)
+    if evaluates_first:
+        torch.testing.assert_close(pipe.eval_step(x, target=y), nn.functional.mse_loss(alone(x), y))
+    for _ in range(3):
+        loss = nn.functional.mse_loss(alone(x), y)
+        loss.backward()
+        torch.testing.assert_close(pipe.step(x, target=y), loss.detach())
+        plain.step()
+        plain.zero_grad()
+    assert pipe.plan.ending.shard is not None
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(parameter, alone.get_parameter(name), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(pipe.eval_step(x, target=y), nn.functional.mse_loss(alone(x), y))
+
+
+def test_auto_without_an_optimizer_is_refused() -> None:
+    with pytest.raises(InputError, match="shard='auto' concerns the updates that a program makes"):
+        compiled(optimizer=None, shard="auto")
+    with pytest.raises(InputError, match="'parameters', 'auto'"):
+        compiled(shard="everything")

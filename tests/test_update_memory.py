@@ -1,0 +1,70 @@
+"""What plans say that updates keep: optimizer state, and what sharding divides, as two ranks measure it."""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from memory_script import model
+from torch import nn, optim
+from workers import run_ranks
+
+import pipec
+from pipec.errors import InfeasibleError
+from pipec.hardware.devices import DEVICES
+from pipec.pipeline import Pipeline
+from pipec.plan.memory import rank_memory
+
+P = 3 * (128 * 128 + 128) * 4
+"""The bytes of the model's parameters."""
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
+    """What each rank found, by the level of sharding."""
+    script = Path(__file__).with_name("memory_script.py")
+    return [json.loads(text) for text in run_ranks(script, 2, tmp_path_factory.mktemp("ranks"))]
+
+
+@pytest.mark.parametrize(
+    ("shard", "weights", "state", "kept"),
+    [("None", P, 2 * P, P), ("optimizer", P, P, 0), ("gradients", P, P, 0), ("parameters", P / 2, P, 0)],
+)
+def test_ranks_hold_what_the_plan_says(
+    measured: list[dict[str, dict[str, Any]]], shard: str, weights: float, state: float, kept: int
+) -> None:
+    late = 0 if shard == "None" else P  # gloo may let go of what it has sent only later
+    for rank in measured:
+        found = rank[shard]
+        assert found["weights"] == pytest.approx(weights, rel=1e-3)
+        assert found["state"] == pytest.approx(state, rel=1e-3)
+        assert found["between"] == pytest.approx(weights + state + kept, rel=0.01)
+        assert 0.98 * found["said"] < found["most"] < 1.02 * found["said"] + late
+
+
+def prepared(**options: Any) -> Pipeline:
+    x = torch.ones(8, 128)
+    pipe = pipec.compile(model(), 1, loss_fn=nn.functional.mse_loss, microbatches=4, **options)
+    return pipe.prepare(x, target=x)
+
+
+def test_an_update_takes_the_time_of_the_memory_it_moves() -> None:
+    """It reads and writes parameters and state, and reads gradients."""
+    device = DEVICES["a100"]
+    without = prepared(device_model=device)
+    pipe = prepared(device_model=device, optimizer=functools.partial(optim.SGD, lr=0.1, momentum=0.9))
+    update = (3 * P + 2 * P) / device.memory_bytes_per_second
+    assert pipe.simulate().makespan - without.simulate().makespan == pytest.approx(update)
+
+
+def test_state_counts_against_the_limit_of_memory() -> None:
+    adam = functools.partial(optim.AdamW, lr=1e-3)
+    pipe = prepared(optimizer=adam)
+    need = rank_memory(pipe.plan, pipe.programs)[0].total
+    assert "with optimizer state" in str(pipe.plan)
+    assert prepared(optimizer=adam, memory_limit=int(need) + 1)
+    assert prepared(memory_limit=int(need) - P, recompute="none")
+    with pytest.raises(InfeasibleError, match="weights, gradients and state"):
+        prepared(optimizer=adam, memory_limit=int(need) - P, recompute="none")

@@ -1,0 +1,228 @@
+"""Steps that end with the optimizer's update: they equal the plain PyTorch script."""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from torch.optim.lr_scheduler import OneCycleLR
+from unsplit import relative_error
+from updating import SAME, WIDTH, WORDS, batches, difference, model, pair
+
+import pipec
+from pipec.errors import ExecutionError, InputError
+
+DATA_PARALLEL = {"devices": 2, "stages": 1}
+TWO_PIPELINES = {"devices": 4, "stages": 4, "schedule": "looped-bfs"}
+UNEQUAL = {"devices": 3, "replicas": (2, 1)}
+
+
+@pytest.mark.parametrize(
+    ("name", "shard", "clip", "plan"),
+    [
+        ("sgd", None, 0.5, DATA_PARALLEL),
+        ("sgd", "parameters", None, TWO_PIPELINES),
+        ("adamw", None, None, TWO_PIPELINES),
+        ("adamw", "optimizer", 0.5, TWO_PIPELINES),
+        ("adamw", "gradients", None, UNEQUAL),
+        ("adafactor", "gradients", 0.5, DATA_PARALLEL),
+        ("adafactor", "parameters", None, UNEQUAL),
+        ("muon", "optimizer", 0.5, UNEQUAL),
+        ("muon", "parameters", 0.5, TWO_PIPELINES),
+    ],
+)
+def test_twenty_steps_are_those_of_the_plain_script(
+    name: str, shard: str | None, clip: float | None, plan: dict[str, Any]
+) -> None:
+    """The weights of the embedding are those of the head, and five microbatches are no multiple of two."""
+    pipe, plain = pair(name, 5, clip, shard=shard, **plan)
+    for batch in batches(20):
+        assert relative_error(pipe.step(**batch), plain.step(batch)) < SAME
+    assert difference(pipe, plain) < SAME
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+
+
+@pytest.mark.parametrize("shard", [None, "optimizer", "gradients", "parameters"])
+def test_steps_that_accumulate_add_up_to_one_update(shard: str | None) -> None:
+    pipe, plain = pair(clip=0.5, shard=shard, **UNEQUAL)
+    for number, batch in enumerate(batches(6)):
+        if number % 3 < 2:
+            with pipe.accumulate():
+                pipe.step(**batch)
+            plain.accumulate(batch)
+        else:
+            pipe.step(**batch)
+            plain.step(batch)
+    assert difference(pipe, plain) < SAME
+
+
+@pytest.mark.parametrize("shard", [None, "gradients", "parameters"])
+def test_a_step_that_fails_changes_nothing_and_the_next_one_is_right(shard: str | None) -> None:
+    """A replica fails when the other one has started to sum gradients that it then never brings."""
+    pipe, plain = pair(shard=shard, **DATA_PARALLEL)
+    first, *later = batches(4)
+    pipe.step(**first)
+    plain.step(first)
+    bad = first["words"].clone()
+    bad[-1] = WORDS
+    before = [parameter.detach().clone() for parameter in pipe.parameters()]
+    with pytest.raises(ExecutionError, match="out of range"):
+        pipe.step(words=bad)
+    assert all(torch.equal(*each) for each in zip(before, pipe.parameters(), strict=True))
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+    for batch in later:
+        pipe.step(**batch)
+        plain.step(batch)
+    assert difference(pipe, plain) < SAME
+
+
+class Normalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.norm = nn.Embedding(WORDS, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, words: Tensor) -> Tensor:
+        logits = self.head(self.norm(self.words(words).flatten(0, 1)))
+        return nn.functional.cross_entropy(logits, words.flatten())
+
+
+def test_replicas_agree_on_buffers_as_if_a_step_that_failed_had_not_been() -> None:
+    """One replica has started to average its buffers when the other one fails."""
+    left = []
+    for fails in (False, True):
+        torch.manual_seed(0)
+        own = Normalised().double()
+        pipe = pipec.compile(own, 2, stages=1, microbatches=4, optimizer=partial(optim.AdamW, lr=0.01))
+        first, *later = batches(3)
+        if fails:
+            bad = first["words"].clone()
+            bad[-1] = WORDS
+            with pytest.raises(ExecutionError, match="out of range"):
+                pipe.step(words=bad)
+        for batch in (first, *later):
+            pipe.step(**batch)
+        left.append(pipe.state_dict())
+    assert all(torch.equal(tensor, left[1][name]) for name, tensor in left[0].items())
+
+
+def test_a_scheduler_sets_the_learning_rate_of_every_rank() -> None:
+    pipe, plain = pair(clip=0.5, shard="gradients", **TWO_PIPELINES)
+    ours, theirs = (OneCycleLR(each, 0.05, total_steps=8) for each in (pipe.optimizer, plain.optimizers[0]))
+    for batch in batches(8):
+        pipe.step(**batch)
+        plain.step(batch)
+        ours.step()
+        theirs.step()
+    assert ours.get_last_lr() == theirs.get_last_lr()
+    assert difference(pipe, plain) < SAME
+
+
+@pytest.mark.parametrize("shard", [None, "parameters"])
+def test_frozen_parameters_stay(shard: str | None) -> None:
+    def make() -> nn.Module:
+        frozen = model()
+        frozen.body[0].requires_grad_(False)  # type: ignore[index]
+        frozen.body[4].weight.requires_grad_(False)  # type: ignore[index]
+        return frozen
+
+    def trained(named: Any) -> optim.Optimizer:
+        return optim.AdamW([each for _, each in named if each.requires_grad], lr=0.01, weight_decay=0.1)
+
+    pipe, plain = pair(trained, clip=0.5, make=make, shard=shard, **TWO_PIPELINES)
+    before = copy.deepcopy(pipe.state_dict())
+    for batch in batches(4):
+        pipe.step(**batch)
+        plain.step(batch)
+    assert difference(pipe, plain) < SAME
+    assert torch.equal(pipe.state_dict()["body.0.weight"], before["body.0.weight"])
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "other"),
+    [
+        ("adamw", {**TWO_PIPELINES, "shard": "parameters"}, {**UNEQUAL, "shard": "optimizer"}),
+        ("adafactor", {**UNEQUAL, "shard": "gradients"}, DATA_PARALLEL),
+        ("muon", UNEQUAL, {**TWO_PIPELINES, "shard": "parameters"}),
+    ],
+)
+def test_state_goes_to_the_plain_optimizer_and_on_to_another_layout(
+    name: str, layout: dict[str, Any], other: dict[str, Any]
+) -> None:
+    pipe, plain = pair(name, **layout)
+    every = list(batches(6))
+    for batch in every[:2]:
+        pipe.step(**batch)
+        plain.step(batch)
+    if len(plain.optimizers) == 1:
+        plain.optimizers[0].load_state_dict(copy.deepcopy(pipe.optimizer.state_dict()))
+    for batch in every[2:4]:
+        pipe.step(**batch)
+        plain.step(batch)
+    assert difference(pipe, plain) < SAME
+    later, _ = pair(name, **other)
+    later.load_state_dict(pipe.state_dict())
+    later.optimizer.load_state_dict(copy.deepcopy([each.state_dict() for each in plain.optimizers]))
+    for batch in every[4:]:
+        later.step(**batch)
+        plain.step(batch)
+    assert difference(later, plain) < SAME
+
+
+@pytest.mark.parametrize(
+    ("rows", "microbatches", "options"),
+    [(7, 3, {**UNEQUAL, "shard": "gradients"}), (10, 4, {**DATA_PARALLEL, "dynamic": False})],
+)
+def test_rows_need_not_divide_evenly(rows: int, microbatches: int, options: dict[str, Any]) -> None:
+    """With one graph for each size of microbatch, there are two programs, and the last one updates."""
+    pipe, plain = pair(microbatches=microbatches, clip=0.5, **options)
+    for batch in batches(4, rows):
+        pipe.step(**batch)
+        plain.step(batch)
+    assert difference(pipe, plain) < SAME
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH, sparse=True)
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(self.words(words)).flatten(0, 1), words.flatten())
+
+
+def sparse_model() -> nn.Module:
+    torch.manual_seed(0)
+    return Sparse().double()
+
+
+def sparse_and_dense(named: Any) -> list[optim.Optimizer]:
+    groups: dict[bool, list[Any]] = {True: [], False: []}
+    for name, parameter in named:
+        groups[name.startswith("words")].append((name, parameter))
+    return [optim.SparseAdam(groups[True], lr=0.01), optim.AdamW(groups[False], lr=0.01)]
+
+
+@pytest.mark.parametrize("factory", [partial(optim.SGD, lr=0.1), sparse_and_dense])
+def test_sparse_gradients_are_summed_over_replicas(factory: Callable[[Any], Any]) -> None:
+    pipe, plain = pair(factory, make=sparse_model, **DATA_PARALLEL)
+    for batch in batches(4):
+        pipe.step(**batch)
+        plain.step(batch)
+    assert difference(pipe, plain) < SAME
+
+
+def test_sparse_gradients_are_not_shared_out() -> None:
+    pipe, _ = pair(partial(optim.SGD, lr=0.1), make=sparse_model, shard="optimizer", **DATA_PARALLEL)
+    with pytest.raises(InputError, match=r"words.weight has sparse gradients, which replicas cannot keep"):
+        pipe.step(**next(batches(1)))
+
+
+def test_a_pipeline_that_updates_and_clips_nothing_says_how() -> None:
+    pipe = pipec.compile(model(), 1, microbatches=1)
+    with pytest.raises(InputError, match=r"pass optimizer=... to pipec.compile"):
+        _ = pipe.optimizer

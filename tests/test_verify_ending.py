@@ -1,0 +1,533 @@
+"""The rules for what a step does besides its microbatches: each finds the program broken for it."""
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+from endings import Step, Wrong, make_step, means_the_step, steps
+from example_schedules import value
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from pipec.errors import VerifyError
+from pipec.ir import (
+    Bucket,
+    Ending,
+    Instruction,
+    Op,
+    Payload,
+    Plan,
+    Program,
+    Shard,
+    Stage,
+    unreplicated,
+)
+from pipec.programs.lower import chain_links
+from pipec.programs.verify import verify_plan, verify_programs
+from pipec.schedules import gpipe, make_schedule
+from pipec.schedules.replicas import replicated, round_robin
+
+Edit = Callable[[list[Instruction]], object]
+
+
+def data_parallel(microbatches: int = 4, replicas: int = 2, **options: object) -> Step:
+    schedule = replicated(functools.partial(make_schedule, "gpipe", 1), microbatches, replicas)
+    return make_step(schedule, **options)  # type: ignore[arg-type]
+
+
+WHOLE = data_parallel(averaged=(0,), updates=True, clips=True)
+TIED_TO_ONE = make_step(round_robin(3, [1, 2]), tied=(0, 1), updates=True, clips=True)
+TIED_TO_TWO = make_step(round_robin(4, [2, 1]), tied=(0, 1), updates=True)
+SHARDED = data_parallel(updates=True, shard=Shard.OPTIMIZER)
+IN_ROUNDS = data_parallel(updates=True, shard=Shard.GRADIENTS)
+GATHERED = data_parallel(updates=True, shard=Shard.PARAMETERS)
+
+
+def fault(step: Step, edits: dict[int, Edit]) -> str:
+    """What the verifier says after the programs of some ranks are changed."""
+    programs = list(step.programs())
+    step.verify(programs)
+    for rank, edit in edits.items():
+        instructions = list(programs[rank].instructions)
+        edit(instructions)
+        programs[rank] = Program(rank, tuple(instructions))
+    with pytest.raises(VerifyError) as caught:
+        step.verify(programs)
+    return str(caught.value)
+
+
+def find(instructions: Sequence[Instruction], op: Op, bucket: int = -1, turn: int = 0) -> int:
+    """An instruction of that op, and of that bucket if it is given."""
+    found = [k for k, each in enumerate(instructions) if each.op is op and bucket in (-1, each.bucket)]
+    return found[turn]
+
+
+def drop(op: Op, bucket: int = -1, turn: int = 0) -> Edit:
+    return lambda instructions: instructions.pop(find(instructions, op, bucket, turn))
+
+
+def repeat(op: Op, bucket: int = -1, turn: int = 0) -> Edit:
+    def edit(instructions: list[Instruction]) -> None:
+        number = find(instructions, op, bucket, turn)
+        instructions.insert(number, instructions[number])
+
+    return edit
+
+
+def move(op: Op, bucket: int = -1, turn: int = 0, *, to: int) -> Edit:
+    def edit(instructions: list[Instruction]) -> None:
+        number = find(instructions, op, bucket, turn)
+        instructions.insert(to, instructions.pop(number))
+
+    return edit
+
+
+def change(op: Op, bucket: int = -1, turn: int = 0, /, **fields: object) -> Edit:
+    def edit(instructions: list[Instruction]) -> None:
+        number = find(instructions, op, bucket, turn)
+        instructions[number] = replace(instructions[number], **fields)  # type: ignore[arg-type]
+
+    return edit
+
+
+def test_the_message_shows_lines_and_cells_of_the_ranks_that_do_not_meet() -> None:
+    step = data_parallel(2, updates=True, averaged=(0,))
+    late = {0: move(Op.AVERAGE_BUFFERS, to=4)}
+    assert (
+        fault(step, late)
+        == """\
+rank 0, instruction 3: reduce_grad of stage 0, bucket 0 meets average_buffers of stage 0 of rank 1; \
+ranks start collectives in one order
+  0  forward          stage 0  mb 0
+  1  backward         stage 0  mb 0
+  2  free             stage 0  mb 0
+> 3  reduce_grad      stage 0        bucket 0
+  4  average_buffers  stage 0
+  5  update           stage 0
+  rank 0      F0 [B0]
+  rank 1      F1 [B1]"""
+    )
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (change(Op.REDUCE_GRAD, microbatch=0), "bucket 0 names a microbatch, link, peer or slot; expected"),
+        (change(Op.NORM, peer=1), "norm names a microbatch, link, peer or slot"),
+        (
+            change(Op.UPDATE, slot=0),
+            "update of stage 0 names a microbatch, link, peer or slot; expected none",
+        ),
+        (
+            change(Op.REDUCE_GRAD, bucket=1),
+            "reduce_grad of stage 0, bucket 1 is no part of the plan for rank 0; expected average_buffers of "
+            "stage 0, update of stage 0, reduce_grad of stage 0, bucket 0, norm",
+        ),
+        (change(Op.UPDATE, stage=1), "update of stage 1 is no part of the plan for rank 0; expected"),
+        (change(Op.NORM, stage=0), "norm of stage 0 is no part of the plan for rank 0; expected"),
+        (change(Op.NORM, op=Op.UNSHARD, stage=0, bucket=0), "unshard of stage 0, bucket 0 is no part of"),
+        (change(Op.FORWARD, bucket=0), "forward carries a link, peer, slot or bucket; expected none"),
+        (change(Op.FREE, bucket=0), "free carries a link, peer, slot or bucket; expected none"),
+    ],
+)
+def test_every_field_fits_the_plan(edit: Edit, message: str) -> None:
+    found = fault(WHOLE, {0: edit})
+    assert found.startswith("rank 0, instruction ")
+    assert message in found
+
+
+def test_messages_have_no_bucket() -> None:
+    assert "send names bucket 0; expected none" in fault(TIED_TO_TWO, {0: change(Op.SEND, bucket=0)})
+
+
+def test_a_rank_updates_its_own_stages_alone() -> None:
+    message = fault(TIED_TO_TWO, {2: change(Op.UPDATE, stage=0)})
+    assert "rank 2, instruction 22: update of stage 0 is no part of the plan for rank 2; expected" in message
+
+
+@pytest.mark.parametrize(
+    ("step", "edit", "message"),
+    [
+        (
+            WHOLE,
+            drop(Op.REDUCE_GRAD),
+            "reduce_grad of stage 0, bucket 0 is there 0 times on rank 0",
+        ),
+        (
+            WHOLE,
+            repeat(Op.REDUCE_GRAD),
+            "reduce_grad of stage 0, bucket 0 is there 2 times on rank 0",
+        ),
+        (WHOLE, drop(Op.AVERAGE_BUFFERS), "average_buffers of stage 0 is there 0 times on rank 0"),
+        (WHOLE, drop(Op.NORM), "norm is there 0 times on rank 0; expected once"),
+        (WHOLE, drop(Op.UPDATE), "update of stage 0 is there 0 times on rank 0; expected once"),
+        (WHOLE, repeat(Op.UPDATE), "update of stage 0 is there 2 times on rank 0; expected once"),
+        (SHARDED, drop(Op.UNSHARD), "unshard of stage 0, bucket 0 is there 0 times on rank 0; expected once"),
+        (SHARDED, repeat(Op.UNSHARD), "unshard of stage 0, bucket 0 is there 2 times on rank 0"),
+        (IN_ROUNDS, drop(Op.REDUCE_GRAD, 0), "bucket 0 is there 1 times on rank 0; expected 2 times"),
+        (IN_ROUNDS, repeat(Op.REDUCE_GRAD, 0), "bucket 0 is there 3 times on rank 0; expected 2 times"),
+        (GATHERED, drop(Op.REDUCE_GRAD, 0, 1), "bucket 0 is there 1 times on rank 0; expected 2 times"),
+    ],
+)
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_everything_is_done_once(step: Step, edit: Edit, message: str, everywhere: bool) -> None:
+    """Nor may all ranks leave it out together, or do it twice, so that nobody waits for anybody."""
+    assert message in fault(step, dict.fromkeys((0, 1) if everywhere else (0,), edit))
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (drop(Op.RESHARD), "stage 0, bucket 0 has 1 unshard and 0 reshard on rank 0; expected one after"),
+        (drop(Op.UNSHARD), "stage 0, bucket 0 has 0 unshard and 1 reshard on rank 0; expected one after"),
+        (repeat(Op.UNSHARD), "stage 0, bucket 0 has 2 unshard and 1 reshard on rank 0; expected one after"),
+        (repeat(Op.RESHARD), "stage 0, bucket 0 has 1 unshard and 2 reshard on rank 0; expected one after"),
+        (move(Op.RESHARD, to=0), "stage 0, bucket 0 has 1 unshard and 1 reshard on rank 0; expected one"),
+        (move(Op.RESHARD, to=2), "runs while bucket 0 is not gathered"),
+        (move(Op.UNSHARD, to=2), "forward of stage 0 runs while bucket 0 is not gathered"),
+    ],
+)
+def test_parameters_are_gathered_while_their_stage_computes(edit: Edit, message: str) -> None:
+    assert message in fault(GATHERED, {0: edit, 1: edit})
+
+
+def test_what_is_never_gathered_is_refused() -> None:
+    def edit(instructions: list[Instruction]) -> None:
+        instructions[:] = [each for each in instructions if each.op not in (Op.UNSHARD, Op.RESHARD)]
+
+    message = fault(GATHERED, {0: edit, 1: edit})
+    assert "stage 0, bucket 0 has 0 unshard and 0 reshard on rank 0; expected one after the other" in message
+
+
+AVERAGE, REDUCE, NORM, UPDATE = 2, 7, 8, 9
+"""Their places in the programs of WHOLE, whose last forward is at 1 and last backward at 5."""
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (
+            move(Op.AVERAGE_BUFFERS, to=1),
+            "average_buffers of stage 0 runs before the last forward",
+        ),
+        (move(Op.REDUCE_GRAD, to=5), "bucket 0 runs before the last backward of stage 0 at 6"),
+        (move(Op.NORM, to=REDUCE), "norm runs before reduce_grad of stage 0, bucket 0 at 8"),
+        (move(Op.UPDATE, to=NORM), "update of stage 0 runs before norm at 9"),
+        (move(Op.UPDATE, to=REDUCE), "update of stage 0 runs before reduce_grad of stage 0, bucket 0 at 8"),
+        (move(Op.UPDATE, to=2), "update of stage 0 runs before the last backward of stage 0 at 6"),
+        (move(Op.UPDATE, to=0), "update of stage 0 runs before the last backward of stage 0 at 6"),
+        (
+            move(Op.AVERAGE_BUFFERS, to=UPDATE),
+            "update of stage 0 runs before average_buffers",
+        ),
+    ],
+)
+@pytest.mark.parametrize("ranks", [(0,), (0, 1)])
+def test_everything_is_done_in_order(edit: Edit, message: str, ranks: tuple[int, ...]) -> None:
+    """Also if all ranks do it in the same wrong order."""
+    found = fault(WHOLE, dict.fromkeys(ranks, edit))
+    assert found.startswith("rank 0, instruction ")
+    assert message in found
+    assert "  rank 1      F1  F3  B1 " in found
+
+
+def test_the_last_of_several_rounds_comes_after_the_last_backward() -> None:
+    message = fault(IN_ROUNDS, {0: move(Op.REDUCE_GRAD, 0, 1, to=4)})
+    assert "reduce_grad of stage 0, bucket 0 runs before the last backward of stage 0 at 6" in message
+
+
+def test_shares_are_gathered_after_their_update() -> None:
+    early = move(Op.UNSHARD, 0, to=7)
+    assert "unshard of stage 0, bucket 0 runs before update of stage 0 at 8" in fault(
+        SHARDED, {0: early, 1: early}
+    )
+
+
+def receives_of_gradients(instructions: Sequence[Instruction]) -> list[int]:
+    return [
+        number
+        for number, each in enumerate(instructions)
+        if each.op is Op.RECV and each.link and each.link.payload is Payload.WEIGHT_GRADIENT
+    ]
+
+
+def receive_last(instructions: list[Instruction]) -> None:
+    """Move the last receive of a tied weight's gradient to the end of the program."""
+    instructions.append(instructions.pop(receives_of_gradients(instructions)[-1]))
+
+
+def receive_after(op: Op) -> Edit:
+    def edit(instructions: list[Instruction]) -> None:
+        received = instructions.pop(receives_of_gradients(instructions)[-1])
+        instructions.insert(find(instructions, op) + 1, received)
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("step", "edit", "message"),
+    [
+        (
+            TIED_TO_TWO,
+            receive_last,
+            "bucket 1 runs before the gradients that another stage brings",
+        ),
+        (
+            TIED_TO_ONE,
+            receive_after(Op.NORM),
+            "norm runs before the gradients that another stage brings",
+        ),
+        (TIED_TO_ONE, receive_last, "runs before the gradients that another stage brings home at 20"),
+        (
+            make_step(round_robin(3, [1, 2]), tied=(0, 1), updates=True),
+            receive_last,
+            "update of stage 0 runs before the gradients that another stage brings home at 19",
+        ),
+    ],
+)
+def test_a_tied_weights_gradient_is_brought_home_first(step: Step, edit: Edit, message: str) -> None:
+    assert message in fault(step, {0: edit})
+
+
+def test_what_is_brought_home_on_one_rank_comes_before_the_update() -> None:
+    """Stage 0 and the stage that borrows from it are on one rank, so that a move brings the gradient."""
+    step = make_step(make_schedule("zb-v", 2, 3), tied=(0, 3), updates=True)
+    programs = [each.instructions for each in step.programs()]
+    moved = [
+        number
+        for number, each in enumerate(programs[0])
+        if each.op is Op.MOVE and each.link and each.link.payload is Payload.WEIGHT_GRADIENT
+    ]
+    message = fault(step, {0: lambda instructions: instructions.append(instructions.pop(moved[0]))})
+    assert "update of stage 0 runs before the gradients that another stage brings home" in message
+
+
+TWO_BUCKETS = replace(
+    WHOLE, ending=replace(WHOLE.ending, buckets=(*WHOLE.ending.buckets, Bucket(0, (value("bias", 2),))))
+)
+
+
+def test_two_collectives_swapped_on_one_member_are_refused() -> None:
+    def swap(instructions: list[Instruction]) -> None:
+        one, other = (find(instructions, Op.REDUCE_GRAD, bucket) for bucket in (0, 1))
+        instructions[one], instructions[other] = instructions[other], instructions[one]
+
+    message = fault(TWO_BUCKETS, {1: swap})
+    assert message.startswith(
+        "rank 0, instruction 7: reduce_grad of stage 0, bucket 0 meets reduce_grad of stage 0, bucket 1 of "
+        "rank 1; ranks start collectives in one order\n"
+    )
+    assert "rank 0      F0  F2  B0 [B2]\n  rank 1      F1  F3  B1 [B3]" in message
+    both = list(TWO_BUCKETS.programs())
+    for program in both:
+        instructions = list(program.instructions)
+        swap(instructions)
+        both[program.rank] = replace(program, instructions=tuple(instructions))
+    TWO_BUCKETS.verify(both)
+
+
+def test_a_rank_that_gathers_more_often_waits_for_nobody() -> None:
+    def again(instructions: list[Instruction]) -> None:
+        number = find(instructions, Op.UNSHARD)
+        instructions[number:number] = [instructions[number], instructions[find(instructions, Op.RESHARD)]]
+
+    for rank in (0, 1):
+        message = fault(GATHERED, {rank: again})
+        assert "meets" in message or f"waits for rank {1 - rank}, which has no such" in message
+    late = {1: lambda instructions: instructions.extend([instructions[0], instructions[8]])}
+    assert (
+        "rank 1, instruction 11: unshard of stage 0, bucket 0 waits for rank 0, which has no such"
+        in fault(GATHERED, late)
+    )
+
+
+def test_nobody_gets_past_a_collective_before_the_last_rank_has_come() -> None:
+    """The last two of three ranks have come, and the first needs what the second would send it afterwards."""
+    step = make_step(round_robin(3, [1, 1, 1]), updates=True, clips=True)
+
+    def norm_before_the_last_send(instructions: list[Instruction]) -> None:
+        norm = instructions.pop(find(instructions, Op.NORM))
+        sends = [k for k, each in enumerate(instructions) if each.op is Op.SEND]
+        instructions.insert(sends[-1], norm)
+
+    programs = list(step.programs())
+    edits = [list(each.instructions) for each in programs]
+    norm_before_the_last_send(edits[1])
+    with pytest.raises(Wrong, match="is stuck"):
+        means_the_step(step, [Program(rank, tuple(own)) for rank, own in enumerate(edits)])
+    assert "deadlock if sends wait" in fault(step, {1: norm_before_the_last_send})
+
+
+def test_a_gradient_that_leaves_after_the_norm_that_needs_it_is_a_deadlock() -> None:
+    def send_last(instructions: list[Instruction]) -> None:
+        sends = [k for k, each in enumerate(instructions) if each.op is Op.SEND]
+        instructions.append(instructions.pop(sends[-1]))
+
+    message = fault(TIED_TO_ONE, {2: send_last})
+    heading, *lines = message.splitlines()
+    assert heading == "rank 0, instruction 18: deadlock if sends wait for their receives:"
+    assert lines[0].startswith("  rank 0 at '18 free stage 0 mb 2' waits for rank 2 to reach '9 send")
+    assert lines[1] == "  rank 2 at '7 norm' waits for rank 0 to reach '19 norm'"
+
+
+BUCKET = Bucket(0, (value("w", 2),))
+
+
+@pytest.mark.parametrize(
+    ("ending", "message"),
+    [
+        (Ending(clips=True), "the step clips gradients or shards state, but it updates nothing"),
+        (Ending(shard=Shard.GRADIENTS), "the step clips gradients or shards state, but it updates nothing"),
+        (
+            Ending(averaged=(1,)),
+            r"averages buffers of stage 1; expected a stage with several",
+        ),
+        (Ending((Bucket(1, BUCKET.parameters),)), r"has bucket 0 of stage 1; expected a stage with several"),
+        (Ending((Bucket(2, BUCKET.parameters),)), r"has bucket 0 of stage 2; expected a stage with several"),
+        (Ending((Bucket(0, ()),)), "bucket 0 of stage 0 has no parameters; expected at least one"),
+        (Ending((BUCKET, BUCKET)), "w of stage 0 is in buckets 0 and 1; expected one"),
+        (
+            Ending((Bucket(0, (value("tied_0_1", 8),)),)),
+            r"bucket 0 is not lent, but weight tied_0_1 \(0 -> 1\) shares tied_0_1",
+        ),
+    ],
+)
+def test_the_ending_fits_the_stages(ending: Ending, message: str) -> None:
+    step = TIED_TO_TWO
+    programs = step.programs()
+    with pytest.raises(VerifyError, match=message):
+        verify_programs(programs, step.placement, step.links, 4, ending=ending)
+
+
+def plan(**options: object) -> Plan:
+    stages = (Stage(0, 0, 1, parameters=("w", "lent"), borrowed=("lent",)), Stage(1, 2, 3, parameters=("v",)))
+    placement = round_robin(4, [2, 1]).placement
+    return Plan(
+        **{  # type: ignore[arg-type]
+            "mode": "train",
+            "schedule": "1f1b",
+            "num_microbatches": 4,
+            "microbatch_size": 1,
+            "placement": placement,
+            "stages": stages,
+            "links": chain_links(2),
+            **options,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"ending": Ending((Bucket(0, (value("v", 2),)),))},
+            "bucket 0 has v; expected parameters",
+        ),
+        (
+            {"ending": Ending((Bucket(0, (value("lent", 2),)),))},
+            "bucket 0 has lent; expected",
+        ),
+        (
+            {"ending": Ending((Bucket(7, (value("w", 2),)),))},
+            "bucket 0 has w; expected",
+        ),
+        (
+            {"ending": Ending(averaged=(0,))},
+            r"averages buffers of stages \[0\]; expected those that change some: \[\]",
+        ),
+        (
+            {"stages": (Stage(0, 0, 1, buffers=("m",), updated_buffers=("m",)), Stage(1, 2, 3))},
+            r"averages buffers of stages \[\]; expected those that change some: \[0\]",
+        ),
+    ],
+)
+def test_the_ending_fits_the_tensors_of_the_stages(options: dict[str, object], message: str) -> None:
+    with pytest.raises(VerifyError, match=message):
+        verify_plan(plan(**options), ())
+
+
+def is_ending(each: Instruction) -> bool:
+    """Whether an instruction belongs to no microbatch."""
+    once = each.link is not None and not each.link.payload.per_microbatch
+    return once or not (each.op.traits.per_microbatch or each.op.traits.carries_link)
+
+
+@st.composite
+def edited(draw: st.DrawFn, step: Step) -> Sequence[Program]:
+    """Programs in which an instruction of the ending is left out, doubled, moved or swapped with another.
+
+    It happens on one rank, or on all that have the same instruction.
+    """
+    programs = [list(each.instructions) for each in step.programs()]
+    assume(any(map(is_ending, itertools.chain(*programs))))
+    sites = [(rank, each) for rank, own in enumerate(programs) for each in own if is_ending(each)]
+    rank, each = draw(st.sampled_from(sites))
+    how, everywhere = draw(st.sampled_from(["drop", "double", "move", "swap"])), draw(st.booleans())
+    place = draw(st.integers(0, max(map(len, programs))))
+    for where, own in enumerate(programs):
+        if each in own and (where == rank or everywhere):
+            at, to = own.index(each), min(place, len(own) - 1)
+            if how == "double":
+                own.insert(to, each)
+            elif how == "swap":
+                own[at], own[to] = own[to], own[at]
+            else:
+                own.pop(at)
+                own[to:to] = [each] if how == "move" else []
+    return [Program(rank, tuple(own)) for rank, own in enumerate(programs)]
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_an_edited_program_is_refused_unless_it_means_the_same(data: st.DataObject) -> None:
+    step = data.draw(
+        steps().filter(lambda step: any(is_ending(x) for p in step.programs() for x in p.instructions))
+    )
+    programs = data.draw(edited(step))
+    try:
+        step.verify(programs)
+    except VerifyError:
+        return
+    means_the_step(step, programs)
+
+
+@pytest.mark.parametrize("step", [WHOLE, TIED_TO_ONE, TIED_TO_TWO, SHARDED, IN_ROUNDS, GATHERED])
+def test_no_instruction_of_an_ending_can_be_left_out_or_doubled(step: Step) -> None:
+    programs = step.programs()
+    for rank, program in enumerate(programs):
+        own = program.instructions
+        for number, each in enumerate(own):
+            for copies in ((), (each, each)) if is_ending(each) else ():
+                others = list(programs)
+                others[rank] = Program(rank, (*own[:number], *copies, *own[number + 1 :]))
+                with pytest.raises(VerifyError):
+                    step.verify(others)
+
+
+def test_what_executes_programs_on_symbols_notices_what_is_wrong() -> None:
+    """The oracle of the test above is one that can fail."""
+    for step, edit in (
+        (WHOLE, drop(Op.REDUCE_GRAD)),
+        (WHOLE, move(Op.NORM, to=REDUCE)),
+        (TIED_TO_ONE, receive_after(Op.NORM)),
+        (GATHERED, drop(Op.RESHARD)),
+        (SHARDED, move(Op.UNSHARD, to=7)),
+    ):
+        programs = []
+        for program in step.programs():
+            instructions = list(program.instructions)
+            if step is not TIED_TO_ONE or program.rank == 0:
+                edit(instructions)
+            programs.append(Program(program.rank, tuple(instructions)))
+        with pytest.raises(Wrong):
+            means_the_step(step, programs)
+
+
+def test_a_stage_of_one_rank_meets_nobody() -> None:
+    schedule = gpipe(2, 2)
+    assert schedule.placement == unreplicated((0, 1))
+    step = make_step(schedule, updates=True)
+    assert {x.op for p in step.programs() for x in p.instructions} >= {Op.UPDATE}
+    assert not any(x.op is Op.REDUCE_GRAD for p in step.programs() for x in p.instructions)

@@ -1,0 +1,146 @@
+"""Pictures of steps with replicas: who shares a stage, and where collectives and updates stand."""
+
+import json
+import xml.etree.ElementTree as ElementTree
+from collections import Counter, defaultdict
+from itertools import pairwise
+
+import pytest
+from small_endings import EVERYTHING, ended
+
+from pipec.ir import Instruction, Op, Shard
+from pipec.timeline.events import Event, Timeline
+from pipec.timeline.facts import timeline_facts
+from pipec.viz import chrome_trace, timeline_html, timeline_svg, timeline_text
+from pipec.viz.labels import collective_rows, lane_name
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+TEXT = """\
+2 replicas
+bubble 33.3%, makespan 11 units, span 9 units, at most 2 in flight
+rank 0, stage 0, 1 of 2 F0 F2 ······B0─── ···B2─── ·····U
+                                                   Σ0──
+rank 1, stage 0, 2 of 2 F1 F3 ······B1─── ···B3─── ·····U
+                                                   Σ0──
+rank 2, stage 1, 1 of 2 ···F0 B0─── F2 B2─── ·····U······
+                                             Σ1──
+rank 3, stage 1, 2 of 2 ···F1 B1─── F3 B3─── ·····U······
+                                             Σ1──
+                        0  1  2  3  4  5  6  7  8  9  10 11 units
+F forward  B backward  U update  Σ sum of gradients  · idle; numbers are microbatches, behind Σ and G buckets
+longest wait: rank 0, 3 units for rank 2's gradients, 1.5 units in reduce_grad
+critical path: 6 units on rank 3, 3 units on rank 1, 1.5 units in collectives, 0.5 units on rank 0
+"""
+
+
+def test_text_has_a_row_for_the_collectives_of_a_rank() -> None:
+    assert timeline_text(ended(2, 4, updates=True), "2 replicas") == TEXT
+
+
+@pytest.mark.parametrize("replicas", [2, (3, 2, 1), (1, 2)])
+@pytest.mark.parametrize("options", [{}, {"updates": True}, EVERYTHING])
+def test_every_view_draws_every_kind_of_step(
+    replicas: int | tuple[int, ...], options: dict[str, object]
+) -> None:
+    timeline = ended(replicas, 6, **options)
+    collectives = Counter(event.instruction.op for event in timeline.events if event.is_collective)
+    svg = ElementTree.fromstring(timeline_svg(timeline, "a step"))
+    drawn = Counter(rect.get("class") for rect in svg.iter(f"{SVG}rect"))
+    trace = json.loads(chrome_trace({"a step": timeline}))["traceEvents"]
+    slices = Counter(event["cat"] for event in trace if event["ph"] == "X")
+    for op, name in ((Op.REDUCE_GRAD, "sum of gradients"), (Op.NORM, "norm of gradients")):
+        assert drawn[op] == collectives[op] + (op in collectives), op
+        assert slices[name] == collectives[op]
+    assert slices["update"] == sum(event.instruction.op is Op.UPDATE for event in timeline.events)
+    assert "Σ0" in timeline_text(timeline)
+    assert "sum of gradients" in timeline_html({"a step": timeline})
+
+
+def test_a_lane_says_which_replica_of_which_stage_it_is() -> None:
+    timeline = ended((3, 2, 1), 6)
+    assert [lane_name(timeline, rank) for rank in range(6)] == [
+        "rank 0, stage 0, 1 of 3",
+        "rank 1, stage 0, 2 of 3",
+        "rank 2, stage 0, 3 of 3",
+        "rank 3, stage 1, 1 of 2",
+        "rank 4, stage 1, 2 of 2",
+        "rank 5, stage 2",
+    ]
+    assert lane_name(ended(1, 2), 1) == "rank 1"
+
+
+def test_svg_tells_what_a_sum_carries_and_keeps_replicas_together() -> None:
+    svg = ElementTree.fromstring(timeline_svg(ended((3, 2, 1), 6)))
+    titles = {title.text for title in svg.iter(f"{SVG}title")}
+    assert "sum of gradients, bucket 1 of stage 1, 768 B: 1.q and 2 others" in titles
+    tops = [float(rect.get("y", 0)) for rect in svg.iter(f"{SVG}rect") if rect.get("class") == "lane"]
+    apart = [below - above for above, below in pairwise(tops)]
+    assert apart[0] == apart[1] == apart[3] < apart[2] == apart[4]
+
+
+def test_bytes_are_those_that_travel() -> None:
+    titles = timeline_svg(ended(2, 4, gradient_dtype="bfloat16", updates=True, shard=Shard.OPTIMIZER))
+    assert "sum of gradients, bucket 0 of stage 0, 384 B as bfloat16: 0.q and 2 others" in titles
+    assert "gathering of parameters, bucket 0 of stage 0, 768 B: 0.q and 2 others" in titles
+
+
+def test_chrome_puts_collectives_on_a_track_below_their_rank() -> None:
+    trace = json.loads(chrome_trace({"a step": ended(2, 4, updates=True)}))["traceEvents"]
+    order = {
+        event["tid"]: event["args"]["sort_index"] for event in trace if event["name"] == "thread_sort_index"
+    }
+    names = {event["tid"]: event["args"]["name"] for event in trace if event["name"] == "thread_name"}
+    assert [names[track] for track in sorted(order, key=order.__getitem__)][:4] == [
+        "rank 0, stage 0, 1 of 2",
+        "rank 0, collectives",
+        "rank 1, stage 0, 2 of 2",
+        "rank 1, collectives",
+    ]
+    (one,) = [
+        e for e in trace if e["ph"] == "X" and e["name"] == "Σ0" and names[e["tid"]].startswith("rank 0")
+    ]
+    assert one["args"] == {
+        "phase": "sum of gradients",
+        "carries": "bucket 0 of stage 0, 768 B: 0.q and 2 others",
+        "ranks": "0 1",
+    }
+    (update,) = [e for e in trace if e["name"] == "U" and names[e["tid"]].startswith("rank 0")]
+    assert update["args"]["waited_for"].startswith("sum of gradients, to which rank ")
+
+
+def overlapping() -> Timeline:
+    """Two sums that a rank began one after the other, and found over together."""
+    sums = [Event(0, Instruction(Op.REDUCE_GRAD, 0, bucket=k), 1.0 + k, 6.0 + k) for k in range(2)]
+    later = Event(0, Instruction(Op.NORM, -1), 6.5, 8.0)
+    return Timeline((Event(0, Instruction(Op.BACKWARD, 0, 0), 0.0, 1.0), *sums, later), (1,))
+
+
+def test_collectives_that_overlap_hide_no_other() -> None:
+    timeline = overlapping()
+    assert collective_rows(timeline.collectives) == [0, 1, 0]
+    svg = ElementTree.fromstring(timeline_svg(timeline))
+    tops = {rect.get("y") for rect in svg.iter(f"{SVG}rect") if rect.get("class") == "reduce_grad"}
+    assert len(tops) == 3  # two bands, and the legend
+    tracks = defaultdict(list)
+    for event in json.loads(chrome_trace({"a step": timeline}))["traceEvents"]:
+        if event["ph"] == "X":
+            tracks[event["tid"]].append(event)
+    for slices in tracks.values():
+        assert all(one["ts"] + one["dur"] <= other["ts"] for one, other in pairwise(slices))
+    assert timeline_text(timeline).count("Σ0──") == timeline_text(timeline).count("Σ1──") == 1
+
+
+def test_facts_tell_who_shares_a_stage_and_which_bucket_is_summed() -> None:
+    facts = timeline_facts(ended((2, 1), 3, updates=True))
+    assert facts["replicas"] == [[0, 1], [2]]
+    sums = [event for event in facts["events"] if event["op"] == "reduce_grad"]
+    assert [(event["rank"], event["stage"], event["bucket"]) for event in sums] == [(0, 0, 0), (1, 0, 0)]
+    waits = facts["waits"][1]["for"]
+    assert {"rank": 0, "stage": 0, "what": "reduce_grad"}.items() <= waits[1].items()
+
+
+def test_published_figures_count_computes_alone() -> None:
+    bare, whole = ended(2, 4), ended(2, 4, updates=True, clips=True)
+    assert (whole.bubble_rate, whole.span) == (bare.bubble_rate, bare.span)
+    assert whole.makespan > bare.makespan
