@@ -72,6 +72,7 @@ CASES = (
     *(Case(profile, 8, 8, gbits) for profile in PROFILES for gbits in (10, 25, 100)),
     Case("vgg16", 32, 4, 25, "Horovod 79%"),
     Case("resnet50", 32, 4, 25, "Horovod 90% (ResNet-101)"),
+    Case("inception_v3", 32, 4, 25, "Horovod 90%"),
     Case("vgg16", 4, 4, 10, "PipeDream 5.28x"),
     Case("vgg16", 2, 8, 25, "PipeDream 2.98x"),
     Case("resnet50", 4, 4, 10, "PipeDream 1x"),
