@@ -8,21 +8,12 @@ import argparse
 
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
-from torch import Tensor
+from digits import load_images
 from transformers import ResNetConfig, ResNetForImageClassification
 
 import pipec
 
 NUM_TRAIN, BATCH = 1536, 128
-
-
-def load_images() -> tuple[Tensor, Tensor]:
-    """All 1,797 digits in a random order: ``f32[n, 1, 32, 32]`` images, ``int64[n]`` labels."""
-    digits = load_digits()
-    order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
-    images = torch.from_numpy(digits.images).float()[order, None] / 16
-    return F.interpolate(images, size=(32, 32)), torch.from_numpy(digits.target)[order]
 
 
 def main() -> None:
@@ -32,6 +23,7 @@ def main() -> None:
 
     torch.manual_seed(0)
     images, labels = load_images()
+    images = F.interpolate(images, size=(32, 32))
     generator = torch.Generator().manual_seed(0)
 
     config = ResNetConfig(

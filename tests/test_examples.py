@@ -1,6 +1,8 @@
 """Every example runs unchanged, alone and under torchrun, and prints the same losses both ways."""
 
+import difflib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,17 +22,38 @@ def results(printed: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("script", "arguments"),
-    [("huggingface_gpt2.py", ("--steps", "3")), ("resnet_digits.py", ("--epochs", "1"))],
+    ("script", "arguments", "num_ranks"),
+    [
+        ("huggingface_gpt2.py", ("--steps", "3"), 4),
+        ("resnet_digits.py", ("--epochs", "1"), 4),
+        ("data_parallel_digits.py", ("--epochs", "1"), 2),
+        ("finetune_digits.py", ("--epochs", "1"), 2),
+        ("gan_digits.py", ("--epochs", "2"), 2),
+        ("policy_gradient.py", ("--updates", "2"), 2),
+    ],
 )
-def test_one_process_and_four_print_the_same_losses(
-    script: str, arguments: tuple[str, ...], tmp_path: Path
+def test_one_process_and_many_print_the_same_losses(
+    script: str, arguments: tuple[str, ...], num_ranks: int, tmp_path: Path
 ) -> None:
     alone, distributed = (
-        results(run_script(EXAMPLES / script, arguments, num_ranks, tmp_path)) for num_ranks in (0, 4)
+        results(run_script(EXAMPLES / script, arguments, count, tmp_path)) for count in (0, num_ranks)
     )
     assert len(alone) == 2, alone
     assert distributed == alone
+
+
+def test_data_parallelism_is_three_lines_and_prints_the_losses_of_plain_pytorch(tmp_path: Path) -> None:
+    scripts = [EXAMPLES / "digits_plain.py", EXAMPLES / "data_parallel_digits.py"]
+    codes = [script.read_text(encoding="utf-8").split('"""', 2)[2].splitlines() for script in scripts]
+    new = [line for line in difflib.ndiff(*codes) if line.startswith("+ ") and line.strip("+ ")]
+    assert len(new) == 3, new
+    plain, parallel = (results(run_script(script, ("--epochs", "2"), 0, tmp_path)) for script in scripts)
+    assert len(plain) == 3, plain
+    assert numbers(parallel) == pytest.approx(numbers(plain), rel=1e-4)
+
+
+def numbers(lines: list[str]) -> list[float]:
+    return [float(number) for line in lines for number in re.findall(r"\d+(?:\.\d+)?", line)]
 
 
 def test_train_gpt_leaves_the_same_losses_and_an_artifact_a_timeline_and_a_loss_curve(tmp_path: Path) -> None:

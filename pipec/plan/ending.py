@@ -39,23 +39,26 @@ def build_ending(
         return Ending(averaged=averaged)
     lent = {v.name for link in links if link.payload is Payload.WEIGHT for v in link.values}
     buckets = tuple(
-        _priced(bucket, placement[stage.index], topology, asked)
+        priced(bucket, placement[stage.index], topology, asked)
         for stage in stages
         if len(placement[stage.index]) > 1
-        for bucket in _buckets(stage, values, links, lent, _fitting_bytes(topology))
+        for bucket in _buckets(
+            stage, values, links, lent, fitting_bytes(topology, len(placement[stage.index]))
+        )
     )
     if asked.shard is not None:
         _require_dense([stage for stage in stages if len(placement[stage.index]) > 1])
     return replace(asked, buckets=buckets, averaged=averaged)
 
 
-def _fitting_bytes(topology: Topology) -> float:
-    """Bytes of a bucket that a link carries in twenty times its latency: more would hardly be faster.
+def fitting_bytes(topology: Topology, replicas: int) -> float:
+    """Bytes of a bucket of which a link carries each replica's share in ten times its latency.
 
-    Several buckets overlap with each other: one is on its way while the next is put together.
+    More would hardly be faster. Several buckets overlap with each other: one is on its way while the next is
+    put together.
     """
     link = topology.slowest_link
-    return 20 * link.latency_seconds * link.bytes_per_second
+    return 10 * replicas * link.latency_seconds * link.bytes_per_second
 
 
 def _require_dense(stages: Sequence[StageFunctions]) -> None:
@@ -91,11 +94,11 @@ def _buckets(
             key = (values[fqn].dtype, fqn in lent, fqn if is_sparse else None)
             groups.setdefault(key, []).append(values[fqn])
     for together in groups.values():
-        for parameters in _fused(together, most_bytes):
+        for parameters in fused(together, most_bytes):
             yield Bucket(stage.index, parameters, parameters[0].name in lent)
 
 
-def _fused(parameters: Sequence[Value], most_bytes: float) -> Iterator[tuple[Value, ...]]:
+def fused(parameters: Sequence[Value], most_bytes: float) -> Iterator[tuple[Value, ...]]:
     """Parameters one after the other in groups of up to so many bytes. A larger one is alone."""
     group: list[Value] = []
     held = 0
@@ -116,7 +119,7 @@ def _gradients(stage: StageFunctions) -> dict[str, bool]:
     return {fqn: made[fqn].meta["val"].layout is torch.sparse_coo for fqn in names if fqn in made}
 
 
-def _priced(bucket: Bucket, ranks: Sequence[int], topology: Topology, asked: Ending) -> Bucket:
+def priced(bucket: Bucket, ranks: Sequence[int], topology: Topology, asked: Ending) -> Bucket:
     """The bucket with its seconds. Where state is sharded, each replica gets its share of the sums alone."""
     travelling = [replace(v, dtype=asked.gradient_dtype or v.dtype) for v in bucket.parameters]
     reduced, gathered = (sum(value_bytes(v, 1) for v in values) for values in (travelling, bucket.parameters))
