@@ -20,6 +20,7 @@ from pipec.errors import TransportError
 from pipec.programs.lower import lower
 from pipec.runtime import Interpreter, TorchDistributed
 from pipec.runtime.lifelines import Lifelines
+from pipec.runtime.span import Span
 from pipec.schedules import make_schedule
 
 pytestmark = pytest.mark.slow
@@ -116,7 +117,7 @@ def work(rank: int, blow: Blow) -> None:
     interpreter = make_interpreter(schedule, rank, transport, make_model())
     before(Interpreter, "_execute", lambda: blow.strike("first step", rank))
     for step in range(10**9):
-        interpreter.run(make_batch(SIZES, step), SIZES, 5, step)
+        interpreter.run(make_batch(SIZES, step), Span(SIZES, sum(SIZES)), 5 + step)
         if step == 5:
             blow.strike("steady state", rank)
 
