@@ -110,7 +110,7 @@ def test_a_cpu_is_a_slow_device_without_limit(tmp_path: Path) -> None:
     ("changed", "message"),
     [
         ({"nodes": [{"id": 1}]}, "is not a dnn-partitioning graph: KeyError"),
-        ({"maxFPGAs": "two"}, "is not a dnn-partitioning graph: TypeError"),
+        ({"maxFPGAs": "two"}, "is not a dnn-partitioning graph: InputError.*expected a whole number"),
         ({"edges": [{"sourceId": 1, "destId": 8, "cost": 1.0}]}, "is not a dnn-partitioning graph: KeyError"),
     ],
 )

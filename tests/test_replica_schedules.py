@@ -167,12 +167,11 @@ def test_a_replica_without_a_microbatch_is_refused(make, message: str) -> None:
 
 @given(st.integers(1, 4), st.integers(1, 4))
 def test_side_by_side_puts_the_ranks_of_a_pipeline_next_to_each_other(replicas: int, num_ranks: int) -> None:
-    numbers = side_by_side(replicas, num_ranks)
-    assert sorted(numbers) == list(range(replicas * num_ranks))
-    for pipeline in range(replicas):
-        own = [numbers[rank * replicas + pipeline] for rank in range(num_ranks)]
-        assert own == list(range(pipeline * num_ranks, (pipeline + 1) * num_ranks))
-    assert side_by_side(2, 3) == [0, 3, 1, 4, 2, 5]
+    acting = side_by_side(num_ranks, replicas)
+    assert sorted(rank for ranks in acting for rank in ranks) == list(range(replicas * num_ranks))
+    for pipeline in zip(*acting, strict=True):
+        assert list(pipeline) == list(range(pipeline[0], pipeline[0] + num_ranks))
+    assert side_by_side(3, 2) == ((0, 3), (1, 4), (2, 5))
 
 
 @settings(max_examples=40)
