@@ -379,10 +379,6 @@ def test_torchrun_gives_each_process_one_rank(monkeypatch: pytest.MonkeyPatch) -
 def test_devices_that_contradict_the_world_are_refused() -> None:
     with pytest.raises(InputError, match=r"devices asks for 4 ranks, but 2 processes .* pass devices=2"):
         resolve_devices(4, World(0, 2))
-    with pytest.raises(InputError, match="devices is 0; expected at least one device"):
-        resolve_devices(0, World(0, 1))
-    with pytest.raises(InputError, match=r"devices is \[\]; expected at least one device"):
-        resolve_devices([], World(0, 1))
 
 
 @pytest.fixture

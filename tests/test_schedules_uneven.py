@@ -91,8 +91,8 @@ def test_the_work_of_a_rank_is_divided_equally_among_its_stages() -> None:
     divided = work.on(unreplicated((0, 1, 1, 0)))
     assert divided.forward == (1, 2, 2, 1)
     assert divided.memory == (StageMemory(weights=4, saved=1),) * 4
-    assert work.on((0, 1)) is work
-    assert not work.serves((0, 1, 2))
+    assert work.on(unreplicated((0, 1))) is work
+    assert not work.serves(unreplicated((0, 1, 2)))
 
 
 def test_a_stage_that_recomputes_takes_longer_backwards() -> None:
