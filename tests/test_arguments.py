@@ -63,6 +63,8 @@ class Unprintable:
             "devices is 1000000000; expected a whole number from 1 to 4096 or a list of torch",
         ),
         ({"devices": True}, "devices is True; expected"),
+        ({"devices": 0}, "devices is 0; expected a whole number from 1"),
+        ({"devices": []}, r"devices is \[\]; expected"),
         ({"devices": "cuda"}, "devices is 'cuda'; expected a whole number .* or a list of torch devices"),
         ({"devices": ["cpu", "gpu7"]}, r"devices is \['cpu', 'gpu7'\]; expected"),
         ({"devices": []}, r"devices is \[\]; expected"),
