@@ -129,7 +129,11 @@ def _connect(lifelines: Lifelines, store: Store, timeout: float) -> None:
             time.sleep(_LOOK_SECONDS)
         address = _asked(functools.partial(store.get, key), timeout, lifelines)
         lifelines.connect(peer, Address.parse(address.decode()))
-    lifelines.wait_for_all()
+    try:
+        lifelines.wait_for_all()
+    except TransportError as error:
+        lifelines.fail(str(error))  # to those who wait a moment longer, and would else miss this rank
+        raise
 
 
 def _asked(question: Callable[[], T], timeout: float, lifelines: Lifelines) -> T:
