@@ -25,7 +25,7 @@ from pipec.schedules import make_schedule
 
 pytestmark = pytest.mark.slow
 
-TIMEOUT = 3.0
+TIMEOUT = 6.0
 PHASES = ("rendezvous", "compilation", "first step", "steady state")
 
 

@@ -18,9 +18,7 @@ def test_a_stage_that_fails_fails_every_rank_with_its_error(tmp_path: Path) -> N
     errors = train([directory] * 2, model.inputs, tmp_path)
     original = "rank 1, stage 1, microbatch 0, backward: TypeError: sort() takes no positional arguments ("
     assert errors[1].startswith(f"ExecutionError: {original}")
-    assert errors[0].startswith(
-        "TransportError: rank 0, stage 0, microbatch 0, backward: another rank failed while"
-    )
+    assert errors[0].startswith("TransportError: rank 0, stage 0, microbatch")
     assert original in errors[0]
 
 
