@@ -238,7 +238,10 @@ def policy_for(
 
 def _with_numbers(one: SchedulePolicy, replicas: tuple[int, ...]) -> SchedulePolicy:
     if sum(replicas) != one.num_ranks:
-        raise InputError(f"replicas={replicas} take {sum(replicas)} ranks, but there are {one.num_ranks}")
+        raise InputError(
+            f"replicas={replicas} take {sum(replicas)} ranks, but there are {one.num_ranks}; pass "
+            f"devices={sum(replicas)}, or numbers that add up to {one.num_ranks}"
+        )
     if len({*replicas}) == 1:
         return one.with_replicas(replicas[0])
     if one.choice != "1f1b":
