@@ -20,6 +20,7 @@ from pipec.compiler.alternatives import refused, shard_costs
 from pipec.compiler.autotuner import Autotuner, Choice, CutGraph
 from pipec.compiler.captures import Captures, Kind, Signature
 from pipec.compiler.pass_list import CompilerOptions
+from pipec.compiler.rounds import check_rows, joins_replicas
 from pipec.compiler.staged import StagedGraph, Trial
 from pipec.errors import InfeasibleError, InputError, PlanError
 from pipec.graph import TrainingGraph
@@ -111,6 +112,9 @@ class Compiler:
             self._compiled = {key: x for key, x in self._compiled.items() if key[0] is not staged}
         count = self._choose(signature, call)
         groups, rest = [], split_sizes(call.batch_size, count)
+        first = self._captures.staged[signature][0].graph
+        check_rows(first, rest)
+        self._warn_of_rounds(first.joined, count)
         while rest:
             staged = self._stages(signature, call, call.batch_size - sum(rest), rest)
             served = list(takewhile(staged.graph.serves, rest))
@@ -133,6 +137,16 @@ class Compiler:
                 unclear,
             )
 
+    def _warn_of_rounds(self, joined: str, count: int) -> None:
+        replicas = self.autotuner.policy.replicas
+        if joined and count != replicas and joined not in self._warned:
+            self._warned.add(joined)
+            log.warning(
+                "%s joins rounds of %s of the %s microbatches, and not the whole batch; a step is one round "
+                "without microbatches=...",
+                *(joined, replicas, count),
+            )
+
     def read(self, signature: Signature) -> dict[Place, Any]:
         """The plain values that the code of the model and the loss read for this signature, and where."""
         return self._captures.read(signature)
@@ -145,20 +159,27 @@ class Compiler:
 
     def _choose(self, signature: Signature, call: Call) -> int:
         """The number of microbatches of the call. The first call also settles where stages are."""
-        batch, counts = call.batch_size, self._counts(self.autotuner, call.batch_size)
-        if signature.kind.mode is not Mode.TRAIN:
-            counts = counts[:1]
-        sizes = split_sizes(batch, counts[0])
+        batch, trains = call.batch_size, signature.kind.mode is Mode.TRAIN
         if self._settled is None:
-            return self._settle(signature, self._capture(signature, call, 0, sizes), batch)
-        if self.searches_shard and signature.kind.mode is Mode.TRAIN:
+            return self._settle(signature, self._capture_first(signature, call), batch)
+        sizes = split_sizes(batch, self._counts(self.autotuner, batch)[0])
+        staged = self._stages(signature, call, 0, sizes)
+        counts = self._counts(self.autotuner, batch)
+        if self.searches_shard and trains:
             choice = self._settle_shard(signature, call, sizes, counts)
-        elif len(counts) > 1:
-            choice = self._choose_on(self._stages(signature, call, 0, sizes), batch, counts)
+        elif len(counts) > 1 and trains:
+            choice = self._choose_on(staged, batch, counts)
         else:
             return counts[0]
         self._keep(choice)
         return choice.best.plan.num_microbatches
+
+    def _capture_first(self, signature: Signature, call: Call) -> TrainingGraph:
+        """The graph of the first call. What it joins may decide the number of microbatches."""
+        sizes = split_sizes(call.batch_size, self._counts(self.autotuner, call.batch_size)[0])
+        graph = self._capture(signature, call, 0, sizes)
+        again = split_sizes(call.batch_size, self._counts(self.autotuner, call.batch_size)[0])
+        return graph if graph.serves(again[0]) else self._capture(signature, call, 0, again)
 
     def _settle_shard(
         self, signature: Signature, call: Call, sizes: Sequence[int], counts: Sequence[int]
@@ -193,7 +214,7 @@ class Compiler:
             self._settle_on(signature, staged, placement)
             return count
         with self._timed("search"):
-            choose = functools.partial(self._choose_replicas, cut, batch)
+            choose = functools.partial(self._choose_replicas, cut, batch, joins_replicas(graph))
             self.autotuner, choice = self._best_sharded(choose)
         self._settle_on(signature, choice.base, choice.best.schedule.placement)
         self._keep(choice)
@@ -213,17 +234,17 @@ class Compiler:
         self.options, best = min(found, key=lambda each: each[1][1].best.score)
         return best
 
-    def _choose_replicas(self, cut: CutGraph, batch: int) -> tuple[Autotuner, Choice]:
+    def _choose_replicas(self, cut: CutGraph, batch: int, joins: bool) -> tuple[Autotuner, Choice]:
         """The best way to run a step, and the autotuner that found it.
 
         If the numbers of replicas may be chosen, all that divide the ranks are tried, and under 1F1B those
         that the planner gives each stage. If not, but the number of microbatches may, they are tried as well,
-        so that the plan can say what they would gain.
+        so that the plan can say what they would gain. A graph that ``joins`` replicas is for their number.
         """
         asked = self.autotuner
         chosen = self._choose_arranged(asked, cut, batch)
         others: list[tuple[Autotuner, Choice]] = []
-        if self.dynamic and (self.searches_replicas or not self.microbatches):
+        if self.dynamic and not joins and (self.searches_replicas or not self.microbatches):
             for replicas in asked.policy.other_replicas():
                 with suppress(InputError, PlanError):
                     others.append(self._choose_arranged(asked.with_replicas(replicas), cut, batch))
@@ -288,10 +309,10 @@ class Compiler:
 
     def _capture(self, signature: Signature, call: Call, start: int, sizes: Sequence[int]) -> TrainingGraph:
         """The graph of one microbatch, for any size of microbatch if these have several or may change."""
-        symbolic = self.dynamic or len(set(sizes)) > 1
+        symbolic, replicas = self.dynamic or len(set(sizes)) > 1, self._num_joined
         model, rows = on_device(self.model, call.rows(start, start + sizes[0]), self.device)
         with self._timed("capture and differentiate"):
-            return capture(
+            graph = capture(
                 model,
                 self.loss_fn,
                 signature.kind.mode,
@@ -302,7 +323,18 @@ class Compiler:
                 adds_up=not self.microbatch_weight,
                 outputs=signature.kind.outputs,
                 original=self.model,
+                num_replicas=replicas,
             )
+        if graph.joined and self.microbatches is None:
+            log.info("%s joins replicas: a step is one round, of %s microbatches", graph.joined, replicas)
+            self.microbatches = replicas
+        return graph
+
+    @property
+    def _num_joined(self) -> int | None:
+        """How many replicas every stage has, if that is settled."""
+        replicas = self.autotuner.policy.replicas
+        return replicas if isinstance(replicas, int) and not self.searches_replicas else None
 
     def _cut(self, graph: TrainingGraph, cut: Pass, options: CompilerOptions) -> StagedGraph:
         return StagedGraph(graph, cut, options, observers=(self._time,))

@@ -11,6 +11,7 @@ from pipec.codegen.stage import StageSource
 from pipec.codegen.title import stage_title
 from pipec.compiler import pass_list
 from pipec.compiler.pass_list import CompilerOptions
+from pipec.compiler.rounds import check_rounds
 from pipec.errors import PipecError
 from pipec.graph import TrainingGraph, copy_graph
 from pipec.graph.functions import StageFunctions, stage_functions
@@ -176,6 +177,7 @@ class StagedGraph:
         return [stage_functions(self.graph, stage, False) for stage in range(self.graph.num_stages)]
 
     def _try(self, schedule: Schedule, size: int, ending: Ending) -> Trial:
+        check_rounds(self.graph, schedule.placement, schedule.num_microbatches)
         placed = on_ranks(schedule, self.graph.ranks) if self.graph.ranks else schedule
         plan = self._plan(placed, size, ending)
         recompute = [stage.index for stage in plan.stages if stage.recompute]

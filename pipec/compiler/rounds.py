@@ -1,0 +1,31 @@
+"""What a model that joins its replicas needs of microbatches: whole rounds, with as many rows in each."""
+
+from collections.abc import Sequence
+
+from pipec.errors import InputError
+from pipec.graph import TrainingGraph, is_collective
+from pipec.ir import Placement
+
+
+def joins_replicas(graph: TrainingGraph) -> bool:
+    return any(map(is_collective, graph.nodes))
+
+
+def check_rounds(graph: TrainingGraph, placement: Placement, num_microbatches: int) -> None:
+    """Raise InputError unless the replicas of each stage have as many microbatches."""
+    uneven = [ranks for ranks in placement if num_microbatches % len(ranks)]
+    if uneven and joins_replicas(graph):
+        raise InputError(
+            f"the model joins the replicas of a stage, of which each must have as many microbatches, but "
+            f"{len(uneven[0])} share {num_microbatches}; pass a multiple of {len(uneven[0])} as microbatches"
+        )
+
+
+def check_rows(graph: TrainingGraph, sizes: Sequence[int]) -> None:
+    """Raise InputError unless microbatches that are joined have as many rows."""
+    if len({*sizes}) > 1 and joins_replicas(graph):
+        raise InputError(
+            f"the model joins the rows of its replicas, of which each must have as many, but {len(sizes)} "
+            f"microbatches share {sum(sizes)} rows; pass a batch that {len(sizes)} divides, as "
+            "drop_last=True does"
+        )
