@@ -114,11 +114,14 @@ ranks start collectives in one order
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (change(Op.REDUCE_GRAD, microbatch=0), "bucket 0 names a microbatch, link, peer or slot; expected"),
-        (change(Op.NORM, peer=1), "norm names a microbatch, link, peer or slot"),
+        (
+            change(Op.REDUCE_GRAD, microbatch=0),
+            "bucket 0 names a microbatch, link, peer, slot or part",
+        ),
+        (change(Op.NORM, peer=1), "norm names a microbatch, link, peer, slot or part"),
         (
             change(Op.UPDATE, slot=0),
-            "update of stage 0 names a microbatch, link, peer or slot; expected none",
+            "update of stage 0 names a microbatch, link, peer, slot or part; expected none",
         ),
         (
             change(Op.REDUCE_GRAD, bucket=1),

@@ -1,4 +1,4 @@
-"""The Python source of one stage: a header that says what it is, then one function for each phase."""
+"""The Python source of one stage: a header that says what it is, then the functions of each phase."""
 
 import itertools
 import operator
@@ -29,6 +29,14 @@ RETURNS = {
 """What the function of each phase returns, as the interpreter unpacks it."""
 
 
+def returned_by(function: Function) -> tuple[str, ...]:
+    """What a function returns: that of its phase, and what it saves for the part behind it."""
+    kinds = RETURNS[function.phase]
+    if function.is_last or "saved" in kinds:
+        return kinds
+    return tuple(kind for kind in ("sent", "saved", "gradients") if kind in {*kinds, "saved"})
+
+
 @dataclass(frozen=True)
 class StageSource:
     """Writes one stage. All stages share ``names``, so that a message has the same name everywhere."""
@@ -54,20 +62,25 @@ class StageSource:
         lines = ['"""' + self.title, '"""', "", *self._imports(), ""]
         lines += self._table("PARAMETERS", "w", self.stage.parameters)
         lines += self._table("BUFFERS", "buffers", self.stage.buffers)
-        updated = dict(self.stage.functions[0].updates)
         lines += self._table(
-            "UPDATED_BUFFERS", "", [n for n in self.stage.buffers if n.meta["role"].fqn in updated]
+            "UPDATED_BUFFERS", "", [n for n in self.stage.buffers if n.meta["role"].fqn in self.updated]
         )
         return "\n".join([*lines, *self._functions()]) + "\n"
 
     def _functions(self) -> Iterator[str]:
-        """The lines of ``constants`` and ``of_batch``, if there are any, and of each phase."""
+        """The lines of ``constants`` and ``of_batch``, if there are any, and of each function."""
         if self.stage.constants:
             yield from ("", "", *self._constants())
         if self.stage.of_batch:
             yield from ("", "", *self._of_batch())
         for function in self.stage.functions:
             yield from ("", "", *_FunctionSource(self, function).lines())
+
+    @property
+    def updated(self) -> Sequence[str]:
+        """The buffers that forwards change."""
+        changed = {fqn for function in self.stage.functions for fqn, _ in function.updates}
+        return [n.meta["role"].fqn for n in self.stage.buffers if n.meta["role"].fqn in changed]
 
     def hoisted(self) -> list[fx.Node]:
         """The constants that functions read, in the order ``constants(b)`` returns them."""
@@ -163,7 +176,7 @@ class _FunctionSource:
     function: Function
 
     def lines(self) -> list[str]:
-        head = f"def {self.function.phase}({', '.join(self._parameters())}):"
+        head = f"def {self.function.name}({', '.join(self._parameters())}):"
         return [head, *self._unpack(), *self._body(), *self._return()]
 
     def _parameters(self) -> Iterator[str]:
@@ -176,7 +189,7 @@ class _FunctionSource:
         }
         reads = set(function.reads)
         yield from (name for name, nodes in held.items() if reads.intersection(nodes))
-        if function.phase is not Phase.FORWARD:
+        if function is not stage.functions[0]:
             yield "saved"
         yield from (self.module.names[node] for node in function.received + function.inputs)
         named = self.module.free_names(function.body)
@@ -236,16 +249,14 @@ class _FunctionSource:
             "sent": "{" + ", ".join(f'"{key}": {value}' for key, value in sent.items()) + "}",
             "saved": "[" + ", ".join(map(self._name, function.saved_out)) + "]",
             "updates": _tuple(
-                self._name(updates[n.meta["role"].fqn])
-                for n in stage.buffers
-                if n.meta["role"].fqn in updates
+                self._name(updates[fqn]) if fqn in updates else "None" for fqn in self.module.updated
             ),
             "gradients": _tuple(
                 self._name(gradients[p.meta["role"].fqn]) if p.meta["role"].fqn in gradients else "None"
                 for p in stage.parameters
             ),
         }
-        returned = [parts[key] for key in RETURNS[function.phase]]
+        returned = [parts[key] for key in returned_by(function)]
         if sum(map(len, returned)) + 15 <= LINE_LENGTH:
             yield f"    return {', '.join(returned)}"
         else:

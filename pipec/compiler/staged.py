@@ -181,7 +181,7 @@ class StagedGraph:
         placed = on_ranks(schedule, self.graph.ranks) if self.graph.ranks else schedule
         plan = self._plan(placed, size, ending)
         recompute = [stage.index for stage in plan.stages if stage.recompute]
-        programs = lower(placed, plan.links, recompute, plan.ending)
+        programs = lower(placed, plan.links, recompute, plan.ending, plan.parts)
         verify_plan(plan, programs)
         memory = rank_memory(plan, programs)
         devices = self.options.topology.devices
@@ -207,8 +207,7 @@ class StagedGraph:
 
     def _message_seconds(self, stage: StageFunctions, size: int, source: int, target: int) -> float:
         """The time of what the stage's forward sends from one rank to another."""
-        forwards = (function for function in stage.functions if function.phase is Phase.FORWARD)
-        sent = [node for function in forwards for node in function.sent]
+        sent = [node for function in stage.of_phase(Phase.FORWARD) for node in function.sent]
         if source == target or not sent:
             return 0.0
         sizes = [value_bytes(value_of(self.graph, node, node.name), size) for node in sent]

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from pipec.ir.ending import NOTHING_MORE, Ending, Shard
 from pipec.ir.memory import StageMemory
-from pipec.ir.schedule import Placement, count_ranks, microbatches_on
-from pipec.ir.values import Input, Link, Mode, Phase, Value
+from pipec.ir.schedule import Parts, Placement, count_ranks, microbatches_on
+from pipec.ir.values import Input, Link, Mode, Phase, Value, function_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,8 @@ class Stage:
     ``parameters`` are the FQNs of ``w`` in the generated code, in order; ``borrowed`` is the subset
     owned by another stage (tied weights). ``updated_buffers`` is the subset of ``buffers`` that the
     forward replaces (BatchNorm statistics). ``of_batch`` names what the stage's function of that name
-    computes of the whole mini-batch, once a step.
+    computes of the whole mini-batch, once a step. ``parts`` has the phases that consist of several functions,
+    with the share of the phase's seconds that each of them takes.
     """
 
     index: int
@@ -42,7 +43,12 @@ class Stage:
     updated_buffers: tuple[str, ...] = ()
     of_batch: tuple[str, ...] = ()
     recompute: bool = False
+    parts: Mapping[Phase, tuple[float, ...]] = field(default_factory=dict)
     cost: StageCost = StageCost()
+
+    def functions(self, phase: Phase) -> tuple[str, ...]:
+        """The names of the generated functions that a phase consists of, in the order in which they run."""
+        return function_names(phase, len(self.parts.get(phase, (1.0,))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,3 +131,10 @@ class Plan:
     @property
     def num_ranks(self) -> int:
         return count_ranks(self.placement)
+
+    @property
+    def parts(self) -> Parts:
+        """How many functions the phases consist of that are not one function."""
+        return {
+            (each.index, phase): len(shares) for each in self.stages for phase, shares in each.parts.items()
+        }

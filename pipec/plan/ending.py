@@ -10,7 +10,7 @@ from pipec.errors import InputError
 from pipec.graph.functions import StageFunctions
 from pipec.hardware.collectives import all_reduce_seconds, gather_seconds
 from pipec.hardware.topology import Topology
-from pipec.ir import Bucket, Ending, Link, Mode, Payload, Placement, Value
+from pipec.ir import GRADIENT_PHASES, Bucket, Ending, Link, Mode, Payload, Placement, Value
 from pipec.ir.text import value_bytes
 
 
@@ -93,9 +93,16 @@ def _buckets(
         if fqn not in borrowed:
             key = (values[fqn].dtype, fqn in lent, fqn if is_sparse else None)
             groups.setdefault(key, []).append(values[fqn])
+    completed_by = {
+        fqn: function.part
+        for phase in GRADIENT_PHASES
+        for function in stage.of_phase(phase)
+        for fqn, _ in function.gradients
+    }
     for together in groups.values():
         for parameters in fused(together, most_bytes):
-            yield Bucket(stage.index, parameters, parameters[0].name in lent)
+            part = max(completed_by.get(value.name, 0) for value in parameters)
+            yield Bucket(stage.index, parameters, parameters[0].name in lent, part=part)
 
 
 def fused(parameters: Sequence[Value], most_bytes: float) -> Iterator[tuple[Value, ...]]:

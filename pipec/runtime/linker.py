@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipec.errors import VerifyError
 from pipec.ir import Instruction, Kind, Link, Op, Payload, Phase, Program
-from pipec.runtime.compute import Action, Take, bind_phase
+from pipec.runtime.compute import Action, Take, bind_function
 from pipec.runtime.ending import EndingLinker
 from pipec.runtime.rank import Delivery, Rank
 from pipec.runtime.stage import Frame, parameter_names
@@ -25,6 +25,7 @@ Sink = Callable[[Sequence[Tensor]], None]
 
 _ALWAYS = frozenset({"w", "buffers", "constants", "b", "rng", "device"})
 _SAVING = (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD_INPUT)
+"""The phases whose last function saves something, too."""
 
 
 def link(program: Program, rank: Rank) -> list[tuple[Instruction, Action]]:
@@ -157,25 +158,32 @@ class _Linker:
         return sink
 
     def _compute(self, instruction: Instruction) -> Action:
+        names = self._rank.plan.stages[instruction.stage].functions(Phase(instruction.op))
+        parts = range(len(names)) if instruction.part < 0 else (instruction.part,)
+        actions = [self._call(instruction, names, part) for part in parts]
+        return actions[0] if len(actions) == 1 else functools.partial(_one_by_one, actions)
+
+    def _call(self, instruction: Instruction, names: Sequence[str], part: int) -> Action:
+        """The action that calls one of the functions that a phase consists of."""
         stage, microbatch = self._rank.stages[instruction.stage], instruction.microbatch
-        phase = Phase(instruction.op)
-        function = getattr(stage.code, phase, None)
+        name, phase, is_last = names[part], Phase(instruction.op), part == len(names) - 1
+        function = getattr(stage.code, name, None)
         if function is None:
             raise VerifyError(
-                f"the program runs {phase} of stage {stage.index}, whose code has no such function; generate "
+                f"the program runs {name} of stage {stage.index}, whose code has no such function; generate "
                 "the stage code for this schedule"
             )
-        take = self._take(stage.index, microbatch, parameter_names(function), phase)
-        self._note_made(stage.index, microbatch, phase)
-        return bind_phase(phase, stage, microbatch, take, self._rank.results)
+        take = self._take(stage.index, microbatch, parameter_names(function), name)
+        self._note_made(stage.index, microbatch, phase, is_last)
+        return bind_function(name, phase, is_last, stage, microbatch, take, self._rank.results)
 
-    def _note_made(self, stage: int, microbatch: int, phase: Phase) -> None:
-        """Note that what ``phase`` leaves in the frame is present from now on."""
+    def _note_made(self, stage: int, microbatch: int, phase: Phase, is_last: bool) -> None:
+        """Note that what a function of ``phase`` leaves in the frame is present from now on."""
         present = self._present[stage, microbatch]
-        for link in self._rank.plan.links:
+        for link in self._rank.plan.links if is_last else ():
             if link.source == stage and link.payload.per_microbatch and phase in link.payload.producers:
                 present.update({value.name: Delivery() for value in link.values})
-        if phase in _SAVING:
+        if phase in _SAVING or not is_last:
             present["saved"] = Delivery()
 
     def _take(self, stage: int, microbatch: int, names: Sequence[str], reader: str) -> Take:
@@ -210,7 +218,8 @@ class _Linker:
                 )
             lent = [call for delivery in self._lent[stage].values() for call in delivery.awaited()]
             return [*lent, *self._ending.gathered(stage)]
-        if name == "buffers" and reader == Phase.FORWARD and bound.code.UPDATED_BUFFERS:
+        first = self._rank.plan.stages[stage].functions(Phase.FORWARD)[0]
+        if name == "buffers" and reader == first and bound.code.UPDATED_BUFFERS:
             return [functools.partial(bound.show_buffers, microbatch)]
         return []
 
@@ -234,6 +243,11 @@ def _taking(frame: Frame, names: Sequence[str], waits: Sequence[Action], dropped
         return values
 
     return take
+
+
+def _one_by_one(actions: Sequence[Action]) -> None:
+    for action in actions:
+        action()
 
 
 def _link_of(instruction: Instruction) -> Link:
