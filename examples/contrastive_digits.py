@@ -5,8 +5,8 @@ torchrun --nproc-per-node 2 --local-ranks-filter 0 examples/contrastive_digits.p
 
 Each image is compared with another view of every image of the mini-batch (Chen et al. 2020, "A Simple
 Framework for Contrastive Learning of Visual Representations"). Two replicas encode half of the images each;
-``pipec.ops.all_gather`` gives both of them the views of all. Without pipec, where it is the identity, the loss
-is the same.
+``pipec.ops.all_gather`` gives both of them the views of all. Without pipec it is the identity, and
+the loss is the same.
 """
 
 import argparse

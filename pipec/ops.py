@@ -28,7 +28,12 @@ def all_reduce(x: Tensor) -> Tensor:
     """The sum of every replica's ``x``, the same bits on each of them.
 
     ``x`` has the same shape on all replicas. Its gradient is the sum of every replica's gradient.
+
+    Raises:
+        TypeError: ``x`` has no numbers.
     """
+    if x.dtype is torch.bool:
+        raise TypeError("all_reduce adds numbers, but x is of truth values; pass x.int()")
     return torch.ops.pipec.all_reduce(x)  # type: ignore[no-any-return]
 
 

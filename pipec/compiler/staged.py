@@ -21,10 +21,11 @@ from pipec.ir.text import value_bytes
 from pipec.passes import Observer, Pass, run_passes
 from pipec.passes.assign_stages import AssignStages
 from pipec.passes.dump import requested_dumps
-from pipec.plan.build import Names, build_plan, stage_cost, value_of
+from pipec.plan.build import Names, build_plan, stage_cost
 from pipec.plan.memory import RankMemory, rank_memory
 from pipec.plan.predictions import simulate_plan
 from pipec.plan.updates import with_updates
+from pipec.plan.values import value_of
 from pipec.programs.lower import lower
 from pipec.programs.verify import verify_plan
 from pipec.schedules import Workload, on_ranks
@@ -181,7 +182,7 @@ class StagedGraph:
         placed = on_ranks(schedule, self.graph.ranks) if self.graph.ranks else schedule
         plan = self._plan(placed, size, ending)
         recompute = [stage.index for stage in plan.stages if stage.recompute]
-        programs = lower(placed, plan.links, recompute, plan.ending, plan.parts)
+        programs = lower(placed, plan.links, recompute, plan.ending, plan.parts, plan.joins)
         verify_plan(plan, programs)
         memory = rank_memory(plan, programs)
         devices = self.options.topology.devices

@@ -25,7 +25,7 @@ PHASES: Sequence[Phase] = tuple(Phase)
 OPS: Sequence[Op] = tuple(Op)
 PHASE_CODE: Mapping[Phase, int] = {phase: code for code, phase in enumerate(PHASES)}
 OP_CODE: Mapping[Op, int] = {op: code for code, op in enumerate(OPS)}
-NUM_COLUMNS = 8
+NUM_COLUMNS = 9
 """Of instructions."""
 
 
@@ -130,7 +130,7 @@ class Cells(_Columns[Compute]):
 
 
 class Instructions(_Columns[Instruction]):
-    """What a rank executes: columns of op, stage, microbatch, link, peer, slot, bucket and part.
+    """What a rank executes: columns of op, stage, microbatch, link, peer, slot, bucket, part and join.
 
     ``link`` is an index into ``links``, or -1.
     """
@@ -155,6 +155,7 @@ class Instructions(_Columns[Instruction]):
                 each.slot,
                 each.bucket,
                 each.part,
+                each.join,
             )
             for each in instructions
         ]
@@ -224,10 +225,13 @@ class Instructions(_Columns[Instruction]):
     def parts(self) -> Ints:
         return self._column(7)
 
+    @property
+    def joins(self) -> Ints:
+        return self._column(8)
+
     def _row(self, *numbers: int) -> Instruction:
-        op, stage, microbatch, link, peer, slot, bucket, part = numbers
-        carried = self.links[link] if link >= 0 else None
-        return Instruction(OPS[op], stage, microbatch, carried, peer, slot, bucket, part)
+        op, stage, microbatch, link, *others = numbers
+        return Instruction(OPS[op], stage, microbatch, self.links[link] if link >= 0 else None, *others)
 
 
 def aligned(programs: Sequence[Program]) -> list[Instructions]:

@@ -192,6 +192,7 @@ def _fields(number: int, instruction: Instruction) -> tuple[str, ...]:
         _unless_absent(f"{direction} rank", instruction.peer),
         _unless_absent("slot", instruction.slot),
         _unless_absent("bucket", instruction.bucket),
+        _unless_absent("join", instruction.join),
     )
 
 
@@ -215,6 +216,7 @@ _LINE = re.compile(
     r"(?:  +(?:from|to) rank (?P<peer>\d{1,9}))?"
     r"(?:  +slot (?P<slot>\d{1,9}))?"
     r"(?:  +bucket (?P<bucket>\d{1,9}))?"
+    r"(?:  +join (?P<join>\d{1,9}))?"
 )
 
 
@@ -241,22 +243,20 @@ def _parse_line(number: int, line: str, links: Mapping[str, Link]) -> Instructio
         raise _unexpected(
             number + 2,
             line,
-            "'NUMBER  OP  [stage S]  [mb M]  [part P]  [LINK]  [to rank R]  [slot N]  [bucket K]'",
+            "'NUMBER  OP  [stage S]  [mb M]  [part P]  [LINK]  [to rank R]  [slot N]  [bucket K]  [join J]'",
         )
     if match["link"] and match["link"] not in links:
         raise _unexpected(number + 2, line, f"a link of the plan: {'; '.join(links) or 'it has none'}")
-    stage, mb, peer, slot, bucket, part = (
-        -1 if match[name] is None else int(match[name]) for name in _NUMBERS
-    )
+    stage, mb, *others = (-1 if match[name] is None else int(match[name]) for name in _NUMBERS)
     link = links[match["link"]] if match["link"] else None
-    instruction = Instruction(Op(match["op"]), stage, mb, link, peer, slot, bucket, part)
+    instruction = Instruction(Op(match["op"]), stage, mb, link, *others)
     canonical = " ".join(filter(None, _fields(number, instruction)))
     if " ".join(line.split()) != canonical:
         raise _unexpected(number + 2, line, repr(canonical))
     return instruction
 
 
-_NUMBERS = ("stage", "mb", "peer", "slot", "bucket", "part")
+_NUMBERS = ("stage", "mb", "peer", "slot", "bucket", "part", "join")
 
 
 def _unexpected(line_number: int, line: str, expected: str) -> ArtifactError:

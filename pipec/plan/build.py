@@ -3,17 +3,14 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-import torch
 from torch import fx
 
 from pipec.cost.formulas import node_bytes
 from pipec.cost.symbols import evaluate
 from pipec.graph import ModelInput, Output, TrainingGraph, is_tensor, is_view, memory_of, stage_of
-from pipec.graph.dimensions import dimension
 from pipec.graph.functions import Function, StageFunctions, of_batch_nodes
 from pipec.hardware.topology import Topology
 from pipec.ir import (
-    Dim,
     Ending,
     Input,
     Link,
@@ -29,6 +26,8 @@ from pipec.ir import (
 )
 from pipec.ir.text import value_bytes
 from pipec.plan.ending import build_ending
+from pipec.plan.joins import joins_of
+from pipec.plan.values import value_of
 from pipec.programs.routes import routes
 
 Names = Mapping[fx.Node, str]
@@ -62,14 +61,7 @@ def build_plan(
         microbatch_size=microbatch_size,
         placement=schedule.placement,
         stages=tuple(
-            _stage(
-                graph,
-                stage,
-                names,
-                owners,
-                microbatch_size,
-                _speed(topology, schedule.placement, stage.index),
-            )
+            _stage(graph, stage, names, owners, microbatch_size, schedule.placement[stage.index], topology)
             for stage in stages
         ),
         links=links,
@@ -87,11 +79,6 @@ def build_plan(
         training=graph.training,
         ending=build_ending(ending, graph.mode, stages, values, links, schedule.placement, topology),
     )
-
-
-def _speed(topology: Topology, placement: Placement, stage: int) -> float:
-    """The speed of the slowest rank that runs the stage."""
-    return min(topology.devices[rank].speed for rank in placement[stage])
 
 
 def _link_seconds(link: Link, placement: Placement, topology: Topology, size: int) -> float:
@@ -127,7 +114,8 @@ def _stage(
     names: Names,
     owners: Mapping[str, int],
     size: int,
-    speed: float,
+    ranks: Sequence[int],
+    topology: Topology,
 ) -> Stage:
     forwards = stage.of_phase(Phase.FORWARD)
     operators = sorted({node.meta["operator"] for function in forwards for node in function.body})
@@ -145,7 +133,8 @@ def _stage(
         of_batch=tuple(names[node] for node in stage.of_batch),
         recompute=bool(stage.of_phase(Phase.RECOMPUTE)),
         parts=_parts(stage, size),
-        cost=stage_cost(graph, stage, size, speed),
+        joins=tuple(joins_of(graph, stage, names, ranks, topology, size)),
+        cost=stage_cost(graph, stage, size, min(topology.devices[rank].speed for rank in ranks)),
     )
 
 
@@ -214,17 +203,6 @@ def _transient_bytes(functions: Sequence[Function], size: int) -> int:
             if last[source] is node and source in made and source not in kept:
                 live -= node_bytes(source, size) if is_tensor(source) else 0
     return peak
-
-
-def value_of(graph: TrainingGraph, node: fx.Node, name: str) -> Value:
-    tensor = node.meta["val"]
-    assert isinstance(tensor, torch.Tensor)
-    shape = tuple(_dim(graph, dim) for dim in tensor.shape)
-    return Value(name, str(tensor.dtype).removeprefix("torch."), shape)
-
-
-def _dim(graph: TrainingGraph, size: int | torch.SymInt) -> Dim:
-    return size if isinstance(size, int) else dimension(size, graph.batch)
 
 
 def _batched(value: Value) -> Value:

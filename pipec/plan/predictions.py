@@ -16,8 +16,9 @@ def simulate_plan(plan: Plan, programs: Sequence[Program]) -> Timeline:
     endings = _collectives(plan)
     for stage in plan.stages:
         endings[Op.UPDATE, stage.index, -1] = stage.cost.update_seconds
+    joins = {(s.index, number): join.seconds for s in plan.stages for number, join in enumerate(s.joins)}
     parts = {(s.index, phase): shares for s in plan.stages for phase, shares in s.parts.items()}
-    timeline = simulate(programs, Costs(compute, messages, endings=endings, parts=parts))
+    timeline = simulate(programs, Costs(compute, messages, endings=endings, parts=parts, joins=joins))
     return replace(timeline, ending=plan.ending)
 
 
