@@ -51,9 +51,10 @@ def join_replicas(captured: fx.GraphModule, step: nn.Module, num_replicas: int |
     modules = dict(step.named_modules())
     norms = [node for node in captured.graph.nodes if node.target in _BATCH_NORMS and _is_sync(node, modules)]
     if num_replicas is None and (calls or norms):
+        who = place_of(calls[0]) if calls else f"the nn.SyncBatchNorm {module_of(norms[0])[0]!r}"
         raise InputError(
-            f"{place_of((calls or norms)[0])} joins the replicas of a stage, of which all stages must have "
-            "the same number, known beforehand: pass replicas=2, say, or stages=1"
+            f"{who} joins the replicas of a stage, of which all stages must have the same number, known "
+            "beforehand: pass replicas=2, say, or stages=1"
         )
     for node in norms if num_replicas != 1 else ():
         _synchronize(node)

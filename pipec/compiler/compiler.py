@@ -20,12 +20,12 @@ from pipec.compiler.alternatives import refused, shard_costs
 from pipec.compiler.autotuner import Autotuner, Choice, CutGraph
 from pipec.compiler.captures import Captures, Kind, Signature
 from pipec.compiler.pass_list import CompilerOptions
-from pipec.compiler.rounds import check_rows, joins_replicas
+from pipec.compiler.rounds import joins_replicas
 from pipec.compiler.staged import StagedGraph, Trial
 from pipec.errors import InfeasibleError, InputError, PlanError
 from pipec.graph import TrainingGraph
 from pipec.ir import Alternative, Mode, Placement, Shard
-from pipec.ir.batch import split_sizes
+from pipec.ir.batch import require_equal_rows, split_sizes
 from pipec.passes import Pass
 from pipec.passes.follow_owners import FollowOwners, Owners, owners_of
 from pipec.plan.memory import shortfall
@@ -113,7 +113,8 @@ class Compiler:
         count = self._choose(signature, call)
         groups, rest = [], split_sizes(call.batch_size, count)
         first = self._captures.staged[signature][0].graph
-        check_rows(first, rest)
+        if joins_replicas(first):
+            require_equal_rows(rest)
         self._warn_of_rounds(first.joined, count)
         while rest:
             staged = self._stages(signature, call, call.batch_size - sum(rest), rest)

@@ -1,6 +1,4 @@
-"""What a model that joins its replicas needs of microbatches: whole rounds, with as many rows in each."""
-
-from collections.abc import Sequence
+"""Whether a model joins its replicas, which then need as many microbatches each."""
 
 from pipec.errors import InputError
 from pipec.graph import TrainingGraph, is_collective
@@ -18,14 +16,4 @@ def check_rounds(graph: TrainingGraph, placement: Placement, num_microbatches: i
         raise InputError(
             f"the model joins the replicas of a stage, of which each must have as many microbatches, but "
             f"{len(uneven[0])} share {num_microbatches}; pass a multiple of {len(uneven[0])} as microbatches"
-        )
-
-
-def check_rows(graph: TrainingGraph, sizes: Sequence[int]) -> None:
-    """Raise InputError unless microbatches that are joined have as many rows."""
-    if len({*sizes}) > 1 and joins_replicas(graph):
-        raise InputError(
-            f"the model joins the rows of its replicas, of which each must have as many, but {len(sizes)} "
-            f"microbatches share {sum(sizes)} rows; pass a batch that {len(sizes)} divides, as "
-            "drop_last=True does"
         )

@@ -34,13 +34,13 @@ class Joining:
         self._started = joined, wait
 
     def _shape(self, own: Tensor) -> tuple[int, ...]:
-        rows, size = own.shape[:1], self._group.size
+        size = self._group.size
         match self._op:
             case Op.ALL_GATHER:
-                rows = (size * rows[0],)
+                return size * own.shape[0], *own.shape[1:]
             case Op.REDUCE_SCATTER:
-                rows = (rows[0] // size,)
-        return (*rows, *own.shape[1:])
+                return own.shape[0] // size, *own.shape[1:]
+        return own.shape
 
     def finish(self) -> None:
         """Wait for the other replicas, and put what came of their values into the frame."""

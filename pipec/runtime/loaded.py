@@ -24,7 +24,7 @@ from pipec.ir.arguments import (
     number,
     one_of,
 )
-from pipec.ir.batch import leaf_path, split_sizes
+from pipec.ir.batch import leaf_path, require_equal_rows, split_sizes
 from pipec.ir.text import format_value
 from pipec.runtime.batch import dense
 from pipec.runtime.execution import Ranks
@@ -149,6 +149,8 @@ class LoadedPipeline(Handle):
                 f"this artifact takes microbatches of exactly {plan.microbatch_size} rows, so a batch of "
                 f"{plan.microbatch_size * plan.num_microbatches}; the batch has {batch}"
             )
+        if plan.joins:
+            require_equal_rows(sizes)
         seed, after = next_seed()
         if self._ranks.world.distributed:
             facts = {given.path: leaf_fact(_leaf(given, leaves)) for given in plan.inputs}

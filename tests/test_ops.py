@@ -1,0 +1,285 @@
+"""Collectives that a model or its loss calls: with replicas, what the unsplit model computes of a round."""
+
+import copy
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from unsplit import Outcome, relative_error
+from workers import read_outcome, train
+
+import pipec
+from pipec import ops
+from pipec.artifact.directory import read
+from pipec.errors import InputError
+
+ROWS, IGNORED = 16, 2
+ROUNDING = 1e-12
+"""Everything here is of float64."""
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv1d(2, 4, 3, padding=1),
+        nn.SyncBatchNorm(4),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(20, 6),
+        nn.SyncBatchNorm(6, affine=False),
+        nn.Tanh(),
+        nn.Linear(6, 3),
+    ).double()
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(1)
+    x = torch.randn(ROWS, 2, 5, generator=random, dtype=torch.float64)
+    return x, torch.randint(3, (ROWS,), generator=random)
+
+
+def contrastive(x: Tensor, y: Tensor) -> Tensor:
+    keys = F.one_hot(y, 3) + x.tanh()
+    logits = x @ ops.all_gather(keys).T
+    return (logits.logsumexp(1) - (x * keys).sum(1)).mean()
+
+
+def supervised(x: Tensor, y: Tensor) -> Tensor:
+    """Rows of the same class attract each other (Khosla et al. 2020)."""
+    same = (y[:, None] == ops.all_gather(y)[None, :]).double()
+    similarity = (x @ ops.all_gather(x).T).log_softmax(1)
+    return -((similarity * same).sum(1) / same.sum(1)).mean()
+
+
+def masked(x: Tensor, y: Tensor) -> Tensor:
+    counts = (y != IGNORED).double()
+    return (x.square().sum(1) * counts).sum() / ops.all_reduce(counts.sum())
+
+
+def standardised(x: Tensor, y: Tensor) -> Tensor:
+    mean = ops.all_reduce(x.sum(0)) / ops.all_reduce(torch.ones_like(x).sum(0))
+    return ((x - mean).abs().mean(1) * (y + 1)).mean()
+
+
+def through_first(x: Tensor, y: Tensor) -> Tensor:
+    """Parameters are the same on all replicas, and so is what is broadcast of them."""
+    return (x * ops.broadcast(torch.ones(3, dtype=x.dtype))).square().mean() + F.cross_entropy(x, y)
+
+
+LOSSES: dict[str, Loss] = {
+    loss.__name__: loss for loss in (contrastive, supervised, masked, standardised, through_first)
+}
+
+
+def reference(loss_fn: Loss, rounds: int = 1) -> Outcome:
+    """What the plain script computes of one round after the other."""
+    unsplit, (x, y) = model(), batch()
+    total = torch.zeros((), dtype=torch.float64)
+    for inputs, targets in zip(x.chunk(rounds), y.chunk(rounds), strict=True):
+        loss = loss_fn(unsplit(inputs), targets) / rounds
+        loss.backward()
+        total += loss.detach()
+    return Outcome.of(total, unsplit)
+
+
+def step(loss_fn: Loss, **options: Any) -> Outcome:
+    trained, (x, y) = model(), batch()
+    pipe = pipec.compile(trained, loss_fn=loss_fn, **options)
+    return Outcome.of(pipe.step(x, target=y), trained)
+
+
+def check(found: Outcome, wanted: Outcome) -> None:
+    assert relative_error(found.loss, wanted.loss) < ROUNDING
+    assert found.gradients.keys() == wanted.gradients.keys()
+    for name, gradient in wanted.gradients.items():
+        if gradient.norm() > ROUNDING:  # what batch norms subtract has none, up to rounding
+            assert relative_error(found.gradients[name], gradient) < ROUNDING, name
+    for name, buffer in wanted.buffers.items():
+        if not name.endswith("num_batches_tracked"):  # counts microbatches
+            assert relative_error(found.buffers[name], buffer) < ROUNDING, name
+
+
+@pytest.mark.parametrize("collective", [ops.all_reduce, ops.all_gather, ops.broadcast])
+def test_a_plain_script_gets_a_copy(collective: Callable[[Tensor], Tensor]) -> None:
+    x = torch.randn(3, 2, requires_grad=True)
+    result = collective(x)
+    assert torch.equal(result, x)
+    assert result.data_ptr() != x.data_ptr()
+    (result * torch.arange(2.0)).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [[0.0, 1.0]] * 3
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_replicas_join_their_microbatches_to_the_loss_of_the_batch(name: str) -> None:
+    """Unless told otherwise, a step is one round."""
+    check(step(LOSSES[name], devices=2, stages=1), reference(LOSSES[name]))
+
+
+PLANS: dict[str, dict[str, Any]] = {
+    "1x4": {"devices": 4, "stages": 1},
+    "2x2": {"devices": 4, "replicas": 2},
+    "2x2 replayed": {"devices": 4, "replicas": 2, "schedule": "gpipe", "recompute": "full"},
+    "2x2 alone": {"devices": 4, "replicas": 2, "microbatches": 2, "dynamic": False},
+    "1x2 rounds": {"devices": 2, "stages": 1, "microbatches": 8},
+    "2x2 zb-h1": {"devices": 4, "replicas": 2, "schedule": "zb-h1", "microbatches": 4},
+    "2x2 zb-v": {"devices": 4, "replicas": 2, "schedule": "zb-v", "microbatches": 4},
+    "2x2 interleaved": {"devices": 4, "replicas": 2, "schedule": "interleaved-1f1b", "microbatches": 4},
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_plans_make_the_gradients_of_the_rounds_and_the_same_bits_again(name: str) -> None:
+    options = PLANS[name]
+    replicas = options.get("replicas", options["devices"])
+    found = step(contrastive, **options)
+    check(found, reference(contrastive, options.get("microbatches", replicas) // replicas))
+    again = step(contrastive, **options)
+    assert torch.equal(again.loss, found.loss)
+    assert all(torch.equal(again.gradients[name], each) for name, each in found.gradients.items())
+
+
+def test_training_with_updates_in_the_program_and_shared_state_follows_the_plain_script() -> None:
+    """Three steps, and then an evaluation, in which batch norms join nothing."""
+    unsplit, trained, (x, y) = model(), model(), batch()
+    factory = functools.partial(torch.optim.SGD, lr=0.1)
+    optimizer = factory(unsplit.parameters())
+    pipe = pipec.compile(
+        trained, devices=4, replicas=2, loss_fn=contrastive, optimizer=factory, shard="parameters"
+    )
+    for _ in range(3):
+        loss = contrastive(unsplit(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert relative_error(pipe.step(x, target=y), loss.detach()) < ROUNDING
+    with pytest.raises(InputError, match="2 microbatches share 15 rows"):
+        pipe.step(x[:15], target=y[:15])
+    pipe.eval()
+    unsplit.eval()
+    assert relative_error(pipe.eval_step(x, target=y), contrastive(unsplit(x), y).detach()) < ROUNDING
+    assert relative_error(pipe(x), unsplit(x).detach()) < ROUNDING
+
+
+def test_alone_they_are_the_identity_and_cost_nothing() -> None:
+    """One replica: the bits of the plain script, and programs without collectives."""
+    trained, (x, y) = model(), batch()
+    pipe = pipec.compile(trained, devices=2, loss_fn=contrastive)
+    found, wanted = Outcome.of(pipe.step(x, target=y), trained), reference(contrastive)
+    assert torch.equal(found.loss, wanted.loss)
+    assert all(torch.equal(found.gradients[name], each) for name, each in wanted.gradients.items())
+    assert pipe.plan.num_microbatches == 1
+    assert not any(stage.joins for stage in pipe.plan.stages)
+
+
+def test_more_rounds_than_one_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "pipec"):
+        (x, y), pipe = batch(), pipec.compile(
+            model(), devices=2, stages=1, loss_fn=contrastive, microbatches=4
+        )
+        pipe.step(x, target=y)
+        pipe.step(x, target=y)
+    said = [record.getMessage() for record in caplog.records if "rounds" in record.getMessage()]
+    assert len(said) == 1
+    assert "joins rounds of 2 of the 4 microbatches, and not the whole batch" in said[0]
+    assert "all_gather at test_ops.py" in said[0]
+
+
+def numbered(x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(x @ ops.all_gather(x).T, torch.arange(len(x)))
+
+
+def diagonal(x: Tensor, y: Tensor) -> Tensor:
+    return (x @ ops.all_gather(x).T).diagonal().mean()
+
+
+def sliced(x: Tensor, y: Tensor) -> Tensor:
+    return (x - ops.all_gather(x)[: len(x)]).square().mean()
+
+
+def of_truth(x: Tensor, y: Tensor) -> Tensor:
+    return x.mean() * ops.all_reduce(y == 1).sum()
+
+
+OWN_ROWS = "depends on where a replica's own rows are among those of all replicas"
+
+REFUSED: dict[str, tuple[Loss, dict[str, Any], type[Exception], str]] = {
+    "numbered": (numbered, {}, InputError, f"cross_entropy at test_ops.py.* {OWN_ROWS}"),
+    "numbered, one size": (numbered, {"dynamic": False}, InputError, OWN_ROWS),
+    "numbered, weighted": (numbered, {"microbatch_weight": "rows"}, InputError, OWN_ROWS),
+    "diagonal": (diagonal, {}, InputError, f"diagonal at test_ops.py.* {OWN_ROWS}"),
+    "sliced": (sliced, {}, InputError, OWN_ROWS),
+    "truth": (of_truth, {}, pipec.PipecError, "all_reduce adds numbers"),
+    "unequal": (contrastive, {"replicas": (2, 1), "devices": 3}, InputError, "the same number, known"),
+    "searched": (contrastive, {"replicas": "auto"}, InputError, "the same number, known beforehand"),
+    "batch norm": (F.cross_entropy, {"replicas": "auto"}, InputError, "the nn.SyncBatchNorm '1' joins the replicas"),
+    "half a round": (contrastive, {"microbatches": 3}, InputError, "2 share 3; pass a multiple of 2"),
+    "uneven rows": (contrastive, {"microbatches": 6}, InputError, "6 microbatches share 16 rows"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_replicas_cannot_join_is_refused(name: str) -> None:
+    loss_fn, options, kind, message = REFUSED[name]
+    x, y = batch()
+    pipe = pipec.compile(model(), **{"devices": 2, "replicas": 2, "loss_fn": loss_fn, **options})
+    with pytest.raises(kind, match=message):
+        pipe.prepare(x, target=y)
+
+
+def test_what_joins_without_a_rule_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    """The sum of means is no mean."""
+    x, y = batch()
+    pipe = pipec.compile(model(), devices=2, stages=1, loss_fn=lambda x, y: ops.all_reduce(x.mean()))
+    with caplog.at_level(logging.WARNING, "pipec"):
+        pipe.prepare(x, target=y)
+    assert any("need not be the loss of the batch: see all_reduce at" in text for text in caplog.messages)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """An artifact of two replicas, with the tensors of a model that returns its loss."""
+    folder = tmp_path_factory.mktemp("saved") / "artifact"
+    (x, y), whole = batch(), _WithLoss()
+    pipec.compile(whole, devices=2, stages=1).prepare(x=x, y=y).save(folder, tensors=True)
+    yield folder
+
+
+class _WithLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = model()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return contrastive(self.model(x), y)
+
+
+def _expected() -> Outcome:
+    whole, (x, y) = _WithLoss(), batch()
+    loss = whole(x, y)
+    loss.backward()
+    return Outcome.of(loss.detach(), whole)
+
+
+def test_an_artifact_joins_as_the_pipeline_does(saved: Path) -> None:
+    x, y = batch()
+    loaded = pipec.load(saved)
+    assert relative_error(loaded.step(x=x, y=y), _expected().loss) < ROUNDING
+    with pytest.raises(InputError, match="2 microbatches share 15 rows"):
+        loaded.step(x=x[:15], y=y[:15])
+    joins = read(saved)[0].plan.stages[0].joins
+    assert [join.op for join in joins] == ["all_gather"] * 3 + ["reduce_scatter"] * 3
+
+
+def test_replicas_in_two_processes_have_the_same_gradients(saved: Path, tmp_path: Path) -> None:
+    x, y = batch()
+    assert train([saved, saved], {"x": x, "y": y}, tmp_path) == ["", ""]
+    check(read_outcome(tmp_path, 2, replicated=True), _expected())
