@@ -1,9 +1,9 @@
 """Collectives that a model or its loss calls: with replicas, what the unsplit model computes of a round."""
 
-import copy
 import functools
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,11 @@ from workers import read_outcome, train
 
 import pipec
 from pipec import ops
+from pipec.artifact.check import check_artifact
 from pipec.artifact.directory import read
-from pipec.errors import InputError
+from pipec.artifact.plan_rules import check_plan
+from pipec.errors import ArtifactError, InputError, VerifyError
+from pipec.ir import Op, Value
 
 ROWS, IGNORED = 16, 2
 ROUNDING = 1e-12
@@ -182,8 +185,9 @@ def test_alone_they_are_the_identity_and_cost_nothing() -> None:
 
 def test_more_rounds_than_one_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "pipec"):
-        (x, y), pipe = batch(), pipec.compile(
-            model(), devices=2, stages=1, loss_fn=contrastive, microbatches=4
+        (x, y), pipe = (
+            batch(),
+            pipec.compile(model(), devices=2, stages=1, loss_fn=contrastive, microbatches=4),
         )
         pipe.step(x, target=y)
         pipe.step(x, target=y)
@@ -220,7 +224,12 @@ REFUSED: dict[str, tuple[Loss, dict[str, Any], type[Exception], str]] = {
     "truth": (of_truth, {}, pipec.PipecError, "all_reduce adds numbers"),
     "unequal": (contrastive, {"replicas": (2, 1), "devices": 3}, InputError, "the same number, known"),
     "searched": (contrastive, {"replicas": "auto"}, InputError, "the same number, known beforehand"),
-    "batch norm": (F.cross_entropy, {"replicas": "auto"}, InputError, "the nn.SyncBatchNorm '1' joins the replicas"),
+    "batch norm": (
+        F.cross_entropy,
+        {"replicas": "auto"},
+        InputError,
+        "the nn.SyncBatchNorm '1' joins the replicas",
+    ),
     "half a round": (contrastive, {"microbatches": 3}, InputError, "2 share 3; pass a multiple of 2"),
     "uneven rows": (contrastive, {"microbatches": 6}, InputError, "6 microbatches share 16 rows"),
 }
@@ -277,6 +286,38 @@ def test_an_artifact_joins_as_the_pipeline_does(saved: Path) -> None:
         loaded.step(x=x[:15], y=y[:15])
     joins = read(saved)[0].plan.stages[0].joins
     assert [join.op for join in joins] == ["all_gather"] * 3 + ["reduce_scatter"] * 3
+
+
+DAMAGED = {
+    '{"all_gather": ': ('{"other": ', "has no 'all_gather' among what forward_0 returns"),
+    "def forward_1(w, saved, all_gather, ": ("def forward_1(w, saved, other, ", "among what forward_1 takes"),
+}
+
+
+@pytest.mark.parametrize("found", DAMAGED)
+def test_code_that_does_not_join_what_the_plan_says_is_refused(saved: Path, found: str) -> None:
+    artifact, (other, message) = read(saved)[0], DAMAGED[found]
+    assert found in artifact.sources[0]
+    with pytest.raises(VerifyError, match=message):
+        check_artifact(replace(artifact, sources=(artifact.sources[0].replace(found, other),)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"part": 9}, "joins 'all_gather' before part 9 of forward, of 4 parts"),
+        ({"op": Op.NORM}, "joins 'all_gather' by norm, which does not join"),
+        ({"value": Value("all_gather", "float33", ())}, "dtype 'float33'"),
+    ],
+)
+def test_a_plan_that_joins_what_cannot_be_is_refused(
+    saved: Path, change: dict[str, Any], message: str
+) -> None:
+    plan = read(saved)[0].plan
+    first, *others = plan.stages[0].joins
+    stage = replace(plan.stages[0], joins=(replace(first, **change), *others))
+    with pytest.raises(ArtifactError, match=message):
+        check_plan(replace(plan, stages=(stage,)), saved / "plan.json")
 
 
 def test_replicas_in_two_processes_have_the_same_gradients(saved: Path, tmp_path: Path) -> None:

@@ -174,9 +174,8 @@ def test_nothing_that_replicas_join_can_be_left_out_or_doubled(name: str) -> Non
 def test_programs_with_joins_read_back_from_their_text() -> None:
     program = GPIPE.programs()[3]
     text = format_program(program)
-    assert [line.split() for line in text.splitlines() if "join 1" in line][0][1:] == [
-        *("all_reduce", "stage", "1", "mb", "1", "join", "1"),
-    ]
+    line = next(line for line in text.splitlines() if "join 1" in line)
+    assert line.split()[1:] == ["all_reduce", "stage", "1", "mb", "1", "join", "1"]
     assert parse_program(text, LINKS) == program
 
 

@@ -402,7 +402,7 @@ def test_no_instruction_can_be_left_out_or_doubled() -> None:
 
 
 def test_every_rule_is_broken_by_a_test() -> None:
-    """A new rule needs a test here, in ``test_verify_ending`` or ``test_verify_joins``, and this list a line."""
+    """A new rule needs a test here or in ``test_verify_ending`` or ``_joins``, and this list a new line."""
     assert [rule.__name__ for rule in RULES] == [
         "_fits_plan",
         "_computes_once",

@@ -19,8 +19,8 @@ from pipec.capture.tracer import capture, traced_module
 from pipec.compiler.alternatives import refused, shard_costs
 from pipec.compiler.autotuner import Autotuner, Choice, CutGraph
 from pipec.compiler.captures import Captures, Kind, Signature
+from pipec.compiler.checks import check_outputs, check_sizes, joins_replicas
 from pipec.compiler.pass_list import CompilerOptions
-from pipec.compiler.rounds import joins_replicas
 from pipec.compiler.staged import StagedGraph, Trial
 from pipec.errors import InfeasibleError, InputError, PlanError
 from pipec.graph import TrainingGraph
@@ -123,9 +123,9 @@ class Compiler:
             rest = rest[len(served) :]
         if count > 1:
             graph = self._captures.staged[signature][0].graph
-            _check_outputs(graph.unclear_output, count)
+            check_outputs(graph.unclear_output, count)
             self._warn_of_unclear_loss(graph.unclear)
-        _check_groups(groups)
+        check_sizes([sizes for _, sizes in groups], [each.artifact.plan for each, _ in groups])
         return groups
 
     def _warn_of_unclear_loss(self, unclear: str) -> None:
@@ -372,25 +372,6 @@ class Compiler:
 
     def _note(self, what: str, seconds: float) -> None:
         self.seconds[what] = self.seconds.get(what, 0.0) + seconds
-
-
-def _check_outputs(unclear: str, count: int) -> None:
-    if unclear:
-        raise InputError(
-            f"the model or loss_fn returns a value of all rows together, which those of {count} microbatches "
-            f"do not make: see {unclear}. Return it for each row, or compile with microbatches=1"
-        )
-
-
-def _check_groups(groups: Sequence[tuple[Compiled, list[int]]]) -> None:
-    """Refuse values of the whole mini-batch where no code can take all of it."""
-    if len(groups) > 1 and any(stage.of_batch for stage in groups[0][0].artifact.plan.stages):
-        sizes = [size for _, group in groups for size in group]
-        raise InputError(
-            f"the loss needs a count over the whole mini-batch, but its {len(sizes)} microbatches of "
-            f"{max(sizes)} and {min(sizes)} rows are compiled apart, because the model makes a constant of "
-            f"the batch. Pass a batch that {len(sizes)} microbatches divide, as drop_last=True does"
-        )
 
 
 def on_device(model: nn.Module, call: Call, device: torch.device) -> tuple[nn.Module, Call]:

@@ -10,8 +10,8 @@ from pipec.codegen.names import name_nodes
 from pipec.codegen.stage import StageSource
 from pipec.codegen.title import stage_title
 from pipec.compiler import pass_list
+from pipec.compiler.checks import check_rounds
 from pipec.compiler.pass_list import CompilerOptions
-from pipec.compiler.rounds import check_rounds
 from pipec.errors import PipecError
 from pipec.graph import TrainingGraph, copy_graph
 from pipec.graph.functions import StageFunctions, stage_functions
