@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -254,12 +254,12 @@ def test_what_joins_without_a_rule_is_warned_about(caplog: pytest.LogCaptureFixt
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An artifact of two replicas, with the tensors of a model that returns its loss."""
     folder = tmp_path_factory.mktemp("saved") / "artifact"
     (x, y), whole = batch(), _WithLoss()
     pipec.compile(whole, devices=2, stages=1).prepare(x=x, y=y).save(folder, tensors=True)
-    yield folder
+    return folder
 
 
 class _WithLoss(nn.Module):

@@ -73,6 +73,9 @@ def _joins(plan: Plan) -> Iterator[str]:
             if not 0 < join.part < num_parts:
                 what = f"before part {join.part} of {join.phase}, of {num_parts} parts"
                 yield f"stage {stage.index} joins {join.value.name!r} {what}"
+            replicas = len(plan.placement[stage.index])
+            if join.num_hosts < 1 or replicas % join.num_hosts:
+                yield f"the {replicas} replicas of stage {stage.index} cannot be on {join.num_hosts} hosts"
         yield from _repeated((join.value.name for join in stage.joins), f"the joins of stage {stage.index}")
 
 
@@ -140,6 +143,9 @@ def _ending(plan: Plan) -> Iterator[str]:
     for bucket in plan.ending.buckets:
         own = plan.stages[bucket.stage].parameters if bucket.stage in stages else ()
         yield from _strangers(bucket.names, own, f"a bucket of stage {bucket.stage} has", "its parameters")
+        replicas = len(plan.placement[bucket.stage]) if bucket.stage in range(len(plan.placement)) else 0
+        if bucket.num_hosts < 1 or replicas % bucket.num_hosts:
+            yield f"the {replicas} replicas of stage {bucket.stage} cannot be on {bucket.num_hosts} hosts"
 
 
 Rule = Callable[[Plan], Iterator[str]]

@@ -136,13 +136,15 @@ class Join:
     """What the replicas of a stage make of a value that each of them has, round by round, with ``op``.
 
     Functions of ``phase`` before part ``part`` make what each replica has, and this part may read what comes
-    of it: ``value``. Both have that name. It takes ``seconds``.
+    of it: ``value``. Both have that name. The ranks meet as those of ``num_hosts``, as they do for a bucket,
+    and take ``seconds``.
     """
 
     op: Op
     phase: Phase
     part: int
     value: Value
+    num_hosts: int = 1
     seconds: float = 0.0
 
 

@@ -8,7 +8,7 @@ from pipec import ops
 from pipec.cost.formulas import node_bytes
 from pipec.graph import TrainingGraph
 from pipec.graph.functions import StageFunctions
-from pipec.hardware.collectives import all_reduce_seconds, gather_seconds
+from pipec.hardware.collectives import all_reduce_seconds, fastest_num_hosts, gather_seconds
 from pipec.hardware.topology import Topology
 from pipec.ir import Join, Op
 from pipec.plan.values import value_of
@@ -32,14 +32,9 @@ def joins_of(
     for function in stage.functions:
         for node in function.joined:
             op = _OPS[node.target]  # type: ignore[index]
-            seconds = _seconds(op, topology, ranks, node_bytes(node, size))
-            yield Join(op, function.phase, function.part + 1, value_of(graph, node, names[node]), seconds)
-
-
-def _seconds(op: Op, topology: Topology, ranks: Sequence[int], num_bytes: int) -> float:
-    match op:
-        case Op.ALL_REDUCE:
-            return all_reduce_seconds(topology, ranks, num_bytes)
-        case Op.ALL_GATHER:
-            return gather_seconds(topology, ranks, num_bytes)
-    return gather_seconds(topology, ranks, len(ranks) * num_bytes)
+            num_bytes = node_bytes(node, size) * (len(ranks) if op is Op.REDUCE_SCATTER else 1)
+            num_hosts = fastest_num_hosts(topology, ranks, num_bytes)
+            seconds_of = all_reduce_seconds if op is Op.ALL_REDUCE else gather_seconds
+            seconds = seconds_of(topology, ranks, num_bytes, num_hosts)
+            value = value_of(graph, node, names[node])
+            yield Join(op, function.phase, function.part + 1, value, num_hosts, seconds)

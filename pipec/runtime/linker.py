@@ -193,7 +193,7 @@ class _Linker:
         """Start to join a value of a microbatch; its first reader waits for what comes of it."""
         stage, microbatch = self._rank.stages[instruction.stage], instruction.microbatch
         join = self._rank.plan.stages[stage.index].joins[instruction.join]
-        group = self._rank.transport.group(self._rank.plan.placement[stage.index])
+        group = self._rank.transport.group(self._rank.plan.placement[stage.index], join.num_hosts)
         joining = Joining(join, stage.frames[microbatch], group)
         self._present[stage.index, microbatch][join.value.name] = self._ending.join(joining.finish)
         return joining.start
