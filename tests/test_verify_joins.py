@@ -10,6 +10,7 @@ from pipec.errors import VerifyError
 from pipec.ir import Instruction, Join, Op, Parts, Phase, Program, Value
 from pipec.ir.text import format_program, parse_program
 from pipec.programs.lower import chain_links, lower
+from pipec.programs.memory import peak_in_flight
 from pipec.programs.verify import verify_programs
 from pipec.schedules import make_schedule
 from pipec.schedules.replicas import replicated
@@ -169,6 +170,11 @@ def test_nothing_that_replicas_join_can_be_left_out_or_doubled(name: str) -> Non
                 edited = (*program.instructions[:number], *copies, *program.instructions[number + 1 :])
                 with pytest.raises(VerifyError):
                     step.verify((*programs[:rank], Program(rank, edited), *programs[rank + 1 :]))
+
+
+def test_a_forward_in_parts_is_one_microbatch_in_flight() -> None:
+    joined = [*map(peak_in_flight, GPIPE.programs())]
+    assert joined == [*map(peak_in_flight, lower(GPIPE.schedule, LINKS))]
 
 
 def test_programs_with_joins_read_back_from_their_text() -> None:
