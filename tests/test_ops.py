@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from unsplit import Outcome, relative_error
 from workers import read_outcome, train
 
@@ -19,7 +20,8 @@ from pipec import ops
 from pipec.artifact.check import check_artifact
 from pipec.artifact.directory import read
 from pipec.artifact.plan_rules import check_plan
-from pipec.errors import ArtifactError, InputError, VerifyError
+from pipec.capture import tracer
+from pipec.errors import ArtifactError, CaptureError, InputError, VerifyError
 from pipec.ir import Op, Value
 
 ROWS, IGNORED = 16, 2
@@ -127,6 +129,44 @@ def test_replicas_join_their_microbatches_to_the_loss_of_the_batch(name: str) ->
     check(step(LOSSES[name], devices=2, stages=1), reference(LOSSES[name]))
 
 
+def test_torch_export_joins_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    export = {"torch.export": tracer.FRONT_ENDS["torch.export"]}
+    monkeypatch.setattr(tracer, "FRONT_ENDS", export)
+    check(step(contrastive, devices=2, stages=1), reference(contrastive))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def test_a_checkpointed_batch_norm_sees_the_round() -> None:
+    """Its bits are those of one that is not checkpointed."""
+    found = []
+    for wrap in (nn.Sequential, Checkpointed):
+        trained, (x, y) = wrap(model()), batch()
+        pipe = pipec.compile(trained, devices=2, stages=1, loss_fn=F.cross_entropy, microbatches=2)
+        found.append(Outcome.of(pipe.step(x, target=y), trained))
+        assert any(join.op is Op.ALL_GATHER for join in pipe.plan.stages[0].joins)
+    assert torch.equal(found[0].loss, found[1].loss)
+    gradients = [list(each.gradients.values()) for each in found]
+    assert all(map(torch.equal, *gradients))
+
+
+def test_a_batch_of_another_size_is_joined_by_the_same_code() -> None:
+    trained, unsplit, (x, y) = model(), model(), batch()
+    pipe = pipec.compile(trained, devices=2, stages=1, loss_fn=contrastive)
+    pipe.prepare(x, target=y)
+    _, _, code = pipe.source(0).split('"""', 2)
+    wanted = contrastive(unsplit(x[:6]), y[:6]).detach()
+    assert relative_error(pipe.step(x[:6], target=y[:6]), wanted) < ROUNDING
+    assert pipe.source(0).endswith(code)
+
+
 PLANS: dict[str, dict[str, Any]] = {
     "1x4": {"devices": 4, "stages": 1},
     "2x2": {"devices": 4, "replicas": 2},
@@ -209,6 +249,19 @@ def sliced(x: Tensor, y: Tensor) -> Tensor:
     return (x - ops.all_gather(x)[: len(x)]).square().mean()
 
 
+def found_among_own(x: Tensor, y: Tensor) -> Tensor:
+    return (x - x[(x @ ops.all_gather(x).T).argmax(1)]).square().mean()
+
+
+def gathered_numbers(x: Tensor, y: Tensor) -> Tensor:
+    return (ops.all_gather(torch.arange(len(x))).sum() * x).mean()
+
+
+def replayed(x: Tensor, y: Tensor) -> Tensor:
+    loss: Tensor = checkpoint(contrastive, x, y, use_reentrant=False)
+    return loss
+
+
 def of_truth(x: Tensor, y: Tensor) -> Tensor:
     return x.mean() * ops.all_reduce(y == 1).sum()
 
@@ -221,6 +274,9 @@ REFUSED: dict[str, tuple[Loss, dict[str, Any], type[Exception], str]] = {
     "numbered, weighted": (numbered, {"microbatch_weight": "rows"}, InputError, OWN_ROWS),
     "diagonal": (diagonal, {}, InputError, f"diagonal at test_ops.py.* {OWN_ROWS}"),
     "sliced": (sliced, {}, InputError, OWN_ROWS),
+    "found": (found_among_own, {}, InputError, f"getitem at test_ops.py.* {OWN_ROWS}"),
+    "gathered numbers": (gathered_numbers, {}, InputError, f"all_gather at test_ops.py.* {OWN_ROWS}"),
+    "replayed": (replayed, {}, CaptureError, "call it outside of torch.utils.checkpoint"),
     "truth": (of_truth, {}, pipec.PipecError, "all_reduce adds numbers"),
     "unequal": (contrastive, {"replicas": (2, 1), "devices": 3}, InputError, "the same number, known"),
     "searched": (contrastive, {"replicas": "auto"}, InputError, "the same number, known beforehand"),
@@ -242,6 +298,17 @@ def test_what_replicas_cannot_join_is_refused(name: str) -> None:
     pipe = pipec.compile(model(), **{"devices": 2, "replicas": 2, "loss_fn": loss_fn, **options})
     with pytest.raises(kind, match=message):
         pipe.prepare(x, target=y)
+
+
+def test_gathered_rows_are_no_result_of_the_batch() -> None:
+    (x, _), both = batch(), nn.Sequential(model(), Gathered())
+    with pytest.raises(InputError, match=r"a value of all rows together.* see all_gather"):
+        pipec.compile(both, devices=2, stages=1)(x)
+
+
+class Gathered(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.all_gather(x)
 
 
 def test_what_joins_without_a_rule_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:

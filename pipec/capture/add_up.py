@@ -139,10 +139,7 @@ class _Walk:
             return Meaning(Part.OTHER, because=node)
         if self.rounds.is_join(node):
             return self._of_join(node)
-        sizes = [
-            x for x, meaning in zip(node.all_input_nodes, read, strict=True) if meaning.part is Part.SIZE
-        ]
-        self.rounds.follow(node, sizes)
+        self.rounds.follow(node, {source: self.known[source].part for source in node.all_input_nodes})
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | int | float):
             return Meaning(self._of_number(value), given, node)
         for meaning, source in zip(read, node.all_input_nodes, strict=True):
@@ -162,9 +159,8 @@ class _Walk:
 
     def _of_join(self, node: fx.Node) -> Meaning:
         """What a collective makes of a microbatch's value, if a step is one round."""
-        source = node.all_input_nodes[0]
-        meaning = self.known[source]
-        part = self.rounds.join(node, meaning.part, self._num_batches(_value(source)))
+        meaning = self.known[node.all_input_nodes[0]]
+        part = self.rounds.join(node, meaning.part)
         return Meaning(part, because=(meaning.because or node) if part is Part.OTHER else None)
 
     def _is_index(self, source: fx.Node, reader: fx.Node) -> bool:
@@ -308,7 +304,7 @@ class _Walk:
         result = put(node.name, torch.ops.aten.detach.default, node) if value.requires_grad else node
         if meaning.part is Part.SUM:
             return put(node.name, RESULT, result, "")
-        if meaning.part is Part.OTHER:
+        if meaning.part is Part.OTHER or self.rounds.rows_of_round(node):
             return put(node.name, RESULT, result, place_of(meaning.because or node))
         return result
 

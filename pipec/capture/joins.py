@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from pipec import ops
 from pipec.capture.operators import module_of
 from pipec.capture.parts import named_arguments, place_of
-from pipec.errors import InputError
+from pipec.errors import CaptureError, InputError
 
 REDUCES = {torch.ops.pipec.all_reduce, ops.ALL_REDUCE}
 GATHERS = {torch.ops.pipec.all_gather, ops.ALL_GATHER}
@@ -46,10 +46,16 @@ def join_replicas(captured: fx.GraphModule, step: nn.Module, num_replicas: int |
 
     Raises:
         InputError: it is not known how many replicas are to be joined.
+        CaptureError: a call of ``pipec.ops`` is in a graph that a node calls.
     """
     calls = [node for node in captured.graph.nodes if node.target in JOINS]
     modules = dict(step.named_modules())
-    norms = [node for node in captured.graph.nodes if node.target in _BATCH_NORMS and _is_sync(node, modules)]
+    norms = [node for node in _all_nodes(captured) if node.target in _BATCH_NORMS and _is_sync(node, modules)]
+    if hidden := [node for node in _all_nodes(captured) if node.target in JOINS and node not in calls]:
+        raise CaptureError(
+            f"{place_of(hidden[0])} is called where the graph is replayed or has a backward of its own; call "
+            "it outside of torch.utils.checkpoint and of autograd functions"
+        )
     if num_replicas is None and (calls or norms):
         who = place_of(calls[0]) if calls else f"the nn.SyncBatchNorm {module_of(norms[0])[0]!r}"
         raise InputError(
@@ -58,7 +64,16 @@ def join_replicas(captured: fx.GraphModule, step: nn.Module, num_replicas: int |
         )
     for node in norms if num_replicas != 1 else ():
         _synchronize(node)
+    for graph in {node.graph for node in norms}:
+        graph.owning_module.recompile()
     return place_of(calls[0]) if calls else ""
+
+
+def _all_nodes(captured: fx.GraphModule) -> Iterator[fx.Node]:
+    """Those of the graph, and of every graph that a node of it calls."""
+    for module in captured.modules():
+        if isinstance(module, fx.GraphModule):
+            yield from module.graph.nodes
 
 
 def _is_sync(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:

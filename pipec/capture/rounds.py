@@ -5,7 +5,7 @@ round. Whatever depends on where a replica's own rows stand among them would be 
 alone, and is refused.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,9 @@ from pipec.errors import InputError
 _NUMBERING = {"arange", "eye", "linspace", "range"}
 """Operators whose result says which row is which."""
 
+_FINDING = {"argmax", "argmin", "argsort", "max", "min", "multinomial", "searchsorted", "sort", "topk"}
+"""Operators that say where something is."""
+
 _DIAGONAL = {"diag", "diag_embed", "diagonal", "trace", "tril", "triu"}
 
 _PARTS = {
@@ -26,6 +29,8 @@ _PARTS = {
     *("tensor_split", "unflatten", "view"),
 }
 """Operators that with a number of rows take a part of a tensor."""
+
+_LOOKUPS = {"embedding", "gather", "getitem", "index", "index_select", "take", "take_along_dim"}
 
 
 @dataclass
@@ -44,6 +49,7 @@ class Rounds:
     _gathered: set[fx.Node] = field(default_factory=set)
     _joined: set[fx.Node] = field(default_factory=set)
     _numbering: set[fx.Node] = field(default_factory=set)
+    _found: set[fx.Node] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._leading: set[fx.Node] = set()
@@ -60,49 +66,52 @@ class Rounds:
         return node in self._joined
 
     def rows_of_round(self, node: fx.Node) -> Collection[Any]:
-        """The sizes of dimensions of a node that are the rows of a round."""
+        """The sizes of dimensions of a node that are the rows of a round; none if it has no such."""
         return self.sizes if node in self._gathered else ()
 
     def is_join(self, node: fx.Node) -> bool:
         return self.num_replicas > 1 and node.target in JOINS
 
-    def join(self, node: fx.Node, source: Part, num_batches: int) -> Part:
-        """What a collective makes of a value that is ``source`` to the batch."""
+    def join(self, node: fx.Node, part: Part) -> Part:
+        """What a collective makes of a value that is ``part`` of the batch's.
+
+        Raises:
+            InputError: replicas gather the numbers of their own rows.
+        """
+        source = node.all_input_nodes[0]
+        if source in self._numbering:
+            raise InputError(_refusal(node))
         self._joined.add(node)
         if node.target in REDUCES:
-            return Part.SAME if source is Part.SUM else Part.OTHER
+            return Part.SAME if part is Part.SUM else Part.OTHER
         if node.target in BROADCASTS:
-            return Part.SAME if source is Part.SAME else Part.OTHER
-        value = _value(node)
-        if source is not Part.ROWS or num_batches != 1 or value.shape[0] == self.num_replicas:
+            return Part.SAME if part is Part.SAME else Part.OTHER
+        if part is not Part.ROWS or not self._is_rows(_value(source).shape[0]):
             return Part.OTHER
         self._gathered.add(node)
-        self.sizes.add(size_of(value.shape[0]))
+        self.sizes.add(size_of(_value(node).shape[0]))
         return Part.SAME
 
-    def follow(self, node: fx.Node, numbers: Collection[fx.Node]) -> None:
-        """Note what a call makes of what was joined. ``numbers`` are those of rows that it reads.
+    def follow(self, node: fx.Node, parts: Mapping[fx.Node, Part]) -> None:
+        """Note what a call makes of what was joined. ``parts`` say what it reads.
 
         Raises:
             InputError: it depends on where the replica's own rows are among those of the round.
         """
-        sources = node.all_input_nodes
-        gathered = any(source in self._gathered for source in sources)
         value, name = _value(node), operator_name(node)
-        own = [number for number in numbers if size_of(_value(number)) not in self.sizes]
-        if gathered and (
-            any(source in self._numbering for source in sources)
-            or name in _DIAGONAL
-            or (own and name in _PARTS)
-        ):
+        gathered = any(source in self._gathered for source in parts)
+        if (gathered and self._needs_place(name, parts)) or self._looks_up_own(name, parts):
             raise InputError(_refusal(node))
         if gathered and (not isinstance(value, Tensor) or self._has_rows_of_round(value)):
             self._gathered.add(node)
-        if any(source in self._joined for source in sources):
+        if any(source in self._joined for source in parts):
             self._joined.add(node)
-        numbered = name in _NUMBERING and (numbers or self._has_fixed_rows(value))
-        if numbered or any(source in self._numbering for source in sources):
+        counts = Part.SIZE in parts.values() or (isinstance(value, Tensor) and self._has_fixed_rows(value))
+        if (name in _NUMBERING and counts) or any(source in self._numbering for source in parts):
             self._numbering.add(node)
+        found = any(source in self._found for source in parts) and name not in _LOOKUPS - {"getitem"}
+        if (gathered and name in _FINDING) or (found and not _is_real(value)):
+            self._found.add(node)
 
     def shapes(self, node: fx.Node) -> Collection[fx.Node]:
         """The numbers that a call reads as the rows of a round: to give a tensor that has them a shape."""
@@ -111,12 +120,26 @@ class Rounds:
             return ()
         return [x for x in sources if size_of(_value(x)) in self.sizes]
 
+    def _needs_place(self, name: str, parts: Mapping[fx.Node, Part]) -> bool:
+        """Whether a call of gathered rows depends on which of them are the replica's own."""
+        own = [x for x, part in parts.items() if part is Part.SIZE and size_of(_value(x)) not in self.sizes]
+        numbered = any(source in self._numbering for source in parts)
+        return numbered or name in _DIAGONAL or (name in _PARTS and bool(own))
+
+    def _looks_up_own(self, name: str, parts: Mapping[fx.Node, Part]) -> bool:
+        """Whether a call looks up the replica's own rows by places among those of the round."""
+        found = [source for source in parts if source in self._found and isinstance(_value(source), Tensor)]
+        others = [source for source in parts if source not in self._found and source not in self._gathered]
+        return bool(found) and name in _LOOKUPS and any(parts[source] is Part.ROWS for source in others)
+
+    def _is_rows(self, size: int | torch.SymInt) -> bool:
+        return size % self.size == 0 if self.size else isinstance(size, torch.SymInt)
+
     def _has_rows_of_round(self, value: Tensor) -> bool:
         return any(size_of(size) in self.sizes for size in tuple[Any, ...](value.shape))
 
-    def _has_fixed_rows(self, value: Any) -> bool:
-        rows = value.shape[0] if isinstance(value, Tensor) and value.ndim else None
-        return isinstance(rows, int) and self.size > 0 and rows % self.size == 0
+    def _has_fixed_rows(self, value: Tensor) -> bool:
+        return self.size > 0 and value.ndim > 0 and value.shape[0] % self.size == 0
 
 
 def size_of(size: Any) -> Any:
@@ -127,6 +150,10 @@ def size_of(size: Any) -> Any:
 def _value(node: fx.Node) -> Any:
     meta = node.meta
     return meta["example_value"] if "example_value" in meta else meta.get("val")
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def _refusal(node: fx.Node) -> str:
