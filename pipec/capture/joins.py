@@ -64,8 +64,9 @@ def join_replicas(captured: fx.GraphModule, step: nn.Module, num_replicas: int |
         )
     for node in norms if num_replicas != 1 else ():
         _synchronize(node)
-    for graph in {node.graph for node in norms}:
-        graph.owning_module.recompile()
+    for module in {node.graph.owning_module for node in norms}:
+        assert module is not None
+        module.recompile()
     return place_of(calls[0]) if calls else ""
 
 
