@@ -68,7 +68,7 @@ def build_plan(
                 names,
                 owners,
                 microbatch_size,
-                _speed(topology, schedule.placement, stage.index),
+                stage_speed(topology, schedule.placement, stage.index),
             )
             for stage in stages
         ),
@@ -89,7 +89,7 @@ def build_plan(
     )
 
 
-def _speed(topology: Topology, placement: Placement, stage: int) -> float:
+def stage_speed(topology: Topology, placement: Placement, stage: int) -> float:
     """The speed of the slowest rank that runs the stage."""
     return min(topology.devices[rank].speed for rank in placement[stage])
 
