@@ -1,21 +1,26 @@
 """Phases that consist of several functions: the same bits as whole ones, however programs run them."""
 
 import functools
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 from combinations import OPTIONS, SIZES, Captured, TrainingRun, captured
-from models import Factory, each, gpt2_with_dropout, resnet, t5
-from parts import apart, artifact_in_parts
+from models import Factory, each, gpt2_with_dropout, perceptron, resnet, t5
+from parts import apart, artifact_in_parts, staged_in_parts
 from torch import Tensor
 from unsplit import Outcome
 
 from pipec.artifact.check import check_artifact
 from pipec.artifact.directory import Artifact
+from pipec.codegen.stage import StageSource
 from pipec.compiler.staged import StagedGraph
+from pipec.errors import VerifyError
+from pipec.graph.functions import stage_functions
+from pipec.graph.invariants import verify
 from pipec.hardware.topology import alike
-from pipec.ir import Schedule
+from pipec.ir import Phase, Schedule
 from pipec.passes.cut_stages import CutStages
 from pipec.schedules import make_schedule
 from pipec.schedules.replicas import replicated, round_robin
@@ -62,3 +67,81 @@ def test_parts_have_the_bits_of_whole_functions(factory: Factory, name: str) -> 
     for artifact in (divided, apart(divided)):
         check_artifact(artifact)
         assert same_bits(outcome(artifact, model), wanted)
+
+
+def test_a_backward_is_divided_where_groups_of_gradients_are_complete() -> None:
+    """What the functions of a stage look like."""
+    model, schedule = captured(perceptron), make_schedule("gpipe", 1, 3)
+    staged = StagedGraph(*staged_with(model, schedule, recompute=False))  # type: ignore[arg-type]
+    groups = [[f"layers.{layer}.{name}" for name in ("weight", "bias")] for layer in (4, 2)]
+    stage = stage_functions(staged.graph, 0, False, [*groups, ["layers.0.weight", "layers.0.bias"]])
+    assert [[fqn for fqn, _ in each.gradients] for each in stage.of_phase(Phase.BACKWARD)] == [
+        *groups,
+        ["layers.0.weight", "layers.0.bias"],
+    ]
+    source = StageSource.of(staged.graph, stage, staged.names, "A stage in parts.").write()
+    bodies = source[source.index("def backward_0") :]
+    assert re.sub(r" {2,}# .*|\n    # .*", "", bodies) == BACKWARDS
+
+
+BACKWARDS = """\
+def backward_0(saved, y, grad_loss):
+    input_2, input_4, input_5 = saved
+    saved.clear()
+    grad_input_5 = torch.ops.aten.mse_loss_backward.default(grad_loss, input_5, y, 1)
+    del input_5
+    t_3 = grad_input_5.t()
+    grad_w4 = torch.mm(t_3, input_4)
+    sum_1 = torch.sum(grad_input_5, [0], True)
+    grad_w5 = sum_1.reshape([3])
+    return {}, [input_2, input_4, grad_input_5], (None, None, None, None, grad_w4, grad_w5)
+
+
+def backward_1(w, saved):
+    input_2, input_4, grad_input_5 = saved
+    saved.clear()
+    grad_input_4 = torch.mm(grad_input_5, w[4])
+    del grad_input_5
+    grad_input_3 = torch.ops.aten.tanh_backward.default(grad_input_4, input_4)
+    del grad_input_4, input_4
+    t_4 = grad_input_3.t()
+    grad_w2 = torch.mm(t_4, input_2)
+    sum_2 = torch.sum(grad_input_3, [0], True)
+    grad_w3 = sum_2.reshape([8])
+    return {}, [input_2, grad_input_3], (None, None, grad_w2, grad_w3, None, None)
+
+
+def backward_2(w, saved, x):
+    input_2, grad_input_3 = saved
+    saved.clear()
+    grad_input_2 = torch.mm(grad_input_3, w[2])
+    del grad_input_3
+    grad_input_1 = torch.ops.aten.tanh_backward.default(grad_input_2, input_2)
+    del grad_input_2, input_2
+    t_5 = grad_input_1.t()
+    grad_w0 = torch.mm(t_5, x)
+    sum_3 = torch.sum(grad_input_1, [0], True)
+    grad_w1 = sum_3.reshape([8])
+    return {}, (grad_w0, grad_w1, None, None, None, None)
+"""
+
+
+def test_a_graph_whose_parts_do_not_follow_each_other_is_refused() -> None:
+    model, schedule = captured(perceptron), SCHEDULES["1f1b"]
+    staged = staged_in_parts(2, *staged_with(model, schedule, recompute=False))
+    (user,) = [node for node in staged.graph.nodes if node.target is torch.ops.aten.tanh.default][:1]
+    source = user.all_input_nodes[0]
+    source.meta["part"] = 7
+    with pytest.raises(VerifyError, match=f"runs in part .* but reads {source.name} of part 7"):
+        verify(staged.graph, "an edit")
+
+
+def test_code_that_makes_gradients_behind_their_sum_is_refused() -> None:
+    """Somebody has moved a gradient from one part of the backward to the next."""
+    model, schedule = captured(perceptron), SCHEDULES["replicas"]
+    artifact = artifact_in_parts(2, schedule, 3, *staged_with(model, schedule, recompute=False))
+    check_artifact(artifact)
+    buckets = tuple(replace(bucket, part=0) for bucket in artifact.plan.ending.buckets)
+    hasty = replace(artifact.plan, ending=replace(artifact.plan.ending, buckets=buckets))
+    with pytest.raises(VerifyError, match=r"makes a gradient of .* in backward_weight_1, when it is summed"):
+        check_artifact(replace(artifact, plan=hasty))

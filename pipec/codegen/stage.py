@@ -10,7 +10,7 @@ from torch import fx
 
 from pipec.codegen.expressions import expression, free_names
 from pipec.codegen.names import comment
-from pipec.graph import TrainingGraph, is_tensor, is_view
+from pipec.graph import TrainingGraph, is_tensor, is_view, sums_gradients
 from pipec.graph.dimensions import dimension
 from pipec.graph.functions import Function, StageFunctions, of_batch_nodes, runs_in
 from pipec.ir import Phase
@@ -220,9 +220,22 @@ class _FunctionSource:
                     yield from _wrapped("    del ", dead, "")
                 group, dead = title, []
                 yield _beside(f"    # {title}", self._source_line(node))
-            source = expression(node, self._name, self.module.graph.batch)
+            source = self._sum_in_place(node) or expression(node, self._name, self.module.graph.batch)
             yield from self.module.assignment(node, source, read)
             dead += [self.module.names[n] for n in last_read.get(node, ())]
+
+    def _sum_in_place(self, node: fx.Node) -> str:
+        """``grad_x.add_(grad_y)`` for a sum of gradients of which nobody else reads one, else nothing."""
+        if not sums_gradients(node) or len(node.all_input_nodes) != 2:
+            return ""
+        for term, other in (node.all_input_nodes, node.all_input_nodes[::-1]):
+            if self._is_its_own(term) and _same_type(term, node):
+                return f"{self._name(term)}.add_({self._name(other)})"
+        return ""
+
+    def _is_its_own(self, node: fx.Node) -> bool:
+        """Whether the function makes the value in memory of its own, for one reader alone."""
+        return node in self.function.body and not is_view(node) and len(node.users) == 1
 
     def _last_reads(self) -> dict[fx.Node, list[fx.Node]]:
         """For each node of the body, the tensors that nothing reads after it."""
@@ -289,6 +302,12 @@ class _FunctionSource:
 def _is_printed(node: fx.Node) -> bool:
     """Whether the node has a statement of its own. An item of a tuple has not: unpacking names it."""
     return node.target is not operator.getitem
+
+
+def _same_type(one: fx.Node, other: fx.Node) -> bool:
+    """Whether two values also lie in memory alike. Their sizes may be symbols, and are compared as text."""
+    a, b = one.meta["val"], other.meta["val"]
+    return a.dtype == b.dtype and f"{a.shape} {a.stride()}" == f"{b.shape} {b.stride()}"
 
 
 def _beside(code: str, note: str) -> str:

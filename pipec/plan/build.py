@@ -81,6 +81,11 @@ def build_plan(
     )
 
 
+def stage_speed(topology: Topology, ranks: Sequence[int]) -> float:
+    """The speed of the slowest of the ranks that run a stage."""
+    return min(topology.devices[rank].speed for rank in ranks)
+
+
 def _link_seconds(link: Link, placement: Placement, topology: Topology, size: int) -> float:
     """How long a message takes on the slowest of its ways; a result goes to every other rank."""
     num_bytes = sum(value_bytes(value, size) for value in link.values)
@@ -134,7 +139,7 @@ def _stage(
         recompute=bool(stage.of_phase(Phase.RECOMPUTE)),
         parts=_parts(stage, size),
         joins=tuple(joins_of(graph, stage, names, ranks, topology, size)),
-        cost=stage_cost(graph, stage, size, min(topology.devices[rank].speed for rank in ranks)),
+        cost=stage_cost(graph, stage, size, stage_speed(topology, ranks)),
     )
 
 

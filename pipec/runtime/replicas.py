@@ -32,41 +32,53 @@ class FlatLayout:
 class GradientReduction:
     """Sums the gradients of a bucket over the replicas of its stage, and adds the sums to ``.grad``.
 
-    They travel, and are summed, in ``dtype`` if it is given.
+    They travel, and are summed, in ``dtype`` if it is given. Otherwise the memory that travels is also that
+    in which a replica adds up the gradients of its microbatches.
     """
 
     def __init__(self, stage: BoundStage, bucket: Bucket, group: Group, dtype: str = "") -> None:
         self._stage, self._group = stage, group
         self._indices = [stage.code.PARAMETERS.index(name) for name in bucket.names]
-        self._layout = FlatLayout([stage.weights[index] for index in self._indices])
-        self._dtype = travelling_as(dtype, stage.weights[self._indices[0]].dtype)
+        weights = [stage.weights[index] for index in self._indices]
+        self._layout = FlatLayout(weights)
+        self._dtype = travelling_as(dtype, weights[0].dtype)
         self._sums: list[Tensor | None] = []
         self._flat: Tensor | None = None
+        self._views: dict[int, Tensor] = {}
         self._wait: Wait = _nothing
+        if self._dtype is weights[0].dtype:
+            stage.gradients.keep_in(self, self._indices)
+
+    def place(self, index: int) -> Tensor:
+        """Where the gradient of a parameter lies in the memory that travels."""
+        if not self._views:
+            if self._flat is None or not is_exclusive(self._flat):  # somebody holds sums of the step before
+                self._flat = torch.empty(self._layout.size, dtype=self._dtype, device=self._stage.device)
+            self._views = dict(zip(self._indices, self._layout.views(self._flat), strict=True))
+        return self._views[index]
+
+    def forget_step(self) -> None:
+        self._views = {}
 
     def start(self) -> None:
         """Start to sum what this replica's microbatches added up. A sparse gradient is summed at once."""
-        totals = [self._stage.gradients.take(index) for index in self._indices]
-        if totals[0] is not None and totals[0].is_sparse:
-            self._sums = [_sum_of_rows(totals[0], self._group)]
+        totals = {index: self._stage.gradients.take(index) for index in self._indices}
+        first = totals[self._indices[0]]
+        if first is not None and first.is_sparse:
+            self._sums = [_sum_of_rows(first, self._group)]
             return
-        flat = self._memory()
         self._sums = []
-        for number, view in enumerate(self._layout.views(flat)):
-            total, totals[number] = totals[number], None
+        for index in self._indices:
+            view, total = self.place(index), totals.pop(index)
             if total is None:
-                self._sums.append(None)
                 view.zero_()
-            else:
-                self._sums.append(view.copy_(total))
+            elif total is not view:
+                view.copy_(total)
+            self._sums.append(None if total is None else view)
             del total
-        self._wait = self._group.all_reduce(flat)
-
-    def _memory(self) -> Tensor:
-        """That of the step before, unless somebody still holds what came out of it."""
-        if self._flat is None or not is_exclusive(self._flat):
-            self._flat = torch.empty(self._layout.size, dtype=self._dtype, device=self._stage.device)
-        return self._flat
+        self._views = {}
+        assert self._flat is not None
+        self._wait = self._group.all_reduce(self._flat)
 
     def finish(self) -> None:
         """Wait for the sums, and add them to ``.grad``."""

@@ -71,7 +71,7 @@ class Costs:
         shares = self.parts.get((stage, phase), ())
         if part >= len(shares):
             raise InputError(
-                f"no cost is given for part {part} of {phase} of stage {stage}; add it to Costs.parts"
+                f"no share is given for part {part} of {phase} of stage {stage}; add it to Costs.parts"
             )
         return self.compute[stage, phase] * (1.0 if part < 0 else shares[part])
 
