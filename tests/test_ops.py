@@ -200,8 +200,10 @@ def test_plans_make_the_gradients_of_the_rounds_and_the_same_bits_again(name: st
     assert all(torch.equal(again.gradients[name], each) for name, each in gradients.items())
 
 
-def test_training_with_updates_in_the_program_and_shared_state_follows_the_plain_script() -> None:
-    """Three steps, and then an evaluation, in which batch norms join nothing."""
+def test_training_with_updates_in_the_program_and_shared_state_follows_the_plain_script(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Three steps with the same code, and then an evaluation, in which batch norms join nothing."""
     unsplit, trained, (x, y) = model(), model(), batch()
     factory = functools.partial(torch.optim.SGD, lr=0.1)
     optimizer = factory(unsplit.parameters())
@@ -214,6 +216,7 @@ def test_training_with_updates_in_the_program_and_shared_state_follows_the_plain
         optimizer.step()
         optimizer.zero_grad()
         assert relative_error(pipe.step(x, target=y), loss.detach()) < ROUNDING
+    assert "anew" not in "".join(capsys.readouterr())
     with pytest.raises(InputError, match="2 microbatches share 15 rows"):
         pipe.step(x[:15], target=y[:15])
     pipe.eval()
@@ -231,6 +234,25 @@ def test_alone_they_are_the_identity_and_cost_nothing() -> None:
     assert all(torch.equal(found.gradients[name], each) for name, each in wanted.gradients.items())
     assert pipe.plan.num_microbatches == 1
     assert not any(stage.joins for stage in pipe.plan.stages)
+
+
+def test_a_function_hands_over_what_the_next_one_takes_joined() -> None:
+    x, y = batch()
+    pipe = pipec.compile(linear(), devices=2, stages=1, loss_fn=supervised).prepare(x, target=y)
+    lines = pipe.source(0).splitlines()
+    assert [line for line in lines if line.startswith("def forward")] == [
+        "def forward_0(w, args_0, target, b):",
+        "def forward_1(saved, all_gather, all_gather_1, target):",
+    ]
+    assert '    return {"all_gather": target, "all_gather_1": output}, [output], ()' in lines
+    assert [
+        (each.op, each.microbatch, each.part, each.join) for each in pipe.programs[1].instructions[:4]
+    ] == [
+        (Op.FORWARD, 1, 0, -1),
+        (Op.ALL_GATHER, 1, -1, 0),
+        (Op.ALL_GATHER, 1, -1, 1),
+        (Op.FORWARD, 1, 1, -1),
+    ]
 
 
 def test_more_rounds_than_one_are_told_once(caplog: pytest.LogCaptureFixture) -> None:

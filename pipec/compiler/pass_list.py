@@ -50,6 +50,6 @@ def passes(options: CompilerOptions, cut: Pass, recompute: frozenset[int]) -> li
         UntieGradients(),
         InsertCommunication(options.topology.slowest_link),
         MarkRecompute(None if everything else recompute),
-        SplitBackward(),
         DividePhases(),
+        SplitBackward(),
     ]
