@@ -28,7 +28,10 @@ _PARTS = {
     *("chunk", "getitem", "index_select", "narrow", "reshape", "roll", "select", "slice", "split"),
     *("tensor_split", "unflatten", "view"),
 }
-"""Operators that with a number of rows take a part of a tensor."""
+"""Operators that take a part of a tensor, or tell parts of it."""
+
+_INTERLEAVING = {"cat", "concat", "concatenate", "hstack", "vstack", "repeat", "tile"}
+"""Operators that put rows of a microbatch behind others: of microbatches together, they are in turns."""
 
 _LOOKUPS = {"embedding", "gather", "getitem", "index", "index_select", "take", "take_along_dim"}
 
@@ -50,6 +53,7 @@ class Rounds:
     _joined: set[fx.Node] = field(default_factory=set)
     _numbering: set[fx.Node] = field(default_factory=set)
     _found: set[fx.Node] = field(default_factory=set)
+    _interleaved: set[fx.Node] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._leading: set[fx.Node] = set()
@@ -89,6 +93,7 @@ class Rounds:
         if part is not Part.ROWS or not self._is_rows(_value(source).shape[0]):
             return Part.OTHER
         self._gathered.add(node)
+        self._interleaved |= {node} if source in self._interleaved else set()
         self.sizes.add(size_of(_value(node).shape[0]))
         return Part.SAME
 
@@ -100,7 +105,7 @@ class Rounds:
         """
         value, name = _value(node), operator_name(node)
         gathered = any(source in self._gathered for source in parts)
-        if (gathered and self._needs_place(name, parts)) or self._looks_up_own(name, parts):
+        if (gathered and self._needs_place(node, parts)) or self._looks_up_own(name, parts):
             raise InputError(_refusal(node))
         if gathered and (not isinstance(value, Tensor) or self._has_rows_of_round(value)):
             self._gathered.add(node)
@@ -109,6 +114,9 @@ class Rounds:
         counts = Part.SIZE in parts.values() or (isinstance(value, Tensor) and self._has_fixed_rows(value))
         if (name in _NUMBERING and counts) or any(source in self._numbering for source in parts):
             self._numbering.add(node)
+        rows = isinstance(value, Tensor) and any(part is Part.ROWS for part in parts.values())
+        if (rows and name in _INTERLEAVING) or any(source in self._interleaved for source in parts):
+            self._interleaved.add(node)
         found = any(source in self._found for source in parts) and name not in _LOOKUPS - {"getitem"}
         if (gathered and name in _FINDING) or (found and not _is_real(value)):
             self._found.add(node)
@@ -120,11 +128,16 @@ class Rounds:
             return ()
         return [x for x in sources if size_of(_value(x)) in self.sizes]
 
-    def _needs_place(self, name: str, parts: Mapping[fx.Node, Part]) -> bool:
-        """Whether a call of gathered rows depends on which of them are the replica's own."""
+    def _needs_place(self, node: fx.Node, parts: Mapping[fx.Node, Part]) -> bool:
+        """Whether a call of gathered rows depends on which of them are the replica's own, or on their order
+        where that is another one in the batch.
+        """
+        name = operator_name(node)
+        interleaved = any(source in self._gathered & self._interleaved for source in parts)
         own = [x for x, part in parts.items() if part is Part.SIZE and size_of(_value(x)) not in self.sizes]
         numbered = any(source in self._numbering for source in parts)
-        return numbered or name in _DIAGONAL or (name in _PARTS and bool(own))
+        takes_part = bool(own) or (interleaved and not _takes_all(node))
+        return numbered or name in _DIAGONAL or (name in _PARTS and takes_part)
 
     def _looks_up_own(self, name: str, parts: Mapping[fx.Node, Part]) -> bool:
         """Whether a call looks up the replica's own rows by places among those of the round."""
@@ -140,6 +153,14 @@ class Rounds:
 
     def _has_fixed_rows(self, value: Tensor) -> bool:
         return self.size > 0 and value.ndim > 0 and value.shape[0] % self.size == 0
+
+
+def _takes_all(node: fx.Node) -> bool:
+    """Whether a call is ``x[:, None]`` and the like, that only adds dimensions."""
+    index = node.args[1] if operator_name(node) == "getitem" else 0
+    return all(
+        item in (None, Ellipsis, slice(None)) for item in (index if isinstance(index, tuple) else (index,))
+    )
 
 
 def size_of(size: Any) -> Any:
