@@ -12,7 +12,7 @@ from pipec.ir.text import format_program, parse_program
 from pipec.programs.lower import chain_links, lower
 from pipec.programs.memory import peak_in_flight
 from pipec.programs.verify import verify_programs
-from pipec.schedules import make_schedule
+from pipec.schedules import SCHEDULES, make_schedule
 from pipec.schedules.replicas import replicated
 from pipec.timeline.simulate import Costs, simulate
 
@@ -199,3 +199,28 @@ def test_a_part_begins_when_the_last_replica_has_come_and_what_they_join_is_ther
         if event.instruction.part > 0:
             ends = [each.end for each in timeline.collectives if each.rank == event.rank]
             assert any(end == pytest.approx(event.start) for end in ends)
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_meets_in_one_order_where_every_stage_joins(name: str, replicas: int) -> None:
+    """Also where a rank has several stages, whose replicas are the same ranks."""
+    schedule = replicated(functools.partial(SCHEDULES[name], 2), 4 * replicas, replicas)
+    phases = {Phase(op) for order in schedule.orders for op in {cell.phase for cell in order}}
+    backward = Phase.BACKWARD if Phase.BACKWARD in phases else Phase.BACKWARD_INPUT
+    of_each = (
+        *(join(Op.ALL_GATHER, Phase.FORWARD, 1), join(Op.ALL_REDUCE, Phase.FORWARD, 1)),
+        join(Op.REDUCE_SCATTER, backward, 1),
+    )
+    stages, links = range(schedule.num_stages), chain_links(schedule.num_stages)
+    parts = {(stage, phase): 2 for stage in stages for phase in (Phase.FORWARD, backward)}
+    step = {"parts": parts, "joins": dict.fromkeys(stages, of_each), "recompute": stages}
+    programs = lower(schedule, links, **step)
+    verify_programs(programs, schedule.placement, links, schedule.num_microbatches, **step)
+    costs = replace(
+        Costs.uniform(schedule.num_stages, links=links, message=0.5),
+        parts=dict.fromkeys(parts, (0.5, 0.5)),
+        joins={(stage, number): 0.25 for stage in stages for number in range(len(of_each))},
+    )
+    joined = [event for event in simulate(programs, costs).columns if event.instruction.join >= 0]
+    assert len(joined) == len(of_each) * schedule.num_stages * schedule.num_microbatches
