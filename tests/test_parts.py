@@ -3,15 +3,18 @@
 import functools
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from combinations import OPTIONS, SIZES, Captured, TrainingRun, captured
+from combinations import OPTIONS, SIZES, Captured, TrainingRun, captured, save_with_tensors
 from models import Factory, each, gpt2_with_dropout, perceptron, resnet, t5
 from parts import apart, artifact_in_parts, staged_in_parts
 from torch import Tensor
-from unsplit import Outcome
+from unsplit import Outcome, relative_error
+from workers import read_outcome, train
 
+import pipec
 from pipec.artifact.check import check_artifact
 from pipec.artifact.directory import Artifact
 from pipec.codegen.stage import StageSource
@@ -19,13 +22,15 @@ from pipec.compiler.staged import StagedGraph
 from pipec.errors import VerifyError
 from pipec.graph.functions import stage_functions
 from pipec.graph.invariants import verify
+from pipec.hardware.devices import LinkModel
 from pipec.hardware.topology import alike
-from pipec.ir import Phase, Schedule
+from pipec.ir import GRADIENT_PHASES, Phase, Schedule, Shard
 from pipec.passes.cut_stages import CutStages
 from pipec.schedules import make_schedule
 from pipec.schedules.replicas import replicated, round_robin
 
 SCHEDULES = {
+    "1x2": replicated(functools.partial(make_schedule, "1f1b", 1), 3, 2),
     "1f1b": make_schedule("1f1b", 2, 3),
     "zb-h1": make_schedule("zb-h1", 2, 3),
     "replicas": replicated(functools.partial(make_schedule, "zb-h1", 2), 3, 2),
@@ -54,12 +59,14 @@ def same_bits(found: Outcome, wanted: Outcome) -> bool:
     return same_loss and same(found.gradients, wanted.gradients) and same(found.buffers, wanted.buffers)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("factory", each(gpt2_with_dropout, t5, resnet))
+@pytest.mark.parametrize(
+    ("factory", "name"),
+    [*((factory, name) for factory in (gpt2_with_dropout, resnet) for name in ("zb-h1", "2-1")), (t5, "1f1b")],
+)
 def test_parts_have_the_bits_of_whole_functions(factory: Factory, name: str) -> None:
     """As a whole, part by part, and with a replay of the forward."""
     model, schedule = captured(factory), SCHEDULES[name]
-    args = staged_with(model, schedule, recompute=name in ("1f1b", "replicas"))
+    args = staged_with(model, schedule, recompute=name in ("1f1b", "2-1"))
     whole = StagedGraph(*args).trial(schedule, 3).artifact()  # type: ignore[arg-type]
     wanted = outcome(whole, model)
     divided = artifact_in_parts(3, schedule, 3, *args)
@@ -67,6 +74,68 @@ def test_parts_have_the_bits_of_whole_functions(factory: Factory, name: str) -> 
     for artifact in (divided, apart(divided)):
         check_artifact(artifact)
         assert same_bits(outcome(artifact, model), wanted)
+
+
+SLOW, FAST = LinkModel(1e5, 1e-7), LinkModel(1e15, 0.0)
+"""Links on which sums of gradients take so long that they begin before the backward is over, or no time."""
+
+
+@functools.cache
+def over_links(model: Captured, name: str, link: LinkModel) -> Artifact:
+    graph, how, options, recompute = staged_with(model, SCHEDULES[name], recompute=False)
+    options = replace(options, topology=alike(SCHEDULES[name].num_ranks, link))  # type: ignore[type-var]
+    return StagedGraph(graph, how, options, recompute).trial(SCHEDULES[name], 3).artifact()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("factory", "name"),
+    [*((gpt2_with_dropout, name) for name in ("1x2", "replicas", "2-1")), (resnet, "1x2"), (resnet, "2-1")],
+)
+def test_sums_that_overlap_the_backward_change_no_bit(factory: Factory, name: str) -> None:
+    model = captured(factory)
+    whole, divided = (over_links(model, name, link) for link in (FAST, SLOW))
+    assert not whole.plan.parts
+    assert max(divided.plan.parts.values()) > 2
+    run = [each.part for each in divided.programs[0].instructions if each.op.phase in GRADIENT_PHASES]
+    assert len([part for part in run if part < 0]) == len(divided.plan.microbatches_on(0, 0)) - 1
+    assert same_bits(outcome(divided, model), outcome(whole, model))
+
+
+@pytest.mark.slow
+def test_processes_sum_while_their_backward_runs(tmp_path: Path) -> None:
+    """One process per rank, over gloo."""
+    model = captured(resnet)
+    artifact = over_links(model, "1x2", SLOW)
+    assert artifact.plan.parts
+    directory = save_with_tensors(artifact, model.model, tmp_path / "artifact")
+    assert train([directory] * 2, model.inputs, tmp_path) == [""] * 2
+    found = read_outcome(tmp_path, 2, replicated=True)
+    run = TrainingRun(artifact, model.model)
+    wanted = Outcome.of(run.step(model.inputs, SIZES), run.model)
+    assert found.gradients.keys() == wanted.gradients.keys()
+    for fqn, gradient in found.gradients.items():
+        assert relative_error(gradient, wanted.gradients[fqn]) < 1e-6
+
+
+@pytest.mark.parametrize("shard", [None, *Shard])
+def test_updates_of_shares_are_the_same_in_parts(shard: Shard | None) -> None:
+    """The sums of each round, too."""
+    found = []
+    for link in (FAST, SLOW):
+        model, inputs = perceptron()
+        pipe = pipec.compile(
+            model,
+            devices=2,
+            stages=1,
+            microbatches=4,
+            optimizer=functools.partial(torch.optim.AdamW, lr=1e-2),
+            shard=shard,
+            topology=alike(2, link),
+        )
+        losses = [pipe.step(**inputs) for _ in range(3)]
+        assert bool(pipe.plan.parts) == (link is SLOW)
+        found.append([*losses, *pipe.full_state_dict().values()])
+    assert all(map(torch.equal, *found))
 
 
 def test_a_backward_is_divided_where_groups_of_gradients_are_complete() -> None:

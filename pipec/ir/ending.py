@@ -26,8 +26,8 @@ class Bucket:
     have computed everything, and they stay whole. The others are complete when ``part`` of the last backward,
     or of its weight half, is over; a backward in one part has part 0 alone. The ranks meet as those of
     ``num_hosts``: as many after one another are on each, and what they exchange goes through a host's link
-    once. ``reduce_seconds`` is how long it takes to sum the gradients over the replicas, and
-    ``gather_seconds`` to gather the parameters from the shares of the replicas.
+    once. ``reduce_seconds`` is how long it takes to sum the gradients over the replicas, ``gather_seconds``
+    to gather the parameters from the shares of the replicas.
     """
 
     stage: int
