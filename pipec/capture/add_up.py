@@ -145,7 +145,7 @@ class _Walk:
         part = self._of_tensor(node, value, parts)
         known = (part is Part.SUM) if self._symbol is None else part in (Part.SUM, Part.MEAN, Part.OTHER)
         if given and known and isinstance(value, Tensor) and self._num_batches(value) == 0:
-            return self._take_of_batch(node)
+            return self._take_of_batch(node, adds_up=part is Part.SUM)
         return Meaning(part, given, node if part is Part.OTHER else None)
 
     def _is_index(self, source: fx.Node, reader: fx.Node) -> bool:
@@ -282,10 +282,10 @@ class _Walk:
             return put(node.name, RESULT, result, place_of(meaning.because or node))
         return result
 
-    def _take_of_batch(self, node: fx.Node) -> Meaning:
+    def _take_of_batch(self, node: fx.Node, adds_up: bool) -> Meaning:
         """Let the users of a node read what it is of the whole batch."""
         users = list(node.users)
-        whole = self._put(node, "of_batch", OF_BATCH, node)
+        whole = self._put(node, "of_batch", OF_BATCH, node, adds_up)
         whole.meta["example_value"] = _value(node)
         self.known[whole] = Meaning(Part.SAME, given=True)
         for user in users:
@@ -310,7 +310,7 @@ class _Walk:
             index = put("index", torch.flatten, put("index", torch.masked_fill, target, invalid, 0))
             weights = put("weights", torch.gather, weight, 0, index)
             counted = put("weights", torch.masked_fill, weights, put("flat", torch.flatten, invalid), 0)
-        count = put("count", OF_BATCH, put("count", torch.sum, counted))
+        count = put("count", OF_BATCH, put("count", torch.sum, counted), True)
         share = put.share_of(count, node)
         total = put.again(node, reduction=2 if isinstance(arguments["reduction"], int) else "sum")
         mean = put(node.name, operator.truediv, total, share)

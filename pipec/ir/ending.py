@@ -23,13 +23,15 @@ class Bucket:
     """Trained parameters of ``stage``, of one dtype, whose gradients its replicas sum together.
 
     Those that are ``lent`` to other stages are tied weights: their gradients come together when all ranks
-    have computed everything, and they stay whole. ``reduce_seconds`` is how long it takes to sum the
-    gradients over the replicas, ``gather_seconds`` to gather the parameters from the shares of the replicas.
+    have computed everything, and they stay whole. A parameter with ``sparse`` gradients is alone in its
+    bucket. ``reduce_seconds`` is how long it takes to sum the gradients over the replicas, ``gather_seconds``
+    to gather the parameters from the shares of the replicas.
     """
 
     stage: int
     parameters: tuple[Value, ...]
     lent: bool = False
+    sparse: bool = False
     reduce_seconds: float = 0.0
     gather_seconds: float = 0.0
 
