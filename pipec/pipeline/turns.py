@@ -124,7 +124,7 @@ class TurnTaker(HeldModel):
         every = self._require_same(asked.name, facts, [*notes, *[0] * (_NUM_NOTES - len(notes))], presence)
         if refusal is not None:
             raise refusal
-        rows = self._rows_of_parts(every, asked.name, part) if self._batch == "local" else None
+        rows = self._rows_of_parts(every, part) if self._batch == "local" else None
         if any(told.joined for told in every):
             _, call, every = self._told_the_joined(every, asked, call)
         if self._changes_model(every):
@@ -138,7 +138,7 @@ class TurnTaker(HeldModel):
         every = self._require_same("join", own, [0] * _NUM_NOTES, Presence.JOINED)
         if all(told.joined for told in every):
             return None
-        rows = self._rows_of_parts(every, "join", own)
+        rows = self._rows_of_parts(every, own)
         asked, call, every = self._told_the_joined(every)
         if self._changes_model(every):
             return self._joined()
@@ -186,15 +186,15 @@ class TurnTaker(HeldModel):
         """Whether the model is another one than before; every rank has followed it then."""
         return self._follow_model() or self._agree_on_trained([told.notes[_TRAINED] for told in every])
 
-    def _rows_of_parts(self, every: Sequence[Told], name: str, part: Facts) -> tuple[int, ...]:
+    def _rows_of_parts(self, every: Sequence[Told], part: Facts) -> tuple[int, ...]:
         """The rows of each replica. Raises InputError if the ranks of one passed different ones."""
         count = self.num_replicas
         told = [(each.joined, *each.notes[_ROWS:]) for each in every]
         if any(each != told[rank % count] for rank, each in enumerate(told)):
-            self._ranks.agreement.refuse(part, lambda facts: _other_parts(facts, name, count))
+            self._ranks.agreement.refuse(part, lambda facts: _other_parts(facts, count))
         rows = tuple(each.notes[_ROWS] for each in every[:count])
         if not any(rows):
-            raise InputError(f"{name} was given no rows on any replica; leave the call out on all ranks")
+            raise InputError("no replica passed any rows; leave the call out on all ranks")
         return rows
 
     def _sent(self, asked: Asked, call: Call) -> Call:
@@ -265,10 +265,10 @@ def _digest(facts: Facts) -> int:
     return int.from_bytes(digest, "big", signed=True)
 
 
-def _other_parts(every: Sequence[Facts], name: str, count: int) -> str:
+def _other_parts(every: Sequence[Facts], count: int) -> str:
     """What is wrong if the ranks of a replica have these facts."""
     lines = [
-        f"the ranks of replica {k} passed different parts of the batch to {name}:\n{found}"
+        f"the ranks of replica {k} passed different parts of the batch:\n{found}"
         for k in range(count)
         if (found := differences(every[k::count], range(k, len(every), count)))
     ]

@@ -326,7 +326,8 @@ def _refusal(every: Sequence[Facts], remedy: str) -> str:
     if any(facts != own[0] for facts in own):
         return (
             f"the ranks come to {kind} with optimizers that differ:\n{differences(own)}\nEvery rank makes "
-            "the same changes to pipe.optimizer, and the same schedulers step on all of them"
+            "the same changes to pipe.optimizer, and the same schedulers step on all of them; where ranks "
+            "join, pipe.join(scheduler.step) does so"
         )
     return f"the ranks passed different batches to {kind}:\n{differences(every)}\n{remedy}"
 
