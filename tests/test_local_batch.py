@@ -198,6 +198,34 @@ def test_a_distributed_sampler_takes_what_the_pipeline_says(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+def test_a_replica_may_pass_no_rows(tmp_path: Path) -> None:
+    """Of any schedule, with an optimizer outside; it gets the loss and the gradients, and returns no rows."""
+    printed = told(
+        tmp_path,
+        """
+        x, y = batch(8)
+        for schedule in ("zb-v", "auto"):
+            pipe, plain = compiled(model(), schedule=schedule, microbatches=None), model()
+            expected = cross_entropy(plain(x), y)
+            expected.backward()
+            for rows in ((8, 0), (0, 8), (1, 7)):
+                pipe.zero_grad()
+                own, target = part(pipe, rows, x), part(pipe, rows, y)
+                loss, output = pipe.step(own, target=target, outputs=True)
+                pairs = [(p.grad, plain.get_parameter(name).grad) for name, p in pipe.named_parameters()]
+                pairs += [(loss, expected.detach()), (pipe(own), output)]
+                pairs += [(pipe.eval_step(own, target=target), loss)]
+                print(len(output) == len(own), max(relative_error(*pair) for pair in pairs) < 1e-12)
+        with pipe.trace() as trace:
+            pipe.step(own, target=target)
+        print("measured" in pipe.visualize(trace=trace))
+        """,
+        2,
+    )
+    assert [each.split() for each in printed] == [["True"] * 13] * 2
+
+
+@pytest.mark.slow
 def test_draws_are_those_of_the_microbatch_whoever_runs_it(tmp_path: Path) -> None:
     """Replica k has microbatches k, k + 2, ...: as in one process whose batch has the rows in that order."""
     printed = told(
@@ -314,11 +342,17 @@ def test_what_replicas_cannot_do_with_parts_is_refused_on_every_rank(tmp_path: P
         attempt(lambda: fixed.step(x[: 8 - rank], target=y[: 8 - rank]))
         print(float(fixed.step(x, target=y)) > 0)
         attempt(lambda: compiled(model(), batch=["local", "same"][rank]))
+        weighted = compiled(model(), nn.CrossEntropyLoss(torch.ones(3).double()))
+        y[-1] = 3 * rank
+        attempt(lambda: weighted.step(x, target=y))
         """,
         2,
     )
-    first, second = printed
+    first, reason = printed[0].split("TransportError: ")
+    second, failed = printed[1].split("ExecutionError: ")
     assert first == second
+    assert failed.startswith("rank 1, preparing the step: RuntimeError: index 3 is out of bounds")
+    assert failed.strip() in reason
     rate, largest, relative, fixed, some = first.split("InputError: ")[1:]
     assert rate.startswith("the ranks come to step with optimizers that differ:\n")
     assert "pipe.join(scheduler.step)" in rate

@@ -92,7 +92,7 @@ class TurnTaker(HeldModel):
         if not self._ranks.world.distributed:
             self._follow_model()
             call = self._checked(asked.mode, args, kwargs, target)
-            kind = self._kind(asked, call)
+            kind = _kind(asked, call, self._state(asked.mode))
             seed, after = next_seed()
             return Turn(call, Signature(kind, self._compiler.version(kind)), seed, after, (call.batch_size,))
         call, refusal = Call((), {}), None
@@ -110,7 +110,8 @@ class TurnTaker(HeldModel):
         return self._batch != "rank0" or self._ranks.world.rank == 0
 
     def _together(self, asked: Asked, call: Call, refusal: PipecError | None) -> Turn:
-        facts, part = self._model_facts(asked), Facts()
+        state, part = self._state(asked.mode), Facts()
+        facts = self._model_facts(asked, state)
         if refusal is not None:
             facts |= {"refused": str(refusal)}
         elif self._batch == "same":
@@ -118,8 +119,8 @@ class TurnTaker(HeldModel):
         elif self._batch == "local":
             facts |= _facts_of_any_part(call, asked)
             part = _facts_of_rows(call, asked)
-        notes = self._notes(asked, call, is_usable=self._passes and refusal is None)
-        notes += [call.batch_size, _digest(part)] if part else []
+        kind = _kind(asked, call, state) if self._passes and refusal is None else None
+        notes = self._notes(kind) + ([call.batch_size, _digest(part)] if part else [])
         presence = Presence.OPTIONAL if self._batch == "local" else Presence.NEEDED
         every = self._require_same(asked.name, facts, [*notes, *[0] * (_NUM_NOTES - len(notes))], presence)
         if refusal is not None:
@@ -129,7 +130,8 @@ class TurnTaker(HeldModel):
             _, call, every = self._told_the_joined(every, asked, call)
         if self._changes_model(every):
             return self._together(asked, call, None)
-        return self._turn(asked, call, every, rows)
+        call = self._sent(asked, call) if self._batch == "rank0" else call
+        return _turn(call, _kind(asked, call, state), every, rows)
 
     def _joined(self) -> tuple[Asked, Turn] | None:
         """The next call of the ranks that have rows, which this one has not; None if all have joined."""
@@ -142,7 +144,7 @@ class TurnTaker(HeldModel):
         asked, call, every = self._told_the_joined(every)
         if self._changes_model(every):
             return self._joined()
-        return asked, self._turn(asked, call, every, rows)
+        return asked, _turn(call, _kind(asked, call, self._state(asked.mode)), every, rows)
 
     def _told_the_joined(
         self, every: Sequence[Told], asked: Asked | None = None, call: Call | None = None
@@ -167,19 +169,13 @@ class TurnTaker(HeldModel):
                 "some ranks have joined, but a step without them needs pipec.compile(..., optimizer=...): an "
                 "optimizer outside of the programs would not make its update on ranks that have joined"
             )
-        return asked, call, self._require_same(asked.name, self._model_facts(asked), self._notes(asked, call))
+        state = self._state(asked.mode)
+        notes = self._notes(_kind(asked, call, state))
+        return asked, call, self._require_same(asked.name, self._model_facts(asked, state), notes)
 
-    def _turn(self, asked: Asked, call: Call, every: Sequence[Told], rows: tuple[int, ...] | None) -> Turn:
-        call = self._sent(asked, call) if self._batch == "rank0" else call
-        seed, version, *_ = every[0].notes
-        _, after = next_seed()
-        signature = Signature(self._kind(asked, call), version)
-        return Turn(call, signature, seed, after, rows or (call.batch_size,))
-
-    def _notes(self, asked: Asked, call: Call, is_usable: bool = True) -> list[int]:
+    def _notes(self, kind: Kind | None) -> list[int]:
         """What rank 0 decides, and whether parameters that this rank holds were switched on or off."""
-        decides = is_usable and self._ranks.world.rank == 0
-        version = self._compiler.version(self._kind(asked, call)) if decides else 0
+        version = self._compiler.version(kind) if kind and self._ranks.world.rank == 0 else 0
         return [next_seed()[0], version, hash(self._tensors.trained())]
 
     def _changes_model(self, every: Sequence[Told]) -> bool:
@@ -202,18 +198,15 @@ class TurnTaker(HeldModel):
         sent, structure = self._ranks.agreement.from_rank(0, doing, *pytree.tree_flatten(call.tree))
         return self._divided(Call(*pytree.tree_unflatten(sent, structure)))
 
-    def _kind(self, asked: Asked, call: Call) -> Kind:
-        return Kind(asked.mode, call.signature(), asked.outputs, self._state(asked.mode))
-
     def _state(self, mode: Mode) -> State:
         return State.of(self._compiler.model, mode, self._emptied.shapes(self._tensors.unique()))
 
-    def _model_facts(self, asked: Asked) -> Facts:
+    def _model_facts(self, asked: Asked, state: State) -> Facts:
         """What the ranks must have in common before a call. That is also what the compiled code once read."""
         mode = asked.mode
         changed = changed_constants(self._read.get(mode, {}), self._compiler.traced(mode)) or "none"
         replaced = ", ".join(self._replaced()) or "none"
-        facts = self._state(mode).facts | {"replaced": replaced, "changed values": changed}
+        facts = state.facts | {"replaced": replaced, "changed values": changed}
         return facts | (self._update_facts() if asked.method == "step" else {})
 
     def _checked(self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Call:
@@ -231,6 +224,17 @@ class TurnTaker(HeldModel):
 
 _TRAINED, _ROWS, _NUM_NOTES = 2, 3, 5
 """Where among the notes of a rank are the digest of what is trained and the rows of its part, if any."""
+
+
+def _kind(asked: Asked, call: Call, state: State) -> Kind:
+    return Kind(asked.mode, call.signature(), asked.outputs, state)
+
+
+def _turn(call: Call, kind: Kind, every: Sequence[Told], rows: tuple[int, ...] | None) -> Turn:
+    """The turn that the ranks agreed on. What is drawn, and which capture is right, is rank 0's word."""
+    seed, version, *_ = every[0].notes
+    _, after = next_seed()
+    return Turn(call, Signature(kind, version), seed, after, rows or (call.batch_size,))
 
 
 def _facts_of_batch(call: Call, asked: Asked) -> Facts:

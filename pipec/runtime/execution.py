@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pipec.artifact.directory import Artifact, stage_module
+from pipec.errors import ExecutionError, TransportError
 from pipec.ir import Plan, stages_on
 from pipec.runtime.agreement import Agreement
 from pipec.runtime.distributed import TorchDistributed
@@ -157,9 +158,14 @@ class Execution:
 
         try:
             return values_of_parts(self._of_batch, plan, leaves, microbatches, span, group_of)
-        except Exception as error:  # of rows that the other replicas do not have
+        except TransportError as error:
             transport.fail(error)
             raise
+        except Exception as error:  # of rows that the other replicas do not have
+            what = f"{type(error).__name__}: {error}"
+            failure = ExecutionError(f"rank {self._ranks.world.rank}, preparing the step: {what}")
+            transport.fail(failure)
+            raise failure from error
 
     def _split(self, leaves: Sequence[object], span: Span) -> list[dict[str, Tensor]]:
         """The inputs of each microbatch of which this process has the rows; of others there are none."""
