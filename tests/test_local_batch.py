@@ -1,5 +1,6 @@
 """Replicas that were each given their own part of a batch train as plain PyTorch does on the whole one."""
 
+import re
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,8 @@ from workers import run_ranks
 
 import pipec
 from pipec.ir.batch import sizes_of_replicas
+
+DOCS = (Path(__file__).parent.parent / "docs" / "replicas.md").read_text(encoding="utf-8")
 
 SCRIPT = """
 import copy, functools, os, sys
@@ -163,38 +166,35 @@ def test_parts_of_gpt2s_batch_have_the_loss_and_gradients_of_the_whole(tmp_path:
 
 
 @pytest.mark.slow
-def test_a_distributed_sampler_takes_what_the_pipeline_says(tmp_path: Path) -> None:
-    """A last batch of fewer rows; dropout draws what one process draws; BatchNorm's statistics agree."""
+def test_the_loop_of_the_docs_trains_on_what_all_replicas_sample(tmp_path: Path) -> None:
+    """Of 13 rows each epoch has a last batch of fewer; the sampler gives one of them to both replicas."""
+    (loop,) = re.findall('```python\n(pipe = .*?batch="local".*?)```', DOCS, re.DOTALL)
     printed = told(
         tmp_path,
         """
+        import torch.nn.functional as F
         from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-        x, y = batch(13)
-        data = TensorDataset(x, y.clamp(min=0))
-        def net():
-            torch.manual_seed(0)
-            layers = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 3)
-            return nn.Sequential(*layers).double()
-        def loaders(count):
-            for k in range(count):
-                sampler = DistributedSampler(data, num_replicas=count, rank=k, seed=3, drop_last=False)
-                yield DataLoader(data, batch_size=4, sampler=sampler)
-        pipe = compiled(net(), optimizer=ADAMW, schedule="gpipe")
-        every = list(loaders(pipe.num_replicas))
-        torch.manual_seed(5)
-        losses = [pipe.step(x, target=y) for x, y in every[pipe.replica]]
-        print(len(losses), pipe.join())
+        model, plain = model(), model()
+        data = TensorDataset(*batch(13))
+        LOOP
+        optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+        samplers = [DistributedSampler(data, num_replicas=2, rank=k) for k in range(2)]
+        for epoch in range(3):
+            for each in samplers:
+                each.set_epoch(epoch)
+            for parts in zip(*(DataLoader(data, batch_size=4, sampler=each) for each in samplers)):
+                x, target = (torch.cat(each) for each in zip(*parts))
+                optimizer.zero_grad()
+                expected = F.cross_entropy(plain(x), target)
+                expected.backward()
+                optimizer.step()
         state = pipe.full_state_dict(all_ranks=True)
-        names = [name for name, x in state.items() if "running" in name or "num_batches" in name]
-        print({name: state[name].sum().item() for name in names})
-        print([float(loss).hex() for loss in losses])
-        """,
+        print(max(relative_error(state[name], p) for name, p in plain.state_dict().items()) < 1e-12)
+        print(relative_error(loss, expected.detach()) < 1e-12)
+        """.replace("LOOP", textwrap.indent(loop, 8 * " ").strip()),
         2,
     )
-    first, second = (each.splitlines() for each in printed)
-    assert first == second
-    assert first[0] == "2 0"
-    assert "'1.num_batches_tracked': 8" in first[1]
+    assert printed == ["True\n" * 2] * 2
 
 
 @pytest.mark.slow
