@@ -279,6 +279,7 @@ class Pipeline(TurnTaker):
     def _forget(self, signature: Signature) -> None:
         """Let go of what was compiled for what the model's code read long ago."""
         for key in [key for key in self._groups if key[0] == signature]:
+            del self._served[key]
             for compiled, _ in self._groups.pop(key):
                 self._executions.pop(compiled.artifact, None)
 
