@@ -122,7 +122,7 @@ class TurnTaker(HeldModel):
         kind = _kind(asked, call, state) if self._passes and refusal is None else None
         notes = self._notes(kind) + ([call.batch_size, _digest(part)] if part else [])
         presence = Presence.OPTIONAL if self._batch == "local" else Presence.NEEDED
-        every = self._require_same(asked.name, facts, [*notes, *[0] * (_NUM_NOTES - len(notes))], presence)
+        every = self._require_same(asked.name, facts, notes, presence)
         if refusal is not None:
             raise refusal
         rows = self._rows_of_parts(every, part) if self._batch == "local" else None
@@ -137,7 +137,7 @@ class TurnTaker(HeldModel):
         """The next call of the ranks that have rows, which this one has not; None if all have joined."""
         self._refuse_in_a_fork()
         own = {"batch": "none, for it has joined"}
-        every = self._require_same("join", own, [0] * _NUM_NOTES, Presence.JOINED)
+        every = self._require_same("join", own, presence=Presence.JOINED)
         if all(told.joined for told in every):
             return None
         rows = self._rows_of_parts(every, own)
@@ -222,7 +222,7 @@ class TurnTaker(HeldModel):
         return divide(call, self._batched, positional_names(self._compiler.model), self._split_before)
 
 
-_TRAINED, _ROWS, _NUM_NOTES = 2, 3, 5
+_TRAINED, _ROWS = 2, 3
 """Where among the notes of a rank are the digest of what is trained and the rows of its part, if any."""
 
 

@@ -42,7 +42,7 @@ class Presence(IntEnum):
 
 @dataclass(frozen=True)
 class Told:
-    """What a rank told the others beside its facts: whether it has joined, and its notes."""
+    """What a rank told the others beside its facts: whether it has joined, and five notes, 0 for none."""
 
     joined: bool
     notes: list[int]
@@ -68,25 +68,24 @@ class Agreement:
         refusal: Refusal,
         notes: Sequence[int] = (),
         presence: Presence = Presence.NEEDED,
-    ) -> list["Told"]:
+    ) -> list[Told]:
         """Check that every rank has the same ``facts``; returns what each told beside them.
 
-        A rank that has joined has facts of its own, which fit to those of ranks that do without it. There are
-        up to five ``notes``.
+        A rank that has joined has facts of its own, which fit to those of ranks that do without it.
 
         Raises:
             InputError: they differ. Every rank raises it, and may go on.
             TransportError: some rank does not call this.
         """
-        digest = struct.unpack("2q", hashlib.blake2b(_text(facts).encode(), digest_size=16).digest())
+        digest = hashlib.blake2b(json.dumps(list(facts.items())).encode(), digest_size=16).digest()
         padding = [0] * (_MOST_NOTES - len(notes))
-        own = torch.tensor([*digest, presence, *notes, *padding])
+        own = torch.tensor([*struct.unpack("2q", digest), presence, *notes, *padding])
         rows = [row.tolist() for row in self.exchange(doing, own)]
         strict = any(row[2] == Presence.NEEDED for row in rows)
         compared = [row[:2] for row in rows if strict or row[2] != Presence.JOINED]
-        if any(digest != compared[0] for digest in compared):
+        if any(each != compared[0] for each in compared):
             self.refuse(facts, refusal)
-        return [Told(row[2] == Presence.JOINED, row[3 : 3 + len(notes)]) for row in rows]
+        return [Told(row[2] == Presence.JOINED, row[3:]) for row in rows]
 
     def refuse(self, facts: Facts, refusal: Refusal) -> NoReturn:
         """Raise InputError on every rank, all of which call this. It says what is wrong with their facts."""
@@ -175,10 +174,6 @@ class Agreement:
         except TransportError as error:
             self._transport.fail(error)
             raise
-
-
-def _text(facts: Facts) -> str:
-    return json.dumps(list(facts.items()))
 
 
 _MOST_NOTES = 5

@@ -170,12 +170,12 @@ class Execution:
     def _split(self, leaves: Sequence[object], span: Span) -> list[dict[str, Tensor]]:
         """The inputs of each microbatch of which this process has the rows; of others there are none."""
         microbatches: list[dict[str, Tensor]] = [{} for _ in span.sizes]
-        own = [microbatches[each] for each in span.own]
+        own, sizes = [microbatches[each] for each in span.own], [span.sizes[each] for each in span.own]
         for given in self.artifact.plan.inputs:
             tensor = leaves[given.position]
             assert isinstance(tensor, Tensor)
             if given.batched:
-                parts = tensor[span.start : span.start + sum(span.own_sizes)].split(span.own_sizes)
+                parts = tensor[span.start : span.start + sum(sizes)].split(sizes)
             else:
                 parts = (tensor,) * len(own)
             for microbatch, part in zip(own, parts, strict=True):

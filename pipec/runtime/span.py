@@ -28,10 +28,6 @@ class Span:
         return range(self.replica, len(self.sizes), self.num_replicas)
 
     @property
-    def own_sizes(self) -> list[int]:
-        return [self.sizes[microbatch] for microbatch in self.own]
-
-    @property
     def num_rows(self) -> int:
         return sum(self.sizes)
 
