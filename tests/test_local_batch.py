@@ -125,7 +125,7 @@ def test_replicas_whose_data_end_early_train_as_plain_pytorch_does(num_ranks: in
 
 @pytest.mark.slow
 def test_parts_of_gpt2s_batch_have_the_loss_and_gradients_of_the_whole(tmp_path: Path) -> None:
-    """With ragged padding; outputs are those of own rows, and evaluations need no optimizer."""
+    """With ragged padding; outputs are of own rows, and stay there; evaluations need no optimizer."""
     printed = told(
         tmp_path,
         """
@@ -147,7 +147,15 @@ def test_parts_of_gpt2s_batch_have_the_loss_and_gradients_of_the_whole(tmp_path:
         print(relative_error(loss, expected.loss.detach()) < 1e-6, worst < 1e-6)
         logits = part(pipe, rows, expected.logits.detach())
         print(output.logits.shape == logits.shape, relative_error(output.logits, logits) < 1e-6)
-        print(torch.allclose(pipe(**own).logits, logits, atol=1e-6))
+        from pipec.runtime.connections import GlooConnections
+        send, sent = GlooConnections.send, []
+        def counted(connections, tensors, peer, tag):
+            sent.append((peer % 2 == pipe.replica, sum(x.numel() for x in tensors)))
+            send(connections, tensors, peer, tag)
+        GlooConnections.send = counted
+        found = pipe(**own).logits
+        GlooConnections.send = send
+        print(torch.allclose(found, logits, atol=1e-6), [n for within, n in sent if not within and n > 32])
         if pipe.replica:
             print(pipe.join())
         else:
@@ -160,7 +168,7 @@ def test_parts_of_gpt2s_batch_have_the_loss_and_gradients_of_the_whole(tmp_path:
     )
     lines = [each.splitlines() for each in printed]
     for rank, each in enumerate(lines):
-        assert each[:3] == ["True True"] * 2 + ["True"]
+        assert each[:3] == ["True True"] * 2 + ["True []"]
         assert each[3:-1] == (["0"] if rank % 2 else ["True", "0"])
         assert each[-1] == lines[0][-1]
 
@@ -275,6 +283,43 @@ def test_a_rank_that_never_has_data_trains_all_the_same(tmp_path: Path) -> None:
         2,
     )
     assert printed == ["2\nTrue\n", "torch.Size([])\n0\nTrue\n"]
+
+
+@pytest.mark.slow
+def test_statistics_are_those_of_replicas_with_rows(tmp_path: Path) -> None:
+    """BatchNorm's after a step of two replicas, and after one of the first alone, which the second joins."""
+    printed = told(
+        tmp_path,
+        """
+        def net():
+            torch.manual_seed(0)
+            return nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
+        def after(x, sizes, before):
+            plain = net()
+            plain.load_state_dict(before)
+            for rows in x.split(sizes):
+                plain[0](rows)
+            return plain.state_dict()
+        def same(expected):
+            found = pipe.full_state_dict(all_ranks=True)
+            names = "0.running_mean", "0.running_var", "0.num_batches_tracked"
+            print(max(relative_error(found[name], expected[name]) for name in names) < 1e-12)
+        (x, y), start = batch(10), net().state_dict()
+        pipe = compiled(net(), optimizer=ADAMW)
+        rows = (6, 4)
+        pipe.step(part(pipe, rows, x), target=part(pipe, rows, y.clamp(min=0)))
+        parts = [after(x[:6], [3, 3], start), after(x[6:], [2, 2], start)]
+        agreed = {name: (parts[0][name] + parts[1][name]) / 2 for name in start}
+        agreed["0.num_batches_tracked"] = torch.tensor(4)
+        same(agreed)
+        if rank == 0:
+            pipe.step(x, target=y.clamp(min=0))
+        pipe.join()
+        same(after(x, [5, 5], agreed))
+        """,
+        2,
+    )
+    assert printed == ["True\n" * 2] * 2
 
 
 @pytest.mark.slow

@@ -127,7 +127,7 @@ class Interpreter:
                 torch.no_grad(),
                 torch.autocast(self._device.type, enabled=False),
             ):
-                self._results.loss_shares = span.shares
+                self._results.loss_shares, self._results.in_parts = span.shares, span.num_replicas > 1
                 self._begin_step(microbatches, span, seed)
                 actions = self._actions if all(span.sizes) else self._actions_on(span.sizes)
                 if stamps is None:

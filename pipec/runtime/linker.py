@@ -129,14 +129,24 @@ class _Linker:
         else:
             self.closing.append(Linked(instruction, deliver_if_made))
         if link.payload is Payload.RESULT:
-            return lambda: post(sum(sizes[each] for each in made_of))
+            results, away = self._rank.results, self._is_away(instruction.peer)
+            return lambda: post(0 if away and results.in_parts else sum(sizes[each] for each in made_of))
         return lambda: post(sizes[microbatch])
 
     def _send(self, instruction: Instruction) -> Action:
         link = _link_of(instruction)
         send = self._rank.transport.sender(instruction, self._tag(link))
-        source = self._source(link, instruction.microbatch)
+        source = self._source(link, instruction.microbatch, self._is_away(instruction.peer))
         return lambda: send(source())
+
+    def _is_away(self, peer: int) -> bool:
+        """Whether a rank is of another pipeline, where whole pipelines stand side by side."""
+        placement = self._rank.plan.placement
+        own, other = (
+            next(ranks.index(rank) for ranks in placement if rank in ranks)
+            for rank in (self._rank.number, peer)
+        )
+        return own != other
 
     def _move(self, instruction: Instruction) -> Action:
         link, microbatch = _link_of(instruction), instruction.microbatch
@@ -159,15 +169,16 @@ class _Linker:
             else:
                 self._present[link.target, microbatch][value.name] = delivery
 
-    def _source(self, link: Link, microbatch: int) -> Source:
-        """The function that fetches what a link carries from where it was left."""
+    def _source(self, link: Link, microbatch: int, away: bool = False) -> Source:
+        """The function that fetches what a link carries from where it was left, maybe to send it away."""
         names = [value.name for value in link.values]
         match link.payload:
             case Payload.ACTIVATION | Payload.GRADIENT:
                 return self._take(link.source, microbatch, names, f"the link to stage {link.target}")
             case Payload.RESULT:
                 results, sizes = self._rank.results, self._rank.sizes
-                return lambda: [results.merged(name, sizes[:-1]) for name in names]
+                fetch = results.sent_away if away else results.merged
+                return lambda: [fetch(name, sizes[:-1]) for name in names]
         stage = self._rank.stages[link.source]
         indices = [stage.code.PARAMETERS.index(name) for name in names]
         if link.payload is Payload.WEIGHT:
