@@ -182,7 +182,7 @@ def compile(
     policy = policy_for(schedule, ranks.count, stages, replicas)
     microbatches = check_choice(policy, microbatches)
     if batch == "local":
-        _check_parts(policy, replicas, microbatches, microbatch_weight)
+        _check_local_batch(policy, replicas, microbatches, microbatch_weight)
     tensors = ModelTensors.of(model)
     tensors.refuse_shared_memory()
     device = next(iter(ranks.devices.values()))
@@ -213,7 +213,7 @@ def compile(
     return Pipeline(compiler, tensors, ranks, batch, updates, batched, microbatch_weight)
 
 
-def _check_parts(
+def _check_local_batch(
     policy: SchedulePolicy, replicas: object, microbatches: int | None, weight: MicrobatchWeight | None
 ) -> None:
     """Refuse what replicas that pass their own parts of a batch cannot do."""

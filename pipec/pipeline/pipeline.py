@@ -20,7 +20,7 @@ from pipec.ir.arguments import check_arguments
 from pipec.ir.batch import sizes_of_replicas
 from pipec.pipeline.methods import METHODS
 from pipec.pipeline.turns import Asked, TurnTaker
-from pipec.plan.parts import check_parts
+from pipec.plan.local_batch import check_local_batch
 from pipec.plan.predictions import simulate_plan
 from pipec.plan.tables import ReadablePlan
 from pipec.runtime.execution import Ranks
@@ -253,7 +253,7 @@ class Pipeline(TurnTaker):
         if is_new or self._unsettled:
             self._keep_own_tensors(groups[0][0].artifact.plan)
             self._unsettled = False
-        return groups if len(turn.rows) == 1 else self._of_parts(turn, groups)
+        return groups if len(turn.rows) == 1 else self._of_local_batch(turn, groups)
 
     def _rows_to_compile(self, turn: Turn) -> int:
         """The rows of the batch; if replicas have their own, as if all had as many as one has at most."""
@@ -261,11 +261,11 @@ class Pipeline(TurnTaker):
             return turn.rows[0]
         return max(len(turn.rows) * max(turn.rows), self._compiler.microbatches or 0)
 
-    def _of_parts(self, turn: Turn, groups: Groups) -> Groups:
+    def _of_local_batch(self, turn: Turn, groups: Groups) -> Groups:
         """What runs the microbatches of all replicas, each of which splits its own rows."""
         compiled, _ = groups[0]
         plan = compiled.artifact.plan
-        check_parts(plan, self.num_replicas)
+        check_local_batch(plan, self.num_replicas)
         sizes = sizes_of_replicas(turn.rows, plan.num_microbatches)
         kinds = frozenset(sizes) - {0}
         served = self._served[turn.signature, self._rows_to_compile(turn)]

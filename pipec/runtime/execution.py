@@ -16,7 +16,7 @@ from pipec.runtime.distributed import TorchDistributed
 from pipec.runtime.group import Group
 from pipec.runtime.interpreter import Interpreter
 from pipec.runtime.launch import Devices, resolve_devices, world
-from pipec.runtime.of_batch import OfBatch, share_of, values_of_batch, values_of_parts
+from pipec.runtime.of_batch import OfBatch, share_of, values_of_batch, values_of_local_batch
 from pipec.runtime.recording import RecordedStep, Stamps
 from pipec.runtime.span import Span
 from pipec.runtime.transport import InProcess, Transport
@@ -149,7 +149,7 @@ class Execution:
     ) -> dict[str, Tensor]:
         """What stages must know of the batch. Where replicas have parts of it, they put it together."""
         plan = self.artifact.plan
-        if span.num_replicas == 1:
+        if not span.is_local:
             return values_of_batch(self._of_batch, plan, leaves, microbatches, span.sizes, span.batch)
         transport = self._ranks.distributed
 
@@ -157,7 +157,7 @@ class Execution:
             return transport.group(plan.placement[stage])
 
         try:
-            return values_of_parts(self._of_batch, plan, leaves, microbatches, span, group_of)
+            return values_of_local_batch(self._of_batch, plan, leaves, microbatches, span, group_of)
         except TransportError as error:
             transport.fail(error)
             raise

@@ -127,7 +127,7 @@ class Interpreter:
                 torch.no_grad(),
                 torch.autocast(self._device.type, enabled=False),
             ):
-                self._results.loss_shares, self._results.in_parts = span.shares, span.num_replicas > 1
+                self._results.loss_shares, self._results.is_local = span.shares, span.is_local
                 self._begin_step(microbatches, span, seed)
                 actions = self._actions if all(span.sizes) else self._actions_on(span.sizes)
                 if stamps is None:
@@ -196,7 +196,7 @@ class Interpreter:
         for made in self._result_links:
             ranks = plan.placement[made.source]
             for value in made.values:
-                if span.num_replicas > 1 and has_rows(value):
+                if span.is_local and has_rows(value):
                     own = self._part(value, ranks[span.replica], made.source, span)
                     merged[value.name] = empty_like(value, self._device) if own is None else own
                 else:

@@ -130,7 +130,7 @@ class _Linker:
             self.closing.append(Linked(instruction, deliver_if_made))
         if link.payload is Payload.RESULT:
             results, away = self._rank.results, self._is_away(instruction.peer)
-            return lambda: post(0 if away and results.in_parts else sum(sizes[each] for each in made_of))
+            return lambda: post(0 if away and results.is_local else sum(sizes[each] for each in made_of))
         return lambda: post(sizes[microbatch])
 
     def _send(self, instruction: Instruction) -> Action:

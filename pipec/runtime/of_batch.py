@@ -63,7 +63,7 @@ def values_of_batch(
     return found
 
 
-def values_of_parts(
+def values_of_local_batch(
     functions: Sequence[OfBatch],
     plan: Plan,
     leaves: Sequence[Any],

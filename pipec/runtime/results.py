@@ -28,11 +28,11 @@ class Results:
 
     ``made`` has the results and the microbatches of which this rank makes them. ``sums`` names those that add
     up. ``loss_shares`` are what the losses of microbatches are multiplied by, if not their shares of the
-    samples. If replicas have the batch ``in_parts``, what has rows stays in the pipeline of its replica.
+    samples. If the batch ``is_local`` to replicas, what has rows stays in the pipeline of its replica.
     """
 
     loss_shares: Sequence[float] | None = None
-    in_parts = False
+    is_local = False
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Results:
     def sent_away(self, name: str, sizes: Sequence[int]) -> Tensor:
         """What ranks of other pipelines get of a result."""
         whole, value = self.merged(name, sizes), self._values[name]
-        return empty_like(value, whole.device) if self.in_parts and has_rows(value) else whole
+        return empty_like(value, whole.device) if self.is_local and has_rows(value) else whole
 
 
 def merge(

@@ -28,6 +28,11 @@ class Span:
         return range(self.replica, len(self.sizes), self.num_replicas)
 
     @property
+    def is_local(self) -> bool:
+        """Whether each replica was given its own part of the batch."""
+        return self.num_replicas > 1
+
+    @property
     def num_rows(self) -> int:
         return sum(self.sizes)
 

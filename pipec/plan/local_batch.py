@@ -4,7 +4,7 @@ from pipec.errors import InputError
 from pipec.ir import Plan
 
 
-def check_parts(plan: Plan, num_replicas: int) -> None:
+def check_local_batch(plan: Plan, num_replicas: int) -> None:
     """Raise InputError unless whole pipelines stand side by side that need nothing of each other's rows.
 
     Rank q is to be in pipeline q modulo ``num_replicas``, which every rank knows before there is a plan.
