@@ -3,6 +3,7 @@
 import re
 import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from workers import run_ranks
 
 import pipec
 from pipec.ir.batch import sizes_of_replicas
+from pipec.plan.local_batch import check_local_batch
 
 DOCS = (Path(__file__).parent.parent / "docs" / "replicas.md").read_text(encoding="utf-8")
 
@@ -435,6 +437,19 @@ def test_one_process_passes_the_whole_batch() -> None:
     plain.load_state_dict(pipe.state_dict())
     assert torch.allclose(pipe.step(x, target=x), mse(plain(x), x))
     assert pipe.join() == 0
+
+
+def test_a_plan_that_contradicts_the_replicas_is_refused() -> None:
+    x = torch.randn(4, 2)
+    pipe = pipec.compile(nn.Linear(2, 2), 2, stages=1, loss_fn=mse, batch="local", microbatches=2)
+    plan = pipe.prepare(x, target=x).plan
+    check_local_batch(plan, 2)
+    with pytest.raises(
+        pipec.InputError, match=r"stage 0 on ranks \(1, 0\), which are not one rank of each of 2"
+    ):
+        check_local_batch(replace(plan, placement=((1, 0),)), 2)
+    with pytest.raises(pipec.InputError, match="3 microbatches are no multiple of 2 replicas"):
+        check_local_batch(replace(plan, num_microbatches=3), 2)
 
 
 def test_join_needs_parts() -> None:
