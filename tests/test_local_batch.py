@@ -444,9 +444,7 @@ def test_a_plan_that_contradicts_the_replicas_is_refused() -> None:
     pipe = pipec.compile(nn.Linear(2, 2), 2, stages=1, loss_fn=mse, batch="local", microbatches=2)
     plan = pipe.prepare(x, target=x).plan
     check_local_batch(plan, 2)
-    with pytest.raises(
-        pipec.InputError, match=r"stage 0 on ranks \(1, 0\), which are not one rank of"
-    ):
+    with pytest.raises(pipec.InputError, match=r"stage 0 on ranks \(1, 0\), which are not one rank of"):
         check_local_batch(replace(plan, placement=((1, 0),)), 2)
     with pytest.raises(pipec.InputError, match="3 microbatches are no multiple of 2 replicas"):
         check_local_batch(replace(plan, num_microbatches=3), 2)
