@@ -85,6 +85,7 @@ def _values(plan: Plan) -> Iterator[str]:
             yield f"{value.name!r} has shape {value.shape}, expected numbers from 0"
     messages = [value for link in plan.links for value in link.values]
     messages += [join.value for stage in plan.stages for join in stage.joins]
+    messages += [value for stage in plan.stages for value in stage.of_batch_sums]
     for value in [*plan.parameters, *plan.buffers, *messages, *(given.value for given in plan.inputs)]:
         if not isinstance(_dtype(value), torch.dtype):
             yield f"{value.name!r} has dtype {value.dtype!r}, which torch does not have"

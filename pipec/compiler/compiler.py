@@ -128,6 +128,21 @@ class Compiler:
         check_sizes([sizes for _, sizes in groups], [each.artifact.plan for each, _ in groups])
         return groups
 
+    def require_served(self, signature: Signature, sizes: Sequence[int]) -> None:
+        """Refuse microbatches of several sizes that one graph is not right for, whoever runs which of them.
+
+        Raises:
+            InputError: the model makes a constant of the batch, or was captured for one size.
+        """
+        graph = self._captures.staged[signature][0].graph
+        if strange := [size for size in sizes if not graph.serves(size)]:
+            reason = "the model makes a constant of the batch" if self.dynamic else "dynamic is False"
+            raise InputError(
+                "replicas that pass their own parts of a batch run one graph, which cannot take microbatches "
+                f"of {strange[0]} and {max(sizes)} rows: {reason}. Pass as many rows on every replica, which "
+                "its microbatches divide, as drop_last=True does"
+            )
+
     def _warn_of_unclear_loss(self, unclear: str) -> None:
         if unclear and unclear not in self._warned:
             self._warned.add(unclear)
@@ -310,7 +325,7 @@ class Compiler:
 
     def _capture(self, signature: Signature, call: Call, start: int, sizes: Sequence[int]) -> TrainingGraph:
         """The graph of one microbatch, for any size of microbatch if these have several or may change."""
-        symbolic, replicas = self.dynamic or len(set(sizes)) > 1, self._num_joined
+        symbolic, replicas = self.dynamic or len(set(sizes)) > 1, self.autotuner.policy.replicas
         model, rows = on_device(self.model, call.rows(start, start + sizes[0]), self.device)
         with self._timed("capture and differentiate"):
             graph = capture(
@@ -324,18 +339,13 @@ class Compiler:
                 adds_up=not self.microbatch_weight,
                 outputs=signature.kind.outputs,
                 original=self.model,
-                num_replicas=replicas,
+                num_replicas=None if self.searches_replicas or isinstance(replicas, tuple) else replicas,
             )
         if graph.joined and self.microbatches is None:
             log.info("%s joins replicas: a step is one round, of %s microbatches", graph.joined, replicas)
+            assert isinstance(replicas, int), "a model that joins unequal replicas is refused"
             self.microbatches = replicas
         return graph
-
-    @property
-    def _num_joined(self) -> int | None:
-        """How many replicas every stage has, if that is settled."""
-        replicas = self.autotuner.policy.replicas
-        return replicas if isinstance(replicas, int) and not self.searches_replicas else None
 
     def _cut(self, graph: TrainingGraph, cut: Pass, options: CompilerOptions) -> StagedGraph:
         return StagedGraph(graph, cut, options, observers=(self._time,))

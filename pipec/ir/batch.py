@@ -29,6 +29,19 @@ def require_equal_rows(sizes: Sequence[int]) -> None:
         )
 
 
+def sizes_of_replicas(rows: Sequence[int], num_microbatches: int) -> list[int]:
+    """Rows of each microbatch if replica k has ``rows[k]`` of the batch, and splits them on its own.
+
+    Replicas take the microbatches in turn. Those of one that has few rows may have none.
+    """
+    count = len(rows)
+    sizes = [0] * num_microbatches
+    for k, own in enumerate(rows):
+        share = len(range(k, num_microbatches, count))
+        sizes[k::count] = [own // share + (i < own % share) for i in range(share)]
+    return sizes
+
+
 def leaf_path(keys: Sequence[Any]) -> str:
     """The name of a leaf as a person would write it, from its path: ``kwargs['mask']`` or ``target``.
 

@@ -30,9 +30,9 @@ class Stage:
     ``parameters`` are the FQNs of ``w`` in the generated code, in order; ``borrowed`` is the subset
     owned by another stage (tied weights). ``updated_buffers`` is the subset of ``buffers`` that the
     forward replaces (BatchNorm statistics). ``of_batch`` names what the stage's function of that name
-    computes of the whole mini-batch, once a step. ``parts`` has the phases that consist of several functions,
-    with the share of the phase's seconds that each of them takes. ``joins`` are what replicas make together
-    between them.
+    computes of the whole mini-batch, once a step; ``of_batch_sums`` are those that add up over its rows.
+    ``parts`` has the phases that consist of several functions, with the share of the phase's seconds that
+    each of them takes. ``joins`` are what replicas make together between them.
     """
 
     index: int
@@ -44,6 +44,7 @@ class Stage:
     buffers: tuple[str, ...] = ()
     updated_buffers: tuple[str, ...] = ()
     of_batch: tuple[str, ...] = ()
+    of_batch_sums: tuple[Value, ...] = ()
     recompute: bool = False
     parts: Mapping[Phase, tuple[float, ...]] = field(default_factory=dict)
     joins: tuple[Join, ...] = ()

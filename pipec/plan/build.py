@@ -136,6 +136,9 @@ def _stage(
         buffers=_fqns(stage.buffers),
         updated_buffers=tuple(fqn for fqn in _fqns(stage.buffers) if fqn in updated),
         of_batch=tuple(names[node] for node in stage.of_batch),
+        of_batch_sums=tuple(
+            value_of(graph, node, names[node]) for node in stage.of_batch if node.meta["role"].adds_up
+        ),
         recompute=bool(stage.of_phase(Phase.RECOMPUTE)),
         parts=_parts(stage, size),
         joins=tuple(joins_of(graph, stage, names, ranks, topology, size)),

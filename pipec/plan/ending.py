@@ -87,8 +87,8 @@ def _buckets(
             key = (completed_by.get(fqn, 0), values[fqn].dtype, fqn in lent, fqn if is_sparse else "")
             groups.setdefault(key, []).append(values[fqn])
     for key, parameters in sorted(groups.items(), key=lambda item: item[0][0]):
-        part, _, is_lent, _ = key
-        yield Bucket(stage.index, tuple(parameters), is_lent, part=part)
+        part, _, is_lent, sparse = key
+        yield Bucket(stage.index, tuple(parameters), is_lent, bool(sparse), part=part)
 
 
 def _gradients(stage: StageFunctions) -> dict[str, bool]:
