@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from unsplit import Outcome, relative_error
-from workers import read_outcome, train
+from workers import read_outcome, run_ranks, train
 
 import pipec
 from pipec import ops
@@ -444,3 +444,11 @@ def test_replicas_in_two_processes_have_the_same_gradients(saved: Path, tmp_path
     x, y = batch()
     assert train([saved, saved], {"x": x, "y": y}, tmp_path) == ["", ""]
     check(read_outcome(tmp_path, 2, replicated=True), _expected())
+
+
+def test_replicas_with_batches_of_their_own_join_them(tmp_path: Path) -> None:
+    """Of parts with different numbers of rows, every rank says that they cannot be joined."""
+    printed = run_ranks(Path(__file__).with_name("contrastive_parts.py"), 2, tmp_path)
+    for lines in (each.splitlines() for each in printed):
+        assert float(lines[0].removeprefix("loss ")) == pytest.approx(float(reference(contrastive).loss))
+        assert "of which each must have as many" in lines[1]
