@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from combinations import OPTIONS, SIZES, Captured, TrainingRun, captured, save_with_tensors
-from models import Factory, each, gpt2_with_dropout, perceptron, resnet, t5
+from models import Factory, gpt2_with_dropout, perceptron, resnet, t5
 from parts import apart, artifact_in_parts, staged_in_parts
 from torch import Tensor
 from unsplit import Outcome, relative_error
@@ -61,7 +61,10 @@ def same_bits(found: Outcome, wanted: Outcome) -> bool:
 
 @pytest.mark.parametrize(
     ("factory", "name"),
-    [*((factory, name) for factory in (gpt2_with_dropout, resnet) for name in ("zb-h1", "2-1")), (t5, "1f1b")],
+    [
+        *((factory, name) for factory in (gpt2_with_dropout, resnet) for name in ("zb-h1", "2-1")),
+        (t5, "1f1b"),
+    ],
 )
 def test_parts_have_the_bits_of_whole_functions(factory: Factory, name: str) -> None:
     """As a whole, part by part, and with a replay of the forward."""

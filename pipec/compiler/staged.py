@@ -196,7 +196,14 @@ class StagedGraph:
         if key not in self._plans:
             topology, whole = self.options.topology, self.stages(split)
             stages: Sequence[StageFunctions] = in_parts(
-                self.graph, whole, split, schedule.placement, size, topology, ending
+                self.graph,
+                whole,
+                split,
+                schedule.placement,
+                size,
+                topology,
+                self.options.device_model.launch_seconds,
+                ending,
             )
             plan = build_plan(self.graph, stages, self.names, schedule, size, topology, ending)
             self._plans[key] = self._with_updates(plan), stages

@@ -35,8 +35,9 @@ from pipec.programs.lower import lower
 from pipec.timeline.simulate import Costs, simulate
 
 MOST_PARTS = 32
-PART_SECONDS = 5e-5
-"""What one more part of a backward takes: another call, and handing over what later parts read."""
+LAUNCHES_PER_PART = 10
+"""What one more part of a backward takes, in launches of an operator: another call, another collective to be
+started, carried and waited for, and the handing over of what later parts read."""
 
 _ROUNDS, _RANKS = 2, (0, 1)
 """What is simulated: all replicas do the same, so that two stand for all of them."""
@@ -49,6 +50,7 @@ def in_parts(
     placement: Placement,
     size: int,
     topology: Topology,
+    launch_seconds: float,
     ending: Ending,
 ) -> list[StageFunctions]:
     """The stages, with backwards in parts where sums of gradients are to overlap them.
@@ -66,7 +68,8 @@ def in_parts(
                 own[fqn] = value_of(graph, node, fqn)
         speed = stage_speed(topology, placement, stage.index)
         price = functools.partial(priced, ranks=ranks, topology=topology, asked=ending)
-        groups = fuse(gradients_of(stage, own, size, speed), ending, price) if own else []
+        part_seconds = LAUNCHES_PER_PART * launch_seconds
+        groups = fuse(gradients_of(stage, own, size, speed), ending, price, part_seconds) if own else []
         names = [{value.name for value in group} for group in groups]
         divided = stage_functions(graph, stage.index, split_backward, names) if len(names) > 1 else stage
         found.append(divided)
@@ -95,9 +98,16 @@ Price = Callable[[Bucket], Bucket]
 """Returns a bucket with the seconds that its replicas take to sum and to gather it."""
 
 
-def fuse(gradients: Gradients, ending: Ending, price: Price) -> list[tuple[Value, ...]]:
-    """The gradients in groups, each to be completed by a part of the backward and to travel together."""
-    return min(_candidates(gradients.values), key=lambda groups: _seconds(gradients, groups, ending, price))
+def fuse(gradients: Gradients, ending: Ending, price: Price, part_seconds: float) -> list[tuple[Value, ...]]:
+    """The gradients in groups, each to be completed by a part of the backward and to travel together.
+
+    Every part takes ``part_seconds`` more.
+    """
+
+    def seconds(groups: list[tuple[Value, ...]]) -> float:
+        return _seconds(gradients, groups, ending, price) + part_seconds * len(groups)
+
+    return min(_candidates(gradients.values), key=seconds)
 
 
 def _candidates(values: Sequence[Value]) -> Iterator[list[tuple[Value, ...]]]:
@@ -142,7 +152,7 @@ def _seconds(
     )
     alone = replace(ending, buckets=buckets, averaged=(), clips=False)
     programs = lower(_schedule(), (), ending=alone, parts={backward: len(groups)} if len(groups) > 1 else {})
-    return simulate(programs, costs).makespan + PART_SECONDS * len(groups)
+    return simulate(programs, costs).makespan
 
 
 def _schedule() -> Schedule:
