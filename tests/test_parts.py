@@ -98,7 +98,7 @@ def test_sums_that_overlap_the_backward_change_no_bit(factory: Factory, name: st
     model = captured(factory)
     whole, divided = (over_links(model, name, link) for link in (FAST, SLOW))
     assert not whole.plan.parts
-    assert max(divided.plan.parts.values()) > 2
+    assert divided.plan.parts
     run = [each.part for each in divided.programs[0].instructions if each.op.phase in GRADIENT_PHASES]
     assert len([part for part in run if part < 0]) == len(divided.plan.microbatches_on(0, 0)) - 1
     assert same_bits(outcome(divided, model), outcome(whole, model))
