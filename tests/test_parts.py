@@ -22,7 +22,7 @@ from pipec.compiler.staged import StagedGraph
 from pipec.errors import VerifyError
 from pipec.graph.functions import stage_functions
 from pipec.graph.invariants import verify
-from pipec.hardware.devices import LinkModel
+from pipec.hardware.devices import DeviceModel, LinkModel
 from pipec.hardware.topology import alike
 from pipec.ir import GRADIENT_PHASES, Phase, Schedule, Shard
 from pipec.passes.cut_stages import CutStages
@@ -134,6 +134,7 @@ def test_updates_of_shares_are_the_same_in_parts(shard: Shard | None) -> None:
             optimizer=functools.partial(torch.optim.AdamW, lr=1e-2),
             shard=shard,
             topology=alike(2, link),
+            device_model=DeviceModel("test", {"float32": 1e6}, 1e15, 0.0, 2**40, link, "arithmetic alone"),
         )
         losses = [pipe.step(**inputs) for _ in range(3)]
         assert bool(pipe.plan.parts) == (link is SLOW)
