@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import pipec
-from pipec.ir import Input, Instruction, Link, Mode, Payload, Plan, Program, Stage, Value
+from pipec.ir import Input, Instruction, Link, Mode, Payload, Plan, Program, Sizes, Stage, Value
 from pipec.programs.lower import chain_links, lower
 from pipec.runtime import InProcess, Interpreter, Transport
 from pipec.schedules import make_schedule
@@ -97,7 +97,7 @@ class Instant:
     def receiver(self, instruction: Instruction, tag: int) -> "Instant":
         return self
 
-    def post(self, size: int) -> None:
+    def post(self, sizes: Sizes) -> None:
         pass
 
     def wait(self) -> Sequence[Tensor]:

@@ -15,6 +15,7 @@ from pipec.capture.classify import classify
 from pipec.capture.diagnosis import lines_in, model_line
 from pipec.capture.markers import RESULT
 from pipec.capture.of_batch import lift_of_batch
+from pipec.capture.symbols import batch_symbol, check_readable, length_symbols
 from pipec.capture.tied import merge_tied_arguments, merge_tied_gradients
 from pipec.errors import CaptureError, InputError
 from pipec.graph import (
@@ -30,8 +31,8 @@ from pipec.graph import (
     TrainingGraph,
     UpdatedBuffer,
 )
-from pipec.graph.dimensions import dimension
-from pipec.ir import Mode
+from pipec.graph.dimensions import Symbols, dimension
+from pipec.ir import Length, Mode
 from pipec.torch_compat import pytree
 
 _aten = torch.ops.aten
@@ -61,6 +62,7 @@ class Traced:
     """One call of the model as one joint graph, and what must be known to read it.
 
     ``call`` is the sample that was traced; ``batch_size`` is the size of the microbatch that it stands for.
+    Its ``lengths`` were to be symbolic.
     ``fqns`` maps the names of tensors in the joint graph to their names in the model, where a tied tensor has
     one. ``constants`` are the tensors that belong to the loss function alone. ``unclear`` is the call after
     which it is not known how the losses of microbatches make that of the batch.
@@ -72,6 +74,7 @@ class Traced:
     call: Call
     batch_size: int
     symbolic: bool
+    lengths: Sequence[Length]
     fqns: Mapping[str, str]
     constants: Mapping[str, Tensor]
     training: bool = True
@@ -82,16 +85,12 @@ class ValueDependentError(Exception):
     """A size in the graph depends on the values of a tensor. The message ends with a printed traceback."""
 
 
-class FixedBatchError(Exception):
-    """The batch was to be symbolic, but the model makes a constant of it."""
-
-
 def training_graph(traced: Traced) -> TrainingGraph:
     """Read the joint graph as a training graph, in place.
 
     Raises:
         CaptureError, InputError: pipec refuses the model, whichever front end traces it.
-        ValueDependentError, FixedBatchError: another attempt to trace the model may succeed.
+        ValueDependentError, FixedBatchError, FixedLengthError: another attempt may succeed.
     """
     module = traced.joint.module
     graph = module.graph
@@ -101,9 +100,8 @@ def training_graph(traced: Traced) -> TrainingGraph:
     arguments = [node for node in graph.nodes if node.op == "placeholder"]
     for node, described in zip(arguments, traced.joint.arguments, strict=True):
         node.meta["role"] = _argument(described, traced)
-    batch = _batch_symbol(arguments) if traced.symbolic else None
-    if traced.symbolic and batch is None:
-        raise FixedBatchError(f"the batch becomes a constant in {traced.joint.fixed_by}")
+    batch = batch_symbol(arguments, traced.joint.fixed_by) if traced.symbolic else None
+    symbols = length_symbols(arguments, traced.lengths, batch, traced.joint.fixed_by)
     results = _read_results(graph, traced)
     merge_tied_arguments(graph)
     changed = {role.fqn for role in results.roles if isinstance(role, UpdatedBuffer)}
@@ -123,7 +121,10 @@ def training_graph(traced: Traced) -> TrainingGraph:
             merge_tied_gradients(graph, results.roles),
             traced.batch_size,
             batch,
-            tuple(guard.subs(traced.joint.replacements) for guard in traced.joint.guards),
+            _guards(traced.joint),
+            lengths=tuple(traced.lengths),
+            planned={x.name: traced.call.leaves[x.position].shape[x.dim] for x in traced.lengths},
+            length_symbols=symbols,
             constants={**_used(graph, of_batch, traced.constants), **lifted},
             of_batch=of_batch,
             unclear=traced.unclear,
@@ -134,6 +135,12 @@ def training_graph(traced: Traced) -> TrainingGraph:
             training=traced.training,
         )
     )
+
+
+def _guards(joint: torch_compat.JointGraph) -> tuple[sympy.Basic, ...]:
+    """The conditions that a call may break. Those that made one symbol of two hold from then on."""
+    guards = (guard.subs(joint.replacements) for guard in joint.guards)
+    return tuple(guard for guard in guards if guard != sympy.true)
 
 
 def _check_sizes(graph: fx.Graph) -> None:
@@ -164,16 +171,6 @@ def _argument(described: tuple[str, str | int], traced: Traced) -> Argument:
         case ("tangent", _):
             return LossGradient()
     raise CaptureError(f"the captured graph takes an argument that pipec does not know: {described[1]}")
-
-
-def _batch_symbol(arguments: Sequence[fx.Node]) -> sympy.Symbol | None:
-    for node in arguments:
-        role = node.meta["role"]
-        if isinstance(role, ModelInput) and role.batched:
-            size = node.meta["val"].shape[0]
-            if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
-                return size.node.expr
-    return None
 
 
 class _Fixed:
@@ -348,6 +345,8 @@ def _used(graph: fx.Graph, of_batch: fx.Graph | None, constants: Mapping[str, Te
 
 def _checked(graph: TrainingGraph) -> TrainingGraph:
     _check_loss(graph)
+    if graph.length_symbols:
+        check_readable(graph)
     for node in graph.nodes:
         if node.target in MATRIX_PRODUCTS:
             dtypes = {source.meta["val"].dtype for source in node.all_input_nodes}
@@ -365,9 +364,9 @@ def _place(node: fx.Node) -> str:
     return f"\n  at {line}" if line else ""
 
 
-def _described(value: Tensor, batch: sympy.Symbol | None) -> str:
+def _described(value: Tensor, symbols: Symbols) -> str:
     """``torch.float32 of shape [b, 4]``"""
-    return f"{value.dtype} of shape [{', '.join(dimension(size, batch) for size in value.shape)}]"
+    return f"{value.dtype} of shape [{', '.join(dimension(size, symbols) for size in value.shape)}]"
 
 
 def _check_loss(graph: TrainingGraph) -> None:
@@ -376,7 +375,7 @@ def _check_loss(graph: TrainingGraph) -> None:
     losses = [n for role, n in graph.outputs if isinstance(role, Output) and role.position == 0]
     value = losses[0].meta["val"] if len(losses) == 1 else None
     if value is None or value.ndim != 0 or not value.is_floating_point():
-        found = f"{len(losses)} tensors" if value is None else _described(value, graph.batch)
+        found = f"{len(losses)} tensors" if value is None else _described(value, graph.symbols)
         raise _no_loss(found)
 
 

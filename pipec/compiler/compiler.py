@@ -2,9 +2,10 @@
 
 import copy
 import functools
+import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -15,7 +16,9 @@ from torch import nn
 
 from pipec.artifact.directory import Artifact
 from pipec.capture.call import Call
-from pipec.capture.tracer import capture, traced_module
+from pipec.capture.step import traced_module
+from pipec.capture.symbols import FixedLengthError
+from pipec.capture.tracer import capture
 from pipec.compiler.alternatives import refused, shard_costs
 from pipec.compiler.autotuner import Autotuner, Choice, CutGraph
 from pipec.compiler.captures import Captures, Kind, Signature
@@ -24,7 +27,7 @@ from pipec.compiler.staged import StagedGraph, Trial
 from pipec.errors import InfeasibleError, InputError, PlanError
 from pipec.graph import TrainingGraph
 from pipec.ir import Alternative, Mode, Placement, Shard
-from pipec.ir.batch import split_sizes
+from pipec.ir.batch import length_sizes, split_sizes
 from pipec.passes import Pass
 from pipec.passes.follow_owners import FollowOwners, Owners, owners_of
 from pipec.plan.memory import shortfall
@@ -35,8 +38,12 @@ log = logging.getLogger("pipec")
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
-    """An artifact and the shape of what the model returns, to put its results back into."""
+    """An artifact and the shape of what the model returns, to put its results back into.
 
+    ``number`` tells it apart from what else was compiled, on every rank.
+    """
+
+    number: int
     artifact: Artifact
     output_spec: pytree.TreeSpec | None
 
@@ -87,33 +94,41 @@ class Compiler:
     _traced: dict[Mode, nn.Module] = field(default_factory=dict)
     _captures: Captures = field(default_factory=Captures)
     _compiled: dict[tuple[StagedGraph, int, int], Compiled] = field(default_factory=dict)
+    _static: set[Signature] = field(default_factory=set)
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
     _warned: set[str] = field(default_factory=set)
 
     def of(self, model: nn.Module) -> "Compiler":
         """One for a copy of the model, that knows where stages are and has compiled nothing."""
-        return replace(
-            self, model=model, seconds={}, _traced={}, _captures=Captures(), _compiled={}, _warned=set()
-        )
+        fresh: dict[str, Any] = {"seconds": {}, "_traced": {}, "_captures": Captures(), "_compiled": {}}
+        return replace(self, model=model, **fresh, _static=set(), _warned=set())
 
     def version(self, kind: Kind) -> int:
         """Which capture of a kind of call is still right; a new number if none is."""
         return self._captures.version(kind)
 
-    def compile(self, signature: Signature, call: Call) -> Groups:
+    def retain(self, numbers: Collection[int]) -> None:
+        """Let go of what was compiled, but of these."""
+        self._compiled = {key: made for key, made in self._compiled.items() if made.number in numbers}
+        self._captures.retain({staged for staged, _, _ in self._compiled})
+        self._static &= self._captures.staged.keys()
+
+    def compile(self, signature: Signature, call: Call, lengths: str = "") -> Groups:
         """What runs the microbatches of ``call``: groups of consecutive ones, with the rows of each.
 
-        There is one group unless the model specialises on the number of rows.
+        There is one group unless the model specialises on the number of rows. ``lengths`` is what about the
+        lengths of the call is new.
 
         Raises:
             CaptureError, InputError, PlanError, InfeasibleError: nothing has run or been sent by then.
         """
-        for staged in self._captures.announce(signature, self.model):
-            self._compiled = {key: x for key, x in self._compiled.items() if key[0] is not staged}
+        self._captures.announce(signature, self.model, lengths)
+        sizes = length_sizes(signature.kind.lengths, call.leaves)
         count = self._choose(signature, call)
         groups, rest = [], split_sizes(call.batch_size, count)
         while rest:
             staged = self._stages(signature, call, call.batch_size - sum(rest), rest)
-            served = list(takewhile(staged.graph.serves, rest))
+            served = list(takewhile(functools.partial(staged.graph.serves, lengths=sizes), rest))
             groups.append((self._group(staged, len(served), rest[0]), served))
             rest = rest[len(served) :]
         if count > 1:
@@ -278,8 +293,9 @@ class Compiler:
         """The cut graph that serves the first microbatch of these ``sizes``; it begins at row ``start``."""
         assert self._settled is not None
         known = self._captures.staged.setdefault(signature, [])
+        lengths = length_sizes(signature.kind.lengths, call.leaves)
         for staged in known:
-            if staged.graph.serves(sizes[0]):
+            if staged.graph.serves(sizes[0], lengths):
                 return staged
         follow = FollowOwners(len(self._settled.placement), self._settled.owners, self._settled.ranks)
         graph = self._capture(signature, call, start, sizes)
@@ -287,22 +303,34 @@ class Compiler:
         return known[-1]
 
     def _capture(self, signature: Signature, call: Call, start: int, sizes: Sequence[int]) -> TrainingGraph:
-        """The graph of one microbatch, for any size of microbatch if these have several or may change."""
+        """The graph of one microbatch, for any size of microbatch if these have several or may change.
+
+        It is for any size of the lengths as well, unless that was found to be impossible.
+        """
         symbolic = self.dynamic or len(set(sizes)) > 1
         model, rows = on_device(self.model, call.rows(start, start + sizes[0]), self.device)
+        lengths = signature.kind.lengths
+        traced = functools.partial(
+            capture,
+            model,
+            self.loss_fn,
+            signature.kind.mode,
+            rows,
+            self.canonical,
+            self.device,
+            adds_up=not self.microbatch_weight,
+            outputs=signature.kind.outputs,
+            original=self.model,
+        )
         with self._timed("capture and differentiate"):
-            return capture(
-                model,
-                self.loss_fn,
-                signature.kind.mode,
-                rows,
-                self.canonical,
-                self.device,
-                symbolic,
-                adds_up=not self.microbatch_weight,
-                outputs=signature.kind.outputs,
-                original=self.model,
-            )
+            if self.dynamic and lengths and signature not in self._static:
+                try:
+                    return traced(lengths=lengths)
+                except FixedLengthError as error:
+                    self._static.add(signature)
+                    log.warning("every length is compiled on its own: %s", error)
+            graph = traced(symbolic=symbolic)
+            return replace(graph, lengths=lengths, planned=length_sizes(lengths, call.leaves))
 
     def _cut(self, graph: TrainingGraph, cut: Pass, options: CompilerOptions) -> StagedGraph:
         return StagedGraph(graph, cut, options, observers=(self._time,))
@@ -322,7 +350,7 @@ class Compiler:
             alternatives=refused(tried, trial),
             shard_costs=shard_costs(trial),
         )
-        return Compiled(replace(artifact, plan=plan), trial.staged.graph.output_spec)
+        return Compiled(next(self._numbers), replace(artifact, plan=plan), trial.staged.graph.output_spec)
 
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:

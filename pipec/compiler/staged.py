@@ -209,7 +209,8 @@ class StagedGraph:
         sent = [node for function in forwards for node in function.sent]
         if source == target or not sent:
             return 0.0
-        sizes = [value_bytes(value_of(self.graph, node, node.name), size) for node in sent]
+        planned = {"b": size, **self.graph.planned}
+        sizes = [value_bytes(value_of(self.graph, node, node.name), planned) for node in sent]
         return self.options.topology.link_between(source, target).seconds(sum(sizes))
 
     def _remember_cut(self, position: int, transform: Pass, graph: TrainingGraph, seconds: float) -> None:

@@ -1,9 +1,10 @@
-"""How the arguments of a mini-batch are named, and how it is split into microbatches."""
+"""How the arguments of a mini-batch are named and sized, and how it is split into microbatches."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from pipec.errors import InputError
+from pipec.ir.values import Length, Sizes
 
 
 def split_sizes(batch: int, num_microbatches: int) -> list[int]:
@@ -25,3 +26,8 @@ def leaf_path(keys: Sequence[Any]) -> str:
     ``keys`` are what torch gives for a leaf of a dict of ``args``, ``kwargs`` and ``target``.
     """
     return str(keys[0].key) + "".join(str(key) for key in keys[1:])
+
+
+def length_sizes(lengths: Sequence[Length], leaves: Sequence[Any]) -> Sizes:
+    """The size of each length by name, in a call whose arguments have these leaves."""
+    return {length.name: leaves[length.position].shape[length.dim] for length in lengths}

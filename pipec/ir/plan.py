@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pipec.ir.ending import NOTHING_MORE, Ending, Shard
 from pipec.ir.memory import StageMemory
 from pipec.ir.schedule import Placement, count_ranks, microbatches_on
-from pipec.ir.values import Input, Link, Mode, Phase, Value
+from pipec.ir.values import Input, Length, Link, Mode, Phase, Sizes, Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +88,14 @@ class Plan:
     ``outputs`` names the results in the order of the leaves of what the model returns; ``sums`` are those
     that add up over microbatches; ``logs`` are the names that the loss function gave to those after the loss;
     ``arguments`` names all leaves of ``step``'s arguments, of which ``inputs`` are those that a stage reads;
-    ``training`` is the mode that the model was captured in. ``link_seconds[i]`` is how long ``links[i]``
-    takes. ``parameters`` and ``buffers`` are named by FQN. ``ending`` is what the step does besides its
-    microbatches. ``microbatch_weight`` says how much the losses of microbatches count, if the graph does not:
-    by "rows", as they are ("sum"), or as a function says ("given"). ``alternatives`` are the other ways that
-    were considered, the fastest first, and ``shard_costs`` the levels of sharding, if there is something to
-    shard.
+    ``training`` is the mode that the model was captured in. ``lengths`` are the dimensions that may have
+    another size in each call, ``planned`` the sizes that costs are predicted for, and ``guards`` the
+    conditions under which the code is right, such as ``t <= 512``. ``link_seconds[i]`` is how long
+    ``links[i]`` takes. ``parameters`` and ``buffers`` are named by FQN. ``ending`` is what the step does
+    besides its microbatches. ``microbatch_weight`` says how much the losses of microbatches count, if the
+    graph does not: by "rows", as they are ("sum"), or as a function says ("given"). ``alternatives`` are the
+    other ways that were considered, the fastest first, and ``shard_costs`` the levels of sharding, if there
+    is something to shard.
     """
 
     mode: Mode
@@ -113,6 +115,9 @@ class Plan:
     dynamic_batch: bool = True
     arguments: tuple[str, ...] = ()
     training: bool = True
+    lengths: tuple[Length, ...] = ()
+    planned: Sizes = field(default_factory=dict)
+    guards: tuple[str, ...] = ()
     ending: Ending = NOTHING_MORE
     microbatch_weight: str = ""
     alternatives: tuple[Alternative, ...] = ()
@@ -121,6 +126,11 @@ class Plan:
     def microbatches_on(self, stage: int, rank: int) -> range:
         """The microbatches that one of the ranks of ``stage`` runs."""
         return microbatches_on(self.placement, stage, rank, self.num_microbatches)
+
+    @property
+    def sizes(self) -> Sizes:
+        """What the names in shapes stand for where costs are predicted."""
+        return {"b": self.microbatch_size, **self.planned}
 
     @property
     def num_ranks(self) -> int:

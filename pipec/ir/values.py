@@ -1,10 +1,17 @@
 """Values of a cut graph, the links that carry them between stages, and the phases in which nodes run."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 Dim = int | str
-"""A dimension: a number, or an integer expression in the microbatch size ``b`` such as ``"128*b"``."""
+"""A dimension: a number, or an integer expression such as ``"128*b"``.
+
+Its names are ``b``, the microbatch size, and those of the plan's lengths.
+"""
+
+Sizes = Mapping[str, int]
+"""The numbers that the names in dimensions stand for."""
 
 
 class Phase(StrEnum):
@@ -73,6 +80,19 @@ class Value:
     name: str
     dtype: str
     shape: tuple[Dim, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """A dimension that changes from call to call: dimension ``dim`` of leaf ``position`` of the arguments.
+
+    ``name`` stands for its size in shapes and in code. Dimensions with one name have one size.
+    """
+
+    name: str
+    position: int
+    path: str
+    dim: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pipec.artifact.directory import write
 from pipec.capture.call import Call
+from pipec.capture.lengths import Lengths
 from pipec.capture.splitting import Batched, divide, known_from, positional_names, refuse_own_batches
 from pipec.capture.state import State
 from pipec.compiler.captures import Kind, Signature, Turn
@@ -20,7 +21,9 @@ from pipec.errors import PipecError
 from pipec.graph import changed_constants
 from pipec.ir import Mode, Plan
 from pipec.ir.arguments import check_arguments
+from pipec.ir.batch import length_sizes
 from pipec.pipeline.held import HeldModel
+from pipec.pipeline.kept import Kept
 from pipec.pipeline.methods import METHODS
 from pipec.plan.predictions import simulate_plan
 from pipec.plan.tables import ReadablePlan
@@ -63,7 +66,8 @@ class Pipeline(HeldModel):
         self._batched = batched
         self._weight = microbatch_weight
         self._split_before: dict[str, bool] = {}
-        self._groups: dict[tuple[Signature, int], Groups] = {}
+        self._lengths = Lengths()
+        self._kept = Kept()
         self._read: dict[Mode, dict[Place, Any]] = {}
 
     def step(self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any) -> Any:
@@ -215,7 +219,7 @@ class Pipeline(HeldModel):
         if not self._ranks.world.distributed:
             self._follow_model()
             call = self._checked(mode, args, kwargs, target)
-            found = Kind(mode, call.signature(), outputs, self._state(mode))
+            found = self._kind(mode, call, outputs, self._state(mode))
             return Turn(call, Signature(found, self._compiler.version(found)), seed, after)
         state, call, refusal, version = self._state(mode), Call((), {}), None, 0
         asked = f"{kind} with outputs" if outputs else kind
@@ -224,7 +228,7 @@ class Pipeline(HeldModel):
         if not sent or is_first:
             try:
                 call = self._checked(mode, args, kwargs, target)
-                found = Kind(mode, call.signature(), outputs, state)  # refuses what no stage can take
+                found = self._kind(mode, call, outputs, state)  # refuses what no stage can take
                 version = self._compiler.version(found) if is_first else 0
                 facts |= {} if sent else _call_facts(call, kind)
             except PipecError as error:
@@ -236,12 +240,16 @@ class Pipeline(HeldModel):
             return self._agreed(kind, mode, args, kwargs, target, outputs)
         call = self._sent(asked, call) if sent else call
         seed, version, _ = every[0]
-        return Turn(call, Signature(Kind(mode, call.signature(), outputs, state), version), seed, after)
+        return Turn(call, Signature(self._kind(mode, call, outputs, state), version), seed, after)
 
     def _sent(self, kind: str, call: Call) -> Call:
         doing = f"sharing rank 0's batch of {kind}"
         sent, structure = self._ranks.agreement.from_rank(0, doing, *pytree.tree_flatten(call.tree))
         return self._divided(Call(*pytree.tree_unflatten(sent, structure)))
+
+    def _kind(self, mode: Mode, call: Call, outputs: bool, state: State) -> Kind:
+        lengths = self._lengths.of(call, mode)
+        return Kind(mode, call.signature(lengths), outputs, state, lengths)
 
     def _state(self, mode: Mode) -> State:
         return State.of(self._compiler.model, mode, self._emptied.shapes(self._tensors.unique()))
@@ -267,35 +275,36 @@ class Pipeline(HeldModel):
     def _compiled(self, turn: Turn) -> Groups:
         """What runs each group of consecutive microbatches, and their sizes.
 
-        There are two groups if one graph cannot serve both sizes of a batch that does not divide evenly. One
-        process compiles for all.
+        There are two groups if one graph cannot serve both sizes of a batch that does not divide evenly.
         """
-        kind, version, batch = turn.signature.kind, turn.signature.version, turn.call.batch_size
-        key = turn.signature, batch
-        is_new = key not in self._groups
-        if is_new:
-            request = repr((*kind.of_any_state, kind.state.facts, self._trains, version, batch))
-            made = self._ranks.once(request, functools.partial(self._compile, turn))
-            self._groups[key], self._read[kind.mode] = made
-            self._split_before |= known_from(turn.call)
-            self._forget(turn.signature.expired)
-        groups = self._groups[key]
-        if kind.mode is Mode.TRAIN:
+        found = self._kept.find(turn.signature, turn.call)
+        groups = found or self._compile(turn)
+        if turn.signature.kind.mode is Mode.TRAIN:
             self._trained = groups[0][0].artifact
-        if is_new or self._unsettled:
+        if found is None or self._unsettled:
             self._keep_own_tensors(groups[0][0].artifact.plan)
             self._unsettled = False
         return groups
 
-    def _forget(self, signature: Signature) -> None:
-        """Let go of what was compiled for what the model's code read long ago."""
-        for key in [key for key in self._groups if key[0] == signature]:
-            for compiled, _ in self._groups.pop(key):
-                self._executions.pop(compiled.artifact, None)
+    def _compile(self, turn: Turn) -> Groups:
+        """Compile in one process, for all, and let go of what was used longest ago."""
+        kind, version, call = turn.signature.kind, turn.signature.version, turn.call
+        change = self._lengths.note(call, kind.mode)
 
-    def _compile(self, turn: Turn) -> tuple[Groups, dict[Place, Any]]:
-        with self._emptied.shaped(self._tensors.unique()):
-            return self._compiler.compile(turn.signature, turn.call), self._compiler.read(turn.signature)
+        def compiled() -> tuple[Groups, dict[Place, Any]]:
+            with self._emptied.shaped(self._tensors.unique()):
+                groups = self._compiler.compile(turn.signature, call, change)
+                return groups, self._compiler.read(turn.signature)
+
+        sizes = call.batch_size, length_sizes(kind.lengths, call.leaves)
+        request = repr((*kind.of_any_state, kind.state.facts, self._trains, version, sizes))
+        groups, self._read[kind.mode] = self._ranks.once(request, compiled)
+        self._split_before |= known_from(call)
+        self._kept.add(turn, groups)
+        kept = {made.number: made.artifact for made in self._kept.compiled}
+        self._compiler.retain(kept)
+        self._executions = {made: x for made, x in self._executions.items() if made in kept.values()}
+        return groups
 
     def _run(self, turn: Turn) -> dict[str, Tensor]:
         groups = self._compiled(turn)
@@ -324,10 +333,11 @@ class Pipeline(HeldModel):
             structure = pytree.tree_structure(call.tree)
             call_of = functools.partial(pytree.tree_unflatten, treespec=structure)
             shares = loss_shares(self._weight, call.leaves, call_of, call.batched(), every)
+        lengths = length_sizes(turn.signature.kind.lengths, call.leaves)
         spans, start, first = list[Span](), 0, 0
         for sizes in groups:
             own = None if shares is None else shares[first : first + len(sizes)]
-            spans.append(Span(sizes, call.batch_size, start, first, own))
+            spans.append(Span(sizes, call.batch_size, start, first, own, lengths))
             start, first = start + sum(sizes), first + len(sizes)
         return spans
 

@@ -124,7 +124,7 @@ class Execution:
             update: Whether a program that updates does so.
         """
         microbatches, sizes = self._split(leaves, span), span.sizes
-        whole = values_of_batch(self._of_batch, self.artifact.plan, leaves, microbatches, sizes, span.batch)
+        whole = values_of_batch(self._of_batch, self.artifact.plan, leaves, microbatches, span)
         for microbatch, size in zip(microbatches, sizes, strict=True):
             microbatch |= {"share": share_of(size, span.batch), **whole}
         stamps: dict[int, Stamps] = {} if recorded is None else {rank: [] for rank in self._ranks.devices}

@@ -82,7 +82,7 @@ class Interpreter:
         self._updating = Updating(updates)
         loss = _loss_of(plan)
         self._rank = Rank(
-            program.rank, plan, self._stages, self._results, {}, [], transport, loss, [0], self._updating
+            program.rank, plan, self._stages, self._results, {}, [], {}, transport, loss, [0], self._updating
         )
         linked = link(program, self._rank)
         self._instructions = [instruction for instruction, _ in linked]
@@ -149,12 +149,14 @@ class Interpreter:
 
     def _begin_step(self, microbatches: Sequence[Mapping[str, Tensor]], span: Span, seed: int) -> None:
         self._rank.sizes[:] = [*span.sizes, span.num_rows]
+        self._rank.lengths.clear()
+        self._rank.lengths.update(span.lengths)
         shares = span.loss_shares
         for stage in self._stages.values():
             stage.begin_step()
             for microbatch in self._own[stage.index]:
-                inputs, size = microbatches[microbatch], span.sizes[microbatch]
-                frame = stage.fill_frame(microbatch, (seed, span.first + microbatch), size)
+                inputs, sizes = microbatches[microbatch], self._rank.sizes_with(span.sizes[microbatch])
+                frame = stage.fill_frame(microbatch, (seed, span.first + microbatch), sizes)
                 frame.update(
                     {name: inputs[name].to(self._device, non_blocking=True) for name in stage.inputs}
                 )
@@ -182,16 +184,16 @@ class Interpreter:
     def _merged_results(self) -> dict[str, Tensor]:
         """The results of the batch, from what every replica that made a part of them has."""
         sizes, received, merged = self._rank.sizes[:-1], self._rank.received, dict[str, Tensor]()
-        sums = self._rank.plan.sums
+        sums, lengths = self._rank.plan.sums, self._rank.lengths
         for made in self._result_links:
             for value in made.values:
                 parts = [
-                    self._results.merged(value.name, sizes)
+                    self._results.merged(value.name, sizes, lengths)
                     if rank == self._rank.number
                     else received[value.name, rank]
                     for rank in self._rank.plan.placement[made.source]
                 ]
-                merged[value.name] = join_replicas(value, parts, sizes, value.name in sums)
+                merged[value.name] = join_replicas(value, parts, sizes, lengths, value.name in sums)
         return merged
 
     def _forget_step(self) -> None:

@@ -46,7 +46,8 @@ class _Linker:
     def __init__(self, rank: Rank) -> None:
         self.closing: list[tuple[Instruction, Action]] = []
         self._rank = rank
-        self._always = _ALWAYS | {"grad_loss"} if rank.loss else _ALWAYS
+        lengths = {length.name for length in rank.plan.lengths}
+        self._always = _ALWAYS | lengths | ({"grad_loss"} if rank.loss else set())
         self._inputs = {"share", *(entry.value.name for entry in rank.plan.inputs)}
         self._inputs |= {name for stage in rank.plan.stages for name in stage.of_batch}
         self._present: dict[tuple[int, int], dict[str, Delivery]] = defaultdict(dict)
@@ -75,7 +76,7 @@ class _Linker:
         self.closing += self._ending.left()
 
     def _receive(self, instruction: Instruction) -> Action:
-        link, microbatch, sizes = _link_of(instruction), instruction.microbatch, self._rank.sizes
+        link, microbatch, rank = _link_of(instruction), instruction.microbatch, self._rank
         receiver = self._rank.transport.receiver(instruction, self._tag(link))
         sink, wait, post = self._sink(link, microbatch, instruction.peer), receiver.wait, receiver.post
 
@@ -90,8 +91,8 @@ class _Linker:
             self.closing.append((instruction, deliver))
         if link.payload is Payload.RESULT:
             made_there = self._rank.plan.microbatches_on(link.source, instruction.peer)
-            return lambda: post(sum(sizes[each] for each in made_there))
-        return lambda: post(sizes[microbatch])
+            return lambda: post(rank.sizes_with(sum(rank.sizes[each] for each in made_there)))
+        return lambda: post(rank.sizes_with(rank.sizes[microbatch]))
 
     def _send(self, instruction: Instruction) -> Action:
         link = _link_of(instruction)
@@ -127,8 +128,8 @@ class _Linker:
             case Payload.ACTIVATION | Payload.GRADIENT:
                 return self._take(link.source, microbatch, names, f"the link to stage {link.target}")
             case Payload.RESULT:
-                results, sizes = self._rank.results, self._rank.sizes
-                return lambda: [results.merged(name, sizes[:-1]) for name in names]
+                results, rank = self._rank.results, self._rank
+                return lambda: [results.merged(name, rank.sizes[:-1], rank.lengths) for name in names]
         stage = self._rank.stages[link.source]
         indices = [stage.code.PARAMETERS.index(name) for name in names]
         if link.payload is Payload.WEIGHT:

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from pipec.artifact.check import read_verified
 from pipec.artifact.directory import Artifact
 from pipec.errors import InputError
-from pipec.ir import Ending, Input, Plan, Value
+from pipec.ir import Ending, Input, Plan, Sizes, Value
 from pipec.ir.arguments import (
     FLAG,
     FUNCTION,
@@ -25,7 +25,7 @@ from pipec.ir.arguments import (
     one_of,
 )
 from pipec.ir.batch import leaf_path, split_sizes
-from pipec.ir.text import format_value
+from pipec.ir.text import evaluate_dim, format_value, holds
 from pipec.runtime.batch import dense
 from pipec.runtime.execution import Ranks
 from pipec.runtime.facts import leaf_fact
@@ -141,9 +141,11 @@ class LoadedPipeline(Handle):
         leaves = [dense(leaf) for leaf in leaves]
         plan = self._artifact.plan
         batch = _batch_size(plan, leaves)
-        for given in plan.inputs:
-            _check(given, leaves, batch)
         sizes = split_sizes(batch, plan.num_microbatches)
+        lengths = _lengths(plan, leaves)
+        for given in plan.inputs:
+            _check(given, leaves, {"b": batch, **lengths})
+        _check_guards(plan, sizes, lengths)
         if not plan.dynamic_batch and set(sizes) != {plan.microbatch_size}:
             raise InputError(
                 f"this artifact takes microbatches of exactly {plan.microbatch_size} rows, so a batch of "
@@ -159,7 +161,9 @@ class LoadedPipeline(Handle):
         shares = loss_shares(self._weight, leaves, call_of, batched, sizes)
         if self._artifact.draws:
             torch.default_generator.set_state(after)
-        results = execution.run(leaves, Span(sizes, batch, shares=shares), seed, self._recorded, update)
+        results = execution.run(
+            leaves, Span(sizes, batch, shares=shares, lengths=lengths), seed, self._recorded, update
+        )
         self._num_steps += 1
         self._count_update()
         self.logs = {name: results[kept] for name, kept in zip(plan.logs, plan.outputs[1:], strict=False)}
@@ -251,10 +255,38 @@ def _batch_size(plan: Plan, leaves: Sequence[Any]) -> int:
     raise InputError(f"the arguments hold no batch; expected {expected}")
 
 
-def _check(given: Input, leaves: Sequence[Any], batch: int) -> None:
+def _lengths(plan: Plan, leaves: Sequence[Any]) -> Sizes:
+    """The size of each length by name. Raises InputError if an argument lacks it, or two disagree."""
+    found: dict[str, int] = {}
+    for length in plan.lengths:
+        leaf = leaves[length.position] if length.position < len(leaves) else None
+        if not isinstance(leaf, Tensor) or leaf.ndim <= length.dim:
+            raise InputError(f"{length.path} has no dimension {length.dim}, which is the size {length.name}")
+        size = leaf.shape[length.dim]
+        if found.setdefault(length.name, size) != size:
+            raise InputError(
+                f"dimension {length.dim} of {length.path} is {size}, but other arguments have "
+                f"{length.name} = {found[length.name]}; the artifact was made for equal ones"
+            )
+    return found
+
+
+def _check_guards(plan: Plan, rows: Iterable[int], lengths: Sizes) -> None:
+    """Raise InputError where the code of the artifact is not that of these sizes."""
+    for sizes in ({"b": each, **lengths} for each in {*rows}):
+        for guard in plan.guards:
+            if not holds(guard, sizes):
+                found = ", ".join(f"{name} = {size}" for name, size in sizes.items())
+                raise InputError(
+                    f"this artifact takes sizes with {guard}, but the arguments have {found}, where b are "
+                    "the rows of a microbatch; save one that was compiled for such sizes"
+                )
+
+
+def _check(given: Input, leaves: Sequence[Any], sizes: Sizes) -> None:
     """Raise InputError unless the argument has the dtype and the shape that the plan says."""
     leaf = _leaf(given, leaves)
-    shape = tuple(batch if size == "b" else size for size in given.value.shape)
+    shape = tuple(evaluate_dim(dim, sizes) for dim in given.value.shape)
     dtype = getattr(torch, given.value.dtype)
     if not (isinstance(leaf, Tensor) and leaf.dtype == dtype and leaf.shape == shape):
         found = f"{leaf.dtype} of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipec.ir import Plan, Stage
+from pipec.ir import Plan, Sizes, Stage
+from pipec.runtime.span import Span
 from pipec.runtime.stage import parameter_names
 
 
@@ -21,12 +22,12 @@ class OfBatch:
     buffers: Mapping[str, Tensor]
     device: torch.device
 
-    def values(self, inputs: Mapping[str, Tensor], b: int) -> dict[str, Tensor]:
-        """By name, the values of ``inputs`` that have ``b`` rows."""
+    def values(self, inputs: Mapping[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
+        """By name, the values of ``inputs``, in which ``b`` rows and the lengths have these ``sizes``."""
         if not self.stage.of_batch:
             return {}
         known: dict[str, Any] = {
-            "b": b,
+            **sizes,
             "device": self.device,
             "buffers": [self.buffers[fqn] for fqn in self.code.BUFFERS],
         }
@@ -42,10 +43,9 @@ def values_of_batch(
     plan: Plan,
     leaves: Sequence[Any],
     microbatches: Sequence[Mapping[str, Tensor]],
-    sizes: Sequence[int],
-    rows: int,
+    span: Span,
 ) -> dict[str, Tensor]:
-    """By name, what the stages of this process need of the batch ``leaves``, which has so many ``rows``.
+    """By name, what the stages of this process need of the batch ``leaves``, of which ``span`` is run.
 
     Code for microbatches of one size cannot take the batch. Its values are sums, and added up.
     """
@@ -53,9 +53,12 @@ def values_of_batch(
     whole = {given.value.name: leaves[given.position] for given in plan.inputs}
     for function in functions:
         if plan.dynamic_batch:
-            found |= function.values(whole, rows)
+            found |= function.values(whole, {**span.lengths, "b": span.batch})
         else:
-            parts = [function.values(each, size) for each, size in zip(microbatches, sizes, strict=True)]
+            parts = [
+                function.values(each, {**span.lengths, "b": size})
+                for each, size in zip(microbatches, span.sizes, strict=True)
+            ]
             found |= {name: torch.stack([part[name] for part in parts]).sum(0) for name in parts[0]}
     return found
 

@@ -1,7 +1,9 @@
 """Which part of a mini-batch one execution runs: all of it, unless its microbatches are compiled apart."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from pipec.ir import Sizes
 
 
 @dataclass(frozen=True)
@@ -10,6 +12,7 @@ class Span:
 
     ``start`` is the number in the batch of the first row, and ``first`` that of the first microbatch.
     ``shares`` says by what the loss of each microbatch is multiplied, if not by its share of the batch.
+    ``lengths`` are the other sizes that change from call to call, by name.
     """
 
     sizes: Sequence[int]
@@ -17,6 +20,7 @@ class Span:
     start: int = 0
     first: int = 0
     shares: Sequence[float] | None = None
+    lengths: Sizes = field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipec.errors import VerifyError
-from pipec.ir import Stage
+from pipec.ir import Sizes, Stage
 from pipec.runtime.gradients import GradientSum
 from pipec.runtime.randomness import generator
 
@@ -25,6 +25,7 @@ class StageCode(Protocol):
     ``buffers``     list of buffers as the microbatch's forward found them, in the order of ``BUFFERS``
     ``constants``   tuple returned by ``constants``
     ``b``           number of samples in the microbatch
+    ``t``, ...      size of each length of the plan, under its name
     ``rng``         function from an operator's id to the ``torch.Generator`` it draws from
     ``saved``       list returned by the phase before; the function empties it, which frees the values
     ``grad_loss``   0-dim tensor: the microbatch's share of the batch, what the backward starts from
@@ -36,7 +37,7 @@ class StageCode(Protocol):
     ``sent`` is a dict of values by name. Optional functions: ``recompute(...) -> saved``,
     ``backward(...) -> (sent, gradients)``, ``backward_input(...) -> (sent, saved, gradients)``,
     ``backward_weight(...) -> gradients``, each gradient aligned with ``PARAMETERS`` and None where there
-    is none, ``constants(...) -> tuple`` of what depends on ``b`` and ``device`` alone, and
+    is none, ``constants(...) -> tuple`` of what depends on sizes and ``device`` alone, and
     ``of_batch(...) -> tuple`` of what is needed of the whole batch, under the names in the stage's plan.
     """
 
@@ -99,16 +100,16 @@ class BoundStage:
             ]
         self.gradients.begin_step()
 
-    def fill_frame(self, microbatch: int, key: tuple[int, int], size: int) -> Frame:
-        """Put into the frame what every stage has.
+    def fill_frame(self, microbatch: int, key: tuple[int, int], sizes: Sizes) -> Frame:
+        """Put into the frame what every stage has. ``sizes`` has the rows as ``b``, and the lengths.
 
         ``key`` is what draws depend on beside the operator: the step's seed, and the microbatch's number in
         the batch.
         """
         frame = self.frames[microbatch]
-        frame.update(w=self.weights, buffers=self.buffers, b=size, device=self.device)
+        frame.update(w=self.weights, buffers=self.buffers, device=self.device, **sizes)
         frame["rng"] = functools.partial(generator, self.device, *key)
-        frame["constants"] = self._constants(size)
+        frame["constants"] = self._constants(**sizes)
         return frame
 
     def show_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -146,11 +147,11 @@ class BoundStage:
         self.buffers = self.buffers_before = self._registered
         self.gradients.forget_step()
 
-    def _evaluate_constants(self, size: int) -> tuple[Any, ...]:
+    def _evaluate_constants(self, **sizes: int) -> tuple[Any, ...]:
         constants = getattr(self.code, "constants", None)
         if constants is None:
             return ()
-        known = {"b": size, "device": self.device}
+        known = {**sizes, "device": self.device}
         return tuple(constants(*(known[name] for name in parameter_names(constants))))
 
 

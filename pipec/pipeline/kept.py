@@ -1,0 +1,80 @@
+"""What is kept of all that was compiled for one pipeline: what was used last.
+
+Every rank makes the same calls in the same order, and so lets go of the same.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from pipec.capture.call import Call
+from pipec.compiler.captures import Signature, Turn
+from pipec.compiler.compiler import Compiled, Groups
+from pipec.ir import Sizes
+from pipec.ir.batch import length_sizes
+from pipec.ir.text import holds
+
+MOST_SIGNATURES = 8
+"""Of each mode, as torch._dynamo.config.recompile_limit has it. Each has a captured graph."""
+
+MOST_PROGRAMS = 32
+"""Of one signature: for other numbers of rows, and where the code of the model depends on a size."""
+
+
+@dataclass(eq=False)
+class _Program:
+    """What runs batches of so many rows, where the sizes are such as it was compiled for."""
+
+    rows: int
+    groups: Groups
+    _served: set[tuple[int, ...]] = field(default_factory=set)
+
+    def serves(self, rows: int, lengths: Sizes) -> bool:
+        """Whether it is right for such a batch. Conditions that have held are not looked at again."""
+        if rows != self.rows:
+            return False
+        sizes = tuple(lengths.values())
+        if sizes not in self._served and self._holds(lengths):
+            self._served.add(sizes)
+        return sizes in self._served
+
+    def _holds(self, lengths: Sizes) -> bool:
+        return all(
+            holds(guard, {**lengths, "b": rows})
+            for compiled, sizes in self.groups
+            for rows in {*sizes}
+            for guard in compiled.artifact.plan.guards
+        )
+
+
+class Kept:
+    """Programs by signature, the one that was used last at the end."""
+
+    def __init__(self) -> None:
+        self._programs: dict[Signature, list[_Program]] = {}
+
+    def find(self, signature: Signature, call: Call) -> Groups | None:
+        """What runs this call, if it was compiled."""
+        programs, rows = self._programs.get(signature, []), call.batch_size
+        lengths = length_sizes(signature.kind.lengths, call.leaves)
+        for program in reversed(programs):
+            if program.serves(rows, lengths):
+                self._use(signature, program)
+                return program.groups
+        return None
+
+    def add(self, turn: Turn, groups: Groups) -> None:
+        """Keep what was compiled for a call, and let go of what was used longest ago."""
+        self._use(turn.signature, _Program(turn.call.batch_size, groups))
+        mode = turn.signature.kind.mode
+        for signature in [each for each in self._programs if each.kind.mode is mode][:-MOST_SIGNATURES]:
+            del self._programs[signature]
+
+    @property
+    def compiled(self) -> Iterator[Compiled]:
+        for programs in self._programs.values():
+            yield from (compiled for program in programs for compiled, _ in program.groups)
+
+    def _use(self, signature: Signature, program: _Program) -> None:
+        programs = self._programs.pop(signature, [])
+        others = [each for each in programs if each is not program]
+        self._programs[signature] = [*others, program][-MOST_PROGRAMS:]
