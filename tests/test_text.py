@@ -200,16 +200,17 @@ def test_dims_are_evaluated_as_python_would(dim: str, b: int) -> None:
         expected = eval(dim, {"b": b})
     except ZeroDivisionError:
         with pytest.raises(ArtifactError, match="by zero"):
-            evaluate_dim(dim, b)
+            evaluate_dim(dim, {"b": b})
         return
     if abs(expected) < 2**31:
-        assert evaluate_dim(dim, b) == expected
+        assert evaluate_dim(dim, {"b": b}) == expected
 
 
 def test_plain_dims_and_bytes() -> None:
-    assert [evaluate_dim(dim, 4) for dim in (7, "128*b", "b//2", "2*b + 1", "b**2")] == [7, 512, 2, 9, 16]
-    assert value_bytes(Value("x", "bfloat16", ("b", 128, "2*b + 1")), 4) == 4 * 128 * 9 * 2
-    assert value_bytes(Value("loss", "float64", ()), 4) == 8
+    dims = (7, "128*b", "b//2", "2*b + 1", "b**2", "b*t + 1")
+    assert [evaluate_dim(dim, {"b": 4, "t": 3}) for dim in dims] == [7, 512, 2, 9, 16, 13]
+    assert value_bytes(Value("x", "bfloat16", ("b", 128, "2*b + 1")), {"b": 4}) == 4 * 128 * 9 * 2
+    assert value_bytes(Value("loss", "float64", ()), {}) == 8
 
 
 @pytest.mark.parametrize(
@@ -236,11 +237,11 @@ def test_plain_dims_and_bytes() -> None:
 )
 def test_a_dim_that_is_no_integer_expression_is_refused(dim: str, message: str) -> None:
     with pytest.raises(ArtifactError) as caught:
-        evaluate_dim(dim, 1000)
+        evaluate_dim(dim, {"b": 1000})
     assert message in str(caught.value)
     assert len(str(caught.value)) < 500
 
 
 def test_an_unknown_dtype_has_no_bytes() -> None:
     with pytest.raises(ArtifactError, match="x has unknown dtype 'bits4'; expected one of bool, uint8"):
-        value_bytes(Value("x", "bits4", (2,)), 1)
+        value_bytes(Value("x", "bits4", (2,)), {})

@@ -113,15 +113,17 @@ def _arguments(plan: Plan) -> Iterator[str]:
             yield f"input {given.path!r} is split along the batch, but has no dimension"
 
 
-def _lengths(plan: Plan) -> Iterator[str]:
-    for length in plan.lengths:
-        if not 0 <= length.position < len(plan.arguments) or plan.arguments[length.position] != length.path:
-            yield f"length {length.name!r} is not that of argument {length.position}"
-        if length.name in ("b", "device") or not length.name.isidentifier():
-            yield f"it has {length.name!r} as the name of a length"
-    names = {length.name for length in plan.lengths}
-    yield from _strangers(names, plan.planned, "it has a length", "the planned sizes")
-    yield from _strangers(plan.planned, names, "it plans for a size", "the names of its lengths")
+def _variables(plan: Plan) -> Iterator[str]:
+    arguments = dict(enumerate(plan.arguments))
+    for variable in plan.variables:
+        if arguments.get(variable.position) != variable.path:
+            yield f"variable {variable.name!r} is not that of argument {variable.position}"
+        if variable.name in ("b", "device") or not variable.name.isidentifier():
+            yield f"it has {variable.name!r} as the name of a variable"
+    names = {variable.name for variable in plan.variables}
+    yield from _strangers(names, plan.planned, "it has a variable", "the planned sizes")
+    yield from _strangers(plan.planned, names, "it plans for a size", "the names of its variables")
+    yield from _strangers(plan.fixed, names, "it fixes", "the names of its variables")
     for guard in plan.guards:
         try:
             holds(guard, plan.sizes)
@@ -148,7 +150,7 @@ RULES: tuple[Rule, ...] = (
     _tensors,
     _links,
     _arguments,
-    _lengths,
+    _variables,
     _ending,
 )
 

@@ -1,7 +1,7 @@
 """From torch's joint graph to a TrainingGraph: what goes in and out gets a role, what does nothing goes."""
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from pipec.capture.classify import classify
 from pipec.capture.diagnosis import lines_in, model_line
 from pipec.capture.markers import RESULT
 from pipec.capture.of_batch import lift_of_batch
-from pipec.capture.symbols import batch_symbol, check_readable, length_symbols
+from pipec.capture.symbols import batch_symbol, check_readable, number_symbols, variable_symbols
 from pipec.capture.tied import merge_tied_arguments, merge_tied_gradients
 from pipec.errors import CaptureError, InputError
 from pipec.graph import (
@@ -32,7 +32,7 @@ from pipec.graph import (
     UpdatedBuffer,
 )
 from pipec.graph.dimensions import Symbols, dimension
-from pipec.ir import Length, Mode
+from pipec.ir import Mode, Sizes, Variable
 from pipec.torch_compat import pytree
 
 _aten = torch.ops.aten
@@ -62,7 +62,7 @@ class Traced:
     """One call of the model as one joint graph, and what must be known to read it.
 
     ``call`` is the sample that was traced; ``batch_size`` is the size of the microbatch that it stands for.
-    Its ``lengths`` were to be symbolic.
+    Its ``variables`` were to be symbolic, and are ``planned`` in the call.
     ``fqns`` maps the names of tensors in the joint graph to their names in the model, where a tied tensor has
     one. ``constants`` are the tensors that belong to the loss function alone. ``unclear`` is the call after
     which it is not known how the losses of microbatches make that of the batch.
@@ -74,7 +74,8 @@ class Traced:
     call: Call
     batch_size: int
     symbolic: bool
-    lengths: Sequence[Length]
+    planned: Sizes
+    variables: Sequence[Variable]
     fqns: Mapping[str, str]
     constants: Mapping[str, Tensor]
     training: bool = True
@@ -90,18 +91,18 @@ def training_graph(traced: Traced) -> TrainingGraph:
 
     Raises:
         CaptureError, InputError: pipec refuses the model, whichever front end traces it.
-        ValueDependentError, FixedBatchError, FixedLengthError: another attempt may succeed.
+        ValueDependentError, FixedBatchError, FixedVariableError: another attempt may succeed.
     """
     module = traced.joint.module
     graph = module.graph
     graph.set_codegen(fx.graph.CodeGen())  # torch's expects the arguments nested as they were
-    _check_sizes(graph)
+    _check_sizes(graph, {*number_symbols(graph)} if traced.variables else set())
     _check_calls(node for node in graph.nodes if str(node.target) == "with_effects")
     arguments = [node for node in graph.nodes if node.op == "placeholder"]
     for node, described in zip(arguments, traced.joint.arguments, strict=True):
         node.meta["role"] = _argument(described, traced)
     batch = batch_symbol(arguments, traced.joint.fixed_by) if traced.symbolic else None
-    symbols = length_symbols(arguments, traced.lengths, batch, traced.joint.fixed_by)
+    symbols = variable_symbols(arguments, traced.variables, batch, traced.joint.fixed_by)
     results = _read_results(graph, traced)
     merge_tied_arguments(graph)
     changed = {role.fqn for role in results.roles if isinstance(role, UpdatedBuffer)}
@@ -122,9 +123,9 @@ def training_graph(traced: Traced) -> TrainingGraph:
             traced.batch_size,
             batch,
             _guards(traced.joint),
-            lengths=tuple(traced.lengths),
-            planned={x.name: traced.call.leaves[x.position].shape[x.dim] for x in traced.lengths},
-            length_symbols=symbols,
+            variables=tuple(traced.variables),
+            planned=traced.planned,
+            variable_symbols=symbols,
             constants={**_used(graph, of_batch, traced.constants), **lifted},
             of_batch=of_batch,
             unclear=traced.unclear,
@@ -143,9 +144,9 @@ def _guards(joint: torch_compat.JointGraph) -> tuple[sympy.Basic, ...]:
     return tuple(guard for guard in guards if guard != sympy.true)
 
 
-def _check_sizes(graph: fx.Graph) -> None:
+def _check_sizes(graph: fx.Graph, numbers: Collection[sympy.Symbol]) -> None:
     for node in graph.nodes:
-        if node.op != "output" and torch_compat.depends_on_values(node.meta.get("val")):
+        if node.op != "output" and torch_compat.depends_on_values(node.meta.get("val"), numbers):
             where = node.meta.get("stack_trace")
             raise ValueDependentError(f"data-dependent result of {node.target}\n{where}")
 
@@ -345,7 +346,7 @@ def _used(graph: fx.Graph, of_batch: fx.Graph | None, constants: Mapping[str, Te
 
 def _checked(graph: TrainingGraph) -> TrainingGraph:
     _check_loss(graph)
-    if graph.length_symbols:
+    if graph.variable_symbols:
         check_readable(graph)
     for node in graph.nodes:
         if node.target in MATRIX_PRODUCTS:

@@ -15,7 +15,8 @@ class Step(nn.Module):
     """The module that is traced: the model, and the loss on top of it.
 
     ``batched`` tells which leaves of the arguments have the batch's rows. ``alike`` are groups of other
-    dimensions of one size, each by its leaf's position and its own.
+    dimensions of one size, each by its leaf's position and its own. The leaves at the positions ``numbers``
+    are numbers in 0-dim tensors, which lets a front end make symbols of them.
     """
 
     def __init__(
@@ -26,6 +27,7 @@ class Step(nn.Module):
         batched: Sequence[bool],
         outputs: bool,
         alike: Sequence[Sequence[tuple[int, int]]] = (),
+        numbers: Sequence[int] = (),
     ) -> None:
         super().__init__()
         self.model = model
@@ -34,18 +36,22 @@ class Step(nn.Module):
         self.batched = tuple(batched)
         self.outputs = outputs
         self.alike = tuple(map(tuple, alike))
+        self.numbers = tuple(numbers)
         self.training = model.training
         self.replaceable = tuple(_replaceable_buffers(model))
 
     def of(self, model: nn.Module) -> "Step":
         """The same step of a copy of the model."""
-        return Step(model, self.loss_fn, self.mode, self.batched, self.outputs, self.alike)
+        return Step(model, self.loss_fn, self.mode, self.batched, self.outputs, self.alike, self.numbers)
 
     def forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
     ) -> tuple[Any, dict[str, Tensor]]:
         """The results, and by name the new tensors of buffers that the model replaced."""
-        leaves = pytree.tree_leaves((args, kwargs, target))
+        leaves, structure = pytree.tree_flatten((args, kwargs, target))
+        if self.numbers:
+            leaves = [leaf.item() if i in self.numbers else leaf for i, leaf in enumerate(leaves)]
+            args, kwargs, target = pytree.tree_unflatten(leaves, structure)
         sizes = [leaf.shape[0] for leaf, batched in zip(leaves, self.batched, strict=True) if batched]
         for size in sizes[1:]:
             torch._check(size == sizes[0])  # else each tensor has a batch symbol of its own

@@ -5,11 +5,11 @@ custom backwards. Non-strict ``torch.export`` serves where Dynamo cannot. Each i
 first, and then for a fixed one; the log says why the first attempts failed.
 """
 
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import count, product
 from typing import Any
 
 import torch
@@ -21,15 +21,16 @@ from pipec.capture.attributes import readable_values
 from pipec.capture.caches import refuse_cache, without_caches
 from pipec.capture.call import Call
 from pipec.capture.diagnosis import brief, capture_error
-from pipec.capture.lengths import alike
 from pipec.capture.normalize import Traced, training_graph
 from pipec.capture.operators import number_operators
 from pipec.capture.randomness import Generators
 from pipec.capture.step import Step, model_names
-from pipec.capture.symbols import FixedLengthError
+from pipec.capture.symbols import FixedVariableError
+from pipec.capture.variables import alike
 from pipec.errors import CaptureError, InputError, PipecError
 from pipec.graph import Assumptions, Gradient, TrainingGraph
-from pipec.ir import Length, Mode
+from pipec.ir import Mode, Variable
+from pipec.ir.batch import variable_values
 from pipec.torch_compat import Captured, Place
 
 log = logging.getLogger("pipec")
@@ -55,7 +56,7 @@ def capture(
     adds_up: bool = True,
     outputs: bool = False,
     original: nn.Module | None = None,
-    lengths: Sequence[Length] = (),
+    variables: Sequence[Variable] = (),
 ) -> TrainingGraph:
     """Trace ``call`` of ``model`` into one graph. The model is left as it was.
 
@@ -69,17 +70,18 @@ def capture(
         outputs: Return the model's output besides the loss.
         symbolic: Without it, the graph serves only as many rows as the call has, and takes half the time.
         original: The model whose changes make the graph obsolete, if ``model`` is a copy of it.
-        lengths: Other dimensions that are to be symbolic as well, which Dynamo alone does.
+        variables: Other sizes, and numbers, that are to be symbolic as well. Dynamo alone can do that.
 
     Raises:
         CaptureError: no front end can capture the model; it names the model's source line.
         InputError: the model fails on these arguments, or its loss is not one number.
-        FixedLengthError: it cannot be captured with symbolic lengths, but perhaps for the sizes of this call.
+        FixedVariableError: the variables cannot be symbolic, all of them.
     """
     refuse_cache(call)
     if mode is Mode.TRAIN:
         _check_gradients(model, call)
-    step = Step(model, loss_fn, mode, call.batched(), outputs, alike(lengths))
+    numbers = [variable.position for variable in variables if variable.dim is None]
+    step = Step(model, loss_fn, mode, call.batched(), outputs, alike(variables), numbers)
     tracer = _Tracer(step, mode, call, canonical or {}, device, adds_up or mode is Mode.FORWARD)
     with ExitStack() as stack:
         stack.enter_context(torch_compat.quiet())
@@ -93,11 +95,11 @@ def capture(
         generators = Generators(step)
         if not symbolic and call.unsure:
             tracer.prove_split()
-        if lengths:
-            graph, failures = tracer.trace_lengths(lengths), list[Exception]()
+        if variables:
+            graph, failures = tracer.trace_variables(variables), list[Exception]()
         else:
             kinds = (True, False) if symbolic else (False,)
-            graph, failures = _first_success(tracer, list(product(FRONT_ENDS, kinds)))
+            graph, failures = _first_success(tracer, list(itertools.product(FRONT_ENDS, kinds)))
         generators.refuse_draws(tracer.dry_run, suspected=tracer.draws_with_numpy)
     if mode is Mode.TRAIN:
         _check_trained(graph)
@@ -198,32 +200,30 @@ class _Tracer:
         """Call the step in eager mode on fake tensors."""
         return torch_compat.dry_run(self._step, self._call.sample(self._call.batch_size, self._device).tree)
 
-    def trace_lengths(self, lengths: Sequence[Length]) -> TrainingGraph:
-        """With these lengths symbolic, as the batch is.
+    def trace_variables(self, variables: Sequence[Variable]) -> TrainingGraph:
+        """With these variables symbolic, as the batch is.
 
         Raises:
-            FixedLengthError: that cannot be done.
+            FixedVariableError: that cannot be done.
         """
         try:
-            graph = self.trace(torch_compat.capture_with_dynamo, True, lengths)
-        except FixedLengthError:
+            graph = self.trace(torch_compat.capture_with_dynamo, True, variables)
+        except FixedVariableError:
             raise
         except Exception as error:
-            raise FixedLengthError(brief(error)) from error
+            raise FixedVariableError(brief(error)) from error
         if not graph.serves(self._call.batch_size, graph.planned):
-            raise FixedLengthError("what holds of it does not hold of this call")
+            raise FixedVariableError("what holds of it does not hold of this call")
         return graph
 
-    def trace(self, front_end: FrontEnd, symbolic: bool, lengths: Sequence[Length] = ()) -> TrainingGraph:
+    def trace(self, front_end: FrontEnd, symbolic: bool, variables: Sequence[Variable] = ()) -> TrainingGraph:
         size = self._call.batch_size
-        captured = (
-            self.prove_split(lengths) if symbolic and front_end is torch_compat.capture_with_dynamo else None
-        )
-        sample = self._call.sample(self._num_rows(lengths) if symbolic else size, self._device)
+        proves = symbolic and front_end is torch_compat.capture_with_dynamo
+        captured = self.prove_split(variables) if proves else None
+        sample = self._sample(variables) if symbolic else self._call.sample(size, self._device)
         if captured is None:
             self._step.batched = tuple(sample.batched())
-            dimensions = _split(sample) + _dimensions(sample, lengths)
-            captured = front_end(self._step, sample.tree, dimensions if symbolic else [])
+            captured = front_end(self._step, sample.tree, _symbolic(sample, variables) if symbolic else [])
         self._guards = captured.guards
         self.draws_with_numpy = torch_compat.draws_with_numpy(captured.module)
         operators = number_operators(captured.module)
@@ -238,7 +238,8 @@ class _Tracer:
                 sample,
                 size,
                 symbolic,
-                lengths,
+                variable_values(variables, self._call.leaves),
+                variables,
                 self._fqns,
                 self._constants,
                 self._step.model.training,
@@ -246,12 +247,22 @@ class _Tracer:
             )
         )
 
-    def _num_rows(self, lengths: Sequence[Length]) -> int:
-        """Rows of a sample: no dimension of one element, and no size that a length has by chance."""
-        taken = {self._call.leaves[length.position].shape[length.dim] for length in lengths}
-        return next(rows for rows in count(max(self._call.batch_size, 2)) if rows not in taken)
+    def _sample(self, variables: Sequence[Variable]) -> Call:
+        """A call to be traced with symbols, and numbers that are to be symbols in tensors.
 
-    def prove_split(self, lengths: Sequence[Length] = ()) -> Captured | None:
+        No symbol has one element, nor has the batch the size of another one by chance.
+        """
+        sizes = {*variable_values(variables, self._call.leaves).values()}
+        rows = next(rows for rows in itertools.count(max(self._call.batch_size, 2)) if rows not in sizes)
+        positions = itertools.count()
+
+        def as_symbol(leaf: Any) -> Any:
+            is_number = next(positions) in self._step.numbers
+            return torch.tensor(leaf, dtype=_TYPES[type(leaf)]) if is_number else leaf
+
+        return self._call.sample(rows, self._device).map(as_symbol)
+
+    def prove_split(self, variables: Sequence[Variable] = ()) -> Captured | None:
         """Find out whether the model needs the tensors that may be split to have the batch's rows.
 
         They are traced with as many rows as the batch, but each with a symbol of its own; where the model
@@ -262,12 +273,12 @@ class _Tracer:
         """
         if not self._call.unsure:
             return None
-        sample = self._call.sample(self._num_rows(lengths), self._device)
+        sample = self._sample(variables)
         named = zip(sample.paths, sample.batched(), strict=True)
         self._step.batched = tuple(split and path not in self._call.unsure for path, split in named)
         try:
-            dimensions = _split(sample) + _dimensions(sample, lengths)
-            captured = torch_compat.capture_with_dynamo(self._step, sample.tree, dimensions)
+            symbolic = _symbolic(sample, variables)
+            captured = torch_compat.capture_with_dynamo(self._step, sample.tree, symbolic)
         except Exception as error:
             log.info("nothing shows which tensors are split: %s", brief(error))
             return None
@@ -287,12 +298,13 @@ class _Tracer:
         return Assumptions.of(step, self._guards, tensors, readable_values)
 
 
-def _split(call: Call) -> list[tuple[Tensor, int]]:
-    return [(leaf, 0) for leaf, split in zip(call.leaves, call.batched(), strict=True) if split]
+def _symbolic(call: Call, variables: Sequence[Variable]) -> list[tuple[Tensor, int]]:
+    """The dimensions that are to be symbols."""
+    split = [(leaf, 0) for leaf, split in zip(call.leaves, call.batched(), strict=True) if split]
+    return split + [(call.leaves[x.position], x.dim) for x in variables if x.dim is not None]
 
 
-def _dimensions(call: Call, lengths: Sequence[Length]) -> list[tuple[Tensor, int]]:
-    return [(call.leaves[length.position], length.dim) for length in lengths]
+_TYPES = {float: torch.float64, int: torch.int64}
 
 
 def _all_have_rows(module: fx.GraphModule, call: Call) -> bool:

@@ -121,8 +121,10 @@ class StageSource:
                 node, expression(node, self.names.__getitem__, self.graph.symbols), self.stage.constants
             )
         ]
+        named = self.free_names(self.stage.constants)
+        sizes = [name for name in self.graph.symbols.values() if name in named]
         return [
-            f"def constants({', '.join([*self.graph.symbols.values(), 'device'])}):",
+            f"def constants({', '.join([*sizes, 'device'])}):",
             '    """Values that depend on nothing but sizes."""',
             *body,
             f"    return {_tuple(self.names[node] for node in self.hoisted())}",

@@ -10,7 +10,7 @@ from pipec.capture.call import Call
 from pipec.capture.state import State
 from pipec.compiler.staged import StagedGraph
 from pipec.console import log
-from pipec.ir import Length, Mode
+from pipec.ir import Mode, Variable
 from pipec.torch_compat import Place
 
 
@@ -18,7 +18,7 @@ from pipec.torch_compat import Place
 class Kind:
     """What decides a capture, besides what the code of the model reads.
 
-    ``called`` is what a call has beside its values, its rows and its ``lengths``. With ``outputs`` the
+    ``called`` is what a call has beside its values, its rows and its ``variables``. With ``outputs`` the
     model's output comes with the loss. ``state`` is that of the model and of torch.
     """
 
@@ -26,7 +26,7 @@ class Kind:
     called: Hashable
     outputs: bool
     state: State
-    lengths: tuple[Length, ...] = ()
+    variables: tuple[Variable, ...] = ()
 
     @property
     def of_any_state(self) -> tuple[Mode, Hashable, bool]:
@@ -53,7 +53,7 @@ class Turn:
 
 class Captures:
     """The captured graphs of one model, cut into stages. There are several of one signature where the model
-    specialises on a number of rows, or on a length.
+    specialises on a number of rows, or on a variable.
     """
 
     def __init__(self) -> None:
@@ -72,14 +72,14 @@ class Captures:
                 return number
         return numbers[-1] + 1 if numbers else 0
 
-    def announce(self, signature: Signature, model: nn.Module, lengths: str) -> None:
-        """Say why a kind of call is captured again. ``lengths`` is what about its lengths is new."""
+    def announce(self, signature: Signature, model: nn.Module, variables: str) -> None:
+        """Say why a kind of call is captured again. ``variables`` is what about its variables is new."""
         kind, number = signature.kind, signature.version
         last, versions = self._last.get(kind.of_any_state), self._versions.setdefault(kind, [])
         self._last[kind.of_any_state] = kind
         if signature in self.staged:  # for another number of rows
             return
-        reason = lengths
+        reason = variables
         if last is not None and last.state != kind.state:
             reason = kind.state.change_since(last.state, model)
         elif versions and number > versions[-1]:

@@ -24,11 +24,11 @@ _CACHE = 1 << 14
 
 
 def planned_sizes(graph: TrainingGraph) -> Planned:
-    """The microbatch size as ``MICROBATCH``, and each length as the size that it was captured with."""
-    lengths = tuple(
-        (symbol, sympy.Integer(graph.planned[name])) for symbol, name in graph.length_symbols.items()
+    """The microbatch size as ``MICROBATCH``, and each variable as the size that it was captured with."""
+    variables = tuple(
+        (symbol, sympy.sympify(graph.planned[name])) for symbol, name in graph.variable_symbols.items()
     )
-    return lengths if graph.batch is None else ((graph.batch, MICROBATCH), *lengths)
+    return variables if graph.batch is None else ((graph.batch, MICROBATCH), *variables)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Sizes of a graph as text: integer expressions in the microbatch size ``b`` and the names of lengths."""
+"""Sizes of a graph as text: integer expressions in the microbatch size ``b`` and the names of variables."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -26,5 +26,5 @@ def condition(guard: sympy.Basic, symbols: Symbols) -> str:
 
 
 def _named(expr: sympy.Basic, symbols: Symbols) -> Any:
-    names = {symbol: sympy.Symbol(name, integer=True, positive=True) for symbol, name in symbols.items()}
+    names = {symbol: sympy.Symbol(name, **symbol.assumptions0) for symbol, name in symbols.items()}
     return expr.xreplace(names)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipec.errors import InputError
-from pipec.ir.values import Length, Sizes
+from pipec.ir.values import Sizes, Variable
 
 
 def split_sizes(batch: int, num_microbatches: int) -> list[int]:
@@ -28,6 +28,10 @@ def leaf_path(keys: Sequence[Any]) -> str:
     return str(keys[0].key) + "".join(str(key) for key in keys[1:])
 
 
-def length_sizes(lengths: Sequence[Length], leaves: Sequence[Any]) -> Sizes:
-    """The size of each length by name, in a call whose arguments have these leaves."""
-    return {length.name: leaves[length.position].shape[length.dim] for length in lengths}
+def variable_values(variables: Sequence[Variable], leaves: Sequence[Any]) -> Sizes:
+    """The size or number of each variable by name, in a call whose arguments have these leaves."""
+    return {
+        variable.name: leaf if variable.dim is None else leaf.shape[variable.dim]
+        for variable in variables
+        for leaf in [leaves[variable.position]]
+    }

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pipec.ir.ending import NOTHING_MORE, Ending, Shard
 from pipec.ir.memory import StageMemory
 from pipec.ir.schedule import Placement, count_ranks, microbatches_on
-from pipec.ir.values import Input, Length, Link, Mode, Phase, Sizes, Value
+from pipec.ir.values import Input, Link, Mode, Phase, Sizes, Value, Variable
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +88,9 @@ class Plan:
     ``outputs`` names the results in the order of the leaves of what the model returns; ``sums`` are those
     that add up over microbatches; ``logs`` are the names that the loss function gave to those after the loss;
     ``arguments`` names all leaves of ``step``'s arguments, of which ``inputs`` are those that a stage reads;
-    ``training`` is the mode that the model was captured in. ``lengths`` are the dimensions that may have
-    another size in each call, ``planned`` the sizes that costs are predicted for, and ``guards`` the
-    conditions under which the code is right, such as ``t <= 512``. ``link_seconds[i]`` is how long
+    ``training`` is the mode that the model was captured in. ``variables`` are the sizes and numbers that may
+    be others in each call, and ``planned`` what they are where costs are predicted. The code is right if they
+    fulfil all ``guards``, such as ``t <= 512``, and are what ``fixed`` says. ``link_seconds[i]`` is how long
     ``links[i]`` takes. ``parameters`` and ``buffers`` are named by FQN. ``ending`` is what the step does
     besides its microbatches. ``microbatch_weight`` says how much the losses of microbatches count, if the
     graph does not: by "rows", as they are ("sum"), or as a function says ("given"). ``alternatives`` are the
@@ -115,8 +115,9 @@ class Plan:
     dynamic_batch: bool = True
     arguments: tuple[str, ...] = ()
     training: bool = True
-    lengths: tuple[Length, ...] = ()
+    variables: tuple[Variable, ...] = ()
     planned: Sizes = field(default_factory=dict)
+    fixed: Sizes = field(default_factory=dict)
     guards: tuple[str, ...] = ()
     ending: Ending = NOTHING_MORE
     microbatch_weight: str = ""

@@ -109,7 +109,7 @@ _OPERATORS: Mapping[type[ast.AST], Callable[..., int]] = {
     ast.USub: operator.neg,
 }
 
-_COMPARISONS: Mapping[type[ast.cmpop], Callable[[int, int], bool]] = {
+_COMPARISONS: Mapping[type[ast.cmpop], Callable[[float, float], bool]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
     ast.Lt: operator.lt,
@@ -145,12 +145,12 @@ def holds(guard: str, sizes: Sizes) -> bool:
     """Whether a condition on sizes, such as ``t <= 512``, is true.
 
     Raises:
-        ArtifactError: ``guard`` does not compare integer expressions in the names of ``sizes``.
+        ArtifactError: ``guard`` compares anything but dimensions and numbers in the names of ``sizes``.
     """
     try:
         match _parsed(guard):
             case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARISONS:
-                return _COMPARISONS[type(op)](_evaluate(left, sizes), _evaluate(right, sizes))
+                return _COMPARISONS[type(op)](_number(left, sizes), _number(right, sizes))
             case other:
                 raise ValueError(f"{type(other).__name__} is not allowed")
     except _UNREADABLE as error:
@@ -158,6 +158,16 @@ def holds(guard: str, sizes: Sizes) -> bool:
             f"condition {_shown(guard)!r} cannot be evaluated for {_listed(sizes)}: {error}; "
             "expected two dimensions joined by == != < <= > or >="
         ) from error
+
+
+def _number(node: ast.expr, sizes: Sizes) -> float:
+    """A side of a condition: a dimension; or a number, or the name of one."""
+    match node:
+        case ast.Constant(value=float(number)):
+            return number
+        case ast.Name(id=name) if isinstance(sizes.get(name), float):
+            return sizes[name]
+    return _evaluate(node, sizes)
 
 
 def names_in(dim: Dim) -> set[str]:
@@ -182,8 +192,8 @@ def _evaluate(node: ast.expr, sizes: Sizes) -> int:
     match node:
         case ast.Constant(value=int(number)) if not isinstance(number, bool):
             result = number
-        case ast.Name(id=name) if name in sizes:
-            result = sizes[name]
+        case ast.Name(id=name) if isinstance(size := sizes.get(name), int):
+            result = size
         case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
             result = _OPERATORS[type(op)](_evaluate(operand, sizes))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:

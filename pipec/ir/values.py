@@ -7,11 +7,11 @@ from enum import StrEnum
 Dim = int | str
 """A dimension: a number, or an integer expression such as ``"128*b"``.
 
-Its names are ``b``, the microbatch size, and those of the plan's lengths.
+Its names are ``b``, the microbatch size, and those of the plan's variables.
 """
 
-Sizes = Mapping[str, int]
-"""The numbers that the names in dimensions stand for."""
+Sizes = Mapping[str, int | float]
+"""The numbers that names in dimensions and in code stand for. Those in dimensions are whole."""
 
 
 class Phase(StrEnum):
@@ -83,16 +83,22 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
-class Length:
-    """A dimension that changes from call to call: dimension ``dim`` of leaf ``position`` of the arguments.
+class Variable:
+    """What changes from call to call: dimension ``dim`` of leaf ``position`` of the arguments.
 
-    ``name`` stands for its size in shapes and in code. Dimensions with one name have one size.
+    If ``dim`` is None, the leaf itself is a number that changes. ``name`` stands for the size or the number
+    in shapes and in code. Dimensions with one name have one size.
     """
 
     name: str
     position: int
     path: str
-    dim: int
+    dim: int | None
+
+    @property
+    def what(self) -> str:
+        """``dimension 1 of kwargs['input_ids']``"""
+        return self.path if self.dim is None else f"dimension {self.dim} of {self.path}"
 
 
 @dataclass(frozen=True, slots=True)

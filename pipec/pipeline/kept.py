@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from pipec.capture.call import Call
 from pipec.compiler.captures import Signature, Turn
-from pipec.compiler.compiler import Compiled, Groups
+from pipec.compiler.groups import Compiled, Groups
 from pipec.ir import Sizes
-from pipec.ir.batch import length_sizes
+from pipec.ir.batch import variable_values
 from pipec.ir.text import holds
 
 MOST_SIGNATURES = 8
@@ -26,23 +26,23 @@ class _Program:
 
     rows: int
     groups: Groups
-    _served: set[tuple[int, ...]] = field(default_factory=set)
+    _served: set[tuple[float, ...]] = field(default_factory=set)
 
-    def serves(self, rows: int, lengths: Sizes) -> bool:
+    def serves(self, rows: int, values: Sizes) -> bool:
         """Whether it is right for such a batch. Conditions that have held are not looked at again."""
         if rows != self.rows:
             return False
-        sizes = tuple(lengths.values())
-        if sizes not in self._served and self._holds(lengths):
+        sizes = tuple(values.values())
+        if sizes not in self._served and self._holds(values):
             self._served.add(sizes)
         return sizes in self._served
 
-    def _holds(self, lengths: Sizes) -> bool:
+    def _holds(self, values: Sizes) -> bool:
+        plans = [(compiled.artifact.plan, {*sizes}) for compiled, sizes in self.groups]
         return all(
-            holds(guard, {**lengths, "b": rows})
-            for compiled, sizes in self.groups
-            for rows in {*sizes}
-            for guard in compiled.artifact.plan.guards
+            all(values[name] == fixed for name, fixed in plan.fixed.items())
+            and all(holds(guard, {**values, "b": rows}) for rows in sizes for guard in plan.guards)
+            for plan, sizes in plans
         )
 
 
@@ -55,9 +55,9 @@ class Kept:
     def find(self, signature: Signature, call: Call) -> Groups | None:
         """What runs this call, if it was compiled."""
         programs, rows = self._programs.get(signature, []), call.batch_size
-        lengths = length_sizes(signature.kind.lengths, call.leaves)
+        values = variable_values(signature.kind.variables, call.leaves)
         for program in reversed(programs):
-            if program.serves(rows, lengths):
+            if program.serves(rows, values):
                 self._use(signature, program)
                 return program.groups
         return None

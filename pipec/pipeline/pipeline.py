@@ -12,16 +12,17 @@ from torch import Tensor
 
 from pipec.artifact.directory import write
 from pipec.capture.call import Call
-from pipec.capture.lengths import Lengths
 from pipec.capture.splitting import Batched, divide, known_from, positional_names, refuse_own_batches
 from pipec.capture.state import State
+from pipec.capture.variables import Variables
 from pipec.compiler.captures import Kind, Signature, Turn
-from pipec.compiler.compiler import Compiled, Compiler, Groups
+from pipec.compiler.compiler import Compiler
+from pipec.compiler.groups import Compiled, Groups
 from pipec.errors import PipecError
 from pipec.graph import changed_constants
 from pipec.ir import Mode, Plan
 from pipec.ir.arguments import check_arguments
-from pipec.ir.batch import length_sizes
+from pipec.ir.batch import variable_values
 from pipec.pipeline.held import HeldModel
 from pipec.pipeline.kept import Kept
 from pipec.pipeline.methods import METHODS
@@ -66,7 +67,7 @@ class Pipeline(HeldModel):
         self._batched = batched
         self._weight = microbatch_weight
         self._split_before: dict[str, bool] = {}
-        self._lengths = Lengths()
+        self._variables = Variables()
         self._kept = Kept()
         self._read: dict[Mode, dict[Place, Any]] = {}
 
@@ -248,8 +249,8 @@ class Pipeline(HeldModel):
         return self._divided(Call(*pytree.tree_unflatten(sent, structure)))
 
     def _kind(self, mode: Mode, call: Call, outputs: bool, state: State) -> Kind:
-        lengths = self._lengths.of(call, mode)
-        return Kind(mode, call.signature(lengths), outputs, state, lengths)
+        variables = self._variables.of(call, mode)
+        return Kind(mode, call.signature(variables), outputs, state, variables)
 
     def _state(self, mode: Mode) -> State:
         return State.of(self._compiler.model, mode, self._emptied.shapes(self._tensors.unique()))
@@ -289,14 +290,14 @@ class Pipeline(HeldModel):
     def _compile(self, turn: Turn) -> Groups:
         """Compile in one process, for all, and let go of what was used longest ago."""
         kind, version, call = turn.signature.kind, turn.signature.version, turn.call
-        change = self._lengths.note(call, kind.mode)
+        change = self._variables.note(call, kind.mode)
 
         def compiled() -> tuple[Groups, dict[Place, Any]]:
             with self._emptied.shaped(self._tensors.unique()):
                 groups = self._compiler.compile(turn.signature, call, change)
                 return groups, self._compiler.read(turn.signature)
 
-        sizes = call.batch_size, length_sizes(kind.lengths, call.leaves)
+        sizes = call.batch_size, variable_values(kind.variables, call.leaves)
         request = repr((*kind.of_any_state, kind.state.facts, self._trains, version, sizes))
         groups, self._read[kind.mode] = self._ranks.once(request, compiled)
         self._split_before |= known_from(call)
@@ -333,11 +334,11 @@ class Pipeline(HeldModel):
             structure = pytree.tree_structure(call.tree)
             call_of = functools.partial(pytree.tree_unflatten, treespec=structure)
             shares = loss_shares(self._weight, call.leaves, call_of, call.batched(), every)
-        lengths = length_sizes(turn.signature.kind.lengths, call.leaves)
+        values = variable_values(turn.signature.kind.variables, call.leaves)
         spans, start, first = list[Span](), 0, 0
         for sizes in groups:
             own = None if shares is None else shares[first : first + len(sizes)]
-            spans.append(Span(sizes, call.batch_size, start, first, own, lengths))
+            spans.append(Span(sizes, call.batch_size, start, first, own, values))
             start, first = start + sum(sizes), first + len(sizes)
         return spans
 

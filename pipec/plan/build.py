@@ -85,8 +85,9 @@ def build_plan(
         dynamic_batch=graph.batch is not None,
         arguments=graph.paths,
         training=graph.training,
-        lengths=graph.lengths,
+        variables=graph.variables,
         planned=graph.planned,
+        fixed=graph.fixed,
         guards=tuple(_guards(graph)),
         ending=build_ending(ending, graph.mode, stages, values, links, schedule.placement, topology),
     )
@@ -94,10 +95,11 @@ def build_plan(
 
 def _guards(graph: TrainingGraph) -> Iterator[str]:
     """The conditions under which the code is right. Torch gives sizes of 0 and 1 graphs of their own."""
-    yield from (f"{name} == {size}" for name, size in graph.fixed.items())
-    yield from (f"{name} >= 2" for name in graph.length_symbols.values())
+    for name in graph.variable_symbols.values():
+        if isinstance(graph.planned[name], int):
+            yield f"{name} >= 2"
     for guard in graph.guards:
-        if guard.free_symbols & {*graph.length_symbols}:
+        if guard.free_symbols & {*graph.variable_symbols}:
             yield condition(guard, graph.symbols)
 
 

@@ -149,8 +149,8 @@ class Interpreter:
 
     def _begin_step(self, microbatches: Sequence[Mapping[str, Tensor]], span: Span, seed: int) -> None:
         self._rank.sizes[:] = [*span.sizes, span.num_rows]
-        self._rank.lengths.clear()
-        self._rank.lengths.update(span.lengths)
+        self._rank.values.clear()
+        self._rank.values.update(span.values)
         shares = span.loss_shares
         for stage in self._stages.values():
             stage.begin_step()
@@ -184,16 +184,16 @@ class Interpreter:
     def _merged_results(self) -> dict[str, Tensor]:
         """The results of the batch, from what every replica that made a part of them has."""
         sizes, received, merged = self._rank.sizes[:-1], self._rank.received, dict[str, Tensor]()
-        sums, lengths = self._rank.plan.sums, self._rank.lengths
+        sums, values = self._rank.plan.sums, self._rank.values
         for made in self._result_links:
             for value in made.values:
                 parts = [
-                    self._results.merged(value.name, sizes, lengths)
+                    self._results.merged(value.name, sizes, values)
                     if rank == self._rank.number
                     else received[value.name, rank]
                     for rank in self._rank.plan.placement[made.source]
                 ]
-                merged[value.name] = join_replicas(value, parts, sizes, lengths, value.name in sums)
+                merged[value.name] = join_replicas(value, parts, sizes, values, value.name in sums)
         return merged
 
     def _forget_step(self) -> None:

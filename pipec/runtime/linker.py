@@ -46,8 +46,8 @@ class _Linker:
     def __init__(self, rank: Rank) -> None:
         self.closing: list[tuple[Instruction, Action]] = []
         self._rank = rank
-        lengths = {length.name for length in rank.plan.lengths}
-        self._always = _ALWAYS | lengths | ({"grad_loss"} if rank.loss else set())
+        variables = {variable.name for variable in rank.plan.variables}
+        self._always = _ALWAYS | variables | ({"grad_loss"} if rank.loss else set())
         self._inputs = {"share", *(entry.value.name for entry in rank.plan.inputs)}
         self._inputs |= {name for stage in rank.plan.stages for name in stage.of_batch}
         self._present: dict[tuple[int, int], dict[str, Delivery]] = defaultdict(dict)
@@ -129,7 +129,7 @@ class _Linker:
                 return self._take(link.source, microbatch, names, f"the link to stage {link.target}")
             case Payload.RESULT:
                 results, rank = self._rank.results, self._rank
-                return lambda: [results.merged(name, rank.sizes[:-1], rank.lengths) for name in names]
+                return lambda: [results.merged(name, rank.sizes[:-1], rank.values) for name in names]
         stage = self._rank.stages[link.source]
         indices = [stage.code.PARAMETERS.index(name) for name in names]
         if link.payload is Payload.WEIGHT:

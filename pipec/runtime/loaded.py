@@ -24,7 +24,7 @@ from pipec.ir.arguments import (
     number,
     one_of,
 )
-from pipec.ir.batch import leaf_path, split_sizes
+from pipec.ir.batch import leaf_path, split_sizes, variable_values
 from pipec.ir.text import evaluate_dim, format_value, holds
 from pipec.runtime.batch import dense
 from pipec.runtime.execution import Ranks
@@ -142,10 +142,10 @@ class LoadedPipeline(Handle):
         plan = self._artifact.plan
         batch = _batch_size(plan, leaves)
         sizes = split_sizes(batch, plan.num_microbatches)
-        lengths = _lengths(plan, leaves)
+        values = _values(plan, leaves)
         for given in plan.inputs:
-            _check(given, leaves, {"b": batch, **lengths})
-        _check_guards(plan, sizes, lengths)
+            _check(given, leaves, {"b": batch, **values})
+        _check_guards(plan, sizes, values)
         if not plan.dynamic_batch and set(sizes) != {plan.microbatch_size}:
             raise InputError(
                 f"this artifact takes microbatches of exactly {plan.microbatch_size} rows, so a batch of "
@@ -162,7 +162,7 @@ class LoadedPipeline(Handle):
         if self._artifact.draws:
             torch.default_generator.set_state(after)
         results = execution.run(
-            leaves, Span(sizes, batch, shares=shares, lengths=lengths), seed, self._recorded, update
+            leaves, Span(sizes, batch, shares=shares, values=values), seed, self._recorded, update
         )
         self._num_steps += 1
         self._count_update()
@@ -255,32 +255,36 @@ def _batch_size(plan: Plan, leaves: Sequence[Any]) -> int:
     raise InputError(f"the arguments hold no batch; expected {expected}")
 
 
-def _lengths(plan: Plan, leaves: Sequence[Any]) -> Sizes:
-    """The size of each length by name. Raises InputError if an argument lacks it, or two disagree."""
-    found: dict[str, int] = {}
-    for length in plan.lengths:
-        leaf = leaves[length.position] if length.position < len(leaves) else None
-        if not isinstance(leaf, Tensor) or leaf.ndim <= length.dim:
-            raise InputError(f"{length.path} has no dimension {length.dim}, which is the size {length.name}")
-        size = leaf.shape[length.dim]
-        if found.setdefault(length.name, size) != size:
+def _values(plan: Plan, leaves: Sequence[Any]) -> Sizes:
+    """The size or number of each variable. Raises InputError if an argument lacks it, or two disagree."""
+    found: dict[str, int | float] = {}
+    for variable in plan.variables:
+        leaf = leaves[variable.position] if variable.position < len(leaves) else None
+        expected = type(plan.planned[variable.name])
+        if variable.dim is None and type(leaf) is not expected:
+            raise InputError(f"{variable.path} is {leaf!r}; expected a number of type {expected.__name__}")
+        if variable.dim is not None and not (isinstance(leaf, Tensor) and leaf.ndim > variable.dim):
+            raise InputError(f"{variable.path} has no dimension {variable.dim}, which is {variable.name}")
+        value = variable_values([variable], leaves)[variable.name]
+        if found.setdefault(variable.name, value) != value:
             raise InputError(
-                f"dimension {length.dim} of {length.path} is {size}, but other arguments have "
-                f"{length.name} = {found[length.name]}; the artifact was made for equal ones"
+                f"dimension {variable.dim} of {variable.path} is {value}, but {variable.name} is "
+                f"{found[variable.name]} in other arguments; the artifact was made for equal ones"
             )
     return found
 
 
-def _check_guards(plan: Plan, rows: Iterable[int], lengths: Sizes) -> None:
-    """Raise InputError where the code of the artifact is not that of these sizes."""
-    for sizes in ({"b": each, **lengths} for each in {*rows}):
-        for guard in plan.guards:
-            if not holds(guard, sizes):
-                found = ", ".join(f"{name} = {size}" for name, size in sizes.items())
-                raise InputError(
-                    f"this artifact takes sizes with {guard}, but the arguments have {found}, where b are "
-                    "the rows of a microbatch; save one that was compiled for such sizes"
-                )
+def _check_guards(plan: Plan, rows: Iterable[int], values: Sizes) -> None:
+    """Raise InputError where the code of the artifact is not right for these sizes and numbers."""
+    broken = [f"{name} == {fixed}" for name, fixed in plan.fixed.items() if values[name] != fixed]
+    for sizes in ({"b": each, **values} for each in {*rows}):
+        broken += [guard for guard in plan.guards if not holds(guard, sizes)]
+        if broken:
+            found = ", ".join(f"{name} = {size}" for name, size in sizes.items())
+            raise InputError(
+                f"this artifact is right where {broken[0]}, but the arguments have {found}, b being the rows "
+                "of a microbatch; save one that was compiled for such arguments"
+            )
 
 
 def _check(given: Input, leaves: Sequence[Any], sizes: Sizes) -> None:

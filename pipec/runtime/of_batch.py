@@ -23,7 +23,7 @@ class OfBatch:
     device: torch.device
 
     def values(self, inputs: Mapping[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
-        """By name, the values of ``inputs``, in which ``b`` rows and the lengths have these ``sizes``."""
+        """By name, the values of ``inputs``, in which ``b`` rows and the variables have these ``sizes``."""
         if not self.stage.of_batch:
             return {}
         known: dict[str, Any] = {
@@ -53,10 +53,10 @@ def values_of_batch(
     whole = {given.value.name: leaves[given.position] for given in plan.inputs}
     for function in functions:
         if plan.dynamic_batch:
-            found |= function.values(whole, {**span.lengths, "b": span.batch})
+            found |= function.values(whole, {**span.values, "b": span.batch})
         else:
             parts = [
-                function.values(each, {**span.lengths, "b": size})
+                function.values(each, {**span.values, "b": size})
                 for each, size in zip(microbatches, span.sizes, strict=True)
             ]
             found |= {name: torch.stack([part[name] for part in parts]).sum(0) for name in parts[0]}

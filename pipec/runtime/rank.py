@@ -29,7 +29,7 @@ class Rank:
 
     ``sizes`` is set anew for each step: the number of samples in each microbatch, then that in the batch. A
     link that moves once per step has microbatch -1, and so finds the size of the batch at ``sizes[-1]``.
-    ``lengths`` is set with it: the other sizes that shapes have names for.
+    ``values`` is set with it: the other sizes that shapes have names for.
     ``received`` has what other ranks made of results, by name and rank; ``loss`` is the result that training
     differentiates.
     ``arrival[0]`` is the time, by ``time.perf_counter_ns``, when an action last had all that it waited for.
@@ -42,7 +42,7 @@ class Rank:
     results: Results
     received: dict[tuple[str, int], Tensor]
     sizes: list[int]
-    lengths: dict[str, int]
+    values: dict[str, int | float]
     transport: Transport
     loss: Value | None
     arrival: list[int]
@@ -51,7 +51,7 @@ class Rank:
 
     def sizes_with(self, rows: int) -> Sizes:
         """What the names in the shape of a value with so many rows stand for."""
-        return {**self.lengths, "b": rows}
+        return {**self.values, "b": rows}
 
     def note_arrival(self) -> None:
         self.arrival[0] = time.perf_counter_ns()

@@ -56,7 +56,7 @@ class Results:
             if name in sent:
                 parts[microbatch] = sent[name]
 
-    def merged(self, name: str, sizes: Sequence[int], lengths: Sizes) -> Tensor:
+    def merged(self, name: str, sizes: Sequence[int], values: Sizes) -> Tensor:
         """What this rank's microbatches contribute to a result of the batch; see ``merge``."""
         if name not in self._merged:
             own, parts = self._own[name], self._parts.pop(name)
@@ -67,7 +67,7 @@ class Results:
             else:
                 own_sizes, adds_up = [sizes[microbatch] for microbatch in own], name in self._sums
                 value, batch = self._values[name], sum(sizes)
-                self._merged[name] = merge(value, in_order, own_sizes, batch, lengths, adds_up)
+                self._merged[name] = merge(value, in_order, own_sizes, batch, values, adds_up)
         return self._merged[name]
 
 
@@ -76,7 +76,7 @@ def merge(
     parts: Sequence[Tensor],
     sizes: Sequence[int],
     batch: int,
-    lengths: Sizes,
+    values: Sizes,
     adds_up: bool = False,
 ) -> Tensor:
     """Join the parts of microbatches that hold ``sizes`` of the samples of a batch into a new tensor.
@@ -89,7 +89,7 @@ def merge(
         InputError: the parts cannot stand for the whole batch.
     """
     if dims := _batch_dims(value):
-        return _concatenate(value, parts, dims[0], {**lengths, "b": sum(sizes)})
+        return _concatenate(value, parts, dims[0], {**values, "b": sum(sizes)})
     if adds_up:
         return torch.stack(list(parts)).sum(0, dtype=parts[0].dtype)
     if parts[0].is_floating_point() or parts[0].is_complex():
@@ -98,7 +98,7 @@ def merge(
 
 
 def join_replicas(
-    value: Value, parts: Sequence[Tensor], sizes: Sequence[int], lengths: Sizes, adds_up: bool = False
+    value: Value, parts: Sequence[Tensor], sizes: Sequence[int], values: Sizes, adds_up: bool = False
 ) -> Tensor:
     """The result of the batch from what ``merge`` made on each replica, of microbatches in turn.
 
@@ -110,7 +110,7 @@ def join_replicas(
     if count == 1:
         return parts[0]
     if dims := _batch_dims(value):
-        along = [evaluate_dim(value.shape[dims[0]], {**lengths, "b": size}) for size in sizes]
+        along = [evaluate_dim(value.shape[dims[0]], {**values, "b": size}) for size in sizes]
         rows = [iter(part.split(along[k::count], dims[0])) for k, part in enumerate(parts)]
         return torch.cat([next(rows[microbatch % count]) for microbatch in range(len(sizes))], dims[0])
     if adds_up or parts[0].is_floating_point() or parts[0].is_complex():
@@ -134,7 +134,7 @@ def join(plan: Plan, parts: Sequence[Mapping[str, Tensor]], spans: Sequence[Span
     sums = {*plan.sums, "loss"} if spans[0].shares else plan.sums
     return {
         value.name: merge(
-            value, [part[value.name] for part in parts], sizes, batch, spans[0].lengths, value.name in sums
+            value, [part[value.name] for part in parts], sizes, batch, spans[0].values, value.name in sums
         )
         for value in values
     }

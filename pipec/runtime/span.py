@@ -12,7 +12,7 @@ class Span:
 
     ``start`` is the number in the batch of the first row, and ``first`` that of the first microbatch.
     ``shares`` says by what the loss of each microbatch is multiplied, if not by its share of the batch.
-    ``lengths`` are the other sizes that change from call to call, by name.
+    ``values`` are the other sizes that change from call to call, by name.
     """
 
     sizes: Sequence[int]
@@ -20,7 +20,7 @@ class Span:
     start: int = 0
     first: int = 0
     shares: Sequence[float] | None = None
-    lengths: Sizes = field(default_factory=dict)
+    values: Sizes = field(default_factory=dict)
 
     @property
     def num_rows(self) -> int:

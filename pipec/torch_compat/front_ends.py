@@ -30,6 +30,9 @@ from pipec.torch_compat.modules import no_output
 
 DYNAMO_CONFIG = {"automatic_dynamic_shapes": False, "assume_static_by_default": True, "allow_rnn": True}
 
+NUMBERS = "numbers"
+"""The attribute of a traced module that says which of its arguments it turns into symbolic numbers."""
+
 
 IGNORED_LOGGING = ("debug", "info", "warning", "error", "exception", "critical", "log", "warning_once")
 """Methods of loggers, the last one of Hugging Face's. What a model logs is no part of its graph."""
@@ -71,6 +74,7 @@ def capture_with_dynamo(module: torch.nn.Module, args: tuple[Any, ...], symbolic
     known: set[Any] = torch._dynamo.config.ignore_logger_methods
     methods = {getattr(logging.Logger, name) for name in IGNORED_LOGGING if hasattr(logging.Logger, name)}
     config = DYNAMO_CONFIG | {"ignore_logger_methods": known | methods}
+    config["capture_scalar_outputs"] = bool(getattr(module, NUMBERS, ()))
     with (
         warnings.catch_warnings(record=True) as caught,
         torch._dynamo.config.patch(config),
