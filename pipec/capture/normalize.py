@@ -62,7 +62,8 @@ class Traced:
     """One call of the model as one joint graph, and what must be known to read it.
 
     ``call`` is the sample that was traced; ``batch_size`` is the size of the microbatch that it stands for.
-    Its ``variables`` were to be symbolic, and are ``planned`` in the call.
+    Its ``variables`` were to be symbolic, and are ``planned`` in the call; ``numbers`` has what the forward
+    graph has for those that are numbers.
     ``fqns`` maps the names of tensors in the joint graph to their names in the model, where a tied tensor has
     one. ``constants`` are the tensors that belong to the loss function alone. ``unclear`` is the call after
     which it is not known how the losses of microbatches make that of the batch.
@@ -76,6 +77,7 @@ class Traced:
     symbolic: bool
     planned: Sizes
     variables: Sequence[Variable]
+    numbers: Mapping[str, Sequence[Any]]
     fqns: Mapping[str, str]
     constants: Mapping[str, Tensor]
     training: bool = True
@@ -96,13 +98,13 @@ def training_graph(traced: Traced) -> TrainingGraph:
     module = traced.joint.module
     graph = module.graph
     graph.set_codegen(fx.graph.CodeGen())  # torch's expects the arguments nested as they were
-    _check_sizes(graph, {*number_symbols(graph)} if traced.variables else set())
+    _check_sizes(graph, number_symbols(graph) if traced.variables else set())
     _check_calls(node for node in graph.nodes if str(node.target) == "with_effects")
     arguments = [node for node in graph.nodes if node.op == "placeholder"]
     for node, described in zip(arguments, traced.joint.arguments, strict=True):
         node.meta["role"] = _argument(described, traced)
     batch = batch_symbol(arguments, traced.joint.fixed_by) if traced.symbolic else None
-    symbols = variable_symbols(arguments, traced.variables, batch, traced.joint.fixed_by)
+    symbols = variable_symbols(arguments, batch, traced.variables, traced.numbers, traced.joint)
     results = _read_results(graph, traced)
     merge_tied_arguments(graph)
     changed = {role.fqn for role in results.roles if isinstance(role, UpdatedBuffer)}

@@ -1,18 +1,19 @@
 """The symbols of a captured graph: that of the batch, and those of variables."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sympy
 import torch
 from torch import Tensor, fx
 
+from pipec.capture.add_up import plain_name
 from pipec.errors import ArtifactError
 from pipec.graph import ModelInput, TrainingGraph
 from pipec.graph.dimensions import condition, dimension
 from pipec.ir import Variable
 from pipec.ir.text import evaluate_dim, holds
-from pipec.torch_compat import pytree
+from pipec.torch_compat import JointGraph, pytree
 
 
 class FixedBatchError(Exception):
@@ -34,28 +35,52 @@ def batch_symbol(arguments: Sequence[fx.Node], fixed_by: str) -> sympy.Symbol:
     raise FixedBatchError(f"the batch becomes a constant in {fixed_by}")
 
 
+def number_values(captured: fx.Graph, variables: Sequence[Variable]) -> dict[str, list[Any]]:
+    """By name, what a forward graph has for each number that its arguments bring in a tensor."""
+    paths = {plain_name(variable.path): variable.name for variable in variables if variable.dim is None}
+    found: dict[str, list[Any]] = {}
+    for node in captured.find_nodes(op="placeholder"):
+        if name := paths.get(plain_name(str(node.target))):
+            found[name] = [user.meta["example_value"] for user in node.users]
+    return found
+
+
+def number_symbols(joint: fx.Graph) -> set[sympy.Symbol]:
+    """The symbols of numbers that are found in arguments."""
+    read = joint.find_nodes(op="call_function", target=torch.ops.aten._local_scalar_dense.default)
+    return {node.meta["val"].node.expr for node in read if node.all_input_nodes[0].op == "placeholder"}
+
+
 def variable_symbols(
-    arguments: Sequence[fx.Node], variables: Sequence[Variable], batch: sympy.Symbol | None, fixed_by: str
+    arguments: Sequence[fx.Node],
+    batch: sympy.Symbol | None,
+    variables: Sequence[Variable],
+    numbers: Mapping[str, Sequence[Any]],
+    joint: JointGraph,
 ) -> dict[sympy.Symbol, str]:
-    """The symbol of each variable, and its name. One that the model never reads has a symbol all the same.
+    """The symbols of variables, and their names. A number has one in the forward graph, and one in ``joint``.
 
     Raises:
-        FixedVariableError: the model made a number of one, or made one of two symbols.
+        FixedVariableError: the model made a number of one, or one of two, or nothing shows that it did not.
     """
     nodes = {x.meta["role"].position: x for x in arguments if isinstance(x.meta["role"], ModelInput)}
-    found: dict[str, sympy.Symbol] = {}
+    found: dict[sympy.Symbol, str] = {}
     for variable in variables:
-        for size in _values(nodes.get(variable.position), variable.dim):
-            symbol = _expression(size)
-            if not isinstance(symbol, sympy.Symbol) or found.setdefault(variable.name, symbol) != symbol:
-                what = (
-                    variable.path if variable.dim is None else f"dimension {variable.dim} of {variable.path}"
-                )
-                raise FixedVariableError(f"{what} becomes a constant in {fixed_by}")
-    if len({*found.values()} - {batch}) < len(found):
-        raise FixedVariableError("the model needs sizes to be the same that need not be")
-    names = dict.fromkeys(variable.name for variable in variables)
-    return {found.get(name, sympy.Symbol(f"unread_{name}")): name for name in names}
+        argument = nodes.get(variable.position)
+        values = [*numbers.get(variable.name, ()), *_values(argument, variable.dim)]
+        for symbol in map(_expression, values):
+            if not isinstance(symbol, sympy.Symbol):
+                raise FixedVariableError(f"{variable.what} becomes a constant in {joint.fixed_by}")
+            if found.setdefault(symbol, variable.name) != variable.name or symbol == batch:
+                raise FixedVariableError(f"the model needs {variable.what} to be as large as another one")
+    read = {*found.values()}
+    for variable in variables:
+        shown = numbers.get(variable.name) if variable.dim is None else variable.name in read
+        if not shown or any(value.is_number for value in joint.replacements.values()):
+            raise FixedVariableError(
+                f"{variable.what} is not read, or becomes a constant in {joint.fixed_by}"
+            )
+    return found
 
 
 def _values(argument: fx.Node | None, dim: int | None) -> list[Any]:
@@ -64,14 +89,7 @@ def _values(argument: fx.Node | None, dim: int | None) -> list[Any]:
         return []
     if dim is not None:
         return [argument.meta["val"].shape[dim]]
-    return [user.meta["val"] for user in argument.users]
-
-
-def number_symbols(graph: fx.Graph) -> Iterator[sympy.Symbol]:
-    """The symbols of numbers that are found in arguments."""
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten._local_scalar_dense.default):
-        if node.all_input_nodes[0].op == "placeholder":
-            yield node.meta["val"].node.expr
+    return [user.meta["val"] for user in argument.users if user.op == "call_function"]
 
 
 def check_readable(graph: TrainingGraph) -> None:

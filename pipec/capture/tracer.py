@@ -25,7 +25,7 @@ from pipec.capture.normalize import Traced, training_graph
 from pipec.capture.operators import number_operators
 from pipec.capture.randomness import Generators
 from pipec.capture.step import Step, model_names
-from pipec.capture.symbols import FixedVariableError
+from pipec.capture.symbols import FixedVariableError, number_values
 from pipec.capture.variables import alike
 from pipec.errors import CaptureError, InputError, PipecError
 from pipec.graph import Assumptions, Gradient, TrainingGraph
@@ -240,6 +240,7 @@ class _Tracer:
                 symbolic,
                 variable_values(variables, self._call.leaves),
                 variables,
+                number_values(captured.module.graph, variables),
                 self._fqns,
                 self._constants,
                 self._step.model.training,

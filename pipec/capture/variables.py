@@ -11,7 +11,7 @@ Every rank makes the same calls, and so comes to the same variables by itself.
 
 import math
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,21 +99,23 @@ def _kind(call: Call, mode: Mode, values: Mapping[Site, float]) -> Hashable:
 def _variables(call: Call, seen: _Seen, values: Mapping[Site, float]) -> list[Variable]:
     """What has been other, each with a name. Dimensions that were alike in every call share one."""
     alike: dict[tuple[object, float], str] = {}
-    found = []
-    for site, value in values.items():
-        before: object = seen.names.get(site, seen.values[site])
+    found: list[Variable] = []
+    for (position, dim), value in values.items():
+        before: object = seen.names.get((position, dim), seen.values[position, dim])
         if before != value:
-            position, dim = site
             path = call.paths[position]
-            name = f"t{len(alike) + 1}" if alike else "t"
-            name = _number_name(path) if dim is None else alike.setdefault((before, value), name)
+            if dim is None:
+                name = _number_name(path, position, {variable.name for variable in found})
+            else:
+                name = alike.setdefault((before, value), f"t{len(alike) + 1}" if alike else "t")
             found.append(Variable(name, position, path, dim))
     return found
 
 
-def _number_name(path: str) -> str:
+def _number_name(path: str, position: int, taken: Collection[str]) -> str:
     """``temperature_value`` for ``kwargs['temperature']``, which nothing else in generated code is called."""
-    return f"{re.sub('[^0-9a-zA-Z]+', '_', path.removeprefix('kwargs')).strip('_')}_value"
+    name = f"{re.sub('[^0-9a-zA-Z]+', '_', path.removeprefix('kwargs')).strip('_')}_value"
+    return f"value_{position}" if name in taken or not name.isidentifier() else name
 
 
 def _change(seen: _Seen, variables: Sequence[Variable], values: Mapping[Site, float]) -> str:

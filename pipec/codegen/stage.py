@@ -122,7 +122,7 @@ class StageSource:
             )
         ]
         named = self.free_names(self.stage.constants)
-        sizes = [name for name in self.graph.symbols.values() if name in named]
+        sizes = [name for name in self.graph.symbol_names if name in named]
         return [
             f"def constants({', '.join([*sizes, 'device'])}):",
             '    """Values that depend on nothing but sizes."""',
@@ -140,7 +140,7 @@ class StageSource:
         parameters = [
             *(["buffers"] if held else []),
             *(self.names[node] for node in nodes if node.op == "placeholder" and node not in held),
-            *(name for name in (*self.graph.symbols.values(), "device") if name in named),
+            *(name for name in (*self.graph.symbol_names, "device") if name in named),
         ]
 
         def name(node: fx.Node) -> str:
@@ -182,7 +182,7 @@ class _FunctionSource:
             yield "saved"
         yield from (self.module.names[node] for node in function.received + function.inputs)
         named = self.module.free_names(function.body)
-        yield from (name for name in (*self.module.graph.symbols.values(), "device", "rng") if name in named)
+        yield from (name for name in (*self.module.graph.symbol_names, "device", "rng") if name in named)
 
     def _unpack(self) -> Iterator[str]:
         if self.function.saved_in:

@@ -72,13 +72,16 @@ class Captures:
                 return number
         return numbers[-1] + 1 if numbers else 0
 
-    def announce(self, signature: Signature, model: nn.Module, variables: str) -> None:
-        """Say why a kind of call is captured again. ``variables`` is what about its variables is new."""
+    def announce(self, signature: Signature, model: nn.Module, variables: str) -> str:
+        """Say why a kind of call is compiled, and log why it is captured again; returns it in words.
+
+        ``variables`` is what about its sizes and numbers is new.
+        """
         kind, number = signature.kind, signature.version
         last, versions = self._last.get(kind.of_any_state), self._versions.setdefault(kind, [])
         self._last[kind.of_any_state] = kind
-        if signature in self.staged:  # for another number of rows
-            return
+        if signature in self.staged:
+            return "for other rows or sizes than before"
         reason = variables
         if last is not None and last.state != kind.state:
             reason = kind.state.change_since(last.state, model)
@@ -88,6 +91,7 @@ class Captures:
             log(f"pipec: compiles anew: {reason}")
         if number not in versions:
             versions.append(number)
+        return reason or f"for the first call of this kind ({kind.mode})"
 
     def retain(self, used: Collection[StagedGraph]) -> None:
         """Let go of all graphs but those in use."""

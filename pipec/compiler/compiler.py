@@ -25,6 +25,7 @@ from pipec.compiler.captures import Captures, Kind, Signature
 from pipec.compiler.groups import Compiled, Groups, check_groups, check_outputs
 from pipec.compiler.pass_list import CompilerOptions
 from pipec.compiler.staged import StagedGraph, Trial
+from pipec.console import notice
 from pipec.errors import InfeasibleError, InputError, PlanError
 from pipec.graph import TrainingGraph
 from pipec.ir import Alternative, Mode, Placement, Shard, Variable
@@ -82,6 +83,7 @@ class Compiler:
     _symbolic: dict[Signature, list[tuple[Variable, ...]]] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _warned: set[str] = field(default_factory=set)
+    _notice: notice = field(default_factory=lambda: notice(""))
 
     def of(self, model: nn.Module) -> "Compiler":
         """One for a copy of the model, that knows where stages are and has compiled nothing."""
@@ -107,19 +109,23 @@ class Compiler:
         Raises:
             CaptureError, InputError, PlanError, InfeasibleError: nothing has run or been sent by then.
         """
-        self._captures.announce(signature, self.model, variables)
+        reason = self._captures.announce(signature, self.model, variables)
+        with notice(f"pipec: compiles, {reason}") as self._notice:
+            return self._compile(signature, call)
+
+    def _compile(self, signature: Signature, call: Call) -> Groups:
         sizes = variable_values(signature.kind.variables, call.leaves)
         count = self._choose(signature, call)
-        groups, rest = [], split_sizes(call.batch_size, count)
+        groups, graphs, rest = [], [], split_sizes(call.batch_size, count)
         while rest:
             staged = self._stages(signature, call, call.batch_size - sum(rest), rest)
+            graphs.append(staged.graph)
             served = list(takewhile(functools.partial(staged.graph.serves, values=sizes), rest))
             groups.append((self._group(staged, len(served), rest[0]), served))
             rest = rest[len(served) :]
         if count > 1:
-            graph = self._captures.staged[signature][0].graph
-            check_outputs(graph.unclear_output, count)
-            self._warn_of_unclear_loss(graph.unclear)
+            check_outputs(graphs[0].unclear_output, count)
+            self._warn_of_unclear_loss(graphs[0].unclear)
         check_groups(groups)
         return groups
 
@@ -353,6 +359,7 @@ class Compiler:
     def _timed(self, what: str) -> Iterator[None]:
         """Note how long a block takes, without the time of what is noted within it."""
         started, noted = time.perf_counter(), sum(self.seconds.values())
+        self._notice.now(what)
         try:
             yield
         finally:
@@ -361,6 +368,7 @@ class Compiler:
 
     def _time(self, position: int, transform: Pass, graph: TrainingGraph, seconds: float) -> None:
         self._note(type(transform).__name__, seconds)
+        self._notice.now(f"after the pass {type(transform).__name__}")
 
     def _note(self, what: str, seconds: float) -> None:
         self.seconds[what] = self.seconds.get(what, 0.0) + seconds

@@ -100,6 +100,11 @@ class TrainingGraph:
         return {**({self.batch: "b"} if self.batch is not None else {}), **self.variable_symbols}
 
     @property
+    def symbol_names(self) -> tuple[str, ...]:
+        """Each name once: a number has two symbols."""
+        return tuple(dict.fromkeys(self.symbols.values()))
+
+    @property
     def fixed(self) -> Sizes:
         """The variables that are the same in every call that the graph serves."""
         symbolic = {*self.variable_symbols.values()}

@@ -95,7 +95,7 @@ def build_plan(
 
 def _guards(graph: TrainingGraph) -> Iterator[str]:
     """The conditions under which the code is right. Torch gives sizes of 0 and 1 graphs of their own."""
-    for name in graph.variable_symbols.values():
+    for name in dict.fromkeys(graph.variable_symbols.values()):
         if isinstance(graph.planned[name], int):
             yield f"{name} >= 2"
     for guard in graph.guards:

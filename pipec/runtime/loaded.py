@@ -25,7 +25,7 @@ from pipec.ir.arguments import (
     one_of,
 )
 from pipec.ir.batch import leaf_path, split_sizes, variable_values
-from pipec.ir.text import evaluate_dim, format_value, holds
+from pipec.ir.text import evaluate_dim, format_value, holds, names_in
 from pipec.runtime.batch import dense
 from pipec.runtime.execution import Ranks
 from pipec.runtime.facts import leaf_fact
@@ -276,15 +276,17 @@ def _values(plan: Plan, leaves: Sequence[Any]) -> Sizes:
 
 def _check_guards(plan: Plan, rows: Iterable[int], values: Sizes) -> None:
     """Raise InputError where the code of the artifact is not right for these sizes and numbers."""
-    broken = [f"{name} == {fixed}" for name, fixed in plan.fixed.items() if values[name] != fixed]
+    conditions = [*(f"{name} == {fixed}" for name, fixed in plan.fixed.items()), *plan.guards]
     for sizes in ({"b": each, **values} for each in {*rows}):
-        broken += [guard for guard in plan.guards if not holds(guard, sizes)]
-        if broken:
-            found = ", ".join(f"{name} = {size}" for name, size in sizes.items())
-            raise InputError(
-                f"this artifact is right where {broken[0]}, but the arguments have {found}, b being the rows "
-                "of a microbatch; save one that was compiled for such arguments"
-            )
+        for condition in conditions:
+            if not holds(condition, sizes):
+                read = [name for name in sizes if name in names_in(condition)]
+                found = " and ".join(f"{name} = {sizes[name]}" for name in read)
+                what = ", ".join(each.what for each in plan.variables if each.name in read)
+                raise InputError(
+                    f"this artifact is right where {condition}, but the arguments have {found}: {what}; "
+                    "save one that was compiled for such arguments"
+                )
 
 
 def _check(given: Input, leaves: Sequence[Any], sizes: Sizes) -> None:
