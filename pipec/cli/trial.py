@@ -80,7 +80,13 @@ def read_batch(plan: Plan, path: Path) -> Leaves:
 
 
 def _empty(plan: Plan) -> Leaves:
-    return [None] * len(plan.arguments)
+    """Leaves without the inputs: numbers as planned, and arguments of which the sizes alone are read."""
+    leaves: Leaves = [None] * len(plan.arguments)
+    for position in {variable.position for variable in plan.variables}:
+        own = {x.dim: plan.planned[x.name] for x in plan.variables if x.position == position}
+        shape = [int(own.get(dim, 1)) for dim in range(1 + max(x or 0 for x in own))]
+        leaves[position] = own[None] if None in own else torch.zeros(shape)
+    return leaves
 
 
 def _batch_size(plan: Plan) -> int:

@@ -97,7 +97,10 @@ class Compiler:
     def retain(self, numbers: Collection[int]) -> None:
         """Let go of what was compiled, but of these."""
         self._compiled = {key: made for key, made in self._compiled.items() if made.number in numbers}
-        self._captures.retain({staged for staged, _, _ in self._compiled})
+        used = {staged for staged, _, _ in self._compiled}
+        self._captures.retain(used)
+        for staged in used:
+            staged.forget_trials()
         self._symbolic = {key: x for key, x in self._symbolic.items() if key in self._captures.staged}
 
     def compile(self, signature: Signature, call: Call, variables: str = "") -> Groups:

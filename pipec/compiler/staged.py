@@ -107,6 +107,13 @@ class StagedGraph:
             )
         return self._variants[stages]
 
+    def forget_trials(self) -> None:
+        """Let go of the plans and programs that were tried on these stages."""
+        self._trials.clear()
+        self._plans.clear()
+        for variant in self._variants.values():
+            variant.forget_trials()
+
     def trial(self, schedule: Schedule, microbatch_size: int) -> Trial:
         """The schedule on these stages, lowered, verified and simulated: once, however often it is asked for.
 
