@@ -47,16 +47,20 @@ class Variables:
         seen = self._seen.get(_kind(call, mode, values))
         return tuple(_variables(call, seen, values)) if seen else ()
 
-    def note(self, call: Call, mode: Mode) -> str:
-        """Remember a call that is compiled. Returns what it has that is new, in words."""
+    def change(self, call: Call, mode: Mode) -> str:
+        """What a call has that is new, in words; empty if nothing is, or its kind is."""
         values = _values(call)
+        seen = self._seen.get(_kind(call, mode, values))
+        return _change(seen, self.of(call, mode), values) if seen else ""
+
+    def note(self, call: Call, mode: Mode) -> None:
+        """Remember a call that was compiled."""
+        values, variables = _values(call), self.of(call, mode)
         kind = _kind(call, mode, values)
-        seen = self._seen.pop(kind, None)
-        variables = list(_variables(call, seen, values)) if seen else []
+        self._seen.pop(kind, None)
         self._seen[kind] = _Seen(values, {(x.position, x.dim): x.name for x in variables})
         for oldest in list(self._seen)[:-MOST_KINDS]:
             del self._seen[oldest]
-        return _change(seen, variables, values) if seen else ""
 
 
 def alike(variables: Sequence[Variable]) -> list[list[tuple[int, int]]]:

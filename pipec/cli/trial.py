@@ -19,7 +19,7 @@ from pipec.runtime.loaded import LoadedPipeline, check_ending
 PARAMETER_DEVIATION = 0.02
 """The standard deviation of random parameters. GPT-2 starts from it; it is small enough for most models."""
 
-Leaves = list[Tensor | None]
+Leaves = list[Tensor | float | None]
 """The flattened arguments of ``step``, as ``step_on`` takes them; None where no stage reads one."""
 
 

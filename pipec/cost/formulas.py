@@ -93,7 +93,7 @@ def operator_cost(node: fx.Node, sizes: Sizes, planned: Planned, device: DeviceM
 
 def node_bytes(node: fx.Node, size: int) -> int:
     """Bytes of the node's value with microbatches of ``size`` rows. ``AnnotateCost`` must have run."""
-    if node.op == "call_function":
+    if "cost" in node.meta:
         return evaluate(node.meta["cost"].output_bytes, size)
     held: torch.Tensor = node.meta["val"]
     return int(held.numel()) * held.itemsize

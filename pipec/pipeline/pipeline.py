@@ -146,6 +146,7 @@ class Pipeline(HeldModel):
         memo[id(self)] = made
         made._holders, made._emptied = dict(self._holders), emptied
         made._split_before = dict(self._split_before)
+        made._variables = copy.deepcopy(self._variables)
         forget(made, [fqn for fqn, first in self._canonical.items() if first in emptied.layouts])
         return made
 
@@ -290,7 +291,7 @@ class Pipeline(HeldModel):
     def _compile(self, turn: Turn) -> Groups:
         """Compile in one process, for all, and let go of what was used longest ago."""
         kind, version, call = turn.signature.kind, turn.signature.version, turn.call
-        change = self._variables.note(call, kind.mode)
+        change = self._variables.change(call, kind.mode)
 
         def compiled() -> tuple[Groups, dict[Place, Any]]:
             with self._emptied.shaped(self._tensors.unique()):
@@ -301,6 +302,7 @@ class Pipeline(HeldModel):
         request = repr((*kind.of_any_state, kind.state.facts, self._trains, version, sizes))
         groups, self._read[kind.mode] = self._ranks.once(request, compiled)
         self._split_before |= known_from(call)
+        self._variables.note(call, kind.mode)
         self._kept.add(turn, groups)
         kept = {made.number: made.artifact for made in self._kept.compiled}
         self._compiler.retain(kept)
