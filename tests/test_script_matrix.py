@@ -1,4 +1,4 @@
-"""What scripts do between steps, with optimizers of the model's or the pipeline's parameters, on 1 to 4 ranks."""
+"""What scripts do between steps, with the model's parameters or the pipeline's, on 1 to 4 ranks."""
 
 import functools
 import json
