@@ -5,6 +5,7 @@ import gc
 import logging
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 
 import pipec
 from pipec import console
+from pipec.artifact.plan_rules import check_plan
 from pipec.pipeline import kept
 
 ROWS = 6
@@ -425,3 +427,21 @@ def test_a_saved_pipeline_refuses_other_sizes(
     given = {**change(sequences(8))}
     with pytest.raises(pipec.InputError, match=message):
         pipec.load(saved[1]).step(**{"temperature": 0.5, **given})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"guards": ("__import__('os').remove('x')",)}, "condition .* cannot be evaluated"),
+        ({"guards": ("s0 <= 4",)}, "Name is not allowed"),
+        ({"planned": {"t": 8}}, "it has a variable 'temperature_value', which is not among the planned"),
+        ({"fixed": {"u": 8}}, "it fixes 'u', which is not among the names of its variables"),
+        ({"variables": ()}, "it plans for a size"),
+    ],
+)
+def test_a_plan_that_contradicts_itself_is_refused(
+    saved: tuple[Attention, Path], change: dict[str, Any], message: str
+) -> None:
+    plan = replace(pipec.load(saved[1]).plan, **change)
+    with pytest.raises(pipec.ArtifactError, match=message):
+        check_plan(plan, Path("plan.json"))

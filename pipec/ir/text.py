@@ -109,6 +109,8 @@ _OPERATORS: Mapping[type[ast.AST], Callable[..., int]] = {
     ast.USub: operator.neg,
 }
 
+_FUNCTIONS: Mapping[str, Callable[[Iterable[int]], int]] = {"max": max, "min": min}
+
 _COMPARISONS: Mapping[type[ast.cmpop], Callable[[float, float], bool]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
@@ -201,6 +203,8 @@ def _evaluate(node: ast.expr, sizes: Sizes) -> int:
             if isinstance(op, ast.Pow) and not 0 <= other <= _LARGEST_EXPONENT:
                 raise ValueError(f"exponent {other} is not within 0 to {_LARGEST_EXPONENT}")
             result = _OPERATORS[type(op)](base, other)
+        case ast.Call(func=ast.Name(id=name), args=[_, *_], keywords=[]) if name in _FUNCTIONS:
+            result = _FUNCTIONS[name](_evaluate(argument, sizes) for argument in node.args)
         case _:
             raise ValueError(f"{type(node).__name__} is not allowed")
     if abs(result) >= _LARGEST_DIM:

@@ -20,6 +20,9 @@ MOST_PROGRAMS = 32
 """Of one signature: for other numbers of rows, and where the code of the model depends on a size."""
 
 
+_MOST_SERVED = 1024
+
+
 @dataclass(eq=False)
 class _Program:
     """What runs batches of so many rows, where the sizes are such as it was compiled for."""
@@ -33,9 +36,14 @@ class _Program:
         if rows != self.rows:
             return False
         sizes = tuple(values.values())
-        if sizes not in self._served and self._holds(values):
+        if sizes in self._served:
+            return True
+        if len(self._served) >= _MOST_SERVED:  # such as a number that is another one in every step
+            self._served.clear()
+        is_right = self._holds(values)
+        if is_right:
             self._served.add(sizes)
-        return sizes in self._served
+        return is_right
 
     def _holds(self, values: Sizes) -> bool:
         plans = [(compiled.artifact.plan, {*sizes}) for compiled, sizes in self.groups]
