@@ -21,6 +21,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import pipec
 from pipec.ir import Input, Instruction, Link, Mode, Payload, Plan, Program, Sizes, Stage, Value
+from pipec.pipeline.turns import Asked
 from pipec.programs.lower import chain_links, lower
 from pipec.runtime import InProcess, Interpreter, Transport
 from pipec.runtime.span import Span
@@ -146,7 +147,7 @@ def seconds(job: Callable[[], object]) -> float:
 
 def check(pipe: pipec.Pipeline, inputs: dict[str, object]) -> None:
     """What ``step`` does before its first instruction."""
-    pipe._compiled(pipe._agreed("step", Mode.TRAIN, (), inputs))
+    pipe._compiled(pipe._agreed(Asked("step", Mode.TRAIN), (), inputs))
 
 
 def before_steps() -> Iterator[tuple[str, float, float]]:

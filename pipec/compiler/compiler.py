@@ -22,13 +22,13 @@ from pipec.capture.variables import symbolic_choices
 from pipec.compiler.alternatives import refused, shard_costs
 from pipec.compiler.autotuner import Autotuner, Choice, CutGraph
 from pipec.compiler.captures import Captures, Kind, Signature
-from pipec.compiler.groups import Compiled, Groups, check_groups, check_outputs
+from pipec.compiler.groups import Compiled, Groups, check_groups, check_outputs, check_served
 from pipec.compiler.pass_list import CompilerOptions
 from pipec.compiler.staged import StagedGraph, Trial
 from pipec.console import notice
 from pipec.errors import InfeasibleError, InputError, PlanError
 from pipec.graph import TrainingGraph
-from pipec.ir import Alternative, Mode, Placement, Shard, Variable
+from pipec.ir import Alternative, Mode, Placement, Shard, Sizes, Variable
 from pipec.ir.batch import split_sizes, variable_values
 from pipec.passes import Pass
 from pipec.passes.follow_owners import FollowOwners, Owners, owners_of
@@ -131,6 +131,15 @@ class Compiler:
             self._warn_of_unclear_loss(graphs[0].unclear)
         check_groups(groups)
         return groups
+
+    def require_served(self, signature: Signature, sizes: Sequence[int], values: Sizes) -> None:
+        """Refuse microbatches of several sizes that one graph is not right for, whoever runs which of them.
+
+        Raises:
+            InputError: the model makes a constant of the batch, or was captured for one size.
+        """
+        graphs = [staged.graph for staged in self._captures.staged[signature]]
+        check_served(graphs, sizes, values, self.dynamic)
 
     def _warn_of_unclear_loss(self, unclear: str) -> None:
         if unclear and unclear not in self._warned:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 from pipec.artifact.directory import Artifact
 from pipec.errors import InputError
+from pipec.graph import TrainingGraph
+from pipec.ir import Sizes
 from pipec.torch_compat import pytree
 
 
@@ -40,4 +42,16 @@ def check_groups(groups: Sequence[tuple[Compiled, list[int]]]) -> None:
             f"the loss needs a count over the whole mini-batch, but its {len(sizes)} microbatches of "
             f"{max(sizes)} and {min(sizes)} rows are compiled apart, because the model makes a constant of "
             f"the batch. Pass a batch that {len(sizes)} microbatches divide, as drop_last=True does"
+        )
+
+
+def check_served(graphs: Sequence[TrainingGraph], sizes: Sequence[int], values: Sizes, dynamic: bool) -> None:
+    """Refuse microbatches of several sizes that the graph of the largest ones is not right for."""
+    graph = next((each for each in graphs if each.serves(max(sizes), values)), graphs[0])
+    if strange := [size for size in sizes if not graph.serves(size, values)]:
+        reason = "the model makes a constant of the batch" if dynamic else "dynamic is False"
+        raise InputError(
+            "replicas that pass their own parts of a batch run one graph, which cannot take microbatches "
+            f"of {strange[0]} and {max(sizes)} rows: {reason}. Pass as many rows on every replica, which "
+            "its microbatches divide, as drop_last=True does"
         )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from pipec.capture.call import Call
-from pipec.compiler.captures import Signature, Turn
+from pipec.compiler.captures import Signature
 from pipec.compiler.groups import Compiled, Groups
 from pipec.ir import Sizes
 from pipec.ir.batch import variable_values
@@ -60,9 +60,9 @@ class Kept:
     def __init__(self) -> None:
         self._programs: dict[Signature, list[_Program]] = {}
 
-    def find(self, signature: Signature, call: Call) -> Groups | None:
-        """What runs this call, if it was compiled."""
-        programs, rows = self._programs.get(signature, []), call.batch_size
+    def find(self, signature: Signature, rows: int, call: Call) -> Groups | None:
+        """What runs this call, as if it had so many rows, if it was compiled."""
+        programs = self._programs.get(signature, [])
         values = variable_values(signature.kind.variables, call.leaves)
         for program in reversed(programs):
             if program.serves(rows, values):
@@ -70,12 +70,12 @@ class Kept:
                 return program.groups
         return None
 
-    def add(self, turn: Turn, groups: Groups) -> None:
+    def add(self, signature: Signature, rows: int, groups: Groups) -> None:
         """Keep what was compiled for a call, and let go of what was used longest ago."""
-        self._use(turn.signature, _Program(turn.call.batch_size, groups))
-        mode = turn.signature.kind.mode
-        for signature in [each for each in self._programs if each.kind.mode is mode][:-MOST_SIGNATURES]:
-            del self._programs[signature]
+        self._use(signature, _Program(rows, groups))
+        alike = [each for each in self._programs if each.kind.mode is signature.kind.mode]
+        for oldest in alike[:-MOST_SIGNATURES]:
+            del self._programs[oldest]
 
     @property
     def compiled(self) -> Iterator[Compiled]:

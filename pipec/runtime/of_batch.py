@@ -1,14 +1,16 @@
 """What the stages must know of the whole mini-batch, such as how many labels count: computed once a step."""
 
 import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipec.ir import Plan, Sizes, Stage
+from pipec.runtime.group import Group
+from pipec.runtime.results import empty_like
 from pipec.runtime.span import Span
 from pipec.runtime.stage import parameter_names
 
@@ -61,6 +63,38 @@ def values_of_batch(
             ]
             found |= {name: torch.stack([part[name] for part in parts]).sum(0) for name in parts[0]}
     return found
+
+
+def values_of_local_batch(
+    functions: Sequence[OfBatch],
+    plan: Plan,
+    leaves: Sequence[Any],
+    microbatches: Sequence[Mapping[str, Tensor]],
+    span: Span,
+    group_of: Callable[[int], Group],
+) -> dict[str, Tensor]:
+    """As ``values_of_batch``, of a batch of which each replica has a part: the sums over its replicas.
+
+    ``group_of`` gives the replicas of a stage. Sums are taken in their order: they have the same bits on all.
+    """
+    own = [microbatch for microbatch in span.own if span.sizes[microbatch]]
+    parts, sizes = [microbatches[each] for each in own], [span.sizes[each] for each in own]
+    part = replace(span, sizes=sizes, batch=sum(sizes))
+    found: dict[str, Tensor] = {}
+    for function in functions:
+        made = values_of_batch([function], plan, leaves, parts, part) if own else {}
+        for value in function.stage.of_batch_sums:
+            term = (
+                made[value.name] if own else torch.zeros_like(empty_like(value, span.values, function.device))
+            )
+            found[value.name] = _sum(term, group_of(function.stage.index))
+    return found
+
+
+def _sum(term: Tensor, group: Group) -> Tensor:
+    terms = term.new_empty(group.size, *term.shape)
+    group.all_gather(terms.view(-1), term.contiguous().view(-1))()
+    return functools.reduce(torch.add, terms.unbind())
 
 
 @functools.lru_cache(maxsize=64)
