@@ -203,7 +203,7 @@ class Work:
             yield source, target
 
     def _bytes(self, link: Link) -> float:
-        return sum(value_bytes(value, 1) for value in link.values) / self.parts
+        return sum(value_bytes(value, {}) for value in link.values) / self.parts
 
     def _host(self, device: int) -> int:
         return device // self.topology.levels[0].size

@@ -134,7 +134,7 @@ def test_updates_of_shares_are_the_same_in_parts(shard: Shard | None) -> None:
             optimizer=functools.partial(torch.optim.AdamW, lr=1e-2),
             shard=shard,
             topology=alike(2, link),
-            device_model=DeviceModel("test", {"float32": 1e6}, 1e15, 0.0, 2**40, link, "arithmetic alone"),
+            device_model=DeviceModel("test", {"float32": 1e6}, 1e15, 1e-6, 2**40, link, "made up"),
         )
         losses = [pipe.step(**inputs) for _ in range(3)]
         assert bool(pipe.plan.parts) == (link is SLOW)

@@ -1,9 +1,10 @@
-"""How the arguments of a mini-batch are named, and how it is split into microbatches."""
+"""How the arguments of a mini-batch are named and sized, and how it is split into microbatches."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from pipec.errors import InputError
+from pipec.ir.values import Sizes, Variable
 
 
 def split_sizes(batch: int, num_microbatches: int) -> list[int]:
@@ -19,9 +20,31 @@ def split_sizes(batch: int, num_microbatches: int) -> list[int]:
     return [batch // num_microbatches + (i < batch % num_microbatches) for i in range(num_microbatches)]
 
 
+def sizes_of_replicas(rows: Sequence[int], num_microbatches: int) -> list[int]:
+    """Rows of each microbatch if replica k has ``rows[k]`` of the batch, and splits them on its own.
+
+    Replicas take the microbatches in turn. Those of one that has few rows may have none.
+    """
+    count = len(rows)
+    sizes = [0] * num_microbatches
+    for k, own in enumerate(rows):
+        share = len(range(k, num_microbatches, count))
+        sizes[k::count] = [own // share + (i < own % share) for i in range(share)]
+    return sizes
+
+
 def leaf_path(keys: Sequence[Any]) -> str:
     """The name of a leaf as a person would write it, from its path: ``kwargs['mask']`` or ``target``.
 
     ``keys`` are what torch gives for a leaf of a dict of ``args``, ``kwargs`` and ``target``.
     """
     return str(keys[0].key) + "".join(str(key) for key in keys[1:])
+
+
+def variable_values(variables: Sequence[Variable], leaves: Sequence[Any]) -> Sizes:
+    """The size or number of each variable by name, in a call whose arguments have these leaves."""
+    return {
+        variable.name: leaf if variable.dim is None else leaf.shape[variable.dim]
+        for variable in variables
+        for leaf in [leaves[variable.position]]
+    }

@@ -112,7 +112,7 @@ def fuse(gradients: Gradients, ending: Ending, price: Price, part_seconds: float
 
 def _candidates(values: Sequence[Value]) -> Iterator[list[tuple[Value, ...]]]:
     """All together, and groups of about a half, a quarter, an eighth and so on of all bytes."""
-    total, found, number = sum(value_bytes(value, 1) for value in values), 0, 1
+    total, found, number = sum(value_bytes(value, {}) for value in values), 0, 1
     while number <= min(MOST_PARTS, len(values)):
         groups = list(_filled(values, total / number))
         if len(groups) > found:
@@ -124,11 +124,11 @@ def _candidates(values: Sequence[Value]) -> Iterator[list[tuple[Value, ...]]]:
 def _filled(values: Sequence[Value], least_bytes: float) -> Iterator[tuple[Value, ...]]:
     """Consecutive values in groups of at least so many bytes. What is left over joins the last group."""
     group, held = list[Value](), 0
-    left = sum(value_bytes(value, 1) for value in values)
+    left = sum(value_bytes(value, {}) for value in values)
     for value in values:
         group.append(value)
-        held += value_bytes(value, 1)
-        left -= value_bytes(value, 1)
+        held += value_bytes(value, {})
+        left -= value_bytes(value, {})
         if held >= least_bytes and left >= least_bytes / 2:
             yield tuple(group)
             group, held = [], 0

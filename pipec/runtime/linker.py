@@ -8,6 +8,7 @@ value that is still on its way waits for it, and the last reader of a value drop
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
@@ -20,6 +21,26 @@ from pipec.runtime.ending import EndingLinker
 from pipec.runtime.rank import Delivery, Rank
 from pipec.runtime.stage import Frame, parameter_names
 
+
+@dataclass(frozen=True)
+class Linked:
+    """An action with its instruction.
+
+    If none of ``microbatches`` has rows in a step, ``idle`` takes its place there: it waits for what the
+    action would have waited for in the name of others. Without ``microbatches``, the action is always made.
+    """
+
+    instruction: Instruction
+    action: Action
+    microbatches: Sequence[int] = ()
+    idle: Action = lambda: None
+
+    def on(self, sizes: Sequence[int]) -> Action:
+        """What to do in a step whose microbatches have these rows."""
+        is_idle = self.microbatches and not any(sizes[each] for each in self.microbatches)
+        return self.idle if is_idle else self.action
+
+
 Source = Callable[[], Sequence[Any]]
 Sink = Callable[[Sequence[Tensor]], None]
 
@@ -28,8 +49,8 @@ _SAVING = (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD_INPUT)
 """The phases whose last function saves something, too."""
 
 
-def link(program: Program, rank: Rank) -> list[tuple[Instruction, Action]]:
-    """The actions of a step in order, each with its instruction.
+def link(program: Program, rank: Rank) -> list[Linked]:
+    """The actions of a step in order.
 
     After the program's own come those that take in what is awaited only when the program is over: weight
     gradients, and other ranks' results.
@@ -38,16 +59,17 @@ def link(program: Program, rank: Rank) -> list[tuple[Instruction, Action]]:
         VerifyError: a stage lacks a function, or a function asks for a value that is not there.
     """
     linker = _Linker(rank)
-    actions = [(instruction, linker.link(instruction)) for instruction in program.instructions]
+    linked = [linker.link(instruction) for instruction in program.instructions]
     linker.finish()
-    return actions + linker.closing
+    return linked + linker.closing
 
 
 class _Linker:
     def __init__(self, rank: Rank) -> None:
-        self.closing: list[tuple[Instruction, Action]] = []
+        self.closing: list[Linked] = []
         self._rank = rank
-        self._always = _ALWAYS | {"grad_loss"} if rank.loss else _ALWAYS
+        variables = {variable.name for variable in rank.plan.variables}
+        self._always = _ALWAYS | variables | ({"grad_loss"} if rank.loss else set())
         self._inputs = {"share", *(entry.value.name for entry in rank.plan.inputs)}
         self._inputs |= {name for stage in rank.plan.stages for name in stage.of_batch}
         self._present: dict[tuple[int, int], dict[str, Delivery]] = defaultdict(dict)
@@ -55,7 +77,12 @@ class _Linker:
         self._lent: dict[int, dict[str, Delivery]] = defaultdict(dict)
         self._ending = EndingLinker(rank)
 
-    def link(self, instruction: Instruction) -> Action:
+    def link(self, instruction: Instruction) -> Linked:
+        if instruction.op.traits.kind is Kind.COMPUTE:
+            return self._compute(instruction)
+        return Linked(instruction, self._action(instruction), self._microbatches(instruction))
+
+    def _action(self, instruction: Instruction) -> Action:
         match instruction.op:
             case Op.RECV:
                 return self._receive(instruction)
@@ -65,40 +92,65 @@ class _Linker:
                 return self._move(instruction)
             case Op.FREE:
                 return self._free(instruction)
-        if instruction.op.traits.kind is Kind.COMPUTE:
-            return self._compute(instruction)
         return self._ending.link(instruction)
+
+    def _microbatches(self, instruction: Instruction) -> Sequence[int]:
+        """Those that an instruction is about, or that made what it moves; none if it is not about any."""
+        link, number = instruction.link, self._rank.number
+        if instruction.microbatch >= 0:
+            return (instruction.microbatch,)
+        if link is None or link.payload is Payload.WEIGHT:
+            return ()
+        return self._rank.plan.microbatches_on(
+            link.source, instruction.peer if instruction.op is Op.RECV else number
+        )
 
     def finish(self) -> None:
         """Tell each action which names to drop, and close the program with what nothing has waited for."""
         for (_, _, name), names in self._dropped_by.items():
             names.append(name)
-        self.closing += self._ending.left()
+        self.closing += [Linked(*left) for left in self._ending.left()]
 
     def _receive(self, instruction: Instruction) -> Action:
-        link, microbatch, sizes = _link_of(instruction), instruction.microbatch, self._rank.sizes
+        link, microbatch, rank = _link_of(instruction), instruction.microbatch, self._rank
         receiver = self._rank.transport.receiver(instruction, self._tag(link))
         sink, wait, post = self._sink(link, microbatch, instruction.peer), receiver.wait, receiver.post
+        made_of = self._microbatches(instruction)
 
         def deliver() -> None:
             sink(wait())
 
+        def deliver_if_made() -> None:
+            if any(rank.sizes[each] for each in made_of):
+                deliver()
+
         if link.payload.readers:
             self._announce(link, microbatch, Delivery(deliver))
         elif link.payload is Payload.WEIGHT_GRADIENT:
-            self._ending.brings(instruction, Delivery(deliver))
+            self._ending.brings(instruction, Delivery(deliver_if_made))
         else:
-            self.closing.append((instruction, deliver))
+            self.closing.append(Linked(instruction, deliver_if_made))
         if link.payload is Payload.RESULT:
-            made_there = self._rank.plan.microbatches_on(link.source, instruction.peer)
-            return lambda: post(sum(sizes[each] for each in made_there))
-        return lambda: post(sizes[microbatch])
+            results, away = self._rank.results, self._is_away(instruction.peer)
+            return lambda: post(
+                rank.sizes_with(0 if away and results.is_local else sum(rank.sizes[each] for each in made_of))
+            )
+        return lambda: post(rank.sizes_with(rank.sizes[microbatch]))
 
     def _send(self, instruction: Instruction) -> Action:
         link = _link_of(instruction)
         send = self._rank.transport.sender(instruction, self._tag(link))
-        source = self._source(link, instruction.microbatch)
+        source = self._source(link, instruction.microbatch, self._is_away(instruction.peer))
         return lambda: send(source())
+
+    def _is_away(self, peer: int) -> bool:
+        """Whether a rank is of another pipeline, where whole pipelines stand side by side."""
+        placement = self._rank.plan.placement
+        own, other = (
+            next(ranks.index(rank) for ranks in placement if rank in ranks)
+            for rank in (self._rank.number, peer)
+        )
+        return own != other
 
     def _move(self, instruction: Instruction) -> Action:
         link, microbatch = _link_of(instruction), instruction.microbatch
@@ -121,15 +173,16 @@ class _Linker:
             else:
                 self._present[link.target, microbatch][value.name] = delivery
 
-    def _source(self, link: Link, microbatch: int) -> Source:
-        """The function that fetches what a link carries from where it was left."""
+    def _source(self, link: Link, microbatch: int, away: bool = False) -> Source:
+        """The function that fetches what a link carries from where it was left, maybe to send it away."""
         names = [value.name for value in link.values]
         match link.payload:
             case Payload.ACTIVATION | Payload.GRADIENT:
                 return self._take(link.source, microbatch, names, f"the link to stage {link.target}")
             case Payload.RESULT:
-                results, sizes = self._rank.results, self._rank.sizes
-                return lambda: [results.merged(name, sizes[:-1]) for name in names]
+                results, rank = self._rank.results, self._rank
+                fetch = results.sent_away if away else results.merged
+                return lambda: [fetch(name, rank.sizes[:-1], rank.values) for name in names]
         stage = self._rank.stages[link.source]
         indices = [stage.code.PARAMETERS.index(name) for name in names]
         if link.payload is Payload.WEIGHT:
@@ -157,14 +210,20 @@ class _Linker:
 
         return sink
 
-    def _compute(self, instruction: Instruction) -> Action:
+    def _compute(self, instruction: Instruction) -> Linked:
         names = self._rank.plan.stages[instruction.stage].functions(Phase(instruction.op))
         parts = range(len(names)) if instruction.part < 0 else (instruction.part,)
-        actions = [self._call(instruction, names, part) for part in parts]
-        return actions[0] if len(actions) == 1 else functools.partial(_one_by_one, actions)
+        weights: list[Action] = []
+        actions = [self._call(instruction, names, part, weights) for part in parts]
+        return Linked(instruction, _all(actions), (instruction.microbatch,), _all(weights))
 
-    def _call(self, instruction: Instruction, names: Sequence[str], part: int) -> Action:
-        """The action that calls one of the functions that a phase consists of."""
+    def _call(
+        self, instruction: Instruction, names: Sequence[str], part: int, weights: list[Action]
+    ) -> Action:
+        """The action that calls one of the functions that a phase consists of.
+
+        What it waits for so that the weights are there is added to ``weights``.
+        """
         stage, microbatch = self._rank.stages[instruction.stage], instruction.microbatch
         name, phase, is_last = names[part], Phase(instruction.op), part == len(names) - 1
         function = getattr(stage.code, name, None)
@@ -173,7 +232,10 @@ class _Linker:
                 f"the program runs {name} of stage {stage.index}, whose code has no such function; generate "
                 "the stage code for this schedule"
             )
-        take = self._take(stage.index, microbatch, parameter_names(function), name)
+        asked = parameter_names(function)
+        own = self._weights(stage.index, name) if "w" in asked else []
+        weights += own
+        take = self._take(stage.index, microbatch, asked, name, own)
         self._note_made(stage.index, microbatch, phase, is_last)
         return bind_function(name, phase, is_last, stage, microbatch, take, self._rank.results)
 
@@ -186,16 +248,18 @@ class _Linker:
         if phase in _SAVING or not is_last:
             present["saved"] = Delivery()
 
-    def _take(self, stage: int, microbatch: int, names: Sequence[str], reader: str) -> Take:
+    def _take(
+        self, stage: int, microbatch: int, names: Sequence[str], reader: str, first: Sequence[Action] = ()
+    ) -> Take:
         """The function that fetches values from a frame.
 
         It first waits for those still on their way, and afterwards drops those that nobody reads later.
         """
-        waits: list[Action] = []
+        waits = [*first]
         dropped: list[str] = []
         for name in names:
             if name in self._always:
-                waits += self._prepare(stage, microbatch, name, reader)
+                waits += self._buffers(stage, microbatch, reader) if name == "buffers" else []
             elif delivery := self._present[stage, microbatch].get(name):
                 waits += delivery.awaited()
                 self._dropped_by[stage, microbatch, name] = dropped
@@ -207,19 +271,21 @@ class _Linker:
             waits.append(self._rank.note_arrival)
         return _taking(self._rank.stages[stage].frames[microbatch], names, waits, dropped)
 
-    def _prepare(self, stage: int, microbatch: int, name: str, reader: str) -> list[Action]:
-        """What must run before a value that every frame has is up to date."""
+    def _weights(self, stage: int, reader: str) -> list[Action]:
+        """What must run before the weights of a stage are all there."""
+        if unlent := self._rank.stages[stage].borrowed - self._lent[stage].keys():
+            raise VerifyError(
+                f"stage {stage}, {reader}: the parameters {', '.join(sorted(unlent))} are borrowed, but "
+                "no weight link has brought them; add one to the plan, from the stage that owns them"
+            )
+        lent = [call for delivery in self._lent[stage].values() for call in delivery.awaited()]
+        return [*lent, *self._ending.gathered(stage)]
+
+    def _buffers(self, stage: int, microbatch: int, reader: str) -> list[Action]:
+        """What must run before a microbatch has the buffers that its forward finds."""
         bound = self._rank.stages[stage]
-        if name == "w":
-            if unlent := bound.borrowed - self._lent[stage].keys():
-                raise VerifyError(
-                    f"stage {stage}, {reader}: the parameters {', '.join(sorted(unlent))} are borrowed, but "
-                    "no weight link has brought them; add one to the plan, from the stage that owns them"
-                )
-            lent = [call for delivery in self._lent[stage].values() for call in delivery.awaited()]
-            return [*lent, *self._ending.gathered(stage)]
         first = self._rank.plan.stages[stage].functions(Phase.FORWARD)[0]
-        if name == "buffers" and reader == first and bound.code.UPDATED_BUFFERS:
+        if reader == first and bound.code.UPDATED_BUFFERS:
             return [functools.partial(bound.show_buffers, microbatch)]
         return []
 
@@ -229,6 +295,14 @@ class _Linker:
             f"stage {stage}, {reader}, microbatch {microbatch}: nothing provides {name!r}; "
             f"at this point of the program there are {', '.join(present)}"
         )
+
+
+def _all(actions: Sequence[Action]) -> Action:
+    def act() -> None:
+        for action in actions:
+            action()
+
+    return act
 
 
 def _taking(frame: Frame, names: Sequence[str], waits: Sequence[Action], dropped: Sequence[str]) -> Take:
@@ -243,11 +317,6 @@ def _taking(frame: Frame, names: Sequence[str], waits: Sequence[Action], dropped
         return values
 
     return take
-
-
-def _one_by_one(actions: Sequence[Action]) -> None:
-    for action in actions:
-        action()
 
 
 def _link_of(instruction: Instruction) -> Link:

@@ -1,6 +1,6 @@
 """What the replicas of a stage do together: sum gradients, and agree on buffers that forwards changed."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -42,11 +42,12 @@ class GradientReduction:
         weights = [stage.weights[index] for index in self._indices]
         self._layout = FlatLayout(weights)
         self._dtype = travelling_as(dtype, weights[0].dtype)
-        self._sums: list[Tensor | None] = []
+        self._is_sparse = bucket.sparse
+        self._sums: list[Tensor] = []
         self._flat: Tensor | None = None
         self._views: dict[int, Tensor] = {}
         self._wait: Wait = _nothing
-        if self._dtype is weights[0].dtype:
+        if self._dtype is weights[0].dtype and not bucket.sparse:
             stage.gradients.keep_in(self, self._indices)
 
     def place(self, index: int) -> Tensor:
@@ -61,20 +62,24 @@ class GradientReduction:
         self._views = {}
 
     def start(self) -> None:
-        """Start to sum what this replica's microbatches added up. A sparse gradient is summed at once."""
+        """Start to sum what this replica's microbatches added up. A sparse gradient is summed at once.
+
+        A replica whose microbatches have no rows has added up nothing, and gets the sum all the same.
+        """
         totals = {index: self._stage.gradients.take(index) for index in self._indices}
-        first = totals[self._indices[0]]
-        if first is not None and first.is_sparse:
-            self._sums = [_sum_of_rows(first, self._group)]
+        if self._is_sparse:
+            first = self._indices[0]
+            rows = totals[first]
+            own = _no_rows(self._stage.weights[first]) if rows is None else rows
+            self._sums = [_sum_of_rows(own, self._group)]
             return
-        self._sums = []
-        for index in self._indices:
-            view, total = self.place(index), totals.pop(index)
+        self._sums = [self.place(index) for index in self._indices]
+        for index, view in zip(self._indices, self._sums, strict=True):
+            total = totals.pop(index)
             if total is None:
                 view.zero_()
             elif total is not view:
                 view.copy_(total)
-            self._sums.append(None if total is None else view)
             del total
         self._views = {}
         assert self._flat is not None
@@ -86,14 +91,20 @@ class GradientReduction:
         sums, self._sums, self._wait = self._sums, [], _nothing
         if self._stage.owns_tensors:
             for index, total in zip(self._indices, sums, strict=True):
-                if total is not None:
-                    self._stage.gradients.deposit(index, total.to(self._stage.weights[index].dtype))
+                self._stage.gradients.deposit(index, total.to(self._stage.weights[index].dtype))
 
 
 def travelling_as(asked: str, own: torch.dtype) -> torch.dtype:
     """The dtype in which gradients of dtype ``own`` travel: the one that is asked for, if it is smaller."""
     dtype: torch.dtype = getattr(torch, asked) if asked and own.is_floating_point else own
     return dtype if dtype.itemsize < own.itemsize else own
+
+
+def _no_rows(weight: Tensor) -> Tensor:
+    """A sparse gradient of an embedding that was read nowhere."""
+    indices = torch.empty(1, 0, dtype=torch.int64, device=weight.device)
+    values = weight.new_empty(0, *weight.shape[1:])
+    return torch.sparse_coo_tensor(indices, values, weight.shape, check_invariants=False)
 
 
 def _sum_of_rows(gradient: Tensor, group: Group) -> Tensor:
@@ -129,16 +140,17 @@ def _sum_of_rows(gradient: Tensor, group: Group) -> Tensor:
 class BufferAverage:
     """Lets the replicas of a stage agree on the buffers that their forwards changed.
 
-    A floating-point buffer becomes the mean of the replicas', each weighted with its share of the
+    A floating-point buffer becomes the mean of the replicas', each weighted with its ``share`` of the step's
     microbatches. To any other, such as a count of batches, everything is added that a replica has added.
     """
 
-    def __init__(self, stage: BoundStage, group: Group, share: float) -> None:
+    def __init__(self, stage: BoundStage, group: Group, share: Callable[[], float]) -> None:
         self._stage, self._group, self._share = stage, group, share
         self._flats: list[tuple[Tensor, FlatLayout, list[int]]] = []
         self._waits: list[Wait] = []
 
     def start(self) -> None:
+        share = self._share()
         kinds: dict[torch.dtype, list[int]] = {}
         for index in self._stage.updated_indices:
             kinds.setdefault(self._stage.buffers[index].dtype, []).append(index)
@@ -147,7 +159,7 @@ class BufferAverage:
             flat = torch.empty(layout.size, dtype=_summed_as(dtype), device=self._stage.device)
             for index, view in zip(indices, layout.views(flat), strict=True):
                 own, before = self._stage.buffers[index], self._stage.buffers_before[index]
-                view.copy_(own * self._share if own.is_floating_point() else own - before)
+                view.copy_(_times(share, own) if own.is_floating_point() else own - before)
             self._flats.append((flat, layout, indices))
             self._waits.append(self._group.all_reduce(flat))
 
@@ -162,6 +174,11 @@ class BufferAverage:
                 agreed_on[index] = agreed.to(before.dtype)
         self._stage.update_buffers([agreed_on[index] for index in self._stage.updated_indices])
         self._flats, self._waits = [], []
+
+
+def _times(share: float, buffer: Tensor) -> Tensor:
+    """A replica without microbatches adds nothing, even where a buffer holds infinities."""
+    return buffer * share if share else torch.zeros_like(buffer)
 
 
 def _summed_as(dtype: torch.dtype) -> torch.dtype:
