@@ -59,6 +59,8 @@ PARTS = (1, 2, 4, 8)
 INSIDE = (12e9, 5e-6)
 """Bytes per second and latency of the links inside a host."""
 
+PART_SECONDS = 5e-5
+"""What one more bucket takes its rank."""
 LATENCY = 30e-6
 """Of the links between hosts."""
 
@@ -159,7 +161,8 @@ class Work:
             return []
         price = functools.partial(priced, ranks=ranks, topology=self.topology, asked=NOTHING_MORE)
         seconds = (stage.cost.seconds[phase] for phase in (Phase.FORWARD, Phase.BACKWARD))
-        groups = fuse(Gradients([*completed], [*completed.values()], *seconds), NOTHING_MORE, price)
+        gradients = Gradients([*completed], [*completed.values()], *seconds)
+        groups = fuse(gradients, NOTHING_MORE, price, PART_SECONDS)
         return [price(Bucket(stage.index, group, part=part)) for part, group in enumerate(groups)]
 
     def _parts(self, stage: Stage, buckets: Sequence[Bucket]) -> dict[Phase, tuple[float, ...]]:
@@ -200,7 +203,7 @@ class Work:
             yield source, target
 
     def _bytes(self, link: Link) -> float:
-        return sum(value_bytes(value, 1) for value in link.values) / self.parts
+        return sum(value_bytes(value, {}) for value in link.values) / self.parts
 
     def _host(self, device: int) -> int:
         return device // self.topology.levels[0].size

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipec.capture.call import Call
+from pipec.capture.call import Call, on_device
 from pipec.capture.splitting import Batched, divide, positional_names
 from pipec.capture.tracer import capture
 from pipec.compiler.autotuner import Autotuner
-from pipec.compiler.compiler import Compiler, on_device
+from pipec.compiler.compiler import Compiler
 from pipec.compiler.pass_list import CompilerOptions
 from pipec.compiler.policy import ScheduleChoice, SchedulePolicy, check_choice, policy_for
 from pipec.cost.profile import Profile, load_profile
@@ -145,9 +145,10 @@ def compile(
             None: an entry of a table, by the kind of device.
         profile: measured times, or the file that holds them, for the stages to be cut by; see ``profile``.
             None: the device model.
-        dynamic: compile once for every size of microbatch. False: for each size anew, which takes half the
-            time where there is only one, as for a plan that is only looked at; ``microbatches=None`` then
-            means up to four a rank. A ``profile`` is of dynamic graphs.
+        dynamic: compile once for every size of microbatch, and from the second one on for every length of
+            sequences and every number among the arguments. False: for each anew, which takes half the time
+            where there is only one, as for a plan that is only looked at; ``microbatches=None`` then means
+            up to four a rank. A ``profile`` is of dynamic graphs.
         timeout: seconds to wait for another process before giving it up.
 
     Raises:

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from pipec.hardware.devices import LinkModel
 from pipec.hardware.topology import alike
 from pipec.ir import NOTHING_MORE, Ending, Shard, Value
-from pipec.plan.buckets import PART_SECONDS, Gradients, fuse
+from pipec.plan.buckets import Gradients, fuse
 from pipec.plan.ending import priced
 
-KB = 1000
+KB, PART_SECONDS = 1000, 5e-5
 
 
 def gradients(sizes: Sequence[int], backward_seconds: float = 1.0) -> Gradients:
@@ -25,7 +25,7 @@ def gradients(sizes: Sequence[int], backward_seconds: float = 1.0) -> Gradients:
 
 def groups(found: Gradients, link: LinkModel, ending: Ending = NOTHING_MORE) -> list[list[str]]:
     price = functools.partial(priced, ranks=(0, 1), topology=alike(2, link), asked=ending)
-    return [[value.name for value in group] for group in fuse(found, ending, price)]
+    return [[value.name for value in group] for group in fuse(found, ending, price, PART_SECONDS)]
 
 
 def test_a_sum_that_takes_long_starts_early() -> None:

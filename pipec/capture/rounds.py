@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx
 
@@ -42,11 +43,13 @@ class Rounds:
 
     Args:
         size: The rows of the microbatch if the graph is for these alone, else 0.
+        symbol: The rows of the microbatch, if they are a symbol.
     """
 
     graph: fx.Graph
     num_replicas: int
     size: int
+    symbol: sympy.Symbol | None
     sizes: set[Any] = field(default_factory=set)
     """How many rows a round has, in the symbol of the batch."""
     _gathered: set[fx.Node] = field(default_factory=set)
@@ -146,7 +149,9 @@ class Rounds:
         return bool(found) and name in _LOOKUPS and any(parts[source] is Part.ROWS for source in others)
 
     def _is_rows(self, size: int | torch.SymInt) -> bool:
-        return size % self.size == 0 if self.size else isinstance(size, torch.SymInt)
+        if isinstance(size, torch.SymInt):
+            return self.symbol in size.node.expr.free_symbols
+        return self.size > 0 and size % self.size == 0
 
     def _has_rows_of_round(self, value: Tensor) -> bool:
         return any(size_of(size) in self.sizes for size in tuple[Any, ...](value.shape))

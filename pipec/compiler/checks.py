@@ -1,10 +1,8 @@
-"""What a call must be like so that its microbatches together make what the whole batch would."""
-
-from collections.abc import Sequence
+"""Whether microbatches make what the batch would: what is refused if not, and what the user is told."""
 
 from pipec.errors import InputError
 from pipec.graph import TrainingGraph, is_collective
-from pipec.ir import Placement, Plan
+from pipec.ir import Placement
 
 
 def joins_replicas(graph: TrainingGraph) -> bool:
@@ -22,24 +20,22 @@ def check_rounds(graph: TrainingGraph, placement: Placement, num_microbatches: i
         )
 
 
-def check_outputs(unclear: str, count: int) -> None:
-    """Raise InputError if the call that is ``unclear`` makes a result of all rows together."""
-    if unclear:
-        raise InputError(
-            f"the model or loss_fn returns a value of all rows together, which those of {count} microbatches "
-            f"do not make: see {unclear}. Return it for each row, or compile with microbatches=1"
-        )
+def told_of_rounds(graph: TrainingGraph, replicas: object, num_microbatches: int) -> str:
+    """What to tell if the model joins several rounds in a step, and not the whole batch."""
+    if not graph.joined or num_microbatches == replicas:
+        return ""
+    return (
+        f"{graph.joined} joins rounds of {replicas} of the {num_microbatches} microbatches, and not the "
+        "whole batch; a step is one round without microbatches=..."
+    )
 
 
-def check_sizes(groups: Sequence[Sequence[int]], plans: Sequence[Plan]) -> None:
-    """Raise InputError if values of the whole mini-batch are needed where no code can take all of it.
-
-    ``groups`` are the sizes of consecutive microbatches, each run by one of ``plans``.
-    """
-    if len(groups) > 1 and any(stage.of_batch for stage in plans[0].stages):
-        sizes = [size for group in groups for size in group]
-        raise InputError(
-            f"the loss needs a count over the whole mini-batch, but its {len(sizes)} microbatches of "
-            f"{max(sizes)} and {min(sizes)} rows are compiled apart, because the model makes a constant of "
-            f"the batch. Pass a batch that {len(sizes)} microbatches divide, as drop_last=True does"
-        )
+def told_of_unclear(graph: TrainingGraph) -> str:
+    """What to tell if nothing shows how the losses of microbatches make that of the batch."""
+    if not graph.unclear:
+        return ""
+    return (
+        "the losses of microbatches are averaged, each weighted by its rows, but that need not be the loss "
+        f"of the batch: see {graph.unclear}. Say how they add up with microbatch_weight=..., or reduce "
+        "with sums and means over rows"
+    )

@@ -32,6 +32,8 @@ from pipec.ir.values import (
     Mode,
     Payload,
     Phase,
+    Sizes,
     Value,
+    Variable,
     function_names,
 )

@@ -36,8 +36,9 @@ from pipec.programs.lower import lower
 from pipec.timeline.simulate import Costs, simulate
 
 MOST_PARTS = 32
-PART_SECONDS = 5e-5
-"""What one more part of a backward takes: another call, and handing over what later parts read."""
+LAUNCHES_PER_PART = 10
+"""What one more part of a backward takes, in launches of an operator: another call, another collective to be
+started, carried and waited for, and the handing over of what later parts read."""
 
 _ROUNDS, _RANKS = 2, (0, 1)
 """What is simulated: all replicas do the same, so that two stand for all of them."""
@@ -50,6 +51,7 @@ def in_parts(
     placement: Placement,
     size: int,
     topology: Topology,
+    launch_seconds: float,
     ending: Ending,
 ) -> list[StageFunctions]:
     """The stages, with backwards in parts where sums of gradients are to overlap them.
@@ -67,7 +69,8 @@ def in_parts(
                 own[fqn] = value_of(graph, node, fqn)
         speed = stage_speed(topology, ranks)
         price = functools.partial(priced, ranks=ranks, topology=topology, asked=ending)
-        groups = fuse(gradients_of(stage, own, size, speed), ending, price) if own else []
+        part_seconds = LAUNCHES_PER_PART * launch_seconds
+        groups = fuse(gradients_of(stage, own, size, speed), ending, price, part_seconds) if own else []
         names = [{value.name for value in group} for group in groups]
         divided = stage_functions(graph, stage.index, split_backward, names) if len(names) > 1 else stage
         found.append(divided)
@@ -96,14 +99,21 @@ Price = Callable[[Bucket], Bucket]
 """Returns a bucket with the seconds that its replicas take to sum and to gather it."""
 
 
-def fuse(gradients: Gradients, ending: Ending, price: Price) -> list[tuple[Value, ...]]:
-    """The gradients in groups, each to be completed by a part of the backward and to travel together."""
-    return min(_candidates(gradients.values), key=lambda groups: _seconds(gradients, groups, ending, price))
+def fuse(gradients: Gradients, ending: Ending, price: Price, part_seconds: float) -> list[tuple[Value, ...]]:
+    """The gradients in groups, each to be completed by a part of the backward and to travel together.
+
+    Every part takes ``part_seconds`` more.
+    """
+
+    def seconds(groups: list[tuple[Value, ...]]) -> float:
+        return _seconds(gradients, groups, ending, price) + part_seconds * len(groups)
+
+    return min(_candidates(gradients.values), key=seconds)
 
 
 def _candidates(values: Sequence[Value]) -> Iterator[list[tuple[Value, ...]]]:
     """All together, and groups of about a half, a quarter, an eighth and so on of all bytes."""
-    total, found, number = sum(value_bytes(value, 1) for value in values), 0, 1
+    total, found, number = sum(value_bytes(value, {}) for value in values), 0, 1
     while number <= min(MOST_PARTS, len(values)):
         groups = list(_filled(values, total / number))
         if len(groups) > found:
@@ -115,11 +125,11 @@ def _candidates(values: Sequence[Value]) -> Iterator[list[tuple[Value, ...]]]:
 def _filled(values: Sequence[Value], least_bytes: float) -> Iterator[tuple[Value, ...]]:
     """Consecutive values in groups of at least so many bytes. What is left over joins the last group."""
     group, held = list[Value](), 0
-    left = sum(value_bytes(value, 1) for value in values)
+    left = sum(value_bytes(value, {}) for value in values)
     for value in values:
         group.append(value)
-        held += value_bytes(value, 1)
-        left -= value_bytes(value, 1)
+        held += value_bytes(value, {})
+        left -= value_bytes(value, {})
         if held >= least_bytes and left >= least_bytes / 2:
             yield tuple(group)
             group, held = [], 0
@@ -143,7 +153,7 @@ def _seconds(
     )
     alone = replace(ending, buckets=buckets, averaged=(), clips=False)
     programs = lower(_schedule(), (), ending=alone, parts={backward: len(groups)} if len(groups) > 1 else {})
-    return simulate(programs, costs).makespan + PART_SECONDS * len(groups)
+    return simulate(programs, costs).makespan
 
 
 def _schedule() -> Schedule:

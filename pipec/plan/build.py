@@ -8,6 +8,7 @@ from torch import fx
 from pipec.cost.formulas import node_bytes
 from pipec.cost.symbols import evaluate
 from pipec.graph import ModelInput, Output, TrainingGraph, is_tensor, is_view, memory_of, stage_of
+from pipec.graph.dimensions import condition
 from pipec.graph.functions import Function, StageFunctions, of_batch_nodes
 from pipec.hardware.topology import Topology
 from pipec.ir import (
@@ -19,6 +20,7 @@ from pipec.ir import (
     Placement,
     Plan,
     Schedule,
+    Sizes,
     Stage,
     StageCost,
     StageMemory,
@@ -54,6 +56,7 @@ def build_plan(
     )
     parameters = _held(graph, (node for stage in stages for node in stage.parameters))
     values = {value.name: value for value in parameters}
+    sizes = {"b": microbatch_size, **graph.planned}
     return Plan(
         mode=graph.mode,
         schedule=schedule.name,
@@ -65,9 +68,7 @@ def build_plan(
             for stage in stages
         ),
         links=links,
-        link_seconds=tuple(
-            _link_seconds(each, schedule.placement, topology, microbatch_size) for each in links
-        ),
+        link_seconds=tuple(_link_seconds(each, schedule.placement, topology, sizes) for each in links),
         parameters=parameters,
         buffers=_held(graph, (node for stage in stages for node in stage.buffers)),
         inputs=tuple(_inputs(graph, stages, names)),
@@ -77,8 +78,22 @@ def build_plan(
         dynamic_batch=graph.batch is not None,
         arguments=graph.paths,
         training=graph.training,
+        variables=graph.variables,
+        planned=graph.planned,
+        fixed=graph.fixed,
+        guards=tuple(_guards(graph)),
         ending=build_ending(ending, graph.mode, stages, values, links, schedule.placement, topology),
     )
+
+
+def _guards(graph: TrainingGraph) -> Iterator[str]:
+    """The conditions under which the code is right. Torch gives sizes of 0 and 1 graphs of their own."""
+    for name in dict.fromkeys(graph.variable_symbols.values()):
+        if isinstance(graph.planned[name], int):
+            yield f"{name} >= 2"
+    for guard in graph.guards:
+        if guard.free_symbols & {*graph.variable_symbols}:
+            yield condition(guard, graph.symbols)
 
 
 def stage_speed(topology: Topology, ranks: Sequence[int]) -> float:
@@ -86,9 +101,9 @@ def stage_speed(topology: Topology, ranks: Sequence[int]) -> float:
     return min(topology.devices[rank].speed for rank in ranks)
 
 
-def _link_seconds(link: Link, placement: Placement, topology: Topology, size: int) -> float:
+def _link_seconds(link: Link, placement: Placement, topology: Topology, sizes: Sizes) -> float:
     """How long a message takes on the slowest of its ways; a result goes to every other rank."""
-    num_bytes = sum(value_bytes(value, size) for value in link.values)
+    num_bytes = sum(value_bytes(value, sizes) for value in link.values)
     if link.payload is Payload.RESULT:
         return topology.slowest_link.seconds(num_bytes)
     turns = math.lcm(len(placement[link.source]), len(placement[link.target]))

@@ -88,7 +88,7 @@ def _buckets(
             groups.setdefault(key, []).append(values[fqn])
     for key, parameters in sorted(groups.items(), key=lambda item: item[0][0]):
         part, _, is_lent, sparse = key
-        yield Bucket(stage.index, tuple(parameters), is_lent, bool(sparse), part=part)
+        yield Bucket(stage.index, tuple(parameters), is_lent, sparse != "", part=part)
 
 
 def _gradients(stage: StageFunctions) -> dict[str, bool]:
@@ -101,7 +101,9 @@ def _gradients(stage: StageFunctions) -> dict[str, bool]:
 def priced(bucket: Bucket, ranks: Sequence[int], topology: Topology, asked: Ending) -> Bucket:
     """The bucket with its seconds. Where state is sharded, each replica gets its share of the sums alone."""
     travelling = [replace(v, dtype=asked.gradient_dtype or v.dtype) for v in bucket.parameters]
-    reduced, gathered = (sum(value_bytes(v, 1) for v in values) for values in (travelling, bucket.parameters))
+    reduced, gathered = (
+        sum(value_bytes(v, {}) for v in values) for values in (travelling, bucket.parameters)
+    )
     reduce_seconds = gather_seconds if asked.shard else all_reduce_seconds
     num_hosts = fastest_num_hosts(topology, ranks, gathered)
     return replace(

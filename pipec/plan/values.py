@@ -16,4 +16,4 @@ def value_of(graph: TrainingGraph, node: fx.Node, name: str) -> Value:
 
 
 def _dim(graph: TrainingGraph, size: int | torch.SymInt) -> Dim:
-    return size if isinstance(size, int) else dimension(size, graph.batch)
+    return size if isinstance(size, int) else dimension(size, graph.symbols)

@@ -69,7 +69,8 @@ class _Linker:
     def __init__(self, rank: Rank) -> None:
         self.closing: list[Linked] = []
         self._rank = rank
-        self._always = _ALWAYS | {"grad_loss"} if rank.loss else _ALWAYS
+        variables = {variable.name for variable in rank.plan.variables}
+        self._always = _ALWAYS | variables | ({"grad_loss"} if rank.loss else set())
         self._inputs = {"share", *(entry.value.name for entry in rank.plan.inputs)}
         self._inputs |= {name for stage in rank.plan.stages for name in stage.of_batch}
         self._present: dict[tuple[int, int], dict[str, Delivery]] = defaultdict(dict)
@@ -114,7 +115,7 @@ class _Linker:
         self.closing += [Linked(*left) for left in self._ending.left()]
 
     def _receive(self, instruction: Instruction) -> Action:
-        link, microbatch, sizes = _link_of(instruction), instruction.microbatch, self._rank.sizes
+        link, microbatch, rank = _link_of(instruction), instruction.microbatch, self._rank
         receiver = self._rank.transport.receiver(instruction, self._tag(link))
         sink, wait, post = self._sink(link, microbatch, instruction.peer), receiver.wait, receiver.post
         made_of = self._microbatches(instruction)
@@ -123,7 +124,7 @@ class _Linker:
             sink(wait())
 
         def deliver_if_made() -> None:
-            if any(sizes[each] for each in made_of):
+            if any(rank.sizes[each] for each in made_of):
                 deliver()
 
         if link.payload.readers:
@@ -134,8 +135,10 @@ class _Linker:
             self.closing.append(Linked(instruction, deliver_if_made))
         if link.payload is Payload.RESULT:
             results, away = self._rank.results, self._is_away(instruction.peer)
-            return lambda: post(0 if away and results.is_local else sum(sizes[each] for each in made_of))
-        return lambda: post(sizes[microbatch])
+            return lambda: post(
+                rank.sizes_with(0 if away and results.is_local else sum(rank.sizes[each] for each in made_of))
+            )
+        return lambda: post(rank.sizes_with(rank.sizes[microbatch]))
 
     def _send(self, instruction: Instruction) -> Action:
         link = _link_of(instruction)
@@ -180,9 +183,9 @@ class _Linker:
             case Payload.ACTIVATION | Payload.GRADIENT:
                 return self._take(link.source, microbatch, names, f"the link to stage {link.target}")
             case Payload.RESULT:
-                results, sizes = self._rank.results, self._rank.sizes
+                results, rank = self._rank.results, self._rank
                 fetch = results.sent_away if away else results.merged
-                return lambda: [fetch(name, sizes[:-1]) for name in names]
+                return lambda: [fetch(name, rank.sizes[:-1], rank.values) for name in names]
         stage = self._rank.stages[link.source]
         indices = [stage.code.PARAMETERS.index(name) for name in names]
         if link.payload is Payload.WEIGHT:
@@ -213,15 +216,17 @@ class _Linker:
     def _compute(self, instruction: Instruction) -> Linked:
         names = self._rank.plan.stages[instruction.stage].functions(Phase(instruction.op))
         parts = range(len(names)) if instruction.part < 0 else (instruction.part,)
-        calls = [self._call(instruction, names, part) for part in parts]
-        weights = [wait for _, waits in calls for wait in waits]
-        action = calls[0][0] if len(calls) == 1 else _all([call for call, _ in calls])
-        return Linked(instruction, action, (instruction.microbatch,), _all(weights))
+        weights: list[Action] = []
+        actions = [self._call(instruction, names, part, weights) for part in parts]
+        return Linked(instruction, _all(actions), (instruction.microbatch,), _all(weights))
 
     def _call(
-        self, instruction: Instruction, names: Sequence[str], part: int
-    ) -> tuple[Action, Sequence[Action]]:
-        """The action that calls one of the functions that a phase consists of, and its waits for weights."""
+        self, instruction: Instruction, names: Sequence[str], part: int, weights: list[Action]
+    ) -> Action:
+        """The action that calls one of the functions that a phase consists of.
+
+        What it waits for so that the weights are there is added to ``weights``.
+        """
         stage, microbatch = self._rank.stages[instruction.stage], instruction.microbatch
         name, phase, is_last = names[part], Phase(instruction.op), part == len(names) - 1
         function = getattr(stage.code, name, None)
@@ -230,11 +235,12 @@ class _Linker:
                 f"the program runs {name} of stage {stage.index}, whose code has no such function; generate "
                 "the stage code for this schedule"
             )
-        parameters = parameter_names(function)
-        weights = self._weights(stage.index, name) if "w" in parameters else []
-        take = self._take(stage.index, microbatch, parameters, name, weights)
+        asked = parameter_names(function)
+        own = self._weights(stage.index, name) if "w" in asked else []
+        weights += own
+        take = self._take(stage.index, microbatch, asked, name, own)
         self._note_made(stage.index, microbatch, phase, is_last)
-        return bind_function(name, phase, is_last, stage, microbatch, take, self._rank.results), weights
+        return bind_function(name, phase, is_last, stage, microbatch, take, self._rank.results)
 
     def _note_made(self, stage: int, microbatch: int, phase: Phase, is_last: bool) -> None:
         """Note that what a function of ``phase`` leaves in the frame is present from now on."""

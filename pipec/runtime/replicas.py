@@ -68,19 +68,18 @@ class GradientReduction:
         """
         totals = {index: self._stage.gradients.take(index) for index in self._indices}
         if self._is_sparse:
-            (index,) = self._indices
-            total = totals[index]
-            own = _no_rows(self._stage.weights[index]) if total is None else total
+            first = self._indices[0]
+            rows = totals[first]
+            own = _no_rows(self._stage.weights[first]) if rows is None else rows
             self._sums = [_sum_of_rows(own, self._group)]
             return
-        self._sums = []
-        for index in self._indices:
-            view, total = self.place(index), totals.pop(index)
+        self._sums = [self.place(index) for index in self._indices]
+        for index, view in zip(self._indices, self._sums, strict=True):
+            total = totals.pop(index)
             if total is None:
                 view.zero_()
             elif total is not view:
                 view.copy_(total)
-            self._sums.append(view)
             del total
         self._views = {}
         assert self._flat is not None
