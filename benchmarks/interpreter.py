@@ -24,6 +24,7 @@ from pipec.ir import Input, Instruction, Link, Mode, Payload, Plan, Program, Sta
 from pipec.pipeline.turns import Asked
 from pipec.programs.lower import chain_links, lower
 from pipec.runtime import InProcess, Interpreter, Transport
+from pipec.runtime.span import Span
 from pipec.schedules import make_schedule
 
 NUM_RANKS, NUM_MICROBATCHES, NUM_STEPS = 4, 32, 200
@@ -125,12 +126,12 @@ def make_jobs(endpoints: Sequence[Transport]) -> list[Job]:
     """What runs one step of each rank."""
     plan, programs = make_plan()
     microbatches = [{"x": TENSOR}] * NUM_MICROBATCHES
-    sizes = [1] * NUM_MICROBATCHES
+    span = Span([1] * NUM_MICROBATCHES, NUM_MICROBATCHES)
     jobs = []
     for program, endpoint in zip(programs, endpoints, strict=True):
         parameters = {"w": torch.nn.Parameter(torch.zeros(1))}
         interpreter = Interpreter(program, plan, STAGES, parameters, {}, endpoint, CPU)
-        jobs.append(partial(interpreter.run, microbatches, sizes))
+        jobs.append(partial(interpreter.run, microbatches, span))
     return jobs
 
 
