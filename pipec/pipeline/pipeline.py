@@ -20,7 +20,7 @@ from pipec.errors import PipecError
 from pipec.graph import changed_constants
 from pipec.ir import Mode, Plan
 from pipec.ir.arguments import check_arguments
-from pipec.pipeline.held import HeldModel
+from pipec.pipeline.checkpointed import CheckpointedModel
 from pipec.pipeline.methods import METHODS
 from pipec.plan.predictions import simulate_plan
 from pipec.plan.tables import ReadablePlan
@@ -39,7 +39,7 @@ from pipec.torch_compat import Place, pytree
 from pipec.viz import Step, draw_steps, steps_text
 
 
-class Pipeline(HeldModel):
+class Pipeline(CheckpointedModel):
     """A model cut into stages. Make one with :func:`pipec.compile`.
 
     It holds the model's own parameters and buffers, under the model's own names. In one process these are all
