@@ -28,19 +28,21 @@ LAYOUTS: Mapping[str, dict[str, Any]] = {
 class Net(nn.Module):
     """Embeds words, mixes them under dropout, and predicts them with the weights that embedded them."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH, tied: bool = True) -> None:
         super().__init__()
-        self.words = nn.Embedding(WORDS, WIDTH)
+        self.words = nn.Embedding(WORDS, width)
         self.body = nn.Sequential(
-            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.Linear(width, 2 * width),
             nn.Tanh(),
             nn.Dropout(0.3),
-            nn.Linear(2 * WIDTH, WIDTH),
-            nn.LayerNorm(WIDTH),
+            nn.Linear(2 * width, width),
+            nn.LayerNorm(width),
         )
-        self.head = nn.Linear(WIDTH, WORDS)
-        self.head.weight = self.words.weight
-        self.register_buffer("offset", torch.randn(WIDTH))
+        self.head = nn.Linear(width, WORDS)
+        if tied:
+            self.head.weight = self.words.weight
+        self.register_buffer("flags", torch.tensor([True, False, True]))
+        self.register_buffer("offset", torch.randn(width))
         self.register_buffer("scratch", torch.zeros(3), persistent=False)
 
     def forward(self, words: Tensor) -> Tensor:
@@ -48,10 +50,11 @@ class Net(nn.Module):
         return nn.functional.cross_entropy(logits, words)
 
 
-def decayed(named: Any) -> optim.Optimizer:
-    """AdamW in two groups."""
-    matrices = [parameter for _, parameter in named if parameter.ndim >= 2]
-    others = [parameter for _, parameter in named if parameter.ndim < 2]
+def decayed(named: Any, chosen: Any = lambda _, parameter: parameter.ndim >= 2) -> optim.Optimizer:
+    """AdamW in two groups, of which the chosen parameters decay."""
+    named = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+    matrices = [parameter for name, parameter in named if chosen(name, parameter)]
+    others = [parameter for name, parameter in named if not chosen(name, parameter)]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     return optim.AdamW(groups, lr=0.01)
 
@@ -89,14 +92,19 @@ class Run:
 
 
 def start(
-    layout: str, seed: int = 0, factory: Any = decayed, dtype: torch.dtype = torch.float64, **more: Any
+    layout: str,
+    seed: int = 0,
+    factory: Any = decayed,
+    dtype: torch.dtype = torch.float64,
+    model: Any = Net,
+    **more: Any,
 ) -> Run:
     torch.manual_seed(seed)
     options = dict(LAYOUTS[layout])
-    outside, model = options.pop("outside", False), Net().to(dtype)
+    outside, made = options.pop("outside", False), model().to(dtype)
     given = {} if outside else {"optimizer": factory}
-    pipe = pipec.compile(model, microbatches=2, **options, **given, **more)
-    optimizer = factory(list(model.named_parameters())) if outside else None
+    pipe = pipec.compile(made, microbatches=2, **options, **given, **more)
+    optimizer = factory(list(made.named_parameters())) if outside else None
     schedule = functools.partial(optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=40)
     return Run(pipe, optimizer, schedule(optimizer or pipe.optimizer))
 

@@ -5,7 +5,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 from resuming import start
+from transformers import AutoModelForCausalLM
 from workers import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -44,6 +46,7 @@ def test_processes_go_on_from_one_and_one_from_processes(tmp_path: Path) -> None
         for layout in layouts:
             run = runs[layout] = start(layout, seed=7 + rank, timeout=30.0)
             run.load(here / "alone")
+            run.save(here / f"{layout}, before a step")
             losses[layout] = run.train(3, 6)
             run.save(here / layout)
             losses[layout] += run.train(6, 8)
@@ -51,6 +54,8 @@ def test_processes_go_on_from_one_and_one_from_processes(tmp_path: Path) -> None
             for saved in layouts:
                 run.load(here / saved)
                 losses[f"{saved} -> {layout}"] = run.train(6, 8)
+            run.load(here / f"{layouts[0]}, before a step")
+            losses[f"before a step -> {layout}"] = run.train(3, 8)
         print(json.dumps(losses))
         """,
     )
@@ -65,3 +70,113 @@ def test_processes_go_on_from_one_and_one_from_processes(tmp_path: Path) -> None
         alone.load(tmp_path / layout)
         assert alone.pipe.num_steps == 6
         assert alone.train(6, 8) == pytest.approx(expected[-2:], rel=SAME)
+
+
+def test_what_fails_on_one_rank_fails_on_all_and_soon(tmp_path: Path) -> None:
+    printed = told(
+        tmp_path,
+        """
+        from pipec.checkpoint import manifest
+        run = start("2 replicas, shard=parameters", timeout=30.0)
+        run.train(0, 2)
+        run.save(here / "saved", extra="before")
+        run.train(2, 3)
+
+        def attempt(what, call):
+            start = time.monotonic()
+            try:
+                call()
+                print(what, "went well")
+            except pipec.PipecError as error:
+                print(what, type(error).__name__, time.monotonic() - start < 5, " ".join(str(error).split()).replace(str(here), ""))
+
+        write, asked = manifest.SummedFile.write, []
+        for at in (0, 1, 3):
+            def fail(self, data):
+                asked.append(1)
+                if rank == 1 and len(asked) > at:
+                    raise OSError(28, "No space left on device", "its file")
+                return write(self, data)
+            manifest.SummedFile.write = fail
+            attempt("full", lambda: run.save(here / "saved"))
+            asked.clear()
+        manifest.SummedFile.write = write
+        attempt("extra", lambda: run.save(here / "saved", extra=rank))
+        attempt("folder", lambda: run.save(here / f"saved{rank}"))
+        attempt("extra", lambda: run.save(here / "saved", extra=object() if rank else 1))
+        print(sorted(path.name for path in here.glob("*saved*")))
+        if rank == 1:
+            (here / "saved" / "checkpoint.json").write_text("{}")
+        torch.distributed.barrier()
+        before = {name: x.clone() for name, x in run.pipe.state_dict().items()}
+        attempt("damaged", lambda: run.load(here / "saved"))
+        print(all(torch.equal(x, before[name]) for name, x in run.pipe.state_dict().items()))
+        print(run.train(3, 4) is not None)
+        """,
+    )
+    first, second = (each.splitlines() for each in printed)
+    full = "full CheckpointError True {}saving to /saved failed: its file: No space left on device"
+    assert first[:3] == [full.format("rank 1: ")] * 3
+    assert second[:3] == [full.format("")] * 3
+    for mine in (first, second):
+        assert mine[3].startswith(
+            "extra InputError True extra of rank 1 differs from that of rank 0; collect"
+        )
+        assert mine[4].startswith("folder InputError True the ranks do not make the same calls")
+        assert "extra is <object object" in mine[5]
+        assert mine[6] == "['saved']"
+        assert "/saved/checkpoint.json has 2 bytes, not the" in mine[-3]
+        assert mine[-2:] == ["True", "True"]
+
+
+def test_what_many_ranks_wrote_is_a_folder_of_hugging_face(tmp_path: Path) -> None:
+    """Each rank writes its part of parameters that none has as a whole."""
+    told(
+        tmp_path,
+        """
+        import functools
+        from transformers import GPT2Config, GPT2LMHeadModel
+        torch.manual_seed(0)
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=19, n_positions=8, n_embd=8, n_layer=2, n_head=2))
+        adam = functools.partial(torch.optim.AdamW, lr=0.01)
+        pipe = pipec.compile(model, 2, stages=1, shard="parameters", microbatches=2, optimizer=adam)
+        words = torch.arange(16).view(2, 8)
+        pipe.step(input_ids=words, labels=words)
+        pipe.save_checkpoint(here / "saved")
+        logits = pipe.eval()(input_ids=words).logits
+        torch.save(logits, here / f"logits{rank}")
+        """,
+    )
+    sizes = [path.stat().st_size for path in (tmp_path / "saved").glob("*.safetensors")]
+    assert len(sizes) == 4
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
+    expected = torch.load(tmp_path / "logits0")
+    torch.testing.assert_close(loaded(torch.arange(16).view(2, 8)).logits, expected)
+
+
+def test_a_rank_that_is_killed_while_it_writes(tmp_path: Path) -> None:
+    """The other learns of it at once, and the checkpoint before is there."""
+    with pytest.raises(AssertionError, match="exit codes of the ranks"):
+        told(
+            tmp_path,
+            """
+            import signal
+            from pipec.checkpoint import manifest
+            run = start("2 stages", timeout=30.0)
+            run.train(0, 1)
+            run.save(here / "saved", extra="before")
+            run.train(1, 2)
+            if rank == 1:
+                manifest.os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+            begun = time.monotonic()
+            try:
+                run.save(here / "saved")
+            except pipec.TransportError as error:
+                (here / "said").write_text(f"{time.monotonic() - begun < 5} {error}")
+            """,
+        )
+    said = (tmp_path / "said").read_text()
+    assert said.startswith("True ")
+    assert "rank 1" in said
+    assert sorted(path.name for path in tmp_path.glob("*saved*")) == ["saved"]
+    assert start("1 stage").load(tmp_path / "saved") == "before"

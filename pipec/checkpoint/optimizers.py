@@ -208,6 +208,7 @@ def _load_one(
     """The state of those parameters that this process has; emptied ones need none."""
     state: dict[int, Entries] = {}
     own = optimizer.state_dict()["param_groups"]
+    optimizer.state.clear()  # before there is another: two may not fit
     for group, numbered in zip(optimizer.param_groups, own, strict=True):
         for parameter, number in zip(group["params"], numbered["params"], strict=True):
             name = names[id(parameter)]

@@ -58,7 +58,8 @@ def agree_on(parts: Sequence[Part], ranks: Ranks, loads: dict[int, int]) -> list
                     "depends on the rank"
                 )
             found[name][start, stop].append(rank)
-    return [_stored(name, kind, found[name], loads) for name, kind in kinds.items()]
+    aligned = sorted(kinds.items(), key=lambda item: -item[1].torch_dtype.itemsize)  # in any file of them
+    return [_stored(name, kind, found[name], loads) for name, kind in aligned]
 
 
 def _stored(

@@ -139,7 +139,8 @@ def _open_weights(place: Path) -> TensorFiles:
 def _check(opened: Opened, training: Training, place: Path) -> Any:
     """Compare with what there is here; returns the groups of this process's optimizers."""
     document = opened.document
-    if document.ties != training.ties:
+    same_names = {*document.ties, *opened.weights.kinds} == {*training.ties, *training.kinds}
+    if same_names and document.ties != training.ties:
         other = sorted(name for name, _ in document.ties.items() ^ training.ties.items())
         raise CheckpointError(
             f"{place}: {listed(other)} is tied to another parameter there or here alone; load it into the "

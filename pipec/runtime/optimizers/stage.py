@@ -97,6 +97,7 @@ class StageOptimizer:
             groups = optimizer.state_dict()["param_groups"]
             numbers = [number for group in groups for number in group["params"]]
             names = [self._names[id(tensor)] for tensor in _parameters(optimizer)]
+            optimizer.state.clear()  # before there is another: two may not fit
             state = {
                 number: cut(states[name], self._shapes[name], self._pieces[name])
                 for number, name in zip(numbers, names, strict=True)
