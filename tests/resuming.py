@@ -11,7 +11,7 @@ from torch import Tensor, nn, optim
 
 import pipec
 
-WORDS, WIDTH, ROWS = 11, 6, 8
+WORDS, WIDTH, ROWS = 11, 10, 8
 
 LAYOUTS: Mapping[str, dict[str, Any]] = {
     "1 stage": {"devices": 1},

@@ -120,11 +120,11 @@ class TestWhatDoesNotFit:
     REFUSED: Mapping[str, tuple[Callable[[], Run], str]] = {
         "sizes": (
             lambda: start("1 stage", model=lambda: Net(width=8)),
-            "words.weight is float64[11, 6] there",
+            "words.weight is float64[11, 10] there",
         ),
         "types": (
             lambda: start("1 stage", dtype=torch.float32),
-            "is float64[11, 6] there and float32[11, 6]",
+            "is float64[11, 10] there and float32[11, 10]",
         ),
         "more": (
             lambda: start(

@@ -44,12 +44,16 @@ def require_own(directory: Path, known: str | None) -> None:
         )
 
 
-def finish_replacing(folder: Path) -> None:
-    """Give those of a folder's checkpoints their names back whose replacement was interrupted."""
+def tidy(folder: Path) -> None:
+    """Make up for what killed processes have left among the checkpoints of a folder."""
     for previous in folder.glob(".*.previous"):
         name = previous.name.removeprefix(".").removesuffix(".previous")
-        if not (folder / name).exists():
+        if (folder / name).exists():
+            shutil.rmtree(previous, ignore_errors=True)
+        else:
             previous.rename(folder / name)
+    for left in folder.glob(".*.partial-*"):
+        _remove_unused(left)
 
 
 class Workplace:

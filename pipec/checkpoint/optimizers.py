@@ -84,6 +84,8 @@ def parts_of(
     for part in _state_parts(optimizers, names, shapes):
         name, entries = part.piece.name, made.state.setdefault(part.piece.name, {})
         for key, value in part.entries.items():
+            if type(key) is not str:
+                raise InputError(f"the optimizer keeps {key!r} of {name}; expected a name that is text")
             if not isinstance(value, Tensor):
                 entries[key] = [encoded(value, f"{key} of {name} in the optimizer")]
                 continue

@@ -113,7 +113,7 @@ class CheckpointedModel(HeldModel):
             replaced = {"replaced": ", ".join(self._replaced()) or "none"}
             self._require_same(f"{method}({str(directory)!r})", replaced)
         self._follow_model()
-        return Path(directory).absolute()
+        return Path(directory).resolve()
 
     def _training(self, optimizer: Any, scheduler: Any, speaks: bool) -> Training:
         """What this process has; if it ``speaks``, only of that whose values are not another process's."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from pipec.checkpoint.directory import finish_replacing, remove
+from pipec.checkpoint.directory import remove, tidy
 from pipec.checkpoint.together import once
 from pipec.console import log
 from pipec.errors import CheckpointError
@@ -33,7 +33,7 @@ class Checkpoints:
 
     def __init__(self, directory: str | Path, *, every: int, keep: int | None = None) -> None:
         check_arguments(CHECKPOINTS, locals())
-        self._directory = Path(directory).absolute()
+        self._directory = Path(directory).resolve()
         self._every, self._keep = every, keep
         self._own: set[str] = set()
 
@@ -94,7 +94,7 @@ class Checkpoints:
         """The names of the checkpoints, the oldest first."""
         if not self._directory.exists():
             return []
-        finish_replacing(self._directory)
+        tidy(self._directory)
         return sorted(
             (path.name for path in self._directory.iterdir() if _NAME.fullmatch(path.name)),
             key=lambda name: int(name.removeprefix("step-")),
