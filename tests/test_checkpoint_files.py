@@ -1,6 +1,7 @@
 """The folder of a checkpoint: damaged, replaced, shared, killed while it is written. One is always whole."""
 
 import functools
+import json
 import os
 import random
 import resource
@@ -64,6 +65,17 @@ def test_every_damage_is_found_with_the_name_of_the_file(run: Run, saved: Path) 
             assert path.name in str(caught.value)
     assert all(map(torch.equal, states(run), before))
     run.load(saved)
+
+
+def test_tensors_lie_at_multiples_of_their_elements(saved: Path) -> None:
+    """As in the files of the library, whose readers on some machines need that."""
+    for path in saved.glob("*.safetensors"):
+        content = path.read_bytes()
+        length = int.from_bytes(content[:8], "little")
+        header = json.loads(content[8 : 8 + length])
+        for name in header.keys() - {"__metadata__"}:
+            size = {"BOOL": 1, "F32": 4, "F64": 8}[header[name]["dtype"]]
+            assert (8 + length + header[name]["data_offsets"][0]) % size == 0
 
 
 def test_no_checkpoint_and_a_foreign_folder(run: Run, tmp_path: Path) -> None:

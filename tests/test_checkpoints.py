@@ -4,6 +4,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from pprint import pformat
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from resuming import LAYOUTS, Net, Run, decayed, start
 from torch import nn, optim
+from torch.utils import _pytree as pytree
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import pipec
@@ -83,9 +85,10 @@ def test_state_keeps_its_type(tmp_path: Path) -> None:
         run = start(layout, factory=Momentum, dtype=torch.bfloat16)
         run.train(0, 2)
         run.save(tmp_path / layout)
-        expected = run.train(2, 6)
+        before = everything(run)
+        run.train(2, 6)
         run.load(tmp_path / layout)
-        assert run.train(2, 6) == expected
+        assert everything(run) == before
 
 
 class Momentum(optim.Optimizer):
@@ -215,7 +218,8 @@ def everything(run: Run) -> str:
     """All that a checkpoint could change."""
     optimizer = run.optimizer or run.pipe.optimizer
     states = (run.pipe.state_dict(), optimizer.state_dict(), run.scheduler.state_dict())
-    return repr((*states, torch.get_rng_state().tolist(), run.pipe.num_steps))
+    given = (*states, torch.get_rng_state().sum(), run.pipe.num_steps)
+    return pformat(pytree.tree_map_only(torch.Tensor, lambda x: (x.dtype, x.tolist()), given))
 
 
 class TestHuggingFace:
