@@ -9,13 +9,13 @@ from torch.optim import Optimizer
 from pipec.checkpoint import Part, Training, kind_of, load, load_weights, save, whole
 from pipec.errors import InputError
 from pipec.ir.arguments import check_arguments
-from pipec.pipeline.held import HeldModel
 from pipec.pipeline.methods import METHODS
+from pipec.pipeline.turns import TurnTaker
 from pipec.runtime.execution import Ranks
 from pipec.runtime.optimizers import PipelineOptimizer
 
 
-class CheckpointedModel(HeldModel):
+class CheckpointedModel(TurnTaker):
     """Writes all that a training needs to go on, and goes on from it in any layout."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

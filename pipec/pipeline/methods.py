@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from torch import nn
 from torch.optim import Optimizer
 
-from pipec.ir.arguments import FLAG, NONE, PATH, Kind, instance
+from pipec.ir.arguments import FLAG, FUNCTION, NONE, PATH, Kind, instance
 from pipec.timeline.trace import Trace
 
 
@@ -23,6 +23,7 @@ def _are_schedulers(given: object) -> bool:
 
 
 METHODS = {
+    "after_update": FUNCTION | NONE,
     "all_ranks": FLAG,
     "directory": PATH,
     "mode": FLAG,

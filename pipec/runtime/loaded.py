@@ -153,7 +153,7 @@ class LoadedPipeline(Handle):
         if self._ranks.world.distributed:
             facts = {given.path: leaf_fact(_leaf(given, leaves)) for given in plan.inputs}
             facts |= self._update_facts()
-            seed = self._require_same("step", facts, [seed])[0][0]
+            seed = self._require_same("step", facts, [seed])[0].notes[0]
         execution, update = self._execution(self._artifact), not self._accumulates
         batched = [isinstance(leaf, Tensor) and leaf.shape[:1] == (batch,) for leaf in leaves]
         shares = loss_shares(self._weight, leaves, call_of, batched, sizes)
