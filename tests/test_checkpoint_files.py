@@ -136,7 +136,8 @@ def test_a_process_killed_anywhere_leaves_a_checkpoint(run: Run, saved: Path) ->
     while killed_in_call(run, saved, number):
         before, found = found, run.load(saved)
         assert found in (before, number)
-        assert {float(element) for each in states(run) for element in each.flatten()} == {float(found)}
+        filled = torch.cat([each.flatten() for each in states(run) if each.is_floating_point()])
+        assert (filled == found).all()
         number += 1
     assert number > 15
     assert run.load(saved) == number

@@ -219,7 +219,9 @@ def everything(run: Run) -> str:
     optimizer = run.optimizer or run.pipe.optimizer
     states = (run.pipe.state_dict(), optimizer.state_dict(), run.scheduler.state_dict())
     given = (*states, torch.get_rng_state().sum(), run.pipe.num_steps)
-    return pformat(pytree.tree_map_only(torch.Tensor, lambda x: (x.dtype, x.tolist()), given))
+    return pformat(
+        pytree.tree_map_only(torch.Tensor, lambda x: (x.dtype, x.shape if x.is_meta else x.tolist()), given)
+    )
 
 
 class TestHuggingFace:

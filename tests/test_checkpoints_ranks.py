@@ -84,6 +84,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_soon(tmp_path: Path) -> None:
         run.train(0, 2)
         run.save(here / "saved", extra="before")
         run.train(2, 3)
+        own = start("2 stages, own optimizer", timeout=30.0)
 
         def attempt(what, call):
             start = time.monotonic()
@@ -108,6 +109,8 @@ def test_what_fails_on_one_rank_fails_on_all_and_soon(tmp_path: Path) -> None:
         attempt("extra", lambda: run.save(here / "saved", extra=rank))
         attempt("folder", lambda: run.save(here / f"saved{rank}"))
         attempt("extra", lambda: run.save(here / "saved", extra=object() if rank else 1))
+        given = {"optimizer": torch.optim.SGD(own.pipe.parameters(), lr=0.1)} if rank else {}
+        attempt("optimizer", lambda: own.pipe.save_checkpoint(here / "saved", **given))
         print(sorted(path.name for path in here.glob("*saved*")))
         if rank == 1:
             (here / "saved" / "checkpoint.json").write_text("{}")
@@ -128,7 +131,8 @@ def test_what_fails_on_one_rank_fails_on_all_and_soon(tmp_path: Path) -> None:
         )
         assert mine[4].startswith("folder InputError True the ranks do not make the same calls")
         assert "extra is <object object" in mine[5]
-        assert mine[6] == "['saved']"
+        assert mine[6].startswith("optimizer InputError True some ranks passed an optimizer")
+        assert mine[7] == "['saved']"
         assert "/saved/checkpoint.json has 2 bytes, not the" in mine[-3]
         assert mine[-2:] == ["True", "True"]
 
@@ -141,7 +145,7 @@ def test_what_many_ranks_wrote_is_a_folder_of_hugging_face(tmp_path: Path) -> No
         import functools
         from transformers import GPT2Config, GPT2LMHeadModel
         torch.manual_seed(0)
-        model = GPT2LMHeadModel(GPT2Config(vocab_size=19, n_positions=8, n_embd=8, n_layer=2, n_head=2))
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=19, n_positions=8, n_embd=8, n_layer=1, n_head=2))
         adam = functools.partial(torch.optim.AdamW, lr=0.01)
         pipe = pipec.compile(model, 2, stages=1, shard="parameters", microbatches=2, optimizer=adam)
         words = torch.arange(16).view(2, 8)

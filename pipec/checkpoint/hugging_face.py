@@ -16,23 +16,26 @@ DIFFUSERS_INDEX, DIFFUSERS_SINGLE = (
 )
 
 
+def _is_of(library: str, model: nn.Module) -> bool:
+    return any(base.__module__.partition(".")[0] == library for base in type(model).__mro__)
+
+
 def index_name(model: nn.Module) -> str:
     """The name under which the library of a model looks for the index: that of diffusers has its own."""
-    return DIFFUSERS_INDEX if hasattr(model, "save_config") else INDEX
+    return DIFFUSERS_INDEX if _is_of("diffusers", model) else INDEX
 
 
 def write_config(model: Any, directory: Path) -> None:
     """Write the configuration of a model that has one, for ``from_pretrained``."""
-    if hasattr(model, "save_config"):  # diffusers
+    if _is_of("diffusers", model):
         model.save_config(directory)
-    if hasattr(getattr(model, "config", None), "save_pretrained"):  # transformers
+    if _is_of("transformers", model) and hasattr(model, "config"):
         config = copy.deepcopy(model.config)
         config.architectures = [type(model).__name__]
         config.dtype = model.dtype
         config.save_pretrained(directory)
-        generation = getattr(model, "generation_config", None)
-        if generation is not None and model.can_generate():
-            generation.save_pretrained(directory)
+        if model.can_generate():
+            model.generation_config.save_pretrained(directory)
 
 
 def weight_files(directory: Path) -> dict[str, set[str]]:

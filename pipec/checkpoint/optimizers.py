@@ -118,7 +118,8 @@ def merged(every: Sequence[OptimizerState], order: Sequence[str]) -> OptimizerSt
     """The state of the whole, of what each process has. Each may have that of its own stages alone.
 
     Raises:
-        InputError: the optimizers of the ranks differ in more than their parameters.
+        InputError: the optimizers of the ranks differ in more than their parameters, or two entries of the
+            state would be one tensor.
     """
     first = every[0]
     for rank, each in enumerate(every):
@@ -134,11 +135,12 @@ def merged(every: Sequence[OptimizerState], order: Sequence[str]) -> OptimizerSt
     for index, group in enumerate(first.groups):
         names = {name for each in every for name in each.groups[index].names}
         groups.append(Group(group.optimizer, tuple(sorted(names, key=position.__getitem__)), group.numbers))
-    state: dict[str, dict[str, list[Any] | str]] = {}
+    made = OptimizerState(groups)
     for each in every:
         for name, entries in each.state.items():
-            state.setdefault(name, entries)
-    return OptimizerState(groups, state)
+            made.state[name] = {**entries, **made.state.get(name, {})}
+    _require_unique(made)
+    return made
 
 
 def require_same_groups(saved: Sequence[Group], found: Sequence[Group]) -> None:
@@ -231,8 +233,7 @@ def tensor_names(saved: OptimizerState) -> list[str]:
     return [found for entries in saved.state.values() for found in entries.values() if isinstance(found, str)]
 
 
-def require_unique(saved: OptimizerState) -> None:
-    """Raise InputError if two entries of the state would be one tensor."""
+def _require_unique(saved: OptimizerState) -> None:
     if twice := [name for name, count in Counter(tensor_names(saved)).items() if count > 1]:
         raise InputError(
             f"two entries of the optimizer's state are both called {twice[0]}: a parameter, or an entry of "

@@ -123,8 +123,11 @@ def _manifest(place: Path) -> Manifest:
 def _open(place: Path, digest: str) -> Opened:
     manifest = read_manifest(place)
     names = [name for name in manifest.files if name.startswith("optimizer-")]
-    document = read_document(place / DOCUMENT)
-    return Opened(document, digest, _open_weights(place), TensorFiles([place / name for name in names]))
+    document, weights = read_document(place / DOCUMENT), _open_weights(place)
+    opened = Opened(document, digest, weights, TensorFiles([place / name for name in names]))
+    if read_manifest(place).digest != digest:
+        raise CheckpointError(f"{place} was replaced by another checkpoint while it was read; load it again")
+    return opened
 
 
 def _open_weights(place: Path) -> TensorFiles:
@@ -159,11 +162,7 @@ def _require_weights(
     place: Path, kinds: Mapping[str, TensorKind], training: Training, ties: Mapping[str, str]
 ) -> None:
     """Raise CheckpointError unless the tensors are those of the model, under one of their tied names."""
-    if meta := [part.name for part in training.parts if part.memory.is_meta]:
-        raise InputError(
-            f"{meta[0]} and {len(meta) - 1} other tensors are on the meta device, where nothing can be "
-            "loaded to; call to_empty(device=...) on the pipeline before"
-        )
+    training.require_memory()
     names = _stored_names(kinds, training, ties)
     if missing := [name for name in training.kinds if name not in names]:
         raise CheckpointError(f"{place} is of another model: it has no {listed(missing)}")

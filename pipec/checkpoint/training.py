@@ -10,6 +10,7 @@ from torch import nn
 from pipec.checkpoint.optimizers import Optimizers
 from pipec.checkpoint.parts import Part
 from pipec.checkpoint.tensors import TensorKind
+from pipec.errors import InputError
 from pipec.runtime.execution import Ranks
 
 
@@ -33,3 +34,11 @@ class Training:
     optimizers: Optimizers | None
     schedulers: Sequence[Any]
     num_steps: int
+
+    def require_memory(self) -> None:
+        """Raise InputError if a tensor has no values to save, nor memory to load to."""
+        if meta := [part.name for part in self.parts if part.memory.is_meta]:
+            raise InputError(
+                f"{meta[0]} and {len(meta) - 1} other tensors are on the meta device and have no memory; "
+                "call to_empty(device=...) on the pipeline before"
+            )

@@ -13,12 +13,13 @@ from pipec.checkpoint.directory import Workplace, require_own
 from pipec.checkpoint.document import DOCUMENT, Document, RandomStates, SchedulerState, random_state
 from pipec.checkpoint.hugging_face import index_name, write_config
 from pipec.checkpoint.manifest import FileSum, sum_of, write_file, write_manifest
-from pipec.checkpoint.optimizers import merged, parse_state, parts_of, require_unique
+from pipec.checkpoint.optimizers import merged, parse_state, parts_of
 from pipec.checkpoint.parts import Part, Stored, agree_on, gathered
 from pipec.checkpoint.tensors import TensorWriter
 from pipec.checkpoint.together import on_all, once, require_equal
 from pipec.checkpoint.training import Training
 from pipec.checkpoint.values import encoded
+from pipec.errors import InputError
 
 Sums = dict[str, FileSum]
 
@@ -69,6 +70,7 @@ def _document(training: Training, extra: Any) -> tuple[Document, list[Part]]:
 
     def describe() -> dict[str, Any]:
         nonlocal state
+        training.require_memory()
         optimizer = None
         if training.optimizers is not None:
             optimizer, state = parts_of(training.optimizers, training.names, training.shapes)
@@ -84,9 +86,9 @@ def _document(training: Training, extra: Any) -> tuple[Document, list[Part]]:
     schedulers = [each["schedulers"] for each in every]
     require_equal(schedulers, "the scheduler", "let the same schedulers step on every rank")
     found = [parse_state(each["optimizer"]) for each in every if each["optimizer"] is not None]
+    if found and len(found) < len(every):
+        raise InputError("some ranks passed an optimizer and others did not; pass it on every rank")
     optimizer = merged(found, list(training.shapes)) if found else None
-    if optimizer is not None:
-        require_unique(optimizer)
     return (
         Document(
             training.num_steps,
