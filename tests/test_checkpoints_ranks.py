@@ -59,6 +59,11 @@ def test_processes_go_on_from_one_and_one_from_processes(tmp_path: Path) -> None
                 losses[f"{saved} -> {layout}"] = run.train(6, 8)
             run.load(here / f"{layouts[0]}, before a step")
             losses[f"before a step -> {layout}"] = run.train(3, 8)
+        torch.manual_seed(50 + rank)
+        run.save(here / "seeded")
+        drawn = torch.rand(1)
+        run.load(here / "seeded")
+        assert torch.equal(torch.rand(1), drawn)
         print(json.dumps(losses))
         """,
     )
@@ -69,10 +74,11 @@ def test_processes_go_on_from_one_and_one_from_processes(tmp_path: Path) -> None
         there, _, here = name.partition(" -> ")
         assert there != here or losses == first[here][-2:]
     for layout in ("2 stages", "2 replicas, shard=parameters", "2 replicas, own optimizer"):
-        alone = start("2 stages, own optimizer" if "own" in layout else "1 stage", seed=5)
         alone.load(tmp_path / layout)
         assert alone.pipe.num_steps == 6
         assert alone.train(6, 8) == pytest.approx(expected[-2:], rel=SAME)
+    alone.load(tmp_path / "seeded")
+    assert torch.equal(torch.rand(1), torch.rand(1, generator=torch.Generator().manual_seed(50)))
 
 
 def test_what_fails_on_one_rank_fails_on_all_and_soon(tmp_path: Path) -> None:
