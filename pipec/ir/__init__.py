@@ -23,4 +23,4 @@ from pipec.ir.schedule import (
     unreplicated,
 )
 from pipec.ir.sharding import Piece, Sharding
-from pipec.ir.values import Dim, Input, Link, Mode, Payload, Phase, Value
+from pipec.ir.values import Dim, Input, Link, Mode, Payload, Phase, Sizes, Value, Variable
