@@ -12,7 +12,7 @@ from models import Factory, gpt2_with_dropout, perceptron, resnet, t5
 from parts import apart, artifact_in_parts, staged_in_parts
 from torch import Tensor
 from unsplit import Outcome, relative_error
-from workers import read_outcome, train
+from workers import read_outcome, run_ranks, train
 
 import pipec
 from pipec.artifact.check import check_artifact
@@ -118,6 +118,14 @@ def test_processes_sum_while_their_backward_runs(tmp_path: Path) -> None:
     assert found.gradients.keys() == wanted.gradients.keys()
     for fqn, gradient in found.gradients.items():
         assert relative_error(gradient, wanted.gradients[fqn]) < 1e-6
+
+
+def test_parameters_in_shares_are_there_for_parts_that_do_not_read_them(tmp_path: Path) -> None:
+    """The gradients that a part makes lie in memory as the parameters do."""
+    script = Path(__file__).with_name("parts_script.py")
+    texts = run_ranks(script, 2, tmp_path)
+    assert "6 are equal" in texts[0]
+    assert "are equal" in texts[1]
 
 
 @pytest.mark.parametrize("shard", [None, *Shard])

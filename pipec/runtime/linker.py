@@ -236,7 +236,8 @@ class _Linker:
                 "the stage code for this schedule"
             )
         asked = parameter_names(function)
-        own = self._weights(stage.index, name) if "w" in asked else []
+        makes_gradients = phase not in (Phase.FORWARD, Phase.RECOMPUTE)  # which lie as the weights do
+        own = self._weights(stage.index, name) if "w" in asked or makes_gradients else []
         weights += own
         take = self._take(stage.index, microbatch, asked, name, own)
         self._note_made(stage.index, microbatch, phase, is_last)
