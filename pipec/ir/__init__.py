@@ -14,6 +14,7 @@ from pipec.ir.plan import Alternative, Plan, ShardCost, Stage, StageCost
 from pipec.ir.program import Instruction, Kind, Op, Program, Traits
 from pipec.ir.schedule import (
     Compute,
+    Parts,
     Placement,
     Schedule,
     count_ranks,
@@ -23,4 +24,16 @@ from pipec.ir.schedule import (
     unreplicated,
 )
 from pipec.ir.sharding import Piece, Sharding
-from pipec.ir.values import Dim, Input, Link, Mode, Payload, Phase, Sizes, Value, Variable
+from pipec.ir.values import (
+    GRADIENT_PHASES,
+    Dim,
+    Input,
+    Link,
+    Mode,
+    Payload,
+    Phase,
+    Sizes,
+    Value,
+    Variable,
+    function_names,
+)

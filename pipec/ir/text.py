@@ -10,6 +10,8 @@ A program is one instruction a line, under a line that names its rank::
     4  recv                        result loss (3 -> all)  from rank 3
     5  reduce_grad  stage 1        bucket 0
 
+A compute of one part alone says which, as in ``backward  stage 1  mb 3  part 0``.
+
 A field that is -1 is left out. Columns are aligned with at least two spaces, and a field never contains two.
 """
 
@@ -247,6 +249,7 @@ def _fields(number: int, instruction: Instruction) -> tuple[str, ...]:
         instruction.op.value,
         _unless_absent("stage", instruction.stage),
         _unless_absent("mb", instruction.microbatch),
+        _unless_absent("part", instruction.part),
         format_link(instruction.link) if instruction.link else "",
         _unless_absent(f"{direction} rank", instruction.peer),
         _unless_absent("slot", instruction.slot),
@@ -269,6 +272,7 @@ _LINE = re.compile(
     rf" *(?P<number>\d{{1,9}})  +(?P<op>{'|'.join(Op)})"
     r"(?:  +stage (?P<stage>\d{1,9}))?"
     r"(?:  +mb (?P<mb>\d{1,9}))?"
+    r"(?:  +part (?P<part>\d{1,9}))?"
     r"(?:  +(?P<link>[^ (][^(]*\([^ )]+ -> [^ )]+\)))?"
     r"(?:  +(?:from|to) rank (?P<peer>\d{1,9}))?"
     r"(?:  +slot (?P<slot>\d{1,9}))?"
@@ -297,20 +301,24 @@ def _parse_line(number: int, line: str, links: Mapping[str, Link]) -> Instructio
     match = _LINE.fullmatch(line)
     if not match:
         raise _unexpected(
-            number + 2, line, "'NUMBER  OP  [stage S]  [mb M]  [LINK]  [to rank R]  [slot N]  [bucket K]'"
+            number + 2,
+            line,
+            "'NUMBER  OP  [stage S]  [mb M]  [part P]  [LINK]  [to rank R]  [slot N]  [bucket K]'",
         )
     if match["link"] and match["link"] not in links:
         raise _unexpected(number + 2, line, f"a link of the plan: {'; '.join(links) or 'it has none'}")
-    stage, mb, peer, slot, bucket = (-1 if match[name] is None else int(match[name]) for name in _NUMBERS)
+    stage, mb, peer, slot, bucket, part = (
+        -1 if match[name] is None else int(match[name]) for name in _NUMBERS
+    )
     link = links[match["link"]] if match["link"] else None
-    instruction = Instruction(Op(match["op"]), stage, mb, link, peer, slot, bucket)
+    instruction = Instruction(Op(match["op"]), stage, mb, link, peer, slot, bucket, part)
     canonical = " ".join(filter(None, _fields(number, instruction)))
     if " ".join(line.split()) != canonical:
         raise _unexpected(number + 2, line, repr(canonical))
     return instruction
 
 
-_NUMBERS = ("stage", "mb", "peer", "slot", "bucket")
+_NUMBERS = ("stage", "mb", "peer", "slot", "bucket", "part")
 
 
 def _unexpected(line_number: int, line: str, expected: str) -> ArtifactError:

@@ -34,6 +34,10 @@ class StageCode(Protocol):
     other names     a received value or a model input
     =============== ===================================================================================
 
+    A phase is one function, or several such as ``backward_0`` and ``backward_1``. Each but the last also
+    returns ``saved``, before its gradients, for the one behind it. A forward has None among its ``updates``
+    for what another one makes.
+
     ``sent`` is a dict of values by name. Optional functions: ``recompute(...) -> saved``,
     ``backward(...) -> (sent, gradients)``, ``backward_input(...) -> (sent, saved, gradients)``,
     ``backward_weight(...) -> gradients``, each gradient aligned with ``PARAMETERS`` and None where there
@@ -127,12 +131,13 @@ class BoundStage:
         """Give a microbatch the buffers as they are now. It keeps them from its forward to its backward."""
         self.frames[microbatch]["buffers"] = self.buffers
 
-    def update_buffers(self, updates: Sequence[Tensor]) -> None:
+    def update_buffers(self, updates: Sequence[Tensor | None]) -> None:
         """Replace buffers for the forwards to come. Microbatches that have the old ones keep them."""
         if self.updated_indices:
             self.buffers = list(self.buffers)
             for index, update in zip(self.updated_indices, updates, strict=True):
-                self.buffers[index] = update
+                if update is not None:
+                    self.buffers[index] = update
 
     def end_step(self) -> None:
         """Copy the last state of the updated buffers into the model's own."""

@@ -105,7 +105,8 @@ def chunks(timeline: Timeline) -> dict[int, int]:
 def cell_labels(timeline: Timeline) -> Callable[[Event], str]:
     """How cells are labelled: ``F3`` is the forward of microbatch 3, ``U`` an update, ``Σ2`` sums bucket 2.
 
-    If ranks hold several stages, ``Fb3`` is the forward of the second stage of its rank.
+    If ranks hold several stages, ``Fb3`` is the forward of the second stage of its rank. ``B3.0`` is part 0
+    of a backward.
     """
     chunk_of = chunks(timeline)
     several = max(chunk_of.values(), default=0) > 0
@@ -114,7 +115,8 @@ def cell_labels(timeline: Timeline) -> Callable[[Event], str]:
         instruction = event.instruction
         chunk = chr(ord("a") + chunk_of[instruction.stage] % 26) if several and event.is_work else ""
         number = instruction.bucket if event.is_collective else instruction.microbatch
-        return f"{LETTERS[instruction.op]}{chunk}{number if number >= 0 else ''}"
+        part = f".{instruction.part}" if instruction.part >= 0 else ""
+        return f"{LETTERS[instruction.op]}{chunk}{number if number >= 0 else ''}{part}"
 
     return label
 

@@ -31,7 +31,8 @@ function bytes(amount) {
 
 const computeName = ({ computes }, i) =>
   data.phases[computes.phase[i]].name +
-  (computes.microbatch[i] < 0 ? "" : ` of microbatch ${computes.microbatch[i]}`);
+  (computes.microbatch[i] < 0 ? "" : ` of microbatch ${computes.microbatch[i]}`) +
+  (computes.part[i] < 0 ? "" : `, part ${computes.part[i]}`);
 
 const collectiveName = ({ collectives }, i) => data.ops[collectives.op[i]].name;
 
@@ -43,7 +44,8 @@ const payloadName = ({ messages }, i) =>
 const boxLabel = ({ computes, lastChunk }, i) =>
   data.phases[computes.phase[i]].letter +
   (lastChunk ? String.fromCharCode(97 + (computes.chunk[i] % 26)) : "") +
-  (computes.microbatch[i] < 0 ? "" : computes.microbatch[i]);
+  (computes.microbatch[i] < 0 ? "" : computes.microbatch[i]) +
+  (computes.part[i] < 0 ? "" : `.${computes.part[i]}`);
 
 /** `Σ2`: the sum of bucket 2. */
 const collectiveLabel = ({ collectives: { op, bucket } }, i) =>
