@@ -219,7 +219,7 @@ def _repeated(call: Call, device: torch.device) -> list[Any]:
     """The leaves of a mini-batch whose microbatches are all ``call``."""
     return [
         torch.cat([_on(leaf, device)] * _MICROBATCHES) if batched else leaf
-        for leaf, batched in zip(call.leaves, call.batched(), strict=True)
+        for leaf, batched in zip(call.leaves, call.batched, strict=True)
     ]
 
 

@@ -1,6 +1,7 @@
 """The arguments of one call of the model, and which of their tensors are split along the batch."""
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ class Call:
     leaf whether its dimension 0 is the batch. It is None in the call of a whole batch, whose tensors say so
     by their sizes. A microbatch is told: of two rows, an edge list of shape (2, n) would seem to have two.
     ``unsure`` are the paths of those that may not be split after all, each with the name of its argument.
+
+    What is read off the arguments is kept, because the checks before a step read it several times.
     """
 
     args: tuple[Any, ...]
@@ -36,17 +39,17 @@ class Call:
         """Arguments, keyword arguments in alphabetical order, and target."""
         return self.args, dict(sorted(self.kwargs.items())), self.target
 
-    @property
+    @functools.cached_property
     def leaves(self) -> list[Any]:
         return pytree.tree_leaves(self.tree)
 
-    @property
+    @functools.cached_property
     def paths(self) -> list[str]:
         """The name of each leaf as a person would write it: ``args[0]``, ``kwargs['mask']``, ``target``."""
         tree = dict(zip(("args", "kwargs", "target"), self.tree, strict=True))
         return [leaf_path(keys) for keys, _ in pytree.tree_flatten_with_path(tree)[0]]
 
-    @property
+    @functools.cached_property
     def batch_size(self) -> int:
         """Dimension 0 of the first tensor that is split, or of the first tensor at all."""
         for leaf, split in zip(self.leaves, self.split or [True] * len(self.leaves), strict=True):
@@ -76,12 +79,15 @@ class Call:
         Raises:
             InputError: an argument is neither a tensor nor a plain value.
         """
-        leaves, spec = pytree.tree_flatten(self.tree)
         names: dict[int, dict[int | None, str]] = {}
         for variable in variables:
             names.setdefault(variable.position, {})[variable.dim] = variable.name
-        named = [names.get(position, {}) for position in range(len(leaves))]
-        return str(spec), tuple(map(_kind, leaves, self.batched(), self.paths, named))
+        named = [names.get(position, {}) for position in range(len(self.leaves))]
+        return self._structure, tuple(map(_kind, self.leaves, self.batched, self.paths, named))
+
+    @functools.cached_property
+    def _structure(self) -> str:
+        return str(pytree.tree_structure(self.tree))
 
     def check_target(self, needed: bool) -> None:
         """Raise InputError if the target is missing, or has other rows than the batch."""
@@ -95,6 +101,7 @@ class Call:
                 f"target has {target.shape[0]} rows but the batch has {size}; both have the batch first"
             )
 
+    @functools.cached_property
     def batched(self) -> Sequence[bool]:
         """Whether dimension 0 is the batch, for each leaf."""
         if self.split is not None:
@@ -104,7 +111,7 @@ class Call:
 
     def rows(self, start: int, stop: int) -> "Call":
         """The call on some rows of the batch. Its tensors are views of this one's."""
-        flags = iter(self.batched())
+        flags = iter(self.batched)
         return self.map(lambda leaf: leaf[start:stop] if next(flags) else leaf)
 
     def sample(self, num_rows: int, device: torch.device | None) -> "Call":
@@ -112,7 +119,7 @@ class Call:
 
         Its tensors are on ``device``, or on the devices of this call's tensors if that is None.
         """
-        flags = iter(self.batched())
+        flags = iter(self.batched)
 
         def like(leaf: Any) -> Any:
             batched = next(flags)
@@ -129,7 +136,7 @@ class Call:
     def map(self, function: Callable[[Any], Any]) -> "Call":
         """``function`` of every leaf, in order. What is split stays split."""
         args, kwargs, target = pytree.tree_map(function, self.tree)
-        return Call(args, kwargs, target, tuple(self.batched()), self.unsure)
+        return Call(args, kwargs, target, tuple(self.batched), self.unsure)
 
 
 def _kind(leaf: Any, batched: bool, path: str, names: Mapping[int | None, str]) -> Hashable:

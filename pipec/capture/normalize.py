@@ -175,7 +175,7 @@ def _argument(described: tuple[str, str | int], traced: Traced) -> Argument:
         case ("parameter" | "buffer", str(name)):
             return Buffer(traced.fqns[name])
         case ("input", int(index)):
-            return ModelInput(index, traced.call.paths[index], traced.call.batched()[index])
+            return ModelInput(index, traced.call.paths[index], traced.call.batched[index])
         case ("tangent", _):
             return LossGradient()
     raise CaptureError(f"the captured graph takes an argument that pipec does not know: {described[1]}")

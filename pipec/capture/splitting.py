@@ -90,7 +90,7 @@ def known_from(call: Call) -> dict[str, bool]:
     A batch of one row shows nothing.
     """
     found = {}
-    for path, leaf, split in zip(call.paths, call.leaves, call.batched(), strict=True):
+    for path, leaf, split in zip(call.paths, call.leaves, call.batched, strict=True):
         if isinstance(leaf, Tensor) and leaf.ndim and call.batch_size > 1:
             found[path] = split
     return found

@@ -86,7 +86,7 @@ def capture(
     if mode is Mode.TRAIN:
         _check_gradients(model, call)
     numbers = [variable.position for variable in variables if variable.dim is None]
-    step = Step(model, loss_fn, mode, call.batched(), outputs, alike(variables), numbers)
+    step = Step(model, loss_fn, mode, call.batched, outputs, alike(variables), numbers)
     adds_up = adds_up or mode is Mode.FORWARD
     tracer = _Tracer(step, mode, call, canonical or {}, device, adds_up, num_replicas)
     with ExitStack() as stack:
@@ -232,7 +232,7 @@ class _Tracer:
         captured = self.prove_split(variables) if proves else None
         sample = self._sample(variables) if symbolic else self._call.sample(size, self._device)
         if captured is None:
-            self._step.batched = tuple(sample.batched())
+            self._step.batched = tuple(sample.batched)
             captured = front_end(self._step, sample.tree, _symbolic(sample, variables) if symbolic else [])
         self._guards = captured.guards
         self.draws_with_numpy = torch_compat.draws_with_numpy(captured.module)
@@ -288,7 +288,7 @@ class _Tracer:
         if not self._call.unsure:
             return None
         sample = self._sample(variables)
-        named = zip(sample.paths, sample.batched(), strict=True)
+        named = zip(sample.paths, sample.batched, strict=True)
         self._step.batched = tuple(split and path not in self._call.unsure for path, split in named)
         try:
             symbolic = _symbolic(sample, variables)
@@ -307,7 +307,7 @@ class _Tracer:
             return ""
         module = captured.module
         module = module if self._adds_up else fx.GraphModule(module, copy.deepcopy(module.graph))
-        batched = [path for path, split in zip(sample.paths, sample.batched(), strict=True) if split]
+        batched = [path for path, split in zip(sample.paths, sample.batched, strict=True) if split]
         has_loss = self._mode is not Mode.FORWARD
         size, num_replicas = self._call.batch_size, self._num_replicas or 1
         unclear = add_up(module, batched, size, has_loss, num_replicas)
@@ -323,7 +323,7 @@ class _Tracer:
 
 def _symbolic(call: Call, variables: Sequence[Variable]) -> list[tuple[Tensor, int]]:
     """The dimensions that are to be symbols."""
-    split = [(leaf, 0) for leaf, split in zip(call.leaves, call.batched(), strict=True) if split]
+    split = [(leaf, 0) for leaf, split in zip(call.leaves, call.batched, strict=True) if split]
     return split + [(call.leaves[x.position], x.dim) for x in variables if x.dim is not None]
 
 
@@ -337,7 +337,7 @@ def _all_have_rows(module: fx.GraphModule, call: Call) -> bool:
         InputError: a tensor that is read has another number of rows, for all that the model does.
     """
     rows = {plain_name(str(node.target)): rows_of(node) for node in module.graph.find_nodes(op="placeholder")}
-    named = zip(call.paths, call.batched(), strict=True)
+    named = zip(call.paths, call.batched, strict=True)
     sure = [plain_name(path) for path, split in named if split and path not in call.unsure]
     batch = next((rows[name] for name in sure if name in rows), None)
     for path, argument in call.unsure.items():

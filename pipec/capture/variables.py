@@ -82,7 +82,7 @@ def symbolic_choices(variables: Sequence[Variable]) -> list[tuple[Variable, ...]
 def _values(call: Call) -> dict[Site, float]:
     """What may vary: the sizes of all dimensions but that of the batch, and numbers."""
     found: dict[Site, float] = {}
-    for position, (leaf, batched) in enumerate(zip(call.leaves, call.batched(), strict=True)):
+    for position, (leaf, batched) in enumerate(zip(call.leaves, call.batched, strict=True)):
         if isinstance(leaf, Tensor):
             sizes = {(position, dim): size for dim, size in enumerate(leaf.shape) if size > 1}
             found |= {site: size for site, size in sizes.items() if not (batched and site[1] == 0)}

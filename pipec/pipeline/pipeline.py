@@ -323,7 +323,7 @@ class Pipeline(CheckpointedModel):
         if turn.signature.kind.mode is not Mode.FORWARD:
             structure = pytree.tree_structure(call.tree)
             call_of = functools.partial(pytree.tree_unflatten, treespec=structure)
-            shares = loss_shares(self._weight, call.leaves, call_of, call.batched(), every)
+            shares = loss_shares(self._weight, call.leaves, call_of, call.batched, every)
         values = variable_values(turn.signature.kind.variables, call.leaves)
         spans, start, first = list[Span](), 0, 0
         for sizes in groups:

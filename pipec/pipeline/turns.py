@@ -132,8 +132,11 @@ class TurnTaker(HeldModel):
             _, call, every = self._told_the_joined(every, asked, call)
         if self._changes_model(every):
             return self._together(asked, call, None)
-        call = self._sent(asked, call) if self._batch == "rank0" else call
-        return _turn(call, self._kind(asked, call, state), every, rows)
+        if self._batch == "rank0":
+            call = self._sent(asked, call)
+            kind = self._kind(asked, call, state)
+        assert kind is not None, "a rank whose arguments count, and are right, knows the kind of its call"
+        return _turn(call, kind, every, rows)
 
     def _joined(self) -> tuple[Asked, Turn] | None:
         """The next call of the ranks that have rows, which this one has not; None if all have joined."""
@@ -249,7 +252,7 @@ def _facts_of_any_part(call: Call, asked: Asked) -> Facts:
     """What the parts of a batch must have in common: the types of what is split, and all of the rest."""
     facts = [
         f"rows of {_kind_of_row(leaf)}" if split else leaf_fact(leaf, values=asked.method != "prepare")
-        for leaf, split in zip(call.leaves, call.batched(), strict=True)
+        for leaf, split in zip(call.leaves, call.batched, strict=True)
     ]
     return dict(zip(call.paths, facts, strict=True))
 
@@ -261,7 +264,7 @@ def _kind_of_row(leaf: Tensor) -> str:
 
 def _facts_of_rows(call: Call, asked: Asked) -> Facts:
     """What the ranks of one replica must have in common besides."""
-    split = dict(zip(call.paths, call.batched(), strict=True))
+    split = dict(zip(call.paths, call.batched, strict=True))
     facts = _facts_of_batch(call, asked)
     return {path: fact for path, fact in facts.items() if split.get(path, True)}
 
