@@ -25,12 +25,14 @@ from pipec.pipeline.methods import METHODS
 from pipec.plan.predictions import simulate_plan
 from pipec.plan.tables import ReadablePlan
 from pipec.runtime.batch import dense
+from pipec.runtime.batches import Given
 from pipec.runtime.execution import Ranks
 from pipec.runtime.facts import Facts, leaf_fact
 from pipec.runtime.holder import Emptied, ModelTensors, forget
 from pipec.runtime.randomness import next_seed
 from pipec.runtime.results import join
 from pipec.runtime.span import Span
+from pipec.runtime.streams import Begun, nothing
 from pipec.runtime.updates import Updates
 from pipec.runtime.weights import MicrobatchWeight, loss_shares
 from pipec.timeline.events import Timeline
@@ -85,10 +87,7 @@ class Pipeline(HeldModel):
                 arguments. Nothing was changed, and every rank raises it.
             ExecutionError, TransportError: a rank failed.
         """
-        loss = self._loss(self._agreed("step", Mode.TRAIN, args, kwargs, target, outputs))
-        self._num_steps += 1
-        self._count_update()
-        return loss
+        return self._trained_by(self._agreed("step", Mode.TRAIN, args, kwargs, target, outputs))
 
     def eval_step(self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any) -> Any:
         """What ``step`` would return, without gradients.
@@ -104,10 +103,29 @@ class Pipeline(HeldModel):
         results = self._run(turn)
         return _output(compiled, results, compiled.artifact.plan.outputs)
 
-    def _loss(self, turn: Turn) -> Any:
+    @property
+    def _takes_target(self) -> bool:
+        return self._compiler.loss_fn is not None
+
+    def _stream_step(self, given: Given, begun: Begun) -> Tensor:
+        turn = self._agreed("stream", Mode.TRAIN, given.args, dict(given.kwargs), given.target)
+        loss: Tensor = self._trained_by(turn, begun)
+        return loss
+
+    def _agree_to_end(self, why: str) -> None:
+        self._require_same("stream", {"batches": why}, [0, 0, 0])
+
+    def _trained_by(self, turn: Turn, begun: Begun = nothing) -> Any:
+        """Make a step; returns its loss, and the model's output if it was asked for."""
+        loss = self._loss(turn, begun)
+        self._num_steps += 1
+        self._count_update()
+        return loss
+
+    def _loss(self, turn: Turn, begun: Begun = nothing) -> Any:
         """The loss of a step, and if it was asked for, the model's output. The logs are kept."""
         compiled = self._compiled(turn)[0][0]
-        results, plan = self._run(turn), compiled.artifact.plan
+        results, plan = self._run(turn, begun), compiled.artifact.plan
         self.logs = {name: results[kept] for name, kept in zip(plan.logs, plan.outputs[1:], strict=False)}
         loss = results["loss"]
         if not turn.signature.kind.outputs:
@@ -250,7 +268,7 @@ class Pipeline(HeldModel):
         """What the ranks must have in common before a call. That is also what the compiled code once read."""
         changed = changed_constants(self._read.get(mode, {}), self._compiler.traced(mode)) or "none"
         facts = state.facts | {"replaced": ", ".join(self._replaced()) or "none", "changed values": changed}
-        return facts | (self._update_facts() if kind == "step" else {})
+        return facts | (self._update_facts() if kind in ("step", "stream") else {})
 
     def _checked(self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Call:
         refuse_own_batches((args, kwargs, target))
@@ -297,10 +315,11 @@ class Pipeline(HeldModel):
         with self._emptied.shaped(self._tensors.unique()):
             return self._compiler.compile(turn.signature, turn.call), self._compiler.read(turn.signature)
 
-    def _run(self, turn: Turn) -> dict[str, Tensor]:
+    def _run(self, turn: Turn, begun: Begun = nothing) -> dict[str, Tensor]:
         groups = self._compiled(turn)
         if any(compiled.artifact.draws for compiled, _ in groups):
             torch.default_generator.set_state(turn.random_state)
+        begun()
         if turn.signature.kind.mode is Mode.TRAIN:
             return self._run_groups(turn, groups)
         with self._gathered():

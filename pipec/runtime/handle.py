@@ -302,6 +302,13 @@ def _refusal(every: Sequence[Facts]) -> str:
             f"the ranks do not make the same calls:\n{differences(calls)}\nEvery rank calls the methods "
             "of the pipeline in the same order; see that no `if rank == ...` or shorter loop keeps one away"
         )
+    if any("batches" in facts for facts in every):
+        left = [{"batches": facts.get("batches", "another one")} for facts in every]
+        return (
+            f"the ranks' streams do not have the same batches:\n{differences(left)}\nEvery rank iterates "
+            "over the same batches, and as many; leave out what gives each rank a part, such as a "
+            "DistributedSampler"
+        )
     if failed := [rank for rank, facts in enumerate(every) if "refused" in facts]:
         return f"{kind} cannot use the arguments of {rank_names(failed)}:\n{every[failed[0]]['refused']}"
     own = [{name: fact for name, fact in facts.items() if _is_of_optimizer(name)} for facts in every]

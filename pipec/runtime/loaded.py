@@ -27,14 +27,16 @@ from pipec.ir.arguments import (
 from pipec.ir.batch import leaf_path, split_sizes
 from pipec.ir.text import format_value
 from pipec.runtime.batch import dense
+from pipec.runtime.batches import Given
 from pipec.runtime.execution import Ranks
 from pipec.runtime.facts import leaf_fact
-from pipec.runtime.handle import Handle, homes
+from pipec.runtime.handle import homes
 from pipec.runtime.holder import ModelTensors, hold
 from pipec.runtime.launch import DEVICES, Devices
 from pipec.runtime.optimizers import Factory
 from pipec.runtime.randomness import next_seed
 from pipec.runtime.span import Span
+from pipec.runtime.streams import Begun, Streams, nothing
 from pipec.runtime.updates import Updates
 from pipec.runtime.weights import GIVEN, WORDS, MicrobatchWeight, loss_shares
 
@@ -88,7 +90,7 @@ CallOf = Callable[[list[Any]], tuple[Any, dict[str, Any], Any]]
 """Makes arguments, keyword arguments and the target of their leaves."""
 
 
-class LoadedPipeline(Handle):
+class LoadedPipeline(Streams):
     """An artifact with its tensors under their original names; made by :func:`pipec.load`."""
 
     def __init__(
@@ -120,24 +122,39 @@ class LoadedPipeline(Handle):
         Raises:
             InputError: the arguments have other names, shapes or types. Nothing was sent then.
         """
-        tree = {"args": args, "kwargs": dict(sorted(kwargs.items())), "target": target}
+        return self._step_with(Given(args, kwargs, target), "step")
+
+    @property
+    def _takes_target(self) -> bool:
+        return any(path.startswith("target") for path in self.plan.arguments)
+
+    def _stream_step(self, given: Given, begun: Begun) -> Tensor:
+        return self._step_with(given, "stream", begun)
+
+    def _agree_to_end(self, why: str) -> None:
+        self._require_same("stream", {"batches": why}, [0])
+
+    def _step_with(self, given: Given, kind: str, begun: Begun = nothing) -> Tensor:
+        tree = {"args": given.args, "kwargs": dict(sorted(given.kwargs.items())), "target": given.target}
         found, structure = pytree.tree_flatten_with_path(tree)
         paths = [leaf_path(keys) for keys, _ in found]
         if paths != list(self.plan.arguments):
             raise InputError(
-                f"step was given {_listed(paths)}; this artifact was made for "
+                f"{kind} was given {_listed(paths)}; this artifact was made for "
                 f"{_listed(self.plan.arguments)}. Pass the same, by position or by name as there"
             )
         return self._step(
             [leaf for _, leaf in found],
             lambda leaves: tuple(pytree.tree_unflatten(leaves, structure).values()),
+            kind,
+            begun,
         )
 
     def step_on(self, leaves: Sequence[Any]) -> Tensor:
         """As ``step``, for the leaves of its arguments in the order of the plan's ``arguments``."""
-        return self._step(leaves, lambda leaves: (leaves, {}, None))
+        return self._step(leaves, lambda leaves: (leaves, {}, None), "step", nothing)
 
-    def _step(self, leaves: Sequence[Any], call_of: CallOf) -> Tensor:
+    def _step(self, leaves: Sequence[Any], call_of: CallOf, kind: str, begun: Begun) -> Tensor:
         leaves = [dense(leaf) for leaf in leaves]
         plan = self._artifact.plan
         batch = _batch_size(plan, leaves)
@@ -153,12 +170,13 @@ class LoadedPipeline(Handle):
         if self._ranks.world.distributed:
             facts = {given.path: leaf_fact(_leaf(given, leaves)) for given in plan.inputs}
             facts |= self._update_facts()
-            seed = self._require_same("step", facts, [seed])[0][0]
+            seed = self._require_same(kind, facts, [seed])[0][0]
         execution, update = self._execution(self._artifact), not self._accumulates
         batched = [isinstance(leaf, Tensor) and leaf.shape[:1] == (batch,) for leaf in leaves]
         shares = loss_shares(self._weight, leaves, call_of, batched, sizes)
         if self._artifact.draws:
             torch.default_generator.set_state(after)
+        begun()
         results = execution.run(leaves, Span(sizes, batch, shares=shares), seed, self._recorded, update)
         self._num_steps += 1
         self._count_update()

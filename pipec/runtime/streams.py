@@ -1,0 +1,86 @@
+"""Training on a stream of mini-batches: the next one is read while the ranks work on one."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from itertools import count
+from typing import Any
+
+from torch import Tensor
+
+from pipec.errors import InputError
+from pipec.ir.arguments import check_arguments
+from pipec.runtime.ahead import Ahead, Item
+from pipec.runtime.batches import ITERABLE, Given, given_by
+from pipec.runtime.handle import Handle
+
+Begun = Callable[[], None]
+"""What a step calls as soon as it draws no more random numbers, and before it works."""
+
+
+def nothing() -> None:
+    """Do nothing."""
+
+
+class Streams(Handle):
+    """What a user iterates over."""
+
+    def stream(self, batches: Iterable[Any]) -> Iterator[Tensor]:
+        """Make a step with each of ``batches``, and yield the losses in order.
+
+        A batch is what a DataLoader yields: a dict of keyword arguments, ``target`` among them; a pair of
+        inputs and target where there is a ``loss_fn``; else positional arguments. The next batch is read on a
+        thread while the ranks work on one. Every rank iterates over the same batches. With ``batch="rank0"``
+        each has as many, and rank 0's count. What the iterator raises is raised here; under ``torchrun`` as
+        InputError, by every rank.
+
+        Raises:
+            InputError: a batch does not fit, or the batches of some rank end before the others'. Nothing was
+                changed by that batch, and every rank raises it.
+        """
+        check_arguments({"batches": ITERABLE}, locals())
+        return self._stream(Ahead(map(self._given, iter(batches))))
+
+    def drain(self) -> None:
+        """Complete what a stream has begun. Between the steps of a schedule that flushes, that is nothing."""
+
+    def _stream(self, ahead: Ahead) -> Iterator[Tensor]:
+        for number in count():
+            ahead.allow(number)
+            item = ahead.item(number)
+            if item.error is not None:
+                self._end_stream(item)
+                return
+            loss = self._stream_step(item.value, lambda: ahead.allow(number + 1))  # noqa: B023
+            ahead.forget(number)
+            ahead.settle()
+            yield loss
+
+    def _given(self, batch: Any) -> Given:
+        return given_by(batch, self._takes_target)
+
+    @property
+    @abstractmethod
+    def _takes_target(self) -> bool:
+        """Whether a step has a target beside the model's arguments."""
+
+    @abstractmethod
+    def _stream_step(self, given: Given, begun: Begun) -> Tensor:
+        """Make one step of a stream."""
+
+    @abstractmethod
+    def _agree_to_end(self, why: str) -> None:
+        """Tell the other ranks why there are no more batches. Raises InputError if they have another reason."""
+
+    def _end_stream(self, item: Item) -> None:
+        """End the stream on all ranks, with the error of the iterator if it had one."""
+        error = item.error
+        assert error is not None
+        has_ended = isinstance(error, StopIteration)
+        if not self._ranks.world.distributed:
+            if not has_ended:
+                raise error
+            return
+        why = "no more" if has_ended else f"{type(error).__name__}: {error}"
+        self._agree_to_end(why)
+        if not has_ended:
+            raise InputError(f"the iterator of batches raised {why}") from error
