@@ -25,7 +25,7 @@ PHASES: Sequence[Phase] = tuple(Phase)
 OPS: Sequence[Op] = tuple(Op)
 PHASE_CODE: Mapping[Phase, int] = {phase: code for code, phase in enumerate(PHASES)}
 OP_CODE: Mapping[Op, int] = {op: code for code, op in enumerate(OPS)}
-NUM_COLUMNS = 7
+NUM_COLUMNS = 8
 """Of instructions."""
 
 
@@ -126,7 +126,7 @@ class Cells(_Columns[Compute]):
 
 
 class Instructions(_Columns[Instruction]):
-    """What a rank executes: columns of op, stage, microbatch, link, peer, slot and bucket.
+    """What a rank executes: columns of op, stage, microbatch, link, peer, slot, bucket and version.
 
     ``link`` is an index into ``links``, or -1.
     """
@@ -150,6 +150,7 @@ class Instructions(_Columns[Instruction]):
                 each.peer,
                 each.slot,
                 each.bucket,
+                each.version,
             )
             for each in instructions
         ]
@@ -202,10 +203,14 @@ class Instructions(_Columns[Instruction]):
     def buckets(self) -> Ints:
         return self._column(6)
 
+    @property
+    def versions(self) -> Ints:
+        return self._column(7)
+
     def _row(self, *numbers: int) -> Instruction:
-        op, stage, microbatch, link, peer, slot, bucket = numbers
+        op, stage, microbatch, link, *others = numbers
         carried = self.links[link] if link >= 0 else None
-        return Instruction(OPS[op], stage, microbatch, carried, peer, slot, bucket)
+        return Instruction(OPS[op], stage, microbatch, carried, *others)
 
 
 def aligned(programs: Sequence[Program]) -> list[Instructions]:

@@ -105,6 +105,10 @@ class Instruction:
     ``stage`` is the stage that computes, sends, receives or frees. ``microbatch``, ``peer``, ``slot`` and
     ``bucket`` are -1 where they mean nothing; a link that moves once per step has no microbatch. Replicas of
     a stage start their collectives in the same order.
+
+    Where steps follow each other without a flush, ``version`` is that of the weights: the one that a compute
+    reads, or the one that an update makes. An update then belongs to the last of the microbatches whose
+    gradients it uses.
     """
 
     op: Op
@@ -114,11 +118,17 @@ class Instruction:
     peer: int = -1
     slot: int = -1
     bucket: int = -1
+    version: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What one rank executes in one step. Every peer, slot and microbatch is resolved."""
+    """What one rank executes in one step. Every peer, slot and microbatch is resolved.
+
+    If it has a ``period``, it is the round of a program without end: it is executed again and again, each time
+    for microbatches that are so many further. See ``pipec.ir.rounds``.
+    """
 
     rank: int
     instructions: Sequence[Instruction]
+    period: int = 0

@@ -25,7 +25,7 @@ from pipec.ir import (
 )
 from pipec.ir.columns import OP_CODE, OPS, Instructions, Ints
 from pipec.ir.text import format_link, instruction_lines
-from pipec.programs import ending_rules, meeting_rules
+from pipec.programs import ending_rules, meeting_rules, versions
 from pipec.programs.counterexample import counterexample
 from pipec.programs.faults import Fault
 from pipec.programs.fields import first_of_each_kind, misfits
@@ -211,7 +211,8 @@ def _frees_after_last_use(step: StepIndex) -> Iterator[Fault]:
         late: list[tuple[int, int]] = []
         moves = columns.ops == OP_CODE[Op.MOVE]
         for stages in (columns.stages, np.where(moves, sources[columns.link_numbers], -1)):
-            used = np.flatnonzero((columns.microbatches >= 0) & (stages >= 0))
+            named = (columns.microbatches >= 0) & (columns.ops != OP_CODE[Op.UPDATE])
+            used = np.flatnonzero(named & (stages >= 0))
             at = freed[stages[used], columns.microbatches[used]]
             wrong = used[(at >= 0) & (at < used)].tolist()
             late += [(number, int(stages[number])) for number in wrong[:1]]
@@ -331,6 +332,7 @@ RULES: tuple[Callable[[StepIndex], Iterator[Fault]], ...] = (
     meeting_rules.ends_once,
     meeting_rules.ends_in_order,
     meeting_rules.meets_in_one_order,
+    *versions.RULES,
     _sends_what_was_made,
     _posts_before_reading,
     _frees_after_last_use,

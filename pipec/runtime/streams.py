@@ -69,7 +69,7 @@ class Streams(Handle):
 
     @abstractmethod
     def _agree_to_end(self, why: str) -> None:
-        """Tell the other ranks why there are no more batches. Raises InputError if they have another reason."""
+        """Tell the other ranks why there are no more batches. Raises InputError if theirs is another."""
 
     def _end_stream(self, item: Item) -> None:
         """End the stream on all ranks, with the error of the iterator if it had one."""
