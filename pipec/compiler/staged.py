@@ -22,8 +22,9 @@ from pipec.passes.assign_stages import AssignStages
 from pipec.passes.dump import requested_dumps
 from pipec.plan.build import Names, build_plan, stage_cost, value_of
 from pipec.plan.memory import RankMemory, rank_memory
-from pipec.plan.predictions import simulate_plan
+from pipec.plan.predictions import simulate_plan, step_seconds
 from pipec.plan.updates import with_updates
+from pipec.programs.fold import fold
 from pipec.programs.lower import lower
 from pipec.programs.verify import verify_plan
 from pipec.schedules import Workload, on_ranks
@@ -177,14 +178,14 @@ class StagedGraph:
 
     def _try(self, schedule: Schedule, size: int, ending: Ending) -> Trial:
         placed = on_ranks(schedule, self.graph.ranks) if self.graph.ranks else schedule
-        plan = self._plan(placed, size, ending)
+        plan = self._plan(placed, size, replace(ending, stream=placed.stream))
         recompute = [stage.index for stage in plan.stages if stage.recompute]
-        programs = lower(placed, plan.links, recompute, plan.ending)
+        programs = (fold if placed.stream else lower)(placed, plan.links, recompute, plan.ending)
         verify_plan(plan, programs)
         memory = rank_memory(plan, programs)
         devices = self.options.topology.devices
         excess = [max(0.0, need.total - devices[rank].memory_bytes) for rank, need in enumerate(memory)]
-        seconds = simulate_plan(plan, programs).makespan
+        seconds = step_seconds(simulate_plan(plan, programs))
         return Trial(self, schedule, plan, programs, seconds, memory, excess)
 
     def _plan(self, schedule: Schedule, size: int, ending: Ending) -> Plan:
@@ -195,7 +196,8 @@ class StagedGraph:
             stages, topology = self.stages(split), self.options.topology
             plan = build_plan(self.graph, stages, self.names, schedule, size, topology, ending)
             self._plans[key] = self._with_updates(plan)
-        return replace(self._plans[key], schedule=schedule.name, num_microbatches=schedule.num_microbatches)
+        count = schedule.stream.microbatches if schedule.stream else schedule.num_microbatches
+        return replace(self._plans[key], schedule=schedule.name, num_microbatches=count)
 
     def _with_updates(self, plan: Plan) -> Plan:
         if not (plan.ending.updates and self.options.optimizer):

@@ -58,3 +58,16 @@ def window_of(program: Program) -> int:
             if each.op is Op.FREE:
                 most = max(most, latest[each.stage] - microbatch + 1)
     return most
+
+
+def reach(program: Program) -> int:
+    """How many microbatches behind that of an update a rank has touched by then, which it has to complete."""
+    numbered = list(enumerate(program.instructions))
+    found = [0]
+    for update, made in numbered:
+        if made.op is Op.UPDATE:
+            found += [
+                each.microbatch - made.microbatch - (program.period if place > update else 0)
+                for place, each in numbered
+            ]
+    return max(found)

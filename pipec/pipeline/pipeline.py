@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,14 @@ from pipec.pipeline.held import HeldModel
 from pipec.pipeline.methods import METHODS
 from pipec.plan.predictions import simulate_plan
 from pipec.plan.tables import ReadablePlan
+from pipec.runtime.ahead import Ahead
 from pipec.runtime.batch import dense
 from pipec.runtime.batches import Given
-from pipec.runtime.execution import Ranks
+from pipec.runtime.execution import Ranks, StreamExecution
 from pipec.runtime.facts import Facts, leaf_fact
+from pipec.runtime.flow import Flow
 from pipec.runtime.holder import Emptied, ModelTensors, forget
+from pipec.runtime.outcomes import StreamBatch
 from pipec.runtime.randomness import next_seed
 from pipec.runtime.results import join
 from pipec.runtime.span import Span
@@ -106,6 +110,37 @@ class Pipeline(HeldModel):
     @property
     def _takes_target(self) -> bool:
         return self._compiler.loss_fn is not None
+
+    @property
+    def _overlaps_steps(self) -> bool:
+        return self._compiler.autotuner.policy.is_asynchronous
+
+    def _begin_flow(self, ahead: Ahead, first: int, given: Given) -> Flow:
+        turn = self._agreed("stream", Mode.TRAIN, given.args, dict(given.kwargs), given.target)
+        ((compiled, sizes),) = self._compiled(turn)
+        execution = self._execution(compiled.artifact)
+        assert isinstance(execution, StreamExecution)
+        if compiled.artifact.draws:
+            torch.default_generator.set_state(turn.random_state)
+
+        def split(given: Given) -> StreamBatch | None:
+            try:
+                call = self._checked(Mode.TRAIN, given.args, dict(given.kwargs), given.target)
+                if (call.signature(), call.batch_size) != (turn.signature.kind.called, turn.call.batch_size):
+                    return None
+            except PipecError:
+                return None
+            (span,) = self._spans(replace(turn, call=call), [sizes])
+            return execution.batch(call.leaves, span)
+
+        def is_right() -> bool:
+            kind = turn.signature.kind
+            if self._replaced() or self._state(Mode.TRAIN) != kind.state:
+                return False
+            is_first = self._ranks.world.rank == 0
+            return not is_first or self._compiler.version(kind) == turn.signature.version
+
+        return Flow(execution, ahead, first, split, turn.seed, is_right)
 
     def _stream_step(self, given: Given, begun: Begun) -> Tensor:
         turn = self._agreed("stream", Mode.TRAIN, given.args, dict(given.kwargs), given.target)
@@ -229,6 +264,7 @@ class Pipeline(HeldModel):
         A rank that cannot use its arguments raises only when the others know. The seed, and the decision
         whether what was compiled is still right, are rank 0's.
         """
+        self.drain()
         seed, after = next_seed()
         if not self._ranks.world.distributed:
             self._follow_model()

@@ -51,7 +51,7 @@ def build_plan(
     links = (
         *_message_links(graph, stages, names),
         *_tied_links(graph, stages, owners),
-        *_result_links(graph, stages, names, schedule.stream is not None),
+        *_result_links(graph, stages, names, schedule.stream is not None and len(stages) > 1),
     )
     parameters = _held(graph, (node for stage in stages for node in stage.parameters))
     values = {value.name: value for value in parameters}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pipec.ir import Placement, Plan, Program, StageMemory, stages_on
 from pipec.ir.columns import Instructions
 from pipec.ir.text import format_bytes
+from pipec.programs.fold import excerpt
 from pipec.programs.memory import held
 
 
@@ -14,8 +15,8 @@ from pipec.programs.memory import held
 class RankMemory:
     """Bytes of one rank at the compute that needs most.
 
-    ``static`` are weights, the sums of their gradients and optimizer state, ``saved`` is what the
-    ``in_flight`` pairs of stage and microbatch hold, ``transient`` what the compute itself holds while it
+    ``static`` are weights, in all versions that are held at a time, the sums of their gradients and optimizer
+    state, ``saved`` is what the ``in_flight`` pairs of stage and microbatch hold, ``transient`` what the compute itself holds while it
     runs.
     """
 
@@ -31,12 +32,13 @@ class RankMemory:
 
 def rank_memory(plan: Plan, programs: Sequence[Program]) -> list[RankMemory]:
     """What each rank needs; ``StageMemory`` says what is counted."""
-    return [_memory_of(plan, program) for program in programs]
+    return [_memory_of(plan, program) for program in excerpt(programs, len(plan.stages))]
 
 
 def _memory_of(plan: Plan, program: Program) -> RankMemory:
     stages = [stage.cost.memory for stage in plan.stages]
-    static = sum(stages[stage].static for stage in stages_on(plan.placement, program.rank))
+    own = stages_on(plan.placement, program.rank)
+    static = sum(stages[stage].static + _stashed(plan, stage) for stage in own)
     cells = Instructions.of(program.instructions, plan.links).cells
     amounts = held(cells, stages)
     if not amounts.size:
@@ -45,6 +47,12 @@ def _memory_of(plan: Plan, program: Program) -> RankMemory:
     transient = stages[int(cells.stages[most])].transient
     pairs = held(cells, [StageMemory(saved=1, kept=1)] * len(stages))
     return RankMemory(static, float(amounts[most]) - transient, int(pairs[most]), transient)
+
+
+def _stashed(plan: Plan, stage: int) -> float:
+    """The versions of a stage's weights besides the latest. What is not trained is the same in all of them."""
+    stream, memory = plan.ending.stream, plan.stages[stage].cost.memory
+    return (stream.most_live(stage, len(plan.stages)) - 1) * memory.gradients if stream else 0.0
 
 
 def shortfall(needs: Sequence[RankMemory], limits: Sequence[float], placement: Placement) -> str:

@@ -1,23 +1,21 @@
 """The round of programs without end, found in programs that were lowered for a number of microbatches.
 
 Once the pipeline is full, a rank does the same again and again, each time for the microbatches of the next
-mini-batch. That stretch of its program is the round. With the instructions left out whose microbatches do not
-exist, it is a program for any number of them; ``verify_rounds`` proves that.
+mini-batch. That stretch of its program is the round. With the instructions left out whose microbatches do
+not exist, it is a program for any number of them; ``verify_rounds`` proves that.
 """
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from itertools import chain
 
 import numpy as np
 
 from pipec.errors import VerifyError
-from pipec.ir import Ending, Link, Phase, Placement, Program, Schedule
+from pipec.ir import Ending, Link, Program, Schedule
 from pipec.ir.columns import OP_CODE, Instructions
 from pipec.ir.program import Instruction, Op
 from pipec.ir.rounds import unrolled, window_of
 from pipec.programs.lower import lower
-from pipec.programs.verify import verify_programs
 
 _MORE = 4
 """So many more mini-batches than fill the pipeline are lowered, for a round to begin and end among them."""
@@ -89,37 +87,11 @@ def _with_slots(program: Program) -> Program:
     return replace(program, instructions=tuple(slotted))
 
 
-def verify_rounds(
-    programs: Sequence[Program],
-    placement: Placement,
-    links: Sequence[Link],
-    recompute: Collection[int],
-    ending: Ending,
-) -> None:
-    """Prove that rounds are right for any number of mini-batches.
+def excerpt(programs: Sequence[Program], num_stages: int) -> Sequence[Program]:
+    """Programs as they are simulated and drawn: rounds written out until the steady state is seen.
 
-    Microbatches that are a window apart are never on a rank at once. So whatever a rule compares is less than
-    that many rounds apart, and what holds for every number of mini-batches that fits into two windows of the
-    longest holds for more.
-
-    Raises:
-        VerifyError: as ``verify_programs``, or the programs repeat in different ways.
+    Programs of a step are returned as they are.
     """
-    assert ending.stream is not None
-    period = ending.stream.microbatches
-    for program in programs:
-        if program.period != period or any(each.microbatch < 0 for each in program.instructions):
-            raise VerifyError(
-                f"rank {program.rank} repeats every {program.period} mb; expected every {period} mb, and a "
-                "microbatch in each instruction"
-            )
-    most = -(-2 * max(map(window_of, programs)) // period) + 1
-    for count in range(1, most + 1):
-        written = [unrolled(program, count * period) for program in programs]
-        verify_programs(written, placement, links, count * period, recompute=recompute, ending=ending)
-
-
-def phases_of(programs: Sequence[Program]) -> set[Phase]:
-    """The phases that rounds run."""
-    every = chain(*(program.instructions for program in programs))
-    return {each.op.phase for each in every if each.op.phase}
+    return [
+        unrolled(each, num_to_lower(num_stages, each.period)) if each.period else each for each in programs
+    ]

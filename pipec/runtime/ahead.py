@@ -47,7 +47,10 @@ class Ahead:
         """An item that was allowed, once it has been read. Those behind the last one are as that."""
         with self._changed:
             self._changed.wait_for(lambda: self._num_read > number)
-            return self._items.get(number) or self._last or Item()
+            if number in self._items:
+                return self._items[number]
+            assert self._last is not None, "what was forgotten is not asked for"
+            return self._last
 
     def forget(self, number: int) -> None:
         """Let go of an item."""

@@ -1,22 +1,27 @@
 """The ranks of this process, and an artifact linked on them, ready to run."""
 
+import contextlib
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from pipec.artifact.directory import Artifact, stage_module
+from pipec.errors import InputError
 from pipec.ir import Plan, stages_on
 from pipec.runtime.agreement import Agreement
 from pipec.runtime.distributed import TorchDistributed
 from pipec.runtime.interpreter import Interpreter
 from pipec.runtime.launch import Devices, resolve_devices, world
 from pipec.runtime.of_batch import OfBatch, share_of, values_of_batch
+from pipec.runtime.outcomes import StreamBatch
 from pipec.runtime.recording import RecordedStep, Stamps
+from pipec.runtime.rounds import RoundInterpreter, Source
 from pipec.runtime.span import Span
+from pipec.runtime.stream_run import ProcessRun, StreamRun, ThreadsRun
 from pipec.runtime.transport import InProcess, Transport
 from pipec.runtime.updates import Updates
 
@@ -70,13 +75,15 @@ class Ranks:
 
 
 class Execution:
-    """An artifact linked on the ranks of this process.
+    """An artifact of steps, linked on the ranks of this process.
 
     ``parameters`` and ``buffers`` hold the tensors of those ranks' stages by FQN, on their devices.
 
     Raises:
         TransportError: the ranks do not all hold the same artifact. Every rank raises it.
     """
+
+    _interpreter: type[Any] = Interpreter
 
     def __init__(
         self,
@@ -91,7 +98,7 @@ class Execution:
         plan, is_distributed = artifact.plan, ranks.world.distributed
         if is_distributed:
             ranks.distributed.connect(artifact.programs, _groups(plan), artifact.text())
-        self._interpreters = []
+        self._interpreters: list[Any] = []
         self._of_batch: list[OfBatch] = []
         for rank, device in ranks.devices.items():
             modules = {k: stage_module(k, artifact.sources[k]) for k in stages_on(plan.placement, rank)}
@@ -99,7 +106,7 @@ class Execution:
             owns = functools.partial(_owns_tensors, plan, rank, is_distributed)
             program, transport = artifact.programs[rank], ranks.transport(rank)
             self._interpreters.append(
-                Interpreter(program, plan, modules, parameters, held, transport, device, owns, updates)
+                self._interpreter(program, plan, modules, parameters, held, transport, device, owns, updates)
             )
             self._of_batch += [OfBatch(plan.stages[k], module, held, device) for k, module in modules.items()]
 
@@ -123,10 +130,7 @@ class Execution:
             recorded: If the step succeeds, its times on the ranks of this process are appended.
             update: Whether a program that updates does so.
         """
-        microbatches, sizes = self._split(leaves, span), span.sizes
-        whole = values_of_batch(self._of_batch, self.artifact.plan, leaves, microbatches, sizes, span.batch)
-        for microbatch, size in zip(microbatches, sizes, strict=True):
-            microbatch |= {"share": share_of(size, span.batch), **whole}
+        microbatches = self._microbatches(leaves, span)
         stamps: dict[int, Stamps] = {} if recorded is None else {rank: [] for rank in self._ranks.devices}
         jobs = [
             functools.partial(interpreter.run, microbatches, span, seed, stamps.get(rank), update)
@@ -142,6 +146,14 @@ class Execution:
             recorded.append(RecordedStep(self.artifact.programs, stamps))
         return results
 
+    def _microbatches(self, leaves: Sequence[object], span: Span) -> list[dict[str, Tensor]]:
+        """What the stages read for each microbatch, by name."""
+        microbatches, sizes = self._split(leaves, span), span.sizes
+        whole = values_of_batch(self._of_batch, self.artifact.plan, leaves, microbatches, sizes, span.batch)
+        for microbatch, size in zip(microbatches, sizes, strict=True):
+            microbatch |= {"share": share_of(size, span.batch), **whole}
+        return microbatches
+
     def _split(self, leaves: Sequence[object], span: Span) -> list[dict[str, Tensor]]:
         microbatches: list[dict[str, Tensor]] = [{} for _ in span.sizes]
         for given in self.artifact.plan.inputs:
@@ -156,6 +168,71 @@ class Execution:
         return microbatches
 
 
+class StreamExecution(Execution):
+    """An artifact of programs without end, linked on the ranks of this process."""
+
+    _interpreter = RoundInterpreter
+
+    @property
+    def num_readers(self) -> int:
+        """How many ranks of this process read each mini-batch."""
+        return len(self._interpreters)
+
+    def batch(self, leaves: Sequence[object], span: Span) -> StreamBatch:
+        """A mini-batch as a source tells it: split, with what the stages need of the whole of it."""
+        return StreamBatch(self._microbatches(leaves, span), span.sizes, span.loss_shares)
+
+    def begin(self, source: Source, seed: int) -> StreamRun:
+        """Begin to run the mini-batches of a source."""
+        if self._ranks.world.distributed:
+            return ProcessRun(self._interpreters, self.artifact.programs, source, seed)
+        in_process = self._ranks.in_process
+        return ThreadsRun(self._interpreters, self.artifact.programs, source, seed, in_process)
+
+    @contextlib.contextmanager
+    def dropping_gradients(self) -> Iterator[None]:
+        """Forget all gradients if what is done inside a ``with`` fails."""
+        try:
+            yield
+        except BaseException:
+            if self._updates is not None:
+                self._updates.drop_gradients()
+            raise
+
+    def run(
+        self,
+        leaves: Sequence[object],
+        span: Span,
+        seed: int,
+        recorded: list[RecordedStep] | None = None,
+        update: bool = True,
+    ) -> Mapping[str, Tensor]:
+        """Run a stream of one mini-batch; returns its results by name."""
+        if not update:
+            raise InputError(
+                "a pipeline without a flush updates after every mini-batch, so that it accumulates no "
+                "gradients; leave out accumulate(), or take schedule='1f1b'"
+            )
+        refuse_recording(recorded)
+        batch = self.batch(leaves, span)
+        with self.dropping_gradients():
+            assert self._updates is not None, "a stream updates"
+            run = self.begin(lambda number: None if number else batch, seed)
+            results = run.results(self._updates.optimizer.hyperparameters())
+            assert results is not None, "the mini-batch is there"
+            run.drain()
+        return results
+
+
+def refuse_recording(recorded: list[RecordedStep] | None) -> None:
+    """Raise InputError if the times of a stream are to be recorded, which has no end to note them at."""
+    if recorded is not None:
+        raise InputError(
+            "a pipeline without a flush cannot be recorded or traced: its programs have no end. Look at "
+            "simulate() and visualize(...), or record schedule='1f1b'"
+        )
+
+
 def _owns_tensors(plan: Plan, rank: int, is_distributed: bool, stage: int) -> bool:
     """Whether a rank has tensors of a stage of its own. In one process the first replica's are for all."""
     return is_distributed or rank == plan.placement[stage][0]
@@ -164,4 +241,5 @@ def _owns_tensors(plan: Plan, rank: int, is_distributed: bool, stage: int) -> bo
 def _groups(plan: Plan) -> list[tuple[int, ...]]:
     """The ranks that meet in collectives."""
     groups = [ranks for ranks in dict.fromkeys(plan.placement) if len(ranks) > 1]
-    return [*groups, tuple(range(plan.num_ranks))] if plan.ending.clips else groups
+    clips = plan.ending.clips and not plan.ending.stream
+    return [*groups, tuple(range(plan.num_ranks))] if clips else groups

@@ -15,8 +15,9 @@ from pipec.artifact.directory import Artifact
 from pipec.errors import InputError
 from pipec.ir import Plan, Program
 from pipec.ir.arguments import NUMBER, check_arguments, instance
-from pipec.runtime.execution import Execution, Ranks
+from pipec.runtime.execution import Execution, Ranks, StreamExecution
 from pipec.runtime.facts import Facts, differences, rank_names
+from pipec.runtime.flow import Flow
 from pipec.runtime.group import Group
 from pipec.runtime.optimizers import PipelineOptimizer, StatePart
 from pipec.runtime.recording import RecordedStep
@@ -42,6 +43,7 @@ class Handle(nn.Module):
         self._process = os.getpid()
         self._executions: dict[Artifact, Execution] = {}
         self._recorded: list[RecordedStep] | None = None
+        self._flow: Flow | None = None
         self._holders: dict[str, tuple[int, ...]] = holders(trained.plan) if trained else {}
         self._warned = False
 
@@ -90,6 +92,16 @@ class Handle(nn.Module):
                 "functools.partial(torch.optim.AdamW, lr=1e-3)"
             )
         return self._updates.optimizer
+
+    def drain(self) -> None:
+        """Complete the mini-batches that a stream has begun, so that all stages have made the same updates.
+
+        Every rank calls it. Their losses are the next that the stream yields. Whatever reads or replaces
+        parameters through the pipeline drains it before. With a schedule that flushes there is nothing to do.
+        """
+        flow, self._flow = self._flow, None
+        if flow is not None:
+            flow.drain()
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -145,7 +157,8 @@ class Handle(nn.Module):
         updates = self._bound_updates(artifact.plan)
         if artifact not in self._executions:
             tensors = self._tensors_by_fqn()
-            self._executions[artifact] = Execution(artifact, tensors, tensors, self._ranks, updates)
+            kind = StreamExecution if artifact.programs[0].period else Execution
+            self._executions[artifact] = kind(artifact, tensors, tensors, self._ranks, updates)
         return self._executions[artifact]
 
     def _update_facts(self) -> Facts:
@@ -187,12 +200,14 @@ class Handle(nn.Module):
 
     def _release_shares(self) -> None:
         """Let parameters that are kept in shares be whole, before they are divided in another way."""
+        self.drain()
         if self._updates is not None:
             self._updates.release(dict(self.named_parameters()), self._group_of)
 
     @contextlib.contextmanager
     def _gathered(self) -> Iterator[None]:
-        """Let parameters that are kept in shares be whole inside a ``with``. Every rank does so together."""
+        """Let parameters be consistent, and whole, inside a ``with``. Every rank does so together."""
+        self.drain()
         if self._updates is None:
             yield
         else:
@@ -211,6 +226,7 @@ class Handle(nn.Module):
 
     def _gathered_states(self, own: list[StatePart]) -> list[list[StatePart]]:
         """What each process keeps of the optimizer's state, on every process."""
+        self.drain()
         if not self._ranks.world.distributed:
             return [own]
         self._require_same("optimizer.state_dict", {})

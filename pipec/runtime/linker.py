@@ -36,13 +36,15 @@ def link(program: Program, rank: Rank) -> list[tuple[Instruction, Action]]:
     Raises:
         VerifyError: a stage lacks a function, or a function asks for a value that is not there.
     """
-    linker = _Linker(rank)
+    linker = Linker(rank)
     actions = [(instruction, linker.link(instruction)) for instruction in program.instructions]
     linker.finish()
     return actions + linker.closing
 
 
-class _Linker:
+class Linker:
+    """Makes the actions of a program's instructions, one after the other."""
+
     def __init__(self, rank: Rank) -> None:
         self.closing: list[tuple[Instruction, Action]] = []
         self._rank = rank
@@ -50,8 +52,9 @@ class _Linker:
         self._inputs = {"share", *(entry.value.name for entry in rank.plan.inputs)}
         self._inputs |= {name for stage in rank.plan.stages for name in stage.of_batch}
         self._present: dict[tuple[int, int], dict[str, Delivery]] = defaultdict(dict)
-        self._dropped_by: dict[tuple[int, int, str], list[str]] = {}
+        self._dropped_by: dict[tuple[int, int], dict[str, list[str]]] = defaultdict(dict)
         self._lent: dict[int, dict[str, Delivery]] = defaultdict(dict)
+        self._outcomes: dict[tuple[int, int], list[Delivery]] = defaultdict(list)
         self._ending = EndingLinker(rank)
 
     def link(self, instruction: Instruction) -> Action:
@@ -69,9 +72,7 @@ class _Linker:
         return self._ending.link(instruction)
 
     def finish(self) -> None:
-        """Tell each action which names to drop, and close the program with what nothing has waited for."""
-        for (_, _, name), names in self._dropped_by.items():
-            names.append(name)
+        """Close the program with what nothing has waited for."""
         self.closing += self._ending.left()
 
     def _receive(self, instruction: Instruction) -> Action:
@@ -82,7 +83,9 @@ class _Linker:
         def deliver() -> None:
             sink(wait())
 
-        if link.payload.readers:
+        if link.payload is Payload.OUTCOME:
+            self._outcomes[link.target, microbatch].append(Delivery(deliver))
+        elif link.payload.readers:
             self._announce(link, microbatch, Delivery(deliver))
         elif link.payload is Payload.WEIGHT_GRADIENT:
             self._ending.brings(instruction, Delivery(deliver))
@@ -107,7 +110,11 @@ class _Linker:
         return lambda: sink(source())
 
     def _free(self, instruction: Instruction) -> Action:
-        self._present.pop((instruction.stage, instruction.microbatch), None)
+        """Free a frame, and tell the last reader of each value in it to drop it. Others may take it then."""
+        key = instruction.stage, instruction.microbatch
+        self._present.pop(key, None)
+        for name, names in self._dropped_by.pop(key, {}).items():
+            names.append(name)
         return self._rank.stages[instruction.stage].frames[instruction.microbatch].clear
 
     def _tag(self, link: Link) -> int:
@@ -124,7 +131,7 @@ class _Linker:
         """The function that fetches what a link carries from where it was left."""
         names = [value.name for value in link.values]
         match link.payload:
-            case Payload.ACTIVATION | Payload.GRADIENT:
+            case Payload.ACTIVATION | Payload.GRADIENT | Payload.OUTCOME:
                 return self._take(link.source, microbatch, names, f"the link to stage {link.target}")
             case Payload.RESULT:
                 results, sizes = self._rank.results, self._rank.sizes
@@ -143,6 +150,9 @@ class _Linker:
             return lambda tensors: received.update(
                 {(name, peer): tensor for name, tensor in zip(names, tensors, strict=True)}
             )
+        if link.payload is Payload.OUTCOME:
+            collect = self._rank.results.collect
+            return lambda tensors: collect(microbatch, dict(zip(names, tensors, strict=True)))
         stage = self._rank.stages[link.target]
         if link.payload.per_microbatch:
             frame = stage.frames[microbatch]
@@ -167,7 +177,14 @@ class _Linker:
             )
         take = self._take(stage.index, microbatch, parameter_names(function), phase)
         self._note_made(stage.index, microbatch, phase)
-        return bind_phase(phase, stage, microbatch, take, self._rank.results)
+        run = bind_phase(phase, stage, microbatch, take, self._rank.results)
+        if instruction.version < 0:
+            return run
+        before = [functools.partial(stage.show_version, microbatch)]
+        if phase in Payload.OUTCOME.readers:
+            arriving = self._outcomes.pop((stage.index, microbatch), [])
+            before += [wait for each in arriving for wait in each.awaited()]
+        return _in_turn([*before, run])
 
     def _note_made(self, stage: int, microbatch: int, phase: Phase) -> None:
         """Note that what ``phase`` leaves in the frame is present from now on."""
@@ -190,7 +207,7 @@ class _Linker:
                 waits += self._prepare(stage, microbatch, name, reader)
             elif delivery := self._present[stage, microbatch].get(name):
                 waits += delivery.awaited()
-                self._dropped_by[stage, microbatch, name] = dropped
+                self._dropped_by[stage, microbatch][name] = dropped
             elif name in self._inputs:
                 self._rank.stages[stage].inputs.add(name)
             else:
@@ -220,6 +237,14 @@ class _Linker:
             f"stage {stage}, {reader}, microbatch {microbatch}: nothing provides {name!r}; "
             f"at this point of the program there are {', '.join(present)}"
         )
+
+
+def _in_turn(actions: Sequence[Action]) -> Action:
+    def act() -> None:
+        for action in actions:
+            action()
+
+    return act
 
 
 def _taking(frame: Frame, names: Sequence[str], waits: Sequence[Action], dropped: Sequence[str]) -> Take:

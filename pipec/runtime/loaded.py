@@ -26,10 +26,12 @@ from pipec.ir.arguments import (
 )
 from pipec.ir.batch import leaf_path, split_sizes
 from pipec.ir.text import format_value
+from pipec.runtime.ahead import Ahead
 from pipec.runtime.batch import dense
 from pipec.runtime.batches import Given
 from pipec.runtime.execution import Ranks
 from pipec.runtime.facts import leaf_fact
+from pipec.runtime.flow import Flow
 from pipec.runtime.handle import homes
 from pipec.runtime.holder import ModelTensors, hold
 from pipec.runtime.launch import DEVICES, Devices
@@ -127,6 +129,13 @@ class LoadedPipeline(Streams):
     @property
     def _takes_target(self) -> bool:
         return any(path.startswith("target") for path in self.plan.arguments)
+
+    @property
+    def _overlaps_steps(self) -> bool:
+        return self.plan.ending.stream is not None
+
+    def _begin_flow(self, ahead: Ahead, first: int, given: Given) -> Flow:
+        raise InputError("TODO")
 
     def _stream_step(self, given: Given, begun: Begun) -> Tensor:
         return self._step_with(given, "stream", begun)

@@ -114,6 +114,12 @@ def join_replicas(
     return _the_same(value, parts)
 
 
+def result_values(plan: Plan) -> list[Value]:
+    """The values that the stages of a plan return, each once."""
+    kinds = (Payload.RESULT, Payload.OUTCOME)
+    return list(dict.fromkeys(v for link in plan.links if link.payload in kinds for v in link.values))
+
+
 def _the_same(value: Value, parts: Sequence[Tensor]) -> Tensor:
     if not all(torch.equal(part, parts[0]) for part in parts):
         raise InputError(
@@ -125,7 +131,7 @@ def _the_same(value: Value, parts: Sequence[Tensor]) -> Tensor:
 
 def join(plan: Plan, parts: Sequence[Mapping[str, Tensor]], spans: Sequence[Span]) -> dict[str, Tensor]:
     """The results of a batch from those of the spans that make it up."""
-    values = [value for link in plan.links if link.payload is Payload.RESULT for value in link.values]
+    values = result_values(plan)
     sizes, batch = [span.num_rows for span in spans], spans[0].batch
     sums = {*plan.sums, "loss"} if spans[0].shares else plan.sums
     return {

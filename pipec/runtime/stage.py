@@ -12,6 +12,7 @@ from pipec.errors import VerifyError
 from pipec.ir import Stage
 from pipec.runtime.gradients import GradientSum
 from pipec.runtime.randomness import generator
+from pipec.runtime.versions import WeightVersions
 
 Frame = dict[str, Any]
 """The values that a stage holds for one microbatch, under the names of its phase functions' parameters."""
@@ -86,6 +87,7 @@ class BoundStage:
         self._registered = [buffers[fqn] for fqn in code.BUFFERS]
         self.updated_indices = [code.BUFFERS.index(fqn) for fqn in code.UPDATED_BUFFERS]
         self.buffers = self.buffers_before = self._registered
+        self.versions = WeightVersions(self.weights, 0)
         self._constants = functools.lru_cache(maxsize=8)(self._evaluate_constants)
 
     def begin_step(self) -> None:
@@ -120,6 +122,11 @@ class BoundStage:
         """Let go of parameters that ``show_weights`` has brought."""
         for fqn in fqns:
             self.weights[self.code.PARAMETERS.index(fqn)] = _UNLENT
+
+    def show_version(self, microbatch: int) -> None:
+        """Give a microbatch the weights of the version that its frame names."""
+        frame = self.frames[microbatch]
+        frame["w"] = self.versions.of(frame["version"])
 
     def show_buffers(self, microbatch: int) -> None:
         """Give a microbatch the buffers as they are now. It keeps them from its forward to its backward."""

@@ -1,7 +1,7 @@
 """Training on a stream of mini-batches: the next one is read while the ranks work on one."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count
 from typing import Any
 
@@ -11,6 +11,8 @@ from pipec.errors import InputError
 from pipec.ir.arguments import check_arguments
 from pipec.runtime.ahead import Ahead, Item
 from pipec.runtime.batches import ITERABLE, Given, given_by
+from pipec.runtime.execution import refuse_recording
+from pipec.runtime.flow import Flow
 from pipec.runtime.handle import Handle
 
 Begun = Callable[[], None]
@@ -38,10 +40,8 @@ class Streams(Handle):
                 changed by that batch, and every rank raises it.
         """
         check_arguments({"batches": ITERABLE}, locals())
-        return self._stream(Ahead(map(self._given, iter(batches))))
-
-    def drain(self) -> None:
-        """Complete what a stream has begun. Between the steps of a schedule that flushes, that is nothing."""
+        ahead = Ahead(map(self._given, iter(batches)))
+        return self._stream_without_flush(ahead) if self._overlaps_steps else self._stream(ahead)
 
     def _stream(self, ahead: Ahead) -> Iterator[Tensor]:
         for number in count():
@@ -55,6 +55,38 @@ class Streams(Handle):
             ahead.settle()
             yield loss
 
+    def _stream_without_flush(self, ahead: Ahead) -> Iterator[Tensor]:
+        """As ``_stream``, where steps overlap. The pipeline is drained in between only where it must be."""
+        number, flow = 0, None
+        try:
+            while True:
+                if flow is None:
+                    ahead.allow(number)
+                    item = ahead.item(number)
+                    if item.error is not None:
+                        self._end_stream(item)
+                        return
+                    self.drain()
+                    refuse_recording(self._recorded)
+                    flow = self._flow = self._begin_flow(ahead, number, item.value)
+                results = flow.results(number, self.optimizer.hyperparameters())
+                if results is None:
+                    flow = None
+                    continue
+                ahead.settle()
+                number += 1
+                yield self._passed_on(results)
+        finally:
+            self.drain()
+
+    def _passed_on(self, results: Mapping[str, Tensor]) -> Tensor:
+        """The loss of a mini-batch that has been trained on, whose logs are kept."""
+        plan = self._artifact.plan
+        self.logs = {name: results[kept] for name, kept in zip(plan.logs, plan.outputs[1:], strict=False)}
+        self._num_steps += 1
+        self._count_update()
+        return results["loss"]
+
     def _given(self, batch: Any) -> Given:
         return given_by(batch, self._takes_target)
 
@@ -62,6 +94,15 @@ class Streams(Handle):
     @abstractmethod
     def _takes_target(self) -> bool:
         """Whether a step has a target beside the model's arguments."""
+
+    @property
+    @abstractmethod
+    def _overlaps_steps(self) -> bool:
+        """Whether the schedule has no flush."""
+
+    @abstractmethod
+    def _begin_flow(self, ahead: Ahead, first: int, given: Given) -> Flow:
+        """Begin to run the batches from the number ``first`` on, which is ``given``."""
 
     @abstractmethod
     def _stream_step(self, given: Given, begun: Begun) -> Tensor:

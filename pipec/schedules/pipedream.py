@@ -63,4 +63,3 @@ ASYNCHRONOUS: Mapping[str, Asynchronous] = {
     each.name: each for each in (pipedream, vertical_sync, pipedream_2bw)
 }
 """Schedules of streams, by name. Those of steps are in ``fixed``."""
-

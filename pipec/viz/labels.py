@@ -8,6 +8,7 @@ from pipec.ir import Op
 from pipec.ir.columns import OPS
 from pipec.ir.text import PHASE_LETTERS, format_bytes, format_seconds, value_bytes
 from pipec.timeline.events import Event, Events, Timeline
+from pipec.timeline.steady import steady_state
 
 WORK: Mapping[Op, str] = {
     Op.FORWARD: "forward",
@@ -105,7 +106,8 @@ def chunks(timeline: Timeline) -> dict[int, int]:
 def cell_labels(timeline: Timeline) -> Callable[[Event], str]:
     """How cells are labelled: ``F3`` is the forward of microbatch 3, ``U`` an update, ``Σ2`` sums bucket 2.
 
-    If ranks hold several stages, ``Fb3`` is the forward of the second stage of its rank.
+    If ranks hold several stages, ``Fb3`` is the forward of the second stage of its rank. Where steps follow
+    each other without a flush, ``F3v1`` reads version 1 of its weights.
     """
     chunk_of = chunks(timeline)
     several = max(chunk_of.values(), default=0) > 0
@@ -114,7 +116,8 @@ def cell_labels(timeline: Timeline) -> Callable[[Event], str]:
         instruction = event.instruction
         chunk = chr(ord("a") + chunk_of[instruction.stage] % 26) if several and event.is_work else ""
         number = instruction.bucket if event.is_collective else instruction.microbatch
-        return f"{LETTERS[instruction.op]}{chunk}{number if number >= 0 else ''}"
+        version = f"v{instruction.version}" if event.is_compute and instruction.version >= 0 else ""
+        return f"{LETTERS[instruction.op]}{chunk}{number if number >= 0 else ''}{version}"
 
     return label
 
@@ -125,7 +128,11 @@ def summary(timeline: Timeline) -> str:
     rates = f"bubble {timeline.bubble_rate:.1%}"
     if timeline.overhead_rate - timeline.bubble_rate > 5e-4:
         rates += f" ({timeline.overhead_rate:.1%} if recomputing counts as idle)"
-    return f"{rates}, {times}, at most {max(timeline.peak_in_flight, default=0)} in flight"
+    in_flight = f"at most {max(timeline.peak_in_flight, default=0)} in flight"
+    if steady := steady_state(timeline):
+        every = duration(steady.seconds, timeline)
+        in_flight += f"; steady state: a mini-batch every {every}, bubble {steady.bubble_rate:.1%}"
+    return f"{rates}, {times}, {in_flight}"
 
 
 def duration(time: float, timeline: Timeline) -> str:

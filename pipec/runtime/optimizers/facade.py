@@ -76,6 +76,13 @@ class PipelineOptimizer(Optimizer):
         for stage in stages if states else ():
             stage.load(states)
 
+    def hyperparameters(self) -> list[dict[str, Any]]:
+        """Those of each group as they are now, for updates that are made later."""
+        return [
+            {key: x.clone() if isinstance(x, Tensor) else x for key, x in hyperparameters(group).items()}
+            for group in self.param_groups
+        ]
+
     def count_step(self) -> None:
         """Note that the program has made the updates of a step, as LR schedulers and step hooks expect."""
         self._open = True
