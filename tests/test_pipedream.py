@@ -33,7 +33,9 @@ def batches(count: int, rows: int = 8) -> Iterator[Batch]:
         yield torch.randn(rows, 6, generator=generator), torch.randint(0, 3, (rows,), generator=generator)
 
 
-def pipeline(stages: int, optimizer: Any = SGD, schedule: str = "pipedream", **options: Any) -> pipec.Pipeline:
+def pipeline(
+    stages: int, optimizer: Any = SGD, schedule: str = "pipedream", **options: Any
+) -> pipec.Pipeline:
     pipe = pipec.compile(
         options.pop("model", None) or model(),
         stages,

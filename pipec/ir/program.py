@@ -125,8 +125,8 @@ class Instruction:
 class Program:
     """What one rank executes in one step. Every peer, slot and microbatch is resolved.
 
-    If it has a ``period``, it is the round of a program without end: it is executed again and again, each time
-    for microbatches that are so many further. See ``pipec.ir.rounds``.
+    If it has a ``period``, it is the round of a program without end: it is executed again and again, each
+    time for microbatches that are so many further. See ``pipec.ir.rounds``.
     """
 
     rank: int

@@ -29,8 +29,8 @@ class Stream:
     def version(self, microbatch: int, stage: int, num_stages: int) -> int:
         """The version that a stage of a straight pipeline reads for a microbatch.
 
-        With p stages, stage s has p - 1 - s microbatches in flight when a forward starts. So many updates does
-        it lack that a stage without a pipeline would have made by then.
+        With p stages, stage s has p - 1 - s microbatches in flight when a forward starts. It lacks the
+        updates that a stage without a pipeline would have made with these.
         """
         match self.versions:
             case Versions.STASHED:

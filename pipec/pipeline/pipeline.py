@@ -16,26 +16,27 @@ from pipec.capture.call import Call
 from pipec.capture.splitting import Batched, divide, known_from, positional_names, refuse_own_batches
 from pipec.capture.state import State
 from pipec.compiler.captures import Kind, Signature, Turn
-from pipec.compiler.compiler import Compiled, Compiler, Groups
-from pipec.errors import PipecError
+from pipec.compiler.compiler import Compiler, Groups
+from pipec.errors import InputError, PipecError
 from pipec.graph import changed_constants
 from pipec.ir import Mode, Plan
 from pipec.ir.arguments import check_arguments
+from pipec.pipeline.calls import call_facts, output_of
 from pipec.pipeline.held import HeldModel
 from pipec.pipeline.methods import METHODS
 from pipec.plan.predictions import simulate_plan
 from pipec.plan.tables import ReadablePlan
-from pipec.runtime.ahead import Ahead
 from pipec.runtime.batch import dense
 from pipec.runtime.batches import Given
-from pipec.runtime.execution import Ranks, StreamExecution
-from pipec.runtime.facts import Facts, leaf_fact
-from pipec.runtime.flow import Flow
+from pipec.runtime.execution import Ranks
+from pipec.runtime.facts import Facts
+from pipec.runtime.flow import CompiledStream
 from pipec.runtime.holder import Emptied, ModelTensors, forget
 from pipec.runtime.outcomes import StreamBatch
 from pipec.runtime.randomness import next_seed
 from pipec.runtime.results import join
 from pipec.runtime.span import Span
+from pipec.runtime.stream_execution import StreamExecution
 from pipec.runtime.streams import Begun, nothing
 from pipec.runtime.updates import Updates
 from pipec.runtime.weights import MicrobatchWeight, loss_shares
@@ -105,7 +106,7 @@ class Pipeline(HeldModel):
         turn = self._agreed("forward", Mode.FORWARD, args, kwargs)
         compiled = self._compiled(turn)[0][0]
         results = self._run(turn)
-        return _output(compiled, results, compiled.artifact.plan.outputs)
+        return output_of(compiled, results, compiled.artifact.plan.outputs)
 
     @property
     def _takes_target(self) -> bool:
@@ -115,32 +116,36 @@ class Pipeline(HeldModel):
     def _overlaps_steps(self) -> bool:
         return self._compiler.autotuner.policy.is_asynchronous
 
-    def _begin_flow(self, ahead: Ahead, first: int, given: Given) -> Flow:
+    def _compiled_for(self, given: Given) -> CompiledStream:
         turn = self._agreed("stream", Mode.TRAIN, given.args, dict(given.kwargs), given.target)
-        ((compiled, sizes),) = self._compiled(turn)
-        execution = self._execution(compiled.artifact)
-        assert isinstance(execution, StreamExecution)
-        if compiled.artifact.draws:
+        groups = self._compiled(turn)
+        execution = self._execution(groups[0][0].artifact)
+        assert isinstance(execution, StreamExecution), "a schedule without a flush has programs without end"
+        if len(groups) > 1:
+            raise InputError(
+                "the microbatches of a mini-batch are compiled apart, because the model makes a constant of "
+                "their rows, so that they make no stream; pass batches that divide evenly"
+            )
+        if groups[0][0].artifact.draws:
             torch.default_generator.set_state(turn.random_state)
 
         def split(given: Given) -> StreamBatch | None:
-            try:
-                call = self._checked(Mode.TRAIN, given.args, dict(given.kwargs), given.target)
-                if (call.signature(), call.batch_size) != (turn.signature.kind.called, turn.call.batch_size):
-                    return None
-            except PipecError:
+            call = self._checked(Mode.TRAIN, given.args, dict(given.kwargs), given.target)
+            if (call.signature(), call.batch_size) != (turn.signature.kind.called, turn.call.batch_size):
                 return None
-            (span,) = self._spans(replace(turn, call=call), [sizes])
+            (span,) = self._spans(replace(turn, call=call), [groups[0][1]])
             return execution.batch(call.leaves, span)
 
-        def is_right() -> bool:
-            kind = turn.signature.kind
-            if self._replaced() or self._state(Mode.TRAIN) != kind.state:
-                return False
-            is_first = self._ranks.world.rank == 0
-            return not is_first or self._compiler.version(kind) == turn.signature.version
+        return CompiledStream(execution, turn.seed, split, functools.partial(self._is_right, turn.signature))
 
-        return Flow(execution, ahead, first, split, turn.seed, is_right)
+    def _facts_of(self, given: Given) -> Facts:
+        return call_facts(self._checked(Mode.TRAIN, given.args, dict(given.kwargs), given.target), "stream")
+
+    def _is_right(self, signature: Signature) -> bool:
+        """Whether what was compiled is right for the model as it is; rank 0 alone has guards."""
+        if self._replaced() or self._state(Mode.TRAIN) != signature.kind.state:
+            return False
+        return self._ranks.world.rank != 0 or self._compiler.version(signature.kind) == signature.version
 
     def _stream_step(self, given: Given, begun: Begun) -> Tensor:
         turn = self._agreed("stream", Mode.TRAIN, given.args, dict(given.kwargs), given.target)
@@ -165,7 +170,7 @@ class Pipeline(HeldModel):
         loss = results["loss"]
         if not turn.signature.kind.outputs:
             return loss
-        return loss, _output(compiled, results, plan.outputs[1 + len(plan.logs) :])
+        return loss, output_of(compiled, results, plan.outputs[1 + len(plan.logs) :])
 
     def prepare(self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any) -> "Pipeline":
         """Compile what ``step`` with these arguments would run, and run nothing. Returns the pipeline."""
@@ -280,7 +285,7 @@ class Pipeline(HeldModel):
                 call = self._checked(mode, args, kwargs, target)
                 found = Kind(mode, call.signature(), outputs, state)  # refuses what no stage can take
                 version = self._compiler.version(found) if is_first else 0
-                facts |= {} if sent else _call_facts(call, kind)
+                facts |= {} if sent else call_facts(call, kind)
             except PipecError as error:
                 refusal, facts = error, facts | {"refused": str(error)}
         every = self._require_same(asked, facts, [seed, version, hash(self._tensors.trained())])
@@ -351,7 +356,7 @@ class Pipeline(HeldModel):
         with self._emptied.shaped(self._tensors.unique()):
             return self._compiler.compile(turn.signature, turn.call), self._compiler.read(turn.signature)
 
-    def _run(self, turn: Turn, begun: Begun = nothing) -> dict[str, Tensor]:
+    def _run(self, turn: Turn, begun: Begun = nothing) -> Mapping[str, Tensor]:
         groups = self._compiled(turn)
         if any(compiled.artifact.draws for compiled, _ in groups):
             torch.default_generator.set_state(turn.random_state)
@@ -361,7 +366,7 @@ class Pipeline(HeldModel):
         with self._gathered():
             return self._run_groups(turn, groups)
 
-    def _run_groups(self, turn: Turn, groups: Groups) -> dict[str, Tensor]:
+    def _run_groups(self, turn: Turn, groups: Groups) -> Mapping[str, Tensor]:
         executions = [self._execution(compiled.artifact) for compiled, _ in groups]
         spans = self._spans(turn, [sizes for _, sizes in groups])
         recorded = self._recorded if turn.signature.kind.mode is Mode.TRAIN else None
@@ -385,14 +390,3 @@ class Pipeline(HeldModel):
             spans.append(Span(sizes, call.batch_size, start, first, own))
             start, first = start + sum(sizes), first + len(sizes)
         return spans
-
-
-def _call_facts(call: Call, kind: str) -> Facts:
-    """What the ranks must have in common; where nothing is run, that does not include values."""
-    facts = [leaf_fact(leaf, values=kind != "prepare") for leaf in call.leaves]
-    return {"rows": str(call.batch_size), **dict(zip(call.paths, facts, strict=True))}
-
-
-def _output(compiled: Compiled, results: Mapping[str, Tensor], names: Sequence[str]) -> Any:
-    assert compiled.output_spec is not None
-    return pytree.tree_unflatten([results.get(name) for name in names], compiled.output_spec)

@@ -250,7 +250,7 @@ def _tied_links(
 def _result_links(
     graph: TrainingGraph, stages: Sequence[StageFunctions], names: Names, streams: bool
 ) -> Iterator[Link]:
-    """The links of a step's results to all other ranks; where steps follow each other, to all other stages."""
+    """The links of a step's results to all other ranks; in a stream, to all other stages."""
     for stage in stages:
         nodes = [node for function in stage.functions for node in dict.fromkeys(function.outputs)]
         values = tuple(_result(graph, node, names[node]) for node in nodes)

@@ -16,8 +16,8 @@ class RankMemory:
     """Bytes of one rank at the compute that needs most.
 
     ``static`` are weights, in all versions that are held at a time, the sums of their gradients and optimizer
-    state, ``saved`` is what the ``in_flight`` pairs of stage and microbatch hold, ``transient`` what the compute itself holds while it
-    runs.
+    state, ``saved`` is what the ``in_flight`` pairs of stage and microbatch hold, ``transient`` what the
+    compute itself holds while it runs.
     """
 
     static: float
@@ -50,7 +50,7 @@ def _memory_of(plan: Plan, program: Program) -> RankMemory:
 
 
 def _stashed(plan: Plan, stage: int) -> float:
-    """The versions of a stage's weights besides the latest. What is not trained is the same in all of them."""
+    """The versions of a stage's weights besides the latest, without what is not trained: all share that."""
     stream, memory = plan.ending.stream, plan.stages[stage].cost.memory
     return (stream.most_live(stage, len(plan.stages)) - 1) * memory.gradients if stream else 0.0
 

@@ -1,8 +1,9 @@
 """Where steps follow each other without a flush: the versions that computes read, and the updates in between.
 
-Every stage updates as soon as the last backward of a mini-batch is over. ``RULES`` prove of a program, whatever
-made it, that each microbatch finds the version that ``Stream`` says, forward and backward the same one; that
-updates come in the order of mini-batches; and that no stage ever needs more versions than it may hold.
+Every stage updates as soon as the last backward of a mini-batch is over. ``RULES`` prove of a program,
+whatever made it, that each microbatch finds the version that ``Stream`` says, forward and backward the same
+one; that updates come in the order of mini-batches; and that no stage ever needs more versions than it may
+hold.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -49,7 +50,8 @@ def misfits(step: StepIndex, rank: int, instruction: Instruction) -> Iterator[st
     """What is wrong with the fields of an update of a stream."""
     stage, microbatch = instruction.stage, instruction.microbatch
     if stage not in stages_on(step.placement, rank) or not 0 <= microbatch < step.num_microbatches:
-        yield f"update names stage {stage}, microbatch {microbatch}; expected a stage of this rank, and one of it"
+        expected = f"a stage of this rank, and a microbatch below {step.num_microbatches}"
+        yield f"update names stage {stage}, microbatch {microbatch}; expected {expected}"
     if instruction.link or not instruction.peer == instruction.slot == instruction.bucket == -1:
         yield "update carries a link, peer, slot or bucket; expected none"
 

@@ -4,14 +4,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pipec.ir import Phase
-from pipec.runtime.results import Results
+from pipec.runtime.results import Collector
 from pipec.runtime.stage import BoundStage
 
 Action = Callable[[], None]
 Take = Callable[[], Sequence[Any]]
 
 
-def bind_phase(phase: Phase, stage: BoundStage, microbatch: int, take: Take, results: Results) -> Action:
+def bind_phase(phase: Phase, stage: BoundStage, microbatch: int, take: Take, results: Collector) -> Action:
     """The action that runs ``phase`` of ``stage`` on ``microbatch``. ``take`` returns the arguments.
 
     Gradients are handed over in a list that replaces the tuple a function returned. Nothing but the list then

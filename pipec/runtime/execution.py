@@ -1,31 +1,27 @@
 """The ranks of this process, and an artifact linked on them, ready to run."""
 
-import contextlib
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from pipec.artifact.directory import Artifact, stage_module
-from pipec.errors import InputError
 from pipec.ir import Plan, stages_on
 from pipec.runtime.agreement import Agreement
 from pipec.runtime.distributed import TorchDistributed
 from pipec.runtime.interpreter import Interpreter
 from pipec.runtime.launch import Devices, resolve_devices, world
 from pipec.runtime.of_batch import OfBatch, share_of, values_of_batch
-from pipec.runtime.outcomes import StreamBatch
 from pipec.runtime.recording import RecordedStep, Stamps
-from pipec.runtime.rounds import RoundInterpreter, Source
 from pipec.runtime.span import Span
-from pipec.runtime.stream_run import ProcessRun, StreamRun, ThreadsRun
 from pipec.runtime.transport import InProcess, Transport
 from pipec.runtime.updates import Updates
 
 T = TypeVar("T")
+Interprets = TypeVar("Interprets")
 
 
 class Ranks:
@@ -74,8 +70,8 @@ class Ranks:
         return self.distributed if self.world.distributed else self.in_process.endpoint(rank)
 
 
-class Execution:
-    """An artifact of steps, linked on the ranks of this process.
+class Linked(Generic[Interprets]):
+    """An artifact linked on the ranks of this process, an ``interpret`` of the program of each.
 
     ``parameters`` and ``buffers`` hold the tensors of those ranks' stages by FQN, on their devices.
 
@@ -83,10 +79,9 @@ class Execution:
         TransportError: the ranks do not all hold the same artifact. Every rank raises it.
     """
 
-    _interpreter: type[Any] = Interpreter
-
     def __init__(
         self,
+        interpret: Callable[..., Interprets],
         artifact: Artifact,
         parameters: Mapping[str, Tensor],
         buffers: Mapping[str, Tensor],
@@ -98,7 +93,7 @@ class Execution:
         plan, is_distributed = artifact.plan, ranks.world.distributed
         if is_distributed:
             ranks.distributed.connect(artifact.programs, _groups(plan), artifact.text())
-        self._interpreters: list[Any] = []
+        self._interpreters: list[Interprets] = []
         self._of_batch: list[OfBatch] = []
         for rank, device in ranks.devices.items():
             modules = {k: stage_module(k, artifact.sources[k]) for k in stages_on(plan.placement, rank)}
@@ -106,9 +101,44 @@ class Execution:
             owns = functools.partial(_owns_tensors, plan, rank, is_distributed)
             program, transport = artifact.programs[rank], ranks.transport(rank)
             self._interpreters.append(
-                self._interpreter(program, plan, modules, parameters, held, transport, device, owns, updates)
+                interpret(program, plan, modules, parameters, held, transport, device, owns, updates)
             )
             self._of_batch += [OfBatch(plan.stages[k], module, held, device) for k, module in modules.items()]
+
+    def _microbatches(self, leaves: Sequence[object], span: Span) -> list[dict[str, Tensor]]:
+        """What the stages read for each microbatch, by name."""
+        microbatches, sizes = self._split(leaves, span), span.sizes
+        whole = values_of_batch(self._of_batch, self.artifact.plan, leaves, microbatches, sizes, span.batch)
+        for microbatch, size in zip(microbatches, sizes, strict=True):
+            microbatch |= {"share": share_of(size, span.batch), **whole}
+        return microbatches
+
+    def _split(self, leaves: Sequence[object], span: Span) -> list[dict[str, Tensor]]:
+        microbatches: list[dict[str, Tensor]] = [{} for _ in span.sizes]
+        for given in self.artifact.plan.inputs:
+            tensor = leaves[given.position]
+            assert isinstance(tensor, Tensor)
+            if given.batched:
+                parts = tensor[span.start : span.start + span.num_rows].split(list(span.sizes))
+            else:
+                parts = (tensor,) * len(span.sizes)
+            for microbatch, part in zip(microbatches, parts, strict=True):
+                microbatch[given.value.name] = part
+        return microbatches
+
+
+class Execution(Linked[Interpreter]):
+    """An artifact of steps, ready to run them."""
+
+    def __init__(
+        self,
+        artifact: Artifact,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        ranks: Ranks,
+        updates: Updates | None = None,
+    ) -> None:
+        super().__init__(Interpreter, artifact, parameters, buffers, ranks, updates)
 
     def run(
         self,
@@ -145,92 +175,6 @@ class Execution:
         if recorded is not None:
             recorded.append(RecordedStep(self.artifact.programs, stamps))
         return results
-
-    def _microbatches(self, leaves: Sequence[object], span: Span) -> list[dict[str, Tensor]]:
-        """What the stages read for each microbatch, by name."""
-        microbatches, sizes = self._split(leaves, span), span.sizes
-        whole = values_of_batch(self._of_batch, self.artifact.plan, leaves, microbatches, sizes, span.batch)
-        for microbatch, size in zip(microbatches, sizes, strict=True):
-            microbatch |= {"share": share_of(size, span.batch), **whole}
-        return microbatches
-
-    def _split(self, leaves: Sequence[object], span: Span) -> list[dict[str, Tensor]]:
-        microbatches: list[dict[str, Tensor]] = [{} for _ in span.sizes]
-        for given in self.artifact.plan.inputs:
-            tensor = leaves[given.position]
-            assert isinstance(tensor, Tensor)
-            if given.batched:
-                parts = tensor[span.start : span.start + span.num_rows].split(list(span.sizes))
-            else:
-                parts = (tensor,) * len(span.sizes)
-            for microbatch, part in zip(microbatches, parts, strict=True):
-                microbatch[given.value.name] = part
-        return microbatches
-
-
-class StreamExecution(Execution):
-    """An artifact of programs without end, linked on the ranks of this process."""
-
-    _interpreter = RoundInterpreter
-
-    @property
-    def num_readers(self) -> int:
-        """How many ranks of this process read each mini-batch."""
-        return len(self._interpreters)
-
-    def batch(self, leaves: Sequence[object], span: Span) -> StreamBatch:
-        """A mini-batch as a source tells it: split, with what the stages need of the whole of it."""
-        return StreamBatch(self._microbatches(leaves, span), span.sizes, span.loss_shares)
-
-    def begin(self, source: Source, seed: int) -> StreamRun:
-        """Begin to run the mini-batches of a source."""
-        if self._ranks.world.distributed:
-            return ProcessRun(self._interpreters, self.artifact.programs, source, seed)
-        in_process = self._ranks.in_process
-        return ThreadsRun(self._interpreters, self.artifact.programs, source, seed, in_process)
-
-    @contextlib.contextmanager
-    def dropping_gradients(self) -> Iterator[None]:
-        """Forget all gradients if what is done inside a ``with`` fails."""
-        try:
-            yield
-        except BaseException:
-            if self._updates is not None:
-                self._updates.drop_gradients()
-            raise
-
-    def run(
-        self,
-        leaves: Sequence[object],
-        span: Span,
-        seed: int,
-        recorded: list[RecordedStep] | None = None,
-        update: bool = True,
-    ) -> Mapping[str, Tensor]:
-        """Run a stream of one mini-batch; returns its results by name."""
-        if not update:
-            raise InputError(
-                "a pipeline without a flush updates after every mini-batch, so that it accumulates no "
-                "gradients; leave out accumulate(), or take schedule='1f1b'"
-            )
-        refuse_recording(recorded)
-        batch = self.batch(leaves, span)
-        with self.dropping_gradients():
-            assert self._updates is not None, "a stream updates"
-            run = self.begin(lambda number: None if number else batch, seed)
-            results = run.results(self._updates.optimizer.hyperparameters())
-            assert results is not None, "the mini-batch is there"
-            run.drain()
-        return results
-
-
-def refuse_recording(recorded: list[RecordedStep] | None) -> None:
-    """Raise InputError if the times of a stream are to be recorded, which has no end to note them at."""
-    if recorded is not None:
-        raise InputError(
-            "a pipeline without a flush cannot be recorded or traced: its programs have no end. Look at "
-            "simulate() and visualize(...), or record schedule='1f1b'"
-        )
 
 
 def _owns_tensors(plan: Plan, rank: int, is_distributed: bool, stage: int) -> bool:

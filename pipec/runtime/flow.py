@@ -2,43 +2,54 @@
 
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from pipec.runtime.ahead import Ahead
+from pipec.errors import PipecError
+from pipec.runtime.ahead import Ahead, Item
 from pipec.runtime.batches import Given
-from pipec.runtime.execution import StreamExecution
 from pipec.runtime.outcomes import StreamBatch
+from pipec.runtime.stream_execution import StreamExecution
 from pipec.runtime.stream_run import Groups
 
-Split = Callable[[Given], StreamBatch | None]
-"""Splits a batch, or returns None if it needs other programs than the first one."""
+Announce = Callable[[int, Item], Callable[[], bool]]
+"""Starts to tell the other ranks of a batch; what it returns waits for theirs, and says if it is the same."""
+
+
+@dataclass(frozen=True)
+class CompiledStream:
+    """What runs the batches of a flow, and the seed of what they draw.
+
+    ``split`` splits a batch, or returns None if that needs other programs than the first one; it raises a
+    PipecError if the batch does not fit at all. ``is_right`` tells whether what was compiled is right for the
+    model as it is now.
+    """
+
+    execution: StreamExecution
+    seed: int
+    split: Callable[[Given], StreamBatch | None]
+    is_right: Callable[[], bool]
 
 
 class Flow:
-    """A run of the batches of ``ahead`` from the number ``first`` on, as long as they ``split`` alike.
+    """A run of the batches of ``ahead`` from the number ``first`` on, as long as they are ``compiled`` alike.
 
-    ``is_right`` tells whether what was compiled is right for the model as it is.
+    Where ranks are processes, they ``announce`` each batch some time before they use it. One that some ranks
+    do not have ends the run on all of them alike.
     """
 
-    def __init__(
-        self,
-        execution: StreamExecution,
-        ahead: Ahead,
-        first: int,
-        split: Split,
-        seed: int,
-        is_right: Callable[[], bool],
-    ) -> None:
-        self._execution, self._ahead, self._first, self._split = execution, ahead, first, split
-        self._is_right = is_right
-        self._readers = execution.num_readers
+    def __init__(self, compiled: CompiledStream, ahead: Ahead, first: int, announce: Announce | None) -> None:
+        self._compiled, self._ahead, self._first, self._announce = compiled, ahead, first, announce
+        self._execution = compiled.execution
         self._lock = threading.Lock()
         self._batches: dict[int, StreamBatch] = {}
         self._reads: dict[int, int] = {}
+        self._announced: dict[int, Callable[[], bool]] = {}
+        self._num_allowed = first
         self._left: list[Mapping[str, Tensor]] = []
         self._over = False
-        self._run = execution.begin(self._batch, seed)
+        self._run = self._execution.begin(self._batch, compiled.seed)
 
     def results(self, number: int, groups: Groups) -> Mapping[str, Tensor] | None:
         """Those of batch ``number``, the next one; None if it is not among those of this run.
@@ -46,18 +57,19 @@ class Flow:
         Raises:
             ExecutionError, TransportError: a rank failed.
         """
-        if not self._over and not self._is_right():
+        if not self._over and not self._compiled.is_right():
             self.drain()
         if self._over:
             return self._left.pop(0) if self._left else None
-        self._ahead.allow(number + self._run.num_ahead + 1)
+        self._read_ahead(number)
         try:
             with self._execution.dropping_gradients():
                 results = self._run.results(groups)
         except BaseException:
             self._over = True
             raise
-        self._over = results is None
+        if results is None:
+            self._close()
         return results
 
     def drain(self) -> None:
@@ -66,21 +78,51 @@ class Flow:
             self._over = True
             with self._execution.dropping_gradients():
                 self._left = self._run.drain()
+            self._close()
+
+    def _read_ahead(self, number: int) -> None:
+        """Let batches be read that some rank may need for this one; announce those that have been read."""
+        last = number + self._run.num_ahead + 1
+        if self._announce is not None:
+            if number == self._first:
+                self._allow(last)
+                self._ahead.settle()
+            for each in range(self._first + len(self._announced), self._num_allowed + 1):
+                self._announced[each] = self._announce(each, self._ahead.item(each))
+        self._allow(last)
+
+    def _allow(self, number: int) -> None:
+        self._ahead.allow(number)
+        self._num_allowed = number
 
     def _batch(self, number: int) -> StreamBatch | None:
         """A batch by its number in this run, for one of the ranks that read each once."""
         item = self._ahead.item(self._first + number)
+        if self._announce is not None and not self._announced[self._first + number]():
+            return None
         if item.error is not None:
             return None
         with self._lock:
             if number not in self._batches:
-                batch = self._split(item.value)
-                if batch is None:
+                split = self._split(item.value)
+                if split is None:
                     return None
-                self._batches[number] = batch
+                self._batches[number] = split
             batch = self._batches[number]
             self._reads[number] = self._reads.get(number, 0) + 1
-            if self._reads[number] == self._readers:
+            if self._reads[number] == self._execution.num_readers:
                 del self._batches[number], self._reads[number]
                 self._ahead.forget(self._first + number)
             return batch
+
+    def _split(self, given: Given) -> StreamBatch | None:
+        try:
+            return self._compiled.split(given)
+        except PipecError:  # which is raised when the run is over and the batch is the next one
+            return None
+
+    def _close(self) -> None:
+        """Take in what the other ranks have announced beyond the end of the run."""
+        self._over = True
+        for wait in self._announced.values():
+            wait()

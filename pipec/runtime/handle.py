@@ -15,12 +15,13 @@ from pipec.artifact.directory import Artifact
 from pipec.errors import InputError
 from pipec.ir import Plan, Program
 from pipec.ir.arguments import NUMBER, check_arguments, instance
-from pipec.runtime.execution import Execution, Ranks, StreamExecution
+from pipec.runtime.execution import Execution, Ranks
 from pipec.runtime.facts import Facts, differences, rank_names
 from pipec.runtime.flow import Flow
 from pipec.runtime.group import Group
 from pipec.runtime.optimizers import PipelineOptimizer, StatePart
 from pipec.runtime.recording import RecordedStep
+from pipec.runtime.stream_execution import StreamExecution
 from pipec.runtime.updates import Updates
 
 
@@ -41,7 +42,7 @@ class Handle(nn.Module):
         self._trained = trained
         self._num_steps = 0
         self._process = os.getpid()
-        self._executions: dict[Artifact, Execution] = {}
+        self._executions: dict[Artifact, Execution | StreamExecution] = {}
         self._recorded: list[RecordedStep] | None = None
         self._flow: Flow | None = None
         self._holders: dict[str, tuple[int, ...]] = holders(trained.plan) if trained else {}
@@ -149,7 +150,7 @@ class Handle(nn.Module):
             )
         return self._trained
 
-    def _execution(self, artifact: Artifact) -> Execution:
+    def _execution(self, artifact: Artifact) -> Execution | StreamExecution:
         """The artifact linked to the tensors, made at the first call."""
         self._refuse_in_a_fork()
         if artifact not in self._executions:

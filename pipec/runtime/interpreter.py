@@ -24,6 +24,7 @@ from pipec.runtime.stage import BoundStage, StageCode
 from pipec.runtime.transport import Transport
 from pipec.runtime.updates import Updates
 
+
 class Interpreter:
     """Executes ``program`` on ``device``.
 

@@ -18,6 +18,7 @@ from pipec.ir import Instruction, Kind, Link, Op, Payload, Phase, Program
 from pipec.runtime.compute import Action, Take, bind_phase
 from pipec.runtime.ending import EndingLinker
 from pipec.runtime.rank import Delivery, Rank
+from pipec.runtime.results import Results
 from pipec.runtime.stage import Frame, parameter_names
 
 Source = Callable[[], Sequence[Any]]
@@ -135,6 +136,7 @@ class Linker:
                 return self._take(link.source, microbatch, names, f"the link to stage {link.target}")
             case Payload.RESULT:
                 results, sizes = self._rank.results, self._rank.sizes
+                assert isinstance(results, Results), "only a step returns results at its end"
                 return lambda: [results.merged(name, sizes[:-1]) for name in names]
         stage = self._rank.stages[link.source]
         indices = [stage.code.PARAMETERS.index(name) for name in names]
@@ -180,7 +182,7 @@ class Linker:
         run = bind_phase(phase, stage, microbatch, take, self._rank.results)
         if instruction.version < 0:
             return run
-        before = [functools.partial(stage.show_version, microbatch)]
+        before: list[Action] = [functools.partial(stage.show_version, microbatch)]
         if phase in Payload.OUTCOME.readers:
             arriving = self._outcomes.pop((stage.index, microbatch), [])
             before += [wait for each in arriving for wait in each.awaited()]

@@ -1,4 +1,4 @@
-"""What the microbatches of a stream return, brought together for each mini-batch as soon as all of it is there."""
+"""What the microbatches of a stream return, brought together as soon as those of a mini-batch are there."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -52,13 +52,12 @@ class Outcomes:
         self._in_frames[frame] = microbatch
         self._parts.setdefault(microbatch // self._per_batch, _Parts(batch))
 
-    def collect(self, frame: int, made: Mapping[str, Tensor]) -> None:
-        """Keep what a microbatch returned, among other things that its forward has made."""
-        microbatch = self._in_frames[frame]
-        number, place = divmod(microbatch, self._per_batch)
-        for name in self._values.keys() & made.keys():
+    def collect(self, microbatch: int, sent: Mapping[str, Tensor]) -> None:
+        """Keep what the microbatch in a frame has returned, or what has been received of it."""
+        number, place = divmod(self._in_frames[microbatch], self._per_batch)
+        for name in self._values.keys() & sent.keys():
             parts = self._parts[number].found.setdefault(name, {})
-            parts[place] = made[name]
+            parts[place] = sent[name]
             if len(parts) == self._per_batch and self._is_complete(number):
                 self._emit(number, self._merged(self._parts.pop(number)))
 

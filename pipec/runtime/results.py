@@ -4,6 +4,7 @@ A replica makes a part of a result of its own microbatches. The parts of all rep
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +22,13 @@ def check_mergeable(value: Value) -> None:
             f"the result {format_value(value)} has the batch in more than one dimension, so the results of "
             "microbatches cannot be joined; return a value with one batch dimension, or use one microbatch"
         )
+
+
+class Collector(Protocol):
+    """Takes what forwards return."""
+
+    def collect(self, microbatch: int, sent: Mapping[str, Tensor]) -> None:
+        """Keep what the forward of ``microbatch`` returned for results, among other things."""
 
 
 class Results:

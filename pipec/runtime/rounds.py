@@ -22,7 +22,7 @@ from pipec.runtime.launch import current_device
 from pipec.runtime.linker import Linker
 from pipec.runtime.outcomes import Outcomes, StreamBatch
 from pipec.runtime.rank import Rank, Updating
-from pipec.runtime.stage import BoundStage, StageCode
+from pipec.runtime.stage import StageCode
 from pipec.runtime.transport import Transport
 from pipec.runtime.updates import Updates
 from pipec.runtime.versions import WeightVersions

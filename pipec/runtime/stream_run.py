@@ -1,8 +1,8 @@
-"""One run of programs without end on the ranks of this process, from when the pipeline is empty until it is again.
+"""One run of programs without end on the ranks of this process, from an empty pipeline to an empty one.
 
 The script asks for the results of one mini-batch after the other. By asking for those of mini-batch i it lets
-every rank make its update i, with the hyperparameters of that moment, and work ahead until there. So schedulers
-of learning rates step by mini-batch, on whatever stage and whenever an update is made.
+every rank make its update i, with the hyperparameters of that moment, and work ahead until there. So
+schedulers of learning rates step by mini-batch, on whatever stage and whenever an update is made.
 """
 
 import functools
@@ -27,7 +27,7 @@ Results = Mapping[str, Tensor]
 
 
 class StreamRun(ABC):
-    """A run that has begun. ``source`` tells the mini-batches; ``num_ahead`` more are read than were asked for."""
+    """A run that has begun. ``source`` tells its mini-batches."""
 
     def __init__(
         self, interpreters: Sequence[RoundInterpreter], programs: Sequence[Program], source: Source, seed: int
@@ -61,7 +61,7 @@ class StreamRun(ABC):
         """Complete what was begun; returns the results that nobody has asked for. The run is over then."""
 
     def _drain_at_once(self) -> None:
-        """Let no rank begin anything but what some rank has begun, or will have when the last update is made."""
+        """Let no rank begin what none has begun when all have made the last update that was asked for."""
         with self._changed:
             self._drains = True
         self._stop_at(self._num_asked + self.num_ahead if self._num_asked else 0)

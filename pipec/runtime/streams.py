@@ -7,13 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
-from pipec.errors import InputError
+from pipec.errors import InputError, PipecError
 from pipec.ir.arguments import check_arguments
 from pipec.runtime.ahead import Ahead, Item
 from pipec.runtime.batches import ITERABLE, Given, given_by
-from pipec.runtime.execution import refuse_recording
-from pipec.runtime.flow import Flow
+from pipec.runtime.facts import Facts
+from pipec.runtime.flow import CompiledStream, Flow
 from pipec.runtime.handle import Handle
+from pipec.runtime.stream_execution import refuse_recording
 
 Begun = Callable[[], None]
 """What a step calls as soon as it draws no more random numbers, and before it works."""
@@ -68,7 +69,9 @@ class Streams(Handle):
                         return
                     self.drain()
                     refuse_recording(self._recorded)
-                    flow = self._flow = self._begin_flow(ahead, number, item.value)
+                    compiled = self._compiled_for(item.value)
+                    announce = self._announce if self._ranks.world.distributed else None
+                    flow = self._flow = Flow(compiled, ahead, number, announce)
                 results = flow.results(number, self.optimizer.hyperparameters())
                 if results is None:
                     flow = None
@@ -101,8 +104,24 @@ class Streams(Handle):
         """Whether the schedule has no flush."""
 
     @abstractmethod
-    def _begin_flow(self, ahead: Ahead, first: int, given: Given) -> Flow:
-        """Begin to run the batches from the number ``first`` on, which is ``given``."""
+    def _compiled_for(self, given: Given) -> CompiledStream:
+        """What runs a batch, and those after it, where steps overlap. Every rank calls it with the same."""
+
+    @abstractmethod
+    def _facts_of(self, given: Given) -> Facts:
+        """What the ranks must have in common of a batch. Raises InputError if it does not fit."""
+
+    def _announce(self, number: int, item: Item) -> Callable[[], bool]:
+        """Tell the other ranks what batch this one has, or that it has no more."""
+        facts = self._update_facts()
+        if item.error is not None:
+            facts["batches"] = "no more"
+        else:
+            try:
+                facts |= self._facts_of(item.value)
+            except PipecError as error:
+                facts["refused"] = str(error)
+        return self._ranks.agreement.announce(f"announcing batch {number} of a stream", number, facts)
 
     @abstractmethod
     def _stream_step(self, given: Given, begun: Begun) -> Tensor:

@@ -9,8 +9,8 @@ class WeightVersions:
     """The latest version is the model's own parameters, which updates change in place.
 
     ``latest`` is the very list that the stage has of them. After an update the ``behind`` versions before the
-    new one may still be read, so that what the update changes is copied beforehand. What it does not change is
-    shared by all versions.
+    new one may still be read, so that what the update changes is copied beforehand. What it does not change
+    is shared by all versions.
     """
 
     def __init__(self, latest: Sequence[Tensor], behind: int) -> None:

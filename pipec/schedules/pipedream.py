@@ -33,8 +33,8 @@ class Asynchronous:
         least = self.per_batch(num_ranks)
         if self.versions is not Versions.DOUBLE and per_batch != 1:
             raise InputError(
-                f"schedule {self.name!r} runs a mini-batch as one microbatch, but microbatches is {per_batch}; "
-                "leave it out, or take pipedream-2bw, which adds up the gradients of several"
+                f"schedule {self.name!r} runs a mini-batch as one microbatch, but microbatches is "
+                f"{per_batch}; leave it out, or take pipedream-2bw, which adds up the gradients of several"
             )
         if per_batch < least:
             raise InputError(

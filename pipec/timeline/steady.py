@@ -1,4 +1,4 @@
-"""The steady state of mini-batches that follow each other: how many come out in which time, and what is idle."""
+"""The steady state of mini-batches that follow each other: how fast they come out, and what is idle."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from pipec.timeline.events import Timeline
 
 @dataclass(frozen=True)
 class Steady:
-    """``seconds`` from one mini-batch to the next, in the timeline's unit; in a share of them ranks are idle."""
+    """``seconds`` from one mini-batch to the next, in the timeline's unit, and the share that ranks idle."""
 
     seconds: float
     bubble_rate: float
