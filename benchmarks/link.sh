@@ -1,5 +1,6 @@
 #!/bin/sh
-# Run a command as the two ranks of a process group on two hosts that a link of a given rate joins.
+# Run a command as the ranks of a process group on two hosts that a link of a given rate joins: one on each
+# host, or as many as RANKS_PER_HOST says.
 #
 #   sudo benchmarks/link.sh 2gbit python benchmarks/schedules.py --message-mib 2 4
 #
@@ -25,7 +26,13 @@ host() { # PID DEVICE ADDRESS
 host $first link0 10.9.0.1
 host $second link1 10.9.0.2
 
-export MASTER_ADDR=10.9.0.1 MASTER_PORT=29511 WORLD_SIZE=2 LOCAL_WORLD_SIZE=1 LOCAL_RANK=0
-RANK=1 GLOO_SOCKET_IFNAME=link1 nsenter -t $second -n "$@" & peer=$!
-RANK=0 GLOO_SOCKET_IFNAME=link0 nsenter -t $first -n "$@"
-wait $peer
+each=${RANKS_PER_HOST:-1}
+export MASTER_ADDR=10.9.0.1 MASTER_PORT=29511 WORLD_SIZE=$((2 * each)) LOCAL_WORLD_SIZE=$each
+peers=
+for rank in $(seq $((2 * each - 1)) -1 0); do
+    host=$((rank / each))
+    test $host = 0 && pid=$first || pid=$second
+    export RANK=$rank LOCAL_RANK=$((rank % each)) GLOO_SOCKET_IFNAME=link$host
+    if [ $rank = 0 ]; then nsenter -t $pid -n "$@"; else nsenter -t $pid -n "$@" & peers="$peers $!"; fi
+done
+for peer in $peers; do wait $peer; done

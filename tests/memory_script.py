@@ -1,4 +1,4 @@
-"""Started on two ranks by a test: what each holds between steps and during one, beside what plans say."""
+"""Started on several ranks by a test: what each holds between steps and during one, beside what plans say."""
 
 import contextlib
 import functools
@@ -8,6 +8,7 @@ import weakref
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -71,7 +72,7 @@ def facts(shard: str | None) -> dict[str, Any]:
     adam = functools.partial(torch.optim.AdamW, lr=1e-3, foreach=False)
     pipe = pipec.compile(
         model(),
-        2,
+        dist.get_world_size(),
         loss_fn=nn.functional.mse_loss,
         microbatches=MICROBATCHES,
         stages=1,
@@ -93,5 +94,6 @@ def facts(shard: str | None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    dist.init_process_group("gloo")
     levels = (None, "optimizer", "gradients", "parameters")
     print(json.dumps({str(level): facts(level) for level in levels}))

@@ -1,4 +1,4 @@
-"""What plans say that updates keep: optimizer state, and what sharding divides, as two ranks measure it."""
+"""What plans say that updates keep: optimizer state, and what sharding divides, as ranks measure it."""
 
 import functools
 import json
@@ -21,26 +21,30 @@ P = 3 * (128 * 128 + 128) * 4
 """The bytes of the model's parameters."""
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
+@pytest.fixture(scope="module", params=[2, 4])
+def measured(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, dict[str, Any]]]:
     """What each rank found, by the level of sharding."""
     script = Path(__file__).with_name("memory_script.py")
-    return [json.loads(text) for text in run_ranks(script, 2, tmp_path_factory.mktemp("ranks"))]
+    return [json.loads(text) for text in run_ranks(script, request.param, tmp_path_factory.mktemp("ranks"))]
 
 
-@pytest.mark.parametrize(
-    ("shard", "weights", "state", "kept"),
-    [("None", P, 2 * P, P), ("optimizer", P, P, 0), ("gradients", P, P, 0), ("parameters", P / 2, P, 0)],
-)
-def test_ranks_hold_what_the_plan_says(
-    measured: list[dict[str, dict[str, Any]]], shard: str, weights: float, state: float, kept: int
-) -> None:
+@pytest.mark.parametrize("shard", ["None", "optimizer", "gradients", "parameters"])
+def test_ranks_hold_what_the_plan_says(measured: list[dict[str, dict[str, Any]]], shard: str) -> None:
+    """AdamW keeps two numbers a parameter, of which a replica has its share; level 3 shares parameters too.
+
+    A share is padded to 64 elements.
+    """
+    weights = P / len(measured) if shard == "parameters" else P
+    state = 2 * P / (1 if shard == "None" else len(measured))
+    kept = P if shard == "None" else 0
     late = 0 if shard == "None" else P  # gloo may let go of what it has sent only later
     for rank in measured:
         found = rank[shard]
-        assert found["weights"] == pytest.approx(weights, rel=1e-3)
-        assert found["state"] == pytest.approx(state, rel=1e-3)
-        assert found["between"] == pytest.approx(weights + state + kept, rel=0.01)
+        assert found["weights"] == pytest.approx(weights, rel=3e-3)
+        assert found["state"] == pytest.approx(state, rel=3e-3)
+        assert found["between"] == pytest.approx(weights + state + kept, rel=0.01, abs=4096)
         assert 0.98 * found["said"] < found["most"] < 1.02 * found["said"] + late
 
 

@@ -121,6 +121,9 @@ def _ending(plan: Plan) -> Iterator[str]:
     for bucket in plan.ending.buckets:
         own = plan.stages[bucket.stage].parameters if bucket.stage in stages else ()
         yield from _strangers(bucket.names, own, f"a bucket of stage {bucket.stage} has", "its parameters")
+        replicas = len(plan.placement[bucket.stage]) if bucket.stage in range(len(plan.placement)) else 0
+        if bucket.num_hosts < 1 or replicas % bucket.num_hosts:
+            yield f"the {replicas} replicas of stage {bucket.stage} cannot be on {bucket.num_hosts} hosts"
 
 
 Rule = Callable[[Plan], Iterator[str]]

@@ -8,7 +8,7 @@ from torch import fx
 
 from pipec.errors import InputError
 from pipec.graph.functions import StageFunctions
-from pipec.hardware.collectives import all_reduce_seconds, gather_seconds
+from pipec.hardware.collectives import all_reduce_seconds, fastest_num_hosts, gather_seconds
 from pipec.hardware.topology import Topology
 from pipec.ir import Bucket, Ending, Link, Mode, Payload, Placement, Value
 from pipec.ir.text import value_bytes
@@ -124,8 +124,10 @@ def priced(bucket: Bucket, ranks: Sequence[int], topology: Topology, asked: Endi
     travelling = [replace(v, dtype=asked.gradient_dtype or v.dtype) for v in bucket.parameters]
     reduced, gathered = (sum(value_bytes(v, 1) for v in values) for values in (travelling, bucket.parameters))
     reduce_seconds = gather_seconds if asked.shard else all_reduce_seconds
+    num_hosts = fastest_num_hosts(topology, ranks, gathered)
     return replace(
         bucket,
-        reduce_seconds=reduce_seconds(topology, ranks, min(reduced, gathered)),
-        gather_seconds=gather_seconds(topology, ranks, gathered),
+        num_hosts=num_hosts,
+        reduce_seconds=reduce_seconds(topology, ranks, min(reduced, gathered), num_hosts),
+        gather_seconds=gather_seconds(topology, ranks, gathered, num_hosts),
     )

@@ -95,13 +95,15 @@ class GlooConnections:
         with _gloo_errors():
             return started(start(self._groups[ranks]))
 
-    def swap(self, ranks: tuple[int, ...], peer: int, outgoing: Tensor, incoming: Tensor) -> list[dist.Work]:
+    def swap(
+        self, ranks: tuple[int, ...], peer: int, outgoing: Tensor, incoming: Tensor, tag: int = 0
+    ) -> list[dist.Work]:
         """Start to send a tensor to another rank of a group, and to receive one from it."""
         group = self._groups[ranks]
         with _gloo_errors():
             return [
-                started(dist.irecv(incoming, peer, group=group, tag=_SWAP_TAG)),
-                started(dist.isend(outgoing, peer, group=group, tag=_SWAP_TAG)),
+                started(dist.irecv(incoming, peer, group=group, tag=tag)),
+                started(dist.isend(outgoing, peer, group=group, tag=tag)),
             ]
 
     def wait(self, work: dist.Work) -> None:
@@ -136,7 +138,7 @@ def close_gloo(group: dist.ProcessGroup, peers: Iterable[int]) -> None:
             started(work).wait(timedelta(milliseconds=1))
 
 
-_UNUSED_TAG, _SWAP_TAG = 2**31 - 1, 0
+_UNUSED_TAG = 2**31 - 1
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ import textwrap
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import TypeVar
 
@@ -31,6 +32,7 @@ from pipec.ir import Instruction, Link, Op, Program, Value
 from pipec.ir.text import evaluate_dim, format_link
 from pipec.runtime.connections import Connections, Direction, GlooConnections
 from pipec.runtime.group import Group
+from pipec.runtime.hosts_group import HostsGroup
 from pipec.runtime.launch import current_device, world
 from pipec.runtime.lifelines import names
 from pipec.runtime.nccl import NcclConnections
@@ -64,6 +66,7 @@ class TorchDistributed:
         self._lifelines, store = meet(here, next(_transport_numbers), timeout)
         multiprocessing.util.Finalize(self, self._lifelines.close, exitpriority=0)
         self._buffers: dict[tuple[Link, int, int], list[_Buffer]] = {}
+        self._collectives = ThreadPoolExecutor(1, "pipec collectives")
         if not dist.is_initialized():
             join = functools.partial(
                 dist.init_process_group,
@@ -174,11 +177,15 @@ class TorchDistributed:
             self._buffers[key] = [_Buffer(value, self.device) for value in instruction.link.values]
         return _Receiver(self, instruction, tag, self._buffers[key])
 
-    def group(self, ranks: Sequence[int]) -> Group:
+    def group(self, ranks: Sequence[int], num_hosts: int = 1) -> Group:
+        """These ranks, of which this one is one, for collectives. NCCL itself knows what is on which host."""
         members, others = tuple(ranks), [rank for rank in ranks if rank != self.rank]
         doing = f"meeting {names(others)} in a collective"
-        explaining = functools.partial(self.explaining, doing)
-        return ProcessesGroup(members.index(self.rank), members, explaining)
+        index, explaining = members.index(self.rank), functools.partial(self.explaining, doing)
+        if num_hosts > 1 and isinstance(self._connections, GlooConnections):
+            background = self._collectives
+            return HostsGroup(index, members, num_hosts, explaining, self._connections, background)
+        return ProcessesGroup(index, members, explaining)
 
     def finish(self) -> None:
         with self.explaining("finishing the step") as connections:

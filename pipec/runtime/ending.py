@@ -64,7 +64,7 @@ class EndingLinker:
             self._rank.stages[instruction.stage],
             self._rank.plan.ending.buckets[instruction.bucket],
         )
-        waits, group = self._brought_home(stage.index, bucket), self._group(stage.index)
+        waits, group = self._brought_home(stage.index, bucket), self._group(stage.index, bucket)
         shard = self._shard(instruction)
         if shard is None:
             reduction = GradientReduction(stage, bucket, group, self._rank.plan.ending.gradient_dtype)
@@ -130,8 +130,9 @@ class EndingLinker:
         """Gather slices; parameters that are not kept whole are put where the stage's functions find them."""
         stage, shard = self._rank.stages[instruction.stage], self._shard(instruction)
         assert shard is not None, "a program that gathers has shares"
-        group = self._group(stage.index)
-        if not self._rank.plan.ending.gathers_for_use(self._rank.plan.ending.buckets[instruction.bucket]):
+        bucket = self._rank.plan.ending.buckets[instruction.bucket]
+        group = self._group(stage.index, bucket)
+        if not self._rank.plan.ending.gathers_for_use(bucket):
             finish = self._if_updating(lambda: _ignore(shard.finish_gather()))
             self._await(instruction, finish)
             return self._if_updating(lambda: shard.start_gather(group))
@@ -155,8 +156,9 @@ class EndingLinker:
         update = updates.on(self._rank.number, instruction.stage) if updates else None
         return update.shards.get(instruction.bucket) if update else None
 
-    def _group(self, stage: int) -> Group:
-        return self._rank.transport.group(self._rank.plan.placement[stage])
+    def _group(self, stage: int, bucket: Bucket | None = None) -> Group:
+        num_hosts = bucket.num_hosts if bucket else 1
+        return self._rank.transport.group(self._rank.plan.placement[stage], num_hosts)
 
     def _if_updating(self, action: Action) -> Action:
         updating = self._rank.updating

@@ -45,8 +45,11 @@ class Transport(Protocol):
 
     def receiver(self, instruction: Instruction, tag: int) -> Receiver: ...
 
-    def group(self, ranks: Sequence[int]) -> Group:
-        """These ranks, of which this one is one, for collectives."""
+    def group(self, ranks: Sequence[int], num_hosts: int = 1) -> Group:
+        """These ranks, of which this one is one, for collectives.
+
+        If they are seen as on several hosts, as many after one another on each, a host's link is spared.
+        """
 
     def finish(self) -> None:
         """Wait until everything that was sent in this step has left. Raises TransportError."""
@@ -170,7 +173,7 @@ class _Endpoint:
     def receiver(self, instruction: Instruction, tag: int) -> Receiver:
         return self._ranks.mailbox(tag, instruction.peer, self._rank)
 
-    def group(self, ranks: Sequence[int]) -> Group:
+    def group(self, ranks: Sequence[int], num_hosts: int = 1) -> Group:
         return self._ranks.group(ranks, self._rank)
 
     def finish(self) -> None:
