@@ -16,7 +16,7 @@ from pipec.capture.tracer import capture
 from pipec.compiler.autotuner import Autotuner
 from pipec.compiler.compiler import Compiler, on_device
 from pipec.compiler.pass_list import CompilerOptions
-from pipec.compiler.policy import ScheduleChoice, check_choice, policy_for
+from pipec.compiler.policy import ScheduleChoice, check_choice, check_updates, policy_for
 from pipec.cost.profile import Profile, load_profile
 from pipec.errors import InputError
 from pipec.hardware.calibration import default_device_model, usable_device
@@ -178,6 +178,7 @@ def compile(
         )
     limit = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
     policy = policy_for(schedule, ranks.count, stages, replicas)
+    check_updates(policy, optimizer is not None, shard, batch)
     microbatches = check_choice(policy, microbatches)
     tensors = ModelTensors.of(model)
     tensors.refuse_shared_memory()

@@ -1,4 +1,4 @@
-"""Pipelines without a flush, one process per rank over gloo: as in one process, and the same ends everywhere."""
+"""Pipelines without a flush, one process per rank over gloo: as in one process, with the same ends."""
 
 import textwrap
 from pathlib import Path
@@ -44,7 +44,8 @@ def test_processes_train_with_delayed_gradients(num_ranks: int, tmp_path: Path) 
     printed = told(
         tmp_path,
         """
-        for schedule, version in [("pipedream", stashed), ("pipedream-vertical-sync", vertical), ("pipedream-2bw", double)]:
+        versions = {"pipedream": stashed, "pipedream-vertical-sync": vertical, "pipedream-2bw": double}
+        for schedule, version in versions.items():
             torch.manual_seed(rank)
             plain = model()
             pipe = pipeline(size, ADAM, schedule, timeout=30.0)
@@ -60,7 +61,7 @@ def test_processes_train_with_delayed_gradients(num_ranks: int, tmp_path: Path) 
 
 
 def test_streams_end_alike_on_all_ranks(tmp_path: Path) -> None:
-    """Whatever ends a stream on one rank ends it on all, after the same mini-batches, and training goes on."""
+    """Whatever ends a stream on one rank ends it on all, at the same mini-batch, and training goes on."""
     printed = told(
         tmp_path,
         """

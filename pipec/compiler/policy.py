@@ -291,6 +291,28 @@ _ROWS_FOR_ANY = 1024
 """Rows of a batch that is large enough for every schedule to have its usual number of microbatches."""
 
 
+def check_updates(policy: SchedulePolicy, updates: bool, shard: str | None, batch: str) -> None:
+    """Raise InputError if a schedule without a flush is to do what needs one."""
+    if not policy.is_asynchronous:
+        return
+    name = f"schedule {policy.choice!r}"
+    if not updates:
+        raise InputError(
+            f"{name} updates each stage after every mini-batch, and so makes the updates itself; pass "
+            "optimizer=..., such as functools.partial(torch.optim.AdamW, lr=1e-3), or take schedule='1f1b'"
+        )
+    if shard is not None:
+        raise InputError(
+            f"{name} runs each stage on one rank, so that shard={shard!r} finds no replicas to divide state "
+            "among; leave it out, or take schedule='1f1b'"
+        )
+    if batch != "same":
+        raise InputError(
+            f"{name} lets ranks read batches ahead of each other, each its own, but batch is {batch!r}; pass "
+            "the same batches on every rank, or take schedule='1f1b'"
+        )
+
+
 def check_choice(policy: SchedulePolicy, num_microbatches: int | None) -> int | None:
     """The number of microbatches that was asked for, or that a file of orders sets.
 

@@ -11,10 +11,10 @@ from pipec.codegen.stage import StageSource
 from pipec.codegen.title import stage_title
 from pipec.compiler import pass_list
 from pipec.compiler.pass_list import CompilerOptions
-from pipec.errors import PipecError
+from pipec.errors import InputError, PipecError
 from pipec.graph import TrainingGraph, copy_graph
 from pipec.graph.functions import StageFunctions, stage_functions
-from pipec.ir import Ending, Phase, Placement, Plan, Program, Schedule, Shard, rank_of
+from pipec.ir import Ending, Payload, Phase, Placement, Plan, Program, Schedule, Shard, rank_of
 from pipec.ir.columns import PHASE_CODE, Cells
 from pipec.ir.text import value_bytes
 from pipec.passes import Observer, Pass, run_passes
@@ -179,6 +179,8 @@ class StagedGraph:
     def _try(self, schedule: Schedule, size: int, ending: Ending) -> Trial:
         placed = on_ranks(schedule, self.graph.ranks) if self.graph.ranks else schedule
         plan = self._plan(placed, size, replace(ending, stream=placed.stream))
+        if placed.stream:
+            _refuse_tied(plan)
         recompute = [stage.index for stage in plan.stages if stage.recompute]
         programs = (fold if placed.stream else lower)(placed, plan.links, recompute, plan.ending)
         verify_plan(plan, programs)
@@ -217,6 +219,18 @@ class StagedGraph:
     def _remember_cut(self, position: int, transform: Pass, graph: TrainingGraph, seconds: float) -> None:
         if transform is self._cut:
             self._assignment = AssignStages.of(graph)
+
+
+def _refuse_tied(plan: Plan) -> None:
+    """Refuse weights that several stages use, of which each would have another version."""
+    for link in plan.links:
+        if link.payload is Payload.WEIGHT:
+            name, stages = link.values[0].name, f"{link.source} and {link.target}"
+            raise InputError(
+                f"{name} is tied: stages {stages} use it, and without a flush they would use different versions "
+                "of it. Take a schedule with a flush, such as schedule='1f1b'; or give each use a parameter of "
+                "its own before you compile"
+            )
 
 
 def _splits_backward(schedule: Schedule) -> bool:

@@ -56,7 +56,7 @@ def misfits(step: StepIndex, rank: int, instruction: Instruction) -> Iterator[st
         yield "update carries a link, peer, slot or bucket; expected none"
 
 
-def _reads_the_right_version(step: StepIndex) -> Iterator[Fault]:
+def reads_the_right_version(step: StepIndex) -> Iterator[Fault]:
     """Each compute reads the version that the stream says, and so does its backward. Others read none."""
     stream = step.ending.stream
     for rank, columns in enumerate(step.columns):
@@ -78,7 +78,7 @@ def _reads_the_right_version(step: StepIndex) -> Iterator[Fault]:
             yield Fault((rank, number), f"{columns[number].op} of {where} {found}")
 
 
-def _updates_in_order(step: StepIndex) -> Iterator[Fault]:
+def updates_in_order(step: StepIndex) -> Iterator[Fault]:
     """A stage makes version after version, each behind the backwards of its mini-batch and of no other."""
     stream = step.ending.stream
     if stream is None:
@@ -108,7 +108,7 @@ def _uses_its_gradients(step: StepIndex, rank: int, stage: int, numbers: Sequenc
             yield Fault((rank, numbers[batch]), f"{found}, but belong into version {batch + 1}")
 
 
-def _reads_what_is_there(step: StepIndex) -> Iterator[Fault]:
+def reads_what_is_there(step: StepIndex) -> Iterator[Fault]:
     """A version is made before it is read, and a stage never needs more of them than it may hold."""
     stream = step.ending.stream
     if stream is None:
@@ -141,7 +141,7 @@ def _stage_updates(step: StepIndex) -> Iterator[tuple[int, int, list[int]]]:
             yield rank, stage, found.tolist()
 
 
-def _is_supported(step: StepIndex) -> Iterator[Fault]:
+def streams_are_supported(step: StepIndex) -> Iterator[Fault]:
     """What the rules of versions are not made for."""
     stream, ending = step.ending.stream, step.ending
     if stream is None:
@@ -159,8 +159,8 @@ def _is_supported(step: StepIndex) -> Iterator[Fault]:
 
 
 RULES: tuple[Callable[[StepIndex], Iterator[Fault]], ...] = (
-    _is_supported,
-    _reads_the_right_version,
-    _updates_in_order,
-    _reads_what_is_there,
+    streams_are_supported,
+    reads_the_right_version,
+    updates_in_order,
+    reads_what_is_there,
 )

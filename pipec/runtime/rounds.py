@@ -113,6 +113,11 @@ class RoundInterpreter:
             self._rank.transport.fail(interrupt)
             raise
 
+    @property
+    def num_updates(self) -> dict[int, int]:
+        """The updates that this run has made so far, by stage."""
+        return dict(self._num_updates)
+
     def finish(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Run everything that is left of a stream whose source has ended."""
         self.advance(math.inf, groups)  # type: ignore[arg-type]

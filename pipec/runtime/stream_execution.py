@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import Tensor
 
 from pipec.artifact.directory import Artifact
-from pipec.errors import InputError
+from pipec.errors import InputError, PipecError
 from pipec.runtime.execution import Linked, Ranks
 from pipec.runtime.outcomes import StreamBatch
 from pipec.runtime.recording import RecordedStep
@@ -47,13 +47,25 @@ class StreamExecution(Linked[RoundInterpreter]):
 
     @contextlib.contextmanager
     def dropping_gradients(self) -> Iterator[None]:
-        """Forget all gradients if what is done inside a ``with`` fails."""
+        """Forget all gradients if what is done inside a ``with`` fails, and say what updates were made."""
         try:
             yield
-        except BaseException:
-            if self._updates is not None:
-                self._updates.drop_gradients()
+        except PipecError as error:
+            made = {stage: n for each in self._interpreters for stage, n in each.num_updates.items()}
+            told = ", ".join(f"stage {stage}: {made[stage]}" for stage in sorted(made))
+            error.add_note(
+                f"updates that the stages of this process have made since the pipeline was last empty: {told}. "
+                "Stages differ in that when a pipeline without a flush fails; load a saved state to train on"
+            )
+            self._drop_gradients()
             raise
+        except BaseException:
+            self._drop_gradients()
+            raise
+
+    def _drop_gradients(self) -> None:
+        if self._updates is not None:
+            self._updates.drop_gradients()
 
     def run(
         self,

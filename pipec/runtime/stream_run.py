@@ -137,11 +137,14 @@ class ThreadsRun(StreamRun):
         try:
             with self._changed:
                 self._changed.wait_for(lambda: self._failure is not None or reached())
-        except BaseException as interrupt:  # such as Ctrl-C
-            self._in_process.fail(interrupt)
-            self._give_up()
-            with self._changed:
-                self._changed.wait_for(lambda: self._over)
+        except BaseException as interrupt:  # such as Ctrl-C; a second one does not wait for what was begun
+            self._drain_at_once()
+            try:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._over)
+            except BaseException:
+                self._in_process.fail(interrupt)
+                self._give_up()
             raise
         if self._failure is not None:
             with self._changed:

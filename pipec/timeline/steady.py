@@ -23,11 +23,12 @@ def steady_state(timeline: Timeline) -> Steady | None:
     The last stage does the same for one mini-batch as for the one before, until the last one; the second half
     of its updates is therefore as far apart as those of a stream without end.
     """
-    if timeline.ending.stream is None:
+    stream = timeline.ending.stream
+    if stream is None:
         return None
     ends = _update_times(timeline, max(timeline.replicas, default=0))
-    middle = ends.size // 2
-    if middle < len(timeline.replicas) or ends.size - middle < 2:
+    middle, filling = ends.size // 2, -(-len(timeline.replicas) // stream.microbatches)
+    if middle < filling or ends.size - middle < 2:
         return None
     seconds = float(ends[-1] - ends[middle]) / (ends.size - 1 - middle)
     computes = timeline.computes
