@@ -148,7 +148,9 @@ def test_gradients_are_clipped_stage_by_stage() -> None:
     expected = [reference.step(batch) for batch in batches(12)]
     assert torch.allclose(torch.stack(losses), torch.stack(expected), rtol=1e-5, atol=0)
     whole = delayed(pipeline(3), SGD)
-    assert not torch.allclose(torch.stack(losses), torch.stack([whole.step(b) for b in batches(12)]), rtol=1e-3)
+    assert not torch.allclose(
+        torch.stack(losses), torch.stack([whole.step(b) for b in batches(12)]), rtol=1e-3
+    )
 
 
 def test_a_loop_that_stops_early_drains() -> None:
@@ -220,7 +222,9 @@ def test_a_step_is_a_stream_of_one_batch() -> None:
 
 def test_buffers_are_updated_mini_batch_by_mini_batch() -> None:
     torch.manual_seed(0)
-    own = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    own = nn.Sequential(
+        nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
+    )
     pipe = pipeline(2, partial(torch.optim.SGD, lr=0.0), model=own)
     plain = copy.deepcopy(own)
     list(pipe.stream(batches(7)))
@@ -350,3 +354,31 @@ def test_tied_weights_are_refused_with_a_remedy() -> None:
     pipe = pipec.compile(tied(), 2, schedule="pipedream", optimizer=SGD)
     with pytest.raises(pipec.errors.InputError, match=r"words.weight is tied: stages 0 and 1 use it.*1f1b"):
         list(pipe.stream(words(2)))
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "pipedream-vertical-sync", "pipedream-2bw"])
+def test_stages_hold_the_versions_that_the_plan_counts(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = pipeline(3, SGD, schedule)
+    most: dict[int, int] = {}
+    advance = WeightVersions.advance
+
+    def spy(versions: WeightVersions) -> None:
+        advance(versions)
+        most[id(versions._latest)] = max(most.get(id(versions._latest), 0), len(versions._stashed))
+
+    monkeypatch.setattr(WeightVersions, "advance", spy)
+    list(pipe.stream(batches(8)))
+    execution = next(iter(pipe._executions.values()))
+    held = {
+        stage.index: most[id(stage.weights)]
+        for interpreter in execution._interpreters
+        for stage in interpreter._stages.values()
+    }
+    own = dict(pipe.named_parameters())
+    for stage in pipe.plan.stages:
+        num_bytes = sum(own[name].numel() * own[name].element_size() for name in stage.parameters)
+        assert stage.cost.memory.versions == held[stage.index] * num_bytes
+    expected = {"pipedream": [2, 1, 0], "pipedream-vertical-sync": [2, 2, 2], "pipedream-2bw": [1, 1, 1]}
+    assert [held[index] for index in range(3)] == expected[schedule]

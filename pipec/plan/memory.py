@@ -37,8 +37,7 @@ def rank_memory(plan: Plan, programs: Sequence[Program]) -> list[RankMemory]:
 
 def _memory_of(plan: Plan, program: Program) -> RankMemory:
     stages = [stage.cost.memory for stage in plan.stages]
-    own = stages_on(plan.placement, program.rank)
-    static = sum(stages[stage].static + _stashed(plan, stage) for stage in own)
+    static = sum(stages[stage].static for stage in stages_on(plan.placement, program.rank))
     cells = Instructions.of(program.instructions, plan.links).cells
     amounts = held(cells, stages)
     if not amounts.size:
@@ -47,12 +46,6 @@ def _memory_of(plan: Plan, program: Program) -> RankMemory:
     transient = stages[int(cells.stages[most])].transient
     pairs = held(cells, [StageMemory(saved=1, kept=1)] * len(stages))
     return RankMemory(static, float(amounts[most]) - transient, int(pairs[most]), transient)
-
-
-def _stashed(plan: Plan, stage: int) -> float:
-    """The versions of a stage's weights besides the latest, without what is not trained: all share that."""
-    stream, memory = plan.ending.stream, plan.stages[stage].cost.memory
-    return (stream.most_live(stage, len(plan.stages)) - 1) * memory.gradients if stream else 0.0
 
 
 def shortfall(needs: Sequence[RankMemory], limits: Sequence[float], placement: Placement) -> str:
