@@ -3,8 +3,8 @@
 python benchmarks/streams.py
 python -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/streams.py
 
-A rank takes 30 ms for a microbatch. Without a flush one mini-batch should come out in the time that the slowest
-stage takes for it; with one, in (m + p - 1) / m of that, for m microbatches on p ranks.
+A rank takes 30 ms for a microbatch. Without a flush one mini-batch should come out in the time that the
+slowest stage takes for it; with one, in (m + p - 1) / m of that, for m microbatches on p ranks.
 """
 
 import functools

@@ -170,18 +170,18 @@ def test_what_looks_at_parameters_drains(how: str) -> None:
     """The losses of what was in flight come next; then the pipeline fills again, from version 0."""
     pipe = pipeline(3)
     reference, given = delayed(pipe, SGD), list(batches(9))
+    x, y = given[0]
+    calls: dict[str, Callable[[], object]] = {
+        "eval_step": lambda: pipe.eval_step(x, target=y),
+        "forward": lambda: pipe(x),
+        "state_dict": pipe.full_state_dict,
+        "drain": pipe.drain,
+        "step": lambda: pipe.step(x, target=y),
+    }
     losses = []
     for number, loss in enumerate(pipe.stream(given)):
         losses.append(loss)
         if number == 2:
-            x, y = given[0]
-            calls: dict[str, Callable[[], object]] = {
-                "eval_step": lambda: pipe.eval_step(x, target=y),
-                "forward": lambda: pipe(x),
-                "state_dict": pipe.full_state_dict,
-                "drain": pipe.drain,
-                "step": lambda: pipe.step(x, target=y),
-            }
             calls[how]()
     expected = [reference.step(batch) for batch in given[:5]]
     if how == "step":

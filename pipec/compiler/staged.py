@@ -227,9 +227,9 @@ def _refuse_tied(plan: Plan) -> None:
         if link.payload is Payload.WEIGHT:
             name, stages = link.values[0].name, f"{link.source} and {link.target}"
             raise InputError(
-                f"{name} is tied: stages {stages} use it, and without a flush they would use different versions "
-                "of it. Take a schedule with a flush, such as schedule='1f1b'; or give each use a parameter of "
-                "its own before you compile"
+                f"{name} is tied: stages {stages} use it, and without a flush they would use different "
+                "versions of it. Take a schedule with a flush, such as schedule='1f1b'; or give each use a "
+                "parameter of its own before you compile"
             )
 
 

@@ -24,8 +24,8 @@ class StageMemory:
 
     ``transient`` is the most that any phase function of the stage holds besides the rest while it runs.
     ``state`` is that of the optimizer, if the program updates. ``versions`` are those of the weights besides
-    the latest that microbatches in flight still read, where there is no flush. Where replicas hold shares of a stage, these
-    figures are those of the replica that holds most.
+    the latest that microbatches in flight still read, where there is no flush. Where replicas hold shares of
+    a stage, these figures are those of the replica that holds most.
     """
 
     weights: float = 0

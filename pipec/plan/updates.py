@@ -49,8 +49,8 @@ class _Share:
 def with_updates(plan: Plan, facts: OptimizerFacts, bytes_per_second: float) -> Plan:
     """The plan with the memory and the seconds of its updates.
 
-    Without a flush, a stage also keeps what it has trained of the versions that are still read. An update reads parameters, gradients and state, and writes parameters and state. The device moves so many
-    ``bytes_per_second``.
+    An update reads parameters, gradients and state, and writes parameters and state. The device moves so many
+    ``bytes_per_second``. Without a flush, a stage also keeps what it trains in versions that are still read.
     """
     state = facts.state_bytes or {}
     shares = {

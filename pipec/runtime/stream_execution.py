@@ -54,8 +54,9 @@ class StreamExecution(Linked[RoundInterpreter]):
             made = {stage: n for each in self._interpreters for stage, n in each.num_updates.items()}
             told = ", ".join(f"stage {stage}: {made[stage]}" for stage in sorted(made))
             error.add_note(
-                f"updates that the stages of this process have made since the pipeline was last empty: {told}. "
-                "Stages differ in that when a pipeline without a flush fails; load a saved state to train on"
+                "updates that the stages of this process have made since the pipeline was last empty: "
+                f"{told}. Stages differ in that when a pipeline without a flush fails; load a saved state to "
+                "train on"
             )
             self._drop_gradients()
             raise

@@ -122,6 +122,16 @@ def cell_labels(timeline: Timeline) -> Callable[[Event], str]:
     return label
 
 
+def version_told(event: Event) -> str:
+    """``forward of microbatch 3, reads version 1 of the weights``, where there are versions; else nothing."""
+    instruction = event.instruction
+    if instruction.version < 0:
+        return ""
+    verb = "reads" if event.is_compute else "makes"
+    what = f"{NAMES[instruction.op]} of microbatch {instruction.microbatch}"
+    return f"{what}, {verb} version {instruction.version} of the weights"
+
+
 def summary(timeline: Timeline) -> str:
     """The figures of merit on one line."""
     times = f"makespan {duration(timeline.makespan, timeline)}, span {duration(timeline.span, timeline)}"
