@@ -235,7 +235,8 @@ def _boxes(timeline: Timeline, layout: _Layout) -> Iterator[str]:
     label, chunk_of = _fitting_labels(timeline, layout), chunks(timeline)
     last_chunk = max(chunk_of.values(), default=0)
     least = _least_width(timeline, timeline.work, layout)
-    for rank, events in groupby(timeline.work, key=lambda event: event.rank):
+    lasting = timeline.work.where(timeline.work.ends > timeline.work.starts)
+    for rank, events in groupby(lasting, key=lambda event: event.rank):
         for run in _runs(events, least):
             for box in _drawn_together(run) if len(run) > 1 else [_single(run[0], label(run[0]))]:
                 shade = 1 - 0.45 * chunk_of[box.stage] / last_chunk if last_chunk else 1.0
