@@ -382,3 +382,22 @@ def test_stages_hold_the_versions_that_the_plan_counts(
         assert stage.cost.memory.versions == held[stage.index] * num_bytes
     expected = {"pipedream": [2, 1, 0], "pipedream-vertical-sync": [2, 2, 2], "pipedream-2bw": [1, 1, 1]}
     assert [held[index] for index in range(3)] == expected[schedule]
+
+
+def test_what_loop_and_loader_draw_is_the_same_in_every_run() -> None:
+    from torch.utils.data import DataLoader, TensorDataset
+
+    x, y = next(batches(1, rows=48))
+
+    def run() -> list[Tensor]:
+        pipe = pipeline(
+            3, model=nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6), nn.Linear(6, 3))
+        )
+        torch.manual_seed(7)
+        loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)
+        return [torch.stack([loss, torch.rand(())]) for _ in range(2) for loss in pipe.stream(loader)]
+
+    torch.manual_seed(0)
+    first = run()
+    torch.manual_seed(0)
+    assert torch.equal(torch.stack(first), torch.stack(run()))
