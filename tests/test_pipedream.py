@@ -60,7 +60,9 @@ def losses_in(microbatches: int) -> Callable[[Callable[..., Tensor], Batch], Seq
     return found
 
 
-def delayed(pipe: pipec.Pipeline, factory: Any, version: Lag = stashed, **options: Any) -> Delayed:
+def delayed(
+    pipe: pipec.Pipeline, factory: Any, version: Lag = stashed, losses: Any = None, **options: Any
+) -> Delayed:
     plan = pipe.plan
     return Delayed(
         copy.deepcopy(pipe._compiler.model),
@@ -68,7 +70,7 @@ def delayed(pipe: pipec.Pipeline, factory: Any, version: Lag = stashed, **option
         stages_of(plan),
         len(plan.stages),
         version,
-        losses_in(plan.num_microbatches),
+        losses or losses_in(plan.num_microbatches),
         **options,
     )
 
@@ -401,3 +403,52 @@ def test_what_loop_and_loader_draw_is_the_same_in_every_run() -> None:
     first = run()
     torch.manual_seed(0)
     assert torch.equal(torch.stack(first), torch.stack(run()))
+
+
+class Scaled(nn.Module):
+    """A view of the first stage's parameter is what the last stage reads, a skip connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(12) + 0.5)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.scale[:6].expand(x.shape[0], 6)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        head: Tensor = self.head(x * scale)
+        return head
+
+
+def test_views_of_weights_that_travel_keep_their_values() -> None:
+    torch.manual_seed(0)
+    pipe = pipeline(3, model=Scaled())
+    assert any(link.source == 0 and link.target == 2 for link in pipe.plan.links)
+    reference = delayed(pipe, SGD)
+    assert list(pipe.stream(batches(12))) == [reference.step(batch) for batch in batches(12)]
+    assert_same(pipe, reference)
+
+
+def test_a_language_model_trains_with_delayed_gradients() -> None:
+    """Llama, which ties nothing: attention, masks and positions that several stages read."""
+    from models import llama
+
+    own, batch = llama()
+    generator = torch.Generator().manual_seed(3)
+
+    def given() -> Iterator[dict[str, Tensor]]:
+        for _ in range(6):
+            ids = torch.randint(0, 48, batch["input_ids"].shape, generator=generator)
+            yield {"input_ids": ids, "labels": ids}
+
+    pipe = pipec.compile(own, 3, schedule="pipedream", optimizer=ADAM).prepare(**batch)
+    reference = delayed(pipe, ADAM, losses=lambda call, batch: [(call(**batch).loss, 1.0)])
+    generator.manual_seed(3)
+    losses = list(pipe.stream(given()))
+    generator.manual_seed(3)
+    expected = [reference.step(each) for each in given()]
+    assert torch.allclose(torch.stack(losses), torch.stack(expected), rtol=1e-5, atol=0)
+    for name, parameter in pipe.named_parameters():
+        assert torch.allclose(parameter, reference.history[-1][name], rtol=1e-3, atol=1e-5), name

@@ -18,7 +18,7 @@ def bind_phase(phase: Phase, stage: BoundStage, microbatch: int, take: Take, res
     holds them, and ``GradientSum`` keeps the memory of such a gradient instead of copying it.
     """
     frame = stage.frames[microbatch]
-    function = getattr(stage.code, phase)
+    function = stage.function(phase)
 
     def forward() -> None:
         sent, saved, updates = function(*take())

@@ -55,6 +55,7 @@ class RoundInterpreter:
         )
         for index, stage in self._stages.items():
             stage.versions = WeightVersions(stage.weights, _most_behind(program, index))
+            stage.is_versioned = True
         self._outcomes, self._updating = Outcomes(plan), Updating(updates)
         self._rank = Rank(
             program.rank,

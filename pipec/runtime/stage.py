@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipec.errors import VerifyError
-from pipec.ir import Stage
+from pipec.ir import Phase, Stage
 from pipec.runtime.gradients import GradientSum
 from pipec.runtime.randomness import generator
 from pipec.runtime.versions import WeightVersions
@@ -88,6 +88,8 @@ class BoundStage:
         self.updated_indices = [code.BUFFERS.index(fqn) for fqn in code.UPDATED_BUFFERS]
         self.buffers = self.buffers_before = self._registered
         self.versions = WeightVersions(self.weights, 0)
+        self.is_versioned = False
+        self._memory: set[int] = set()
         self._constants = functools.lru_cache(maxsize=8)(self._evaluate_constants)
 
     def begin_step(self) -> None:
@@ -99,6 +101,8 @@ class BoundStage:
                 buffer.to(self.device, copy=index in changing)
                 for index, buffer in enumerate(self._registered)
             ]
+        if self.is_versioned:
+            self._memory = {weight.untyped_storage().data_ptr() for weight in self.weights if weight.numel()}
         self.gradients.begin_step()
 
     def fill_frame(self, microbatch: int, key: tuple[int, int], size: int) -> Frame:
@@ -122,6 +126,32 @@ class BoundStage:
         """Let go of parameters that ``show_weights`` has brought."""
         for fqn in fqns:
             self.weights[self.code.PARAMETERS.index(fqn)] = _UNLENT
+
+    def function(self, phase: Phase) -> Callable[..., Any]:
+        """What runs a phase. In a stream it returns nothing that is in the memory of the latest weights.
+
+        Updates change these while what was sent and saved is still used, such as a view of a parameter that
+        another stage reads.
+        """
+        function: Callable[..., Any] = getattr(self.code, phase)
+        if not self.is_versioned:
+            return function
+
+        def apart(*arguments: Any) -> Any:
+            returned = function(*arguments)
+            return self._apart(returned) if phase is Phase.RECOMPUTE else tuple(map(self._apart, returned))
+
+        return apart
+
+    def _apart(self, returned: Any) -> Any:
+        """What is sent, or saved, with copies in the place of weights."""
+        if isinstance(returned, dict):
+            return dict(zip(returned, map(self._copied, returned.values()), strict=True))
+        return [*map(self._copied, returned)] if isinstance(returned, list) else returned
+
+    def _copied(self, value: Any) -> Any:
+        is_dense = isinstance(value, Tensor) and not value.is_sparse
+        return value.clone() if is_dense and value.untyped_storage().data_ptr() in self._memory else value
 
     def show_version(self, microbatch: int) -> None:
         """Give a microbatch the weights of the version that its frame names."""
