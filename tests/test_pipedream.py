@@ -167,7 +167,7 @@ def test_a_loop_that_stops_early_drains() -> None:
     assert_same(pipe, reference)
 
 
-@pytest.mark.parametrize("how", ["eval_step", "forward", "state_dict", "drain", "step"])
+@pytest.mark.parametrize("how", ["eval_step", "forward", "state_dict", "drain", "step", "optimizer", "load"])
 def test_what_looks_at_parameters_drains(how: str) -> None:
     """The losses of what was in flight come next; then the pipeline fills again, from version 0."""
     pipe = pipeline(3)
@@ -178,6 +178,8 @@ def test_what_looks_at_parameters_drains(how: str) -> None:
         "forward": lambda: pipe(x),
         "state_dict": pipe.full_state_dict,
         "drain": pipe.drain,
+        "optimizer": pipe.optimizer.state_dict,
+        "load": lambda: pipe.optimizer.load_state_dict(pipe.optimizer.state_dict()),
         "step": lambda: pipe.step(x, target=y),
     }
     losses = []

@@ -37,6 +37,8 @@ class Handle(nn.Module):
         super().__init__()
         self._ranks = ranks
         self._updates = updates
+        if updates is not None:
+            updates.optimizer.settle = self.drain  # before its state is read or replaced
         self._accumulates = False
         self.logs: dict[str, Tensor] = {}
         self._trained = trained
@@ -227,7 +229,6 @@ class Handle(nn.Module):
 
     def _gathered_states(self, own: list[StatePart]) -> list[list[StatePart]]:
         """What each process keeps of the optimizer's state, on every process."""
-        self.drain()
         if not self._ranks.world.distributed:
             return [own]
         self._require_same("optimizer.state_dict", {})

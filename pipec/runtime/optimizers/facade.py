@@ -53,6 +53,7 @@ class PipelineOptimizer(Optimizer):
         self._stages: list[StageOptimizer] = []
         self._gather: Gather | None = None
         self._loaded: dict[str, Entries] = {}
+        self.settle: Callable[[], None] = _nothing
         self._open = True
         super().__init__(_whole_groups(made, self._whole, parameters), _shared_defaults(made))
         self._open = False
@@ -139,6 +140,7 @@ class PipelineOptimizer(Optimizer):
         Raises:
             InputError: it has other groups, names or shapes than this optimizer.
         """
+        self.settle()
         if not isinstance(state_dict, Mapping):
             state_dict = joined(state_dict)
         saved = [dict(group) for group in state_dict["param_groups"]]
@@ -169,6 +171,7 @@ class PipelineOptimizer(Optimizer):
         }
 
     def _states(self) -> dict[str, Entries]:
+        self.settle()
         if self._gather is None:
             return self._loaded
         own = [part for stage in self._stages for part in stage.parts()]
@@ -204,6 +207,10 @@ class PipelineOptimizer(Optimizer):
                     f"{key} of {name} has shape {list(value.shape)} in the state dict, and the parameter has "
                     f"{list(shape)}; load the state of the same model"
                 )
+
+
+def _nothing() -> None:
+    """Nothing is under way."""
 
 
 def _whole_groups(
