@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_pipedream import SGD, assert_same, batches, delayed, model, pipeline, restart
+from test_pipedream import SGD, assert_same, batches, delayed, pipeline, restart
 from test_pipedream_ranks import told
 from torch import Tensor
+from workers import run_script
 
 import pipec
 from pipec.errors import ExecutionError, InputError
@@ -143,7 +144,7 @@ def test_two_streams_do_not_mix() -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_fails_or_dies_stops_the_others(tmp_path: Path) -> None:
+def test_a_rank_that_fails_stops_the_others(tmp_path: Path) -> None:
     printed = told(
         tmp_path,
         """
@@ -161,6 +162,14 @@ def test_a_rank_that_fails_or_dies_stops_the_others(tmp_path: Path) -> None:
     assert [each.splitlines() for each in printed] == [[told_by_all]] * 3
 
 
-def test_models_differ() -> None:
-    """``FailsOnce`` looks for a layer that the model has."""
-    assert "6.weight" in dict(model().named_parameters())
+@pytest.mark.slow
+def test_a_script_may_end_in_the_middle_of_a_stream(tmp_path: Path) -> None:
+    """No thread keeps the process, in one process and in several."""
+    body = """
+        pipe = pipeline(2, SGD, timeout=20.0)
+        stream = pipe.stream(batches(50))
+        print(next(stream) > 0)
+        """
+    assert told(tmp_path, body, 2) == ["tensor(True)\n"] * 2
+    script = tmp_path / "script.py"
+    assert run_script(script, [], 0, tmp_path) == "tensor(True)\n"

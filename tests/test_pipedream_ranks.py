@@ -14,7 +14,7 @@ sys.path.insert(0, {tests!r})
 import torch, pipec
 from pipec.errors import InputError
 from test_pipedream import *
-rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 def streamed(pipe, given):
     losses = []

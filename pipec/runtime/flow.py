@@ -1,6 +1,7 @@
 """The mini-batches of a script's stream on their way through a pipeline that is not flushed."""
 
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -50,6 +51,7 @@ class Flow:
         self._left: list[Mapping[str, Tensor]] = []
         self._over = False
         self._run = self._execution.begin(self._batch, compiled.seed)
+        self._leaving = weakref.finalize(self, self._run.abandon)
 
     def results(self, number: int, groups: Groups) -> Mapping[str, Tensor] | None:
         """Those of batch ``number``, the next one; None if it is not among those of this run.
@@ -67,14 +69,15 @@ class Flow:
                 results = self._run.results(groups)
         except BaseException:
             self._over = True
+            self._leaving.detach()
             raise
         if results is None:
             self._close()
         return results
 
     def drain(self) -> None:
-        """Complete what was begun. Its results are those that come next."""
-        if not self._over:
+        """Complete what was begun, unless the process ends. Its results are those that come next."""
+        if not self._over and self._leaving.alive:
             self._over = True
             with self._execution.dropping_gradients():
                 self._left = self._run.drain()
@@ -124,5 +127,6 @@ class Flow:
     def _close(self) -> None:
         """Take in what the other ranks have announced beyond the end of the run."""
         self._over = True
+        self._leaving.detach()
         for wait in self._announced.values():
             wait()

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from pipec.errors import TransportError
 from pipec.ir import Program
 from pipec.ir.rounds import reach
 from pipec.runtime.outcomes import StreamBatch
@@ -59,6 +60,10 @@ class StreamRun(ABC):
     @abstractmethod
     def drain(self) -> list[Results]:
         """Complete what was begun; returns the results that nobody has asked for. The run is over then."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Stop at once, because the process ends or nobody can ask for results any longer."""
 
     def _drain_at_once(self) -> None:
         """Let no rank begin what none has begun when all have made the last update that was asked for."""
@@ -127,6 +132,15 @@ class ThreadsRun(StreamRun):
         self._drain_at_once()
         self._finish()
         return self._unasked()
+
+    def abandon(self) -> None:
+        with self._changed:
+            is_running = not self._over
+        if is_running:
+            self._in_process.fail(TransportError("the stream is not asked for results any longer"))
+            self._give_up()
+            with self._changed:
+                self._changed.wait_for(lambda: self._over)
 
     def _finish(self) -> None:
         self._wait_until(lambda: self._over)
@@ -198,6 +212,9 @@ class ProcessRun(StreamRun):
     """The rank of this process, on the thread of the script."""
 
     _last: Groups = ()
+
+    def abandon(self) -> None:
+        """Do nothing: this rank works only while it is asked for results."""
 
     def results(self, groups: Groups) -> Results | None:
         (interpreter,) = self._interpreters

@@ -32,7 +32,7 @@ class PipelineOptimizer(Optimizer):
     scheduler or by hand, holds from the next update on. ``state_dict`` is that of the optimizer of the
     unsplit model, and either may load the other's. ``elementwise`` has the names of those parameters that
     may be updated in pieces. ``parameters`` are those of the whole model, in its order and with their shapes;
-    those without memory here may be on meta.
+    those without memory here may be on meta. ``settle`` is called before the state is read or replaced.
 
     Raises:
         InputError: the factory does not make an optimizer of these parameters.
