@@ -21,6 +21,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import pipec
 from pipec.ir import Input, Instruction, Link, Mode, Payload, Plan, Program, Stage, Value
+from pipec.pipeline.turns import Asked
 from pipec.programs.lower import chain_links, lower
 from pipec.runtime import InProcess, Interpreter, Transport
 from pipec.schedules import make_schedule
@@ -150,7 +151,7 @@ def seconds_before_a_step() -> float:
     pipe = pipec.compile(GPT2LMHeadModel(config), devices=2, microbatches=2)
     inputs = {"input_ids": tokens, "labels": tokens, "use_cache": False}
     pipe.prepare(**inputs)
-    return seconds(lambda: pipe._agreed("step", Mode.TRAIN, (), inputs))
+    return seconds(lambda: pipe._agreed(Asked("step", Mode.TRAIN), (), inputs))
 
 
 def main() -> None:

@@ -16,7 +16,13 @@ from pipec.capture.tracer import capture
 from pipec.compiler.autotuner import Autotuner
 from pipec.compiler.compiler import Compiler, on_device
 from pipec.compiler.pass_list import CompilerOptions
-from pipec.compiler.policy import ScheduleChoice, check_choice, check_updates, policy_for
+from pipec.compiler.policy import (
+    ScheduleChoice,
+    SchedulePolicy,
+    check_choice,
+    check_updates,
+    policy_for,
+)
 from pipec.cost.profile import Profile, load_profile
 from pipec.errors import InputError
 from pipec.hardware.calibration import default_device_model, usable_device
@@ -126,7 +132,9 @@ def compile(
             with fewer bits. None: as they are.
         batch: what each rank passes to ``step`` under ``torchrun``. ``"same"``: the same whole mini-batch,
             which every step compares: shapes, types, values up to 64 kB, 4,096 values of a larger tensor.
-            ``"rank0"``: anything or nothing, because every rank gets what rank 0 passes.
+            ``"rank0"``: anything or nothing, because every rank gets what rank 0 passes. ``"local"``: the
+            part of the batch of its replica, ``pipe.replica`` of ``pipe.num_replicas``, with any number of
+            rows; see docs/replicas.md.
         batched: which arguments of ``step`` are split along their dimension 0, by name or position: 0 for one
             that is, None for one that every microbatch needs whole, such as ``{"table": None}``; for an
             argument of several tensors a structure of these. Arguments that are left out are split if they
@@ -182,6 +190,8 @@ def compile(
     policy = policy_for(schedule, ranks.count, stages, replicas)
     check_updates(policy, optimizer is not None, shard, batch)
     microbatches = check_choice(policy, microbatches)
+    if batch == "local":
+        _check_local_batch(policy, replicas, microbatches, microbatch_weight)
     tensors = ModelTensors.of(model)
     tensors.refuse_shared_memory()
     device = next(iter(ranks.devices.values()))
@@ -195,7 +205,7 @@ def compile(
         ending = replace(ending, gradient_dtype=GRADIENT_DTYPES[gradient_dtype])
     facts = _optimizer_facts(updates, optimizer, tensors)
     options = CompilerOptions(device_model, joined, recompute, measured, ending, facts)
-    tuner = Autotuner(policy, may_recompute=recompute == "auto")
+    tuner = Autotuner(policy, may_recompute=recompute == "auto", may_rearrange=batch != "local")
     compiler = Compiler(
         model,
         loss_fn,
@@ -210,6 +220,27 @@ def compile(
         searches_shard=shard == "auto",
     )
     return Pipeline(compiler, tensors, ranks, batch, updates, batched, microbatch_weight)
+
+
+def _check_local_batch(
+    policy: SchedulePolicy, replicas: object, microbatches: int | None, weight: MicrobatchWeight | None
+) -> None:
+    """Refuse what replicas that pass their own parts of a batch cannot do."""
+    if replicas == "auto" or not isinstance(policy.replicas, int):
+        raise InputError(
+            f'replicas is {replicas!r}; batch="local" needs one number, so that it is known beforehand which '
+            "rank passes which part. Pass stages=... or replicas=2, say"
+        )
+    if microbatches and microbatches % policy.replicas:
+        raise InputError(
+            f'microbatches is {microbatches}; with batch="local" each of the {policy.replicas} replicas '
+            f"splits its own part, so pass a multiple of {policy.replicas}"
+        )
+    if callable(weight):
+        raise InputError(
+            'microbatch_weight is a function, which batch="local" would call with the rows of one replica '
+            'alone; pass "rows" or "sum", or divide by a count over the batch that the model or loss_fn takes'
+        )
 
 
 def _updates(
@@ -252,7 +283,7 @@ COMPILE = {
     "clip_grad_norm": number(0, math.inf) | NONE,
     "shard": one_of(*map(str, Shard), "auto") | NONE,
     "gradient_dtype": one_of(*GRADIENT_DTYPES) | NONE,
-    "batch": one_of("same", "rank0"),
+    "batch": one_of("same", "rank0", "local"),
     "batched": instance("a dict of arguments to 0 or None", Mapping, Sequence) | whole(0, 0) | NONE,
     "microbatch_weight": one_of(*WORDS) | FUNCTION | NONE,
     "recompute": one_of("auto", "none", "full"),

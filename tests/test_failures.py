@@ -134,8 +134,8 @@ def before(owner: type, name: str, act: Callable[[], None]) -> None:
     """Let ``act`` happen before each call of a method."""
     method = getattr(owner, name)
 
-    def acting(self: object) -> object:
+    def acting(self: object, *arguments: object) -> object:
         act()
-        return method(self)
+        return method(self, *arguments)
 
     setattr(owner, name, acting)

@@ -1,5 +1,6 @@
 """What a pipeline returns for a batch is what the unsplit model returns, or it is refused."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,22 @@ def test_a_step_keeps_logs_and_returns_the_output(tmp_path: Path) -> None:
     loaded = pipec.load(tmp_path / "artifact")
     loaded.step(x, target=target)
     torch.testing.assert_close(loaded.logs, expected)
+
+
+@pytest.mark.parametrize("weight", [None, "rows"])
+def test_what_a_step_returns_besides_the_loss_has_no_gradient(weight: str | None) -> None:
+    """The loss that a model returns is among its outputs once more, and others depend on parameters."""
+    losses = Model(lambda y: {"loss": y.square().mean(), "y": y, "mean": y.mean()})
+    x = torch.randn(ROWS, WIDTH)
+    plain = copy.deepcopy(losses)
+    pipe = pipec.compile(losses, devices=1, microbatches=2, microbatch_weight=weight)
+    loss, output = pipe.step(x, outputs=True)
+    expected = plain(x)
+    expected["loss"].backward()
+    torch.testing.assert_close([loss, output["y"]], [expected["loss"].detach(), expected["y"].detach()])
+    torch.testing.assert_close(output["loss"], loss)
+    for mine, other in zip(losses.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad)
 
 
 def test_every_rank_has_the_logs_and_the_output(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def test_a_saved_artifact_trains_on(schedule: str, tmp_path: Path) -> None:
     assert list(loaded.stream(batches(8))) == [reference.step(batch) for batch in batches(8)]
     own = dict(loaded.named_parameters())
     assert all(torch.equal(own[name], value) for name, value in reference.history[-1].items())
-    with pytest.raises(InputError, match=r"stream was given kwargs\['x'\], target"):
+    with pytest.raises(InputError, match=r"step was given kwargs\['x'\], target"):
         list(loaded.stream([{"x": torch.zeros(8, 6), "target": torch.zeros(8)}]))
 
 

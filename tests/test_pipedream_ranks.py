@@ -98,5 +98,5 @@ def test_streams_end_alike_on_all_ranks(tmp_path: Path) -> None:
     assert ends == ["shorter 8", "raises 5", "differs 4", "all raise 1", "goes on 7"]
     assert "  batches: another one on ranks 0, 2; no more on rank 1" in one
     assert "  batches: another one on ranks 0, 1; OSError: the disk is full on rank 2" in one
-    assert any(line.startswith("InputError the ranks passed different batches to stream") for line in one)
+    assert any(line.startswith("InputError the ranks passed different batches to step") for line in one)
     assert "InputError the iterator of batches raised OSError: the disk is full" in one

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,33 +72,32 @@ def artifact_of(model: Captured, name: str) -> Artifact:
 
 
 @functools.cache
-def expected(model: Captured, count: int) -> Outcome:
+def expected(model: Captured, sizes: tuple[int, ...]) -> Outcome:
     """What a step of the unsplit model leaves. One that draws random numbers runs on one rank of pipec."""
-    sizes = split_sizes(8, count)
     if model.model.config.model_type == "gpt2" and model.model.config.resid_pdrop:
-        schedule = make_schedule("gpipe", 1, count)
+        schedule = make_schedule("gpipe", 1, len(sizes))
         cut = StagedGraph(model.graph, CutStages(alike(1, OPTIONS.device_model.link), 8), OPTIONS)
         run = TrainingRun(cut.trial(schedule, 8).artifact(), model.model)
         return Outcome.of(run.step(model.inputs, sizes), run.model)
     unsplit = copy.deepcopy(model.model)
-    return Outcome.of(unsplit_step(unsplit, model.inputs, sizes), unsplit)
+    return Outcome.of(unsplit_step(unsplit, model.inputs, [size for size in sizes if size]), unsplit)
 
 
-def assert_equal(found: Outcome, model: Captured, artifact: Artifact) -> None:
+def assert_equal(found: Outcome, model: Captured, artifact: Artifact, sizes: Sequence[int] = ()) -> None:
     """The loss and every gradient are equal but for rounding, and buffers follow their rule."""
-    wanted = expected(model, artifact.plan.num_microbatches)
+    sizes = tuple(sizes or split_sizes(8, artifact.plan.num_microbatches))
+    wanted = expected(model, sizes)
     assert relative_error(found.loss, wanted.loss) < ROUNDING
     assert found.gradients.keys() == wanted.gradients.keys()
     for fqn, gradient in found.gradients.items():
         assert relative_error(gradient, wanted.gradients[fqn]) < ROUNDING, fqn
-    for fqn, buffer in agreed_buffers(model, artifact).items():
+    for fqn, buffer in agreed_buffers(model, artifact, sizes).items():
         assert relative_error(found.buffers[fqn], buffer) < ROUNDING, fqn
 
 
-def agreed_buffers(model: Captured, artifact: Artifact) -> dict[str, Tensor]:
+def agreed_buffers(model: Captured, artifact: Artifact, sizes: tuple[int, ...]) -> dict[str, Tensor]:
     """What replicas agree on that each ran the model on their own microbatches, one after the other."""
     plan = artifact.plan
-    sizes = split_sizes(8, plan.num_microbatches)
     agreed = {}
     for stage in plan.stages:
         count = len(plan.placement[stage.index])
@@ -105,8 +105,8 @@ def agreed_buffers(model: Captured, artifact: Artifact) -> dict[str, Tensor]:
             before = dict(model.model.named_buffers())[fqn]
             total = before.clone() if not before.is_floating_point() else torch.zeros_like(before)
             for k in range(count):
-                own = buffers_after(model, tuple(sizes), k, count)[fqn]
-                share = len(range(k, len(sizes), count)) / len(sizes)
+                own = buffers_after(model, sizes, k, count)[fqn]
+                share = sum(map(bool, sizes[k::count])) / sum(map(bool, sizes))
                 total += own * share if own.is_floating_point() else own - before
             agreed[fqn] = total
     return agreed
@@ -118,7 +118,8 @@ def buffers_after(model: Captured, sizes: tuple[int, ...], first: int, step: int
     unsplit = copy.deepcopy(model.model)
     starts = [sum(sizes[:k]) for k in range(len(sizes))]
     with torch.no_grad():
-        for start, size in list(zip(starts, sizes, strict=True))[first::step]:
+        own = list(zip(starts, sizes, strict=True))[first::step]
+        for start, size in (rows for rows in own if rows[1]):
             unsplit(**{name: value[start : start + size] for name, value in model.inputs.items()})
     return dict(unsplit.named_buffers())
 
@@ -137,6 +138,20 @@ def test_a_step_is_that_of_the_unsplit_model(factory: Factory, name: str) -> Non
     assert torch.equal(outcomes[0].loss, outcomes[1].loss)
     for fqn, gradient in outcomes[0].gradients.items():
         assert torch.equal(gradient, outcomes[1].gradients[fqn]), f"{fqn} differs from run to run"
+
+
+@pytest.mark.parametrize("sizes", [(4, 3, 1, 0), (5, 0, 3, 0), (0, 8, 0, 0)])
+@pytest.mark.parametrize("name", ["1x4", "2x2", "2x2 zb-h1", "2x2 zb-v", "2x2 interleaved", "2x2 looped-bfs"])
+@pytest.mark.parametrize("factory", each(gpt2, resnet))
+def test_microbatches_without_rows_are_not_computed(
+    factory: Factory, name: str, sizes: tuple[int, ...]
+) -> None:
+    """A replica has none at its end, or none at all: it gets the gradients and buffers of the others."""
+    model, artifact = captured(factory), artifact_of(captured(factory), name)
+    sizes = (*sizes, *[0] * (count_of(name) - len(sizes)))
+    run = TrainingRun(artifact, model.model)
+    found = Outcome.of(run.step(model.inputs, sizes), run.model)
+    assert_equal(found, model, artifact, sizes)
 
 
 def test_a_tied_weight_goes_between_unequal_numbers_of_replicas() -> None:

@@ -62,6 +62,7 @@ def _values(plan: Plan) -> Iterator[str]:
         if not all(isinstance(size, int) and 0 <= size < 2**63 for size in value.shape):
             yield f"{value.name!r} has shape {value.shape}, expected numbers from 0"
     messages = [value for link in plan.links for value in link.values]
+    messages += [value for stage in plan.stages for value in stage.of_batch_sums]
     for value in [*plan.parameters, *plan.buffers, *messages, *(given.value for given in plan.inputs)]:
         if not isinstance(_dtype(value), torch.dtype):
             yield f"{value.name!r} has dtype {value.dtype!r}, which torch does not have"

@@ -58,7 +58,7 @@ def add_up(module: fx.GraphModule, batched: Collection[str], size: int, has_loss
         module: What a front end captured of one microbatch.
         batched: The paths of the arguments that are split.
         size: The rows of the microbatch, if the graph is for these alone.
-        has_loss: The first output is the loss. Whatever is no loss gets no gradient.
+        has_loss: The first output is the loss.
     """
     walk = _Walk(module, {plain_name(path) for path in batched}, size)
     for node in list(module.graph.nodes):
@@ -68,7 +68,7 @@ def add_up(module: fx.GraphModule, batched: Collection[str], size: int, has_loss
     if loss in walk.known and walk.known[loss].part is Part.SUM and not walk.make_mean(loss, output):
         walk.known[loss] = Meaning(Part.OTHER, because=loss)
     loss = next(iter(pytree.tree_leaves(output.args)), None) if has_loss else None
-    output.args = fx.map_arg(output.args, lambda node: walk.marked(node, node is loss))
+    output.args = fx.map_arg(output.args, lambda node: node if node is loss else walk.marked(node))
     module.recompile()
     because = walk.known[loss].because if loss in walk.known else None
     return place_of(because) if because else ""
@@ -145,7 +145,7 @@ class _Walk:
         part = self._of_tensor(node, value, parts)
         known = (part is Part.SUM) if self._symbol is None else part in (Part.SUM, Part.MEAN, Part.OTHER)
         if given and known and isinstance(value, Tensor) and self._num_batches(value) == 0:
-            return self._take_of_batch(node)
+            return self._take_of_batch(node, adds_up=part is Part.SUM)
         return Meaning(part, given, node if part is Part.OTHER else None)
 
     def _is_index(self, source: fx.Node, reader: fx.Node) -> bool:
@@ -269,23 +269,18 @@ class _Walk:
         reader.replace_input_with(total, self._means[total])
         return True
 
-    def marked(self, node: fx.Node, is_loss: bool) -> fx.Node:
-        """What to return instead of a result: one without a gradient that says how it adds up."""
-        meaning, value = self.known[node], _value(node)
-        if is_loss or not isinstance(value, Tensor):
+    def marked(self, node: fx.Node) -> fx.Node:
+        """What to return instead of a result besides the loss: one that says how it adds up."""
+        meaning = self.known[node]
+        if not isinstance(_value(node), Tensor) or meaning.part not in (Part.SUM, Part.OTHER):
             return node
-        put = _Chain(self, node)
-        result = put(node.name, torch.ops.aten.detach.default, node) if value.requires_grad else node
-        if meaning.part is Part.SUM:
-            return put(node.name, RESULT, result, "")
-        if meaning.part is Part.OTHER:
-            return put(node.name, RESULT, result, place_of(meaning.because or node))
-        return result
+        unclear = "" if meaning.part is Part.SUM else place_of(meaning.because or node)
+        return self._put(node, node.name, RESULT, node, unclear)
 
-    def _take_of_batch(self, node: fx.Node) -> Meaning:
+    def _take_of_batch(self, node: fx.Node, adds_up: bool) -> Meaning:
         """Let the users of a node read what it is of the whole batch."""
         users = list(node.users)
-        whole = self._put(node, "of_batch", OF_BATCH, node)
+        whole = self._put(node, "of_batch", OF_BATCH, node, adds_up)
         whole.meta["example_value"] = _value(node)
         self.known[whole] = Meaning(Part.SAME, given=True)
         for user in users:
@@ -310,7 +305,7 @@ class _Walk:
             index = put("index", torch.flatten, put("index", torch.masked_fill, target, invalid, 0))
             weights = put("weights", torch.gather, weight, 0, index)
             counted = put("weights", torch.masked_fill, weights, put("flat", torch.flatten, invalid), 0)
-        count = put("count", OF_BATCH, put("count", torch.sum, counted))
+        count = put("count", OF_BATCH, put("count", torch.sum, counted), True)
         share = put.share_of(count, node)
         total = put.again(node, reduction=2 if isinstance(arguments["reduction"], int) else "sum")
         mean = put(node.name, operator.truediv, total, share)

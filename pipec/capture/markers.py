@@ -7,13 +7,16 @@ import torch
 from torch import Tensor
 
 _library = torch.library.Library("pipec", "DEF")
-_library.define("of_batch(Tensor of_microbatch) -> Tensor")
+_library.define("of_batch(Tensor of_microbatch, bool adds_up) -> Tensor")
 _library.define("share(Device device) -> Tensor")
 
 _library.define("result(Tensor result, str unclear) -> Tensor")
 
 OF_BATCH = torch.ops.pipec.of_batch.default
-"""What the operators before it would compute from the whole mini-batch."""
+"""What the operators before it would compute from the whole mini-batch.
+
+If it ``adds_up``, that is the sum of what they compute from its parts, however the rows are divided.
+"""
 
 SHARE = torch.ops.pipec.share.default
 """The rows of the microbatch as a share of those of the mini-batch."""
@@ -23,7 +26,7 @@ RESULT = torch.ops.pipec.result.default
 
 
 @torch.library.register_fake("pipec::of_batch", lib=_library)  # type: ignore[untyped-decorator]
-def _like(value: Tensor) -> Tensor:
+def _like(value: Tensor, adds_up: bool) -> Tensor:
     return torch.empty_like(value)
 
 

@@ -28,8 +28,9 @@ def lift_of_batch(graph: fx.Graph) -> fx.Graph | None:
     for node in _closure(graph, sources):
         copies[node] = lifted.node_copy(node, copies.__getitem__)
     lifted.output(tuple(copies[source] for source in sources))
-    for index, node in enumerate(marked):
-        _argument(graph, [node], f"of_batch_{index}", OfBatch(index))
+    roles = [OfBatch(index, _adds_up(graph, node)) for index, node in enumerate(marked)]
+    for role, node in zip(roles, marked, strict=True):
+        _argument(graph, [node], f"of_batch_{role.index}", role)
     for node in reversed(list(graph.nodes)):
         if not node.users and node.op == "call_function":
             graph.erase_node(node)
@@ -43,6 +44,13 @@ def _argument(graph: fx.Graph, nodes: Sequence[fx.Node], name: str, role: Argume
     argument.meta.update(val=nodes[0].meta["val"], role=role)
     for node in nodes:
         node.replace_all_uses_with(argument)
+
+
+def _adds_up(graph: fx.Graph, marked: fx.Node) -> bool:
+    """Whether a value is a sum over rows, and none of its terms needs another value of the whole batch."""
+    source, adds_up = marked.args
+    assert isinstance(source, fx.Node)
+    return bool(adds_up) and not any(node.target is OF_BATCH for node in _closure(graph, [source]))
 
 
 def _closure(graph: fx.Graph, sources: Iterable[fx.Node]) -> list[fx.Node]:

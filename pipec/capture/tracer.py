@@ -199,7 +199,7 @@ class _Step(nn.Module):
         output = self.result(args, kwargs, target)
         after = [self.get_buffer(name) for name in self.replaceable]
         named = zip(self.replaceable, before, after, strict=True)
-        return output, {name: new for name, old, new in named if new is not old}
+        return output, {name: _detached(new) for name, old, new in named if new is not old}
 
     def result(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
         """The output; or the loss, and if there is more, a tuple of loss, logs and output."""
@@ -209,7 +209,7 @@ class _Step(nn.Module):
         loss, logs = self.loss_and_logs(output, target)
         if not logs and not self.outputs:
             return loss
-        return loss, logs, output if self.outputs else ()
+        return loss, *_detached((logs, output if self.outputs else ()))
 
     def loss_and_logs(self, output: Any, target: Any) -> tuple[Any, dict[str, Any]]:
         if self.loss_fn is not None:
@@ -219,6 +219,11 @@ class _Step(nn.Module):
         if isinstance(output, Tensor):
             return output, {}
         return output["loss"] if isinstance(output, Mapping) else output.loss, {}
+
+
+def _detached(tree: Any) -> Any:
+    """The same without gradients: only the loss has one, though a model may return it once more."""
+    return pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def _replaceable_buffers(model: nn.Module) -> Iterator[str]:

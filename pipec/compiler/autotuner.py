@@ -48,12 +48,14 @@ class Autotuner:
     """Tries the schedules of ``policy``.
 
     If ``may_recompute``, ranks that would need more memory than they have get stages that recompute. Replicas
-    of a stage are next to each other, or far apart if the ranks of a pipeline are ``side_by_side``.
+    of a stage are next to each other, or far apart if the ranks of a pipeline are ``side_by_side``; unless it
+    ``may_rearrange`` them, they are where they are.
     """
 
     policy: SchedulePolicy
     may_recompute: bool
     side_by_side: bool = False
+    may_rearrange: bool = True
 
     def choose(
         self,
@@ -122,6 +124,8 @@ class Autotuner:
     def arrangements(self, topology: Topology) -> list["Autotuner"]:
         """The ways to put the replicas of stages on ranks that differ on these devices, this one first."""
         policy = self.policy
+        if not self.may_rearrange:
+            return [self]
         if len(set(topology.devices)) == 1 and sum(level.size > 1 for level in topology.levels) < 2:
             return [self]
         several = isinstance(policy.replicas, int) and policy.replicas > 1 and policy.num_ranks > 1

@@ -50,12 +50,16 @@ class Signature:
 
 @dataclass(frozen=True)
 class Turn:
-    """A call that all ranks make, what it is compiled as, its seed, and the random state after it."""
+    """A call that all ranks make, what it is compiled as, its seed, and the random state after it.
+
+    ``rows[k]`` are those of replica k, if each was given its own part of the batch; of one replica, all rows.
+    """
 
     call: Call
     signature: Signature
     seed: int
     random_state: Tensor
+    rows: tuple[int, ...]
 
 
 class Captures:

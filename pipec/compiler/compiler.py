@@ -123,6 +123,21 @@ class Compiler:
         _check_groups(groups)
         return groups
 
+    def require_served(self, signature: Signature, sizes: Sequence[int]) -> None:
+        """Refuse microbatches of several sizes that one graph is not right for, whoever runs which of them.
+
+        Raises:
+            InputError: the model makes a constant of the batch, or was captured for one size.
+        """
+        graph = self._captures.staged[signature][0].graph
+        if strange := [size for size in sizes if not graph.serves(size)]:
+            reason = "the model makes a constant of the batch" if self.dynamic else "dynamic is False"
+            raise InputError(
+                "replicas that pass their own parts of a batch run one graph, which cannot take microbatches "
+                f"of {strange[0]} and {max(sizes)} rows: {reason}. Pass as many rows on every replica, which "
+                "its microbatches divide, as drop_last=True does"
+            )
+
     def _warn_of_unclear_loss(self, unclear: str) -> None:
         if unclear and unclear not in self._warned:
             self._warned.add(unclear)

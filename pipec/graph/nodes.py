@@ -64,9 +64,10 @@ class Share:
 @dataclass(frozen=True, slots=True)
 class OfBatch:
     """A value of the whole mini-batch, such as how many labels count: output ``index`` of the graph's
-    ``of_batch``."""
+    ``of_batch``. If it ``adds_up``, it is the sum of what it is of parts of the batch."""
 
     index: int
+    adds_up: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,19 @@ def split_sizes(batch: int, num_microbatches: int) -> list[int]:
     return [batch // num_microbatches + (i < batch % num_microbatches) for i in range(num_microbatches)]
 
 
+def sizes_of_replicas(rows: Sequence[int], num_microbatches: int) -> list[int]:
+    """Rows of each microbatch if replica k has ``rows[k]`` of the batch, and splits them on its own.
+
+    Replicas take the microbatches in turn. Those of one that has few rows may have none.
+    """
+    count = len(rows)
+    sizes = [0] * num_microbatches
+    for k, own in enumerate(rows):
+        share = len(range(k, num_microbatches, count))
+        sizes[k::count] = [own // share + (i < own % share) for i in range(share)]
+    return sizes
+
+
 def leaf_path(keys: Sequence[Any]) -> str:
     """The name of a leaf as a person would write it, from its path: ``kwargs['mask']`` or ``target``.
 

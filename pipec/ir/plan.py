@@ -29,7 +29,7 @@ class Stage:
     ``parameters`` are the FQNs of ``w`` in the generated code, in order; ``borrowed`` is the subset
     owned by another stage (tied weights). ``updated_buffers`` is the subset of ``buffers`` that the
     forward replaces (BatchNorm statistics). ``of_batch`` names what the stage's function of that name
-    computes of the whole mini-batch, once a step.
+    computes of the whole mini-batch, once a step; ``of_batch_sums`` are those that add up over its rows.
     """
 
     index: int
@@ -41,6 +41,7 @@ class Stage:
     buffers: tuple[str, ...] = ()
     updated_buffers: tuple[str, ...] = ()
     of_batch: tuple[str, ...] = ()
+    of_batch_sums: tuple[Value, ...] = ()
     recompute: bool = False
     cost: StageCost = StageCost()
 

@@ -4,10 +4,11 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from pipec.ir.arguments import FLAG, NONE, PATH, instance
+from pipec.ir.arguments import FLAG, FUNCTION, NONE, PATH, instance
 from pipec.timeline.trace import Trace
 
 METHODS = {
+    "after_update": FUNCTION | NONE,
     "all_ranks": FLAG,
     "directory": PATH,
     "mode": FLAG,

@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,28 +12,23 @@ import torch
 from torch import Tensor
 
 from pipec.artifact.directory import write
-from pipec.capture.call import Call
-from pipec.capture.splitting import Batched, divide, known_from, positional_names, refuse_own_batches
-from pipec.capture.state import State
-from pipec.compiler.captures import Kind, Signature, Turn
-from pipec.compiler.compiler import Compiler, Groups
-from pipec.errors import InputError, PipecError
-from pipec.graph import changed_constants
+from pipec.capture.splitting import Batched, known_from
+from pipec.compiler.captures import Signature, Turn
+from pipec.compiler.compiler import Compiled, Compiler, Groups
+from pipec.errors import InputError
 from pipec.ir import Mode, Plan
 from pipec.ir.arguments import check_arguments
-from pipec.pipeline.calls import call_facts, output_of
-from pipec.pipeline.held import HeldModel
+from pipec.ir.batch import sizes_of_replicas
 from pipec.pipeline.methods import METHODS
+from pipec.pipeline.turns import Asked, TurnTaker
+from pipec.plan.local_batch import check_local_batch
 from pipec.plan.predictions import simulate_plan
 from pipec.plan.tables import ReadablePlan
-from pipec.runtime.batch import dense
 from pipec.runtime.batches import Given
 from pipec.runtime.execution import Ranks
-from pipec.runtime.facts import Facts
 from pipec.runtime.flow import CompiledStream
 from pipec.runtime.holder import Emptied, ModelTensors, forget
 from pipec.runtime.outcomes import StreamBatch
-from pipec.runtime.randomness import next_seed
 from pipec.runtime.results import join
 from pipec.runtime.span import Span
 from pipec.runtime.stream_execution import StreamExecution
@@ -46,7 +41,7 @@ from pipec.torch_compat import Place, pytree
 from pipec.viz import Step, draw_steps, steps_text
 
 
-class Pipeline(HeldModel):
+class Pipeline(TurnTaker):
     """A model cut into stages. Make one with :func:`pipec.compile`.
 
     It holds the model's own parameters and buffers, under the model's own names. In one process these are all
@@ -65,13 +60,10 @@ class Pipeline(HeldModel):
         batched: Batched | None = None,
         microbatch_weight: MicrobatchWeight | None = None,
     ) -> None:
-        super().__init__(compiler, tensors, ranks, updates)
-        self._batch = batch
-        self._batched = batched
+        super().__init__(compiler, tensors, ranks, batch, updates, batched)
         self._weight = microbatch_weight
-        self._split_before: dict[str, bool] = {}
         self._groups: dict[tuple[Signature, int], Groups] = {}
-        self._read: dict[Mode, dict[Place, Any]] = {}
+        self._served: dict[tuple[Signature, int], set[frozenset[int]]] = {}
 
     def step(self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any) -> Any:
         """Run forward and backward of one mini-batch. Gradients are added to ``.grad``.
@@ -79,34 +71,78 @@ class Pipeline(HeldModel):
         If the pipeline was compiled with an optimizer, the step ends with its update, which clears them.
 
         The arguments are those of the model for the whole mini-batch, and ``target`` goes to the loss
-        function. Every rank passes the same, unless ``compile`` was told otherwise. Tensors with the rows of
+        function. Every rank passes the same, unless ``compile`` was told otherwise: with ``batch="local"``
+        the arguments are this replica's part, which may have other numbers of rows. Tensors with the rows of
         the batch are split into microbatches, others are passed whole; see ``batched`` of ``compile``.
         A step that draws, as for dropout, takes one number of torch's default generator, rank 0's for all.
 
         Returns:
             The loss of the batch, on every rank; with ``outputs``, a tuple of that and the model's output.
-            What ``loss_fn`` returned besides the loss is in ``logs`` then.
+            What ``loss_fn`` returned besides the loss is in ``logs`` then. Of results with a value for each
+            row, a rank gets those of the rows that it passed.
 
         Raises:
             CaptureError, InputError, PlanError: the step cannot be run, or the ranks passed different
                 arguments. Nothing was changed, and every rank raises it.
             ExecutionError, TransportError: a rank failed.
         """
-        return self._trained_by(self._agreed("step", Mode.TRAIN, args, kwargs, target, outputs))
+        return self._train(self._agreed(Asked("step", Mode.TRAIN, outputs), args, kwargs, target))
+
+    def _train(self, turn: Turn, begun: Begun = nothing) -> Any:
+        loss = self._loss(turn, begun)
+        self._num_steps += 1
+        self._count_update()
+        return loss
+
+    def join(self, after_update: Callable[[], object] | None = None) -> int:
+        """Take part in what replicas do that have more batches than this one, until all ranks have joined.
+
+        With ``batch="local"`` a rank calls this when its data end, and all ranks do in the end. Until then
+        it is without rows in the steps of the others, and makes the same updates. So it needs an optimizer
+        in the programs, unless the others only evaluate.
+
+        Args:
+            after_update: called after each update, as the loop of the others calls ``scheduler.step``.
+
+        Returns:
+            How many steps were made without this rank's rows.
+        """
+        check_arguments(METHODS, locals())
+        if self._batch != "local":
+            raise InputError(
+                f"join is for replicas with data of their own, but the pipeline has batch={self._batch!r}; "
+                'pass batch="local" to pipec.compile'
+            )
+        count, accumulates = 0, self._accumulates
+        try:
+            while self._ranks.world.distributed and (told := self._joined()):
+                asked, turn = told
+                if asked.method == "step":
+                    self._train(turn)
+                    count += 1
+                    if after_update is not None and not self._accumulates:
+                        after_update()
+                elif asked.method == "prepare":
+                    self._compiled(turn)
+                else:
+                    self._run(turn)
+        finally:
+            self._accumulates = accumulates
+        return count
 
     def eval_step(self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any) -> Any:
         """What ``step`` would return, without gradients.
 
         Dropout and the like run in the mode that ``train()`` or ``eval()`` set last.
         """
-        return self._loss(self._agreed("eval_step", Mode.LOSS, args, kwargs, target, outputs))
+        return self._loss(self._agreed(Asked("eval_step", Mode.LOSS, outputs), args, kwargs, target))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output for the whole batch, on every rank, without gradients."""
-        turn = self._agreed("forward", Mode.FORWARD, args, kwargs)
+        """The model's output for the batch, without gradients, on every rank that passed these rows."""
+        turn = self._agreed(Asked("forward", Mode.FORWARD), args, kwargs)
         compiled = self._compiled(turn)[0][0]
         results = self._run(turn)
-        return output_of(compiled, results, compiled.artifact.plan.outputs)
+        return _output(compiled, results, compiled.artifact.plan.outputs)
 
     @property
     def _takes_target(self) -> bool:
@@ -117,7 +153,7 @@ class Pipeline(HeldModel):
         return self._compiler.autotuner.policy.is_asynchronous
 
     def _compiled_for(self, given: Given) -> CompiledStream:
-        turn = self._agreed("stream", Mode.TRAIN, given.args, dict(given.kwargs), given.target)
+        turn = self._agreed_batch(given)
         groups = self._compiled(turn)
         execution = self._execution(groups[0][0].artifact)
         assert isinstance(execution, StreamExecution), "a schedule without a flush has programs without end"
@@ -138,28 +174,8 @@ class Pipeline(HeldModel):
 
         return CompiledStream(execution, turn.seed, split, functools.partial(self._is_right, turn.signature))
 
-    def _facts_of(self, given: Given) -> Facts:
-        return call_facts(self._checked(Mode.TRAIN, given.args, dict(given.kwargs), given.target), "stream")
-
-    def _is_right(self, signature: Signature) -> bool:
-        """Whether what was compiled is right for the model as it is; rank 0 alone has guards."""
-        if self._replaced() or self._state(Mode.TRAIN) != signature.kind.state:
-            return False
-        return self._ranks.world.rank != 0 or self._compiler.version(signature.kind) == signature.version
-
     def _stream_step(self, given: Given, begun: Begun) -> Tensor:
-        turn = self._agreed("stream", Mode.TRAIN, given.args, dict(given.kwargs), given.target)
-        loss: Tensor = self._trained_by(turn, begun)
-        return loss
-
-    def _agree_to_end(self, why: str) -> None:
-        self._require_same("stream", {"batches": why}, [0, 0, 0])
-
-    def _trained_by(self, turn: Turn, begun: Begun = nothing) -> Any:
-        """Make a step; returns its loss, and the model's output if it was asked for."""
-        loss = self._loss(turn, begun)
-        self._num_steps += 1
-        self._count_update()
+        loss: Tensor = self._train(self._agreed_batch(given), begun)
         return loss
 
     def _loss(self, turn: Turn, begun: Begun = nothing) -> Any:
@@ -170,11 +186,11 @@ class Pipeline(HeldModel):
         loss = results["loss"]
         if not turn.signature.kind.outputs:
             return loss
-        return loss, output_of(compiled, results, plan.outputs[1 + len(plan.logs) :])
+        return loss, _output(compiled, results, plan.outputs[1 + len(plan.logs) :])
 
     def prepare(self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any) -> "Pipeline":
         """Compile what ``step`` with these arguments would run, and run nothing. Returns the pipeline."""
-        self._compiled(self._agreed("prepare", Mode.TRAIN, args, kwargs, target, outputs))
+        self._compiled(self._agreed(Asked("prepare", Mode.TRAIN, outputs), args, kwargs, target))
         return self
 
     def train(self, mode: bool = True) -> "Pipeline":
@@ -255,87 +271,20 @@ class Pipeline(HeldModel):
         """How long each step of compilation took, summed over all compilations."""
         return dict(self._compiler.seconds)
 
-    def _agreed(
-        self,
-        kind: str,
-        mode: Mode,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        target: Any = None,
-        outputs: bool = False,
-    ) -> Turn:
-        """The call that all ranks make: what each of them was given, or what rank 0 was.
-
-        A rank that cannot use its arguments raises only when the others know. The seed, and the decision
-        whether what was compiled is still right, are rank 0's.
-        """
-        self.drain()
-        seed, after = next_seed()
-        if not self._ranks.world.distributed:
-            self._follow_model()
-            call = self._checked(mode, args, kwargs, target)
-            found = Kind(mode, call.signature(), outputs, self._state(mode))
-            return Turn(call, Signature(found, self._compiler.version(found)), seed, after)
-        state, call, refusal, version = self._state(mode), Call((), {}), None, 0
-        asked = f"{kind} with outputs" if outputs else kind
-        facts = self._model_facts(kind, mode, state)
-        sent, is_first = self._batch == "rank0", self._ranks.world.rank == 0
-        if not sent or is_first:
-            try:
-                call = self._checked(mode, args, kwargs, target)
-                found = Kind(mode, call.signature(), outputs, state)  # refuses what no stage can take
-                version = self._compiler.version(found) if is_first else 0
-                facts |= {} if sent else call_facts(call, kind)
-            except PipecError as error:
-                refusal, facts = error, facts | {"refused": str(error)}
-        every = self._require_same(asked, facts, [seed, version, hash(self._tensors.trained())])
-        if refusal is not None:
-            raise refusal
-        if self._follow_model() or self._agree_on_trained([trained for *_, trained in every]):
-            return self._agreed(kind, mode, args, kwargs, target, outputs)
-        call = self._sent(asked, call) if sent else call
-        seed, version, _ = every[0]
-        return Turn(call, Signature(Kind(mode, call.signature(), outputs, state), version), seed, after)
-
-    def _sent(self, kind: str, call: Call) -> Call:
-        doing = f"sharing rank 0's batch of {kind}"
-        sent, structure = self._ranks.agreement.from_rank(0, doing, *pytree.tree_flatten(call.tree))
-        return self._divided(Call(*pytree.tree_unflatten(sent, structure)))
-
-    def _state(self, mode: Mode) -> State:
-        return State.of(self._compiler.model, mode, self._emptied.shapes(self._tensors.unique()))
-
-    def _model_facts(self, kind: str, mode: Mode, state: State) -> Facts:
-        """What the ranks must have in common before a call. That is also what the compiled code once read."""
-        changed = changed_constants(self._read.get(mode, {}), self._compiler.traced(mode)) or "none"
-        facts = state.facts | {"replaced": ", ".join(self._replaced()) or "none", "changed values": changed}
-        return facts | (self._update_facts() if kind in ("step", "stream") else {})
-
-    def _checked(self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Call:
-        refuse_own_batches((args, kwargs, target))
-        call = Call(*pytree.tree_map(dense, (args, kwargs, target)))
-        call.check(self._compiler.model)
-        call = self._divided(call)
-        if mode is not Mode.FORWARD:
-            call.check_target(needed=self._compiler.loss_fn is not None)
-        return call
-
-    def _divided(self, call: Call) -> Call:
-        return divide(call, self._batched, positional_names(self._compiler.model), self._split_before)
-
     def _compiled(self, turn: Turn) -> Groups:
         """What runs each group of consecutive microbatches, and their sizes.
 
         There are two groups if one graph cannot serve both sizes of a batch that does not divide evenly. One
         process compiles for all.
         """
-        kind, version, batch = turn.signature.kind, turn.signature.version, turn.call.batch_size
+        kind, version, batch = turn.signature.kind, turn.signature.version, self._rows_to_compile(turn)
         key = turn.signature, batch
         is_new = key not in self._groups
         if is_new:
             request = repr((*kind.of_any_state, kind.state.facts, self._trains, version, batch))
             made = self._ranks.once(request, functools.partial(self._compile, turn))
             self._groups[key], self._read[kind.mode] = made
+            self._served[key] = set()
             self._split_before |= known_from(turn.call)
             self._forget(turn.signature.expired)
         groups = self._groups[key]
@@ -344,17 +293,42 @@ class Pipeline(HeldModel):
         if is_new or self._unsettled:
             self._keep_own_tensors(groups[0][0].artifact.plan)
             self._unsettled = False
-        return groups
+        return groups if len(turn.rows) == 1 else self._of_local_batch(turn, groups)
+
+    def _rows_to_compile(self, turn: Turn) -> int:
+        """The rows of the batch; if replicas have their own, as if all had as many as one has at most."""
+        if len(turn.rows) == 1:
+            return turn.rows[0]
+        return max(len(turn.rows) * max(turn.rows), self._compiler.microbatches or 0)
+
+    def _of_local_batch(self, turn: Turn, groups: Groups) -> Groups:
+        """What runs the microbatches of all replicas, each of which splits its own rows."""
+        compiled, _ = groups[0]
+        plan = compiled.artifact.plan
+        check_local_batch(plan, self.num_replicas)
+        sizes = sizes_of_replicas(turn.rows, plan.num_microbatches)
+        kinds = frozenset(sizes) - {0}
+        served = self._served[turn.signature, self._rows_to_compile(turn)]
+        if kinds not in served:
+            request = f"microbatches of {sorted(kinds)} rows"
+            require = functools.partial(self._compiler.require_served, turn.signature, sorted(kinds))
+            self._ranks.once(request, require)
+            served.add(kinds)
+        return [(compiled, sizes)]
 
     def _forget(self, signature: Signature) -> None:
         """Let go of what was compiled for what the model's code read long ago."""
         for key in [key for key in self._groups if key[0] == signature]:
+            del self._served[key]
             for compiled, _ in self._groups.pop(key):
                 self._executions.pop(compiled.artifact, None)
 
     def _compile(self, turn: Turn) -> tuple[Groups, dict[Place, Any]]:
+        call = turn.call
+        if len(turn.rows) > 1:
+            call = call.sample(self._rows_to_compile(turn), None)
         with self._emptied.shaped(self._tensors.unique()):
-            return self._compiler.compile(turn.signature, turn.call), self._compiler.read(turn.signature)
+            return self._compiler.compile(turn.signature, call), self._compiler.read(turn.signature)
 
     def _run(self, turn: Turn, begun: Begun = nothing) -> Mapping[str, Tensor]:
         groups = self._compiled(turn)
@@ -378,7 +352,7 @@ class Pipeline(HeldModel):
 
     def _spans(self, turn: Turn, groups: Sequence[list[int]]) -> list[Span]:
         """What each group of microbatches is of the batch."""
-        call, every = turn.call, [size for sizes in groups for size in sizes]
+        call, every, batch = turn.call, [size for sizes in groups for size in sizes], sum(turn.rows)
         shares = None
         if turn.signature.kind.mode is not Mode.FORWARD:
             structure = pytree.tree_structure(call.tree)
@@ -387,6 +361,11 @@ class Pipeline(HeldModel):
         spans, start, first = list[Span](), 0, 0
         for sizes in groups:
             own = None if shares is None else shares[first : first + len(sizes)]
-            spans.append(Span(sizes, call.batch_size, start, first, own))
+            spans.append(Span(sizes, batch, start, first, own, self.replica, self.num_replicas))
             start, first = start + sum(sizes), first + len(sizes)
         return spans
+
+
+def _output(compiled: Compiled, results: Mapping[str, Tensor], names: Sequence[str]) -> Any:
+    assert compiled.output_spec is not None
+    return pytree.tree_unflatten([results.get(name) for name in names], compiled.output_spec)

@@ -142,6 +142,9 @@ def _stage(
         buffers=_fqns(stage.buffers),
         updated_buffers=tuple(fqn for fqn in _fqns(stage.buffers) if fqn in updated),
         of_batch=tuple(names[node] for node in stage.of_batch),
+        of_batch_sums=tuple(
+            value_of(graph, node, names[node]) for node in stage.of_batch if node.meta["role"].adds_up
+        ),
         recompute=any(function.phase is Phase.RECOMPUTE for function in stage.functions),
         cost=stage_cost(graph, stage, size, speed),
     )

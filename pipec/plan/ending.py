@@ -88,14 +88,14 @@ def _buckets(
         if link.payload is Payload.WEIGHT and link.target == stage.index
         for v in link.values
     }
-    groups: dict[object, list[Value]] = {}
+    groups: dict[tuple[str, bool, str | None], list[Value]] = {}
     for fqn, is_sparse in _gradients(stage).items():
         if fqn not in borrowed:
             key = (values[fqn].dtype, fqn in lent, fqn if is_sparse else None)
             groups.setdefault(key, []).append(values[fqn])
-    for together in groups.values():
+    for (_, is_lent, sparse), together in groups.items():
         for parameters in fused(together, most_bytes):
-            yield Bucket(stage.index, parameters, parameters[0].name in lent)
+            yield Bucket(stage.index, parameters, is_lent, sparse is not None)
 
 
 def fused(parameters: Sequence[Value], most_bytes: float) -> Iterator[tuple[Value, ...]]:

@@ -14,7 +14,9 @@ import struct
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,6 +38,22 @@ Refusal = Callable[[Sequence[Facts]], str]
 """Says what is wrong, and what to do, from the facts of every rank."""
 
 
+class Presence(IntEnum):
+    """What a rank says of a call: all ranks make it, or those that have joined need not; or that it has."""
+
+    NEEDED = 0
+    OPTIONAL = 1
+    JOINED = 2
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a rank told the others beside its facts: whether it has joined, and five notes, 0 for none."""
+
+    joined: bool
+    notes: list[int]
+
+
 class Agreement:
     """This process's part. Its errors close ``transport``, unless every rank raises the same one."""
 
@@ -50,20 +68,33 @@ class Agreement:
         )
 
     def require(
-        self, doing: str, facts: Facts, refusal: Refusal, notes: Sequence[int] = ()
-    ) -> list[list[int]]:
-        """Check that every rank has the same ``facts``; returns the ``notes`` of each, as many from all.
+        self,
+        doing: str,
+        facts: Facts,
+        refusal: Refusal,
+        notes: Sequence[int] = (),
+        presence: Presence = Presence.NEEDED,
+    ) -> list[Told]:
+        """Check that every rank has the same ``facts``; returns what each told beside them.
+
+        A rank that has joined has facts of its own, which fit to those of ranks that do without it.
 
         Raises:
             InputError: they differ. Every rank raises it, and may go on.
             TransportError: some rank does not call this.
         """
-        own = torch.tensor([*_digest(facts), *notes])
+        padding = [0] * (_MOST_NOTES - len(notes))
+        own = torch.tensor([*_digest(facts), presence, *notes, *padding])
         rows = [row.tolist() for row in self.exchange(doing, own)]
-        if any(row[:2] != rows[0][:2] for row in rows):
-            every = [json.loads(text) for text in self._transport.gather(json.dumps(facts))]
-            raise InputError(refusal(every))
-        return [row[2:] for row in rows]
+        strict = any(row[2] == Presence.NEEDED for row in rows)
+        compared = [row[:2] for row in rows if strict or row[2] != Presence.JOINED]
+        if any(each != compared[0] for each in compared):
+            self.refuse(facts, refusal)
+        return [Told(row[2] == Presence.JOINED, row[3:]) for row in rows]
+
+    def refuse(self, facts: Facts, refusal: Refusal) -> NoReturn:
+        """Raise InputError on every rank, all of which call this. It says what is wrong with their facts."""
+        raise InputError(refusal([json.loads(text) for text in self._transport.gather(json.dumps(facts))]))
 
     def switched(self, agreed: Sequence[bool], own: Sequence[bool]) -> tuple[bool, ...]:
         """The flags that were ``agreed`` on, each switched if it is another on any rank now."""
@@ -166,6 +197,9 @@ class Agreement:
         except TransportError as error:
             self._transport.fail(error)
             raise
+
+
+_MOST_NOTES = 5
 
 
 def _digest(facts: Facts) -> tuple[int, ...]:

@@ -166,7 +166,8 @@ class TorchDistributed:
 
         def send(tensors: Sequence[Tensor]) -> None:
             with self.explaining(doing, instruction.peer) as connections:
-                connections.send([_plain(tensor) for tensor in tensors], instruction.peer, tag)
+                plain = [_plain(tensor) for tensor in tensors if tensor.numel()]
+                connections.send(plain, instruction.peer, tag)
 
         return send
 
@@ -255,20 +256,22 @@ class _Receiver:
         self._tag = tag
         self._buffers = buffers
         self._doing = f"receiving {_message(instruction)} from rank {instruction.peer}"
-        self._posted: list[tuple[Tensor, dist.Work]] = []
+        self._posted: list[tuple[Tensor, dist.Work | None]] = []
 
     def post(self, size: int) -> None:
         tensors = [buffer.view(size) for buffer in self._buffers]
         with self._transport.explaining(self._doing) as connections:
             self._posted = [
-                (tensor, connections.receive(tensor, self._peer, self._tag)) for tensor in tensors
+                (tensor, connections.receive(tensor, self._peer, self._tag) if tensor.numel() else None)
+                for tensor in tensors
             ]
 
     def wait(self) -> Sequence[Tensor]:
         posted, self._posted = self._posted, []
         with self._transport.explaining(self._doing, self._peer) as connections:
             for _, work in posted:
-                connections.wait(work)
+                if work is not None:
+                    connections.wait(work)
         return [tensor for tensor, _ in posted]
 
 

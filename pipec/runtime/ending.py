@@ -76,9 +76,14 @@ class EndingLinker:
         return self._after(waits, start)
 
     def _average(self, instruction: Instruction) -> Action:
-        plan, stage = self._rank.plan, self._rank.stages[instruction.stage]
-        own = plan.microbatches_on(stage.index, self._rank.number)
-        average = BufferAverage(stage, self._group(stage.index), len(own) / plan.num_microbatches)
+        rank, stage = self._rank, self._rank.stages[instruction.stage]
+        own = rank.plan.microbatches_on(stage.index, rank.number)
+
+        def share() -> float:
+            *sizes, _ = rank.sizes
+            return sum(sizes[each] > 0 for each in own) / sum(size > 0 for size in sizes)
+
+        average = BufferAverage(stage, self._group(stage.index), share)
         self._await(instruction, average.finish)
         return average.start
 

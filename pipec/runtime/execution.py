@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from pipec.artifact.directory import Artifact, stage_module
+from pipec.errors import ExecutionError, TransportError
 from pipec.ir import Plan, stages_on
 from pipec.runtime.agreement import Agreement
 from pipec.runtime.distributed import TorchDistributed
+from pipec.runtime.group import Group
 from pipec.runtime.interpreter import Interpreter
 from pipec.runtime.launch import Devices, resolve_devices, world
-from pipec.runtime.of_batch import OfBatch, share_of, values_of_batch
+from pipec.runtime.of_batch import OfBatch, share_of, values_of_batch, values_of_local_batch
 from pipec.runtime.recording import RecordedStep, Stamps
 from pipec.runtime.span import Span
 from pipec.runtime.transport import InProcess, Transport
@@ -107,22 +109,47 @@ class Linked(Generic[Interprets]):
 
     def _microbatches(self, leaves: Sequence[object], span: Span) -> list[dict[str, Tensor]]:
         """What the stages read for each microbatch, by name."""
-        microbatches, sizes = self._split(leaves, span), span.sizes
-        whole = values_of_batch(self._of_batch, self.artifact.plan, leaves, microbatches, sizes, span.batch)
-        for microbatch, size in zip(microbatches, sizes, strict=True):
+        microbatches = self._split(leaves, span)
+        whole = self._of_whole_batch(leaves, microbatches, span)
+        for microbatch, size in zip(microbatches, span.sizes, strict=True):
             microbatch |= {"share": share_of(size, span.batch), **whole}
         return microbatches
 
+    def _of_whole_batch(
+        self, leaves: Sequence[object], microbatches: Sequence[Mapping[str, Tensor]], span: Span
+    ) -> dict[str, Tensor]:
+        """What stages must know of the batch. Where replicas have parts of it, they put it together."""
+        plan = self.artifact.plan
+        if not span.is_local:
+            return values_of_batch(self._of_batch, plan, leaves, microbatches, span.sizes, span.batch)
+        transport = self._ranks.distributed
+
+        def group_of(stage: int) -> Group:
+            return transport.group(plan.placement[stage])
+
+        try:
+            return values_of_local_batch(self._of_batch, plan, leaves, microbatches, span, group_of)
+        except TransportError as error:
+            transport.fail(error)
+            raise
+        except Exception as error:  # of rows that the other replicas do not have
+            what = f"{type(error).__name__}: {error}"
+            failure = ExecutionError(f"rank {self._ranks.world.rank}, preparing the step: {what}")
+            transport.fail(failure)
+            raise failure from error
+
     def _split(self, leaves: Sequence[object], span: Span) -> list[dict[str, Tensor]]:
+        """The inputs of each microbatch of which this process has the rows; of others there are none."""
         microbatches: list[dict[str, Tensor]] = [{} for _ in span.sizes]
+        own, sizes = [microbatches[each] for each in span.own], [span.sizes[each] for each in span.own]
         for given in self.artifact.plan.inputs:
             tensor = leaves[given.position]
             assert isinstance(tensor, Tensor)
             if given.batched:
-                parts = tensor[span.start : span.start + span.num_rows].split(list(span.sizes))
+                parts = tensor[span.start : span.start + sum(sizes)].split(sizes)
             else:
-                parts = (tensor,) * len(span.sizes)
-            for microbatch, part in zip(microbatches, parts, strict=True):
+                parts = (tensor,) * len(own)
+            for microbatch, part in zip(own, parts, strict=True):
                 microbatch[given.value.name] = part
         return microbatches
 
@@ -154,7 +181,7 @@ class Execution(Linked[Interpreter]):
         could tell apart what it has added to them.
 
         Args:
-            leaves: The flattened arguments of the step, for the whole batch.
+            leaves: The flattened arguments of the step, for the whole batch, or for this replica's part.
             span: Which microbatches of the batch to run.
             seed: Seeds the random operators. Each step has another.
             recorded: If the step succeeds, its times on the ranks of this process are appended.

@@ -106,15 +106,18 @@ def _short(text: str) -> str:
 _MOST_CHARACTERS = 80
 
 
-def differences(every: Sequence[Facts]) -> str:
-    """A line for each fact that the ranks do not share: ``x: float32[8] on rank 0; float32[4] on rank 1``."""
+def differences(every: Sequence[Facts], ranks: Sequence[int] | None = None) -> str:
+    """A line for each fact that the ranks do not share: ``x: float32[8] on rank 0; float32[4] on rank 1``.
+
+    The facts are those of ``ranks``, if they are not of all.
+    """
     lines = []
     for name in dict.fromkeys(name for facts in every for name in facts):
         holders: dict[str, list[int]] = defaultdict(list)
-        for rank, facts in enumerate(every):
+        for rank, facts in zip(ranks or range(len(every)), every, strict=True):
             holders[facts.get(name, "absent")].append(rank)
         if len(holders) > 1:
-            held = "; ".join(f"{fact} on {rank_names(ranks)}" for fact, ranks in holders.items())
+            held = "; ".join(f"{fact} on {rank_names(who)}" for fact, who in holders.items())
             lines.append(f"  {name}: {held}")
     rest = len(lines) - _MOST_LINES
     return "\n".join(lines[:_MOST_LINES] + ([f"  and {rest} more"] if rest > 0 else []))

@@ -1,6 +1,7 @@
 """What a user holds of a pipeline, compiled or loaded: its tensors, and the artifacts linked to them."""
 
 import contextlib
+import functools
 import os
 import sys
 import warnings
@@ -15,6 +16,7 @@ from pipec.artifact.directory import Artifact
 from pipec.errors import InputError
 from pipec.ir import Plan, Program
 from pipec.ir.arguments import NUMBER, check_arguments, instance
+from pipec.runtime.agreement import Presence, Told
 from pipec.runtime.execution import Execution, Ranks
 from pipec.runtime.facts import Facts, differences, rank_names
 from pipec.runtime.flow import Flow
@@ -30,8 +32,16 @@ class Handle(nn.Module):
 
     ``logs`` has by name what the loss function of the last step returned besides the loss, for the batch.
 
-    A subclass registers the tensors, and sets ``_trained`` to the artifact that ``step`` runs.
+    A subclass registers the tensors, and sets ``_trained`` to the artifact that ``step`` runs. ``_remedy`` is
+    what it says to ranks that passed different batches.
     """
+
+    _remedy = (
+        "Every rank passes the same whole mini-batch, which pipec splits into microbatches. Leave out what "
+        "gives each rank a part or an order of its own, such as a DistributedSampler or a seed by rank; or "
+        'pass batch="rank0" to pipec.compile, and every rank uses rank 0\'s, or batch="local", and replicas '
+        "pass their own parts. If the batches should be the same, one rank made a call that others did not"
+    )
 
     def __init__(self, ranks: Ranks, trained: Artifact | None = None, updates: Updates | None = None) -> None:
         super().__init__()
@@ -258,14 +268,22 @@ class Handle(nn.Module):
         """Whether this process has a tensor: all do that run a stage that owns it."""
         return not self._ranks.world.distributed or self._ranks.world.rank in self._holders.get(fqn, (0,))
 
-    def _require_same(self, kind: str, facts: Facts, notes: Sequence[int] = ()) -> list[list[int]]:
-        """Check that every rank makes this call, and with the same arguments. Returns the notes of each.
+    def _require_same(
+        self,
+        kind: str,
+        facts: Facts,
+        notes: Sequence[int] = (),
+        presence: Presence = Presence.NEEDED,
+    ) -> list[Told]:
+        """Check that every rank makes this call, and with the same arguments. Returns what each told.
 
         Raises InputError if they do not, or if this process cannot reach the others.
         """
         self._refuse_in_a_fork()
         call = f"{kind}, after {self._num_steps} steps"
-        return self._ranks.agreement.require(f"calling {call}", {"call": call, **facts}, _refusal, notes)
+        facts = {"call": call, **facts}
+        refusal = functools.partial(_refusal, remedy=self._remedy)
+        return self._ranks.agreement.require(f"calling {call}", facts, refusal, notes, presence)
 
     def _refuse_in_a_fork(self) -> None:
         """A forked process has neither the threads nor the connections that run the ranks."""
@@ -311,8 +329,8 @@ METHODS = {"max_norm": NUMBER, "norm_type": NUMBER, "stage": instance("the numbe
 """What the arguments of the methods must be."""
 
 
-def _refusal(every: Sequence[Facts]) -> str:
-    """What is wrong if the ranks of a call have these facts."""
+def _refusal(every: Sequence[Facts], remedy: str) -> str:
+    """What is wrong if the ranks of a call have these facts. ``remedy`` is for batches that differ."""
     kind = every[0]["call"].partition(",")[0]
     if len({facts["call"] for facts in every}) > 1:
         calls = [{"call": facts["call"]} for facts in every]
@@ -333,15 +351,10 @@ def _refusal(every: Sequence[Facts]) -> str:
     if any(facts != own[0] for facts in own):
         return (
             f"the ranks come to {kind} with optimizers that differ:\n{differences(own)}\nEvery rank makes "
-            "the same changes to pipe.optimizer, and the same schedulers step on all of them"
+            "the same changes to pipe.optimizer, and the same schedulers step on all of them; where ranks "
+            "join, pipe.join(scheduler.step) does so"
         )
-    return (
-        f"the ranks passed different batches to {kind}:\n{differences(every)}\nEvery rank passes the same "
-        "whole mini-batch, which pipec splits into microbatches. Leave out what gives each rank a part or an "
-        'order of its own, such as a DistributedSampler or a seed by rank; or pass batch="rank0" to '
-        "pipec.compile, and every rank uses rank 0's. If the batches should be the same, one rank made a "
-        "call that others did not"
-    )
+    return f"the ranks passed different batches to {kind}:\n{differences(every)}\n{remedy}"
 
 
 def _is_of_optimizer(name: str) -> bool:

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from pipec.errors import ExecutionError, PipecError, TransportError
 from pipec.ir import Kind, Mode, Payload, Plan, Program, Value
+from pipec.runtime.compute import Action
 from pipec.runtime.explain import described, located
 from pipec.runtime.launch import current_device
 from pipec.runtime.linker import link
 from pipec.runtime.rank import Rank, Updating
 from pipec.runtime.recording import Stamps, epoch_offset
-from pipec.runtime.results import Results, join_replicas, result_values
+from pipec.runtime.results import Results, empty_like, has_rows, join_replicas, result_values
 from pipec.runtime.span import Span
 from pipec.runtime.stage import BoundStage, StageCode
 from pipec.runtime.transport import Transport
@@ -67,15 +68,15 @@ class Interpreter:
         self._rank = Rank(
             program.rank, plan, self._stages, self._results, {}, [], transport, loss, [0], self._updating
         )
-        linked = link(program, self._rank)
-        self._instructions = [instruction for instruction, _ in linked]
-        self._actions = [action for _, action in linked]
+        self._linked = link(program, self._rank)
+        self._instructions = [each.instruction for each in self._linked]
         self._collectives = [
             position
             for position, instruction in enumerate(self._instructions[: len(program.instructions)])
             if instruction.op.traits.kind is Kind.COLLECTIVE
         ]
-        self._actions += [transport.finish, *(stage.end_step for stage in self._stages.values())]
+        self._closing = [transport.finish, *(stage.end_step for stage in self._stages.values())]
+        self._actions = [*(each.action for each in self._linked), *self._closing]
 
     def run(
         self,
@@ -90,7 +91,7 @@ class Interpreter:
         A step that fails leaves in ``.grad`` what was added until then, and the model's buffers as they were.
 
         Args:
-            microbatches: The model's inputs by name, for each microbatch.
+            microbatches: The model's inputs by name, for each microbatch that this rank runs.
             span: What the microbatches are of the batch.
             seed: Random operators draw from streams that depend on the seed, the microbatch's number in the
                 batch and the operator alone. Each step has another.
@@ -109,13 +110,14 @@ class Interpreter:
                 torch.no_grad(),
                 torch.autocast(self._device.type, enabled=False),
             ):
-                self._results.loss_shares = span.shares
+                self._results.loss_shares, self._results.is_local = span.shares, span.is_local
                 self._begin_step(microbatches, span, seed)
+                actions = self._actions if all(span.sizes) else self._actions_on(span.sizes)
                 if stamps is None:
-                    self._execute()
+                    self._execute(actions)
                 else:
-                    self._execute_and_stamp(stamps)
-                return self._merged_results()
+                    self._execute_and_stamp(actions, stamps)
+                return self._merged_results(span)
         except TransportError as error:
             located = TransportError(self._describe(str(error)))
             self._rank.transport.fail(located)
@@ -136,6 +138,8 @@ class Interpreter:
         for stage in self._stages.values():
             stage.begin_step()
             for microbatch in self._own[stage.index]:
+                if not span.sizes[microbatch]:
+                    continue
                 inputs, size = microbatches[microbatch], span.sizes[microbatch]
                 frame = stage.fill_frame(microbatch, (seed, span.first + microbatch), size)
                 frame.update(
@@ -145,15 +149,19 @@ class Interpreter:
                     weight = shares[microbatch]
                     frame["grad_loss"] = loss_gradient(weight, self._rank.loss.dtype, self._device)
 
-    def _execute(self) -> None:
-        for position, action in enumerate(self._actions):
+    def _actions_on(self, sizes: Sequence[int]) -> list[Action]:
+        """The actions of a step in which some microbatches have no rows, and so are not computed."""
+        return [*(each.on(sizes) for each in self._linked), *self._closing]
+
+    def _execute(self, actions: Sequence[Action]) -> None:
+        for position, action in enumerate(actions):
             self.position = position
             action()
 
-    def _execute_and_stamp(self, stamps: Stamps) -> None:
+    def _execute_and_stamp(self, actions: Sequence[Action], stamps: Stamps) -> None:
         offset, clock, arrival = epoch_offset(), time.perf_counter_ns, self._rank.arrival
         num_instructions = len(self._program.instructions)
-        for position, action in enumerate(self._actions):
+        for position, action in enumerate(actions):
             self.position = position
             arrival[0] = start = clock()
             action()
@@ -162,20 +170,30 @@ class Interpreter:
         for number, over in self._rank.over.items():
             stamps[3 * self._collectives[number] + 2] = over + offset
 
-    def _merged_results(self) -> dict[str, Tensor]:
-        """The results of the batch, from what every replica that made a part of them has."""
-        sizes, received, merged = self._rank.sizes[:-1], self._rank.received, dict[str, Tensor]()
-        sums = self._rank.plan.sums
+    def _merged_results(self, span: Span) -> dict[str, Tensor]:
+        """The results of the batch, from what every replica that made a part of them has.
+
+        Where replicas were given their own parts of the batch, a result with rows has those of this one.
+        """
+        plan, merged = self._rank.plan, dict[str, Tensor]()
         for made in self._result_links:
+            ranks = plan.placement[made.source]
             for value in made.values:
-                parts = [
-                    self._results.merged(value.name, sizes)
-                    if rank == self._rank.number
-                    else received[value.name, rank]
-                    for rank in self._rank.plan.placement[made.source]
-                ]
-                merged[value.name] = join_replicas(value, parts, sizes, value.name in sums)
+                if span.is_local and has_rows(value):
+                    own = self._part(value, ranks[span.replica], made.source, span)
+                    merged[value.name] = empty_like(value, self._device) if own is None else own
+                else:
+                    parts = [self._part(value, rank, made.source, span) for rank in ranks]
+                    merged[value.name] = join_replicas(value, parts, span.sizes, value.name in plan.sums)
         return merged
+
+    def _part(self, value: Value, rank: int, stage: int, span: Span) -> Tensor | None:
+        """What a rank made of a result; None if its microbatches have no rows."""
+        if not any(span.sizes[each] for each in self._rank.plan.microbatches_on(stage, rank)):
+            return None
+        if rank == self._rank.number:
+            return self._results.merged(value.name, span.sizes)
+        return self._rank.received[value.name, rank]
 
     def _forget_step(self) -> None:
         for stage in self._stages.values():

@@ -8,6 +8,7 @@ value that is still on its way waits for it, and the last reader of a value drop
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
@@ -21,6 +22,26 @@ from pipec.runtime.rank import Delivery, Rank
 from pipec.runtime.results import Results
 from pipec.runtime.stage import Frame, parameter_names
 
+
+@dataclass(frozen=True)
+class Linked:
+    """An action with its instruction.
+
+    If none of ``microbatches`` has rows in a step, ``idle`` takes its place there: it waits for what the
+    action would have waited for in the name of others. Without ``microbatches``, the action is always made.
+    """
+
+    instruction: Instruction
+    action: Action
+    microbatches: Sequence[int] = ()
+    idle: Action = lambda: None
+
+    def on(self, sizes: Sequence[int]) -> Action:
+        """What to do in a step whose microbatches have these rows."""
+        is_idle = self.microbatches and not any(sizes[each] for each in self.microbatches)
+        return self.idle if is_idle else self.action
+
+
 Source = Callable[[], Sequence[Any]]
 Sink = Callable[[Sequence[Tensor]], None]
 
@@ -28,8 +49,8 @@ _ALWAYS = frozenset({"w", "buffers", "constants", "b", "rng", "device"})
 _SAVING = (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD_INPUT)
 
 
-def link(program: Program, rank: Rank) -> list[tuple[Instruction, Action]]:
-    """The actions of a step in order, each with its instruction.
+def link(program: Program, rank: Rank) -> list[Linked]:
+    """The actions of a step in order.
 
     After the program's own come those that take in what is awaited only when the program is over: weight
     gradients, and other ranks' results.
@@ -38,16 +59,16 @@ def link(program: Program, rank: Rank) -> list[tuple[Instruction, Action]]:
         VerifyError: a stage lacks a function, or a function asks for a value that is not there.
     """
     linker = Linker(rank)
-    actions = [(instruction, linker.link(instruction)) for instruction in program.instructions]
+    linked = [linker.link(instruction) for instruction in program.instructions]
     linker.finish()
-    return actions + linker.closing
+    return linked + linker.closing
 
 
 class Linker:
     """Makes the actions of a program's instructions, one after the other."""
 
     def __init__(self, rank: Rank) -> None:
-        self.closing: list[tuple[Instruction, Action]] = []
+        self.closing: list[Linked] = []
         self._rank = rank
         self._always = _ALWAYS | {"grad_loss"} if rank.loss else _ALWAYS
         self._inputs = {"share", *(entry.value.name for entry in rank.plan.inputs)}
@@ -58,7 +79,12 @@ class Linker:
         self._outcomes: dict[tuple[int, int], list[Delivery]] = defaultdict(list)
         self._ending = EndingLinker(rank)
 
-    def link(self, instruction: Instruction) -> Action:
+    def link(self, instruction: Instruction) -> Linked:
+        if instruction.op.traits.kind is Kind.COMPUTE:
+            return self._compute(instruction)
+        return Linked(instruction, self._action(instruction), self._microbatches(instruction))
+
+    def _action(self, instruction: Instruction) -> Action:
         match instruction.op:
             case Op.RECV:
                 return self._receive(instruction)
@@ -68,40 +94,64 @@ class Linker:
                 return self._move(instruction)
             case Op.FREE:
                 return self._free(instruction)
-        if instruction.op.traits.kind is Kind.COMPUTE:
-            return self._compute(instruction)
         return self._ending.link(instruction)
+
+    def _microbatches(self, instruction: Instruction) -> Sequence[int]:
+        """Those that an instruction is about, or that made what it moves; none if it is not about any."""
+        link, number = instruction.link, self._rank.number
+        if instruction.microbatch >= 0:
+            return (instruction.microbatch,)
+        if link is None or link.payload is Payload.WEIGHT:
+            return ()
+        return self._rank.plan.microbatches_on(
+            link.source, instruction.peer if instruction.op is Op.RECV else number
+        )
 
     def finish(self) -> None:
         """Close the program with what nothing has waited for."""
-        self.closing += self._ending.left()
+        self.closing += [Linked(*left) for left in self._ending.left()]
 
     def _receive(self, instruction: Instruction) -> Action:
         link, microbatch, sizes = _link_of(instruction), instruction.microbatch, self._rank.sizes
         receiver = self._rank.transport.receiver(instruction, self._tag(link))
         sink, wait, post = self._sink(link, microbatch, instruction.peer), receiver.wait, receiver.post
+        made_of = self._microbatches(instruction)
 
         def deliver() -> None:
             sink(wait())
+
+        def deliver_if_made() -> None:
+            if any(sizes[each] for each in made_of):
+                deliver()
 
         if link.payload is Payload.OUTCOME:
             self._outcomes[link.target, microbatch].append(Delivery(deliver))
         elif link.payload.readers:
             self._announce(link, microbatch, Delivery(deliver))
         elif link.payload is Payload.WEIGHT_GRADIENT:
-            self._ending.brings(instruction, Delivery(deliver))
+            self._ending.brings(instruction, Delivery(deliver_if_made))
         else:
-            self.closing.append((instruction, deliver))
+            self.closing.append(Linked(instruction, deliver_if_made))
         if link.payload is Payload.RESULT:
-            made_there = self._rank.plan.microbatches_on(link.source, instruction.peer)
-            return lambda: post(sum(sizes[each] for each in made_there))
+            results, away = self._rank.results, self._is_away(instruction.peer)
+            assert isinstance(results, Results), "only a step returns results at its end"
+            return lambda: post(0 if away and results.is_local else sum(sizes[each] for each in made_of))
         return lambda: post(sizes[microbatch])
 
     def _send(self, instruction: Instruction) -> Action:
         link = _link_of(instruction)
         send = self._rank.transport.sender(instruction, self._tag(link))
-        source = self._source(link, instruction.microbatch)
+        source = self._source(link, instruction.microbatch, self._is_away(instruction.peer))
         return lambda: send(source())
+
+    def _is_away(self, peer: int) -> bool:
+        """Whether a rank is of another pipeline, where whole pipelines stand side by side."""
+        placement = self._rank.plan.placement
+        own, other = (
+            next(ranks.index(rank) for ranks in placement if rank in ranks)
+            for rank in (self._rank.number, peer)
+        )
+        return own != other
 
     def _move(self, instruction: Instruction) -> Action:
         link, microbatch = _link_of(instruction), instruction.microbatch
@@ -128,8 +178,8 @@ class Linker:
             else:
                 self._present[link.target, microbatch][value.name] = delivery
 
-    def _source(self, link: Link, microbatch: int) -> Source:
-        """The function that fetches what a link carries from where it was left."""
+    def _source(self, link: Link, microbatch: int, away: bool = False) -> Source:
+        """The function that fetches what a link carries from where it was left, maybe to send it away."""
         names = [value.name for value in link.values]
         match link.payload:
             case Payload.ACTIVATION | Payload.GRADIENT | Payload.OUTCOME:
@@ -137,7 +187,8 @@ class Linker:
             case Payload.RESULT:
                 results, sizes = self._rank.results, self._rank.sizes
                 assert isinstance(results, Results), "only a step returns results at its end"
-                return lambda: [results.merged(name, sizes[:-1]) for name in names]
+                fetch = results.sent_away if away else results.merged
+                return lambda: [fetch(name, sizes[:-1]) for name in names]
         stage = self._rank.stages[link.source]
         indices = [stage.code.PARAMETERS.index(name) for name in names]
         if link.payload is Payload.WEIGHT:
@@ -168,7 +219,7 @@ class Linker:
 
         return sink
 
-    def _compute(self, instruction: Instruction) -> Action:
+    def _compute(self, instruction: Instruction) -> Linked:
         stage, microbatch = self._rank.stages[instruction.stage], instruction.microbatch
         phase = Phase(instruction.op)
         function = getattr(stage.code, phase, None)
@@ -177,16 +228,18 @@ class Linker:
                 f"the program runs {phase} of stage {stage.index}, whose code has no such function; generate "
                 "the stage code for this schedule"
             )
-        take = self._take(stage.index, microbatch, parameter_names(function), phase)
+        names = parameter_names(function)
+        weights = self._weights(stage.index, phase) if "w" in names else []
+        take = self._take(stage.index, microbatch, names, phase, weights)
         self._note_made(stage.index, microbatch, phase)
         run = bind_phase(phase, stage, microbatch, take, self._rank.results)
-        if instruction.version < 0:
-            return run
-        before: list[Action] = [functools.partial(stage.show_version, microbatch)]
-        if phase in Payload.OUTCOME.readers:
-            arriving = self._outcomes.pop((stage.index, microbatch), [])
-            before += [wait for each in arriving for wait in each.awaited()]
-        return _in_turn([*before, run])
+        if instruction.version >= 0:
+            before: list[Action] = [functools.partial(stage.show_version, microbatch)]
+            if phase in Payload.OUTCOME.readers:
+                arriving = self._outcomes.pop((stage.index, microbatch), [])
+                before += [wait for each in arriving for wait in each.awaited()]
+            run = _all([*before, run])
+        return Linked(instruction, run, (microbatch,), _all(weights))
 
     def _note_made(self, stage: int, microbatch: int, phase: Phase) -> None:
         """Note that what ``phase`` leaves in the frame is present from now on."""
@@ -197,16 +250,18 @@ class Linker:
         if phase in _SAVING:
             present["saved"] = Delivery()
 
-    def _take(self, stage: int, microbatch: int, names: Sequence[str], reader: str) -> Take:
+    def _take(
+        self, stage: int, microbatch: int, names: Sequence[str], reader: str, first: Sequence[Action] = ()
+    ) -> Take:
         """The function that fetches values from a frame.
 
         It first waits for those still on their way, and afterwards drops those that nobody reads later.
         """
-        waits: list[Action] = []
+        waits = [*first]
         dropped: list[str] = []
         for name in names:
             if name in self._always:
-                waits += self._prepare(stage, microbatch, name, reader)
+                waits += self._buffers(stage, microbatch, reader) if name == "buffers" else []
             elif delivery := self._present[stage, microbatch].get(name):
                 waits += delivery.awaited()
                 self._dropped_by[stage, microbatch][name] = dropped
@@ -218,18 +273,20 @@ class Linker:
             waits.append(self._rank.note_arrival)
         return _taking(self._rank.stages[stage].frames[microbatch], names, waits, dropped)
 
-    def _prepare(self, stage: int, microbatch: int, name: str, reader: str) -> list[Action]:
-        """What must run before a value that every frame has is up to date."""
+    def _weights(self, stage: int, reader: str) -> list[Action]:
+        """What must run before the weights of a stage are all there."""
+        if unlent := self._rank.stages[stage].borrowed - self._lent[stage].keys():
+            raise VerifyError(
+                f"stage {stage}, {reader}: the parameters {', '.join(sorted(unlent))} are borrowed, but "
+                "no weight link has brought them; add one to the plan, from the stage that owns them"
+            )
+        lent = [call for delivery in self._lent[stage].values() for call in delivery.awaited()]
+        return [*lent, *self._ending.gathered(stage)]
+
+    def _buffers(self, stage: int, microbatch: int, reader: str) -> list[Action]:
+        """What must run before a microbatch has the buffers that its forward finds."""
         bound = self._rank.stages[stage]
-        if name == "w":
-            if unlent := bound.borrowed - self._lent[stage].keys():
-                raise VerifyError(
-                    f"stage {stage}, {reader}: the parameters {', '.join(sorted(unlent))} are borrowed, but "
-                    "no weight link has brought them; add one to the plan, from the stage that owns them"
-                )
-            lent = [call for delivery in self._lent[stage].values() for call in delivery.awaited()]
-            return [*lent, *self._ending.gathered(stage)]
-        if name == "buffers" and reader == Phase.FORWARD and bound.code.UPDATED_BUFFERS:
+        if reader == Phase.FORWARD and bound.code.UPDATED_BUFFERS:
             return [functools.partial(bound.show_buffers, microbatch)]
         return []
 
@@ -241,7 +298,7 @@ class Linker:
         )
 
 
-def _in_turn(actions: Sequence[Action]) -> Action:
+def _all(actions: Sequence[Action]) -> Action:
     def act() -> None:
         for action in actions:
             action()

@@ -126,7 +126,7 @@ class LoadedPipeline(Streams):
         Raises:
             InputError: the arguments have other names, shapes or types. Nothing was sent then.
         """
-        return self._step_with(Given(args, kwargs, target), "step")
+        return self._step(self._batch_of(Given(args, kwargs, target)))
 
     @property
     def _takes_target(self) -> bool:
@@ -137,47 +137,44 @@ class LoadedPipeline(Streams):
         return self.plan.ending.stream is not None
 
     def _compiled_for(self, given: Given) -> CompiledStream:
-        batch = self._batch_of(given, "stream")
-        seed = self._agreed_seed("stream", batch)
+        batch = self._batch_of(given)
+        seed = self._agreed_seed(batch)
         execution = self._execution(self._artifact)
         assert isinstance(execution, StreamExecution), "a schedule without a flush has programs without end"
 
         def split(given: Given) -> StreamBatch:
-            batch = self._batch_of(given, "stream")
+            batch = self._batch_of(given)
             return execution.batch(batch.leaves, batch.span(self._weight))
 
         return CompiledStream(execution, seed, split, lambda: True)
 
     def _facts_of(self, given: Given) -> Facts:
-        return self._batch_facts(self._batch_of(given, "stream"))
+        return self._batch_facts(self._batch_of(given))
 
     def _stream_step(self, given: Given, begun: Begun) -> Tensor:
-        return self._step_with(given, "stream", begun)
+        return self._step(self._batch_of(given), begun)
 
     def _agree_to_end(self, why: str) -> None:
-        self._require_same("stream", {"batches": why}, [0])
-
-    def _step_with(self, given: Given, kind: str, begun: Begun = nothing) -> Tensor:
-        return self._step(self._batch_of(given, kind), kind, begun)
+        self._require_same("step", {"batches": why})
 
     def step_on(self, leaves: Sequence[Any]) -> Tensor:
         """As ``step``, for the leaves of its arguments in the order of the plan's ``arguments``."""
-        return self._step(self._checked(leaves, lambda leaves: (leaves, {}, None)), "step", nothing)
+        return self._step(self._checked(leaves, lambda leaves: (leaves, {}, None)))
 
-    def _step(self, batch: "_Batch", kind: str, begun: Begun) -> Tensor:
+    def _step(self, batch: "_Batch", begun: Begun = nothing) -> Tensor:
         self.drain()
-        seed = self._agreed_seed(kind, batch)
+        seed = self._agreed_seed(batch)
         execution, update = self._execution(self._artifact), not self._accumulates
         begun()
         results = execution.run(batch.leaves, batch.span(self._weight), seed, self._recorded, update)
         return self._passed_on(results)
 
-    def _agreed_seed(self, kind: str, batch: "_Batch") -> int:
+    def _agreed_seed(self, batch: "_Batch") -> int:
         """The seed of a step or stream, rank 0's, once the ranks have found that they have the same batch."""
         seed, after = next_seed()
         if self._ranks.world.distributed:
             facts = self._batch_facts(batch) | self._update_facts()
-            seed = self._require_same(kind, facts, [seed])[0][0]
+            seed = self._require_same("step", facts, [seed])[0].notes[0]
         if self._artifact.draws:
             torch.default_generator.set_state(after)
         return seed
@@ -185,14 +182,14 @@ class LoadedPipeline(Streams):
     def _batch_facts(self, batch: "_Batch") -> Facts:
         return {given.path: leaf_fact(_leaf(given, batch.leaves)) for given in self.plan.inputs}
 
-    def _batch_of(self, given: Given, kind: str) -> "_Batch":
+    def _batch_of(self, given: Given) -> "_Batch":
         """The arguments of a call. Raises InputError if they are not those of the artifact."""
         tree = {"args": given.args, "kwargs": dict(sorted(given.kwargs.items())), "target": given.target}
         found, structure = pytree.tree_flatten_with_path(tree)
         paths = [leaf_path(keys) for keys, _ in found]
         if paths != list(self.plan.arguments):
             raise InputError(
-                f"{kind} was given {_listed(paths)}; this artifact was made for "
+                f"step was given {_listed(paths)}; this artifact was made for "
                 f"{_listed(self.plan.arguments)}. Pass the same, by position or by name as there"
             )
         return self._checked(

@@ -1,7 +1,7 @@
 """What the stages must know of the whole mini-batch, such as how many labels count: computed once a step."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 from pipec.ir import Plan, Stage
+from pipec.runtime.group import Group
+from pipec.runtime.results import empty_like
+from pipec.runtime.span import Span
 from pipec.runtime.stage import parameter_names
 
 
@@ -58,6 +61,35 @@ def values_of_batch(
             parts = [function.values(each, size) for each, size in zip(microbatches, sizes, strict=True)]
             found |= {name: torch.stack([part[name] for part in parts]).sum(0) for name in parts[0]}
     return found
+
+
+def values_of_local_batch(
+    functions: Sequence[OfBatch],
+    plan: Plan,
+    leaves: Sequence[Any],
+    microbatches: Sequence[Mapping[str, Tensor]],
+    span: Span,
+    group_of: Callable[[int], Group],
+) -> dict[str, Tensor]:
+    """As ``values_of_batch``, of a batch of which each replica has a part: the sums over its replicas.
+
+    ``group_of`` gives the replicas of a stage. Sums are taken in their order: they have the same bits on all.
+    """
+    own = [microbatch for microbatch in span.own if span.sizes[microbatch]]
+    parts, sizes = [microbatches[each] for each in own], [span.sizes[each] for each in own]
+    found: dict[str, Tensor] = {}
+    for function in functions:
+        made = values_of_batch([function], plan, leaves, parts, sizes, sum(sizes)) if own else {}
+        for value in function.stage.of_batch_sums:
+            term = made[value.name] if own else torch.zeros_like(empty_like(value, function.device))
+            found[value.name] = _sum(term, group_of(function.stage.index))
+    return found
+
+
+def _sum(term: Tensor, group: Group) -> Tensor:
+    terms = term.new_empty(group.size, *term.shape)
+    group.all_gather(terms.view(-1), term.contiguous().view(-1))()
+    return functools.reduce(torch.add, terms.unbind())
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,6 +1,6 @@
 """What the replicas of a stage do together: sum gradients, and agree on buffers that forwards changed."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -40,25 +40,30 @@ class GradientReduction:
         self._indices = [stage.code.PARAMETERS.index(name) for name in bucket.names]
         self._layout = FlatLayout([stage.weights[index] for index in self._indices])
         self._dtype = travelling_as(dtype, stage.weights[self._indices[0]].dtype)
-        self._sums: list[Tensor | None] = []
+        self._is_sparse = bucket.sparse
+        self._sums: list[Tensor] = []
         self._flat: Tensor | None = None
         self._wait: Wait = _nothing
 
     def start(self) -> None:
-        """Start to sum what this replica's microbatches added up. A sparse gradient is summed at once."""
+        """Start to sum what this replica's microbatches added up. A sparse gradient is summed at once.
+
+        A replica whose microbatches have no rows has added up nothing, and gets the sum all the same.
+        """
         totals = [self._stage.gradients.take(index) for index in self._indices]
-        if totals[0] is not None and totals[0].is_sparse:
-            self._sums = [_sum_of_rows(totals[0], self._group)]
+        if self._is_sparse:
+            like = self._stage.weights[self._indices[0]]
+            own = _no_rows(like) if totals[0] is None else totals[0]
+            self._sums = [_sum_of_rows(own, self._group)]
             return
         flat = self._memory()
-        self._sums = []
-        for number, view in enumerate(self._layout.views(flat)):
+        self._sums = self._layout.views(flat)
+        for number, view in enumerate(self._sums):
             total, totals[number] = totals[number], None
             if total is None:
-                self._sums.append(None)
                 view.zero_()
             else:
-                self._sums.append(view.copy_(total))
+                view.copy_(total)
             del total
         self._wait = self._group.all_reduce(flat)
 
@@ -74,14 +79,20 @@ class GradientReduction:
         sums, self._sums, self._wait = self._sums, [], _nothing
         if self._stage.owns_tensors:
             for index, total in zip(self._indices, sums, strict=True):
-                if total is not None:
-                    self._stage.gradients.deposit(index, total.to(self._stage.weights[index].dtype))
+                self._stage.gradients.deposit(index, total.to(self._stage.weights[index].dtype))
 
 
 def travelling_as(asked: str, own: torch.dtype) -> torch.dtype:
     """The dtype in which gradients of dtype ``own`` travel: the one that is asked for, if it is smaller."""
     dtype: torch.dtype = getattr(torch, asked) if asked and own.is_floating_point else own
     return dtype if dtype.itemsize < own.itemsize else own
+
+
+def _no_rows(weight: Tensor) -> Tensor:
+    """A sparse gradient of an embedding that was read nowhere."""
+    indices = torch.empty(1, 0, dtype=torch.int64, device=weight.device)
+    values = weight.new_empty(0, *weight.shape[1:])
+    return torch.sparse_coo_tensor(indices, values, weight.shape, check_invariants=False)
 
 
 def _sum_of_rows(gradient: Tensor, group: Group) -> Tensor:
@@ -117,16 +128,17 @@ def _sum_of_rows(gradient: Tensor, group: Group) -> Tensor:
 class BufferAverage:
     """Lets the replicas of a stage agree on the buffers that their forwards changed.
 
-    A floating-point buffer becomes the mean of the replicas', each weighted with its share of the
+    A floating-point buffer becomes the mean of the replicas', each weighted with its ``share`` of the step's
     microbatches. To any other, such as a count of batches, everything is added that a replica has added.
     """
 
-    def __init__(self, stage: BoundStage, group: Group, share: float) -> None:
+    def __init__(self, stage: BoundStage, group: Group, share: Callable[[], float]) -> None:
         self._stage, self._group, self._share = stage, group, share
         self._flats: list[tuple[Tensor, FlatLayout, list[int]]] = []
         self._waits: list[Wait] = []
 
     def start(self) -> None:
+        share = self._share()
         kinds: dict[torch.dtype, list[int]] = {}
         for index in self._stage.updated_indices:
             kinds.setdefault(self._stage.buffers[index].dtype, []).append(index)
@@ -135,7 +147,7 @@ class BufferAverage:
             flat = torch.empty(layout.size, dtype=_summed_as(dtype), device=self._stage.device)
             for index, view in zip(indices, layout.views(flat), strict=True):
                 own, before = self._stage.buffers[index], self._stage.buffers_before[index]
-                view.copy_(own * self._share if own.is_floating_point() else own - before)
+                view.copy_(_times(share, own) if own.is_floating_point() else own - before)
             self._flats.append((flat, layout, indices))
             self._waits.append(self._group.all_reduce(flat))
 
@@ -150,6 +162,11 @@ class BufferAverage:
                 agreed_on[index] = agreed.to(before.dtype)
         self._stage.update_buffers([agreed_on[index] for index in self._stage.updated_indices])
         self._flats, self._waits = [], []
+
+
+def _times(share: float, buffer: Tensor) -> Tensor:
+    """A replica without microbatches adds nothing, even where a buffer holds infinities."""
+    return buffer * share if share else torch.zeros_like(buffer)
 
 
 def _summed_as(dtype: torch.dtype) -> torch.dtype:

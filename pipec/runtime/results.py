@@ -36,10 +36,11 @@ class Results:
 
     ``made`` has the results and the microbatches of which this rank makes them. ``sums`` names those that add
     up. ``loss_shares`` are what the losses of microbatches are multiplied by, if not their shares of the
-    samples.
+    samples. If the batch ``is_local`` to replicas, what has rows stays in the pipeline of its replica.
     """
 
     loss_shares: Sequence[float] | None = None
+    is_local = False
 
     def __init__(
         self,
@@ -67,7 +68,8 @@ class Results:
     def merged(self, name: str, sizes: Sequence[int]) -> Tensor:
         """What this rank's microbatches contribute to a result of the batch; see ``merge``."""
         if name not in self._merged:
-            own, parts = self._own[name], self._parts.pop(name)
+            parts = self._parts.pop(name)
+            own = [microbatch for microbatch in self._own[name] if sizes[microbatch]]
             in_order = [parts[microbatch] for microbatch in own]
             if name == "loss" and self.loss_shares is not None:
                 shares = [self.loss_shares[microbatch] for microbatch in own]
@@ -76,6 +78,11 @@ class Results:
                 own_sizes, adds_up = [sizes[microbatch] for microbatch in own], name in self._sums
                 self._merged[name] = merge(self._values[name], in_order, own_sizes, sum(sizes), adds_up)
         return self._merged[name]
+
+    def sent_away(self, name: str, sizes: Sequence[int]) -> Tensor:
+        """What ranks of other pipelines get of a result."""
+        whole, value = self.merged(name, sizes), self._values[name]
+        return empty_like(value, whole.device) if self.is_local and has_rows(value) else whole
 
 
 def merge(
@@ -100,14 +107,16 @@ def merge(
 
 
 def join_replicas(
-    value: Value, parts: Sequence[Tensor], sizes: Sequence[int], adds_up: bool = False
+    value: Value, made: Sequence[Tensor | None], sizes: Sequence[int], adds_up: bool = False
 ) -> Tensor:
     """The result of the batch from what ``merge`` made on each replica, of microbatches in turn.
 
-    Of three microbatches, the first of two replicas has the rows of the first and the last::
+    A replica whose microbatches have no rows made nothing. Of three microbatches, the first of two replicas
+    has the rows of the first and the last::
 
         parts [a a c], [b b]    sizes [2, 2, 1]    ->    [a a b b c]
     """
+    parts = [part for part in made if part is not None]
     count = len(parts)
     if count == 1:
         return parts[0]
@@ -146,6 +155,17 @@ def join(plan: Plan, parts: Sequence[Mapping[str, Tensor]], spans: Sequence[Span
         value.name: merge(value, [part[value.name] for part in parts], sizes, batch, value.name in sums)
         for value in values
     }
+
+
+def has_rows(value: Value) -> bool:
+    """Whether a value has something for each row of the batch."""
+    return bool(_batch_dims(value))
+
+
+def empty_like(value: Value, device: torch.device) -> Tensor:
+    """What a result is of a part of the batch that has no rows."""
+    shape = [evaluate_dim(dim, 0) for dim in value.shape]
+    return torch.empty(shape, dtype=getattr(torch, value.dtype), device=device)
 
 
 def _batch_dims(value: Value) -> list[int]:

@@ -194,7 +194,7 @@ class RoundInterpreter:
         table: list[dict[int, Action]] = [{} for _ in self._program.instructions]
         for _, place, each in rounds(self._program, 2 * math.lcm(self._window, self._program.period)):
             frame = each.microbatch % self._window
-            table[place][frame] = linker.link(replace(each, microbatch=frame))
+            table[place][frame] = linker.link(replace(each, microbatch=frame)).action
         linker.finish()
         assert not linker.closing, "what a stream receives has a reader"
         return table

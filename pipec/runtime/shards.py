@@ -65,7 +65,6 @@ class BucketShard:
         own = flat[self._first : self._first + sharding.width]
         self._own = own if keeps_parameters else own.clone()
         self._gradient: Tensor | None = None
-        self._differentiated: set[str] = set()
         self._summing: tuple[Tensor, Wait] | None = None
         self._gathering: Wait | None = None
 
@@ -74,7 +73,10 @@ class BucketShard:
         return {piece: self._part(self._own, piece) for piece in self.sharding.pieces(self._index)}
 
     def start_reduce(self, totals: Mapping[str, Tensor | None], group: Group) -> None:
-        """Start to sum gradients over the replicas. The memory of those that are given may be given back."""
+        """Start to sum gradients over the replicas. The memory of those that are given may be given back.
+
+        A replica that had no microbatch in a round has None for its gradients.
+        """
         self.finish_reduce()
         size = self.sharding.width * self.sharding.num_replicas
         flat = self._own.new_empty(size, dtype=self._travels_as)
@@ -84,7 +86,6 @@ class BucketShard:
                 view.zero_()
             else:
                 view.copy_(total)
-                self._differentiated.add(name)
         part = torch.empty_like(self._own, dtype=self._travels_as)
         self._summing = part, group.reduce_scatter(part, flat)
 
@@ -100,7 +101,7 @@ class BucketShard:
         """The sums of the gradients of the pieces that this replica updates."""
         if self._gradient is None:
             return {}
-        pieces = (piece for piece in self.sharding.pieces(self._index) if piece.name in self._differentiated)
+        pieces = self.sharding.pieces(self._index)
         return {piece.name: self._part(self._gradient, piece) for piece in pieces}
 
     @property
@@ -109,7 +110,6 @@ class BucketShard:
 
     def forget_gradients(self) -> None:
         self._gradient = None
-        self._differentiated.clear()
 
     def drop_gradients(self) -> None:
         """Forget gradients, those that a step has started to sum and did not finish, too."""

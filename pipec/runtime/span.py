@@ -10,6 +10,8 @@ class Span:
 
     ``start`` is the number in the batch of the first row, and ``first`` that of the first microbatch.
     ``shares`` says by what the loss of each microbatch is multiplied, if not by its share of the batch.
+    With several replicas that each were given their own part of the batch, this process has the rows of
+    ``replica`` alone: of every ``num_replicas``-th microbatch. Some microbatches may then have no rows.
     """
 
     sizes: Sequence[int]
@@ -17,6 +19,18 @@ class Span:
     start: int = 0
     first: int = 0
     shares: Sequence[float] | None = None
+    replica: int = 0
+    num_replicas: int = 1
+
+    @property
+    def own(self) -> range:
+        """The microbatches of which this process has the rows."""
+        return range(self.replica, len(self.sizes), self.num_replicas)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether each replica was given its own part of the batch."""
+        return self.num_replicas > 1
 
     @property
     def num_rows(self) -> int:
