@@ -345,6 +345,8 @@ def test_what_needs_a_flush_is_refused() -> None:
     pipe = compiled()
     with pipe.accumulate(), pytest.raises(pipec.errors.InputError, match="leave out accumulate"):
         pipe.step(x, target=y)
+    with pipe.accumulate(), pytest.raises(pipec.errors.InputError, match="leave out accumulate"):
+        list(pipe.stream(batches(2)))
     with pytest.raises(pipec.errors.InputError, match="cannot be recorded"), pipe.record():
         list(pipe.stream(batches(2)))
     with pytest.raises(pipec.errors.InputError, match="cannot be recorded"), pipe.record():

@@ -1,9 +1,9 @@
 """Streams: the losses and parameters of a loop over steps, whatever batches are and however they end."""
 
 import threading
-import time
 from collections.abc import Iterator
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -105,27 +105,25 @@ def test_what_the_iterator_draws_is_drawn_as_in_a_loop() -> None:
 
 
 def test_the_next_batch_is_read_while_the_ranks_work() -> None:
-    """Reading takes as long as a step, of which the sum would be twice that."""
-    pipe, seconds = classifier(), 0.05
-    x, y = rows()[:8]
+    """Each step but the last waits until the batch after it has been read, and would wait for ever if not."""
+    pipe, (x, y) = classifier(), rows()[:8]
+    read = [threading.Event() for _ in range(4)]
 
-    def slow() -> Iterator[list[Tensor]]:
-        for _ in range(6):
-            time.sleep(seconds)
+    def reading() -> Iterator[list[Tensor]]:
+        for event in read:
+            event.set()
             yield [x, y]
 
-    run = pipe._run
+    run, numbers, met = pipe._run, count(1), list[bool]()
 
-    def slowly(turn: Any, begun: Any) -> Any:
+    def waiting(turn: Any, begun: Any) -> Any:
         results = run(turn, begun)
-        time.sleep(seconds)
+        met.extend(event.wait(20.0) for event in read[(number := next(numbers)) : number + 1])
         return results
 
-    pipe.prepare(x, target=y)
-    pipe._run = slowly  # type: ignore[method-assign]
-    begun = time.perf_counter()
-    assert len(list(pipe.stream(slow()))) == 6
-    assert time.perf_counter() - begun < 10 * seconds
+    pipe._run = waiting  # type: ignore[method-assign]
+    assert len(list(pipe.stream(reading()))) == 4
+    assert met == [True] * 3
 
 
 def test_what_the_iterator_raises_is_raised_after_the_losses_before() -> None:

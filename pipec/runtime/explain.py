@@ -1,13 +1,44 @@
 """What to say of an instruction that failed: where it was, what the problem is, and what led there."""
 
+import contextlib
 import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from pipec.errors import ExecutionError, PipecError, TransportError
 from pipec.ir import Instruction, Program
 from pipec.ir.text import instruction_lines
+from pipec.runtime.transport import Transport
 
 _NUM_LINES = 5
 """How many instructions an error shows, the failed one last."""
+
+
+@contextlib.contextmanager
+def telling(transport: Transport, describe: Callable[[str], str]) -> Iterator[None]:
+    """Tell the other ranks of what fails inside a ``with``, and raise what ``describe`` makes of it."""
+    try:
+        yield
+    except TransportError as error:
+        failure = TransportError(describe(str(error)))
+        transport.fail(failure)
+        raise failure from error.__cause__
+    except Exception as error:
+        explained = _explained(transport, describe, error)
+        transport.fail(explained)
+        raise explained from error
+    except BaseException as interrupt:  # such as Ctrl-C
+        transport.fail(interrupt)
+        raise
+
+
+def _explained(transport: Transport, describe: Callable[[str], str], error: Exception) -> PipecError:
+    """What to raise for the error of an instruction, which may have read what was never received."""
+    try:
+        transport.check()
+    except TransportError as interruption:
+        return TransportError(describe(str(interruption)))
+    return ExecutionError(describe(_described(error)))
 
 
 def located(program: Program, place: int, instruction: Instruction, problem: str) -> str:
@@ -18,7 +49,7 @@ def located(program: Program, place: int, instruction: Instruction, problem: str
     return "\n".join([f"{where}: {problem}", heading, *(f"    {line}" for line in lines)])
 
 
-def described(error: Exception) -> str:
+def _described(error: Exception) -> str:
     """``ValueError: what it says (stage_1.py, line 57, in backward)``"""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return (

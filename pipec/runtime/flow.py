@@ -47,7 +47,7 @@ class Flow:
         self._batches: dict[int, StreamBatch] = {}
         self._reads: dict[int, int] = {}
         self._announced: dict[int, Callable[[], bool]] = {}
-        self._num_allowed = first
+        self._num_announced = self._num_allowed = first
         self._left: list[Mapping[str, Tensor]] = []
         self._over = False
         self._run = self._execution.begin(self._batch, compiled.seed)
@@ -90,8 +90,9 @@ class Flow:
             if number == self._first:
                 self._allow(last)
                 self._ahead.settle()
-            for each in range(self._first + len(self._announced), self._num_allowed + 1):
-                self._announced[each] = self._announce(each, self._ahead.item(each))
+            while self._num_announced <= self._num_allowed:
+                number, self._num_announced = self._num_announced, self._num_announced + 1
+                self._announced[number] = self._announce(number, self._ahead.item(number))
         self._allow(last)
 
     def _allow(self, number: int) -> None:
@@ -101,7 +102,7 @@ class Flow:
     def _batch(self, number: int) -> StreamBatch | None:
         """A batch by its number in this run, for one of the ranks that read each once."""
         item = self._ahead.item(self._first + number)
-        if self._announce is not None and not self._announced[self._first + number]():
+        if self._announce is not None and not self._announced.pop(self._first + number)():
             return None
         if item.error is not None:
             return None
@@ -130,3 +131,4 @@ class Flow:
         self._leaving.detach()
         for wait in self._announced.values():
             wait()
+        self._announced.clear()

@@ -11,10 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from pipec.errors import ExecutionError, PipecError, TransportError
 from pipec.ir import Kind, Mode, Payload, Plan, Program, Value
 from pipec.runtime.compute import Action
-from pipec.runtime.explain import described, located
+from pipec.runtime.explain import located, telling
 from pipec.runtime.launch import current_device
 from pipec.runtime.linker import link
 from pipec.runtime.rank import Rank, Updating
@@ -106,6 +105,7 @@ class Interpreter:
         self._updating.now, self._updating.factor = update, None
         try:
             with (
+                telling(self._rank.transport, self._describe),
                 current_device(self._device),
                 torch.no_grad(),
                 torch.autocast(self._device.type, enabled=False),
@@ -118,17 +118,6 @@ class Interpreter:
                 else:
                     self._execute_and_stamp(actions, stamps)
                 return self._merged_results(span)
-        except TransportError as error:
-            located = TransportError(self._describe(str(error)))
-            self._rank.transport.fail(located)
-            raise located from error.__cause__
-        except Exception as error:
-            failure = self._explained(error)
-            self._rank.transport.fail(failure)
-            raise failure from error
-        except BaseException as interrupt:  # such as Ctrl-C
-            self._rank.transport.fail(interrupt)
-            raise
         finally:
             self._forget_step()
 
@@ -200,14 +189,6 @@ class Interpreter:
             stage.forget_step()
         self._results.forget_step()
         self._rank.received.clear()
-
-    def _explained(self, error: Exception) -> PipecError:
-        """What to raise for the error of an instruction, which may have read what was never received."""
-        try:
-            self._rank.transport.check()
-        except TransportError as interruption:
-            return TransportError(self._describe(str(interruption)))
-        return ExecutionError(self._describe(described(error)))
 
     def _describe(self, problem: str) -> str:
         """Where it happened, what the problem is, and the instructions that led there."""

@@ -4,6 +4,7 @@ A round is linked once for each of the frames that its microbatches take in turn
 when a microbatch is first named, and calls the actions, one after the other.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipec.errors import ExecutionError, PipecError, TransportError
 from pipec.ir import Instruction, Op, Plan, Program
 from pipec.ir.rounds import rounds, updates_per_round, window_of
 from pipec.runtime.compute import Action
-from pipec.runtime.explain import described, located
+from pipec.runtime.explain import located, telling
 from pipec.runtime.interpreter import bind_stages, loss_gradient, loss_of
 from pipec.runtime.launch import current_device
 from pipec.runtime.linker import Linker
@@ -85,7 +85,7 @@ class RoundInterpreter:
             stage.versions.begin()
         self._running = self._run()
 
-    def advance(self, batch: int, groups: Sequence[Mapping[str, Any]]) -> None:
+    def advance(self, batch: float, groups: Sequence[Mapping[str, Any]]) -> None:
         """Run until the updates of a mini-batch are made, or everything is done if there is no such.
 
         ``groups`` are the hyperparameters of the updates.
@@ -94,25 +94,9 @@ class RoundInterpreter:
             ExecutionError, TransportError: as ``Interpreter.run``.
         """
         self._updating.groups = groups
-        try:
-            with (
-                current_device(self._device),
-                torch.no_grad(),
-                torch.autocast(self._device.type, enabled=False),
-            ):
-                while min(self._num_updates.values()) <= batch and next(self._running, None) is not None:
-                    """The generator has run up to the next update."""
-        except TransportError as error:
-            failure = TransportError(self._describe(str(error)))
-            self._rank.transport.fail(failure)
-            raise failure from error.__cause__
-        except Exception as error:
-            explained = self._explained(error)
-            self._rank.transport.fail(explained)
-            raise explained from error
-        except BaseException as interrupt:  # such as Ctrl-C
-            self._rank.transport.fail(interrupt)
-            raise
+        with self._running_alone():
+            while min(self._num_updates.values()) <= batch and next(self._running, None) is not None:
+                """The generator has run up to the next update."""
 
     @property
     def num_updates(self) -> dict[int, int]:
@@ -120,11 +104,23 @@ class RoundInterpreter:
         return dict(self._num_updates)
 
     def finish(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Run everything that is left of a stream whose source has ended."""
-        self.advance(math.inf, groups)  # type: ignore[arg-type]
-        self._rank.transport.finish()
-        for stage in self._stages.values():
-            stage.end_step()
+        """Run everything that is left of a stream whose source has ended. Raises as ``advance``."""
+        self.advance(math.inf, groups)
+        with self._running_alone():
+            self._rank.transport.finish()
+            for stage in self._stages.values():
+                stage.end_step()
+
+    @contextlib.contextmanager
+    def _running_alone(self) -> Iterator[None]:
+        """Run instructions inside a ``with``, on their device; what fails is told to the other ranks."""
+        with (
+            telling(self._rank.transport, self._describe),
+            current_device(self._device),
+            torch.no_grad(),
+            torch.autocast(self._device.type, enabled=False),
+        ):
+            yield
 
     def forget(self) -> None:
         """Let go of every value of the stream."""
@@ -198,14 +194,6 @@ class RoundInterpreter:
         linker.finish()
         assert not linker.closing, "what a stream receives has a reader"
         return table
-
-    def _explained(self, error: Exception) -> PipecError:
-        """What to raise for the error of an instruction, which may have read what was never received."""
-        try:
-            self._rank.transport.check()
-        except TransportError as interruption:
-            return TransportError(self._describe(str(interruption)))
-        return ExecutionError(self._describe(described(error)))
 
     def _describe(self, problem: str) -> str:
         if self._instruction is None:

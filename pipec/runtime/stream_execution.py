@@ -77,11 +77,7 @@ class StreamExecution(Linked[RoundInterpreter]):
         update: bool = True,
     ) -> Mapping[str, Tensor]:
         """Run a stream of one mini-batch; returns its results by name."""
-        if not update:
-            raise InputError(
-                "a pipeline without a flush updates after every mini-batch, so that it accumulates no "
-                "gradients; leave out accumulate(), or take schedule='1f1b'"
-            )
+        refuse_accumulating(not update)
         refuse_recording(recorded)
         batch = self.batch(leaves, span)
         with self.dropping_gradients():
@@ -91,6 +87,15 @@ class StreamExecution(Linked[RoundInterpreter]):
             assert results is not None, "the mini-batch is there"
             run.drain()
         return results
+
+
+def refuse_accumulating(accumulates: bool) -> None:
+    """Raise InputError if gradients of several mini-batches are to be added up."""
+    if accumulates:
+        raise InputError(
+            "a pipeline without a flush updates after every mini-batch, so that it accumulates no gradients; "
+            "leave out accumulate(), or take schedule='1f1b'"
+        )
 
 
 def refuse_recording(recorded: list[RecordedStep] | None) -> None:

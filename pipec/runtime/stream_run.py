@@ -8,6 +8,7 @@ schedulers of learning rates step by mini-batch, on whatever stage and whenever 
 import functools
 import threading
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,11 +34,11 @@ class StreamRun(ABC):
     def __init__(
         self, interpreters: Sequence[RoundInterpreter], programs: Sequence[Program], source: Source, seed: int
     ) -> None:
-        self._interpreters, self._source, self._seed = interpreters, source, seed
+        self._interpreters, self._source = interpreters, source
         self._per_batch = programs[0].period
         self._reach = max(map(reach, programs))
         self._results: dict[int, Results] = {}
-        self._num_asked = 0
+        self._num_asked = self._num_given = 0
         self._end: int | None = None
         self._drains = False
         self._changed = threading.Condition()
@@ -86,9 +87,17 @@ class StreamRun(ABC):
             self._changed.notify_all()
 
     def _emit(self, number: int, results: Results) -> None:
+        """Keep the results of a mini-batch. Every rank has them, one after the other."""
         with self._changed:
-            self._results.setdefault(number, results)
+            if number >= self._num_given:
+                self._results.setdefault(number, results)
             self._changed.notify_all()
+
+    def _given(self, number: int) -> Results:
+        """Hand over the results of a mini-batch."""
+        with self._changed:
+            self._num_given = number + 1
+            return self._results.pop(number)
 
     def _unasked(self) -> list[Results]:
         """Those of all mini-batches that were completed without having been asked for."""
@@ -109,7 +118,9 @@ class ThreadsRun(StreamRun):
     ) -> None:
         super().__init__(interpreters, programs, source, seed)
         self._in_process = in_process
-        self._groups: list[Groups] = []
+        self._groups: dict[int, Groups] = {}
+        self._num_advanced: Counter[int] = Counter()
+        self._last: Groups = ()
         self._failure: BaseException | None = None
         self._over = False
         self._jobs = [functools.partial(self._work, each) for each in interpreters]
@@ -119,11 +130,11 @@ class ThreadsRun(StreamRun):
     def results(self, groups: Groups) -> Results | None:
         number, self._num_asked = self._num_asked, self._num_asked + 1
         with self._changed:
-            self._groups.append(groups)
+            self._groups[number] = self._last = groups
             self._changed.notify_all()
         self._wait_until(lambda: number in self._results or (self._end is not None and number >= self._end))
         if number in self._results:
-            return self._results.pop(number)
+            return self._given(number)
         self._num_asked = number
         self._finish()
         return None
@@ -144,8 +155,6 @@ class ThreadsRun(StreamRun):
 
     def _finish(self) -> None:
         self._wait_until(lambda: self._over)
-        for each in self._interpreters:
-            each.forget()
 
     def _wait_until(self, reached: Any) -> None:
         try:
@@ -163,8 +172,6 @@ class ThreadsRun(StreamRun):
         if self._failure is not None:
             with self._changed:
                 self._changed.wait_for(lambda: self._over)
-            for each in self._interpreters:
-                each.forget()
             raise self._failure
 
     def _run(self) -> None:
@@ -173,6 +180,8 @@ class ThreadsRun(StreamRun):
             self._in_process.run(self._jobs)
         except BaseException as error:
             failure = error
+        for each in self._interpreters:
+            each.forget()
         with self._changed:
             self._failure, self._over = failure, True
             self._changed.notify_all()
@@ -183,11 +192,19 @@ class ThreadsRun(StreamRun):
         try:
             while (groups := self._allowed(number)) is not None:
                 interpreter.advance(number, groups)
+                self._forget_groups(number)
                 number += 1
-            interpreter.finish(self._groups[-1] if self._groups else ())
+            interpreter.finish(self._last)
         except BaseException:
             self._give_up()
             raise
+
+    def _forget_groups(self, number: int) -> None:
+        """Let go of hyperparameters that every rank has used."""
+        with self._changed:
+            self._num_advanced[number] += 1
+            if self._num_advanced[number] == len(self._interpreters):
+                del self._groups[number], self._num_advanced[number]
 
     def _give_up(self) -> None:
         """Let every rank go on that waits for the script, and then notice that it has to stop."""
@@ -200,12 +217,10 @@ class ThreadsRun(StreamRun):
         with self._changed:
             self._changed.wait_for(
                 lambda: (
-                    number < len(self._groups)
-                    or self._drains
-                    or (self._end is not None and number >= self._end)
+                    number in self._groups or self._drains or (self._end is not None and number >= self._end)
                 )
             )
-            return self._groups[number] if number < len(self._groups) else None
+            return self._groups.get(number)
 
 
 class ProcessRun(StreamRun):
@@ -222,7 +237,7 @@ class ProcessRun(StreamRun):
         self._last = groups
         interpreter.advance(number, groups)
         if number in self._results:
-            return self._results.pop(number)
+            return self._given(number)
         self._num_asked = number
         self._finish()
         return None

@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -14,7 +14,7 @@ from pipec.runtime.batches import ITERABLE, Given, given_by
 from pipec.runtime.facts import Facts
 from pipec.runtime.flow import CompiledStream, Flow
 from pipec.runtime.handle import Handle
-from pipec.runtime.stream_execution import refuse_recording
+from pipec.runtime.stream_execution import refuse_accumulating, refuse_recording
 
 Begun = Callable[[], None]
 """What a step calls as soon as it draws no more random numbers, and before it works."""
@@ -58,9 +58,11 @@ class Streams(Handle):
 
     def _stream_without_flush(self, ahead: Ahead) -> Iterator[Tensor]:
         """As ``_stream``, where steps overlap. The pipeline is drained in between only where it must be."""
-        number, flow = 0, None
+        number, flow = 0, cast(Flow | None, None)
         try:
             while True:
+                refuse_recording(self._recorded)
+                refuse_accumulating(self._accumulates)
                 if flow is None:
                     ahead.allow(number)
                     item = ahead.item(number)
@@ -68,7 +70,6 @@ class Streams(Handle):
                         self._end_stream(item)
                         return
                     self.drain()
-                    refuse_recording(self._recorded)
                     compiled = self._compiled_for(item.value)
                     announce = self._announce if self._ranks.world.distributed else None
                     flow = self._flow = Flow(compiled, ahead, number, announce)
@@ -80,7 +81,8 @@ class Streams(Handle):
                 number += 1
                 yield self._passed_on(results)
         finally:
-            self.drain()
+            if flow is self._flow:
+                self.drain()
 
     def _passed_on(self, results: Mapping[str, Tensor]) -> Tensor:
         """The loss of a mini-batch that has been trained on, whose logs are kept."""
