@@ -118,7 +118,8 @@ def test_the_next_batch_is_read_while_the_ranks_work() -> None:
 
     def waiting(turn: Any, begun: Any) -> Any:
         results = run(turn, begun)
-        met.extend(event.wait(20.0) for event in read[(number := next(numbers)) : number + 1])
+        number = next(numbers)
+        met.extend(event.wait(20.0) for event in read[number : number + 1])
         return results
 
     pipe._run = waiting  # type: ignore[method-assign]
