@@ -12,7 +12,7 @@ layers of GPT-2 small are taken, in which only the width is less: no tensor's si
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -20,10 +20,11 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import pipec
-from pipec.ir import Input, Instruction, Link, Mode, Payload, Plan, Program, Stage, Value
+from pipec.ir import Input, Instruction, Link, Mode, Payload, Plan, Program, Sizes, Stage, Value
 from pipec.pipeline.turns import Asked
 from pipec.programs.lower import chain_links, lower
 from pipec.runtime import InProcess, Interpreter, Transport
+from pipec.runtime.span import Span
 from pipec.schedules import make_schedule
 
 NUM_RANKS, NUM_MICROBATCHES, NUM_STEPS = 4, 32, 200
@@ -98,7 +99,7 @@ class Instant:
     def receiver(self, instruction: Instruction, tag: int) -> "Instant":
         return self
 
-    def post(self, size: int) -> None:
+    def post(self, sizes: Sizes) -> None:
         pass
 
     def wait(self) -> Sequence[Tensor]:
@@ -125,12 +126,12 @@ def make_jobs(endpoints: Sequence[Transport]) -> list[Job]:
     """What runs one step of each rank."""
     plan, programs = make_plan()
     microbatches = [{"x": TENSOR}] * NUM_MICROBATCHES
-    sizes = [1] * NUM_MICROBATCHES
+    span = Span([1] * NUM_MICROBATCHES, NUM_MICROBATCHES)
     jobs = []
     for program, endpoint in zip(programs, endpoints, strict=True):
         parameters = {"w": torch.nn.Parameter(torch.zeros(1))}
         interpreter = Interpreter(program, plan, STAGES, parameters, {}, endpoint, CPU)
-        jobs.append(partial(interpreter.run, microbatches, sizes))
+        jobs.append(partial(interpreter.run, microbatches, span))
     return jobs
 
 
@@ -144,14 +145,25 @@ def seconds(job: Callable[[], object]) -> float:
     return statistics.median(times[NUM_STEPS // 10 :])
 
 
-def seconds_before_a_step() -> float:
-    """What the checks of a step of GPT-2 small take, from the call of ``step`` to the first instruction."""
-    config = GPT2Config(n_embd=48, vocab_size=64, n_positions=16, bos_token_id=0, eos_token_id=0)
-    tokens = torch.zeros(4, 16, dtype=torch.long)
+def check(pipe: pipec.Pipeline, inputs: dict[str, object]) -> None:
+    """What ``step`` does before its first instruction."""
+    pipe._compiled(pipe._agreed(Asked("step", Mode.TRAIN), (), inputs))
+
+
+def before_steps() -> Iterator[tuple[str, float, float]]:
+    """For sequences of three lengths, what ``prepare`` takes, and then the checks before a step, in seconds.
+
+    The checks are those of GPT-2 small, from the call of ``step`` to the first instruction.
+    """
+    config = GPT2Config(n_embd=48, vocab_size=64, n_positions=48, bos_token_id=0, eos_token_id=0)
     pipe = pipec.compile(GPT2LMHeadModel(config), devices=2, microbatches=2)
-    inputs = {"input_ids": tokens, "labels": tokens, "use_cache": False}
-    pipe.prepare(**inputs)
-    return seconds(lambda: pipe._agreed(Asked("step", Mode.TRAIN), (), inputs))
+    for number, length in (("first", 16), ("second", 24), ("third", 32)):
+        tokens = torch.zeros(4, length, dtype=torch.long)
+        inputs = {"input_ids": tokens, "labels": tokens, "use_cache": False}
+        start = time.perf_counter()
+        pipe.prepare(**inputs)
+        prepared = time.perf_counter() - start
+        yield number, prepared, seconds(partial(check, pipe, inputs))
 
 
 def main() -> None:
@@ -166,7 +178,10 @@ def main() -> None:
     jobs = make_jobs([ranks.endpoint(rank) for rank in range(NUM_RANKS)])
     together = seconds(lambda: ranks.run(jobs))
     print(f"all ranks in one process: {together / sum(lengths) * 1e6:5.2f} us per instruction")
-    print(f"checks before a step of GPT-2 small: {seconds_before_a_step() * 1e3:5.2f} ms")
+    for number, prepared, checks in before_steps():
+        print(
+            f"{number} length: {prepared:5.2f} s to compile, {checks * 1e3:5.2f} ms of checks before a step"
+        )
 
 
 if __name__ == "__main__":

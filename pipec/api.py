@@ -153,9 +153,10 @@ def compile(
             None: an entry of a table, by the kind of device.
         profile: measured times, or the file that holds them, for the stages to be cut by; see ``profile``.
             None: the device model.
-        dynamic: compile once for every size of microbatch. False: for each size anew, which takes half the
-            time where there is only one, as for a plan that is only looked at; ``microbatches=None`` then
-            means up to four a rank. A ``profile`` is of dynamic graphs.
+        dynamic: compile once for every size of microbatch, and from the second one on for every length of
+            sequences and every number among the arguments. False: for each anew, which takes half the time
+            where there is only one, as for a plan that is only looked at; ``microbatches=None`` then means
+            up to four a rank. A ``profile`` is of dynamic graphs.
         timeout: seconds to wait for another process before giving it up.
 
     Raises:

@@ -6,11 +6,15 @@ others, so that a training script needs no rank branches.
 
 import functools
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, Self, TypeVar
 
 from rich.console import Console
+from rich.errors import LiveError
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.status import Status
+from rich.text import Text
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -73,3 +77,56 @@ class progress(Generic[T]):
     def show(self, text: str) -> None:
         """Show ``text``, such as the current loss, at the end of the bar."""
         self._bar.update(self._task, text=text)
+
+
+PATIENCE = 2.0
+"""So many seconds a person waits without being told for what."""
+
+
+class notice:
+    """Tells what is done inside a ``with``, and why, if that takes more than ``PATIENCE`` seconds.
+
+    In a terminal a line shows what is done at the time, and goes away in the end. A log gets one line.
+
+    >>> with notice("pipec: compiles, for the first time") as told:
+    ...     told.now("search")
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._now = ""
+        self._timer = threading.Timer(PATIENCE, self._appear)
+        self._timer.daemon = True
+        self._status: Status | None = None
+        self._changes = threading.Lock()
+
+    def now(self, doing: str) -> None:
+        """Show ``doing`` from now on, if anything is shown."""
+        with self._changes:
+            self._now = doing
+            if self._status is not None:
+                self._status.update(self._text())
+
+    def __enter__(self) -> Self:
+        self._timer.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._timer.cancel()
+        with self._changes:
+            if self._status is not None:
+                self._status.stop()
+
+    def _appear(self) -> None:
+        with self._changes:
+            if terminal().is_terminal:
+                self._status = Status(self._text(), console=terminal())
+                try:
+                    self._status.start()
+                    return
+                except LiveError:  # the script shows a bar of its own
+                    self._status = None
+            log(self._text())
+
+    def _text(self) -> Text:
+        return Text(f"{self._what}: {self._now}" if self._now else self._what)

@@ -70,7 +70,7 @@ def facts(
     return {
         "losses": losses,
         "hosts": [bucket.num_hosts for bucket in own],
-        "bytes": sum(value_bytes(value, 1) for bucket in own for value in bucket.parameters),
+        "bytes": sum(value_bytes(value, {}) for bucket in own for value in bucket.parameters),
         "sends": sends,
         "sent": dict(SENT),
     }

@@ -56,7 +56,7 @@ OUTSIDE = ("examples", "tests", "benchmarks")
 
 PRIVATE_TORCH_ALLOWED: dict[str, tuple[str, ...]] = {
     "pipec.torch_compat": ("torch",),
-    "pipec.capture.tracer": ("torch._check",),  # documented, for all its underscore
+    "pipec.capture.step": ("torch._check",),  # documented, for all its underscore
     "pipec.runtime.gradients": ("torch._foreach_add_",),
     "pipec.runtime.rendezvous": ("torch.distributed.distributed_c10d._get_default_store",),
     "pipec.runtime.handle": ("torch.utils._pytree",),

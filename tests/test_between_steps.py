@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import pipec
-from pipec.compiler import captures
+from pipec.pipeline import kept
 
 ROWS, SIZES = 8, (4, 4)
 OFFSET = 0.0
@@ -191,7 +191,7 @@ def test_freezing_and_unfreezing_again_compiles_once(capsys: pytest.CaptureFixtu
 def test_what_changes_again_and_again_takes_no_more_and_more_memory(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(captures, "KEPT", 2)
+    monkeypatch.setattr(kept, "MOST_SIGNATURES", 2)
     pair, alive = Pair(), list[weakref.ref[Any]]()
     for number in range(5):
         for loss in pair.losses:

@@ -1,9 +1,12 @@
 """The console helpers speak on rank 0 and are silent on every other rank."""
 
+import io
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
+from rich.console import Console
 
 from pipec import console
 
@@ -55,3 +58,35 @@ def test_progress_yields_every_item_and_leaves_no_bar_in_a_file(
 def test_a_process_started_alone_is_rank_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     assert console.is_rank_zero()
+
+
+@pytest.mark.parametrize("in_terminal", [False, True])
+def test_a_notice_appears_once_patience_is_over(in_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    screen = Console(file=out, force_terminal=in_terminal, width=80)
+    monkeypatch.setattr(console, "terminal", lambda: screen)
+    monkeypatch.setattr(console, "PATIENCE", 0.05)
+    with console.notice("compiles, for a reason"):
+        pass
+    time.sleep(0.1)
+    assert out.getvalue() == ""
+    with console.notice("compiles, for a reason") as told:
+        told.now("search")
+        deadline = time.monotonic() + 20
+        while "search" not in out.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        told.now("generate code")
+        time.sleep(0.2)
+    assert "compiles, for a reason: search" in out.getvalue()
+    assert ("generate code" in out.getvalue()) == in_terminal
+
+
+def test_a_notice_beside_a_bar_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    screen = Console(file=out, force_terminal=True, width=80)
+    monkeypatch.setattr(console, "terminal", lambda: screen)
+    monkeypatch.setattr(console, "PATIENCE", 0.0)
+    for _ in console.progress(["a"], "training"):
+        with console.notice("compiles, for a reason"):
+            time.sleep(0.3)
+    assert "compiles, for a reason" in out.getvalue()

@@ -184,7 +184,7 @@ def printed(target: OpOverload, arguments: Arguments) -> tuple[str, dict[str, Te
 
     args, kwargs = torch.utils._pytree.tree_map(placed, arguments)
     node = graph.call_function(target, args, kwargs)
-    return expression(node, lambda read: read.name, B), tensors
+    return expression(node, lambda read: read.name, {B: "b"}), tensors
 
 
 def with_number(leaf: Any) -> Any:
@@ -278,7 +278,7 @@ def test_a_wrong_entry_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def on_graph(make: Callable[[fx.Graph, fx.Node], fx.Node]) -> str:
     graph = fx.Graph()
-    return expression(make(graph, graph.placeholder("x")), lambda node: node.name, B)
+    return expression(make(graph, graph.placeholder("x")), lambda node: node.name, {B: "b"})
 
 
 @pytest.mark.parametrize(
@@ -322,21 +322,21 @@ LITERALS = [
 
 @pytest.mark.parametrize("value", LITERALS, ids=repr)
 def test_a_literal_reads_back(value: object) -> None:
-    source = literal(value, str, None)
+    source = literal(value, str, {})
     ast.parse(source, mode="eval")
     assert eval(source, {"torch": torch}) == value
 
 
 def test_not_a_number_reads_back() -> None:
-    assert math.isnan(eval(literal(float("nan"), str, None)))
+    assert math.isnan(eval(literal(float("nan"), str, {})))
 
 
 def test_a_device_is_that_of_the_stage() -> None:
-    assert literal(torch.device("meta"), str, None) == "device"
+    assert literal(torch.device("meta"), str, {}) == "device"
 
 
 def test_what_cannot_be_written_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="an argument of type object"):
-        literal(object(), str, None)
+        literal(object(), str, {})
     with pytest.raises(NotImplementedError, match="does not know how to call <built-in function len>"):
         on_graph(lambda graph, x: graph.call_function(len, (x,)))

@@ -150,24 +150,24 @@ def test_parts_with_a_batch_dimension_join_to_the_whole(sizes: list[int], dim: i
     whole_shape[dim] = factor * sum(sizes)
     whole = torch.randn(whole_shape)
     parts = whole.split([factor * size for size in sizes], dim)
-    assert torch.equal(merge(Value("y", "float32", tuple(shape)), parts, sizes, sum(sizes)), whole)
+    assert torch.equal(merge(Value("y", "float32", tuple(shape)), parts, sizes, sum(sizes), {}), whole)
 
 
 def test_a_floating_result_without_batch_is_the_mean_over_samples() -> None:
-    loss = merge(Value("loss", "float32", ()), [torch.tensor(1.0), torch.tensor(5.0)], [3, 1], 4)
+    loss = merge(Value("loss", "float32", ()), [torch.tensor(1.0), torch.tensor(5.0)], [3, 1], 4, {})
     assert loss.item() == 2.0
 
 
 def test_results_that_cannot_stand_for_the_batch_are_refused() -> None:
     count = Value("count", "int64", ())
-    assert merge(count, [torch.tensor(2), torch.tensor(2)], [1, 1], 2).item() == 2
+    assert merge(count, [torch.tensor(2), torch.tensor(2)], [1, 1], 2, {}).item() == 2
     with pytest.raises(
         InputError, match=r"result count: i64\[\] differs between microbatches.*return it per sample"
     ):
-        merge(count, [torch.tensor(2), torch.tensor(3)], [1, 1], 2)
+        merge(count, [torch.tensor(2), torch.tensor(3)], [1, 1], 2, {})
     padded = Value("padded", "float32", ("b + 1",))
     with pytest.raises(InputError, match=r"padded: f32\[b \+ 1\] has size 4 .* but 3 for the whole batch"):
-        merge(padded, [torch.zeros(2), torch.zeros(2)], [1, 1], 2)
+        merge(padded, [torch.zeros(2), torch.zeros(2)], [1, 1], 2, {})
     similarity = Value("similarity", "float32", ("b", "b"))
     with pytest.raises(
         VerifyError, match=r"similarity: f32\[b, b\] has the batch in more than one dimension"
@@ -227,18 +227,18 @@ def test_a_stream_depends_on_its_key_alone() -> None:
 
 def test_a_buffer_is_used_again_once_nobody_holds_what_it_held() -> None:
     buffer = _Buffer(Value("x", "float32", ("b", 3)), CPU)
-    first = buffer.view(4)
+    first = buffer.view({"b": 4})
     address, view = first.data_ptr(), first[1:]
     assert first.shape == (4, 3)
-    second = buffer.view(4)
+    second = buffer.view({"b": 4})
     assert second.data_ptr() != address
     del first, second
-    third = buffer.view(2)
+    third = buffer.view({"b": 2})
     assert third.shape == (2, 3)
     assert third.data_ptr() not in (address, view.data_ptr())
     address = third.data_ptr()
     del third
-    assert buffer.view(3).data_ptr() == address
+    assert buffer.view({"b": 3}).data_ptr() == address
 
 
 # the in-process transport

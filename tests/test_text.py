@@ -16,6 +16,7 @@ from pipec.ir.text import (
     format_program,
     format_seconds,
     format_value,
+    holds,
     parse_program,
     value_bytes,
 )
@@ -200,16 +201,17 @@ def test_dims_are_evaluated_as_python_would(dim: str, b: int) -> None:
         expected = eval(dim, {"b": b})
     except ZeroDivisionError:
         with pytest.raises(ArtifactError, match="by zero"):
-            evaluate_dim(dim, b)
+            evaluate_dim(dim, {"b": b})
         return
     if abs(expected) < 2**31:
-        assert evaluate_dim(dim, b) == expected
+        assert evaluate_dim(dim, {"b": b}) == expected
 
 
 def test_plain_dims_and_bytes() -> None:
-    assert [evaluate_dim(dim, 4) for dim in (7, "128*b", "b//2", "2*b + 1", "b**2")] == [7, 512, 2, 9, 16]
-    assert value_bytes(Value("x", "bfloat16", ("b", 128, "2*b + 1")), 4) == 4 * 128 * 9 * 2
-    assert value_bytes(Value("loss", "float64", ()), 4) == 8
+    dims = (7, "128*b", "b//2", "2*b + 1", "b**2", "b*t + 1", "max(1, t // 2)")
+    assert [evaluate_dim(dim, {"b": 4, "t": 3}) for dim in dims] == [7, 512, 2, 9, 16, 13, 1]
+    assert value_bytes(Value("x", "bfloat16", ("b", 128, "2*b + 1")), {"b": 4}) == 4 * 128 * 9 * 2
+    assert value_bytes(Value("loss", "float64", ()), {}) == 8
 
 
 @pytest.mark.parametrize(
@@ -217,6 +219,9 @@ def test_plain_dims_and_bytes() -> None:
     [
         ("__import__('os').remove('x')", "Call is not allowed; expected integers and b joined by"),
         ("b.real", "Attribute is not allowed"),
+        ("max(b, key=b)", "Call is not allowed"),
+        ("min()", "Call is not allowed"),
+        ("max(*b)", "Starred is not allowed"),
         ("a", "Name is not allowed"),
         ("b if b else 1", "IfExp is not allowed"),
         ("1.5*b", "Constant is not allowed"),
@@ -236,11 +241,37 @@ def test_plain_dims_and_bytes() -> None:
 )
 def test_a_dim_that_is_no_integer_expression_is_refused(dim: str, message: str) -> None:
     with pytest.raises(ArtifactError) as caught:
-        evaluate_dim(dim, 1000)
+        evaluate_dim(dim, {"b": 1000})
     assert message in str(caught.value)
     assert len(str(caught.value)) < 500
 
 
+def test_conditions_are_evaluated_as_python_would() -> None:
+    sizes = {"b": 4, "t": 96, "temperature_value": 0.5}
+    for guard in ("t >= 3", "t % 32 == 0", "b*t > 4", "temperature_value < 0.7", "t != b"):
+        assert holds(guard, sizes)
+        assert not holds(guard, {"b": 2, "t": 2, "temperature_value": 2.0})
+
+
+@pytest.mark.parametrize(
+    ("guard", "message"),
+    [
+        ("t", "Name is not allowed"),
+        ("t < 4 < 9", "Compare is not allowed"),
+        ("t < 4 and b < 3", "BoolOp is not allowed"),
+        ("len(t) < 4", "Call is not allowed"),
+        ("s0 < 4", "Name is not allowed; expected two dimensions joined by =="),
+        ("t % temperature_value == 0", "Name is not allowed"),
+        ("t // 0 == 1", "by zero"),
+        ("t <", "invalid syntax"),
+    ],
+)
+def test_a_condition_that_is_none_is_refused(guard: str, message: str) -> None:
+    with pytest.raises(ArtifactError) as caught:
+        holds(guard, {"b": 4, "t": 96, "temperature_value": 0.5})
+    assert message in str(caught.value)
+
+
 def test_an_unknown_dtype_has_no_bytes() -> None:
     with pytest.raises(ArtifactError, match="x has unknown dtype 'bits4'; expected one of bool, uint8"):
-        value_bytes(Value("x", "bits4", (2,)), 1)
+        value_bytes(Value("x", "bits4", (2,)), {})

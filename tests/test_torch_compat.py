@@ -93,7 +93,7 @@ def test_a_silenced_logger_is_a_package_of_torch(name: str) -> None:
 
 
 def capture(module: nn.Module, x: Tensor, dynamic: bool = True) -> torch_compat.Captured:
-    return torch_compat.capture_with_dynamo(module, (x,), [x] if dynamic else [])
+    return torch_compat.capture_with_dynamo(module, (x,), [(x, 0)] if dynamic else [])
 
 
 @pytest.fixture(scope="module")
@@ -306,7 +306,7 @@ def test_an_error_of_the_model_itself_is_told_from_a_limit_of_dynamo(module: nn.
 
 def test_export_returns_fake_arguments_of_its_own_mode() -> None:
     x = torch.zeros(4, 4)
-    found = torch_compat.capture_with_export(Net(), (x,), [x])
+    found = torch_compat.capture_with_export(Net(), (x,), [(x, 0)])
     (fake,) = found.args
     assert isinstance(fake, FakeTensor)
     assert fake.fake_mode is found.module.meta["fake_mode"]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipec.errors import ArtifactError
 from pipec.ir import Payload, Plan, Value
-from pipec.ir.text import evaluate_dim, format_link, format_value
+from pipec.ir.text import evaluate_dim, format_link, format_value, holds
 
 
 def check_plan(plan: Plan, path: Path) -> None:
@@ -63,11 +63,12 @@ def _values(plan: Plan) -> Iterator[str]:
             yield f"{value.name!r} has shape {value.shape}, expected numbers from 0"
     messages = [value for link in plan.links for value in link.values]
     messages += [value for stage in plan.stages for value in stage.of_batch_sums]
+    sizes = {"b": 1, **plan.planned}
     for value in [*plan.parameters, *plan.buffers, *messages, *(given.value for given in plan.inputs)]:
         if not isinstance(_dtype(value), torch.dtype):
             yield f"{value.name!r} has dtype {value.dtype!r}, which torch does not have"
         try:
-            negative = any(evaluate_dim(size, 1) < 0 for size in value.shape)
+            negative = any(evaluate_dim(size, sizes) < 0 for size in value.shape)
         except ArtifactError as error:
             yield f"{value.name!r}: {error}"
         else:
@@ -114,6 +115,24 @@ def _arguments(plan: Plan) -> Iterator[str]:
             yield f"input {given.path!r} is split along the batch, but has no dimension"
 
 
+def _variables(plan: Plan) -> Iterator[str]:
+    arguments = dict(enumerate(plan.arguments))
+    for variable in plan.variables:
+        if arguments.get(variable.position) != variable.path:
+            yield f"variable {variable.name!r} is not that of argument {variable.position}"
+        if variable.name in ("b", "device") or not variable.name.isidentifier():
+            yield f"it has {variable.name!r} as the name of a variable"
+    names = {variable.name for variable in plan.variables}
+    yield from _strangers(names, plan.planned, "it has a variable", "the planned sizes")
+    yield from _strangers(plan.planned, names, "it plans for a size", "the names of its variables")
+    yield from _strangers(plan.fixed, names, "it fixes", "the names of its variables")
+    for guard in plan.guards:
+        try:
+            holds(guard, plan.sizes)
+        except ArtifactError as error:
+            yield str(error)
+
+
 def _ending(plan: Plan) -> Iterator[str]:
     stages = range(len(plan.stages))
     for stage in (*plan.ending.averaged, *(bucket.stage for bucket in plan.ending.buckets)):
@@ -129,7 +148,16 @@ def _ending(plan: Plan) -> Iterator[str]:
 
 Rule = Callable[[Plan], Iterator[str]]
 
-RULES: tuple[Rule, ...] = (_stages_and_ranks, _sizes, _values, _tensors, _links, _arguments, _ending)
+RULES: tuple[Rule, ...] = (
+    _stages_and_ranks,
+    _sizes,
+    _values,
+    _tensors,
+    _links,
+    _arguments,
+    _variables,
+    _ending,
+)
 
 
 def _names(values: Iterable[Value]) -> list[str]:

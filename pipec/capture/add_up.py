@@ -97,7 +97,8 @@ class _Walk:
     _means: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        sizes = [value.shape[0] for value in map(_value, self._arguments()) if value.shape[:1]]
+        split = [node for node in self._arguments() if plain_name(str(node.target)) in self.batched]
+        sizes = [value.shape[0] for value in map(_value, split) if value.shape[:1]]
         symbols = [x.node.expr for x in sizes if isinstance(x, torch.SymInt)]
         self._symbol = next((x for x in symbols if isinstance(x, sympy.Symbol)), None)
 
@@ -170,7 +171,7 @@ class _Walk:
         return Part.SIZE if self._is_proportional(expression) else Part.OTHER
 
     def _is_proportional(self, size: sympy.Basic) -> bool:
-        return not sympy.cancel(size / self._symbol).free_symbols
+        return self._symbol not in sympy.cancel(size / self._symbol).free_symbols
 
     def _of_tensor(self, node: fx.Node, value: Any, parts: Sequence[Part]) -> Part:
         """What a call returns that reads nothing unknown. ``getitem`` tells several tensors apart."""
@@ -196,7 +197,10 @@ class _Walk:
         if operator_name(node) not in ALONG or self._symbol is None:
             return False
         sizes: Any = _value(node.all_input_nodes[0]).shape
-        return any(isinstance(sizes[dim], torch.SymInt) for dim in dimensions_of(node))
+        return any(self._has_rows(sizes[dim]) for dim in dimensions_of(node))
+
+    def _has_rows(self, size: Any) -> bool:
+        return isinstance(size, torch.SymInt) and self._symbol in size.node.expr.free_symbols
 
     def _num_batches(self, value: Any) -> int:
         """How many dimensions are the batch, or a multiple of it; 2 also if one grows otherwise with it."""
@@ -204,7 +208,7 @@ class _Walk:
             return 0
         if self._symbol is None:
             return int(any(size % self.size == 0 for size in value.shape))
-        sizes = [size.node.expr for size in tuple[Any, ...](value.shape) if isinstance(size, torch.SymInt)]
+        sizes = [size.node.expr for size in tuple[Any, ...](value.shape) if self._has_rows(size)]
         return len(sizes) if all(map(self._is_proportional, sizes)) else 2
 
     def _of_sums(self, node: fx.Node) -> Part:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipec.errors import InputError
+from pipec.ir import Variable
 from pipec.ir.batch import leaf_path
 from pipec.torch_compat import pytree
 
@@ -65,17 +66,21 @@ class Call:
         except TypeError as error:
             raise InputError(f"{type(model).__name__}.forward{taken} cannot be called so: {error}") from None
 
-    def signature(self) -> Hashable:
+    def signature(self, variables: Sequence[Variable] = ()) -> Hashable:
         """What a compilation depends on: calls with equal signatures can share one.
 
         It has the structure of the arguments, the plain values among them, and the dtype, layout and shape of
-        every tensor, without the size of the batch.
+        every tensor, without the size of the batch and with the names of ``variables`` in place of theirs.
 
         Raises:
             InputError: an argument is neither a tensor nor a plain value.
         """
         leaves, spec = pytree.tree_flatten(self.tree)
-        return str(spec), tuple(map(_kind, leaves, self.batched(), self.paths))
+        names: dict[int, dict[int | None, str]] = {}
+        for variable in variables:
+            names.setdefault(variable.position, {})[variable.dim] = variable.name
+        named = [names.get(position, {}) for position in range(len(leaves))]
+        return str(spec), tuple(map(_kind, leaves, self.batched(), self.paths, named))
 
     def check_target(self, needed: bool) -> None:
         """Raise InputError if the target is missing, or has other rows than the batch."""
@@ -126,17 +131,25 @@ class Call:
         return Call(args, kwargs, target, tuple(self.batched()), self.unsure)
 
 
-def _kind(leaf: Any, batched: bool, path: str) -> Hashable:
+def _kind(leaf: Any, batched: bool, path: str, names: Mapping[int | None, str]) -> Hashable:
     if isinstance(leaf, Tensor):
-        layout = None if leaf.is_contiguous() else leaf.stride()
-        return leaf.dtype, tuple(leaf.shape[batched:]), batched, layout
+        shape = [names.get(dim, size) for dim, size in enumerate(leaf.shape)]
+        return leaf.dtype, tuple(shape[batched:]), batched, _layout(leaf, bool(names))
     if not _is_plain(leaf):
         raise InputError(
             f"{path} is a {type(leaf).__module__}.{type(leaf).__qualname__}, which no stage can take; "
             "pass tensors, numbers, strings and None, in tuples, lists, dicts or classes registered with "
             "torch.export.register_dataclass"
         )
-    return type(leaf), leaf
+    return type(leaf), names.get(None, leaf)
+
+
+def _layout(tensor: Tensor, is_general: bool) -> Hashable:
+    """How a tensor lies in memory. The strides of one with variables are others in each call."""
+    if tensor.is_contiguous():
+        return None
+    order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+    return tuple(order) if is_general else tensor.stride()
 
 
 def _is_plain(leaf: Any) -> bool:

@@ -1,7 +1,7 @@
 """From torch's joint graph to a TrainingGraph: what goes in and out gets a role, what does nothing goes."""
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from pipec.capture.classify import classify
 from pipec.capture.diagnosis import lines_in, model_line
 from pipec.capture.markers import RESULT
 from pipec.capture.of_batch import lift_of_batch
+from pipec.capture.symbols import batch_symbol, check_readable, number_symbols, variable_symbols
 from pipec.capture.tied import merge_tied_arguments, merge_tied_gradients
 from pipec.errors import CaptureError, InputError
 from pipec.graph import (
@@ -30,8 +31,8 @@ from pipec.graph import (
     TrainingGraph,
     UpdatedBuffer,
 )
-from pipec.graph.dimensions import dimension
-from pipec.ir import Mode
+from pipec.graph.dimensions import Symbols, dimension
+from pipec.ir import Mode, Sizes, Variable
 from pipec.torch_compat import pytree
 
 _aten = torch.ops.aten
@@ -61,6 +62,8 @@ class Traced:
     """One call of the model as one joint graph, and what must be known to read it.
 
     ``call`` is the sample that was traced; ``batch_size`` is the size of the microbatch that it stands for.
+    Its ``variables`` were to be symbolic, and are ``planned`` in the call; ``numbers`` has what the forward
+    graph has for those that are numbers.
     ``fqns`` maps the names of tensors in the joint graph to their names in the model, where a tied tensor has
     one. ``constants`` are the tensors that belong to the loss function alone. ``unclear`` is the call after
     which it is not known how the losses of microbatches make that of the batch.
@@ -72,6 +75,9 @@ class Traced:
     call: Call
     batch_size: int
     symbolic: bool
+    planned: Sizes
+    variables: Sequence[Variable]
+    numbers: Mapping[str, Sequence[Any]]
     fqns: Mapping[str, str]
     constants: Mapping[str, Tensor]
     training: bool = True
@@ -82,28 +88,23 @@ class ValueDependentError(Exception):
     """A size in the graph depends on the values of a tensor. The message ends with a printed traceback."""
 
 
-class FixedBatchError(Exception):
-    """The batch was to be symbolic, but the model makes a constant of it."""
-
-
 def training_graph(traced: Traced) -> TrainingGraph:
     """Read the joint graph as a training graph, in place.
 
     Raises:
         CaptureError, InputError: pipec refuses the model, whichever front end traces it.
-        ValueDependentError, FixedBatchError: another attempt to trace the model may succeed.
+        ValueDependentError, FixedBatchError, FixedVariableError: another attempt may succeed.
     """
     module = traced.joint.module
     graph = module.graph
     graph.set_codegen(fx.graph.CodeGen())  # torch's expects the arguments nested as they were
-    _check_sizes(graph)
+    _check_sizes(graph, number_symbols(graph) if traced.variables else set())
     _check_calls(node for node in graph.nodes if str(node.target) == "with_effects")
     arguments = [node for node in graph.nodes if node.op == "placeholder"]
     for node, described in zip(arguments, traced.joint.arguments, strict=True):
         node.meta["role"] = _argument(described, traced)
-    batch = _batch_symbol(arguments) if traced.symbolic else None
-    if traced.symbolic and batch is None:
-        raise FixedBatchError(f"the batch becomes a constant in {traced.joint.fixed_by}")
+    batch = batch_symbol(arguments, traced.joint.fixed_by) if traced.symbolic else None
+    symbols = variable_symbols(arguments, batch, traced.variables, traced.numbers, traced.joint)
     results = _read_results(graph, traced)
     merge_tied_arguments(graph)
     changed = {role.fqn for role in results.roles if isinstance(role, UpdatedBuffer)}
@@ -123,7 +124,10 @@ def training_graph(traced: Traced) -> TrainingGraph:
             merge_tied_gradients(graph, results.roles),
             traced.batch_size,
             batch,
-            tuple(guard.subs(traced.joint.replacements) for guard in traced.joint.guards),
+            _guards(traced.joint),
+            variables=tuple(traced.variables),
+            planned=traced.planned,
+            variable_symbols=symbols,
             constants={**_used(graph, of_batch, traced.constants), **lifted},
             of_batch=of_batch,
             unclear=traced.unclear,
@@ -136,9 +140,15 @@ def training_graph(traced: Traced) -> TrainingGraph:
     )
 
 
-def _check_sizes(graph: fx.Graph) -> None:
+def _guards(joint: torch_compat.JointGraph) -> tuple[sympy.Basic, ...]:
+    """The conditions that a call may break. Those that made one symbol of two hold from then on."""
+    guards = (guard.subs(joint.replacements) for guard in joint.guards)
+    return tuple(guard for guard in guards if guard != sympy.true)
+
+
+def _check_sizes(graph: fx.Graph, numbers: Collection[sympy.Symbol]) -> None:
     for node in graph.nodes:
-        if node.op != "output" and torch_compat.depends_on_values(node.meta.get("val")):
+        if node.op != "output" and torch_compat.depends_on_values(node.meta.get("val"), numbers):
             where = node.meta.get("stack_trace")
             raise ValueDependentError(f"data-dependent result of {node.target}\n{where}")
 
@@ -164,16 +174,6 @@ def _argument(described: tuple[str, str | int], traced: Traced) -> Argument:
         case ("tangent", _):
             return LossGradient()
     raise CaptureError(f"the captured graph takes an argument that pipec does not know: {described[1]}")
-
-
-def _batch_symbol(arguments: Sequence[fx.Node]) -> sympy.Symbol | None:
-    for node in arguments:
-        role = node.meta["role"]
-        if isinstance(role, ModelInput) and role.batched:
-            size = node.meta["val"].shape[0]
-            if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
-                return size.node.expr
-    return None
 
 
 class _Fixed:
@@ -348,6 +348,8 @@ def _used(graph: fx.Graph, of_batch: fx.Graph | None, constants: Mapping[str, Te
 
 def _checked(graph: TrainingGraph) -> TrainingGraph:
     _check_loss(graph)
+    if graph.variable_symbols:
+        check_readable(graph)
     for node in graph.nodes:
         if node.target in MATRIX_PRODUCTS:
             dtypes = {source.meta["val"].dtype for source in node.all_input_nodes}
@@ -365,9 +367,9 @@ def _place(node: fx.Node) -> str:
     return f"\n  at {line}" if line else ""
 
 
-def _described(value: Tensor, batch: sympy.Symbol | None) -> str:
+def _described(value: Tensor, symbols: Symbols) -> str:
     """``torch.float32 of shape [b, 4]``"""
-    return f"{value.dtype} of shape [{', '.join(dimension(size, batch) for size in value.shape)}]"
+    return f"{value.dtype} of shape [{', '.join(dimension(size, symbols) for size in value.shape)}]"
 
 
 def _check_loss(graph: TrainingGraph) -> None:
@@ -376,7 +378,7 @@ def _check_loss(graph: TrainingGraph) -> None:
     losses = [n for role, n in graph.outputs if isinstance(role, Output) and role.position == 0]
     value = losses[0].meta["val"] if len(losses) == 1 else None
     if value is None or value.ndim != 0 or not value.is_floating_point():
-        found = f"{len(losses)} tensors" if value is None else _described(value, graph.batch)
+        found = f"{len(losses)} tensors" if value is None else _described(value, graph.symbols)
         raise _no_loss(found)
 
 

@@ -5,11 +5,11 @@ custom backwards. Non-strict ``torch.export`` serves where Dynamo cannot. Each i
 first, and then for a fixed one; the log says why the first attempts failed.
 """
 
+import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import torch
@@ -24,16 +24,20 @@ from pipec.capture.diagnosis import brief, capture_error
 from pipec.capture.normalize import Traced, training_graph
 from pipec.capture.operators import number_operators
 from pipec.capture.randomness import Generators
+from pipec.capture.step import Step, model_names
+from pipec.capture.symbols import FixedVariableError, number_values
+from pipec.capture.variables import alike
 from pipec.errors import CaptureError, InputError, PipecError
 from pipec.graph import Assumptions, Gradient, TrainingGraph
-from pipec.ir import Mode
-from pipec.torch_compat import Captured, Place, pytree
+from pipec.ir import Mode, Variable
+from pipec.ir.batch import variable_values
+from pipec.torch_compat import Captured, Place
 
 log = logging.getLogger("pipec")
 
 CPU = torch.device("cpu")
 
-FrontEnd = Callable[[nn.Module, tuple[Any, ...], Sequence[Tensor]], Captured]
+FrontEnd = Callable[[nn.Module, tuple[Any, ...], torch_compat.Symbolic], Captured]
 
 FRONT_ENDS: Mapping[str, FrontEnd] = {
     "Dynamo": torch_compat.capture_with_dynamo,
@@ -52,6 +56,7 @@ def capture(
     adds_up: bool = True,
     outputs: bool = False,
     original: nn.Module | None = None,
+    variables: Sequence[Variable] = (),
 ) -> TrainingGraph:
     """Trace ``call`` of ``model`` into one graph. The model is left as it was.
 
@@ -65,17 +70,19 @@ def capture(
         outputs: Return the model's output besides the loss.
         symbolic: Without it, the graph serves only as many rows as the call has, and takes half the time.
         original: The model whose changes make the graph obsolete, if ``model`` is a copy of it.
+        variables: Other sizes, and numbers, that are to be symbolic as well. Dynamo alone can do that.
 
     Raises:
         CaptureError: no front end can capture the model; it names the model's source line.
         InputError: the model fails on these arguments, or its loss is not one number.
+        FixedVariableError: the variables cannot be symbolic, all of them.
     """
     refuse_cache(call)
     if mode is Mode.TRAIN:
         _check_gradients(model, call)
-    step = _Step(model, loss_fn, mode, call.batched(), outputs)
+    numbers = [variable.position for variable in variables if variable.dim is None]
+    step = Step(model, loss_fn, mode, call.batched(), outputs, alike(variables), numbers)
     tracer = _Tracer(step, mode, call, canonical or {}, device, adds_up or mode is Mode.FORWARD)
-    kinds = (True, False) if symbolic else (False,)
     with ExitStack() as stack:
         stack.enter_context(torch_compat.quiet())
         stack.enter_context(torch_compat.unchanged(step))
@@ -88,7 +95,11 @@ def capture(
         generators = Generators(step)
         if not symbolic and call.unsure:
             tracer.prove_split()
-        graph, failures = _first_success(tracer, list(product(FRONT_ENDS, kinds)))
+        if variables:
+            graph, failures = tracer.trace_variables(variables), list[Exception]()
+        else:
+            kinds = (True, False) if symbolic else (False,)
+            graph, failures = _first_success(tracer, list(itertools.product(FRONT_ENDS, kinds)))
         generators.refuse_draws(tracer.dry_run, suspected=tracer.draws_with_numpy)
     if mode is Mode.TRAIN:
         _check_trained(graph)
@@ -163,90 +174,12 @@ def _check_trained(graph: TrainingGraph) -> None:
         )
 
 
-class _Step(nn.Module):
-    """The module that is traced: the model, and the loss on top of it."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: Callable[..., Any] | None,
-        mode: Mode,
-        batched: Sequence[bool],
-        outputs: bool,
-    ) -> None:
-        super().__init__()
-        self.model = model
-        self.loss_fn = loss_fn
-        self.mode = mode
-        self.batched = tuple(batched)
-        self.outputs = outputs
-        self.training = model.training
-        self.replaceable = tuple(_replaceable_buffers(model))
-
-    def of(self, model: nn.Module) -> "_Step":
-        """The same step of a copy of the model."""
-        return _Step(model, self.loss_fn, self.mode, self.batched, self.outputs)
-
-    def forward(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
-    ) -> tuple[Any, dict[str, Tensor]]:
-        """The results, and by name the new tensors of buffers that the model replaced."""
-        leaves = pytree.tree_leaves((args, kwargs, target))
-        sizes = [leaf.shape[0] for leaf, batched in zip(leaves, self.batched, strict=True) if batched]
-        for size in sizes[1:]:
-            torch._check(size == sizes[0])  # else each tensor has a batch symbol of its own
-        before = [self.get_buffer(name) for name in self.replaceable]
-        output = self.result(args, kwargs, target)
-        after = [self.get_buffer(name) for name in self.replaceable]
-        named = zip(self.replaceable, before, after, strict=True)
-        return output, {name: _detached(new) for name, old, new in named if new is not old}
-
-    def result(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Any:
-        """The output; or the loss, and if there is more, a tuple of loss, logs and output."""
-        output = self.model(*args, **kwargs)
-        if self.mode is Mode.FORWARD:
-            return output
-        loss, logs = self.loss_and_logs(output, target)
-        if not logs and not self.outputs:
-            return loss
-        return loss, *_detached((logs, output if self.outputs else ()))
-
-    def loss_and_logs(self, output: Any, target: Any) -> tuple[Any, dict[str, Any]]:
-        if self.loss_fn is not None:
-            found = self.loss_fn(output, target)
-            has_logs = isinstance(found, tuple) and len(found) == 2 and not isinstance(found[1], Tensor)
-            return found if has_logs else (found, {})
-        if isinstance(output, Tensor):
-            return output, {}
-        return output["loss"] if isinstance(output, Mapping) else output.loss, {}
-
-
-def _detached(tree: Any) -> Any:
-    """The same without gradients: only the loss has one, though a model may return it once more."""
-    return pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, tree)
-
-
-def _replaceable_buffers(model: nn.Module) -> Iterator[str]:
-    """The names in ``_Step`` of buffers that ``self.name = tensor`` may replace.
-
-    Buffers of torch's own modules are left out: those modules change them in place.
-    """
-    for path, module in model.named_modules(prefix="model"):
-        if not type(module).__module__.startswith("torch.nn.modules."):
-            yield from (f"{path}.{name}" for name, buffer in module._buffers.items() if buffer is not None)
-
-
-def traced_module(model: nn.Module, loss_fn: Callable[..., Any] | None, mode: Mode) -> nn.Module:
-    """The module that a capture traces, for looking up what it read."""
-    return _Step(model, loss_fn, mode, (), outputs=False)
-
-
 class _Tracer:
     """Traces one call of a step with any front end, the batch symbolic or fixed."""
 
     def __init__(
         self,
-        step: _Step,
+        step: Step,
         mode: Mode,
         call: Call,
         canonical: Mapping[str, str],
@@ -257,7 +190,7 @@ class _Tracer:
         self._mode = mode
         self._call = call
         self._adds_up = adds_up
-        self._fqns, self._constants = _model_names(step, canonical)
+        self._fqns, self._constants = model_names(step, canonical)
         devices = (device if tensor.is_meta else tensor.device for tensor in step.model.parameters())
         self._device = next(devices, None)
         self._guards: torch_compat.Guards | None = None
@@ -267,13 +200,30 @@ class _Tracer:
         """Call the step in eager mode on fake tensors."""
         return torch_compat.dry_run(self._step, self._call.sample(self._call.batch_size, self._device).tree)
 
-    def trace(self, front_end: FrontEnd, symbolic: bool) -> TrainingGraph:
+    def trace_variables(self, variables: Sequence[Variable]) -> TrainingGraph:
+        """With these variables symbolic, as the batch is.
+
+        Raises:
+            FixedVariableError: that cannot be done.
+        """
+        try:
+            graph = self.trace(torch_compat.capture_with_dynamo, True, variables)
+        except FixedVariableError:
+            raise
+        except Exception as error:
+            raise FixedVariableError(brief(error)) from error
+        if not graph.serves(self._call.batch_size, graph.planned):
+            raise FixedVariableError("what holds of it does not hold of this call")
+        return graph
+
+    def trace(self, front_end: FrontEnd, symbolic: bool, variables: Sequence[Variable] = ()) -> TrainingGraph:
         size = self._call.batch_size
-        captured = self.prove_split() if symbolic and front_end is FRONT_ENDS.get("Dynamo") else None
-        sample = self._call.sample(max(size, 2) if symbolic else size, self._device)
+        proves = symbolic and front_end is torch_compat.capture_with_dynamo
+        captured = self.prove_split(variables) if proves else None
+        sample = self._sample(variables) if symbolic else self._call.sample(size, self._device)
         if captured is None:
             self._step.batched = tuple(sample.batched())
-            captured = front_end(self._step, sample.tree, _split(sample) if symbolic else [])
+            captured = front_end(self._step, sample.tree, _symbolic(sample, variables) if symbolic else [])
         self._guards = captured.guards
         self.draws_with_numpy = torch_compat.draws_with_numpy(captured.module)
         operators = number_operators(captured.module)
@@ -288,6 +238,9 @@ class _Tracer:
                 sample,
                 size,
                 symbolic,
+                variable_values(variables, self._call.leaves),
+                variables,
+                number_values(captured.module.graph, variables),
                 self._fqns,
                 self._constants,
                 self._step.model.training,
@@ -295,7 +248,22 @@ class _Tracer:
             )
         )
 
-    def prove_split(self) -> Captured | None:
+    def _sample(self, variables: Sequence[Variable]) -> Call:
+        """A call to be traced with symbols, and numbers that are to be symbols in tensors.
+
+        No symbol has one element, nor has the batch the size of another one by chance.
+        """
+        sizes = {*variable_values(variables, self._call.leaves).values()}
+        rows = next(rows for rows in itertools.count(max(self._call.batch_size, 2)) if rows not in sizes)
+        positions = itertools.count()
+
+        def as_symbol(leaf: Any) -> Any:
+            is_number = next(positions) in self._step.numbers
+            return torch.tensor(leaf, dtype=_TYPES[type(leaf)]) if is_number else leaf
+
+        return self._call.sample(rows, self._device).map(as_symbol)
+
+    def prove_split(self, variables: Sequence[Variable] = ()) -> Captured | None:
         """Find out whether the model needs the tensors that may be split to have the batch's rows.
 
         They are traced with as many rows as the batch, but each with a symbol of its own; where the model
@@ -306,11 +274,12 @@ class _Tracer:
         """
         if not self._call.unsure:
             return None
-        sample = self._call.sample(max(self._call.batch_size, 2), self._device)
+        sample = self._sample(variables)
         named = zip(sample.paths, sample.batched(), strict=True)
         self._step.batched = tuple(split and path not in self._call.unsure for path, split in named)
         try:
-            captured = torch_compat.capture_with_dynamo(self._step, sample.tree, _split(sample))
+            symbolic = _symbolic(sample, variables)
+            captured = torch_compat.capture_with_dynamo(self._step, sample.tree, symbolic)
         except Exception as error:
             log.info("nothing shows which tensors are split: %s", brief(error))
             return None
@@ -330,8 +299,13 @@ class _Tracer:
         return Assumptions.of(step, self._guards, tensors, readable_values)
 
 
-def _split(call: Call) -> list[Tensor]:
-    return [leaf for leaf, split in zip(call.leaves, call.batched(), strict=True) if split]
+def _symbolic(call: Call, variables: Sequence[Variable]) -> list[tuple[Tensor, int]]:
+    """The dimensions that are to be symbols."""
+    split = [(leaf, 0) for leaf, split in zip(call.leaves, call.batched(), strict=True) if split]
+    return split + [(call.leaves[x.position], x.dim) for x in variables if x.dim is not None]
+
+
+_TYPES = {float: torch.float64, int: torch.int64}
 
 
 def _all_have_rows(module: fx.GraphModule, call: Call) -> bool:
@@ -352,29 +326,6 @@ def _all_have_rows(module: fx.GraphModule, call: Call) -> bool:
                 f"of it, or batched={{{argument!r}: 0}} if it is split into microbatches"
             )
     return batch is not None and all(plain_name(path) in rows for path in call.unsure)
-
-
-def _model_names(step: _Step, canonical: Mapping[str, str]) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """The name in the model of each tensor of ``step``, and the tensors that only the loss function holds.
-
-    Raises:
-        InputError: the loss function has parameters of its own to train.
-    """
-    tensors: dict[str, Tensor] = dict(step.named_parameters(remove_duplicate=False))
-    tensors |= step.named_buffers(remove_duplicate=False)
-    fqns = {name: canonical.get(fqn, fqn) for name in tensors if (fqn := name.removeprefix("model.")) != name}
-    of_model = {id(tensors[name]): fqn for name, fqn in fqns.items()}
-    for name, tensor in tensors.items():
-        fqns.setdefault(name, of_model.get(id(tensor), f"constant.{name}"))
-    constants = {fqns[name]: tensor for name, tensor in tensors.items() if id(tensor) not in of_model}
-    for fqn, tensor in constants.items():
-        if tensor.requires_grad and step.mode is Mode.TRAIN:
-            raise InputError(
-                f"{fqn.removeprefix('constant.')} would be trained, but belongs to no stage: pipec trains "
-                "the parameters of the model. Make the loss a part of the model, which then returns it, or "
-                "freeze it."
-            )
-    return fqns, constants
 
 
 def _warn_of_changed_state(model: nn.Module, changed: Sequence[str]) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from pipec.artifact.check import read_verified
 from pipec.cli.target import load_optimizer
 from pipec.errors import InputError
-from pipec.ir import Plan, Value
+from pipec.ir import Plan, Sizes, Value
 from pipec.ir.text import evaluate_dim, format_value
 from pipec.runtime.execution import Ranks
 from pipec.runtime.loaded import LoadedPipeline, check_ending
@@ -19,7 +19,7 @@ from pipec.runtime.loaded import LoadedPipeline, check_ending
 PARAMETER_DEVIATION = 0.02
 """The standard deviation of random parameters. GPT-2 starts from it; it is small enough for most models."""
 
-Leaves = list[Tensor | None]
+Leaves = list[Tensor | float | None]
 """The flattened arguments of ``step``, as ``step_on`` takes them; None where no stage reads one."""
 
 
@@ -45,10 +45,10 @@ def random_tensors(plan: Plan, known: Mapping[str, Tensor]) -> dict[str, Tensor]
     tensors = dict(known)
     for value in plan.parameters:
         if value.name not in known:
-            tensors[value.name] = torch.randn(_shape(value, 0)).mul(PARAMETER_DEVIATION).to(_dtype(value))
+            tensors[value.name] = torch.randn(_shape(value, {})).mul(PARAMETER_DEVIATION).to(_dtype(value))
     for value in plan.buffers:
         if value.name not in known:
-            tensors[value.name] = torch.ones(_shape(value, 0), dtype=_dtype(value))
+            tensors[value.name] = torch.ones(_shape(value, {}), dtype=_dtype(value))
     return tensors
 
 
@@ -57,7 +57,7 @@ def random_batches(plan: Plan, int_high: int) -> Iterator[Leaves]:
     while True:
         leaves = _empty(plan)
         for given in plan.inputs:
-            leaves[given.position] = _random(given.value, _batch_size(plan), int_high)
+            leaves[given.position] = _random(given.value, {"b": _batch_size(plan), **plan.planned}, int_high)
         yield leaves
 
 
@@ -80,22 +80,28 @@ def read_batch(plan: Plan, path: Path) -> Leaves:
 
 
 def _empty(plan: Plan) -> Leaves:
-    return [None] * len(plan.arguments)
+    """Leaves without the inputs: numbers as planned, and arguments of which the sizes alone are read."""
+    leaves: Leaves = [None] * len(plan.arguments)
+    for position in {variable.position for variable in plan.variables}:
+        own = {x.dim: plan.planned[x.name] for x in plan.variables if x.position == position}
+        shape = [int(own.get(dim, 1)) for dim in range(1 + max(x or 0 for x in own))]
+        leaves[position] = own[None] if None in own else torch.zeros(shape)
+    return leaves
 
 
 def _batch_size(plan: Plan) -> int:
     return plan.microbatch_size * plan.num_microbatches
 
 
-def _random(value: Value, batch: int, int_high: int) -> Tensor:
-    shape, dtype = _shape(value, batch), _dtype(value)
+def _random(value: Value, sizes: Sizes, int_high: int) -> Tensor:
+    shape, dtype = _shape(value, sizes), _dtype(value)
     if dtype.is_floating_point or dtype.is_complex:
         return torch.randn(shape, dtype=dtype)
     return torch.randint(2 if dtype is torch.bool else int_high, shape).to(dtype)
 
 
-def _shape(value: Value, batch: int) -> list[int]:
-    return [evaluate_dim(dim, batch) for dim in value.shape]
+def _shape(value: Value, sizes: Sizes) -> list[int]:
+    return [evaluate_dim(dim, sizes) for dim in value.shape]
 
 
 def _dtype(value: Value) -> torch.dtype:

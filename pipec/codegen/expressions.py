@@ -17,7 +17,7 @@ from torch import fx
 
 from pipec import torch_compat
 from pipec.graph import is_random
-from pipec.graph.dimensions import dimension
+from pipec.graph.dimensions import Symbols, dimension
 
 aten = torch.ops.aten
 
@@ -126,11 +126,11 @@ DEFAULTS = {
 Namer = Callable[[fx.Node], str]
 
 
-def expression(node: fx.Node, name: Namer, batch: sympy.Symbol | None) -> str:
+def expression(node: fx.Node, name: Namer, symbols: Symbols) -> str:
     """Python source that computes ``node``; ``name`` gives the source of a node it reads."""
 
     def show(argument: Any) -> str:
-        return literal(argument, name, batch)
+        return literal(argument, name, symbols)
 
     target = node.target
     if target is operator.getitem:
@@ -153,8 +153,8 @@ def expression(node: fx.Node, name: Namer, batch: sympy.Symbol | None) -> str:
     return f"{call}({', '.join(args + kwargs)})"
 
 
-def free_names(node: fx.Node, batch: sympy.Symbol | None) -> set[str]:
-    """What ``expression(node, ...)`` mentions besides nodes and ``torch``: ``{"b", "device"}``."""
+def free_names(node: fx.Node, symbols: Symbols) -> set[str]:
+    """What ``expression(node, ...)`` mentions besides nodes and ``torch``: ``{"b", "t", "device"}``."""
     names: set[str] = set()
     if is_random(node):
         names |= {"rng", "dropout" if node.target is aten.native_dropout.default else "draw"}
@@ -162,8 +162,8 @@ def free_names(node: fx.Node, batch: sympy.Symbol | None) -> set[str]:
         if isinstance(argument, torch.device):
             names.add("device")
         elif isinstance(argument, sympy.Basic):
-            names |= {"b"} if batch in argument.free_symbols else set()
-            names |= {"math"} if "math." in dimension(argument, batch) else set()
+            names |= {name for symbol, name in symbols.items() if symbol in argument.free_symbols}
+            names |= {"math"} if "math." in dimension(argument, symbols) else set()
     return names
 
 
@@ -192,21 +192,21 @@ def _qualified(target: Any) -> str:
     raise NotImplementedError(f"code generation does not know how to call {target!r}")
 
 
-def literal(argument: Any, name: Namer, batch: sympy.Symbol | None) -> str:
+def literal(argument: Any, name: Namer, symbols: Symbols) -> str:
     """Python source of any argument a node may have."""
     match argument:
         case fx.Node():
             return name(argument)
         case sympy.Basic():
-            return dimension(argument, batch)
+            return dimension(argument, symbols)
         case torch.device():
             return "device"
         case float() if not math.isfinite(argument):
             return f'float("{argument}")'
         case list() | fx.immutable_collections.immutable_list():
-            return "[" + ", ".join(literal(item, name, batch) for item in argument) + "]"
+            return "[" + ", ".join(literal(item, name, symbols) for item in argument) + "]"
         case tuple():
-            inner = ", ".join(literal(item, name, batch) for item in argument)
+            inner = ", ".join(literal(item, name, symbols) for item in argument)
             return f"({inner},)" if len(argument) == 1 else f"({inner})"
         case (
             None

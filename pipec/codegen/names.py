@@ -77,7 +77,7 @@ def name_nodes(graph: TrainingGraph) -> dict[fx.Node, str]:
     losses = {
         node for role, node in graph.outputs if isinstance(role, Output) and role.position == 0 and has_loss
     }
-    taken: set[str] = set(RESERVED) | set(keyword.kwlist) | set(dir(builtins))
+    taken: set[str] = set(RESERVED) | set(keyword.kwlist) | set(dir(builtins)) | {*graph.planned}
     results = _operator_results(graph)
     for node in graph.module.graph.nodes:
         if node.target in (send, recv):

@@ -70,7 +70,7 @@ class StageSource:
             yield from ("", "", *_FunctionSource(self, function).lines())
 
     def hoisted(self) -> list[fx.Node]:
-        """The constants that functions read, in the order ``constants(b)`` returns them."""
+        """The constants that functions read, in the order ``constants`` returns them."""
         read = {node for function in self.stage.functions for node in function.reads}
         return [node for node in self.stage.constants if node in read]
 
@@ -88,12 +88,12 @@ class StageSource:
 
     def free_names(self, nodes: Iterable[fx.Node]) -> set[str]:
         """What the source of these nodes mentions besides nodes and ``torch``."""
-        return {name for node in nodes for name in free_names(node, self.graph.batch)}
+        return {name for node in nodes for name in free_names(node, self.graph.symbols)}
 
     def type_of(self, node: fx.Node) -> str:
         """``f32[b, 128]``"""
         value = node.meta["val"]
-        sizes = ", ".join(dimension(size, self.graph.batch) for size in value.shape)
+        sizes = ", ".join(dimension(size, self.graph.symbols) for size in value.shape)
         return f"{format_dtype(str(value.dtype).removeprefix('torch.'))}[{sizes}]"
 
     def _imports(self) -> list[str]:
@@ -118,12 +118,14 @@ class StageSource:
             line
             for node in filter(_is_printed, self.stage.constants)
             for line in self.assignment(
-                node, expression(node, self.names.__getitem__, self.graph.batch), self.stage.constants
+                node, expression(node, self.names.__getitem__, self.graph.symbols), self.stage.constants
             )
         ]
+        named = self.free_names(self.stage.constants)
+        sizes = [name for name in self.graph.symbol_names if name in named]
         return [
-            "def constants(b, device):",
-            '    """Values that depend on nothing but the size of the microbatch."""',
+            f"def constants({', '.join([*sizes, 'device'])}):",
+            '    """Values that depend on nothing but sizes."""',
             *body,
             f"    return {_tuple(self.names[node] for node in self.hoisted())}",
         ]
@@ -138,7 +140,7 @@ class StageSource:
         parameters = [
             *(["buffers"] if held else []),
             *(self.names[node] for node in nodes if node.op == "placeholder" and node not in held),
-            *(name for name in ("b", "device") if name in named),
+            *(name for name in (*self.graph.symbol_names, "device") if name in named),
         ]
 
         def name(node: fx.Node) -> str:
@@ -151,7 +153,7 @@ class StageSource:
             *(
                 line
                 for node in filter(_is_printed, body)
-                for line in self.assignment(node, expression(node, name, self.graph.batch), nodes)
+                for line in self.assignment(node, expression(node, name, self.graph.symbols), nodes)
             ),
             f"    return {_tuple(name(made[node.meta['role'].index]) for node in self.stage.of_batch)}",
         ]
@@ -180,7 +182,7 @@ class _FunctionSource:
             yield "saved"
         yield from (self.module.names[node] for node in function.received + function.inputs)
         named = self.module.free_names(function.body)
-        yield from (name for name in ("b", "device", "rng") if name in named)
+        yield from (name for name in (*self.module.graph.symbol_names, "device", "rng") if name in named)
 
     def _unpack(self) -> Iterator[str]:
         if self.function.saved_in:
@@ -207,7 +209,7 @@ class _FunctionSource:
                     yield from _wrapped("    del ", dead, "")
                 group, dead = title, []
                 yield _beside(f"    # {title}", self._source_line(node))
-            source = expression(node, self._name, self.module.graph.batch)
+            source = expression(node, self._name, self.module.graph.symbols)
             yield from self.module.assignment(node, source, read)
             dead += [self.module.names[n] for n in last_read.get(node, ())]
 

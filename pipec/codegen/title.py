@@ -23,7 +23,8 @@ def stage_title(stage: Stage, plan: Plan) -> str:
     )
     rows += _messages("sends", "to stage", [(x, x.target) for x in plan.links if x.source == stage.index])
     if plan.num_microbatches:
-        kept = f"{format_bytes(stage.cost.memory.saved)} a microbatch (b = {plan.microbatch_size})"
+        sizes = ", ".join(f"{name} = {size}" for name, size in plan.sizes.items())
+        kept = f"{format_bytes(stage.cost.memory.saved)} a microbatch ({sizes})"
         rows.append(f"saves     {kept}{', computes the rest again' if stage.recompute else ''}")
     return "\n".join(rows)
 

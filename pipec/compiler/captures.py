@@ -1,6 +1,6 @@
 """What was captured for which calls of a model, and whether capturing again would find the same."""
 
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,25 +10,23 @@ from pipec.capture.call import Call
 from pipec.capture.state import State
 from pipec.compiler.staged import StagedGraph
 from pipec.console import log
-from pipec.ir import Mode
+from pipec.ir import Mode, Variable
 from pipec.torch_compat import Place
-
-KEPT = 8
-"""So many captures of one kind of call are kept, in case that what they found comes back."""
 
 
 @dataclass(frozen=True)
 class Kind:
     """What decides a capture, besides what the code of the model reads.
 
-    ``called`` is what a call has beside its values and its rows. With ``outputs`` the model's output comes
-    with the loss. ``state`` is that of the model and of torch.
+    ``called`` is what a call has beside its values, its rows and its ``variables``. With ``outputs`` the
+    model's output comes with the loss. ``state`` is that of the model and of torch.
     """
 
     mode: Mode
     called: Hashable
     outputs: bool
     state: State
+    variables: tuple[Variable, ...] = ()
 
     @property
     def of_any_state(self) -> tuple[Mode, Hashable, bool]:
@@ -41,11 +39,6 @@ class Signature:
 
     kind: Kind
     version: int
-
-    @property
-    def expired(self) -> "Signature":
-        """Whose capture makes room when this one is compiled."""
-        return Signature(self.kind, self.version - KEPT)
 
 
 @dataclass(frozen=True)
@@ -64,39 +57,54 @@ class Turn:
 
 class Captures:
     """The captured graphs of one model, cut into stages. There are several of one signature where the model
-    specialises on the number of rows.
+    specialises on a number of rows, or on a variable.
     """
 
     def __init__(self) -> None:
         self.staged: dict[Signature, list[StagedGraph]] = {}
         self._last: dict[Hashable, Kind] = {}
-        self._counts: dict[Kind, int] = {}
+        self._versions: dict[Kind, list[int]] = {}
 
     def version(self, kind: Kind) -> int:
         """Which capture of a kind of call is still right, the latest first; a new number if none is."""
-        count = self._counts.setdefault(kind, 1)
-        for number in range(count - 1, max(count - 1 - KEPT, -1), -1):
+        numbers = self._versions.get(kind, [])
+        for number in reversed(numbers):
             signature = Signature(kind, number)
             if not self._obsolete(signature):
                 if signature in self.staged:
                     self._last[kind.of_any_state] = kind
                 return number
-        return count
+        return numbers[-1] + 1 if numbers else 0
 
-    def announce(self, signature: Signature, model: nn.Module) -> list[StagedGraph]:
-        """Say why a kind of call is captured again. Returns the graphs that make room for it."""
+    def announce(self, signature: Signature, model: nn.Module, variables: str) -> str:
+        """Say why a kind of call is compiled, and log why it is captured again; returns it in words.
+
+        ``variables`` is what about its sizes and numbers is new.
+        """
         kind, number = signature.kind, signature.version
-        last = self._last.get(kind.of_any_state)
+        last, versions = self._last.get(kind.of_any_state), self._versions.setdefault(kind, [])
         self._last[kind.of_any_state] = kind
-        if signature in self.staged:  # for another number of rows
-            return []
+        if signature in self.staged:
+            return "for other rows or sizes than before"
+        reason = variables
         if last is not None and last.state != kind.state:
-            log(f"pipec: compiles anew: {kind.state.change_since(last.state, model)}")
-        elif number:
-            reason = self._obsolete(Signature(kind, number - 1))
-            log(f"pipec: compiles anew: {reason}{_OFTEN * (number >= 3)}")
-        self._counts[kind] = max(self._counts.get(kind, 1), number + 1)
-        return self.staged.pop(signature.expired, [])
+            reason = kind.state.change_since(last.state, model)
+        elif versions and number > versions[-1]:
+            reason = f"{self._obsolete(Signature(kind, versions[-1]))}{_OFTEN * (number >= 3)}"
+        if reason:
+            log(f"pipec: compiles anew: {reason}")
+        if number not in versions:
+            versions.append(number)
+        return reason or f"for the first call of this kind ({kind.mode})"
+
+    def retain(self, used: Collection[StagedGraph]) -> None:
+        """Let go of all graphs but those in use."""
+        for signature, known in list(self.staged.items()):
+            self.staged[signature] = [staged for staged in known if staged in used]
+            if not self.staged[signature]:
+                del self.staged[signature]
+                self._versions[signature.kind].remove(signature.version)
+        self._versions = {kind: numbers for kind, numbers in self._versions.items() if numbers}
 
     def read(self, signature: Signature) -> dict[Place, Any]:
         """The plain values that the code of the model and the loss read for this signature, and where."""

@@ -2,9 +2,10 @@
 
 import copy
 import functools
+import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -13,36 +14,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipec.artifact.directory import Artifact
 from pipec.capture.call import Call
-from pipec.capture.tracer import capture, traced_module
+from pipec.capture.step import traced_module
+from pipec.capture.symbols import FixedVariableError
+from pipec.capture.tracer import capture
+from pipec.capture.variables import symbolic_choices
 from pipec.compiler.alternatives import refused, shard_costs
 from pipec.compiler.autotuner import Autotuner, Choice, CutGraph
 from pipec.compiler.captures import Captures, Kind, Signature
+from pipec.compiler.groups import Compiled, Groups, check_groups, check_outputs, check_served
 from pipec.compiler.pass_list import CompilerOptions
 from pipec.compiler.staged import StagedGraph, Trial
+from pipec.console import notice
 from pipec.errors import InfeasibleError, InputError, PlanError
 from pipec.graph import TrainingGraph
-from pipec.ir import Alternative, Mode, Placement, Shard
-from pipec.ir.batch import split_sizes
+from pipec.ir import Alternative, Mode, Placement, Shard, Sizes, Variable
+from pipec.ir.batch import split_sizes, variable_values
 from pipec.passes import Pass
 from pipec.passes.follow_owners import FollowOwners, Owners, owners_of
 from pipec.plan.memory import shortfall
-from pipec.torch_compat import Place, pytree
+from pipec.torch_compat import Place
 
 log = logging.getLogger("pipec")
-
-
-@dataclass(frozen=True, eq=False)
-class Compiled:
-    """An artifact and the shape of what the model returns, to put its results back into."""
-
-    artifact: Artifact
-    output_spec: pytree.TreeSpec | None
-
-
-Groups = list[tuple[Compiled, list[int]]]
-"""What runs each group of consecutive microbatches of a call, and their sizes."""
 
 
 @dataclass(frozen=True)
@@ -87,56 +80,66 @@ class Compiler:
     _traced: dict[Mode, nn.Module] = field(default_factory=dict)
     _captures: Captures = field(default_factory=Captures)
     _compiled: dict[tuple[StagedGraph, int, int], Compiled] = field(default_factory=dict)
+    _symbolic: dict[Signature, list[tuple[Variable, ...]]] = field(default_factory=dict)
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
     _warned: set[str] = field(default_factory=set)
+    _notice: notice = field(default_factory=lambda: notice(""))
 
     def of(self, model: nn.Module) -> "Compiler":
         """One for a copy of the model, that knows where stages are and has compiled nothing."""
-        return replace(
-            self, model=model, seconds={}, _traced={}, _captures=Captures(), _compiled={}, _warned=set()
-        )
+        fresh: dict[str, Any] = {"seconds": {}, "_traced": {}, "_captures": Captures(), "_compiled": {}}
+        return replace(self, model=model, **fresh, _symbolic={}, _warned=set())
 
     def version(self, kind: Kind) -> int:
         """Which capture of a kind of call is still right; a new number if none is."""
         return self._captures.version(kind)
 
-    def compile(self, signature: Signature, call: Call) -> Groups:
+    def retain(self, numbers: Collection[int]) -> None:
+        """Let go of what was compiled, but of these."""
+        self._compiled = {key: made for key, made in self._compiled.items() if made.number in numbers}
+        used = {staged for staged, _, _ in self._compiled}
+        self._captures.retain(used)
+        for staged in used:
+            staged.forget_trials()
+        self._symbolic = {key: x for key, x in self._symbolic.items() if key in self._captures.staged}
+
+    def compile(self, signature: Signature, call: Call, variables: str = "") -> Groups:
         """What runs the microbatches of ``call``: groups of consecutive ones, with the rows of each.
 
-        There is one group unless the model specialises on the number of rows.
+        There is one group unless the model specialises on the number of rows. ``variables`` is what about the
+        variables of the call is new.
 
         Raises:
             CaptureError, InputError, PlanError, InfeasibleError: nothing has run or been sent by then.
         """
-        for staged in self._captures.announce(signature, self.model):
-            self._compiled = {key: x for key, x in self._compiled.items() if key[0] is not staged}
+        reason = self._captures.announce(signature, self.model, variables)
+        with notice(f"pipec: compiles, {reason}") as self._notice:
+            return self._compile(signature, call)
+
+    def _compile(self, signature: Signature, call: Call) -> Groups:
+        sizes = variable_values(signature.kind.variables, call.leaves)
         count = self._choose(signature, call)
-        groups, rest = [], split_sizes(call.batch_size, count)
+        groups, graphs, rest = [], [], split_sizes(call.batch_size, count)
         while rest:
             staged = self._stages(signature, call, call.batch_size - sum(rest), rest)
-            served = list(takewhile(staged.graph.serves, rest))
+            graphs.append(staged.graph)
+            served = list(takewhile(functools.partial(staged.graph.serves, values=sizes), rest))
             groups.append((self._group(staged, len(served), rest[0]), served))
             rest = rest[len(served) :]
         if count > 1:
-            graph = self._captures.staged[signature][0].graph
-            _check_outputs(graph.unclear_output, count)
-            self._warn_of_unclear_loss(graph.unclear)
-        _check_groups(groups)
+            check_outputs(graphs[0].unclear_output, count)
+            self._warn_of_unclear_loss(graphs[0].unclear)
+        check_groups(groups)
         return groups
 
-    def require_served(self, signature: Signature, sizes: Sequence[int]) -> None:
+    def require_served(self, signature: Signature, sizes: Sequence[int], values: Sizes) -> None:
         """Refuse microbatches of several sizes that one graph is not right for, whoever runs which of them.
 
         Raises:
             InputError: the model makes a constant of the batch, or was captured for one size.
         """
-        graph = self._captures.staged[signature][0].graph
-        if strange := [size for size in sizes if not graph.serves(size)]:
-            reason = "the model makes a constant of the batch" if self.dynamic else "dynamic is False"
-            raise InputError(
-                "replicas that pass their own parts of a batch run one graph, which cannot take microbatches "
-                f"of {strange[0]} and {max(sizes)} rows: {reason}. Pass as many rows on every replica, which "
-                "its microbatches divide, as drop_last=True does"
-            )
+        graphs = [staged.graph for staged in self._captures.staged[signature]]
+        check_served(graphs, sizes, values, self.dynamic)
 
     def _warn_of_unclear_loss(self, unclear: str) -> None:
         if unclear and unclear not in self._warned:
@@ -293,8 +296,9 @@ class Compiler:
         """The cut graph that serves the first microbatch of these ``sizes``; it begins at row ``start``."""
         assert self._settled is not None
         known = self._captures.staged.setdefault(signature, [])
+        values = variable_values(signature.kind.variables, call.leaves)
         for staged in known:
-            if staged.graph.serves(sizes[0]):
+            if staged.graph.serves(sizes[0], values):
                 return staged
         follow = FollowOwners(len(self._settled.placement), self._settled.owners, self._settled.ranks)
         graph = self._capture(signature, call, start, sizes)
@@ -302,22 +306,46 @@ class Compiler:
         return known[-1]
 
     def _capture(self, signature: Signature, call: Call, start: int, sizes: Sequence[int]) -> TrainingGraph:
-        """The graph of one microbatch, for any size of microbatch if these have several or may change."""
+        """The graph of one microbatch, for any size of microbatch if these have several or may change.
+
+        It is for any value of the variables as well, of those for which that was not found to be impossible.
+        """
         symbolic = self.dynamic or len(set(sizes)) > 1
         model, rows = on_device(self.model, call.rows(start, start + sizes[0]), self.device)
+        variables = signature.kind.variables
+        traced = functools.partial(
+            capture,
+            model,
+            self.loss_fn,
+            signature.kind.mode,
+            rows,
+            self.canonical,
+            self.device,
+            adds_up=not self.microbatch_weight,
+            outputs=signature.kind.outputs,
+            original=self.model,
+        )
         with self._timed("capture and differentiate"):
-            return capture(
-                model,
-                self.loss_fn,
-                signature.kind.mode,
-                rows,
-                self.canonical,
-                self.device,
-                symbolic,
-                adds_up=not self.microbatch_weight,
-                outputs=signature.kind.outputs,
-                original=self.model,
-            )
+            graph = self._trace_variables(signature, traced) or traced(symbolic=symbolic)
+            return replace(graph, variables=variables, planned=variable_values(variables, call.leaves))
+
+    def _trace_variables(
+        self, signature: Signature, traced: Callable[..., TrainingGraph]
+    ) -> TrainingGraph | None:
+        """A graph in which variables are symbolic: all of them, or the sizes alone, or the numbers alone.
+
+        What cannot be done is not tried again for the signature.
+        """
+        if not self.dynamic:
+            return None
+        attempts = self._symbolic.setdefault(signature, symbolic_choices(signature.kind.variables))
+        while attempts:
+            try:
+                return traced(variables=attempts[0])
+            except FixedVariableError as error:
+                names = ", ".join(dict.fromkeys(variable.path for variable in attempts.pop(0)))
+                log.warning("each value of %s is compiled on its own: %s", names, error)
+        return None
 
     def _cut(self, graph: TrainingGraph, cut: Pass, options: CompilerOptions) -> StagedGraph:
         return StagedGraph(graph, cut, options, observers=(self._time,))
@@ -337,12 +365,13 @@ class Compiler:
             alternatives=refused(tried, trial),
             shard_costs=shard_costs(trial),
         )
-        return Compiled(replace(artifact, plan=plan), trial.staged.graph.output_spec)
+        return Compiled(next(self._numbers), replace(artifact, plan=plan), trial.staged.graph.output_spec)
 
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:
         """Note how long a block takes, without the time of what is noted within it."""
         started, noted = time.perf_counter(), sum(self.seconds.values())
+        self._notice.now(what)
         try:
             yield
         finally:
@@ -351,28 +380,10 @@ class Compiler:
 
     def _time(self, position: int, transform: Pass, graph: TrainingGraph, seconds: float) -> None:
         self._note(type(transform).__name__, seconds)
+        self._notice.now(f"after the pass {type(transform).__name__}")
 
     def _note(self, what: str, seconds: float) -> None:
         self.seconds[what] = self.seconds.get(what, 0.0) + seconds
-
-
-def _check_outputs(unclear: str, count: int) -> None:
-    if unclear:
-        raise InputError(
-            f"the model or loss_fn returns a value of all rows together, which those of {count} microbatches "
-            f"do not make: see {unclear}. Return it for each row, or compile with microbatches=1"
-        )
-
-
-def _check_groups(groups: Sequence[tuple[Compiled, list[int]]]) -> None:
-    """Refuse values of the whole mini-batch where no code can take all of it."""
-    if len(groups) > 1 and any(stage.of_batch for stage in groups[0][0].artifact.plan.stages):
-        sizes = [size for _, group in groups for size in group]
-        raise InputError(
-            f"the loss needs a count over the whole mini-batch, but its {len(sizes)} microbatches of "
-            f"{max(sizes)} and {min(sizes)} rows are compiled apart, because the model makes a constant of "
-            f"the batch. Pass a batch that {len(sizes)} microbatches divide, as drop_last=True does"
-        )
 
 
 def on_device(model: nn.Module, call: Call, device: torch.device) -> tuple[nn.Module, Call]:

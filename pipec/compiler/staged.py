@@ -108,6 +108,13 @@ class StagedGraph:
             )
         return self._variants[stages]
 
+    def forget_trials(self) -> None:
+        """Let go of the plans and programs that were tried on these stages."""
+        self._trials.clear()
+        self._plans.clear()
+        for variant in self._variants.values():
+            variant.forget_trials()
+
     def trial(self, schedule: Schedule, microbatch_size: int) -> Trial:
         """The schedule on these stages, lowered, verified and simulated: once, however often it is asked for.
 
@@ -213,7 +220,8 @@ class StagedGraph:
         sent = [node for function in forwards for node in function.sent]
         if source == target or not sent:
             return 0.0
-        sizes = [value_bytes(value_of(self.graph, node, node.name), size) for node in sent]
+        planned = {"b": size, **self.graph.planned}
+        sizes = [value_bytes(value_of(self.graph, node, node.name), planned) for node in sent]
         return self.options.topology.link_between(source, target).seconds(sum(sizes))
 
     def _remember_cut(self, position: int, transform: Pass, graph: TrainingGraph, seconds: float) -> None:

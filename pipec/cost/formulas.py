@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from pipec.cost.symbols import TensorSize, evaluate, in_microbatch, product, total
+from pipec.cost.symbols import Planned, TensorSize, evaluate, in_microbatch, product, total
 from pipec.cost.tables import (
     ALLOCATIONS,
     FLOPS_PER_INPUT,
@@ -75,17 +75,15 @@ class OperatorCost:
         return self.device.seconds(arithmetic, evaluate(self.bytes_moved, microbatch_size), self.dtype)
 
 
-def operator_cost(
-    node: fx.Node, sizes: Sizes, batch: sympy.Symbol | None, device: DeviceModel
-) -> OperatorCost:
-    """The cost of a node. ``sizes`` has it and its inputs, in the symbol ``batch`` if sizes are symbolic."""
+def operator_cost(node: fx.Node, sizes: Sizes, planned: Planned, device: DeviceModel) -> OperatorCost:
+    """The cost of a node. ``sizes`` has it and its inputs, in the symbols that ``planned`` replaces."""
     free = is_free(node) or not sizes[node]
     computed = sympy.Integer(0) if free else flops(node, sizes)
     moved = sympy.Integer(0) if free else bytes_moved(node, sizes)
     return OperatorCost(
-        flops=in_microbatch(sympy.Integer(0) if computed is None else computed, batch),
-        bytes_moved=in_microbatch(moved, batch),
-        output_bytes=in_microbatch(total(size.dense_bytes for size in sizes[node]), batch),
+        flops=in_microbatch(sympy.Integer(0) if computed is None else computed, planned),
+        bytes_moved=in_microbatch(moved, planned),
+        output_bytes=in_microbatch(total(size.dense_bytes for size in sizes[node]), planned),
         launches=0 if free else 1,
         dtype=_computed_in(node, sizes),
         known=computed is not None,
@@ -95,7 +93,7 @@ def operator_cost(
 
 def node_bytes(node: fx.Node, size: int) -> int:
     """Bytes of the node's value with microbatches of ``size`` rows. ``AnnotateCost`` must have run."""
-    if node.op == "call_function":
+    if "cost" in node.meta:
         return evaluate(node.meta["cost"].output_bytes, size)
     held: torch.Tensor = node.meta["val"]
     return int(held.numel()) * held.itemsize

@@ -1,4 +1,7 @@
-"""Sizes of fake tensors as sympy expressions, and their values at a microbatch size ``b``."""
+"""Sizes of fake tensors as sympy expressions, and their values at a microbatch size ``b``.
+
+Other symbolic sizes have in every cost the number that they were captured with.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,12 +11,24 @@ import sympy
 import torch
 
 from pipec.errors import PlanError
+from pipec.graph import TrainingGraph
 
 MICROBATCH = sympy.Symbol("b", integer=True, positive=True)
 """The microbatch size in every cost, whatever symbol the captured graph has for it."""
 
+Planned = tuple[tuple[sympy.Symbol, sympy.Expr], ...]
+"""What stands in costs for each symbol of a captured graph."""
+
 _CACHE = 1 << 14
 """Layers repeat, so a graph has few distinct expressions: each product, sum and value is computed once."""
+
+
+def planned_sizes(graph: TrainingGraph) -> Planned:
+    """The microbatch size as ``MICROBATCH``, and each variable as the size that it was captured with."""
+    variables = tuple(
+        (symbol, sympy.sympify(graph.planned[name])) for symbol, name in graph.variable_symbols.items()
+    )
+    return variables if graph.batch is None else ((graph.batch, MICROBATCH), *variables)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +71,9 @@ def _size(tensor: torch.Tensor) -> TensorSize:
 
 
 @lru_cache(_CACHE)
-def in_microbatch(expression: sympy.Expr, batch: sympy.Symbol | None) -> sympy.Expr:
-    """``expression`` with the captured graph's symbol for the microbatch size written as ``MICROBATCH``."""
-    return expression if batch is None else expression.xreplace({batch: MICROBATCH})
+def in_microbatch(expression: sympy.Expr, planned: Planned) -> sympy.Expr:
+    """``expression`` in ``MICROBATCH`` alone, the captured graph's symbols replaced as ``planned`` says."""
+    return expression.xreplace(dict(planned))
 
 
 @lru_cache(_CACHE)

@@ -10,8 +10,9 @@ import torch
 from torch import fx
 
 from pipec.graph.assumptions import NOTHING, Assumptions
+from pipec.graph.dimensions import Symbols
 from pipec.graph.nodes import Result
-from pipec.ir import Mode
+from pipec.ir import Mode, Sizes, Variable
 from pipec.torch_compat import pytree
 
 
@@ -40,7 +41,10 @@ class TrainingGraph:
 
     ``results`` describes the graph's outputs in order; ``output_spec`` is the tree whose leaves they are.
     ``batch`` is the symbol of the microbatch size in every shape; it is None if the graph is for
-    ``batch_size`` rows alone. The graph serves a microbatch size for which all ``guards`` hold.
+    ``batch_size`` rows alone. ``variables`` are the other sizes and the numbers that may change from call to
+    call, and ``planned`` has those of the call that was captured, for which costs are predicted.
+    ``variable_symbols`` names their symbols; a variable without one is as planned in every call. The graph
+    serves sizes and numbers for which all ``guards`` hold.
     ``of_batch`` computes, once a step, what the stages must know of the whole mini-batch; no pass changes it.
     ``unclear`` is the call after which it is not known how the losses of microbatches make that of the batch,
     and ``unclear_output`` the same of other results. ``logs`` names the results that follow the loss; those
@@ -58,6 +62,9 @@ class TrainingGraph:
     batch_size: int
     batch: sympy.Symbol | None = None
     guards: tuple[sympy.Basic, ...] = ()
+    variables: tuple[Variable, ...] = ()
+    planned: Sizes = field(default_factory=dict)
+    variable_symbols: Symbols = field(default_factory=dict)
     form: Form = Form.CAPTURED
     num_stages: int = 1
     ranks: tuple[int, ...] = ()
@@ -87,11 +94,31 @@ class TrainingGraph:
         nodes = self.module.graph.output_node().args[0]
         return list(zip(self.results, nodes, strict=True))  # type: ignore[arg-type]
 
-    def serves(self, microbatch_size: int) -> bool:
-        """Whether the captured graph is right for this microbatch size."""
-        if self.batch is None:
-            return microbatch_size == self.batch_size
-        return all(guard.subs(self.batch, microbatch_size) != sympy.false for guard in self.guards)
+    @property
+    def symbols(self) -> Symbols:
+        """What the symbols in the graph are called: ``b``, and the names of variables."""
+        return {**({self.batch: "b"} if self.batch is not None else {}), **self.variable_symbols}
+
+    @property
+    def symbol_names(self) -> tuple[str, ...]:
+        """Each name once: a number has two symbols."""
+        return tuple(dict.fromkeys(self.symbols.values()))
+
+    @property
+    def fixed(self) -> Sizes:
+        """The variables that are the same in every call that the graph serves."""
+        symbolic = {*self.variable_symbols.values()}
+        return {name: size for name, size in self.planned.items() if name not in symbolic}
+
+    def serves(self, microbatch_size: int, values: Sizes | None = None) -> bool:
+        """Whether the captured graph is right for this microbatch size and these variables, or for some."""
+        if self.batch is None and microbatch_size != self.batch_size:
+            return False
+        if values and any(values[name] != size for name, size in self.fixed.items()):
+            return False
+        sizes = {"b": microbatch_size, **(values or {})}
+        known = {symbol: sizes[name] for symbol, name in self.symbols.items() if name in sizes}
+        return all(guard.subs(known) != sympy.false for guard in self.guards)
 
 
 def copy_graph(graph: TrainingGraph) -> TrainingGraph:

@@ -25,4 +25,4 @@ from pipec.ir.schedule import (
 )
 from pipec.ir.sharding import Piece, Sharding
 from pipec.ir.stream import Stream, Versions
-from pipec.ir.values import Dim, Input, Link, Mode, Payload, Phase, Value
+from pipec.ir.values import Dim, Input, Link, Mode, Payload, Phase, Sizes, Value, Variable

@@ -1,9 +1,10 @@
-"""How the arguments of a mini-batch are named, and how it is split into microbatches."""
+"""How the arguments of a mini-batch are named and sized, and how it is split into microbatches."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from pipec.errors import InputError
+from pipec.ir.values import Sizes, Variable
 
 
 def split_sizes(batch: int, num_microbatches: int) -> list[int]:
@@ -38,3 +39,12 @@ def leaf_path(keys: Sequence[Any]) -> str:
     ``keys`` are what torch gives for a leaf of a dict of ``args``, ``kwargs`` and ``target``.
     """
     return str(keys[0].key) + "".join(str(key) for key in keys[1:])
+
+
+def variable_values(variables: Sequence[Variable], leaves: Sequence[Any]) -> Sizes:
+    """The size or number of each variable by name, in a call whose arguments have these leaves."""
+    return {
+        variable.name: leaf if variable.dim is None else leaf.shape[variable.dim]
+        for variable in variables
+        for leaf in [leaves[variable.position]]
+    }

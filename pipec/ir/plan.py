@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pipec.ir.ending import NOTHING_MORE, Ending, Shard
 from pipec.ir.memory import StageMemory
 from pipec.ir.schedule import Placement, count_ranks, microbatches_on
-from pipec.ir.values import Input, Link, Mode, Phase, Value
+from pipec.ir.values import Input, Link, Mode, Phase, Sizes, Value, Variable
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +89,14 @@ class Plan:
     ``outputs`` names the results in the order of the leaves of what the model returns; ``sums`` are those
     that add up over microbatches; ``logs`` are the names that the loss function gave to those after the loss;
     ``arguments`` names all leaves of ``step``'s arguments, of which ``inputs`` are those that a stage reads;
-    ``training`` is the mode that the model was captured in. ``link_seconds[i]`` is how long ``links[i]``
-    takes. ``parameters`` and ``buffers`` are named by FQN. ``ending`` is what the step does besides its
-    microbatches. ``microbatch_weight`` says how much the losses of microbatches count, if the graph does not:
-    by "rows", as they are ("sum"), or as a function says ("given"). ``alternatives`` are the other ways that
-    were considered, the fastest first, and ``shard_costs`` the levels of sharding, if there is something to
-    shard.
+    ``training`` is the mode that the model was captured in. ``variables`` are the sizes and numbers that may
+    be others in each call, and ``planned`` what they are where costs are predicted. The code is right if they
+    fulfil all ``guards``, such as ``t <= 512``, and are what ``fixed`` says. ``link_seconds[i]`` is how long
+    ``links[i]`` takes. ``parameters`` and ``buffers`` are named by FQN. ``ending`` is what the step does
+    besides its microbatches. ``microbatch_weight`` says how much the losses of microbatches count, if the
+    graph does not: by "rows", as they are ("sum"), or as a function says ("given"). ``alternatives`` are the
+    other ways that were considered, the fastest first, and ``shard_costs`` the levels of sharding, if there
+    is something to shard.
     """
 
     mode: Mode
@@ -114,6 +116,10 @@ class Plan:
     dynamic_batch: bool = True
     arguments: tuple[str, ...] = ()
     training: bool = True
+    variables: tuple[Variable, ...] = ()
+    planned: Sizes = field(default_factory=dict)
+    fixed: Sizes = field(default_factory=dict)
+    guards: tuple[str, ...] = ()
     ending: Ending = NOTHING_MORE
     microbatch_weight: str = ""
     alternatives: tuple[Alternative, ...] = ()
@@ -122,6 +128,11 @@ class Plan:
     def microbatches_on(self, stage: int, rank: int) -> range:
         """The microbatches that one of the ranks of ``stage`` runs."""
         return microbatches_on(self.placement, stage, rank, self.num_microbatches)
+
+    @property
+    def sizes(self) -> Sizes:
+        """What the names in shapes stand for where costs are predicted."""
+        return {"b": self.microbatch_size, **self.planned}
 
     @property
     def num_ranks(self) -> int:

@@ -14,13 +14,14 @@ A field that is -1 is left out. Columns are aligned with at least two spaces, an
 """
 
 import ast
+import functools
 import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from pipec.errors import ArtifactError
-from pipec.ir import Dim, Instruction, Link, Op, Payload, Phase, Program, Value
+from pipec.ir import Dim, Instruction, Link, Op, Payload, Phase, Program, Sizes, Value
 
 PHASE_LETTERS: Mapping[Phase, str] = {
     Phase.FORWARD: "F",
@@ -108,41 +109,102 @@ _OPERATORS: Mapping[type[ast.AST], Callable[..., int]] = {
     ast.USub: operator.neg,
 }
 
+_FUNCTIONS: Mapping[str, Callable[[Iterable[int]], int]] = {"max": max, "min": min}
+
+_COMPARISONS: Mapping[type[ast.cmpop], Callable[[float, float], bool]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}
+
+_UNREADABLE = (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError)
+
 _LARGEST_EXPONENT = 8
 _LARGEST_DIM = 2**63
 
 
-def evaluate_dim(dim: Dim, b: int) -> int:
-    """The number a dimension stands for when the microbatch holds ``b`` samples.
+def evaluate_dim(dim: Dim, sizes: Sizes) -> int:
+    """The number a dimension stands for, where its names stand for ``sizes``.
 
     Raises:
-        ArtifactError: ``dim`` is not an integer expression in ``b`` that fits 64 bits.
+        ArtifactError: ``dim`` is not an integer expression in these names that fits 64 bits.
     """
     if isinstance(dim, int):
         return dim
     try:
-        return _evaluate(ast.parse(dim, mode="eval").body, b)
-    except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError) as error:
-        shown = dim if len(dim) <= 60 else f"{dim[:60]}..."
+        return _evaluate(_parsed(dim), sizes)
+    except _UNREADABLE as error:
         raise ArtifactError(
-            f"dimension {shown!r} cannot be evaluated for b = {b}: {error}; "
-            "expected integers and b joined by + - * // % **"
+            f"dimension {_shown(dim)!r} cannot be evaluated for {_listed(sizes)}: {error}; "
+            f"expected integers and {', '.join(sizes) or 'no names'} joined by + - * // % **"
         ) from error
 
 
-def _evaluate(node: ast.expr, b: int) -> int:
+def holds(guard: str, sizes: Sizes) -> bool:
+    """Whether a condition on sizes, such as ``t <= 512``, is true.
+
+    Raises:
+        ArtifactError: ``guard`` compares anything but dimensions and numbers in the names of ``sizes``.
+    """
+    try:
+        match _parsed(guard):
+            case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARISONS:
+                return _COMPARISONS[type(op)](_number(left, sizes), _number(right, sizes))
+            case other:
+                raise ValueError(f"{type(other).__name__} is not allowed")
+    except _UNREADABLE as error:
+        raise ArtifactError(
+            f"condition {_shown(guard)!r} cannot be evaluated for {_listed(sizes)}: {error}; "
+            "expected two dimensions joined by == != < <= > or >="
+        ) from error
+
+
+def _number(node: ast.expr, sizes: Sizes) -> float:
+    """A side of a condition: a dimension; or a number, or the name of one."""
+    match node:
+        case ast.Constant(value=float(number)):
+            return number
+        case ast.Name(id=name) if isinstance(sizes.get(name), float):
+            return sizes[name]
+    return _evaluate(node, sizes)
+
+
+def names_in(dim: Dim) -> set[str]:
+    """The names that a dimension is written with."""
+    return set(re.findall(r"[A-Za-z_]\w*", dim)) if isinstance(dim, str) else set()
+
+
+def _shown(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def _listed(sizes: Sizes) -> str:
+    return ", ".join(f"{name} = {size}" for name, size in sizes.items()) or "no sizes"
+
+
+@functools.lru_cache(1 << 10)
+def _parsed(text: str) -> ast.expr:
+    return ast.parse(text, mode="eval").body
+
+
+def _evaluate(node: ast.expr, sizes: Sizes) -> int:
     match node:
         case ast.Constant(value=int(number)) if not isinstance(number, bool):
             result = number
-        case ast.Name(id="b"):
-            result = b
+        case ast.Name(id=name) if isinstance(size := sizes.get(name), int):
+            result = size
         case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
-            result = _OPERATORS[type(op)](_evaluate(operand, b))
+            result = _OPERATORS[type(op)](_evaluate(operand, sizes))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-            base, other = _evaluate(left, b), _evaluate(right, b)
+            base, other = _evaluate(left, sizes), _evaluate(right, sizes)
             if isinstance(op, ast.Pow) and not 0 <= other <= _LARGEST_EXPONENT:
                 raise ValueError(f"exponent {other} is not within 0 to {_LARGEST_EXPONENT}")
             result = _OPERATORS[type(op)](base, other)
+        case ast.Call(func=ast.Name(id=name), args=[_, *_], keywords=[]) if name in _FUNCTIONS:
+            result = _FUNCTIONS[name](_evaluate(argument, sizes) for argument in node.args)
         case _:
             raise ValueError(f"{type(node).__name__} is not allowed")
     if abs(result) >= _LARGEST_DIM:
@@ -150,8 +212,8 @@ def _evaluate(node: ast.expr, b: int) -> int:
     return result
 
 
-def value_bytes(value: Value, b: int) -> int:
-    """Bytes of a value when the microbatch holds ``b`` samples.
+def value_bytes(value: Value, sizes: Sizes) -> int:
+    """Bytes of a value where the names in its shape stand for ``sizes``.
 
     Raises:
         ArtifactError: its dtype is unknown, or a dimension cannot be evaluated.
@@ -159,7 +221,7 @@ def value_bytes(value: Value, b: int) -> int:
     if value.dtype not in _DTYPES:
         known = ", ".join(_DTYPES)
         raise ArtifactError(f"{value.name} has unknown dtype {value.dtype!r}; expected one of {known}")
-    return math.prod(evaluate_dim(dim, b) for dim in value.shape) * _DTYPES[value.dtype][1]
+    return math.prod(evaluate_dim(dim, sizes) for dim in value.shape) * _DTYPES[value.dtype][1]
 
 
 def format_program(program: Program) -> str:

@@ -1,10 +1,17 @@
 """Values of a cut graph, the links that carry them between stages, and the phases in which nodes run."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 Dim = int | str
-"""A dimension: a number, or an integer expression in the microbatch size ``b`` such as ``"128*b"``."""
+"""A dimension: a number, or an integer expression such as ``"128*b"``.
+
+Its names are ``b``, the microbatch size, and those of the plan's variables.
+"""
+
+Sizes = Mapping[str, int | float]
+"""The numbers that names in dimensions and in code stand for. Those in dimensions are whole."""
 
 
 class Phase(StrEnum):
@@ -74,6 +81,25 @@ class Value:
     name: str
     dtype: str
     shape: tuple[Dim, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """What changes from call to call: dimension ``dim`` of leaf ``position`` of the arguments.
+
+    If ``dim`` is None, the leaf itself is a number that changes. ``name`` stands for the size or the number
+    in shapes and in code. Dimensions with one name have one size.
+    """
+
+    name: str
+    position: int
+    path: str
+    dim: int | None
+
+    @property
+    def what(self) -> str:
+        """``dimension 1 of kwargs['input_ids']``"""
+        return self.path if self.dim is None else f"dimension {self.dim} of {self.path}"
 
 
 @dataclass(frozen=True, slots=True)

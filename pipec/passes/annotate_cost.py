@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pipec.cost.fingerprint import check_model
 from pipec.cost.formulas import Measured, OperatorCost, operator_cost
 from pipec.cost.profile import Profile
-from pipec.cost.symbols import tensor_sizes
+from pipec.cost.symbols import planned_sizes, tensor_sizes
 from pipec.graph import Gradient, TrainingGraph
 from pipec.hardware.devices import DeviceModel
 
@@ -33,8 +33,9 @@ class AnnotateCost:
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         nodes = graph.module.graph.nodes
         sizes = {node: tensor_sizes(node.meta.get("val")) for node in nodes}
+        planned = planned_sizes(graph)
         for node in nodes:
-            node.meta["cost"] = operator_cost(node, sizes, graph.batch, self.device)
+            node.meta["cost"] = operator_cost(node, sizes, planned, self.device)
         for result, node in graph.outputs:
             if isinstance(result, Gradient):
                 node.meta["cost"] = _accumulated(node.meta["cost"])

@@ -65,5 +65,5 @@ def _type(graph: TrainingGraph, node: fx.Node) -> str:
     if not is_tensor(node):
         return ""
     value = node.meta["val"]
-    sizes = ", ".join(dimension(size, graph.batch) for size in value.shape)
+    sizes = ", ".join(dimension(size, graph.symbols) for size in value.shape)
     return f": {str(value.dtype).removeprefix('torch.')}[{sizes}]"

@@ -13,12 +13,14 @@ from torch import Tensor
 
 from pipec.artifact.directory import write
 from pipec.capture.splitting import Batched, known_from
-from pipec.compiler.captures import Signature, Turn
-from pipec.compiler.compiler import Compiled, Compiler, Groups
+from pipec.compiler.captures import Turn
+from pipec.compiler.compiler import Compiler
+from pipec.compiler.groups import Compiled, Groups
 from pipec.errors import InputError
 from pipec.ir import Mode, Plan
 from pipec.ir.arguments import check_arguments
-from pipec.ir.batch import sizes_of_replicas
+from pipec.ir.batch import sizes_of_replicas, variable_values
+from pipec.pipeline.kept import Kept
 from pipec.pipeline.methods import METHODS
 from pipec.pipeline.turns import Asked, TurnTaker
 from pipec.plan.local_batch import check_local_batch
@@ -62,8 +64,8 @@ class Pipeline(TurnTaker):
     ) -> None:
         super().__init__(compiler, tensors, ranks, batch, updates, batched)
         self._weight = microbatch_weight
-        self._groups: dict[tuple[Signature, int], Groups] = {}
-        self._served: dict[tuple[Signature, int], set[frozenset[int]]] = {}
+        self._kept = Kept()
+        self._served: set[tuple[int, frozenset[int], tuple[float, ...]]] = set()
 
     def step(self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any) -> Any:
         """Run forward and backward of one mini-batch. Gradients are added to ``.grad``.
@@ -165,9 +167,13 @@ class Pipeline(TurnTaker):
         if groups[0][0].artifact.draws:
             torch.default_generator.set_state(turn.random_state)
 
+        kind, variables = turn.signature.kind, turn.signature.kind.variables
+
         def split(given: Given) -> StreamBatch | None:
             call = self._checked(Mode.TRAIN, given.args, dict(given.kwargs), given.target)
-            if (call.signature(), call.batch_size) != (turn.signature.kind.called, turn.call.batch_size):
+            if call.batch_size != turn.call.batch_size or call.signature(variables) != kind.called:
+                return None
+            if variable_values(variables, call.leaves) != variable_values(variables, turn.call.leaves):
                 return None
             (span,) = self._spans(replace(turn, call=call), [groups[0][1]])
             return execution.batch(call.leaves, span)
@@ -215,6 +221,7 @@ class Pipeline(TurnTaker):
         memo[id(self)] = made
         made._holders, made._emptied = dict(self._holders), emptied
         made._split_before = dict(self._split_before)
+        made._variables = copy.deepcopy(self._variables)
         forget(made, [fqn for fqn, first in self._canonical.items() if first in emptied.layouts])
         return made
 
@@ -274,23 +281,14 @@ class Pipeline(TurnTaker):
     def _compiled(self, turn: Turn) -> Groups:
         """What runs each group of consecutive microbatches, and their sizes.
 
-        There are two groups if one graph cannot serve both sizes of a batch that does not divide evenly. One
-        process compiles for all.
+        There are two groups if one graph cannot serve both sizes of a batch that does not divide evenly.
         """
-        kind, version, batch = turn.signature.kind, turn.signature.version, self._rows_to_compile(turn)
-        key = turn.signature, batch
-        is_new = key not in self._groups
-        if is_new:
-            request = repr((*kind.of_any_state, kind.state.facts, self._trains, version, batch))
-            made = self._ranks.once(request, functools.partial(self._compile, turn))
-            self._groups[key], self._read[kind.mode] = made
-            self._served[key] = set()
-            self._split_before |= known_from(turn.call)
-            self._forget(turn.signature.expired)
-        groups = self._groups[key]
-        if kind.mode is Mode.TRAIN:
+        rows = self._rows_to_compile(turn)
+        found = self._kept.find(turn.signature, rows, turn.call)
+        groups = found or self._compile(turn, rows)
+        if turn.signature.kind.mode is Mode.TRAIN:
             self._trained = groups[0][0].artifact
-        if is_new or self._unsettled:
+        if found is None or self._unsettled:
             self._keep_own_tensors(groups[0][0].artifact.plan)
             self._unsettled = False
         return groups if len(turn.rows) == 1 else self._of_local_batch(turn, groups)
@@ -308,27 +306,37 @@ class Pipeline(TurnTaker):
         check_local_batch(plan, self.num_replicas)
         sizes = sizes_of_replicas(turn.rows, plan.num_microbatches)
         kinds = frozenset(sizes) - {0}
-        served = self._served[turn.signature, self._rows_to_compile(turn)]
-        if kinds not in served:
+        values = variable_values(turn.signature.kind.variables, turn.call.leaves)
+        served = compiled.number, kinds, tuple(values.values())
+        if served not in self._served:
             request = f"microbatches of {sorted(kinds)} rows"
-            require = functools.partial(self._compiler.require_served, turn.signature, sorted(kinds))
+            require = functools.partial(self._compiler.require_served, turn.signature, sorted(kinds), values)
             self._ranks.once(request, require)
-            served.add(kinds)
+            self._served.add(served)
         return [(compiled, sizes)]
 
-    def _forget(self, signature: Signature) -> None:
-        """Let go of what was compiled for what the model's code read long ago."""
-        for key in [key for key in self._groups if key[0] == signature]:
-            del self._served[key]
-            for compiled, _ in self._groups.pop(key):
-                self._executions.pop(compiled.artifact, None)
+    def _compile(self, turn: Turn, rows: int) -> Groups:
+        """Compile in one process, for all, and let go of what was used longest ago."""
+        kind, version, call = turn.signature.kind, turn.signature.version, turn.call
+        change = self._variables.change(call, kind.mode)
 
-    def _compile(self, turn: Turn) -> tuple[Groups, dict[Place, Any]]:
-        call = turn.call
-        if len(turn.rows) > 1:
-            call = call.sample(self._rows_to_compile(turn), None)
-        with self._emptied.shaped(self._tensors.unique()):
-            return self._compiler.compile(turn.signature, call), self._compiler.read(turn.signature)
+        def compiled() -> tuple[Groups, dict[Place, Any]]:
+            whole = call if len(turn.rows) == 1 else call.sample(rows, None)
+            with self._emptied.shaped(self._tensors.unique()):
+                groups = self._compiler.compile(turn.signature, whole, change)
+                return groups, self._compiler.read(turn.signature)
+
+        values = variable_values(kind.variables, call.leaves)
+        request = repr((*kind.of_any_state, kind.state.facts, self._trains, version, rows, values))
+        groups, self._read[kind.mode] = self._ranks.once(request, compiled)
+        self._split_before |= known_from(call)
+        self._variables.note(call, kind.mode)
+        self._kept.add(turn.signature, rows, groups)
+        kept = {made.number: made.artifact for made in self._kept.compiled}
+        self._compiler.retain(kept)
+        self._executions = {made: x for made, x in self._executions.items() if made in kept.values()}
+        self._served = {served for served in self._served if served[0] in kept}
+        return groups
 
     def _run(self, turn: Turn, begun: Begun = nothing) -> Mapping[str, Tensor]:
         groups = self._compiled(turn)
@@ -358,10 +366,11 @@ class Pipeline(TurnTaker):
             structure = pytree.tree_structure(call.tree)
             call_of = functools.partial(pytree.tree_unflatten, treespec=structure)
             shares = loss_shares(self._weight, call.leaves, call_of, call.batched(), every)
+        values = variable_values(turn.signature.kind.variables, call.leaves)
         spans, start, first = list[Span](), 0, 0
         for sizes in groups:
             own = None if shares is None else shares[first : first + len(sizes)]
-            spans.append(Span(sizes, batch, start, first, own, self.replica, self.num_replicas))
+            spans.append(Span(sizes, batch, start, first, own, self.replica, self.num_replicas, values))
             start, first = start + sum(sizes), first + len(sizes)
         return spans
 

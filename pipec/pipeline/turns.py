@@ -16,6 +16,7 @@ from torch import Tensor
 from pipec.capture.call import Call
 from pipec.capture.splitting import Batched, divide, positional_names, refuse_own_batches
 from pipec.capture.state import State
+from pipec.capture.variables import Variables
 from pipec.compiler.captures import Kind, Signature, Turn
 from pipec.compiler.compiler import Compiler
 from pipec.errors import InputError, PipecError
@@ -62,6 +63,7 @@ class TurnTaker(HeldModel):
         self._batch = batch
         self._batched = batched
         self._split_before: dict[str, bool] = {}
+        self._variables = Variables()
         self._read: dict[Mode, dict[Place, Any]] = {}
         if batch == "local":
             self._remedy = _LIKE_PARTS
@@ -94,7 +96,7 @@ class TurnTaker(HeldModel):
         if not self._ranks.world.distributed:
             self._follow_model()
             call = self._checked(asked.mode, args, kwargs, target)
-            kind = _kind(asked, call, self._state(asked.mode))
+            kind = self._kind(asked, call, self._state(asked.mode))
             seed, after = next_seed()
             return Turn(call, Signature(kind, self._compiler.version(kind)), seed, after, (call.batch_size,))
         call, refusal = Call((), {}), None
@@ -138,7 +140,7 @@ class TurnTaker(HeldModel):
         elif self._batch == "local":
             facts |= _facts_of_any_part(call, asked)
             part = _facts_of_rows(call, asked)
-        kind = _kind(asked, call, state) if self._passes and refusal is None else None
+        kind = self._kind(asked, call, state) if self._passes and refusal is None else None
         notes = self._notes(kind) + ([call.batch_size, _digest(part)] if part else [])
         presence = Presence.OPTIONAL if self._batch == "local" else Presence.NEEDED
         every = self._require_same(asked.name, facts, notes, presence)
@@ -150,7 +152,7 @@ class TurnTaker(HeldModel):
         if self._changes_model(every):
             return self._together(asked, call, None)
         call = self._sent(asked, call) if self._batch == "rank0" else call
-        return _turn(call, _kind(asked, call, state), every, rows)
+        return _turn(call, self._kind(asked, call, state), every, rows)
 
     def _joined(self) -> tuple[Asked, Turn] | None:
         """The next call of the ranks that have rows, which this one has not; None if all have joined."""
@@ -163,7 +165,7 @@ class TurnTaker(HeldModel):
         asked, call, every = self._told_the_joined(every)
         if self._changes_model(every):
             return self._joined()
-        return asked, _turn(call, _kind(asked, call, self._state(asked.mode)), every, rows)
+        return asked, _turn(call, self._kind(asked, call, self._state(asked.mode)), every, rows)
 
     def _told_the_joined(
         self, every: Sequence[Told], asked: Asked | None = None, call: Call | None = None
@@ -189,7 +191,7 @@ class TurnTaker(HeldModel):
                 "optimizer outside of the programs would not make its update on ranks that have joined"
             )
         state = self._state(asked.mode)
-        notes = self._notes(_kind(asked, call, state))
+        notes = self._notes(self._kind(asked, call, state))
         return asked, call, self._require_same(asked.name, self._model_facts(asked, state), notes)
 
     def _notes(self, kind: Kind | None) -> list[int]:
@@ -217,6 +219,10 @@ class TurnTaker(HeldModel):
         sent, structure = self._ranks.agreement.from_rank(0, doing, *pytree.tree_flatten(call.tree))
         return self._divided(Call(*pytree.tree_unflatten(sent, structure)))
 
+    def _kind(self, asked: Asked, call: Call, state: State) -> Kind:
+        variables = self._variables.of(call, asked.mode)
+        return Kind(asked.mode, call.signature(variables), asked.outputs, state, variables)
+
     def _state(self, mode: Mode) -> State:
         return State.of(self._compiler.model, mode, self._emptied.shapes(self._tensors.unique()))
 
@@ -243,10 +249,6 @@ class TurnTaker(HeldModel):
 
 _TRAINED, _ROWS = 2, 3
 """Where among the notes of a rank are the digest of what is trained and the rows of its part, if any."""
-
-
-def _kind(asked: Asked, call: Call, state: State) -> Kind:
-    return Kind(asked.mode, call.signature(), asked.outputs, state)
 
 
 def _turn(call: Call, kind: Kind, every: Sequence[Told], rows: tuple[int, ...] | None) -> Turn:

@@ -9,7 +9,7 @@ from torch import fx
 from pipec.cost.formulas import node_bytes
 from pipec.cost.symbols import evaluate
 from pipec.graph import ModelInput, Output, TrainingGraph, is_tensor, is_view, memory_of, stage_of
-from pipec.graph.dimensions import dimension
+from pipec.graph.dimensions import condition, dimension
 from pipec.graph.functions import Function, StageFunctions, of_batch_nodes
 from pipec.hardware.topology import Topology
 from pipec.ir import (
@@ -22,6 +22,7 @@ from pipec.ir import (
     Placement,
     Plan,
     Schedule,
+    Sizes,
     Stage,
     StageCost,
     StageMemory,
@@ -55,6 +56,7 @@ def build_plan(
     )
     parameters = _held(graph, (node for stage in stages for node in stage.parameters))
     values = {value.name: value for value in parameters}
+    sizes = {"b": microbatch_size, **graph.planned}
     return Plan(
         mode=graph.mode,
         schedule=schedule.name,
@@ -73,9 +75,7 @@ def build_plan(
             for stage in stages
         ),
         links=links,
-        link_seconds=tuple(
-            _link_seconds(each, schedule.placement, topology, microbatch_size) for each in links
-        ),
+        link_seconds=tuple(_link_seconds(each, schedule.placement, topology, sizes) for each in links),
         parameters=parameters,
         buffers=_held(graph, (node for stage in stages for node in stage.buffers)),
         inputs=tuple(_inputs(graph, stages, names)),
@@ -85,8 +85,22 @@ def build_plan(
         dynamic_batch=graph.batch is not None,
         arguments=graph.paths,
         training=graph.training,
+        variables=graph.variables,
+        planned=graph.planned,
+        fixed=graph.fixed,
+        guards=tuple(_guards(graph)),
         ending=build_ending(ending, graph.mode, stages, values, links, schedule.placement, topology),
     )
+
+
+def _guards(graph: TrainingGraph) -> Iterator[str]:
+    """The conditions under which the code is right. Torch gives sizes of 0 and 1 graphs of their own."""
+    for name in dict.fromkeys(graph.variable_symbols.values()):
+        if isinstance(graph.planned[name], int):
+            yield f"{name} >= 2"
+    for guard in graph.guards:
+        if guard.free_symbols & {*graph.variable_symbols}:
+            yield condition(guard, graph.symbols)
 
 
 def _speed(topology: Topology, placement: Placement, stage: int) -> float:
@@ -94,9 +108,9 @@ def _speed(topology: Topology, placement: Placement, stage: int) -> float:
     return min(topology.devices[rank].speed for rank in placement[stage])
 
 
-def _link_seconds(link: Link, placement: Placement, topology: Topology, size: int) -> float:
+def _link_seconds(link: Link, placement: Placement, topology: Topology, sizes: Sizes) -> float:
     """How long a message takes on the slowest of its ways; a result goes to every other rank."""
-    num_bytes = sum(value_bytes(value, size) for value in link.values)
+    num_bytes = sum(value_bytes(value, sizes) for value in link.values)
     if link.payload is Payload.RESULT:
         return topology.slowest_link.seconds(num_bytes)
     turns = math.lcm(len(placement[link.source]), len(placement[link.target]))
@@ -212,7 +226,7 @@ def value_of(graph: TrainingGraph, node: fx.Node, name: str) -> Value:
 
 
 def _dim(graph: TrainingGraph, size: int | torch.SymInt) -> Dim:
-    return size if isinstance(size, int) else dimension(size, graph.batch)
+    return size if isinstance(size, int) else dimension(size, graph.symbols)
 
 
 def _batched(value: Value) -> Value:

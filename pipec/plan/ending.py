@@ -103,7 +103,7 @@ def fused(parameters: Sequence[Value], most_bytes: float) -> Iterator[tuple[Valu
     group: list[Value] = []
     held = 0
     for value in parameters:
-        num_bytes = value_bytes(value, 1)
+        num_bytes = value_bytes(value, {})
         if group and held + num_bytes > most_bytes:
             yield tuple(group)
             group, held = [], 0
@@ -122,7 +122,9 @@ def _gradients(stage: StageFunctions) -> dict[str, bool]:
 def priced(bucket: Bucket, ranks: Sequence[int], topology: Topology, asked: Ending) -> Bucket:
     """The bucket with its seconds. Where state is sharded, each replica gets its share of the sums alone."""
     travelling = [replace(v, dtype=asked.gradient_dtype or v.dtype) for v in bucket.parameters]
-    reduced, gathered = (sum(value_bytes(v, 1) for v in values) for values in (travelling, bucket.parameters))
+    reduced, gathered = (
+        sum(value_bytes(v, {}) for v in values) for values in (travelling, bucket.parameters)
+    )
     reduce_seconds = gather_seconds if asked.shard else all_reduce_seconds
     num_hosts = fastest_num_hosts(topology, ranks, gathered)
     return replace(

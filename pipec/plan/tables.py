@@ -105,7 +105,7 @@ def _span(stage: Stage) -> str:
 def sent_bytes(plan: Plan, stage: int) -> int:
     """Bytes a stage sends for one microbatch, both ways."""
     return sum(
-        value_bytes(value, plan.microbatch_size)
+        value_bytes(value, plan.sizes)
         for link in plan.links
         if link.source == stage and link.payload.per_microbatch
         for value in link.values

@@ -65,8 +65,8 @@ def with_updates(plan: Plan, facts: OptimizerFacts, bytes_per_second: float) -> 
 def _share(
     bucket: Bucket, num_replicas: int, state: Mapping[str, int], elementwise: frozenset[str]
 ) -> _Share:
-    sizes = {value.name: value_bytes(value, 1) for value in bucket.parameters}
-    item = value_bytes(replace(bucket.parameters[0], shape=()), 1)
+    sizes = {value.name: value_bytes(value, {}) for value in bucket.parameters}
+    item = value_bytes(replace(bucket.parameters[0], shape=()), {})
     divide = even_slices if elementwise >= sizes.keys() else whole_tensors
     sharding = divide({name: size // item for name, size in sizes.items()}, num_replicas)
     width = sharding.width * item
@@ -92,7 +92,7 @@ def _updated(
     memory, ending = stage.cost.memory, plan.ending
     divided = {number: shares[number] for number in ending.buckets_of(stage.index) if number in shares}
     names = {name for number in divided for name in ending.buckets[number].names}
-    borrowed = sum(value_bytes(v, 1) for v in plan.parameters if v.name in stage.borrowed)
+    borrowed = sum(value_bytes(v, {}) for v in plan.parameters if v.name in stage.borrowed)
     kept = sum(state.get(name, 0) for name in stage.parameters if name not in names | {*stage.borrowed})
     for number, share in divided.items():
         memory = _divided(plan, stage, ending.buckets[number], share, memory)
@@ -111,8 +111,8 @@ def _updated(
 def _travelling_bytes(plan: Plan, bucket: int) -> int:
     """The memory in which the gradients of a bucket are summed, which replicas keep from step to step."""
     values, dtype = plan.ending.buckets[bucket].parameters, plan.ending.gradient_dtype
-    as_they_are = sum(value_bytes(value, 1) for value in values)
-    return min(as_they_are, sum(value_bytes(replace(v, dtype=dtype or v.dtype), 1) for v in values))
+    as_they_are = sum(value_bytes(value, {}) for value in values)
+    return min(as_they_are, sum(value_bytes(replace(v, dtype=dtype or v.dtype), {}) for v in values))
 
 
 def _divided(plan: Plan, stage: Stage, bucket: Bucket, share: _Share, memory: StageMemory) -> StageMemory:

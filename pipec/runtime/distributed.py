@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipec.errors import PipecError, TransportError
-from pipec.ir import Instruction, Link, Op, Program, Value
+from pipec.ir import Instruction, Link, Op, Program, Sizes, Value
 from pipec.ir.text import evaluate_dim, format_link
 from pipec.runtime.connections import Connections, Direction, GlooConnections
 from pipec.runtime.group import Group
@@ -258,8 +258,8 @@ class _Receiver:
         self._doing = f"receiving {_message(instruction)} from rank {instruction.peer}"
         self._posted: list[tuple[Tensor, dist.Work | None]] = []
 
-    def post(self, size: int) -> None:
-        tensors = [buffer.view(size) for buffer in self._buffers]
+    def post(self, sizes: Sizes) -> None:
+        tensors = [buffer.view(sizes) for buffer in self._buffers]
         with self._transport.explaining(self._doing) as connections:
             self._posted = [
                 (tensor, connections.receive(tensor, self._peer, self._tag) if tensor.numel() else None)
@@ -283,9 +283,9 @@ class _Buffer:
         self._device = device
         self._memory = torch.empty(0)
 
-    def view(self, size: int) -> Tensor:
-        """A tensor of the value's shape for ``size`` samples, with undefined contents."""
-        shape = [evaluate_dim(dim, size) for dim in self._value.shape]
+    def view(self, sizes: Sizes) -> Tensor:
+        """A tensor of the value's shape where its names stand for ``sizes``, with undefined contents."""
+        shape = [evaluate_dim(dim, sizes) for dim in self._value.shape]
         count = math.prod(shape)
         if self._memory.numel() < count or not is_exclusive(self._memory):
             dtype = getattr(torch, self._value.dtype)

@@ -121,7 +121,7 @@ class Linked(Generic[Interprets]):
         """What stages must know of the batch. Where replicas have parts of it, they put it together."""
         plan = self.artifact.plan
         if not span.is_local:
-            return values_of_batch(self._of_batch, plan, leaves, microbatches, span.sizes, span.batch)
+            return values_of_batch(self._of_batch, plan, leaves, microbatches, span)
         transport = self._ranks.distributed
 
         def group_of(stage: int) -> Group:

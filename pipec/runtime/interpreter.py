@@ -65,7 +65,7 @@ class Interpreter:
         self._updating = Updating(updates)
         loss = loss_of(plan)
         self._rank = Rank(
-            program.rank, plan, self._stages, self._results, {}, [], transport, loss, [0], self._updating
+            program.rank, plan, self._stages, self._results, {}, [], {}, transport, loss, [0], self._updating
         )
         self._linked = link(program, self._rank)
         self._instructions = [each.instruction for each in self._linked]
@@ -123,14 +123,16 @@ class Interpreter:
 
     def _begin_step(self, microbatches: Sequence[Mapping[str, Tensor]], span: Span, seed: int) -> None:
         self._rank.sizes[:] = [*span.sizes, span.num_rows]
+        self._rank.values.clear()
+        self._rank.values.update(span.values)
         shares = span.loss_shares
         for stage in self._stages.values():
             stage.begin_step()
             for microbatch in self._own[stage.index]:
                 if not span.sizes[microbatch]:
                     continue
-                inputs, size = microbatches[microbatch], span.sizes[microbatch]
-                frame = stage.fill_frame(microbatch, (seed, span.first + microbatch), size)
+                inputs, sizes = microbatches[microbatch], self._rank.sizes_with(span.sizes[microbatch])
+                frame = stage.fill_frame(microbatch, (seed, span.first + microbatch), sizes)
                 frame.update(
                     {name: inputs[name].to(self._device, non_blocking=True) for name in stage.inputs}
                 )
@@ -170,10 +172,12 @@ class Interpreter:
             for value in made.values:
                 if span.is_local and has_rows(value):
                     own = self._part(value, ranks[span.replica], made.source, span)
-                    merged[value.name] = empty_like(value, self._device) if own is None else own
+                    merged[value.name] = empty_like(value, span.values, self._device) if own is None else own
                 else:
                     parts = [self._part(value, rank, made.source, span) for rank in ranks]
-                    merged[value.name] = join_replicas(value, parts, span.sizes, value.name in plan.sums)
+                    merged[value.name] = join_replicas(
+                        value, parts, span.sizes, span.values, value.name in plan.sums
+                    )
         return merged
 
     def _part(self, value: Value, rank: int, stage: int, span: Span) -> Tensor | None:
@@ -181,7 +185,7 @@ class Interpreter:
         if not any(span.sizes[each] for each in self._rank.plan.microbatches_on(stage, rank)):
             return None
         if rank == self._rank.number:
-            return self._results.merged(value.name, span.sizes)
+            return self._results.merged(value.name, span.sizes, span.values)
         return self._rank.received[value.name, rank]
 
     def _forget_step(self) -> None:

@@ -70,7 +70,8 @@ class Linker:
     def __init__(self, rank: Rank) -> None:
         self.closing: list[Linked] = []
         self._rank = rank
-        self._always = _ALWAYS | {"grad_loss"} if rank.loss else _ALWAYS
+        variables = {variable.name for variable in rank.plan.variables}
+        self._always = _ALWAYS | variables | ({"grad_loss"} if rank.loss else set())
         self._inputs = {"share", *(entry.value.name for entry in rank.plan.inputs)}
         self._inputs |= {name for stage in rank.plan.stages for name in stage.of_batch}
         self._present: dict[tuple[int, int], dict[str, Delivery]] = defaultdict(dict)
@@ -112,7 +113,7 @@ class Linker:
         self.closing += [Linked(*left) for left in self._ending.left()]
 
     def _receive(self, instruction: Instruction) -> Action:
-        link, microbatch, sizes = _link_of(instruction), instruction.microbatch, self._rank.sizes
+        link, microbatch, rank = _link_of(instruction), instruction.microbatch, self._rank
         receiver = self._rank.transport.receiver(instruction, self._tag(link))
         sink, wait, post = self._sink(link, microbatch, instruction.peer), receiver.wait, receiver.post
         made_of = self._microbatches(instruction)
@@ -121,7 +122,7 @@ class Linker:
             sink(wait())
 
         def deliver_if_made() -> None:
-            if any(sizes[each] for each in made_of):
+            if any(rank.sizes[each] for each in made_of):
                 deliver()
 
         if link.payload is Payload.OUTCOME:
@@ -135,8 +136,10 @@ class Linker:
         if link.payload is Payload.RESULT:
             results, away = self._rank.results, self._is_away(instruction.peer)
             assert isinstance(results, Results), "only a step returns results at its end"
-            return lambda: post(0 if away and results.is_local else sum(sizes[each] for each in made_of))
-        return lambda: post(sizes[microbatch])
+            return lambda: post(
+                rank.sizes_with(0 if away and results.is_local else sum(rank.sizes[each] for each in made_of))
+            )
+        return lambda: post(rank.sizes_with(rank.sizes[microbatch]))
 
     def _send(self, instruction: Instruction) -> Action:
         link = _link_of(instruction)
@@ -185,10 +188,10 @@ class Linker:
             case Payload.ACTIVATION | Payload.GRADIENT | Payload.OUTCOME:
                 return self._take(link.source, microbatch, names, f"the link to stage {link.target}")
             case Payload.RESULT:
-                results, sizes = self._rank.results, self._rank.sizes
+                results, rank = self._rank.results, self._rank
                 assert isinstance(results, Results), "only a step returns results at its end"
                 fetch = results.sent_away if away else results.merged
-                return lambda: [fetch(name, sizes[:-1]) for name in names]
+                return lambda: [fetch(name, rank.sizes[:-1], rank.values) for name in names]
         stage = self._rank.stages[link.source]
         indices = [stage.code.PARAMETERS.index(name) for name in names]
         if link.payload is Payload.WEIGHT:

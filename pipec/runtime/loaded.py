@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from pipec.artifact.check import read_verified
 from pipec.artifact.directory import Artifact
 from pipec.errors import InputError
-from pipec.ir import Ending, Input, Plan, Value
+from pipec.ir import Ending, Input, Plan, Sizes, Value
 from pipec.ir.arguments import (
     FLAG,
     FUNCTION,
@@ -25,8 +25,8 @@ from pipec.ir.arguments import (
     number,
     one_of,
 )
-from pipec.ir.batch import leaf_path, split_sizes
-from pipec.ir.text import format_value
+from pipec.ir.batch import leaf_path, split_sizes, variable_values
+from pipec.ir.text import evaluate_dim, format_value, holds, names_in
 from pipec.runtime.batch import dense
 from pipec.runtime.batches import Given
 from pipec.runtime.execution import Ranks
@@ -142,9 +142,11 @@ class LoadedPipeline(Streams):
         execution = self._execution(self._artifact)
         assert isinstance(execution, StreamExecution), "a schedule without a flush has programs without end"
 
-        def split(given: Given) -> StreamBatch:
-            batch = self._batch_of(given)
-            return execution.batch(batch.leaves, batch.span(self._weight))
+        def split(given: Given) -> StreamBatch | None:
+            other = self._batch_of(given)
+            if other.values != batch.values:
+                return None
+            return execution.batch(other.leaves, other.span(self._weight))
 
         return CompiledStream(execution, seed, split, lambda: True)
 
@@ -200,15 +202,17 @@ class LoadedPipeline(Streams):
     def _checked(self, leaves: Sequence[Any], call_of: CallOf) -> "_Batch":
         leaves, plan = [dense(leaf) for leaf in leaves], self.plan
         rows = _batch_size(plan, leaves)
-        for given in plan.inputs:
-            _check(given, leaves, rows)
         sizes = split_sizes(rows, plan.num_microbatches)
+        values = _values(plan, leaves)
+        for given in plan.inputs:
+            _check(given, leaves, {"b": rows, **values})
+        _check_guards(plan, sizes, values)
         if not plan.dynamic_batch and set(sizes) != {plan.microbatch_size}:
             raise InputError(
                 f"this artifact takes microbatches of exactly {plan.microbatch_size} rows, so a batch of "
                 f"{plan.microbatch_size * plan.num_microbatches}; the batch has {rows}"
             )
-        return _Batch(leaves, call_of, rows, sizes)
+        return _Batch(leaves, call_of, rows, sizes, values)
 
     def train(self, mode: bool = True) -> "LoadedPipeline":
         """Do nothing if that is the mode that the artifact was made in.
@@ -232,18 +236,19 @@ class LoadedPipeline(Streams):
 
 @dataclass(frozen=True)
 class _Batch:
-    """The leaves of a call, which has so many rows, and the rows of its microbatches."""
+    """The leaves of a call, which has so many rows, the rows of its microbatches, and its other sizes."""
 
     leaves: list[Any]
     call_of: CallOf
     rows: int
     sizes: list[int]
+    values: Sizes
 
     def span(self, weight: MicrobatchWeight) -> Span:
         """All of the batch, with what its microbatches weigh."""
         batched = [isinstance(leaf, Tensor) and leaf.shape[:1] == (self.rows,) for leaf in self.leaves]
         shares = loss_shares(weight, self.leaves, self.call_of, batched, self.sizes)
-        return Span(self.sizes, self.rows, shares=shares)
+        return Span(self.sizes, self.rows, shares=shares, values=self.values)
 
 
 def _tensors_of(
@@ -312,10 +317,44 @@ def _batch_size(plan: Plan, leaves: Sequence[Any]) -> int:
     raise InputError(f"the arguments hold no batch; expected {expected}")
 
 
-def _check(given: Input, leaves: Sequence[Any], batch: int) -> None:
+def _values(plan: Plan, leaves: Sequence[Any]) -> Sizes:
+    """The size or number of each variable. Raises InputError if an argument lacks it, or two disagree."""
+    found: dict[str, int | float] = {}
+    for variable in plan.variables:
+        leaf = leaves[variable.position] if variable.position < len(leaves) else None
+        expected = type(plan.planned[variable.name])
+        if variable.dim is None and type(leaf) is not expected:
+            raise InputError(f"{variable.path} is {leaf!r}; expected a number of type {expected.__name__}")
+        if variable.dim is not None and not (isinstance(leaf, Tensor) and leaf.ndim > variable.dim):
+            raise InputError(f"{variable.path} has no dimension {variable.dim}, which is {variable.name}")
+        value = variable_values([variable], leaves)[variable.name]
+        if found.setdefault(variable.name, value) != value:
+            raise InputError(
+                f"dimension {variable.dim} of {variable.path} is {value}, but {variable.name} is "
+                f"{found[variable.name]} in other arguments; the artifact was made for equal ones"
+            )
+    return found
+
+
+def _check_guards(plan: Plan, rows: Iterable[int], values: Sizes) -> None:
+    """Raise InputError where the code of the artifact is not right for these sizes and numbers."""
+    conditions = [*(f"{name} == {fixed}" for name, fixed in plan.fixed.items()), *plan.guards]
+    for sizes in ({"b": each, **values} for each in {*rows}):
+        for condition in conditions:
+            if not holds(condition, sizes):
+                read = [name for name in sizes if name in names_in(condition)]
+                found = " and ".join(f"{name} = {sizes[name]}" for name in read)
+                what = ", ".join(each.what for each in plan.variables if each.name in read)
+                raise InputError(
+                    f"this artifact is right where {condition}, but the arguments have {found}: {what}; "
+                    "save one that was compiled for such arguments"
+                )
+
+
+def _check(given: Input, leaves: Sequence[Any], sizes: Sizes) -> None:
     """Raise InputError unless the argument has the dtype and the shape that the plan says."""
     leaf = _leaf(given, leaves)
-    shape = tuple(batch if size == "b" else size for size in given.value.shape)
+    shape = tuple(evaluate_dim(dim, sizes) for dim in given.value.shape)
     dtype = getattr(torch, given.value.dtype)
     if not (isinstance(leaf, Tensor) and leaf.dtype == dtype and leaf.shape == shape):
         found = f"{leaf.dtype} of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)

@@ -2,13 +2,13 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipec.ir import Plan, Stage
+from pipec.ir import Plan, Sizes, Stage
 from pipec.runtime.group import Group
 from pipec.runtime.results import empty_like
 from pipec.runtime.span import Span
@@ -24,12 +24,12 @@ class OfBatch:
     buffers: Mapping[str, Tensor]
     device: torch.device
 
-    def values(self, inputs: Mapping[str, Tensor], b: int) -> dict[str, Tensor]:
-        """By name, the values of ``inputs`` that have ``b`` rows."""
+    def values(self, inputs: Mapping[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
+        """By name, the values of ``inputs``, in which ``b`` rows and the variables have these ``sizes``."""
         if not self.stage.of_batch:
             return {}
         known: dict[str, Any] = {
-            "b": b,
+            **sizes,
             "device": self.device,
             "buffers": [self.buffers[fqn] for fqn in self.code.BUFFERS],
         }
@@ -45,10 +45,9 @@ def values_of_batch(
     plan: Plan,
     leaves: Sequence[Any],
     microbatches: Sequence[Mapping[str, Tensor]],
-    sizes: Sequence[int],
-    rows: int,
+    span: Span,
 ) -> dict[str, Tensor]:
-    """By name, what the stages of this process need of the batch ``leaves``, which has so many ``rows``.
+    """By name, what the stages of this process need of the batch ``leaves``, of which ``span`` is run.
 
     Code for microbatches of one size cannot take the batch. Its values are sums, and added up.
     """
@@ -56,9 +55,12 @@ def values_of_batch(
     whole = {given.value.name: leaves[given.position] for given in plan.inputs}
     for function in functions:
         if plan.dynamic_batch:
-            found |= function.values(whole, rows)
+            found |= function.values(whole, {**span.values, "b": span.batch})
         else:
-            parts = [function.values(each, size) for each, size in zip(microbatches, sizes, strict=True)]
+            parts = [
+                function.values(each, {**span.values, "b": size})
+                for each, size in zip(microbatches, span.sizes, strict=True)
+            ]
             found |= {name: torch.stack([part[name] for part in parts]).sum(0) for name in parts[0]}
     return found
 
@@ -77,11 +79,14 @@ def values_of_local_batch(
     """
     own = [microbatch for microbatch in span.own if span.sizes[microbatch]]
     parts, sizes = [microbatches[each] for each in own], [span.sizes[each] for each in own]
+    part = replace(span, sizes=sizes, batch=sum(sizes))
     found: dict[str, Tensor] = {}
     for function in functions:
-        made = values_of_batch([function], plan, leaves, parts, sizes, sum(sizes)) if own else {}
+        made = values_of_batch([function], plan, leaves, parts, part) if own else {}
         for value in function.stage.of_batch_sums:
-            term = made[value.name] if own else torch.zeros_like(empty_like(value, function.device))
+            term = (
+                made[value.name] if own else torch.zeros_like(empty_like(value, span.values, function.device))
+            )
             found[value.name] = _sum(term, group_of(function.stage.index))
     return found
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from pipec.ir import Plan
+from pipec.ir import Plan, Sizes
 from pipec.runtime.results import merge, result_values, weighted_sum
 
 
@@ -13,12 +13,14 @@ from pipec.runtime.results import merge, result_values, weighted_sum
 class StreamBatch:
     """One mini-batch of a stream, split: the inputs by name and the rows of each microbatch.
 
-    ``shares`` are what the losses of microbatches are multiplied by.
+    ``shares`` are what the losses of microbatches are multiplied by, ``values`` the other sizes that shapes
+    have names for.
     """
 
     microbatches: Sequence[Mapping[str, Tensor]]
     sizes: Sequence[int]
     shares: Sequence[float]
+    values: Sizes = field(default_factory=dict)
 
 
 @dataclass
@@ -72,5 +74,7 @@ class Outcomes:
             if name == "loss":
                 merged[name] = weighted_sum(in_order, batch.shares)
             else:
-                merged[name] = merge(value, in_order, batch.sizes, sum(batch.sizes), name in self._sums)
+                merged[name] = merge(
+                    value, in_order, batch.sizes, sum(batch.sizes), batch.values, name in self._sums
+                )
         return merged

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pipec.ir import Plan, Value
+from pipec.ir import Plan, Sizes, Value
 from pipec.runtime.compute import Action
 from pipec.runtime.outcomes import Outcomes
 from pipec.runtime.results import Results
@@ -35,6 +35,7 @@ class Rank:
 
     ``sizes`` is set anew for each step: the number of samples in each microbatch, then that in the batch. A
     link that moves once per step has microbatch -1, and so finds the size of the batch at ``sizes[-1]``.
+    ``values`` is set with it: the other sizes that shapes have names for.
     ``received`` has what other ranks made of results, by name and rank; ``loss`` is the result that training
     differentiates.
     ``arrival[0]`` is the time, by ``time.perf_counter_ns``, when an action last had all that it waited for.
@@ -47,11 +48,16 @@ class Rank:
     results: Results | Outcomes
     received: dict[tuple[str, int], Tensor]
     sizes: list[int]
+    values: dict[str, int | float]
     transport: Transport
     loss: Value | None
     arrival: list[int]
     updating: Updating
     over: dict[int, int] = field(default_factory=dict)
+
+    def sizes_with(self, rows: int) -> Sizes:
+        """What the names in the shape of a value with so many rows stand for."""
+        return {**self.values, "b": rows}
 
     def note_arrival(self) -> None:
         self.arrival[0] = time.perf_counter_ns()

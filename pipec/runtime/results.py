@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from pipec.errors import InputError, VerifyError
-from pipec.ir import Payload, Plan, Value
-from pipec.ir.text import evaluate_dim, format_value
+from pipec.ir import Payload, Plan, Sizes, Value
+from pipec.ir.text import evaluate_dim, format_value, names_in
 from pipec.runtime.span import Span
 
 
@@ -65,7 +65,7 @@ class Results:
             if name in sent:
                 parts[microbatch] = sent[name]
 
-    def merged(self, name: str, sizes: Sequence[int]) -> Tensor:
+    def merged(self, name: str, sizes: Sequence[int], values: Sizes) -> Tensor:
         """What this rank's microbatches contribute to a result of the batch; see ``merge``."""
         if name not in self._merged:
             parts = self._parts.pop(name)
@@ -76,17 +76,23 @@ class Results:
                 self._merged[name] = weighted_sum(in_order, shares)
             else:
                 own_sizes, adds_up = [sizes[microbatch] for microbatch in own], name in self._sums
-                self._merged[name] = merge(self._values[name], in_order, own_sizes, sum(sizes), adds_up)
+                value, batch = self._values[name], sum(sizes)
+                self._merged[name] = merge(value, in_order, own_sizes, batch, values, adds_up)
         return self._merged[name]
 
-    def sent_away(self, name: str, sizes: Sequence[int]) -> Tensor:
+    def sent_away(self, name: str, sizes: Sequence[int], values: Sizes) -> Tensor:
         """What ranks of other pipelines get of a result."""
-        whole, value = self.merged(name, sizes), self._values[name]
-        return empty_like(value, whole.device) if self.is_local and has_rows(value) else whole
+        whole, value = self.merged(name, sizes, values), self._values[name]
+        return empty_like(value, values, whole.device) if self.is_local and has_rows(value) else whole
 
 
 def merge(
-    value: Value, parts: Sequence[Tensor], sizes: Sequence[int], batch: int, adds_up: bool = False
+    value: Value,
+    parts: Sequence[Tensor],
+    sizes: Sequence[int],
+    batch: int,
+    values: Sizes,
+    adds_up: bool = False,
 ) -> Tensor:
     """Join the parts of microbatches that hold ``sizes`` of the samples of a batch into a new tensor.
 
@@ -98,7 +104,7 @@ def merge(
         InputError: the parts cannot stand for the whole batch.
     """
     if dims := _batch_dims(value):
-        return _concatenate(value, parts, dims[0], sum(sizes))
+        return _concatenate(value, parts, dims[0], {**values, "b": sum(sizes)})
     if adds_up:
         return torch.stack(list(parts)).sum(0, dtype=parts[0].dtype)
     if parts[0].is_floating_point() or parts[0].is_complex():
@@ -107,7 +113,11 @@ def merge(
 
 
 def join_replicas(
-    value: Value, made: Sequence[Tensor | None], sizes: Sequence[int], adds_up: bool = False
+    value: Value,
+    made: Sequence[Tensor | None],
+    sizes: Sequence[int],
+    values: Sizes,
+    adds_up: bool = False,
 ) -> Tensor:
     """The result of the batch from what ``merge`` made on each replica, of microbatches in turn.
 
@@ -121,10 +131,8 @@ def join_replicas(
     if count == 1:
         return parts[0]
     if dims := _batch_dims(value):
-        rows = [
-            iter(part.split([evaluate_dim(value.shape[dims[0]], size) for size in sizes[k::count]], dims[0]))
-            for k, part in enumerate(parts)
-        ]
+        along = [evaluate_dim(value.shape[dims[0]], {**values, "b": size}) for size in sizes]
+        rows = [iter(part.split(along[k::count], dims[0])) for k, part in enumerate(parts)]
         return torch.cat([next(rows[microbatch % count]) for microbatch in range(len(sizes))], dims[0])
     if adds_up or parts[0].is_floating_point() or parts[0].is_complex():
         return torch.stack(list(parts)).sum(0, dtype=parts[0].dtype)
@@ -152,7 +160,9 @@ def join(plan: Plan, parts: Sequence[Mapping[str, Tensor]], spans: Sequence[Span
     sizes, batch = [span.num_rows for span in spans], spans[0].batch
     sums = {*plan.sums, "loss"} if spans[0].shares else plan.sums
     return {
-        value.name: merge(value, [part[value.name] for part in parts], sizes, batch, value.name in sums)
+        value.name: merge(
+            value, [part[value.name] for part in parts], sizes, batch, spans[0].values, value.name in sums
+        )
         for value in values
     }
 
@@ -162,19 +172,19 @@ def has_rows(value: Value) -> bool:
     return bool(_batch_dims(value))
 
 
-def empty_like(value: Value, device: torch.device) -> Tensor:
+def empty_like(value: Value, values: Sizes, device: torch.device) -> Tensor:
     """What a result is of a part of the batch that has no rows."""
-    shape = [evaluate_dim(dim, 0) for dim in value.shape]
+    shape = [evaluate_dim(dim, {**values, "b": 0}) for dim in value.shape]
     return torch.empty(shape, dtype=getattr(torch, value.dtype), device=device)
 
 
 def _batch_dims(value: Value) -> list[int]:
-    return [index for index, dim in enumerate(value.shape) if isinstance(dim, str)]
+    return [index for index, dim in enumerate(value.shape) if "b" in names_in(dim)]
 
 
-def _concatenate(value: Value, parts: Sequence[Tensor], dim: int, batch: int) -> Tensor:
+def _concatenate(value: Value, parts: Sequence[Tensor], dim: int, sizes: Sizes) -> Tensor:
     joined = torch.cat(list(parts), dim)
-    expected = evaluate_dim(value.shape[dim], batch)
+    expected = evaluate_dim(value.shape[dim], sizes)
     if joined.shape[dim] != expected:
         raise InputError(
             f"the result {format_value(value)} has size {joined.shape[dim]} in dimension {dim} when joined "

@@ -64,6 +64,7 @@ class RoundInterpreter:
             self._outcomes,
             {},
             [0] * (self._window + 1),
+            {},
             transport,
             loss_of(plan),
             [0],
@@ -164,9 +165,10 @@ class RoundInterpreter:
     def _fill(self, microbatch: int, batch: StreamBatch, place: int) -> None:
         number, size, inputs = microbatch % self._window, batch.sizes[place], batch.microbatches[place]
         self._rank.sizes[number] = size
+        self._rank.values.update(batch.values)
         self._outcomes.expect(number, microbatch, batch)
         for stage in self._stages.values():
-            frame = stage.fill_frame(number, (self._seed, microbatch), size)
+            frame = stage.fill_frame(number, (self._seed, microbatch), self._rank.sizes_with(size))
             frame["version"] = self._version(stage.index, microbatch)
             frame.update({name: inputs[name].to(self._device, non_blocking=True) for name in stage.inputs})
             if self._rank.loss:

@@ -1,7 +1,9 @@
 """Which part of a mini-batch one execution runs: all of it, unless its microbatches are compiled apart."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from pipec.ir import Sizes
 
 
 @dataclass(frozen=True)
@@ -10,6 +12,7 @@ class Span:
 
     ``start`` is the number in the batch of the first row, and ``first`` that of the first microbatch.
     ``shares`` says by what the loss of each microbatch is multiplied, if not by its share of the batch.
+    ``values`` are the other sizes and the numbers that change from call to call, by name.
     With several replicas that each were given their own part of the batch, this process has the rows of
     ``replica`` alone: of every ``num_replicas``-th microbatch. Some microbatches may then have no rows.
     """
@@ -21,6 +24,7 @@ class Span:
     shares: Sequence[float] | None = None
     replica: int = 0
     num_replicas: int = 1
+    values: Sizes = field(default_factory=dict)
 
     @property
     def own(self) -> range:

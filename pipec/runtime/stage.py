@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipec.errors import VerifyError
-from pipec.ir import Phase, Stage
+from pipec.ir import Phase, Sizes, Stage
 from pipec.runtime.gradients import GradientSum
 from pipec.runtime.randomness import generator
 from pipec.runtime.versions import WeightVersions
@@ -26,6 +26,7 @@ class StageCode(Protocol):
     ``buffers``     list of buffers as the microbatch's forward found them, in the order of ``BUFFERS``
     ``constants``   tuple returned by ``constants``
     ``b``           number of samples in the microbatch
+    ``t``, ...      size of each variable of the plan, under its name
     ``rng``         function from an operator's id to the ``torch.Generator`` it draws from
     ``saved``       list returned by the phase before; the function empties it, which frees the values
     ``grad_loss``   0-dim tensor: the microbatch's share of the batch, what the backward starts from
@@ -37,7 +38,7 @@ class StageCode(Protocol):
     ``sent`` is a dict of values by name. Optional functions: ``recompute(...) -> saved``,
     ``backward(...) -> (sent, gradients)``, ``backward_input(...) -> (sent, saved, gradients)``,
     ``backward_weight(...) -> gradients``, each gradient aligned with ``PARAMETERS`` and None where there
-    is none, ``constants(...) -> tuple`` of what depends on ``b`` and ``device`` alone, and
+    is none, ``constants(...) -> tuple`` of what depends on sizes and ``device`` alone, and
     ``of_batch(...) -> tuple`` of what is needed of the whole batch, under the names in the stage's plan.
     """
 
@@ -90,6 +91,7 @@ class BoundStage:
         self.versions = WeightVersions(self.weights, 0)
         self.is_versioned = False
         self._memory: set[int] = set()
+        self._read_by_constants = _sizes_read(getattr(code, "constants", None))
         self._constants = functools.lru_cache(maxsize=8)(self._evaluate_constants)
 
     def begin_step(self) -> None:
@@ -105,16 +107,16 @@ class BoundStage:
             self._memory = {weight.untyped_storage().data_ptr() for weight in self.weights if weight.numel()}
         self.gradients.begin_step()
 
-    def fill_frame(self, microbatch: int, key: tuple[int, int], size: int) -> Frame:
-        """Put into the frame what every stage has.
+    def fill_frame(self, microbatch: int, key: tuple[int, int], sizes: Sizes) -> Frame:
+        """Put into the frame what every stage has. ``sizes`` has the rows as ``b``, and the variables.
 
         ``key`` is what draws depend on beside the operator: the step's seed, and the microbatch's number in
         the batch.
         """
         frame = self.frames[microbatch]
-        frame.update(w=self.weights, buffers=self.buffers, b=size, device=self.device)
+        frame.update(w=self.weights, buffers=self.buffers, device=self.device, **sizes)
         frame["rng"] = functools.partial(generator, self.device, *key)
-        frame["constants"] = self._constants(size)
+        frame["constants"] = self._constants(*(sizes[name] for name in self._read_by_constants))
         return frame
 
     def show_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -183,16 +185,19 @@ class BoundStage:
         self.buffers = self.buffers_before = self._registered
         self.gradients.forget_step()
 
-    def _evaluate_constants(self, size: int) -> tuple[Any, ...]:
+    def _evaluate_constants(self, *sizes: float) -> tuple[Any, ...]:
         constants = getattr(self.code, "constants", None)
-        if constants is None:
-            return ()
-        known = {"b": size, "device": self.device}
-        return tuple(constants(*(known[name] for name in parameter_names(constants))))
+        known = dict(zip(self._read_by_constants, sizes, strict=True))
+        return tuple(constants(**known, device=self.device)) if constants else ()
 
 
 _UNLENT = torch.empty(0)
 """Stands for a borrowed parameter until the stage that owns it lends it."""
+
+
+def _sizes_read(constants: Callable[..., Any] | None) -> tuple[str, ...]:
+    """The names of sizes and numbers that a stage's ``constants`` takes."""
+    return tuple(name for name in parameter_names(constants) if name != "device") if constants else ()
 
 
 def parameter_names(function: Callable[..., Any]) -> tuple[str, ...]:

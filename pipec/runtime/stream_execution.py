@@ -36,7 +36,7 @@ class StreamExecution(Linked[RoundInterpreter]):
 
     def batch(self, leaves: Sequence[object], span: Span) -> StreamBatch:
         """A mini-batch as a source tells it: split, with what the stages need of the whole of it."""
-        return StreamBatch(self._microbatches(leaves, span), span.sizes, span.loss_shares)
+        return StreamBatch(self._microbatches(leaves, span), span.sizes, span.loss_shares, span.values)
 
     def begin(self, source: Source, seed: int) -> StreamRun:
         """Begin to run the mini-batches of a source."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pipec.errors import TransportError
-from pipec.ir import Instruction
+from pipec.ir import Instruction, Sizes
 from pipec.runtime.group import Group, Meetings, ThreadGroup
 from pipec.runtime.worker import Worker
 
@@ -24,8 +24,8 @@ Send = Callable[[Sequence[Tensor]], None]
 class Receiver(Protocol):
     """One receive instruction, bound to its buffers."""
 
-    def post(self, size: int) -> None:
-        """Get ready for the values of ``size`` samples. Returns at once."""
+    def post(self, sizes: Sizes) -> None:
+        """Get ready for values in whose shapes the names stand for ``sizes``. Returns at once."""
 
     def wait(self) -> Sequence[Tensor]:
         """Wait until the values have arrived, and return them on this rank's device.
@@ -202,7 +202,7 @@ class _Mailbox:
         self._check_running()
         self._queue.put(tensors)
 
-    def post(self, size: int) -> None:
+    def post(self, sizes: Sizes) -> None:
         """Do nothing: the message brings its own memory."""
 
     def wait(self) -> Sequence[Tensor]:

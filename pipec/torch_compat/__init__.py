@@ -19,6 +19,7 @@ from pipec.torch_compat.differentiation import (
 from pipec.torch_compat.front_ends import (
     LOST_HOOK,
     Captured,
+    Symbolic,
     capture_with_dynamo,
     capture_with_export,
     draws_with_numpy,
@@ -50,6 +51,7 @@ __all__ = [
     "JointGraph",
     "OpOverload",
     "Place",
+    "Symbolic",
     "bounded_ctc_losses",
     "capture_with_dynamo",
     "capture_with_export",

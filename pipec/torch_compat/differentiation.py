@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import sympy
@@ -34,12 +35,17 @@ def has_gradient_hook(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
-def depends_on_values(value: object) -> bool:
-    """Whether the shape of a fake tensor, or a symbolic number, depends on the values of tensors."""
+def depends_on_values(value: object, numbers: Collection[sympy.Symbol] = ()) -> bool:
+    """Whether the shape of a fake tensor, or a symbolic number, depends on the values of tensors.
+
+    A number may depend on those symbols that are ``numbers`` in the arguments.
+    """
     if isinstance(value, tuple | list):
-        return any(map(depends_on_values, value))
-    symbolic = isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool)
-    return symbolic and bool(free_unbacked_symbols(value))
+        return any(depends_on_values(item, numbers) for item in value)
+    if isinstance(value, torch.Tensor):
+        return bool(free_unbacked_symbols(value))
+    is_number = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+    return is_number and not free_unbacked_symbols(value) <= {*numbers}
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import re
 import sys
 import traceback
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,9 @@ from pipec.torch_compat.guards import Guards, fqn_of
 from pipec.torch_compat.modules import no_output
 
 DYNAMO_CONFIG = {"automatic_dynamic_shapes": False, "assume_static_by_default": True, "allow_rnn": True}
+
+NUMBERS = "numbers"
+"""The attribute of a traced module that says which of its arguments it turns into symbolic numbers."""
 
 
 IGNORED_LOGGING = ("debug", "info", "warning", "error", "exception", "critical", "log", "warning_once")
@@ -56,18 +60,21 @@ class Captured:
     guards: Guards | None = None
 
 
-def capture_with_dynamo(
-    module: torch.nn.Module, args: tuple[Any, ...], batched: Sequence[torch.Tensor]
-) -> Captured:
-    """Trace ``module(*args)`` into one graph of torch-level calls, dimension 0 of ``batched`` symbolic.
+Symbolic = Sequence[tuple[torch.Tensor, int]]
+"""Tensors among the arguments, each with a dimension that is to be a symbol."""
+
+
+def capture_with_dynamo(module: torch.nn.Module, args: tuple[Any, ...], symbolic: Symbolic) -> Captured:
+    """Trace ``module(*args)`` into one graph of torch-level calls.
 
     Dynamo's caches are neither read nor written, so functions the user compiled stay compiled.
     """
-    for tensor in batched:
-        torch._dynamo.mark_dynamic(tensor, 0)
+    for tensor, dimension in symbolic:
+        torch._dynamo.mark_dynamic(tensor, dimension)
     known: set[Any] = torch._dynamo.config.ignore_logger_methods
     methods = {getattr(logging.Logger, name) for name in IGNORED_LOGGING if hasattr(logging.Logger, name)}
     config = DYNAMO_CONFIG | {"ignore_logger_methods": known | methods}
+    config["capture_scalar_outputs"] = bool(getattr(module, NUMBERS, ()))
     with (
         warnings.catch_warnings(record=True) as caught,
         torch._dynamo.config.patch(config),
@@ -130,17 +137,16 @@ def _changed_state(messages: Sequence[str]) -> tuple[str, ...]:
     return tuple(fqn_of(source) for source in re.findall(r"\"(L\['self'\]\..*?)\"", listed))
 
 
-def capture_with_export(
-    module: torch.nn.Module, args: tuple[Any, ...], batched: Sequence[torch.Tensor]
-) -> Captured:
+def capture_with_export(module: torch.nn.Module, args: tuple[Any, ...], symbolic: Symbolic) -> Captured:
     """Trace ``module(*args)`` by running it on fake tensors.
 
     Raises:
         TypeError: the model uses a custom backward or a hook on a gradient, which would be lost.
     """
-    batch = torch.export.Dim.DYNAMIC
-    dynamic = {id(tensor) for tensor in batched}
-    shapes = pytree.tree_map(lambda leaf: {0: batch} if id(leaf) in dynamic else None, args)
+    dynamic: dict[int, dict[int, Any]] = defaultdict(dict)
+    for tensor, dimension in symbolic:
+        dynamic[id(tensor)][dimension] = torch.export.Dim.DYNAMIC
+    shapes = pytree.tree_map(lambda leaf: dynamic.get(id(leaf)), args)
     with _refuse_custom_backwards(), _buffer_hooks_removed(), no_output():
         program = torch.export.export(module, args, dynamic_shapes=shapes, strict=False)
     graph_module = program.module()

@@ -87,7 +87,7 @@ def carried(timeline: Timeline, event: Event) -> str:
     bucket = timeline.ending.buckets[instruction.bucket]
     travels_as = timeline.ending.gradient_dtype if instruction.op is Op.REDUCE_GRAD else ""
     values = [replace(value, dtype=travels_as or value.dtype) for value in bucket.parameters]
-    names, num_bytes = bucket.names, sum(value_bytes(value, 1) for value in values)
+    names, num_bytes = bucket.names, sum(value_bytes(value, {}) for value in values)
     told = " and ".join(names) if len(names) <= _MOST_NAMES else f"{names[0]} and {len(names) - 1} others"
     size = f"{format_bytes(num_bytes)} as {travels_as}" if travels_as else format_bytes(num_bytes)
     return f"bucket {instruction.bucket} of {stage}, {size}: {told}"

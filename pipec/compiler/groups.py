@@ -1,0 +1,57 @@
+"""What runs the microbatches of a call: one compiled artifact, or several for groups of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipec.artifact.directory import Artifact
+from pipec.errors import InputError
+from pipec.graph import TrainingGraph
+from pipec.ir import Sizes
+from pipec.torch_compat import pytree
+
+
+@dataclass(frozen=True, eq=False)
+class Compiled:
+    """An artifact and the shape of what the model returns, to put its results back into.
+
+    ``number`` tells it apart from what else was compiled, on every rank.
+    """
+
+    number: int
+    artifact: Artifact
+    output_spec: pytree.TreeSpec | None
+
+
+Groups = list[tuple[Compiled, list[int]]]
+"""What runs each group of consecutive microbatches of a call, and their sizes."""
+
+
+def check_outputs(unclear: str, count: int) -> None:
+    if unclear:
+        raise InputError(
+            f"the model or loss_fn returns a value of all rows together, which those of {count} microbatches "
+            f"do not make: see {unclear}. Return it for each row, or compile with microbatches=1"
+        )
+
+
+def check_groups(groups: Sequence[tuple[Compiled, list[int]]]) -> None:
+    """Refuse values of the whole mini-batch where no code can take all of it."""
+    if len(groups) > 1 and any(stage.of_batch for stage in groups[0][0].artifact.plan.stages):
+        sizes = [size for _, group in groups for size in group]
+        raise InputError(
+            f"the loss needs a count over the whole mini-batch, but its {len(sizes)} microbatches of "
+            f"{max(sizes)} and {min(sizes)} rows are compiled apart, because the model makes a constant of "
+            f"the batch. Pass a batch that {len(sizes)} microbatches divide, as drop_last=True does"
+        )
+
+
+def check_served(graphs: Sequence[TrainingGraph], sizes: Sequence[int], values: Sizes, dynamic: bool) -> None:
+    """Refuse microbatches of several sizes that the graph of the largest ones is not right for."""
+    graph = next((each for each in graphs if each.serves(max(sizes), values)), graphs[0])
+    if strange := [size for size in sizes if not graph.serves(size, values)]:
+        reason = "the model makes a constant of the batch" if dynamic else "dynamic is False"
+        raise InputError(
+            "replicas that pass their own parts of a batch run one graph, which cannot take microbatches "
+            f"of {strange[0]} and {max(sizes)} rows: {reason}. Pass as many rows on every replica, which "
+            "its microbatches divide, as drop_last=True does"
+        )

@@ -1,0 +1,447 @@
+"""Lengths and numbers that change from step to step: the second one is a symbol, and later ones are right."""
+
+import copy
+import gc
+import logging
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import Factory, bert, each, gpt2, resnet, t5
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import pipec
+from pipec import console
+from pipec.artifact.plan_rules import check_plan
+from pipec.pipeline import kept
+
+ROWS = 6
+
+
+class Pair:
+    """A pipeline and the unsplit model that it was made of."""
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        self.unsplit = copy.deepcopy(model)
+        self.pipe = pipec.compile(model, **{"devices": 2, "microbatches": 2, **options})
+        self.loss_fn = options.get("loss_fn")
+        self.num_compiled = 0
+        compile_ = self.pipe._compiler.compile
+
+        def counted(*args: Any) -> Any:
+            self.num_compiled += 1
+            return compile_(*args)
+
+        self.pipe._compiler.compile = counted
+
+    def step(self, *args: Any, target: Any = None, exact: bool = False, **kwargs: Any) -> int:
+        """Compare loss and gradients with those of the whole batch. Returns how often that compiled."""
+        before = self.num_compiled
+        self.pipe.zero_grad()
+        self.unsplit.zero_grad()
+        loss = self.pipe.step(*args, target=target, **kwargs)
+        output = self.unsplit(*args, **kwargs)
+        expected = output.loss if self.loss_fn is None else self.loss_fn(output, target)
+        expected.backward()
+        tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-5, "atol": 1e-6}
+        torch.testing.assert_close(loss, expected.detach(), **tolerance)
+        gradients = {name: x.grad for name, x in self.pipe.named_parameters()}
+        for name, parameter in self.unsplit.named_parameters():
+            torch.testing.assert_close(gradients[name], parameter.grad, **tolerance)
+        return self.num_compiled - before
+
+
+class Attention(nn.Module):
+    """Causal attention with a table of positions, a mask that is sliced, and a few numbers to vary."""
+
+    def __init__(self, most: int = 16, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed, self.qkv, self.out = nn.Linear(4, 8), nn.Linear(8, 24), nn.Linear(8, 3)
+        self.positions = nn.Parameter(torch.randn(most, 8) * 0.1)
+        self.register_buffer("causal", torch.ones(most, most).tril().bool())
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, temperature: float = 1.0) -> Tensor:
+        length = x.shape[1]
+        hidden = self.embed(x) + self.positions[:length]
+        query, key, value = self.qkv(self.dropout(hidden)).chunk(3, -1)
+        scores = query @ key.transpose(1, 2) / temperature
+        allowed = self.causal[:length, :length] if mask is None else mask
+        return self.out(hidden + scores.masked_fill(~allowed, -1e9).softmax(-1) @ value)
+
+
+def sequences(length: int, rows: int = ROWS) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(length)
+    x, target = (torch.randn(rows, length, width, generator=generator) for width in (4, 3))
+    return {"x": x, "target": target}
+
+
+def attention(**options: Any) -> Pair:
+    torch.manual_seed(0)
+    return Pair(Attention(**options), loss_fn=F.mse_loss)
+
+
+# sequences
+
+
+def trimmed(inputs: dict[str, Any], length: int, short: int) -> dict[str, Any]:
+    """Inputs of another length, and labels of a ``short`` one if they may have one of their own."""
+    has_decoder = inputs["input_ids"].shape[1:] != inputs["labels"].shape[1:] if "input_ids" in inputs else 0
+    lengths = {name: short if name == "labels" and has_decoder else length for name in inputs}
+    if "pixel_values" in inputs:
+        side = 16 + 4 * length
+        return {**inputs, "pixel_values": torch.randn(len(inputs["labels"]), 3, side, side + 8)}
+    return {name: x[:, : lengths[name]].contiguous() for name, x in inputs.items()}
+
+
+@pytest.mark.parametrize(
+    "factory",
+    [*each(gpt2), *(pytest.param(x, id=x.__name__, marks=pytest.mark.slow) for x in (bert, t5, resnet))],
+)
+def test_the_third_length_compiles_nothing(factory: Factory) -> None:
+    model, inputs = factory()
+    pair = Pair(model.eval())
+    found = [pair.step(**trimmed(inputs, *lengths)) for lengths in ((8, 7), (10, 5), (11, 6), (5, 3), (8, 7))]
+    assert found == [1, 1, 0, 0, 0]
+
+
+def test_code_has_the_length_by_name_and_plans_for_the_one_it_was_captured_with() -> None:
+    pair = attention()
+    for length in (8, 10):
+        pair.step(**sequences(length))
+    plan, source = pair.pipe.plan, pair.pipe.source(0)
+    assert "def forward(w, buffers, x, b, t):" in source or ", b, t" in source
+    assert "f32[b, t, 8]" in source
+    assert (plan.planned, plan.fixed) == ({"t": 10}, {})
+    assert {(given.path, given.dim) for given in plan.variables} == {("kwargs['x']", 1), ("target", 1)}
+    assert set(plan.guards) >= {"t >= 2", "t <= 16"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"schedule": "zb-h1", "recompute": "full"}, id="in halves"),
+        pytest.param({"replicas": 2, "devices": 4}, id="replicas", marks=pytest.mark.slow),
+    ],
+)
+def test_schedules_and_replicas_take_any_length(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    pair = Pair(Attention(), loss_fn=F.mse_loss, **options)
+    assert [pair.step(**sequences(length)) for length in (5, 7, 4)] == [1, 1, 0]
+    if "replicas" in options:
+        for length in (5, 7, 4):
+            x = sequences(length)["x"]
+            torch.testing.assert_close(pair.pipe(x), pair.unsplit(x))
+
+
+def test_eval_steps_and_forwards_take_any_length() -> None:
+    pair = attention()
+    pipe, unsplit = pair.pipe.eval(), pair.unsplit.eval()
+    for length in (5, 7, 9, 4):
+        given = sequences(length)
+        output = unsplit(given["x"])
+        torch.testing.assert_close(pipe(given["x"]), output)
+        torch.testing.assert_close(pipe.eval_step(**given), F.mse_loss(output, given["target"]))
+    assert pair.num_compiled == 4
+
+
+def test_a_longer_sequence_than_the_table_is_refused_as_the_model_refuses_it() -> None:
+    pair = attention(most=9)
+    for length in (4, 6, 9):
+        pair.step(**sequences(length))
+    with pytest.raises(pipec.PipecError, match="10"):
+        pair.pipe.step(**sequences(10))
+    assert pair.step(**sequences(8)) == 0
+
+
+def test_a_call_that_fails_makes_nothing_symbolic() -> None:
+    pair = Pair(Branching(), loss_fn=F.mse_loss)
+    pair.step(**sequences(4))
+    with pytest.raises(pipec.PipecError):
+        pair.pipe.step(x=torch.zeros(ROWS, 4, 5), target=torch.zeros(ROWS, 4, 3))
+    assert pair.step(**sequences(4)) == 0
+    pair.step(**sequences(6))
+    assert {given.dim for given in pair.pipe.plan.variables} == {1}
+
+
+def test_dropout_draws_as_if_compiled_for_the_length() -> None:
+    torch.manual_seed(0)
+    model = Attention(dropout=0.5)
+    pipes = [pipec.compile(copy.deepcopy(model), 2, loss_fn=F.mse_loss, microbatches=2) for _ in range(2)]
+    for length in (6, 8):
+        pipes[0].step(**sequences(length))
+    pipes[0].zero_grad()
+    for pipe in pipes:
+        torch.manual_seed(7)
+        pipe.step(**sequences(11))
+    assert all(
+        torch.equal(one.grad, other.grad) for one, other in zip(*(x.parameters() for x in pipes), strict=True)
+    )
+
+
+# sizes that are equal by chance, and sizes of one
+
+
+class Two(nn.Module):
+    """Reads two sequences, of lengths that have nothing to do with each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.out = nn.Linear(4, 8), nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, z: Tensor, scale: Tensor | None = None) -> Tensor:
+        hidden = self.first(x) if scale is None else self.first(x) * scale
+        return self.out(hidden.tanh().sum(1) + self.second(z).tanh().mean(1))
+
+
+def two(length: int, other: int, rows: int = ROWS) -> dict[str, Tensor]:
+    x, z = sequences(length, rows)["x"], sequences(other + 100, rows)["x"][:, :other].contiguous()
+    return {"x": x, "z": z, "target": torch.ones(rows, 3)}
+
+
+def test_lengths_that_were_equal_by_chance_may_differ_later() -> None:
+    pair = Pair(Two(), loss_fn=F.mse_loss)
+    found = [
+        pair.step(**two(*lengths)) for lengths in ((4, 4), (7, 7), (8, 5), (9, 7), (5, 9), (9, 9), (3, 3))
+    ]
+    assert found == [1, 1, 1, 0, 0, 0, 0]
+
+
+def test_a_length_may_be_the_number_of_rows() -> None:
+    pair = attention()
+    for length, rows in ((4, ROWS), (ROWS, ROWS), (4, 4)):
+        pair.step(**sequences(length, rows))
+
+
+def test_a_whole_mask_of_time_by_time_varies_with_the_sequences() -> None:
+    torch.manual_seed(0)
+    pair = Pair(Attention(), loss_fn=F.mse_loss, batched={"mask": None})
+    masks = [torch.ones(length, length).tril(1).bool() for length in (4, ROWS, 8, ROWS)]
+    found = [pair.step(**sequences(len(mask)), mask=mask) for mask in masks]
+    assert found == [1, 1, 0, 0]
+
+
+def test_a_dimension_of_one_element_has_code_of_its_own() -> None:
+    pair = Pair(Two(), loss_fn=F.mse_loss)
+    calls = ((4, 4), (5, 5), (6, 1), (7, 7))
+    found = [pair.step(**two(n, 3), scale=torch.rand(ROWS, size, 8)) for n, size in calls]
+    assert found == [1, 1, 1, 0]
+
+
+# conditions on a length
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] % 2 == 0:
+            x = x * 2
+        if x.shape[1] > 8:
+            x = x - 1
+        return self.layers(x)
+
+
+def test_a_condition_on_the_length_is_looked_at_in_each_call() -> None:
+    pair = Pair(Branching(), loss_fn=F.mse_loss)
+    found = [pair.step(**sequences(length)) for length in (4, 6, 8, 5, 7, 10, 12, 4, 3)]
+    assert found == [1, 1, 0, 1, 0, 1, 0, 0, 0]
+
+
+class Looping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.out = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state, states = torch.zeros_like(x[:, 0]), []
+        for step in range(x.shape[1]):
+            state = (self.cell(state) + x[:, step]).tanh()
+            states.append(state)
+        return self.out(torch.stack(states, 1))
+
+
+def test_a_length_that_cannot_be_a_symbol_is_compiled_for_each_value_and_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pair = Pair(Looping(), loss_fn=F.mse_loss)
+    with caplog.at_level(logging.WARNING, "pipec"):
+        found = [pair.step(**sequences(length)) for length in (2, 3, 4, 5, 3, 4)]
+    assert found == [1, 1, 1, 1, 0, 0]
+    said = [record.message for record in caplog.records if "is compiled on its own" in record.message]
+    assert len(said) == 1
+    assert "each value of kwargs['x'], target is compiled on its own" in said[0]
+    assert "test_variables.py" in said[0]
+
+
+# numbers
+
+
+class Scaled(nn.Module):
+    """A number enters tensors, a formula of numbers, and if there is a ``limit``, a condition."""
+
+    def __init__(self, limit: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.last, self.limit = nn.Linear(4, 8), nn.Linear(8, 3), limit
+
+    def forward(self, x: Tensor, temperature: float, power: int = 3) -> Tensor:
+        hidden = self.first(x) / temperature
+        if self.limit and temperature > self.limit:
+            hidden = hidden + 1
+        counts = torch.arange(8) * temperature
+        hidden = hidden.tanh() * (1 - temperature / 3) + counts + torch.full((8,), temperature) * 0.1
+        return self.last(hidden + power * 0.01) * (temperature * 0.3)
+
+
+def test_numbers_are_inputs_from_their_second_value_on_with_the_same_bits() -> None:
+    pair = Pair(Scaled(), loss_fn=F.mse_loss, microbatches=1)
+    given = sequences(4)
+    calls = ((1.0, 2), (0.7, 2), (1 / 3, 2), (1.9, 2), (0.9, 5), (1.0, 7), (0.9, 1))
+    found = [pair.step(**given, temperature=t, power=power, exact=True) for t, power in calls]
+    assert found == [1, 1, 0, 0, 1, 0, 1], "a whole number of 1 is no symbol"
+
+
+def test_a_number_and_a_length_may_change_together() -> None:
+    pair = Pair(Scaled(), loss_fn=F.mse_loss)
+    calls = ((4, 1.0), (5, 0.7), (6, 0.6), (7, 0.5))
+    assert [pair.step(**sequences(n), temperature=t) for n, t in calls] == [1, 1, 0, 0]
+
+
+def test_a_condition_on_a_number_is_looked_at_in_each_call() -> None:
+    pair = Pair(Scaled(limit=1.0), loss_fn=F.mse_loss)
+    given = sequences(4)
+    found = [pair.step(**given, temperature=t) for t in (0.5, 0.7, 0.9, 1.5, 2.5, 1.0, 0.1)]
+    assert found == [1, 1, 0, 1, 0, 0, 0]
+
+
+class Repeated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+
+    def forward(self, x: Tensor, times: int) -> Tensor:
+        for _ in range(times):
+            x = self.layers[1](self.layers[0](x))
+        return self.layers[2](x)
+
+
+def test_a_number_that_decides_what_is_computed_is_compiled_for_each_value() -> None:
+    pair = Pair(Repeated(), loss_fn=F.mse_loss)
+    found = [pair.step(**sequences(n), times=times) for n, times in ((4, 2), (4, 3), (4, 4), (5, 3), (6, 3))]
+    assert found == [1, 1, 1, 1, 0]
+
+
+# what is kept
+
+
+def test_what_was_used_longest_ago_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "MOST_SIGNATURES", 2)
+    pair, alive = Pair(Branching(), loss_fn=F.mse_loss), list[tuple[weakref.ref[Any], ...]]()
+    pipe, (x, target) = pair.pipe, sequences(4).values()
+    calls = (lambda: pipe.step(x, target=target), lambda: pipe.step(x=x, target=target))
+    for call in (*calls, calls[0], lambda: pipe.step(x, target=target, outputs=True)):
+        call()
+        graphs = [each.graph for known in pipe._compiler._captures.staged.values() for each in known]
+        alive.append((weakref.ref(graphs[-1]), weakref.ref(pipe._execution(pipe._artifact))))
+        del graphs
+    gc.collect()
+    assert [execution() is not None for _, execution in alive] == [True, False, True, True]
+    assert [alive[k][0]() is not None for k in (0, 1, 3)] == [True, False, True]
+    assert (pair.num_compiled, len(pipe._compiler._compiled)) == (3, 2)
+
+
+def test_programs_for_many_numbers_of_rows_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept, "MOST_PROGRAMS", 2)
+    pair = Pair(Branching(), loss_fn=F.mse_loss)
+    found = [pair.step(**sequences(4, rows)) for rows in (4, 6, 4, 8, 4, 6)]
+    assert found == [1, 1, 0, 1, 0, 1]
+    assert pair.pipe.compile_seconds["capture and differentiate"] > 0
+    assert len(pair.pipe._executions) <= 2
+
+
+# what a person is told
+
+
+def test_a_compilation_that_takes_long_says_what_it_does_and_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pair = Pair(Branching(), loss_fn=F.mse_loss)
+    pair.step(**sequences(4))
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(console, "PATIENCE", 0.0)
+    pair.step(**sequences(6))
+    reason = "dimension 1 of kwargs['x'] is 6, compiled for 4: it becomes symbolic"
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"pipec: compiles anew: {reason}"
+    assert lines[1].startswith(f"pipec: compiles, {reason}")
+    assert len(lines) == 2
+
+
+# artifacts
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Attention, Path]:
+    folder = tmp_path_factory.mktemp("saved") / "artifact"
+    torch.manual_seed(0)
+    model = Attention()
+    pipe = pipec.compile(model, devices=2, microbatches=2, loss_fn=F.mse_loss)
+    for length, temperature in ((6, 1.0), (8, 0.7)):
+        pipe.step(**sequences(length), temperature=temperature)
+    pipe.save(folder, tensors=True)
+    return model, folder
+
+
+def test_a_saved_pipeline_takes_the_lengths_that_it_was_compiled_for(saved: tuple[Attention, Path]) -> None:
+    model, folder = saved
+    loaded = pipec.load(folder)
+    for length in (3, 15, 6):
+        given = sequences(length)
+        expected = F.mse_loss(model(given["x"], temperature=0.6), given["target"])
+        torch.testing.assert_close(loaded.step(**given, temperature=0.6), expected.detach())
+
+
+Change = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda given: sequences(17), "is right where t <= 16, but the arguments have t = 17: dimension 1"),
+        (lambda given: sequences(1), "is right where t >= 2, but the arguments have t = 1:"),
+        (lambda given: {**given, "target": sequences(9)["target"]}, "dimension 1 of target is 9, but t is 8"),
+        (lambda given: {**given, "temperature": 2}, "temperature'] is 2; expected a number of type float"),
+        (lambda given: {**given, "x": torch.zeros(6)}, r"kwargs\['x'\] has no dimension 1, which is t"),
+    ],
+)
+def test_a_saved_pipeline_refuses_other_sizes(
+    saved: tuple[Attention, Path], change: Change, message: str
+) -> None:
+    given = {**change(sequences(8))}
+    with pytest.raises(pipec.InputError, match=message):
+        pipec.load(saved[1]).step(**{"temperature": 0.5, **given})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"guards": ("__import__('os').remove('x')",)}, "condition .* cannot be evaluated"),
+        ({"guards": ("s0 <= 4",)}, "Name is not allowed"),
+        ({"planned": {"t": 8}}, "it has a variable 'temperature_value', which is not among the planned"),
+        ({"fixed": {"u": 8}}, "it fixes 'u', which is not among the names of its variables"),
+        ({"variables": ()}, "it plans for a size"),
+    ],
+)
+def test_a_plan_that_contradicts_itself_is_refused(
+    saved: tuple[Attention, Path], change: dict[str, Any], message: str
+) -> None:
+    plan = replace(pipec.load(saved[1]).plan, **change)
+    with pytest.raises(pipec.ArtifactError, match=message):
+        check_plan(plan, Path("plan.json"))
