@@ -20,14 +20,27 @@ import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 from pipec.hardware.collectives import all_reduce_seconds
 from pipec.hardware.topology import Device, Level, Topology
-from pipec.ir import NOTHING_MORE, Bucket, Ending, Link, Placement, Plan, Schedule, Stage, Value, rank_of
+from pipec.ir import (
+    NOTHING_MORE,
+    Bucket,
+    Ending,
+    Link,
+    Phase,
+    Placement,
+    Plan,
+    Schedule,
+    Stage,
+    Value,
+    rank_of,
+)
 from pipec.ir.text import value_bytes
-from pipec.plan.ending import fitting_bytes, fused, priced
+from pipec.plan.buckets import Gradients, fuse
+from pipec.plan.ending import priced
 from pipec.plan.from_graph import plan_from_graph
 from pipec.plan.predictions import simulate_plan
 from pipec.planner.cost_model import PIPEC
@@ -46,6 +59,8 @@ PARTS = (1, 2, 4, 8)
 INSIDE = (12e9, 5e-6)
 """Bytes per second and latency of the links inside a host."""
 
+PART_SECONDS = 5e-5
+"""What one more bucket takes its rank."""
 LATENCY = 30e-6
 """Of the links between hosts."""
 
@@ -101,37 +116,61 @@ class Work:
         """The plan of the stages, each on one rank as fast as all of its own, with ranks for all of them."""
         straight = one_f_one_b(len(self.stages), 1)
         merged = plan_from_graph(self.graph, self.topology, Partition(tuple(self.stages), 0.0), straight)
-        buckets = tuple(self._buckets())
+        stages, buckets = [], list[Bucket]()
+        for stage in map(self._with_replicas, merged.stages):
+            own = self._buckets(stage)
+            names = tuple(name for bucket in own for name in bucket.names)
+            stages.append(replace(stage, parameters=names, parts=self._parts(stage, own)))
+            buckets += own
         return replace(
             merged,
             num_microbatches=self.schedule.num_microbatches,
             placement=self.placement,
-            stages=tuple(self._with_replicas(stage, buckets) for stage in merged.stages),
+            stages=tuple(stages),
             link_seconds=tuple(map(self._message_seconds, merged.links)),
-            ending=Ending(buckets=buckets),
+            ending=Ending(buckets=tuple(buckets)),
         )
 
     def seconds(self) -> float:
         """Of the step, simulated from the programs, which are verified."""
         plan = self.plan()
-        programs = lower(self.schedule, plan.links, ending=plan.ending)
+        programs = lower(self.schedule, plan.links, ending=plan.ending, parts=plan.parts)
         verify_plan(plan, programs)
         return max(simulate_plan(plan, programs).makespan, self._carried_seconds(plan.links))
 
-    def _with_replicas(self, stage: Stage, buckets: Sequence[Bucket]) -> Stage:
+    def _with_replicas(self, stage: Stage) -> Stage:
         """The stage as one of its devices runs it on a microbatch."""
-        names = [name for bucket in buckets if bucket.stage == stage.index for name in bucket.names]
         times = self.stages[stage.index].replicas / self.parts
         seconds = {phase: time * times for phase, time in stage.cost.seconds.items()}
-        return replace(stage, parameters=tuple(names), cost=replace(stage.cost, seconds=seconds))
+        return replace(stage, cost=replace(stage.cost, seconds=seconds))
 
-    def _buckets(self) -> Iterator[Bucket]:
-        for index, stage in enumerate(self.stages):
-            sizes = {self.graph.names[op]: round(self.graph.parameter_bytes[op]) for op in stage.operators}
-            values = [Value(name, "uint8", (size,)) for name, size in sizes.items() if size]
-            if stage.replicas > 1 and values:
-                for together in fused(values, fitting_bytes(self.topology, stage.replicas)):
-                    yield priced(Bucket(index, together), stage.devices, self.topology, NOTHING_MORE)
+    def _completed(self, stage: Stage) -> dict[Value, float]:
+        """The gradients of a stage, each with the share of the backward after which it is complete."""
+        graph, found, share = self.graph, dict[Value, float](), 0.0
+        operators = self.stages[stage.index].operators
+        seconds = {op: graph.seconds[op] - graph.forward_seconds[op] for op in operators}
+        for op in reversed(operators):
+            share += seconds[op] / (sum(seconds.values()) or 1.0)
+            if size := round(graph.parameter_bytes[op]):
+                found[Value(graph.names[op], "uint8", (size,))] = share
+        return found
+
+    def _buckets(self, stage: Stage) -> list[Bucket]:
+        ranks, completed = self.stages[stage.index].devices, self._completed(stage)
+        if len(ranks) < 2 or not completed:
+            return []
+        price = functools.partial(priced, ranks=ranks, topology=self.topology, asked=NOTHING_MORE)
+        seconds = (stage.cost.seconds[phase] for phase in (Phase.FORWARD, Phase.BACKWARD))
+        gradients = Gradients([*completed], [*completed.values()], *seconds)
+        groups = fuse(gradients, NOTHING_MORE, price, PART_SECONDS)
+        return [price(Bucket(stage.index, group, part=part)) for part, group in enumerate(groups)]
+
+    def _parts(self, stage: Stage, buckets: Sequence[Bucket]) -> dict[Phase, tuple[float, ...]]:
+        """The shares of the backward that end with the last gradient of each bucket."""
+        completed = self._completed(stage)
+        ends = [completed[bucket.parameters[-1]] for bucket in buckets[:-1]]
+        shares = tuple(end - start for start, end in pairwise([0.0, *ends, 1.0]))
+        return {Phase.BACKWARD: shares} if len(shares) > 1 else {}
 
     def _message_seconds(self, link: Link) -> float:
         """Of a microbatch, between those of its ranks that are farthest apart."""
@@ -164,7 +203,7 @@ class Work:
             yield source, target
 
     def _bytes(self, link: Link) -> float:
-        return sum(value_bytes(value, 1) for value in link.values) / self.parts
+        return sum(value_bytes(value, {}) for value in link.values) / self.parts
 
     def _host(self, device: int) -> int:
         return device // self.topology.levels[0].size

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from pipec.errors import (
         ArtifactError,
         CaptureError,
+        CheckpointError,
         ExecutionError,
         InfeasibleError,
         InputError,
@@ -20,12 +21,14 @@ if TYPE_CHECKING:
     )
     from pipec.hardware.calibration import calibrate
     from pipec.hardware.topology import Device, Level, Topology
-    from pipec.pipeline import Pipeline
+    from pipec.pipeline import Checkpoints, Pipeline
     from pipec.runtime.loaded import LoadedPipeline, load
 
 __all__ = [
     "ArtifactError",
     "CaptureError",
+    "CheckpointError",
+    "Checkpoints",
     "Device",
     "Example",
     "ExecutionError",
@@ -61,6 +64,7 @@ _HOMES = {
     "log": "pipec.console",
     "progress": "pipec.console",
     "rank_zero_only": "pipec.console",
+    "Checkpoints": "pipec.pipeline",
     "Pipeline": "pipec.pipeline",
     "LoadedPipeline": "pipec.runtime.loaded",
     "load": "pipec.runtime.loaded",

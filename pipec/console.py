@@ -6,6 +6,7 @@ others, so that a training script needs no rank branches.
 
 import functools
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, ParamSpec, Self, TypeVar
@@ -86,7 +87,8 @@ PATIENCE = 2.0
 class notice:
     """Tells what is done inside a ``with``, and why, if that takes more than ``PATIENCE`` seconds.
 
-    In a terminal a line shows what is done at the time, and goes away in the end. A log gets one line.
+    In a terminal a line shows what is done at the time, and goes away in the end. Where the output is no
+    terminal, stderr gets one line.
 
     >>> with notice("pipec: compiles, for the first time") as told:
     ...     told.now("search")
@@ -119,14 +121,15 @@ class notice:
 
     def _appear(self) -> None:
         with self._changes:
-            if terminal().is_terminal:
-                self._status = Status(self._text(), console=terminal())
-                try:
-                    self._status.start()
-                    return
-                except LiveError:  # the script shows a bar of its own
-                    self._status = None
-            log(self._text())
+            if not terminal().is_terminal:
+                rank_zero_only(print)(self._text(), file=sys.stderr, flush=True)
+                return
+            self._status = Status(self._text(), console=terminal())
+            try:
+                self._status.start()
+            except LiveError:  # the script shows a bar of its own
+                self._status = None
+                log(self._text())
 
     def _text(self) -> Text:
         return Text(f"{self._what}: {self._now}" if self._now else self._what)

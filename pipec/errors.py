@@ -29,6 +29,10 @@ class ArtifactError(PipecError):
     """A saved artifact, program text or profile is corrupted, foreign or of another version."""
 
 
+class CheckpointError(PipecError):
+    """A checkpoint is damaged, incomplete, of another training run, or cannot be written."""
+
+
 class ExecutionError(PipecError):
     """An instruction failed while a program ran. ``__cause__`` is the original error."""
 

@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 
 from pipec.errors import InputError
 from pipec.ir import (
+    GRADIENT_PHASES,
     Bucket,
     Ending,
     Instruction,
     Kind,
     Link,
     Op,
+    Parts,
     Payload,
     Placement,
     Program,
@@ -35,36 +37,46 @@ EQUAL = ("gpipe", "1f1b", "zb-h1", "zb-v", "interleaved-1f1b", "looped-bfs")
 
 @dataclass(frozen=True)
 class Step:
-    """What is lowered: a schedule of stages with replicas, their links, and the ending."""
+    """What is lowered: a schedule of stages with replicas, their links, the ending, and phases in parts."""
 
     schedule: Schedule
     links: tuple[Link, ...]
     ending: Ending
+    parts: Parts
 
     @property
     def placement(self) -> Placement:
         return self.schedule.placement
 
     def programs(self) -> tuple[Program, ...]:
-        return lower(self.schedule, self.links, ending=self.ending)
+        return lower(self.schedule, self.links, ending=self.ending, parts=self.parts)
 
     def verify(self, programs: Sequence[Program]) -> None:
         count = self.schedule.num_microbatches
-        verify_programs(programs, self.placement, self.links, count, ending=self.ending)
+        ending, parts = self.ending, self.parts
+        verify_programs(programs, self.placement, self.links, count, ending=ending, parts=parts)
 
 
-def make_step(schedule: Schedule, *, tied: tuple[int, int] | None = None, **options: object) -> Step:
-    """A chain of the stages of a schedule. Each with replicas has a bucket, and one for what it lends."""
+def make_step(
+    schedule: Schedule, *, tied: tuple[int, int] | None = None, num_parts: int = 1, **options: object
+) -> Step:
+    """A chain of the stages of a schedule, whose gradients are made in ``num_parts`` parts.
+
+    Each with replicas has a bucket for each part, and one for what it lends.
+    """
     links, buckets = chain_links(schedule.num_stages), []
     if tied:
         lent, brought = tied_links(*tied)
         brought = Link(brought.source, brought.target, Payload.WEIGHT_GRADIENT, lent.values)
         links = (*links, lent, brought)
     for stage in [stage for stage, ranks in enumerate(schedule.placement) if len(ranks) > 1]:
-        buckets.append(Bucket(stage, (value(f"w_{stage}", 6),)))
+        buckets += [Bucket(stage, (value(f"w_{stage}.{k}", 6),), part=k) for k in range(num_parts)]
         if tied and tied[0] == stage:
             buckets.append(Bucket(stage, lent.values, lent=True))
-    return Step(schedule, links, Ending(tuple(buckets), **options))  # type: ignore[arg-type]
+    phases = {cell.phase for order in schedule.orders for cell in order}
+    stages = range(schedule.num_stages) if num_parts > 1 else ()
+    parts = {(stage, phase): num_parts for stage in stages for phase in phases & {*GRADIENT_PHASES}}
+    return Step(schedule, links, Ending(tuple(buckets), **options), parts)  # type: ignore[arg-type]
 
 
 @st.composite
@@ -98,6 +110,7 @@ def steps(draw: st.DrawFn) -> Step:
         updates=updates,
         clips=updates and draw(st.booleans()),
         shard=draw(st.sampled_from([None, *Shard])) if updates else None,
+        num_parts=draw(st.integers(1, 3)),
     )
 
 
@@ -110,6 +123,7 @@ class _Rank:
     """What a rank holds. Gradients are counted by the stage and microbatch that they come from."""
 
     position: int = 0
+    over: Counter[tuple[Op, int, int]] = field(default_factory=Counter)
     forwards: Counter[tuple[int, int]] = field(default_factory=Counter)
     gradients: dict[tuple[int, str], Counter[tuple[int, int]]] = field(
         default_factory=lambda: defaultdict(Counter)
@@ -214,13 +228,23 @@ class Meaning:
         if each.op is Op.FORWARD:
             self._require(not state.averaged[stage], "forward after the average")
             state.forwards[cell] += 1
+        number = self.step.parts.get((stage, each.op.phase), 1)  # type: ignore[arg-type]
+        parts = range(number) if each.part < 0 else (each.part,)
+        for part in parts:
+            self._require(state.over[each.op, *cell] == part, "parts that are not one after the other")
+            state.over[each.op, *cell] += 1
         if each.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
-            for name in self._parameters(stage):
-                state.gradients[stage, name][cell] += 1
+            for name, part in self._parameters(stage).items():
+                if part % number in parts:
+                    state.gradients[stage, name][cell] += 1
 
-    def _parameters(self, stage: int) -> set[str]:
+    def _parameters(self, stage: int) -> dict[str, int]:
+        """The parameters of a stage, each with the part that completes its gradient; -1 is the last one."""
         tied = [link for link in self.step.links if link.payload is Payload.WEIGHT]
-        return {f"w_{stage}", *(v.name for x in tied if stage in (x.source, x.target) for v in x.values)}
+        buckets = [self.step.ending.buckets[number] for number in self.step.ending.buckets_of(stage)]
+        own = {name: -1 if bucket.lent else bucket.part for bucket in buckets for name in bucket.names}
+        lent = {v.name: -1 for x in tied if stage in (x.source, x.target) for v in x.values}
+        return {**(own or {f"w_{stage}": -1}), **lent}
 
     def _meet(self, each: Instruction) -> bool:
         """The collective that a rank has come to, if all others of its group have come to one."""
@@ -313,7 +337,7 @@ class Meaning:
             if link.payload is Payload.WEIGHT and link.target == stage
             for value in link.values
         }
-        return self._parameters(stage) - borrowed
+        return {*self._parameters(stage)} - borrowed
 
     def _users(self, stage: int, name: str) -> set[int]:
         tied = [link for link in self.step.links if link.payload is Payload.WEIGHT]

@@ -44,6 +44,7 @@ ORDER = (
     Package("compiler"),
     Package("runtime", only=frozenset({"errors", "ir", "artifact"})),
     Package("viz", torch=False, only=frozenset({"errors", "ir", "timeline"})),
+    Package("checkpoint"),
     Package("profiler"),
     Package("pipeline"),
     Package("api"),

@@ -33,12 +33,25 @@ def test_instructions_keep_links_that_their_plan_lacks() -> None:
     links = chain_links(3)
     rows = (
         Instruction(Op.RECV, 1, 0, links[0], 0, 0),
-        Instruction(Op.FORWARD, 1, 0),
+        Instruction(Op.FORWARD, 1, 0, part=1),
         Instruction(Op.SEND, 1, 0, links[1], 2),
     )
     columns = Instructions.of(rows, links[:1])
     assert columns == rows
     assert columns.link_numbers.tolist() == [0, -1, 1]
+
+
+def test_parts_of_one_compute_are_one_cell() -> None:
+    """A forward counts when it begins, and a backward when it is over."""
+    forward = [Instruction(Op.FORWARD, 0, 0, part=part) for part in range(2)]
+    backward = [Instruction(Op.BACKWARD, 0, 0, part=part) for part in range(3)]
+    columns = Instructions.of([*forward, Instruction(Op.FORWARD, 0, 1), *backward], ())
+    assert columns.is_cell.tolist() == [True, False, True, False, False, True]
+    assert columns.cells == (
+        Compute(Phase.FORWARD, 0, 0),
+        Compute(Phase.FORWARD, 0, 1),
+        Compute(Phase.BACKWARD, 0, 0),
+    )
 
 
 def test_a_step_of_many_instructions_is_lowered_and_verified() -> None:

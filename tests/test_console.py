@@ -1,6 +1,7 @@
 """The console helpers speak on rank 0 and are silent on every other rank."""
 
 import io
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -63,6 +64,7 @@ def test_a_process_started_alone_is_rank_zero(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("in_terminal", [False, True])
 def test_a_notice_appears_once_patience_is_over(in_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", out)
     screen = Console(file=out, force_terminal=in_terminal, width=80)
     monkeypatch.setattr(console, "terminal", lambda: screen)
     monkeypatch.setattr(console, "PATIENCE", 0.05)

@@ -33,6 +33,7 @@ from pipec.passes import Pass, run_passes
 from pipec.passes.annotate_cost import AnnotateCost
 from pipec.passes.cut_stages import CutStages
 from pipec.passes.insert_communication import InsertCommunication
+from pipec.passes.join_slices import JoinSlices
 from pipec.passes.mark_recompute import MarkRecompute
 from pipec.passes.simplify import Simplify
 from pipec.passes.split_backward import SplitBackward
@@ -259,16 +260,51 @@ def test_pipec_dump_writes_the_graph_after_every_pass(
     files = sorted(path.name for path in (tmp_path / "dump").iterdir())
     assert files == [
         "00_simplify.txt",
-        "01_annotate_cost.txt",
-        "02_cut_stages.txt",
-        "03_untie_gradients.txt",
-        "04_insert_communication.txt",
-        "05_mark_recompute.txt",
-        "06_split_backward.txt",
+        "01_join_slices.txt",
+        "02_annotate_cost.txt",
+        "03_cut_stages.txt",
+        "04_untie_gradients.txt",
+        "05_insert_communication.txt",
+        "06_mark_recompute.txt",
+        "07_split_backward.txt",
     ]
-    before, after = ((tmp_path / "dump" / name).read_text() for name in files[3:5])
+    before, after = ((tmp_path / "dump" / name).read_text() for name in files[4:6])
     assert after.startswith("# InsertCommunication(link=")
     assert re.search(r"# \d+ nodes: [1-9]\d* added, \d+ removed", after)
     assert "stage 1" in before
     assert "= recv(" in after
     assert "= recv(" not in before
+
+
+class Unbound(nn.Module):
+    """Attention whose queries, keys and values are slices of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, WIDTH)).permute(1, 0, 2)
+        first = self.qkv(x)[0]
+        return (torch.sigmoid(q) * k + v).square().mean() + first.mean()
+
+
+def test_the_gradient_of_slices_is_put_together_at_once() -> None:
+    """Of all slices of a dimension. That of one slice alone stays as it was."""
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
+    model = Unbound()
+    graph = capture(model, None, Mode.TRAIN, Call((x,), {}, None))
+    selects = [node for node in graph.nodes if node.target is aten.select_backward.default]
+    assert len(selects) == 4
+    joined = through(graph, JoinSlices())
+    (stack,) = (node for node in joined.nodes if node.target is aten.stack.default)
+    (alone,) = (node for node in joined.nodes if node.target is aten.select_backward.default)
+    joint = sorted((s for s in selects if s.name != alone.name), key=lambda select: select.args[3])
+    assert [term.name for term in stack.args[0]] == [select.args[0].name for select in joint]
+    pipe = pipec.compile(copy.deepcopy(model), devices=1, microbatches=1)
+    pipe.step(x)
+    model(x).backward()
+    for found, wanted in zip(pipe.parameters(), model.parameters(), strict=True):
+        assert torch.equal(found.grad, wanted.grad)
+    assert "torch.stack(" in pipe.source(0)
+    assert ".add_(" in pipe.source(0)

@@ -1,6 +1,7 @@
 """Simulation: hand-computed timelines, closed forms, and a simulator that goes one instruction at a time."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from random import Random
@@ -11,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipec.errors import InputError, VerifyError
-from pipec.ir import Instruction, Link, Op, Phase, Program, Schedule
+from pipec.ir import Bucket, Ending, Instruction, Link, Op, Phase, Program, Schedule, Value
 from pipec.programs.lower import chain_links, lower
 from pipec.programs.memory import peak_in_flight
 from pipec.schedules import forward_only, make_schedule
+from pipec.schedules.replicas import replicated
 from pipec.timeline.events import Timeline
 from pipec.timeline.simulate import Costs, simulate
 
@@ -185,6 +187,27 @@ def test_a_missing_cost_is_named() -> None:
     costs = Costs({(0, Phase.FORWARD): 1.0})
     with pytest.raises(InputError, match="no cost is given for backward of stage 0"):
         simulate(lower(make_schedule("gpipe", 1, 2), ()), costs)
+
+
+def test_parts_take_their_shares_of_a_phase() -> None:
+    """A sum begins behind its part, and the rank goes on meanwhile."""
+    schedule = replicated(partial(make_schedule, "gpipe", 1), 2, 2)
+    buckets = tuple(Bucket(0, (Value(name, "float32", (1,)),), part=k) for k, name in enumerate("vw"))
+    backward = (0, Phase.BACKWARD)
+    programs = lower(schedule, (), ending=Ending(buckets), parts={backward: 2})
+    endings = {(Op.REDUCE_GRAD, 0, number): 4.0 for number in range(2)}
+    costs = Costs({(0, Phase.FORWARD): 1.0, backward: 8.0}, endings=endings, parts={backward: (0.25, 0.75)})
+    events = simulate(programs, costs).columns.of_rank(0)
+    found = [(each.instruction.op, each.instruction.part, each.start, each.end) for each in events]
+    assert found == [
+        (Op.FORWARD, -1, 0, 1),
+        (Op.BACKWARD, 0, 1, 3),
+        (Op.REDUCE_GRAD, -1, 3, 7),
+        (Op.BACKWARD, 1, 3, 9),
+        (Op.REDUCE_GRAD, -1, 9, 13),
+    ]
+    with pytest.raises(InputError, match="no share is given for part 1 of backward of stage 0"):
+        simulate(programs, replace(costs, parts={backward: (1.0,)}))
 
 
 @pytest.mark.parametrize("costs", [{"forward": float("inf")}, {"message": float("nan")}])

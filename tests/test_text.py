@@ -116,7 +116,8 @@ def programs(draw: st.DrawFn) -> tuple[Program, tuple[Link, ...]]:
     )
     number = st.integers(-1, 300)
     carried = st.sampled_from([None, *links])
-    instruction = st.builds(Instruction, st.sampled_from(Op), number, number, carried, number, number)
+    ints = (number,) * 4
+    instruction = st.builds(Instruction, st.sampled_from(Op), number, number, carried, *ints)
     body = draw(st.lists(instruction, max_size=30))
     return Program(draw(st.integers(0, 99)), tuple(body)), tuple(links)
 
@@ -126,6 +127,13 @@ def programs(draw: st.DrawFn) -> tuple[Program, tuple[Link, ...]]:
 def test_any_program_reads_back_to_itself(case: tuple[Program, tuple[Link, ...]]) -> None:
     program, links = case
     assert parse_program(format_program(program), links) == program
+
+
+def test_a_compute_of_one_part_says_which() -> None:
+    program = Program(0, (Instruction(Op.BACKWARD, 0, 3, part=1), Instruction(Op.BACKWARD, 0, 4)))
+    text = format_program(program)
+    assert text == "rank 0: 2 instructions\n0  backward  stage 0  mb 3  part 1\n1  backward  stage 0  mb 4\n"
+    assert parse_program(text, ()) == program
 
 
 @pytest.mark.parametrize("make", [zb_h1, zb_v, v_gpipe])

@@ -17,12 +17,10 @@ from unsplit import Outcome
 import pipec
 from pipec.cli import app
 from pipec.errors import InputError, PlanError
-from pipec.hardware.collectives import all_reduce_seconds
 from pipec.hardware.devices import LinkModel
 from pipec.hardware.topology import Device, Level, Topology, alike, read_topology, uniform
 from pipec.ir import Phase, rank_of, unreplicated
 from pipec.pipeline import Pipeline
-from pipec.plan.ending import fitting_bytes
 from pipec.plan.memory import rank_memory
 
 MODELS = Path(__file__).parent / "cli_models.py"
@@ -259,17 +257,6 @@ def test_a_part_is_joined_by_its_slowest_link() -> None:
     assert whole.part(2) == Topology((Device(),) * 2, (Level(2, 3e9),))
     assert whole.part(3) == Topology((Device(),) * 3, (Level(3, 2e9, 1e-6),))
     assert whole.part(5).levels == (Level(5, 1e9),)
-
-
-@pytest.mark.parametrize("replicas", [2, 8, 64])
-def test_buckets_lose_a_tenth_to_latency_however_many_replicas_there_are(replicas: int) -> None:
-    slow = LinkModel(1.25e9, 30e-6)
-    size = fitting_bytes(alike(replicas, slow), replicas)
-    seconds, at_once = (
-        all_reduce_seconds(alike(replicas, link), range(replicas), size)
-        for link in (slow, LinkModel(slow.bytes_per_second, 0.0))
-    )
-    assert seconds == pytest.approx(1.1 * at_once)
 
 
 def test_too_few_operators_for_the_devices_is_said() -> None:

@@ -24,6 +24,7 @@ from pipec.ir import (
     Stage,
     unreplicated,
 )
+from pipec.ir.text import instruction_lines
 from pipec.programs.lower import chain_links
 from pipec.programs.verify import verify_plan, verify_programs
 from pipec.schedules import gpipe, make_schedule
@@ -40,6 +41,7 @@ def data_parallel(microbatches: int = 4, replicas: int = 2, **options: object) -
 WHOLE = data_parallel(averaged=(0,), updates=True, clips=True)
 TIED_TO_ONE = make_step(round_robin(3, [1, 2]), tied=(0, 1), updates=True, clips=True)
 TIED_TO_TWO = make_step(round_robin(4, [2, 1]), tied=(0, 1), updates=True)
+IN_PARTS = data_parallel(updates=True, num_parts=3)
 SHARDED = data_parallel(updates=True, shard=Shard.OPTIMIZER)
 IN_ROUNDS = data_parallel(updates=True, shard=Shard.GRADIENTS)
 GATHERED = data_parallel(updates=True, shard=Shard.PARAMETERS)
@@ -114,11 +116,14 @@ ranks start collectives in one order
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (change(Op.REDUCE_GRAD, microbatch=0), "bucket 0 names a microbatch, link, peer or slot; expected"),
-        (change(Op.NORM, peer=1), "norm names a microbatch, link, peer or slot"),
+        (
+            change(Op.REDUCE_GRAD, microbatch=0),
+            "bucket 0 names a microbatch, link, peer, slot or part",
+        ),
+        (change(Op.NORM, peer=1), "norm names a microbatch, link, peer, slot or part"),
         (
             change(Op.UPDATE, slot=0),
-            "update of stage 0 names a microbatch, link, peer or slot; expected none",
+            "update of stage 0 names a microbatch, link, peer, slot or part; expected none",
         ),
         (
             change(Op.REDUCE_GRAD, bucket=1),
@@ -449,9 +454,71 @@ def test_the_ending_fits_the_tensors_of_the_stages(options: dict[str, object], m
 
 
 def is_ending(each: Instruction) -> bool:
-    """Whether an instruction belongs to no microbatch."""
+    """Whether an instruction belongs to no microbatch, or is run in parts because of such ones."""
     once = each.link is not None and not each.link.payload.per_microbatch
-    return once or not (each.op.traits.per_microbatch or each.op.traits.carries_link)
+    return once or each.part >= 0 or not (each.op.traits.per_microbatch or each.op.traits.carries_link)
+
+
+def test_sums_stand_between_the_parts_of_the_last_backward_of_each_replica() -> None:
+    lines = instruction_lines(IN_PARTS.programs()[1])
+    assert (
+        "\n".join(lines)
+        == """\
+ 0  forward      stage 0  mb 1
+ 1  forward      stage 0  mb 3
+ 2  backward     stage 0  mb 1
+ 3  free         stage 0  mb 1
+ 4  backward     stage 0  mb 3  part 0
+ 5  reduce_grad  stage 0                bucket 0
+ 6  backward     stage 0  mb 3  part 1
+ 7  reduce_grad  stage 0                bucket 1
+ 8  backward     stage 0  mb 3  part 2
+ 9  free         stage 0  mb 3
+10  reduce_grad  stage 0                bucket 2
+11  update       stage 0"""
+    )
+
+
+def test_gradients_that_are_summed_each_round_are_made_in_parts_each_time() -> None:
+    step = data_parallel(updates=True, shard=Shard.GRADIENTS, num_parts=2)
+    own = step.programs()[0].instructions
+    assert [each.part for each in own if each.op is Op.BACKWARD] == [0, 1, 0, 1]
+    assert [each.bucket for each in own if each.op is Op.REDUCE_GRAD] == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (drop(Op.BACKWARD, turn=1), "backward of stage 0, microbatch 2 is 0 backward"),
+        (drop(Op.BACKWARD, turn=2), "backward of stage 0, microbatch 2 runs its parts in the order [0, 2]"),
+        (repeat(Op.BACKWARD, turn=2), "runs its parts in the order [0, 1, 1, 2]; expected [0, 1, 2]"),
+        (move(Op.BACKWARD, turn=2, to=8), "runs its parts in the order [0, 2, 1]; expected [0, 1, 2]"),
+        (change(Op.BACKWARD, -1, 2, part=3), "backward names part 3; expected 0 to 2, or none for all"),
+        (change(Op.FORWARD, part=0), "forward names part 0; expected none"),
+        (change(Op.FREE, part=0), "free names part 0; expected none"),
+        (change(Op.BACKWARD, -1, 1, part=-1), "runs its parts in the order [1, 2]"),
+        (move(Op.REDUCE_GRAD, 1, to=6), "bucket 1 runs before the last backward of stage 0 at 7"),
+        (move(Op.REDUCE_GRAD, 0, to=2), "bucket 0 runs before the last backward of stage 0 at 5"),
+    ],
+)
+def test_parts_run_once_and_in_order_and_sums_behind_them(edit: Edit, message: str) -> None:
+    found = fault(IN_PARTS, {0: edit})
+    assert found.startswith("rank 0, instruction ")
+    assert message in found
+
+
+def test_a_bucket_is_complete_after_a_part_that_there_is() -> None:
+    bucket = replace(IN_PARTS.ending.buckets[2], part=3)
+    step = replace(IN_PARTS, ending=replace(IN_PARTS.ending, buckets=(*IN_PARTS.ending.buckets[:2], bucket)))
+    with pytest.raises(VerifyError, match="bucket 2 is complete after part 3; stage 0 has 3"):
+        step.verify(IN_PARTS.programs())
+
+
+def test_a_bucket_that_a_later_part_completes_is_not_summed_before_it() -> None:
+    late = replace(IN_PARTS.ending.buckets[0], part=2)
+    step = replace(IN_PARTS, ending=replace(IN_PARTS.ending, buckets=(late, *IN_PARTS.ending.buckets[1:])))
+    with pytest.raises(VerifyError, match="bucket 0 runs before the last backward of stage 0"):
+        step.verify(IN_PARTS.programs())
 
 
 @st.composite
@@ -493,7 +560,7 @@ def test_an_edited_program_is_refused_unless_it_means_the_same(data: st.DataObje
     means_the_step(step, programs)
 
 
-@pytest.mark.parametrize("step", [WHOLE, TIED_TO_ONE, TIED_TO_TWO, SHARDED, IN_ROUNDS, GATHERED])
+@pytest.mark.parametrize("step", [WHOLE, IN_PARTS, TIED_TO_ONE, TIED_TO_TWO, SHARDED, IN_ROUNDS, GATHERED])
 def test_no_instruction_of_an_ending_can_be_left_out_or_doubled(step: Step) -> None:
     programs = step.programs()
     for rank, program in enumerate(programs):
@@ -513,6 +580,7 @@ def test_what_executes_programs_on_symbols_notices_what_is_wrong() -> None:
         (WHOLE, move(Op.NORM, to=REDUCE)),
         (TIED_TO_ONE, receive_after(Op.NORM)),
         (GATHERED, drop(Op.RESHARD)),
+        (IN_PARTS, move(Op.REDUCE_GRAD, 1, to=6)),
         (SHARDED, move(Op.UNSHARD, to=7)),
     ):
         programs = []

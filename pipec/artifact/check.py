@@ -1,7 +1,7 @@
 """Static verification of an artifact: its programs, and that the code of each stage is what they call."""
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pipec.artifact.directory import Artifact, read
 from pipec.errors import VerifyError
-from pipec.ir import Program, Stage
+from pipec.ir import GRADIENT_PHASES, Phase, Plan, Program, Stage
 from pipec.programs.verify import verify_plan
 
 
@@ -41,30 +41,61 @@ def check_artifact(artifact: Artifact) -> None:
     verify_plan(plan, artifact.programs)
     for stage, source in zip(plan.stages, artifact.sources, strict=True):
         programs = [artifact.programs[rank] for rank in plan.placement[stage.index]]
-        for fault in _faults(stage, source, programs):
+        for fault in _faults(plan, stage, source, programs):
             raise VerifyError(f"stage_{stage.index}.py {fault}; save the pipeline anew")
 
 
-def _faults(stage: Stage, source: str, programs: Sequence[Program]) -> Iterator[str]:
+def _faults(plan: Plan, stage: Stage, source: str, programs: Sequence[Program]) -> Iterator[str]:
     try:
         body = ast.parse(source).body
         compile(source, f"stage_{stage.index}.py", "exec", dont_inherit=True)
     except SyntaxError as error:
         yield f"does not compile: line {error.lineno}: {error.msg}"
         return
-    functions = {node.name for node in body if isinstance(node, ast.FunctionDef)}
+    functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
     for program in programs:
         cells = (each for each in program.instructions if each.stage == stage.index)
-        called = {str(each.op.phase) for each in cells if each.op.phase}
-        if missing := sorted(called - functions):
+        called = {name for each in cells if each.op.phase for name in stage.functions(each.op.phase)}
+        if missing := sorted(called - functions.keys()):
             yield f"has no function {' or '.join(missing)}, which the program of rank {program.rank} calls"
     if stage.of_batch and "of_batch" not in functions:
         yield f"has no function of_batch, which makes {', '.join(stage.of_batch)}"
+    yield from _late_gradients(plan, stage, functions)
     tables = dict(_tables(body))
     planned = (stage.parameters, stage.buffers, stage.updated_buffers)
     for name, expected in zip(("PARAMETERS", "BUFFERS", "UPDATED_BUFFERS"), planned, strict=True):
         if tables.get(name) != expected:
             yield f"has {name} = {tables.get(name)}, but the plan has {expected}"
+
+
+def _late_gradients(plan: Plan, stage: Stage, functions: Mapping[str, ast.FunctionDef]) -> Iterator[str]:
+    """What would be summed too early: a part behind the one that the plan names makes gradients of it."""
+    buckets = [plan.ending.buckets[number] for number in plan.ending.buckets_of(stage.index)]
+    for phase in GRADIENT_PHASES:
+        names = stage.functions(phase)
+        for part, name in enumerate(names):
+            summed = {
+                fqn for bucket in buckets if bucket.part < part and not bucket.lent for fqn in bucket.names
+            }
+            if not summed or name not in functions:
+                continue
+            gradients = _gradients(functions[name], phase is Phase.BACKWARD_WEIGHT and part == len(names) - 1)
+            if gradients is None or len(gradients) != len(stage.parameters):
+                yield f"has no tuple of {len(stage.parameters)} gradients at the end of {name}"
+                return
+            for fqn, gradient in zip(stage.parameters, gradients, strict=True):
+                if fqn in summed and not (isinstance(gradient, ast.Constant) and gradient.value is None):
+                    yield f"makes a gradient of {fqn} in {name}, when it is summed already"
+
+
+def _gradients(function: ast.FunctionDef, alone: bool) -> list[ast.expr] | None:
+    """The gradients that a function returns, ``alone`` or behind something else."""
+    match function.body[-1]:
+        case ast.Return(value=ast.Tuple(elts=gradients)) if alone:
+            return gradients
+        case ast.Return(value=ast.Tuple(elts=[*_, ast.Tuple(elts=gradients)])) if not alone:
+            return gradients
+    return None
 
 
 def _tables(body: list[ast.stmt]) -> Iterator[tuple[str, object]]:

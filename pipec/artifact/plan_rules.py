@@ -57,6 +57,13 @@ _MOST = 2**20
 """Above it, only the tables of a plan would take minutes and gigabytes."""
 
 
+def _parts(plan: Plan) -> Iterator[str]:
+    for stage in plan.stages:
+        for phase, shares in stage.parts.items():
+            if not 2 <= len(shares) <= _MOST or not all(0 <= share <= 1 for share in shares):
+                yield f"stage {stage.index} has shares {shares} for parts of {phase}, expected 0 to 1 each"
+
+
 def _values(plan: Plan) -> Iterator[str]:
     for value in plan.parameters + plan.buffers:
         if not all(isinstance(size, int) and 0 <= size < 2**63 for size in value.shape):
@@ -151,6 +158,7 @@ Rule = Callable[[Plan], Iterator[str]]
 RULES: tuple[Rule, ...] = (
     _stages_and_ranks,
     _sizes,
+    _parts,
     _values,
     _tensors,
     _links,

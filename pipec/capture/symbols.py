@@ -77,9 +77,8 @@ def variable_symbols(
     for variable in variables:
         shown = numbers.get(variable.name) if variable.dim is None else variable.name in read
         if not shown or any(value.is_number for value in joint.replacements.values()):
-            raise FixedVariableError(
-                f"{variable.what} is not read, or becomes a constant in {joint.fixed_by}"
-            )
+            where = joint.fixed_by or "the model, or nothing reads it"
+            raise FixedVariableError(f"{variable.what} becomes a constant in {where}")
     return found
 
 

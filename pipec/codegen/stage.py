@@ -1,4 +1,4 @@
-"""The Python source of one stage: a header that says what it is, then one function for each phase."""
+"""The Python source of one stage: a header that says what it is, then the functions of each phase."""
 
 import itertools
 import operator
@@ -10,7 +10,7 @@ from torch import fx
 
 from pipec.codegen.expressions import expression, free_names
 from pipec.codegen.names import comment
-from pipec.graph import TrainingGraph, is_tensor, is_view
+from pipec.graph import TrainingGraph, is_tensor, is_view, sums_gradients
 from pipec.graph.dimensions import dimension
 from pipec.graph.functions import Function, StageFunctions, of_batch_nodes, runs_in
 from pipec.ir import Phase
@@ -27,6 +27,14 @@ RETURNS = {
     Phase.BACKWARD_WEIGHT: ("gradients",),
 }
 """What the function of each phase returns, as the interpreter unpacks it."""
+
+
+def returned_by(function: Function) -> tuple[str, ...]:
+    """What a function returns: that of its phase, and what it saves for the part behind it."""
+    kinds = RETURNS[function.phase]
+    if function.is_last or "saved" in kinds:
+        return kinds
+    return tuple(kind for kind in ("sent", "saved", "gradients") if kind in {*kinds, "saved"})
 
 
 @dataclass(frozen=True)
@@ -54,20 +62,25 @@ class StageSource:
         lines = ['"""' + self.title, '"""', "", *self._imports(), ""]
         lines += self._table("PARAMETERS", "w", self.stage.parameters)
         lines += self._table("BUFFERS", "buffers", self.stage.buffers)
-        updated = dict(self.stage.functions[0].updates)
         lines += self._table(
-            "UPDATED_BUFFERS", "", [n for n in self.stage.buffers if n.meta["role"].fqn in updated]
+            "UPDATED_BUFFERS", "", [n for n in self.stage.buffers if n.meta["role"].fqn in self.updated]
         )
         return "\n".join([*lines, *self._functions()]) + "\n"
 
     def _functions(self) -> Iterator[str]:
-        """The lines of ``constants`` and ``of_batch``, if there are any, and of each phase."""
+        """The lines of ``constants`` and ``of_batch``, if there are any, and of each function."""
         if self.stage.constants:
             yield from ("", "", *self._constants())
         if self.stage.of_batch:
             yield from ("", "", *self._of_batch())
         for function in self.stage.functions:
             yield from ("", "", *_FunctionSource(self, function).lines())
+
+    @property
+    def updated(self) -> Sequence[str]:
+        """The buffers that forwards change."""
+        changed = {fqn for function in self.stage.functions for fqn, _ in function.updates}
+        return [n.meta["role"].fqn for n in self.stage.buffers if n.meta["role"].fqn in changed]
 
     def hoisted(self) -> list[fx.Node]:
         """The constants that functions read, in the order ``constants`` returns them."""
@@ -165,7 +178,7 @@ class _FunctionSource:
     function: Function
 
     def lines(self) -> list[str]:
-        head = f"def {self.function.phase}({', '.join(self._parameters())}):"
+        head = f"def {self.function.name}({', '.join(self._parameters())}):"
         return [head, *self._unpack(), *self._body(), *self._return()]
 
     def _parameters(self) -> Iterator[str]:
@@ -178,7 +191,7 @@ class _FunctionSource:
         }
         reads = set(function.reads)
         yield from (name for name, nodes in held.items() if reads.intersection(nodes))
-        if function.phase is not Phase.FORWARD:
+        if function is not stage.functions[0]:
             yield "saved"
         yield from (self.module.names[node] for node in function.received + function.inputs)
         named = self.module.free_names(function.body)
@@ -209,9 +222,22 @@ class _FunctionSource:
                     yield from _wrapped("    del ", dead, "")
                 group, dead = title, []
                 yield _beside(f"    # {title}", self._source_line(node))
-            source = expression(node, self._name, self.module.graph.symbols)
+            source = self._sum_in_place(node) or expression(node, self._name, self.module.graph.symbols)
             yield from self.module.assignment(node, source, read)
             dead += [self.module.names[n] for n in last_read.get(node, ())]
+
+    def _sum_in_place(self, node: fx.Node) -> str:
+        """``grad_x.add_(grad_y)`` for a sum of gradients of which nobody else reads one, else nothing."""
+        if not sums_gradients(node) or len(node.all_input_nodes) != 2:
+            return ""
+        for term, other in (node.all_input_nodes, node.all_input_nodes[::-1]):
+            if self._is_its_own(term) and _same_type(term, node):
+                return f"{self._name(term)}.add_({self._name(other)})"
+        return ""
+
+    def _is_its_own(self, node: fx.Node) -> bool:
+        """Whether the function makes the value in memory of its own, for one reader alone."""
+        return node in self.function.body and not is_view(node) and len(node.users) == 1
 
     def _last_reads(self) -> dict[fx.Node, list[fx.Node]]:
         """For each node of the body, the tensors that nothing reads after it."""
@@ -238,16 +264,14 @@ class _FunctionSource:
             "sent": "{" + ", ".join(f'"{key}": {value}' for key, value in sent.items()) + "}",
             "saved": "[" + ", ".join(map(self._name, function.saved_out)) + "]",
             "updates": _tuple(
-                self._name(updates[n.meta["role"].fqn])
-                for n in stage.buffers
-                if n.meta["role"].fqn in updates
+                self._name(updates[fqn]) if fqn in updates else "None" for fqn in self.module.updated
             ),
             "gradients": _tuple(
                 self._name(gradients[p.meta["role"].fqn]) if p.meta["role"].fqn in gradients else "None"
                 for p in stage.parameters
             ),
         }
-        returned = [parts[key] for key in RETURNS[function.phase]]
+        returned = [parts[key] for key in returned_by(function)]
         if sum(map(len, returned)) + 15 <= LINE_LENGTH:
             yield f"    return {', '.join(returned)}"
         else:
@@ -279,6 +303,12 @@ class _FunctionSource:
 def _is_printed(node: fx.Node) -> bool:
     """Whether the node has a statement of its own. An item of a tuple has not: unpacking names it."""
     return node.target is not operator.getitem
+
+
+def _same_type(one: fx.Node, other: fx.Node) -> bool:
+    """Whether two values also lie in memory alike. Their sizes may be symbols, and are compared as text."""
+    a, b = one.meta["val"], other.meta["val"]
+    return a.dtype == b.dtype and f"{a.shape} {a.stride()}" == f"{b.shape} {b.stride()}"
 
 
 def _beside(code: str, note: str) -> str:

@@ -9,6 +9,7 @@ from pipec.ir import NOTHING_MORE, Ending
 from pipec.passes import Pass
 from pipec.passes.annotate_cost import AnnotateCost
 from pipec.passes.insert_communication import InsertCommunication
+from pipec.passes.join_slices import JoinSlices
 from pipec.passes.mark_recompute import MarkRecompute
 from pipec.passes.simplify import Simplify
 from pipec.passes.split_backward import SplitBackward
@@ -42,6 +43,7 @@ def passes(options: CompilerOptions, cut: Pass, recompute: frozenset[int]) -> li
     everything = options.recompute == "full"
     return [
         Simplify(),
+        JoinSlices(),
         AnnotateCost(options.device_model, options.profile),
         cut,
         UntieGradients(),

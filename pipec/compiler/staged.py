@@ -20,6 +20,7 @@ from pipec.ir.text import value_bytes
 from pipec.passes import Observer, Pass, run_passes
 from pipec.passes.assign_stages import AssignStages
 from pipec.passes.dump import requested_dumps
+from pipec.plan.buckets import in_parts
 from pipec.plan.build import Names, build_plan, stage_cost, value_of
 from pipec.plan.memory import RankMemory, rank_memory
 from pipec.plan.predictions import simulate_plan, step_seconds
@@ -35,11 +36,13 @@ class Trial:
     """One way to run a step: the plan and the verified programs, and what the step is predicted to take.
 
     ``schedule`` is the one that was asked for; the plan's placement tells which ranks really play its parts.
-    ``excess[rank]`` are the bytes by which a rank is above the memory of its device.
+    ``stages`` are the functions that the programs call. ``excess[rank]`` are the bytes by which a rank is
+    above the memory of its device.
     """
 
     staged: "StagedGraph"
     schedule: Schedule
+    stages: Sequence[StageFunctions]
     plan: Plan
     programs: tuple[Program, ...]
     seconds: float
@@ -57,11 +60,10 @@ class Trial:
 
     def artifact(self) -> Artifact:
         """The plan, the programs and the code of the stages."""
-        stages = self.staged.stages(_splits_backward(self.schedule))
         names, graph = self.staged.names, self.staged.graph
         sources = tuple(
             StageSource.of(graph, functions, names, stage_title(stage, self.plan)).write()
-            for functions, stage in zip(stages, self.plan.stages, strict=True)
+            for functions, stage in zip(self.stages, self.plan.stages, strict=True)
         )
         return Artifact(self.plan, sources, self.programs, graph.constants)
 
@@ -85,7 +87,7 @@ class StagedGraph:
         self._dumps = requested_dumps()
         self._captured, self._cut, self._observers = captured, cut, observers
         self._trials: dict[object, Trial] = {}
-        self._plans: dict[object, Plan] = {}
+        self._plans: dict[object, tuple[Plan, Sequence[StageFunctions]]] = {}
         self._variants: dict[frozenset[int], StagedGraph] = {}
         passes = pass_list.passes(options, cut, recompute)
         try:
@@ -185,28 +187,42 @@ class StagedGraph:
 
     def _try(self, schedule: Schedule, size: int, ending: Ending) -> Trial:
         placed = on_ranks(schedule, self.graph.ranks) if self.graph.ranks else schedule
-        plan = self._plan(placed, size, replace(ending, stream=placed.stream))
+        plan, stages = self._plan(placed, size, replace(ending, stream=placed.stream))
         if placed.stream:
             _refuse_tied(plan)
         recompute = [stage.index for stage in plan.stages if stage.recompute]
-        programs = (fold if placed.stream else lower)(placed, plan.links, recompute, plan.ending)
+        if placed.stream:
+            programs = fold(placed, plan.links, recompute, plan.ending)
+        else:
+            programs = lower(placed, plan.links, recompute, plan.ending, plan.parts)
         verify_plan(plan, programs)
         memory = rank_memory(plan, programs)
         devices = self.options.topology.devices
         excess = [max(0.0, need.total - devices[rank].memory_bytes) for rank, need in enumerate(memory)]
         seconds = step_seconds(simulate_plan(plan, programs))
-        return Trial(self, schedule, plan, programs, seconds, memory, excess)
+        return Trial(self, schedule, stages, plan, programs, seconds, memory, excess)
 
-    def _plan(self, schedule: Schedule, size: int, ending: Ending) -> Plan:
+    def _plan(self, schedule: Schedule, size: int, ending: Ending) -> tuple[Plan, Sequence[StageFunctions]]:
         """Schedules that split the backward alike, or not, share the costs of their stages."""
         split = _splits_backward(schedule)
         key = split, size, schedule.placement, ending
         if key not in self._plans:
-            stages, topology = self.stages(split), self.options.topology
+            topology, whole = self.options.topology, self.stages(split)
+            stages: Sequence[StageFunctions] = in_parts(
+                self.graph,
+                whole,
+                split,
+                schedule.placement,
+                size,
+                topology,
+                self.options.device_model.launch_seconds,
+                ending,
+            )
             plan = build_plan(self.graph, stages, self.names, schedule, size, topology, ending)
-            self._plans[key] = self._with_updates(plan)
+            self._plans[key] = self._with_updates(plan), stages
+        plan, stages = self._plans[key]
         count = schedule.stream.microbatches if schedule.stream else schedule.num_microbatches
-        return replace(self._plans[key], schedule=schedule.name, num_microbatches=count)
+        return replace(plan, schedule=schedule.name, num_microbatches=count), stages
 
     def _with_updates(self, plan: Plan) -> Plan:
         if not (plan.ending.updates and self.options.optimizer):
@@ -216,8 +232,7 @@ class StagedGraph:
 
     def _message_seconds(self, stage: StageFunctions, size: int, source: int, target: int) -> float:
         """The time of what the stage's forward sends from one rank to another."""
-        forwards = (function for function in stage.functions if function.phase is Phase.FORWARD)
-        sent = [node for function in forwards for node in function.sent]
+        sent = [node for function in stage.of_phase(Phase.FORWARD) for node in function.sent]
         if source == target or not sent:
             return 0.0
         planned = {"b": size, **self.graph.planned}

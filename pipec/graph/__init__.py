@@ -1,8 +1,9 @@
 """The training graph: one graph of forward, loss and backward that capture makes and passes annotate.
 
 Read ``nodes``, the metadata of a node, and ``training_graph`` first. ``functions`` then says what each phase
-of a stage computes, keeps and returns. ``invariants`` holds what is true after every pass; ``assumptions``
-tell whether a graph is still that of its model; ``dimensions`` writes sizes as text.
+of a stage computes, keeps and returns, and ``parts`` how a phase is divided. ``invariants`` holds what is
+true after every pass; ``assumptions`` tell whether a graph is still that of its model; ``dimensions`` writes
+sizes as text.
 """
 
 from pipec.graph.assumptions import Assumptions, changed_constants
@@ -25,6 +26,7 @@ from pipec.graph.nodes import (
     is_view,
     memory_of,
     needs_only_inputs,
+    part_of,
     reads_memory,
     recv,
     send,

@@ -10,9 +10,13 @@ an edge to another stage                  is a message
 
 Parameters, buffers that never change and constants are arguments of every function and are never saved.
 Neither are views: they are made again where they are needed, and the tensor that owns the memory is saved.
+
+A phase is one function, or several that run one after the other: its parts. Passes put nodes into parts with
+``meta["part"]``, where something has to happen between two of them. The phase that makes gradients is also
+divided where gradients have to be complete before the others are.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,12 +40,13 @@ from pipec.graph import (
     send,
     stage_of,
 )
-from pipec.ir import Mode, Phase
+from pipec.graph.parts import divide
+from pipec.ir import GRADIENT_PHASES, Mode, Phase, function_names
 
 
 @dataclass(frozen=True)
 class Function:
-    """One phase of one stage.
+    """One phase of one stage, or part number ``part`` of ``num_parts`` of it.
 
     ``body`` holds the nodes to compute, in order. ``received``, ``inputs`` and ``saved_in`` come from
     outside; ``sent`` (send nodes), ``outputs``, ``saved_out``, ``updates`` and ``gradients`` leave.
@@ -58,6 +63,17 @@ class Function:
     outputs: tuple[fx.Node, ...] = ()
     updates: tuple[tuple[str, fx.Node], ...] = ()
     gradients: tuple[tuple[str, fx.Node], ...] = ()
+    part: int = 0
+    num_parts: int = 1
+
+    @property
+    def name(self) -> str:
+        return function_names(self.phase, self.num_parts)[self.part]
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no other part of the phase follows."""
+        return self.part == self.num_parts - 1
 
     @property
     def reads(self) -> Iterator[fx.Node]:
@@ -88,20 +104,38 @@ class StageFunctions:
     """Every constant node that is needed, in order. The generated ``constants(b)`` returns those that some
     function reads; the others lead to them."""
 
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """In the order in which they run."""
+        return tuple(dict.fromkeys(function.phase for function in self.functions))
 
-def stage_functions(graph: TrainingGraph, stage: int, split_backward: bool) -> StageFunctions:
-    """Read one stage off the graph. With ``split_backward`` it has two backward functions instead of one.
+    def of_phase(self, phase: Phase) -> tuple[Function, ...]:
+        """The functions of a phase, in the order in which they run."""
+        return tuple(function for function in self.functions if function.phase is phase)
 
-    The phases are read from the last to the first, because each must save what the next one needs.
+
+def stage_functions(
+    graph: TrainingGraph, stage: int, split_backward: bool, gradients: Sequence[Collection[str]] = ()
+) -> StageFunctions:
+    """Read one stage off the graph. With ``split_backward`` it has two backwards instead of one.
+
+    ``gradients`` are parameters in groups. The gradients of each group are complete at the end of one part of
+    the backward, or of its weight half, and no later than those of the next group.
+
+    The functions are read from the last to the first, because each must save what the next one needs.
     """
     mine = [n for n in graph.nodes if not is_constant(n) and stage_of(n) == stage]
     phases = _phases(graph, mine, split_backward)
     functions: list[Function] = []
     needed: tuple[fx.Node, ...] = ()
     for phase in reversed(phases):
-        function = _function(graph, stage, phase, mine, needed)
-        functions.insert(0, function)
-        needed = function.saved_in
+        own = [node for node in mine if runs_in(node, phase)]
+        parts = divide(graph, own, gradients if phase in GRADIENT_PHASES else ())
+        parts = [set(own)] if phase is Phase.RECOMPUTE else parts
+        for number in reversed(range(len(parts))):
+            function = _function(graph, stage, phase, parts, number, needed)
+            functions.insert(0, function)
+            needed = function.saved_in
     assert not needed, f"stage {stage} saves {needed} that no function makes"
     return StageFunctions(
         stage,
@@ -135,13 +169,20 @@ def runs_in(node: fx.Node, phase: Phase) -> bool:
 
 
 def _function(
-    graph: TrainingGraph, stage: int, phase: Phase, mine: Sequence[fx.Node], saved_out: tuple[fx.Node, ...]
+    graph: TrainingGraph,
+    stage: int,
+    phase: Phase,
+    parts: Sequence[set[fx.Node]],
+    part: int,
+    saved_out: tuple[fx.Node, ...],
 ) -> Function:
-    local = {node for node in mine if runs_in(node, phase)}
+    local, others = parts[part], set[fx.Node]().union(*parts[:part], *parts[part + 1 :])
+    is_last = part == len(parts) - 1
     results = [] if phase is Phase.RECOMPUTE else _results(graph, stage, phase)
+    results = [(r, n) for r, n in results if n in local or (is_last and n not in others)]
     sent = [] if phase is Phase.RECOMPUTE else [node for node in local if node.target is send]
     roots = list(saved_out) + [n for _, n in results] + [n.all_input_nodes[0] for n in sent]
-    body, outside = _closure(roots, local, phase)
+    body, outside = _closure(roots, local, reads_changed=phase is Phase.FORWARD and part == 0)
     order = {node: i for i, node in enumerate(graph.module.graph.nodes)}
 
     def ordered(nodes: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
@@ -160,6 +201,8 @@ def _function(
         outputs=tuple(n for r, n in results if isinstance(r, Output)),
         updates=tuple((r.fqn, n) for r, n in results if isinstance(r, UpdatedBuffer)),
         gradients=tuple((r.fqn, n) for r, n in results if isinstance(r, Gradient)),
+        part=part,
+        num_parts=len(parts),
     )
 
 
@@ -196,15 +239,18 @@ def _results(graph: TrainingGraph, stage: int, phase: Phase) -> list[tuple[Resul
 
 
 def _closure(
-    roots: Iterable[fx.Node], local: set[fx.Node], phase: Phase
+    roots: Iterable[fx.Node], local: set[fx.Node], *, reads_changed: bool
 ) -> tuple[set[fx.Node], set[fx.Node]]:
-    """The nodes to compute so that the roots exist, and the values that must come from outside for that."""
+    """The nodes to compute so that the roots exist, and the values that must come from outside for that.
+
+    ``reads_changed`` says whether buffers are read that the forward changes.
+    """
     body: set[fx.Node] = set()
     outside: set[fx.Node] = set()
     pending = list(roots)
     while pending:
         node = pending.pop()
-        if node in body or node in outside or is_constant(node) or _is_held(node, phase):
+        if node in body or node in outside or is_constant(node) or _is_held(node, reads_changed):
             continue
         if node in local or is_view(node):
             body.add(node)
@@ -215,16 +261,16 @@ def _closure(
     return body, outside
 
 
-def _is_held(node: fx.Node, phase: Phase) -> bool:
+def _is_held(node: fx.Node, reads_changed: bool) -> bool:
     """Whether the stage holds the tensor itself.
 
-    Later phases cannot read a buffer that the forward changes, because it has a new value by then.
+    Only the first function can read a buffer that the forward changes: later it has a new value.
     """
     if node.op != "placeholder":
         return False
     role = node.meta["role"]
     if isinstance(role, Buffer):
-        return phase is Phase.FORWARD or not node.meta["changed"]
+        return reads_changed or not node.meta["changed"]
     return isinstance(role, Parameter)
 
 

@@ -17,6 +17,7 @@ from pipec.graph import (
     is_constant,
     is_forward,
     is_tensor,
+    part_of,
     recv,
     send,
     stage_of,
@@ -179,6 +180,14 @@ def _weight_gradients_come_last(graph: TrainingGraph) -> Iterator[Fault]:
             yield node, "is neither part of the input gradient nor of the weight gradient"
 
 
+def _parts_follow_each_other(graph: TrainingGraph) -> Iterator[Fault]:
+    """A function may read what earlier functions of its stage have made, its own phase's or another's."""
+    for source, user in _stage_edges(graph):
+        alike = stage_of(source) == stage_of(user) and is_forward(source) == is_forward(user)
+        if alike and part_of(source) > part_of(user):
+            yield user, f"runs in part {part_of(user)} but reads {source.name} of part {part_of(source)}"
+
+
 def _stage_edges(graph: TrainingGraph) -> Iterator[tuple[fx.Node, fx.Node]]:
     for user in graph.nodes:
         if is_constant(user):
@@ -188,8 +197,8 @@ def _stage_edges(graph: TrainingGraph) -> Iterator[tuple[fx.Node, fx.Node]]:
                 yield source, user
 
 
-def _place(node: fx.Node) -> tuple[int, Phase]:
-    return stage_of(node), node.meta["phase"]
+def _place(node: fx.Node) -> tuple[int, Phase, int]:
+    return stage_of(node), node.meta["phase"], part_of(node)
 
 
 def _type(node: fx.Node) -> str:
@@ -213,5 +222,5 @@ RULES: dict[Form, tuple[Rule, ...]] = {
         _tuples_stay_whole,
     ),
     Form.COMMUNICATING: (_only_messages_cross, _values_go_straight, _messages_match),
-    Form.SPLIT: (_weight_gradients_come_last,),
+    Form.SPLIT: (_weight_gradients_come_last, _parts_follow_each_other),
 }

@@ -15,6 +15,7 @@ key          set by    meaning
 ``cost``     annotate  FLOPs, bytes and seconds
 ``stage``    cut       the stage that runs the node
 ``replay``   mark      True on forward nodes that the backward computes again
+``part``     a pass    which of the functions that its phase consists of runs the node; 0 if it is missing
 ============ ========= ================================================================================
 """
 
@@ -113,6 +114,12 @@ def stage_of(node: fx.Node) -> int:
     stage = node.meta["stage"]
     assert isinstance(stage, int)
     return stage
+
+
+def part_of(node: fx.Node) -> int:
+    """Which of the functions that its phase consists of runs the node."""
+    part: int = node.meta.get("part", 0)
+    return part
 
 
 def is_forward(node: fx.Node) -> bool:

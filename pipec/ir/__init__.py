@@ -15,6 +15,7 @@ from pipec.ir.plan import Alternative, Plan, ShardCost, Stage, StageCost
 from pipec.ir.program import Instruction, Kind, Op, Program, Traits
 from pipec.ir.schedule import (
     Compute,
+    Parts,
     Placement,
     Schedule,
     count_ranks,
@@ -25,4 +26,16 @@ from pipec.ir.schedule import (
 )
 from pipec.ir.sharding import Piece, Sharding
 from pipec.ir.stream import Stream, Versions
-from pipec.ir.values import Dim, Input, Link, Mode, Payload, Phase, Sizes, Value, Variable
+from pipec.ir.values import (
+    GRADIENT_PHASES,
+    Dim,
+    Input,
+    Link,
+    Mode,
+    Payload,
+    Phase,
+    Sizes,
+    Value,
+    Variable,
+    function_names,
+)

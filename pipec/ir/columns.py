@@ -25,8 +25,8 @@ PHASES: Sequence[Phase] = tuple(Phase)
 OPS: Sequence[Op] = tuple(Op)
 PHASE_CODE: Mapping[Phase, int] = {phase: code for code, phase in enumerate(PHASES)}
 OP_CODE: Mapping[Op, int] = {op: code for code, op in enumerate(OPS)}
-NUM_COLUMNS = 8
-"""Of instructions."""
+NUM_COLUMNS, PART = 9, 7
+"""Of instructions: how many, and which has the parts of phases."""
 
 
 def _having(trait: Callable[[Traits], bool]) -> NDArray[np.bool_]:
@@ -120,13 +120,17 @@ class Cells(_Columns[Compute]):
         """The cells at which ``mask`` is true."""
         return Cells(self.matrix.compress(mask, axis=1))
 
+    def repeated(self, counts: Ints) -> "Cells":
+        """Each cell as often as ``counts`` says."""
+        return Cells(self.matrix.repeat(counts, axis=1))
+
     def _row(self, *numbers: int) -> Compute:
         phase, stage, microbatch = numbers
         return Compute(PHASES[phase], stage, microbatch)
 
 
 class Instructions(_Columns[Instruction]):
-    """What a rank executes: columns of op, stage, microbatch, link, peer, slot, bucket and version.
+    """What a rank executes: columns of op, stage, microbatch, link, peer, slot, bucket, part and version.
 
     ``link`` is an index into ``links``, or -1.
     """
@@ -150,6 +154,7 @@ class Instructions(_Columns[Instruction]):
                 each.peer,
                 each.slot,
                 each.bucket,
+                each.part,
                 each.version,
             )
             for each in instructions
@@ -159,9 +164,22 @@ class Instructions(_Columns[Instruction]):
     @property
     def cells(self) -> Cells:
         """The computes, as the cells of a schedule."""
-        cells = self.matrix[:3, self.is_compute].copy()
+        cells = self.matrix[:3, self.is_cell].copy()
         cells[0] = _PHASE_OF_OP[cells[0]]
         return Cells(cells)
+
+    @property
+    def is_cell(self) -> NDArray[np.bool_]:
+        """Which computes stand for cells: of one in parts, the part with which a microbatch's memory changes.
+
+        A forward takes memory with its first part, and a backward gives it back with its last.
+        """
+        chosen = self.is_compute & (self.parts <= 0)
+        later = np.flatnonzero(self.is_compute & (self.parts >= 0) & (self.ops != OP_CODE[Op.FORWARD]))
+        chosen[later] = False
+        _, last = np.unique(self.matrix[:3, later[::-1]], axis=1, return_index=True)
+        chosen[later[::-1][last]] = True
+        return chosen
 
     def where(self, mask: NDArray[np.bool_]) -> "Instructions":
         """The instructions at which ``mask`` is true."""
@@ -204,8 +222,12 @@ class Instructions(_Columns[Instruction]):
         return self._column(6)
 
     @property
+    def parts(self) -> Ints:
+        return self._column(PART)
+
+    @property
     def versions(self) -> Ints:
-        return self._column(7)
+        return self._column(PART + 1)
 
     def _row(self, *numbers: int) -> Instruction:
         op, stage, microbatch, link, *others = numbers

@@ -24,10 +24,12 @@ class Bucket:
     """Trained parameters of ``stage``, of one dtype, whose gradients its replicas sum together.
 
     Those that are ``lent`` to other stages are tied weights: their gradients come together when all ranks
-    have computed everything, and they stay whole. A parameter with ``sparse`` gradients is alone in its
-    bucket. The ranks meet as those of ``num_hosts``: as many after one another are on each, and what they
-    exchange goes through a host's link once. ``reduce_seconds`` is how long it takes to sum the gradients
-    over the replicas, ``gather_seconds`` to gather the parameters from the shares of the replicas.
+    have computed everything, and they stay whole. The others are complete when ``part`` of the last backward,
+    or of its weight half, is over; a backward in one part has part 0 alone. A parameter with ``sparse``
+    gradients is alone in its bucket. The ranks meet as those of ``num_hosts``: as many after one another are
+    on each, and what they exchange goes through a host's link once. ``reduce_seconds`` is how long it takes
+    to sum the gradients over the replicas, ``gather_seconds`` to gather the parameters from the shares of the
+    replicas.
     """
 
     stage: int
@@ -37,6 +39,7 @@ class Bucket:
     num_hosts: int = 1
     reduce_seconds: float = 0.0
     gather_seconds: float = 0.0
+    part: int = 0
 
     @property
     def names(self) -> tuple[str, ...]:

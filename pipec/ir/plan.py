@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from pipec.ir.ending import NOTHING_MORE, Ending, Shard
 from pipec.ir.memory import StageMemory
-from pipec.ir.schedule import Placement, count_ranks, microbatches_on
-from pipec.ir.values import Input, Link, Mode, Phase, Sizes, Value, Variable
+from pipec.ir.schedule import Parts, Placement, count_ranks, microbatches_on
+from pipec.ir.values import Input, Link, Mode, Phase, Sizes, Value, Variable, function_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +30,8 @@ class Stage:
     owned by another stage (tied weights). ``updated_buffers`` is the subset of ``buffers`` that the
     forward replaces (BatchNorm statistics). ``of_batch`` names what the stage's function of that name
     computes of the whole mini-batch, once a step; ``of_batch_sums`` are those that add up over its rows.
+    ``parts`` has the phases that consist of several functions, with the share of the phase's seconds that
+    each of them takes.
     """
 
     index: int
@@ -43,7 +45,12 @@ class Stage:
     of_batch: tuple[str, ...] = ()
     of_batch_sums: tuple[Value, ...] = ()
     recompute: bool = False
+    parts: Mapping[Phase, tuple[float, ...]] = field(default_factory=dict)
     cost: StageCost = StageCost()
+
+    def functions(self, phase: Phase) -> tuple[str, ...]:
+        """The names of the generated functions that a phase consists of, in the order in which they run."""
+        return function_names(phase, len(self.parts.get(phase, (1.0,))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,3 +144,10 @@ class Plan:
     @property
     def num_ranks(self) -> int:
         return count_ranks(self.placement)
+
+    @property
+    def parts(self) -> Parts:
+        """How many functions the phases consist of that are not one function."""
+        return {
+            (each.index, phase): len(shares) for each in self.stages for phase, shares in each.parts.items()
+        }

@@ -102,9 +102,12 @@ class Instruction:
     reshard         let go of what was gathered of ``bucket``
     =============== ==================================================================================
 
-    ``stage`` is the stage that computes, sends, receives or frees. ``microbatch``, ``peer``, ``slot`` and
-    ``bucket`` are -1 where they mean nothing; a link that moves once per step has no microbatch. Replicas of
-    a stage start their collectives in the same order.
+    ``stage`` is the stage that computes, sends, receives or frees. ``microbatch``, ``peer``, ``slot``,
+    ``bucket`` and ``part`` are -1 where they mean nothing; a link that moves once per step has no microbatch.
+    Replicas of a stage start their collectives in the same order.
+
+    A compute runs its phase as a whole if ``part`` is -1, and only that part of it otherwise. What the phase
+    sends leaves when all parts are over, and what it receives is there before the first.
 
     Where steps follow each other without a flush, ``version`` is that of the weights: the one that a compute
     reads, or the one that an update makes. An update then belongs to the last of the microbatches whose
@@ -118,6 +121,7 @@ class Instruction:
     peer: int = -1
     slot: int = -1
     bucket: int = -1
+    part: int = -1
     version: int = -1
 
 

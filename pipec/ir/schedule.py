@@ -1,6 +1,6 @@
 """A schedule: which rank computes what, in which order, before communication is added."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipec.ir.stream import Stream
@@ -8,6 +8,9 @@ from pipec.ir.values import Phase
 
 Placement = tuple[tuple[int, ...], ...]
 """The ranks of each stage, its replicas: microbatch i is run by the i-th of them, in turn."""
+
+Parts = Mapping[tuple[int, Phase], int]
+"""How many functions a phase of a stage consists of, one after the other, where it is more than one."""
 
 
 def unreplicated(ranks: Iterable[int]) -> Placement:

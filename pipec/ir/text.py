@@ -10,6 +10,8 @@ A program is one instruction a line, under a line that names its rank::
     4  recv                        result loss (3 -> all)  from rank 3
     5  reduce_grad  stage 1        bucket 0
 
+A compute of one part alone says which, as in ``backward  stage 1  mb 3  part 0``.
+
 A field that is -1 is left out. Columns are aligned with at least two spaces, and a field never contains two.
 """
 
@@ -248,6 +250,7 @@ def _fields(number: int, instruction: Instruction) -> tuple[str, ...]:
         instruction.op.value,
         _unless_absent("stage", instruction.stage),
         _unless_absent("mb", instruction.microbatch),
+        _unless_absent("part", instruction.part),
         format_link(instruction.link) if instruction.link else "",
         _unless_absent(f"{direction} rank", instruction.peer),
         _unless_absent("slot", instruction.slot),
@@ -271,6 +274,7 @@ _LINE = re.compile(
     rf" *(?P<number>\d{{1,9}})  +(?P<op>{'|'.join(Op)})"
     r"(?:  +stage (?P<stage>\d{1,9}))?"
     r"(?:  +mb (?P<mb>\d{1,9}))?"
+    r"(?:  +part (?P<part>\d{1,9}))?"
     r"(?:  +(?P<link>[^ (][^(]*\([^ )]+ -> [^ )]+\)))?"
     r"(?:  +(?:from|to) rank (?P<peer>\d{1,9}))?"
     r"(?:  +slot (?P<slot>\d{1,9}))?"
@@ -303,7 +307,8 @@ def _parse_line(number: int, line: str, links: Mapping[str, Link]) -> Instructio
         raise _unexpected(
             number + 2,
             line,
-            "'NUMBER  OP  [stage S]  [mb M]  [LINK]  [to rank R]  [slot N]  [bucket K]  [version V]'",
+            "'NUMBER  OP  [stage S]  [mb M]  [part P]  [LINK]  [to rank R]  [slot N]  [bucket K]  "
+            "[version V]'",
         )
     if match["link"] and match["link"] not in links:
         raise _unexpected(number + 2, line, f"a link of the plan: {'; '.join(links) or 'it has none'}")
@@ -316,7 +321,7 @@ def _parse_line(number: int, line: str, links: Mapping[str, Link]) -> Instructio
     return instruction
 
 
-_NUMBERS = ("stage", "mb", "peer", "slot", "bucket", "version")
+_NUMBERS = ("stage", "mb", "peer", "slot", "bucket", "part", "version")
 
 
 def _unexpected(line_number: int, line: str, expected: str) -> ArtifactError:

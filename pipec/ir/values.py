@@ -24,6 +24,18 @@ class Phase(StrEnum):
     BACKWARD_WEIGHT = "backward_weight"
 
 
+GRADIENT_PHASES = (Phase.BACKWARD, Phase.BACKWARD_WEIGHT)
+"""The phases at whose end the gradients of parameters are complete."""
+
+
+def function_names(phase: Phase, num_parts: int) -> tuple[str, ...]:
+    """What generated code calls the functions of a phase, in the order in which they run.
+
+    A phase is one function, ``backward``, or is run in parts: ``backward_0``, ``backward_1`` and so on.
+    """
+    return (str(phase),) if num_parts == 1 else tuple(f"{phase}_{part}" for part in range(num_parts))
+
+
 class Mode(StrEnum):
     """What a program computes: a training step, the loss alone, or the model's output."""
 

@@ -1,5 +1,9 @@
-"""What a user steps. ``held`` keeps the tensors of the model; ``pipeline`` compiles and runs its calls."""
+"""What a user steps. ``held`` keeps the tensors of the model; ``pipeline`` compiles and runs its calls.
 
+``checkpointed`` saves and loads checkpoints, and ``checkpoints`` keeps those of a run.
+"""
+
+from pipec.pipeline.checkpoints import Checkpoints
 from pipec.pipeline.pipeline import Pipeline
 
-__all__ = ["Pipeline"]
+__all__ = ["Checkpoints", "Pipeline"]

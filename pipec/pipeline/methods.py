@@ -3,15 +3,33 @@
 from collections.abc import Mapping
 
 from torch import nn
+from torch.optim import Optimizer
 
-from pipec.ir.arguments import FLAG, FUNCTION, NONE, PATH, instance
+from pipec.ir.arguments import FLAG, FUNCTION, NONE, PATH, Kind, instance
 from pipec.timeline.trace import Trace
+
+
+def _several(given: object) -> list[object]:
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def _are_optimizers(given: object) -> bool:
+    return all(isinstance(each, Optimizer) for each in _several(given))
+
+
+def _are_schedulers(given: object) -> bool:
+    methods = ("state_dict", "load_state_dict", "step")
+    return all(hasattr(each, method) for each in _several(given) for method in methods)
+
 
 METHODS = {
     "after_update": FUNCTION | NONE,
     "all_ranks": FLAG,
     "directory": PATH,
     "mode": FLAG,
+    "optimizer": Kind("the optimizer that the script steps, or a list of them", _are_optimizers) | NONE,
+    "scheduler": Kind("an LR scheduler, or a list of them", _are_schedulers) | NONE,
+    "weights_alone": FLAG,
     "model": instance("an nn.Module", nn.Module),
     "path": PATH | NONE,
     "state_dict": instance("a mapping of names to tensors", Mapping),

@@ -20,9 +20,10 @@ from pipec.errors import InputError
 from pipec.ir import Mode, Plan
 from pipec.ir.arguments import check_arguments
 from pipec.ir.batch import sizes_of_replicas, variable_values
+from pipec.pipeline.checkpointed import CheckpointedModel
 from pipec.pipeline.kept import Kept
 from pipec.pipeline.methods import METHODS
-from pipec.pipeline.turns import Asked, TurnTaker
+from pipec.pipeline.turns import Asked
 from pipec.plan.local_batch import check_local_batch
 from pipec.plan.predictions import simulate_plan
 from pipec.plan.tables import ReadablePlan
@@ -43,7 +44,7 @@ from pipec.torch_compat import Place, pytree
 from pipec.viz import Step, draw_steps, steps_text
 
 
-class Pipeline(TurnTaker):
+class Pipeline(CheckpointedModel):
     """A model cut into stages. Make one with :func:`pipec.compile`.
 
     It holds the model's own parameters and buffers, under the model's own names. In one process these are all

@@ -70,7 +70,7 @@ def build_plan(
                 names,
                 owners,
                 microbatch_size,
-                _speed(topology, schedule.placement, stage.index),
+                stage_speed(topology, schedule.placement, stage.index),
             )
             for stage in stages
         ),
@@ -103,7 +103,7 @@ def _guards(graph: TrainingGraph) -> Iterator[str]:
             yield condition(guard, graph.symbols)
 
 
-def _speed(topology: Topology, placement: Placement, stage: int) -> float:
+def stage_speed(topology: Topology, placement: Placement, stage: int) -> float:
     """The speed of the slowest rank that runs the stage."""
     return min(topology.devices[rank].speed for rank in placement[stage])
 
@@ -143,9 +143,10 @@ def _stage(
     size: int,
     speed: float,
 ) -> Stage:
-    operators = sorted({n.meta["operator"] for n in stage.functions[0].body})
+    forwards = stage.of_phase(Phase.FORWARD)
+    operators = sorted({node.meta["operator"] for function in forwards for node in function.body})
     parameters = _fqns(stage.parameters)
-    updated = {fqn for fqn, _ in stage.functions[0].updates}
+    updated = {fqn for function in forwards for fqn, _ in function.updates}
     return Stage(
         index=stage.index,
         first_operator=operators[0] if operators else 0,
@@ -159,9 +160,21 @@ def _stage(
         of_batch_sums=tuple(
             value_of(graph, node, names[node]) for node in stage.of_batch if node.meta["role"].adds_up
         ),
-        recompute=any(function.phase is Phase.RECOMPUTE for function in stage.functions),
+        recompute=bool(stage.of_phase(Phase.RECOMPUTE)),
+        parts=_parts(stage, size),
         cost=stage_cost(graph, stage, size, speed),
     )
+
+
+def _parts(stage: StageFunctions, size: int) -> dict[Phase, tuple[float, ...]]:
+    """The phases that consist of several functions, and what share of the phase each takes."""
+    found = {}
+    for phase in stage.phases:
+        seconds = [_seconds([function], size) for function in stage.of_phase(phase)]
+        if len(seconds) > 1:
+            total = sum(seconds)
+            found[phase] = tuple(each / total if total else 1 / len(seconds) for each in seconds)
+    return found
 
 
 def _modules(graph: TrainingGraph, operators: Sequence[int]) -> tuple[str, ...]:
@@ -172,7 +185,7 @@ def _modules(graph: TrainingGraph, operators: Sequence[int]) -> tuple[str, ...]:
 
 def stage_cost(graph: TrainingGraph, stage: StageFunctions, size: int, speed: float) -> StageCost:
     return StageCost(
-        seconds={function.phase: _seconds(function, size) / speed for function in stage.functions},
+        seconds={phase: _seconds(stage.of_phase(phase), size) / speed for phase in stage.phases},
         flops=sum(evaluate(n.meta["cost"].flops, size) for f in stage.functions for n in f.body),
         memory=_stage_memory(stage, size),
     )
@@ -190,30 +203,32 @@ def _stage_memory(stage: StageFunctions, size: int) -> StageMemory:
         gradients=bytes_of(node for node in stage.parameters if node.meta["role"].fqn in trained),
         saved=bytes_of(saved[Phase.FORWARD]),
         kept=bytes_of(saved.get(Phase.BACKWARD_INPUT, ())),
-        transient=max(_transient_bytes(function, size) for function in stage.functions),
+        transient=max(_transient_bytes(stage.of_phase(phase), size) for phase in stage.phases),
         replayed=bytes_of(saved.get(Phase.RECOMPUTE, set()) - saved[Phase.FORWARD]),
     )
 
 
-def _seconds(function: Function, size: int) -> float:
-    return float(sum(node.meta["cost"].seconds(size) for node in function.body))
+def _seconds(functions: Iterable[Function], size: int) -> float:
+    return float(sum(node.meta["cost"].seconds(size) for function in functions for node in function.body))
 
 
-def _transient_bytes(function: Function, size: int) -> int:
-    """The most that values made in the function hold at one time.
+def _transient_bytes(functions: Sequence[Function], size: int) -> int:
+    """The most that values made in the functions of a phase hold at one time.
 
     What a forward saves, or its replay, counts as saved from its start and is left out here.
     """
-    saves = function.phase in (Phase.FORWARD, Phase.RECOMPUTE)
-    kept = set(map(memory_of, function.saved_out)) if saves else set[fx.Node]()
-    last = {memory_of(source): node for node in function.body for source in node.all_input_nodes}
+    saves = functions[-1].phase in (Phase.FORWARD, Phase.RECOMPUTE)
+    kept = set(map(memory_of, functions[-1].saved_out)) if saves else set[fx.Node]()
+    body = [node for function in functions for node in function.body]
+    made = set(body)
+    last = {memory_of(source): node for node in body for source in node.all_input_nodes}
     live = peak = 0
-    for node in function.body:
+    for node in body:
         if is_tensor(node) and not is_view(node) and node not in kept:
             live += node_bytes(node, size)
             peak = max(peak, live)
         for source in set(map(memory_of, node.all_input_nodes)):
-            if last[source] is node and source in function.body and source not in kept:
+            if last[source] is node and source in made and source not in kept:
                 live -= node_bytes(source, size) if is_tensor(source) else 0
     return peak
 

@@ -10,7 +10,7 @@ from pipec.errors import InputError
 from pipec.graph.functions import StageFunctions
 from pipec.hardware.collectives import all_reduce_seconds, fastest_num_hosts, gather_seconds
 from pipec.hardware.topology import Topology
-from pipec.ir import Bucket, Ending, Link, Mode, Payload, Placement, Value
+from pipec.ir import GRADIENT_PHASES, Bucket, Ending, Link, Mode, Payload, Placement, Value
 from pipec.ir.text import value_bytes
 
 
@@ -26,8 +26,8 @@ def build_ending(
     """The ending of a step: that which was ``asked`` for, with what replicas have to do.
 
     ``values`` are the parameters by FQN. Only training reduces and updates. Each stage with replicas has
-    buckets for each dtype of its parameters; those that are lent to other stages have buckets of their own,
-    and so has each with sparse gradients.
+    buckets for each part of its backward and each dtype; parameters that are lent to other stages have
+    buckets of their own, and so has each with sparse gradients.
 
     Raises:
         InputError: state is to be sharded of a parameter that has sparse gradients and several replicas.
@@ -42,23 +42,11 @@ def build_ending(
         priced(bucket, placement[stage.index], topology, asked)
         for stage in stages
         if len(placement[stage.index]) > 1
-        for bucket in _buckets(
-            stage, values, links, lent, fitting_bytes(topology, len(placement[stage.index]))
-        )
+        for bucket in _buckets(stage, values, links, lent)
     )
     if asked.shard is not None:
         _require_dense([stage for stage in stages if len(placement[stage.index]) > 1])
     return replace(asked, buckets=buckets, averaged=averaged)
-
-
-def fitting_bytes(topology: Topology, replicas: int) -> float:
-    """Bytes of a bucket of which a link carries each replica's share in ten times its latency.
-
-    More would hardly be faster. Several buckets overlap with each other: one is on its way while the next is
-    put together.
-    """
-    link = topology.slowest_link
-    return 10 * replicas * link.latency_seconds * link.bytes_per_second
 
 
 def _require_dense(stages: Sequence[StageFunctions]) -> None:
@@ -80,7 +68,6 @@ def _buckets(
     values: Mapping[str, Value],
     links: Sequence[Link],
     lent: set[str],
-    most_bytes: float,
 ) -> Iterator[Bucket]:
     borrowed = {
         v.name
@@ -88,28 +75,20 @@ def _buckets(
         if link.payload is Payload.WEIGHT and link.target == stage.index
         for v in link.values
     }
-    groups: dict[tuple[str, bool, str | None], list[Value]] = {}
+    completed_by = {
+        fqn: function.part
+        for phase in GRADIENT_PHASES
+        for function in stage.of_phase(phase)
+        for fqn, _ in function.gradients
+    }
+    groups: dict[tuple[int, str, bool, str], list[Value]] = {}
     for fqn, is_sparse in _gradients(stage).items():
         if fqn not in borrowed:
-            key = (values[fqn].dtype, fqn in lent, fqn if is_sparse else None)
+            key = (completed_by.get(fqn, 0), values[fqn].dtype, fqn in lent, fqn if is_sparse else "")
             groups.setdefault(key, []).append(values[fqn])
-    for (_, is_lent, sparse), together in groups.items():
-        for parameters in fused(together, most_bytes):
-            yield Bucket(stage.index, parameters, is_lent, sparse is not None)
-
-
-def fused(parameters: Sequence[Value], most_bytes: float) -> Iterator[tuple[Value, ...]]:
-    """Parameters one after the other in groups of up to so many bytes. A larger one is alone."""
-    group: list[Value] = []
-    held = 0
-    for value in parameters:
-        num_bytes = value_bytes(value, {})
-        if group and held + num_bytes > most_bytes:
-            yield tuple(group)
-            group, held = [], 0
-        group.append(value)
-        held += num_bytes
-    yield tuple(group)
+    for key, parameters in sorted(groups.items(), key=lambda item: item[0][0]):
+        part, _, is_lent, sparse = key
+        yield Bucket(stage.index, tuple(parameters), is_lent, sparse != "", part=part)
 
 
 def _gradients(stage: StageFunctions) -> dict[str, bool]:

@@ -19,7 +19,8 @@ def simulate_plan(plan: Plan, programs: Sequence[Program]) -> Timeline:
     for stage in plan.stages:
         endings[Op.UPDATE, stage.index, -1] = stage.cost.update_seconds
     played = excerpt(programs, len(plan.stages))
-    timeline = simulate(played, Costs(compute, messages, endings=endings))
+    parts = {(s.index, phase): shares for s in plan.stages for phase, shares in s.parts.items()}
+    timeline = simulate(played, Costs(compute, messages, endings=endings, parts=parts))
     return replace(timeline, ending=plan.ending)
 
 

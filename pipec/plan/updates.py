@@ -5,7 +5,7 @@ What replicas hold of a stage with P bytes of gradients, G of parameters and S o
 ============ ================ ======================================= =======
 ``shard``    weights          gradients                               state
 ============ ================ ======================================= =======
-None         G                2 P                                     S
+None         G                P                                       S
 optimizer    G                P                                       S / r
 gradients    G                2 P / r, and P on its way to the others S / r
 parameters   G / r, and G     2 P / r, and P on its way to the others S / r
@@ -13,8 +13,9 @@ parameters   G / r, and G     2 P / r, and P on its way to the others S / r
 ============ ================ ======================================= =======
 
 The gradients of one microbatch are whole in every case, and count as transient. The 2 P / r are the sums
-of earlier rounds and the share of the round that is on its way. Without sharding the second P is the memory
-in which gradients are summed: replicas keep it from step to step.
+of earlier rounds and the share of the round that is on its way. Without sharding gradients are added up in
+the memory that travels, which replicas keep from step to step; where they travel as another dtype, it has
+memory of its own.
 """
 
 from collections.abc import Mapping
@@ -109,10 +110,11 @@ def _updated(
 
 
 def _travelling_bytes(plan: Plan, bucket: int) -> int:
-    """The memory in which the gradients of a bucket are summed, which replicas keep from step to step."""
+    """The memory that gradients of a bucket travel in, if that is not the memory they are added up in."""
     values, dtype = plan.ending.buckets[bucket].parameters, plan.ending.gradient_dtype
     as_they_are = sum(value_bytes(value, {}) for value in values)
-    return min(as_they_are, sum(value_bytes(replace(v, dtype=dtype or v.dtype), {}) for v in values))
+    as_they_travel = sum(value_bytes(replace(v, dtype=dtype or v.dtype), {}) for v in values)
+    return as_they_travel if as_they_travel < as_they_are else 0
 
 
 def _divided(plan: Plan, stage: Stage, bucket: Bucket, share: _Share, memory: StageMemory) -> StageMemory:

@@ -19,7 +19,7 @@ def number_slots(rows: Ints, buffered: NDArray[np.bool_]) -> None:
         recv mb 0   recv mb 1   free mb 0   recv mb 2   free mb 1   recv mb 3
         slot 0      slot 1                  slot 0                  slot 1
     """
-    ops, stages, microbatches, links, _, slots, *_ = rows
+    ops, stages, microbatches, links, _, slots = rows[:6]
     numbers = np.flatnonzero(buffered[links] & FILLS_SLOT[ops])
     frees = np.flatnonzero(ops == OP_CODE[Op.FREE])
     by_link = numbers[np.argsort(links[numbers], kind="stable")]

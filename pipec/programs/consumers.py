@@ -21,7 +21,7 @@ def first_readers(computes: Instructions, ranks: Ints, messages: Instructions, t
     num_microbatches = max(int(each.microbatches.max(initial=-1)) for each in (computes, messages)) + 1
     found = np.full(len(messages), _UNREAD, np.int32)
     for op in (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT):
-        own = np.flatnonzero(computes.ops == OP_CODE[op]).astype(np.int32)
+        own = np.flatnonzero((computes.ops == OP_CODE[op]) & (computes.parts <= 0)).astype(np.int32)
         firsts = np.full((num_stages, num_microbatches + num_ranks), _UNREAD, np.int32)
         firsts[computes.stages[own], computes.microbatches[own]] = own
         np.minimum.at(firsts, (computes.stages[own], num_microbatches + ranks[own]), own)

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 
-from pipec.ir import Bucket, Ending, Link, Payload, Placement, Plan
+from pipec.ir import GRADIENT_PHASES, Bucket, Ending, Link, Parts, Payload, Placement, Plan
 from pipec.ir.text import format_link
 
 
-def misfits(ending: Ending, placement: Placement, links: Sequence[Link]) -> Iterator[str]:
+def misfits(ending: Ending, placement: Placement, links: Sequence[Link], parts: Parts) -> Iterator[str]:
     """What is wrong with an ending for stages on these ranks, whatever their programs are."""
     if (ending.clips or ending.shard) and not ending.updates:
         yield "the step clips gradients or shards state, but it updates nothing; expected an optimizer in it"
@@ -16,8 +16,16 @@ def misfits(ending: Ending, placement: Placement, links: Sequence[Link]) -> Iter
     for what, stage in named:
         if stage not in replicated:
             yield f"the step {what} stage {stage}; expected a stage with several replicas: {replicated}"
+    yield from _in_no_part(ending.buckets, parts)
     yield from _summed_twice(ending.buckets)
     yield from _wrongly_tied(ending, links)
+
+
+def _in_no_part(buckets: Sequence[Bucket], parts: Parts) -> Iterator[str]:
+    for number, bucket in enumerate(buckets):
+        most = max(parts.get((bucket.stage, phase), 1) for phase in GRADIENT_PHASES)
+        if not 0 <= bucket.part < most:
+            yield f"bucket {number} is complete after part {bucket.part}; stage {bucket.stage} has {most}"
 
 
 def _summed_twice(buckets: Sequence[Bucket]) -> Iterator[str]:

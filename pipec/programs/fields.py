@@ -1,4 +1,4 @@
-"""Whether every field of an instruction fits the plan: its stage, microbatch, link, peer, slot and bucket."""
+"""Whether every field of an instruction fits the plan, from its stage to its part."""
 
 from collections.abc import Iterator, Sequence
 
@@ -39,6 +39,7 @@ def first_of_each_kind(step: StepIndex, columns: Instructions) -> Sequence[int]:
         (columns.slots >= 0, 0, 1),
         (columns.slots == -1, 0, 1),
         (columns.buckets, -2, len(step.ending.buckets)),
+        (columns.parts, -2, max(step.parts.values(), default=0)),
         (_own_rank(step, columns), -1, len(step.programs)),
     )
     kinds = columns.ops.astype(np.int64)
@@ -65,6 +66,10 @@ def _cell_misfits(step: StepIndex, rank: int, instruction: Instruction) -> Itera
         yield f"{op} names microbatch {microbatch}; expected 0 to {step.num_microbatches - 1}"
     if instruction.link or not instruction.peer == instruction.slot == instruction.bucket == -1:
         yield f"{op} carries a link, peer, slot or bucket; expected none"
+    num_parts = step.num_parts(op, stage) if instruction.op.traits.kind is Kind.COMPUTE else 1
+    if instruction.part != -1 and (num_parts == 1 or not 0 <= instruction.part < num_parts):
+        expected = f"0 to {num_parts - 1}, or none for all of them" if num_parts > 1 else "none"
+        yield f"{op} names part {instruction.part}; expected {expected}"
 
 
 def _transfer_misfits(step: StepIndex, rank: int, instruction: Instruction) -> Iterator[str]:
@@ -92,7 +97,8 @@ def _transfer_misfits(step: StepIndex, rank: int, instruction: Instruction) -> I
     if instruction.microbatch not in step.microbatches(link):
         allowed = step.microbatches(link)
         yield f"{op} names microbatch {instruction.microbatch}; expected {allowed[0]} to {allowed[-1]}"
-    if instruction.bucket != -1:
-        yield f"{op} names bucket {instruction.bucket}; expected none"
+    for word in ("bucket", "part"):
+        if (number := getattr(instruction, word)) != -1:
+            yield f"{op} names {word} {number}; expected none"
     if (instruction.slot >= 0) != (traits.fills_slot and link.payload.per_microbatch):
         yield f"{op} names slot {instruction.slot}; only what arrives for a microbatch has one, others -1"

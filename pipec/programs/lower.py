@@ -29,6 +29,7 @@ from pipec.ir import (
     Kind,
     Link,
     Op,
+    Parts,
     Payload,
     Phase,
     Program,
@@ -36,7 +37,7 @@ from pipec.ir import (
     Value,
     stages_on,
 )
-from pipec.ir.columns import NUM_COLUMNS, OP_CODE, PHASE_CODE, Instructions, Ints
+from pipec.ir.columns import NUM_COLUMNS, OP_CODE, PART, PHASE_CODE, Floats, Instructions, Ints
 from pipec.programs.buffer_slots import number_slots
 from pipec.programs.dependence import Bools, Dependence
 from pipec.programs.meetings import Meeting, Meetings
@@ -62,18 +63,20 @@ def lower(
     links: Sequence[Link],
     recompute: Collection[int] = (),
     ending: Ending = NOTHING_MORE,
+    parts: Parts | None = None,
 ) -> tuple[Program, ...]:
     """One program per rank: ``schedule`` with the communication that ``links`` ask for, and its ``ending``.
 
     Weights are lent first, and then the microbatches are worked on. Weight gradients and results leave when
     their rank has computed its last cell. Stages in ``recompute`` replay their forward directly before the
     backward, or its input half, of each microbatch. Gradients are reduced, and weights updated, as soon as
-    the last backward of their stage is over.
+    the last backward of their stage is over. ``parts`` are the phases that consist of several functions: they
+    are run as a whole, but for a backward between whose parts gradients can be reduced.
 
     Raises:
         VerifyError: a cell is missing, doubled or on the wrong rank, or cells wait for each other.
     """
-    index = OrderIndex(schedule)
+    index = OrderIndex(schedule, ending, parts)
     traffic = [
         _traffic(index, route) for route in routes(links, schedule.placement, schedule.num_microbatches)
     ]
@@ -138,7 +141,7 @@ class _UnitOrder:
 
     index: OrderIndex
     dependence: Dependence
-    ends: Sequence[Ints]
+    ends: Sequence[Floats]
 
     def depends_on_the_cell_before_its_reader(self, each: _Traffic) -> Bools:
         """Whether each message can be made only once the cell before its reader has ended."""
@@ -156,7 +159,7 @@ def _unit_order(index: OrderIndex, traffic: Sequence[_Traffic]) -> _UnitOrder:
     readers = [index.cell_numbers(each.route.target, each.readers) for each in read]
     producers = [index.cell_numbers(each.route.source, each.producers) for each in read]
     phases = np.concatenate([cells.phases for cells in index.cells])
-    units = np.where(phases == PHASE_CODE[Phase.BACKWARD], 2.0, 1.0)
+    units = np.where(phases == PHASE_CODE[Phase.BACKWARD], 2.0, 1.0) / np.concatenate(index.counts)
     reads = Reads(np.concatenate([nothing, *readers]), np.concatenate([nothing, *producers]))
     run = run_cells(units, reads, index.first_cells)
     if isinstance(run, Deadlock):
@@ -165,7 +168,7 @@ def _unit_order(index: OrderIndex, traffic: Sequence[_Traffic]) -> _UnitOrder:
     for rank in range(index.schedule.num_ranks):
         first, last = index.first_cells[rank : rank + 2]
         own = run.ends[first:last]
-        padded.append(np.concatenate([[0], own, own[-1:] if own.size else [0]]).astype(np.int32))
+        padded.append(np.concatenate([[0.0], own, own[-1:] if own.size else [0.0]]))
     return _UnitOrder(index, Dependence(reads, index.first_cells, run), padded)
 
 
@@ -248,12 +251,12 @@ def _computes(index: OrderIndex, rank: int, recompute: Collection[int]) -> _Bloc
     cells = index.cells[rank]
     ops = np.array([OP_CODE[Op(phase)] for phase in Phase], np.int32)[cells.phases]
     positions = np.arange(1, len(cells) + 1, dtype=np.int32)
-    versions = read_versions(index.schedule)[cells.stages, cells.microbatches]
-    computes = _block(positions, ops, cells.stages, cells.microbatches, -1, -1, -1, -1, versions)
+    parts, versions = index.parts[rank], read_versions(index.schedule)[cells.stages, cells.microbatches]
+    computes = _block(positions, ops, cells.stages, cells.microbatches, -1, -1, -1, -1, parts, versions)
     needs_forward = np.isin(cells.phases, [PHASE_CODE[Phase.BACKWARD], PHASE_CODE[Phase.BACKWARD_INPUT]])
-    replayed = np.flatnonzero(np.isin(cells.stages, list(recompute)) & needs_forward)
+    replayed = np.flatnonzero(np.isin(cells.stages, list(recompute)) & needs_forward & (parts <= 0))
     replays = _Block(positions[replayed], computes.rows[:, replayed])
-    replays.rows[0] = OP_CODE[Op.RECOMPUTE]
+    replays.rows[0], replays.rows[PART] = OP_CODE[Op.RECOMPUTE], -1
     return _joined([replays, computes])
 
 
@@ -261,7 +264,7 @@ def _meetings(meetings: Sequence[Meeting], rank: int, kind: Kind) -> _Block:
     """The collectives, updates or releases that a rank takes part in."""
     own = [each for each in meetings if rank in each.positions and each.op.traits.kind is kind]
     positions = np.array([each.positions[rank] for each in own], np.int32)
-    columns = [(OP_CODE[each.op], each.stage, -1, -1, -1, -1, each.bucket, -1) for each in own]
+    columns = [(OP_CODE[each.op], each.stage, -1, -1, -1, -1, each.bucket, -1, -1) for each in own]
     return _block(positions, *np.array(columns, np.int32).reshape(-1, NUM_COLUMNS).T)
 
 
@@ -269,14 +272,14 @@ def _updates(index: OrderIndex, rank: int) -> _Block:
     """The updates of a rank where steps follow each other without a flush."""
     found = np.array([*updates(index, rank)], np.int32).reshape(-1, 4)
     positions, stages, microbatches, versions = found.T
-    return _block(positions, OP_CODE[Op.UPDATE], stages, microbatches, -1, -1, -1, -1, versions)
+    return _block(positions, OP_CODE[Op.UPDATE], stages, microbatches, -1, -1, -1, -1, -1, versions)
 
 
 def _frees(index: OrderIndex, rank: int) -> _Block:
     """A free after the last cell of each stage and microbatch."""
     blocks = []
     for stage in stages_on(index.schedule.placement, rank):
-        last = index.positions[:, stage].max(axis=0) * (index.ranks[stage] == rank)
+        last = index.lasts[:, stage].max(axis=0) * (index.ranks[stage] == rank)
         microbatches = np.flatnonzero(last).astype(np.int32)
         blocks.append(_block(last[microbatches], OP_CODE[Op.FREE], stage, microbatches, -1, -1, -1))
     return _joined(blocks)

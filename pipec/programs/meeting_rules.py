@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipec.ir import Instruction, Link, Op, Payload, stages_on
+from pipec.ir import GRADIENT_PHASES, Instruction, Link, Op, Payload, stages_on
 from pipec.ir.columns import OP_CODE, OPS
 from pipec.programs.faults import Fault
 from pipec.programs.rendezvous import Site
 from pipec.programs.step_index import StepIndex
 
 _ENDING_OPS = [op for op in OPS if not (op.traits.per_microbatch or op.traits.carries_link)]
-_GRADIENT_OPS = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
+_GRADIENT_OPS = tuple(map(Op, GRADIENT_PHASES))
 _READ_GRADIENTS = (Op.REDUCE_GRAD, Op.NORM, Op.UPDATE)
 _AFTER = {
     Op.NORM: (Op.REDUCE_GRAD,),
@@ -53,8 +53,9 @@ def ending_numbers(step: StepIndex) -> Sequence[Mapping[Key, list[int]]]:
 def misfits(step: StepIndex, rank: int, instruction: Instruction) -> Iterator[str]:
     """What is wrong with the fields of such an instruction."""
     key = Key(instruction.op, instruction.stage, instruction.bucket)
-    if instruction.microbatch != -1 or instruction.link or instruction.peer != -1 or instruction.slot != -1:
-        yield f"{key} names a microbatch, link, peer or slot; expected none"
+    others = (instruction.microbatch, instruction.peer, instruction.slot, instruction.part)
+    if instruction.link or any(other != -1 for other in others):
+        yield f"{key} names a microbatch, link, peer, slot or part; expected none"
     expected = _expected(step, rank)
     if key not in expected:
         some = ", ".join(map(str, expected)) or "none"
@@ -136,7 +137,7 @@ def _before(step: StepIndex, rank: int, own: Mapping[Key, list[int]], key: Key) 
         yield f"the last forward of stage {key.stage}", _last(step, rank, key.stage, (Op.FORWARD,))
     if key.op in _READ_GRADIENTS:
         for stage in stages:
-            yield f"the last backward of stage {stage}", _last(step, rank, stage, _GRADIENT_OPS)
+            yield f"the last backward of stage {stage}", _last_gradient(step, rank, stage, key)
         for each in step.deliveries:
             if each.route.target == rank and _brings_home(step, each.route.link, key, stages):
                 yield "the gradients that another stage brings home", int(each.receives[0])
@@ -158,6 +159,19 @@ def _last(step: StepIndex, rank: int, stage: int, ops: Sequence[Op]) -> int:
     """The number of the last of these computes of a stage on a rank, or -1."""
     numbers = step.numbers[[OP_CODE[op] for op in ops], stage]
     return int(numbers[:, step.ranks[stage] == rank].max(initial=-1))
+
+
+def _last_gradient(step: StepIndex, rank: int, stage: int, key: Key) -> int:
+    """The number of the last compute of a stage that makes gradients an instruction reads, or -1.
+
+    Parts behind the one that completes a bucket make no gradients of it.
+    """
+    bucket = step.ending.buckets[key.bucket] if key.op is Op.REDUCE_GRAD else None
+    if bucket is None or bucket.lent:
+        return _last(step, rank, stage, _GRADIENT_OPS)
+    columns = step.columns[rank]
+    makes = np.isin(columns.ops, [OP_CODE[op] for op in _GRADIENT_OPS]) & (columns.stages == stage)
+    return int(np.flatnonzero(makes & (columns.parts <= bucket.part)).max(initial=-1))
 
 
 def _computes_while_gathered(

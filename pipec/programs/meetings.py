@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipec.ir import Bucket, Ending, Link, Op, Payload, Phase
-from pipec.ir.columns import PHASES, Ints
+from pipec.ir import GRADIENT_PHASES, Bucket, Ending, Link, Op, Payload, Phase
+from pipec.ir.columns import PHASES, Floats, Ints
 from pipec.programs.order_index import OrderIndex
 
-_GRADIENTS = [PHASES.index(phase) for phase in (Phase.BACKWARD, Phase.BACKWARD_WEIGHT)]
+_GRADIENTS = [PHASES.index(phase) for phase in GRADIENT_PHASES]
 _BACKWARDS = [PHASES.index(phase) for phase in (Phase.BACKWARD, Phase.BACKWARD_INPUT)]
 _FORWARD = [PHASES.index(Phase.FORWARD)]
 
@@ -43,7 +43,7 @@ class Meetings:
     """
 
     index: OrderIndex
-    ends: Sequence[Ints]
+    ends: Sequence[Floats]
     links: Sequence[Link]
     ending: Ending
 
@@ -69,7 +69,7 @@ class Meetings:
             return
         replicas = len(self._ranks(bucket.stage))
         for over in range(replicas, self.index.schedule.num_microbatches + replicas, replicas):
-            yield self._last(bucket.stage, _GRADIENTS, over)
+            yield self._complete(bucket, over)
 
     def _norm(self) -> Iterator[tuple[float, Meeting]]:
         if self.ending.clips:
@@ -83,7 +83,7 @@ class Meetings:
             buckets = (self.ending.buckets[number] for number in self.ending.buckets_of(stage))
             reduced = [self._time(ready) for bucket in buckets for ready in self._rounds(bucket)]
             for rank, position in ready.items():
-                time = max([int(self.ends[rank][position]), *reduced])
+                time = max([float(self.ends[rank][position]), *reduced])
                 yield time, self._at(time, Op.UPDATE, [rank], stage)
 
     def _gathers(self) -> Iterator[tuple[float, Meeting]]:
@@ -111,9 +111,9 @@ class Meetings:
             return [forwards, backwards]
         return [(forwards[0], backwards[1])]
 
-    def _ahead_of(self, firsts: Mapping[int, int]) -> int:
+    def _ahead_of(self, firsts: Mapping[int, int]) -> float:
         """The time one cell before the first of these cells of several ranks."""
-        return min(int(self.ends[rank][max(first - 2, 0)]) for rank, first in firsts.items())
+        return min(float(self.ends[rank][max(first - 2, 0)]) for rank, first in firsts.items())
 
     def _meeting(
         self, op: Op, ready: Mapping[int, int], stage: int = -1, bucket: int = -1
@@ -122,10 +122,10 @@ class Meetings:
         time = self._time(ready)
         return time, self._at(time, op, ready, stage, bucket)
 
-    def _time(self, ready: Mapping[int, int]) -> int:
-        return max(int(self.ends[rank][position]) for rank, position in ready.items())
+    def _time(self, ready: Mapping[int, int]) -> float:
+        return max(float(self.ends[rank][position]) for rank, position in ready.items())
 
-    def _at(self, time: int, op: Op, ranks: Iterable[int], stage: int = -1, bucket: int = -1) -> Meeting:
+    def _at(self, time: float, op: Op, ranks: Iterable[int], stage: int = -1, bucket: int = -1) -> Meeting:
         reached = {rank: int(np.searchsorted(self.ends[rank], time, "right")) for rank in ranks}
         return Meeting(op, reached, stage, bucket)
 
@@ -133,7 +133,13 @@ class Meetings:
         """By rank, the position behind which the gradients of a bucket are there."""
         if bucket.lent:
             return {rank: self._over(rank) for rank in self._ranks(bucket.stage)}
-        return self._last(bucket.stage, _GRADIENTS)
+        return self._complete(bucket)
+
+    def _complete(self, bucket: Bucket, before: int | None = None) -> dict[int, int]:
+        """The positions of the parts of the last backwards that complete a bucket, by rank, as ``_last``."""
+        found = self._last(bucket.stage, _GRADIENTS, before)
+        parts = {rank: int(self.index.parts[rank][last - 1]) for rank, last in found.items()}
+        return {rank: last - max(parts[rank] - bucket.part, 0) for rank, last in found.items()}
 
     def _updated(self) -> range:
         return range(self.index.schedule.num_stages if self.ending.updates else 0)
@@ -151,16 +157,18 @@ class Meetings:
         return {value.name for link in links if link.target == stage for value in link.values}
 
     def _first(self, stage: int, phases: Sequence[int]) -> dict[int, int]:
-        return {rank: int(own[own > 0].min()) for rank, own in self._own(stage, phases)}
+        own = self._own(self.index.firsts, stage, phases)
+        return {rank: int(positions[positions > 0].min()) for rank, positions in own}
 
     def _last(self, stage: int, phases: Sequence[int], before: int | None = None) -> dict[int, int]:
         """The last positions, of microbatches before this one if it is given."""
-        return {rank: int(own.max()) for rank, own in self._own(stage, phases, before)}
+        own = self._own(self.index.lasts, stage, phases, before)
+        return {rank: int(positions.max()) for rank, positions in own}
 
     def _own(
-        self, stage: int, phases: Sequence[int], before: int | None = None
+        self, positions: Ints, stage: int, phases: Sequence[int], before: int | None = None
     ) -> Iterator[tuple[int, Ints]]:
-        """The positions of these phases of a stage on each of its ranks; 0 stands for none."""
-        positions = self.index.positions[phases, stage, :before]
+        """The ``positions`` of these phases of a stage on each of its ranks; 0 stands for none."""
+        of_stage = positions[phases, stage, :before]
         for rank in self._ranks(stage):
-            yield rank, positions[:, self.index.ranks[stage][:before] == rank]
+            yield rank, of_stage[:, self.index.ranks[stage][:before] == rank]

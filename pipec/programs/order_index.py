@@ -1,36 +1,43 @@
-"""The cells of a schedule by position: where each runs on its rank. Cells that cannot be are refused."""
+"""The cells of a schedule by position: where each runs on its rank. Cells that cannot be are refused.
+
+A cell that is run part by part takes as many positions as it has parts.
+"""
 
 from collections.abc import Sequence
 
 import numpy as np
 
 from pipec.errors import VerifyError
-from pipec.ir import Link, Phase, Schedule
+from pipec.ir import NOTHING_MORE, Ending, Link, Parts, Phase, Schedule
 from pipec.ir.columns import PHASES, Cells, Ints, ranks_by_microbatch
 from pipec.programs.counterexample import counterexample
+from pipec.programs.parts import parts_run_apart
 
 
 class OrderIndex:
     """The cells of a schedule, numbered rank by rank, and the positions of each rank's from 1.
 
+    A cell whose ``parts`` are run apart, because of what ``ending`` puts between them, stands once for each.
+    ``counts[rank]`` has for each of a rank's cells how often it stands, and ``parts[rank]`` which part it is,
+    or -1 for a whole one. ``firsts`` and ``lasts`` have the positions at [phase, stage, microbatch], or 0.
+
     Raises:
         VerifyError: a cell names a stage or microbatch that the schedule does not have, is on a rank that
-        does
-            not hold its stage, or stands twice.
+            does not hold its stage, or stands twice.
     """
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, ending: Ending = NOTHING_MORE, parts: Parts | None = None) -> None:
         self.schedule = schedule
         self.cells = [Cells.of(order) for order in schedule.orders]
         self.ranks = ranks_by_microbatch(schedule.placement, schedule.num_microbatches)
-        self.first_cells: list[int] = [0, *np.cumsum([len(cells) for cells in self.cells]).tolist()]
-        shape = (len(PHASES), schedule.num_stages, schedule.num_microbatches)
-        self.positions = np.zeros(shape, np.int32)
         for rank, cells in enumerate(self.cells):
             self._check(rank, cells)
-            at = (cells.phases, cells.stages, cells.microbatches)
-            self.positions[at] = np.arange(1, len(cells) + 1)
-            self._check_once(rank, cells, self.positions[at])
+        counts = [parts_run_apart(cells, ending, parts or {}) for cells in self.cells]
+        self.cells = [cells.repeated(each) for cells, each in zip(self.cells, counts, strict=True)]
+        self.counts = [each.repeat(each) for each in counts]
+        self.parts = [np.where(each.repeat(each) > 1, _places(each), -1) for each in counts]
+        self.first_cells: list[int] = [0, *np.cumsum([len(cells) for cells in self.cells]).tolist()]
+        self.firsts, self.lasts = self._positions(first=True), self._positions(first=False)
 
     @property
     def num_cells(self) -> int:
@@ -44,10 +51,14 @@ class OrderIndex:
         return positions + (self.first_cells[rank] - 1)
 
     def positions_of(self, link: Link, phases: Sequence[Phase], stage: int) -> Ints:
-        """For each microbatch, the position of the first of ``phases`` that a stage of ``link`` runs."""
+        """For each microbatch, the position of the first of ``phases`` that a stage of ``link`` runs.
+
+        What makes a message is over with its last part, and what reads one begins with its first.
+        """
+        positions = self.lasts if stage == link.source else self.firsts
         found: Ints = np.zeros(self.schedule.num_microbatches, np.int32)
         for phase in phases:
-            found = np.where(found, found, self.positions[PHASES.index(phase), stage])
+            found = np.where(found, found, positions[PHASES.index(phase), stage])
         if missing := np.flatnonzero(found == 0).tolist():
             names = ", ".join(value.name for value in link.values)
             rank = int(self.ranks[stage, missing[0]])
@@ -76,6 +87,14 @@ class OrderIndex:
             + self._counterexample(marked)
         )
 
+    def _positions(self, *, first: bool) -> Ints:
+        shape = (len(PHASES), self.schedule.num_stages, self.schedule.num_microbatches)
+        found = np.zeros(shape, np.int32)
+        for cells, parts, counts in zip(self.cells, self.parts, self.counts, strict=True):
+            own = np.flatnonzero((parts <= 0) if first else (parts < 0) | (parts == counts - 1))
+            found[cells.phases[own], cells.stages[own], cells.microbatches[own]] = own + 1
+        return found
+
     def _check(self, rank: int, cells: Cells) -> None:
         schedule = self.schedule
         known = (cells.stages >= 0) & (cells.stages < schedule.num_stages)
@@ -90,9 +109,10 @@ class OrderIndex:
             else:
                 expected = f"it on rank {self.ranks[cell.stage, cell.microbatch]}, which holds that stage"
             raise VerifyError(self._complaint(rank, place, f"expected {expected}"))
-
-    def _check_once(self, rank: int, cells: Cells, positions: Ints) -> None:
-        for place in np.flatnonzero(positions != np.arange(1, len(cells) + 1)).tolist()[:1]:
+        numbers = (cells.phases * schedule.num_stages + cells.stages) * np.int64(schedule.num_microbatches)
+        once = np.unique(numbers + cells.microbatches, return_index=True)[1]
+        if once.size < len(cells):
+            place = int(np.setdiff1d(np.arange(len(cells)), once)[0])
             raise VerifyError(self._complaint(rank, place, "and once more; expected it once"))
 
     def _complaint(self, rank: int, place: int, text: str) -> str:
@@ -104,8 +124,14 @@ class OrderIndex:
 
     def _last_of(self, stage: int, microbatch: int) -> int:
         """The place of the last cell of a stage and microbatch, or of the last of its rank."""
-        last = int(self.positions[:, stage, microbatch].max())
+        last = int(self.lasts[:, stage, microbatch].max())
         return (last or self.length(int(self.ranks[stage, microbatch]))) - 1
 
     def _counterexample(self, marked: dict[int, int]) -> str:
         return counterexample(self.cells, self.schedule.placement, marked)
+
+
+def _places(counts: Ints) -> Ints:
+    """The places of things that stand so often among those of their kind: 2 3 1 -> 0 1 0 1 2 0."""
+    first: Ints = np.cumsum(counts) - counts
+    return np.arange(int(counts.sum()), dtype=np.int32) - first.repeat(counts).astype(np.int32)

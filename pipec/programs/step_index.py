@@ -1,12 +1,13 @@
 """The programs of one step, indexed for verification: where everything is computed, moved and read."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
-from pipec.ir import Ending, Link, Op, Phase, Placement, Program
+from pipec.ir import Ending, Link, Op, Parts, Phase, Placement, Program
 from pipec.ir.columns import OP_CODE, OPS, Instructions, Ints, ranks_by_microbatch
 from pipec.ir.text import instruction_lines
 from pipec.programs.rendezvous import Site
@@ -39,7 +40,7 @@ class StepIndex:
     """Programs and what they should carry out: the placement of stages, links, microbatches and limits.
 
     The stages in ``recompute`` replay their forward. ``limits[rank]`` bounds what is in flight. ``ending`` is
-    what the programs do besides microbatches.
+    what the programs do besides microbatches. ``parts`` are the phases that consist of several functions.
     """
 
     programs: Sequence[Program]
@@ -49,6 +50,11 @@ class StepIndex:
     recompute: frozenset[int]
     limits: Sequence[int] | None
     ending: Ending
+    parts: Parts
+
+    def num_parts(self, op: Op, stage: int) -> int:
+        """How many functions a compute of a stage consists of."""
+        return self.parts.get((stage, Phase(op)), 1)
 
     def show(self, site: Site) -> str:
         """An instruction on one line."""
@@ -76,24 +82,33 @@ class StepIndex:
     @cached_property
     def numbers(self) -> Ints:
         """At [op, stage, microbatch], the number of the last such compute or the first free, or -1."""
-        return self._found[0]
+        return self._found(lambda each: _in_turn(each, each.is_compute))
+
+    @cached_property
+    def begins(self) -> Ints:
+        """At [op, stage, microbatch], the number of the first such compute or free, or -1."""
+        return self._found(lambda each: _in_turn(each, each.is_compute)[::-1])
 
     @cached_property
     def counts(self) -> Ints:
-        """At [op, stage, microbatch], how many such computes or frees there are."""
-        return self._found[1]
-
-    @cached_property
-    def _found(self) -> tuple[Ints, Ints]:
-        shape = (_NUM_MICROBATCH_OPS, len(self.placement), self.num_microbatches)
-        numbers, counts = np.full(shape, -1, np.int32), np.zeros(shape, np.int32)
+        """At [op, stage, microbatch], how many such computes (of parts: the first) or frees there are."""
+        counts = np.zeros(self._shape, np.int32)
         for each in self.columns:
-            computes, frees = each.is_compute, each.ops == OP_CODE[Op.FREE]
-            for own in (np.flatnonzero(computes), np.flatnonzero(frees)[::-1]):
-                where = (each.ops[own], each.stages[own], each.microbatches[own])
-                numbers[where] = own
-                np.add.at(counts, where, 1)
-        return numbers, counts
+            own = _in_turn(each, each.is_compute & (each.parts <= 0))
+            np.add.at(counts, (each.ops[own], each.stages[own], each.microbatches[own]), 1)
+        return counts
+
+    @property
+    def _shape(self) -> tuple[int, int, int]:
+        return _NUM_MICROBATCH_OPS, len(self.placement), self.num_microbatches
+
+    def _found(self, own_of: Callable[[Instructions], Ints]) -> Ints:
+        """The numbers of the instructions that ``own_of`` lists of each rank; of several alike, the last."""
+        numbers = np.full(self._shape, -1, np.int32)
+        for each in self.columns:
+            own = own_of(each)
+            numbers[each.ops[own], each.stages[own], each.microbatches[own]] = own
+        return numbers
 
     @cached_property
     def transfers(self) -> Mapping[tuple[Op, int, int, int], tuple[Ints, Ints]]:
@@ -129,9 +144,9 @@ class StepIndex:
         for op in transfer_ops(route):
             carried, at = self.transfers[op, route.number, route.source, route.target]
             found.append(at[np.argsort(carried)])
-        made = self._numbers_of(link.payload.producers, link.source).max(axis=0, initial=-1)
+        made = _of(self.numbers, link.payload.producers, link.source).max(axis=0, initial=-1)
         unread = np.iinfo(np.int32).max
-        reads = self._numbers_of(link.payload.readers, link.target)
+        reads = _of(self.begins, link.payload.readers, link.target)
         reads = np.where(reads < 0, unread, reads).min(axis=0, initial=unread)
         if link.payload.per_microbatch:
             made, reads = made[route.microbatches], reads[route.microbatches]
@@ -139,9 +154,6 @@ class StepIndex:
             made = made[self.ranks[link.source] == route.source].max(keepdims=True, initial=-1)
             reads = reads[self.ranks[link.target] == route.target].min(keepdims=True, initial=unread)
         return Deliveries(route, made, found[0], found[-1], np.where(reads == unread, -1, reads))
-
-    def _numbers_of(self, phases: Sequence[Phase], stage: int) -> Ints:
-        return self.numbers[[OP_CODE[Op(phase)] for phase in phases], stage]
 
     def suspect(self, found: Sequence[int], rank: int, stage: int, microbatch: int) -> Site | None:
         """Where to look on ``rank`` when something was ``found`` too often or not at all.
@@ -154,6 +166,17 @@ class StepIndex:
         last = computed if computed >= 0 else len(self.programs[rank].instructions) - 1
         number = max(found, default=last)
         return (rank, number) if number >= 0 else None
+
+
+def _in_turn(columns: Instructions, computes: NDArray[np.bool_]) -> Ints:
+    """These computes of a rank from first to last, and its frees from last to first."""
+    frees = np.flatnonzero(columns.ops == OP_CODE[Op.FREE])[::-1]
+    return np.concatenate([np.flatnonzero(computes), frees])
+
+
+def _of(numbers: Ints, phases: Sequence[Phase], stage: int) -> Ints:
+    """The lines of such a table that belong to some phases of a stage."""
+    return numbers[[OP_CODE[Op(phase)] for phase in phases], stage]
 
 
 def transfer_ops(route: Route) -> tuple[Op, ...]:

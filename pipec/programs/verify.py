@@ -17,6 +17,7 @@ from pipec.ir import (
     Link,
     Mode,
     Op,
+    Parts,
     Payload,
     Placement,
     Plan,
@@ -27,7 +28,7 @@ from pipec.ir import (
 from pipec.ir.columns import OP_CODE, OPS, Instructions, Ints
 from pipec.ir.rounds import unrolled, window_of
 from pipec.ir.text import format_link, instruction_lines
-from pipec.programs import ending_rules, meeting_rules, versions
+from pipec.programs import ending_rules, meeting_rules, part_rules, versions
 from pipec.programs.counterexample import counterexample
 from pipec.programs.faults import Fault
 from pipec.programs.fields import first_of_each_kind, misfits
@@ -49,13 +50,14 @@ def verify_programs(
     recompute: Collection[int] = (),
     max_in_flight: int | Sequence[int] | None = None,
     ending: Ending = NOTHING_MORE,
+    parts: Parts | None = None,
 ) -> None:
     """Prove that ``programs`` are one correct step of the stages that ``placement`` puts on ranks.
 
     ``recompute`` are the stages that replay their forward. ``max_in_flight`` bounds how many pairs of
     stage and microbatch a rank holds between forward and free: one number for all ranks, or one for each.
-    ``ending`` is what the step does besides its microbatches. Time and memory are linear in the number of
-    instructions.
+    ``ending`` is what the step does besides its microbatches, and ``parts`` are the phases that consist of
+    several functions. Time and memory are linear in the number of instructions.
 
     Raises:
         VerifyError: a rule is broken; the message shows the lines of the program around the fault, and the
@@ -63,7 +65,7 @@ def verify_programs(
     """
     limits = (max_in_flight,) * len(programs) if isinstance(max_in_flight, int) else max_in_flight
     step = StepIndex(
-        programs, placement, tuple(links), num_microbatches, frozenset(recompute), limits, ending
+        programs, placement, tuple(links), num_microbatches, frozenset(recompute), limits, ending, parts or {}
     )
     for rule in RULES:
         for fault in rule(step):
@@ -79,7 +81,9 @@ def verify_plan(plan: Plan, programs: Sequence[Program]) -> None:
     if plan.ending.stream is not None and plan.mode is Mode.TRAIN:
         verify_rounds(programs, placement, links, recompute, plan.ending)
         return
-    verify_programs(programs, placement, links, count, recompute=recompute, ending=plan.ending)
+    verify_programs(
+        programs, placement, links, count, recompute=recompute, ending=plan.ending, parts=plan.parts
+    )
 
 
 def verify_rounds(
@@ -128,8 +132,8 @@ def _explain(step: StepIndex, fault: Fault) -> str:
 
 def _place(columns: Instructions, number: int) -> int:
     """The compute of its rank that an instruction belongs to: itself, else the next one, else the last."""
-    computes = columns.is_compute
-    return max(min(int(computes[:number].sum()), int(computes.sum()) - 1), 0)
+    cells = columns.is_cell
+    return max(min(int(cells[:number].sum()), int(cells.sum()) - 1), 0)
 
 
 def _fits_plan(step: StepIndex) -> Iterator[Fault]:
@@ -145,7 +149,7 @@ def _fits_plan(step: StepIndex) -> Iterator[Fault]:
         ends = (link.source,) if link.payload is Payload.RESULT else (link.source, link.target)
         if not all(0 <= stage < len(step.placement) for stage in ends):
             yield Fault(None, f"{format_link(link)} names a stage beyond the plan's {len(step.placement)}")
-    for misfit in ending_rules.misfits(step.ending, step.placement, step.links):
+    for misfit in ending_rules.misfits(step.ending, step.placement, step.links, step.parts):
         yield Fault(None, misfit)
     for rank, columns in enumerate(step.columns):
         for number in first_of_each_kind(step, columns):
@@ -185,17 +189,18 @@ def _miscounts(step: StepIndex, stage: int, microbatch: int) -> Iterator[tuple[S
 
 def _computes_in_order(step: StepIndex) -> Iterator[Fault]:
     """Forward, then recompute, then backward; the input half before the weight half."""
+    yield from part_rules.run_in_order(step)
     latest, latest_op = (
         step.numbers[OP_CODE[Op.FORWARD]].copy(),
         np.full(step.numbers.shape[1:], OP_CODE[Op.FORWARD]),
     )
     for op in COMPUTES[1:]:
         numbers = step.numbers[OP_CODE[op]]
-        runs = numbers >= 0
-        for stage, microbatch in np.argwhere(runs & (numbers < latest)).tolist()[:1]:
+        begins, runs = step.begins[OP_CODE[op]], numbers >= 0
+        for stage, microbatch in np.argwhere(runs & (begins < latest)).tolist()[:1]:
             earlier, first = OPS[latest_op[stage, microbatch]], latest[stage, microbatch]
             where = f"of stage {stage}, microbatch {microbatch}"
-            site = rank_of(step.placement, stage, microbatch), int(numbers[stage, microbatch])
+            site = rank_of(step.placement, stage, microbatch), int(begins[stage, microbatch])
             yield Fault(site, f"{op} {where} runs before its {earlier} at {first}")
         latest[runs], latest_op[runs] = numbers[runs], OP_CODE[op]
 

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from pipec.ir import Instruction, Op, Payload, Schedule, Stream, Versions, stages_on
+from pipec.ir import GRADIENT_PHASES, Instruction, Op, Payload, Schedule, Stream, Versions, stages_on
 from pipec.ir.columns import OP_CODE, PHASES, Ints
 from pipec.programs.faults import Fault
 from pipec.programs.order_index import OrderIndex
 from pipec.programs.step_index import BACKWARDS, COMPUTES, StepIndex
 
-_GRADIENTS = [PHASES.index(op.phase) for op in (Op.BACKWARD, Op.BACKWARD_WEIGHT) if op.phase]
+_GRADIENTS = [PHASES.index(phase) for phase in GRADIENT_PHASES]
 
 
 def read_versions(schedule: Schedule) -> Ints:
@@ -40,7 +40,7 @@ def updates(index: OrderIndex, rank: int) -> Iterator[tuple[int, int, int, int]]
         return
     size = schedule.stream.microbatches
     for stage in stages_on(schedule.placement, rank):
-        ends = index.positions[_GRADIENTS, stage].max(axis=0)
+        ends = index.lasts[_GRADIENTS, stage].max(axis=0)
         for number in range(schedule.num_microbatches // size):
             last = number * size + int(ends[number * size : (number + 1) * size].argmax())
             yield int(ends[last]) + 1, stage, last, number + 1

@@ -1,4 +1,4 @@
-"""Around the call of a phase function: its arguments are fetched, and what it returns is kept."""
+"""Around the call of a stage's function: its arguments are fetched, and what it returns is kept."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,14 +11,24 @@ Action = Callable[[], None]
 Take = Callable[[], Sequence[Any]]
 
 
-def bind_phase(phase: Phase, stage: BoundStage, microbatch: int, take: Take, results: Collector) -> Action:
-    """The action that runs ``phase`` of ``stage`` on ``microbatch``. ``take`` returns the arguments.
+def bind_function(
+    name: str,
+    phase: Phase,
+    is_last: bool,
+    stage: BoundStage,
+    microbatch: int,
+    take: Take,
+    results: Collector,
+) -> Action:
+    """The action that calls a function of ``stage`` on ``microbatch``. ``take`` returns the arguments.
+
+    ``is_last`` tells the last function of ``phase`` from those that save something for the next one.
 
     Gradients are handed over in a list that replaces the tuple a function returned. Nothing but the list then
     holds them, and ``GradientSum`` keeps the memory of such a gradient instead of copying it.
     """
     frame = stage.frames[microbatch]
-    function = stage.function(phase)
+    function = stage.function(name)
 
     def forward() -> None:
         sent, saved, updates = function(*take())
@@ -43,11 +53,15 @@ def bind_phase(phase: Phase, stage: BoundStage, microbatch: int, take: Take, res
         gradients = function(*take())
         stage.gradients.add(gradients := [*gradients])
 
+    def part_of_backward_weight() -> None:
+        frame["saved"], gradients = function(*take())
+        stage.gradients.add(gradients := [*gradients])
+
     actions = {
         Phase.FORWARD: forward,
         Phase.RECOMPUTE: recompute,
-        Phase.BACKWARD: backward,
+        Phase.BACKWARD: backward if is_last else backward_input,
         Phase.BACKWARD_INPUT: backward_input,
-        Phase.BACKWARD_WEIGHT: backward_weight,
+        Phase.BACKWARD_WEIGHT: backward_weight if is_last else part_of_backward_weight,
     }
     return actions[phase]

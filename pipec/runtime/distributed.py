@@ -142,6 +142,12 @@ class TorchDistributed:
         """
         return [part.decode() for part in self._lifelines.gather(text.encode())]
 
+    def told(self, text: str, doing: str) -> list[str]:
+        """The text of each rank, on every rank, however long they take while all of them live."""
+        self._lifelines.tell(text.encode())
+        every = range(self.num_ranks)
+        return [text if rank == self.rank else self._lifelines.heard(rank, doing).decode() for rank in every]
+
     def once(self, request: str, make: Callable[[], T]) -> T:
         """Call ``make`` on rank 0 alone; every rank returns its result, or raises its error.
 

@@ -68,6 +68,10 @@ class Ranks:
             for step, *own in zip(steps, *parts, strict=True)
         ]
 
+    def told(self, text: str, doing: str) -> list[str]:
+        """The text of each process, in every process, however long they take while all of them live."""
+        return self.distributed.told(text, doing) if self.world.distributed else [text]
+
     def transport(self, rank: int) -> Transport:
         return self.distributed if self.world.distributed else self.in_process.endpoint(rank)
 

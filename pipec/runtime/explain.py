@@ -58,5 +58,5 @@ def _described(error: Exception) -> str:
 
 
 def _cell_of(instruction: Instruction) -> list[str]:
-    cell = {"stage": instruction.stage, "microbatch": instruction.microbatch}
+    cell = {"stage": instruction.stage, "microbatch": instruction.microbatch, "part": instruction.part}
     return [f"{word} {number}" for word, number in cell.items() if number != -1]

@@ -3,7 +3,8 @@
 A sparse gradient, as ``nn.Embedding(sparse=True)`` has, stays sparse.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +13,16 @@ from pipec.runtime.storage import fills_storage, is_exclusive
 
 # Adds lists of tensors in one call; the public API has no such function.
 _add_all = torch._foreach_add_
+
+
+class Home(Protocol):
+    """Memory in which the totals of some parameters are to lie."""
+
+    def place(self, index: int) -> Tensor:
+        """That of the parameter ``index``, whatever its values are."""
+
+    def forget_step(self) -> None:
+        """Let go of what ``place`` has returned."""
 
 
 class GradientSum:
@@ -25,6 +36,11 @@ class GradientSum:
         self._parameters = parameters
         self._apart = frozenset(apart)
         self._totals: list[Tensor | None] = []
+        self._homes: dict[int, Home] = {}
+
+    def keep_in(self, home: Home, indices: Iterable[int]) -> None:
+        """Let the totals of these parameters lie in ``home``, from their first gradient on."""
+        self._homes |= dict.fromkeys(indices, home)
 
     def begin_step(self) -> None:
         """Start from the ``.grad`` that previous steps left; totals of the step start empty."""
@@ -36,6 +52,8 @@ class GradientSum:
     def forget_step(self) -> None:
         """Hold no gradient any longer, so that setting ``.grad`` to None frees it."""
         self._totals = []
+        for home in set(self._homes.values()):
+            home.forget_step()
 
     def add(self, gradients: list[Tensor | None]) -> None:
         """Add one microbatch's gradients, aligned with ``parameters``; None stands for no gradient.
@@ -88,6 +106,8 @@ class GradientSum:
         gradients[index] = gradient = None
         if total.is_sparse:
             total = total.clone()  # its indices may be the memory of the batch
+        elif index in self._homes:
+            total = self._homes[index].place(index).copy_(total)
         elif not (total.stride() == parameter.stride() and fills_storage(total) and is_exclusive(total)):
             total = torch.empty_like(parameter, requires_grad=False).copy_(total)
         self._set(index, total)

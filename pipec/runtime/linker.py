@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pipec.errors import VerifyError
 from pipec.ir import Instruction, Kind, Link, Op, Payload, Phase, Program
-from pipec.runtime.compute import Action, Take, bind_phase
+from pipec.runtime.compute import Action, Take, bind_function
 from pipec.runtime.ending import EndingLinker
 from pipec.runtime.rank import Delivery, Rank
 from pipec.runtime.results import Results
@@ -47,6 +47,7 @@ Sink = Callable[[Sequence[Tensor]], None]
 
 _ALWAYS = frozenset({"w", "buffers", "constants", "b", "rng", "device"})
 _SAVING = (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD_INPUT)
+"""The phases whose last function saves something, too."""
 
 
 def link(program: Program, rank: Rank) -> list[Linked]:
@@ -223,34 +224,53 @@ class Linker:
         return sink
 
     def _compute(self, instruction: Instruction) -> Linked:
+        names = self._rank.plan.stages[instruction.stage].functions(Phase(instruction.op))
+        parts = range(len(names)) if instruction.part < 0 else (instruction.part,)
+        weights: list[Action] = []
+        actions = [self._call(instruction, names, part, weights) for part in parts]
+        if instruction.version >= 0:
+            actions = [*self._before_version(instruction), *actions]
+        return Linked(instruction, _all(actions), (instruction.microbatch,), _all(weights))
+
+    def _before_version(self, instruction: Instruction) -> list[Action]:
+        """What precedes a compute of a stream: its weights are shown, and others' results are taken in."""
         stage, microbatch = self._rank.stages[instruction.stage], instruction.microbatch
-        phase = Phase(instruction.op)
-        function = getattr(stage.code, phase, None)
+        before: list[Action] = [functools.partial(stage.show_version, microbatch)]
+        if instruction.op.phase in Payload.OUTCOME.readers:
+            arriving = self._outcomes.pop((stage.index, microbatch), [])
+            before += [wait for each in arriving for wait in each.awaited()]
+        return before
+
+    def _call(
+        self, instruction: Instruction, names: Sequence[str], part: int, weights: list[Action]
+    ) -> Action:
+        """The action that calls one of the functions that a phase consists of.
+
+        What it waits for so that the weights are there is added to ``weights``.
+        """
+        stage, microbatch = self._rank.stages[instruction.stage], instruction.microbatch
+        name, phase, is_last = names[part], Phase(instruction.op), part == len(names) - 1
+        function = getattr(stage.code, name, None)
         if function is None:
             raise VerifyError(
-                f"the program runs {phase} of stage {stage.index}, whose code has no such function; generate "
+                f"the program runs {name} of stage {stage.index}, whose code has no such function; generate "
                 "the stage code for this schedule"
             )
-        names = parameter_names(function)
-        weights = self._weights(stage.index, phase) if "w" in names else []
-        take = self._take(stage.index, microbatch, names, phase, weights)
-        self._note_made(stage.index, microbatch, phase)
-        run = bind_phase(phase, stage, microbatch, take, self._rank.results)
-        if instruction.version >= 0:
-            before: list[Action] = [functools.partial(stage.show_version, microbatch)]
-            if phase in Payload.OUTCOME.readers:
-                arriving = self._outcomes.pop((stage.index, microbatch), [])
-                before += [wait for each in arriving for wait in each.awaited()]
-            run = _all([*before, run])
-        return Linked(instruction, run, (microbatch,), _all(weights))
+        asked = parameter_names(function)
+        makes_gradients = phase not in (Phase.FORWARD, Phase.RECOMPUTE)  # which lie as the weights do
+        own = self._weights(stage.index, name) if "w" in asked or makes_gradients else []
+        weights += own
+        take = self._take(stage.index, microbatch, asked, name, own)
+        self._note_made(stage.index, microbatch, phase, is_last)
+        return bind_function(name, phase, is_last, stage, microbatch, take, self._rank.results)
 
-    def _note_made(self, stage: int, microbatch: int, phase: Phase) -> None:
-        """Note that what ``phase`` leaves in the frame is present from now on."""
+    def _note_made(self, stage: int, microbatch: int, phase: Phase, is_last: bool) -> None:
+        """Note that what a function of ``phase`` leaves in the frame is present from now on."""
         present = self._present[stage, microbatch]
-        for link in self._rank.plan.links:
+        for link in self._rank.plan.links if is_last else ():
             if link.source == stage and link.payload.per_microbatch and phase in link.payload.producers:
                 present.update({value.name: Delivery() for value in link.values})
-        if phase in _SAVING:
+        if phase in _SAVING or not is_last:
             present["saved"] = Delivery()
 
     def _take(
@@ -289,7 +309,8 @@ class Linker:
     def _buffers(self, stage: int, microbatch: int, reader: str) -> list[Action]:
         """What must run before a microbatch has the buffers that its forward finds."""
         bound = self._rank.stages[stage]
-        if reader == Phase.FORWARD and bound.code.UPDATED_BUFFERS:
+        first = self._rank.plan.stages[stage].functions(Phase.FORWARD)[0]
+        if reader == first and bound.code.UPDATED_BUFFERS:
             return [functools.partial(bound.show_buffers, microbatch)]
         return []
 

@@ -32,46 +32,58 @@ class FlatLayout:
 class GradientReduction:
     """Sums the gradients of a bucket over the replicas of its stage, and adds the sums to ``.grad``.
 
-    They travel, and are summed, in ``dtype`` if it is given.
+    They travel, and are summed, in ``dtype`` if it is given. Otherwise the memory that travels is also that
+    in which a replica adds up the gradients of its microbatches.
     """
 
     def __init__(self, stage: BoundStage, bucket: Bucket, group: Group, dtype: str = "") -> None:
         self._stage, self._group = stage, group
         self._indices = [stage.code.PARAMETERS.index(name) for name in bucket.names]
-        self._layout = FlatLayout([stage.weights[index] for index in self._indices])
-        self._dtype = travelling_as(dtype, stage.weights[self._indices[0]].dtype)
+        weights = [stage.weights[index] for index in self._indices]
+        self._layout = FlatLayout(weights)
+        self._dtype = travelling_as(dtype, weights[0].dtype)
         self._is_sparse = bucket.sparse
         self._sums: list[Tensor] = []
         self._flat: Tensor | None = None
+        self._views: dict[int, Tensor] = {}
         self._wait: Wait = _nothing
+        if self._dtype is weights[0].dtype and not bucket.sparse:
+            stage.gradients.keep_in(self, self._indices)
+
+    def place(self, index: int) -> Tensor:
+        """Where the gradient of a parameter lies in the memory that travels."""
+        if not self._views:
+            if self._flat is None or not is_exclusive(self._flat):  # somebody holds sums of the step before
+                self._flat = torch.empty(self._layout.size, dtype=self._dtype, device=self._stage.device)
+            self._views = dict(zip(self._indices, self._layout.views(self._flat), strict=True))
+        return self._views[index]
+
+    def forget_step(self) -> None:
+        self._views = {}
 
     def start(self) -> None:
         """Start to sum what this replica's microbatches added up. A sparse gradient is summed at once.
 
         A replica whose microbatches have no rows has added up nothing, and gets the sum all the same.
         """
-        totals = [self._stage.gradients.take(index) for index in self._indices]
+        totals = {index: self._stage.gradients.take(index) for index in self._indices}
         if self._is_sparse:
-            like = self._stage.weights[self._indices[0]]
-            own = _no_rows(like) if totals[0] is None else totals[0]
+            first = self._indices[0]
+            rows = totals[first]
+            own = _no_rows(self._stage.weights[first]) if rows is None else rows
             self._sums = [_sum_of_rows(own, self._group)]
             return
-        flat = self._memory()
-        self._sums = self._layout.views(flat)
-        for number, view in enumerate(self._sums):
-            total, totals[number] = totals[number], None
+        self._sums = [self.place(index) for index in self._indices]
+        for index, view in zip(self._indices, self._sums, strict=True):
+            total = totals.pop(index)
             if total is None:
                 view.zero_()
-            else:
+            elif total is not view:
                 view.copy_(total)
             del total
-        self._wait = self._group.all_reduce(flat)
-
-    def _memory(self) -> Tensor:
-        """That of the step before, unless somebody still holds what came out of it."""
-        if self._flat is None or not is_exclusive(self._flat):
-            self._flat = torch.empty(self._layout.size, dtype=self._dtype, device=self._stage.device)
-        return self._flat
+        self._views = {}
+        assert self._flat is not None
+        self._wait = self._group.all_reduce(self._flat)
 
     def finish(self) -> None:
         """Wait for the sums, and add them to ``.grad``."""

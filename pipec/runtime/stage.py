@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipec.errors import VerifyError
-from pipec.ir import Phase, Sizes, Stage
+from pipec.ir import Sizes, Stage
 from pipec.runtime.gradients import GradientSum
 from pipec.runtime.randomness import generator
 from pipec.runtime.versions import WeightVersions
@@ -34,6 +34,10 @@ class StageCode(Protocol):
     ``share``       0-dim tensor: the rows of the microbatch as a share of the batch's
     other names     a received value or a model input
     =============== ===================================================================================
+
+    A phase is one function, or several such as ``backward_0`` and ``backward_1``. Each but the last also
+    returns ``saved``, before its gradients, for the one behind it. A forward has None among its ``updates``
+    for what another one makes.
 
     ``sent`` is a dict of values by name. Optional functions: ``recompute(...) -> saved``,
     ``backward(...) -> (sent, gradients)``, ``backward_input(...) -> (sent, saved, gradients)``,
@@ -129,19 +133,19 @@ class BoundStage:
         for fqn in fqns:
             self.weights[self.code.PARAMETERS.index(fqn)] = _UNLENT
 
-    def function(self, phase: Phase) -> Callable[..., Any]:
-        """What runs a phase. In a stream it returns nothing that is in the memory of the latest weights.
+    def function(self, name: str) -> Callable[..., Any]:
+        """A function of the code. In a stream it returns nothing that is in the memory of the latest weights.
 
         Updates change these while what was sent and saved is still used, such as a view of a parameter that
         another stage reads.
         """
-        function: Callable[..., Any] = getattr(self.code, phase)
+        function: Callable[..., Any] = getattr(self.code, name)
         if not self.is_versioned:
             return function
 
         def apart(*arguments: Any) -> Any:
             returned = function(*arguments)
-            return self._apart(returned) if phase is Phase.RECOMPUTE else tuple(map(self._apart, returned))
+            return self._apart(returned) if isinstance(returned, list) else tuple(map(self._apart, returned))
 
         return apart
 
@@ -164,12 +168,13 @@ class BoundStage:
         """Give a microbatch the buffers as they are now. It keeps them from its forward to its backward."""
         self.frames[microbatch]["buffers"] = self.buffers
 
-    def update_buffers(self, updates: Sequence[Tensor]) -> None:
+    def update_buffers(self, updates: Sequence[Tensor | None]) -> None:
         """Replace buffers for the forwards to come. Microbatches that have the old ones keep them."""
         if self.updated_indices:
             self.buffers = list(self.buffers)
             for index, update in zip(self.updated_indices, updates, strict=True):
-                self.buffers[index] = update
+                if update is not None:
+                    self.buffers[index] = update
 
     def end_step(self) -> None:
         """Copy the last state of the updated buffers into the model's own."""

@@ -47,6 +47,12 @@ class StageUpdate:
         shared = [gradient for shard in self.shards.values() for gradient in shard.gradients().values()]
         return sum_of_squares([*(gradient for gradient in whole if gradient is not None), *shared])
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there are gradients that no update has used."""
+        whole = any(parameter.grad is not None for parameter in self.parameters)
+        return whole or any(shard.has_gradients for shard in self.shards.values())
+
     def drop_gradients(self) -> None:
         """Forget all gradients, those that are on their way, too."""
         for parameter in self.parameters:
@@ -94,9 +100,16 @@ class Updates:
     @property
     def in_shares(self) -> list[str]:
         """The parameters that are there in shares alone, and empty until they are gathered."""
-        every = (shard for update in self._stages.values() for shard in update.shards.values())
-        kept = (shard for shard in every if self._bound and not shard.keeps_parameters)
-        return [name for shard in kept for name in shard.sharding.names]
+        return [name for shard in self._in_shares() for name in shard.sharding.names]
+
+    def shares(self) -> dict[Piece, Tensor]:
+        """The memory of what this process keeps of the parameters that are there in shares alone."""
+        return {piece: memory for shard in self._in_shares() for piece, memory in shard.owned().items()}
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there are gradients that no update has used."""
+        return any(update.has_gradients for update in self._stages.values())
 
     def of(self, parameters: Mapping[str, nn.Parameter]) -> "Updates":
         """The same for a copy of the parameters, with a copy of the state. Every rank calls this."""
@@ -220,6 +233,10 @@ class Updates:
             )
         self._make_whole(parameters, group_of)
         self._bound = None
+
+    def _in_shares(self) -> list[BucketShard]:
+        every = (shard for update in self._stages.values() for shard in update.shards.values())
+        return [shard for shard in every if self._bound and not shard.keeps_parameters]
 
     def _make_whole(self, parameters: Mapping[str, nn.Parameter], group_of: GroupOf) -> list[BucketShard]:
         """Gather what is kept in shares alone; returns the shares."""

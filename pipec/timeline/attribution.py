@@ -190,7 +190,7 @@ def memory_over_time(
     counts the pairs of stage and microbatch in flight.
     """
     changes: list[list[tuple[float, float]]] = [[] for _ in range(timeline.num_ranks)]
-    for event in timeline.computes:
+    for event in timeline.computes.where(timeline.computes.instructions.is_cell):
         stage, phase = event.instruction.stage, event.instruction.op.phase
         assert phase
         growth = (memory or {}).get(stage, _IN_FLIGHT).growth(phase)

@@ -29,13 +29,15 @@ class Costs:
     """How long things take: ``compute[stage, phase]``, and ``messages[link]`` between ranks.
 
     ``endings`` are the seconds of collectives and updates by op, stage and bucket. What ``messages`` or
-    ``endings`` lack takes no time. ``unit`` is the unit of time, for those who show it.
+    ``endings`` lack takes no time. ``parts`` has the shares of a phase's time that its functions take, if it
+    consists of several. ``unit`` is the unit of time, for those who show it.
     """
 
     compute: Mapping[tuple[int, Phase], float]
     messages: Mapping[Link, float] = field(default_factory=dict)
     unit: str = "s"
     endings: Mapping[tuple[Op, int, int], float] = field(default_factory=dict)
+    parts: Mapping[tuple[int, Phase], Sequence[float]] = field(default_factory=dict)
 
     @classmethod
     def uniform(
@@ -60,11 +62,16 @@ class Costs:
         compute = {(stage, phase): cost for stage in range(num_stages) for phase, cost in phases.items()}
         return cls(compute, dict.fromkeys(links, message), unit)
 
-    def of_compute(self, stage: int, phase: Phase) -> float:
-        """Time of one phase of a stage; raises ``InputError`` if it is not given."""
+    def of_compute(self, stage: int, phase: Phase, part: int = -1) -> float:
+        """Time of one phase of a stage, or of a part of it; raises ``InputError`` if it is not given."""
         if (stage, phase) not in self.compute:
             raise InputError(f"no cost is given for {phase} of stage {stage}; add it to Costs.compute")
-        return self.compute[stage, phase]
+        shares = self.parts.get((stage, phase), ())
+        if part >= len(shares):
+            raise InputError(
+                f"no share is given for part {part} of {phase} of stage {stage}; add it to Costs.parts"
+            )
+        return self.compute[stage, phase] * (1.0 if part < 0 else shares[part])
 
 
 def simulate(programs: Sequence[Program], costs: Costs) -> Timeline:
@@ -159,13 +166,15 @@ def meetings(events: Instructions, ranks: Ints, collectives: Ints) -> Ints:
 
 def _durations(step: _Step, costs: Costs) -> Floats:
     events = step.events
-    kinds = np.zeros((len(OPS), int(events.stages.max(initial=-1)) + 1), bool)
-    kinds[events.ops[step.is_compute], events.stages[step.is_compute]] = True
+    sizes = (int(each.max(initial=-1)) for each in (events.stages, events.parts))
+    kinds = np.zeros((len(OPS), *(2 + size for size in sizes)), bool)
+    kind_of = events.ops, events.stages, events.parts + 1
+    kinds[tuple(each[step.is_compute] for each in kind_of)] = True
     durations = np.zeros(kinds.shape)
-    for code, stage in np.argwhere(kinds).tolist():
-        durations[code, stage] = costs.of_compute(stage, Phase(OPS[code]))
+    for code, stage, part in np.argwhere(kinds).tolist():
+        durations[code, stage, part] = costs.of_compute(stage, Phase(OPS[code]), part - 1)
     messages = np.array([*(costs.messages.get(link, 0.0) for link in events.links), 0.0])
-    found = np.where(step.is_compute, durations[events.ops, events.stages], messages[events.link_numbers])
+    found = np.where(step.is_compute, durations[kind_of], messages[events.link_numbers])
     others = np.flatnonzero(~step.is_compute & (events.link_numbers < 0))
     for event, (op, stage, bucket) in zip(others.tolist(), _keys(events, others), strict=True):
         found[event] = costs.endings.get((OPS[op], stage, bucket), 0.0)

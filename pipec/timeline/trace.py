@@ -48,6 +48,7 @@ def measured_timeline(
         (instruction.stage, instruction.microbatch, instruction.op.phase): run.arrived
         for program in programs
         for instruction, run in zip(program.instructions, runs[program.rank], strict=True)
+        if instruction.part <= 0
     }
     events = [
         event

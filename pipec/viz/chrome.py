@@ -148,7 +148,8 @@ class _Process:
 def _identity(event: Event) -> dict[str, object]:
     instruction = event.instruction
     identity: dict[str, object] = {"phase": NAMES[instruction.op], "stage": instruction.stage}
-    return identity | ({"microbatch": instruction.microbatch} if event.is_compute else {})
+    part = {"part": instruction.part} if instruction.part >= 0 else {}
+    return identity | ({"microbatch": instruction.microbatch} if event.is_compute else {}) | part
 
 
 def _payload(message: Event) -> str:

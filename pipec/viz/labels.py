@@ -106,8 +106,8 @@ def chunks(timeline: Timeline) -> dict[int, int]:
 def cell_labels(timeline: Timeline) -> Callable[[Event], str]:
     """How cells are labelled: ``F3`` is the forward of microbatch 3, ``U`` an update, ``Σ2`` sums bucket 2.
 
-    If ranks hold several stages, ``Fb3`` is the forward of the second stage of its rank. Where steps follow
-    each other without a flush, ``F3v1`` reads version 1 of its weights.
+    If ranks hold several stages, ``Fb3`` is the forward of the second stage of its rank. ``B3.0`` is part 0
+    of a backward. Where steps follow each other without a flush, ``F3v1`` reads version 1 of its weights.
     """
     chunk_of = chunks(timeline)
     several = max(chunk_of.values(), default=0) > 0
@@ -116,8 +116,9 @@ def cell_labels(timeline: Timeline) -> Callable[[Event], str]:
         instruction = event.instruction
         chunk = chr(ord("a") + chunk_of[instruction.stage] % 26) if several and event.is_work else ""
         number = instruction.bucket if event.is_collective else instruction.microbatch
+        part = f".{instruction.part}" if instruction.part >= 0 else ""
         version = f"v{instruction.version}" if event.is_compute and instruction.version >= 0 else ""
-        return f"{LETTERS[instruction.op]}{chunk}{number if number >= 0 else ''}{version}"
+        return f"{LETTERS[instruction.op]}{chunk}{number if number >= 0 else ''}{part}{version}"
 
     return label
 

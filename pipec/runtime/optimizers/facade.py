@@ -31,8 +31,9 @@ class PipelineOptimizer(Optimizer):
     ``param_groups`` are those that ``factory`` makes of the whole model. What is written there, by an LR
     scheduler or by hand, holds from the next update on. ``state_dict`` is that of the optimizer of the
     unsplit model, and either may load the other's. ``elementwise`` has the names of those parameters that
-    may be updated in pieces. ``parameters`` are those of the whole model, in its order and with their shapes;
-    those without memory here may be on meta. ``settle`` is called before the state is read or replaced.
+    may be updated in pieces, ``kinds`` the class of each group's optimizer. ``parameters`` are those of the
+    whole model, in its order and with their shapes; those without memory here may be on meta. ``settle`` is
+    called before the state is read or replaced.
 
     Raises:
         InputError: the factory does not make an optimizer of these parameters.
@@ -42,7 +43,7 @@ class PipelineOptimizer(Optimizer):
         self._factory = factory
         self._whole = {name: stand_in(parameter) for name, parameter in parameters.items()}
         made = call_factory(factory, self._whole)
-        self._kinds = [type(each).__name__ for each in made for _ in each.param_groups]
+        self.kinds = [type(each).__name__ for each in made for _ in each.param_groups]
         self.elementwise = frozenset(
             name
             for each in made
@@ -167,15 +168,22 @@ class PipelineOptimizer(Optimizer):
         return {
             f"group {index} of the optimizer": f"{kind}, {len(group['params'])} parameters, "
             + ", ".join(f"{key}={value}" for key, value in sorted(hyperparameters(group).items()))
-            for index, (kind, group) in enumerate(zip(self._kinds, self.param_groups, strict=True))
+            for index, (kind, group) in enumerate(zip(self.kinds, self.param_groups, strict=True))
         }
+
+    def parts(self) -> list[StatePart]:
+        """What this process keeps of the state. Until a program is bound, that is all of what was loaded."""
+        if self._gather is not None:
+            return [part for stage in self._stages for part in stage.parts()]
+        whole = {name: Piece(name, 0, each.numel()) for name, each in self._whole.items()}
+        return [StatePart(whole[name], entries) for name, entries in self._loaded.items()]
 
     def _states(self) -> dict[str, Entries]:
         self.settle()
         if self._gather is None:
             return self._loaded
-        own = [part for stage in self._stages for part in stage.parts()]
-        return merge(self._gather(own), {name: each.shape for name, each in self._whole.items()})
+        shapes = {name: each.shape for name, each in self._whole.items()}
+        return merge(self._gather(self.parts()), shapes)
 
     def _names_of_saved(self, saved: Sequence[Mapping[str, Any]]) -> dict[int, str]:
         """The name of each parameter of a state dict: the one it says, or the one in its place here."""

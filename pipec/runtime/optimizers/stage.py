@@ -18,7 +18,7 @@ from pipec.runtime.optimizers.factory import (
     parameter_on,
     stand_in,
 )
-from pipec.runtime.optimizers.state import Entries, StatePart, cut
+from pipec.runtime.optimizers.state import Entries, StatePart, cut, restore_types
 
 # Multiplies a list of tensors in one call; the public API has no such function.
 _scale_all = torch._foreach_mul_
@@ -105,12 +105,14 @@ class StageOptimizer:
             groups = optimizer.state_dict()["param_groups"]
             numbers = [number for group in groups for number in group["params"]]
             names = [self._names[id(tensor)] for tensor in _parameters(optimizer)]
+            optimizer.state.clear()  # before there is another: two may not fit
             state = {
                 number: cut(states[name], self._shapes[name], self._pieces[name])
                 for number, name in zip(numbers, names, strict=True)
                 if name in states
             }
             optimizer.load_state_dict({"state": state, "param_groups": groups})
+            restore_types(optimizer, state)
 
     def _given(self, name: str, parameter: Tensor) -> Tensor:
         """What the factory is given for a parameter: itself, or something that looks like it."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from pipec.errors import InputError
 from pipec.ir import Piece
@@ -61,6 +62,20 @@ def joined(state_dicts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             for group in each["param_groups"]
         ]
     return {"state": state, "param_groups": groups}
+
+
+def restore_types(optimizer: Optimizer, state: Mapping[int, Entries]) -> None:
+    """Let the state that ``load_state_dict`` was just given have its own types again.
+
+    torch gives it the type of its parameter, by which 32-bit state of 16-bit parameters would lose bits.
+    """
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    numbers = [number for group in optimizer.state_dict()["param_groups"] for number in group["params"]]
+    for parameter, number in zip(parameters, numbers, strict=True):
+        for key, value in state.get(number, {}).items():
+            loaded = optimizer.state[parameter][key]
+            if isinstance(value, Tensor) and loaded.dtype != value.dtype:
+                optimizer.state[parameter][key] = value.to(loaded.device)
 
 
 def _whole(name: str, parts: list[StatePart], shape: torch.Size) -> Entries:

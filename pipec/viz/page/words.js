@@ -31,7 +31,9 @@ function bytes(amount) {
 
 const computeName = ({ computes }, i) =>
   data.phases[computes.phase[i]].name +
-  (computes.microbatch[i] < 0 ? "" : ` of microbatch ${computes.microbatch[i]}`) + versionWords(computes, i);
+  (computes.microbatch[i] < 0 ? "" : ` of microbatch ${computes.microbatch[i]}`) +
+  (computes.part[i] < 0 ? "" : `, part ${computes.part[i]}`) +
+  versionWords(computes, i);
 
 /** `, reads version 3 of the weights`, where steps follow each other without a flush. */
 const versionWords = ({ phase, version }, i) =>
@@ -50,6 +52,7 @@ const boxLabel = ({ computes, lastChunk }, i) =>
   data.phases[computes.phase[i]].letter +
   (lastChunk ? String.fromCharCode(97 + (computes.chunk[i] % 26)) : "") +
   (computes.microbatch[i] < 0 ? "" : computes.microbatch[i]) +
+  (computes.part[i] < 0 ? "" : `.${computes.part[i]}`) +
   (computes.version[i] < 0 || data.phases[computes.phase[i]].letter === "U" ? "" : `v${computes.version[i]}`);
 
 /** `Σ2`: the sum of bucket 2. */

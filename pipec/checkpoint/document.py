@@ -1,0 +1,113 @@
+"""What a checkpoint says besides its tensors: ``checkpoint.json``."""
+
+import base64
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import torch
+from torch import Tensor
+
+from pipec.checkpoint.manifest import describe
+from pipec.checkpoint.optimizers import OptimizerState
+from pipec.checkpoint.values import decoded, encoded
+from pipec.console import log
+from pipec.errors import CheckpointError
+
+FORMAT, DOCUMENT = "pipec checkpoint 1", "checkpoint.json"
+
+
+@dataclass(frozen=True)
+class SchedulerState:
+    """The class of an LR scheduler, with those that it has inside, and its state as ``encoded``."""
+
+    kind: str
+    state: Any
+
+    @classmethod
+    def of(cls, scheduler: Any) -> "SchedulerState":
+        kind = scheduler_kind(scheduler)
+        return cls(kind, encoded(scheduler.state_dict(), f"the state of the scheduler, {kind},"))
+
+
+def scheduler_kind(scheduler: Any) -> str:
+    """Its class; of a scheduler of schedulers, such as SequentialLR, those, too."""
+    inner = getattr(scheduler, "_schedulers", ())
+    name = type(scheduler).__name__
+    return f"{name}({', '.join(map(scheduler_kind, inner))})" if inner else name
+
+
+@dataclass(frozen=True)
+class RandomStates:
+    """The states of torch's default generator, each once, and which of them each rank had."""
+
+    states: list[str]
+    of_rank: list[int]
+
+    @classmethod
+    def of(cls, every: Sequence[str]) -> "RandomStates":
+        states = list(dict.fromkeys(every))
+        return cls(states, [states.index(each) for each in every])
+
+    def restore(self, rank: int, num_ranks: int) -> None:
+        """Let torch draw what a rank would have drawn next. Ranks that were not there go on as rank 0."""
+        if len(self.states) > 1 and num_ranks != len(self.of_rank):
+            log(
+                f"pipec: the {len(self.of_rank)} ranks that wrote the checkpoint had random states of their "
+                f"own, and there are {num_ranks} now: new ones go on with that of rank 0"
+            )
+        torch.set_rng_state(_state(self.states[self.of_rank[rank if rank < len(self.of_rank) else 0]]))
+
+
+def random_state() -> str:
+    """The state of torch's default generator in this process."""
+    return base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()
+
+
+def _state(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class Document:
+    """``ties`` has the first name of tied tensors by their others. ``frozen`` parameters had no gradients."""
+
+    num_steps: int
+    ties: dict[str, str]
+    frozen: list[str]
+    random: RandomStates
+    optimizer: OptimizerState | None
+    schedulers: list[SchedulerState]
+    extra: Any
+    format: str = FORMAT
+
+    def value_of_extra(self) -> Any:
+        """What the script had passed."""
+        return decoded(self.extra)
+
+    def text(self) -> bytes:
+        return json.dumps(asdict(self), indent=1, allow_nan=False).encode()
+
+
+_DOCUMENT = pydantic.TypeAdapter(Document)
+
+
+def read_document(path: Path) -> Document:
+    """Raises CheckpointError for a file that is none, or of another format."""
+    try:
+        found = json.loads(path.read_bytes())
+        if isinstance(found, dict) and found.get("format") != FORMAT:
+            raise CheckpointError(
+                f"{path} has format {found.get('format')!r}, and this version of pipec reads {FORMAT!r}"
+            )
+        document = _DOCUMENT.validate_python(found)
+        decoded([document.extra, [each.state for each in document.schedulers]])
+        [_state(each) for each in document.random.states]
+        return document
+    except pydantic.ValidationError as error:
+        raise CheckpointError(f"{path} is no such file of a checkpoint: {describe(error)}") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error

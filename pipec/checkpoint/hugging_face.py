@@ -1,0 +1,68 @@
+"""What the libraries of Hugging Face look for in a folder: the index of weights, and the model's config."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from pipec.errors import CheckpointError
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+DIFFUSERS_INDEX, DIFFUSERS_SINGLE = (
+    "diffusion_pytorch_model.safetensors.index.json",
+    "diffusion_pytorch_model.safetensors",
+)
+
+
+def _is_of(library: str, model: nn.Module) -> bool:
+    return any(base.__module__.partition(".")[0] == library for base in type(model).__mro__)
+
+
+def index_name(model: nn.Module) -> str:
+    """The name under which the library of a model looks for the index: that of diffusers has its own."""
+    return DIFFUSERS_INDEX if _is_of("diffusers", model) else INDEX
+
+
+def write_config(model: Any, directory: Path) -> None:
+    """Write the configuration of a model that has one, for ``from_pretrained``."""
+    if _is_of("diffusers", model):
+        model.save_config(directory)
+    if _is_of("transformers", model) and hasattr(model, "config"):
+        config = copy.deepcopy(model.config)
+        config.architectures = [type(model).__name__]
+        config.dtype = model.dtype
+        config.save_pretrained(directory)
+        if model.can_generate():
+            model.generation_config.save_pretrained(directory)
+
+
+def weight_files(directory: Path) -> dict[str, set[str]]:
+    """The files of weights in a folder, and the names that an index says are in each; none without an index.
+
+    Raises:
+        CheckpointError: there are none, or the index is damaged.
+    """
+    for index, single in ((INDEX, SINGLE), (DIFFUSERS_INDEX, DIFFUSERS_SINGLE)):
+        if (directory / index).is_file():
+            return _of_index(directory / index)
+        if (directory / single).is_file():
+            return {single: set()}
+    raise CheckpointError(
+        f"{directory} holds neither {INDEX} nor {SINGLE}; expected a checkpoint, or a folder that "
+        "save_pretrained(...) wrote with safetensors"
+    )
+
+
+def _of_index(path: Path) -> dict[str, set[str]]:
+    try:
+        found = json.loads(path.read_bytes())["weight_map"]
+        files: dict[str, set[str]] = {}
+        for name, file in found.items():
+            files.setdefault(file, set()).add(name)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is no index of weights: {error!r}") from error
+    if strange := [file for file in files if Path(file).name != file]:
+        raise CheckpointError(f"{path} names a file outside its folder: {strange[0]!r}")
+    return files

@@ -1,0 +1,44 @@
+"""What a checkpoint is of: a model's tensors, its optimizers and schedulers, as one process has them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipec.checkpoint.optimizers import Optimizers
+from pipec.checkpoint.parts import Part
+from pipec.checkpoint.tensors import TensorKind
+from pipec.errors import InputError
+from pipec.runtime.execution import Ranks
+
+
+@dataclass(frozen=True)
+class Training:
+    """``kinds`` has the tensors of the whole model that its ``state_dict`` has, tied ones once.
+
+    ``parts`` are what this process has of them, in the memory that is trained; ``ties`` has the first name of
+    tied ones by their others. ``names`` has, by ``id``, the parameters of the whole model, and ``shapes``
+    what they have there: some are empty here.
+    """
+
+    model: nn.Module
+    ranks: Ranks
+    kinds: Mapping[str, TensorKind]
+    parts: Sequence[Part]
+    ties: Mapping[str, str]
+    frozen: Sequence[str]
+    names: Mapping[int, str]
+    shapes: Mapping[str, torch.Size]
+    optimizers: Optimizers | None
+    schedulers: Sequence[Any]
+    num_steps: int
+
+    def require_memory(self) -> None:
+        """Raise InputError if a tensor has no values to save, nor memory to load to."""
+        if meta := [part.name for part in self.parts if part.memory.is_meta]:
+            raise InputError(
+                f"{meta[0]} and {len(meta) - 1} other tensors are on the meta device and have no memory; "
+                "call to_empty(device=...) on the pipeline before"
+            )

@@ -1,0 +1,76 @@
+"""Plain values as JSON, and back as what they were: a tuple stays a tuple, and 1.0 and 1 two things.
+
+JSON has numbers, text, lists and dicts with text as keys. Everything else is a dict with one key that starts
+with ``$``, such as ``{"$tuple": [0.9, 0.999]}``.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipec.errors import CheckpointError, InputError
+from pipec.ir.arguments import shown
+
+_MARK = "$"
+
+
+def encoded(value: object, where: str) -> Any:
+    """The value as JSON has it. ``where`` is what a person would call it.
+
+    Raises:
+        InputError: it holds something that would not come back as it is.
+    """
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
+    if type(value) is list:
+        return [encoded(each, f"{where}[{index}]") for index, each in enumerate(value)]
+    if type(value) is tuple:
+        return {"$tuple": encoded(list(value), where)}
+    if type(value) in (dict, Counter):
+        return _encoded_mapping(value, where)  # type: ignore[arg-type]
+    if isinstance(value, Tensor) and value.ndim == 0 and not value.is_complex():
+        return {"$tensor": [str(value.dtype).removeprefix("torch."), encoded(value.item(), where)]}
+    raise InputError(
+        f"{where} is {shown(value)}, a {type(value).__name__}; a checkpoint keeps None, numbers, text, "
+        "lists, tuples, dicts and tensors with one number. Turn it into these; a tensor that belongs to the "
+        "model can be a buffer of it"
+    )
+
+
+def _encoded_mapping(value: Mapping[Any, Any], where: str) -> Any:
+    plain = all(type(key) is str and not key.startswith(_MARK) for key in value)
+    if plain and type(value) is dict:
+        return {key: encoded(each, f"{where}[{key!r}]") for key, each in value.items()}
+    pairs = [[encoded(key, where), encoded(each, f"{where}[{key!r}]")] for key, each in value.items()]
+    return {"$counter" if isinstance(value, Counter) else "$items": pairs}
+
+
+def decoded(value: Any) -> Any:
+    """What ``encoded`` was given. Raises CheckpointError for what it never returns."""
+    if isinstance(value, list):
+        return [decoded(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    kind, *others = value or [""]
+    if not kind.startswith(_MARK):
+        return {key: decoded(each) for key, each in value.items()}
+    try:
+        assert not others
+        return _KINDS[kind](value[kind])
+    except (KeyError, ValueError, TypeError, AttributeError, AssertionError, RuntimeError) as error:
+        raise CheckpointError(f"found {shown(value)}, which stands for no value") from error
+
+
+_KINDS: dict[str, Callable[[Any], Any]] = {
+    "$float": float,
+    "$tuple": lambda inner: tuple(decoded(inner)),
+    "$items": lambda pairs: {decoded(key): decoded(each) for key, each in pairs},
+    "$counter": lambda pairs: Counter({decoded(key): decoded(each) for key, each in pairs}),
+    "$tensor": lambda inner: torch.tensor(decoded(inner[1]), dtype=getattr(torch, inner[0])),
+}

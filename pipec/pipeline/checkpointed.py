@@ -1,0 +1,163 @@
+"""Checkpoints of a pipeline: what there is of it in this process, and the two methods that users call."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.optim import Optimizer
+
+from pipec.checkpoint import Part, Training, kind_of, load, load_weights, save, whole
+from pipec.errors import InputError
+from pipec.ir.arguments import check_arguments
+from pipec.pipeline.methods import METHODS
+from pipec.pipeline.turns import TurnTaker
+from pipec.runtime.execution import Ranks
+from pipec.runtime.optimizers import PipelineOptimizer
+
+
+class CheckpointedModel(TurnTaker):
+    """Writes all that a training needs to go on, and goes on from it in any layout."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._own_checkpoints: dict[Path, str] = {}
+
+    @property
+    def num_steps(self) -> int:
+        """How many times ``step`` has been called, before the checkpoint that was loaded, too."""
+        return self._num_steps
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes of the pipeline, and which one this is."""
+        return self._ranks
+
+    def save_checkpoint(
+        self,
+        directory: str | Path,
+        *,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
+        scheduler: Any = None,
+        extra: Any = None,
+    ) -> None:
+        """Write all that the training needs to go on: see docs/checkpoints.md. Every rank calls this.
+
+        Weights, buffers, the state of the optimizer and of the LR scheduler, the number of steps, torch's
+        random state. All ranks write at the same time, beside ``directory``; only when everything is on the
+        disk it comes to that name. Whatever happens before, the checkpoint that was there stays.
+
+        Args:
+            directory: the folder. All ranks see the same.
+            optimizer: the optimizer, or several, that the script steps. The pipeline's own needs no mention.
+            scheduler: the LR scheduler, or several. Functions of a ``LambdaLR`` are not saved.
+            extra: what else ``load_checkpoint`` shall return: None, numbers, text, lists, tuples, dicts.
+
+        Raises:
+            CheckpointError: it cannot be written, or ``directory`` holds something that this run has neither
+                written nor loaded.
+            InputError: something cannot be saved, or differs from rank to rank.
+        """
+        check_arguments(METHODS, locals())
+        path = self._agreed_path("save_checkpoint", directory)
+        training = self._training(optimizer, scheduler, speaks=True)
+        if self._updates is not None and self._updates.has_gradients:
+            raise InputError(
+                "gradients have been accumulated that no update has used, and a checkpoint keeps none; save "
+                "after a step outside of accumulate()"
+            )
+        self._own_checkpoints[path] = save(path, training, extra, self._own_checkpoints.get(path))
+
+    def load_checkpoint(
+        self,
+        directory: str | Path,
+        *,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
+        scheduler: Any = None,
+        weights_alone: bool = False,
+    ) -> Any:
+        """Go on from a checkpoint of any layout; returns its ``extra``. Every rank calls this.
+
+        Everything is checked, in every file, before anything is changed. Gradients are dropped.
+
+        Args:
+            directory: what ``save_checkpoint`` wrote.
+            optimizer: the optimizer, or several, that the script steps, made as for the run that saved.
+            scheduler: the LR scheduler, or several, made as for the run that saved.
+            weights_alone: take weights and buffers, and nothing else. The folder may then also be one that
+                ``save_pretrained`` of transformers or diffusers wrote.
+
+        Raises:
+            CheckpointError: a file is damaged or missing, or the checkpoint is of another model.
+            InputError: it has a state of an optimizer or a scheduler, and none is passed; or the other way
+                round.
+        """
+        check_arguments(METHODS, locals())
+        path = self._agreed_path("load_checkpoint", directory)
+        training = self._training(optimizer, scheduler, speaks=False)
+        if weights_alone:
+            if optimizer is not None or scheduler is not None:
+                raise InputError("weights_alone=True takes neither an optimizer nor a scheduler")
+            load_weights(path, training)
+            return None
+        document, self._own_checkpoints[path] = load(path, training)
+        self._num_steps = document.num_steps
+        for parameter in self._tensors.parameters.values():
+            parameter.grad = None
+        if self._updates is not None:
+            self._updates.drop_gradients()
+        return document.value_of_extra()
+
+    def _agreed_path(self, method: str, directory: str | Path) -> Path:
+        """The folder, once all ranks have called this for the same one, and hold the tensors of the model."""
+        if self._ranks.world.distributed:
+            replaced = {"replaced": ", ".join(self._replaced()) or "none"}
+            self._require_same(f"{method}({str(directory)!r})", replaced)
+        self._follow_model()
+        return Path(directory).resolve()
+
+    def _training(self, optimizer: Any, scheduler: Any, speaks: bool) -> Training:
+        """What this process has; if it ``speaks``, only of that whose values are not another process's."""
+        unique, parameters = self._tensors.unique(), self._tensors.unique_parameters()
+        kept = self._tensors.persistent | self._tensors.parameters.keys()
+        first = {name: self._canonical[name] for name in self._canonical if name in kept}
+        shapes = {fqn: self._emptied.shape(fqn, x) for fqn, x in unique.items() if fqn in first.values()}
+        kinds = {fqn: kind_of(fqn, unique[fqn].dtype, shape) for fqn, shape in shapes.items()}
+        shares = self._updates.shares() if self._updates is not None else {}
+        in_shares = self._updates.in_shares if self._updates is not None else []
+        parts = [
+            Part(piece.name, kinds[piece.name], piece.start, piece.stop, x) for piece, x in shares.items()
+        ]
+        for fqn, kind in kinds.items():
+            here = self._is_here(fqn) if speaks else unique[fqn].shape == shapes[fqn]
+            if here and fqn not in in_shares:
+                parts.append(whole(fqn, kind, unique[fqn].detach()))
+        return Training(
+            self._compiler.model,
+            self._ranks,
+            kinds,
+            parts,
+            {name: canonical for name, canonical in first.items() if name != canonical},
+            [fqn for fqn, parameter in parameters.items() if not parameter.requires_grad],
+            {id(parameter): fqn for fqn, parameter in parameters.items()},
+            {fqn: shapes[fqn] for fqn in parameters},
+            self._optimizers(optimizer),
+            _listed(scheduler),
+            self._num_steps,
+        )
+
+    def _optimizers(self, given: Any) -> PipelineOptimizer | Sequence[Optimizer] | None:
+        if self._updates is None:
+            return None if given is None else _listed(given)
+        if given is not None and given is not self._updates.optimizer:
+            raise InputError(
+                "the pipeline was compiled with optimizer=..., which makes its updates; leave out optimizer, "
+                "for pipe.optimizer is saved and loaded without mention"
+            )
+        return self._updates.optimizer
+
+
+def _listed(given: Any) -> list[Any]:
+    """What was given, or the several that were."""
+    if given is None:
+        return []
+    return list(given) if isinstance(given, list | tuple) else [given]

@@ -1,0 +1,214 @@
+"""The folder of a checkpoint: damaged, replaced, shared, killed while it is written. One is always whole."""
+
+import functools
+import json
+import os
+import random
+import resource
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from resuming import Run, start
+
+import pipec
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    """It has made a step, so that everything has a state."""
+    made = start("1 stage")
+    made.train(0, 1)
+    return made
+
+
+@pytest.fixture
+def saved(run: Run, tmp_path: Path) -> Path:
+    run.save(tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def states(run: Run) -> list[torch.Tensor]:
+    entries = run.pipe.optimizer.state_dict()["state"].values()
+    return [
+        each.clone()
+        for each in (*run.pipe.state_dict().values(), *(x for entry in entries for x in entry.values()))
+    ]
+
+
+def damages(path: Path) -> Iterator[Callable[[], object]]:
+    """Ways to damage a file, each of which is made on the intact one."""
+    content, chosen = path.read_bytes(), random.Random(path.name)
+    for _ in range(12):
+        flipped = bytearray(content)
+        flipped[chosen.randrange(len(content))] ^= 1 << chosen.randrange(8)
+        yield functools.partial(path.write_bytes, flipped)
+    for length in (0, 1, len(content) // 2, len(content) - 1):
+        yield functools.partial(path.write_bytes, content[:length])
+    yield functools.partial(path.write_bytes, content + b"\0")
+    yield path.unlink
+    path.write_bytes(content)
+
+
+def test_every_damage_is_found_with_the_name_of_the_file(run: Run, saved: Path) -> None:
+    before = states(run)
+    files = sorted(saved.iterdir())
+    assert len(files) == 5
+    for path in files:
+        for damage in damages(path):
+            damage()
+            with pytest.raises(pipec.CheckpointError) as caught:
+                run.load(saved)
+            assert path.name in str(caught.value)
+    assert all(map(torch.equal, states(run), before))
+    run.load(saved)
+
+
+def test_tensors_lie_at_multiples_of_their_elements(saved: Path) -> None:
+    """As in the files of the library, whose readers on some machines need that."""
+    for path in saved.glob("*.safetensors"):
+        content = path.read_bytes()
+        length = int.from_bytes(content[:8], "little")
+        header = json.loads(content[8 : 8 + length])
+        for name in header.keys() - {"__metadata__"}:
+            size = {"BOOL": 1, "F32": 4, "F64": 8}[header[name]["dtype"]]
+            assert (8 + length + header[name]["data_offsets"][0]) % size == 0
+
+
+def test_no_checkpoint_and_a_foreign_folder(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(pipec.CheckpointError, match="is not there"):
+        run.load(tmp_path / "none")
+    with pytest.raises(pipec.CheckpointError, match=r"holds neither model\.safetensors"):
+        run.load(tmp_path)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "file").write_text("precious")
+    with pytest.raises(pipec.CheckpointError, match="is no checkpoint of pipec to replace"):
+        run.save(tmp_path / "notes")
+    assert (tmp_path / "notes" / "file").read_text() == "precious"
+    with pytest.raises(pipec.CheckpointError, match=r"saving to .*: "):
+        run.save(tmp_path / "notes" / "file" / "below")
+    assert [path.name for path in tmp_path.iterdir()] == ["notes"]
+
+
+def test_another_version_is_refused(run: Run, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipec.checkpoint.document.FORMAT", "pipec checkpoint 2")
+    with pytest.raises(pipec.CheckpointError, match="has format 'pipec checkpoint 1', and this version"):
+        run.load(saved)
+
+
+def test_two_runs_do_not_write_to_one_folder(run: Run, saved: Path) -> None:
+    other = start("1 stage")
+    with pytest.raises(pipec.CheckpointError, match="this run has neither written nor loaded there"):
+        other.save(saved)
+    other.load(saved)
+    other.save(saved, extra="other")
+    with pytest.raises(pipec.CheckpointError, match="another run writes to it"):
+        run.save(saved)
+    assert run.load(saved) == "other"
+    run.save(saved)
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(run: Run, saved: Path) -> None:
+    before = {path.name: path.read_bytes() for path in saved.iterdir()}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for size in (100, 2000, 5000):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+        try:
+            with pytest.raises(pipec.CheckpointError, match="File too large"):
+                run.save(saved)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
+        assert [path.name for path in saved.parent.iterdir()] == ["saved"]
+    run.save(saved)
+
+
+def test_a_process_killed_anywhere_leaves_a_checkpoint(run: Run, saved: Path) -> None:
+    """Before each call that opens, syncs, renames or removes, until a save is over before it comes to that.
+
+    The n-th fills everything with n, so that a mixture of two would show.
+    """
+    found = number = 1
+    write_filled(run, saved, number)
+    while killed_in_call(run, saved, number):
+        before, found = found, run.load(saved)
+        assert found in (before, number)
+        filled = torch.cat([each.flatten() for each in states(run) if each.is_floating_point()])
+        assert (filled == found).all()
+        number += 1
+    assert number > 15
+    assert run.load(saved) == number
+    assert [path.name for path in saved.parent.iterdir()] == ["saved"]
+
+
+@torch.no_grad()
+def write_filled(run: Run, path: Path, number: int) -> None:
+    for tensor in run.pipe.state_dict().values():
+        tensor.fill_(number)
+    for part in run.pipe.optimizer.parts():
+        for tensor in part.entries.values():
+            tensor.fill_(number)
+    run.save(path, extra=number)
+
+
+def killed_in_call(run: Run, path: Path, number: int) -> bool:
+    """Whether a forked process came to the call of this number, before which it is killed."""
+    child = os.fork()
+    if child == 0:
+        calls = iter(range(number))
+
+        def watch(event: str, _: object) -> None:
+            if event in WATCHED and next(calls, None) is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        os.fsync = watched(os.fsync, watch)
+        sys.addaudithook(watch)
+        try:
+            write_filled(run, path, number)
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return os.WIFSIGNALED(status)
+
+
+WATCHED = ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "fsync")
+
+
+def watched(call: Callable[[int], None], watch: Callable[[str, object], None]) -> Callable[[int], None]:
+    def made(descriptor: int) -> None:
+        watch("fsync", None)
+        call(descriptor)
+
+    return made
+
+
+class TestARun:
+    def test_keeps_the_last_and_goes_on_from_the_newest(self, tmp_path: Path) -> None:
+        run, checkpoints = start("1 stage"), pipec.Checkpoints(tmp_path, every=2, keep=2)
+        assert checkpoints.resume(run.pipe, **run.companions) is None
+        losses = []
+        for number in range(7):
+            losses += run.train(number, number + 1)
+            checkpoints.step(run.pipe, extra=number, **run.companions)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004", "step-00000006"]
+        again, checkpoints = start("1 stage", seed=7), pipec.Checkpoints(tmp_path, every=2, keep=2)
+        with pytest.raises(pipec.CheckpointError, match="neither written nor found when it resumed"):
+            checkpoints.save(again.pipe, **again.companions)
+        assert checkpoints.resume(again.pipe, **again.companions) == 5
+        assert again.pipe.num_steps == 6
+        assert again.train(6, 7) == losses[6:]
+
+    def test_finds_one_that_was_being_replaced(self, tmp_path: Path) -> None:
+        run, checkpoints = start("1 stage"), pipec.Checkpoints(tmp_path, every=1)
+        run.train(0, 1)
+        checkpoints.step(run.pipe, extra="here", **run.companions)
+        (tmp_path / "step-00000001").rename(tmp_path / ".step-00000001.previous")
+        assert checkpoints.resume(run.pipe, **run.companions) == "here"
+
+    @pytest.mark.parametrize("given", [{"every": 0}, {"every": 1, "keep": 0}, {"every": 1.5}])
+    def test_wrong_numbers(self, given: dict[str, int], tmp_path: Path) -> None:
+        with pytest.raises(pipec.InputError, match="expected a whole number from 1"):
+            pipec.Checkpoints(tmp_path, **given)

@@ -1,0 +1,283 @@
+"""Checkpoints in one process: training goes on as if it had never stopped, and whatever is wrong is said."""
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from pprint import pformat
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from resuming import LAYOUTS, Net, Run, decayed, start
+from torch import nn, optim
+from torch.utils import _pytree as pytree
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+import pipec
+from pipec.checkpoint.values import decoded, encoded
+
+STOP, END = 5, 10
+SAME = 1e-9
+"""Relative: other layouts sum in another order, in double precision."""
+
+Stopped = Mapping[str, tuple[Run, Path, list[float]]]
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Stopped:
+    """By layout a run that has saved after 5 steps, where, and its next 5 losses."""
+    found = {}
+    for layout in LAYOUTS:
+        run, path = start(layout), tmp_path_factory.mktemp("checkpoints") / "saved"
+        run.train(0, STOP)
+        run.save(path, extra={"layout": layout, "seen": (1, 2.0)})
+        found[layout] = run, path, run.train(STOP, END)
+    return found
+
+
+@pytest.mark.parametrize("resumed", LAYOUTS)
+def test_a_training_goes_on_in_any_layout(stopped: Stopped, resumed: str) -> None:
+    run = stopped[resumed][0]
+    for saved, (_, path, expected) in stopped.items():
+        torch.manual_seed(99)
+        assert run.load(path) == {"layout": saved, "seen": (1, 2.0)}
+        assert run.pipe.num_steps == STOP
+        last = END if saved == resumed else STOP + 2
+        losses = run.train(STOP, last)
+        if saved == resumed:
+            assert losses == expected
+        assert losses == pytest.approx(expected[: last - STOP], rel=SAME)
+
+
+@pytest.mark.parametrize("layout", ["2 replicas, shard=optimizer", "2 stages, own optimizer"])
+def test_a_new_run_goes_on_with_the_same_bits(stopped: Stopped, layout: str) -> None:
+    _, path, _ = stopped[layout]
+    never_stopped = start(layout).train(0, END)
+    run = start(layout, seed=7)
+    run.load(path)
+    assert run.train(STOP, END) == never_stopped[STOP:]
+
+
+def test_the_random_state_goes_on(stopped: Stopped) -> None:
+    run, path, _ = stopped["1 stage"]
+    run.load(path)
+    run.pipe.step(torch.arange(8))
+    expected = torch.rand(3)
+    run.load(path)
+    run.pipe.step(torch.arange(8))
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_gradients_are_dropped_when_loading(stopped: Stopped) -> None:
+    run, path, expected = stopped["2 stages, own optimizer"]
+    run.load(path)
+    run.pipe.step(torch.arange(8))
+    run.load(path)
+    assert run.train(STOP, END) == expected
+
+
+def test_state_keeps_its_type(tmp_path: Path) -> None:
+    """torch would cast state to the type of its parameter: here from 32 bits to 16."""
+    for layout in ("1 stage", "2 stages, own optimizer"):
+        run = start(layout, factory=Momentum, dtype=torch.bfloat16)
+        run.train(0, 2)
+        run.save(tmp_path / layout)
+        before = everything(run)
+        run.train(2, 6)
+        run.load(tmp_path / layout)
+        assert everything(run) == before
+
+
+class Momentum(optim.Optimizer):
+    """Keeps 32 bits for parameters of 16, and a number and a None beside them."""
+
+    pipec_elementwise = True
+
+    def __init__(self, named: Any) -> None:
+        super().__init__(named, {"lr": 0.1, "betas": (0.9, 0.99)})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            assert isinstance(group["betas"], tuple)
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    if not state:
+                        state |= {
+                            "sum": torch.zeros_like(parameter, dtype=torch.float32),
+                            "n": 0,
+                            "none": None,
+                        }
+                    state["n"] += 1
+                    state["sum"].mul_(0.9).add_(parameter.grad.float() / 3)
+                    parameter.sub_((group["lr"] * state["sum"]).to(parameter.dtype))
+
+
+class TestWhatDoesNotFit:
+    """Each is refused before anything changes: the run then goes on as if nobody had tried."""
+
+    REFUSED: Mapping[str, tuple[Callable[[], Run], str]] = {
+        "sizes": (
+            lambda: start("1 stage", model=lambda: Net(width=8)),
+            "words.weight is float64[11, 10] there",
+        ),
+        "types": (
+            lambda: start("1 stage", dtype=torch.float32),
+            "is float64[11, 10] there and float32[11, 10]",
+        ),
+        "more": (
+            lambda: start(
+                "1 stage",
+                model=lambda: nn.Sequential(Net()),
+                factory=functools.partial(optim.SGD, lr=0.1, momentum=0.9),
+            ),
+            "it has no 0.words.weight",
+        ),
+        "untied": (lambda: start("1 stage", model=lambda: Net(tied=False)), "head.weight is tied"),
+        "optimizer": (
+            lambda: start("1 stage", factory=functools.partial(optim.SGD, lr=0.1, momentum=0.9)),
+            "the optimizer to load it is SGD (8 parameters)",
+        ),
+        "groups": (
+            lambda: start(
+                "1 stage", factory=functools.partial(decayed, chosen=lambda name, _: "weight" in name)
+            ),
+            "body.4.weight is in group 0 of the optimizer",
+        ),
+        "frozen": (lambda: start("1 stage", model=frozen), "body.0.weight is in group 0 of the optimizer"),
+        "meta": (lambda: start("1 stage", model=on_meta), "call to_empty(device=...)"),
+    }
+
+    @pytest.mark.parametrize("what", REFUSED)
+    def test_is_refused(self, stopped: Stopped, what: str) -> None:
+        make, said = self.REFUSED[what]
+        run = make()
+        before = everything(run)
+        with pytest.raises(pipec.PipecError) as caught:
+            run.load(stopped["1 stage"][1])
+        assert said in str(caught.value)
+        assert everything(run) == before
+
+    def test_companions(self, stopped: Stopped, tmp_path: Path) -> None:
+        run, path, _ = stopped["2 stages, own optimizer"]
+        plain, schedule = decayed(run.pipe.named_parameters()), optim.lr_scheduler.StepLR
+        before = everything(run)
+        for passed, said in (
+            ({}, "has the state of AdamW; pass that as optimizer=..."),
+            ({"optimizer": run.optimizer}, "has the state of OneCycleLR, and scheduler is None"),
+            ({"optimizer": plain, "scheduler": schedule(plain, 1)}, "and scheduler is StepLR"),
+            ({"optimizer": "AdamW"}, "optimizer is 'AdamW'; expected the optimizer that the script steps"),
+            ({"scheduler": 3}, "scheduler is 3; expected an LR scheduler"),
+            (
+                {"optimizer": optim.SGD([nn.Parameter(torch.ones(1))]), "scheduler": run.scheduler},
+                "that the model does not have",
+            ),
+        ):
+            with pytest.raises(pipec.InputError) as caught:
+                run.pipe.load_checkpoint(path, **passed)
+            assert said in str(caught.value)
+        run.pipe.save_checkpoint(tmp_path / "alone")
+        with pytest.raises(pipec.InputError, match="has no state of an optimizer"):
+            run.pipe.load_checkpoint(tmp_path / "alone", optimizer=run.optimizer)
+        with pytest.raises(pipec.InputError, match="leave out optimizer"):
+            stopped["1 stage"][0].pipe.save_checkpoint(tmp_path / "x", optimizer=run.optimizer)
+        assert everything(run) == before
+
+    @pytest.mark.parametrize("extra", [torch.ones(2), {"a": object()}, [{1, 2}], {"a": 1j}])
+    def test_extra(self, stopped: Stopped, extra: Any, tmp_path: Path) -> None:
+        with pytest.raises(pipec.InputError, match=r"extra.* a checkpoint keeps None, numbers, text"):
+            stopped["1 stage"][0].save(tmp_path / "new", extra=extra)
+        assert not list(tmp_path.iterdir())
+
+    def test_gradients_that_wait(self, stopped: Stopped, tmp_path: Path) -> None:
+        run = stopped["2 replicas, shard=optimizer"][0]
+        with run.pipe.accumulate():
+            run.pipe.step(torch.arange(8))
+        with pytest.raises(pipec.InputError, match="gradients have been accumulated"):
+            run.save(tmp_path / "new")
+        run.pipe.step(torch.arange(8))
+        run.save(tmp_path / "new")
+
+
+def frozen() -> Net:
+    model = Net()
+    model.body[0].weight.requires_grad_(False)
+    return model
+
+
+def on_meta() -> Net:
+    with torch.device("meta"):
+        return Net()
+
+
+def everything(run: Run) -> str:
+    """All that a checkpoint could change."""
+    optimizer = run.optimizer or run.pipe.optimizer
+    states = (run.pipe.state_dict(), optimizer.state_dict(), run.scheduler.state_dict())
+    given = (*states, torch.get_rng_state().sum(), run.pipe.num_steps)
+    return pformat(
+        pytree.tree_map_only(torch.Tensor, lambda x: (x.dtype, x.shape if x.is_meta else x.tolist()), given)
+    )
+
+
+class TestHuggingFace:
+    @pytest.fixture
+    def model(self) -> GPT2LMHeadModel:
+        torch.manual_seed(0)
+        config = GPT2Config(
+            vocab_size=19, n_positions=8, n_embd=8, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+        )
+        return GPT2LMHeadModel(config)
+
+    def test_from_pretrained_gives_the_same_logits(self, model: GPT2LMHeadModel, tmp_path: Path) -> None:
+        pipe, words = pipec.compile(model, 2, microbatches=2), torch.arange(16).view(2, 8)
+        pipe.save_checkpoint(tmp_path / "saved")
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
+        assert torch.equal(loaded(words).logits, model.eval()(words).logits)
+        assert loaded.lm_head.weight is loaded.transformer.wte.weight
+
+    def test_its_folder_has_weights_alone(self, model: GPT2LMHeadModel, tmp_path: Path) -> None:
+        model.save_pretrained(tmp_path)
+        other = GPT2LMHeadModel(model.config)
+        pipe = pipec.compile(other, 2, microbatches=2)
+        with pytest.raises(pipec.CheckpointError, match=r"holds weights alone.* pass weights_alone=True"):
+            pipe.load_checkpoint(tmp_path)
+        pipe.load_checkpoint(tmp_path, weights_alone=True)
+        for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
+        with pytest.raises(pipec.CheckpointError, match=r"it has no words\.weight"):
+            start("1 stage").pipe.load_checkpoint(tmp_path, weights_alone=True)
+
+
+def test_weights_alone_leave_the_rest(stopped: Stopped) -> None:
+    run, other = stopped["2 stages"][0], start("1 stage", seed=7)
+    other.pipe.load_checkpoint(stopped["2 stages"][1], weights_alone=True)
+    run.load(stopped["2 stages"][1])
+    assert repr(other.pipe.state_dict()) == repr(run.pipe.state_dict())
+    assert other.pipe.num_steps == 0
+    assert not other.pipe.optimizer.state_dict()["state"]
+    with pytest.raises(pipec.InputError, match="takes neither"):
+        other.pipe.load_checkpoint(stopped["2 stages"][1], weights_alone=True, scheduler=other.scheduler)
+
+
+@settings(max_examples=50)
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+        lambda inner: (
+            st.lists(inner)
+            | st.lists(inner).map(tuple)
+            | st.dictionaries(st.text() | st.integers() | st.tuples(st.booleans()), inner)
+            | st.dictionaries(st.just("$tuple"), inner)
+            | st.dictionaries(st.integers(), st.integers()).map(Counter)
+        ),
+    )
+)
+def test_values_come_back_as_they_were(value: Any) -> None:
+    found = decoded(encoded(value, "it"))
+    assert repr(found) == repr(value)
+    assert type(found) is type(value)
