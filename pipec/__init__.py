@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pipec import ops
     from pipec.api import Example, compile, profile
     from pipec.console import log, progress, rank_zero_only
     from pipec.cost.profile import Profile
@@ -47,6 +48,7 @@ __all__ = [
     "compile",
     "load",
     "log",
+    "ops",
     "profile",
     "progress",
     "rank_zero_only",
@@ -75,6 +77,8 @@ def __getattr__(name: str) -> object:
     """Import a public name when it is first used, so that a rank that runs an artifact loads no compiler."""
     if name not in __all__:
         raise AttributeError(f"module 'pipec' has no attribute {name!r}")
+    if name == "ops":
+        return importlib.import_module("pipec.ops")
     return getattr(importlib.import_module(_HOMES.get(name, "pipec.errors")), name)
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipec.capture.call import Call
+from pipec.capture.call import Call, on_device
 from pipec.capture.splitting import Batched, divide, positional_names
 from pipec.capture.tracer import capture
 from pipec.compiler.autotuner import Autotuner
-from pipec.compiler.compiler import Compiler, on_device
+from pipec.compiler.compiler import Compiler
 from pipec.compiler.pass_list import CompilerOptions
 from pipec.compiler.policy import (
     ScheduleChoice,

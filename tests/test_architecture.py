@@ -28,6 +28,7 @@ ORDER = (
     Package("errors", torch=False),
     Package("console", torch=False),
     Package("torch_compat"),
+    Package("ops"),
     Package("ir", torch=False, only=frozenset({"errors"})),
     Package("hardware"),
     Package("graph"),

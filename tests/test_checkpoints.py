@@ -253,6 +253,17 @@ class TestHuggingFace:
             start("1 stage").pipe.load_checkpoint(tmp_path, weights_alone=True)
 
 
+def test_a_state_that_is_no_tensor_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counting(Net):
+        def get_extra_state(self) -> int:
+            return 3
+
+    said: list[str] = []
+    monkeypatch.setattr("pipec.pipeline.checkpointed.log", said.append)
+    start("1 stage", model=lambda: nn.Sequential(Counting())).save(tmp_path / "saved")
+    assert "without the extra state (get_extra_state) of 0" in said[0]
+
+
 def test_weights_alone_leave_the_rest(stopped: Stopped) -> None:
     run, other = stopped["2 stages"][0], start("1 stage", seed=7)
     other.pipe.load_checkpoint(stopped["2 stages"][1], weights_alone=True)

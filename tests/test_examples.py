@@ -27,6 +27,7 @@ def results(printed: str) -> list[str]:
         ("huggingface_gpt2.py", ("--steps", "3"), 4),
         ("resnet_digits.py", ("--epochs", "1"), 4),
         ("data_parallel_digits.py", ("--epochs", "1"), 2),
+        ("contrastive_digits.py", ("--epochs", "1"), 2),
         ("finetune_digits.py", ("--epochs", "1"), 2),
         ("gan_digits.py", ("--epochs", "2"), 2),
         ("policy_gradient.py", ("--updates", "2"), 2),

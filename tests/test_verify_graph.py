@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+from pipec import ops
 from pipec.capture.call import Call
 from pipec.capture.tracer import capture
 from pipec.compiler.pass_list import CompilerOptions, passes
@@ -150,6 +151,24 @@ def unsplit(graph: TrainingGraph) -> None:
     node_where(graph, lambda node: not is_forward(node)).meta["phase"] = Phase.BACKWARD
 
 
+def later_part(graph: TrainingGraph) -> None:
+    node_where(graph, is_forward).meta["part"] = 1
+
+
+def join_within_a_part(graph: TrainingGraph) -> None:
+    node_where(graph, lambda node: node.target is torch.ops.aten.tanh.default).target = ops.ALL_REDUCE
+
+
+def join_weight_gradients(graph: TrainingGraph) -> None:
+    def ends(node: fx.Node) -> bool:
+        read_by = [user.op for user in node.users]
+        return node.meta["phase"] is Phase.BACKWARD_WEIGHT and read_by == ["output"]
+
+    node = node_where(graph, ends)
+    node.target, node.args, node.kwargs = ops.ALL_REDUCE, tuple(node.all_input_nodes[:1]), {}
+    node.meta["part"] = 1
+
+
 BREAKS = {
     drop_operator: "has no 'operator'",
     read_the_backward: "runs in the forward but reads",
@@ -168,6 +187,9 @@ BREAKS = {
     another_type: r"expects torch.float64\[.*\] but .* carries torch.float32",
     weight_before_input: "is part of the input gradient but reads .* of the weight gradient",
     unsplit: "is neither part of the input gradient nor of the weight gradient",
+    later_part: "runs in part 0 but reads .* of part 1",
+    join_within_a_part: "begins no part: it is in part 0, and reads",
+    join_weight_gradients: "waits for other replicas in the weight gradient",
 }
 
 

@@ -402,12 +402,13 @@ def test_no_instruction_can_be_left_out_or_doubled() -> None:
 
 
 def test_every_rule_is_broken_by_a_test() -> None:
-    """A new rule needs a test here or in ``test_verify_ending`` or ``_versions``, and this list a line."""
+    """A new rule needs a test here or in one of ``test_verify_*``, and this list a new line."""
     assert [rule.__name__ for rule in RULES] == [
         "_fits_plan",
         "_computes_once",
         "_computes_in_order",
         "_delivers_once",
+        "join_once_in_order",
         "ends_once",
         "ends_in_order",
         "meets_in_one_order",

@@ -61,6 +61,7 @@ def _faults(plan: Plan, stage: Stage, source: str, programs: Sequence[Program]) 
     if stage.of_batch and "of_batch" not in functions:
         yield f"has no function of_batch, which makes {', '.join(stage.of_batch)}"
     yield from _late_gradients(plan, stage, functions)
+    yield from _unjoined(stage, functions)
     tables = dict(_tables(body))
     planned = (stage.parameters, stage.buffers, stage.updated_buffers)
     for name, expected in zip(("PARAMETERS", "BUFFERS", "UPDATED_BUFFERS"), planned, strict=True):
@@ -86,6 +87,24 @@ def _late_gradients(plan: Plan, stage: Stage, functions: Mapping[str, ast.Functi
             for fqn, gradient in zip(stage.parameters, gradients, strict=True):
                 if fqn in summed and not (isinstance(gradient, ast.Constant) and gradient.value is None):
                     yield f"makes a gradient of {fqn} in {name}, when it is summed already"
+
+
+def _unjoined(stage: Stage, functions: Mapping[str, ast.FunctionDef]) -> Iterator[str]:
+    """What replicas cannot join: no function hands it over, or none takes what comes of it."""
+    for join in stage.joins:
+        name, (makes, reads) = join.value.name, stage.functions(join.phase)[join.part - 1 : join.part + 1]
+        if makes in functions and name not in _handed_over(functions[makes]):
+            yield f"has no {name!r} among what {makes} returns, which replicas join"
+        if reads in functions and name not in {argument.arg for argument in functions[reads].args.args}:
+            yield f"has no {name!r} among what {reads} takes, which replicas have joined"
+
+
+def _handed_over(function: ast.FunctionDef) -> set[object]:
+    """The names of what a function returns in a dict, before anything else."""
+    match function.body[-1]:
+        case ast.Return(value=ast.Tuple(elts=[ast.Dict(keys=keys), *_])):
+            return {key.value for key in keys if isinstance(key, ast.Constant)}
+    return set()
 
 
 def _gradients(function: ast.FunctionDef, alone: bool) -> list[ast.expr] | None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pipec.errors import ArtifactError
-from pipec.ir import Payload, Plan, Value
+from pipec.ir import Kind, Payload, Plan, Value
 from pipec.ir.text import evaluate_dim, format_link, format_value, holds
 
 
@@ -64,11 +64,27 @@ def _parts(plan: Plan) -> Iterator[str]:
                 yield f"stage {stage.index} has shares {shares} for parts of {phase}, expected 0 to 1 each"
 
 
+def _joins(plan: Plan) -> Iterator[str]:
+    for stage in plan.stages:
+        for join in stage.joins:
+            num_parts, traits = len(stage.parts.get(join.phase, (1.0,))), join.op.traits
+            if traits.kind is not Kind.COLLECTIVE or not traits.per_microbatch:
+                yield f"stage {stage.index} joins {join.value.name!r} by {join.op}, which does not join"
+            if not 0 < join.part < num_parts:
+                what = f"before part {join.part} of {join.phase}, of {num_parts} parts"
+                yield f"stage {stage.index} joins {join.value.name!r} {what}"
+            replicas = len(plan.placement[stage.index])
+            if join.num_hosts < 1 or replicas % join.num_hosts:
+                yield f"the {replicas} replicas of stage {stage.index} cannot be on {join.num_hosts} hosts"
+        yield from _repeated((join.value.name for join in stage.joins), f"the joins of stage {stage.index}")
+
+
 def _values(plan: Plan) -> Iterator[str]:
     for value in plan.parameters + plan.buffers:
         if not all(isinstance(size, int) and 0 <= size < 2**63 for size in value.shape):
             yield f"{value.name!r} has shape {value.shape}, expected numbers from 0"
     messages = [value for link in plan.links for value in link.values]
+    messages += [join.value for stage in plan.stages for join in stage.joins]
     messages += [value for stage in plan.stages for value in stage.of_batch_sums]
     sizes = {"b": 1, **plan.planned}
     for value in [*plan.parameters, *plan.buffers, *messages, *(given.value for given in plan.inputs)]:
@@ -156,15 +172,7 @@ def _ending(plan: Plan) -> Iterator[str]:
 Rule = Callable[[Plan], Iterator[str]]
 
 RULES: tuple[Rule, ...] = (
-    _stages_and_ranks,
-    _sizes,
-    _parts,
-    _values,
-    _tensors,
-    _links,
-    _arguments,
-    _variables,
-    _ending,
+    *(_stages_and_ranks, _sizes, _parts, _joins, _values, _tensors, _links, _arguments, _variables, _ending),
 )
 
 

@@ -21,7 +21,6 @@ import sympy
 import torch
 from torch import Tensor, fx, nn
 
-from pipec.capture.diagnosis import lines_in, model_line
 from pipec.capture.markers import OF_BATCH, RESULT, SHARE
 from pipec.capture.parts import (
     ADD,
@@ -43,15 +42,19 @@ from pipec.capture.parts import (
     operator_name,
     part_of_rows,
     part_of_sums,
+    place_of,
     reduction_of,
 )
+from pipec.capture.rounds import Rounds
 from pipec.torch_compat import pytree
 
 KEPT = ("custom", "stack_trace", "nn_module_stack")
 """What a node that is put in has of the meta of the node it belongs to."""
 
 
-def add_up(module: fx.GraphModule, batched: Collection[str], size: int, has_loss: bool) -> str:
+def add_up(
+    module: fx.GraphModule, batched: Collection[str], size: int, has_loss: bool, num_replicas: int = 1
+) -> str:
     """Rewrite the graph in place. Returns the call after which it is not known how losses add up, if any.
 
     Args:
@@ -59,8 +62,9 @@ def add_up(module: fx.GraphModule, batched: Collection[str], size: int, has_loss
         batched: The paths of the arguments that are split.
         size: The rows of the microbatch, if the graph is for these alone.
         has_loss: The first output is the loss.
+        num_replicas: How many replicas the model's own collectives join.
     """
-    walk = _Walk(module, {plain_name(path) for path in batched}, size)
+    walk = _Walk(module, {plain_name(path) for path in batched}, size, num_replicas)
     for node in list(module.graph.nodes):
         walk.visit(node)
     output = module.graph.output_node()
@@ -72,12 +76,6 @@ def add_up(module: fx.GraphModule, batched: Collection[str], size: int, has_loss
     module.recompile()
     because = walk.known[loss].because if loss in walk.known else None
     return place_of(because) if because else ""
-
-
-def place_of(node: fx.Node) -> str:
-    """``amax at model.py:12: x.amax(0)``"""
-    line = model_line(lines_in(node.meta.get("stack_trace") or ""))
-    return f"{operator_name(node)} at {line}" if line else operator_name(node)
 
 
 def plain_name(path: str) -> str:
@@ -92,6 +90,7 @@ class _Walk:
     module: fx.GraphModule
     batched: Collection[str]
     size: int
+    num_replicas: int
     known: dict[fx.Node, Meaning] = field(default_factory=dict)
     _scaled_by_rows: bool = False
     _means: dict[fx.Node, fx.Node] = field(default_factory=dict)
@@ -101,6 +100,8 @@ class _Walk:
         sizes = [value.shape[0] for value in map(_value, split) if value.shape[:1]]
         symbols = [x.node.expr for x in sizes if isinstance(x, torch.SymInt)]
         self._symbol = next((x for x in symbols if isinstance(x, sympy.Symbol)), None)
+        fixed_size = self.size if self._symbol is None else 0
+        self.rounds = Rounds(self.module.graph, self.num_replicas, fixed_size, self._symbol)
 
     def _arguments(self) -> list[fx.Node]:
         nodes = self.module.graph.find_nodes(op="placeholder")
@@ -137,17 +138,31 @@ class _Walk:
         given = all(meaning.given for meaning in read) and not is_drawn(node)
         if value is None:
             return Meaning(Part.OTHER, because=node)
+        if self.rounds.is_join(node):
+            return self._of_join(node)
+        self.rounds.follow(node, {source: self.known[source].part for source in node.all_input_nodes})
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | int | float):
             return Meaning(self._of_number(value), given, node)
         for meaning, source in zip(read, node.all_input_nodes, strict=True):
             if meaning.part is Part.OTHER and not self._is_index(source, node):
                 return meaning
-        parts = [Part.SAME if meaning.part is Part.OTHER else meaning.part for meaning in read]
+        shapes = self.rounds.shapes(node)
+        parts = [
+            Part.SAME if meaning.part is Part.OTHER or source in shapes else meaning.part
+            for meaning, source in zip(read, node.all_input_nodes, strict=True)
+        ]
         part = self._of_tensor(node, value, parts)
         known = (part is Part.SUM) if self._symbol is None else part in (Part.SUM, Part.MEAN, Part.OTHER)
-        if given and known and isinstance(value, Tensor) and self._num_batches(value) == 0:
+        own = self.rounds.leads_to_join(node)
+        if given and known and not own and isinstance(value, Tensor) and self._num_batches(value) == 0:
             return self._take_of_batch(node, adds_up=part is Part.SUM)
         return Meaning(part, given, node if part is Part.OTHER else None)
+
+    def _of_join(self, node: fx.Node) -> Meaning:
+        """What a collective makes of a microbatch's value, if a step is one round."""
+        meaning = self.known[node.all_input_nodes[0]]
+        part = self.rounds.join(node, meaning.part)
+        return Meaning(part, because=(meaning.because or node) if part is Part.OTHER else None)
 
     def _is_index(self, source: fx.Node, reader: fx.Node) -> bool:
         """Whether a call only looks up rows by whole numbers, such as those that experts are chosen by."""
@@ -182,7 +197,7 @@ class _Walk:
             return self._of_sums(node)
         if not isinstance(value, Tensor):
             return Part.ROWS
-        arguments, count = named_arguments(node), self._num_batches(value)
+        arguments, count = named_arguments(node), self._num_batches(value, self.rounds.rows_of_round(node))
         if self._symbol is None and operator_name(node) in REDUCING and 0 in dimensions_of(node):
             count = 0
         if count == 0:
@@ -196,19 +211,25 @@ class _Walk:
         """Whether a call computes along the batch, so that a row depends on others."""
         if operator_name(node) not in ALONG or self._symbol is None:
             return False
-        sizes: Any = _value(node.all_input_nodes[0]).shape
-        return any(self._has_rows(sizes[dim]) for dim in dimensions_of(node))
+        source = node.all_input_nodes[0]
+        sizes, whole = tuple[Any, ...](_value(source).shape), self.rounds.rows_of_round(source)
+        along = [sizes[dim] for dim in dimensions_of(node)]
+        return any(self._has_rows(size) and size.node.expr not in whole for size in along)
 
     def _has_rows(self, size: Any) -> bool:
         return isinstance(size, torch.SymInt) and self._symbol in size.node.expr.free_symbols
 
-    def _num_batches(self, value: Any) -> int:
-        """How many dimensions are the batch, or a multiple of it; 2 also if one grows otherwise with it."""
+    def _num_batches(self, value: Any, whole: Collection[Any] = ()) -> int:
+        """How many dimensions are the batch, or a multiple of it; 2 also if one grows otherwise with it.
+
+        The sizes in ``whole`` do not count.
+        """
         if not isinstance(value, Tensor):
             return 0
         if self._symbol is None:
             return int(any(size % self.size == 0 for size in value.shape))
         sizes = [size.node.expr for size in tuple[Any, ...](value.shape) if self._has_rows(size)]
+        sizes = [size for size in sizes if size not in whole]
         return len(sizes) if all(map(self._is_proportional, sizes)) else 2
 
     def _of_sums(self, node: fx.Node) -> Part:
@@ -238,11 +259,16 @@ class _Walk:
     def _divide_by_share(self, quotient: fx.Node) -> bool:
         """Let a sum over a tensor, such as a count, be over the share of it. Returns whether that is done.
 
-        The quotient is then as large as that of the batch, whatever is made of it.
+        The quotient is then as large as that of the batch, whatever is made of it. Of what replicas have
+        joined, each has the same share.
         """
-        divisor = quotient.args[1]
+        total, divisor = quotient.args[0], quotient.args[1]
         if self._scaled_by_rows or not isinstance(divisor, fx.Node):
             return False
+        if self.rounds.is_joined(divisor):
+            assert isinstance(total, fx.Node)
+            quotient.args = (self._put(total, total.name, operator.mul, total, self.num_replicas), divisor)
+            return True
         put = _Chain(self, divisor)
         share = put.share_of(divisor, quotient)
         quotient.replace_input_with(divisor, share)
@@ -276,7 +302,8 @@ class _Walk:
     def marked(self, node: fx.Node) -> fx.Node:
         """What to return instead of a result besides the loss: one that says how it adds up."""
         meaning = self.known[node]
-        if not isinstance(_value(node), Tensor) or meaning.part not in (Part.SUM, Part.OTHER):
+        told = meaning.part in (Part.SUM, Part.OTHER) or self.rounds.rows_of_round(node)
+        if not isinstance(_value(node), Tensor) or not told:
             return node
         unclear = "" if meaning.part is Part.SUM else place_of(meaning.because or node)
         return self._put(node, node.name, RESULT, node, unclear)

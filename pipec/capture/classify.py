@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from pipec.capture.operators import OPERATOR_ID
-from pipec.graph import LossGradient, is_constant, is_random, is_view, reads_memory
+from pipec.graph import LossGradient, is_collective, is_constant, is_random, is_view, reads_memory
 from pipec.ir import Phase
 
 
@@ -27,7 +27,7 @@ def classify(graph: fx.Graph) -> None:
         if node.op == "call_function":
             if is_random(node):
                 node.meta["draw"] = next(draws)
-            free = node.meta["phase"] is Phase.FORWARD and not is_random(node)
+            free = node.meta["phase"] is Phase.FORWARD and not is_random(node) and not is_collective(node)
             node.meta["constant"] = free and all(map(is_constant, node.all_input_nodes))
     for node in reversed(graph.nodes):
         if node.op in ("call_function", "get_attr") and "operator" not in node.meta:

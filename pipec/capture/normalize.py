@@ -33,6 +33,7 @@ from pipec.graph import (
 )
 from pipec.graph.dimensions import Symbols, dimension
 from pipec.ir import Mode, Sizes, Variable
+from pipec.ops import COLLECTIVES
 from pipec.torch_compat import pytree
 
 _aten = torch.ops.aten
@@ -66,7 +67,8 @@ class Traced:
     graph has for those that are numbers.
     ``fqns`` maps the names of tensors in the joint graph to their names in the model, where a tied tensor has
     one. ``constants`` are the tensors that belong to the loss function alone. ``unclear`` is the call after
-    which it is not known how the losses of microbatches make that of the batch.
+    which it is not known how the losses of microbatches make that of the batch. ``joined`` is the first call
+    that joins the microbatches of a round, one of each of ``num_replicas``.
     """
 
     joint: torch_compat.JointGraph
@@ -82,6 +84,8 @@ class Traced:
     constants: Mapping[str, Tensor]
     training: bool = True
     unclear: str = ""
+    joined: str = ""
+    num_replicas: int = 1
 
 
 class ValueDependentError(Exception):
@@ -111,7 +115,7 @@ def training_graph(traced: Traced) -> TrainingGraph:
     for node in graph.find_nodes(op="placeholder"):
         if isinstance(node.meta["role"], Buffer):
             node.meta["changed"] = node.meta["role"].fqn in changed
-    _drop_what_does_nothing(graph)
+    _drop_what_does_nothing(graph, NO_OPS if traced.num_replicas > 1 else NO_OPS.union(COLLECTIVES))
     _check_calls(graph.nodes)
     lifted = _lift_constants(module, traced.mode)
     of_batch = lift_of_batch(graph)
@@ -132,6 +136,7 @@ def training_graph(traced: Traced) -> TrainingGraph:
             of_batch=of_batch,
             unclear=traced.unclear,
             unclear_output=results.unclear,
+            joined=traced.joined,
             logs=results.logs,
             output_spec=results.output_spec,
             paths=tuple(traced.call.paths),
@@ -280,10 +285,10 @@ def _result(described: tuple[str, str | int], traced: Traced) -> Result:
     raise CaptureError(f"forward() changes {what}")
 
 
-def _drop_what_does_nothing(graph: fx.Graph) -> None:
-    """Remove aliases and assertions, and put the formula of every size where its node was read."""
+def _drop_what_does_nothing(graph: fx.Graph, no_ops: Collection[Any]) -> None:
+    """Remove ``no_ops`` and assertions, and put the formula of every size where its node was read."""
     for node in list(graph.nodes):
-        if _does_nothing(node):
+        if _does_nothing(node, no_ops):
             node.replace_all_uses_with(node.args[0])
         elif _is_number(node.meta.get("val")) and node.op != "output":
             value = node.meta["val"]
@@ -293,12 +298,12 @@ def _drop_what_does_nothing(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _does_nothing(node: fx.Node) -> bool:
+def _does_nothing(node: fx.Node, no_ops: Collection[Any]) -> bool:
     if node.op != "call_function":
         return False
     if node.target is _aten.slice.Tensor:
         return tuple(node.args[2:]) == (0, sys.maxsize)
-    return node.target in NO_OPS
+    return node.target in no_ops
 
 
 def _is_number(value: object) -> bool:

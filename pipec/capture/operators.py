@@ -50,7 +50,7 @@ def _called_graphs(module: fx.GraphModule, node: fx.Node) -> Iterator[fx.GraphMo
 
 
 def _operator(node: fx.Node) -> Operator:
-    module, module_type = _module_of(node)
+    module, module_type = module_of(node)
     line = model_line(lines_in(node.meta.get("stack_trace") or ""))
     return Operator(node.name, module, module_type, line.place if line else "")
 
@@ -62,7 +62,7 @@ def _computes_sizes(node: fx.Node) -> bool:
     return isinstance(value, torch.SymInt | torch.SymBool | int)
 
 
-def _module_of(node: fx.Node) -> tuple[str, str]:
+def module_of(node: fx.Node) -> tuple[str, str]:
     """FQN and class name of the innermost module of the model that a captured node belongs to."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     if not stack:

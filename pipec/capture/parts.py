@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import fx
 
+from pipec.capture.diagnosis import lines_in, model_line
 from pipec.torch_compat import HigherOrderOperator, OpOverload
 
 
@@ -92,6 +93,12 @@ _REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
 def operator_name(node: fx.Node) -> str:
     """``cross_entropy``, ``truediv`` or ``add``, whichever front end wrote the call, in place or not."""
     return _raw_name(node).strip("_")
+
+
+def place_of(node: fx.Node) -> str:
+    """``amax at model.py:12: x.amax(0)``"""
+    line = model_line(lines_in(node.meta.get("stack_trace") or ""))
+    return f"{operator_name(node)} at {line}" if line else operator_name(node)
 
 
 def changes_argument(node: fx.Node) -> bool:

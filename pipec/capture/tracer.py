@@ -5,6 +5,7 @@ custom backwards. Non-strict ``torch.export`` serves where Dynamo cannot. Each i
 first, and then for a fixed one; the log says why the first attempts failed.
 """
 
+import copy
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -15,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from pipec import torch_compat
+from pipec import ops, torch_compat
 from pipec.capture.add_up import add_up, plain_name, rows_of
 from pipec.capture.attributes import readable_values
 from pipec.capture.caches import refuse_cache, without_caches
 from pipec.capture.call import Call
 from pipec.capture.diagnosis import brief, capture_error
+from pipec.capture.joins import join_replicas, sync_batch_norms_alone
 from pipec.capture.normalize import Traced, training_graph
 from pipec.capture.operators import number_operators
 from pipec.capture.randomness import Generators
@@ -57,6 +59,7 @@ def capture(
     outputs: bool = False,
     original: nn.Module | None = None,
     variables: Sequence[Variable] = (),
+    num_replicas: int | None = 1,
 ) -> TrainingGraph:
     """Trace ``call`` of ``model`` into one graph. The model is left as it was.
 
@@ -71,6 +74,8 @@ def capture(
         symbolic: Without it, the graph serves only as many rows as the call has, and takes half the time.
         original: The model whose changes make the graph obsolete, if ``model`` is a copy of it.
         variables: Other sizes, and numbers, that are to be symbolic as well. Dynamo alone can do that.
+        num_replicas: How many replicas the model's own collectives join. None if that differs by stage, or is
+            not known; a model with collectives is then refused.
 
     Raises:
         CaptureError: no front end can capture the model; it names the model's source line.
@@ -82,7 +87,8 @@ def capture(
         _check_gradients(model, call)
     numbers = [variable.position for variable in variables if variable.dim is None]
     step = Step(model, loss_fn, mode, call.batched(), outputs, alike(variables), numbers)
-    tracer = _Tracer(step, mode, call, canonical or {}, device, adds_up or mode is Mode.FORWARD)
+    adds_up = adds_up or mode is Mode.FORWARD
+    tracer = _Tracer(step, mode, call, canonical or {}, device, adds_up, num_replicas)
     with ExitStack() as stack:
         stack.enter_context(torch_compat.quiet())
         stack.enter_context(torch_compat.unchanged(step))
@@ -90,6 +96,8 @@ def capture(
         stack.enter_context(torch_compat.unvalidated_distributions())
         stack.enter_context(torch_compat.whole_interpolations())
         stack.enter_context(torch_compat.bounded_ctc_losses())
+        stack.enter_context(sync_batch_norms_alone())
+        stack.enter_context(ops.joining(num_replicas or 1))
         stack.enter_context(torch.set_grad_enabled(mode is Mode.TRAIN))
         torch_compat.leave_meta(step, device)
         generators = Generators(step)
@@ -185,11 +193,13 @@ class _Tracer:
         canonical: Mapping[str, str],
         device: torch.device,
         adds_up: bool,
+        num_replicas: int | None,
     ) -> None:
         self._step = step
         self._mode = mode
         self._call = call
         self._adds_up = adds_up
+        self._num_replicas = num_replicas
         self._fqns, self._constants = model_names(step, canonical)
         devices = (device if tensor.is_meta else tensor.device for tensor in step.model.parameters())
         self._device = next(devices, None)
@@ -228,7 +238,8 @@ class _Tracer:
         self.draws_with_numpy = torch_compat.draws_with_numpy(captured.module)
         operators = number_operators(captured.module)
         _warn_of_changed_state(self._step.model, captured.changed_state)
-        unclear = self._add_up(captured, sample) if self._adds_up else ""
+        joined = join_replicas(captured.module, self._step, self._num_replicas)
+        unclear = self._add_up(captured, sample, joined)
         joint = torch_compat.differentiate(captured, training=self._mode is Mode.TRAIN)
         return training_graph(
             Traced(
@@ -245,6 +256,8 @@ class _Tracer:
                 self._constants,
                 self._step.model.training,
                 unclear,
+                joined,
+                self._num_replicas or 1,
             )
         )
 
@@ -285,11 +298,20 @@ class _Tracer:
             return None
         return captured if _all_have_rows(captured.module, self._call) else None
 
-    def _add_up(self, captured: Captured, sample: Call) -> str:
-        """Make the losses of microbatches add up; returns the call after which that is not known, if any."""
+    def _add_up(self, captured: Captured, sample: Call, joined: str) -> str:
+        """Make the losses of microbatches add up; returns the call after which that is not known, if any.
+
+        If they shall not, a copy is made to add up where replicas are ``joined``, for what it refuses.
+        """
+        if not (self._adds_up or joined):
+            return ""
+        module = captured.module
+        module = module if self._adds_up else fx.GraphModule(module, copy.deepcopy(module.graph))
         batched = [path for path, split in zip(sample.paths, sample.batched(), strict=True) if split]
         has_loss = self._mode is not Mode.FORWARD
-        return add_up(captured.module, batched, self._call.batch_size, has_loss)
+        size, num_replicas = self._call.batch_size, self._num_replicas or 1
+        unclear = add_up(module, batched, size, has_loss, num_replicas)
+        return unclear if self._adds_up else ""
 
     def assumptions(self, model: nn.Module) -> Assumptions:
         """What the last graph takes for granted of ``model`` and of the loss function."""

@@ -259,6 +259,7 @@ class _FunctionSource:
         updates = dict(function.updates)
         sent = {names[n]: self._name(n.all_input_nodes[0]) for n in function.sent}
         sent |= {names[n]: self._name(n) for n in function.outputs}
+        sent |= {names[n]: self._name(n.all_input_nodes[0]) for n in function.joined}
         gradients = dict(function.gradients)
         parts = {
             "sent": "{" + ", ".join(f'"{key}": {value}' for key, value in sent.items()) + "}",

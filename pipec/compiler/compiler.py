@@ -1,6 +1,5 @@
 """What was compiled for which call of a model, and where its first call put stages and parameters."""
 
-import copy
 import functools
 import itertools
 import logging
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipec.capture.call import Call
+from pipec.capture.call import Call, on_device
 from pipec.capture.step import traced_module
 from pipec.capture.symbols import FixedVariableError
 from pipec.capture.tracer import capture
@@ -22,6 +21,7 @@ from pipec.capture.variables import symbolic_choices
 from pipec.compiler.alternatives import refused, shard_costs
 from pipec.compiler.autotuner import Autotuner, Choice, CutGraph
 from pipec.compiler.captures import Captures, Kind, Signature
+from pipec.compiler.checks import joins_replicas, told_of_rounds, told_of_unclear
 from pipec.compiler.groups import Compiled, Groups, check_groups, check_outputs, check_served
 from pipec.compiler.pass_list import CompilerOptions
 from pipec.compiler.staged import StagedGraph, Trial
@@ -29,7 +29,7 @@ from pipec.console import notice
 from pipec.errors import InfeasibleError, InputError, PlanError
 from pipec.graph import TrainingGraph
 from pipec.ir import Alternative, Mode, Placement, Shard, Sizes, Variable
-from pipec.ir.batch import split_sizes, variable_values
+from pipec.ir.batch import require_equal_rows, split_sizes, variable_values
 from pipec.passes import Pass
 from pipec.passes.follow_owners import FollowOwners, Owners, owners_of
 from pipec.plan.memory import shortfall
@@ -120,6 +120,10 @@ class Compiler:
         sizes = variable_values(signature.kind.variables, call.leaves)
         count = self._choose(signature, call)
         groups, graphs, rest = [], [], split_sizes(call.batch_size, count)
+        first = self._captures.staged[signature][0].graph
+        if joins_replicas(first):
+            require_equal_rows(rest)
+        self._warn_once(told_of_rounds(first, self.autotuner.policy.replicas, count))
         while rest:
             staged = self._stages(signature, call, call.batch_size - sum(rest), rest)
             graphs.append(staged.graph)
@@ -128,7 +132,7 @@ class Compiler:
             rest = rest[len(served) :]
         if count > 1:
             check_outputs(graphs[0].unclear_output, count)
-            self._warn_of_unclear_loss(graphs[0].unclear)
+            self._warn_once(told_of_unclear(graphs[0]))
         check_groups(groups)
         return groups
 
@@ -141,15 +145,10 @@ class Compiler:
         graphs = [staged.graph for staged in self._captures.staged[signature]]
         check_served(graphs, sizes, values, self.dynamic)
 
-    def _warn_of_unclear_loss(self, unclear: str) -> None:
-        if unclear and unclear not in self._warned:
-            self._warned.add(unclear)
-            log.warning(
-                "the losses of microbatches are averaged, each weighted by its rows, but that need not be "
-                "the loss of the batch: see %s. Say how they add up with microbatch_weight=..., or reduce "
-                "with sums and means over rows",
-                unclear,
-            )
+    def _warn_once(self, warning: str) -> None:
+        if warning and warning not in self._warned:
+            self._warned.add(warning)
+            log.warning("%s", warning)
 
     def read(self, signature: Signature) -> dict[Place, Any]:
         """The plain values that the code of the model and the loss read for this signature, and where."""
@@ -163,20 +162,27 @@ class Compiler:
 
     def _choose(self, signature: Signature, call: Call) -> int:
         """The number of microbatches of the call. The first call also settles where stages are."""
-        batch, counts = call.batch_size, self._counts(self.autotuner, call.batch_size)
-        if signature.kind.mode is not Mode.TRAIN:
-            counts = counts[:1]
-        sizes = split_sizes(batch, counts[0])
+        batch, trains = call.batch_size, signature.kind.mode is Mode.TRAIN
         if self._settled is None:
-            return self._settle(signature, self._capture(signature, call, 0, sizes), batch)
-        if self.searches_shard and signature.kind.mode is Mode.TRAIN:
+            return self._settle(signature, self._capture_first(signature, call), batch)
+        sizes = split_sizes(batch, self._counts(self.autotuner, batch)[0])
+        staged = self._stages(signature, call, 0, sizes)
+        counts = self._counts(self.autotuner, batch)
+        if self.searches_shard and trains:
             choice = self._settle_shard(signature, call, sizes, counts)
-        elif len(counts) > 1:
-            choice = self._choose_on(self._stages(signature, call, 0, sizes), batch, counts)
+        elif len(counts) > 1 and trains:
+            choice = self._choose_on(staged, batch, counts)
         else:
             return counts[0]
         self._keep(choice)
         return choice.best.plan.num_microbatches
+
+    def _capture_first(self, signature: Signature, call: Call) -> TrainingGraph:
+        """The graph of the first call. What it joins may decide the number of microbatches."""
+        sizes = split_sizes(call.batch_size, self._counts(self.autotuner, call.batch_size)[0])
+        graph = self._capture(signature, call, 0, sizes)
+        again = split_sizes(call.batch_size, self._counts(self.autotuner, call.batch_size)[0])
+        return graph if graph.serves(again[0]) else self._capture(signature, call, 0, again)
 
     def _settle_shard(
         self, signature: Signature, call: Call, sizes: Sequence[int], counts: Sequence[int]
@@ -211,7 +217,7 @@ class Compiler:
             self._settle_on(signature, staged, placement)
             return count
         with self._timed("search"):
-            choose = functools.partial(self._choose_replicas, cut, batch)
+            choose = functools.partial(self._choose_replicas, cut, batch, joins_replicas(graph))
             self.autotuner, choice = self._best_sharded(choose)
         self._settle_on(signature, choice.base, choice.best.schedule.placement)
         self._keep(choice)
@@ -231,17 +237,17 @@ class Compiler:
         self.options, best = min(found, key=lambda each: each[1][1].best.score)
         return best
 
-    def _choose_replicas(self, cut: CutGraph, batch: int) -> tuple[Autotuner, Choice]:
+    def _choose_replicas(self, cut: CutGraph, batch: int, joins: bool) -> tuple[Autotuner, Choice]:
         """The best way to run a step, and the autotuner that found it.
 
         If the numbers of replicas may be chosen, all that divide the ranks are tried, and under 1F1B those
         that the planner gives each stage. If not, but the number of microbatches may, they are tried as well,
-        so that the plan can say what they would gain.
+        so that the plan can say what they would gain. A graph that ``joins`` replicas is for their number.
         """
         asked = self.autotuner
         chosen = self._choose_arranged(asked, cut, batch)
         others: list[tuple[Autotuner, Choice]] = []
-        if self.dynamic and (self.searches_replicas or not self.microbatches):
+        if self.dynamic and not joins and (self.searches_replicas or not self.microbatches):
             for replicas in asked.policy.other_replicas():
                 with suppress(InputError, PlanError):
                     others.append(self._choose_arranged(asked.with_replicas(replicas), cut, batch))
@@ -310,7 +316,7 @@ class Compiler:
 
         It is for any value of the variables as well, of those for which that was not found to be impossible.
         """
-        symbolic = self.dynamic or len(set(sizes)) > 1
+        symbolic, replicas = self.dynamic or len(set(sizes)) > 1, self.autotuner.policy.replicas
         model, rows = on_device(self.model, call.rows(start, start + sizes[0]), self.device)
         variables = signature.kind.variables
         traced = functools.partial(
@@ -324,10 +330,15 @@ class Compiler:
             adds_up=not self.microbatch_weight,
             outputs=signature.kind.outputs,
             original=self.model,
+            num_replicas=None if self.searches_replicas or isinstance(replicas, tuple) else replicas,
         )
         with self._timed("capture and differentiate"):
             graph = self._trace_variables(signature, traced) or traced(symbolic=symbolic)
-            return replace(graph, variables=variables, planned=variable_values(variables, call.leaves))
+        if graph.joined and self.microbatches is None:
+            log.info("%s joins replicas: a step is one round, of %s microbatches", graph.joined, replicas)
+            assert isinstance(replicas, int), "a model that joins unequal replicas is refused"
+            self.microbatches = replicas
+        return replace(graph, variables=variables, planned=variable_values(variables, call.leaves))
 
     def _trace_variables(
         self, signature: Signature, traced: Callable[..., TrainingGraph]
@@ -384,15 +395,3 @@ class Compiler:
 
     def _note(self, what: str, seconds: float) -> None:
         self.seconds[what] = self.seconds.get(what, 0.0) + seconds
-
-
-def on_device(model: nn.Module, call: Call, device: torch.device) -> tuple[nn.Module, Call]:
-    """Model and call on the kind of device that will run them, because operators differ between kinds."""
-    kinds = {parameter.device.type for parameter in model.parameters()}
-    if kinds <= {device.type, "meta"}:
-        return model, call
-
-    def moved(leaf: Any) -> Any:
-        return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
-
-    return copy.deepcopy(model).to(device), call.map(moved)

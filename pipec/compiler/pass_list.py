@@ -8,6 +8,7 @@ from pipec.hardware.topology import Topology
 from pipec.ir import NOTHING_MORE, Ending
 from pipec.passes import Pass
 from pipec.passes.annotate_cost import AnnotateCost
+from pipec.passes.divide_phases import DividePhases
 from pipec.passes.insert_communication import InsertCommunication
 from pipec.passes.join_slices import JoinSlices
 from pipec.passes.mark_recompute import MarkRecompute
@@ -49,5 +50,6 @@ def passes(options: CompilerOptions, cut: Pass, recompute: frozenset[int]) -> li
         UntieGradients(),
         InsertCommunication(options.topology.slowest_link),
         MarkRecompute(None if everything else recompute),
+        DividePhases(),
         SplitBackward(),
     ]

@@ -10,6 +10,7 @@ from pipec.codegen.names import name_nodes
 from pipec.codegen.stage import StageSource
 from pipec.codegen.title import stage_title
 from pipec.compiler import pass_list
+from pipec.compiler.checks import check_rounds
 from pipec.compiler.pass_list import CompilerOptions
 from pipec.errors import InputError, PipecError
 from pipec.graph import TrainingGraph, copy_graph
@@ -21,10 +22,11 @@ from pipec.passes import Observer, Pass, run_passes
 from pipec.passes.assign_stages import AssignStages
 from pipec.passes.dump import requested_dumps
 from pipec.plan.buckets import in_parts
-from pipec.plan.build import Names, build_plan, stage_cost, value_of
+from pipec.plan.build import Names, build_plan, stage_cost
 from pipec.plan.memory import RankMemory, rank_memory
 from pipec.plan.predictions import simulate_plan, step_seconds
 from pipec.plan.updates import with_updates
+from pipec.plan.values import value_of
 from pipec.programs.fold import fold
 from pipec.programs.lower import lower
 from pipec.programs.verify import verify_plan
@@ -186,6 +188,7 @@ class StagedGraph:
         return [stage_functions(self.graph, stage, False) for stage in range(self.graph.num_stages)]
 
     def _try(self, schedule: Schedule, size: int, ending: Ending) -> Trial:
+        check_rounds(self.graph, schedule.placement, schedule.num_microbatches)
         placed = on_ranks(schedule, self.graph.ranks) if self.graph.ranks else schedule
         plan, stages = self._plan(placed, size, replace(ending, stream=placed.stream))
         if placed.stream:
@@ -194,7 +197,7 @@ class StagedGraph:
         if placed.stream:
             programs = fold(placed, plan.links, recompute, plan.ending)
         else:
-            programs = lower(placed, plan.links, recompute, plan.ending, plan.parts)
+            programs = lower(placed, plan.links, recompute, plan.ending, plan.parts, plan.joins)
         verify_plan(plan, programs)
         memory = rank_memory(plan, programs)
         devices = self.options.topology.devices

@@ -25,7 +25,7 @@ from pipec.cost.tables import (
     SCATTERED,
     UNREAD,
 )
-from pipec.graph import is_view
+from pipec.graph import is_collective, is_view
 from pipec.hardware.devices import DeviceModel
 
 Sizes = Mapping[fx.Node, tuple[TensorSize, ...]]
@@ -109,8 +109,11 @@ def operator_name(node: fx.Node) -> str:
 
 
 def is_free(node: fx.Node) -> bool:
-    """Whether a node starts no kernel: an argument, a view, an allocation, picking from a tuple."""
-    if node.op != "call_function" or node.target is operator.getitem:
+    """Whether a node starts no kernel: an argument, a view, an allocation, picking from a tuple.
+
+    What replicas do together has a price of its own.
+    """
+    if node.op != "call_function" or node.target is operator.getitem or is_collective(node):
         return True
     return is_view(node) or operator_name(node) in ALLOCATIONS
 

@@ -19,6 +19,7 @@ from pipec.graph.nodes import (
     Result,
     Share,
     UpdatedBuffer,
+    is_collective,
     is_constant,
     is_forward,
     is_random,

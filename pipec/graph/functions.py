@@ -34,6 +34,7 @@ from pipec.graph import (
     Share,
     TrainingGraph,
     UpdatedBuffer,
+    is_collective,
     is_constant,
     is_view,
     recv,
@@ -49,7 +50,8 @@ class Function:
     """One phase of one stage, or part number ``part`` of ``num_parts`` of it.
 
     ``body`` holds the nodes to compute, in order. ``received``, ``inputs`` and ``saved_in`` come from
-    outside; ``sent`` (send nodes), ``outputs``, ``saved_out``, ``updates`` and ``gradients`` leave.
+    outside; ``sent`` (send nodes), ``outputs``, ``saved_out``, ``updates`` and ``gradients`` leave. So does
+    the input of each collective in ``joined``, for what replicas do before the next part.
     """
 
     stage: int
@@ -65,6 +67,7 @@ class Function:
     gradients: tuple[tuple[str, fx.Node], ...] = ()
     part: int = 0
     num_parts: int = 1
+    joined: tuple[fx.Node, ...] = ()
 
     @property
     def name(self) -> str:
@@ -85,7 +88,7 @@ class Function:
     @property
     def results(self) -> tuple[fx.Node, ...]:
         """The nodes whose values leave the function."""
-        sent = tuple(node.all_input_nodes[0] for node in self.sent)
+        sent = tuple(node.all_input_nodes[0] for node in self.sent + self.joined)
         named = tuple(node for _, node in self.updates + self.gradients)
         return sent + self.outputs + self.saved_out + named
 
@@ -181,14 +184,15 @@ def _function(
     results = [] if phase is Phase.RECOMPUTE else _results(graph, stage, phase)
     results = [(r, n) for r, n in results if n in local or (is_last and n not in others)]
     sent = [] if phase is Phase.RECOMPUTE else [node for node in local if node.target is send]
-    roots = list(saved_out) + [n for _, n in results] + [n.all_input_nodes[0] for n in sent]
+    joined = [] if is_last else list(filter(is_collective, parts[part + 1]))
+    roots = list(saved_out) + [n for _, n in results] + [n.all_input_nodes[0] for n in [*sent, *joined]]
     body, outside = _closure(roots, local, reads_changed=phase is Phase.FORWARD and part == 0)
     order = {node: i for i, node in enumerate(graph.module.graph.nodes)}
 
     def ordered(nodes: Iterable[fx.Node]) -> tuple[fx.Node, ...]:
         return tuple(sorted(nodes, key=order.__getitem__))
 
-    arrives = {node for node in body if node.target is recv}
+    arrives = {node for node in body if _arrives(node)}
     return Function(
         stage,
         phase,
@@ -203,6 +207,7 @@ def _function(
         gradients=tuple((r.fqn, n) for r, n in results if isinstance(r, Gradient)),
         part=part,
         num_parts=len(parts),
+        joined=ordered(joined),
     )
 
 
@@ -254,11 +259,16 @@ def _closure(
             continue
         if node in local or is_view(node):
             body.add(node)
-            if node.target is not recv:
+            if not _arrives(node):
                 pending.extend(node.all_input_nodes)
         else:
             outside.add(node)
     return body, outside
+
+
+def _arrives(node: fx.Node) -> bool:
+    """Whether the value comes from outside: from another stage, or from what replicas do together."""
+    return node.target is recv or is_collective(node)
 
 
 def _is_held(node: fx.Node, reads_changed: bool) -> bool:

@@ -14,6 +14,7 @@ from pipec.graph import (
     Parameter,
     TrainingGraph,
     UpdatedBuffer,
+    is_collective,
     is_constant,
     is_forward,
     is_tensor,
@@ -188,6 +189,17 @@ def _parts_follow_each_other(graph: TrainingGraph) -> Iterator[Fault]:
             yield user, f"runs in part {part_of(user)} but reads {source.name} of part {part_of(source)}"
 
 
+def _replicas_join_between_parts(graph: TrainingGraph) -> Iterator[Fault]:
+    """A function hands over what replicas join, and the next one takes what comes of it."""
+    for node in filter(is_collective, graph.nodes):
+        source = node.all_input_nodes[0]
+        made = source.op == "call_function" and not is_constant(source) and _place(source) == _place(node)
+        if made or not part_of(node):
+            yield node, f"begins no part: it is in part {part_of(node)}, and reads {source.name}"
+        if node.meta["phase"] is Phase.BACKWARD_WEIGHT:
+            yield node, "waits for other replicas in the weight gradient; expected it in the input gradient"
+
+
 def _stage_edges(graph: TrainingGraph) -> Iterator[tuple[fx.Node, fx.Node]]:
     for user in graph.nodes:
         if is_constant(user):
@@ -222,5 +234,5 @@ RULES: dict[Form, tuple[Rule, ...]] = {
         _tuples_stay_whole,
     ),
     Form.COMMUNICATING: (_only_messages_cross, _values_go_straight, _messages_match),
-    Form.SPLIT: (_weight_gradients_come_last, _parts_follow_each_other),
+    Form.SPLIT: (_weight_gradients_come_last, _parts_follow_each_other, _replicas_join_between_parts),
 }

@@ -26,6 +26,7 @@ import torch
 from torch import fx
 
 from pipec.ir import Phase
+from pipec.ops import COLLECTIVES
 from pipec.torch_compat import OpOverload
 
 
@@ -148,6 +149,11 @@ def is_random(node: fx.Node) -> bool:
     return True
 
 
+def is_collective(node: fx.Node) -> bool:
+    """Whether the replicas of a stage make the node's value together."""
+    return node.target in COLLECTIVES
+
+
 def is_view(node: fx.Node) -> bool:
     """Whether the node's value shares memory with its first input, so that making it again is free."""
     if node.target is operator.getitem:
@@ -185,14 +191,18 @@ def sums_gradients(node: fx.Node) -> bool:
 def needs_only_inputs(node: fx.Node) -> bool:
     """Whether any stage can compute the forward node itself.
 
-    It then depends on the model's inputs and constants alone, and no random number is drawn for it.
+    It then depends on the model's inputs and constants alone: no random number is drawn for it, and no other
+    replica takes part.
     """
     if "needs_only_inputs" not in node.meta:
         if node.op == "placeholder":
             answer = isinstance(node.meta["role"], ModelInput | Share | OfBatch)
         else:
             answer = (
-                is_forward(node) and not is_random(node) and all(map(needs_only_inputs, node.all_input_nodes))
+                is_forward(node)
+                and not is_random(node)
+                and not is_collective(node)
+                and all(map(needs_only_inputs, node.all_input_nodes))
             )
         node.meta["needs_only_inputs"] = answer
     return bool(node.meta["needs_only_inputs"])

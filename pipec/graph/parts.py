@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torch import fx
 
-from pipec.graph import Gradient, TrainingGraph, part_of, send
+from pipec.graph import Gradient, TrainingGraph, is_collective, part_of, send
 
 
 def divide(
@@ -14,7 +14,8 @@ def divide(
     """The nodes of a phase, in order, as the sets that its functions run; at least one.
 
     They are divided by ``meta["part"]``, and then so that the ``gradients`` of each group are complete at the
-    end of a function that computes nothing only the groups behind it need::
+    end of a function that computes nothing only the groups behind it need. A collective is of the function
+    behind it, so that there is always one before::
 
         dx2 = mm(dy, w2)                          0
         dw2 = mm(dy.t(), x2)      w2 | w1  ->     0
@@ -24,7 +25,8 @@ def divide(
     groups = _first_groups(graph, nodes, gradients)
     keys = {node: (part_of(node), groups[node]) for node in nodes}
     found = [{node for node in nodes if keys[node] == key} for key in sorted(set(keys.values()))]
-    return found or [set()]
+    hands_over = [set[fx.Node]()] if found and any(map(is_collective, found[0])) else []
+    return hands_over + found or [set()]
 
 
 def _first_groups(

@@ -49,6 +49,7 @@ class TrainingGraph:
     ``unclear`` is the call after which it is not known how the losses of microbatches make that of the batch,
     and ``unclear_output`` the same of other results. ``logs`` names the results that follow the loss; those
     after them, of which ``output_spec`` is the tree, are the model's output.
+    ``joined`` is the first call of ``pipec.ops``, if any: it joins what replicas run at the same time.
     ``assumptions`` say whether capturing again would give the same; passes leave them alone.
     ``ranks[k]`` is the rank that acts as the k-th of a schedule; if there are none, rank k does.
     ``replicas[k]`` is how many ranks stage k is cut for, if the cut decides that. ``paths`` names the leaves
@@ -73,6 +74,7 @@ class TrainingGraph:
     of_batch: fx.Graph | None = None
     unclear: str = ""
     unclear_output: str = ""
+    joined: str = ""
     logs: tuple[str, ...] = ()
     output_spec: pytree.TreeSpec | None = None
     paths: tuple[str, ...] = ()

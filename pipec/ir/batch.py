@@ -20,6 +20,16 @@ def split_sizes(batch: int, num_microbatches: int) -> list[int]:
     return [batch // num_microbatches + (i < batch % num_microbatches) for i in range(num_microbatches)]
 
 
+def require_equal_rows(sizes: Sequence[int]) -> None:
+    """Raise InputError unless all microbatches have as many rows, as the model needs that joins them."""
+    if len({*sizes}) > 1:
+        raise InputError(
+            f"the model joins the rows of its replicas, of which each must have as many, but {len(sizes)} "
+            f"microbatches share {sum(sizes)} rows; pass a batch that {len(sizes)} divides, as "
+            "drop_last=True does"
+        )
+
+
 def sizes_of_replicas(rows: Sequence[int], num_microbatches: int) -> list[int]:
     """Rows of each microbatch if replica k has ``rows[k]`` of the batch, and splits them on its own.
 

@@ -25,7 +25,7 @@ PHASES: Sequence[Phase] = tuple(Phase)
 OPS: Sequence[Op] = tuple(Op)
 PHASE_CODE: Mapping[Phase, int] = {phase: code for code, phase in enumerate(PHASES)}
 OP_CODE: Mapping[Op, int] = {op: code for code, op in enumerate(OPS)}
-NUM_COLUMNS, PART = 9, 7
+NUM_COLUMNS, PART = 10, 7
 """Of instructions: how many, and which has the parts of phases."""
 
 
@@ -130,7 +130,7 @@ class Cells(_Columns[Compute]):
 
 
 class Instructions(_Columns[Instruction]):
-    """What a rank executes: columns of op, stage, microbatch, link, peer, slot, bucket, part and version.
+    """What a rank executes: columns of op, stage, microbatch, link, peer, slot, bucket, part, join, version.
 
     ``link`` is an index into ``links``, or -1.
     """
@@ -155,6 +155,7 @@ class Instructions(_Columns[Instruction]):
                 each.slot,
                 each.bucket,
                 each.part,
+                each.join,
                 each.version,
             )
             for each in instructions
@@ -227,12 +228,15 @@ class Instructions(_Columns[Instruction]):
 
     @property
     def versions(self) -> Ints:
-        return self._column(PART + 1)
+        return self._column(PART + 2)
+
+    @property
+    def joins(self) -> Ints:
+        return self._column(8)
 
     def _row(self, *numbers: int) -> Instruction:
         op, stage, microbatch, link, *others = numbers
-        carried = self.links[link] if link >= 0 else None
-        return Instruction(OPS[op], stage, microbatch, carried, *others)
+        return Instruction(OPS[op], stage, microbatch, self.links[link] if link >= 0 else None, *others)
 
 
 def aligned(programs: Sequence[Program]) -> list[Instructions]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from pipec.ir.ending import NOTHING_MORE, Ending, Shard
 from pipec.ir.memory import StageMemory
+from pipec.ir.program import Join, Joins
 from pipec.ir.schedule import Parts, Placement, count_ranks, microbatches_on
 from pipec.ir.values import Input, Link, Mode, Phase, Sizes, Value, Variable, function_names
 
@@ -31,7 +32,7 @@ class Stage:
     forward replaces (BatchNorm statistics). ``of_batch`` names what the stage's function of that name
     computes of the whole mini-batch, once a step; ``of_batch_sums`` are those that add up over its rows.
     ``parts`` has the phases that consist of several functions, with the share of the phase's seconds that
-    each of them takes.
+    each of them takes. ``joins`` are what replicas make together between them.
     """
 
     index: int
@@ -46,6 +47,7 @@ class Stage:
     of_batch_sums: tuple[Value, ...] = ()
     recompute: bool = False
     parts: Mapping[Phase, tuple[float, ...]] = field(default_factory=dict)
+    joins: tuple[Join, ...] = ()
     cost: StageCost = StageCost()
 
     def functions(self, phase: Phase) -> tuple[str, ...]:
@@ -151,3 +153,8 @@ class Plan:
         return {
             (each.index, phase): len(shares) for each in self.stages for phase, shares in each.parts.items()
         }
+
+    @property
+    def joins(self) -> Joins:
+        """What the replicas of stages join, where they join anything."""
+        return {stage.index: stage.joins for stage in self.stages if stage.joins}

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 
-from pipec.ir.values import Link, Phase
+from pipec.ir.values import Link, Phase, Value
 
 
 class Op(StrEnum):
@@ -25,6 +25,9 @@ class Op(StrEnum):
     UPDATE = "update"
     UNSHARD = "unshard"
     RESHARD = "reshard"
+    ALL_REDUCE = "all_reduce"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
 
     @property
     def traits(self) -> "Traits":
@@ -75,6 +78,9 @@ TRAITS: Mapping[Op, Traits] = {
     Op.AVERAGE_BUFFERS: Traits(Kind.COLLECTIVE, timed=True),
     Op.NORM: Traits(Kind.COLLECTIVE, timed=True),
     Op.UNSHARD: Traits(Kind.COLLECTIVE, timed=True),
+    Op.ALL_REDUCE: Traits(Kind.COLLECTIVE, timed=True, per_microbatch=True),
+    Op.ALL_GATHER: Traits(Kind.COLLECTIVE, timed=True, per_microbatch=True),
+    Op.REDUCE_SCATTER: Traits(Kind.COLLECTIVE, timed=True, per_microbatch=True),
     Op.UPDATE: Traits(Kind.UPDATE, timed=True),
     Op.RESHARD: Traits(Kind.RELEASE),
     **{Op(phase): Traits(Kind.COMPUTE, phase=phase, timed=True, per_microbatch=True) for phase in Phase},
@@ -100,11 +106,15 @@ class Instruction:
     update          run the optimizer on what this rank updates of ``stage``, once its gradients are there
     unshard         start to gather the parameters of ``bucket`` from the replicas of ``stage``
     reshard         let go of what was gathered of ``bucket``
+    all_reduce      start to sum the value of ``join`` over the microbatches of a round
+    all_gather      start to put the values of ``join`` of a round one after the other
+    reduce_scatter  start to sum the value of ``join`` over a round; each replica gets its part
     =============== ==================================================================================
 
     ``stage`` is the stage that computes, sends, receives or frees. ``microbatch``, ``peer``, ``slot``,
-    ``bucket`` and ``part`` are -1 where they mean nothing; a link that moves once per step has no microbatch.
-    Replicas of a stage start their collectives in the same order.
+    ``bucket``, ``part`` and ``join`` are -1 where they mean nothing; a link that moves once per step has no
+    microbatch. Replicas of a stage start their collectives in the same order. With r replicas, microbatches
+    0 to r - 1 are the first round.
 
     A compute runs its phase as a whole if ``part`` is -1, and only that part of it otherwise. What the phase
     sends leaves when all parts are over, and what it receives is there before the first.
@@ -122,7 +132,29 @@ class Instruction:
     slot: int = -1
     bucket: int = -1
     part: int = -1
+    join: int = -1
     version: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """What the replicas of a stage make of a value that each of them has, round by round, with ``op``.
+
+    Functions of ``phase`` before part ``part`` make what each replica has, and this part may read what comes
+    of it: ``value``. Both have that name. The ranks meet as those of ``num_hosts``, as they do for a bucket,
+    and take ``seconds``.
+    """
+
+    op: Op
+    phase: Phase
+    part: int
+    value: Value
+    num_hosts: int = 1
+    seconds: float = 0.0
+
+
+Joins = Mapping[int, Sequence[Join]]
+"""By stage, what its replicas join, in the order in which a microbatch comes to it."""
 
 
 @dataclass(frozen=True, slots=True)

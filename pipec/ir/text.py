@@ -255,6 +255,7 @@ def _fields(number: int, instruction: Instruction) -> tuple[str, ...]:
         _unless_absent(f"{direction} rank", instruction.peer),
         _unless_absent("slot", instruction.slot),
         _unless_absent("bucket", instruction.bucket),
+        _unless_absent("join", instruction.join),
         _unless_absent("version", instruction.version),
     )
 
@@ -279,6 +280,7 @@ _LINE = re.compile(
     r"(?:  +(?:from|to) rank (?P<peer>\d{1,9}))?"
     r"(?:  +slot (?P<slot>\d{1,9}))?"
     r"(?:  +bucket (?P<bucket>\d{1,9}))?"
+    r"(?:  +join (?P<join>\d{1,9}))?"
     r"(?:  +version (?P<version>\d{1,9}))?"
 )
 
@@ -308,7 +310,7 @@ def _parse_line(number: int, line: str, links: Mapping[str, Link]) -> Instructio
             number + 2,
             line,
             "'NUMBER  OP  [stage S]  [mb M]  [part P]  [LINK]  [to rank R]  [slot N]  [bucket K]  "
-            "[version V]'",
+            "[join J]  [version V]'",
         )
     if match["link"] and match["link"] not in links:
         raise _unexpected(number + 2, line, f"a link of the plan: {'; '.join(links) or 'it has none'}")
@@ -321,7 +323,7 @@ def _parse_line(number: int, line: str, links: Mapping[str, Link]) -> Instructio
     return instruction
 
 
-_NUMBERS = ("stage", "mb", "peer", "slot", "bucket", "part", "version")
+_NUMBERS = ("stage", "mb", "peer", "slot", "bucket", "part", "join", "version")
 
 
 def _unexpected(line_number: int, line: str, expected: str) -> ArtifactError:

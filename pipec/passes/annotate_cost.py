@@ -12,7 +12,8 @@ from pipec.cost.fingerprint import check_model
 from pipec.cost.formulas import Measured, OperatorCost, operator_cost
 from pipec.cost.profile import Profile
 from pipec.cost.symbols import planned_sizes, tensor_sizes
-from pipec.graph import Gradient, TrainingGraph
+from pipec.errors import InputError
+from pipec.graph import Gradient, TrainingGraph, is_collective
 from pipec.hardware.devices import DeviceModel
 
 
@@ -24,7 +25,7 @@ class AnnotateCost:
     the model; they include the adding up as well.
 
     Raises:
-        InputError: the profile is of another graph.
+        InputError: the profile is of another graph, or the graph is of several replicas.
     """
 
     device: DeviceModel
@@ -50,6 +51,11 @@ def _accumulated(cost: OperatorCost) -> OperatorCost:
 
 
 def _measure(graph: TrainingGraph, profile: Profile) -> None:
+    if any(map(is_collective, graph.nodes)):
+        raise InputError(
+            "a profile is of one replica alone, but the model joins what several have, by pipec.ops or "
+            "nn.SyncBatchNorm; leave out profile=..."
+        )
     check_model(profile, graph)
     seconds = profile.seconds()
     for node in graph.nodes:

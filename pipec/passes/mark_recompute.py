@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from pipec.graph import TrainingGraph, is_constant, is_forward, is_random, recv, send, stage_of
+from pipec.graph import TrainingGraph, is_collective, is_constant, is_forward, is_random, recv, send, stage_of
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class MarkRecompute:
     """Stages in ``stages``, or all if it is None, keep only what they received.
 
     That is what GPipe does (Huang et al. 2019, section 2.3). Values of random operators are kept as well,
-    because drawn again they would differ.
+    because drawn again they would differ, and so is what replicas have made together.
     """
 
     stages: frozenset[int] | None
@@ -28,7 +28,7 @@ class MarkRecompute:
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         for node in filter(is_forward, graph.nodes):
             if not is_constant(node):
-                kept = node.target in (send, recv) or _is_drawn(node)
+                kept = node.target in (send, recv) or is_collective(node) or _is_drawn(node)
                 chosen = self.stages is None or stage_of(node) in self.stages
                 node.meta["replay"] = chosen and not kept
         return graph

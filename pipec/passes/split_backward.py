@@ -5,8 +5,8 @@
     dx = mm(dy, w)        BACKWARD     ->     dx = mm(dy, w)        BACKWARD_INPUT
     dw = mm(dy.t(), x)    BACKWARD            dw = mm(dy.t(), x)    BACKWARD_WEIGHT
 
-Input gradients are what another operator's backward waits for; the rest can run at any later time
-(Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2).
+Input gradients are what another operator's backward waits for, or another replica. The rest can run at any
+later time (Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2).
 """
 
 import operator
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from pipec.graph import Form, TrainingGraph, is_forward, send
+from pipec.graph import Form, TrainingGraph, is_collective, is_forward, send
 from pipec.ir import Phase
 
 
@@ -25,7 +25,11 @@ class SplitBackward:
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         for node in reversed(list(graph.nodes)):
             if not is_forward(node):
-                needed = node.target is send or any(_awaits(node, user) for user in node.users)
+                needed = (
+                    node.target is send
+                    or is_collective(node)
+                    or any(_awaits(node, user) for user in node.users)
+                )
                 node.meta["phase"] = Phase.BACKWARD_INPUT if needed else Phase.BACKWARD_WEIGHT
         for node in graph.nodes:
             if node.target is operator.getitem:

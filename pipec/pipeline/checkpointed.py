@@ -4,14 +4,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 
 from pipec.checkpoint import Part, Training, kind_of, load, load_weights, save, whole
+from pipec.console import log
 from pipec.errors import InputError
 from pipec.ir.arguments import check_arguments
 from pipec.pipeline.methods import METHODS
 from pipec.pipeline.turns import TurnTaker
 from pipec.runtime.execution import Ranks
+from pipec.runtime.facts import listed
 from pipec.runtime.optimizers import PipelineOptimizer
 
 
@@ -64,6 +67,11 @@ class CheckpointedModel(TurnTaker):
             raise InputError(
                 "gradients have been accumulated that no update has used, and a checkpoint keeps none; save "
                 "after a step outside of accumulate()"
+            )
+        if lost := _with_extra_state(self._compiler.model):
+            log(
+                f"pipec: the checkpoint is without the extra state (get_extra_state) of {listed(lost)}; pass "
+                "it as extra=..., and set it after load_checkpoint"
             )
         self._own_checkpoints[path] = save(path, training, extra, self._own_checkpoints.get(path))
 
@@ -120,10 +128,11 @@ class CheckpointedModel(TurnTaker):
         unique, parameters = self._tensors.unique(), self._tensors.unique_parameters()
         kept = self._tensors.persistent | self._tensors.parameters.keys()
         first = {name: self._canonical[name] for name in self._canonical if name in kept}
-        shapes = {fqn: self._emptied.shape(fqn, x) for fqn, x in unique.items() if fqn in first.values()}
+        once = frozenset(first.values())
+        shapes = {fqn: self._emptied.shape(fqn, x) for fqn, x in unique.items() if fqn in once}
         kinds = {fqn: kind_of(fqn, unique[fqn].dtype, shape) for fqn, shape in shapes.items()}
         shares = self._updates.shares() if self._updates is not None else {}
-        in_shares = self._updates.in_shares if self._updates is not None else []
+        in_shares = frozenset(self._updates.in_shares if self._updates is not None else ())
         parts = [
             Part(piece.name, kinds[piece.name], piece.start, piece.stop, x) for piece, x in shares.items()
         ]
@@ -154,6 +163,12 @@ class CheckpointedModel(TurnTaker):
                 "for pipe.optimizer is saved and loaded without mention"
             )
         return self._updates.optimizer
+
+
+def _with_extra_state(model: nn.Module) -> list[str]:
+    """The modules that have a state which is neither a parameter nor a buffer."""
+    plain = nn.Module.get_extra_state
+    return [name for name, module in model.named_modules() if type(module).get_extra_state is not plain]
 
 
 def _listed(given: Any) -> list[Any]:

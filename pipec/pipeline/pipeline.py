@@ -19,7 +19,7 @@ from pipec.compiler.groups import Compiled, Groups
 from pipec.errors import InputError
 from pipec.ir import Mode, Plan
 from pipec.ir.arguments import check_arguments
-from pipec.ir.batch import sizes_of_replicas, variable_values
+from pipec.ir.batch import require_equal_rows, sizes_of_replicas, variable_values
 from pipec.pipeline.checkpointed import CheckpointedModel
 from pipec.pipeline.kept import Kept
 from pipec.pipeline.methods import METHODS
@@ -306,6 +306,8 @@ class Pipeline(CheckpointedModel):
         plan = compiled.artifact.plan
         check_local_batch(plan, self.num_replicas)
         sizes = sizes_of_replicas(turn.rows, plan.num_microbatches)
+        if plan.joins:
+            require_equal_rows(sizes)
         kinds = frozenset(sizes) - {0}
         values = variable_values(turn.signature.kind.variables, turn.call.leaves)
         served = compiled.number, kinds, tuple(values.values())

@@ -29,8 +29,9 @@ from pipec.ir import (
     Value,
 )
 from pipec.ir.text import value_bytes
-from pipec.plan.build import stage_speed, value_of
+from pipec.plan.build import stage_speed
 from pipec.plan.ending import priced
+from pipec.plan.values import value_of
 from pipec.programs.lower import lower
 from pipec.timeline.simulate import Costs, simulate
 
@@ -66,7 +67,7 @@ def in_parts(
         for node in stage.parameters if len(ranks) > 1 else ():
             if uses[fqn := node.meta["role"].fqn] == 1 and not _is_sparse(stage, fqn):
                 own[fqn] = value_of(graph, node, fqn)
-        speed = stage_speed(topology, placement, stage.index)
+        speed = stage_speed(topology, ranks)
         price = functools.partial(priced, ranks=ranks, topology=topology, asked=ending)
         part_seconds = LAUNCHES_PER_PART * launch_seconds
         groups = fuse(gradients_of(stage, own, size, speed), ending, price, part_seconds) if own else []

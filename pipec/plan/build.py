@@ -3,17 +3,15 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-import torch
 from torch import fx
 
 from pipec.cost.formulas import node_bytes
 from pipec.cost.symbols import evaluate
 from pipec.graph import ModelInput, Output, TrainingGraph, is_tensor, is_view, memory_of, stage_of
-from pipec.graph.dimensions import condition, dimension
+from pipec.graph.dimensions import condition
 from pipec.graph.functions import Function, StageFunctions, of_batch_nodes
 from pipec.hardware.topology import Topology
 from pipec.ir import (
-    Dim,
     Ending,
     Input,
     Link,
@@ -30,6 +28,8 @@ from pipec.ir import (
 )
 from pipec.ir.text import value_bytes
 from pipec.plan.ending import build_ending
+from pipec.plan.joins import joins_of
+from pipec.plan.values import value_of
 from pipec.programs.routes import routes
 
 Names = Mapping[fx.Node, str]
@@ -64,14 +64,7 @@ def build_plan(
         microbatch_size=microbatch_size,
         placement=schedule.placement,
         stages=tuple(
-            _stage(
-                graph,
-                stage,
-                names,
-                owners,
-                microbatch_size,
-                stage_speed(topology, schedule.placement, stage.index),
-            )
+            _stage(graph, stage, names, owners, microbatch_size, schedule.placement[stage.index], topology)
             for stage in stages
         ),
         links=links,
@@ -103,9 +96,9 @@ def _guards(graph: TrainingGraph) -> Iterator[str]:
             yield condition(guard, graph.symbols)
 
 
-def stage_speed(topology: Topology, placement: Placement, stage: int) -> float:
-    """The speed of the slowest rank that runs the stage."""
-    return min(topology.devices[rank].speed for rank in placement[stage])
+def stage_speed(topology: Topology, ranks: Sequence[int]) -> float:
+    """The speed of the slowest of the ranks that run a stage."""
+    return min(topology.devices[rank].speed for rank in ranks)
 
 
 def _link_seconds(link: Link, placement: Placement, topology: Topology, sizes: Sizes) -> float:
@@ -141,7 +134,8 @@ def _stage(
     names: Names,
     owners: Mapping[str, int],
     size: int,
-    speed: float,
+    ranks: Sequence[int],
+    topology: Topology,
 ) -> Stage:
     forwards = stage.of_phase(Phase.FORWARD)
     operators = sorted({node.meta["operator"] for function in forwards for node in function.body})
@@ -162,7 +156,8 @@ def _stage(
         ),
         recompute=bool(stage.of_phase(Phase.RECOMPUTE)),
         parts=_parts(stage, size),
-        cost=stage_cost(graph, stage, size, speed),
+        joins=tuple(joins_of(graph, stage, names, ranks, topology, size)),
+        cost=stage_cost(graph, stage, size, stage_speed(topology, ranks)),
     )
 
 
@@ -231,17 +226,6 @@ def _transient_bytes(functions: Sequence[Function], size: int) -> int:
             if last[source] is node and source in made and source not in kept:
                 live -= node_bytes(source, size) if is_tensor(source) else 0
     return peak
-
-
-def value_of(graph: TrainingGraph, node: fx.Node, name: str) -> Value:
-    tensor = node.meta["val"]
-    assert isinstance(tensor, torch.Tensor)
-    shape = tuple(_dim(graph, dim) for dim in tensor.shape)
-    return Value(name, str(tensor.dtype).removeprefix("torch."), shape)
-
-
-def _dim(graph: TrainingGraph, size: int | torch.SymInt) -> Dim:
-    return size if isinstance(size, int) else dimension(size, graph.symbols)
 
 
 def _batched(value: Value) -> Value:

@@ -7,7 +7,7 @@ import numpy as np
 from pipec.ir import Instruction, Kind, Op, rank_of, stages_on
 from pipec.ir.columns import Instructions, Ints
 from pipec.ir.text import format_link
-from pipec.programs import meeting_rules, versions
+from pipec.programs import join_rules, meeting_rules, versions
 from pipec.programs.routes import ends
 from pipec.programs.step_index import StepIndex
 
@@ -40,6 +40,7 @@ def first_of_each_kind(step: StepIndex, columns: Instructions) -> Sequence[int]:
         (columns.slots == -1, 0, 1),
         (columns.buckets, -2, len(step.ending.buckets)),
         (columns.parts, -2, max(step.parts.values(), default=0)),
+        (columns.joins, -2, max(map(len, step.joins.values()), default=0)),
         (_own_rank(step, columns), -1, len(step.programs)),
     )
     kinds = columns.ops.astype(np.int64)
@@ -57,7 +58,7 @@ def _own_rank(step: StepIndex, columns: Instructions) -> Ints:
 
 
 def _cell_misfits(step: StepIndex, rank: int, instruction: Instruction) -> Iterator[str]:
-    """What is wrong with a compute or a free."""
+    """What is wrong with a compute, a free, or what joins microbatches."""
     op, stage, microbatch = instruction.op, instruction.stage, instruction.microbatch
     if not 0 <= stage < len(step.placement) or rank_of(step.placement, stage, microbatch) != rank:
         held = stages_on(step.placement, rank)
@@ -66,6 +67,11 @@ def _cell_misfits(step: StepIndex, rank: int, instruction: Instruction) -> Itera
         yield f"{op} names microbatch {microbatch}; expected 0 to {step.num_microbatches - 1}"
     if instruction.link or not instruction.peer == instruction.slot == instruction.bucket == -1:
         yield f"{op} carries a link, peer, slot or bucket; expected none"
+    if op.traits.kind is Kind.COLLECTIVE:
+        yield from join_rules.misfits(step, instruction)
+        return
+    if instruction.join != -1:
+        yield f"{op} names join {instruction.join}; expected none"
     num_parts = step.num_parts(op, stage) if instruction.op.traits.kind is Kind.COMPUTE else 1
     if instruction.part != -1 and (num_parts == 1 or not 0 <= instruction.part < num_parts):
         expected = f"0 to {num_parts - 1}, or none for all of them" if num_parts > 1 else "none"

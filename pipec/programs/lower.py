@@ -26,6 +26,7 @@ from pipec.errors import VerifyError
 from pipec.ir import (
     NOTHING_MORE,
     Ending,
+    Joins,
     Kind,
     Link,
     Op,
@@ -64,6 +65,7 @@ def lower(
     recompute: Collection[int] = (),
     ending: Ending = NOTHING_MORE,
     parts: Parts | None = None,
+    joins: Joins | None = None,
 ) -> tuple[Program, ...]:
     """One program per rank: ``schedule`` with the communication that ``links`` ask for, and its ``ending``.
 
@@ -71,12 +73,13 @@ def lower(
     their rank has computed its last cell. Stages in ``recompute`` replay their forward directly before the
     backward, or its input half, of each microbatch. Gradients are reduced, and weights updated, as soon as
     the last backward of their stage is over. ``parts`` are the phases that consist of several functions: they
-    are run as a whole, but for a backward between whose parts gradients can be reduced.
+    are run as a whole, but for a backward between whose parts gradients can be reduced, and those between
+    whose parts replicas have ``joins``.
 
     Raises:
         VerifyError: a cell is missing, doubled or on the wrong rank, or cells wait for each other.
     """
-    index = OrderIndex(schedule, ending, parts)
+    index = OrderIndex(schedule, ending, parts, joins)
     traffic = [
         _traffic(index, route) for route in routes(links, schedule.placement, schedule.num_microbatches)
     ]
@@ -95,7 +98,9 @@ def lower(
             Kind.RECEIVE: _receives(order, rank, arriving[rank]),
             Kind.COMPUTE: _computes(index, rank, recompute),
             Kind.SEND: _sends(leaving[rank]),
-            Kind.COLLECTIVE: _meetings(meetings, rank, Kind.COLLECTIVE),
+            Kind.COLLECTIVE: _joined(
+                [_meetings(meetings, rank, Kind.COLLECTIVE), _joins(index, rank, joins or {})]
+            ),
             Kind.UPDATE: _joined([_meetings(meetings, rank, Kind.UPDATE), _updates(index, rank)]),
             Kind.RELEASE: _joined([_frees(index, rank), _meetings(meetings, rank, Kind.RELEASE)]),
         }
@@ -252,7 +257,7 @@ def _computes(index: OrderIndex, rank: int, recompute: Collection[int]) -> _Bloc
     ops = np.array([OP_CODE[Op(phase)] for phase in Phase], np.int32)[cells.phases]
     positions = np.arange(1, len(cells) + 1, dtype=np.int32)
     parts, versions = index.parts[rank], read_versions(index.schedule)[cells.stages, cells.microbatches]
-    computes = _block(positions, ops, cells.stages, cells.microbatches, -1, -1, -1, -1, parts, versions)
+    computes = _block(positions, ops, cells.stages, cells.microbatches, -1, -1, -1, -1, parts, -1, versions)
     needs_forward = np.isin(cells.phases, [PHASE_CODE[Phase.BACKWARD], PHASE_CODE[Phase.BACKWARD_INPUT]])
     replayed = np.flatnonzero(np.isin(cells.stages, list(recompute)) & needs_forward & (parts <= 0))
     replays = _Block(positions[replayed], computes.rows[:, replayed])
@@ -264,7 +269,7 @@ def _meetings(meetings: Sequence[Meeting], rank: int, kind: Kind) -> _Block:
     """The collectives, updates or releases that a rank takes part in."""
     own = [each for each in meetings if rank in each.positions and each.op.traits.kind is kind]
     positions = np.array([each.positions[rank] for each in own], np.int32)
-    columns = [(OP_CODE[each.op], each.stage, -1, -1, -1, -1, each.bucket, -1, -1) for each in own]
+    columns = [(OP_CODE[each.op], each.stage, -1, -1, -1, -1, each.bucket, -1, -1, -1) for each in own]
     return _block(positions, *np.array(columns, np.int32).reshape(-1, NUM_COLUMNS).T)
 
 
@@ -272,7 +277,20 @@ def _updates(index: OrderIndex, rank: int) -> _Block:
     """The updates of a rank where steps follow each other without a flush."""
     found = np.array([*updates(index, rank)], np.int32).reshape(-1, 4)
     positions, stages, microbatches, versions = found.T
-    return _block(positions, OP_CODE[Op.UPDATE], stages, microbatches, -1, -1, -1, -1, -1, versions)
+    return _block(positions, OP_CODE[Op.UPDATE], stages, microbatches, -1, -1, -1, -1, -1, -1, versions)
+
+
+def _joins(index: OrderIndex, rank: int, joins: Joins) -> _Block:
+    """What a rank joins of its microbatches, each before the part that reads what comes of it."""
+    cells, parts, blocks = index.cells[rank], index.parts[rank], []
+    for stage, of_stage in joins.items():
+        for number, join in enumerate(of_stage):
+            of_phase = (cells.stages == stage) & (cells.phases == PHASE_CODE[join.phase])
+            own = np.flatnonzero(of_phase & (parts == join.part))
+            positions, op = (own + 1).astype(np.int32), OP_CODE[join.op]
+            microbatches = cells.microbatches[own]
+            blocks.append(_block(positions, op, stage, microbatches, -1, -1, -1, -1, -1, number))
+    return _joined(blocks)
 
 
 def _frees(index: OrderIndex, rank: int) -> _Block:

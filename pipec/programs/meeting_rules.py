@@ -26,15 +26,22 @@ _AFTER = {
 
 
 class Key(NamedTuple):
-    """What an instruction of an ending does. Equal keys of different ranks belong together."""
+    """What an instruction of an ending does, or one that joins a round of microbatches.
+
+    Equal keys of different ranks belong together.
+    """
 
     op: Op
     stage: int = -1
     bucket: int = -1
+    join: int = -1
+    round: int = -1
 
     def __str__(self) -> str:
         of = f" of stage {self.stage}" if self.stage >= 0 else ""
-        return f"{self.op}{of}" + (f", bucket {self.bucket}" if self.bucket >= 0 else "")
+        numbers = {"bucket": self.bucket, "join": self.join, "round": self.round}
+        named = (f"{word} {number}" for word, number in numbers.items() if number >= 0)
+        return ", ".join([f"{self.op}{of}", *named])
 
 
 def ending_numbers(step: StepIndex) -> Sequence[Mapping[Key, list[int]]]:
@@ -53,9 +60,12 @@ def ending_numbers(step: StepIndex) -> Sequence[Mapping[Key, list[int]]]:
 def misfits(step: StepIndex, rank: int, instruction: Instruction) -> Iterator[str]:
     """What is wrong with the fields of such an instruction."""
     key = Key(instruction.op, instruction.stage, instruction.bucket)
-    others = (instruction.microbatch, instruction.peer, instruction.slot, instruction.part)
+    others = (
+        *(instruction.microbatch, instruction.peer, instruction.slot),
+        *(instruction.part, instruction.join),
+    )
     if instruction.link or any(other != -1 for other in others):
-        yield f"{key} names a microbatch, link, peer, slot or part; expected none"
+        yield f"{key} names a microbatch, link, peer, slot, part or join; expected none"
     expected = _expected(step, rank)
     if key not in expected:
         some = ", ".join(map(str, expected)) or "none"
@@ -211,11 +221,11 @@ def collectives(step: StepIndex, rank: int) -> Sequence[tuple[Key, int]]:
     """The collectives of a rank in order, each with its number."""
     columns = step.columns[rank]
     numbers = np.flatnonzero(columns.is_collective)
-    rows = np.stack([columns.ops, columns.stages, columns.buckets])[:, numbers].T.tolist()
-    return [
-        (Key(OPS[op], stage, bucket), at)
-        for (op, stage, bucket), at in zip(rows, numbers.tolist(), strict=True)
-    ]
+    replicas = np.array([len(ranks) for ranks in step.placement])[columns.stages[numbers]]
+    rounds = np.where(columns.joins[numbers] < 0, -1, columns.microbatches[numbers] // replicas)
+    fields = np.stack([columns.stages, columns.buckets, columns.joins])[:, numbers]
+    rows = np.stack([columns.ops[numbers], *fields, rounds]).T.tolist()
+    return [(Key(OPS[op], *row), at) for (op, *row), at in zip(rows, numbers.tolist(), strict=True)]
 
 
 def _members(step: StepIndex, key: Key) -> set[int]:

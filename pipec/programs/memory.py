@@ -36,6 +36,7 @@ def most_in_flight(order: Sequence[Compute]) -> int:
 def in_flight(instructions: Instructions) -> Ints:
     """After each instruction of a rank, the pairs of stage and microbatch between forward and free."""
     begun, freed = (instructions.ops == OP_CODE[op] for op in (Op.FORWARD, Op.FREE))
+    begun = begun & (instructions.parts <= 0)
     pairs: Ints = np.cumsum(begun.astype(np.int64) - freed)
     return pairs
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pipec.errors import VerifyError
-from pipec.ir import NOTHING_MORE, Ending, Link, Parts, Phase, Schedule
+from pipec.ir import NOTHING_MORE, Ending, Joins, Link, Parts, Phase, Schedule
 from pipec.ir.columns import PHASES, Cells, Ints, ranks_by_microbatch
 from pipec.programs.counterexample import counterexample
 from pipec.programs.parts import parts_run_apart
@@ -26,13 +26,19 @@ class OrderIndex:
             does not hold its stage, or stands twice.
     """
 
-    def __init__(self, schedule: Schedule, ending: Ending = NOTHING_MORE, parts: Parts | None = None) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        ending: Ending = NOTHING_MORE,
+        parts: Parts | None = None,
+        joins: Joins | None = None,
+    ) -> None:
         self.schedule = schedule
         self.cells = [Cells.of(order) for order in schedule.orders]
         self.ranks = ranks_by_microbatch(schedule.placement, schedule.num_microbatches)
         for rank, cells in enumerate(self.cells):
             self._check(rank, cells)
-        counts = [parts_run_apart(cells, ending, parts or {}) for cells in self.cells]
+        counts = [parts_run_apart(cells, ending, parts or {}, joins or {}) for cells in self.cells]
         self.cells = [cells.repeated(each) for cells, each in zip(self.cells, counts, strict=True)]
         self.counts = [each.repeat(each) for each in counts]
         self.parts = [np.where(each.repeat(each) > 1, _places(each), -1) for each in counts]

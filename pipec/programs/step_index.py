@@ -7,7 +7,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from pipec.ir import Ending, Link, Op, Parts, Phase, Placement, Program
+from pipec.ir import Ending, Joins, Link, Op, Parts, Phase, Placement, Program
 from pipec.ir.columns import OP_CODE, OPS, Instructions, Ints, ranks_by_microbatch
 from pipec.ir.text import instruction_lines
 from pipec.programs.rendezvous import Site
@@ -40,7 +40,8 @@ class StepIndex:
     """Programs and what they should carry out: the placement of stages, links, microbatches and limits.
 
     The stages in ``recompute`` replay their forward. ``limits[rank]`` bounds what is in flight. ``ending`` is
-    what the programs do besides microbatches. ``parts`` are the phases that consist of several functions.
+    what the programs do besides microbatches. ``parts`` are the phases that consist of several functions,
+    and ``joins`` what replicas make together between these.
     """
 
     programs: Sequence[Program]
@@ -51,6 +52,7 @@ class StepIndex:
     limits: Sequence[int] | None
     ending: Ending
     parts: Parts
+    joins: Joins
 
     def num_parts(self, op: Op, stage: int) -> int:
         """How many functions a compute of a stage consists of."""

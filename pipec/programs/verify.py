@@ -14,6 +14,7 @@ from pipec.errors import VerifyError
 from pipec.ir import (
     NOTHING_MORE,
     Ending,
+    Joins,
     Link,
     Mode,
     Op,
@@ -28,7 +29,7 @@ from pipec.ir import (
 from pipec.ir.columns import OP_CODE, OPS, Instructions, Ints
 from pipec.ir.rounds import unrolled, window_of
 from pipec.ir.text import format_link, instruction_lines
-from pipec.programs import ending_rules, meeting_rules, part_rules, versions
+from pipec.programs import ending_rules, join_rules, meeting_rules, part_rules, versions
 from pipec.programs.counterexample import counterexample
 from pipec.programs.faults import Fault
 from pipec.programs.fields import first_of_each_kind, misfits
@@ -51,21 +52,26 @@ def verify_programs(
     max_in_flight: int | Sequence[int] | None = None,
     ending: Ending = NOTHING_MORE,
     parts: Parts | None = None,
+    joins: Joins | None = None,
 ) -> None:
     """Prove that ``programs`` are one correct step of the stages that ``placement`` puts on ranks.
 
     ``recompute`` are the stages that replay their forward. ``max_in_flight`` bounds how many pairs of
     stage and microbatch a rank holds between forward and free: one number for all ranks, or one for each.
     ``ending`` is what the step does besides its microbatches, and ``parts`` are the phases that consist of
-    several functions. Time and memory are linear in the number of instructions.
+    several functions; ``joins`` are what replicas make together between these. Time and memory are linear in
+    the number of instructions.
 
     Raises:
         VerifyError: a rule is broken; the message shows the lines of the program around the fault, and the
             cells of the ranks around it with the bad one marked.
     """
     limits = (max_in_flight,) * len(programs) if isinstance(max_in_flight, int) else max_in_flight
+    replayed = frozenset(recompute)
     step = StepIndex(
-        programs, placement, tuple(links), num_microbatches, frozenset(recompute), limits, ending, parts or {}
+        *(programs, placement, tuple(links), num_microbatches, replayed, limits, ending),
+        parts=parts or {},
+        joins=joins or {},
     )
     for rule in RULES:
         for fault in rule(step):
@@ -82,7 +88,14 @@ def verify_plan(plan: Plan, programs: Sequence[Program]) -> None:
         verify_rounds(programs, placement, links, recompute, plan.ending)
         return
     verify_programs(
-        programs, placement, links, count, recompute=recompute, ending=plan.ending, parts=plan.parts
+        programs,
+        placement,
+        links,
+        count,
+        recompute=recompute,
+        ending=plan.ending,
+        parts=plan.parts,
+        joins=plan.joins,
     )
 
 
@@ -373,6 +386,7 @@ RULES: tuple[Callable[[StepIndex], Iterator[Fault]], ...] = (
     _computes_once,
     _computes_in_order,
     _delivers_once,
+    join_rules.join_once_in_order,
     meeting_rules.ends_once,
     meeting_rules.ends_in_order,
     meeting_rules.meets_in_one_order,

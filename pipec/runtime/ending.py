@@ -190,13 +190,22 @@ class EndingLinker:
 
     def _await(self, instruction: Instruction, finish: Action) -> None:
         """Note what waits for the collective that is linked, for its first reader to run."""
+        self._awaited.append((instruction, Delivery(self._noted(finish))))
+
+    def join(self, finish: Action) -> Delivery:
+        """What comes of the next collective of the program, which is of a microbatch."""
+        self._num_collectives += 1
+        return Delivery(self._noted(finish))
+
+    def _noted(self, finish: Action) -> Action:
+        """Wait for the collective that is linked, and note when it was over."""
         over, number = self._rank.over, self._num_collectives - 1
 
         def wait() -> None:
             finish()
             over[number] = time.perf_counter_ns()
 
-        self._awaited.append((instruction, Delivery(wait)))
+        return wait
 
     def _after(self, waits: list[Action], action: Action) -> Action:
         if not waits:

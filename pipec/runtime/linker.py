@@ -18,6 +18,7 @@ from pipec.errors import VerifyError
 from pipec.ir import Instruction, Kind, Link, Op, Payload, Phase, Program
 from pipec.runtime.compute import Action, Take, bind_function
 from pipec.runtime.ending import EndingLinker
+from pipec.runtime.joins import Joining
 from pipec.runtime.rank import Delivery, Rank
 from pipec.runtime.results import Results
 from pipec.runtime.stage import Frame, parameter_names
@@ -96,6 +97,8 @@ class Linker:
                 return self._move(instruction)
             case Op.FREE:
                 return self._free(instruction)
+        if instruction.join >= 0:
+            return self._join(instruction)
         return self._ending.link(instruction)
 
     def _microbatches(self, instruction: Instruction) -> Sequence[int]:
@@ -272,6 +275,15 @@ class Linker:
                 present.update({value.name: Delivery() for value in link.values})
         if phase in _SAVING or not is_last:
             present["saved"] = Delivery()
+
+    def _join(self, instruction: Instruction) -> Action:
+        """Start to join a value of a microbatch; its first reader waits for what comes of it."""
+        stage, microbatch = self._rank.stages[instruction.stage], instruction.microbatch
+        join = self._rank.plan.stages[stage.index].joins[instruction.join]
+        group = self._rank.transport.group(self._rank.plan.placement[stage.index], join.num_hosts)
+        joining = Joining(join, stage.frames[microbatch], group)
+        self._present[stage.index, microbatch][join.value.name] = self._ending.join(joining.finish)
+        return joining.start
 
     def _take(
         self, stage: int, microbatch: int, names: Sequence[str], reader: str, first: Sequence[Action] = ()

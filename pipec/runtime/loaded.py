@@ -25,7 +25,7 @@ from pipec.ir.arguments import (
     number,
     one_of,
 )
-from pipec.ir.batch import leaf_path, split_sizes, variable_values
+from pipec.ir.batch import leaf_path, require_equal_rows, split_sizes, variable_values
 from pipec.ir.text import evaluate_dim, format_value, holds, names_in
 from pipec.runtime.batch import dense
 from pipec.runtime.batches import Given
@@ -212,6 +212,8 @@ class LoadedPipeline(Streams):
                 f"this artifact takes microbatches of exactly {plan.microbatch_size} rows, so a batch of "
                 f"{plan.microbatch_size * plan.num_microbatches}; the batch has {rows}"
             )
+        if plan.joins:
+            require_equal_rows(sizes)
         return _Batch(leaves, call_of, rows, sizes, values)
 
     def train(self, mode: bool = True) -> "LoadedPipeline":

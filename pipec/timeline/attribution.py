@@ -11,7 +11,7 @@ from pipec.ir import Op, Plan, StageMemory, stages_on
 from pipec.ir.columns import OP_CODE, Floats, Ints
 from pipec.programs.consumers import first_readers
 from pipec.timeline.events import Events, Timeline
-from pipec.timeline.simulate import meetings
+from pipec.timeline.simulate import collectives_read, meetings
 
 Curve = Sequence[tuple[float, float]]
 """Times, ascending, each with the amount held from then on."""
@@ -87,14 +87,11 @@ def readers(timeline: Timeline) -> Ints:
 
 
 def _needed(events: Events) -> Ints:
-    """For each update the collective before it, for each compute the last gathering of its stage; or -1."""
-    ops, stages = events.instructions.ops, events.instructions.stages
-    update = ops == OP_CODE[Op.UPDATE]
+    """For each update the collective before it, for each compute the last one that it reads; or -1."""
+    update = events.instructions.ops == OP_CODE[Op.UPDATE]
     found = np.where(update, events.latest(events.is_collective), -1)
-    gathers = ops == OP_CODE[Op.UNSHARD]
-    for stage in np.unique(stages[gathers]).tolist():
-        computes = events.is_compute & (stages == stage)
-        found[computes] = events.latest(gathers & (stages == stage))[computes]
+    for needed, computes in collectives_read(events.instructions):
+        found[computes] = np.maximum(found, events.latest(needed))[computes]
     return found
 
 

@@ -53,6 +53,7 @@ def _event_facts(event: Event) -> dict[str, object]:
         "microbatch": instruction.microbatch,
         **({"bucket": instruction.bucket} if instruction.bucket >= 0 else {}),
         **({"part": instruction.part} if instruction.part >= 0 else {}),
+        **({"join": instruction.join} if instruction.join >= 0 else {}),
         **({"version": instruction.version} if instruction.version >= 0 else {}),
         "start": event.start,
         "end": event.end,

@@ -30,7 +30,8 @@ class Costs:
 
     ``endings`` are the seconds of collectives and updates by op, stage and bucket. What ``messages`` or
     ``endings`` lack takes no time. ``parts`` has the shares of a phase's time that its functions take, if it
-    consists of several. ``unit`` is the unit of time, for those who show it.
+    consists of several, and ``joins[stage, number]`` the seconds of what replicas join between these.
+    ``unit`` is the unit of time, for those who show it.
     """
 
     compute: Mapping[tuple[int, Phase], float]
@@ -38,6 +39,7 @@ class Costs:
     unit: str = "s"
     endings: Mapping[tuple[Op, int, int], float] = field(default_factory=dict)
     parts: Mapping[tuple[int, Phase], Sequence[float]] = field(default_factory=dict)
+    joins: Mapping[tuple[int, int], float] = field(default_factory=dict)
 
     @classmethod
     def uniform(
@@ -176,13 +178,15 @@ def _durations(step: _Step, costs: Costs) -> Floats:
     messages = np.array([*(costs.messages.get(link, 0.0) for link in events.links), 0.0])
     found = np.where(step.is_compute, durations[kind_of], messages[events.link_numbers])
     others = np.flatnonzero(~step.is_compute & (events.link_numbers < 0))
-    for event, (op, stage, bucket) in zip(others.tolist(), _keys(events, others), strict=True):
-        found[event] = costs.endings.get((OPS[op], stage, bucket), 0.0)
+    for event, (op, stage, bucket, join) in zip(others.tolist(), _keys(events, others), strict=True):
+        ending = costs.endings.get((OPS[op], stage, bucket), 0.0)
+        found[event] = costs.joins.get((stage, join), 0.0) if join >= 0 else ending
     return found
 
 
 def _keys(events: Instructions, which: Ints) -> list[list[int]]:
-    keys: list[list[int]] = np.stack([events.ops, events.stages, events.buckets])[:, which].T.tolist()
+    columns = np.stack([events.ops, events.stages, events.buckets, events.joins])
+    keys: list[list[int]] = columns[:, which].T.tolist()
     return keys
 
 
@@ -219,7 +223,8 @@ def _message_reads(step: _Step) -> tuple[Ints, Ints]:
 def _collective_reads(step: _Step) -> Iterator[tuple[Ints, Ints]]:
     """An arrival reads what its rank did before, and a collective the last arrival of its meeting.
 
-    An update reads the collective before it. A compute reads the last gathering of its stage's parameters.
+    An update reads the collective before it. A compute reads the last gathering of its stage's parameters,
+    and a part behind another one what replicas have joined between them.
     """
     cells, events, own = np.append(step.cells, np.int32(AT_START)), step.events, step.collectives
     arrivals = step.cells[len(events) :]
@@ -230,10 +235,18 @@ def _collective_reads(step: _Step) -> Iterator[tuple[Ints, Ints]]:
     yield cells[own], last[step.meetings]
     updates = np.flatnonzero(events.ops == OP_CODE[Op.UPDATE])
     yield cells[updates], cells[step.last_before(events.is_collective, updates)]
-    gathers = events.ops == OP_CODE[Op.UNSHARD]
-    for stage in np.unique(events.stages[gathers]).tolist():
-        computes = np.flatnonzero(step.is_compute & (events.stages == stage))
-        yield cells[computes], cells[step.last_before(gathers & (events.stages == stage), computes)]
+    for needed, readers in collectives_read(events):
+        computes = np.flatnonzero(readers)
+        yield cells[computes], cells[step.last_before(needed, computes)]
+
+
+def collectives_read(events: Instructions) -> Iterator[tuple[NDArray[np.bool_], NDArray[np.bool_]]]:
+    """Collectives, and the computes that read the last one of them before."""
+    gathers, joins = events.ops == OP_CODE[Op.UNSHARD], events.is_collective & (events.joins >= 0)
+    for stage in np.unique(events.stages[gathers | joins]).tolist():
+        computes = events.is_compute & (events.stages == stage)
+        yield gathers & (events.stages == stage), computes
+        yield joins & (events.stages == stage), computes & (events.parts > 0)
 
 
 def _explain(step: _Step, stuck: Ints) -> str:

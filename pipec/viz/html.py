@@ -182,7 +182,10 @@ def _collective_columns(timeline: Timeline, found: Attribution, rounded: _Round)
     return {
         "rank": [event.rank for event in events],
         "op": [_COLLECTIVES.index(event.instruction.op) for event in events],
-        "bucket": [event.instruction.bucket for event in events],
+        **{
+            name: [getattr(event.instruction, name) for event in events]
+            for name in ("bucket", "microbatch", "join")
+        },
         "last": numbers[found.last[is_collective]].tolist(),
         "came": [rounded(time) for time in came.tolist()],
         "row": collective_rows(timeline.collectives),

@@ -25,6 +25,9 @@ COLLECTIVES: Mapping[Op, str] = {
     Op.AVERAGE_BUFFERS: "average of buffers",
     Op.NORM: "norm of gradients",
     Op.UNSHARD: "gathering of parameters",
+    Op.ALL_REDUCE: "sum over replicas",
+    Op.ALL_GATHER: "gathering from replicas",
+    Op.REDUCE_SCATTER: "parts of a sum over replicas",
 }
 
 NAMES = {**WORK, **COLLECTIVES}
@@ -36,6 +39,9 @@ LETTERS: Mapping[Op, str] = {
     Op.AVERAGE_BUFFERS: "A",
     Op.NORM: "N",
     Op.UNSHARD: "G",
+    Op.ALL_REDUCE: "+",
+    Op.ALL_GATHER: "J",
+    Op.REDUCE_SCATTER: "S",
 }
 """What the labels of cells begin with."""
 
@@ -82,6 +88,8 @@ def carried(timeline: Timeline, event: Event) -> str:
     """What a collective carries: ``bucket 0 of stage 1, 1.2 MB: h.0.weight and 5 others``."""
     instruction = event.instruction
     stage = f"stage {instruction.stage}" if instruction.stage >= 0 else "all stages"
+    if instruction.join >= 0:
+        return f"join {instruction.join} of {stage}, microbatch {instruction.microbatch}"
     if not 0 <= instruction.bucket < len(timeline.ending.buckets):
         return f"bucket {instruction.bucket} of {stage}" if instruction.bucket >= 0 else f"{stage}"
     bucket = timeline.ending.buckets[instruction.bucket]
@@ -107,7 +115,8 @@ def cell_labels(timeline: Timeline) -> Callable[[Event], str]:
     """How cells are labelled: ``F3`` is the forward of microbatch 3, ``U`` an update, ``Σ2`` sums bucket 2.
 
     If ranks hold several stages, ``Fb3`` is the forward of the second stage of its rank. ``B3.0`` is part 0
-    of a backward. Where steps follow each other without a flush, ``F3v1`` reads version 1 of its weights.
+    of a backward, and ``J3.1`` gathers what its stage calls join 1. Where steps follow each other without a
+    flush, ``F3v1`` reads version 1 of its weights.
     """
     chunk_of = chunks(timeline)
     several = max(chunk_of.values(), default=0) > 0
@@ -115,8 +124,9 @@ def cell_labels(timeline: Timeline) -> Callable[[Event], str]:
     def label(event: Event) -> str:
         instruction = event.instruction
         chunk = chr(ord("a") + chunk_of[instruction.stage] % 26) if several and event.is_work else ""
-        number = instruction.bucket if event.is_collective else instruction.microbatch
-        part = f".{instruction.part}" if instruction.part >= 0 else ""
+        number = max(instruction.bucket, instruction.microbatch)
+        behind = max(instruction.part, instruction.join)
+        part = f".{behind}" if behind >= 0 else ""
         version = f"v{instruction.version}" if event.is_compute and instruction.version >= 0 else ""
         return f"{LETTERS[instruction.op]}{chunk}{number if number >= 0 else ''}{part}{version}"
 

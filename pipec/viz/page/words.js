@@ -55,9 +55,11 @@ const boxLabel = ({ computes, lastChunk }, i) =>
   (computes.part[i] < 0 ? "" : `.${computes.part[i]}`) +
   (computes.version[i] < 0 || data.phases[computes.phase[i]].letter === "U" ? "" : `v${computes.version[i]}`);
 
-/** `Σ2`: the sum of bucket 2. */
-const collectiveLabel = ({ collectives: { op, bucket } }, i) =>
-  data.ops[op[i]].letter + (bucket[i] < 0 ? "" : bucket[i]);
+/** `Σ2`: the sum of bucket 2. `J3.1`: what microbatch 3 gathers as join 1. */
+const collectiveLabel = ({ collectives: { op, bucket, microbatch, join } }, i) =>
+  data.ops[op[i]].letter +
+  (bucket[i] < 0 ? "" : bucket[i]) +
+  (join[i] < 0 ? "" : `${microbatch[i]}.${join[i]}`);
 
 const spanWords = ({ start, end }, i) => `${range(start[i], end[i])}, took ${duration(end[i] - start[i])}`;
 

@@ -1,0 +1,41 @@
+"""Whether microbatches make what the batch would: what is refused if not, and what the user is told."""
+
+from pipec.errors import InputError
+from pipec.graph import TrainingGraph, is_collective
+from pipec.ir import Placement
+
+
+def joins_replicas(graph: TrainingGraph) -> bool:
+    """Whether replicas make some values together."""
+    return any(map(is_collective, graph.nodes))
+
+
+def check_rounds(graph: TrainingGraph, placement: Placement, num_microbatches: int) -> None:
+    """Raise InputError unless replicas that are joined have as many microbatches."""
+    uneven = [ranks for ranks in placement if num_microbatches % len(ranks)]
+    if uneven and joins_replicas(graph):
+        raise InputError(
+            f"the model joins the replicas of a stage, of which each must have as many microbatches, but "
+            f"{len(uneven[0])} share {num_microbatches}; pass a multiple of {len(uneven[0])} as microbatches"
+        )
+
+
+def told_of_rounds(graph: TrainingGraph, replicas: object, num_microbatches: int) -> str:
+    """What to tell if the model joins several rounds in a step, and not the whole batch."""
+    if not graph.joined or num_microbatches == replicas:
+        return ""
+    return (
+        f"{graph.joined} joins rounds of {replicas} of the {num_microbatches} microbatches, and not the "
+        "whole batch; a step is one round without microbatches=..."
+    )
+
+
+def told_of_unclear(graph: TrainingGraph) -> str:
+    """What to tell if nothing shows how the losses of microbatches make that of the batch."""
+    if not graph.unclear:
+        return ""
+    return (
+        "the losses of microbatches are averaged, each weighted by its rows, but that need not be the loss "
+        f"of the batch: see {graph.unclear}. Say how they add up with microbatch_weight=..., or reduce "
+        "with sums and means over rows"
+    )
