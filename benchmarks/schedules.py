@@ -31,6 +31,7 @@ from pipec.programs.lower import chain_links, lower
 from pipec.programs.verify import verify_programs
 from pipec.runtime.execution import Execution, Ranks
 from pipec.runtime.recording import RecordedStep
+from pipec.runtime.span import Span
 from pipec.schedules import make_schedule
 from pipec.timeline.events import Timeline
 from pipec.timeline.trace import measured_timeline
@@ -138,7 +139,7 @@ def measured_seconds(made: Artifact, ranks: Ranks) -> float:
     execution = Execution(made, parameters, {}, ranks)
     recorded: list[RecordedStep] = []
     for _ in range(WARMUP + STEPS):
-        execution.run([torch.zeros(MICROBATCHES)], [1] * MICROBATCHES, MICROBATCHES, 0, 0, recorded)
+        execution.run([torch.zeros(MICROBATCHES)], Span([1] * MICROBATCHES, MICROBATCHES), 0, recorded)
     steps = ranks.gathered(recorded)[WARMUP:]
     return statistics.median(elapsed(measured_timeline(step.programs, step.stamps)) for step in steps)
 

@@ -16,7 +16,13 @@ from pipec.capture.tracer import capture
 from pipec.compiler.autotuner import Autotuner
 from pipec.compiler.compiler import Compiler
 from pipec.compiler.pass_list import CompilerOptions
-from pipec.compiler.policy import ScheduleChoice, SchedulePolicy, check_choice, policy_for
+from pipec.compiler.policy import (
+    ScheduleChoice,
+    SchedulePolicy,
+    check_choice,
+    check_updates,
+    policy_for,
+)
 from pipec.cost.profile import Profile, load_profile
 from pipec.errors import InputError
 from pipec.hardware.calibration import default_device_model, usable_device
@@ -103,7 +109,8 @@ def compile(
             loss, as a tensor, as ``.loss`` or under ``"loss"``.
         schedule: a name, such as ``1f1b`` or ``zb-h1``; ``"auto"`` for the fastest one found for the model's
             costs within the memory limit; a ``Path`` to a file of compute orders; or a function of the number
-            of ranks and of microbatches that returns a ``Schedule``. See docs/schedules.md.
+            of ranks and of microbatches that returns a ``Schedule``. See docs/schedules.md. ``pipedream`` and
+            its kin have no flush: train with ``pipe.stream``, and see docs/streams.md.
         microbatches: how many a mini-batch is split into. None: as many as the simulated step is fastest
             with, within the memory limit.
         stages: how many each pipeline has. None: as many as the schedule has on all devices. With fewer there
@@ -116,7 +123,8 @@ def compile(
             ``functools.partial(torch.optim.AdamW, lr=1e-3)``; every step then ends with its update, and
             ``pipe.optimizer`` is there for LR schedulers and checkpoints. See docs/optimizers.md. None: you
             step an optimizer of your own, made of ``pipe.parameters()``.
-        clip_grad_norm: with ``optimizer``, the most that the norm of the whole model's gradients may be.
+        clip_grad_norm: with ``optimizer``, the most that the norm of the whole model's gradients may be; of
+            each stage's, where there is no flush.
         shard: with ``optimizer``, what replicas divide among themselves: ``"optimizer"`` its state,
             ``"gradients"`` their sums, too, ``"parameters"`` everything (ZeRO 1, 2 and 3). ``"auto"``: what
             the simulated step is fastest with, within the memory limit.
@@ -181,6 +189,7 @@ def compile(
         )
     limit = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
     policy = policy_for(schedule, ranks.count, stages, replicas)
+    check_updates(policy, optimizer is not None, shard, batch)
     microbatches = check_choice(policy, microbatches)
     if batch == "local":
         _check_local_batch(policy, replicas, microbatches, microbatch_weight)

@@ -402,7 +402,7 @@ def test_no_instruction_can_be_left_out_or_doubled() -> None:
 
 
 def test_every_rule_is_broken_by_a_test() -> None:
-    """A new rule needs a test here or in ``test_verify_ending`` or ``_joins``, and this list a new line."""
+    """A new rule needs a test here or in one of ``test_verify_*``, and this list a new line."""
     assert [rule.__name__ for rule in RULES] == [
         "_fits_plan",
         "_computes_once",
@@ -412,6 +412,10 @@ def test_every_rule_is_broken_by_a_test() -> None:
         "ends_once",
         "ends_in_order",
         "meets_in_one_order",
+        "streams_are_supported",
+        "reads_the_right_version",
+        "updates_in_order",
+        "reads_what_is_there",
         "_sends_what_was_made",
         "_posts_before_reading",
         "_frees_after_last_use",

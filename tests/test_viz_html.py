@@ -548,3 +548,12 @@ def test_nothing_is_cut_off_in_a_narrow_window(open_page: Open, width: int) -> N
     words = page.evaluate("() => shortened(timelines[0].summary, 200)")
     assert words.endswith("…")
     assert page.evaluate("(words) => ctx.measureText(words).width", words) <= 200
+
+
+@in_browser
+def test_versions_are_told_where_there_is_no_flush(open_page: Open) -> None:
+    timeline = played(make_schedule("pipedream", 3, 6))
+    page = open_page({"pipedream": timeline})
+    forward = next(e for e in timeline.computes.of_rank(0) if e.instruction.microbatch == 4)
+    card = hover(page, lane(0, (forward.start + forward.end) / 2))
+    assert card[0] == "forward of microbatch 4, reads version 2 of the weights"

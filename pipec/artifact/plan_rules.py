@@ -123,7 +123,8 @@ def _links(plan: Plan) -> Iterator[str]:
         if link.source not in stages or link.target not in ((-1,) if is_result else stages):
             yield f"{format_link(link)} leads from or to a stage that is not there"
     yield from _repeated(map(format_link, plan.links), "its links")
-    produced = [value.name for link in plan.links if link.payload is Payload.RESULT for value in link.values]
+    returned = (Payload.RESULT, Payload.OUTCOME)
+    produced = [value.name for link in plan.links if link.payload in returned for value in link.values]
     yield from _strangers(plan.outputs, produced, "it returns", "what its stages send as results")
 
 

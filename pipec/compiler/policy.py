@@ -8,7 +8,9 @@ from pathlib import Path
 
 from pipec.errors import InputError, PlanError
 from pipec.ir import Placement, Schedule
+from pipec.programs.fold import num_to_lower
 from pipec.schedules import (
+    ASYNCHRONOUS,
     SCHEDULES,
     SEARCHED,
     Workload,
@@ -53,13 +55,18 @@ class SchedulePolicy:
         return isinstance(self.choice, str)
 
     @property
+    def is_asynchronous(self) -> bool:
+        """Whether mini-batches follow each other without a flush."""
+        return self.choice in ASYNCHRONOUS
+
+    @property
     def total_ranks(self) -> int:
         """The ranks of all replicas."""
         return self.num_ranks * self.replicas if isinstance(self.replicas, int) else sum(self.replicas)
 
     def other_replicas(self) -> list[int]:
         """The other numbers of replicas that the ranks can be divided into, if the choice serves for any."""
-        ranks = self.total_ranks if self.is_named else 0
+        ranks = self.total_ranks if self.is_named and not self.is_asynchronous else 0
         return [n for n in range(1, ranks + 1) if ranks % n == 0 and n != self.replicas]
 
     def with_replicas(self, replicas: Replicas) -> "SchedulePolicy":
@@ -82,6 +89,8 @@ class SchedulePolicy:
         Raises:
             InputError: the schedule can do with none of them.
         """
+        if self.choice in ASYNCHRONOUS:
+            return [ASYNCHRONOUS[str(self.choice)].per_batch(self.num_ranks)]
         share = self.replicas if isinstance(self.replicas, int) else 1
         rows, ranks = max(1, batch // share), self.total_ranks // share
         worthwhile = [usual_microbatches(rows, ranks), *counts_to_try(rows, ranks)]
@@ -132,6 +141,8 @@ class SchedulePolicy:
 
     def forwards(self, num_microbatches: int, placement: Placement) -> Schedule:
         """What an evaluation runs. A search concerns backwards, so a simple order serves in its place."""
+        if self.is_asynchronous:
+            return forward_only(one_f_one_b(self.num_ranks, num_microbatches))
         if not (isinstance(self.choice, str) and self.choice in SEARCHED):
             return forward_only(self._fixed(num_microbatches))
         simple = (
@@ -158,7 +169,10 @@ class SchedulePolicy:
         return self._replicated(self._of_one, num_microbatches)
 
     def _of_one(self, num_microbatches: int) -> Schedule:
-        """The schedule of one pipeline."""
+        """The schedule of one pipeline. One without a flush is for as many mini-batches as are lowered."""
+        if self.choice in ASYNCHRONOUS:
+            num_batches = num_to_lower(self.num_ranks, num_microbatches) // num_microbatches
+            return ASYNCHRONOUS[str(self.choice)].of_batches(self.num_ranks, num_microbatches, num_batches)
         if isinstance(self.choice, str):
             return make_schedule(self.choice, self.num_ranks, num_microbatches)
         return custom_schedule(self.choice, self.num_ranks, num_microbatches)
@@ -216,6 +230,12 @@ def policy_for(
         InputError: the choice is no schedule, or cannot have so many stages or replicas on these ranks.
     """
     one = SchedulePolicy(choice, num_ranks)
+    if one.is_asynchronous and (stages not in (None, num_ranks) or replicas != 1):
+        asked = f"stages={stages}" if replicas == 1 else f"replicas={replicas!r}"
+        raise InputError(
+            f"schedule {choice!r} runs each stage on one rank, but {asked} on {num_ranks} ranks asks for "
+            "replicas; leave it out, or take schedule='1f1b'"
+        )
     if stages is not None:
         policy = _with_stages(one, stages)
         if replicas not in (1, policy.replicas):
@@ -271,6 +291,28 @@ _ROWS_FOR_ANY = 1024
 """Rows of a batch that is large enough for every schedule to have its usual number of microbatches."""
 
 
+def check_updates(policy: SchedulePolicy, updates: bool, shard: str | None, batch: str) -> None:
+    """Raise InputError if a schedule without a flush is to do what needs one."""
+    if not policy.is_asynchronous:
+        return
+    name = f"schedule {policy.choice!r}"
+    if not updates:
+        raise InputError(
+            f"{name} updates each stage after every mini-batch, and so makes the updates itself; pass "
+            "optimizer=..., such as functools.partial(torch.optim.AdamW, lr=1e-3), or take schedule='1f1b'"
+        )
+    if shard is not None:
+        raise InputError(
+            f"{name} runs each stage on one rank, so that shard={shard!r} finds no replicas to divide state "
+            "among; leave it out, or take schedule='1f1b'"
+        )
+    if batch != "same":
+        raise InputError(
+            f"{name} lets ranks read batches ahead of each other, each its own, but batch is {batch!r}; pass "
+            "the same batches on every rank, or take schedule='1f1b'"
+        )
+
+
 def check_choice(policy: SchedulePolicy, num_microbatches: int | None) -> int | None:
     """The number of microbatches that was asked for, or that a file of orders sets.
 
@@ -280,6 +322,8 @@ def check_choice(policy: SchedulePolicy, num_microbatches: int | None) -> int | 
     choice = policy.choice
     if isinstance(choice, Path) and num_microbatches is None:
         return custom_schedule(choice, policy.num_ranks, None).num_microbatches
-    if isinstance(choice, str) and choice not in SEARCHED:
+    if policy.is_asynchronous:
+        policy.placements([num_microbatches or policy.counts(_ROWS_FOR_ANY)[0]])
+    elif isinstance(choice, str) and choice not in SEARCHED:
         policy.placements([num_microbatches or 2 * policy.total_ranks])
     return num_microbatches

@@ -12,10 +12,10 @@ from pipec.codegen.title import stage_title
 from pipec.compiler import pass_list
 from pipec.compiler.checks import check_rounds
 from pipec.compiler.pass_list import CompilerOptions
-from pipec.errors import PipecError
+from pipec.errors import InputError, PipecError
 from pipec.graph import TrainingGraph, copy_graph
 from pipec.graph.functions import StageFunctions, stage_functions
-from pipec.ir import Ending, Phase, Placement, Plan, Program, Schedule, Shard, rank_of
+from pipec.ir import Ending, Payload, Phase, Placement, Plan, Program, Schedule, Shard, rank_of
 from pipec.ir.columns import PHASE_CODE, Cells
 from pipec.ir.text import value_bytes
 from pipec.passes import Observer, Pass, run_passes
@@ -24,9 +24,10 @@ from pipec.passes.dump import requested_dumps
 from pipec.plan.buckets import in_parts
 from pipec.plan.build import Names, build_plan, stage_cost
 from pipec.plan.memory import RankMemory, rank_memory
-from pipec.plan.predictions import simulate_plan
+from pipec.plan.predictions import simulate_plan, step_seconds
 from pipec.plan.updates import with_updates
 from pipec.plan.values import value_of
+from pipec.programs.fold import fold
 from pipec.programs.lower import lower
 from pipec.programs.verify import verify_plan
 from pipec.schedules import Workload, on_ranks
@@ -189,14 +190,19 @@ class StagedGraph:
     def _try(self, schedule: Schedule, size: int, ending: Ending) -> Trial:
         check_rounds(self.graph, schedule.placement, schedule.num_microbatches)
         placed = on_ranks(schedule, self.graph.ranks) if self.graph.ranks else schedule
-        plan, stages = self._plan(placed, size, ending)
+        plan, stages = self._plan(placed, size, replace(ending, stream=placed.stream))
+        if placed.stream:
+            _refuse_tied(plan)
         recompute = [stage.index for stage in plan.stages if stage.recompute]
-        programs = lower(placed, plan.links, recompute, plan.ending, plan.parts, plan.joins)
+        if placed.stream:
+            programs = fold(placed, plan.links, recompute, plan.ending)
+        else:
+            programs = lower(placed, plan.links, recompute, plan.ending, plan.parts, plan.joins)
         verify_plan(plan, programs)
         memory = rank_memory(plan, programs)
         devices = self.options.topology.devices
         excess = [max(0.0, need.total - devices[rank].memory_bytes) for rank, need in enumerate(memory)]
-        seconds = simulate_plan(plan, programs).makespan
+        seconds = step_seconds(simulate_plan(plan, programs))
         return Trial(self, schedule, stages, plan, programs, seconds, memory, excess)
 
     def _plan(self, schedule: Schedule, size: int, ending: Ending) -> tuple[Plan, Sequence[StageFunctions]]:
@@ -218,8 +224,8 @@ class StagedGraph:
             plan = build_plan(self.graph, stages, self.names, schedule, size, topology, ending)
             self._plans[key] = self._with_updates(plan), stages
         plan, stages = self._plans[key]
-        named = replace(plan, schedule=schedule.name, num_microbatches=schedule.num_microbatches)
-        return named, stages
+        count = schedule.stream.microbatches if schedule.stream else schedule.num_microbatches
+        return replace(plan, schedule=schedule.name, num_microbatches=count), stages
 
     def _with_updates(self, plan: Plan) -> Plan:
         if not (plan.ending.updates and self.options.optimizer):
@@ -239,6 +245,18 @@ class StagedGraph:
     def _remember_cut(self, position: int, transform: Pass, graph: TrainingGraph, seconds: float) -> None:
         if transform is self._cut:
             self._assignment = AssignStages.of(graph)
+
+
+def _refuse_tied(plan: Plan) -> None:
+    """Refuse weights that several stages use, of which each would have another version."""
+    for link in plan.links:
+        if link.payload is Payload.WEIGHT:
+            name, stages = link.values[0].name, f"{link.source} and {link.target}"
+            raise InputError(
+                f"{name} is tied: stages {stages} use it, and without a flush they would use different "
+                "versions of it. Take a schedule with a flush, such as schedule='1f1b'; or give each use a "
+                "parameter of its own before you compile"
+            )
 
 
 def _splits_backward(schedule: Schedule) -> bool:

@@ -5,7 +5,8 @@ Read it in the order in which data flows: the ``values`` of a cut graph and the 
 instructions that each rank executes, ``ending``, what it does besides microbatches, and ``memory``, what a
 stage holds meanwhile. ``columns`` holds long runs of cells and instructions as numbers, ``text`` writes
 programs and quantities down and reads programs back, ``batch`` says how a mini-batch is split, and
-``sharding`` how parameters are divided among replicas.
+``sharding`` how parameters are divided among replicas. ``stream`` says which versions of weights are used
+where mini-batches follow each other without a flush, and ``rounds`` what the programs of these are.
 """
 
 from pipec.ir.ending import NOTHING_MORE, Bucket, Ending, Shard
@@ -24,6 +25,7 @@ from pipec.ir.schedule import (
     unreplicated,
 )
 from pipec.ir.sharding import Piece, Sharding
+from pipec.ir.stream import Stream, Versions
 from pipec.ir.values import (
     GRADIENT_PHASES,
     Dim,

@@ -25,8 +25,8 @@ PHASES: Sequence[Phase] = tuple(Phase)
 OPS: Sequence[Op] = tuple(Op)
 PHASE_CODE: Mapping[Phase, int] = {phase: code for code, phase in enumerate(PHASES)}
 OP_CODE: Mapping[Op, int] = {op: code for code, op in enumerate(OPS)}
-NUM_COLUMNS = 9
-"""Of instructions."""
+NUM_COLUMNS, PART = 10, 7
+"""Of instructions: how many, and which has the parts of phases."""
 
 
 def _having(trait: Callable[[Traits], bool]) -> NDArray[np.bool_]:
@@ -130,7 +130,7 @@ class Cells(_Columns[Compute]):
 
 
 class Instructions(_Columns[Instruction]):
-    """What a rank executes: columns of op, stage, microbatch, link, peer, slot, bucket, part and join.
+    """What a rank executes: columns of op, stage, microbatch, link, peer, slot, bucket, part, join, version.
 
     ``link`` is an index into ``links``, or -1.
     """
@@ -156,6 +156,7 @@ class Instructions(_Columns[Instruction]):
                 each.bucket,
                 each.part,
                 each.join,
+                each.version,
             )
             for each in instructions
         ]
@@ -223,7 +224,11 @@ class Instructions(_Columns[Instruction]):
 
     @property
     def parts(self) -> Ints:
-        return self._column(7)
+        return self._column(PART)
+
+    @property
+    def versions(self) -> Ints:
+        return self._column(PART + 2)
 
     @property
     def joins(self) -> Ints:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from pipec.ir.stream import Stream
 from pipec.ir.values import Value
 
 
@@ -53,6 +54,7 @@ class Ending:
     buffers that their forwards changed. If the program ``updates``, the optimizer is a part of it; if it
     ``clips``, the norm of all gradients is known before. ``shard`` is what replicas keep a share of.
     Gradients travel between replicas in ``gradient_dtype``, torch's name of it, or in their own if it is "".
+    With a ``stream``, steps follow each other without a flush: each stage then updates, and clips, by itself.
     """
 
     buckets: tuple[Bucket, ...] = ()
@@ -61,6 +63,7 @@ class Ending:
     clips: bool = False
     shard: Shard | None = None
     gradient_dtype: str = ""
+    stream: Stream | None = None
 
     def reduces_each_round(self, bucket: Bucket) -> bool:
         """Whether gradients are summed after each round, a microbatch of each replica, or at the end."""

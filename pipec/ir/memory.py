@@ -13,6 +13,7 @@ class StageMemory:
     field         of each         from                       to
     ============= =============== ========================== ==============================================
     ``weights``   stage           the start of the step      the end of the step
+    ``versions``  stage           the start of the step      the end of the step
     ``gradients`` stage           the start of the step      the end of the step
     ``state``     stage           the start of the step      the end of the step
     ``saved``     microbatch      the start of its forward   the end of its input gradient or whole backward
@@ -22,8 +23,9 @@ class StageMemory:
     ============= =============== ========================== ==============================================
 
     ``transient`` is the most that any phase function of the stage holds besides the rest while it runs.
-    ``state`` is that of the optimizer, if the program updates. Where replicas hold shares of a stage, these
-    figures are those of the replica that holds most.
+    ``state`` is that of the optimizer, if the program updates. ``versions`` are those of the weights besides
+    the latest that microbatches in flight still read, where there is no flush. Where replicas hold shares of
+    a stage, these figures are those of the replica that holds most.
     """
 
     weights: float = 0
@@ -33,11 +35,12 @@ class StageMemory:
     transient: float = 0
     replayed: float = 0
     state: float = 0
+    versions: float = 0
 
     @property
     def static(self) -> float:
         """What the stage holds during the whole step."""
-        return self.weights + self.gradients + self.state
+        return self.weights + self.versions + self.gradients + self.state
 
     def divided(self, num_parts: int) -> "StageMemory":
         """One of equal parts of the stage."""

@@ -118,6 +118,10 @@ class Instruction:
 
     A compute runs its phase as a whole if ``part`` is -1, and only that part of it otherwise. What the phase
     sends leaves when all parts are over, and what it receives is there before the first.
+
+    Where steps follow each other without a flush, ``version`` is that of the weights: the one that a compute
+    reads, or the one that an update makes. An update then belongs to the last of the microbatches whose
+    gradients it uses.
     """
 
     op: Op
@@ -129,6 +133,7 @@ class Instruction:
     bucket: int = -1
     part: int = -1
     join: int = -1
+    version: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +159,12 @@ Joins = Mapping[int, Sequence[Join]]
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What one rank executes in one step. Every peer, slot and microbatch is resolved."""
+    """What one rank executes in one step. Every peer, slot and microbatch is resolved.
+
+    If it has a ``period``, it is the round of a program without end: it is executed again and again, each
+    time for microbatches that are so many further. See ``pipec.ir.rounds``.
+    """
 
     rank: int
     instructions: Sequence[Instruction]
+    period: int = 0

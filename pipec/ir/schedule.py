@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from pipec.ir.stream import Stream
 from pipec.ir.values import Phase
 
 Placement = tuple[tuple[int, ...], ...]
@@ -50,12 +51,16 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What each rank computes, in order, before communication is added. ``orders[rank]`` are its cells."""
+    """What each rank computes, in order, before communication is added. ``orders[rank]`` are its cells.
+
+    With a ``stream``, the microbatches are those of several mini-batches that follow each other.
+    """
 
     name: str
     num_microbatches: int
     placement: Placement
     orders: tuple[Sequence[Compute], ...]
+    stream: Stream | None = None
 
     @property
     def num_ranks(self) -> int:

@@ -232,7 +232,8 @@ def format_program(program: Program) -> str:
 
 
 def _heading(program: Program) -> str:
-    return f"rank {program.rank}: {len(program.instructions)} instructions"
+    again = f", again every {program.period} mb" if program.period else ""
+    return f"rank {program.rank}: {len(program.instructions)} instructions{again}"
 
 
 def instruction_lines(program: Program) -> list[str]:
@@ -255,6 +256,7 @@ def _fields(number: int, instruction: Instruction) -> tuple[str, ...]:
         _unless_absent("slot", instruction.slot),
         _unless_absent("bucket", instruction.bucket),
         _unless_absent("join", instruction.join),
+        _unless_absent("version", instruction.version),
     )
 
 
@@ -268,7 +270,7 @@ def _aligned(row: Iterable[str], widths: Sequence[int]) -> str:
     return "  ".join([number.rjust(widths[0]), *cells]).rstrip()
 
 
-_HEADING = re.compile(r"rank (\d{1,9}): (\d{1,9}) instructions")
+_HEADING = re.compile(r"rank (\d{1,9}): (\d{1,9}) instructions(?:, again every ([1-9]\d{0,8}) mb)?")
 _LINE = re.compile(
     rf" *(?P<number>\d{{1,9}})  +(?P<op>{'|'.join(Op)})"
     r"(?:  +stage (?P<stage>\d{1,9}))?"
@@ -279,6 +281,7 @@ _LINE = re.compile(
     r"(?:  +slot (?P<slot>\d{1,9}))?"
     r"(?:  +bucket (?P<bucket>\d{1,9}))?"
     r"(?:  +join (?P<join>\d{1,9}))?"
+    r"(?:  +version (?P<version>\d{1,9}))?"
 )
 
 
@@ -292,11 +295,12 @@ def parse_program(text: str, links: Iterable[Link]) -> Program:
     match = _HEADING.fullmatch(heading)
     if not match:
         raise _unexpected(1, heading, "a line such as 'rank 0: 12 instructions'")
-    rank, count = map(int, match.groups())
+    rank, count, period = (int(number or 0) for number in match.groups())
     if len(lines) != count:
         raise _unexpected(1, heading, f"{len(lines)} instructions, as many as lines follow")
     by_label = {format_link(link): link for link in links}
-    return Program(rank, tuple(_parse_line(number, line, by_label) for number, line in enumerate(lines)))
+    instructions = tuple(_parse_line(number, line, by_label) for number, line in enumerate(lines))
+    return Program(rank, instructions, period)
 
 
 def _parse_line(number: int, line: str, links: Mapping[str, Link]) -> Instruction:
@@ -305,7 +309,8 @@ def _parse_line(number: int, line: str, links: Mapping[str, Link]) -> Instructio
         raise _unexpected(
             number + 2,
             line,
-            "'NUMBER  OP  [stage S]  [mb M]  [part P]  [LINK]  [to rank R]  [slot N]  [bucket K]  [join J]'",
+            "'NUMBER  OP  [stage S]  [mb M]  [part P]  [LINK]  [to rank R]  [slot N]  [bucket K]  "
+            "[join J]  [version V]'",
         )
     if match["link"] and match["link"] not in links:
         raise _unexpected(number + 2, line, f"a link of the plan: {'; '.join(links) or 'it has none'}")
@@ -318,7 +323,7 @@ def _parse_line(number: int, line: str, links: Mapping[str, Link]) -> Instructio
     return instruction
 
 
-_NUMBERS = ("stage", "mb", "peer", "slot", "bucket", "part", "join")
+_NUMBERS = ("stage", "mb", "peer", "slot", "bucket", "part", "join", "version")
 
 
 def _unexpected(line_number: int, line: str, expected: str) -> ArtifactError:

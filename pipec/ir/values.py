@@ -45,17 +45,18 @@ class Mode(StrEnum):
 
 
 class Payload(StrEnum):
-    """What a link carries. The first two move once per microbatch, the others once per step."""
+    """What a link carries. The first three move once per microbatch, the others once per step."""
 
     ACTIVATION = "activation"
     GRADIENT = "gradient"
+    OUTCOME = "outcome"
     WEIGHT = "weight"
     WEIGHT_GRADIENT = "weight_gradient"
     RESULT = "result"
 
     @property
     def per_microbatch(self) -> bool:
-        return self in (Payload.ACTIVATION, Payload.GRADIENT)
+        return self in (Payload.ACTIVATION, Payload.GRADIENT, Payload.OUTCOME)
 
     @property
     def producers(self) -> tuple[Phase, ...]:
@@ -64,7 +65,7 @@ class Payload(StrEnum):
         Weights have none, they are there at first.
         """
         match self:
-            case Payload.ACTIVATION | Payload.RESULT:
+            case Payload.ACTIVATION | Payload.OUTCOME | Payload.RESULT:
                 return (Phase.FORWARD,)
             case Payload.GRADIENT:
                 return (Phase.BACKWARD, Phase.BACKWARD_INPUT)
@@ -79,7 +80,7 @@ class Payload(StrEnum):
         match self:
             case Payload.ACTIVATION | Payload.WEIGHT:
                 return (Phase.FORWARD,)
-            case Payload.GRADIENT:
+            case Payload.GRADIENT | Payload.OUTCOME:
                 return (Phase.BACKWARD, Phase.BACKWARD_INPUT)
             case Payload.WEIGHT_GRADIENT | Payload.RESULT:
                 return ()
@@ -119,7 +120,8 @@ class Link:
 
     ``WEIGHT`` links lend a tied parameter from the stage that owns it to a stage that borrows it,
     ``WEIGHT_GRADIENT`` links bring its gradient home; ``RESULT`` links carry the loss or the outputs
-    of ``source`` to every other rank, and have ``target`` -1.
+    of ``source`` to every other rank, and have ``target`` -1. Where steps follow each other without a flush,
+    ``OUTCOME`` links carry those of each microbatch to every other stage.
     """
 
     source: int

@@ -16,12 +16,13 @@ from pipec.ir.arguments import check_arguments
 from pipec.pipeline.methods import METHODS
 from pipec.runtime.execution import Ranks
 from pipec.runtime.facts import listed
-from pipec.runtime.handle import Handle, holders, homes
+from pipec.runtime.handle import holders, homes
 from pipec.runtime.holder import Emptied, ModelTensors, fill, forget, hold, put_back
+from pipec.runtime.streams import Streams
 from pipec.runtime.updates import Updates
 
 
-class HeldModel(Handle):
+class HeldModel(Streams):
     """Holds the very tensors of the compiler's model, and follows where the model is given others.
 
     Under ``torchrun`` it empties those that are needed in other processes alone.

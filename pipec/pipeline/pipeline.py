@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,15 @@ from pipec.pipeline.turns import Asked
 from pipec.plan.local_batch import check_local_batch
 from pipec.plan.predictions import simulate_plan
 from pipec.plan.tables import ReadablePlan
+from pipec.runtime.batches import Given
 from pipec.runtime.execution import Ranks
+from pipec.runtime.flow import CompiledStream
 from pipec.runtime.holder import Emptied, ModelTensors, forget
+from pipec.runtime.outcomes import StreamBatch
 from pipec.runtime.results import join
 from pipec.runtime.span import Span
+from pipec.runtime.stream_execution import StreamExecution
+from pipec.runtime.streams import Begun, nothing
 from pipec.runtime.updates import Updates
 from pipec.runtime.weights import MicrobatchWeight, loss_shares
 from pipec.timeline.events import Timeline
@@ -85,8 +91,8 @@ class Pipeline(CheckpointedModel):
         """
         return self._train(self._agreed(Asked("step", Mode.TRAIN, outputs), args, kwargs, target))
 
-    def _train(self, turn: Turn) -> Any:
-        loss = self._loss(turn)
+    def _train(self, turn: Turn, begun: Begun = nothing) -> Any:
+        loss = self._loss(turn, begun)
         self._num_steps += 1
         self._count_update()
         return loss
@@ -141,10 +147,48 @@ class Pipeline(CheckpointedModel):
         results = self._run(turn)
         return _output(compiled, results, compiled.artifact.plan.outputs)
 
-    def _loss(self, turn: Turn) -> Any:
+    @property
+    def _takes_target(self) -> bool:
+        return self._compiler.loss_fn is not None
+
+    @property
+    def _overlaps_steps(self) -> bool:
+        return self._compiler.autotuner.policy.is_asynchronous
+
+    def _compiled_for(self, given: Given) -> CompiledStream:
+        turn = self._agreed_batch(given)
+        groups = self._compiled(turn)
+        execution = self._execution(groups[0][0].artifact)
+        assert isinstance(execution, StreamExecution), "a schedule without a flush has programs without end"
+        if len(groups) > 1:
+            raise InputError(
+                "the microbatches of a mini-batch are compiled apart, because the model makes a constant of "
+                "their rows, so that they make no stream; pass batches that divide evenly"
+            )
+        if groups[0][0].artifact.draws:
+            torch.default_generator.set_state(turn.random_state)
+
+        kind, variables = turn.signature.kind, turn.signature.kind.variables
+
+        def split(given: Given) -> StreamBatch | None:
+            call = self._checked(Mode.TRAIN, given.args, dict(given.kwargs), given.target)
+            if call.batch_size != turn.call.batch_size or call.signature(variables) != kind.called:
+                return None
+            if variable_values(variables, call.leaves) != variable_values(variables, turn.call.leaves):
+                return None
+            (span,) = self._spans(replace(turn, call=call), [groups[0][1]])
+            return execution.batch(call.leaves, span)
+
+        return CompiledStream(execution, turn.seed, split, functools.partial(self._is_right, turn.signature))
+
+    def _stream_step(self, given: Given, begun: Begun) -> Tensor:
+        loss: Tensor = self._train(self._agreed_batch(given), begun)
+        return loss
+
+    def _loss(self, turn: Turn, begun: Begun = nothing) -> Any:
         """The loss of a step, and if it was asked for, the model's output. The logs are kept."""
         compiled = self._compiled(turn)[0][0]
-        results, plan = self._run(turn), compiled.artifact.plan
+        results, plan = self._run(turn, begun), compiled.artifact.plan
         self.logs = {name: results[kept] for name, kept in zip(plan.logs, plan.outputs[1:], strict=False)}
         loss = results["loss"]
         if not turn.signature.kind.outputs:
@@ -297,16 +341,17 @@ class Pipeline(CheckpointedModel):
         self._served = {served for served in self._served if served[0] in kept}
         return groups
 
-    def _run(self, turn: Turn) -> dict[str, Tensor]:
+    def _run(self, turn: Turn, begun: Begun = nothing) -> Mapping[str, Tensor]:
         groups = self._compiled(turn)
         if any(compiled.artifact.draws for compiled, _ in groups):
             torch.default_generator.set_state(turn.random_state)
+        begun()
         if turn.signature.kind.mode is Mode.TRAIN:
             return self._run_groups(turn, groups)
         with self._gathered():
             return self._run_groups(turn, groups)
 
-    def _run_groups(self, turn: Turn, groups: Groups) -> dict[str, Tensor]:
+    def _run_groups(self, turn: Turn, groups: Groups) -> Mapping[str, Tensor]:
         executions = [self._execution(compiled.artifact) for compiled, _ in groups]
         spans = self._spans(turn, [sizes for _, sizes in groups])
         recorded = self._recorded if turn.signature.kind.mode is Mode.TRAIN else None

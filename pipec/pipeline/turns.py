@@ -25,6 +25,7 @@ from pipec.ir import Mode
 from pipec.pipeline.held import HeldModel
 from pipec.runtime.agreement import Presence, Told
 from pipec.runtime.batch import dense
+from pipec.runtime.batches import Given
 from pipec.runtime.execution import Ranks
 from pipec.runtime.facts import Facts, differences, leaf_fact, tensor_kind
 from pipec.runtime.holder import ModelTensors
@@ -91,6 +92,7 @@ class TurnTaker(HeldModel):
         A rank that cannot use its arguments raises only when the others know. The seed, and the decision
         whether what was compiled is still right, are rank 0's.
         """
+        self.drain()
         if not self._ranks.world.distributed:
             self._follow_model()
             call = self._checked(asked.mode, args, kwargs, target)
@@ -105,6 +107,23 @@ class TurnTaker(HeldModel):
             except PipecError as error:
                 refusal = error
         return self._together(asked, call, refusal)
+
+    def _agreed_batch(self, given: Given) -> Turn:
+        """The step that all ranks make with a batch of a stream."""
+        return self._agreed(Asked("step", Mode.TRAIN), given.args, dict(given.kwargs), given.target)
+
+    def _agree_to_end(self, why: str) -> None:
+        self._require_same("step", {"batches": why})
+
+    def _facts_of(self, given: Given) -> Facts:
+        call = self._checked(Mode.TRAIN, given.args, dict(given.kwargs), given.target)
+        return _facts_of_batch(call, Asked("step", Mode.TRAIN))
+
+    def _is_right(self, signature: Signature) -> bool:
+        """Whether what was compiled is right for the model as it is; rank 0 alone has guards."""
+        if self._replaced() or self._state(Mode.TRAIN) != signature.kind.state:
+            return False
+        return self._ranks.world.rank != 0 or self._compiler.version(signature.kind) == signature.version
 
     @property
     def _passes(self) -> bool:

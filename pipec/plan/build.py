@@ -52,7 +52,7 @@ def build_plan(
     links = (
         *_message_links(graph, stages, names),
         *_tied_links(graph, stages, owners),
-        *_result_links(graph, stages, names),
+        *_result_links(graph, stages, names, schedule.stream is not None and len(stages) > 1),
     )
     parameters = _held(graph, (node for stage in stages for node in stage.parameters))
     values = {value.name: value for value in parameters}
@@ -263,12 +263,18 @@ def _tied_links(
                     yield Link(stage.index, owners[fqn], Payload.WEIGHT_GRADIENT, (value,))
 
 
-def _result_links(graph: TrainingGraph, stages: Sequence[StageFunctions], names: Names) -> Iterator[Link]:
+def _result_links(
+    graph: TrainingGraph, stages: Sequence[StageFunctions], names: Names, streams: bool
+) -> Iterator[Link]:
+    """The links of a step's results to all other ranks; in a stream, to all other stages."""
     for stage in stages:
         nodes = [node for function in stage.functions for node in dict.fromkeys(function.outputs)]
-        if nodes:
-            values = tuple(_result(graph, node, names[node]) for node in nodes)
+        values = tuple(_result(graph, node, names[node]) for node in nodes)
+        if values and not streams:
             yield Link(stage.index, -1, Payload.RESULT, values)
+        for other in stages if values and streams else ():
+            if other is not stage:
+                yield Link(stage.index, other.index, Payload.OUTCOME, values)
 
 
 def _result(graph: TrainingGraph, node: fx.Node, name: str) -> Value:

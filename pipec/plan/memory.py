@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pipec.ir import Placement, Plan, Program, StageMemory, stages_on
 from pipec.ir.columns import Instructions
 from pipec.ir.text import format_bytes
+from pipec.programs.fold import excerpt
 from pipec.programs.memory import held
 
 
@@ -14,9 +15,9 @@ from pipec.programs.memory import held
 class RankMemory:
     """Bytes of one rank at the compute that needs most.
 
-    ``static`` are weights, the sums of their gradients and optimizer state, ``saved`` is what the
-    ``in_flight`` pairs of stage and microbatch hold, ``transient`` what the compute itself holds while it
-    runs.
+    ``static`` are weights, in all versions that are held at a time, the sums of their gradients and optimizer
+    state, ``saved`` is what the ``in_flight`` pairs of stage and microbatch hold, ``transient`` what the
+    compute itself holds while it runs.
     """
 
     static: float
@@ -31,7 +32,7 @@ class RankMemory:
 
 def rank_memory(plan: Plan, programs: Sequence[Program]) -> list[RankMemory]:
     """What each rank needs; ``StageMemory`` says what is counted."""
-    return [_memory_of(plan, program) for program in programs]
+    return [_memory_of(plan, program) for program in excerpt(programs, len(plan.stages))]
 
 
 def _memory_of(plan: Plan, program: Program) -> RankMemory:

@@ -5,21 +5,30 @@ from dataclasses import replace
 
 from pipec.ir import Op, Plan, Program
 from pipec.plan.memory import rank_memory
+from pipec.programs.fold import excerpt
 from pipec.timeline.events import Timeline
 from pipec.timeline.simulate import Costs, simulate
+from pipec.timeline.steady import steady_state
 
 
 def simulate_plan(plan: Plan, programs: Sequence[Program]) -> Timeline:
-    """The programs played against the plan's costs."""
+    """The programs played against the plan's costs. Those without end are played for some mini-batches."""
     compute = {(s.index, phase): time for s in plan.stages for phase, time in s.cost.seconds.items()}
     messages = dict(zip(plan.links, plan.link_seconds, strict=True))
     endings = _collectives(plan)
     for stage in plan.stages:
         endings[Op.UPDATE, stage.index, -1] = stage.cost.update_seconds
+    played = excerpt(programs, len(plan.stages))
     joins = {(s.index, number): join.seconds for s in plan.stages for number, join in enumerate(s.joins)}
     parts = {(s.index, phase): shares for s in plan.stages for phase, shares in s.parts.items()}
-    timeline = simulate(programs, Costs(compute, messages, endings=endings, parts=parts, joins=joins))
+    timeline = simulate(played, Costs(compute, messages, endings=endings, parts=parts, joins=joins))
     return replace(timeline, ending=plan.ending)
+
+
+def step_seconds(timeline: Timeline) -> float:
+    """How long a step takes; in a stream, from one mini-batch to the next."""
+    steady = steady_state(timeline)
+    return steady.seconds if steady else timeline.makespan
 
 
 def collective_seconds(plan: Plan, programs: Sequence[Program]) -> float:
@@ -42,8 +51,10 @@ def _collectives(plan: Plan) -> dict[tuple[Op, int, int], float]:
 def predicted(plan: Plan, programs: Sequence[Program]) -> dict[str, object]:
     """What the plan's costs say about a step: seconds, the bubble's share, peak bytes of each rank."""
     timeline = simulate_plan(plan, programs)
+    steady = steady_state(timeline)
     return {
         "makespan": timeline.makespan,
         "bubble_rate": timeline.bubble_rate,
+        **({"steady": {"time": steady.seconds, "bubble_rate": steady.bubble_rate}} if steady else {}),
         "peak_bytes": [need.total for need in rank_memory(plan, programs)],
     }

@@ -15,6 +15,7 @@ from pipec.plan.memory import rank_memory
 from pipec.plan.predictions import simulate_plan
 from pipec.timeline.attribution import critical_path, path_times, waits
 from pipec.timeline.events import Timeline
+from pipec.timeline.steady import steady_state
 
 WIDTH = 240
 """Wide enough that no row is folded: a terminal folds it as it likes."""
@@ -116,7 +117,7 @@ def _predictions(plan: Plan, programs: Sequence[Program]) -> list[str]:
     needs = rank_memory(plan, programs)
     peaks = ", ".join(format_bytes(need.total) for need in needs)
     lines = [
-        f"step {format_seconds(timeline.makespan)}, bubble {timeline.bubble_rate:.1%}",
+        _pace(timeline),
         f"bounded by {_bounds(timeline)}",
         f"peak memory by rank, {_state_counted(plan)}: {peaks}",
     ]
@@ -125,6 +126,12 @@ def _predictions(plan: Plan, programs: Sequence[Program]) -> list[str]:
     if tied := [v.name for link in plan.links if link.payload is Payload.WEIGHT for v in link.values]:
         lines.append(f"tied across stages: {', '.join(tied)}")
     return lines
+
+
+def _pace(timeline: Timeline) -> str:
+    if steady := steady_state(timeline):
+        return f"a mini-batch every {format_seconds(steady.seconds)}, bubble {steady.bubble_rate:.1%}"
+    return f"step {format_seconds(timeline.makespan)}, bubble {timeline.bubble_rate:.1%}"
 
 
 def _inputs(plan: Plan) -> list[str]:

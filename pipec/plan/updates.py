@@ -51,7 +51,7 @@ def with_updates(plan: Plan, facts: OptimizerFacts, bytes_per_second: float) -> 
     """The plan with the memory and the seconds of its updates.
 
     An update reads parameters, gradients and state, and writes parameters and state. The device moves so many
-    ``bytes_per_second``.
+    ``bytes_per_second``. Without a flush, a stage also keeps what it trains in versions that are still read.
     """
     state = facts.state_bytes or {}
     shares = {
@@ -103,7 +103,9 @@ def _updated(
     own_state = kept + sum(share.state for share in divided.values())
     trained = stage.cost.memory.gradients - borrowed - sum(s.whole - s.own for s in divided.values())
     seconds = (3 * max(trained, 0) + 2 * own_state) / rate
-    cost = replace(stage.cost, memory=replace(memory, state=own_state), update_seconds=seconds)
+    behind = ending.stream.most_live(stage.index, len(plan.stages)) - 1 if ending.stream else 0
+    memory = replace(memory, state=own_state, versions=behind * max(trained, 0))
+    cost = replace(stage.cost, memory=memory, update_seconds=seconds)
     return replace(stage, cost=cost)
 
 

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from pipec.ir import Instruction, Kind, rank_of, stages_on
+from pipec.ir import Instruction, Kind, Op, rank_of, stages_on
 from pipec.ir.columns import Instructions, Ints
 from pipec.ir.text import format_link
-from pipec.programs import join_rules, meeting_rules
+from pipec.programs import join_rules, meeting_rules, versions
 from pipec.programs.routes import ends
 from pipec.programs.step_index import StepIndex
 
@@ -19,6 +19,8 @@ def misfits(step: StepIndex, rank: int, instruction: Instruction) -> Iterator[st
         return _transfer_misfits(step, rank, instruction)
     if traits.per_microbatch:
         return _cell_misfits(step, rank, instruction)
+    if step.ending.stream and instruction.op is Op.UPDATE:
+        return versions.misfits(step, rank, instruction)
     return meeting_rules.misfits(step, rank, instruction)
 
 

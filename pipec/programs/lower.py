@@ -38,13 +38,14 @@ from pipec.ir import (
     Value,
     stages_on,
 )
-from pipec.ir.columns import NUM_COLUMNS, OP_CODE, PHASE_CODE, Floats, Instructions, Ints
+from pipec.ir.columns import NUM_COLUMNS, OP_CODE, PART, PHASE_CODE, Floats, Instructions, Ints
 from pipec.programs.buffer_slots import number_slots
 from pipec.programs.dependence import Bools, Dependence
 from pipec.programs.meetings import Meeting, Meetings
 from pipec.programs.order_index import OrderIndex
 from pipec.programs.routes import Route, routes
 from pipec.programs.timing import Deadlock, Reads, run_cells
+from pipec.programs.versions import read_versions, updates
 
 
 def chain_links(num_stages: int, training: bool = True) -> tuple[Link, ...]:
@@ -89,7 +90,7 @@ def lower(
         leaving[each.route.source].append(each)
         if each.route.crosses_ranks:
             arriving[each.route.target].append(each)
-    meetings = Meetings(index, order.ends, links, ending).all()
+    meetings = [] if schedule.stream else Meetings(index, order.ends, links, ending).all()
     per_microbatch = np.array([*(link.payload.per_microbatch for link in links), False])
     programs = []
     for rank in range(schedule.num_ranks):
@@ -100,7 +101,7 @@ def lower(
             Kind.COLLECTIVE: _joined(
                 [_meetings(meetings, rank, Kind.COLLECTIVE), _joins(index, rank, joins or {})]
             ),
-            Kind.UPDATE: _meetings(meetings, rank, Kind.UPDATE),
+            Kind.UPDATE: _joined([_meetings(meetings, rank, Kind.UPDATE), _updates(index, rank)]),
             Kind.RELEASE: _joined([_frees(index, rank), _meetings(meetings, rank, Kind.RELEASE)]),
         }
         rows = _in_order(blocks)
@@ -255,12 +256,12 @@ def _computes(index: OrderIndex, rank: int, recompute: Collection[int]) -> _Bloc
     cells = index.cells[rank]
     ops = np.array([OP_CODE[Op(phase)] for phase in Phase], np.int32)[cells.phases]
     positions = np.arange(1, len(cells) + 1, dtype=np.int32)
-    parts = index.parts[rank]
-    computes = _block(positions, ops, cells.stages, cells.microbatches, -1, -1, -1, -1, parts)
+    parts, versions = index.parts[rank], read_versions(index.schedule)[cells.stages, cells.microbatches]
+    computes = _block(positions, ops, cells.stages, cells.microbatches, -1, -1, -1, -1, parts, -1, versions)
     needs_forward = np.isin(cells.phases, [PHASE_CODE[Phase.BACKWARD], PHASE_CODE[Phase.BACKWARD_INPUT]])
     replayed = np.flatnonzero(np.isin(cells.stages, list(recompute)) & needs_forward & (parts <= 0))
     replays = _Block(positions[replayed], computes.rows[:, replayed])
-    replays.rows[0], replays.rows[7] = OP_CODE[Op.RECOMPUTE], -1
+    replays.rows[0], replays.rows[PART] = OP_CODE[Op.RECOMPUTE], -1
     return _joined([replays, computes])
 
 
@@ -268,8 +269,15 @@ def _meetings(meetings: Sequence[Meeting], rank: int, kind: Kind) -> _Block:
     """The collectives, updates or releases that a rank takes part in."""
     own = [each for each in meetings if rank in each.positions and each.op.traits.kind is kind]
     positions = np.array([each.positions[rank] for each in own], np.int32)
-    columns = [(OP_CODE[each.op], each.stage, -1, -1, -1, -1, each.bucket, -1, -1) for each in own]
+    columns = [(OP_CODE[each.op], each.stage, -1, -1, -1, -1, each.bucket, -1, -1, -1) for each in own]
     return _block(positions, *np.array(columns, np.int32).reshape(-1, NUM_COLUMNS).T)
+
+
+def _updates(index: OrderIndex, rank: int) -> _Block:
+    """The updates of a rank where steps follow each other without a flush."""
+    found = np.array([*updates(index, rank)], np.int32).reshape(-1, 4)
+    positions, stages, microbatches, versions = found.T
+    return _block(positions, OP_CODE[Op.UPDATE], stages, microbatches, -1, -1, -1, -1, -1, -1, versions)
 
 
 def _joins(index: OrderIndex, rank: int, joins: Joins) -> _Block:

@@ -46,7 +46,7 @@ class Key(NamedTuple):
 
 def ending_numbers(step: StepIndex) -> Sequence[Mapping[Key, list[int]]]:
     """For each rank, the numbers of its instructions that do not belong to a microbatch or a link."""
-    codes = [OP_CODE[op] for op in _ENDING_OPS]
+    codes = [OP_CODE[op] for op in _ENDING_OPS if not (op is Op.UPDATE and step.ending.stream)]
     found = []
     for columns in step.columns:
         own: dict[Key, list[int]] = defaultdict(list)
@@ -78,7 +78,7 @@ def _expected(step: StepIndex, rank: int) -> Mapping[Key, int]:
     for stage in stages_on(step.placement, rank):
         if stage in ending.averaged:
             keys[Key(Op.AVERAGE_BUFFERS, stage)] = 1
-        if ending.updates:
+        if ending.updates and not ending.stream:
             keys[Key(Op.UPDATE, stage)] = 1
         rounds = ceil(step.num_microbatches / len(step.placement[stage]))
         for number in ending.buckets_of(stage):
@@ -88,7 +88,7 @@ def _expected(step: StepIndex, rank: int) -> Mapping[Key, int]:
                 keys |= {Key(op, stage, number): -1 for op in (Op.UNSHARD, Op.RESHARD)}
             elif ending.shard:
                 keys[Key(Op.UNSHARD, stage, number)] = 1
-    if ending.clips:
+    if ending.clips and not ending.stream:
         keys[Key(Op.NORM)] = 1
     return keys
 

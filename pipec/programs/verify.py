@@ -16,6 +16,7 @@ from pipec.ir import (
     Ending,
     Joins,
     Link,
+    Mode,
     Op,
     Parts,
     Payload,
@@ -26,8 +27,9 @@ from pipec.ir import (
     rank_of,
 )
 from pipec.ir.columns import OP_CODE, OPS, Instructions, Ints
+from pipec.ir.rounds import unrolled, window_of
 from pipec.ir.text import format_link, instruction_lines
-from pipec.programs import ending_rules, join_rules, meeting_rules, part_rules
+from pipec.programs import ending_rules, join_rules, meeting_rules, part_rules, versions
 from pipec.programs.counterexample import counterexample
 from pipec.programs.faults import Fault
 from pipec.programs.fields import first_of_each_kind, misfits
@@ -82,6 +84,9 @@ def verify_plan(plan: Plan, programs: Sequence[Program]) -> None:
         raise VerifyError(misfit)
     recompute = [stage.index for stage in plan.stages if stage.recompute]
     placement, links, count = plan.placement, plan.links, plan.num_microbatches
+    if plan.ending.stream is not None and plan.mode is Mode.TRAIN:
+        verify_rounds(programs, placement, links, recompute, plan.ending)
+        return
     verify_programs(
         programs,
         placement,
@@ -92,6 +97,37 @@ def verify_plan(plan: Plan, programs: Sequence[Program]) -> None:
         parts=plan.parts,
         joins=plan.joins,
     )
+
+
+def verify_rounds(
+    programs: Sequence[Program],
+    placement: Placement,
+    links: Sequence[Link],
+    recompute: Collection[int],
+    ending: Ending,
+) -> None:
+    """Prove that rounds are right for any number of mini-batches.
+
+    Microbatches that are a window apart are never on a rank at once. So whatever a rule compares is less than
+    that many microbatches apart, and what holds for every number of mini-batches up to two windows holds for
+    more.
+
+    Raises:
+        VerifyError: as ``verify_programs``, or the programs repeat in another way than the mini-batches.
+    """
+    period = ending.stream.microbatches if ending.stream else 0
+    last = period * (2 * len(placement) + 4)
+    for program in programs:
+        named = {each.microbatch for each in program.instructions}
+        if program.period != period or not named or not 0 <= min(named) <= max(named) <= last:
+            raise VerifyError(
+                f"rank {program.rank} does not repeat instructions for microbatches 0 to {last} every "
+                f"{period} mb, as expected, but those for {sorted(named)[:9]} every {program.period} mb"
+            )
+    most = -(-2 * max(map(window_of, programs)) // period) + 1
+    for count in range(1, most + 1):
+        written = [unrolled(program, count * period) for program in programs]
+        verify_programs(written, placement, links, count * period, recompute=recompute, ending=ending)
 
 
 def _explain(step: StepIndex, fault: Fault) -> str:
@@ -119,6 +155,9 @@ def _fits_plan(step: StepIndex) -> Iterator[Fault]:
     last = count_ranks(step.placement) - 1
     if ranks != list(range(last + 1)):
         yield Fault(None, f"programs are of ranks {ranks}; expected one for each of ranks 0 to {last}")
+    for program in step.programs:
+        if program.period:
+            yield Fault(None, f"the program of rank {program.rank} repeats; expected that of a single step")
     for link in step.links:
         ends = (link.source,) if link.payload is Payload.RESULT else (link.source, link.target)
         if not all(0 <= stage < len(step.placement) for stage in ends):
@@ -229,7 +268,8 @@ def _frees_after_last_use(step: StepIndex) -> Iterator[Fault]:
         late: list[tuple[int, int]] = []
         moves = columns.ops == OP_CODE[Op.MOVE]
         for stages in (columns.stages, np.where(moves, sources[columns.link_numbers], -1)):
-            used = np.flatnonzero((columns.microbatches >= 0) & (stages >= 0))
+            named = (columns.microbatches >= 0) & (columns.ops != OP_CODE[Op.UPDATE])
+            used = np.flatnonzero(named & (stages >= 0))
             at = freed[stages[used], columns.microbatches[used]]
             wrong = used[(at >= 0) & (at < used)].tolist()
             late += [(number, int(stages[number])) for number in wrong[:1]]
@@ -350,6 +390,7 @@ RULES: tuple[Callable[[StepIndex], Iterator[Fault]], ...] = (
     meeting_rules.ends_once,
     meeting_rules.ends_in_order,
     meeting_rules.meets_in_one_order,
+    *versions.RULES,
     _sends_what_was_made,
     _posts_before_reading,
     _frees_after_last_use,

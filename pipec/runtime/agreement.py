@@ -28,6 +28,12 @@ from pipec.runtime.facts import Facts, whole_digest
 
 S = TypeVar("S")
 
+_TAG = 2**31 - 2
+"""Of these messages; those of a program have the small numbers of its links."""
+
+_NUM_ANNOUNCEMENTS = 2**12
+"""Tags of announcements."""
+
 Refusal = Callable[[Sequence[Facts]], str]
 """Says what is wrong, and what to do, from the facts of every rank."""
 
@@ -77,9 +83,8 @@ class Agreement:
             InputError: they differ. Every rank raises it, and may go on.
             TransportError: some rank does not call this.
         """
-        digest = hashlib.blake2b(json.dumps(list(facts.items())).encode(), digest_size=16).digest()
         padding = [0] * (_MOST_NOTES - len(notes))
-        own = torch.tensor([*struct.unpack("2q", digest), presence, *notes, *padding])
+        own = torch.tensor([*_digest(facts), presence, *notes, *padding])
         rows = [row.tolist() for row in self.exchange(doing, own)]
         strict = any(row[2] == Presence.NEEDED for row in rows)
         compared = [row[:2] for row in rows if strict or row[2] != Presence.JOINED]
@@ -99,6 +104,19 @@ class Agreement:
 
     def exchange(self, doing: str, own: Tensor) -> list[Tensor]:
         """The tensor of each rank, on every rank. All have the same shape and type, and are on the CPU."""
+        return self.exchanging(doing, own)()
+
+    def announce(self, doing: str, number: int, facts: Facts) -> Callable[[], bool]:
+        """Tell the others ``facts`` without waiting; returns what waits for theirs and says if all are alike.
+
+        ``number`` counts announcements. Some ranks may be as many ahead of others as there are tags.
+        """
+        own = torch.tensor(_digest(facts))
+        wait = self.exchanging(doing, own, _TAG - 1 - number % _NUM_ANNOUNCEMENTS)
+        return lambda: all(torch.equal(each, own) for each in wait())
+
+    def exchanging(self, doing: str, own: Tensor, tag: int = _TAG) -> Callable[[], list[Tensor]]:
+        """Start to exchange tensors; returns what waits for those of all ranks."""
         rank = self._transport.rank
         found = [
             own if other == rank else torch.empty_like(own) for other in range(self._transport.num_ranks)
@@ -106,12 +124,17 @@ class Agreement:
         waits = []
         for peer in self._peers:
             with self._together_with(peer, doing) as via:
-                waits.append((peer, via.receive(found[peer], peer, _TAG)))
-                via.send([own], peer, _TAG)
-        for peer, work in waits:
-            with self._together_with(peer, doing) as via:
-                via.wait(work)
-        return found
+                waits.append((peer, via.receive(found[peer], peer, tag)))
+                via.send([own], peer, tag)
+
+        def wait() -> list[Tensor]:
+            for peer, work in waits:
+                with self._together_with(peer, doing) as via:
+                    via.wait(work)
+            waits.clear()
+            return found
+
+        return wait
 
     def sent_by(self, owner: int, doing: str, tensor: Tensor, to: Sequence[int] | None = None) -> Tensor:
         """The values of the owner's tensor, on the ranks ``to`` (None: on all); others keep their own."""
@@ -178,8 +201,10 @@ class Agreement:
 
 _MOST_NOTES = 5
 
-_TAG = 2**31 - 2
-"""Of these messages; those of a program have the small numbers of its links."""
+
+def _digest(facts: Facts) -> tuple[int, ...]:
+    text = json.dumps(list(facts.items())).encode()
+    return struct.unpack("2q", hashlib.blake2b(text, digest_size=16).digest())
 
 
 class _Layout:

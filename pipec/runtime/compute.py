@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pipec.ir import Phase
-from pipec.runtime.results import Results
+from pipec.runtime.results import Collector
 from pipec.runtime.stage import BoundStage
 
 Action = Callable[[], None]
@@ -12,7 +12,13 @@ Take = Callable[[], Sequence[Any]]
 
 
 def bind_function(
-    name: str, phase: Phase, is_last: bool, stage: BoundStage, microbatch: int, take: Take, results: Results
+    name: str,
+    phase: Phase,
+    is_last: bool,
+    stage: BoundStage,
+    microbatch: int,
+    take: Take,
+    results: Collector,
 ) -> Action:
     """The action that calls a function of ``stage`` on ``microbatch``. ``take`` returns the arguments.
 
@@ -22,7 +28,7 @@ def bind_function(
     holds them, and ``GradientSum`` keeps the memory of such a gradient instead of copying it.
     """
     frame = stage.frames[microbatch]
-    function = getattr(stage.code, name)
+    function = stage.function(name)
 
     def forward() -> None:
         sent, saved, updates = function(*take())

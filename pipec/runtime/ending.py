@@ -49,6 +49,8 @@ class EndingLinker:
                 return self._average(instruction)
             case Op.NORM:
                 return self._norm()
+            case Op.UPDATE if instruction.version >= 0:
+                return self._next_version(instruction.stage)
             case Op.UPDATE:
                 return self._update(instruction.stage)
             case Op.UNSHARD:
@@ -111,6 +113,23 @@ class EndingLinker:
         if update is None:
             return self._after(waits, _nothing)
         return self._after(waits, self._if_updating(lambda: update.update(updating.factor)))
+
+    def _next_version(self, number: int) -> Action:
+        """Update a stage of a stream, and clip by the norm of its own gradients."""
+        updating, stage = self._rank.updating, self._rank.stages[number]
+        updates, versions = updating.updates, stage.versions
+        assert updates is not None, "a program that updates has an optimizer"
+        update = updates.on(self._rank.number, number)
+
+        def act() -> None:
+            versions.stash([i for i, weight in enumerate(stage.weights) if weight.grad is not None])
+            if update is not None:
+                factor = updates.factor(update.squares()) if updates.max_norm is not None else None
+                update.update(factor, updating.groups)
+                stage.gradients.begin_step()
+            versions.advance()
+
+        return act
 
     def _unshard(self, instruction: Instruction) -> Action:
         """Gather slices; parameters that are not kept whole are put where the stage's functions find them."""

@@ -3,7 +3,7 @@
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from pipec.runtime.transport import InProcess, Transport
 from pipec.runtime.updates import Updates
 
 T = TypeVar("T")
+Interprets = TypeVar("Interprets")
 
 
 class Ranks:
@@ -75,8 +76,8 @@ class Ranks:
         return self.distributed if self.world.distributed else self.in_process.endpoint(rank)
 
 
-class Execution:
-    """An artifact linked on the ranks of this process.
+class Linked(Generic[Interprets]):
+    """An artifact linked on the ranks of this process, an ``interpret`` of the program of each.
 
     ``parameters`` and ``buffers`` hold the tensors of those ranks' stages by FQN, on their devices.
 
@@ -86,6 +87,7 @@ class Execution:
 
     def __init__(
         self,
+        interpret: Callable[..., Interprets],
         artifact: Artifact,
         parameters: Mapping[str, Tensor],
         buffers: Mapping[str, Tensor],
@@ -97,7 +99,7 @@ class Execution:
         plan, is_distributed = artifact.plan, ranks.world.distributed
         if is_distributed:
             ranks.distributed.connect(artifact.programs, _groups(plan), artifact.text())
-        self._interpreters = []
+        self._interpreters: list[Interprets] = []
         self._of_batch: list[OfBatch] = []
         for rank, device in ranks.devices.items():
             modules = {k: stage_module(k, artifact.sources[k]) for k in stages_on(plan.placement, rank)}
@@ -105,48 +107,17 @@ class Execution:
             owns = functools.partial(_owns_tensors, plan, rank, is_distributed)
             program, transport = artifact.programs[rank], ranks.transport(rank)
             self._interpreters.append(
-                Interpreter(program, plan, modules, parameters, held, transport, device, owns, updates)
+                interpret(program, plan, modules, parameters, held, transport, device, owns, updates)
             )
             self._of_batch += [OfBatch(plan.stages[k], module, held, device) for k, module in modules.items()]
 
-    def run(
-        self,
-        leaves: Sequence[object],
-        span: Span,
-        seed: int,
-        recorded: list[RecordedStep] | None = None,
-        update: bool = True,
-    ) -> dict[str, Tensor]:
-        """Run one step; returns its results by name.
-
-        A step that fails drops all gradients since the last update, if the program makes updates: nobody
-        could tell apart what it has added to them.
-
-        Args:
-            leaves: The flattened arguments of the step, for the whole batch, or for this replica's part.
-            span: Which microbatches of the batch to run.
-            seed: Seeds the random operators. Each step has another.
-            recorded: If the step succeeds, its times on the ranks of this process are appended.
-            update: Whether a program that updates does so.
-        """
+    def _microbatches(self, leaves: Sequence[object], span: Span) -> list[dict[str, Tensor]]:
+        """What the stages read for each microbatch, by name."""
         microbatches = self._split(leaves, span)
         whole = self._of_whole_batch(leaves, microbatches, span)
         for microbatch, size in zip(microbatches, span.sizes, strict=True):
             microbatch |= {"share": share_of(size, span.batch), **whole}
-        stamps: dict[int, Stamps] = {} if recorded is None else {rank: [] for rank in self._ranks.devices}
-        jobs = [
-            functools.partial(interpreter.run, microbatches, span, seed, stamps.get(rank), update)
-            for rank, interpreter in zip(self._ranks.devices, self._interpreters, strict=True)
-        ]
-        try:
-            results = jobs[0]() if self._ranks.world.distributed else self._ranks.in_process.run(jobs)[0]
-        except BaseException:
-            if self._updates is not None:
-                self._updates.drop_gradients()
-            raise
-        if recorded is not None:
-            recorded.append(RecordedStep(self.artifact.programs, stamps))
-        return results
+        return microbatches
 
     def _of_whole_batch(
         self, leaves: Sequence[object], microbatches: Sequence[Mapping[str, Tensor]], span: Span
@@ -187,6 +158,56 @@ class Execution:
         return microbatches
 
 
+class Execution(Linked[Interpreter]):
+    """An artifact of steps, ready to run them."""
+
+    def __init__(
+        self,
+        artifact: Artifact,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        ranks: Ranks,
+        updates: Updates | None = None,
+    ) -> None:
+        super().__init__(Interpreter, artifact, parameters, buffers, ranks, updates)
+
+    def run(
+        self,
+        leaves: Sequence[object],
+        span: Span,
+        seed: int,
+        recorded: list[RecordedStep] | None = None,
+        update: bool = True,
+    ) -> dict[str, Tensor]:
+        """Run one step; returns its results by name.
+
+        A step that fails drops all gradients since the last update, if the program makes updates: nobody
+        could tell apart what it has added to them.
+
+        Args:
+            leaves: The flattened arguments of the step, for the whole batch, or for this replica's part.
+            span: Which microbatches of the batch to run.
+            seed: Seeds the random operators. Each step has another.
+            recorded: If the step succeeds, its times on the ranks of this process are appended.
+            update: Whether a program that updates does so.
+        """
+        microbatches = self._microbatches(leaves, span)
+        stamps: dict[int, Stamps] = {} if recorded is None else {rank: [] for rank in self._ranks.devices}
+        jobs = [
+            functools.partial(interpreter.run, microbatches, span, seed, stamps.get(rank), update)
+            for rank, interpreter in zip(self._ranks.devices, self._interpreters, strict=True)
+        ]
+        try:
+            results = jobs[0]() if self._ranks.world.distributed else self._ranks.in_process.run(jobs)[0]
+        except BaseException:
+            if self._updates is not None:
+                self._updates.drop_gradients()
+            raise
+        if recorded is not None:
+            recorded.append(RecordedStep(self.artifact.programs, stamps))
+        return results
+
+
 def _owns_tensors(plan: Plan, rank: int, is_distributed: bool, stage: int) -> bool:
     """Whether a rank has tensors of a stage of its own. In one process the first replica's are for all."""
     return is_distributed or rank == plan.placement[stage][0]
@@ -195,4 +216,5 @@ def _owns_tensors(plan: Plan, rank: int, is_distributed: bool, stage: int) -> bo
 def _groups(plan: Plan) -> list[tuple[int, ...]]:
     """The ranks that meet in collectives."""
     groups = [ranks for ranks in dict.fromkeys(plan.placement) if len(ranks) > 1]
-    return [*groups, tuple(range(plan.num_ranks))] if plan.ending.clips else groups
+    clips = plan.ending.clips and not plan.ending.stream
+    return [*groups, tuple(range(plan.num_ranks))] if clips else groups

@@ -19,9 +19,11 @@ from pipec.ir.arguments import NUMBER, check_arguments, instance
 from pipec.runtime.agreement import Presence, Told
 from pipec.runtime.execution import Execution, Ranks
 from pipec.runtime.facts import Facts, differences, rank_names
+from pipec.runtime.flow import Flow
 from pipec.runtime.group import Group
 from pipec.runtime.optimizers import PipelineOptimizer, StatePart
 from pipec.runtime.recording import RecordedStep
+from pipec.runtime.stream_execution import StreamExecution
 from pipec.runtime.updates import Updates
 
 
@@ -45,13 +47,16 @@ class Handle(nn.Module):
         super().__init__()
         self._ranks = ranks
         self._updates = updates
+        if updates is not None:
+            updates.optimizer.settle = self.drain  # before its state is read or replaced
         self._accumulates = False
         self.logs: dict[str, Tensor] = {}
         self._trained = trained
         self._num_steps = 0
         self._process = os.getpid()
-        self._executions: dict[Artifact, Execution] = {}
+        self._executions: dict[Artifact, Execution | StreamExecution] = {}
         self._recorded: list[RecordedStep] | None = None
+        self._flow: Flow | None = None
         self._holders: dict[str, tuple[int, ...]] = holders(trained.plan) if trained else {}
         self._warned = False
 
@@ -101,6 +106,16 @@ class Handle(nn.Module):
             )
         return self._updates.optimizer
 
+    def drain(self) -> None:
+        """Complete the mini-batches that a stream has begun, so that all stages have made the same updates.
+
+        Every rank calls it. Their losses are the next that the stream yields. Whatever reads or replaces
+        parameters through the pipeline drains it before. With a schedule that flushes there is nothing to do.
+        """
+        flow, self._flow = self._flow, None
+        if flow is not None:
+            flow.drain()
+
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
         """Let the steps that are made inside a ``with`` add up gradients, for the next update to use."""
@@ -147,7 +162,7 @@ class Handle(nn.Module):
             )
         return self._trained
 
-    def _execution(self, artifact: Artifact) -> Execution:
+    def _execution(self, artifact: Artifact) -> Execution | StreamExecution:
         """The artifact linked to the tensors, made at the first call."""
         self._refuse_in_a_fork()
         if artifact not in self._executions:
@@ -155,7 +170,8 @@ class Handle(nn.Module):
         updates = self._bound_updates(artifact.plan)
         if artifact not in self._executions:
             tensors = self._tensors_by_fqn()
-            self._executions[artifact] = Execution(artifact, tensors, tensors, self._ranks, updates)
+            kind = StreamExecution if artifact.programs[0].period else Execution
+            self._executions[artifact] = kind(artifact, tensors, tensors, self._ranks, updates)
         return self._executions[artifact]
 
     def _update_facts(self) -> Facts:
@@ -197,12 +213,14 @@ class Handle(nn.Module):
 
     def _release_shares(self) -> None:
         """Let parameters that are kept in shares be whole, before they are divided in another way."""
+        self.drain()
         if self._updates is not None:
             self._updates.release(dict(self.named_parameters()), self._group_of)
 
     @contextlib.contextmanager
     def _gathered(self) -> Iterator[None]:
-        """Let parameters that are kept in shares be whole inside a ``with``. Every rank does so together."""
+        """Let parameters be consistent, and whole, inside a ``with``. Every rank does so together."""
+        self.drain()
         if self._updates is None:
             yield
         else:
@@ -319,6 +337,13 @@ def _refusal(every: Sequence[Facts], remedy: str) -> str:
         return (
             f"the ranks do not make the same calls:\n{differences(calls)}\nEvery rank calls the methods "
             "of the pipeline in the same order; see that no `if rank == ...` or shorter loop keeps one away"
+        )
+    if any("batches" in facts for facts in every):
+        left = [{"batches": facts.get("batches", "another one")} for facts in every]
+        return (
+            f"the ranks' streams do not have the same batches:\n{differences(left)}\nEvery rank iterates "
+            "over the same batches, and as many; leave out what gives each rank a part, such as a "
+            "DistributedSampler"
         )
     if failed := [rank for rank, facts in enumerate(every) if "refused" in facts]:
         return f"{kind} cannot use the arguments of {rank_names(failed)}:\n{every[failed[0]]['refused']}"

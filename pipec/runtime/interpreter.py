@@ -6,29 +6,23 @@ A step then fills the frames of its microbatches and runs the linked actions, on
 
 import functools
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from pipec.errors import ExecutionError, PipecError, TransportError
-from pipec.ir import Instruction, Kind, Mode, Payload, Plan, Program, Value
-from pipec.ir.text import instruction_lines
+from pipec.ir import Kind, Mode, Payload, Plan, Program, Value
 from pipec.runtime.compute import Action
+from pipec.runtime.explain import located, telling
 from pipec.runtime.launch import current_device
 from pipec.runtime.linker import link
 from pipec.runtime.rank import Rank, Updating
 from pipec.runtime.recording import Stamps, epoch_offset
-from pipec.runtime.results import Results, empty_like, has_rows, join_replicas
+from pipec.runtime.results import Results, empty_like, has_rows, join_replicas, result_values
 from pipec.runtime.span import Span
 from pipec.runtime.stage import BoundStage, StageCode
 from pipec.runtime.transport import Transport
 from pipec.runtime.updates import Updates
-
-_NUM_LINES = 5
-"""How many instructions an error shows, the failed one last."""
 
 
 class Interpreter:
@@ -57,20 +51,8 @@ class Interpreter:
     ) -> None:
         self.position = -1
         self._program, self._device = program, device
-        self._stages = {
-            stage.index: BoundStage(
-                stage,
-                stages[stage.index],
-                parameters,
-                buffers,
-                device,
-                plan.num_microbatches,
-                plan.ending.reduced(stage.index),
-                owns_tensors(stage.index),
-            )
-            for stage in plan.stages
-            if program.rank in plan.placement[stage.index]
-        }
+        bind = functools.partial(bind_stages, plan, program.rank, stages, parameters, buffers, device)
+        self._stages = bind(plan.num_microbatches, owns_tensors)
         self._own = {stage: plan.microbatches_on(stage, program.rank) for stage in self._stages}
         self._result_links = [link for link in plan.links if link.payload is Payload.RESULT]
         made = [
@@ -81,7 +63,7 @@ class Interpreter:
         ]
         self._results = Results(made, plan.num_microbatches, plan.sums)
         self._updating = Updating(updates)
-        loss = _loss_of(plan)
+        loss = loss_of(plan)
         self._rank = Rank(
             program.rank, plan, self._stages, self._results, {}, [], {}, transport, loss, [0], self._updating
         )
@@ -123,6 +105,7 @@ class Interpreter:
         self._updating.now, self._updating.factor = update, None
         try:
             with (
+                telling(self._rank.transport, self._describe),
                 current_device(self._device),
                 torch.no_grad(),
                 torch.autocast(self._device.type, enabled=False),
@@ -135,17 +118,6 @@ class Interpreter:
                 else:
                     self._execute_and_stamp(actions, stamps)
                 return self._merged_results(span)
-        except TransportError as error:
-            located = TransportError(self._describe(str(error)))
-            self._rank.transport.fail(located)
-            raise located from error.__cause__
-        except Exception as error:
-            failure = self._explained(error)
-            self._rank.transport.fail(failure)
-            raise failure from error
-        except BaseException as interrupt:  # such as Ctrl-C
-            self._rank.transport.fail(interrupt)
-            raise
         finally:
             self._forget_step()
 
@@ -166,7 +138,7 @@ class Interpreter:
                 )
                 if self._rank.loss:
                     weight = shares[microbatch]
-                    frame["grad_loss"] = _loss_gradient(weight, self._rank.loss.dtype, self._device)
+                    frame["grad_loss"] = loss_gradient(weight, self._rank.loss.dtype, self._device)
 
     def _actions_on(self, sizes: Sequence[int]) -> list[Action]:
         """The actions of a step in which some microbatches have no rows, and so are not computed."""
@@ -222,14 +194,6 @@ class Interpreter:
         self._results.forget_step()
         self._rank.received.clear()
 
-    def _explained(self, error: Exception) -> PipecError:
-        """What to raise for the error of an instruction, which may have read what was never received."""
-        try:
-            self._rank.transport.check()
-        except TransportError as interruption:
-            return TransportError(self._describe(str(interruption)))
-        return ExecutionError(self._describe(_describe_error(error)))
-
     def _describe(self, problem: str) -> str:
         """Where it happened, what the problem is, and the instructions that led there."""
         rank = f"rank {self._program.rank}"
@@ -238,44 +202,45 @@ class Interpreter:
         if self.position >= len(self._instructions):
             return f"{rank}, finishing the step: {problem}"
         instruction = self._instructions[self.position]
-        where = ", ".join([rank, *_cell_of(instruction), instruction.op])
-        return "\n".join([f"{where}: {problem}", *self._last_lines(instruction)])
-
-    def _last_lines(self, instruction: Instruction) -> list[str]:
-        """The program's text up to ``instruction``.
-
-        A message that is awaited only when the program is over counts as its receive instruction.
-        """
-        end = self._program.instructions.index(instruction) + 1
-        lines = instruction_lines(self._program)[max(0, end - _NUM_LINES) : end]
-        return [f"last instructions of rank {self._program.rank}:", *(f"    {line}" for line in lines)]
+        # A message that is awaited only when the program is over counts as its receive instruction.
+        return located(self._program, self._program.instructions.index(instruction), instruction, problem)
 
 
-def _loss_of(plan: Plan) -> Value | None:
+def bind_stages(
+    plan: Plan,
+    rank: int,
+    stages: Mapping[int, StageCode],
+    parameters: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    device: torch.device,
+    num_frames: int,
+    owns_tensors: Callable[[int], bool],
+) -> dict[int, BoundStage]:
+    """The state of each stage of a rank, for so many microbatches at a time."""
+    return {
+        stage.index: BoundStage(
+            stage,
+            stages[stage.index],
+            parameters,
+            buffers,
+            device,
+            num_frames,
+            plan.ending.reduced(stage.index),
+            owns_tensors(stage.index),
+        )
+        for stage in plan.stages
+        if rank in plan.placement[stage.index]
+    }
+
+
+def loss_of(plan: Plan) -> Value | None:
+    """The result that training differentiates."""
     if plan.mode is not Mode.TRAIN:
         return None
-    results = (value for link in plan.links if link.payload is Payload.RESULT for value in link.values)
-    return next((value for value in results if value.name == "loss"), None)
+    return next((value for value in result_values(plan) if value.name == "loss"), None)
 
 
 @functools.lru_cache(maxsize=64)
-def _loss_gradient(weight: float, dtype: str, device: torch.device) -> Tensor:
+def loss_gradient(weight: float, dtype: str, device: torch.device) -> Tensor:
     """What the backward of a microbatch starts from: its share of the batch."""
     return torch.full((), weight, dtype=getattr(torch, dtype), device=device)
-
-
-def _describe_error(error: Exception) -> str:
-    """``ValueError: what it says (stage_1.py, line 57, in backward)``"""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return (
-        f"{type(error).__name__}: {error} ({Path(frame.filename).name}, line {frame.lineno}, in {frame.name})"
-    )
-
-
-def _cell_of(instruction: Instruction) -> list[str]:
-    cell = {
-        "stage": instruction.stage,
-        "microbatch": instruction.microbatch,
-        "part": instruction.part,
-    }
-    return [f"{word} {number}" for word, number in cell.items() if number != -1]

@@ -20,6 +20,7 @@ from pipec.runtime.compute import Action, Take, bind_function
 from pipec.runtime.ending import EndingLinker
 from pipec.runtime.joins import Joining
 from pipec.runtime.rank import Delivery, Rank
+from pipec.runtime.results import Results
 from pipec.runtime.stage import Frame, parameter_names
 
 
@@ -59,13 +60,15 @@ def link(program: Program, rank: Rank) -> list[Linked]:
     Raises:
         VerifyError: a stage lacks a function, or a function asks for a value that is not there.
     """
-    linker = _Linker(rank)
+    linker = Linker(rank)
     linked = [linker.link(instruction) for instruction in program.instructions]
     linker.finish()
     return linked + linker.closing
 
 
-class _Linker:
+class Linker:
+    """Makes the actions of a program's instructions, one after the other."""
+
     def __init__(self, rank: Rank) -> None:
         self.closing: list[Linked] = []
         self._rank = rank
@@ -74,8 +77,9 @@ class _Linker:
         self._inputs = {"share", *(entry.value.name for entry in rank.plan.inputs)}
         self._inputs |= {name for stage in rank.plan.stages for name in stage.of_batch}
         self._present: dict[tuple[int, int], dict[str, Delivery]] = defaultdict(dict)
-        self._dropped_by: dict[tuple[int, int, str], list[str]] = {}
+        self._dropped_by: dict[tuple[int, int], dict[str, list[str]]] = defaultdict(dict)
         self._lent: dict[int, dict[str, Delivery]] = defaultdict(dict)
+        self._outcomes: dict[tuple[int, int], list[Delivery]] = defaultdict(list)
         self._ending = EndingLinker(rank)
 
     def link(self, instruction: Instruction) -> Linked:
@@ -109,9 +113,7 @@ class _Linker:
         )
 
     def finish(self) -> None:
-        """Tell each action which names to drop, and close the program with what nothing has waited for."""
-        for (_, _, name), names in self._dropped_by.items():
-            names.append(name)
+        """Close the program with what nothing has waited for."""
         self.closing += [Linked(*left) for left in self._ending.left()]
 
     def _receive(self, instruction: Instruction) -> Action:
@@ -127,7 +129,9 @@ class _Linker:
             if any(rank.sizes[each] for each in made_of):
                 deliver()
 
-        if link.payload.readers:
+        if link.payload is Payload.OUTCOME:
+            self._outcomes[link.target, microbatch].append(Delivery(deliver))
+        elif link.payload.readers:
             self._announce(link, microbatch, Delivery(deliver))
         elif link.payload is Payload.WEIGHT_GRADIENT:
             self._ending.brings(instruction, Delivery(deliver_if_made))
@@ -135,6 +139,7 @@ class _Linker:
             self.closing.append(Linked(instruction, deliver_if_made))
         if link.payload is Payload.RESULT:
             results, away = self._rank.results, self._is_away(instruction.peer)
+            assert isinstance(results, Results), "only a step returns results at its end"
             return lambda: post(
                 rank.sizes_with(0 if away and results.is_local else sum(rank.sizes[each] for each in made_of))
             )
@@ -163,7 +168,11 @@ class _Linker:
         return lambda: sink(source())
 
     def _free(self, instruction: Instruction) -> Action:
-        self._present.pop((instruction.stage, instruction.microbatch), None)
+        """Free a frame, and tell the last reader of each value in it to drop it. Others may take it then."""
+        key = instruction.stage, instruction.microbatch
+        self._present.pop(key, None)
+        for name, names in self._dropped_by.pop(key, {}).items():
+            names.append(name)
         return self._rank.stages[instruction.stage].frames[instruction.microbatch].clear
 
     def _tag(self, link: Link) -> int:
@@ -180,10 +189,11 @@ class _Linker:
         """The function that fetches what a link carries from where it was left, maybe to send it away."""
         names = [value.name for value in link.values]
         match link.payload:
-            case Payload.ACTIVATION | Payload.GRADIENT:
+            case Payload.ACTIVATION | Payload.GRADIENT | Payload.OUTCOME:
                 return self._take(link.source, microbatch, names, f"the link to stage {link.target}")
             case Payload.RESULT:
                 results, rank = self._rank.results, self._rank
+                assert isinstance(results, Results), "only a step returns results at its end"
                 fetch = results.sent_away if away else results.merged
                 return lambda: [fetch(name, rank.sizes[:-1], rank.values) for name in names]
         stage = self._rank.stages[link.source]
@@ -200,6 +210,9 @@ class _Linker:
             return lambda tensors: received.update(
                 {(name, peer): tensor for name, tensor in zip(names, tensors, strict=True)}
             )
+        if link.payload is Payload.OUTCOME:
+            collect = self._rank.results.collect
+            return lambda tensors: collect(microbatch, dict(zip(names, tensors, strict=True)))
         stage = self._rank.stages[link.target]
         if link.payload.per_microbatch:
             frame = stage.frames[microbatch]
@@ -218,7 +231,18 @@ class _Linker:
         parts = range(len(names)) if instruction.part < 0 else (instruction.part,)
         weights: list[Action] = []
         actions = [self._call(instruction, names, part, weights) for part in parts]
+        if instruction.version >= 0:
+            actions = [*self._before_version(instruction), *actions]
         return Linked(instruction, _all(actions), (instruction.microbatch,), _all(weights))
+
+    def _before_version(self, instruction: Instruction) -> list[Action]:
+        """What precedes a compute of a stream: its weights are shown, and others' results are taken in."""
+        stage, microbatch = self._rank.stages[instruction.stage], instruction.microbatch
+        before: list[Action] = [functools.partial(stage.show_version, microbatch)]
+        if instruction.op.phase in Payload.OUTCOME.readers:
+            arriving = self._outcomes.pop((stage.index, microbatch), [])
+            before += [wait for each in arriving for wait in each.awaited()]
+        return before
 
     def _call(
         self, instruction: Instruction, names: Sequence[str], part: int, weights: list[Action]
@@ -275,7 +299,7 @@ class _Linker:
                 waits += self._buffers(stage, microbatch, reader) if name == "buffers" else []
             elif delivery := self._present[stage, microbatch].get(name):
                 waits += delivery.awaited()
-                self._dropped_by[stage, microbatch, name] = dropped
+                self._dropped_by[stage, microbatch][name] = dropped
             elif name in self._inputs:
                 self._rank.stages[stage].inputs.add(name)
             else:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,19 @@ from pipec.ir.arguments import (
 from pipec.ir.batch import leaf_path, require_equal_rows, split_sizes, variable_values
 from pipec.ir.text import evaluate_dim, format_value, holds, names_in
 from pipec.runtime.batch import dense
+from pipec.runtime.batches import Given
 from pipec.runtime.execution import Ranks
-from pipec.runtime.facts import leaf_fact
-from pipec.runtime.handle import Handle, homes
+from pipec.runtime.facts import Facts, leaf_fact
+from pipec.runtime.flow import CompiledStream
+from pipec.runtime.handle import homes
 from pipec.runtime.holder import ModelTensors, hold
 from pipec.runtime.launch import DEVICES, Devices
 from pipec.runtime.optimizers import Factory
+from pipec.runtime.outcomes import StreamBatch
 from pipec.runtime.randomness import next_seed
 from pipec.runtime.span import Span
+from pipec.runtime.stream_execution import StreamExecution
+from pipec.runtime.streams import Begun, Streams, nothing
 from pipec.runtime.updates import Updates
 from pipec.runtime.weights import GIVEN, WORDS, MicrobatchWeight, loss_shares
 
@@ -88,7 +94,7 @@ CallOf = Callable[[list[Any]], tuple[Any, dict[str, Any], Any]]
 """Makes arguments, keyword arguments and the target of their leaves."""
 
 
-class LoadedPipeline(Handle):
+class LoadedPipeline(Streams):
     """An artifact with its tensors under their original names; made by :func:`pipec.load`."""
 
     def __init__(
@@ -120,7 +126,67 @@ class LoadedPipeline(Handle):
         Raises:
             InputError: the arguments have other names, shapes or types. Nothing was sent then.
         """
-        tree = {"args": args, "kwargs": dict(sorted(kwargs.items())), "target": target}
+        return self._step(self._batch_of(Given(args, kwargs, target)))
+
+    @property
+    def _takes_target(self) -> bool:
+        return any(path.startswith("target") for path in self.plan.arguments)
+
+    @property
+    def _overlaps_steps(self) -> bool:
+        return self.plan.ending.stream is not None
+
+    def _compiled_for(self, given: Given) -> CompiledStream:
+        batch = self._batch_of(given)
+        seed = self._agreed_seed(batch)
+        execution = self._execution(self._artifact)
+        assert isinstance(execution, StreamExecution), "a schedule without a flush has programs without end"
+
+        def split(given: Given) -> StreamBatch | None:
+            other = self._batch_of(given)
+            if other.values != batch.values:
+                return None
+            return execution.batch(other.leaves, other.span(self._weight))
+
+        return CompiledStream(execution, seed, split, lambda: True)
+
+    def _facts_of(self, given: Given) -> Facts:
+        return self._batch_facts(self._batch_of(given))
+
+    def _stream_step(self, given: Given, begun: Begun) -> Tensor:
+        return self._step(self._batch_of(given), begun)
+
+    def _agree_to_end(self, why: str) -> None:
+        self._require_same("step", {"batches": why})
+
+    def step_on(self, leaves: Sequence[Any]) -> Tensor:
+        """As ``step``, for the leaves of its arguments in the order of the plan's ``arguments``."""
+        return self._step(self._checked(leaves, lambda leaves: (leaves, {}, None)))
+
+    def _step(self, batch: "_Batch", begun: Begun = nothing) -> Tensor:
+        self.drain()
+        seed = self._agreed_seed(batch)
+        execution, update = self._execution(self._artifact), not self._accumulates
+        begun()
+        results = execution.run(batch.leaves, batch.span(self._weight), seed, self._recorded, update)
+        return self._passed_on(results)
+
+    def _agreed_seed(self, batch: "_Batch") -> int:
+        """The seed of a step or stream, rank 0's, once the ranks have found that they have the same batch."""
+        seed, after = next_seed()
+        if self._ranks.world.distributed:
+            facts = self._batch_facts(batch) | self._update_facts()
+            seed = self._require_same("step", facts, [seed])[0].notes[0]
+        if self._artifact.draws:
+            torch.default_generator.set_state(after)
+        return seed
+
+    def _batch_facts(self, batch: "_Batch") -> Facts:
+        return {given.path: leaf_fact(_leaf(given, batch.leaves)) for given in self.plan.inputs}
+
+    def _batch_of(self, given: Given) -> "_Batch":
+        """The arguments of a call. Raises InputError if they are not those of the artifact."""
+        tree = {"args": given.args, "kwargs": dict(sorted(given.kwargs.items())), "target": given.target}
         found, structure = pytree.tree_flatten_with_path(tree)
         paths = [leaf_path(keys) for keys, _ in found]
         if paths != list(self.plan.arguments):
@@ -128,48 +194,27 @@ class LoadedPipeline(Handle):
                 f"step was given {_listed(paths)}; this artifact was made for "
                 f"{_listed(self.plan.arguments)}. Pass the same, by position or by name as there"
             )
-        return self._step(
+        return self._checked(
             [leaf for _, leaf in found],
             lambda leaves: tuple(pytree.tree_unflatten(leaves, structure).values()),
         )
 
-    def step_on(self, leaves: Sequence[Any]) -> Tensor:
-        """As ``step``, for the leaves of its arguments in the order of the plan's ``arguments``."""
-        return self._step(leaves, lambda leaves: (leaves, {}, None))
-
-    def _step(self, leaves: Sequence[Any], call_of: CallOf) -> Tensor:
-        leaves = [dense(leaf) for leaf in leaves]
-        plan = self._artifact.plan
-        batch = _batch_size(plan, leaves)
-        sizes = split_sizes(batch, plan.num_microbatches)
+    def _checked(self, leaves: Sequence[Any], call_of: CallOf) -> "_Batch":
+        leaves, plan = [dense(leaf) for leaf in leaves], self.plan
+        rows = _batch_size(plan, leaves)
+        sizes = split_sizes(rows, plan.num_microbatches)
         values = _values(plan, leaves)
         for given in plan.inputs:
-            _check(given, leaves, {"b": batch, **values})
+            _check(given, leaves, {"b": rows, **values})
         _check_guards(plan, sizes, values)
         if not plan.dynamic_batch and set(sizes) != {plan.microbatch_size}:
             raise InputError(
                 f"this artifact takes microbatches of exactly {plan.microbatch_size} rows, so a batch of "
-                f"{plan.microbatch_size * plan.num_microbatches}; the batch has {batch}"
+                f"{plan.microbatch_size * plan.num_microbatches}; the batch has {rows}"
             )
         if plan.joins:
             require_equal_rows(sizes)
-        seed, after = next_seed()
-        if self._ranks.world.distributed:
-            facts = {given.path: leaf_fact(_leaf(given, leaves)) for given in plan.inputs}
-            facts |= self._update_facts()
-            seed = self._require_same("step", facts, [seed])[0].notes[0]
-        execution, update = self._execution(self._artifact), not self._accumulates
-        batched = [isinstance(leaf, Tensor) and leaf.shape[:1] == (batch,) for leaf in leaves]
-        shares = loss_shares(self._weight, leaves, call_of, batched, sizes)
-        if self._artifact.draws:
-            torch.default_generator.set_state(after)
-        results = execution.run(
-            leaves, Span(sizes, batch, shares=shares, values=values), seed, self._recorded, update
-        )
-        self._num_steps += 1
-        self._count_update()
-        self.logs = {name: results[kept] for name, kept in zip(plan.logs, plan.outputs[1:], strict=False)}
-        return results["loss"]
+        return _Batch(leaves, call_of, rows, sizes, values)
 
     def train(self, mode: bool = True) -> "LoadedPipeline":
         """Do nothing if that is the mode that the artifact was made in.
@@ -189,6 +234,23 @@ class LoadedPipeline(Handle):
     @property
     def plan(self) -> Plan:
         return self._artifact.plan
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """The leaves of a call, which has so many rows, the rows of its microbatches, and its other sizes."""
+
+    leaves: list[Any]
+    call_of: CallOf
+    rows: int
+    sizes: list[int]
+    values: Sizes
+
+    def span(self, weight: MicrobatchWeight) -> Span:
+        """All of the batch, with what its microbatches weigh."""
+        batched = [isinstance(leaf, Tensor) and leaf.shape[:1] == (self.rows,) for leaf in self.leaves]
+        shares = loss_shares(weight, self.leaves, self.call_of, batched, self.sizes)
+        return Span(self.sizes, self.rows, shares=shares, values=self.values)
 
 
 def _tensors_of(

@@ -1,13 +1,15 @@
 """What the linked actions of one rank share."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
 from pipec.ir import Plan, Sizes, Value
 from pipec.runtime.compute import Action
+from pipec.runtime.outcomes import Outcomes
 from pipec.runtime.results import Results
 from pipec.runtime.stage import BoundStage
 from pipec.runtime.transport import Transport
@@ -16,11 +18,15 @@ from pipec.runtime.updates import Updates
 
 @dataclass
 class Updating:
-    """The optimizer, and what a step knows of its updates: whether it makes them, and the clipping factor."""
+    """The optimizer, and what a step knows of its updates: whether it makes them, and the clipping factor.
+
+    ``groups`` are the hyperparameters of a stream's updates; those of steps are the optimizer's own.
+    """
 
     updates: Updates | None = None
     now: bool = True
     factor: Tensor | None = None
+    groups: Sequence[Mapping[str, Any]] = ()
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,7 @@ class Rank:
     number: int
     plan: Plan
     stages: Mapping[int, BoundStage]
-    results: Results
+    results: Results | Outcomes
     received: dict[tuple[str, int], Tensor]
     sizes: list[int]
     values: dict[str, int | float]

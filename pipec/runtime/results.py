@@ -4,6 +4,7 @@ A replica makes a part of a result of its own microbatches. The parts of all rep
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +22,13 @@ def check_mergeable(value: Value) -> None:
             f"the result {format_value(value)} has the batch in more than one dimension, so the results of "
             "microbatches cannot be joined; return a value with one batch dimension, or use one microbatch"
         )
+
+
+class Collector(Protocol):
+    """Takes what forwards return."""
+
+    def collect(self, microbatch: int, sent: Mapping[str, Tensor]) -> None:
+        """Keep what the forward of ``microbatch`` returned for results, among other things."""
 
 
 class Results:
@@ -131,6 +139,12 @@ def join_replicas(
     return _the_same(value, parts)
 
 
+def result_values(plan: Plan) -> list[Value]:
+    """The values that the stages of a plan return, each once."""
+    kinds = (Payload.RESULT, Payload.OUTCOME)
+    return list(dict.fromkeys(v for link in plan.links if link.payload in kinds for v in link.values))
+
+
 def _the_same(value: Value, parts: Sequence[Tensor]) -> Tensor:
     if not all(torch.equal(part, parts[0]) for part in parts):
         raise InputError(
@@ -142,7 +156,7 @@ def _the_same(value: Value, parts: Sequence[Tensor]) -> Tensor:
 
 def join(plan: Plan, parts: Sequence[Mapping[str, Tensor]], spans: Sequence[Span]) -> dict[str, Tensor]:
     """The results of a batch from those of the spans that make it up."""
-    values = [value for link in plan.links if link.payload is Payload.RESULT for value in link.values]
+    values = result_values(plan)
     sizes, batch = [span.num_rows for span in spans], spans[0].batch
     sums = {*plan.sums, "loss"} if spans[0].shares else plan.sums
     return {

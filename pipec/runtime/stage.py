@@ -12,6 +12,7 @@ from pipec.errors import VerifyError
 from pipec.ir import Sizes, Stage
 from pipec.runtime.gradients import GradientSum
 from pipec.runtime.randomness import generator
+from pipec.runtime.versions import WeightVersions
 
 Frame = dict[str, Any]
 """The values that a stage holds for one microbatch, under the names of its phase functions' parameters."""
@@ -91,6 +92,9 @@ class BoundStage:
         self._registered = [buffers[fqn] for fqn in code.BUFFERS]
         self.updated_indices = [code.BUFFERS.index(fqn) for fqn in code.UPDATED_BUFFERS]
         self.buffers = self.buffers_before = self._registered
+        self.versions = WeightVersions(self.weights, 0)
+        self.is_versioned = False
+        self._memory: set[int] = set()
         self._read_by_constants = _sizes_read(getattr(code, "constants", None))
         self._constants = functools.lru_cache(maxsize=8)(self._evaluate_constants)
 
@@ -103,6 +107,8 @@ class BoundStage:
                 buffer.to(self.device, copy=index in changing)
                 for index, buffer in enumerate(self._registered)
             ]
+        if self.is_versioned:
+            self._memory = {weight.untyped_storage().data_ptr() for weight in self.weights if weight.numel()}
         self.gradients.begin_step()
 
     def fill_frame(self, microbatch: int, key: tuple[int, int], sizes: Sizes) -> Frame:
@@ -126,6 +132,37 @@ class BoundStage:
         """Let go of parameters that ``show_weights`` has brought."""
         for fqn in fqns:
             self.weights[self.code.PARAMETERS.index(fqn)] = _UNLENT
+
+    def function(self, name: str) -> Callable[..., Any]:
+        """A function of the code. In a stream it returns nothing that is in the memory of the latest weights.
+
+        Updates change these while what was sent and saved is still used, such as a view of a parameter that
+        another stage reads.
+        """
+        function: Callable[..., Any] = getattr(self.code, name)
+        if not self.is_versioned:
+            return function
+
+        def apart(*arguments: Any) -> Any:
+            returned = function(*arguments)
+            return self._apart(returned) if isinstance(returned, list) else tuple(map(self._apart, returned))
+
+        return apart
+
+    def _apart(self, returned: Any) -> Any:
+        """What is sent, or saved, with copies in the place of weights."""
+        if isinstance(returned, dict):
+            return dict(zip(returned, map(self._copied, returned.values()), strict=True))
+        return [*map(self._copied, returned)] if isinstance(returned, list) else returned
+
+    def _copied(self, value: Any) -> Any:
+        is_dense = isinstance(value, Tensor) and not value.is_sparse
+        return value.clone() if is_dense and value.untyped_storage().data_ptr() in self._memory else value
+
+    def show_version(self, microbatch: int) -> None:
+        """Give a microbatch the weights of the version that its frame names."""
+        frame = self.frames[microbatch]
+        frame["w"] = self.versions.of(frame["version"])
 
     def show_buffers(self, microbatch: int) -> None:
         """Give a microbatch the buffers as they are now. It keeps them from its forward to its backward."""

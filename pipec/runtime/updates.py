@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,13 +60,16 @@ class StageUpdate:
         for shard in self.shards.values():
             shard.drop_gradients()
 
-    def update(self, factor: Tensor | None) -> None:
-        """Make the update with all gradients that there are, times ``factor``, and forget them."""
+    def update(self, factor: Tensor | None, groups: Sequence[Mapping[str, Any]] | None = None) -> None:
+        """Make the update with all gradients that there are, times ``factor``, and forget them.
+
+        ``groups`` are its hyperparameters, if not those that the pipeline's optimizer has now.
+        """
         names = {id(tensor): name for name, tensor in self.optimizer.parameters.items()}
         gradients = {names[id(p)]: p.grad for p in self.parameters if p.grad is not None}
         for shard in self.shards.values():
             gradients |= shard.gradients()
-        self.optimizer.update(gradients, factor)
+        self.optimizer.update(gradients, factor, groups)
         for shard in self.shards.values():
             shard.forget_gradients()
 

@@ -19,6 +19,7 @@ from pipec.schedules.interleaved import interleaved_1f1b
 from pipec.schedules.looped_bfs import looped_bfs
 from pipec.schedules.one_f_one_b import one_f_one_b
 from pipec.schedules.orders import looped_placement, on_ranks, straight_placement, v_placement
+from pipec.schedules.pipedream import ASYNCHRONOUS, Asynchronous
 from pipec.schedules.search.auto import auto, candidates, named
 from pipec.schedules.search.workload import Workload
 from pipec.schedules.search.zero_bubble import zb_1p, zb_2p
@@ -52,7 +53,8 @@ def make_schedule(name: str, num_ranks: int, num_microbatches: int, work: Worklo
             these counts.
         InfeasibleError: a searched schedule finds no order within the memory limit of ``work``.
     """
-    make = SEARCHED.get(name) or SCHEDULES.get(name) or _looped(name) or _installed(name)
+    make = SEARCHED.get(name) or SCHEDULES.get(name) or ASYNCHRONOUS.get(name)
+    make = make or _looped(name) or _installed(name)
     for what, count in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches)):
         if count < 1:
             raise InputError(f"schedule {name!r} needs {what} of at least 1, got {count}")
@@ -75,7 +77,7 @@ def _installed(name: str) -> Callable[[int, int], Schedule]:
     found = entry_points(group=ENTRY_POINTS)
     if name in found.names:
         return cast("Callable[[int, int], Schedule]", found[name].load())
-    known = [*SCHEDULES, *SEARCHED, *sorted(found.names)]
+    known = [*SCHEDULES, *SEARCHED, *ASYNCHRONOUS, *sorted(found.names)]
     match = _SUFFIXED.fullmatch(name)
     if match and match[1] in known:
         raise InputError(
@@ -91,4 +93,4 @@ def forward_only(schedule: Schedule) -> Schedule:
     """The same schedule without its backwards, for a loss or an output alone."""
     orders = map(Cells.of, schedule.orders)
     forwards = (order.where(order.phases == PHASE_CODE[Phase.FORWARD]) for order in orders)
-    return replace(schedule, orders=tuple(forwards))
+    return replace(schedule, orders=tuple(forwards), stream=None)

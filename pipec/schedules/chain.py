@@ -27,6 +27,8 @@ def simulate_schedule(
         VerifyError: the schedule is broken.
     """
     links = chain_links(schedule.num_stages)
+    if schedule.stream is not None:
+        ending = replace(ending, updates=True, stream=schedule.stream)
     begun = perf_counter()
     programs = lower(schedule, links, ending=ending)
     verify_programs(programs, schedule.placement, links, schedule.num_microbatches, ending=ending)
@@ -35,4 +37,5 @@ def simulate_schedule(
         (Op.REDUCE_GRAD, bucket.stage, number): bucket.reduce_seconds
         for number, bucket in enumerate(ending.buckets)
     }
-    return simulate(programs, replace(work.costs(schedule, links), endings=endings)), seconds
+    timeline = simulate(programs, replace(work.costs(schedule, links), endings=endings))
+    return replace(timeline, ending=ending), seconds

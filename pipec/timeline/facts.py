@@ -3,6 +3,7 @@
 from pipec.timeline.attribution import critical_path, waits
 from pipec.timeline.events import Event, Timeline
 from pipec.timeline.rank_times import RankTime, rank_times
+from pipec.timeline.steady import steady_state
 
 MOST_EVENTS = 100_000
 """Events listed one by one; a step of more is told by its sums and its critical path."""
@@ -22,6 +23,8 @@ def timeline_facts(timeline: Timeline) -> dict[str, object]:
         "critical_path": [_event_facts(timeline.events[index]) for index in critical_path(timeline, found)],
         "num_events": len(timeline.events),
     }
+    if steady := steady_state(timeline):
+        facts["steady"] = {"time": steady.seconds, "bubble_rate": steady.bubble_rate}
     if len(timeline.events) <= MOST_EVENTS:
         facts["events"] = [_event_facts(event) for event in timeline.events]
     return facts
@@ -51,6 +54,7 @@ def _event_facts(event: Event) -> dict[str, object]:
         **({"bucket": instruction.bucket} if instruction.bucket >= 0 else {}),
         **({"part": instruction.part} if instruction.part >= 0 else {}),
         **({"join": instruction.join} if instruction.join >= 0 else {}),
+        **({"version": instruction.version} if instruction.version >= 0 else {}),
         "start": event.start,
         "end": event.end,
     }

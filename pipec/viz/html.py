@@ -158,6 +158,7 @@ def _compute_columns(
         "chunk": [chunk_of.get(event.instruction.stage, 0) for event in computes],
         "microbatch": [event.instruction.microbatch for event in computes],
         "part": [event.instruction.part for event in computes],
+        "version": [event.instruction.version for event in computes],
         **_times(computes, rounded),
     }
 

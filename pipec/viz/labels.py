@@ -8,6 +8,7 @@ from pipec.ir import Op
 from pipec.ir.columns import OPS
 from pipec.ir.text import PHASE_LETTERS, format_bytes, format_seconds, value_bytes
 from pipec.timeline.events import Event, Events, Timeline
+from pipec.timeline.steady import steady_state
 
 WORK: Mapping[Op, str] = {
     Op.FORWARD: "forward",
@@ -114,7 +115,8 @@ def cell_labels(timeline: Timeline) -> Callable[[Event], str]:
     """How cells are labelled: ``F3`` is the forward of microbatch 3, ``U`` an update, ``Σ2`` sums bucket 2.
 
     If ranks hold several stages, ``Fb3`` is the forward of the second stage of its rank. ``B3.0`` is part 0
-    of a backward, and ``J3.1`` gathers what its stage calls join 1.
+    of a backward, and ``J3.1`` gathers what its stage calls join 1. Where steps follow each other without a
+    flush, ``F3v1`` reads version 1 of its weights.
     """
     chunk_of = chunks(timeline)
     several = max(chunk_of.values(), default=0) > 0
@@ -125,9 +127,20 @@ def cell_labels(timeline: Timeline) -> Callable[[Event], str]:
         number = max(instruction.bucket, instruction.microbatch)
         behind = max(instruction.part, instruction.join)
         part = f".{behind}" if behind >= 0 else ""
-        return f"{LETTERS[instruction.op]}{chunk}{number if number >= 0 else ''}{part}"
+        version = f"v{instruction.version}" if event.is_compute and instruction.version >= 0 else ""
+        return f"{LETTERS[instruction.op]}{chunk}{number if number >= 0 else ''}{part}{version}"
 
     return label
+
+
+def version_told(event: Event) -> str:
+    """``forward of microbatch 3, reads version 1 of the weights``, where there are versions; else nothing."""
+    instruction = event.instruction
+    if instruction.version < 0:
+        return ""
+    verb = "reads" if event.is_compute else "makes"
+    what = f"{NAMES[instruction.op]} of microbatch {instruction.microbatch}"
+    return f"{what}, {verb} version {instruction.version} of the weights"
 
 
 def summary(timeline: Timeline) -> str:
@@ -136,7 +149,11 @@ def summary(timeline: Timeline) -> str:
     rates = f"bubble {timeline.bubble_rate:.1%}"
     if timeline.overhead_rate - timeline.bubble_rate > 5e-4:
         rates += f" ({timeline.overhead_rate:.1%} if recomputing counts as idle)"
-    return f"{rates}, {times}, at most {max(timeline.peak_in_flight, default=0)} in flight"
+    in_flight = f"at most {max(timeline.peak_in_flight, default=0)} in flight"
+    if steady := steady_state(timeline):
+        every = duration(steady.seconds, timeline)
+        in_flight += f"; steady state: a mini-batch every {every}, bubble {steady.bubble_rate:.1%}"
+    return f"{rates}, {times}, {in_flight}"
 
 
 def duration(time: float, timeline: Timeline) -> str:

@@ -26,9 +26,10 @@ class Step:
 
     @classmethod
     def of_plan(cls, plan: Plan, timeline: Timeline, label: str = "") -> "Step":
-        """A step of a plan, with the bytes that its ranks hold."""
+        """A step of a plan, or the mini-batches of a stream, with the bytes that its ranks hold."""
         memory = rank_memory_over_time(plan, timeline)
-        return cls(plan.schedule, plan.num_microbatches, timeline, memory, label)
+        microbatches = int(timeline.computes.instructions.microbatches.max(initial=-1)) + 1
+        return cls(plan.schedule, microbatches, timeline, memory, label)
 
     @property
     def name(self) -> str:

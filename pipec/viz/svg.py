@@ -23,6 +23,7 @@ from pipec.viz.labels import (
     ops,
     summary,
     time_axis,
+    version_told,
 )
 
 _STYLE = """
@@ -227,13 +228,15 @@ class _Box:
     op: Op
     stage: int
     label: str = ""
+    told: str = ""
 
 
 def _boxes(timeline: Timeline, layout: _Layout) -> Iterator[str]:
     label, chunk_of = _fitting_labels(timeline, layout), chunks(timeline)
     last_chunk = max(chunk_of.values(), default=0)
     least = _least_width(timeline, timeline.work, layout)
-    for rank, events in groupby(timeline.work, key=lambda event: event.rank):
+    lasting = timeline.work.where(timeline.work.ends > timeline.work.starts)
+    for rank, events in groupby(lasting, key=lambda event: event.rank):
         for run in _runs(events, least):
             for box in _drawn_together(run) if len(run) > 1 else [_single(run[0], label(run[0]))]:
                 shade = 1 - 0.45 * chunk_of[box.stage] / last_chunk if last_chunk else 1.0
@@ -247,7 +250,10 @@ def _least_width(timeline: Timeline, events: Events, layout: _Layout) -> float:
 
 
 def _fitting_labels(timeline: Timeline, layout: _Layout) -> Callable[[Event], str]:
-    """Labels such as ``F3`` if those of all computes fit, else the numbers alone where those fit."""
+    """Labels such as ``F3`` if those of all computes fit, else the numbers alone where those fit.
+
+    Of labels with versions, each compute has as much as fits: ``F3v1``, ``3v1`` or ``3``.
+    """
 
     def fits(label: str, event: Event) -> bool:
         return len(label) * _CHARACTER_WIDTH + 2 <= (event.end - event.start) * layout.scale
@@ -256,6 +262,10 @@ def _fitting_labels(timeline: Timeline, layout: _Layout) -> Callable[[Event], st
     all_fit = all(fits(label(event), event) for event in timeline.computes)
 
     def fitting(event: Event) -> str:
+        if event.is_compute and event.instruction.version >= 0:
+            whole = label(event)
+            shorter = (whole, whole[1:], str(event.instruction.microbatch))
+            return next((text for text in shorter if fits(text, event)), "")
         text = label(event) if all_fit or not event.is_compute else str(event.instruction.microbatch)
         return text if fits(text, event) else ""
 
@@ -275,7 +285,9 @@ def _runs(events: Iterable[Event], least: float) -> Iterator[list[Event]]:
 
 
 def _single(event: Event, label: str) -> _Box:
-    return _Box(event.start, event.end, event.instruction.op, event.instruction.stage, label)
+    return _Box(
+        event.start, event.end, event.instruction.op, event.instruction.stage, label, version_told(event)
+    )
 
 
 def _drawn_together(run: Sequence[Event]) -> Iterator[_Box]:
@@ -292,7 +304,8 @@ def _drawn_together(run: Sequence[Event]) -> Iterator[_Box]:
 def _box(layout: _Layout, rank: int, box: _Box, shade: float) -> Iterator[str]:
     left, width = layout.x(box.start), (box.end - box.start) * layout.scale
     gap = 1.0 if width >= 2 * _LEAST_WIDTH else 0.0
-    yield _rect(left, layout.y(rank), width - gap, layout.lane, box.op, 2 if gap else 0, shade)
+    drawn = _rect(left, layout.y(rank), width - gap, layout.lane, box.op, 2 if gap else 0, shade)
+    yield f"<g><title>{escape(box.told)}</title>{drawn}</g>" if box.told else drawn
     if box.label and layout.lane >= 12:
         yield _text(left + (width - gap) / 2, layout.y(rank) + layout.lane / 2 + 3.7, box.label, "box")
 

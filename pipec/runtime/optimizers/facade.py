@@ -32,7 +32,8 @@ class PipelineOptimizer(Optimizer):
     scheduler or by hand, holds from the next update on. ``state_dict`` is that of the optimizer of the
     unsplit model, and either may load the other's. ``elementwise`` has the names of those parameters that
     may be updated in pieces, ``kinds`` the class of each group's optimizer. ``parameters`` are those of the
-    whole model, in its order and with their shapes; those without memory here may be on meta.
+    whole model, in its order and with their shapes; those without memory here may be on meta. ``settle`` is
+    called before the state is read or replaced.
 
     Raises:
         InputError: the factory does not make an optimizer of these parameters.
@@ -53,6 +54,7 @@ class PipelineOptimizer(Optimizer):
         self._stages: list[StageOptimizer] = []
         self._gather: Gather | None = None
         self._loaded: dict[str, Entries] = {}
+        self.settle: Callable[[], None] = _nothing
         self._open = True
         super().__init__(_whole_groups(made, self._whole, parameters), _shared_defaults(made))
         self._open = False
@@ -75,6 +77,13 @@ class PipelineOptimizer(Optimizer):
             group["params"] = [held.get(name, parameter) for name, parameter in named]
         for stage in stages if states else ():
             stage.load(states)
+
+    def hyperparameters(self) -> list[dict[str, Any]]:
+        """Those of each group as they are now, for updates that are made later."""
+        return [
+            {key: x.clone() if isinstance(x, Tensor) else x for key, x in hyperparameters(group).items()}
+            for group in self.param_groups
+        ]
 
     def count_step(self) -> None:
         """Note that the program has made the updates of a step, as LR schedulers and step hooks expect."""
@@ -132,6 +141,7 @@ class PipelineOptimizer(Optimizer):
         Raises:
             InputError: it has other groups, names or shapes than this optimizer.
         """
+        self.settle()
         if not isinstance(state_dict, Mapping):
             state_dict = joined(state_dict)
         saved = [dict(group) for group in state_dict["param_groups"]]
@@ -169,6 +179,7 @@ class PipelineOptimizer(Optimizer):
         return [StatePart(whole[name], entries) for name, entries in self._loaded.items()]
 
     def _states(self) -> dict[str, Entries]:
+        self.settle()
         if self._gather is None:
             return self._loaded
         shapes = {name: each.shape for name, each in self._whole.items()}
@@ -204,6 +215,10 @@ class PipelineOptimizer(Optimizer):
                     f"{key} of {name} has shape {list(value.shape)} in the state dict, and the parameter has "
                     f"{list(shape)}; load the state of the same model"
                 )
+
+
+def _nothing() -> None:
+    """Nothing is under way."""
 
 
 def _whole_groups(

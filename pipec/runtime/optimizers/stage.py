@@ -1,6 +1,6 @@
 """The optimizer of what one rank updates of one stage: whole tensors, or pieces of them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,9 +59,15 @@ class StageOptimizer:
         """The parameters of the model that this rank updates as a whole."""
         return {name: each for name, each in self._tensors.items() if isinstance(each, nn.Parameter)}
 
-    def update(self, gradients: Mapping[str, Tensor], factor: Tensor | None = None) -> None:
+    def update(
+        self,
+        gradients: Mapping[str, Tensor],
+        factor: Tensor | None = None,
+        groups: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
         """Make one update with the gradients of the pieces, by name, times ``factor``.
 
+        ``groups`` are the hyperparameters of all groups, if not those that the leader has now.
         A parameter without a gradient stays as it is, and so does its state. Afterwards ``.grad`` is None.
         """
         assert gradients.keys() <= self._tensors.keys()
@@ -72,11 +78,13 @@ class StageOptimizer:
         for name, gradient in gradients.items():
             tensor = self._tensors[name]
             tensor.grad = gradient if gradient.shape == tensor.shape else gradient.view(tensor.shape)
+        given = [hyperparameters(group) for group in self._leader.param_groups] if groups is None else groups
         try:
             for optimizer, followed in self._optimizers:
-                self._follow(optimizer, followed)
+                for group, index in zip(optimizer.param_groups, followed, strict=True):
+                    group.update(given[index])
                 optimizer.step()
-                self._require_unchanged(optimizer, followed)
+                _require_unchanged(optimizer, [given[index] for index in followed])
         finally:
             for tensor in self._tensors.values():
                 tensor.grad = None
@@ -142,20 +150,6 @@ class StageOptimizer:
                     optimizer.state[self._tensors[name]] = piece
         optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
 
-    def _follow(self, optimizer: Optimizer, followed: list[int]) -> None:
-        for group, index in zip(optimizer.param_groups, followed, strict=True):
-            group.update(hyperparameters(self._leader.param_groups[index]))
-
-    def _require_unchanged(self, optimizer: Optimizer, followed: list[int]) -> None:
-        for group, index in zip(optimizer.param_groups, followed, strict=True):
-            for key, value in hyperparameters(self._leader.param_groups[index]).items():
-                if group[key] is not value:
-                    raise InputError(
-                        f"{type(optimizer).__name__} changes {key!r} of its parameter groups in step(). "
-                        "Every rank would go on with a number of its own, from its own parameters; "
-                        "compile without optimizer=... to use it"
-                    )
-
     def _require_same_groups(self, made: list[list[str]]) -> None:
         expected = [group["param_names"] for group in self._leader.param_groups]
         if made != expected:
@@ -173,6 +167,17 @@ class StageOptimizer:
                 "elementwise. If it updates each element by that element's own gradient and state, say so "
                 "with a class attribute pipec_elementwise = True; if not, it needs whole tensors"
             )
+
+
+def _require_unchanged(optimizer: Optimizer, given: Sequence[Mapping[str, Any]]) -> None:
+    for group, numbers in zip(optimizer.param_groups, given, strict=True):
+        for key, value in numbers.items():
+            if group[key] is not value:
+                raise InputError(
+                    f"{type(optimizer).__name__} changes {key!r} of its parameter groups in step(). "
+                    "Every rank would go on with a number of its own, from its own parameters; "
+                    "compile without optimizer=... to use it"
+                )
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[Any]:

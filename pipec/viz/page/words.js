@@ -32,7 +32,14 @@ function bytes(amount) {
 const computeName = ({ computes }, i) =>
   data.phases[computes.phase[i]].name +
   (computes.microbatch[i] < 0 ? "" : ` of microbatch ${computes.microbatch[i]}`) +
-  (computes.part[i] < 0 ? "" : `, part ${computes.part[i]}`);
+  (computes.part[i] < 0 ? "" : `, part ${computes.part[i]}`) +
+  versionWords(computes, i);
+
+/** `, reads version 3 of the weights`, where steps follow each other without a flush. */
+const versionWords = ({ phase, version }, i) =>
+  version[i] < 0
+    ? ""
+    : `, ${data.phases[phase[i]].letter === "U" ? "makes" : "reads"} version ${version[i]} of the weights`;
 
 const collectiveName = ({ collectives }, i) => data.ops[collectives.op[i]].name;
 
@@ -40,12 +47,13 @@ const payloadName = ({ messages }, i) =>
   data.payloads[messages.payload[i]] +
   (messages.microbatch[i] < 0 ? "" : ` of microbatch ${messages.microbatch[i]}`);
 
-/** `F3`, or `Fb3` for the second stage of its rank. */
+/** `F3`, or `Fb3` for the second stage of its rank; `F3v1` if it reads version 1 of the weights. */
 const boxLabel = ({ computes, lastChunk }, i) =>
   data.phases[computes.phase[i]].letter +
   (lastChunk ? String.fromCharCode(97 + (computes.chunk[i] % 26)) : "") +
   (computes.microbatch[i] < 0 ? "" : computes.microbatch[i]) +
-  (computes.part[i] < 0 ? "" : `.${computes.part[i]}`);
+  (computes.part[i] < 0 ? "" : `.${computes.part[i]}`) +
+  (computes.version[i] < 0 || data.phases[computes.phase[i]].letter === "U" ? "" : `v${computes.version[i]}`);
 
 /** `Σ2`: the sum of bucket 2. `J3.1`: what microbatch 3 gathers as join 1. */
 const collectiveLabel = ({ collectives: { op, bucket, microbatch, join } }, i) =>

@@ -1,0 +1,73 @@
+"""Programs without end: a round of instructions that is executed again and again.
+
+Round k of a program with period P executes each instruction for the microbatch that is k P further than the
+one it names, with the version that is as many updates further. Instructions of microbatches that do not exist
+are left out: of those before the first one, while the pipeline fills, and of those behind the last one, while
+it drains. So prologue, body and epilogue are the same instructions, however many microbatches come. For
+example, the round F2 B0 U0 with period 1 and three microbatches is::
+
+    round   -2   -1   0          1      2
+            F0   F1   F2 B0 U0   B1 U1  B2 U2
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+from pipec.ir.program import Instruction, Op, Program
+
+
+def updates_per_round(program: Program) -> Counter[int]:
+    """How many updates of each stage a round makes."""
+    return Counter(each.stage for each in program.instructions if each.op is Op.UPDATE)
+
+
+def rounds(program: Program, num_microbatches: int) -> Iterator[tuple[int, int, Instruction]]:
+    """What a program executes for so many microbatches: the round, the number in it, and the instruction."""
+    updates, window = updates_per_round(program), window_of(program)
+    named = [each.microbatch for each in program.instructions]
+    if not named:
+        return
+    for number in range(-(max(named) // program.period), (num_microbatches - 1) // program.period + 1):
+        for place, each in enumerate(program.instructions):
+            microbatch = each.microbatch + number * program.period
+            if 0 <= microbatch < num_microbatches:
+                version, slot = each.version, each.slot
+                if version >= 0:
+                    version = max(version + number * updates[each.stage], 0)
+                if slot >= 0:
+                    slot = microbatch % window
+                yield number, place, replace(each, microbatch=microbatch, version=version, slot=slot)
+
+
+def unrolled(program: Program, num_microbatches: int) -> Program:
+    """The program for so many microbatches, written out."""
+    written = tuple(instruction for _, _, instruction in rounds(program, num_microbatches))
+    return Program(program.rank, written)
+
+
+def window_of(program: Program) -> int:
+    """The least number such that microbatches that are so far apart are never on the rank at once."""
+    latest: dict[int, int] = {}
+    period, most = program.period, 1
+    last = max((each.microbatch for each in program.instructions), default=0)
+    for number in range(last // period + 2):
+        for each in program.instructions:
+            microbatch = each.microbatch + number * period
+            latest[each.stage] = max(latest.get(each.stage, 0), microbatch)
+            if each.op is Op.FREE:
+                most = max(most, latest[each.stage] - microbatch + 1)
+    return most
+
+
+def reach(program: Program) -> int:
+    """How many microbatches behind that of an update a rank has touched by then, which it has to complete."""
+    numbered = list(enumerate(program.instructions))
+    found = [0]
+    for update, made in numbered:
+        if made.op is Op.UPDATE:
+            found += [
+                each.microbatch - made.microbatch - (program.period if place > update else 0)
+                for place, each in numbered
+            ]
+    return max(found)

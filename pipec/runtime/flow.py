@@ -1,0 +1,134 @@
+"""The mini-batches of a script's stream on their way through a pipeline that is not flushed."""
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from pipec.errors import PipecError
+from pipec.runtime.ahead import Ahead, Item
+from pipec.runtime.batches import Given
+from pipec.runtime.outcomes import StreamBatch
+from pipec.runtime.stream_execution import StreamExecution
+from pipec.runtime.stream_run import Groups
+
+Announce = Callable[[int, Item], Callable[[], bool]]
+"""Starts to tell the other ranks of a batch; what it returns waits for theirs, and says if it is the same."""
+
+
+@dataclass(frozen=True)
+class CompiledStream:
+    """What runs the batches of a flow, and the seed of what they draw.
+
+    ``split`` splits a batch, or returns None if that needs other programs than the first one; it raises a
+    PipecError if the batch does not fit at all. ``is_right`` tells whether what was compiled is right for the
+    model as it is now.
+    """
+
+    execution: StreamExecution
+    seed: int
+    split: Callable[[Given], StreamBatch | None]
+    is_right: Callable[[], bool]
+
+
+class Flow:
+    """A run of the batches of ``ahead`` from the number ``first`` on, as long as they are ``compiled`` alike.
+
+    Where ranks are processes, they ``announce`` each batch some time before they use it. One that some ranks
+    do not have ends the run on all of them alike.
+    """
+
+    def __init__(self, compiled: CompiledStream, ahead: Ahead, first: int, announce: Announce | None) -> None:
+        self._compiled, self._ahead, self._first, self._announce = compiled, ahead, first, announce
+        self._execution = compiled.execution
+        self._lock = threading.Lock()
+        self._batches: dict[int, StreamBatch] = {}
+        self._reads: dict[int, int] = {}
+        self._announced: dict[int, Callable[[], bool]] = {}
+        self._num_announced = self._num_allowed = first
+        self._left: list[Mapping[str, Tensor]] = []
+        self._over = False
+        self._run = self._execution.begin(self._batch, compiled.seed)
+        self._leaving = weakref.finalize(self, self._run.abandon)
+
+    def results(self, number: int, groups: Groups) -> Mapping[str, Tensor] | None:
+        """Those of batch ``number``, the next one; None if it is not among those of this run.
+
+        Raises:
+            ExecutionError, TransportError: a rank failed.
+        """
+        if not self._over and not self._compiled.is_right():
+            self.drain()
+        if self._over:
+            return self._left.pop(0) if self._left else None
+        self._read_ahead(number)
+        try:
+            with self._execution.dropping_gradients():
+                results = self._run.results(groups)
+        except BaseException:
+            self._over = True
+            self._leaving.detach()
+            raise
+        if results is None:
+            self._close()
+        return results
+
+    def drain(self) -> None:
+        """Complete what was begun, unless the process ends. Its results are those that come next."""
+        if not self._over and self._leaving.alive:
+            self._over = True
+            with self._execution.dropping_gradients():
+                self._left = self._run.drain()
+            self._close()
+
+    def _read_ahead(self, number: int) -> None:
+        """Let batches be read that some rank may need for this one; announce those that have been read."""
+        last = number + self._run.num_ahead + 1
+        if self._announce is not None:
+            if number == self._first:
+                self._allow(last)
+                self._ahead.settle()
+            while self._num_announced <= self._num_allowed:
+                number, self._num_announced = self._num_announced, self._num_announced + 1
+                self._announced[number] = self._announce(number, self._ahead.item(number))
+        self._allow(last)
+
+    def _allow(self, number: int) -> None:
+        self._ahead.allow(number)
+        self._num_allowed = number
+
+    def _batch(self, number: int) -> StreamBatch | None:
+        """A batch by its number in this run, for one of the ranks that read each once."""
+        item = self._ahead.item(self._first + number)
+        if self._announce is not None and not self._announced.pop(self._first + number)():
+            return None
+        if item.error is not None:
+            return None
+        with self._lock:
+            if number not in self._batches:
+                split = self._split(item.value)
+                if split is None:
+                    return None
+                self._batches[number] = split
+            batch = self._batches[number]
+            self._reads[number] = self._reads.get(number, 0) + 1
+            if self._reads[number] == self._execution.num_readers:
+                del self._batches[number], self._reads[number]
+                self._ahead.forget(self._first + number)
+            return batch
+
+    def _split(self, given: Given) -> StreamBatch | None:
+        try:
+            return self._compiled.split(given)
+        except PipecError:  # which is raised when the run is over and the batch is the next one
+            return None
+
+    def _close(self) -> None:
+        """Take in what the other ranks have announced beyond the end of the run."""
+        self._over = True
+        self._leaving.detach()
+        for wait in self._announced.values():
+            wait()
+        self._announced.clear()

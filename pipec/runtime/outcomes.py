@@ -1,0 +1,80 @@
+"""What the microbatches of a stream return, brought together as soon as those of a mini-batch are there."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from pipec.ir import Plan, Sizes
+from pipec.runtime.results import merge, result_values, weighted_sum
+
+
+@dataclass(frozen=True)
+class StreamBatch:
+    """One mini-batch of a stream, split: the inputs by name and the rows of each microbatch.
+
+    ``shares`` are what the losses of microbatches are multiplied by, ``values`` the other sizes that shapes
+    have names for.
+    """
+
+    microbatches: Sequence[Mapping[str, Tensor]]
+    sizes: Sequence[int]
+    shares: Sequence[float]
+    values: Sizes = field(default_factory=dict)
+
+
+@dataclass
+class _Parts:
+    """What has come of one mini-batch, by name and microbatch."""
+
+    batch: StreamBatch
+    found: dict[str, dict[int, Tensor]] = field(default_factory=dict)
+
+
+class Outcomes:
+    """Collects the results that a rank makes or receives.
+
+    ``emit`` is called with the number of each mini-batch and its results by name.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._values = {value.name: value for value in result_values(plan)}
+        self._sums = plan.sums
+        self._per_batch = plan.num_microbatches
+        self.begin(lambda number, results: None)
+
+    def begin(self, emit: Callable[[int, Mapping[str, Tensor]], None]) -> None:
+        """Start with a stream, or forget it."""
+        self._emit = emit
+        self._parts: dict[int, _Parts] = {}
+        self._in_frames: dict[int, int] = {}
+
+    def expect(self, frame: int, microbatch: int, batch: StreamBatch) -> None:
+        """Note that what is collected from a frame belongs to this microbatch from now on."""
+        self._in_frames[frame] = microbatch
+        self._parts.setdefault(microbatch // self._per_batch, _Parts(batch))
+
+    def collect(self, microbatch: int, sent: Mapping[str, Tensor]) -> None:
+        """Keep what the microbatch in a frame has returned, or what has been received of it."""
+        number, place = divmod(self._in_frames[microbatch], self._per_batch)
+        for name in self._values.keys() & sent.keys():
+            parts = self._parts[number].found.setdefault(name, {})
+            parts[place] = sent[name]
+            if len(parts) == self._per_batch and self._is_complete(number):
+                self._emit(number, self._merged(self._parts.pop(number)))
+
+    def _is_complete(self, number: int) -> bool:
+        found = self._parts[number].found
+        return all(len(found.get(name, ())) == self._per_batch for name in self._values)
+
+    def _merged(self, parts: _Parts) -> dict[str, Tensor]:
+        batch, merged = parts.batch, dict[str, Tensor]()
+        for name, value in self._values.items():
+            in_order = [parts.found[name][place] for place in range(self._per_batch)]
+            if name == "loss":
+                merged[name] = weighted_sum(in_order, batch.shares)
+            else:
+                merged[name] = merge(
+                    value, in_order, batch.sizes, sum(batch.sizes), batch.values, name in self._sums
+                )
+        return merged

@@ -1,0 +1,148 @@
+"""Training on a stream of mini-batches: the next one is read while the ranks work on one."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import count
+from typing import Any, cast
+
+from torch import Tensor
+
+from pipec.errors import InputError, PipecError
+from pipec.ir.arguments import check_arguments
+from pipec.runtime.ahead import Ahead, Item
+from pipec.runtime.batches import ITERABLE, Given, given_by
+from pipec.runtime.facts import Facts
+from pipec.runtime.flow import CompiledStream, Flow
+from pipec.runtime.handle import Handle
+from pipec.runtime.stream_execution import refuse_accumulating, refuse_recording
+
+Begun = Callable[[], None]
+"""What a step calls as soon as it draws no more random numbers, and before it works."""
+
+
+def nothing() -> None:
+    """Do nothing."""
+
+
+class Streams(Handle):
+    """What a user iterates over."""
+
+    def stream(self, batches: Iterable[Any]) -> Iterator[Tensor]:
+        """Make a step with each of ``batches``, and yield the losses in order.
+
+        A batch is what a DataLoader yields: a dict of keyword arguments, ``target`` among them; a pair of
+        inputs and target where there is a ``loss_fn``; else positional arguments. The next batch is read on a
+        thread while the ranks work on one. Every rank iterates over the same batches. With ``batch="rank0"``
+        each has as many, and rank 0's count. What the iterator raises is raised here; under ``torchrun`` as
+        InputError, by every rank.
+
+        Raises:
+            InputError: a batch does not fit, or the batches of some rank end before the others'. Nothing was
+                changed by that batch, and every rank raises it.
+        """
+        check_arguments({"batches": ITERABLE}, locals())
+        ahead = Ahead(map(self._given, iter(batches)))
+        return self._stream_without_flush(ahead) if self._overlaps_steps else self._stream(ahead)
+
+    def _stream(self, ahead: Ahead) -> Iterator[Tensor]:
+        for number in count():
+            ahead.allow(number)
+            item = ahead.item(number)
+            if item.error is not None:
+                self._end_stream(item)
+                return
+            loss = self._stream_step(item.value, lambda: ahead.allow(number + 1))  # noqa: B023
+            ahead.forget(number)
+            ahead.settle()
+            yield loss
+
+    def _stream_without_flush(self, ahead: Ahead) -> Iterator[Tensor]:
+        """As ``_stream``, where steps overlap. The pipeline is drained in between only where it must be."""
+        number, flow = 0, cast(Flow | None, None)
+        try:
+            while True:
+                refuse_recording(self._recorded)
+                refuse_accumulating(self._accumulates)
+                if flow is None:
+                    ahead.allow(number)
+                    item = ahead.item(number)
+                    if item.error is not None:
+                        self._end_stream(item)
+                        return
+                    self.drain()
+                    compiled = self._compiled_for(item.value)
+                    announce = self._announce if self._ranks.world.distributed else None
+                    flow = self._flow = Flow(compiled, ahead, number, announce)
+                results = flow.results(number, self.optimizer.hyperparameters())
+                if results is None:
+                    flow = None
+                    continue
+                ahead.settle()
+                number += 1
+                yield self._passed_on(results)
+        finally:
+            if flow is self._flow:
+                self.drain()
+
+    def _passed_on(self, results: Mapping[str, Tensor]) -> Tensor:
+        """The loss of a mini-batch that has been trained on, whose logs are kept."""
+        plan = self._artifact.plan
+        self.logs = {name: results[kept] for name, kept in zip(plan.logs, plan.outputs[1:], strict=False)}
+        self._num_steps += 1
+        self._count_update()
+        return results["loss"]
+
+    def _given(self, batch: Any) -> Given:
+        return given_by(batch, self._takes_target)
+
+    @property
+    @abstractmethod
+    def _takes_target(self) -> bool:
+        """Whether a step has a target beside the model's arguments."""
+
+    @property
+    @abstractmethod
+    def _overlaps_steps(self) -> bool:
+        """Whether the schedule has no flush."""
+
+    @abstractmethod
+    def _compiled_for(self, given: Given) -> CompiledStream:
+        """What runs a batch, and those after it, where steps overlap. Every rank calls it with the same."""
+
+    @abstractmethod
+    def _facts_of(self, given: Given) -> Facts:
+        """What the ranks must have in common of a batch. Raises InputError if it does not fit."""
+
+    def _announce(self, number: int, item: Item) -> Callable[[], bool]:
+        """Tell the other ranks what batch this one has, or that it has no more."""
+        facts = self._update_facts()
+        if item.error is not None:
+            facts["batches"] = "no more"
+        else:
+            try:
+                facts |= self._facts_of(item.value)
+            except PipecError as error:
+                facts["refused"] = str(error)
+        return self._ranks.agreement.announce(f"announcing batch {number} of a stream", number, facts)
+
+    @abstractmethod
+    def _stream_step(self, given: Given, begun: Begun) -> Tensor:
+        """Make one step of a stream."""
+
+    @abstractmethod
+    def _agree_to_end(self, why: str) -> None:
+        """Tell the other ranks why there are no more batches. Raises InputError if theirs is another."""
+
+    def _end_stream(self, item: Item) -> None:
+        """End the stream on all ranks, with the error of the iterator if it had one."""
+        error = item.error
+        assert error is not None
+        has_ended = isinstance(error, StopIteration)
+        if not self._ranks.world.distributed:
+            if not has_ended:
+                raise error
+            return
+        why = "no more" if has_ended else f"{type(error).__name__}: {error}"
+        self._agree_to_end(why)
+        if not has_ended:
+            raise InputError(f"the iterator of batches raised {why}") from error

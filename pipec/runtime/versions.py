@@ -1,0 +1,45 @@
+"""The versions of a stage's weights that microbatches in flight still read."""
+
+from collections.abc import Collection, Sequence
+
+from torch import Tensor
+
+
+class WeightVersions:
+    """The latest version is the model's own parameters, which updates change in place.
+
+    ``latest`` is the very list that the stage has of them. After an update the ``behind`` versions before the
+    new one may still be read, so that what the update changes is copied beforehand. What it does not change
+    is shared by all versions.
+    """
+
+    def __init__(self, latest: Sequence[Tensor], behind: int) -> None:
+        self._latest = latest
+        self._behind = behind
+        self.begin()
+
+    def begin(self) -> None:
+        """Call what the parameters are now version 0."""
+        self.number = 0
+        self._stashed: dict[int, list[Tensor]] = {}
+
+    def of(self, number: int) -> Sequence[Tensor]:
+        """The weights of a version."""
+        return self._latest if number == self.number else self._stashed[number]
+
+    def stash(self, changing: Collection[int]) -> None:
+        """Keep the latest version as it is, before an update changes the weights of these indices."""
+        if not self._behind:
+            return
+        self._stashed[self.number] = list(self._latest)
+        copies = {index: self._latest[index].detach().clone() for index in changing}
+        for weights in self._stashed.values():
+            for index, copy in copies.items():
+                if weights[index] is self._latest[index]:
+                    weights[index] = copy
+
+    def advance(self) -> None:
+        """Call what the parameters are now the next version, and let go of what nobody reads any longer."""
+        self.number += 1
+        for number in [each for each in self._stashed if each < self.number - self._behind]:
+            del self._stashed[number]

@@ -1,0 +1,182 @@
+"""Streams: the losses and parameters of a loop over steps, whatever batches are and however they end."""
+
+import threading
+from collections.abc import Iterator
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from updating import batches, model
+
+import pipec
+from pipec.errors import InputError
+from pipec.runtime.ahead import Ahead
+
+ADAMW = partial(torch.optim.AdamW, lr=0.01)
+
+
+def tied() -> pipec.Pipeline:
+    return pipec.compile(model(), 2, microbatches=2, optimizer=ADAMW)
+
+
+def perceptron() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 3))
+
+
+def classifier(**options: Any) -> pipec.Pipeline:
+    loss_fn = nn.functional.cross_entropy
+    return pipec.compile(
+        perceptron(),
+        2,
+        microbatches=2,
+        loss_fn=loss_fn,
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        **options,
+    )
+
+
+def rows() -> TensorDataset:
+    generator = torch.Generator().manual_seed(2)
+    return TensorDataset(
+        torch.randn(20, 6, generator=generator), torch.randint(0, 3, (20,), generator=generator)
+    )
+
+
+def parameters(pipe: nn.Module) -> list[Tensor]:
+    return [each.detach().clone() for each in pipe.parameters()]
+
+
+def test_a_stream_is_a_loop_over_steps() -> None:
+    streamed, stepped = tied(), tied()
+    losses = list(streamed.stream(batches(5)))
+    assert losses == [stepped.step(**batch) for batch in batches(5)]
+    assert all(map(torch.equal, parameters(streamed), parameters(stepped)))
+    streamed.drain()
+
+
+@pytest.mark.parametrize("shape", ["pair", "tuple of inputs", "named inputs", "dict"])
+def test_a_batch_is_what_a_data_loader_yields(shape: str) -> None:
+    streamed, stepped = classifier(), classifier()
+    x, y = rows()[:8]
+    batch = {
+        "pair": [x, y],
+        "tuple of inputs": ((x,), y),
+        "named inputs": ({"input": x}, y),
+        "dict": {"input": x, "target": y},
+    }[shape]
+    torch.manual_seed(1)
+    (loss,) = streamed.stream([batch])
+    torch.manual_seed(1)
+    assert torch.equal(loss, stepped.step(x, target=y))
+
+
+def test_a_model_that_returns_its_loss_takes_positional_batches() -> None:
+    pipe, batch = tied(), next(batches(1))
+    (one,) = tied().stream([(batch["words"],)])
+    (other,) = tied().stream([batch["words"]])
+    assert torch.equal(one, pipe.step(**batch))
+    assert torch.equal(one, other)
+
+
+def test_what_the_iterator_draws_is_drawn_as_in_a_loop() -> None:
+    """A loader that shuffles, dropout, and a script that draws between steps share torch's generator."""
+
+    def run(stream: bool) -> list[Tensor]:
+        pipe, loader = classifier(), DataLoader(rows(), batch_size=4, shuffle=True)
+        pipe.prepare(torch.zeros(4, 6), target=torch.zeros(4, dtype=torch.long))
+        torch.manual_seed(3)
+        if stream:
+            return [loss + torch.rand(()) for loss in pipe.stream(loader)]
+        found, iterator = [], iter(loader)
+        batch = next(iterator, None)
+        while batch is not None:  # the next batch is read while the step of this one works
+            loss = pipe.step(batch[0], target=batch[1])
+            batch = next(iterator, None)
+            found.append(loss + torch.rand(()))
+        return found
+
+    assert run(stream=True) == run(stream=False)
+
+
+def test_the_next_batch_is_read_while_the_ranks_work() -> None:
+    """Each step but the last waits until the batch after it has been read, and would wait for ever if not."""
+    pipe, (x, y) = classifier(), rows()[:8]
+    read = [threading.Event() for _ in range(4)]
+
+    def reading() -> Iterator[list[Tensor]]:
+        for event in read:
+            event.set()
+            yield [x, y]
+
+    run, numbers, met = pipe._run, count(1), list[bool]()
+
+    def waiting(turn: Any, begun: Any) -> Any:
+        results = run(turn, begun)
+        number = next(numbers)
+        met.extend(event.wait(20.0) for event in read[number : number + 1])
+        return results
+
+    pipe._run = waiting  # type: ignore[method-assign]
+    assert len(list(pipe.stream(reading()))) == 4
+    assert met == [True] * 3
+
+
+def test_what_the_iterator_raises_is_raised_after_the_losses_before() -> None:
+    def failing() -> Iterator[dict[str, Tensor]]:
+        yield from batches(2)
+        raise OSError("the disk is full")
+
+    pipe, losses = tied(), list[Tensor]()
+    with pytest.raises(OSError, match="the disk is full"):
+        losses.extend(pipe.stream(failing()))
+    assert len(losses) == 2
+    assert len(list(pipe.stream(batches(1)))) == 1
+
+
+def test_a_loop_that_stops_early_has_made_the_steps_that_it_saw() -> None:
+    streamed, stepped = tied(), tied()
+    for number, _ in enumerate(streamed.stream(batches(5))):
+        if number == 1:
+            break
+    for batch in batches(2):
+        stepped.step(**batch)
+    assert all(map(torch.equal, parameters(streamed), parameters(stepped)))
+
+
+def test_what_is_no_batch_is_refused() -> None:
+    pipe = classifier()
+    with pytest.raises(InputError, match="batches is 3; expected an iterable of batches"):
+        pipe.stream(3)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="a batch has 3 parts, but the pipeline has a loss_fn"):
+        list(pipe.stream([(torch.zeros(4, 6), torch.zeros(4), torch.zeros(4))]))
+
+
+def test_a_saved_pipeline_streams(tmp_path: Path) -> None:
+    pipe = tied()
+    pipe.prepare(**next(batches(1))).save(tmp_path / "saved", tensors=True)
+    loaded = pipec.load(tmp_path / "saved", optimizer=ADAMW)
+    assert list(loaded.stream(batches(3))) == list(pipe.stream(batches(3)))
+
+
+def test_an_iterator_rests_between_settle_and_allow() -> None:
+    read: list[int] = []
+
+    def items() -> Iterator[int]:
+        for number in range(3):
+            read.append(number)
+            yield number
+
+    ahead = Ahead(items())
+    ahead.allow(1)
+    ahead.settle()
+    assert read == [0, 1]
+    ahead.allow(5)
+    assert ahead.item(2).value == 2
+    assert isinstance(ahead.item(5).error, StopIteration)
+    assert all(thread.name != "pipec batches" or thread.daemon for thread in threading.enumerate())

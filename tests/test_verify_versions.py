@@ -1,0 +1,222 @@
+"""Programs without end: what they are, and that each rule about versions finds the program broken for it."""
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipec.errors import InputError, VerifyError
+from pipec.ir import Ending, Instruction, Op, Program, Schedule, Shard, Stream, Versions
+from pipec.ir.rounds import reach, unrolled, window_of
+from pipec.ir.text import format_program, parse_program
+from pipec.programs.fold import excerpt, fold, num_to_lower
+from pipec.programs.lower import chain_links, lower
+from pipec.programs.memory import peak_in_flight
+from pipec.programs.verify import verify_programs, verify_rounds
+from pipec.schedules import make_schedule
+from pipec.schedules.pipedream import ASYNCHRONOUS, pipedream
+from pipec.schedules.replicas import replicated
+from pipec.timeline.simulate import Costs, simulate
+from pipec.timeline.steady import steady_state
+
+Edit = Callable[[list[Instruction]], object]
+
+
+def rounds_of(name: str, num_ranks: int, per_batch: int = 0) -> tuple[Schedule, tuple[Program, ...]]:
+    per_batch = per_batch or ASYNCHRONOUS[name].per_batch(num_ranks)
+    count = num_to_lower(num_ranks, per_batch) // per_batch
+    schedule = ASYNCHRONOUS[name].of_batches(num_ranks, per_batch, count)
+    return schedule, fold(schedule, chain_links(num_ranks), (), ending_of(schedule))
+
+
+def ending_of(schedule: Schedule) -> Ending:
+    return Ending(updates=True, stream=schedule.stream)
+
+
+def fault(edits: Mapping[int, Edit], name: str = "pipedream", num_batches: int = 4) -> str:
+    """What the verifier says of three ranks after the programs of some are changed."""
+    per_batch = ASYNCHRONOUS[name].per_batch(3)
+    schedule = ASYNCHRONOUS[name].of_batches(3, per_batch, num_batches)
+    programs, links, ending = list(lower(schedule, chain_links(3))), chain_links(3), ending_of(schedule)
+    verify_programs(programs, schedule.placement, links, schedule.num_microbatches, ending=ending)
+    for rank, edit in edits.items():
+        instructions = list(programs[rank].instructions)
+        edit(instructions)
+        programs[rank] = Program(rank, tuple(instructions))
+    with pytest.raises(VerifyError) as caught:
+        verify_programs(programs, schedule.placement, links, schedule.num_microbatches, ending=ending)
+    return str(caught.value)
+
+
+def numbers_of(instructions: list[Instruction], op: Op) -> list[int]:
+    return [number for number, each in enumerate(instructions) if each.op is op]
+
+
+def change(op: Op, which: int, **fields: int) -> Edit:
+    def edit(instructions: list[Instruction]) -> None:
+        number = numbers_of(instructions, op)[which]
+        instructions[number] = replace(instructions[number], **fields)  # type: ignore[arg-type]
+
+    return edit
+
+
+def move(op: Op, which: int, to: Op, other: int) -> Edit:
+    """Put an instruction behind another one."""
+
+    def edit(instructions: list[Instruction]) -> None:
+        moved = instructions.pop(numbers_of(instructions, op)[which])
+        instructions.insert(numbers_of(instructions, to)[other] + 1, moved)
+
+    return edit
+
+
+def swap_versions(instructions: list[Instruction]) -> None:
+    first, second, *_ = numbers_of(instructions, Op.UPDATE)
+    one, other = instructions[first], instructions[second]
+    instructions[first] = replace(one, version=other.version)
+    instructions[second] = replace(other, version=one.version)
+
+
+def test_a_round_reads_as_the_program_of_a_step(golden: Callable[[str, str], None]) -> None:
+    _, programs = rounds_of("pipedream", 4)
+    golden("\n".join(map(format_program, programs)), "programs/pipedream_4.txt")
+    for program in programs:
+        assert parse_program(format_program(program), chain_links(4)) == program
+
+
+def test_prologue_body_and_epilogue_are_the_same_round() -> None:
+    """The example of ``pipec.ir.rounds``: F2 B0 U0, for three microbatches."""
+    op = {"F": Op.FORWARD, "B": Op.BACKWARD, "U": Op.UPDATE}
+    numbers = [("F", 2, 0), ("B", 0, 0), ("U", 0, 1)]
+    program = Program(0, tuple(Instruction(op[x], 0, mb, version=v) for x, mb, v in numbers), 1)
+    letters = {value: key for key, value in op.items()}
+    written = unrolled(program, 3).instructions
+    assert " ".join(f"{letters[x.op]}{x.microbatch}" for x in written) == "F0 F1 F2 B0 U0 B1 U1 B2 U2"
+    assert [x.version for x in written] == [0, 0, 0, 0, 1, 1, 2, 2, 3]
+    assert reach(program) == 2
+
+
+@settings(max_examples=25)
+@given(st.sampled_from(sorted(ASYNCHRONOUS)), st.integers(1, 6), st.integers(0, 4))
+def test_rounds_are_right_for_any_number_of_mini_batches(name: str, num_ranks: int, more: int) -> None:
+    """The verifier's own argument, of two windows, is tried on streams that are longer."""
+    per_batch = ASYNCHRONOUS[name].per_batch(num_ranks)
+    per_batch += more if name == "pipedream-2bw" else 0
+    schedule, programs = rounds_of(name, num_ranks, per_batch)
+    links, ending = chain_links(num_ranks), ending_of(schedule)
+    verify_rounds(programs, schedule.placement, links, (), ending)
+    for count in (7, 8 + 3 * num_ranks):
+        written = [unrolled(program, count * per_batch) for program in programs]
+        verify_programs(written, schedule.placement, links, count * per_batch, ending=ending)
+        assert [peak_in_flight(x) for x in written] == [
+            min(num_ranks - rank, count * per_batch) for rank in range(num_ranks)
+        ]
+
+
+@pytest.mark.parametrize("name", ASYNCHRONOUS)
+def test_no_rank_is_idle_in_the_steady_state(name: str) -> None:
+    schedule, programs = rounds_of(name, 4)
+    costs = Costs.uniform(4, links=chain_links(4), unit="units")
+    timeline = replace(simulate(excerpt(programs, 4), costs), ending=ending_of(schedule))
+    steady = steady_state(timeline)
+    assert steady is not None
+    assert steady.seconds == pytest.approx(3 * ASYNCHRONOUS[name].per_batch(4))
+    assert steady.bubble_rate == pytest.approx(0)
+    assert steady_state(simulate(lower(make_schedule("1f1b", 4, 8), chain_links(4)), costs)) is None
+
+
+def test_a_version_that_another_one_should_be_is_found() -> None:
+    found = fault({1: change(Op.FORWARD, 3, version=1)})
+    assert "forward of stage 1, microbatch 3 reads version 1; expected 2" in found
+    found = fault({0: change(Op.BACKWARD, 3, version=2)})
+    assert "backward of stage 0, microbatch 3 reads version 2; expected 1" in found
+    assert "send names version 3; expected none" in fault({0: change(Op.SEND, 0, version=3)})
+
+
+def test_updates_that_are_out_of_order_or_missing_are_found() -> None:
+    assert "update of stage 2 makes version 2; expected 1" in fault({2: swap_versions})
+    missing = fault({2: lambda own: own.pop(numbers_of(own, Op.UPDATE)[1])})
+    assert "stage 2 is updated 3 times; expected 4" in missing
+    early = fault({2: move(Op.UPDATE, 1, Op.UPDATE, 0)})
+    assert "the gradients of stage 2, microbatch 1, are made at" in early
+    assert "but belong into version 2" in early
+
+
+def test_an_update_that_comes_too_late_or_too_early_is_found() -> None:
+    late = fault({2: move(Op.UPDATE, 0, Op.FORWARD, 1)})
+    assert "reads version 1 of stage 2, which is not made yet" in late
+    schedule = pipedream.of_batches(3, 1, 4)
+    ending = replace(ending_of(schedule), stream=Stream(Versions.STASHED))
+    gpipe_like = make_schedule("gpipe", 3, 4)
+    programs = lower(replace(gpipe_like, stream=schedule.stream), chain_links(3))
+    with pytest.raises(VerifyError, match=r"is not made yet|holds \d versions"):
+        verify_programs(programs, schedule.placement, chain_links(3), 4, ending=ending)
+
+
+def test_more_live_versions_than_the_bound_are_found() -> None:
+    """Backwards that wait for later updates keep their version for longer than p - s updates."""
+
+    def hold_back(instructions: list[Instruction]) -> None:
+        first = numbers_of(instructions, Op.FORWARD)[0]
+        assert instructions[first].version == 0
+        for number in numbers_of(instructions, Op.UPDATE)[:1]:
+            instructions.insert(first, instructions.pop(number))
+
+    assert "are made at" in fault({0: hold_back})
+    stream = Stream(Versions.STASHED)
+    assert [stream.most_live(stage, 4) for stage in range(4)] == [4, 3, 2, 1]
+
+
+def test_fields_of_updates_are_checked() -> None:
+    assert "update names stage 0, microbatch 1" in fault({1: change(Op.UPDATE, 1, stage=0)})
+    assert "update carries a link, peer, slot or bucket" in fault({1: change(Op.UPDATE, 1, peer=0)})
+
+
+def test_what_has_no_rule_of_versions_is_refused() -> None:
+    schedule, programs = rounds_of("pipedream", 2)
+    ending, links = ending_of(schedule), chain_links(2)
+    with pytest.raises(VerifyError, match="stages have replicas or share state"):
+        verify_rounds(programs, schedule.placement, links, (), replace(ending, shard=Shard.OPTIMIZER))
+    both = replicated(functools.partial(make_schedule, "1f1b", 2), 4, 2)
+    stream = replace(both, stream=schedule.stream)
+    with pytest.raises(VerifyError, match="stages have replicas or share state"):
+        verify_programs(lower(stream, links), both.placement, links, 4, ending=ending)
+    flat = pipedream.of_batches(2, 1, 3)
+    halves = replace(ending, stream=Stream(Versions.DOUBLE, 2))
+    with pytest.raises(VerifyError, match="3 microbatches are no whole number of mini-batches of 2"):
+        verify_programs(lower(flat, links), flat.placement, links, 3, ending=halves)
+
+
+def test_rounds_that_are_no_rounds_are_refused() -> None:
+    schedule, (first, second) = rounds_of("pipedream", 2)
+    verify = functools.partial(
+        verify_rounds,
+        placement=schedule.placement,
+        links=chain_links(2),
+        recompute=(),
+        ending=ending_of(schedule),
+    )
+    with pytest.raises(VerifyError, match="rank 1 does not repeat instructions for microbatches 0 to 8"):
+        verify([first, replace(second, period=2)])
+    far = replace(second.instructions[0], microbatch=10**8)
+    with pytest.raises(VerifyError, match="rank 1 does not repeat"):
+        verify([first, replace(second, instructions=(far, *second.instructions[1:]))])
+    without = replace(second, instructions=tuple(x for x in second.instructions if x.op is not Op.FREE))
+    with pytest.raises(VerifyError, match="is never freed"):
+        verify([first, without])
+    with pytest.raises(VerifyError, match="the program of rank 0 repeats; expected that of a single step"):
+        verify_programs([first, second], schedule.placement, chain_links(2), 1)
+    assert [window_of(first), window_of(second)] == [2, 2]
+
+
+def test_schedules_without_a_flush_say_what_they_cannot_do() -> None:
+    assert make_schedule("pipedream", 4, 12).num_microbatches == 12
+    with pytest.raises(InputError, match="runs a mini-batch as one microbatch, but microbatches is 4"):
+        pipedream.of_batches(2, 4, 2)
+    with pytest.raises(InputError, match="needs a mini-batch of 4 microbatches or more on 4 ranks"):
+        ASYNCHRONOUS["pipedream-2bw"].of_batches(4, 3, 2)
+    with pytest.raises(InputError, match="num_microbatches is 6; take a multiple of 4"):
+        make_schedule("pipedream-2bw", 4, 6)
