@@ -9,6 +9,8 @@ import hypothesis
 import pytest
 import torch
 
+from pipec import console
+
 GOLDEN = Path(__file__).parent / "golden"
 
 hypothesis.settings.register_profile("local", deadline=None)
@@ -16,6 +18,7 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 torch.set_num_threads(1)  # a sum over threads would depend on how many there are
+console.PATIENCE = 3600.0  # what is printed would depend on how fast the machine is
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
