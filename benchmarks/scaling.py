@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 
-from pipec.hardware.collectives import all_reduce_seconds
+from pipec.hardware.collectives import all_reduce_seconds, fastest_num_hosts
 from pipec.hardware.topology import Device, Level, Topology
 from pipec.ir import (
     NOTHING_MORE,
@@ -257,7 +257,9 @@ def main() -> None:
 def row(case: Case, graph: OperatorGraph) -> str:
     topology, one = case.topology, sum(graph.seconds)
     after, beside = (data_parallel(graph, topology, segments) for segments in (1, SEGMENTS))
-    sums = all_reduce_seconds(topology, range(len(topology.devices)), sum(graph.parameter_bytes))
+    everywhere, num_bytes = range(len(topology.devices)), sum(graph.parameter_bytes)
+    hosts = fastest_num_hosts(topology, everywhere, num_bytes)
+    sums = all_reduce_seconds(topology, everywhere, num_bytes, hosts)
     partition = place(graph, topology, replace(PIPEC, step_microbatches=len(topology.devices)))
     cells = [case.profile, f"{case.hosts} x {case.devices}", f"{case.gbits:g}"]
     cells += [f"{one / seconds:.0%}" for seconds in (after, beside, max(one, sums))]

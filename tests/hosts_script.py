@@ -66,7 +66,7 @@ def facts(
     for each in pipe.programs[rank].instructions:
         if each.op is Op.SEND:
             assert each.link is not None
-            sends[each.peer] += sum(value_bytes(value, ROWS // RANKS) for value in each.link.values)
+            sends[each.peer] += sum(value_bytes(value, {"b": ROWS // RANKS}) for value in each.link.values)
     return {
         "losses": losses,
         "hosts": [bucket.num_hosts for bucket in own],
