@@ -38,7 +38,12 @@ def costs_of(step: Step, **endings: float) -> Costs:
         for program in step.programs()
         for each in program.instructions
     }
-    return replace(uniform, endings=seconds)
+    return replace(uniform, endings=seconds, parts={key: halves(count) for key, count in step.parts.items()})
+
+
+def halves(count: int) -> list[float]:
+    """Shares that add up without rounding."""
+    return [*(2.0**-k for k in range(1, count)), 2.0 ** (1 - count)]
 
 
 def renumbered(schedule: Schedule, numbers: Sequence[int]) -> Schedule:
