@@ -118,12 +118,12 @@ ranks start collectives in one order
     [
         (
             change(Op.REDUCE_GRAD, microbatch=0),
-            "bucket 0 names a microbatch, link, peer, slot or part",
+            "bucket 0 names a microbatch, link, peer, slot, part or join",
         ),
-        (change(Op.NORM, peer=1), "norm names a microbatch, link, peer, slot or part"),
+        (change(Op.NORM, peer=1), "norm names a microbatch, link, peer, slot, part or join"),
         (
             change(Op.UPDATE, slot=0),
-            "update of stage 0 names a microbatch, link, peer, slot or part; expected none",
+            "update of stage 0 names a microbatch, link, peer, slot, part or join; expected none",
         ),
         (
             change(Op.REDUCE_GRAD, bucket=1),
