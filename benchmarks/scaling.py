@@ -6,9 +6,9 @@
 Scaling efficiency is the throughput on n devices over n times that of one (Sergeev and Del Balso, 2018). A
 step is n mini-batches, one for each device. What is simulated are verified programs with their reduces.
 
-Data parallelism is that of one stage, which sums gradients after its backward, and that of ``SEGMENTS``
-stages on every rank, each of which sums its own while the backward of those before it goes on. No way to
-overlap is better than the longer of compute and communication.
+Data parallelism is that of one stage, which sums gradients between the parts of its backward, and that of
+``SEGMENTS`` stages on every rank, each of which sums its own while the backward of those before it goes on.
+No way to overlap is better than the longer of compute and communication.
 
 The hybrid is the planner's. It runs 1F1B in round robin, with a flush after each step, on as many
 microbatches as it is fastest with. A host has one link for all its devices: a message between hosts has a
@@ -247,8 +247,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("data", type=Path, help="the folder of pipedream-profiles")
     folder = parser.parse_args().data / "pipedream-profiles"
-    names = "profile", "hosts x devices", "Gbit/s", "after", "overlapping", "at best"
-    columns = [*names, "hybrid", "efficiency", "/ after", "/ overlapping", "published"]
+    names = "profile", "hosts x devices", "Gbit/s", "one stage", "16 stages", "at best"
+    columns = [*names, "hybrid", "efficiency", "/ one stage", "/ 16 stages", "published"]
     print(f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}")
     for case in CASES:
         print(row(case, read_pipedream_graph(folder / f"{case.profile}.txt")), flush=True)
