@@ -33,8 +33,9 @@ def test_a_step_over_a_slow_link_takes_as_long_as_simulated(on_each: int) -> Non
     given = {**os.environ, "OMP_NUM_THREADS": "1", "RANKS_PER_HOST": str(on_each)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=given)
     found = re.findall(r"simulated (\S+) measured (\S+)", done.stdout)
-    assert len(found) == 2, done.stdout + done.stderr
-    (simulated, measured), (in_a_ring, _) = [tuple(map(float, pair)) for pair in found]
+    assert len(found) == on_each, done.stdout + done.stderr
+    simulated, measured = map(float, found[0])
     assert simulated > 0.3  # 8.4 MB at 25 MB/s: the gradients are what takes time
     assert 0.7 < measured / simulated < 1.6  # beside other tests
-    assert simulated / in_a_ring == pytest.approx(1 if on_each == 1 else 2 / 3, rel=0.05)
+    if on_each == 2:
+        assert simulated / float(found[1][0]) == pytest.approx(2 / 3, rel=0.05)

@@ -1,7 +1,7 @@
 """A data-parallel step whose time is that of its gradients on the link; run by ``benchmarks/link.sh``.
 
 ``two_hosts.py RATE`` has the link's bytes a second. Rank 0 prints the seconds of a step, simulated and
-measured, for what is fastest and for a ring of all ranks.
+measured, for what is fastest and, with several ranks on a host, for a ring of all ranks.
 """
 
 import os
@@ -45,7 +45,8 @@ def seconds(topology: Topology) -> tuple[float, float]:
 def main() -> None:
     rate, on_each = float(sys.argv[1]), int(os.environ["LOCAL_WORLD_SIZE"])
     hosts = Topology((Device(),) * (2 * on_each), (Level(on_each, 4e9, 1e-5), Level(2, rate, 1e-4)))
-    ways = [seconds(topology) for topology in (hosts, alike(2 * on_each, LinkModel(rate, 1e-4)))]
+    ring = alike(2 * on_each, LinkModel(rate, 1e-4))
+    ways = [seconds(topology) for topology in ((hosts, ring) if on_each > 1 else (hosts,))]
     if dist.get_rank() == 0:
         print(*(f"simulated {simulated} measured {measured}" for simulated, measured in ways))
 

@@ -119,6 +119,7 @@ class Lifelines:
         self._interrupting = mine and signal.getsignal(signal.SIGINT) is signal.default_int_handler
         try:
             try:
+                self.check()  # what happened before would interrupt nothing
                 yield
             finally:
                 with self._changed:
@@ -151,7 +152,8 @@ class Lifelines:
 
     def silent(self) -> str | None:
         """Which ranks do not seem to live any more, although they have not been silent for the timeout."""
-        ranks = [rank for rank in self._peers if self._silence(rank) > self._timeout / 2]
+        there = [rank for rank, peer in self._peers.items() if peer.ended_at is None]
+        ranks = [rank for rank in there if self._silence(rank) > self._timeout / 2]
         return self._silent_since(ranks) if ranks else None
 
     def waits_for(self, peer: int | None) -> str:
@@ -234,13 +236,17 @@ class Lifelines:
         )
 
     def _ended(self, ranks: Iterable[int], ago: float = 0.0) -> str | None:
-        """What became of the rank whose connection ended first, at least so many seconds ago."""
+        """What became of the rank whose connection ended first, at least so many seconds ago.
+
+        A script that ends while a rank shows no sign of life has given up on that one.
+        """
         ended = [(at, rank) for rank in ranks if (at := self._peers[rank].ended_at) is not None]
         if not ended or time.monotonic() - min(ended)[0] < ago:
             return None
         rank = min(ended)[1]
         if self._peers[rank].said_farewell:
-            return f"rank {rank}: its script ended, or let go of its pipeline, before this call"
+            ended_script = f"rank {rank}: its script ended, or let go of its pipeline, before this call"
+            return self.silent() or ended_script
         return f"rank {rank}: its process died; its own output may say why"
 
     def _silence(self, rank: int) -> float:
