@@ -58,9 +58,15 @@ class StreamRun(ABC):
             ExecutionError, TransportError: a rank failed.
         """
 
-    @abstractmethod
     def drain(self) -> list[Results]:
         """Complete what was begun; returns the results that nobody has asked for. The run is over then."""
+        self._drain_at_once()
+        self._finish()
+        return self._unasked()
+
+    @abstractmethod
+    def _finish(self) -> None:
+        """Wait until every mini-batch that was begun is over."""
 
     @abstractmethod
     def abandon(self) -> None:
@@ -138,11 +144,6 @@ class ThreadsRun(StreamRun):
         self._num_asked = number
         self._finish()
         return None
-
-    def drain(self) -> list[Results]:
-        self._drain_at_once()
-        self._finish()
-        return self._unasked()
 
     def abandon(self) -> None:
         with self._changed:
@@ -241,11 +242,6 @@ class ProcessRun(StreamRun):
         self._num_asked = number
         self._finish()
         return None
-
-    def drain(self) -> list[Results]:
-        self._drain_at_once()
-        self._finish()
-        return self._unasked()
 
     def _finish(self) -> None:
         (interpreter,) = self._interpreters
