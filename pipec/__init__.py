@@ -37,6 +37,7 @@ __all__ = [
     "InputError",
     "Level",
     "LoadedPipeline",
+    "NonFiniteError",
     "PipecError",
     "Pipeline",
     "PlanError",

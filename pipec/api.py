@@ -28,7 +28,7 @@ from pipec.errors import InputError
 from pipec.hardware.calibration import default_device_model, usable_device
 from pipec.hardware.devices import DeviceModel, LinkModel
 from pipec.hardware.topology import Topology, alike, read_topology
-from pipec.ir import NOTHING_MORE, Ending, Mode, Shard
+from pipec.ir import NOTHING_MORE, Ending, Mode, OnNan, Shard
 from pipec.ir.arguments import (
     FLAG,
     FUNCTION,
@@ -86,6 +86,7 @@ def compile(
     clip_grad_norm: float | None = None,
     shard: str | None = None,
     gradient_dtype: str | None = None,
+    on_nan: str = "ignore",
     batch: str = "same",
     batched: Batched | None = None,
     microbatch_weight: MicrobatchWeight | None = None,
@@ -130,6 +131,9 @@ def compile(
             the simulated step is fastest with, within the memory limit.
         gradient_dtype: ``"bf16"`` or ``"fp16"`` lets gradients travel between replicas, and be summed there,
             with fewer bits. None: as they are.
+        on_nan: what becomes of a step whose loss is NaN, or some gradient of which is not finite.
+            ``"raise"``: all ranks raise NonFiniteError. ``"skip"``: nothing comes of the step, and
+            ``pipe.num_skipped`` counts it. ``"ignore"``: nobody looks. See docs/optimizers.md.
         batch: what each rank passes to ``step`` under ``torchrun``. ``"same"``: the same whole mini-batch,
             which every step compares: shapes, types, values up to 64 kB, 4,096 values of a larger tensor.
             ``"rank0"``: anything or nothing, because every rank gets what rank 0 passes. ``"local"``: the
@@ -179,6 +183,7 @@ def compile(
             clip_grad_norm=clip_grad_norm,
             shard=shard,
             gradient_dtype=gradient_dtype,
+            on_nan=on_nan,
             batch=batch,
             batched=batched,
             microbatch_weight=microbatch_weight,
@@ -189,7 +194,7 @@ def compile(
         )
     limit = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
     policy = policy_for(schedule, ranks.count, stages, replicas)
-    check_updates(policy, optimizer is not None, shard, batch)
+    check_updates(policy, optimizer is not None, shard, batch, on_nan)
     microbatches = check_choice(policy, microbatches)
     if batch == "local":
         _check_local_batch(policy, replicas, microbatches, microbatch_weight)
@@ -204,6 +209,8 @@ def compile(
     updates, ending = _updates(optimizer, clip_grad_norm, shard, tensors)
     if gradient_dtype is not None:
         ending = replace(ending, gradient_dtype=GRADIENT_DTYPES[gradient_dtype])
+    if on_nan != "ignore":
+        ending = replace(ending, on_nan=OnNan(on_nan))
     facts = _optimizer_facts(updates, optimizer, tensors)
     options = CompilerOptions(device_model, joined, recompute, measured, ending, facts)
     tuner = Autotuner(policy, may_recompute=recompute == "auto", may_rearrange=batch != "local")
@@ -284,6 +291,7 @@ COMPILE = {
     "clip_grad_norm": number(0, math.inf) | NONE,
     "shard": one_of(*map(str, Shard), "auto") | NONE,
     "gradient_dtype": one_of(*GRADIENT_DTYPES) | NONE,
+    "on_nan": one_of("ignore", *map(str, OnNan)),
     "batch": one_of("same", "rank0", "local"),
     "batched": instance("a dict of arguments to 0 or None", Mapping, Sequence) | whole(0, 0) | NONE,
     "microbatch_weight": one_of(*WORDS) | FUNCTION | NONE,

@@ -37,5 +37,9 @@ class ExecutionError(PipecError):
     """An instruction failed while a program ran. ``__cause__`` is the original error."""
 
 
+class NonFiniteError(ExecutionError):
+    """A loss is NaN, or a gradient is not finite, and ``on_nan`` is "raise". Every rank raises it."""
+
+
 class TransportError(PipecError):
     """A message could not be delivered: a peer failed, hung or holds another plan."""

@@ -291,7 +291,7 @@ _ROWS_FOR_ANY = 1024
 """Rows of a batch that is large enough for every schedule to have its usual number of microbatches."""
 
 
-def check_updates(policy: SchedulePolicy, updates: bool, shard: str | None, batch: str) -> None:
+def check_updates(policy: SchedulePolicy, updates: bool, shard: str | None, batch: str, on_nan: str) -> None:
     """Raise InputError if a schedule without a flush is to do what needs one."""
     if not policy.is_asynchronous:
         return
@@ -305,6 +305,11 @@ def check_updates(policy: SchedulePolicy, updates: bool, shard: str | None, batc
         raise InputError(
             f"{name} runs each stage on one rank, so that shard={shard!r} finds no replicas to divide state "
             "among; leave it out, or take schedule='1f1b'"
+        )
+    if on_nan == "skip":
+        raise InputError(
+            f"{name} begins with mini-batches before it is known whether the one before is to be skipped; pass "
+            "on_nan='raise', which ends the stream with the mini-batches before, or take schedule='1f1b'"
         )
     if batch != "same":
         raise InputError(

@@ -9,7 +9,7 @@ programs and quantities down and reads programs back, ``batch`` says how a mini-
 where mini-batches follow each other without a flush, and ``rounds`` what the programs of these are.
 """
 
-from pipec.ir.ending import NOTHING_MORE, Bucket, Ending, Shard
+from pipec.ir.ending import NOTHING_MORE, Bucket, Ending, OnNan, Shard
 from pipec.ir.memory import StageMemory
 from pipec.ir.plan import Alternative, Plan, ShardCost, Stage, StageCost
 from pipec.ir.program import Instruction, Join, Joins, Kind, Op, Program, Traits

@@ -19,6 +19,13 @@ class Shard(StrEnum):
     PARAMETERS = "parameters"
 
 
+class OnNan(StrEnum):
+    """What becomes of a step whose loss is NaN, or some gradient of which is not finite."""
+
+    RAISE = "raise"
+    SKIP = "skip"
+
+
 @dataclass(frozen=True, slots=True)
 class Bucket:
     """Trained parameters of ``stage``, of one dtype, whose gradients its replicas sum together.
@@ -55,6 +62,7 @@ class Ending:
     ``clips``, the norm of all gradients is known before. ``shard`` is what replicas keep a share of.
     Gradients travel between replicas in ``gradient_dtype``, torch's name of it, or in their own if it is "".
     With a ``stream``, steps follow each other without a flush: each stage then updates, and clips, by itself.
+    ``on_nan`` is what happens if losses or gradients are not finite, which nobody looks at if it is None.
     """
 
     buckets: tuple[Bucket, ...] = ()
@@ -64,6 +72,17 @@ class Ending:
     shard: Shard | None = None
     gradient_dtype: str = ""
     stream: Stream | None = None
+    on_nan: OnNan | None = None
+
+    @property
+    def has_norm(self) -> bool:
+        """Whether all ranks learn of the gradients of all others before anything comes of them."""
+        return (self.clips or self.on_nan is not None) and self.stream is None
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether gradients are added to ``.grad`` only when those of all ranks are known to be finite."""
+        return self.on_nan is not None and not self.updates
 
     def reduces_each_round(self, bucket: Bucket) -> bool:
         """Whether gradients are summed after each round, a microbatch of each replica, or at the end."""

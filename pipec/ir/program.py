@@ -102,7 +102,7 @@ class Instruction:
     free            drop what ``stage`` kept for ``microbatch``: saved values, and slots it received into
     reduce_grad     start to sum the gradients of ``bucket`` over the replicas of ``stage``
     average_buffers let the replicas of ``stage`` agree on the buffers that its forwards changed
-    norm            sum the squared norms of all gradients over all ranks
+    norm            sum the squared norms of all gradients over all ranks, and the losses that are NaN
     update          run the optimizer on what this rank updates of ``stage``, once its gradients are there
     unshard         start to gather the parameters of ``bucket`` from the replicas of ``stage``
     reshard         let go of what was gathered of ``bucket``

@@ -93,8 +93,7 @@ class Pipeline(CheckpointedModel):
 
     def _train(self, turn: Turn, begun: Begun = nothing) -> Any:
         loss = self._loss(turn, begun)
-        self._num_steps += 1
-        self._count_update()
+        self._count_step(self._execution(self._artifact).not_finite)
         return loss
 
     def join(self, after_update: Callable[[], object] | None = None) -> int:
@@ -353,6 +352,12 @@ class Pipeline(CheckpointedModel):
 
     def _run_groups(self, turn: Turn, groups: Groups) -> Mapping[str, Tensor]:
         executions = [self._execution(compiled.artifact) for compiled, _ in groups]
+        if len(groups) > 1 and groups[0][0].artifact.plan.ending.on_nan is not None:
+            raise InputError(
+                "the microbatches of the batch are compiled apart, because the model makes a constant of "
+                "their rows, so that there is no moment before anything comes of any gradient; pass batches "
+                "that divide evenly, or compile without on_nan=..."
+            )
         spans = self._spans(turn, [sizes for _, sizes in groups])
         recorded = self._recorded if turn.signature.kind.mode is Mode.TRAIN else None
         parts = []

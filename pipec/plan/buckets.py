@@ -151,7 +151,7 @@ def _seconds(
         endings=endings,
         parts={backward: shares},
     )
-    alone = replace(ending, buckets=buckets, averaged=(), clips=False)
+    alone = replace(ending, buckets=buckets, averaged=(), clips=False, on_nan=None)
     programs = lower(_schedule(), (), ending=alone, parts={backward: len(groups)} if len(groups) > 1 else {})
     return simulate(programs, costs).makespan
 

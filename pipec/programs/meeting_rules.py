@@ -88,7 +88,7 @@ def _expected(step: StepIndex, rank: int) -> Mapping[Key, int]:
                 keys |= {Key(op, stage, number): -1 for op in (Op.UNSHARD, Op.RESHARD)}
             elif ending.shard:
                 keys[Key(Op.UNSHARD, stage, number)] = 1
-    if ending.clips and not ending.stream:
+    if ending.has_norm:
         keys[Key(Op.NORM)] = 1
     return keys
 

@@ -72,13 +72,13 @@ class Meetings:
             yield self._complete(bucket, over)
 
     def _norm(self) -> Iterator[tuple[float, Meeting]]:
-        if self.ending.clips:
+        if self.ending.has_norm:
             yield self._meeting(Op.NORM, {rank: self._over(rank) for rank in range(len(self.ends))})
 
     def _updates(self) -> Iterator[tuple[float, Meeting]]:
         for stage in self._updated():
             ready = self._last(stage, _GRADIENTS)
-            if self.ending.clips or self._brought_home(stage):
+            if self.ending.has_norm or self._brought_home(stage):
                 ready = {rank: self._over(rank) for rank in ready}
             buckets = (self.ending.buckets[number] for number in self.ending.buckets_of(stage))
             reduced = [self._time(ready) for bucket in buckets for ready in self._rounds(bucket)]

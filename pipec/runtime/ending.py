@@ -16,6 +16,7 @@ from pipec.runtime.rank import Delivery, Rank
 from pipec.runtime.replicas import BufferAverage, GradientReduction
 from pipec.runtime.shards import BucketShard
 from pipec.runtime.stage import BoundStage
+from pipec.runtime.verdict import Verdict, squares_on
 
 Left = list[tuple[Instruction, Action]]
 
@@ -88,23 +89,26 @@ class EndingLinker:
         return average.start
 
     def _norm(self) -> Action:
-        """Sum the squares of the norms, for every update to come."""
-        rank, updating = self._rank, self._rank.updating
-        updates = updating.updates
-        assert updates is not None, "a program that clips has an optimizer"
+        """Sum the squares of the norms for every update to come, and see whether all losses are numbers."""
+        rank, group = self._rank, self._rank.transport.group(range(self._rank.plan.num_ranks))
         waits = [wait for stage in rank.stages for wait in self._gradients_of(stage)]
-        own = [update for stage in rank.stages if (update := updates.on(rank.number, stage))]
-        group = rank.transport.group(range(rank.plan.num_ranks))
         device = next(iter(rank.stages.values())).device
+        verdict = Verdict(rank, group, device) if rank.plan.ending.on_nan else None
+        updates = rank.updating.updates
 
         def norm() -> None:
-            total = torch.zeros((), dtype=torch.float64, device=device)
-            for update in own:
-                total += update.squares().to(device)
+            total = torch.zeros(2, dtype=torch.float64, device=device)
+            for squares in squares_on(rank):
+                total[0] += squares.to(device)
+            if verdict is not None:
+                total[1] = verdict.num_nan_losses()
             group.all_reduce(total)()
-            updating.factor = updates.factor(total)
+            if updates is not None and updates.max_norm is not None:
+                rank.updating.factor = updates.factor(total[0])
+            if verdict is not None:
+                verdict.follow(*total.tolist())
 
-        return self._after(waits, self._if_updating(norm))
+        return self._after(waits, norm if verdict else self._if_updating(norm))
 
     def _update(self, stage: int) -> Action:
         updating = self._rank.updating

@@ -13,6 +13,7 @@ from pipec.errors import ExecutionError, TransportError
 from pipec.ir import Plan, stages_on
 from pipec.runtime.agreement import Agreement
 from pipec.runtime.distributed import TorchDistributed
+from pipec.runtime.finite import NotFinite
 from pipec.runtime.group import Group
 from pipec.runtime.interpreter import Interpreter
 from pipec.runtime.launch import Devices, resolve_devices, world
@@ -170,6 +171,8 @@ class Execution(Linked[Interpreter]):
         updates: Updates | None = None,
     ) -> None:
         super().__init__(Interpreter, artifact, parameters, buffers, ranks, updates)
+        self.not_finite: NotFinite | None = None
+        """Why nothing came of the last step, if its plan looks for that."""
 
     def run(
         self,
@@ -203,6 +206,7 @@ class Execution(Linked[Interpreter]):
             if self._updates is not None:
                 self._updates.drop_gradients()
             raise
+        self.not_finite = self._interpreters[0].not_finite
         if recorded is not None:
             recorded.append(RecordedStep(self.artifact.programs, stamps))
         return results
@@ -216,5 +220,4 @@ def _owns_tensors(plan: Plan, rank: int, is_distributed: bool, stage: int) -> bo
 def _groups(plan: Plan) -> list[tuple[int, ...]]:
     """The ranks that meet in collectives."""
     groups = [ranks for ranks in dict.fromkeys(plan.placement) if len(ranks) > 1]
-    clips = plan.ending.clips and not plan.ending.stream
-    return [*groups, tuple(range(plan.num_ranks))] if clips else groups
+    return [*groups, tuple(range(plan.num_ranks))] if plan.ending.has_norm else groups

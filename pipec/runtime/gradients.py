@@ -30,11 +30,13 @@ class GradientSum:
 
     ``parameters`` is the very list that the stage passes as ``w``. ``apart`` are the indices of parameters
     that another stage owns, or whose gradients are summed over replicas before they are added to ``.grad``.
+    What it ``holds`` is added to ``.grad`` by ``release`` alone, and that is everything if it is True.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], apart: Collection[int]) -> None:
+    def __init__(self, parameters: Sequence[Tensor], apart: Collection[int], holds: bool = False) -> None:
         self._parameters = parameters
-        self._apart = frozenset(apart)
+        self._apart = frozenset(range(len(parameters)) if holds else apart)
+        self._holds = holds
         self._totals: list[Tensor | None] = []
         self._homes: dict[int, Home] = {}
 
@@ -90,7 +92,25 @@ class GradientSum:
         return total
 
     def deposit(self, index: int, total: Tensor) -> None:
-        """Add a sum over replicas to ``.grad``."""
+        """Add a sum over replicas to ``.grad``, or hold it."""
+        if self._holds:
+            self._totals[index] = total
+        else:
+            self._add_to_grad(index, total)
+
+    @property
+    def held(self) -> dict[int, Tensor]:
+        """The totals of the step that are not in ``.grad``, by index."""
+        return {index: total for index, total in enumerate(self._totals) if total is not None}
+
+    def release(self) -> None:
+        """Add everything that is held to ``.grad``."""
+        for index in self.held if self._holds else ():
+            total, self._totals[index] = self._totals[index], None
+            assert total is not None
+            self._add_to_grad(index, total)
+
+    def _add_to_grad(self, index: int, total: Tensor) -> None:
         parameter = self._parameters[index]
         if parameter.grad is None:
             parameter.grad = total

@@ -14,6 +14,7 @@ from torch import Tensor
 from pipec.ir import Kind, Mode, Payload, Plan, Program, Value
 from pipec.runtime.compute import Action
 from pipec.runtime.explain import located, telling
+from pipec.runtime.finite import NotFinite
 from pipec.runtime.launch import current_device
 from pipec.runtime.linker import link
 from pipec.runtime.rank import Rank, Updating
@@ -74,7 +75,7 @@ class Interpreter:
             for position, instruction in enumerate(self._instructions[: len(program.instructions)])
             if instruction.op.traits.kind is Kind.COLLECTIVE
         ]
-        self._closing = [transport.finish, *(stage.end_step for stage in self._stages.values())]
+        self._closing = [transport.finish, self._end_step]
         self._actions = [*(each.action for each in self._linked), *self._closing]
 
     def run(
@@ -102,7 +103,7 @@ class Interpreter:
             TransportError: another rank failed, hung or is gone.
         """
         self.position = -1
-        self._updating.now, self._updating.factor = update, None
+        self._updating.begin_step(update)
         try:
             with (
                 telling(self._rank.transport, self._describe),
@@ -139,6 +140,16 @@ class Interpreter:
                 if self._rank.loss:
                     weight = shares[microbatch]
                     frame["grad_loss"] = loss_gradient(weight, self._rank.loss.dtype, self._device)
+
+    def _end_step(self) -> None:
+        """Write the buffers that the step has changed, unless nothing is to come of it."""
+        for stage in self._stages.values() if self.not_finite is None else ():
+            stage.end_step()
+
+    @property
+    def not_finite(self) -> NotFinite | None:
+        """What was found by a step that looks for it, the same on every rank. Nothing came of that step."""
+        return self._updating.not_finite
 
     def _actions_on(self, sizes: Sequence[int]) -> list[Action]:
         """The actions of a step in which some microbatches have no rows, and so are not computed."""
@@ -227,6 +238,7 @@ def bind_stages(
             num_frames,
             plan.ending.reduced(stage.index),
             owns_tensors(stage.index),
+            plan.ending.holds_gradients,
         )
         for stage in plan.stages
         if rank in plan.placement[stage.index]

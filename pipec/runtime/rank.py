@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pipec.ir import Plan, Sizes, Value
 from pipec.runtime.compute import Action
+from pipec.runtime.finite import NotFinite
 from pipec.runtime.outcomes import Outcomes
 from pipec.runtime.results import Results
 from pipec.runtime.stage import BoundStage
@@ -21,12 +22,17 @@ class Updating:
     """The optimizer, and what a step knows of its updates: whether it makes them, and the clipping factor.
 
     ``groups`` are the hyperparameters of a stream's updates; those of steps are the optimizer's own.
+    ``not_finite`` is why nothing comes of the step, on any rank.
     """
 
     updates: Updates | None = None
     now: bool = True
     factor: Tensor | None = None
     groups: Sequence[Mapping[str, Any]] = ()
+    not_finite: NotFinite | None = None
+
+    def begin_step(self, now: bool) -> None:
+        self.now, self.factor, self.not_finite = now, None, None
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,8 @@ class Results:
 
     loss_shares: Sequence[float] | None = None
     is_local = False
+    losses: Mapping[int, Tensor]
+    """Those of the microbatches of this rank."""
 
     def __init__(
         self,
@@ -58,6 +60,7 @@ class Results:
     def forget_step(self) -> None:
         self._parts: dict[str, dict[int, Tensor]] = {name: {} for name in self._values}
         self._merged: dict[str, Tensor] = {}
+        self.losses = self._parts.get("loss", {})
 
     def collect(self, microbatch: int, sent: Mapping[str, Tensor]) -> None:
         """Keep what the forward of ``microbatch`` returned for these results."""

@@ -59,7 +59,8 @@ class BoundStage:
     """The state of a stage while its rank executes a program.
 
     ``reduced`` are the parameters whose gradients are summed over replicas. Replicas in one process share
-    the tensors of the model; ``owns_tensors`` tells the one that writes to them.
+    the tensors of the model; ``owns_tensors`` tells the one that writes to them. If it ``holds_gradients``,
+    those of a step are not added to ``.grad`` until they are released.
 
     Raises:
         VerifyError: code and plan disagree, or a tensor the code names is missing.
@@ -75,6 +76,7 @@ class BoundStage:
         num_microbatches: int,
         reduced: Collection[str] = (),
         owns_tensors: bool = True,
+        holds_gradients: bool = False,
     ) -> None:
         _check_agreement(stage, code, parameters, buffers)
         self.index = stage.index
@@ -85,7 +87,7 @@ class BoundStage:
         self.weights = [*self._parameters]
         self._borrowed_indices = [code.PARAMETERS.index(fqn) for fqn in stage.borrowed]
         apart = [code.PARAMETERS.index(fqn) for fqn in {*stage.borrowed, *reduced}]
-        self.gradients = GradientSum(self.weights, apart)
+        self.gradients = GradientSum(self.weights, apart, holds_gradients)
         self.owns_tensors = owns_tensors
         self.inputs: set[str] = set()
         self.frames: list[Frame] = [{} for _ in range(num_microbatches)]

@@ -8,6 +8,7 @@ from torch import Tensor
 from pipec.artifact.directory import Artifact
 from pipec.errors import InputError, PipecError
 from pipec.runtime.execution import Linked, Ranks
+from pipec.runtime.finite import NotFinite
 from pipec.runtime.outcomes import StreamBatch
 from pipec.runtime.recording import RecordedStep
 from pipec.runtime.rounds import RoundInterpreter, Source
@@ -28,6 +29,8 @@ class StreamExecution(Linked[RoundInterpreter]):
         updates: Updates | None = None,
     ) -> None:
         super().__init__(RoundInterpreter, artifact, parameters, buffers, ranks, updates)
+        self.not_finite: NotFinite | None = None
+        """Why nothing came of the last mini-batch, if the plan looks for that."""
 
     @property
     def num_readers(self) -> int:

@@ -12,6 +12,7 @@ from pipec.ir.arguments import check_arguments
 from pipec.runtime.ahead import Ahead, Item
 from pipec.runtime.batches import ITERABLE, Given, given_by
 from pipec.runtime.facts import Facts
+from pipec.runtime.finite import NotFinite
 from pipec.runtime.flow import CompiledStream, Flow
 from pipec.runtime.stopped import StoppedTogether
 from pipec.runtime.stream_execution import refuse_accumulating, refuse_recording
@@ -87,12 +88,11 @@ class Streams(StoppedTogether):
             if flow is self._flow:
                 self.drain()
 
-    def _passed_on(self, results: Mapping[str, Tensor]) -> Tensor:
+    def _passed_on(self, results: Mapping[str, Tensor], found: NotFinite | None = None) -> Tensor:
         """The loss of a mini-batch that has been trained on, whose logs are kept."""
         plan = self._artifact.plan
         self.logs = {name: results[kept] for name, kept in zip(plan.logs, plan.outputs[1:], strict=False)}
-        self._num_steps += 1
-        self._count_update()
+        self._count_step(found)
         return results["loss"]
 
     def _given(self, batch: Any) -> Given:

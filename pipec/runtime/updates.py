@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pipec.errors import InputError
 from pipec.ir import Bucket, Piece, Plan, Shard, Sharding
 from pipec.ir.sharding import even_slices, whole_tensors
+from pipec.runtime.finite import NotFinite
 from pipec.runtime.group import Group
 from pipec.runtime.optimizers import (
     Factory,
@@ -43,9 +44,20 @@ class StageUpdate:
 
     def squares(self) -> Tensor:
         """What this rank adds to the square of the global norm."""
-        whole = [parameter.grad for parameter in self.parameters] if self.counts_whole else []
-        shared = [gradient for shard in self.shards.values() for gradient in shard.gradients().values()]
-        return sum_of_squares([*(gradient for gradient in whole if gradient is not None), *shared])
+        return sum_of_squares(self.counted.values())
+
+    @property
+    def counted(self) -> dict[str, Tensor]:
+        """The gradients, or pieces of them, that this rank counts in the global norm, by name."""
+        gradients = self._whole() if self.counts_whole else {}
+        return gradients | self._shared()
+
+    def _whole(self) -> dict[str, Tensor]:
+        names = {id(tensor): name for name, tensor in self.optimizer.parameters.items()}
+        return {names[id(p)]: p.grad for p in self.parameters if p.grad is not None}
+
+    def _shared(self) -> dict[str, Tensor]:
+        return {name: x for shard in self.shards.values() for name, x in shard.gradients().items()}
 
     @property
     def has_gradients(self) -> bool:
@@ -65,11 +77,7 @@ class StageUpdate:
 
         ``groups`` are its hyperparameters, if not those that the pipeline's optimizer has now.
         """
-        names = {id(tensor): name for name, tensor in self.optimizer.parameters.items()}
-        gradients = {names[id(p)]: p.grad for p in self.parameters if p.grad is not None}
-        for shard in self.shards.values():
-            gradients |= shard.gradients()
-        self.optimizer.update(gradients, factor, groups)
+        self.optimizer.update(self._whole() | self._shared(), factor, groups)
         for shard in self.shards.values():
             shard.forget_gradients()
 
@@ -91,6 +99,8 @@ class Updates:
         self._like = {name: torch.empty_like(each, device="meta") for name, each in parameters.items()}
         self._stages: dict[tuple[int, int], StageUpdate] = {}
         self._bound: object = None
+        self.spoiled: dict[int, NotFinite] = {}
+        """By rank, why the next update is to be left out, where steps without an update came before it."""
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
@@ -132,6 +142,7 @@ class Updates:
 
     def drop_gradients(self) -> None:
         """Forget all gradients since the last update: a step has failed that has added some of its own."""
+        self.spoiled.clear()
         for update in self._stages.values():
             update.drop_gradients()
 

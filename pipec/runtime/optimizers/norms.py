@@ -13,7 +13,7 @@ def sum_of_squares(gradients: Iterable[Tensor]) -> Tensor:
     It is a float64, so that the sum over ranks hardly depends on how elements are distributed over them. (A
     float32 norm of a million elements is off by 1e-5 on a CPU.)
     """
-    norms = [torch.linalg.vector_norm(_values(each), dtype=torch.float64) for each in gradients]
+    norms = [torch.linalg.vector_norm(values_of(each), dtype=torch.float64) for each in gradients]
     total = torch.zeros((), dtype=torch.float64)
     for norm in norms:
         total = total.to(norm.device) + norm.double().square()
@@ -25,7 +25,7 @@ def clip_factor(sum_of_squares: Tensor, max_norm: float) -> Tensor:
     return torch.clamp(max_norm / (sum_of_squares.sqrt() + 1e-6), max=1.0)
 
 
-def _values(gradient: Tensor) -> Tensor:
+def values_of(gradient: Tensor) -> Tensor:
     """The numbers of a gradient that may be sparse or complex."""
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     return torch.view_as_real(values) if values.is_complex() else values

@@ -1,0 +1,104 @@
+"""Whether a step's losses and gradients are numbers: looked at together, and told alike on all ranks."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipec.ir import Payload, Plan
+from pipec.runtime.group import Group
+from pipec.runtime.optimizers import values_of
+
+
+@dataclass(frozen=True)
+class NotFinite:
+    """A loss that is NaN, of a ``microbatch``, or a gradient that is not finite, of ``parameter``.
+
+    ``num_others`` is how many other gradients of the step are not finite either.
+    """
+
+    rank: int
+    stage: int
+    microbatch: int = -1
+    parameter: str = ""
+    num_others: int = 0
+
+    def __str__(self) -> str:
+        where = f"rank {self.rank}, stage {self.stage}"
+        if self.microbatch >= 0:
+            return f"the loss of microbatch {self.microbatch} is NaN ({where})"
+        others = f", as those of {self.num_others} other parameters" if self.num_others else ""
+        return f"the gradient of {self.parameter} is not finite{others} ({where})"
+
+
+def refusal_of(found: NotFinite, number: int, updates: bool) -> str:
+    """What the error says for step ``number``, of programs that make ``updates`` or do not."""
+    kept = "no update, and gradients since the last one are dropped" if updates else ".grad is as before"
+    return (
+        f"step {number} (the first is 0): {found}. Nothing came of that step: {kept}; buffers are as before. "
+        "See its batch and the learning rate, or go on with the next batch; on_nan='skip' does that by itself"
+    )
+
+
+def notice_of(found: NotFinite, number: int) -> str:
+    """What is said of the first step that is skipped."""
+    return (
+        f"pipec: step {number} (the first is 0): {found}; nothing came of that step, as on_nan='skip' asks. "
+        "pipe.num_skipped counts such steps"
+    )
+
+
+def first_nan(losses: Mapping[int, Tensor]) -> int | None:
+    """The first microbatch whose loss is NaN."""
+    return min((number for number, loss in losses.items() if loss.isnan().any()), default=None)
+
+
+def not_finite(gradients: Mapping[str, Tensor]) -> list[str]:
+    """The names of the gradients that have an infinity or a NaN."""
+    return [name for name, gradient in gradients.items() if not _is_finite(gradient)]
+
+
+def found_together(
+    plan: Plan,
+    rank: int,
+    losses: Mapping[int, Tensor],
+    gradients: Mapping[str, Tensor],
+    group: Group,
+    device: torch.device,
+) -> NotFinite | None:
+    """What some rank has found, the same on all ranks, which call this together; None if all is finite.
+
+    A loss comes before gradients. Of these it is the last one in the model's order, which backwards came to
+    first.
+    """
+    order = {value.name: number for number, value in enumerate(plan.parameters, start=1)}
+    numbers = sorted(order[name] for name in not_finite(gradients))
+    loss = first_nan(losses)
+    table = torch.zeros(plan.num_ranks, 3, dtype=torch.int64, device=device)
+    table[rank, 0] = 0 if loss is None else loss + 1
+    table[rank, 1], table[rank, 2] = len(numbers), max(numbers, default=0)
+    group.all_reduce(table)()
+    return _told(plan, table.tolist())
+
+
+def _told(plan: Plan, rows: Sequence[Sequence[int]]) -> NotFinite | None:
+    losses = [(row[0] - 1, rank) for rank, row in enumerate(rows) if row[0]]
+    if losses:
+        microbatch, rank = min(losses)
+        return NotFinite(rank, _stage_of_loss(plan), microbatch)
+    last, rank = max((row[2], rank) for rank, row in enumerate(rows))
+    if not last:
+        return None
+    name = plan.parameters[last - 1].name
+    own = (s.index for s in plan.stages if name in s.parameters and name not in s.borrowed)
+    return NotFinite(rank, next(own), parameter=name, num_others=sum(row[1] for row in rows) - 1)
+
+
+def _stage_of_loss(plan: Plan) -> int:
+    returned = (link for link in plan.links if link.payload in (Payload.RESULT, Payload.OUTCOME))
+    return next(link.source for link in returned for value in link.values if value.name == "loss")
+
+
+def _is_finite(gradient: Tensor) -> bool:
+    return bool(values_of(gradient).isfinite().all())

@@ -1,0 +1,156 @@
+"""Losses and gradients that are not finite: what becomes of the step is decided alike on all ranks."""
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from updating import SAME, Plain, difference, pair
+
+import pipec
+from pipec.errors import InputError, NonFiniteError
+
+GOOD, NAN_LOSS, NAN_GRADIENT = "good", "loss", "gradient"
+PLAN = {"devices": 2, "stages": 2}
+REPLICATED = {"devices": 3, "replicas": (2, 1)}
+DATA_PARALLEL = {"devices": 2, "stages": 1}
+
+
+class Net(nn.Module):
+    """Where ``flag`` is 0 the loss is finite, and the gradient of ``gain`` is 0 times infinity."""
+
+    def __init__(self, norm: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6) if norm else nn.Tanh())
+        self.gain = nn.Parameter(torch.ones(6))
+        self.last = nn.Sequential(nn.Tanh(), nn.Linear(6, 3))
+
+    def forward(self, x: Tensor, flag: Tensor) -> Tensor:
+        found: Tensor = self.last(self.first(x) + (self.gain * flag).sqrt())
+        return found.square().mean()
+
+
+def model(norm: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    return Net(norm).double()
+
+
+def batches(*kinds: str) -> Iterator[dict[str, Tensor]]:
+    """A batch of each kind. What is wrong is in row 5, of microbatch 2 of four."""
+    generator = torch.Generator().manual_seed(1)
+    for kind in kinds:
+        x, flag = torch.randn(8, 6, generator=generator).double(), torch.ones(8, 6).double()
+        if kind is NAN_LOSS:
+            x[5] = float("nan")
+        if kind is NAN_GRADIENT:
+            flag[5] = 0.0
+        yield {"x": x, "flag": flag}
+
+
+KINDS = (GOOD, NAN_LOSS, GOOD, NAN_GRADIENT, GOOD)
+
+
+def copies(tensors: Any) -> list[Tensor]:
+    return [each.detach().clone() for each in tensors]
+
+
+def same(before: list[Tensor], now: Any) -> bool:
+    return all(map(torch.equal, before, now))
+
+
+@pytest.mark.parametrize(
+    ("plan", "options"),
+    [
+        (PLAN, {"clip": 0.5}),
+        (REPLICATED, {"shard": None}),
+        (REPLICATED, {"shard": "optimizer", "clip": 0.5}),
+        (DATA_PARALLEL, {"shard": "gradients"}),
+        (REPLICATED, {"shard": "parameters"}),
+    ],
+)
+def test_skipped_steps_leave_no_trace(plan: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """With every level of sharding: training is as if those batches had not been there."""
+    pipe, plain = pair("adamw", make=model, on_nan="skip", **plan, **options)
+    for kind, batch in zip(KINDS, batches(*KINDS), strict=True):
+        loss = pipe.step(**batch)
+        assert bool(loss.isnan()) == (kind is NAN_LOSS)
+        if kind is GOOD:
+            plain.step(batch)
+    assert difference(pipe, plain) < SAME
+    assert (pipe.num_steps, pipe.num_skipped) == (5, 2)
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+
+
+@pytest.mark.parametrize("plan", [PLAN, REPLICATED, DATA_PARALLEL])
+def test_gradients_are_added_only_when_all_are_finite(plan: Mapping[str, Any]) -> None:
+    """Without an optimizer ``.grad`` is what it was, and the next step adds to it."""
+    own = model()
+    plain = Plain(copy.deepcopy(own), lambda named: torch.optim.SGD([p for _, p in named]), 4)
+    pipe = pipec.compile(own, microbatches=4, on_nan="skip", **plan)
+    for kind, batch in zip(KINDS, batches(*KINDS), strict=True):
+        pipe.step(**batch)
+        if kind is GOOD:
+            plain.accumulate(batch)
+    expected = {name: p.grad for name, p in plain.model.named_parameters()}
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-9, atol=1e-12)
+    assert pipe.num_skipped == 2
+
+
+@pytest.mark.parametrize("optimizer", [None, torch.optim.AdamW])
+def test_what_is_not_finite_is_raised_and_nothing_has_changed(optimizer: Any) -> None:
+    """Parameters, gradients, optimizer state and BatchNorm's statistics; the next step is right."""
+    pipe = pipec.compile(model(norm=True), 2, microbatches=4, on_nan="raise", optimizer=optimizer)
+    straight = pipec.compile(model(norm=True), 2, microbatches=4, optimizer=optimizer)
+    first, second, third = batches(GOOD, GOOD, GOOD)
+    pipe.step(**first)
+    held = copies(pipe.state_dict().values())
+    gradients = copies(p.grad for p in pipe.parameters()) if optimizer is None else []
+    bad_loss, bad_gradient = batches(NAN_LOSS, NAN_GRADIENT)
+    with pytest.raises(NonFiniteError, match=r"step 1 .*the loss of microbatch 2 is NaN \(rank 1, stage 1\)"):
+        pipe.step(**bad_loss)
+    with pytest.raises(NonFiniteError, match=r"step 1 .*the gradient of gain is not finite \(rank \d"):
+        pipe.step(**bad_gradient)
+    assert same(held, pipe.state_dict().values())
+    assert same(gradients, [p.grad for p in pipe.parameters()] if optimizer is None else [])
+    pipe.step(**second)
+    pipe.step(**third)
+    for batch in (first, second, third):
+        straight.step(**batch)
+    assert same(list(straight.state_dict().values()), pipe.state_dict().values())
+    assert pipe.num_steps == 3
+
+
+def test_a_bad_step_that_accumulates_spoils_the_update_it_is_for() -> None:
+    """As where a script checks the sum: the whole update is left out, and the next one is right."""
+    pipe, plain = pair("adamw", make=model, on_nan="skip", **REPLICATED)
+    bad, *good = batches(NAN_LOSS, GOOD, GOOD)
+    with pipe.accumulate():
+        pipe.step(**bad)
+    assert pipe.num_skipped == 0
+    pipe.step(**good[0])
+    assert pipe.num_skipped == 1
+    pipe.step(**good[1])
+    plain.step(good[1])
+    assert difference(pipe, plain) < SAME
+
+
+def test_programs_and_saved_artifacts_know_the_check(tmp_path: Any) -> None:
+    pipe = pipec.compile(model(), 2, microbatches=4, on_nan="raise")
+    good, bad = batches(GOOD, NAN_LOSS)
+    pipe.step(**good)
+    assert all("norm" in str(program) for program in pipe.programs)
+    assert "norm" in pipe.visualize()
+    pipe.save(tmp_path / "artifact", tensors=True)
+    loaded = pipec.load(tmp_path / "artifact")
+    with pytest.raises(NonFiniteError, match="microbatch 2 is NaN"):
+        loaded.step(**bad)
+    assert all(p.grad is None for p in loaded.parameters())
+    assert loaded.step(**good) == pipe.eval_step(**good)
+
+
+def test_a_stream_without_a_flush_cannot_skip() -> None:
+    with pytest.raises(InputError, match="pass on_nan='raise'"):
+        pipec.compile(model(), 2, schedule="pipedream", optimizer=torch.optim.SGD, on_nan="skip")
