@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from test_pipedream import batches as async_batches
+from test_pipedream import pipeline
 from torch import Tensor, nn
 from updating import SAME, Plain, difference, pair
 
 import pipec
-from pipec.errors import InputError, NonFiniteError
+from pipec.errors import ExecutionError, InputError, NonFiniteError
 
 GOOD, NAN_LOSS, NAN_GRADIENT = "good", "loss", "gradient"
 PLAN = {"devices": 2, "stages": 2}
@@ -154,3 +156,49 @@ def test_programs_and_saved_artifacts_know_the_check(tmp_path: Any) -> None:
 def test_a_stream_without_a_flush_cannot_skip() -> None:
     with pytest.raises(InputError, match="pass on_nan='raise'"):
         pipec.compile(model(), 2, schedule="pipedream", optimizer=torch.optim.SGD, on_nan="skip")
+
+
+@pytest.mark.parametrize(("schedule", "stages"), [("pipedream", 3), ("pipedream-2bw", 2)])
+def test_a_stream_without_a_flush_ends_before_a_loss_that_is_nan(schedule: str, stages: int) -> None:
+    """Stages that are ahead have made no update that others lack. BatchNorm's statistics are as before."""
+
+    def made() -> pipec.Pipeline:
+        torch.manual_seed(0)
+        layers = [layer for _ in range(4) for layer in (nn.Linear(6, 6), nn.BatchNorm1d(6))]
+        return pipeline(stages, schedule=schedule, model=nn.Sequential(*layers), on_nan="raise")
+
+    given = list(async_batches(12))
+    given[5][0][0] = float("nan")
+    pipe, straight = made(), made()
+    losses: list[Tensor] = []
+    with pytest.raises(
+        NonFiniteError, match=rf"step 5 .*the loss of microbatch 0 is NaN \(rank {stages - 1}"
+    ):
+        losses.extend(pipe.stream(given))
+    assert losses == list(straight.stream(given[:5]))
+    assert same(list(straight.state_dict().values()), pipe.state_dict().values())
+    assert pipe.num_steps == 5
+    assert list(pipe.stream(given[6:])) == list(straight.stream(given[6:]))
+    with pytest.raises(NonFiniteError, match=r"step 11 .*the loss"):
+        pipe.step(given[5][0], target=given[5][1])
+    assert same(list(straight.state_dict().values()), pipe.state_dict().values())
+
+
+def test_a_stream_that_was_drained_still_ends_there() -> None:
+    """Whoever drains does not see the losses that the loop gets later, one of which is NaN."""
+    pipe, given = pipeline(3, on_nan="raise"), list(async_batches(8))
+    given[2][0][0] = float("nan")
+    stream = pipe.stream(given)
+    losses = [next(stream)]
+    pipe.step(*given[7][:1], target=given[7][1])
+    with pytest.raises(NonFiniteError, match="the loss of microbatch 0 is NaN"):
+        losses.extend(stream)
+    assert len(losses) == 2
+
+
+def test_a_stage_of_a_stream_refuses_a_gradient_that_is_not_finite() -> None:
+    pipe = pipec.compile(model(), 2, schedule="pipedream", optimizer=torch.optim.AdamW, on_nan="raise")
+    losses: list[Tensor] = []
+    with pytest.raises(ExecutionError, match=r"update: NonFiniteError: the gradient of gain is not finite"):
+        losses.extend(pipe.stream(batches(GOOD, GOOD, NAN_GRADIENT, GOOD, GOOD, GOOD)))
+    assert not any(parameter.isnan().any() for parameter in pipe.parameters())

@@ -308,8 +308,8 @@ def check_updates(policy: SchedulePolicy, updates: bool, shard: str | None, batc
         )
     if on_nan == "skip":
         raise InputError(
-            f"{name} begins with mini-batches before it is known whether the one before is to be skipped; pass "
-            "on_nan='raise', which ends the stream with the mini-batches before, or take schedule='1f1b'"
+            f"{name} begins with mini-batches before it is known whether the one before is to be skipped; "
+            "pass on_nan='raise', which ends the stream with those before it, or take schedule='1f1b'"
         )
     if batch != "same":
         raise InputError(

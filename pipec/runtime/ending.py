@@ -11,11 +11,14 @@ import torch
 
 from pipec.ir import Bucket, Instruction, Kind, Op
 from pipec.runtime.compute import Action
+from pipec.runtime.finite import require_finite
 from pipec.runtime.group import Group
+from pipec.runtime.outcomes import Outcomes
 from pipec.runtime.rank import Delivery, Rank
 from pipec.runtime.replicas import BufferAverage, GradientReduction
 from pipec.runtime.shards import BucketShard
 from pipec.runtime.stage import BoundStage
+from pipec.runtime.updates import StageUpdate
 from pipec.runtime.verdict import Verdict, squares_on
 
 Left = list[tuple[Instruction, Action]]
@@ -121,17 +124,23 @@ class EndingLinker:
     def _next_version(self, number: int) -> Action:
         """Update a stage of a stream, and clip by the norm of its own gradients."""
         updating, stage = self._rank.updating, self._rank.stages[number]
-        updates, versions = updating.updates, stage.versions
+        updates, versions, outcomes = updating.updates, stage.versions, self._rank.results
         assert updates is not None, "a program that updates has an optimizer"
-        update = updates.on(self._rank.number, number)
+        assert isinstance(outcomes, Outcomes), "a stream has the outcomes of microbatches"
+        update, looks = updates.on(self._rank.number, number), self._rank.plan.ending.on_nan is not None
 
         def act() -> None:
+            if versions.number >= outcomes.num_good:
+                _pass_over(stage, update)
+                return
+            if update is not None and looks:
+                require_finite(update.counted)
             versions.stash([i for i, weight in enumerate(stage.weights) if weight.grad is not None])
             if update is not None:
                 factor = updates.factor(update.squares()) if updates.max_norm is not None else None
                 update.update(factor, updating.groups)
                 stage.gradients.begin_step()
-            versions.advance()
+            stage.advance()
 
         return act
 
@@ -238,6 +247,15 @@ def _show_gathered(shard: BucketShard, stage: BoundStage) -> None:
     gathered = shard.finish_gather()
     if not shard.keeps_parameters:
         stage.show_weights(gathered)
+
+
+def _pass_over(stage: BoundStage, update: StageUpdate | None) -> None:
+    """Leave an update of a stream out. The version that it would have made is the one before."""
+    if update is not None:
+        update.drop_gradients()
+        stage.gradients.begin_step()
+    stage.versions.stash(())
+    stage.versions.advance()
 
 
 def _ignore(gathered: object) -> None:

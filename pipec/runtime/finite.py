@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipec.ir import Payload, Plan
+from pipec.errors import NonFiniteError
+from pipec.ir import Ending, Payload, Plan
 from pipec.runtime.group import Group
 from pipec.runtime.optimizers import values_of
 
@@ -32,12 +33,16 @@ class NotFinite:
         return f"the gradient of {self.parameter} is not finite{others} ({where})"
 
 
-def refusal_of(found: NotFinite, number: int, updates: bool) -> str:
-    """What the error says for step ``number``, of programs that make ``updates`` or do not."""
-    kept = "no update, and gradients since the last one are dropped" if updates else ".grad is as before"
+def refusal_of(found: NotFinite, number: int, ending: Ending) -> str:
+    """What the error says for step ``number``."""
+    kept = "no update, and gradients since the last one are dropped"
+    if ending.stream:
+        kept = "all stages have made the updates of those before it, and none of it or those behind it"
+    elif not ending.updates:
+        kept = ".grad is as before"
     return (
         f"step {number} (the first is 0): {found}. Nothing came of that step: {kept}; buffers are as before. "
-        "See its batch and the learning rate, or go on with the next batch; on_nan='skip' does that by itself"
+        "See its batch and the learning rate, or go on with the next batch"
     )
 
 
@@ -57,6 +62,13 @@ def first_nan(losses: Mapping[int, Tensor]) -> int | None:
 def not_finite(gradients: Mapping[str, Tensor]) -> list[str]:
     """The names of the gradients that have an infinity or a NaN."""
     return [name for name, gradient in gradients.items() if not _is_finite(gradient)]
+
+
+def require_finite(gradients: Mapping[str, Tensor]) -> None:
+    """Raise NonFiniteError if some gradient of a stage's update is not finite."""
+    if names := not_finite(gradients):
+        others = f", as those of {len(names) - 1} other parameters" if names[1:] else ""
+        raise NonFiniteError(f"the gradient of {names[-1]} is not finite{others}, and on_nan is 'raise'")
 
 
 def found_together(
@@ -86,7 +98,7 @@ def _told(plan: Plan, rows: Sequence[Sequence[int]]) -> NotFinite | None:
     losses = [(row[0] - 1, rank) for rank, row in enumerate(rows) if row[0]]
     if losses:
         microbatch, rank = min(losses)
-        return NotFinite(rank, _stage_of_loss(plan), microbatch)
+        return NotFinite(rank, stage_of_loss(plan), microbatch)
     last, rank = max((row[2], rank) for rank, row in enumerate(rows))
     if not last:
         return None
@@ -95,7 +107,8 @@ def _told(plan: Plan, rows: Sequence[Sequence[int]]) -> NotFinite | None:
     return NotFinite(rank, next(own), parameter=name, num_others=sum(row[1] for row in rows) - 1)
 
 
-def _stage_of_loss(plan: Plan) -> int:
+def stage_of_loss(plan: Plan) -> int:
+    """The stage that makes the loss."""
     returned = (link for link in plan.links if link.payload in (Payload.RESULT, Payload.OUTCOME))
     return next(link.source for link in returned for value in link.values if value.name == "loss")
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from pipec.errors import PipecError
 from pipec.runtime.ahead import Ahead, Item
 from pipec.runtime.batches import Given
+from pipec.runtime.finite import NotFinite
 from pipec.runtime.outcomes import StreamBatch
 from pipec.runtime.stream_execution import StreamExecution
 from pipec.runtime.stream_run import Groups
@@ -49,6 +50,7 @@ class Flow:
         self._announced: dict[int, Callable[[], bool]] = {}
         self._num_announced = self._num_allowed = first
         self._left: list[Mapping[str, Tensor]] = []
+        self._found: tuple[int, NotFinite] | None = None
         self._over = False
         self._run = self._execution.begin(self._batch, compiled.seed)
         self._leaving = weakref.finalize(self, self._run.abandon)
@@ -75,12 +77,19 @@ class Flow:
             self._close()
         return results
 
+    def found(self, number: int) -> NotFinite | None:
+        """Why batch ``number``, whose results have been given, ends the stream; None if nothing is wrong."""
+        if not self._over:
+            self._found = self._execution.found()
+        return self._found[1] if self._found and self._found[0] == number - self._first else None
+
     def drain(self) -> None:
         """Complete what was begun, unless the process ends. Its results are those that come next."""
         if not self._over and self._leaving.alive:
             self._over = True
             with self._execution.dropping_gradients():
                 self._left = self._run.drain()
+            self._found = self._execution.found()
             self._close()
 
     def _read_ahead(self, number: int) -> None:

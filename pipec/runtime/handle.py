@@ -190,7 +190,7 @@ class Handle(nn.Module):
         """
         plan = self._artifact.plan
         if found is not None and plan.ending.on_nan is OnNan.RAISE:
-            raise NonFiniteError(refusal_of(found, self._num_steps, plan.ending.updates))
+            raise NonFiniteError(refusal_of(found, self._num_steps, plan.ending))
         self._num_steps += 1
         if found is not None and not (self._updates is not None and self._accumulates):
             self._num_skipped += 1

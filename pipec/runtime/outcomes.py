@@ -1,5 +1,6 @@
 """What the microbatches of a stream return, brought together as soon as those of a mini-batch are there."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -34,20 +35,37 @@ class _Parts:
 class Outcomes:
     """Collects the results that a rank makes or receives.
 
-    ``emit`` is called with the number of each mini-batch and its results by name.
+    ``emit`` is called with the number of each mini-batch and its results by name. ``first_nan`` is the first
+    microbatch whose loss is NaN, if the plan looks for that.
     """
 
     def __init__(self, plan: Plan) -> None:
         self._values = {value.name: value for value in result_values(plan)}
         self._sums = plan.sums
         self._per_batch = plan.num_microbatches
+        self._looks = plan.ending.on_nan is not None
         self.begin(lambda number, results: None)
 
     def begin(self, emit: Callable[[int, Mapping[str, Tensor]], None]) -> None:
-        """Start with a stream, or forget it."""
+        """Start with a stream."""
         self._emit = emit
         self._parts: dict[int, _Parts] = {}
         self._in_frames: dict[int, int] = {}
+        self.first_nan: float = math.inf
+
+    def forget(self) -> None:
+        """Let go of what was collected of a stream that is over."""
+        self._emit = lambda number, results: None
+        self._parts, self._in_frames = {}, {}
+
+    @property
+    def num_good(self) -> float:
+        """The number of the first mini-batch of which nothing is to come, nor of those behind it."""
+        return self.first_nan if math.isinf(self.first_nan) else self.first_nan // self._per_batch
+
+    def batch_in(self, frame: int) -> int:
+        """The mini-batch of the microbatch that is in a frame."""
+        return self._in_frames[frame] // self._per_batch
 
     def expect(self, frame: int, microbatch: int, batch: StreamBatch) -> None:
         """Note that what is collected from a frame belongs to this microbatch from now on."""
@@ -57,6 +75,8 @@ class Outcomes:
     def collect(self, microbatch: int, sent: Mapping[str, Tensor]) -> None:
         """Keep what the microbatch in a frame has returned, or what has been received of it."""
         number, place = divmod(self._in_frames[microbatch], self._per_batch)
+        if self._looks and "loss" in sent and bool(sent["loss"].isnan().any()):
+            self.first_nan = min(self.first_nan, self._in_frames[microbatch])
         for name in self._values.keys() & sent.keys():
             parts = self._parts[number].found.setdefault(name, {})
             parts[place] = sent[name]

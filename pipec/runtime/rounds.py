@@ -100,6 +100,11 @@ class RoundInterpreter:
                 """The generator has run up to the next update."""
 
     @property
+    def first_nan(self) -> float:
+        """The first microbatch whose loss is NaN; nothing comes of its mini-batch, and of those behind it."""
+        return self._outcomes.first_nan
+
+    @property
     def num_updates(self) -> dict[int, int]:
         """The updates that this run has made so far, by stage."""
         return dict(self._num_updates)
@@ -110,6 +115,7 @@ class RoundInterpreter:
         with self._running_alone():
             self._rank.transport.finish()
             for stage in self._stages.values():
+                stage.restore_buffers(self._outcomes.num_good)
                 stage.end_step()
 
     @contextlib.contextmanager
@@ -129,7 +135,7 @@ class RoundInterpreter:
         for stage in self._stages.values():
             stage.forget_step()
             stage.versions.begin()
-        self._outcomes.begin(lambda number, results: None)
+        self._outcomes.forget()
 
     def _run(self) -> Iterator[bool]:
         """Run round after round, and pause behind each update."""
@@ -170,6 +176,7 @@ class RoundInterpreter:
         for stage in self._stages.values():
             frame = stage.fill_frame(number, (self._seed, microbatch), self._rank.sizes_with(size))
             frame["version"] = self._version(stage.index, microbatch)
+            frame["batch"] = self._outcomes.batch_in(number)
             frame.update({name: inputs[name].to(self._device, non_blocking=True) for name in stage.inputs})
             if self._rank.loss:
                 share = batch.shares[place]

@@ -96,6 +96,7 @@ class BoundStage:
         self.buffers = self.buffers_before = self._registered
         self.versions = WeightVersions(self.weights, 0)
         self.is_versioned = False
+        self._buffers_found: dict[int, list[Tensor]] = {}
         self._memory: set[int] = set()
         self._read_by_constants = _sizes_read(getattr(code, "constants", None))
         self._constants = functools.lru_cache(maxsize=8)(self._evaluate_constants)
@@ -166,9 +167,21 @@ class BoundStage:
         frame = self.frames[microbatch]
         frame["w"] = self.versions.of(frame["version"])
 
+    def advance(self) -> None:
+        """Go on with the next version of the weights, once an update of a stream is over."""
+        self.versions.advance()
+        for number in [each for each in self._buffers_found if each < self.versions.oldest]:
+            del self._buffers_found[number]
+
     def show_buffers(self, microbatch: int) -> None:
         """Give a microbatch the buffers as they are now. It keeps them from its forward to its backward."""
         self.frames[microbatch]["buffers"] = self.buffers
+        if self.is_versioned:
+            self._buffers_found.setdefault(self.frames[microbatch]["batch"], self.buffers)
+
+    def restore_buffers(self, number: float) -> None:
+        """Take the buffers that mini-batch ``number`` of a stream has found, if it has come to this stage."""
+        self.buffers = self._buffers_found.get(number, self.buffers)  # type: ignore[call-overload]
 
     def update_buffers(self, updates: Sequence[Tensor | None]) -> None:
         """Replace buffers for the forwards to come. Microbatches that have the old ones keep them."""
@@ -190,6 +203,7 @@ class BoundStage:
         for index in self._borrowed_indices:
             self.weights[index] = _UNLENT
         self.buffers = self.buffers_before = self._registered
+        self._buffers_found.clear()
         self.gradients.forget_step()
 
     def _evaluate_constants(self, *sizes: float) -> tuple[Any, ...]:

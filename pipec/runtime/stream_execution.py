@@ -1,14 +1,16 @@
 """An artifact of programs without end on the ranks of this process: it begins runs, or makes one step."""
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
 from pipec.artifact.directory import Artifact
 from pipec.errors import InputError, PipecError
+from pipec.ir.schedule import rank_of
 from pipec.runtime.execution import Linked, Ranks
-from pipec.runtime.finite import NotFinite
+from pipec.runtime.finite import NotFinite, stage_of_loss
 from pipec.runtime.outcomes import StreamBatch
 from pipec.runtime.recording import RecordedStep
 from pipec.runtime.rounds import RoundInterpreter, Source
@@ -47,6 +49,14 @@ class StreamExecution(Linked[RoundInterpreter]):
             return ProcessRun(self._interpreters, self.artifact.programs, source, seed)
         in_process = self._ranks.in_process
         return ThreadsRun(self._interpreters, self.artifact.programs, source, seed, in_process)
+
+    def found(self) -> tuple[int, NotFinite] | None:
+        """The first mini-batch of the run of which nothing comes, and why; None if there is none so far."""
+        plan, first = self.artifact.plan, min(each.first_nan for each in self._interpreters)
+        if math.isinf(first):
+            return None
+        (number, place), stage = divmod(int(first), plan.num_microbatches), stage_of_loss(plan)
+        return number, NotFinite(rank_of(plan.placement, stage, int(first)), stage, place)
 
     @contextlib.contextmanager
     def dropping_gradients(self) -> Iterator[None]:
@@ -89,6 +99,7 @@ class StreamExecution(Linked[RoundInterpreter]):
             results = run.results(self._updates.optimizer.hyperparameters())
             assert results is not None, "the mini-batch is there"
             run.drain()
+        _, self.not_finite = self.found() or (0, None)
         return results
 
 

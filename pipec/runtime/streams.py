@@ -83,7 +83,7 @@ class Streams(StoppedTogether):
                     continue
                 ahead.settle()
                 number += 1
-                yield self._passed_on(results)
+                yield self._passed_on(results, flow.found(number - 1))
         finally:
             if flow is self._flow:
                 self.drain()

@@ -18,6 +18,11 @@ class WeightVersions:
         self._behind = behind
         self.begin()
 
+    @property
+    def oldest(self) -> int:
+        """The first version that may still be read."""
+        return self.number - self._behind
+
     def begin(self) -> None:
         """Call what the parameters are now version 0."""
         self.number = 0
@@ -41,5 +46,5 @@ class WeightVersions:
     def advance(self) -> None:
         """Call what the parameters are now the next version, and let go of what nobody reads any longer."""
         self.number += 1
-        for number in [each for each in self._stashed if each < self.number - self._behind]:
+        for number in [each for each in self._stashed if each < self.oldest]:
             del self._stashed[number]
