@@ -149,6 +149,10 @@ class TorchDistributed:
         every = range(self.num_ranks)
         return [text if rank == self.rank else self._lifelines.heard(rank, doing).decode() for rank in every]
 
+    def last_words(self, text: str) -> dict[int, str | None]:
+        """The text of each other rank that lives when the pipeline cannot go on; None if it tells none."""
+        return self._lifelines.last_words(text, _LAST_WORDS_COME_WITHIN)
+
     def once(self, request: str, make: Callable[[], T]) -> T:
         """Call ``make`` on rank 0 alone; every rank returns its result, or raises its error.
 
@@ -242,6 +246,10 @@ class TorchDistributed:
 
 _REASON_COMES_WITHIN = 0.5
 """Seconds. A process that dies, or fails, closes connections of several kinds one after the other."""
+
+
+_LAST_WORDS_COME_WITHIN = 1.0
+"""Seconds. Ranks learn of a failure at once, unless they are in the middle of a long compute."""
 
 
 def _outcome(make: Callable[[], T]) -> tuple[T | None, Exception | None]:

@@ -6,13 +6,17 @@ from enum import IntEnum
 
 
 class Kind(IntEnum):
-    """``HELLO`` opens a connection; ``FAREWELL`` says that its end means no harm."""
+    """``HELLO`` opens a connection; ``FAREWELL`` says that its end means no harm.
+
+    ``LAST_WORDS`` are what a rank still has when the pipeline cannot go on.
+    """
 
     HELLO = 0
     BEAT = 1
     TEXT = 2
     FAILURE = 3
     FAREWELL = 4
+    LAST_WORDS = 5
 
 
 def frame(kind: Kind, payload: bytes = b"") -> bytes:

@@ -42,6 +42,7 @@ class _Peer:
     doing: str = ""
     ended_at: float | None = None
     said_farewell: bool = False
+    last_words: str | None = None
     listening: "asyncio.Future[None] | None" = None
 
 
@@ -107,6 +108,24 @@ class Lifelines:
         with self.waiting(doing, peer):
             self._wait(lambda: bool(self._peers[peer].texts), lambda: "", None)
         return self._peers[peer].texts.popleft()
+
+    def last_words(self, text: str, within: float) -> dict[int, str | None]:
+        """Tell others what this rank has when the pipeline cannot go on; what each other one has that lives.
+
+        None stands for a rank that lives and said nothing in so many seconds.
+        """
+        self._send(Kind.LAST_WORDS, text.encode())
+        peers = self._peers
+        with self._changed:
+            self._changed.wait_for(
+                lambda: all(p.last_words is not None or p.ended_at is not None for p in peers.values()),
+                within,
+            )
+            return {
+                rank: peer.last_words
+                for rank, peer in peers.items()
+                if peer.last_words is not None or peer.ended_at is None
+            }
 
     @contextlib.contextmanager
     def interrupted_by_failures(self) -> Iterator[None]:
@@ -321,6 +340,8 @@ class Lifelines:
                         peer.texts.append(payload)
                     elif kind is Kind.FAREWELL:
                         peer.said_farewell = True
+                    elif kind is Kind.LAST_WORDS:
+                        peer.last_words = payload.decode()
                     self._changed.notify_all()
                 if kind is Kind.FAILURE:
                     self._note_failure(payload.decode())

@@ -105,9 +105,14 @@ class RoundInterpreter:
         return self._outcomes.first_nan
 
     @property
-    def num_updates(self) -> dict[int, int]:
-        """The updates that this run has made so far, by stage."""
-        return dict(self._num_updates)
+    def held(self) -> dict[int, set[int]]:
+        """The versions of the weights of each stage that are there."""
+        return {index: stage.versions.held for index, stage in self._stages.items()}
+
+    def restore(self, version: int | None) -> None:
+        """Put a version into the parameters and buffers of all stages; None leaves each the latest it has."""
+        for stage in self._stages.values():
+            stage.restore(stage.versions.number if version is None else version)
 
     def finish(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Run everything that is left of a stream whose source has ended. Raises as ``advance``."""

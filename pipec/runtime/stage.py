@@ -173,6 +173,13 @@ class BoundStage:
         for number in [each for each in self._buffers_found if each < self.versions.oldest]:
             del self._buffers_found[number]
 
+    def restore(self, number: int) -> None:
+        """Go back to the weights and buffers after so many updates of a stream, if the weights are held."""
+        if number in self.versions.held:
+            self.versions.restore(number)
+        self.restore_buffers(number)
+        self.end_step()
+
     def show_buffers(self, microbatch: int) -> None:
         """Give a microbatch the buffers as they are now. It keeps them from its forward to its backward."""
         self.frames[microbatch]["buffers"] = self.buffers

@@ -13,6 +13,7 @@ from pipec.runtime.execution import Linked, Ranks
 from pipec.runtime.finite import NotFinite, stage_of_loss
 from pipec.runtime.outcomes import StreamBatch
 from pipec.runtime.recording import RecordedStep
+from pipec.runtime.recovery import recover
 from pipec.runtime.rounds import RoundInterpreter, Source
 from pipec.runtime.span import Span
 from pipec.runtime.stream_run import ProcessRun, StreamRun, ThreadsRun
@@ -60,17 +61,13 @@ class StreamExecution(Linked[RoundInterpreter]):
 
     @contextlib.contextmanager
     def dropping_gradients(self) -> Iterator[None]:
-        """Forget all gradients if what is done inside a ``with`` fails, and say what updates were made."""
+        """Forget all gradients if what is done inside a ``with`` fails, and say what weights are left."""
         try:
             yield
         except PipecError as error:
-            made = {stage: n for each in self._interpreters for stage, n in each.num_updates.items()}
-            told = ", ".join(f"stage {stage}: {made[stage]}" for stage in sorted(made))
-            error.add_note(
-                "updates that the stages of this process have made since the pipeline was last empty: "
-                f"{told}. Stages differ in that when a pipeline without a flush fails; load a saved state to "
-                "train on"
-            )
+            error.add_note(recover(self._interpreters, self._ranks))
+            for each in self._interpreters:
+                each.forget()
             self._drop_gradients()
             raise
         except BaseException:

@@ -153,6 +153,8 @@ class ThreadsRun(StreamRun):
             self._give_up()
             with self._changed:
                 self._changed.wait_for(lambda: self._over)
+            for each in self._interpreters:
+                each.forget()
 
     def _finish(self) -> None:
         self._wait_until(lambda: self._over)
@@ -181,7 +183,7 @@ class ThreadsRun(StreamRun):
             self._in_process.run(self._jobs)
         except BaseException as error:
             failure = error
-        for each in self._interpreters:
+        for each in self._interpreters if failure is None else ():
             each.forget()
         with self._changed:
             self._failure, self._over = failure, True

@@ -27,6 +27,7 @@ class WeightVersions:
         """Call what the parameters are now version 0."""
         self.number = 0
         self._stashed: dict[int, list[Tensor]] = {}
+        self._is_changing = False
 
     def of(self, number: int) -> Sequence[Tensor]:
         """The weights of a version."""
@@ -34,6 +35,7 @@ class WeightVersions:
 
     def stash(self, changing: Collection[int]) -> None:
         """Keep the latest version as it is, before an update changes the weights of these indices."""
+        self._is_changing = True
         if not self._behind:
             return
         self._stashed[self.number] = list(self._latest)
@@ -46,5 +48,19 @@ class WeightVersions:
     def advance(self) -> None:
         """Call what the parameters are now the next version, and let go of what nobody reads any longer."""
         self.number += 1
+        self._is_changing = False
         for number in [each for each in self._stashed if each < self.oldest]:
             del self._stashed[number]
+
+    @property
+    def held(self) -> set[int]:
+        """The versions that are there. While an update runs, the parameters are none: half of one, maybe."""
+        return {*self._stashed} if self._is_changing else {*self._stashed, self.number}
+
+    def restore(self, number: int) -> None:
+        """Let the parameters be those of a version that is held, from which versions count on."""
+        for latest, weight in zip(self._latest, self._stashed.get(number, ()), strict=False):
+            if latest is not weight:
+                latest.detach().copy_(weight)
+        self.number, self._is_changing = number, False
+        self._stashed.clear()
