@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import socket
 import threading
 import time
@@ -225,3 +226,36 @@ def meet_late(rank: int) -> tuple[Lifelines, Store]:
     """Rank 0 comes after rank 1 has asked for its address."""
     time.sleep(0.5 * (1 - rank))
     return rendezvous.meet(rendezvous.World(rank, 2), 0, 10.0)
+
+
+def test_a_wait_that_takes_long_is_told_and_so_is_its_end(
+    three: list[Lifelines], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the lowest rank that waits: who has not come, and what that one did last. Then who goes on."""
+    together([partial(each.gather, b"first") for each in three])
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(three[rank].gather, b"second") for rank in (0, 2)]
+        time.sleep(0.8 * TIMEOUT)
+        three[1].gather(b"second")
+        for each in waiting:
+            each.result()
+    time.sleep(0.4)
+    first, *others = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(
+        r"pipec: rank 0 has waited \d s, comparing notes with all ranks; rank 1 has not arrived: it lives "
+        r"and is elsewhere, and its last wait was comparing notes with all ranks",
+        first,
+    )
+    assert re.fullmatch(r"pipec: rank 0 goes on after \d s: all have arrived", others[-1])
+    assert len(others) <= 2
+
+
+def test_nothing_is_said_of_a_wait_that_is_expected_to_take_long(
+    three: list[Lifelines], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        compiled = pool.submit(three[1].heard, 0, "waiting for rank 0 to compile", True)
+        time.sleep(0.6 * TIMEOUT)
+        three[0].tell(b"made")
+        assert compiled.result() == b"made"
+    assert not capsys.readouterr().err

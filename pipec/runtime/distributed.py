@@ -34,13 +34,13 @@ from pipec.runtime.connections import Connections, Direction, GlooConnections
 from pipec.runtime.group import Group
 from pipec.runtime.hosts_group import HostsGroup
 from pipec.runtime.launch import current_device, world
-from pipec.runtime.lifelines import names
 from pipec.runtime.nccl import NcclConnections
 from pipec.runtime.processes_group import ProcessesGroup
 from pipec.runtime.rendezvous import bounded, meet
 from pipec.runtime.stops import STOPS
 from pipec.runtime.storage import is_exclusive
 from pipec.runtime.transport import Receiver, Send
+from pipec.runtime.waits import names
 
 T = TypeVar("T")
 
@@ -165,7 +165,7 @@ class TorchDistributed:
                     made = pickle.dumps(_outcome(make))
                 self._lifelines.tell(made)
             else:
-                made = self._lifelines.heard(0, "waiting for rank 0 to compile")
+                made = self._lifelines.heard(0, "waiting for rank 0 to compile", expected=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch's own, when it restores a TreeSpec
             result, error = pickle.loads(made)

@@ -13,6 +13,7 @@ of rank 0, is asked for nothing but the addresses of the ranks.
 
 import asyncio
 import contextlib
+import functools
 import hmac
 import json
 import os
@@ -22,28 +23,13 @@ import textwrap
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 
 from pipec.errors import TransportError
 from pipec.runtime.addresses import Address, listen
 from pipec.runtime.frames import Kind, frame, read_frame
-
-
-@dataclass
-class _Peer:
-    """What is known of another rank. ``beats_missed`` counts this rank's own beats since its last."""
-
-    writer: asyncio.StreamWriter | None = None
-    texts: deque[bytes] = field(default_factory=deque)
-    beats_missed: int = 0
-    awaited: int | None = None
-    doing: str = ""
-    ended_at: float | None = None
-    said_farewell: bool = False
-    last_words: str | None = None
-    listening: "asyncio.Future[None] | None" = None
+from pipec.runtime.peers import Peers
+from pipec.runtime.waits import NO_WAIT, StallWatch, Wait
 
 
 class Lifelines:
@@ -57,9 +43,9 @@ class Lifelines:
         self.on_failure: Callable[[], None] = lambda: None
         self._timeout = timeout
         self._interval = min(_LONGEST_INTERVAL, timeout / 5)
-        self._peers = {peer: _Peer() for peer in range(num_ranks) if peer != rank}
-        self._awaited: int | None = None
-        self._doing = ""
+        self._peers = Peers(rank, num_ranks, timeout, self._interval)
+        self._wait_now, self._did = NO_WAIT, ""
+        self._stalls = StallWatch(rank, timeout)
         self._failure: str | None = None
         self._interrupting = False
         self._changed = threading.Condition(threading.RLock())
@@ -85,15 +71,15 @@ class Lifelines:
 
     def wait_for_all(self) -> None:
         """Wait until every rank is connected. Raises TransportError; it names who did not come."""
-        self._wait(lambda: all(peer.writer for peer in self._peers.values()), self._absent, self._timeout)
+        peers = self._peers
+        self._wait(lambda: all(peer.writer for peer in peers.values()), peers.not_connected, self._timeout)
 
     def gather(self, text: bytes) -> list[bytes]:
         """The text of each rank, on every rank. Raises TransportError; it names who did not answer."""
         self.tell(text)
         with self.waiting("comparing notes with all ranks"):
-            self._wait(
-                lambda: all(peer.texts for peer in self._peers.values()), self._unanswered, self._timeout
-            )
+            missing = functools.partial(self._peers.unanswered, self._wait_now.doing)
+            self._wait(lambda: all(peer.texts for peer in self._peers.values()), missing, self._timeout)
         return [
             self._peers[rank].texts.popleft() if rank in self._peers else text
             for rank in range(len(self._peers) + 1)
@@ -103,9 +89,12 @@ class Lifelines:
         """Send a text to every other rank, which calls ``heard`` or ``gather`` for it."""
         self._send(Kind.TEXT, text)
 
-    def heard(self, peer: int, doing: str) -> bytes:
-        """The next text of a rank, however long that takes while all ranks live. Raises TransportError."""
-        with self.waiting(doing, peer):
+    def heard(self, peer: int, doing: str, expected: bool = False) -> bytes:
+        """The next text of a rank, however long that takes while all ranks live. Raises TransportError.
+
+        Nothing is said on the console of a wait that is ``expected`` to take long.
+        """
+        with self.waiting(doing, peer, expected):
             self._wait(lambda: bool(self._peers[peer].texts), lambda: "", None)
         return self._peers[peer].texts.popleft()
 
@@ -167,39 +156,24 @@ class Lifelines:
         """Why the ranks cannot go on, if that is known, or becomes known in so many seconds."""
         with self._changed:
             self._changed.wait_for(lambda: self._failure is not None, within)
-            return self._failure or self._ended(self._peers)
+            return self._failure or self._peers.ended(self._peers)
 
     def silent(self) -> str | None:
         """Which ranks do not seem to live any more, although they have not been silent for the timeout."""
-        there = [rank for rank, peer in self._peers.items() if peer.ended_at is None]
-        ranks = [rank for rank in there if self._silence(rank) > self._timeout / 2]
-        return self._silent_since(ranks) if ranks else None
+        return self._peers.silent()
 
     def waits_for(self, peer: int | None) -> str:
-        """Whom a rank waits for, and whom that one does, as they said last: where the wait begins.
-
-        None stands for the first rank that does something else than this one.
-        """
-        if peer is None:
-            others = (rank for rank, known in self._peers.items() if known.doing != self._doing)
-            peer = next(others, None)
-        links, seen = [], {self.rank}
-        while peer is not None and peer not in seen:
-            seen.add(peer)
-            known = self._peers[peer]
-            links.append(f"rank {peer} is {known.doing}" if known.doing else _at_work(peer))
-            peer = known.awaited
-        return "; ".join(links) or "all ranks do the same"
+        """Whom a rank waits for, and whom that one does; None stands for the first one that does not wait."""
+        return self._peers.waits_for(peer, self._wait_now.doing)
 
     @contextlib.contextmanager
-    def waiting(self, doing: str, peer: int | None = None) -> Iterator[None]:
+    def waiting(self, doing: str, peer: int | None = None, expected: bool = False) -> Iterator[None]:
         """Let the others know what this rank does inside a ``with``, and for which rank it waits."""
-        before = self._doing, self._awaited
-        self._doing, self._awaited = doing, peer
+        before, self._wait_now = self._wait_now, Wait(doing, peer, expected)
         try:
             yield
         finally:
-            self._doing, self._awaited = before
+            self._wait_now, self._did = before, doing
 
     def close(self) -> None:
         """Say farewell, and end the thread."""
@@ -226,10 +200,10 @@ class Lifelines:
         deadline = None if limit is None else time.monotonic() + limit
         with self._changed:
             while not reached():
-                if reason := self._failure or self._ended(self._peers, _STILL_ARRIVING):
+                if reason := self._failure or self._peers.ended(self._peers, _STILL_ARRIVING):
                     raise self._given_up(reason)
                 if deadline is not None and time.monotonic() > deadline:
-                    if silent := self.silent():
+                    if silent := self._peers.silent():
                         raise self._given_up(silent)
                     self.fail(missing())
                     raise TransportError(missing())
@@ -239,44 +213,6 @@ class Lifelines:
         """The error to raise for what happened to another rank. The others are told of it."""
         self.fail(reason)
         return TransportError(f"another rank failed:\n{textwrap.indent(reason, '  ')}")
-
-    def _absent(self) -> str:
-        absent = [rank for rank, peer in self._peers.items() if peer.writer is None]
-        return (
-            f"rank {self.rank} waited {self._timeout:g} s for {names(absent)}, which did not come: that "
-            "process was not started, died or hangs before it makes its pipeline"
-        )
-
-    def _unanswered(self) -> str:
-        absent = [rank for rank, peer in self._peers.items() if not peer.texts]
-        return (
-            f"rank {self.rank} waited {self._timeout:g} s for {names(absent)}; every rank must run the same "
-            f"script with the same arguments. {self.waits_for(absent[0])}"
-        )
-
-    def _ended(self, ranks: Iterable[int], ago: float = 0.0) -> str | None:
-        """What became of the rank whose connection ended first, at least so many seconds ago.
-
-        A script that ends while a rank shows no sign of life has given up on that one.
-        """
-        ended = [(at, rank) for rank in ranks if (at := self._peers[rank].ended_at) is not None]
-        if not ended or time.monotonic() - min(ended)[0] < ago:
-            return None
-        rank = min(ended)[1]
-        if self._peers[rank].said_farewell:
-            ended_script = f"rank {rank}: its script ended, or let go of its pipeline, before this call"
-            return self.silent() or ended_script
-        return f"rank {rank}: its process died; its own output may say why"
-
-    def _silence(self, rank: int) -> float:
-        return self._peers[rank].beats_missed * self._interval
-
-    def _silent_since(self, ranks: Sequence[int]) -> str:
-        seconds = max(map(self._silence, ranks))
-        return (
-            f"{names(ranks)}: no sign of life for {seconds:.3g} s; the process is stopped, or its machine "
-            "cannot be reached"
-        )
 
     # What the thread does.
 
@@ -335,7 +271,7 @@ class Lifelines:
                 with self._changed:
                     peer.beats_missed = 0
                     if kind is Kind.BEAT:
-                        peer.awaited, peer.doing = json.loads(payload)
+                        peer.awaited, peer.doing, peer.did = json.loads(payload)
                     elif kind is Kind.TEXT:
                         peer.texts.append(payload)
                     elif kind is Kind.FAREWELL:
@@ -353,14 +289,16 @@ class Lifelines:
         """Send beats, and see whose are missing. Beats that this process did not send count for nobody."""
         while True:
             await asyncio.sleep(self._interval)
-            living = [rank for rank, peer in self._peers.items() if peer.writer and peer.ended_at is None]
-            self._write_all(Kind.BEAT, json.dumps([self._awaited, self._doing]).encode())
+            living = [rank for rank in self._peers.living if self._peers[rank].writer]
+            wait = self._wait_now
+            self._write_all(Kind.BEAT, json.dumps([wait.peer, wait.doing, self._did]).encode())
+            self._stalls.look(wait, self._peers.late, self.has_failed())
             for rank in living:
                 self._peers[rank].beats_missed += 1
-            if silent := [rank for rank in living if self._silence(rank) >= self._timeout]:
-                self._note_failure(self._silent_since(silent))
+            if silent := [rank for rank in living if self._peers.silence(rank) >= self._timeout]:
+                self._note_failure(self._peers.silent_since(silent))
             died = [rank for rank, peer in self._peers.items() if not peer.said_farewell]
-            if reason := self._ended(died, _NOTICED_OTHERWISE):
+            if reason := self._peers.ended(died, _NOTICED_OTHERWISE):
                 self._note_failure(reason)
             self._interrupt_if_failed()
 
@@ -373,7 +311,7 @@ class Lifelines:
 
     def _interrupt_if_failed(self) -> None:
         with self._changed:
-            if self._interrupting and (self._failure or self._ended(self._peers, _STILL_ARRIVING)):
+            if self._interrupting and (self._failure or self._peers.ended(self._peers, _STILL_ARRIVING)):
                 self._interrupting = False
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
@@ -411,15 +349,3 @@ def _close_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_close_in_child)
-
-
-def _at_work(rank: int) -> str:
-    return (
-        f"rank {rank} lives, but waits for no other rank: it hangs, computes that long, or is elsewhere. All "
-        "ranks make the same calls in the same order: see that no `if rank == ...`, exception or shorter "
-        "loop keeps that rank from this one"
-    )
-
-
-def names(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -1,0 +1,77 @@
+"""What ranks wait for, in words, and the lines on the console that tell of a wait that takes long."""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+STALLED_AFTER = 10.0
+"""Seconds, or a quarter of the timeout: a wait that takes longer is told, and again each time it doubles."""
+
+
+class Wait(NamedTuple):
+    """What a rank is ``doing`` that needs others, of which it waits for ``peer``, or for any of them.
+
+    One that is ``expected`` to take long, as while rank 0 compiles, is not told. Each wait is its own object.
+    """
+
+    doing: str = ""
+    peer: int | None = None
+    expected: bool = False
+
+
+NO_WAIT = Wait()
+
+SHORT_SILENCE = 3.0
+"""Seconds. On a machine that has much to do some beats are late."""
+
+
+class StallWatch:
+    """Looks at the waits of a rank from time to time. A wait that is over between two looks costs nothing."""
+
+    def __init__(self, rank: int, timeout: float) -> None:
+        self._rank, self._first = rank, min(STALLED_AFTER, timeout / 4)
+        self._told = False
+        self._follow(NO_WAIT)
+
+    def look(self, wait: Wait, late: Callable[[], str | None], has_failed: bool) -> None:
+        """Say whom this wait is for if it has taken long, or that one which was told is over.
+
+        ``late`` says who has not come and what they do; None if another rank tells it.
+        """
+        now = time.monotonic()
+        if wait is not self._wait:
+            if self._told and not has_failed:
+                _say(f"rank {self._rank} goes on after {now - self._since:.0f} s: all have arrived")
+            self._follow(wait)
+        elif wait.doing and not wait.expected and now - self._since >= self._next:
+            self._next *= 2
+            if what := late():
+                self._told = True
+                _say(f"rank {self._rank} has waited {now - self._since:.0f} s, {wait.doing}; {what}")
+
+    def _follow(self, wait: Wait) -> None:
+        self._wait, self._since = wait, time.monotonic()
+        self._next, self._told = self._first, False
+
+
+def _say(what: str) -> None:
+    print(f"pipec: {what}", file=sys.stderr, flush=True)
+
+
+def absent(rank: int, did: str, silence: float) -> str:
+    """What is known of a rank that has not come: what it waited for last, and how long it has been silent."""
+    state = "gives no sign of life" if silence > SHORT_SILENCE else "lives and is elsewhere"
+    return f"rank {rank} has not arrived: it {state}, and its last wait was {did or 'none'}"
+
+
+def at_work(rank: int) -> str:
+    return (
+        f"rank {rank} lives, but waits for no other rank: it hangs, computes that long, or is elsewhere. All "
+        "ranks make the same calls in the same order: see that no `if rank == ...`, exception or shorter "
+        "loop keeps that rank from this one"
+    )
+
+
+def names(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
