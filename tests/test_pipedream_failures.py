@@ -168,25 +168,6 @@ def test_two_streams_do_not_mix() -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_fails_stops_the_others(tmp_path: Path) -> None:
-    printed = told(
-        tmp_path,
-        """
-        from test_pipedream_failures import FailsOnce
-        pipe = pipeline(3, FailsOnce, timeout=20.0)
-        try:
-            for loss in pipe.stream(batches(20)):
-                pass
-        except pipec.errors.PipecError as error:
-            print("the learning rate is negative" in str(error), error.__notes__[0].split(",")[0])
-        """,
-        3,
-    )
-    told_by_all = "True no version of the weights is held by all stages"
-    assert [each.splitlines() for each in printed] == [[told_by_all]] * 3
-
-
-@pytest.mark.slow
 def test_a_script_may_end_in_the_middle_of_a_stream(tmp_path: Path) -> None:
     """No thread keeps the process, in one process and in several."""
     body = """

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from test_pipedream import SGD, assert_same, batches, delayed, pipeline
 from torch import Tensor
 
+from pipec.runtime import stops
 from pipec.runtime.stops import STOPS
 
 
@@ -43,3 +45,38 @@ def test_sigterm_ends_a_stream_when_every_stage_has_made_the_same_updates() -> N
     assert num_steps == len(losses)
     assert all(map(torch.equal, parameters, pipe.parameters()))
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_second_signal_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless it comes at the same moment, as launchers and schedulers may both send it."""
+    pipe = pipeline(2)
+    pipe.before_stop(lambda: None)
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert STOPS.asked == signal.SIGTERM
+    monkeypatch.setattr(stops, "AT_ONCE_AFTER", 0.0)
+    with pytest.raises(SystemExit):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_forked_process_ends_as_any_other() -> None:
+    """Such as a worker of a DataLoader, which its parent terminates."""
+    pipeline(2).before_stop(lambda: None)
+    child = os.fork()
+    if not child:
+        signal.pause()
+    time.sleep(0.2)
+    os.kill(child, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    assert not STOPS.asked
+
+
+def test_a_handler_of_the_script_stays() -> None:
+    noted: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: noted.append(number))
+    pipe = pipeline(2)
+    pipe.before_stop(lambda: None)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert len(list(pipe.stream(batches(2)))) == 2
+    assert noted == [signal.SIGTERM]
+    signal.signal(signal.SIGTERM, before)
