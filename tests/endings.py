@@ -17,6 +17,7 @@ from pipec.ir import (
     Instruction,
     Kind,
     Link,
+    OnNan,
     Op,
     Parts,
     Payload,
@@ -109,6 +110,7 @@ def steps(draw: st.DrawFn) -> Step:
         averaged=tuple(stage for stage in several if draw(st.booleans())),
         updates=updates,
         clips=updates and draw(st.booleans()),
+        on_nan=draw(st.sampled_from([None, *OnNan])),
         shard=draw(st.sampled_from([None, *Shard])) if updates else None,
         num_parts=draw(st.integers(1, 3)),
     )
@@ -198,7 +200,7 @@ class Meaning:
                 self._send(rank, each)
             case Op.UPDATE:
                 self._require(stage not in state.updated, "updated twice")
-                self._require(state.has_norm or not self.step.ending.clips, "update before the norm")
+                self._require(state.has_norm or not self.step.ending.has_norm, "update before the norm")
                 self._check_gradients(rank, stage)
                 state.updated.add(stage)
             case Op.RESHARD:
@@ -347,6 +349,7 @@ class Meaning:
         ending = self.step.ending
         for stage in stages_on(self.step.placement, rank):
             self._require((stage in state.updated) == ending.updates, f"stage {stage} is not updated")
+            self._require(state.has_norm == ending.has_norm, "a norm too much or too little")
             self._require(state.averaged[stage] == (stage in ending.averaged), "buffers are not averaged")
             if not ending.updates:
                 self._check_gradients(rank, stage)

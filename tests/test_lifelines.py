@@ -17,6 +17,7 @@ from torch.distributed import HashStore, Store
 from pipec.errors import TransportError
 from pipec.runtime import rendezvous
 from pipec.runtime.lifelines import Lifelines
+from pipec.runtime.peers import Peers
 
 T = TypeVar("T")
 TIMEOUT = 1.0
@@ -259,3 +260,14 @@ def test_nothing_is_said_of_a_wait_that_is_expected_to_take_long(
         three[0].tell(b"made")
         assert compiled.result() == b"made"
     assert not capsys.readouterr().err
+
+
+def test_a_rank_that_is_stopped_while_it_waits_has_not_arrived() -> None:
+    """Although it said last that it waits, and is the lowest of those that do."""
+    peers = Peers(1, 3, timeout=20.0, interval=1.0)
+    peers[0].doing = peers[2].doing = "calling step"
+    assert peers.late() is None  # rank 0 tells it, if anybody is late
+    peers[0].beats_missed = 5
+    assert str(peers.late()).startswith("rank 0 has not arrived: it gives no sign of life")
+    peers[2].doing, peers[2].did = "", "calling step, after 6 steps"
+    assert str(peers.late()).endswith("lives and is elsewhere, and its last wait was calling step, after 6 steps")

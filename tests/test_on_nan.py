@@ -113,7 +113,7 @@ def test_what_is_not_finite_is_raised_and_nothing_has_changed(optimizer: Any) ->
     bad_loss, bad_gradient = batches(NAN_LOSS, NAN_GRADIENT)
     with pytest.raises(NonFiniteError, match=r"step 1 .*the loss of microbatch 2 is NaN \(rank 1, stage 1\)"):
         pipe.step(**bad_loss)
-    with pytest.raises(NonFiniteError, match=r"step 1 .*the gradient of gain is not finite \(rank \d"):
+    with pytest.raises(NonFiniteError, match=r"step 1 .*the gradient of gain, .* is not finite \(rank \d"):
         pipe.step(**bad_gradient)
     assert same(held, pipe.state_dict().values())
     assert same(gradients, [p.grad for p in pipe.parameters()] if optimizer is None else [])
@@ -199,6 +199,6 @@ def test_a_stream_that_was_drained_still_ends_there() -> None:
 def test_a_stage_of_a_stream_refuses_a_gradient_that_is_not_finite() -> None:
     pipe = pipec.compile(model(), 2, schedule="pipedream", optimizer=torch.optim.AdamW, on_nan="raise")
     losses: list[Tensor] = []
-    with pytest.raises(ExecutionError, match=r"update: NonFiniteError: the gradient of gain is not finite"):
+    with pytest.raises(ExecutionError, match=r"update: NonFiniteError: the gradient of gain, .* not finite"):
         losses.extend(pipe.stream(batches(GOOD, GOOD, NAN_GRADIENT, GOOD, GOOD, GOOD)))
     assert not any(parameter.isnan().any() for parameter in pipe.parameters())

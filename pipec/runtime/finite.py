@@ -14,23 +14,18 @@ from pipec.runtime.optimizers import values_of
 
 @dataclass(frozen=True)
 class NotFinite:
-    """A loss that is NaN, of a ``microbatch``, or a gradient that is not finite, of ``parameter``.
-
-    ``num_others`` is how many other gradients of the step are not finite either.
-    """
+    """A loss that is NaN, of a ``microbatch``, or a gradient that is not finite, of ``parameter``."""
 
     rank: int
     stage: int
     microbatch: int = -1
     parameter: str = ""
-    num_others: int = 0
 
     def __str__(self) -> str:
         where = f"rank {self.rank}, stage {self.stage}"
         if self.microbatch >= 0:
             return f"the loss of microbatch {self.microbatch} is NaN ({where})"
-        others = f", as those of {self.num_others} other parameters" if self.num_others else ""
-        return f"the gradient of {self.parameter} is not finite{others} ({where})"
+        return f"the gradient of {self.parameter}, the last such one, is not finite ({where})"
 
 
 def refusal_of(found: NotFinite, number: int, ending: Ending) -> str:
@@ -67,8 +62,7 @@ def not_finite(gradients: Mapping[str, Tensor]) -> list[str]:
 def require_finite(gradients: Mapping[str, Tensor]) -> None:
     """Raise NonFiniteError if some gradient of a stage's update is not finite."""
     if names := not_finite(gradients):
-        others = f", as those of {len(names) - 1} other parameters" if names[1:] else ""
-        raise NonFiniteError(f"the gradient of {names[-1]} is not finite{others}, and on_nan is 'raise'")
+        raise NonFiniteError(f"the gradient of {names[-1]}, the last such one, is not finite")
 
 
 def found_together(
@@ -85,11 +79,10 @@ def found_together(
     first.
     """
     order = {value.name: number for number, value in enumerate(plan.parameters, start=1)}
-    numbers = sorted(order[name] for name in not_finite(gradients))
     loss = first_nan(losses)
-    table = torch.zeros(plan.num_ranks, 3, dtype=torch.int64, device=device)
+    table = torch.zeros(plan.num_ranks, 2, dtype=torch.int64, device=device)
     table[rank, 0] = 0 if loss is None else loss + 1
-    table[rank, 1], table[rank, 2] = len(numbers), max(numbers, default=0)
+    table[rank, 1] = max((order[name] for name in not_finite(gradients)), default=0)
     group.all_reduce(table)()
     return _told(plan, table.tolist())
 
@@ -99,12 +92,12 @@ def _told(plan: Plan, rows: Sequence[Sequence[int]]) -> NotFinite | None:
     if losses:
         microbatch, rank = min(losses)
         return NotFinite(rank, stage_of_loss(plan), microbatch)
-    last, rank = max((row[2], rank) for rank, row in enumerate(rows))
+    last, rank = max((row[1], rank) for rank, row in enumerate(rows))
     if not last:
         return None
     name = plan.parameters[last - 1].name
     own = (s.index for s in plan.stages if name in s.parameters and name not in s.borrowed)
-    return NotFinite(rank, next(own), parameter=name, num_others=sum(row[1] for row in rows) - 1)
+    return NotFinite(rank, next(own), parameter=name)
 
 
 def stage_of_loss(plan: Plan) -> int:

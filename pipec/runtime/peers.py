@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from pipec.runtime.waits import SHORT_SILENCE, absent, at_work, names
+from pipec.runtime.waits import absent, at_work, names
 
 
 @dataclass
@@ -88,10 +88,14 @@ class Peers(dict[int, Peer]):
 
     def late(self) -> str | None:
         """Who has not come where others wait, in words; None if a lower rank says so, or nobody knows."""
-        if any(rank < self._rank and self[rank].doing for rank in self.living):
+        away = [rank for rank in self.living if not self[rank].doing or self._is_silent(rank)]
+        if any(rank < self._rank and rank not in away for rank in self.living):
             return None
-        away = [rank for rank in self.living if not self[rank].doing or self.silence(rank) > SHORT_SILENCE]
-        return "; ".join(absent(rank, self[rank].did, self.silence(rank)) for rank in away) or None
+        return "; ".join(absent(rank, self[rank].did, self._is_silent(rank)) for rank in away) or None
+
+    def _is_silent(self, rank: int) -> bool:
+        """Whether so many beats are missing that a machine with much to do is no reason."""
+        return self[rank].beats_missed >= 3
 
     def not_connected(self) -> str:
         missing = [rank for rank, peer in self.items() if peer.writer is None]

@@ -22,16 +22,13 @@ class Wait(NamedTuple):
 
 NO_WAIT = Wait()
 
-SHORT_SILENCE = 3.0
-"""Seconds. On a machine that has much to do some beats are late."""
-
 
 class StallWatch:
     """Looks at the waits of a rank from time to time. A wait that is over between two looks costs nothing."""
 
     def __init__(self, rank: int, timeout: float) -> None:
         self._rank, self._first = rank, min(STALLED_AFTER, timeout / 4)
-        self._told = False
+        self._told, self._next = False, self._first
         self._follow(NO_WAIT)
 
     def look(self, wait: Wait, late: Callable[[], str | None], has_failed: bool) -> None:
@@ -44,11 +41,12 @@ class StallWatch:
             if self._told and not has_failed:
                 _say(f"rank {self._rank} goes on after {now - self._since:.0f} s: all have arrived")
             self._follow(wait)
-        elif wait.doing and not wait.expected and now - self._since >= self._next:
-            self._next *= 2
-            if what := late():
-                self._told = True
-                _say(f"rank {self._rank} has waited {now - self._since:.0f} s, {wait.doing}; {what}")
+        elif self._is_long(now) and (what := late()):
+            self._told, self._next = True, 2 * self._next
+            _say(f"rank {self._rank} has waited {now - self._since:.0f} s, {wait.doing}; {what}")
+
+    def _is_long(self, now: float) -> bool:
+        return bool(self._wait.doing) and not self._wait.expected and now - self._since >= self._next
 
     def _follow(self, wait: Wait) -> None:
         self._wait, self._since = wait, time.monotonic()
@@ -59,9 +57,9 @@ def _say(what: str) -> None:
     print(f"pipec: {what}", file=sys.stderr, flush=True)
 
 
-def absent(rank: int, did: str, silence: float) -> str:
-    """What is known of a rank that has not come: what it waited for last, and how long it has been silent."""
-    state = "gives no sign of life" if silence > SHORT_SILENCE else "lives and is elsewhere"
+def absent(rank: int, did: str, is_silent: bool) -> str:
+    """What is known of a rank that has not come: whether it lives, and what it waited for last."""
+    state = "gives no sign of life" if is_silent else "lives and is elsewhere"
     return f"rank {rank} has not arrived: it {state}, and its last wait was {did or 'none'}"
 
 
