@@ -270,4 +270,15 @@ def test_a_rank_that_is_stopped_while_it_waits_has_not_arrived() -> None:
     peers[0].beats_missed = 5
     assert str(peers.late()).startswith("rank 0 has not arrived: it gives no sign of life")
     peers[2].doing, peers[2].did = "", "calling step, after 6 steps"
-    assert str(peers.late()).endswith("lives and is elsewhere, and its last wait was calling step, after 6 steps")
+    assert str(peers.late()).endswith("it lives and is elsewhere, and its last wait was " + peers[2].did)
+
+
+def test_last_words_are_those_of_the_ranks_that_live(three: list[Lifelines]) -> None:
+    """One that died is not waited for; one that lives and says nothing is told apart."""
+    three[1].last_words("one", 0.0)
+    began = time.monotonic()
+    assert three[0].last_words("zero", 0.3) == {1: "one", 2: None}
+    assert time.monotonic() - began > 0.3
+    cut(three[2])
+    assert three[1].last_words("one", 10.0) == {0: "zero"}
+    assert time.monotonic() - began < 8

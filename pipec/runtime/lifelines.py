@@ -104,17 +104,11 @@ class Lifelines:
         None stands for a rank that lives and said nothing in so many seconds.
         """
         self._send(Kind.LAST_WORDS, text.encode())
-        peers = self._peers
         with self._changed:
-            self._changed.wait_for(
-                lambda: all(p.last_words is not None or p.ended_at is not None for p in peers.values()),
-                within,
-            )
-            return {
-                rank: peer.last_words
-                for rank, peer in peers.items()
-                if peer.last_words is not None or peer.ended_at is None
-            }
+            self._changed.wait_for(lambda: not self._peers.without_last_words(), within)
+            silent = dict.fromkeys(self._peers.without_last_words())
+            told = {rank: peer.last_words for rank, peer in self._peers.items()}
+            return silent | {rank: words for rank, words in told.items() if words is not None}
 
     @contextlib.contextmanager
     def interrupted_by_failures(self) -> Iterator[None]:

@@ -47,8 +47,16 @@ class Peers(dict[int, Peer]):
 
     def silent(self) -> str | None:
         """Which ranks do not seem to live any more, although they have not been silent for the timeout."""
-        ranks = [rank for rank in self.living if self.silence(rank) > self._timeout / 2]
+        ranks = [rank for rank in self.living if self._seems_dead(rank)]
         return self.silent_since(ranks) if ranks else None
+
+    def _seems_dead(self, rank: int) -> bool:
+        return self.silence(rank) > self._timeout / 2
+
+    def without_last_words(self) -> list[int]:
+        """The ranks that live and have not said what they have now that the pipeline cannot go on."""
+        living = (rank for rank in self.living if not self._seems_dead(rank))
+        return [rank for rank in living if self[rank].last_words is None]
 
     def silent_since(self, ranks: Sequence[int]) -> str:
         seconds = max(map(self.silence, ranks))
