@@ -125,6 +125,14 @@ def test_what_is_not_finite_is_raised_and_nothing_has_changed(optimizer: Any) ->
     assert pipe.num_steps == 3
 
 
+def test_gradients_that_are_finite_may_have_a_norm_that_is_not() -> None:
+    """Their squares are more than a number can be."""
+    layers = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+    pipe = pipec.compile(layers, 2, loss_fn=lambda found, _: found.mean() * 1e25, on_nan="raise")
+    pipe.step(torch.randn(8, 6), target=torch.zeros(8))
+    assert all(torch.linalg.vector_norm(p.grad).isinf() for p in pipe.parameters() if p.grad is not None)
+
+
 def test_a_bad_step_that_accumulates_spoils_the_update_it_is_for() -> None:
     """As where a script checks the sum: the whole update is left out, and the next one is right."""
     pipe, plain = pair("adamw", make=model, on_nan="skip", **REPLICATED)

@@ -107,4 +107,5 @@ def stage_of_loss(plan: Plan) -> int:
 
 
 def _is_finite(gradient: Tensor) -> bool:
-    return bool(values_of(gradient).isfinite().all())
+    values = values_of(gradient)
+    return bool(torch.linalg.vector_norm(values).isfinite()) or bool(values.isfinite().all())

@@ -30,7 +30,7 @@ class Verdict:
         rank, updating = self._rank, self._rank.updating
         updates = updating.updates
         found = None
-        if num_nan_losses or not math.isfinite(squares):  # which float64 gradients may be that are finite
+        if num_nan_losses or not math.isfinite(squares):  # which is so of very large gradients, too
             found = self._found()
         if updates is None:
             updating.not_finite = found
@@ -62,7 +62,8 @@ class Verdict:
 
 def squares_on(rank: Rank) -> Iterator[Tensor]:
     """What each stage of a rank adds to the square of the global norm."""
-    return (sum_of_squares(gradients.values()) for gradients in _gradients_on(rank))
+    clips = rank.plan.ending.clips
+    return (sum_of_squares(gradients.values(), exactly=clips) for gradients in _gradients_on(rank))
 
 
 def _gradients_on(rank: Rank) -> Iterator[dict[str, Tensor]]:

@@ -7,13 +7,15 @@ from torch import Tensor
 
 
 @torch.no_grad()
-def sum_of_squares(gradients: Iterable[Tensor]) -> Tensor:
+def sum_of_squares(gradients: Iterable[Tensor], exactly: bool = True) -> Tensor:
     """What these gradients, or pieces of gradients, add to the square of the global norm.
 
     It is a float64, so that the sum over ranks hardly depends on how elements are distributed over them. (A
-    float32 norm of a million elements is off by 1e-5 on a CPU.)
+    float32 norm of a million elements is off by 1e-5 on a CPU.) Where it only matters whether it is finite,
+    norms in the gradients' own type take a tenth of the time. They may be infinite where no element is.
     """
-    norms = [torch.linalg.vector_norm(values_of(each), dtype=torch.float64) for each in gradients]
+    dtype = torch.float64 if exactly else None
+    norms = [torch.linalg.vector_norm(values_of(each), dtype=dtype) for each in gradients]
     total = torch.zeros((), dtype=torch.float64)
     for norm in norms:
         total = total.to(norm.device) + norm.double().square()
