@@ -87,7 +87,9 @@ class Pipeline(CheckpointedModel):
         Raises:
             CaptureError, InputError, PlanError: the step cannot be run, or the ranks passed different
                 arguments. Nothing was changed, and every rank raises it.
+            NonFiniteError: the loss or a gradient is not finite, and ``on_nan`` is "raise"; on every rank.
             ExecutionError, TransportError: a rank failed.
+            KeyboardInterrupt, SystemExit: some rank was sent a signal; see ``before_stop``.
         """
         return self._train(self._agreed(Asked("step", Mode.TRAIN, outputs), args, kwargs, target))
 

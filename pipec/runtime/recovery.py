@@ -6,7 +6,7 @@ the newest such is put into the parameters, with the buffers of that moment.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
 from pipec.runtime.execution import Ranks
 from pipec.runtime.rounds import RoundInterpreter
@@ -17,14 +17,12 @@ def recover(interpreters: Sequence[RoundInterpreter], ranks: Ranks) -> str:
 
     The ranks that live all call this after a failure.
     """
-    every = {stage: held for each in interpreters for stage, held in each.held.items()}
-    all_told = True
+    held, all_told = [(stage, found) for each in interpreters for stage, found in each.held.items()], True
     if ranks.world.distributed:
-        words = json.dumps({stage: sorted(held) for stage, held in every.items()})
-        for told in ranks.distributed.last_words(words).values():
+        for told in ranks.distributed.last_words(json.dumps([(k, sorted(v)) for k, v in held])).values():
             all_told &= told is not None
-            every |= {int(stage): {*held} for stage, held in json.loads(told or "{}").items()}
-    common = max(set.intersection(*every.values()), default=None) if all_told else None
+            held += [(stage, {*found}) for stage, found in json.loads(told or "[]")]
+    common = max(set.intersection(*(found for _, found in held)), default=None) if all_told else None
     for each in interpreters:
         each.restore(common)
     if common is not None:
@@ -35,13 +33,13 @@ def recover(interpreters: Sequence[RoundInterpreter], ranks: Ranks) -> str:
         )
     return (
         "no version of the weights is held by all stages, so that their parameters do not fit together: "
-        f"{_told(every)}. A version counts updates since the pipeline was last empty. Load a checkpoint to "
+        f"{_told(held)}. A version counts updates since the pipeline was last empty. Load a checkpoint to "
         "train on"
     )
 
 
-def _told(every: Mapping[int, Iterable[int]]) -> str:
-    def of(held: Iterable[int]) -> str:
-        return ", ".join(map(str, sorted(held))) or "none, for its update was cut off"
-
-    return "; ".join(f"stage {stage} holds {of(every[stage])}" for stage in sorted(every))
+def _told(held: Sequence[tuple[int, set[int]]]) -> str:
+    return "; ".join(
+        f"stage {stage} holds {', '.join(map(str, sorted(found))) or 'none, for its update was cut off'}"
+        for stage, found in sorted(held)
+    )
