@@ -89,7 +89,7 @@ class Interpreter:
         """Execute one step. Returns the results of the microbatches together by name, on every rank.
 
         A step that fails leaves in ``.grad`` what was added until then, and the model's buffers as they were.
-        If the plan looks for what is not finite, ``not_finite`` tells what was found. Nothing came of it then.
+        Nothing comes of a step, either, that has found something ``not_finite``, if its plan looks for that.
 
         Args:
             microbatches: The model's inputs by name, for each microbatch that this rank runs.
