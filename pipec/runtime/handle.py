@@ -183,7 +183,7 @@ class Handle(nn.Module):
         return {"accumulates": str(self._accumulates), **self._updates.optimizer.facts()}
 
     def _count_step(self, found: NotFinite | None = None) -> None:
-        """Count a step, and its update if it made one. Raises NonFiniteError for what is ``found`` if asked."""
+        """Count a step, and its update if it made one. Raises NonFiniteError for what was ``found``."""
         plan = self._artifact.plan
         if found is not None and plan.ending.on_nan is OnNan.RAISE:
             raise NonFiniteError(refusal_of(found, self._num_steps, plan.ending))
