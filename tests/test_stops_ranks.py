@@ -53,6 +53,16 @@ held = {name: p for name, p in pipe.named_parameters() if name in own}
 near = all(torch.allclose(p, dict(plain.model.named_parameters())[n], rtol=1e-9) for n, p in held.items())
 print("skipped", pipe.num_skipped, near)
 
+# A part of the batch that one replica alone has passed, and whose loss is NaN.
+options = dict(stages=1, batch="local", on_nan="raise", optimizer=torch.optim.AdamW, timeout=20.0)
+pipe = pipec.compile(test_on_nan.model(), 3, microbatches=6, **options)
+good, bad = test_on_nan.batches(GOOD, NAN_LOSS)
+pipe.step(**good)
+before = [p.clone() for p in pipe.parameters()]
+error = raised(lambda: pipe.step(**(bad if rank == 1 else good)))
+same = all(map(torch.equal, before, pipe.parameters()))
+print("local", type(error).__name__, str(error).split(".")[0], same, pipe.step(**good) > 0)
+
 # A stream without a flush whose seventh loss is NaN.
 pipe, reference = made("pipedream", stashed, on_nan="raise")
 bad = [*given[:6], (given[6][0] * float("nan"), given[6][1]), *given[7:]]
@@ -126,6 +136,11 @@ def lines(printed: Sequence[Sequence[str]], kind: str) -> list[list[str]]:
 
 def test_all_ranks_skip_the_same_steps(printed: Sequence[Sequence[str]]) -> None:
     assert lines(printed, "skipped") == [["skipped 2 True"]] * 3
+
+
+def test_all_ranks_refuse_what_one_replica_passed(printed: Sequence[Sequence[str]]) -> None:
+    said = "step 1 (the first is 0): the loss of microbatch 4 is NaN (rank 1, stage 0) True tensor(True)"
+    assert lines(printed, "local") == [[f"local NonFiniteError {said}"]] * 3
 
 
 def test_all_ranks_end_before_a_loss_that_is_nan(printed: Sequence[Sequence[str]]) -> None:
