@@ -59,6 +59,25 @@ def test_steps_that_accumulate_add_up_to_one_update(shard: str | None) -> None:
     assert difference(pipe, plain) < SAME
 
 
+def test_a_step_that_fails_among_its_updates_says_so() -> None:
+    class Fails(optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            raise ValueError("no such learning rate")
+
+    def factory(named: Any) -> optim.Optimizer:
+        held = [parameter for _, parameter in named]
+        is_last = any(name.startswith("head") and not each.is_meta for name, each in named)
+        return (Fails if is_last else optim.SGD)(held, lr=0.1)
+
+    pipe, _ = pair(factory, **DATA_PARALLEL)
+    with pytest.raises(ExecutionError, match="no such learning rate") as caught:
+        pipe.step(**next(batches(1)))
+    assert caught.value.__notes__ == [
+        "the step failed when updates had begun, of stage 0: the parameters of the stages do not fit together. "
+        "Load a checkpoint to train on"
+    ]
+
+
 @pytest.mark.parametrize("shard", [None, "gradients", "parameters"])
 def test_a_step_that_fails_changes_nothing_and_the_next_one_is_right(shard: str | None) -> None:
     """A replica fails when the other one has started to sum gradients that it then never brings."""

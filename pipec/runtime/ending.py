@@ -119,7 +119,12 @@ class EndingLinker:
         update, waits = updating.updates.on(self._rank.number, stage), self._gradients_of(stage)
         if update is None:
             return self._after(waits, _nothing)
-        return self._after(waits, self._if_updating(lambda: update.update(updating.factor)))
+
+        def act() -> None:
+            updating.begun.add(stage)
+            update.update(updating.factor)
+
+        return self._after(waits, self._if_updating(act))
 
     def _next_version(self, number: int) -> Action:
         """Update a stage of a stream, and clip by the norm of its own gradients."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipec.artifact.directory import Artifact, stage_module
-from pipec.errors import ExecutionError, TransportError
+from pipec.errors import ExecutionError, PipecError, TransportError
 from pipec.ir import Plan, stages_on
 from pipec.runtime.agreement import Agreement
 from pipec.runtime.distributed import TorchDistributed
@@ -72,6 +72,10 @@ class Ranks:
     def told(self, text: str, doing: str) -> list[str]:
         """The text of each process, in every process, however long they take while all of them live."""
         return self.distributed.told(text, doing) if self.world.distributed else [text]
+
+    def last_words(self, text: str) -> list[str | None]:
+        """The text of each other process that lives when the pipeline cannot go on; None if it tells none."""
+        return list(self.distributed.last_words(text).values()) if self.world.distributed else []
 
     def transport(self, rank: int) -> Transport:
         return self.distributed if self.world.distributed else self.in_process.endpoint(rank)
@@ -202,14 +206,29 @@ class Execution(Linked[Interpreter]):
         ]
         try:
             results = jobs[0]() if self._ranks.world.distributed else self._ranks.in_process.run(jobs)[0]
-        except BaseException:
+        except BaseException as error:
             if self._updates is not None:
                 self._updates.drop_gradients()
+                if isinstance(error, PipecError) and (note := self._half_made()):
+                    error.add_note(note)
             raise
         self.not_finite = self._interpreters[0].not_finite
         if recorded is not None:
             recorded.append(RecordedStep(self.artifact.programs, stamps))
         return results
+
+
+    def _half_made(self) -> str | None:
+        """What to say if updates had begun when the step failed. The ranks that live all ask this."""
+        begun = {stage for each in self._interpreters for stage in each.begun_updates}
+        for told in self._ranks.last_words(json.dumps(sorted(begun))):
+            begun.update(json.loads(told or "[]"))
+        if not begun:
+            return None
+        return (
+            f"the step failed when updates had begun, of {', '.join(f'stage {k}' for k in sorted(begun))}: the "
+            "parameters of the stages do not fit together. Load a checkpoint to train on"
+        )
 
 
 def _owns_tensors(plan: Plan, rank: int, is_distributed: bool, stage: int) -> bool:

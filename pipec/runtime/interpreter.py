@@ -152,6 +152,11 @@ class Interpreter:
         """What was found by a step that looks for it, the same on every rank. Nothing came of that step."""
         return self._updating.not_finite
 
+    @property
+    def begun_updates(self) -> set[int]:
+        """The stages whose update in the last step has begun, all of which have made it if nothing failed."""
+        return set(self._updating.begun)
+
     def _actions_on(self, sizes: Sequence[int]) -> list[Action]:
         """The actions of a step in which some microbatches have no rows, and so are not computed."""
         return [*(each.on(sizes) for each in self._linked), *self._closing]

@@ -22,7 +22,8 @@ class Updating:
     """The optimizer, and what a step knows of its updates: whether it makes them, and the clipping factor.
 
     ``groups`` are the hyperparameters of a stream's updates; those of steps are the optimizer's own.
-    ``not_finite`` is why nothing comes of the step, on any rank.
+    ``not_finite`` is why nothing comes of the step, on any rank. ``begun`` has the stages whose update has
+    begun in this step.
     """
 
     updates: Updates | None = None
@@ -30,9 +31,11 @@ class Updating:
     factor: Tensor | None = None
     groups: Sequence[Mapping[str, Any]] = ()
     not_finite: NotFinite | None = None
+    begun: set[int] = field(default_factory=set)
 
     def begin_step(self, now: bool) -> None:
         self.now, self.factor, self.not_finite = now, None, None
+        self.begun.clear()
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,10 @@ def recover(interpreters: Sequence[RoundInterpreter], ranks: Ranks) -> str:
 
     The ranks that live all call this after a failure.
     """
-    held, all_told = [(stage, found) for each in interpreters for stage, found in each.held.items()], True
-    if ranks.world.distributed:
-        for told in ranks.distributed.last_words(json.dumps([(k, sorted(v)) for k, v in held])).values():
-            all_told &= told is not None
-            held += [(stage, {*found}) for stage, found in json.loads(told or "[]")]
-    common = max(set.intersection(*(found for _, found in held)), default=None) if all_told else None
+    held = [(stage, found) for each in interpreters for stage, found in each.held.items()]
+    every = ranks.last_words(json.dumps([(stage, sorted(found)) for stage, found in held]))
+    held += [(stage, {*found}) for told in every for stage, found in json.loads(told or "[]")]
+    common = max(set.intersection(*(found for _, found in held)), default=None) if None not in every else None
     for each in interpreters:
         each.restore(common)
     if common is not None:
