@@ -73,8 +73,8 @@ def test_a_step_that_fails_among_its_updates_says_so() -> None:
     with pytest.raises(ExecutionError, match="no such learning rate") as caught:
         pipe.step(**next(batches(1)))
     assert caught.value.__notes__ == [
-        "the step failed when updates had begun, of stage 0: the parameters of the stages do not fit together. "
-        "Load a checkpoint to train on"
+        "the step failed when updates had begun, of stage 0: the parameters of the stages do not fit "
+        "together. Load a checkpoint to train on"
     ]
 
 

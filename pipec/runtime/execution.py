@@ -217,7 +217,6 @@ class Execution(Linked[Interpreter]):
             recorded.append(RecordedStep(self.artifact.programs, stamps))
         return results
 
-
     def _half_made(self) -> str | None:
         """What to say if updates had begun when the step failed. The ranks that live all ask this."""
         begun = {stage for each in self._interpreters for stage in each.begun_updates}
@@ -225,9 +224,10 @@ class Execution(Linked[Interpreter]):
             begun.update(json.loads(told or "[]"))
         if not begun:
             return None
+        stages = ", ".join(f"stage {number}" for number in sorted(begun))
         return (
-            f"the step failed when updates had begun, of {', '.join(f'stage {k}' for k in sorted(begun))}: the "
-            "parameters of the stages do not fit together. Load a checkpoint to train on"
+            f"the step failed when updates had begun, of {stages}: the parameters of the stages do not fit "
+            "together. Load a checkpoint to train on"
         )
 
 
