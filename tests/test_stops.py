@@ -80,3 +80,13 @@ def test_a_handler_of_the_script_stays() -> None:
     assert len(list(pipe.stream(batches(2)))) == 2
     assert noted == [signal.SIGTERM]
     signal.signal(signal.SIGTERM, before)
+
+
+def test_signals_act_at_once_while_a_rank_compiles_and_are_noted_again_afterwards() -> None:
+    """One that was noted before is not forgotten."""
+    pipeline(2).before_stop(lambda: None)
+    os.kill(os.getpid(), signal.SIGTERM)
+    with STOPS.acting_at_once():
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert STOPS.asked == signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL

@@ -27,7 +27,8 @@ class StoppedTogether(Handle):
         """
         check_arguments({"call": FUNCTION}, locals())
         self._before_stop.append(call)
-        STOPS.listen()
+        if not self._ranks.world.distributed:
+            STOPS.listen()
 
     def _stop_if_told(self, every: Sequence[Told]) -> None:
         """End on all ranks if one of them has been sent a signal."""

@@ -58,16 +58,18 @@ class Stops:
 
     @contextlib.contextmanager
     def acting_at_once(self) -> Iterator[None]:
-        """Let signals do inside a ``with`` what they did before, as where no step comes for minutes."""
+        """Let signals do inside a ``with`` what they did before, as where no step comes for minutes.
+
+        If it fails, so they do from then on, until ``listen`` is called again.
+        """
         listened, asked = bool(self._replaced), self._asked
-        if listened:
-            self.ignore()
+        self.ignore()
         try:
             yield
         finally:
-            if listened:
-                self.listen()
-                self._asked = asked
+            self._asked = asked
+        if listened:
+            self.listen()
 
     def _note(self, number: int, frame: object) -> None:
         if self._asked and time.monotonic() - self._at > AT_ONCE_AFTER:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pipec.errors import TransportError
+from pipec.errors import PipecError, TransportError
 from pipec.ir import Program
 from pipec.ir.rounds import reach
 from pipec.runtime.outcomes import StreamBatch
@@ -153,8 +153,11 @@ class ThreadsRun(StreamRun):
             self._give_up()
             with self._changed:
                 self._changed.wait_for(lambda: self._over)
-            for each in self._interpreters:
-                each.forget()
+        self._forget()
+
+    def _forget(self) -> None:
+        for each in self._interpreters:
+            each.forget()
 
     def _finish(self) -> None:
         self._wait_until(lambda: self._over)
@@ -183,8 +186,8 @@ class ThreadsRun(StreamRun):
             self._in_process.run(self._jobs)
         except BaseException as error:
             failure = error
-        for each in self._interpreters if failure is None else ():
-            each.forget()
+        if not isinstance(failure, PipecError):  # after which somebody asks what is left
+            self._forget()
         with self._changed:
             self._failure, self._over = failure, True
             self._changed.notify_all()
