@@ -135,7 +135,7 @@ class EndingLinker:
         update, looks = updates.on(self._rank.number, number), self._rank.plan.ending.on_nan is not None
 
         def act() -> None:
-            if versions.number >= outcomes.num_good:
+            if not outcomes.is_good(versions.number):
                 _pass_over(stage, update)
                 return
             if update is not None and looks:

@@ -1,6 +1,7 @@
 """What the microbatches of a stream return, brought together as soon as those of a mini-batch are there."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -52,6 +53,13 @@ class Outcomes:
         self._parts: dict[int, _Parts] = {}
         self._in_frames: dict[int, int] = {}
         self.first_nan: float = math.inf
+        self._num_losses: Counter[int] = Counter()
+
+    def is_good(self, number: int) -> bool:
+        """Whether something is to come of a mini-batch, which is asked once its losses are known."""
+        if self._looks:
+            assert self._num_losses.pop(number, 0) == self._per_batch, "losses come before updates"
+        return number < self.num_good
 
     def forget(self) -> None:
         """Let go of what was collected of a stream that is over."""
@@ -75,8 +83,10 @@ class Outcomes:
     def collect(self, microbatch: int, sent: Mapping[str, Tensor]) -> None:
         """Keep what the microbatch in a frame has returned, or what has been received of it."""
         number, place = divmod(self._in_frames[microbatch], self._per_batch)
-        if self._looks and "loss" in sent and bool(sent["loss"].isnan().any()):
-            self.first_nan = min(self.first_nan, self._in_frames[microbatch])
+        if self._looks and "loss" in sent:
+            self._num_losses[number] += 1
+            if sent["loss"].isnan().any():
+                self.first_nan = min(self.first_nan, self._in_frames[microbatch])
         for name in self._values.keys() & sent.keys():
             parts = self._parts[number].found.setdefault(name, {})
             parts[place] = sent[name]
