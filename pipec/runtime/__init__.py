@@ -10,6 +10,9 @@ without loading the compiler. Read it from the top of a step downwards:
 * ``transport`` carries tensors between ranks of one process, on the threads of ``worker``. ``distributed``
   does so between processes, over the ``connections`` of gloo or those of ``nccl``; for these, a ``watcher``
   notices when another rank fails.
+* ``lifelines`` tell who lives, and ``peers`` and ``waits`` what each rank waits for. ``stops`` notes signals,
+  which all ranks follow together. ``recovery`` finds the weights that are left of a stream that failed.
+* ``finite`` and ``verdict``: what becomes of a step whose loss or gradients are not numbers.
 * ``agreement``: what processes tell each other beside the messages of a program. ``facts`` says what they
   compare, such as a digest of the batch that each was given.
 * ``handle``, ``holder`` and ``loaded`` are what a user holds: the tensors, and a saved artifact to train.
