@@ -127,10 +127,14 @@ def verify_rounds(
                 f"rank {program.rank} does not repeat instructions for microbatches 0 to {last} every "
                 f"{period} mb, as expected, but those for {sorted(named)[:9]} every {program.period} mb"
             )
-    most = 2 * max(map(window_of, programs)) + period
+    most = -(-(2 * max(map(window_of, programs)) + period) // size) * size
+    written = [Instructions.of(unrolled(each, most).instructions, tuple(links)) for each in programs]
     for count in range(size, most + size, size):
-        written = [unrolled(program, count) for program in programs]
-        verify_programs(written, placement, links, count, recompute=recompute, ending=ending)
+        shorter = [
+            Program(program.rank, each.where(each.microbatches < count))
+            for program, each in zip(programs, written, strict=True)
+        ]
+        verify_programs(shorter, placement, links, count, recompute=recompute, ending=ending)
 
 
 def _explain(step: StepIndex, fault: Fault) -> str:
