@@ -31,9 +31,10 @@ from pipec.errors import PipecError, TransportError
 from pipec.ir import Instruction, Link, Op, Payload, Program, Sizes, Value
 from pipec.ir.text import evaluate_dim, format_link
 from pipec.runtime.connections import Connections, Direction, GlooConnections, Started
+from pipec.runtime.cuda import current_device
 from pipec.runtime.group import Group
 from pipec.runtime.hosts_group import HostsGroup
-from pipec.runtime.launch import current_device, world
+from pipec.runtime.launch import world
 from pipec.runtime.lifelines import names
 from pipec.runtime.nccl import NcclConnections
 from pipec.runtime.processes_group import ProcessesGroup

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from pipec.ir import Kind, Mode, Payload, Plan, Program, Value
 from pipec.runtime.compute import Action
+from pipec.runtime.cuda import current_device
 from pipec.runtime.explain import located, telling
-from pipec.runtime.launch import current_device
 from pipec.runtime.linker import link
 from pipec.runtime.rank import Rank, Updating
 from pipec.runtime.recording import Stamps, epoch_offset

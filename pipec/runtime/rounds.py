@@ -16,9 +16,9 @@ from torch import Tensor
 from pipec.ir import Instruction, Op, Plan, Program
 from pipec.ir.rounds import rounds, updates_per_round, window_of
 from pipec.runtime.compute import Action
+from pipec.runtime.cuda import current_device
 from pipec.runtime.explain import located, telling
 from pipec.runtime.interpreter import bind_stages, loss_gradient, loss_of
-from pipec.runtime.launch import current_device
 from pipec.runtime.linker import Linker
 from pipec.runtime.outcomes import Outcomes, StreamBatch
 from pipec.runtime.rank import Rank, Updating
