@@ -16,7 +16,7 @@ from datetime import timedelta
 from itertools import permutations
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import emulated_nccl
 import pytest
@@ -27,10 +27,13 @@ from runtime_stages import (
     LINKS,
     NUM_RANKS,
     SIZES,
+    STAGES,
     Pipeline,
+    Stage1,
     make_batch,
     make_interpreter,
     make_model,
+    make_plan,
     whole_batch,
 )
 from torch import Tensor, nn
@@ -39,11 +42,14 @@ from workers import read_outcome, train
 
 import pipec
 from pipec.artifact.directory import read, write
-from pipec.errors import InputError
+from pipec.errors import ExecutionError, InputError
+from pipec.ir import Compute, Input, Link, Mode, Payload, Phase, Plan, Schedule, Stage, Value
 from pipec.programs.lower import lower
-from pipec.runtime import nccl
+from pipec.runtime import Interpreter, nccl
 from pipec.runtime.connections import MOST_UNDER_WAY, Direction
 from pipec.runtime.nccl import NcclConnections, in_rounds, transferable
+from pipec.runtime.rehearsal import RehearsedInterpreter
+from pipec.runtime.span import Span
 from pipec.schedules import make_schedule
 
 TIMEOUT = 0.2
@@ -577,6 +583,102 @@ def test_many_steps_with_random_delays_are_those_of_one_process(
     for name, parameter in alone.model.parameters.items():
         owner = models[1 if name in ("w", "bias") else 0]
         assert torch.equal(owner.parameters[name].grad, parameter.grad)
+
+
+class Loading:
+    """A GPU that loads a kernel when it is used first, once nothing else runs there."""
+
+    def __init__(self, distributed: emulated_nccl.Distributed, rank: int) -> None:
+        self._distributed, self._rank = distributed, rank
+        self._loaded: set[str] = set()
+
+    def use(self, kernel: str) -> None:
+        deadline = time.monotonic() + 1
+        while kernel not in self._loaded and self._distributed.is_busy(self._rank):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{kernel} waits until messages are over")
+            time.sleep(1e-4)
+        self._loaded.add(kernel)
+
+    def stages(self) -> dict[int, Any]:
+        """Stages 0 and 2 make a value for the stage that follows each."""
+
+        class Source:
+            PARAMETERS = BUFFERS = UPDATED_BUFFERS = ()
+
+            @staticmethod
+            def forward(x: Tensor) -> tuple[dict[str, Tensor], list[Tensor], tuple[Tensor, ...]]:
+                self.use("source")
+                return {"hidden": x + 1}, [], ()
+
+        class Sink(Source):
+            @staticmethod
+            def forward(hidden: Tensor) -> tuple[dict[str, Tensor], list[Tensor], tuple[Tensor, ...]]:
+                self.use("sink")
+                return {"sum": hidden.sum()}, [], ()
+
+        return {0: Source, 1: Sink, 2: Source, 3: Sink}
+
+
+@pytest.mark.parametrize("interpreter", [Interpreter, RehearsedInterpreter])
+def test_kernels_are_loaded_before_messages_wait_for_each_other(
+    emulated: emulated_nccl.Distributed, interpreter: type[Interpreter]
+) -> None:
+    """Each rank posts a receive and makes what the other one waits for: its kernel must be there by then."""
+    hidden, placement = Value("hidden", "float32", ("b", 2)), ((0,), (1,), (1,), (0,))
+    links = tuple(Link(k, k + 1, Payload.ACTIVATION, (hidden,)) for k in (0, 2))
+    orders = [tuple(Compute(Phase.FORWARD, stage, 0) for stage in order) for order in ((0, 3), (2, 1))]
+    schedule = Schedule("by hand", 1, placement, tuple(orders))
+    programs, stages = lower(schedule, links), tuple(Stage(k, k, k) for k in range(4))
+    inputs = (Input(0, "x", True, Value("x", "float32", ("b", 2))),)
+    plan = Plan(Mode.FORWARD, "by hand", 1, 2, placement, stages, links, inputs=inputs)
+    assert [str(each.op) for each in programs[0].instructions][:2] == ["recv", "forward"]
+
+    def run(rank: int, transport: emulated_nccl.Emulated) -> None:
+        codes = Loading(emulated, rank).stages()
+        made = interpreter(programs[rank], plan, codes, {}, {}, transport, torch.device("cpu"))
+        made.run([{"x": torch.ones(2, 2)}], Span([2], 2))
+
+    if interpreter is RehearsedInterpreter:
+        run_ranks(emulated, programs, run)
+        return
+    with pytest.raises(ExecutionError, match="source waits until messages are over"):
+        run_ranks(emulated, programs, run)
+
+
+def test_a_rehearsal_leaves_nothing_behind(emulated: emulated_nccl.Distributed) -> None:
+    """Gradients of steps before, buffers that forwards move, and what is drawn are those of one process."""
+    schedule = make_schedule("1f1b", NUM_RANKS, len(SIZES))
+    alone, models = Pipeline(schedule), [make_model() for _ in range(NUM_RANKS)]
+    batches = [SIZES, SIZES, (2, 2, 2, 2, 2), SIZES]
+    expected = [alone.step(sizes, step)[0] for step, sizes in enumerate(batches)]
+    calls: list[int] = []
+
+    class Counted(Stage1):
+        @staticmethod
+        def forward(w, buffers, rng, device, hidden_1):  # type: ignore[no-untyped-def]
+            calls.append(len(hidden_1))
+            return Stage1.forward(w, buffers, rng, device, hidden_1)
+
+    programs, plan = lower(schedule, LINKS), make_plan(schedule)
+
+    def train(rank: int, transport: emulated_nccl.Emulated) -> list[dict[str, Tensor]]:
+        codes, model = {**STAGES, 1: Counted}, models[rank]
+        interpreter = RehearsedInterpreter(
+            programs[rank], plan, codes, model.parameters, model.buffers, transport, torch.device("cpu")
+        )
+        return [
+            interpreter.run(make_batch(sizes, step), whole_batch(sizes), 5 + step)
+            for step, sizes in enumerate(batches)
+        ]
+
+    for of_rank in run_ranks(emulated, programs, train):
+        torch.testing.assert_close(of_rank, expected, rtol=0, atol=0)
+    assert calls == [*SIZES * 3, *(2,) * 10, *SIZES], "the first step of either sizes is rehearsed"
+    for name, parameter in alone.model.parameters.items():
+        owner = models[1 if name in ("w", "bias") else 0]
+        assert torch.equal(owner.parameters[name].grad, parameter.grad)
+    assert torch.equal(models[1].buffers["mean"], alone.model.buffers["mean"])
 
 
 # on real GPUs

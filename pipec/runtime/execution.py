@@ -18,6 +18,7 @@ from pipec.runtime.interpreter import Interpreter
 from pipec.runtime.launch import Devices, resolve_devices, world
 from pipec.runtime.of_batch import OfBatch, share_of, values_of_batch, values_of_local_batch
 from pipec.runtime.recording import RecordedStep, Stamps
+from pipec.runtime.rehearsal import RehearsedInterpreter
 from pipec.runtime.span import Span
 from pipec.runtime.transport import InProcess, Transport
 from pipec.runtime.updates import Updates
@@ -38,8 +39,8 @@ class Ranks:
         self.devices = resolve_devices(devices, self.world)
         self.count = devices if isinstance(devices, int) else len(devices)
         self._timeout = timeout
-        if self.world.distributed and (device := self.devices[self.world.rank]).type == "cuda":
-            torch.cuda.set_device(device)  # before the first CUDA call, which would take memory of GPU 0
+        if self.message_by_gpu:  # before the first CUDA call, which would take memory of GPU 0
+            torch.cuda.set_device(self.devices[self.world.rank])
 
     @functools.cached_property
     def in_process(self) -> InProcess:
@@ -53,6 +54,11 @@ class Ranks:
     def agreement(self) -> Agreement:
         """Where processes compare what they were given. All of them make theirs in the same order."""
         return Agreement(self.distributed, self._timeout)
+
+    @property
+    def message_by_gpu(self) -> bool:
+        """Whether GPUs wait for messages, and not their hosts."""
+        return self.world.distributed and self.devices[self.world.rank].type == "cuda"
 
     def once(self, request: str, make: Callable[[], T]) -> T:
         """Call ``make`` in one process; every process returns its result, or raises its error."""
@@ -169,7 +175,8 @@ class Execution(Linked[Interpreter]):
         ranks: Ranks,
         updates: Updates | None = None,
     ) -> None:
-        super().__init__(Interpreter, artifact, parameters, buffers, ranks, updates)
+        interpret = RehearsedInterpreter if ranks.message_by_gpu else Interpreter
+        super().__init__(interpret, artifact, parameters, buffers, ranks, updates)
 
     def run(
         self,
