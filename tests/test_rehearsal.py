@@ -43,12 +43,8 @@ def trained(shard: str | None) -> tuple[list[Tensor], dict[str, Tensor]]:
 @pytest.fixture
 def rehearsals(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The ranks that have rehearsed. As replicas share tensors here, each does so alone."""
-    alone, together, found, rehearse = (
-        threading.Lock(),
-        threading.Barrier(4),
-        [],
-        RehearsedInterpreter._rehearse,
-    )
+    alone, together, found = threading.Lock(), threading.Barrier(4), list[int]()
+    rehearse = RehearsedInterpreter._rehearse
 
     def in_turn(self: RehearsedInterpreter, *args: object) -> None:
         with alone:

@@ -153,7 +153,9 @@ class _GroupOfOne:
         return _nothing
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> Wait:
-        output.view(self.size, -1).copy_(tensor.clone().view(1, -1))  # which may be a part of the output
+        """Repeat the own part. An output of which it is a view is memory that lasts, and keeps its values."""
+        if output.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
+            output.view(self.size, -1).copy_(tensor.view(1, -1))
         return _nothing
 
 
