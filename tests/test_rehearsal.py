@@ -57,7 +57,7 @@ def rehearsals(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("shard", [None, "gradients", "parameters"])
+@pytest.mark.parametrize("shard", [None, "parameters"])
 def test_updates_find_nothing_of_a_rehearsal(
     rehearsals: list[int],
     monkeypatch: pytest.MonkeyPatch,

@@ -2,14 +2,20 @@
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from pipec.ir import Input, Instruction, Mode, Op, Plan, Program, Stage, Value
+from pipec.runtime import Interpreter, interpreter
 from pipec.runtime.connections import MOST_UNDER_WAY
 from pipec.runtime.cuda import PeerCopies
+from pipec.runtime.recording import GpuClock
+from pipec.runtime.span import Span
 from pipec.runtime.transport import InProcess
 
 A, B, CPU = torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu")
@@ -138,3 +144,57 @@ def test_ranks_on_two_gpus_share_the_copies_of_a_direction(cuda: Cuda) -> None:
         ranks.mailbox(tag, 0, 1).wait()
     copied = [line for line in cuda.log if "is copied" in line]
     assert copied == ["x is copied by leaving to arriving"] * 2
+
+
+# times
+
+
+class Gpu:
+    """A GPU that the host is ahead of. ``now`` is when it is done with all that was launched, in ms."""
+
+    now = 7000.0
+
+
+class TimingEvent:
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self._time, self._is_over = Gpu.now, False
+
+    def synchronize(self) -> None:
+        self._is_over = True
+
+    def elapsed_time(self, other: "TimingEvent") -> float:
+        assert self._is_over
+        assert other._is_over, "an event that has not come yet has no time"
+        return other._time - self._time
+
+
+class Launching:
+    """A stage of which a microbatch keeps the GPU busy for as many milliseconds as it has rows."""
+
+    PARAMETERS = BUFFERS = UPDATED_BUFFERS = ()
+
+    @staticmethod
+    def forward(x: Tensor) -> tuple[dict[str, Tensor], list[Tensor], tuple[Tensor, ...]]:
+        Gpu.now += len(x)
+        return {}, [], ()
+
+
+def test_recorded_times_are_those_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host takes microseconds to launch what takes the GPU milliseconds."""
+    monkeypatch.setattr(torch.cuda, "Event", TimingEvent)
+    monkeypatch.setattr(interpreter, "clock_of", lambda device: GpuClock())
+    inputs = (Input(0, "x", True, Value("x", "float32", ("b",))),)
+    plan = Plan(
+        Mode.FORWARD, "gpipe", 2, 3, placement=((0,),), stages=(Stage(0, 0, 0),), links=(), inputs=inputs
+    )
+    program = Program(0, [Instruction(Op.FORWARD, 0, microbatch) for microbatch in range(2)])
+    made = Interpreter(program, plan, {0: Launching}, {}, {}, InProcess([CPU]).endpoint(0), CPU)
+    stamps: list[int] = []
+    began = time.time_ns()
+    made.run([{"x": torch.zeros(3)}, {"x": torch.zeros(2)}], Span([3, 2], 5), stamps=stamps)
+    assert [round((stamp - stamps[0]) / 1e6) for stamp in stamps] == [0, 0, 3, 3, 3, 5]
+    assert began <= stamps[0] <= time.time_ns()
+    made.run([{"x": torch.zeros(3)}, {"x": torch.zeros(2)}], Span([3, 2], 5))

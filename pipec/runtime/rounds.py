@@ -22,6 +22,7 @@ from pipec.runtime.interpreter import bind_stages, loss_gradient, loss_of
 from pipec.runtime.linker import Linker
 from pipec.runtime.outcomes import Outcomes, StreamBatch
 from pipec.runtime.rank import Rank, Updating
+from pipec.runtime.recording import clock_of
 from pipec.runtime.stage import StageCode
 from pipec.runtime.transport import Transport
 from pipec.runtime.updates import Updates
@@ -67,7 +68,7 @@ class RoundInterpreter:
             {},
             transport,
             loss_of(plan),
-            [0],
+            clock_of(device),
             self._updating,
         )
         self._actions = self._linked()
