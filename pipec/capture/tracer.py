@@ -66,7 +66,7 @@ def capture(
         call: One microbatch. A symbolic batch is traced with at least two rows, because torch traces a
             dimension of size one as a constant.
         canonical: Maps every name of a tied tensor to the one that the graph uses.
-        device: Where a model on another kind of device, such as meta, is traced as if it were there.
+        device: The model is traced as if it were there, wherever its tensors are.
         adds_up: Let the losses of microbatches, averaged by their rows, be that of the batch. Else the graph
             is of the loss as the model has it.
         outputs: Return the model's output besides the loss.
@@ -199,8 +199,7 @@ class _Tracer:
         self._adds_up = adds_up
         self._num_replicas = num_replicas
         self._fqns, self._constants = model_names(step, canonical)
-        own = next((tensor.device for tensor in step.model.parameters()), None)
-        self._device = own if own is None or own.type == device.type else device
+        self._device = device if any(True for _ in step.model.parameters()) else None
         self._guards: torch_compat.Guards | None = None
         self.draws_with_numpy = False
 

@@ -103,16 +103,18 @@ def _registries(module: torch.nn.Module) -> list[dict[str, Any]]:
 
 
 def place_fakes(module: torch.nn.Module, device: torch.device) -> None:
-    """Replace parameters and buffers on other kinds of devices by fake ones on ``device``, without memory.
+    """Replace parameters and buffers by fake ones on ``device``, without memory, unless all is on the CPU.
 
-    Operators differ between kinds of devices, and a model may be larger than the memory of one device. On
-    meta, torch takes attention apart; and a composite operator that has a kernel for meta, such as
-    ``nll_loss``, silently gets no gradient. ``unchanged`` puts the tensors back. Tensors that are registered
-    nowhere stay, and torch refuses to compute with them.
+    Operators differ between kinds of devices, a model may be larger than the memory of one, and its tensors
+    may be on several. On meta, torch takes attention apart; and a composite operator that has a kernel for
+    meta, such as ``nll_loss``, silently gets no gradient. ``unchanged`` puts the tensors back. Tensors that
+    are registered nowhere stay, and torch refuses to compute with them.
     """
     mode = FakeTensorMode()
     tensors = [
-        tensor for tensor in (*module.parameters(), *module.buffers()) if tensor.device.type != device.type
+        tensor
+        for tensor in (*module.parameters(), *module.buffers())
+        if not tensor.device.type == device.type == "cpu"
     ]
     _replace_tensors(module, {id(tensor): _fake(tensor, device, mode) for tensor in tensors})
 
