@@ -1,7 +1,7 @@
-"""NCCL connections: what they ask of torch.distributed, and with two GPUs that ranks train over them.
+"""NCCL connections without a GPU: what they ask of torch.distributed, and steps over an emulated one.
 
-Without a GPU a stub stands for torch.distributed. It writes down what is asked of it, and its messages are
-over when the test says so.
+A stub stands for torch.distributed. It writes down what is asked of it, and its messages are over when the
+test says so. ``emulated_nccl`` carries messages between threads. ``tests/cuda`` has what needs GPUs.
 """
 
 import gc
@@ -11,16 +11,13 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from itertools import permutations
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import emulated_nccl
 import pytest
-import safetensors.torch
 import torch
 from emulated_nccl import run_ranks
 from runtime_stages import (
@@ -36,12 +33,8 @@ from runtime_stages import (
     make_plan,
     whole_batch,
 )
-from torch import Tensor, nn
-from unsplit import Outcome
-from workers import read_outcome, train
+from torch import Tensor
 
-import pipec
-from pipec.artifact.directory import read, write
 from pipec.errors import ExecutionError, InputError
 from pipec.ir import Compute, Input, Link, Mode, Payload, Phase, Plan, Schedule, Stage, Value
 from pipec.programs.lower import lower
@@ -679,42 +672,3 @@ def test_a_rehearsal_leaves_nothing_behind(emulated: emulated_nccl.Distributed) 
         owner = models[1 if name in ("w", "bias") else 0]
         assert torch.equal(owner.parameters[name].grad, parameter.grad)
     assert torch.equal(models[1].buffers["mean"], alone.model.buffers["mean"])
-
-
-# on real GPUs
-
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL between ranks needs two GPUs")
-
-X, Y = torch.linspace(-1, 1, 32).view(8, 4), torch.linspace(0, 1, 16).view(8, 2)
-
-
-@pytest.fixture
-def artifact(tmp_path: Path) -> Path:
-    """Two stages with their tensors, compiled without a GPU."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-    pipe = pipec.compile(model, ["cpu"] * 2, loss_fn=nn.functional.mse_loss, microbatches=4)
-    pipe.prepare(X, target=Y).save(tmp_path / "artifact", tensors=True)
-    return tmp_path / "artifact"
-
-
-@two_gpus
-def test_two_processes_train_as_one_does(artifact: Path, tmp_path: Path) -> None:
-    assert train([artifact] * 2, {"x": X, "target": Y}, tmp_path) == ["", ""]
-    found = read_outcome(tmp_path, 2)
-    alone = pipec.load(artifact, ["cpu"] * 2)
-    expected = Outcome.of(alone.step(x=X, target=Y), alone)
-    torch.testing.assert_close(found.loss, expected.loss)
-    torch.testing.assert_close(dict(found.gradients), dict(expected.gradients))
-
-
-@two_gpus
-def test_a_failing_rank_fails_the_other_with_its_error(artifact: Path, tmp_path: Path) -> None:
-    broken, _ = read(artifact)
-    source = re.sub(r"(def backward\(.*\):\n)", r'\1    raise ValueError("broken")\n', broken.sources[1])
-    tensors = safetensors.torch.load_file(artifact / "tensors.safetensors")
-    write(replace(broken, sources=(broken.sources[0], source)), artifact, tensors)
-    first, failed = train([artifact] * 2, {"x": X, "target": Y}, tmp_path)
-    assert failed.startswith("ExecutionError: rank 1, stage 1, microbatch 0, backward: ValueError: broken")
-    assert first.startswith("TransportError: rank 0")
-    assert "ValueError: broken" in first

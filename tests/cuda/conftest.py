@@ -37,7 +37,10 @@ def gpu(device: torch.device) -> torch.device:
 
 
 @pytest.fixture
-def two_gpus() -> list[torch.device]:
+def two_devices(device: torch.device) -> list[torch.device]:
+    """Those of two ranks."""
+    if device.type == "cpu":
+        return [device] * 2
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two CUDA devices")
     return [torch.device("cuda", index) for index in range(2)]
