@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import pipec
 from pipec.ir import Input, Instruction, Mode, Op, Plan, Program, Stage, Value
-from pipec.runtime import Interpreter, interpreter
+from pipec.runtime import Interpreter, execution, interpreter
 from pipec.runtime.connections import MOST_UNDER_WAY
 from pipec.runtime.cuda import PeerCopies
 from pipec.runtime.recording import GpuClock
@@ -144,6 +145,21 @@ def test_ranks_on_two_gpus_share_the_copies_of_a_direction(cuda: Cuda) -> None:
         ranks.mailbox(tag, 0, 1).wait()
     copied = [line for line in cuda.log if "is copied" in line]
     assert copied == ["x is copied by leaving to arriving"] * 2
+
+
+def test_what_gpus_read_of_a_batch_is_staged_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else their copies wait for the GPU, or read what the script has filled with the next batch."""
+    copied: list[Tensor] = []
+    monkeypatch.setattr(execution, "staged", lambda tensor: copied.append(tensor) or tensor.clone())
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    pipe = pipec.compile(model, ["cpu"] * 2, microbatches=4, loss_fn=nn.functional.mse_loss)
+    x, y = torch.ones(8, 4), torch.ones(8, 2)
+    pipe.step(x, target=y)
+    assert copied == []
+    (linked,) = pipe._executions.values()
+    linked._read_by_gpus = linked._interpreters[1].inputs  # as if that rank had a GPU
+    pipe.step(x, target=y)
+    assert [tuple(tensor.shape) for tensor in copied] == [(8, 2)]
 
 
 # times

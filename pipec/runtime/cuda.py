@@ -71,3 +71,11 @@ class PeerCopies:
             return copies
 
         return take
+
+
+def staged(tensor: Tensor) -> Tensor:
+    """A copy on the host in pinned memory, which GPUs read while the host goes on.
+
+    That of the script might be pinned as well, and be filled with the next batch meanwhile.
+    """
+    return torch.empty_like(tensor, pin_memory=True).copy_(tensor)

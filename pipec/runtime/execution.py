@@ -3,7 +3,7 @@
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from pipec.artifact.directory import Artifact, stage_module
 from pipec.errors import ExecutionError, TransportError
 from pipec.ir import Plan, stages_on
 from pipec.runtime.agreement import Agreement
+from pipec.runtime.cuda import staged
 from pipec.runtime.distributed import TorchDistributed
 from pipec.runtime.group import Group
 from pipec.runtime.interpreter import Interpreter
@@ -24,7 +25,14 @@ from pipec.runtime.transport import InProcess, Transport
 from pipec.runtime.updates import Updates
 
 T = TypeVar("T")
-Interprets = TypeVar("Interprets")
+
+
+class _ReadsInputs(Protocol):
+    @property
+    def inputs(self) -> set[str]: ...
+
+
+Interprets = TypeVar("Interprets", bound=_ReadsInputs)
 
 
 class Ranks:
@@ -107,6 +115,7 @@ class Linked(Generic[Interprets]):
             ranks.distributed.connect(artifact.programs, _groups(plan), artifact.text())
         self._interpreters: list[Interprets] = []
         self._of_batch: list[OfBatch] = []
+        self._read_by_gpus: set[str] = set()
         for rank, device in ranks.devices.items():
             modules = {k: stage_module(k, artifact.sources[k]) for k in stages_on(plan.placement, rank)}
             held = {**buffers, **{name: value.to(device) for name, value in artifact.constants.items()}}
@@ -115,6 +124,8 @@ class Linked(Generic[Interprets]):
             self._interpreters.append(
                 interpret(program, plan, modules, parameters, held, transport, device, owns, updates)
             )
+            if device.type == "cuda":
+                self._read_by_gpus |= self._interpreters[-1].inputs
             self._of_batch += [OfBatch(plan.stages[k], module, held, device) for k, module in modules.items()]
 
     def _microbatches(self, leaves: Sequence[object], span: Span) -> list[dict[str, Tensor]]:
@@ -155,6 +166,8 @@ class Linked(Generic[Interprets]):
         for given in self.artifact.plan.inputs:
             tensor = leaves[given.position]
             assert isinstance(tensor, Tensor)
+            if given.value.name in self._read_by_gpus and tensor.device.type == "cpu":
+                tensor = staged(tensor)
             if given.batched:
                 parts = tensor[span.start : span.start + sum(sizes)].split(sizes)
             else:

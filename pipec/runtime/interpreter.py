@@ -77,6 +77,11 @@ class Interpreter:
         self._closing = [transport.finish, *(stage.end_step for stage in self._stages.values())]
         self._actions = [*(each.action for each in self._linked), *self._closing]
 
+    @property
+    def inputs(self) -> set[str]:
+        """The inputs of the model that this rank reads."""
+        return set[str]().union(*(stage.inputs for stage in self._stages.values()))
+
     def run(
         self,
         microbatches: Sequence[Mapping[str, Tensor]],

@@ -6,6 +6,7 @@ So every kernel has been used before the first message is posted. (CUDA C++ Prog
 Concurrent Execution.)
 """
 
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -52,7 +53,8 @@ class RehearsedInterpreter(Interpreter):
     ) -> None:
         super().__init__(program, plan, stages, parameters, buffers, transport, device, owns_tensors, updates)
         kept = [each for each in program.instructions if each.op not in _OF_THE_END]
-        self._alone = Interpreter(
+        self._alone = functools.partial(
+            Interpreter,
             replace(program, instructions=kept),
             plan,
             stages,
@@ -84,7 +86,7 @@ class RehearsedInterpreter(Interpreter):
         for tensor in self._trained:
             tensor.grad = None
         try:
-            self._alone.run(microbatches, span, seed, update=False)
+            self._alone().run(microbatches, span, seed, update=False)
         except PipecError as error:
             log.info("a rehearsal ended early: %s", error)
         finally:

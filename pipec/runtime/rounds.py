@@ -74,6 +74,11 @@ class RoundInterpreter:
         self._actions = self._linked()
         self._per_round = updates_per_round(program)
 
+    @property
+    def inputs(self) -> set[str]:
+        """The inputs of the model that this rank reads."""
+        return set[str]().union(*(stage.inputs for stage in self._stages.values()))
+
     def begin(self, source: Source, emit: Emit, seed: int) -> None:
         """Start with a stream. Random operators draw from streams that depend on ``seed``."""
         self._source, self._seed = source, seed

@@ -169,3 +169,19 @@ def test_training_goes_on_after_an_evaluation(device: torch.device) -> None:
     pipe = pipec.compile(model, [device] * 2, microbatches=2, loss_fn=token_loss)
     losses = [float(pipe.step(batch[0], target=batch[1])), float(pipe.eval_step(batch[0], target=batch[1]))]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_a_batch_may_be_overwritten_once_a_step_has_returned(device: torch.device) -> None:
+    """Also one in pinned memory, from which a busy GPU copies when the script has gone on."""
+    model, (x, y) = wide(2, 512).to(device), vectors(64, 512)
+    pipe = pipec.compile(model, [device] * 2, microbatches=4, loss_fn=F.mse_loss)
+    expected = float(pipe.step(x, target=y))
+    busy = torch.eye(4096 if device.type == "cuda" else 64, device=device)
+    if device.type == "cuda":
+        x, y = x.pin_memory(), y.pin_memory()
+    for _ in range(50):
+        busy = busy @ busy
+    loss = pipe.step(x, target=y)
+    for tensor in (x, y):
+        tensor.zero_()
+    assert float(loss) == expected
