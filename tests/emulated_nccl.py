@@ -33,10 +33,13 @@ PATIENCE = 20.0
 
 
 class Work:
-    """A message, or several at once, on the stream of a rank."""
+    """The ``number``-th of the messages of a group on a rank, or several at once.
 
-    def __init__(self, lag: int) -> None:
-        self._lag = lag
+    It is found to be over when it has been asked for ``lag`` times, or one behind it has.
+    """
+
+    def __init__(self, group: "Group", number: int, lag: int) -> None:
+        self._group, self._number, self._lag = group, number, lag
         self.over = threading.Event()
 
     def wait(self) -> None:
@@ -44,7 +47,9 @@ class Work:
 
     def is_completed(self) -> bool:
         self._lag -= self.over.is_set()
-        return self._lag < 0
+        if self._lag < 0:
+            self._group.num_found_over = max(self._group.num_found_over, self._number)
+        return self._number <= self._group.num_found_over
 
     def exception(self) -> Exception | None:
         return None
@@ -70,12 +75,13 @@ class Group:
     def __init__(self, rank: int, wires: dict[tuple[int, int], "SimpleQueue[_Sent]"], seed: int) -> None:
         self.rank, self._wires, self._random = rank, wires, random.Random(seed)
         self._stream: SimpleQueue[tuple[Sequence[Message], Work]] = SimpleQueue()
-        self.running = 0
+        self.running = self.num_started = self.num_found_over = 0
         threading.Thread(target=self._run, daemon=True).start()
 
     def start(self, messages: Sequence[Message]) -> Work:
-        work = Work(self._random.randrange(3))
         self.running += 1
+        self.num_started += 1
+        work = Work(self, self.num_started, self._random.randrange(3))
         self._stream.put((messages, work))
         return work
 
@@ -88,7 +94,9 @@ class Group:
             time.sleep(self._random.random() * 3e-4)
             self._exchange(messages)
             self.running -= 1
-            work.over.set()
+            over = work.over
+            del messages, work  # which hold memory
+            over.set()
 
     def _exchange(self, messages: Sequence[Message]) -> None:
         """What is sent and received as one has no order."""

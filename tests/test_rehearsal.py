@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import pipec
-from pipec.runtime import execution
+from pipec.runtime.execution import Ranks
 from pipec.runtime.rehearsal import RehearsedInterpreter
 
 X, Y = torch.linspace(-1, 1, 64).view(16, 4), torch.linspace(0, 1, 32).view(16, 2)
@@ -52,7 +52,8 @@ def rehearsals(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         found.append(self._rank.number)
         together.wait()
 
-    monkeypatch.setattr(execution, "Interpreter", RehearsedInterpreter)
+    monkeypatch.setattr(Ranks, "message_by_gpu", True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(RehearsedInterpreter, "_rehearse", in_turn)
     return found
 
