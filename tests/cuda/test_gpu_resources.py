@@ -116,6 +116,8 @@ def test_a_model_larger_than_a_gpu_is_compiled_on_the_host(device: torch.device)
     layers = [nn.utils.skip_init(nn.Linear, 16384, 16384, bias=False) for _ in range(42)]
     model = nn.Sequential(*layers)
     assert sum(parameter.nbytes for parameter in model.parameters()) > 45 * GB
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     before = _resident()
     pipe = pipec.compile(model, [device] * 4, loss_fn=F.mse_loss, microbatches=2, memory_limit="1TB")
     turn = pipe._agreed(Asked("prepare", Mode.TRAIN), (torch.ones(4, 16384),), {}, torch.ones(4, 16384))
