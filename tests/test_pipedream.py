@@ -65,7 +65,7 @@ def delayed(
 ) -> Delayed:
     plan = pipe.plan
     return Delayed(
-        copy.deepcopy(pipe._compiler.model),
+        options.pop("model", pipe._compiler.model),
         factory,
         stages_of(plan),
         len(plan.stages),
