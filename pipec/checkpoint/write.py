@@ -1,13 +1,15 @@
 """Writing a checkpoint: every process its part of the tensors, and rank 0 the rest."""
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor
 
 from pipec.checkpoint.directory import Workplace, require_own
 from pipec.checkpoint.document import DOCUMENT, Document, RandomStates, SchedulerState, random_state
@@ -16,52 +18,156 @@ from pipec.checkpoint.manifest import FileSum, sum_of, write_file, write_manifes
 from pipec.checkpoint.optimizers import merged, parse_state, parts_of
 from pipec.checkpoint.parts import Part, Stored, agree_on, gathered
 from pipec.checkpoint.tensors import TensorWriter
-from pipec.checkpoint.together import on_all, once, require_equal
+from pipec.checkpoint.together import Voices, on_all, once, require_equal
 from pipec.checkpoint.training import Training
 from pipec.checkpoint.values import encoded
 from pipec.errors import InputError
+from pipec.runtime.execution import Aside
 
 Sums = dict[str, FileSum]
 
 
-def save(directory: Path, training: Training, extra: Any, known: str | None) -> str:
-    """Write a checkpoint, in place of the one with the digest ``known``; returns its own digest.
+def draft(
+    directory: Path,
+    training: Training,
+    extra: Any,
+    known: str | None,
+    copies: bool = False,
+    then: Callable[[], object] = lambda: None,
+) -> Callable[[], str]:
+    """Begin a checkpoint, in place of the one with the digest ``known``.
 
-    Every process calls it. Whatever happens, ``directory`` holds the checkpoint before, or this one.
+    What this returns writes it, and gives its digest; ``then`` is called in the first process when it is
+    there. If this ``copies`` what is to be written, another thread may do that while the training goes on.
+    Every process calls both. Whatever happens, ``directory`` holds the checkpoint before, or this one.
 
     Raises:
         CheckpointError: it cannot be written, or the directory holds something else. The one before stays.
         InputError: something of it cannot be saved, or differs from rank to rank.
     """
-    ranks, place = training.ranks, Workplace(directory)
-    document, state = _document(training, extra)
-    loads: dict[int, int] = {}
-    families = {
-        "model": (agree_on(training.parts, ranks, loads), training.parts),
-        "optimizer": (agree_on(state, ranks, loads), state),
-    }
-    doing = f"saving to {directory}"
+    made = Draft(directory, training, extra, known)
+    voices: Voices = training.ranks
+    if copies:
+        voices = aside = training.ranks.aside()
+        tensors = _while_all_live(aside, made.copies())
+    else:
+        tensors = made.tensors()
 
-    def begin() -> str:
-        require_own(directory, known)
-        return place.make()
-
-    def finish() -> str:
-        sums = {name: FileSum(*each) for own in every for name, each in own.items()}
-        sums |= _write_rest(partial, document, training.model, families["model"][0])
-        digest = write_manifest(partial, sums)
-        require_own(directory, known)
-        place.publish()
+    def write() -> str:
+        digest = made.complete(voices, tensors)
+        once(voices, f"tidying up after saving to {directory}", then)
         return digest
 
-    try:
-        partial = Path(once(ranks, doing, begin))
-        every = on_all(ranks, doing, lambda: _write_own(partial, families, training))
-        return once(ranks, doing, finish)  # type: ignore[no-any-return]
-    except BaseException:
-        if ranks.world.rank == 0:
-            place.discard()
-        raise
+    return write
+
+
+def _while_all_live(aside: Aside, tensors: Iterable["Destined"]) -> Iterator["Destined"]:
+    """The tensors, until another process ends: this one waits for the last of them before it ends, too."""
+    for each in tensors:
+        aside.check()
+        yield each
+
+
+class Draft:
+    """A checkpoint that has been begun: a folder beside its place, which has its small files.
+
+    ``files`` are those of tensors, for all processes, with what is in each.
+    """
+
+    def __init__(self, directory: Path, training: Training, extra: Any, known: str | None) -> None:
+        document, state = _document(training, extra)
+        loads: dict[int, int] = {}
+        self._parts = {"model": training.parts, "optimizer": state}
+        self._stored = {name: agree_on(parts, training.ranks, loads) for name, parts in self._parts.items()}
+        self._files = {family: files_of(family, stored) for family, stored in self._stored.items()}
+        self._directory, self._known = directory, known
+        self._ranks, self._rank = training.ranks, training.ranks.world.rank
+        self._place = Workplace(directory)
+        self._doing = f"saving to {directory}"
+        self._document = document.text()
+        self._index = _index(self._files["model"])
+        self._index_name = index_name(training.model)
+
+        def begin() -> str:
+            require_own(directory, known)
+            path = self._place.make()
+            write_config(training.model, Path(path))
+            return path
+
+        with self._discarded_on_failure():
+            self._partial = Path(once(training.ranks, self._doing, begin))
+
+    def tensors(self) -> Iterator["Destined"]:
+        """Those that this process writes, with the file of each. Every process takes all of its own."""
+        for family, files in self._files.items():
+            file_of = {each.name: file for file, stored in files.items() for each in stored}
+            for each, tensor in gathered(self._stored[family], self._parts[family], self._ranks):
+                yield file_of[each.name], each, tensor
+
+    def copies(self) -> list["Destined"]:
+        """The same in memory of the host that nothing else uses."""
+        own = [(file, each) for file, stored in self._own_files().items() for each in stored]
+        memory: dict[tuple[str, str], Tensor] = {}
+
+        def make_room() -> None:
+            for file, each in own:
+                memory[file, each.name] = torch.empty(each.kind.shape, dtype=each.kind.torch_dtype)
+
+        with self._discarded_on_failure():
+            on_all(self._ranks, f"copying what is to be saved to {self._directory}", make_room)
+            for file, each, tensor in self.tensors():
+                memory[file, each.name].copy_(tensor.view(each.kind.shape))
+        return [(file, each, memory[file, each.name]) for file, each in own]
+
+    def complete(self, voices: Voices, tensors: Iterable["Destined"]) -> str:
+        """Write what is missing, and let the checkpoint come to its place; returns its digest."""
+        with self._discarded_on_failure():
+            every = on_all(voices, self._doing, lambda: self._write(tensors))
+            sums = {name: FileSum(*each) for own in every for name, each in own.items()}
+            return once(voices, self._doing, lambda: self._publish(sums))  # type: ignore[no-any-return]
+
+    def _own_files(self) -> dict[str, list[Stored]]:
+        every = {file: stored for files in self._files.values() for file, stored in files.items()}
+        return {file: stored for file, stored in every.items() if stored[0].writer == self._rank}
+
+    def _write(self, tensors: Iterable["Destined"]) -> dict[str, Any]:
+        """Write this process's files; the sums of them. The others are given what they write."""
+        kinds = {file: {each.name: each.kind for each in own} for file, own in self._own_files().items()}
+        writers = {file: TensorWriter(self._partial / file, own) for file, own in kinds.items()}
+        try:
+            for file, _, tensor in tensors:
+                writers[file].write(tensor)
+            for writer in writers.values():
+                writer.end()
+            return {file: astuple(writer.finish()) for file, writer in writers.items()}
+        except BaseException:
+            for writer in writers.values():
+                writer.abandon()
+            raise
+
+    def _publish(self, sums: Sums) -> str:
+        """What rank 0 does last: the small files, the sums of all, and the renames."""
+        for file in self._partial.glob("*.json"):
+            sums[file.name] = sum_of(file)
+        for name, text in ((self._index_name, self._index), (DOCUMENT, self._document)):
+            sums[name] = write_file(self._partial / name, text)
+        digest = write_manifest(self._partial, sums)
+        require_own(self._directory, self._known)
+        self._place.publish()
+        return digest
+
+    @contextlib.contextmanager
+    def _discarded_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            if self._rank == 0:
+                self._place.discard()
+            raise
+
+
+Destined = tuple[str, Stored, Tensor]
+"""The file of a tensor, what it is, and its values."""
 
 
 def _document(training: Training, extra: Any) -> tuple[Document, list[Part]]:
@@ -107,39 +213,34 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
-Families = dict[str, tuple[list[Stored], Sequence[Part]]]
-
-
-def _files(family: str, stored: Sequence[Stored]) -> Iterator[tuple[str, Stored]]:
-    """The file of each tensor. Each process that writes any has one file."""
+def files_of(family: str, stored: Sequence[Stored]) -> dict[str, list[Stored]]:
+    """What each file holds. Several of a process are summed up at the same time, a large one is not."""
     writers = sorted({each.writer for each in stored})
-    for each in stored:
-        number = writers.index(each.writer) + 1
-        yield f"{family}-{number:05}-of-{len(writers):05}.safetensors", each
-
-
-def _write_own(partial: Path, families: Families, training: Training) -> dict[str, Any]:
-    """Write this process's files, and give the others what they write of its parts; the sums of the files."""
-    ranks, writers = training.ranks, dict[str, TensorWriter]()
-    for family, (stored, parts) in families.items():
-        own = [(file, each) for file, each in _files(family, stored) if each.writer == ranks.world.rank]
-        kinds = {each.name: each.kind for _, each in own}
-        for file, _ in own[:1]:
-            writers[file] = TensorWriter(partial / file, kinds)
-        for tensor in gathered(stored, parts, ranks):
-            writers[own[0][0]].write(tensor)
-    return {file: astuple(writer.finish()) for file, writer in writers.items()}
-
-
-def _write_rest(partial: Path, document: Document, model: nn.Module, weights: Sequence[Stored]) -> Sums:
-    """What rank 0 writes: the document, and what the libraries of Hugging Face look for."""
-    files = {each.name: file for file, each in _files("model", weights)}
-    size = sum(each.kind.num_bytes for each in weights)
-    index = json.dumps({"metadata": {"total_size": size}, "weight_map": files}, indent=1).encode()
-    write_config(model, partial)
-    beside = {file.name: sum_of(file) for file in partial.glob("*.json")}
+    own = [_spread([each for each in stored if each.writer == writer]) for writer in writers]
+    files = [file for each in own for file in each]
     return {
-        **beside,
-        index_name(model): write_file(partial / index_name(model), index),
-        DOCUMENT: write_file(partial / DOCUMENT, document.text()),
+        f"{family}-{number:05}-of-{len(files):05}.safetensors": file for number, file in enumerate(files, 1)
     }
+
+
+def _spread(stored: Sequence[Stored]) -> list[list[Stored]]:
+    """The tensors of one process, in files of about the same size."""
+    size = sum(each.kind.num_bytes for each in stored)
+    files: list[list[Stored]] = [[] for _ in range(min(_MOST_FILES, 1 + size // _FILE_BYTES))]
+    sizes = [0] * len(files)
+    for each in stored:
+        least = sizes.index(min(sizes))
+        files[least].append(each)
+        sizes[least] += each.kind.num_bytes
+    return [file for file in files if file]
+
+
+_FILE_BYTES, _MOST_FILES = 2**27, 4
+"""A process begins another file for so many bytes of a family, up to so many files."""
+
+
+def _index(weights: Mapping[str, Sequence[Stored]]) -> bytes:
+    """Which weight is in which file, for the libraries of Hugging Face."""
+    files = {each.name: file for file, stored in weights.items() for each in stored}
+    size = sum(each.kind.num_bytes for stored in weights.values() for each in stored)
+    return json.dumps({"metadata": {"total_size": size}, "weight_map": files}, indent=1).encode()
