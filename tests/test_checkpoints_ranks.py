@@ -51,7 +51,7 @@ def test_processes_go_on_from_one_and_one_from_processes(tmp_path: Path) -> None
             if layout.endswith("parameters"):
                 shapes = {name: x.numel() for name, x in run.pipe.state_dict().items()}
                 assert any(piece.size < shapes[piece.name] for piece in run.pipe._updates.shares())
-            run.save(here / layout)
+            run.save(here / layout, asynchronous=True)
             losses[layout] += run.train(6, 8)
         for layout, run in runs.items():
             for saved in layouts:
@@ -92,6 +92,11 @@ def test_what_fails_on_one_rank_fails_on_all_and_soon(tmp_path: Path) -> None:
         run.train(2, 3)
         own = start("2 stages, own optimizer", timeout=30.0)
 
+        def in_background():
+            run.save(here / "saved", asynchronous=True)
+            run.train(3, 4)
+            run.save(here / "saved")
+
         def attempt(what, call):
             start = time.monotonic()
             try:
@@ -109,7 +114,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_soon(tmp_path: Path) -> None:
                     raise OSError(28, "No space left on device", "its file")
                 return write(self, data)
             manifest.SummedFile.write = fail
-            attempt("full", lambda: run.save(here / "saved"))
+            attempt("full", in_background if at == 1 else lambda: run.save(here / "saved"))
             asked.clear()
         manifest.SummedFile.write = write
         attempt("extra", lambda: run.save(here / "saved", extra=rank))
@@ -168,7 +173,8 @@ def test_what_many_ranks_wrote_is_a_folder_of_hugging_face(tmp_path: Path) -> No
     torch.testing.assert_close(loaded(torch.arange(16).view(2, 8)).logits, expected)
 
 
-def test_a_rank_that_is_killed_while_it_writes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_rank_that_is_killed_while_it_writes(asynchronous: bool, tmp_path: Path) -> None:
     """The other learns of it at once, and the checkpoint before is there."""
     with pytest.raises(AssertionError, match="exit codes of the ranks"):
         told(
@@ -184,13 +190,38 @@ def test_a_rank_that_is_killed_while_it_writes(tmp_path: Path) -> None:
                 manifest.os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
             begun = time.monotonic()
             try:
-                run.save(here / "saved")
+                run.save(here / "saved", asynchronous=ASYNCHRONOUS)
+                run.pipe.finish_saving()
             except pipec.TransportError as error:
                 (here / "said").write_text(f"{time.monotonic() - begun < 5} {error}")
-            """,
+            """.replace("ASYNCHRONOUS", str(asynchronous)),
         )
     said = (tmp_path / "said").read_text()
     assert said.startswith("True ")
     assert "rank 1" in said
     assert sorted(path.name for path in tmp_path.glob("*saved*")) == ["saved"]
     assert start("1 stage").load(tmp_path / "saved") == "before"
+
+
+def test_a_process_waits_for_its_checkpoint_and_ends_with_its_failure(tmp_path: Path) -> None:
+    """Even if nobody asks, and although a step has failed meanwhile, by which no rank can make another."""
+    script = """
+        from pipec.checkpoint import manifest
+        run = start("2 stages", timeout=30.0)
+        run.train(0, 1)
+        end = manifest.SummedFile.end
+        def slow(self):
+            time.sleep(0.5)
+            if rank == 1 and FAILS:
+                raise OSError(28, "No space left on device", "its file")
+            end(self)
+        manifest.SummedFile.end = slow
+        run.save(here / "saved", extra="whole", asynchronous=True)
+        if rank == 1:
+            run.pipe._ranks.distributed.fail(RuntimeError("a step"))
+        """
+    told(tmp_path, script.replace("FAILS", "False"))
+    assert start("1 stage").load(tmp_path / "saved") == "whole"
+    with pytest.raises(AssertionError, match=r"exit codes of the ranks.*\[1, 1\]"):
+        told(tmp_path, script.replace("FAILS", "True").replace('"saved"', '"other"'))
+    assert not list(tmp_path.glob("*other*"))
