@@ -187,7 +187,7 @@ class TestWhatDoesNotFit:
             stopped["1 stage"][0].pipe.save_checkpoint(tmp_path / "x", optimizer=run.optimizer)
         assert everything(run) == before
 
-    @pytest.mark.parametrize("extra", [torch.ones(2), {"a": object()}, [{1, 2}], {"a": 1j}])
+    @pytest.mark.parametrize("extra", [torch.ones(2**20), {"a": object()}, [{1, 2}], {"a": 1j}])
     def test_extra(self, stopped: Stopped, extra: Any, tmp_path: Path) -> None:
         with pytest.raises(pipec.InputError, match=r"extra.* a checkpoint keeps None, numbers, text"):
             stopped["1 stage"][0].save(tmp_path / "new", extra=extra)
@@ -285,6 +285,8 @@ def test_weights_alone_leave_the_rest(stopped: Stopped) -> None:
             | st.dictionaries(st.text() | st.integers() | st.tuples(st.booleans()), inner)
             | st.dictionaries(st.just("$tuple"), inner)
             | st.dictionaries(st.integers(), st.integers()).map(Counter)
+            | st.binary()
+            | st.lists(st.integers(-9, 9)).map(lambda given: torch.tensor(given, dtype=torch.int8))
         ),
     )
 )

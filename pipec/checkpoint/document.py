@@ -13,9 +13,11 @@ from torch import Tensor
 
 from pipec.checkpoint.manifest import describe
 from pipec.checkpoint.optimizers import OptimizerState
+from pipec.checkpoint.positions import parsed
 from pipec.checkpoint.values import decoded, encoded
 from pipec.console import log
 from pipec.errors import CheckpointError
+from pipec.runtime.position import Position
 
 FORMAT, DOCUMENT = "pipec checkpoint 1", "checkpoint.json"
 
@@ -73,7 +75,10 @@ def _state(text: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Document:
-    """``ties`` has the first name of tied tensors by their others. ``frozen`` parameters had no gradients."""
+    """``ties`` has the first name of tied tensors by their others. ``frozen`` parameters had no gradients.
+
+    ``positions`` are those of the stream, as ``described``: one for each part of the data.
+    """
 
     num_steps: int
     ties: dict[str, str]
@@ -81,12 +86,17 @@ class Document:
     random: RandomStates
     optimizer: OptimizerState | None
     schedulers: list[SchedulerState]
+    positions: list[Any]
     extra: Any
     format: str = FORMAT
 
     def value_of_extra(self) -> Any:
         """What the script had passed."""
         return decoded(self.extra)
+
+    def stream_positions(self) -> list[Position]:
+        """Where the stream was, for each part of the data; none if there was none."""
+        return [each for each in map(parsed, self.positions) if each is not None]
 
     def text(self) -> bytes:
         return json.dumps(asdict(self), indent=1, allow_nan=False).encode()
@@ -106,6 +116,7 @@ def read_document(path: Path) -> Document:
         document = _DOCUMENT.validate_python(found)
         decoded([document.extra, [each.state for each in document.schedulers]])
         [_state(each) for each in document.random.states]
+        document.stream_positions()
         return document
     except pydantic.ValidationError as error:
         raise CheckpointError(f"{path} is no such file of a checkpoint: {describe(error)}") from error

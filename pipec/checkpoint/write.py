@@ -17,6 +17,7 @@ from pipec.checkpoint.hugging_face import index_name, write_config
 from pipec.checkpoint.manifest import FileSum, sum_of, write_file, write_manifest
 from pipec.checkpoint.optimizers import merged, parse_state, parts_of
 from pipec.checkpoint.parts import Part, Stored, agree_on, gathered
+from pipec.checkpoint.positions import described
 from pipec.checkpoint.tensors import TensorWriter
 from pipec.checkpoint.together import Voices, on_all, once, require_equal
 from pipec.checkpoint.training import Training
@@ -184,6 +185,7 @@ def _document(training: Training, extra: Any) -> tuple[Document, list[Part]]:
             "random": random_state(),
             "optimizer": None if optimizer is None else asdict(optimizer),
             "schedulers": [asdict(SchedulerState.of(each)) for each in training.schedulers],
+            "position": described(training.position),
             "extra": _digest(encoded(extra, "extra")),
         }
 
@@ -203,6 +205,7 @@ def _document(training: Training, extra: Any) -> tuple[Document, list[Part]]:
             RandomStates.of([each["random"] for each in every]),
             optimizer,
             [SchedulerState(**each) for each in schedulers[0]],
+            [each["position"] for each in every[: training.num_replicas]],
             encoded(extra, "extra"),
         ),
         state,

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from pipec.checkpoint import Part, Saving, Training, draft, kind_of, load, load_weights, whole
+from pipec.checkpoint import Part, Saving, Training, draft, kind_of, load, load_weights, position_of, whole
 from pipec.console import log
 from pipec.errors import InputError
 from pipec.ir.arguments import check_arguments
@@ -145,7 +145,10 @@ class CheckpointedModel(TurnTaker):
             load_weights(path, training)
             return None
         document, self._own_checkpoints[path] = load(path, training)
-        self._num_steps = document.num_steps
+        self._num_steps, self._reading, self._saved_position = document.num_steps, None, None
+        if positions := document.stream_positions():
+            parts = (self.replica, self.num_replicas)
+            self._saved_position = lambda: position_of(positions, *parts)
         for parameter in self._tensors.parameters.values():
             parameter.grad = None
         if self._updates is not None:
@@ -191,6 +194,8 @@ class CheckpointedModel(TurnTaker):
             self._optimizers(optimizer),
             _listed(scheduler),
             self._num_steps,
+            self._position() if speaks else None,
+            self.num_replicas,
         )
 
     def _optimizers(self, given: Any) -> PipelineOptimizer | Sequence[Optimizer] | None:

@@ -169,7 +169,7 @@ class LoadedPipeline(Streams):
         execution, update = self._execution(self._artifact), not self._accumulates
         begun()
         results = execution.run(batch.leaves, batch.span(self._weight), seed, self._recorded, update)
-        return self._passed_on(results)
+        return self._passed_on(self._outcome(results))
 
     def _agreed_seed(self, batch: "_Batch") -> int:
         """The seed of a step or stream, rank 0's, once the ranks have found that they have the same batch."""
