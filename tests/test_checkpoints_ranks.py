@@ -10,6 +10,8 @@ from resuming import start
 from transformers import AutoModelForCausalLM
 from workers import run_ranks
 
+import pipec
+
 pytestmark = pytest.mark.slow
 
 SAME = 1e-9
@@ -225,3 +227,40 @@ def test_a_process_waits_for_its_checkpoint_and_ends_with_its_failure(tmp_path: 
     with pytest.raises(AssertionError, match=r"exit codes of the ranks.*\[1, 1\]"):
         told(tmp_path, script.replace("FAILS", "True").replace('"saved"', '"other"'))
     assert not list(tmp_path.glob("*other*"))
+
+
+def test_each_replica_goes_on_in_its_own_data(tmp_path: Path) -> None:
+    """Which one process cannot, for it does not know which rows of the whole those were."""
+    printed = told(
+        tmp_path,
+        """
+        from torch.utils.data import DataLoader
+        def loader():
+            generator = torch.Generator().manual_seed(rank)
+            own = torch.arange(24) % WORDS if rank else torch.arange(0, 48, 2) % WORDS
+            return DataLoader(own, 4, shuffle=True, generator=generator)
+        first, second = (start("2 replicas", seed=seed, batch="local", timeout=30.0) for seed in (0, 7))
+        losses = []
+        for loss in first.pipe.stream(loader()):
+            first.scheduler.step()
+            losses.append(float(loss))
+            if len(losses) == 2:
+                first.save(here / "saved", asynchronous=True)
+        second.load(here / "saved")
+        went_on = []
+        for loss in second.pipe.stream(loader(), resume=True):
+            second.scheduler.step()
+            went_on.append(float(loss))
+        print(json.dumps([losses[2:], went_on]))
+        """,
+    )
+    for each in printed:
+        expected, found = json.loads(each.splitlines()[-1])
+        assert len(found) == 4
+        assert found == expected
+    alone = start("2 replicas", batch="local")
+    alone.load(tmp_path / "saved")
+    with pytest.raises(
+        pipec.InputError, match=r"positions of 2 parts of the data, and pipe.num_replicas is 1"
+    ):
+        alone.pipe.stream([], resume=True)
