@@ -44,7 +44,7 @@ def scheduler_kind(scheduler: Any) -> str:
 
 @dataclass(frozen=True)
 class RandomStates:
-    """The states of torch's default generator, each once, and which of them each rank had."""
+    """The states of torch's default generator, each once, and which of them each rank had. Or none."""
 
     states: list[str]
     of_rank: list[int]
@@ -56,6 +56,9 @@ class RandomStates:
 
     def restore(self, rank: int, num_ranks: int) -> None:
         """Let torch draw what a rank would have drawn next. Ranks that were not there go on as rank 0."""
+        if not self.states:
+            log("pipec: the checkpoint has no random state, so that torch draws on from where it is")
+            return
         if len(self.states) > 1 and num_ranks != len(self.of_rank):
             log(
                 f"pipec: the {len(self.of_rank)} ranks that wrote the checkpoint had random states of their "
@@ -76,13 +79,14 @@ def _state(text: str) -> Tensor:
 @dataclass(frozen=True)
 class Document:
     """``ties`` has the first name of tied tensors by their others. ``frozen`` parameters had no gradients.
+    Both are None where nobody knows, as in what another library wrote.
 
     ``positions`` are those of the stream, as ``described``: one for each part of the data.
     """
 
     num_steps: int
-    ties: dict[str, str]
-    frozen: list[str]
+    ties: dict[str, str] | None
+    frozen: list[str] | None
     random: RandomStates
     optimizer: OptimizerState | None
     schedulers: list[SchedulerState]
@@ -108,7 +112,15 @@ _DOCUMENT = pydantic.TypeAdapter(Document)
 def read_document(path: Path) -> Document:
     """Raises CheckpointError for a file that is none, or of another format."""
     try:
-        found = json.loads(path.read_bytes())
+        return parse_document(path.read_bytes(), path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def parse_document(text: bytes, path: Path) -> Document:
+    """What ``Document.text`` gave, found at ``path``. Raises CheckpointError as ``read_document`` does."""
+    try:
+        found = json.loads(text)
         if isinstance(found, dict) and found.get("format") != FORMAT:
             raise CheckpointError(
                 f"{path} has format {found.get('format')!r}, and this version of pipec reads {FORMAT!r}"
@@ -120,5 +132,5 @@ def read_document(path: Path) -> Document:
         return document
     except pydantic.ValidationError as error:
         raise CheckpointError(f"{path} is no such file of a checkpoint: {describe(error)}") from error
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error

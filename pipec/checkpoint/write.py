@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
@@ -13,19 +13,17 @@ from torch import Tensor
 
 from pipec.checkpoint.directory import Workplace, require_own
 from pipec.checkpoint.document import DOCUMENT, Document, RandomStates, SchedulerState, random_state
+from pipec.checkpoint.folder import Destined, Sums, files_of, index_of, write_rest, write_tensors
 from pipec.checkpoint.hugging_face import index_name, write_config
-from pipec.checkpoint.manifest import FileSum, sum_of, write_file, write_manifest
+from pipec.checkpoint.manifest import FileSum
 from pipec.checkpoint.optimizers import merged, parse_state, parts_of
 from pipec.checkpoint.parts import Part, Stored, agree_on, gathered
 from pipec.checkpoint.positions import described
-from pipec.checkpoint.tensors import TensorWriter
 from pipec.checkpoint.together import Voices, on_all, once, require_equal
 from pipec.checkpoint.training import Training
 from pipec.checkpoint.values import encoded
 from pipec.errors import InputError
 from pipec.runtime.execution import Aside
-
-Sums = dict[str, FileSum]
 
 
 def draft(
@@ -62,7 +60,7 @@ def draft(
     return write
 
 
-def _while_all_live(aside: Aside, tensors: Iterable["Destined"]) -> Iterator["Destined"]:
+def _while_all_live(aside: Aside, tensors: Iterable[Destined]) -> Iterator[Destined]:
     """The tensors, until another process ends: this one waits for the last of them before it ends, too."""
     for each in tensors:
         aside.check()
@@ -85,9 +83,10 @@ class Draft:
         self._ranks, self._rank = training.ranks, training.ranks.world.rank
         self._place = Workplace(directory)
         self._doing = f"saving to {directory}"
-        self._document = document.text()
-        self._index = _index(self._files["model"])
-        self._index_name = index_name(training.model)
+        self._texts = {
+            DOCUMENT: document.text(),
+            index_name(training.model): index_of(self._files["model"]),
+        }
 
         def begin() -> str:
             require_own(directory, known)
@@ -98,14 +97,14 @@ class Draft:
         with self._discarded_on_failure():
             self._partial = Path(once(training.ranks, self._doing, begin))
 
-    def tensors(self) -> Iterator["Destined"]:
+    def tensors(self) -> Iterator[Destined]:
         """Those that this process writes, with the file of each. Every process takes all of its own."""
         for family, files in self._files.items():
             file_of = {each.name: file for file, stored in files.items() for each in stored}
             for each, tensor in gathered(self._stored[family], self._parts[family], self._ranks):
                 yield file_of[each.name], each, tensor
 
-    def copies(self) -> list["Destined"]:
+    def copies(self) -> list[Destined]:
         """The same in memory of the host that nothing else uses."""
         own = [(file, each) for file, stored in self._own_files().items() for each in stored]
         memory: dict[tuple[str, str], Tensor] = {}
@@ -120,7 +119,7 @@ class Draft:
                 memory[file, each.name].copy_(tensor.view(each.kind.shape))
         return [(file, each, memory[file, each.name]) for file, each in own]
 
-    def complete(self, voices: Voices, tensors: Iterable["Destined"]) -> str:
+    def complete(self, voices: Voices, tensors: Iterable[Destined]) -> str:
         """Write what is missing, and let the checkpoint come to its place; returns its digest."""
         with self._discarded_on_failure():
             every = on_all(voices, self._doing, lambda: self._write(tensors))
@@ -131,28 +130,14 @@ class Draft:
         every = {file: stored for files in self._files.values() for file, stored in files.items()}
         return {file: stored for file, stored in every.items() if stored[0].writer == self._rank}
 
-    def _write(self, tensors: Iterable["Destined"]) -> dict[str, Any]:
+    def _write(self, tensors: Iterable[Destined]) -> dict[str, Any]:
         """Write this process's files; the sums of them. The others are given what they write."""
-        kinds = {file: {each.name: each.kind for each in own} for file, own in self._own_files().items()}
-        writers = {file: TensorWriter(self._partial / file, own) for file, own in kinds.items()}
-        try:
-            for file, _, tensor in tensors:
-                writers[file].write(tensor)
-            for writer in writers.values():
-                writer.end()
-            return {file: astuple(writer.finish()) for file, writer in writers.items()}
-        except BaseException:
-            for writer in writers.values():
-                writer.abandon()
-            raise
+        sums = write_tensors(self._partial, self._own_files(), tensors)
+        return {file: astuple(each) for file, each in sums.items()}
 
     def _publish(self, sums: Sums) -> str:
         """What rank 0 does last: the small files, the sums of all, and the renames."""
-        for file in self._partial.glob("*.json"):
-            sums[file.name] = sum_of(file)
-        for name, text in ((self._index_name, self._index), (DOCUMENT, self._document)):
-            sums[name] = write_file(self._partial / name, text)
-        digest = write_manifest(self._partial, sums)
+        digest = write_rest(self._partial, sums, self._texts)
         require_own(self._directory, self._known)
         self._place.publish()
         return digest
@@ -165,10 +150,6 @@ class Draft:
             if self._rank == 0:
                 self._place.discard()
             raise
-
-
-Destined = tuple[str, Stored, Tensor]
-"""The file of a tensor, what it is, and its values."""
 
 
 def _document(training: Training, extra: Any) -> tuple[Document, list[Part]]:
@@ -214,36 +195,3 @@ def _document(training: Training, extra: Any) -> tuple[Document, list[Part]]:
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
-
-
-def files_of(family: str, stored: Sequence[Stored]) -> dict[str, list[Stored]]:
-    """What each file holds. Several of a process are summed up at the same time, a large one is not."""
-    writers = sorted({each.writer for each in stored})
-    own = [_spread([each for each in stored if each.writer == writer]) for writer in writers]
-    files = [file for each in own for file in each]
-    return {
-        f"{family}-{number:05}-of-{len(files):05}.safetensors": file for number, file in enumerate(files, 1)
-    }
-
-
-def _spread(stored: Sequence[Stored]) -> list[list[Stored]]:
-    """The tensors of one process, in files of about the same size."""
-    size = sum(each.kind.num_bytes for each in stored)
-    files: list[list[Stored]] = [[] for _ in range(min(_MOST_FILES, 1 + size // _FILE_BYTES))]
-    sizes = [0] * len(files)
-    for each in stored:
-        least = sizes.index(min(sizes))
-        files[least].append(each)
-        sizes[least] += each.kind.num_bytes
-    return [file for file in files if file]
-
-
-_FILE_BYTES, _MOST_FILES = 2**27, 4
-"""A process begins another file for so many bytes of a family, up to so many files."""
-
-
-def _index(weights: Mapping[str, Sequence[Stored]]) -> bytes:
-    """Which weight is in which file, for the libraries of Hugging Face."""
-    files = {each.name: file for file, stored in weights.items() for each in stored}
-    size = sum(each.kind.num_bytes for stored in weights.values() for each in stored)
-    return json.dumps({"metadata": {"total_size": size}, "weight_map": files}, indent=1).encode()
