@@ -55,7 +55,7 @@ class Plain:
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return float(loss)
+        return loss.item()
 
     @property
     def state(self) -> dict[str, Any]:

@@ -135,6 +135,8 @@ def test_what_was_trained_on_is_neither_read_again_nor_left_out(runs: dict[str, 
     left = next(stream)
     data.read.clear()
     other.load(tmp_path / "saved")
+    for mine, theirs in zip(one.pipe.parameters(), other.pipe.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
     other.pipe.save_checkpoint(tmp_path / "again", scheduler=other.scheduler)
     other.load(tmp_path / "again")
     stream = other.losses(loader, resume=True)
