@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 
 from pipec.checkpoint.directory import Workplace, found, require_own
 from pipec.checkpoint.document import DOCUMENT, Document, RandomStates, parse_document, read_document
-from pipec.checkpoint.folder import Destined, files_of, index_of, write_rest, write_tensors
+from pipec.checkpoint.folder import Destined, files_of, index_of, write_rest, write_tensors, writers_of
 from pipec.checkpoint.hugging_face import INDEX, weight_files
 from pipec.checkpoint.manifest import check_file, read_manifest
 from pipec.checkpoint.optimizers import Group, OptimizerState, tensor_names
@@ -120,7 +120,13 @@ def _imported(folder: TorchFolder, target: Path, optimizer: str | None, num_step
 
     texts = {DOCUMENT: document.text(), INDEX: index_of(files["model"])}
     with _coming_to(target) as partial:
-        write_rest(partial, write_tensors(partial, files["model"] | files["optimizer"], tensors()), texts)
+        writers = writers_of(partial, files["model"] | files["optimizer"])
+        try:
+            write_rest(partial, write_tensors(writers, tensors()), texts)
+        except BaseException:
+            for writer in writers.values():
+                writer.abandon()
+            raise
     made = {family: TensorFiles([target / file for file in own]) for family, own in files.items()}
     return _told("a checkpoint of pipec", document, made["model"], made["optimizer"], contents.left_out)
 

@@ -49,22 +49,19 @@ def index_of(weights: Mapping[str, Sequence[Stored]]) -> bytes:
     return json.dumps({"metadata": {"total_size": size}, "weight_map": files}, indent=1).encode()
 
 
-def write_tensors(
-    directory: Path, files: Mapping[str, Sequence[Stored]], tensors: Iterable[Destined]
-) -> Sums:
-    """Write the files of these tensors, which come in their order; the sums of them, once all are written."""
+def writers_of(directory: Path, files: Mapping[str, Sequence[Stored]]) -> dict[str, TensorWriter]:
+    """What writes each file, tensor by tensor. Abandon all if not all are written."""
     kinds = {file: {each.name: each.kind for each in stored} for file, stored in files.items()}
-    writers = {file: TensorWriter(directory / file, own) for file, own in kinds.items()}
-    try:
-        for file, _, tensor in tensors:
-            writers[file].write(tensor)
-        for writer in writers.values():
-            writer.end()
-        return {file: writer.finish() for file, writer in writers.items()}
-    except BaseException:
-        for writer in writers.values():
-            writer.abandon()
-        raise
+    return {file: TensorWriter(directory / file, own) for file, own in kinds.items()}
+
+
+def write_tensors(writers: Mapping[str, TensorWriter], tensors: Iterable[Destined]) -> Sums:
+    """Write tensors, those of a file in its order; the sums of the files, once the disk has all."""
+    for file, _, tensor in tensors:
+        writers[file].write(tensor)
+    for writer in writers.values():
+        writer.end()
+    return {file: writer.finish() for file, writer in writers.items()}
 
 
 def write_rest(directory: Path, sums: Sums, texts: Mapping[str, bytes]) -> str:

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from pipec.checkpoint.directory import Workplace, require_own
 from pipec.checkpoint.document import DOCUMENT, Document, RandomStates, SchedulerState, random_state
-from pipec.checkpoint.folder import Destined, Sums, files_of, index_of, write_rest, write_tensors
+from pipec.checkpoint.folder import Destined, Sums, files_of, index_of, write_rest, write_tensors, writers_of
 from pipec.checkpoint.hugging_face import index_name, write_config
 from pipec.checkpoint.manifest import FileSum
 from pipec.checkpoint.optimizers import merged, parse_state, parts_of
 from pipec.checkpoint.parts import Part, Stored, agree_on, gathered
 from pipec.checkpoint.positions import described
+from pipec.checkpoint.tensors import TensorWriter
 from pipec.checkpoint.together import Voices, on_all, once, require_equal
 from pipec.checkpoint.training import Training
 from pipec.checkpoint.values import encoded
@@ -30,21 +31,21 @@ def draft(
     directory: Path,
     training: Training,
     extra: Any,
-    known: str | None,
-    copies: bool = False,
-    then: Callable[[], object] = lambda: None,
-) -> Callable[[], str]:
-    """Begin a checkpoint, in place of the one with the digest ``known``.
+    own: dict[Path, str],
+    copies: bool,
+    then: Callable[[], object],
+) -> Callable[[], None]:
+    """Begin a checkpoint. It may replace one that this run has ``own``, by the digest that is kept there.
 
-    What this returns writes it, and gives its digest; ``then`` is called in the first process when it is
-    there. If this ``copies`` what is to be written, another thread may do that while the training goes on.
-    Every process calls both. Whatever happens, ``directory`` holds the checkpoint before, or this one.
+    What this returns writes it; ``then`` is called in the first process when it is there. If this ``copies``
+    what is to be written, another thread may do that while the training goes on. Every process calls both.
+    Whatever happens, ``directory`` holds the checkpoint before, or this one.
 
     Raises:
         CheckpointError: it cannot be written, or the directory holds something else. The one before stays.
         InputError: something of it cannot be saved, or differs from rank to rank.
     """
-    made = Draft(directory, training, extra, known)
+    made = Draft(directory, training, extra, own.get(directory))
     voices: Voices = training.ranks
     if copies:
         voices = aside = training.ranks.aside()
@@ -52,10 +53,9 @@ def draft(
     else:
         tensors = made.tensors()
 
-    def write() -> str:
-        digest = made.complete(voices, tensors)
+    def write() -> None:
+        own[directory] = made.complete(voices, tensors)
         once(voices, f"tidying up after saving to {directory}", then)
-        return digest
 
     return write
 
@@ -68,9 +68,9 @@ def _while_all_live(aside: Aside, tensors: Iterable[Destined]) -> Iterator[Desti
 
 
 class Draft:
-    """A checkpoint that has been begun: a folder beside its place, which has its small files.
+    """A checkpoint that has been begun: a folder beside its place, with the files that are to be written.
 
-    ``files`` are those of tensors, for all processes, with what is in each.
+    Their threads are there from now on: a process that ends can wait for them, and start no other.
     """
 
     def __init__(self, directory: Path, training: Training, extra: Any, known: str | None) -> None:
@@ -80,6 +80,7 @@ class Draft:
         self._stored = {name: agree_on(parts, training.ranks, loads) for name, parts in self._parts.items()}
         self._files = {family: files_of(family, stored) for family, stored in self._stored.items()}
         self._directory, self._known = directory, known
+        self._writers: dict[str, TensorWriter] = {}
         self._ranks, self._rank = training.ranks, training.ranks.world.rank
         self._place = Workplace(directory)
         self._doing = f"saving to {directory}"
@@ -96,6 +97,7 @@ class Draft:
 
         with self._discarded_on_failure():
             self._partial = Path(once(training.ranks, self._doing, begin))
+        self._writers = writers_of(self._partial, self._own_files())
 
     def tensors(self) -> Iterator[Destined]:
         """Those that this process writes, with the file of each. Every process takes all of its own."""
@@ -115,9 +117,11 @@ class Draft:
 
         with self._discarded_on_failure():
             on_all(self._ranks, f"copying what is to be saved to {self._directory}", make_room)
+            copies = []
             for file, each, tensor in self.tensors():
-                memory[file, each.name].copy_(tensor.view(each.kind.shape))
-        return [(file, each, memory[file, each.name]) for file, each in own]
+                copy = memory[file, each.name].copy_(tensor.view(each.kind.shape))
+                copies.append((file, each, copy))
+            return copies
 
     def complete(self, voices: Voices, tensors: Iterable[Destined]) -> str:
         """Write what is missing, and let the checkpoint come to its place; returns its digest."""
@@ -132,7 +136,7 @@ class Draft:
 
     def _write(self, tensors: Iterable[Destined]) -> dict[str, Any]:
         """Write this process's files; the sums of them. The others are given what they write."""
-        sums = write_tensors(self._partial, self._own_files(), tensors)
+        sums = write_tensors(self._writers, tensors)
         return {file: astuple(each) for file, each in sums.items()}
 
     def _publish(self, sums: Sums) -> str:
@@ -147,6 +151,8 @@ class Draft:
         try:
             yield
         except BaseException:
+            for writer in self._writers.values():
+                writer.abandon()
             if self._rank == 0:
                 self._place.discard()
             raise

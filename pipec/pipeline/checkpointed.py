@@ -93,16 +93,11 @@ class CheckpointedModel(TurnTaker):
                 f"pipec: the checkpoint is without the extra state (get_extra_state) of {listed(lost)}; pass "
                 "it as extra=..., and set it after load_checkpoint"
             )
-        own = self._own_checkpoints
-        write = draft(path, training, companions["extra"], own.get(path), asynchronous, then)
-
-        def note() -> None:
-            own[path] = write()
-
+        write = draft(path, training, companions["extra"], self._own_checkpoints, asynchronous, then)
         if asynchronous:
-            self._saving = Saving(note)
+            self._saving = Saving(write)
             return self._saving
-        note()
+        write()
         over = Future[None]()
         over.set_result(None)
         return over
