@@ -51,11 +51,22 @@ class Stateful:
         self.at, self.order = state["at"], state["order"]
 
 
+class Eager:
+    """It shuffles when the iteration begins, and not when the first batch is asked for."""
+
+    def __init__(self, dataset: Noisy) -> None:
+        self.dataset = dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(DataLoader(self.dataset, ROWS, sampler=torch.randperm(len(self.dataset)).tolist()))
+
+
 LOADERS: Mapping[str, Callable[[Noisy], Any]] = {
     "shuffled": lambda data: DataLoader(data, ROWS, shuffle=True),
     "by a generator of its own": lambda data: DataLoader(
         data, ROWS, shuffle=True, generator=torch.Generator().manual_seed(4)
     ),
+    "shuffled at once": Eager,
     "stateful": Stateful,
 }
 

@@ -11,7 +11,7 @@ from pipec.checkpoint.directory import remove, tidy
 from pipec.checkpoint.together import once
 from pipec.console import log
 from pipec.errors import CheckpointError
-from pipec.ir.arguments import FLAG, NONE, PATH, check_arguments, whole
+from pipec.ir.arguments import FLAG, NONE, PATH, check_arguments, instance, whole
 from pipec.pipeline.checkpointed import CheckpointedModel
 
 _NAME = re.compile(r"step-\d{8,}")
@@ -51,6 +51,7 @@ class Checkpoints:
         Raises:
             CheckpointError: it is damaged. The one before is loaded once this one is deleted.
         """
+        check_arguments(CHECKPOINTS, {"pipe": pipe})
         pipe.finish_saving()
         names = once(pipe.ranks, f"looking into {self._directory}", self._names)
         self._own = set(names)
@@ -87,6 +88,7 @@ class Checkpoints:
             CheckpointError: it cannot be written, or the one before could not be; or the directory has
                 checkpoints of another run.
         """
+        check_arguments(CHECKPOINTS, {"pipe": pipe})
         pipe.finish_saving()
         once(pipe.ranks, f"saving to {self._directory}", self._require_own)
         name = f"step-{pipe.num_steps:08}"
@@ -122,5 +124,6 @@ CHECKPOINTS = {
     "every": whole(1, 2**63 - 1),
     "keep": whole(1, 2**63 - 1) | NONE,
     "asynchronous": FLAG,
+    "pipe": instance("what pipec.compile returned", CheckpointedModel),
 }
 """What each argument must be."""
