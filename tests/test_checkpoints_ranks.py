@@ -124,6 +124,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_soon(tmp_path: Path) -> None:
         attempt("folder", lambda: run.save(here / f"saved{rank}"))
         attempt("extra", lambda: run.save(here / "saved", extra=object() if rank else 1))
         given = {"optimizer": torch.optim.SGD(own.pipe.parameters(), lr=0.1)} if rank else {}
+        attempt("how", lambda: run.save(here / "saved", asynchronous=rank == 1))
         attempt("optimizer", lambda: own.pipe.save_checkpoint(here / "saved", **given))
         print(sorted(path.name for path in here.glob("*saved*")))
         if rank == 1:
@@ -145,8 +146,9 @@ def test_what_fails_on_one_rank_fails_on_all_and_soon(tmp_path: Path) -> None:
         )
         assert mine[4].startswith("folder InputError True the ranks do not make the same calls")
         assert "extra is <object object" in mine[5]
-        assert mine[6].startswith("optimizer InputError True some ranks passed an optimizer")
-        assert mine[7] == "['saved']"
+        assert mine[6].startswith("how InputError True the ranks do not make the same calls")
+        assert mine[7].startswith("optimizer InputError True some ranks passed an optimizer")
+        assert mine[8] == "['saved']"
         assert "/saved/checkpoint.json has 2 bytes, not the" in mine[-3]
         assert mine[-2:] == ["True", "True"]
 

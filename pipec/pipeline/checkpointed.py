@@ -81,7 +81,7 @@ class CheckpointedModel(TurnTaker):
         then: Callable[[], None],
     ) -> Future[None]:
         """As ``save_checkpoint``. Once the checkpoint is at its place, the first rank calls ``then``."""
-        path = self._agreed_path("save_checkpoint", directory)
+        path = self._agreed_path("save_checkpoint", directory, asynchronous)
         training = self._training(companions["optimizer"], companions["scheduler"], speaks=True)
         if self._updates is not None and self._updates.has_gradients:
             raise InputError(
@@ -150,13 +150,14 @@ class CheckpointedModel(TurnTaker):
             self._updates.drop_gradients()
         return document.value_of_extra()
 
-    def _agreed_path(self, method: str, directory: str | Path) -> Path:
+    def _agreed_path(self, method: str, directory: str | Path, asynchronous: bool = False) -> Path:
         """The folder, once all ranks have called this for the same one, and hold the tensors of the model."""
         self.finish_saving()
         self.drain()
         if self._ranks.world.distributed:
+            how = ", asynchronous=True" if asynchronous else ""
             replaced = {"replaced": ", ".join(self._replaced()) or "none"}
-            self._require_same(f"{method}({str(directory)!r})", replaced)
+            self._require_same(f"{method}({str(directory)!r}{how})", replaced)
         self._follow_model()
         return Path(directory).resolve()
 
