@@ -31,6 +31,7 @@ class EndingLinker:
         self._rank = rank
         self._awaited: list[tuple[Instruction, Delivery]] = []
         self._num_collectives = 0
+        self._reductions: dict[int, GradientReduction] = {}
 
     def brings(self, instruction: Instruction, delivery: Delivery) -> None:
         """Note that gradients are on their way that another stage has summed for a tied weight."""
@@ -71,7 +72,10 @@ class EndingLinker:
         waits, group = self._brought_home(stage.index, bucket), self._group(stage.index, bucket)
         shard = self._shard(instruction)
         if shard is None:
-            reduction = GradientReduction(stage, bucket, group, self._rank.plan.ending.gradient_dtype)
+            if instruction.bucket not in self._reductions:
+                dtype = self._rank.plan.ending.gradient_dtype
+                self._reductions[instruction.bucket] = GradientReduction(stage, bucket, group, dtype)
+            reduction = self._reductions[instruction.bucket]
             start, finish = reduction.start, reduction.finish
         else:
             start = functools.partial(_start_scatter, shard, stage, bucket, group)
@@ -132,7 +136,8 @@ class EndingLinker:
         updates, versions, outcomes = updating.updates, stage.versions, self._rank.results
         assert updates is not None, "a program that updates has an optimizer"
         assert isinstance(outcomes, Outcomes), "a stream has the outcomes of microbatches"
-        update, looks = updates.on(self._rank.number, number), self._rank.plan.ending.on_nan is not None
+        update, waits = updates.on(self._rank.number, number), self._gradients_of(number)
+        looks = self._rank.plan.ending.on_nan is not None
 
         def act() -> None:
             if not outcomes.is_good(versions.number):
@@ -144,10 +149,10 @@ class EndingLinker:
             if update is not None:
                 factor = updates.factor(update.squares()) if updates.max_norm is not None else None
                 update.update(factor, updating.groups)
-                stage.gradients.begin_step()
+                stage.gradients.follow_update()
             stage.advance()
 
-        return act
+        return self._after(waits, act)
 
     def _unshard(self, instruction: Instruction) -> Action:
         """Gather slices; parameters that are not kept whole are put where the stage's functions find them."""
@@ -258,7 +263,7 @@ def _pass_over(stage: BoundStage, update: StageUpdate | None) -> None:
     """Leave an update of a stream out. The version that it would have made is the one before."""
     if update is not None:
         update.drop_gradients()
-        stage.gradients.begin_step()
+        stage.gradients.follow_update()
     stage.versions.stash(())
     stage.versions.advance()
 

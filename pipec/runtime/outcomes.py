@@ -25,6 +25,10 @@ class StreamBatch:
     values: Sizes = field(default_factory=dict)
 
 
+Arrival = Callable[[], Sequence[Tensor]]
+"""Waits for what another rank has sent."""
+
+
 @dataclass
 class _Parts:
     """What has come of one mini-batch, by name and microbatch."""
@@ -36,8 +40,9 @@ class _Parts:
 class Outcomes:
     """Collects the results that a rank makes or receives.
 
-    ``emit`` is called with the number of each mini-batch and its results by name. ``first_nan`` is the first
-    microbatch whose loss is NaN, if the plan looks for that.
+    ``emit`` is called with the number of each mini-batch and its results by name. ``microbatch`` is that of
+    the instruction that runs. ``first_nan`` is the first microbatch whose loss is NaN, if the plan looks for
+    that.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -51,42 +56,56 @@ class Outcomes:
         """Start with a stream."""
         self._emit = emit
         self._parts: dict[int, _Parts] = {}
-        self._in_frames: dict[int, int] = {}
+        self._arriving: list[tuple[int, Sequence[str], Arrival]] = []
+        self.microbatch = 0
         self.first_nan: float = math.inf
         self._num_losses: Counter[int] = Counter()
 
     def is_good(self, number: int) -> bool:
-        """Whether something is to come of a mini-batch, which is asked once its losses are known."""
+        """Whether something is to come of a mini-batch, which is asked before an update that it is for."""
         if self._looks:
+            self.take_in(number)
             assert self._num_losses.pop(number, 0) == self._per_batch, "losses come before updates"
         return number < self.num_good
 
     def forget(self) -> None:
         """Let go of what was collected of a stream that is over."""
         self._emit = lambda number, results: None
-        self._parts, self._in_frames = {}, {}
+        self._parts, self._arriving = {}, []
 
     @property
     def num_good(self) -> float:
         """The number of the first mini-batch of which nothing is to come, nor of those behind it."""
         return self.first_nan if math.isinf(self.first_nan) else self.first_nan // self._per_batch
 
-    def batch_in(self, frame: int) -> int:
-        """The mini-batch of the microbatch that is in a frame."""
-        return self._in_frames[frame] // self._per_batch
+    def expect(self, number: int, batch: StreamBatch) -> None:
+        """Note that a mini-batch is to come."""
+        self._parts[number] = _Parts(batch)
 
-    def expect(self, frame: int, microbatch: int, batch: StreamBatch) -> None:
-        """Note that what is collected from a frame belongs to this microbatch from now on."""
-        self._in_frames[frame] = microbatch
-        self._parts.setdefault(microbatch // self._per_batch, _Parts(batch))
+    def collect(self, frame: int, sent: Mapping[str, Tensor]) -> None:
+        """Keep what the microbatch has returned that is in this frame now."""
+        self._keep(self.microbatch, sent)
 
-    def collect(self, microbatch: int, sent: Mapping[str, Tensor]) -> None:
-        """Keep what the microbatch in a frame has returned, or what has been received of it."""
-        number, place = divmod(self._in_frames[microbatch], self._per_batch)
+    def arrives(self, names: Sequence[str], wait: Arrival) -> None:
+        """Note that what another rank has made of the microbatch is on its way."""
+        self._arriving.append((self.microbatch, names, wait))
+
+    def take_in(self, last: float) -> None:
+        """Wait for what is on its way of the mini-batches up to this one."""
+        due, self._arriving = self._arriving, []
+        for each in due:
+            microbatch, names, wait = each
+            if microbatch // self._per_batch <= last:
+                self._keep(microbatch, dict(zip(names, wait(), strict=True)))
+            else:
+                self._arriving.append(each)
+
+    def _keep(self, microbatch: int, sent: Mapping[str, Tensor]) -> None:
+        number, place = divmod(microbatch, self._per_batch)
         if self._looks and "loss" in sent:
             self._num_losses[number] += 1
             if sent["loss"].isnan().any():
-                self.first_nan = min(self.first_nan, self._in_frames[microbatch])
+                self.first_nan = min(self.first_nan, microbatch)
         for name in self._values.keys() & sent.keys():
             parts = self._parts[number].found.setdefault(name, {})
             parts[place] = sent[name]

@@ -25,14 +25,13 @@ def recover(interpreters: Sequence[RoundInterpreter], ranks: Ranks) -> str:
         each.restore(common)
     if common is not None:
         return (
-            f"the parameters and buffers are those after {common} updates since the pipeline was last empty, "
-            "the newest version that all stages held, and can be saved. The state of the optimizer may be "
-            "some updates further; load a checkpoint to train on as if nothing had happened"
+            f"the parameters and buffers are those after {common} mini-batches since the pipeline was last "
+            "empty, the newest that all stages held, and can be saved. The optimizer's state may be some "
+            "updates further; load a checkpoint to train on as if nothing had happened"
         )
     return (
         "no version of the weights is held by all stages, so that their parameters do not fit together: "
-        f"{_told(held)}. A version counts updates since the pipeline was last empty. Load a checkpoint to "
-        "train on"
+        f"{_told(held)}, in mini-batches since the pipeline was last empty. Load a checkpoint to train on"
     )
 
 

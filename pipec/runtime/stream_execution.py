@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pipec.artifact.directory import Artifact
 from pipec.errors import InputError, PipecError
+from pipec.ir.rounds import num_ahead
 from pipec.ir.schedule import rank_of
 from pipec.runtime.execution import Linked, Ranks
 from pipec.runtime.finite import NotFinite, stage_of_loss
@@ -34,6 +35,10 @@ class StreamExecution(Linked[RoundInterpreter]):
         super().__init__(RoundInterpreter, artifact, parameters, buffers, ranks, updates)
         self.not_finite: NotFinite | None = None
         """Why nothing came of the last mini-batch, if the plan looks for that."""
+        self._parameters, plan = parameters, artifact.plan
+        self._num_ahead = max(
+            num_ahead(each, plan.links, plan.num_microbatches) for each in artifact.programs
+        )
 
     @property
     def num_readers(self) -> int:
@@ -47,9 +52,10 @@ class StreamExecution(Linked[RoundInterpreter]):
     def begin(self, source: Source, seed: int) -> StreamRun:
         """Begin to run the mini-batches of a source."""
         if self._ranks.world.distributed:
-            return ProcessRun(self._interpreters, self.artifact.programs, source, seed)
-        in_process = self._ranks.in_process
-        return ThreadsRun(self._interpreters, self.artifact.programs, source, seed, in_process)
+            return ProcessRun(self._interpreters, self._num_ahead, source, seed)
+        if self._updates is not None:
+            self._updates.refresh_copies(self._parameters)
+        return ThreadsRun(self._interpreters, self._num_ahead, source, seed, self._ranks.in_process)
 
     def found(self) -> tuple[int, NotFinite] | None:
         """The first mini-batch of the run of which nothing comes, and why; None if there is none so far."""
