@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -210,3 +211,21 @@ def test_a_stage_of_a_stream_refuses_a_gradient_that_is_not_finite() -> None:
     with pytest.raises(ExecutionError, match=r"update: NonFiniteError: the gradient of gain, .* not finite"):
         losses.extend(pipe.stream(batches(GOOD, GOOD, NAN_GRADIENT, GOOD, GOOD, GOOD)))
     assert not any(parameter.isnan().any() for parameter in pipe.parameters())
+
+
+def test_a_checkpoint_in_a_stream_does_not_count_what_nothing_came_of(tmp_path: Path) -> None:
+    """The third of those that were begun has a loss that is NaN. Whoever goes on comes to it, too."""
+    given = list(async_batches(8))
+    given[2][0][0] = float("nan")
+    pipe, other = (pipeline(3, on_nan="raise") for _ in range(2))
+    stream = pipe.stream(given)
+    losses = [next(stream)]
+    pipe.save_checkpoint(tmp_path / "saved")
+    other.load_checkpoint(tmp_path / "saved")
+    with pytest.raises(NonFiniteError, match="the loss of microbatch 0 is NaN"):
+        losses.extend(stream)
+    gone_on: list[Tensor] = []
+    with pytest.raises(NonFiniteError, match="the loss of microbatch 0 is NaN"):
+        gone_on.extend(other.stream(given, resume=True))
+    assert gone_on == losses[1:]
+    assert same(list(pipe.state_dict().values()), other.state_dict().values())

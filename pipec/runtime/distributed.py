@@ -156,6 +156,14 @@ class TorchDistributed:
         """The text of each other rank that lives when the pipeline cannot go on; None if it tells none."""
         return self._lifelines.last_words(text, _LAST_WORDS_COME_WITHIN)
 
+    def told_aside(self, text: str) -> list[str]:
+        """As ``told``, for a thread beside the one that steps. Raises TransportError if a process ends."""
+        return [part.decode() for part in self._lifelines.exchange_aside(text.encode())]
+
+    def check_processes(self) -> None:
+        """Raise TransportError if the process of another rank has ended, even if a step has failed before."""
+        self._lifelines.check_processes()
+
     def once(self, request: str, make: Callable[[], T]) -> T:
         """Call ``make`` on rank 0 alone; every rank returns its result, or raises its error.
 

@@ -50,6 +50,8 @@ class Flow:
         self._announced: dict[int, Callable[[], bool]] = {}
         self._num_announced = self._num_allowed = first
         self._left: list[Mapping[str, Tensor]] = []
+        self._refused: list[Mapping[str, Tensor]] = []
+        self._num_given = 0
         self._found: tuple[int, NotFinite] | None = None
         self._over = False
         self._run = self._execution.begin(self._batch, compiled.seed)
@@ -64,7 +66,9 @@ class Flow:
         if not self._over and not self._compiled.is_right():
             self.drain()
         if self._over:
-            return self._left.pop(0) if self._left else None
+            left = self._left or self._refused
+            self._num_given += bool(left)
+            return left.pop(0) if left else None
         self._read_ahead(number)
         try:
             with self._execution.dropping_gradients():
@@ -75,6 +79,7 @@ class Flow:
             raise
         if results is None:
             self._close()
+        self._num_given += results is not None
         return results
 
     def found(self, number: int) -> NotFinite | None:
@@ -83,14 +88,20 @@ class Flow:
             self._found = self._execution.found()
         return self._found[1] if self._found and self._found[0] == number - self._first else None
 
-    def drain(self) -> None:
-        """Complete what was begun, unless the process ends. Its results are those that come next."""
+    def drain(self) -> list[Mapping[str, Tensor]]:
+        """Complete what was begun, unless the process ends; returns the results that nobody has asked for.
+
+        They are those that come next, and leave the list then. One of which nothing came is not among them.
+        """
         if not self._over and self._leaving.alive:
             self._over = True
             with self._execution.dropping_gradients():
-                self._left = self._run.drain()
+                left = self._run.drain()
             self._found = self._execution.found()
+            num_good = max(self._found[0] - self._num_given, 0) if self._found else len(left)
+            self._left, self._refused = left[:num_good], left[num_good:]
             self._close()
+        return self._left
 
     def _read_ahead(self, number: int) -> None:
         """Let batches be read that some rank may need for this one; announce those that have been read."""

@@ -8,7 +8,8 @@ from enum import IntEnum
 class Kind(IntEnum):
     """``HELLO`` opens a connection; ``FAREWELL`` says that its end means no harm.
 
-    ``LAST_WORDS`` are what a rank still has when the pipeline cannot go on.
+    ``LAST_WORDS`` are what a rank still has when the pipeline cannot go on; ``ASIDE`` is a text for a thread
+    beside the one that steps.
     """
 
     HELLO = 0
@@ -17,6 +18,7 @@ class Kind(IntEnum):
     FAILURE = 3
     FAREWELL = 4
     LAST_WORDS = 5
+    ASIDE = 6
 
 
 def frame(kind: Kind, payload: bytes = b"") -> bytes:

@@ -19,6 +19,7 @@ class Peer:
 
     writer: asyncio.StreamWriter | None = None
     texts: deque[bytes] = field(default_factory=deque)
+    asides: deque[bytes] = field(default_factory=deque)
     beats_missed: int = 0
     awaited: int | None = None
     doing: str = ""
