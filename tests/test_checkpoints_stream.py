@@ -171,6 +171,11 @@ def test_a_stream_says_whether_it_goes_on(runs: dict[str, Run], tmp_path: Path) 
     run.pipe.save_checkpoint(tmp_path / "over", scheduler=run.scheduler)
     run.load(tmp_path / "over")
     assert len(list(run.losses(Stateful(Noisy()), resume=True))) == 5
+    for _ in run.losses(DataLoader(Noisy(), ROWS)):
+        run.pipe.save_checkpoint(tmp_path / "saved", scheduler=run.scheduler)
+        break
+    run.load(tmp_path / "saved")
+    assert len(list(run.losses(Stateful(Noisy()), resume=True))) == 4
     run.load(tmp_path / "saved")
     with pytest.raises(pipec.InputError, match="after 1 batches of a stream, and now there are 0"):
         list(run.losses([], resume=True))

@@ -17,6 +17,7 @@ from pipec.pipeline.turns import TurnTaker
 from pipec.runtime.execution import Ranks
 from pipec.runtime.facts import listed
 from pipec.runtime.optimizers import PipelineOptimizer
+from pipec.runtime.streams import nothing
 
 
 class CheckpointedModel(TurnTaker):
@@ -71,7 +72,7 @@ class CheckpointedModel(TurnTaker):
         """
         check_arguments(METHODS, locals())
         companions = {"optimizer": optimizer, "scheduler": scheduler, "extra": extra}
-        return self.start_saving(directory, companions, asynchronous, _nothing)
+        return self.start_saving(directory, companions, asynchronous, nothing)
 
     def start_saving(
         self,
@@ -203,10 +204,6 @@ class CheckpointedModel(TurnTaker):
                 "for pipe.optimizer is saved and loaded without mention"
             )
         return self._updates.optimizer
-
-
-def _nothing() -> None:
-    """Do nothing."""
 
 
 def _with_extra_state(model: nn.Module) -> list[str]:

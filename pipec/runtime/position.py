@@ -71,7 +71,7 @@ class Reading(Iterator[Any]):
             torch.set_rng_state(position.begun)
             for generator, state in zip(self._own, position.own, strict=False):
                 generator.set_state(state)
-            if self._has_state:
+            if self._goes_on_by_itself:
                 batches.load_state_dict(position.loader)  # type: ignore[attr-defined]
         self._begun = torch.get_rng_state()
         self._own_begun = [generator.get_state() for generator in self._own]
@@ -108,13 +108,17 @@ class Reading(Iterator[Any]):
         num_batches = self._num_passed + len(unseen)
         return Position(num_batches, unseen, self._begun, first, self._own_begun, ahead, loader)
 
+    @property
+    def _goes_on_by_itself(self) -> bool:
+        return self._has_state and self._position is not None and self._position.loader is not None
+
     def _begin(self) -> None:
         """Pass over what was trained on, unless the loader does so by itself."""
         self._first = now = torch.get_rng_state()
         if (position := self._position) is None:
             return
         self._first = position.first
-        if self._has_state:
+        if self._goes_on_by_itself:
             return
         torch.set_rng_state(position.first)
         try:
