@@ -117,8 +117,8 @@ def compile(
             are several pipelines side by side: they take the microbatches in turn and sum their gradients.
             ``stages=1`` is data parallelism.
         replicas: how many ranks share each stage: 2 makes two pipelines of half as many stages. ``(3, 2, 1)``
-            puts the first of three stages on three ranks and so on, under ``1f1b``. ``"auto"``: as many as
-            the simulated step is fastest with.
+            puts the first of three stages on three ranks and so on, under ``1f1b`` or
+            ``pipedream``. ``"auto"``: as many as the simulated step is fastest with.
         optimizer: makes the optimizer of ``(name, parameter)`` pairs, such as
             ``functools.partial(torch.optim.AdamW, lr=1e-3)``; every step then ends with its update, and
             ``pipe.optimizer`` is there for LR schedulers and checkpoints. See docs/optimizers.md. None: you
