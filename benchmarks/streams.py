@@ -17,7 +17,7 @@ from schedules import MICROBATCHES, RANKS, SECONDS, artifact, source
 
 from pipec.artifact.directory import Artifact
 from pipec.console import log
-from pipec.ir import Ending, Link, Payload, Value
+from pipec.ir import Ending, Link, Payload, Stream, Value
 from pipec.plan.predictions import simulate_plan, step_seconds
 from pipec.programs.fold import fold, num_to_lower
 from pipec.programs.lower import chain_links
@@ -51,10 +51,12 @@ class Row:
 
 def stream_artifact(name: str) -> Artifact:
     """The sleeping stages of ``schedules.py`` under a schedule without a flush."""
-    made, per_batch = ASYNCHRONOUS[name], ASYNCHRONOUS[name].per_batch(RANKS)
-    schedule = made.of_batches(RANKS, per_batch, num_to_lower(RANKS, per_batch) // per_batch)
+    made, replicas = ASYNCHRONOUS[name], (1,) * RANKS
+    per_batch = made.per_batch(replicas)
+    count = num_to_lower(Stream(made.versions, per_batch), replicas)
+    schedule = made.of_batches(replicas, per_batch, count // per_batch)
     loss = (Value("loss", "float32", ()),)
-    links = (*chain_links(RANKS), *(Link(RANKS - 1, k, Payload.OUTCOME, loss) for k in range(RANKS - 1)))
+    links = (*chain_links(RANKS), Link(RANKS - 1, -1, Payload.OUTCOME, loss))
     ending = Ending(updates=True, stream=schedule.stream)
     plan = replace(
         artifact(make_schedule("1f1b", RANKS, MICROBATCHES)).plan,
@@ -73,7 +75,7 @@ def measure_stream(name: str, ranks: Ranks) -> Row:
     made = stream_artifact(name)
     count, parameters = made.plan.num_microbatches, parameters_of(made)
     updates = Updates(functools.partial(torch.optim.SGD, lr=0.1), None, parameters)
-    updates.bind(made.plan, parameters, list(ranks.devices), ranks.world.distributed, lambda own: [own])
+    updates.bind(made.plan, parameters, ranks.devices, ranks.world.distributed, lambda own: [own])
     execution = StreamExecution(made, parameters, {}, ranks, updates)
     batch = StreamBatch([{"x": torch.zeros(1)}] * count, [1] * count, [1 / count] * count)
     run = execution.begin(lambda number: batch if number < BATCHES else None, 0)
