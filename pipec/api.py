@@ -82,6 +82,7 @@ def compile(
     microbatches: int | None = None,
     stages: int | None = None,
     replicas: int | tuple[int, ...] | str = 1,
+    asynchronous: bool = False,
     optimizer: Factory | None = None,
     clip_grad_norm: float | None = None,
     shard: str | None = None,
@@ -119,6 +120,10 @@ def compile(
         replicas: how many ranks share each stage: 2 makes two pipelines of half as many stages. ``(3, 2, 1)``
             puts the first of three stages on three ranks and so on, under ``1f1b``. ``"auto"``: as many as
             the simulated step is fastest with.
+        asynchronous: lets ``schedule="auto"`` choose a schedule without a flush where its mini-batches follow
+            each other fastest. That is other mathematics: gradients are those of weights that lack up to as
+            many updates as there are stages less one, see docs/streams.md. It needs ``optimizer``; train with
+            ``pipe.stream``. False: only schedules that make the same step as the model alone.
         optimizer: makes the optimizer of ``(name, parameter)`` pairs, such as
             ``functools.partial(torch.optim.AdamW, lr=1e-3)``; every step then ends with its update, and
             ``pipe.optimizer`` is there for LR schedulers and checkpoints. See docs/optimizers.md. None: you
@@ -175,6 +180,7 @@ def compile(
             microbatches=microbatches,
             stages=stages,
             replicas=replicas,
+            asynchronous=asynchronous,
             optimizer=optimizer,
             clip_grad_norm=clip_grad_norm,
             shard=shard,
@@ -188,7 +194,7 @@ def compile(
             dynamic=dynamic,
         )
     limit = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
-    policy = policy_for(schedule, ranks.count, stages, replicas)
+    policy = policy_for(schedule, ranks.count, stages, replicas, asynchronous)
     check_updates(policy, optimizer is not None, shard, batch)
     microbatches = check_choice(policy, microbatches)
     if batch == "local":
@@ -206,7 +212,13 @@ def compile(
         ending = replace(ending, gradient_dtype=GRADIENT_DTYPES[gradient_dtype])
     facts = _optimizer_facts(updates, optimizer, tensors)
     options = CompilerOptions(device_model, joined, recompute, measured, ending, facts)
-    tuner = Autotuner(policy, may_recompute=recompute == "auto", may_rearrange=batch != "local")
+    tuner = Autotuner(
+        policy,
+        may_recompute=recompute == "auto",
+        may_rearrange=batch != "local",
+        optimizer=facts,
+        bytes_per_second=device_model.memory_bytes_per_second,
+    )
     compiler = Compiler(
         model,
         loss_fn,
@@ -280,6 +292,7 @@ COMPILE = {
     "microbatches": whole(1, MOST_MICROBATCHES) | NONE,
     "stages": whole(1, MOST_RANKS) | NONE,
     "replicas": whole(1, MOST_RANKS) | one_of("auto") | instance("a tuple of the numbers", tuple),
+    "asynchronous": FLAG,
     "optimizer": Kind("a function such as functools.partial(torch.optim.AdamW, lr=1e-3)", callable) | NONE,
     "clip_grad_norm": number(0, math.inf) | NONE,
     "shard": one_of(*map(str, Shard), "auto") | NONE,

@@ -1,10 +1,13 @@
 """The fastest way to run a step: how many microbatches under which schedule, as the simulator scores them.
 
+Without a flush that is the time from one mini-batch to the next.
+
 A way to run a step is tried on the stages of a cut graph: its schedule is lowered, verified and simulated,
 once. The best trial is what is returned, with its plan and its programs.
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -22,6 +25,8 @@ from pipec.passes.cut_for_replicas import CutForReplicas
 from pipec.passes.cut_stages import CutStages
 from pipec.passes.place_replicas import PlaceReplicas
 from pipec.passes.share_stages import ShareStages
+from pipec.passes.stage_updates import StageUpdates
+from pipec.plan.updates import OptimizerFacts
 from pipec.schedules.replicas import neighbours, side_by_side
 
 CutGraph = Callable[[Pass], StagedGraph]
@@ -49,13 +54,16 @@ class Autotuner:
 
     If ``may_recompute``, ranks that would need more memory than they have get stages that recompute. Replicas
     of a stage are next to each other, or far apart if the ranks of a pipeline are ``side_by_side``; unless it
-    ``may_rearrange`` them, they are where they are.
+    ``may_rearrange`` them, they are where they are. Without a flush, stages update with the ``optimizer``, on
+    devices that move ``bytes_per_second``.
     """
 
     policy: SchedulePolicy
     may_recompute: bool
     side_by_side: bool = False
     may_rearrange: bool = True
+    optimizer: OptimizerFacts | None = None
+    bytes_per_second: float = math.inf
 
     def choose(
         self,
@@ -121,6 +129,10 @@ class Autotuner:
         """The same on all ranks, with so many replicas of each stage, or of every one."""
         return replace(self, policy=self.policy.with_replicas(replicas), side_by_side=False)
 
+    def following(self, schedule: Schedule) -> "Autotuner":
+        """The same for steps that come after one of that schedule."""
+        return replace(self, policy=self.policy.following(schedule))
+
     def arrangements(self, topology: Topology) -> list["Autotuner"]:
         """The ways to put the replicas of stages on ranks that differ on these devices, this one first."""
         policy = self.policy
@@ -137,17 +149,25 @@ class Autotuner:
         arranged = side_by_side if self.side_by_side else neighbours
         return arranged(self.policy.num_ranks, self.policy.replicas)
 
-    def fastest_cut(self, placement: Placement, topology: Topology, microbatch_size: int) -> Pass:
-        """The pass that cuts for the fastest step, whatever memory it takes.
+    def fastest_cut(self, placement: Placement, topology: Topology, count: int, size: int) -> Pass:
+        """The pass that cuts for the fastest step of so many microbatches, whatever memory it takes.
 
         Where a rank has several stages, all devices and links are taken to be alike.
         """
+        updates = self.updates(count)
         if not isinstance(self.policy.replicas, int):
-            return CutForReplicas(self.policy.replicas, microbatch_size)
+            return CutForReplicas(self.policy.replicas, size, updates)
         if not _is_straight(placement):
-            return self.shared(CutStages(alike(len(placement), topology.slowest_link), microbatch_size))
+            return self.shared(CutStages(alike(len(placement), topology.slowest_link), size))
         devices = self.grouped(topology).without_limits()
-        return self.shared(CutStages(devices, microbatch_size))
+        return self.shared(CutStages(devices, size, updates=updates))
+
+    def updates(self, count: int) -> StageUpdates | None:
+        """The updates after each mini-batch of so many microbatches; None where there is a flush."""
+        if not (self.policy.may_be_asynchronous and self.optimizer):
+            return None
+        state, versions = self.optimizer.state_bytes or {}, self.policy.versions
+        return StageUpdates(state, self.bytes_per_second, versions, count)
 
     def grouped(self, topology: Topology) -> Topology:
         """What a pipeline runs on: a device for each group of ranks that act for one of its ranks."""
@@ -194,7 +214,7 @@ class _Search:
         best, base = self._best()
         schedule, size = best.schedule, best.plan.microbatch_size
         work = functools.partial(base.workload, schedule.placement, size)
-        searched = self.tuner.policy.searched(schedule.num_microbatches, schedule.placement, work)
+        searched = self.tuner.policy.searched(schedule, work)
         trials = [best, *(self.tuner.fitting(base, order, size) for order in searched)]
         return Choice(min(trials, key=lambda trial: trial.score), base, tried)
 
@@ -202,7 +222,7 @@ class _Search:
         """Try the fastest cut and, unless the best schedule fits on it, cuts that need less memory."""
         first = self.sizes[self.counts[0]]
         try:
-            fastest = self.tuner.fastest_cut(placement, topology, first)
+            fastest = self.tuner.fastest_cut(placement, topology, self.counts[0], first)
             nearest = self._nearest(cut(fastest), placement)
         except PlanError as error:
             self.obstacle = self.obstacle or error
@@ -222,11 +242,12 @@ class _Search:
         """
         count = next(count for count in self.counts if self.sizes[count] == size)
         in_flight = self.tuner.policy.in_flight(count)
+        updates = self.tuner.updates(count)
         devices, members = self.tuner.grouped(topology), self.tuner.members()
         reserved = [0.0] * len(devices.devices)
         for _ in range(_MEMORY_ATTEMPTS):
             try:
-                within = CutStages(devices.reserving(reserved), size, in_flight)
+                within = CutStages(devices.reserving(reserved), size, in_flight, updates)
                 nearest = self._nearest(cut(self.tuner.shared(within)), placement)
             except PlanError as error:
                 self.obstacle = self.obstacle or error
@@ -273,7 +294,7 @@ class _Search:
         fastest, _ = min(self.trials, key=lambda pair: pair[0].score)
         lacking, near = max(fastest.excess), fastest.seconds * (1 + _CLOSE)
         as_fast = [pair for pair in self.trials if max(pair[0].excess) == lacking and pair[0].seconds <= near]
-        return min(as_fast, key=lambda pair: (pair[0].schedule.num_microbatches, pair[0].seconds))
+        return min(as_fast, key=lambda pair: (pair[0].plan.num_microbatches, pair[0].seconds))
 
 
 def _is_straight(placement: Placement) -> bool:

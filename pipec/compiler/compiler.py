@@ -213,7 +213,7 @@ class Compiler:
             count = self._counts(self.autotuner, batch)[0]
             placement = self.autotuner.policy.placements([count])[0]
             size = split_sizes(batch, count)[0]
-            staged = cut(self.autotuner.fastest_cut(placement, self.options.topology, size))
+            staged = cut(self.autotuner.fastest_cut(placement, self.options.topology, count, size))
             self._settle_on(signature, staged, placement)
             return count
         with self._timed("search"):
@@ -279,8 +279,9 @@ class Compiler:
         self._captures.staged[signature] = [staged]
 
     def _keep(self, choice: Choice) -> None:
-        """Compile what was chosen."""
+        """Compile what was chosen, which later steps follow."""
         best = choice.best
+        self.autotuner = self.autotuner.following(best.schedule)
         key = choice.base, best.plan.num_microbatches, best.plan.microbatch_size
         if key not in self._compiled:
             self._compiled[key] = self._finish(best, choice.tried)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipec.errors import InputError, PlanError
-from pipec.ir import Placement, Schedule
+from pipec.ir import Placement, Schedule, Versions
 from pipec.programs.fold import num_to_lower
 from pipec.schedules import (
     ASYNCHRONOUS,
@@ -42,12 +42,15 @@ class SchedulePolicy:
     """The schedules that ``choice`` allows: a named one, the user's own, or any.
 
     A pipeline has ``num_ranks`` ranks. With ``replicas``, there are so many pipelines side by side, or each
-    rank of the pipeline stands for so many ranks of its stage.
+    rank of the pipeline stands for so many ranks of its stage. With ``asynchronous``, a search may find
+    schedules without a flush, unless it ``has_flushed`` before.
     """
 
     choice: ScheduleChoice
     num_ranks: int
     replicas: Replicas = 1
+    asynchronous: bool = False
+    has_flushed: bool = False
 
     @property
     def is_named(self) -> bool:
@@ -56,8 +59,22 @@ class SchedulePolicy:
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether mini-batches follow each other without a flush."""
+        """Whether mini-batches follow each other without a flush, for certain."""
         return self.choice in ASYNCHRONOUS
+
+    @property
+    def may_be_asynchronous(self) -> bool:
+        """Whether they do for certain, or may after a search. All ranks say the same at any time."""
+        return self.is_asynchronous or self.asynchronous
+
+    @property
+    def versions(self) -> Versions | None:
+        """Which versions of weights stages use; None where there is a flush, or a search decides."""
+        return ASYNCHRONOUS[str(self.choice)].versions if self.is_asynchronous else None
+
+    def following(self, schedule: Schedule) -> "SchedulePolicy":
+        """The policy of steps after one of that schedule: all of them end with a flush, or none does."""
+        return replace(self, choice=schedule.name) if schedule.stream else replace(self, has_flushed=True)
 
     @property
     def total_ranks(self) -> int:
@@ -75,12 +92,16 @@ class SchedulePolicy:
         return replace(self, num_ranks=num_ranks, replicas=replicas)
 
     def in_flight(self, num_microbatches: int) -> tuple[int, ...]:
-        """The most microbatches that a replica of each rank has in flight. Searched ones count as 1F1B."""
+        """The most microbatches that a replica of each rank has in flight. Searched ones count as 1F1B.
+
+        Without a flush, microbatches of the next mini-batches are in flight as well.
+        """
         if not isinstance(self.replicas, int):
             schedule = self._fixed(num_microbatches)
             return tuple(most_in_flight(schedule.orders[ranks[0]]) for ranks in schedule.placement)
         count = -(-num_microbatches // self.replicas)
-        one = one_f_one_b(self.num_ranks, count) if self._is_searched else self._of_one(count)
+        simple = max(count, self.num_ranks) if self.asynchronous else count
+        one = one_f_one_b(self.num_ranks, simple) if self._is_searched else self._of_one(count)
         return tuple(map(most_in_flight, one.orders))
 
     def counts(self, batch: int) -> list[int]:
@@ -89,11 +110,12 @@ class SchedulePolicy:
         Raises:
             InputError: the schedule can do with none of them.
         """
-        if self.choice in ASYNCHRONOUS:
-            return [ASYNCHRONOUS[str(self.choice)].per_batch(self.num_ranks)]
         share = self.replicas if isinstance(self.replicas, int) else 1
         rows, ranks = max(1, batch // share), self.total_ranks // share
-        worthwhile = [usual_microbatches(rows, ranks), *counts_to_try(rows, ranks)]
+        usual = usual_microbatches(rows, ranks)
+        if isinstance(self.choice, str) and self.choice in ASYNCHRONOUS:
+            usual = ASYNCHRONOUS[self.choice].per_batch(self.num_ranks)
+        worthwhile = [usual, *counts_to_try(rows, ranks)]
         possible = [share * count for count in dict.fromkeys(worthwhile) if self._can(share * count)]
         return possible or [self._fixed(share * worthwhile[0]).num_microbatches]
 
@@ -131,13 +153,11 @@ class SchedulePolicy:
             )
         return [schedule]
 
-    def searched(
-        self, num_microbatches: int, placement: Placement, work: Callable[[], Workload]
-    ) -> list[Schedule]:
-        """Orders that ``auto`` finds beyond its ``options``, once the number of microbatches is chosen."""
-        if self.choice != "auto" or self.replicas != 1:
+    def searched(self, best: Schedule, work: Callable[[], Workload]) -> list[Schedule]:
+        """Orders that ``auto`` finds beyond its ``options``, with as many microbatches as the best."""
+        if self.choice != "auto" or self.replicas != 1 or best.stream:
             return []
-        return candidates(self.num_ranks, num_microbatches, work(), placement)
+        return candidates(self.num_ranks, best.num_microbatches, work(), best.placement)
 
     def forwards(self, num_microbatches: int, placement: Placement) -> Schedule:
         """What an evaluation runs. A search concerns backwards, so a simple order serves in its place."""
@@ -157,6 +177,10 @@ class SchedulePolicy:
         for make in SCHEDULES.values():
             with suppress(InputError):
                 found.append(self._replicated(functools.partial(make, self.num_ranks), num_microbatches))
+        overlaps = self.asynchronous and not self.has_flushed and self.replicas == 1
+        for name in ASYNCHRONOUS if overlaps else ():
+            with suppress(InputError):
+                found.append(replace(self, choice=name)._of_one(num_microbatches))
         return [schedule for schedule in found if schedule.placement == placement]
 
     def _can(self, num_microbatches: int) -> bool:
@@ -220,7 +244,11 @@ def counts_to_try(batch: int, num_ranks: int) -> list[int]:
 
 
 def policy_for(
-    choice: ScheduleChoice, num_ranks: int, stages: int | None = None, replicas: Replicas | str = 1
+    choice: ScheduleChoice,
+    num_ranks: int,
+    stages: int | None = None,
+    replicas: Replicas | str = 1,
+    asynchronous: bool = False,
 ) -> SchedulePolicy:
     """The policy of pipelines on all of ``num_ranks``, with so many stages, or so many replicas of each.
 
@@ -229,7 +257,12 @@ def policy_for(
     Raises:
         InputError: the choice is no schedule, or cannot have so many stages or replicas on these ranks.
     """
-    one = SchedulePolicy(choice, num_ranks)
+    one = SchedulePolicy(choice, num_ranks, asynchronous=asynchronous and choice == "auto")
+    if asynchronous and not one.may_be_asynchronous:
+        raise InputError(
+            f"asynchronous is True, but schedule {choice!r} ends each step with a flush; leave asynchronous "
+            f"out, or take schedule='auto', which may then choose one of {', '.join(ASYNCHRONOUS)}"
+        )
     if one.is_asynchronous and (stages not in (None, num_ranks) or replicas != 1):
         asked = f"stages={stages}" if replicas == 1 else f"replicas={replicas!r}"
         raise InputError(
@@ -293,9 +326,9 @@ _ROWS_FOR_ANY = 1024
 
 def check_updates(policy: SchedulePolicy, updates: bool, shard: str | None, batch: str) -> None:
     """Raise InputError if a schedule without a flush is to do what needs one."""
-    if not policy.is_asynchronous:
+    if not policy.may_be_asynchronous:
         return
-    name = f"schedule {policy.choice!r}"
+    name = f"schedule {policy.choice!r}" + " with asynchronous=True" * policy.asynchronous
     if not updates:
         raise InputError(
             f"{name} updates each stage after every mini-batch, and so makes the updates itself; pass "

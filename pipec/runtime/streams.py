@@ -71,6 +71,9 @@ class Streams(Handle):
                         return
                     self.drain()
                     compiled = self._compiled_for(item.value)
+                    if compiled is None:
+                        yield from self._stream(ahead)
+                        return
                     announce = self._announce if self._ranks.world.distributed else None
                     flow = self._flow = Flow(compiled, ahead, number, announce)
                 results = flow.results(number, self.optimizer.hyperparameters())
@@ -103,11 +106,14 @@ class Streams(Handle):
     @property
     @abstractmethod
     def _overlaps_steps(self) -> bool:
-        """Whether the schedule has no flush."""
+        """Whether the schedule has no flush, or a search may find one that has none."""
 
     @abstractmethod
-    def _compiled_for(self, given: Given) -> CompiledStream:
-        """What runs a batch, and those after it, where steps overlap. Every rank calls it with the same."""
+    def _compiled_for(self, given: Given) -> CompiledStream | None:
+        """What runs a batch, and those after it; None where steps do not overlap after all.
+
+        Every rank calls it with the same.
+        """
 
     @abstractmethod
     def _facts_of(self, given: Given) -> Facts:
