@@ -41,7 +41,10 @@ class Streams(Handle):
                 changed by that batch, and every rank raises it.
         """
         check_arguments({"batches": ITERABLE}, locals())
-        ahead = Ahead(map(self._given, iter(batches)))
+        return self._losses_of(map(self._given, iter(batches)))
+
+    def _losses_of(self, batches: Iterator[Given]) -> Iterator[Tensor]:
+        ahead = Ahead(batches)
         return self._stream_without_flush(ahead) if self._overlaps_steps else self._stream(ahead)
 
     def _stream(self, ahead: Ahead) -> Iterator[Tensor]:
