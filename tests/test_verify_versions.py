@@ -9,7 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipec.errors import InputError, VerifyError
-from pipec.ir import Ending, Instruction, Op, Program, Schedule, Shard, Stream, Versions
+from pipec.ir import (
+    Ending,
+    Instruction,
+    Link,
+    Op,
+    Payload,
+    Program,
+    Schedule,
+    Shard,
+    Stream,
+    Value,
+    Versions,
+)
 from pipec.ir.rounds import reach, unrolled, window_of
 from pipec.ir.text import format_program, parse_program
 from pipec.programs.fold import excerpt, fold, num_to_lower
@@ -114,6 +126,16 @@ def test_rounds_are_right_for_any_number_of_mini_batches(name: str, num_ranks: i
         assert [peak_in_flight(x) for x in written] == [
             min(num_ranks - rank, count * per_batch) for rank in range(num_ranks)
         ]
+
+
+@pytest.mark.parametrize("reader", [4, 5, 6])
+def test_a_value_that_skips_stages_is_received_in_every_round(reader: int) -> None:
+    """It is received far ahead: for a while the last ranks do the same again and again without a receive."""
+    skip = Link(0, reader, Payload.ACTIVATION, (Value("skip", "float32", ()),))
+    per_batch = pipedream.per_batch(7)
+    schedule = pipedream.of_batches(7, per_batch, num_to_lower(7, per_batch))
+    links, ending = (*chain_links(7), skip), ending_of(schedule)
+    verify_rounds(fold(schedule, links, (), ending), schedule.placement, links, (), ending)
 
 
 @pytest.mark.parametrize("name", ASYNCHRONOUS)

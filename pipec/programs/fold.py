@@ -41,15 +41,25 @@ def _round(program: Program, period: int) -> Program:
     columns = program.instructions
     assert isinstance(columns, Instructions)
     forwards = np.flatnonzero(columns.ops == OP_CODE[Op.FORWARD])
+    everything = _kinds(columns)
     for number in range(0, forwards.size - 2 * period, period):
         first, middle, last = forwards[[number, number + period, number + 2 * period]].tolist()
         body, following = columns[first:middle], columns[middle:last]
-        if [_further(each, period) for each in body] == list(map(_without_slot, following)):
+        repeats = [_further(each, period) for each in body] == list(map(_without_slot, following))
+        if repeats and _kinds(body) == everything:
             return _with_slots(Program(program.rank, _from_the_first(body, period), period))
     raise VerifyError(
         f"the program of rank {program.rank} never does the same for one mini-batch as for the one before; "
         "expected a schedule that goes on without end"
     )
+
+
+def _kinds(instructions: Sequence[Instruction]) -> set[tuple[object, ...]]:
+    """What a program does, whichever microbatch it is for.
+
+    A value that skips stages is received far ahead, so that a stretch without its receive may repeat as well.
+    """
+    return {(each.op, each.stage, each.link, each.bucket) for each in instructions}
 
 
 def _further(instruction: Instruction, microbatches: int) -> Instruction:
