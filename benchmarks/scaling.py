@@ -241,7 +241,7 @@ def hybrid(graph: OperatorGraph, topology: Topology, partition: Partition) -> fl
 
 
 def over_hosts(topology: Topology, partition: Partition) -> list[PlacedStage]:
-    """The stages, with replicas in an order in which microbatches that follow each other go to other hosts."""
+    """The stages, with replicas in an order in which consecutive microbatches go to different hosts."""
     size = topology.levels[0].size
     return [
         replace(stage, devices=tuple(sorted(stage.devices, key=lambda device: (device % size, device))))

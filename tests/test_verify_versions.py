@@ -128,7 +128,7 @@ def test_rounds_are_right_for_any_number_of_mini_batches(name: str, num_ranks: i
         ]
 
 
-@pytest.mark.parametrize("reader", [4, 5, 6])
+@pytest.mark.parametrize("reader", [5, 6])
 def test_a_value_that_skips_stages_is_received_in_every_round(reader: int) -> None:
     """It is received far ahead: for a while the last ranks do the same again and again without a receive."""
     skip = Link(0, reader, Payload.ACTIVATION, (Value("skip", "float32", ()),))

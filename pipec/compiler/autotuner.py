@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
+from itertools import product, takewhile
 
 from pipec.compiler.alternatives import alternative
 from pipec.compiler.policy import Replicas, SchedulePolicy
@@ -98,12 +98,15 @@ class Autotuner:
     ) -> list[tuple["Autotuner", Choice]]:
         """For each number of microbatches, the stages that the planner finds best for it, and who tries them.
 
-        Plans of which all stages have as many replicas are left out, and those that cannot be tried.
+        The planner takes gradients to be summed level by level. Without a flush, where updates wait for these
+        sums, its plan for one level is tried as well. Plans of which all stages have as many replicas are left
+        out, and those that cannot be tried.
         """
+        several = len(topology.levels) > 1 and self.policy.is_asynchronous
         found = []
-        for count in counts:
+        for count, joined in product(counts, [topology, topology.flat()] if several else [topology]):
             with suppress(InputError, PlanError):
-                found += self._planned(cut, topology, batch, count)
+                found += self._planned(cut, joined, batch, count)
         return found
 
     def _planned(
@@ -113,7 +116,7 @@ class Autotuner:
         sizes = split_sizes(batch, count)
         reserved = [0.0] * len(topology.devices)
         for _ in range(_MEMORY_ATTEMPTS):
-            staged = cut(PlaceReplicas(topology.reserving(reserved), count, sizes[0]))
+            staged = cut(PlaceReplicas(topology.reserving(reserved), count, sizes[0], self.updates(count)))
             replicas = staged.graph.replicas
             if len({*replicas}) == 1 or not all(map(staged.graph.serves, sizes)):
                 return []

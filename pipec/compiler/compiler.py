@@ -240,9 +240,9 @@ class Compiler:
     def _choose_replicas(self, cut: CutGraph, batch: int, joins: bool) -> tuple[Autotuner, Choice]:
         """The best way to run a step, and the autotuner that found it.
 
-        If the numbers of replicas may be chosen, all that divide the ranks are tried, and under 1F1B those
-        that the planner gives each stage. If not, but the number of microbatches may, they are tried as well,
-        so that the plan can say what they would gain. A graph that ``joins`` replicas is for their number.
+        If the numbers of replicas may be chosen, all that divide the ranks are tried, and where a schedule
+        runs stages with different numbers, those that the planner gives each stage. If not, but the number of
+        microbatches may, they are tried as well, so that the plan can say what they would gain. A graph that ``joins`` replicas is for their number.
         """
         asked = self.autotuner
         chosen = self._choose_arranged(asked, cut, batch)
@@ -251,9 +251,10 @@ class Compiler:
             for replicas in asked.policy.other_replicas():
                 with suppress(InputError, PlanError):
                     others.append(self._choose_arranged(asked.with_replicas(replicas), cut, batch))
-            if asked.policy.choice == "1f1b":
-                counts = self._counts(asked, batch)
-                others += asked.choose_unequal(cut, self.options.topology, batch, counts)
+            for policy in asked.policy.of_unequal_stages():
+                tuner = replace(asked, policy=policy)
+                counts = self._counts(tuner, batch)
+                others += tuner.choose_unequal(cut, self.options.topology, batch, counts)
         if self.searches_replicas:
             chosen = min([chosen, *others], key=lambda found: found[1].best.score)
         tried = [alternative for _, choice in others for alternative in choice.tried]

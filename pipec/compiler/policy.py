@@ -86,6 +86,12 @@ class SchedulePolicy:
         ranks = self.total_ranks if self.is_named and not self.is_asynchronous else 0
         return [n for n in range(1, ranks + 1) if ranks % n == 0 and n != self.replicas]
 
+    def of_unequal_stages(self) -> list["SchedulePolicy"]:
+        """The policies of schedules that are allowed and run stages with different numbers of replicas."""
+        if self.choice == "auto":
+            return [replace(self, choice="pipedream")] if self.asynchronous else []
+        return [self] if self.choice in ("1f1b", "pipedream") else []
+
     def with_replicas(self, replicas: Replicas) -> "SchedulePolicy":
         """The same choice for as many ranks in all, with so many replicas."""
         num_ranks = self.total_ranks // replicas if isinstance(replicas, int) else len(replicas)
