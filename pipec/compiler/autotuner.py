@@ -98,9 +98,9 @@ class Autotuner:
     ) -> list[tuple["Autotuner", Choice]]:
         """For each number of microbatches, the stages that the planner finds best for it, and who tries them.
 
-        The planner takes gradients to be summed level by level. Without a flush, where updates wait for these
-        sums, its plan for one level is tried as well. Plans of which all stages have as many replicas are left
-        out, and those that cannot be tried.
+        The planner takes gradients to be summed level by level. Without a flush, where updates wait for
+        these sums, its plan for one level is tried as well. Plans of which all stages have as many replicas
+        are left out, and those that cannot be tried.
         """
         several = len(topology.levels) > 1 and self.policy.is_asynchronous
         found = []

@@ -242,7 +242,8 @@ class Compiler:
 
         If the numbers of replicas may be chosen, all that divide the ranks are tried, and where a schedule
         runs stages with different numbers, those that the planner gives each stage. If not, but the number of
-        microbatches may, they are tried as well, so that the plan can say what they would gain. A graph that ``joins`` replicas is for their number.
+        microbatches may, they are tried as well, so that the plan can say what they would gain. A graph that
+        ``joins`` replicas is for their number.
         """
         asked = self.autotuner
         chosen = self._choose_arranged(asked, cut, batch)

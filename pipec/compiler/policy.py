@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipec.errors import InputError, PlanError
-from pipec.ir import Placement, Schedule, Versions
+from pipec.ir import Placement, Schedule, Stream, Versions
 from pipec.programs.fold import num_to_lower
 from pipec.schedules import (
     ASYNCHRONOUS,
@@ -24,6 +24,7 @@ from pipec.schedules import (
     straight_placement,
     v_placement,
 )
+from pipec.schedules.pipedream import in_turn
 from pipec.schedules.replicas import lifted, numbered, replicated, round_robin
 
 ScheduleChoice = str | Path | Callable[[int, int], Schedule]
@@ -77,13 +78,18 @@ class SchedulePolicy:
         return replace(self, choice=schedule.name) if schedule.stream else replace(self, has_flushed=True)
 
     @property
+    def numbers(self) -> tuple[int, ...]:
+        """The replicas of each stage of a schedule that has a stage for each rank of a pipeline."""
+        return (self.replicas,) * self.num_ranks if isinstance(self.replicas, int) else self.replicas
+
+    @property
     def total_ranks(self) -> int:
         """The ranks of all replicas."""
         return self.num_ranks * self.replicas if isinstance(self.replicas, int) else sum(self.replicas)
 
     def other_replicas(self) -> list[int]:
         """The other numbers of replicas that the ranks can be divided into, if the choice serves for any."""
-        ranks = self.total_ranks if self.is_named and not self.is_asynchronous else 0
+        ranks = self.total_ranks if self.is_named else 0
         return [n for n in range(1, ranks + 1) if ranks % n == 0 and n != self.replicas]
 
     def of_unequal_stages(self) -> list["SchedulePolicy"]:
@@ -102,7 +108,7 @@ class SchedulePolicy:
 
         Without a flush, microbatches of the next mini-batches are in flight as well.
         """
-        if not isinstance(self.replicas, int):
+        if self.is_asynchronous or not isinstance(self.replicas, int):
             schedule = self._fixed(num_microbatches)
             return tuple(most_in_flight(schedule.orders[ranks[0]]) for ranks in schedule.placement)
         count = -(-num_microbatches // self.replicas)
@@ -116,12 +122,13 @@ class SchedulePolicy:
         Raises:
             InputError: the schedule can do with none of them.
         """
+        if self.is_asynchronous:
+            least = ASYNCHRONOUS[str(self.choice)].per_batch(self.numbers)
+            more = filter(self._can, counts_to_try(batch, self.total_ranks))
+            return [least, *(count for count in more if count != least)]
         share = self.replicas if isinstance(self.replicas, int) else 1
         rows, ranks = max(1, batch // share), self.total_ranks // share
-        usual = usual_microbatches(rows, ranks)
-        if isinstance(self.choice, str) and self.choice in ASYNCHRONOUS:
-            usual = ASYNCHRONOUS[self.choice].per_batch(self.num_ranks)
-        worthwhile = [usual, *counts_to_try(rows, ranks)]
+        worthwhile = [usual_microbatches(rows, ranks), *counts_to_try(rows, ranks)]
         possible = [share * count for count in dict.fromkeys(worthwhile) if self._can(share * count)]
         return possible or [self._fixed(share * worthwhile[0]).num_microbatches]
 
@@ -168,7 +175,7 @@ class SchedulePolicy:
     def forwards(self, num_microbatches: int, placement: Placement) -> Schedule:
         """What an evaluation runs. A search concerns backwards, so a simple order serves in its place."""
         if self.is_asynchronous:
-            return forward_only(one_f_one_b(self.num_ranks, num_microbatches))
+            return forward_only(in_turn("1f1b", self.numbers, num_microbatches))
         if not (isinstance(self.choice, str) and self.choice in SEARCHED):
             return forward_only(self._fixed(num_microbatches))
         simple = (
@@ -183,10 +190,9 @@ class SchedulePolicy:
         for make in SCHEDULES.values():
             with suppress(InputError):
                 found.append(self._replicated(functools.partial(make, self.num_ranks), num_microbatches))
-        overlaps = self.asynchronous and not self.has_flushed and self.replicas == 1
-        for name in ASYNCHRONOUS if overlaps else ():
+        for name in ASYNCHRONOUS if self.asynchronous and not self.has_flushed else ():
             with suppress(InputError):
-                found.append(replace(self, choice=name)._of_one(num_microbatches))
+                found.append(replace(self, choice=name)._fixed(num_microbatches))
         return [schedule for schedule in found if schedule.placement == placement]
 
     def _can(self, num_microbatches: int) -> bool:
@@ -196,13 +202,14 @@ class SchedulePolicy:
             return False
 
     def _fixed(self, num_microbatches: int) -> Schedule:
-        return self._replicated(self._of_one, num_microbatches)
+        """The schedule on all ranks. One without a flush is for as many mini-batches as are lowered."""
+        if self.choice not in ASYNCHRONOUS:
+            return self._replicated(self._of_one, num_microbatches)
+        make = ASYNCHRONOUS[str(self.choice)]
+        count = num_to_lower(Stream(make.versions, num_microbatches), self.numbers)
+        return make.of_batches(self.numbers, num_microbatches, -(-count // num_microbatches))
 
     def _of_one(self, num_microbatches: int) -> Schedule:
-        """The schedule of one pipeline. One without a flush is for as many mini-batches as are lowered."""
-        if self.choice in ASYNCHRONOUS:
-            num_batches = num_to_lower(self.num_ranks, num_microbatches) // num_microbatches
-            return ASYNCHRONOUS[str(self.choice)].of_batches(self.num_ranks, num_microbatches, num_batches)
         if isinstance(self.choice, str):
             return make_schedule(self.choice, self.num_ranks, num_microbatches)
         return custom_schedule(self.choice, self.num_ranks, num_microbatches)
@@ -269,12 +276,6 @@ def policy_for(
             f"asynchronous is True, but schedule {choice!r} ends each step with a flush; leave asynchronous "
             f"out, or take schedule='auto', which may then choose one of {', '.join(ASYNCHRONOUS)}"
         )
-    if one.is_asynchronous and (stages not in (None, num_ranks) or replicas != 1):
-        asked = f"stages={stages}" if replicas == 1 else f"replicas={replicas!r}"
-        raise InputError(
-            f"schedule {choice!r} runs each stage on one rank, but {asked} on {num_ranks} ranks asks for "
-            "replicas; leave it out, or take schedule='1f1b'"
-        )
     if stages is not None:
         policy = _with_stages(one, stages)
         if replicas not in (1, policy.replicas):
@@ -303,10 +304,10 @@ def _with_numbers(one: SchedulePolicy, replicas: tuple[int, ...]) -> SchedulePol
         )
     if len({*replicas}) == 1:
         return one.with_replicas(replicas[0])
-    if one.choice != "1f1b":
+    if one.choice not in ("1f1b", *ASYNCHRONOUS):
         raise InputError(
             f"schedule {one.choice!r} needs as many replicas of every stage, but replicas is {replicas}; "
-            "take schedule='1f1b', which runs them round robin"
+            "take schedule='1f1b' or 'pipedream', which run them round robin"
         )
     return one.with_replicas(replicas)
 
@@ -342,8 +343,8 @@ def check_updates(policy: SchedulePolicy, updates: bool, shard: str | None, batc
         )
     if shard is not None:
         raise InputError(
-            f"{name} runs each stage on one rank, so that shard={shard!r} finds no replicas to divide state "
-            "among; leave it out, or take schedule='1f1b'"
+            f"{name} updates a stage while replicas of it still use other versions of its weights, of which "
+            f"shard={shard!r} would leave each a share; leave it out, or take schedule='1f1b'"
         )
     if batch != "same":
         raise InputError(

@@ -1,5 +1,11 @@
-"""Mini-batches that follow each other without a flush, and the versions of weights that they use."""
+"""Mini-batches that follow each other without a flush, and the versions of weights that they use.
 
+Stages have replicas here: ``replicas[s]`` is their number for stage s. Microbatch i of a stage with r of them
+runs on the replica i mod r, so that r microbatches, one on each, are a *round* of the stage.
+"""
+
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -21,32 +27,63 @@ class Versions(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """How mini-batches of ``microbatches`` each follow each other. Every stage updates after each of them."""
+    """How mini-batches of ``microbatches`` each follow each other, one unless versions are ``DOUBLE``.
+
+    A stage updates after each round: it adds up the gradients of one mini-batch of each replica. ``DOUBLE``
+    updates after each mini-batch, of which every replica has as many microbatches.
+    """
 
     versions: Versions
     microbatches: int = 1
 
-    def version(self, microbatch: int, stage: int, num_stages: int) -> int:
-        """The version that a stage of a straight pipeline reads for a microbatch.
+    def per_update(self, stage: int, replicas: Sequence[int]) -> int:
+        """How many microbatches' gradients an update of a stage uses."""
+        return self.microbatches if self.versions is Versions.DOUBLE else replicas[stage]
 
-        With p stages, stage s has p - 1 - s microbatches in flight when a forward starts. It lacks the
-        updates that a stage without a pipeline would have made with these.
+    def period(self, replicas: Sequence[int]) -> int:
+        """After how many microbatches all ranks do the same again."""
+        return math.lcm(*(self.per_update(stage, replicas) for stage in range(len(replicas))))
+
+    def version(self, microbatch: int, stage: int, replicas: Sequence[int]) -> int:
+        """The version that a stage reads for a microbatch.
+
+        A stashing stage lacks the updates of the rounds that its replicas have in flight beside this one.
+        Without replicas, these are the p - 1 - s microbatches before it in stage s of p.
         """
         match self.versions:
             case Versions.STASHED:
-                updates = (microbatch - (num_stages - 1 - stage)) // self.microbatches
+                updates = microbatch // replicas[stage] - (window(stage, replicas) - 1)
             case Versions.VERTICAL:
-                updates = (microbatch - (num_stages - 1)) // self.microbatches
+                updates = microbatch - (len(replicas) - 1)
             case Versions.DOUBLE:
                 updates = microbatch // self.microbatches - 1
         return max(updates, 0)
 
-    def most_live(self, stage: int, num_stages: int) -> int:
-        """The most versions that a stage holds at a time."""
+    def most_live(self, stage: int, replicas: Sequence[int]) -> int:
+        """The most versions that a replica of a stage holds at a time."""
         match self.versions:
             case Versions.STASHED:
-                return -(-(num_stages - 1 - stage) // self.microbatches) + 1
+                return window(stage, replicas)
             case Versions.VERTICAL:
-                return -(-(num_stages - 1) // self.microbatches) + 1
+                return len(replicas)
             case Versions.DOUBLE:
                 return 2
+
+
+def window(stage: int, replicas: Sequence[int]) -> int:
+    """How many microbatches a replica of a stage has in flight, so that no rank has to idle.
+
+    A stage with r replicas, behind which comes one with q that has w in flight, has
+
+        2 + ceil((q (w + 1) - 2 gcd(q, r)) / r)
+
+    and the last stage has 1. It is p - s in stage s of p if all have as many. The replicas of a stage begin a
+    round together, when they have the version that the one before made. Let all stages be equally fast: those
+    with r replicas take r units of time for a microbatch. A round then begins when the q-th of a round of the
+    stage behind may have to wait for what is up to q - gcd(q, r) microbatches later, and what comes back does
+    so up to r - gcd(q, r) later than the first of its round. Fewer in flight make ranks idle.
+    """
+    found = 1
+    for own, behind in reversed([*zip(replicas[stage:], replicas[stage + 1 :], strict=False)]):
+        found = 2 - (2 * math.gcd(own, behind) - behind * (found + 1)) // own
+    return found

@@ -21,7 +21,7 @@ memory of its own.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from pipec.ir import Bucket, Plan, Sharding, Stage, StageMemory, stages_on
+from pipec.ir import Bucket, Plan, Sharding, Stage, StageMemory, replicas_of, stages_on
 from pipec.ir.sharding import even_slices, whole_tensors
 from pipec.ir.text import value_bytes
 
@@ -103,7 +103,8 @@ def _updated(
     own_state = kept + sum(share.state for share in divided.values())
     trained = stage.cost.memory.gradients - borrowed - sum(s.whole - s.own for s in divided.values())
     seconds = (3 * max(trained, 0) + 2 * own_state) / rate
-    behind = ending.stream.most_live(stage.index, len(plan.stages)) - 1 if ending.stream else 0
+    replicas = replicas_of(plan.placement)
+    behind = ending.stream.most_live(stage.index, replicas) - 1 if ending.stream else 0
     memory = replace(memory, state=own_state, versions=behind * max(trained, 0))
     cost = replace(stage.cost, memory=memory, update_seconds=seconds)
     return replace(stage, cost=cost)

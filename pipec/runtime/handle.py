@@ -205,9 +205,9 @@ class Handle(nn.Module):
         if not self._updates.is_bound_to(plan):
             self._release_shares()
             self._executions.clear()
-            ranks, is_distributed = list(self._ranks.devices), self._ranks.world.distributed
+            devices, is_distributed = self._ranks.devices, self._ranks.world.distributed
             own = dict(self.named_parameters())
-            self._updates.bind(plan, own, ranks, is_distributed, self._gathered_states)
+            self._updates.bind(plan, own, devices, is_distributed, self._gathered_states)
             self._empty(self._updates.in_shares)
         return self._updates
 
