@@ -6,10 +6,15 @@ import pytest
 from test_cli import pipec_cli
 from test_pipedream import LOSS, SGD, assert_same, batches, delayed, model
 from test_pipedream_house import MOMENTUM, TARGET
+from test_replica_choice import Wide, replicas_of
+from test_replica_choice import prepared as shared
 
 import pipec
 from pipec.compiler.policy import policy_for
 from pipec.errors import InputError
+from pipec.hardware.devices import LinkModel
+from pipec.hardware.topology import alike
+from pipec.ir import Plan
 from pipec.schedules import ASYNCHRONOUS
 
 
@@ -55,12 +60,23 @@ def test_double_buffering_has_as_many_microbatches_as_are_fastest() -> None:
     assert {each.num_microbatches for each in plan.alternatives if len(each.replicas) == 3} == {4, 6, 8}
 
 
-@pytest.mark.parametrize("options", [{"schedule": "pipedream", "asynchronous": False}, {}])
-def test_the_planner_gives_stages_replicas(options: dict[str, Any]) -> None:
-    """Convolutions with few weights, and a layer of many that is slow to sum: a rank has the layer alone."""
-    torch.manual_seed(0)
-    pipe = wide_pipeline(**options)
-    assert (pipe.plan.schedule, pipe.num_replicas_of_stages) == ("pipedream", [3, 1])
+def planned(bytes_per_second: float, schedule: str) -> Plan:
+    links = alike(4, LinkModel(bytes_per_second, 0.0))
+    return shared(Wide(), links, microbatches=None, optimizer=SGD, schedule=schedule, asynchronous=True).plan
+
+
+def test_stages_get_replicas() -> None:
+    """Convolutions with few weights are shared; a layer of many, whose gradients are slow to sum, is not."""
+    plan = planned(4e7, "pipedream")
+    assert (plan.schedule, replicas_of(plan)) == ("pipedream", [3, 1])
+
+
+def test_delays_are_not_taken_for_nothing() -> None:
+    """With fast links data parallelism has no bubble either."""
+    plan = planned(1e12, "auto")
+    assert plan.ending.stream is None
+    told = [each.refused for each in plan.alternatives if each.schedule in ASYNCHRONOUS]
+    assert any("about as fast" in each or "0.0% slower" in each for each in told), told
 
 
 @pytest.mark.parametrize(
@@ -68,7 +84,7 @@ def test_the_planner_gives_stages_replicas(options: dict[str, Any]) -> None:
     [
         ({"schedule": "1f1b"}, "asynchronous is True, but schedule '1f1b' ends each step with a flush"),
         ({"optimizer": None}, "'auto' with asynchronous=True updates each stage .* pass optimizer="),
-        ({"shard": "optimizer", "replicas": 3}, "shard='optimizer' finds no replicas"),
+        ({"shard": "optimizer", "replicas": 3}, "asynchronous=True updates a stage while replicas"),
         ({"batch": "rank0"}, "batch is 'rank0'"),
     ],
     ids=["a flush", "no optimizer", "shard", "batches"],

@@ -190,6 +190,17 @@ class Autotuner:
         return staged.recomputing(again).trial(schedule, size)
 
 
+def best_of(found: Sequence[tuple[Autotuner, Choice]]) -> tuple[Autotuner, Choice]:
+    """The fastest choice that fits; of those about as fast, one with a flush, if there is one."""
+    fastest = min((choice.best for _, choice in found), key=lambda trial: trial.score)
+
+    def order(trial: Trial) -> tuple[bool, bool, tuple[float, float]]:
+        lacking, near = trial.score[0] > fastest.score[0], fastest.seconds * (1 + _CLOSE)
+        return lacking or trial.seconds > near, trial.overlaps, trial.score
+
+    return min(found, key=lambda each: order(each[1].best))
+
+
 @dataclass
 class _Search:
     """What has been tried for steps of ``batch`` rows: each trial with the cut it began from.
@@ -293,11 +304,16 @@ class _Search:
             return []
 
     def _best(self) -> tuple[Trial, StagedGraph]:
-        """The fastest that fits; of those about as fast, the one with the fewest and largest microbatches."""
+        """The fastest that fits; of those about as fast, the one with the fewest and largest microbatches.
+
+        Only what is faster is taken without a flush.
+        """
         fastest, _ = min(self.trials, key=lambda pair: pair[0].score)
         lacking, near = max(fastest.excess), fastest.seconds * (1 + _CLOSE)
         as_fast = [pair for pair in self.trials if max(pair[0].excess) == lacking and pair[0].seconds <= near]
-        return min(as_fast, key=lambda pair: (pair[0].plan.num_microbatches, pair[0].seconds))
+        return min(
+            as_fast, key=lambda pair: (pair[0].overlaps, pair[0].plan.num_microbatches, pair[0].seconds)
+        )
 
 
 def _is_straight(placement: Placement) -> bool:

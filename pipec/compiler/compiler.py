@@ -19,7 +19,7 @@ from pipec.capture.symbols import FixedVariableError
 from pipec.capture.tracer import capture
 from pipec.capture.variables import symbolic_choices
 from pipec.compiler.alternatives import refused, shard_costs
-from pipec.compiler.autotuner import Autotuner, Choice, CutGraph
+from pipec.compiler.autotuner import Autotuner, Choice, CutGraph, best_of
 from pipec.compiler.captures import Captures, Kind, Signature
 from pipec.compiler.checks import joins_replicas, told_of_rounds, told_of_unclear
 from pipec.compiler.groups import Compiled, Groups, check_groups, check_outputs, check_served
@@ -257,15 +257,14 @@ class Compiler:
                 counts = self._counts(tuner, batch)
                 others += tuner.choose_unequal(cut, self.options.topology, batch, counts)
         if self.searches_replicas:
-            chosen = min([chosen, *others], key=lambda found: found[1].best.score)
+            chosen = best_of([chosen, *others])
         tried = [alternative for _, choice in others for alternative in choice.tried]
         return chosen[0], replace(chosen[1], tried=(*chosen[1].tried, *tried))
 
     def _choose_arranged(self, tuner: Autotuner, cut: CutGraph, batch: int) -> tuple[Autotuner, Choice]:
         """The best way with any arrangement of replicas on ranks, and the autotuner that found it."""
         tuners = tuner.arrangements(self.options.topology)
-        found = [(each, self._choose_with(each, cut, batch)) for each in tuners]
-        return min(found, key=lambda each: each[1].best.score)
+        return best_of([(each, self._choose_with(each, cut, batch)) for each in tuners])
 
     def _choose_with(self, tuner: Autotuner, cut: CutGraph, batch: int) -> Choice:
         counts = self._counts(tuner, batch)
