@@ -27,6 +27,7 @@ from pipec.passes.place_replicas import PlaceReplicas
 from pipec.passes.share_stages import ShareStages
 from pipec.passes.stage_updates import StageUpdates
 from pipec.plan.updates import OptimizerFacts
+from pipec.planner.cost_model import MAX_LOAD, PIPEC
 from pipec.schedules.replicas import neighbours, side_by_side
 
 CutGraph = Callable[[Pass], StagedGraph]
@@ -98,25 +99,30 @@ class Autotuner:
     ) -> list[tuple["Autotuner", Choice]]:
         """For each number of microbatches, the stages that the planner finds best for it, and who tries them.
 
-        The planner takes gradients to be summed level by level. Without a flush, where updates wait for
-        these sums, its plan for one level is tried as well. Plans of which all stages have as many replicas
-        are left out, and those that cannot be tried.
+        Without a flush the planner is asked several times, because its seconds are farther from what runs. A
+        stage has few mini-batches in flight, which do not always hide messages: so it also plans for messages
+        that nothing hides. And gradients are summed over all replicas of a stage, not level by level: so it
+        also plans for one level. Plans of which all stages have as many replicas are left out, and those that
+        cannot be tried.
         """
-        several = len(topology.levels) > 1 and self.policy.is_asynchronous
+        joins, models = [topology], [PIPEC]
+        if self.policy.is_asynchronous:
+            joins, models = list(dict.fromkeys([topology, topology.flat()])), [PIPEC, MAX_LOAD]
         found = []
-        for count, joined in product(counts, [topology, topology.flat()] if several else [topology]):
+        for count, joined, model in product(counts, joins, models):
+            size = split_sizes(batch, count)[0]
+            how = PlaceReplicas(joined, count, size, self.updates(count), model)
             with suppress(InputError, PlanError):
-                found += self._planned(cut, joined, batch, count)
+                found += self._planned(cut, how, batch)
         return found
 
-    def _planned(
-        self, cut: CutGraph, topology: Topology, batch: int, count: int
-    ) -> list[tuple["Autotuner", Choice]]:
+    def _planned(self, cut: CutGraph, how: PlaceReplicas, batch: int) -> list[tuple["Autotuner", Choice]]:
         """The first plan, or others that need less memory: what a rank lacks on one is set aside next."""
+        count = how.num_microbatches
         sizes = split_sizes(batch, count)
-        reserved = [0.0] * len(topology.devices)
+        reserved = [0.0] * len(how.topology.devices)
         for _ in range(_MEMORY_ATTEMPTS):
-            staged = cut(PlaceReplicas(topology.reserving(reserved), count, sizes[0], self.updates(count)))
+            staged = cut(replace(how, topology=how.topology.reserving(reserved)))
             replicas = staged.graph.replicas
             if len({*replicas}) == 1 or not all(map(staged.graph.serves, sizes)):
                 return []

@@ -21,7 +21,7 @@ from pipec.passes.cut_stages import (
     with_versions,
 )
 from pipec.passes.stage_updates import StageUpdates
-from pipec.planner.cost_model import PIPEC
+from pipec.planner.cost_model import PIPEC, CostModel
 from pipec.planner.placement import TOLERANCE, place
 
 
@@ -31,7 +31,8 @@ class PlaceReplicas:
 
     No device of the topology is left unused. Costs are those of steps of ``num_microbatches`` microbatches
     with ``microbatch_size`` rows, of which each stage with replicas sums its gradients once. With ``updates``
-    there is no flush: replicas sum their gradients, and update, after one mini-batch of each of them.
+    there is no flush: replicas sum their gradients, and update, after one mini-batch of each of them. Stages
+    take what ``model`` says.
 
     Raises:
         PlanError: the model has no operator that takes time.
@@ -42,15 +43,16 @@ class PlaceReplicas:
     num_microbatches: int
     microbatch_size: int
     updates: StageUpdates | None = None
+    model: CostModel = PIPEC
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         seconds = operator_seconds(graph, self.microbatch_size, self.updates)
         blocks = blocks_of(seconds, spans_of_buffers(graph))
         operators = operator_graph(graph, blocks, seconds, self.microbatch_size)
-        most, model = self.num_microbatches, replace(PIPEC, step_microbatches=self.num_microbatches)
+        most, model = self.num_microbatches, replace(self.model, step_microbatches=self.num_microbatches)
         if self.updates:
             most = num_devices = len(self.topology.devices)
-            operators, model = with_versions(operators, graph, blocks, self.updates, num_devices), PIPEC
+            operators, model = with_versions(operators, graph, blocks, self.updates, num_devices), self.model
         stages = place(
             operators, self.topology, model, max_replicas=most, every_device=True, tolerance=TOLERANCE
         ).stages
