@@ -118,12 +118,11 @@ def compile(
             are several pipelines side by side: they take the microbatches in turn and sum their gradients.
             ``stages=1`` is data parallelism.
         replicas: how many ranks share each stage: 2 makes two pipelines of half as many stages. ``(3, 2, 1)``
-            puts the first of three stages on three ranks and so on, under ``1f1b``. ``"auto"``: as many as
-            the simulated step is fastest with.
-        asynchronous: lets ``schedule="auto"`` choose a schedule without a flush where its mini-batches follow
-            each other fastest. That is other mathematics: gradients are those of weights that lack up to as
-            many updates as there are stages less one, see docs/streams.md. It needs ``optimizer``; train with
-            ``pipe.stream``. False: only schedules that make the same step as the model alone.
+            puts the first of three stages on three ranks and so on, under ``1f1b`` or
+            ``pipedream``. ``"auto"``: as many as the simulated step is fastest with.
+        asynchronous: lets ``schedule="auto"`` choose a schedule without a flush where that is faster. It is
+            other mathematics: gradients are those of weights that lack some updates; see docs/streams.md. It
+            needs ``optimizer``; train with ``pipe.stream``.
         optimizer: makes the optimizer of ``(name, parameter)`` pairs, such as
             ``functools.partial(torch.optim.AdamW, lr=1e-3)``; every step then ends with its update, and
             ``pipe.optimizer`` is there for LR schedulers and checkpoints. See docs/optimizers.md. None: you

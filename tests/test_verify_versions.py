@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import pipec.ir.stream as stream_module
+import pipec.schedules.pipedream as pipedream_module
 from pipec.errors import InputError, VerifyError
 from pipec.ir import (
     Ending,
@@ -24,12 +26,13 @@ from pipec.ir import (
     Versions,
 )
 from pipec.ir.rounds import unrolled, window_of
+from pipec.ir.stream import window
 from pipec.ir.text import format_program, parse_program
 from pipec.programs.fold import excerpt, fold, num_to_lower
 from pipec.programs.lower import chain_links, lower
 from pipec.programs.memory import peak_in_flight
 from pipec.programs.verify import verify_programs, verify_rounds
-from pipec.schedules import make_schedule
+from pipec.schedules import Workload, make_schedule
 from pipec.schedules.chain import chain_ending
 from pipec.schedules.pipedream import ASYNCHRONOUS, pipedream
 from pipec.timeline.simulate import Costs, simulate
@@ -45,6 +48,12 @@ def rounds_of(name: str, *replicas: int, per_batch: int = 0) -> tuple[Schedule, 
     return schedule, fold(schedule, chain_links(len(replicas)), (), ending_of(schedule))
 
 
+def stream_links(num_stages: int) -> tuple[Link, ...]:
+    """A chain of stages, of which the last one tells every rank the loss of each microbatch."""
+    loss = Value("loss", "float32", ())
+    return (*chain_links(num_stages), Link(num_stages - 1, -1, Payload.OUTCOME, (loss,)))
+
+
 def ending_of(schedule: Schedule) -> Ending:
     return replace(chain_ending(schedule.placement, 0.5), updates=True, stream=schedule.stream)
 
@@ -58,7 +67,7 @@ def fault(
     """What the verifier says of stages with so many replicas after the programs of some ranks are changed."""
     per_batch = ASYNCHRONOUS[name].per_batch(replicas)
     schedule = ASYNCHRONOUS[name].of_batches(replicas, per_batch, num_batches)
-    links, ending = chain_links(len(replicas)), ending_of(schedule)
+    links, ending = stream_links(len(replicas)), ending_of(schedule)
     programs = list(lower(schedule, links, ending=ending))
     verify_programs(programs, schedule.placement, links, schedule.num_microbatches, ending=ending)
     for rank, edit in edits.items():
@@ -153,6 +162,105 @@ def test_no_rank_is_idle_in_the_steady_state(name: str) -> None:
     assert steady.seconds == pytest.approx(3 * ASYNCHRONOUS[name].per_batch((1, 1, 1, 1)))
     assert steady.bubble_rate == pytest.approx(0)
     assert steady_state(simulate(lower(make_schedule("1f1b", 4, 8), chain_links(4)), costs)) is None
+
+
+@pytest.mark.parametrize("replicas", [(2, 1), (3, 2, 1), (1, 3, 1), (2, 3), (2, 2), (15, 1)])
+def test_no_replica_is_idle_in_the_steady_state(replicas: tuple[int, ...]) -> None:
+    """Stages with r replicas take r times as long; each is proved for streams of any length."""
+    schedule, links = rounds_of("pipedream", *replicas)[0], stream_links(len(replicas))
+    ending = ending_of(schedule)
+    programs = fold(schedule, links, (), ending)
+    if sum(replicas) < 16:  # 15-1 takes seconds
+        verify_rounds(programs, schedule.placement, links, (), ending)
+    costs = Workload.uniform(len(replicas)).times(list(map(float, replicas))).costs(schedule, links)
+    played = excerpt(programs, schedule.stream, schedule.placement)
+    steady = steady_state(replace(simulate(played, costs), ending=ending))
+    assert steady is not None
+    assert steady.seconds == pytest.approx(3)
+    assert steady.bubble_rate == pytest.approx(0)
+
+
+@pytest.mark.parametrize("replicas", [(2, 1), (3, 2, 1), (1, 3, 1), (4, 2), (3, 1, 2)])
+def test_smaller_windows_make_ranks_idle(replicas: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No stage can have fewer mini-batches in flight, with the version rule that follows from that."""
+    right = [window(stage, replicas) for stage in range(len(replicas))]
+    for stage in range(len(replicas) - 1):
+        fewer = [each - (number == stage) for number, each in enumerate(right)]
+        for module in (stream_module, pipedream_module):
+            monkeypatch.setattr(module, "window", lambda stage, _, fewer=fewer: fewer[stage])
+        schedule = pipedream.of_batches(replicas, 1, 40 * sum(replicas))
+        links, ending = chain_links(len(replicas)), ending_of(schedule)
+        costs = Workload.uniform(len(replicas)).times(list(map(float, replicas))).costs(schedule, links)
+        programs = lower(schedule, links, ending=ending)
+        steady = steady_state(replace(simulate(programs, costs), ending=ending))
+        assert steady is not None
+        assert steady.bubble_rate > 0.01, fewer
+
+
+def test_the_window_of_replicas() -> None:
+    windows = {(1, 1, 1): [3, 2, 1], (2, 1): [2, 1], (2, 2): [2, 1], (15, 1): [2, 1], (3, 2, 1): [4, 2, 1]}
+    for replicas, expected in windows.items():
+        assert [window(stage, replicas) for stage in range(len(replicas))] == expected
+    versions = Stream(Versions.STASHED)
+    assert [versions.version(each, 0, (3, 2, 1)) for each in range(8, 17)] == [0] * 4 + [1] * 3 + [2] * 2
+    assert [versions.version(each, 1, (3, 2, 1)) for each in range(8)] == [0, 0, 0, 0, 1, 1, 2, 2]
+    assert [versions.version(each, 2, (3, 2, 1)) for each in range(4)] == [0, 1, 2, 3]
+
+
+def test_replicas_that_differ_in_their_updates_are_found() -> None:
+    replicated = functools.partial(fault, num_batches=9, replicas=(2, 1))
+    skipped = replicated({1: lambda own: own.pop(numbers_of(own, Op.UPDATE)[2])})
+    assert "stage 0 is updated 4 times; expected 5" in skipped
+    assert "update of stage 0 makes version 2; expected 1" in replicated({1: swap_versions})
+    other = replicated({1: change(Op.FORWARD, 3, version=1)})
+    assert "forward of stage 0, microbatch 7 reads version 1; expected 2" in other
+    read = replicated({1: change(Op.BACKWARD, 3, version=3)})
+    assert "backward of stage 0, microbatch 7 reads version 3; expected 2" in read
+    late = replicated({1: change(Op.UPDATE, 1, microbatch=4)})
+    assert "update 2 of stage 0 names microbatch 4; expected 2" in late
+
+
+def test_sums_that_are_missing_or_in_another_round_are_found() -> None:
+    replicated = functools.partial(fault, num_batches=9, replicas=(2, 1))
+
+    def drop(own: list[Instruction]) -> object:
+        return own.pop(numbers_of(own, Op.REDUCE_GRAD)[1])
+
+    missing = "reduce_grad of stage 0, bucket 0, round 2 meets reduce_grad of stage 0, bucket 0, round 4"
+    assert missing in replicated({1: drop})
+    assert "bucket 0 of stage 0 is summed 4 times; expected 5" in replicated({0: drop, 1: drop})
+    other = change(Op.REDUCE_GRAD, 1, microbatch=4)
+    assert missing in replicated({1: other})
+    assert "reduce_grad 2 of stage 0 names microbatch 4; expected 2" in replicated({0: other, 1: other})
+    early = replicated({1: move(Op.REDUCE_GRAD, 0, Op.FORWARD, 0)})
+    assert "the gradients of stage 0, microbatch 1, are made at" in early
+    assert "but belong into version 1" in early
+    late = replicated({0: move(Op.REDUCE_GRAD, 0, Op.UPDATE, 0)})
+    assert "version 1 of stage 0 is made before bucket 0 is summed for it" in late
+    next_one = replicated({0: move(Op.UPDATE, 3, Op.REDUCE_GRAD, 4)})
+    assert "bucket 0 of stage 0 is summed for version 5 before version 4 is made" in next_one
+    assert "reduce_grad of stage 0 names bucket 3; expected 0" in replicated(
+        {0: change(Op.REDUCE_GRAD, 1, bucket=3)}
+    )
+
+
+def test_a_script_that_would_wait_for_ever_is_found() -> None:
+    """The loss of a mini-batch arrives only behind an update that the script says how to make."""
+    replicated = functools.partial(fault, num_batches=9, replicas=(2, 1))
+
+    def receive_late(own: list[Instruction]) -> None:
+        moved = own.pop(next(at for at, each in enumerate(own) if is_loss(each) and each.microbatch == 0))
+        own.insert(numbers_of(own, Op.UPDATE)[0] + 1, moved)
+
+    found = replicated({1: receive_late})
+    told = (
+        "what waits until mini-batch 1 is asked for comes before the results of mini-batch 0 are on their way"
+    )
+    assert told in found
+
+
+def is_loss(instruction: Instruction) -> bool:
+    return instruction.link is not None and instruction.link.payload is Payload.OUTCOME
 
 
 def test_a_version_that_another_one_should_be_is_found() -> None:

@@ -92,15 +92,16 @@ def lower(
         leaving[each.route.source].append(each)
         if each.route.crosses_ranks:
             arriving[each.route.target].append(each)
+    sums: list[tuple[float, Meeting]] = []
     if schedule.stream:
-        meetings = round_ends.meetings(schedule, rounds, order.ends, ending)
+        sums, meetings = round_ends.meetings(schedule, rounds, order.ends, ending)
     else:
         meetings = Meetings(index, order.ends, links, ending).all()
     buffered = np.array([*(link.payload.between_computes for link in links), False])
     programs = []
     for rank in range(schedule.num_ranks):
         blocks = {
-            Kind.RECEIVE: _receives(order, rank, arriving[rank]),
+            Kind.RECEIVE: _receives(order, rank, arriving[rank], sums),
             Kind.COMPUTE: _computes(index, rank, recompute),
             Kind.SEND: _sends(leaving[rank]),
             Kind.COLLECTIVE: _joined(
@@ -230,8 +231,13 @@ def _in_order(blocks: Mapping[Kind, _Block]) -> Ints:
     return np.ascontiguousarray(_joined(ordered).rows[:, order])
 
 
-def _receives(unit_order: _UnitOrder, rank: int, arriving: Sequence[_Traffic]) -> _Block:
+def _receives(
+    unit_order: _UnitOrder, rank: int, arriving: Sequence[_Traffic], sums: Sequence[tuple[float, Meeting]]
+) -> _Block:
     """The receives of ``rank``, each at the position where it is posted, in the order of the sends.
+
+    Between these are the ``sums`` of rounds that it takes part in, as they begin. Whoever waits for what
+    comes after one of the two, such as a script for results, does not hold up one that is earlier.
 
     A receive is posted at the position that the rank has reached when the message is sent, or one position
     before its reader if that is earlier and the message does not depend on the cell there. Nothing but
@@ -248,8 +254,11 @@ def _receives(unit_order: _UnitOrder, rank: int, arriving: Sequence[_Traffic]) -
         stage, source = route.link.target, route.source
         blocks.append(_block(posts, OP_CODE[Op.RECV], stage, route.microbatches, route.number, source, -1))
         order.append(np.stack([np.full_like(posts, route.number), each.producers, posts * 0 + source, sent]))
+    own = [(time, each) for time, each in sums if rank in each.positions]
+    blocks.append(_meetings([each for _, each in own], rank))
+    order.append(np.array([(-1.0, -1.0, -1.0, time) for time, _ in own]).reshape(-1, 4).T)
     joined = _joined(blocks)
-    if not blocks:
+    if not arriving and not own:
         return joined
     sorted_by_send = np.lexsort(np.concatenate(order, axis=1))
     positions, rows = joined.positions[sorted_by_send], joined.rows[:, sorted_by_send]
@@ -287,9 +296,9 @@ def _computes(index: OrderIndex, rank: int, recompute: Collection[int]) -> _Bloc
     return _joined([replays, computes])
 
 
-def _meetings(meetings: Sequence[Meeting], rank: int, kind: Kind) -> _Block:
-    """The collectives, updates or releases that a rank takes part in."""
-    own = [each for each in meetings if rank in each.positions and each.op.traits.kind is kind]
+def _meetings(meetings: Sequence[Meeting], rank: int, kind: Kind | None = None) -> _Block:
+    """The collectives, updates or releases that a rank takes part in, or all of these."""
+    own = [each for each in meetings if rank in each.positions and kind in (None, each.op.traits.kind)]
     positions = np.array([each.positions[rank] for each in own], np.int32)
     columns = [(OP_CODE[x.op], x.stage, x.microbatch, -1, -1, -1, x.bucket, -1, -1, x.version) for x in own]
     return _block(positions, *np.array(columns, np.int32).reshape(-1, NUM_COLUMNS).T)

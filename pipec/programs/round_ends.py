@@ -103,22 +103,28 @@ def version_reads(index: OrderIndex, ends: Sequence[RoundEnd]) -> tuple[Ints, In
 
 def meetings(
     schedule: Schedule, ends: Sequence[RoundEnd], times: Sequence[Floats], ending: Ending
-) -> list[Meeting]:
-    """The sums and updates of all rounds, in the order in which the ranks come to them.
+) -> tuple[list[tuple[float, Meeting]], list[Meeting]]:
+    """The sums of all rounds, each with the time at which the last rank has made its gradients; and updates.
 
-    ``times[rank]`` are those at which the positions of a rank end in the unit order.
+    With the sums are those updates of replicas that no cell waits for. ``times[rank]`` are those at which the
+    positions of a rank end in the unit order.
     """
-    found: list[tuple[float, Meeting]] = []
+    sums: list[tuple[float, Meeting]] = []
+    updates: list[Meeting] = []
     for each in ends:
         ranks = schedule.placement[each.stage]
         over = max(float(times[rank][position]) for rank, position in each.ready.items())
         reached = {rank: int(np.searchsorted(times[rank], over, "right")) for rank in ranks}
         for number in ending.buckets_of(each.stage):
-            reduce = Meeting(Op.REDUCE_GRAD, reached, each.stage, number, each.first)
-            found.append((over, reduce))
+            sums.append((over, Meeting(Op.REDUCE_GRAD, reached, each.stage, number, each.first)))
         for rank in ranks:
             awaiting = [of[rank] for of in (each.readers, each.next_ready) if rank in of]
-            position = min(awaiting, default=reached[rank]) if len(ranks) > 1 else each.ready[rank] + 1
+            if len(ranks) == 1:
+                awaiting = [each.ready[rank] + 1]
+            position = min(awaiting, default=reached[rank])
             update = Meeting(Op.UPDATE, {rank: position}, each.stage, -1, each.first, each.version)
-            found.append((over, update))
-    return [meeting for _, meeting in sorted(found, key=lambda pair: pair[0])]
+            if awaiting:
+                updates.append(update)
+            else:
+                sums.append((over, update))
+    return sorted(sums, key=lambda pair: pair[0]), updates

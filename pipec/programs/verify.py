@@ -29,7 +29,7 @@ from pipec.ir import (
 from pipec.ir.columns import OP_CODE, OPS, Instructions, Ints
 from pipec.ir.rounds import unrolled, window_of
 from pipec.ir.text import format_link, instruction_lines
-from pipec.programs import ending_rules, join_rules, meeting_rules, part_rules, versions
+from pipec.programs import ending_rules, join_rules, meeting_rules, part_rules, script_rules, versions
 from pipec.programs.counterexample import counterexample
 from pipec.programs.faults import Fault
 from pipec.programs.fields import first_of_each_kind, misfits
@@ -127,10 +127,14 @@ def verify_rounds(
                 f"rank {program.rank} does not repeat instructions for microbatches 0 to {last} every "
                 f"{period} mb, as expected, but those for {sorted(named)[:9]} every {program.period} mb"
             )
-    most = 2 * max(map(window_of, programs)) + period
+    most = -(-(2 * max(map(window_of, programs)) + period) // size) * size
+    written = [Instructions.of(unrolled(each, most).instructions, tuple(links)) for each in programs]
     for count in range(size, most + size, size):
-        written = [unrolled(program, count) for program in programs]
-        verify_programs(written, placement, links, count, recompute=recompute, ending=ending)
+        shorter = [
+            Program(program.rank, each.where(each.microbatches < count))
+            for program, each in zip(programs, written, strict=True)
+        ]
+        verify_programs(shorter, placement, links, count, recompute=recompute, ending=ending)
 
 
 def _explain(step: StepIndex, fault: Fault) -> str:
@@ -329,7 +333,8 @@ def _keeps_channel_order(step: StepIndex) -> Iterator[Fault]:
 def _finishes(step: StepIndex) -> Iterator[Fault]:
     """No rank waits forever, even if every send waits until its receive is posted."""
     meetings = meeting_waits(step)
-    waits = _together([_waits(step.deliveries), waits_for_gradients(step), meetings.waits])
+    told = script_rules.waits_for_results(step)
+    waits = _together([_waits(step.deliveries), waits_for_gradients(step), meetings.waits, told])
     stalled = stalls([*(len(columns) for columns in step.columns), *[1] * meetings.count], waits)
     if stalled:
         ring = circle(meetings.of_ranks(stalled))
@@ -398,6 +403,7 @@ RULES: tuple[Callable[[StepIndex], Iterator[Fault]], ...] = (
     _posts_before_reading,
     _frees_after_last_use,
     _spares_live_slots,
+    script_rules.results_in_time,
     _keeps_channel_order,
     _finishes,
     _posts_after_what_messages_need,

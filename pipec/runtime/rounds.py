@@ -3,8 +3,9 @@
 A round is linked once for each of the frames that its microbatches take in turn. A stream then fills a frame
 when a microbatch is first named, and calls the actions, one after the other.
 
-A rank pauses before it would know the results of the mini-batch after the one that the script has asked for.
-Whatever it does until then needs no update for which the script has not yet said how to make it.
+A rank pauses before it would know all results of a mini-batch that the script has not asked for yet, or make
+an update of which such a one is the last. ``pipec.programs.script_rules`` proves that the script gets what
+comes before.
 """
 
 import contextlib
@@ -155,23 +156,29 @@ class RoundInterpreter:
                 microbatch = offset + number * period
                 if microbatch < 0 or not self._admits(microbatch):
                     continue
-                while self._learns[place] and self._knows_enough(microbatch):
+                while self._asked < self._asked_for(place, microbatch):
                     yield
                 self._instruction = place, replace(instructions[place], microbatch=microbatch)
                 self._outcomes.microbatch = microbatch
                 if instructions[place].op is Op.UPDATE:
-                    self._updating.groups = self._groups_of(instructions[place].stage, microbatch)
+                    self._updating.groups = self._groups_of(self._asked_for(place, microbatch))
                     self._num_updates[instructions[place].stage] += 1
                 self._actions[place][microbatch % self._window]()
                 if self._learns[place]:
                     self._note_learned(microbatch)
             number += 1
 
-    def _knows_enough(self, microbatch: int) -> bool:
-        """Whether to pause before all results of a further mini-batch are known, or made."""
-        number = microbatch // self._plan.num_microbatches
-        completes = number == self._num_known and self._learned[number] == self._num_to_learn - 1
-        return self._num_known > self._asked + (1 if not completes else 0)
+    def _asked_for(self, place: int, microbatch: int) -> int:
+        """The mini-batch that the script must have asked for before an instruction runs; -1 for none."""
+        stream, per_batch = self._plan.ending.stream, self._plan.num_microbatches
+        assert stream is not None, "programs without end have mini-batches"
+        if self._learns[place] and microbatch // per_batch == self._num_known:
+            return self._num_known if self._learned[self._num_known] == self._num_to_learn - 1 else -1
+        each = self._program.instructions[place]
+        if each.op is Op.UPDATE:
+            behind = microbatch + stream.per_update(each.stage, replicas_of(self._plan.placement))
+            return int(min(behind, self._end)) // per_batch - 1
+        return -1
 
     def _note_learned(self, microbatch: int) -> None:
         self._learned[microbatch // self._plan.num_microbatches] += 1
@@ -179,19 +186,11 @@ class RoundInterpreter:
             del self._learned[self._num_known]
             self._num_known += 1
 
-    def _groups_of(self, stage: int, first: int) -> Groups:
-        """The hyperparameters of the update for the round that begins with a microbatch.
-
-        They are those of its last mini-batch, or the last there are if nobody asks for that one.
-        """
-        stream = self._plan.ending.stream
-        assert stream is not None, "programs without end have mini-batches"
-        behind = first + stream.per_update(stage, replicas_of(self._plan.placement))
-        last = min(behind, self._end) // self._plan.num_microbatches - 1
-        for number in [each for each in self._groups if each < last]:
+    def _groups_of(self, batch: int) -> Groups:
+        """The hyperparameters of when the script asked for a mini-batch, or the last ones if it has not."""
+        for number in [each for each in self._groups if each < batch]:
             del self._groups[number]
-        assert last in self._groups or self._asked == math.inf, "an update is made once it is asked for"
-        return self._groups[last if last in self._groups else math.inf]
+        return self._groups[batch if batch in self._groups else math.inf]
 
     def _admits(self, microbatch: int) -> bool:
         """Whether a microbatch exists. When it is first asked for, its frames are filled."""
