@@ -8,11 +8,12 @@ mini-batches of its own, of the size of the profile. Compared are seconds from o
 
 * *data parallelism*: one stage on all devices, whose sums of gradients run beside its backward;
 * *straight*: the planner's stages without replicas, under ``pipedream``;
-* *planned*: the planner's stages with any numbers of replicas, under ``pipedream``.
+* *planned*: its stages with any numbers of replicas, under ``pipedream``.
 
 The planner is asked as ``pipec.compile`` asks it: under two cost models, for all levels of links and for the
-slowest one between any two devices; the simulator decides. All are verified programs, on the links of ``scaling.py``. The last
-columns are what PipeDream's own cost model says of the plan that is best for it, and what the paper reports.
+slowest one between any two devices; the simulator decides. All are verified programs, on the links of
+``scaling.py``. The last columns are what PipeDream's own cost model says of the plan that is best for it, and
+what the paper reports.
 """
 
 import argparse
