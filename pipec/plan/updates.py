@@ -98,7 +98,7 @@ def _updated(
     for number, share in divided.items():
         memory = _divided(plan, stage, ending.buckets[number], share, memory)
     if not ending.shard:
-        travels = sum(_travelling_bytes(plan, number) for number in ending.buckets_of(stage.index))
+        travels: float = sum(_travelling_bytes(plan, number) for number in ending.buckets_of(stage.index))
         if ending.stream and ending.stream.versions is Versions.DOUBLE and ending.buckets_of(stage.index):
             travels += memory.gradients  # while these travel, those of the next mini-batch are added up
         memory = replace(memory, gradients=memory.gradients + travels)
