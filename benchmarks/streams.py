@@ -59,8 +59,8 @@ def stream_artifact(name: str) -> Artifact:
     """The sleeping stages of ``schedules.py`` under a schedule without a flush."""
     made, replicas = ASYNCHRONOUS[name], (1,) * RANKS
     per_batch = made.per_batch(replicas)
-    count = num_to_lower(Stream(made.versions, per_batch), replicas) // per_batch
-    schedule = made.of_batches(replicas, per_batch, count)
+    count = num_to_lower(Stream(made.versions, per_batch), replicas)
+    schedule = made.of_batches(replicas, per_batch, count // per_batch)
     loss = (Value("loss", "float32", ()),)
     links = (*chain_links(RANKS), Link(RANKS - 1, -1, Payload.OUTCOME, loss))
     ending = Ending(updates=True, stream=schedule.stream)
@@ -81,7 +81,7 @@ def measure_stream(name: str, ranks: Ranks) -> Row:
     made = stream_artifact(name)
     count, parameters = made.plan.num_microbatches, parameters_of(made)
     updates = Updates(functools.partial(torch.optim.SGD, lr=0.1), None, parameters)
-    updates.bind(made.plan, parameters, list(ranks.devices), ranks.world.distributed, lambda own: [own])
+    updates.bind(made.plan, parameters, ranks.devices, ranks.world.distributed, lambda own: [own])
     execution = StreamExecution(made, parameters, {}, ranks, updates)
     batch = StreamBatch([{"x": torch.zeros(1)}] * count, [1] * count, [1 / count] * count)
     measured = []

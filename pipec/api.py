@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipec.capture.call import Call, on_device
+from pipec.capture.call import Call
 from pipec.capture.splitting import Batched, divide, positional_names
 from pipec.capture.tracer import capture
 from pipec.compiler.autotuner import Autotuner
@@ -383,9 +383,9 @@ def profile(
             f"microbatch_size is {size}; expected 1 to the {call.batch_size} rows of the example"
         )
     where = usable_device(device)
-    model, call = on_device(example.model, call.rows(0, size), where)
-    graph = capture(model, example.loss_fn, Mode.TRAIN, call, ModelTensors.of(model).canonical, where)
-    return profile_graph(graph, model, call, where, repeats, ranks, show)
+    model, rows = example.model, call.rows(0, size)
+    graph = capture(model, example.loss_fn, Mode.TRAIN, rows, ModelTensors.of(model).canonical, where)
+    return profile_graph(graph, model, rows, where, repeats, ranks, show)
 
 
 def topology_of(given: Topology | str | Path | None, num_ranks: int, link: LinkModel) -> Topology:

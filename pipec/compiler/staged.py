@@ -66,13 +66,14 @@ class Trial:
         return self.schedule.stream is not None
 
     def artifact(self) -> Artifact:
-        """The plan, the programs and the code of the stages."""
+        """The plan, the programs and the code of the stages. Constants are on the host, for any process."""
         names, graph = self.staged.names, self.staged.graph
         sources = tuple(
             StageSource.of(graph, functions, names, stage_title(stage, self.plan)).write()
             for functions, stage in zip(self.stages, self.plan.stages, strict=True)
         )
-        return Artifact(self.plan, sources, self.programs, graph.constants)
+        constants = {name: x if x.is_meta else x.cpu() for name, x in graph.constants.items()}
+        return Artifact(self.plan, sources, self.programs, constants)
 
 
 class StagedGraph:

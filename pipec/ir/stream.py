@@ -4,10 +4,12 @@ Stages have replicas here: ``replicas[s]`` is their number for stage s. Microbat
 runs on the replica i mod r, so that r microbatches, one on each, are a *round* of the stage.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 
 
 class Versions(StrEnum):
@@ -71,19 +73,24 @@ class Stream:
 
 
 def window(stage: int, replicas: Sequence[int]) -> int:
-    """How many microbatches a replica of a stage has in flight, so that no rank has to idle.
+    """How many microbatches a replica of a stage has in flight: no more than keep all ranks busy.
 
-    A stage with r replicas, behind which comes one with q that has w in flight, has
+    The last stage has 1. A stage with r replicas, behind which comes one with q that has w in flight, has
 
         2 + ceil((q (w + 1) - 2 gcd(q, r)) / r)
 
-    and the last stage has 1. It is p - s in stage s of p if all have as many. The replicas of a stage begin a
-    round together, when they have the version that the one before made. Let all stages be equally fast: those
-    with r replicas take r units of time for a microbatch. A round then begins when the q-th of a round of the
-    stage behind may have to wait for what is up to q - gcd(q, r) microbatches later, and what comes back does
-    so up to r - gcd(q, r) later than the first of its round. Fewer in flight make ranks idle.
+    which is p - s in stage s of p if all have as many. Let a stage with r replicas take r units of time for a
+    microbatch, and all replicas of a stage begin a round together. A microbatch then waits for up to
+    q - gcd(q, r) units until the stage behind begins its round, which sends gradients back q w units later,
+    and these wait for up to r - gcd(q, r) units for their round here. After so long, r (w_s - 1) units, the
+    replica is through with the microbatches that it has begun before. With fewer, some rank idles.
     """
-    found = 1
-    for own, behind in reversed([*zip(replicas[stage:], replicas[stage + 1 :], strict=False)]):
-        found = 2 - (2 * math.gcd(own, behind) - behind * (found + 1)) // own
-    return found
+    return _windows(tuple(replicas))[stage]
+
+
+@functools.cache
+def _windows(replicas: tuple[int, ...]) -> tuple[int, ...]:
+    found = [1]
+    for own, behind in reversed([*pairwise(replicas)]):
+        found.append(2 - (2 * math.gcd(own, behind) - behind * (found[-1] + 1)) // own)
+    return tuple(reversed(found))

@@ -7,10 +7,8 @@ round, so that the sum has until then to travel. A stage on one rank has nothing
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pipec.ir import GRADIENT_PHASES, Ending, Op, Phase, Schedule, replicas_of
 from pipec.ir.columns import PHASE_CODE, PHASES, Floats, Ints
@@ -63,25 +61,29 @@ def _of_stage(index: OrderIndex, stage: int) -> Iterator[RoundEnd]:
     count = schedule.stream.per_update(stage, replicas_of(schedule.placement))
     begins, ends = (of[_GRADIENTS, stage].max(axis=0) for of in (index.firsts, index.lasts))
     forwards, versions = index.firsts[PHASE_CODE[Phase.FORWARD], stage], read_versions(schedule)[stage]
-    rounds = np.arange(schedule.num_microbatches) // count
-    for number, first in enumerate(range(0, schedule.num_microbatches, count)):
+    for version, first in enumerate(range(0, schedule.num_microbatches, count), start=1):
+        own, following = (slice(first + turn * count, first + (turn + 1) * count) for turn in (0, 1))
+        reading = slice(*np.searchsorted(versions, [version, version + 1]).tolist())
         yield RoundEnd(
             stage,
             first,
-            number + 1,
-            _by_rank(index, stage, rounds == number, ends, np.max),
-            _by_rank(index, stage, rounds == number + 1, begins, np.min),
-            _by_rank(index, stage, rounds == number + 1, ends, np.max),
-            _by_rank(index, stage, versions == number + 1, forwards, np.min),
+            version,
+            _by_rank(index, stage, own, ends, max),
+            _by_rank(index, stage, following, begins, min),
+            _by_rank(index, stage, following, ends, max),
+            _by_rank(index, stage, reading, forwards, min),
         )
 
 
 def _by_rank(
-    index: OrderIndex, stage: int, which: NDArray[np.bool_], positions: Ints, choose: Callable[[Ints], Any]
+    index: OrderIndex, stage: int, microbatches: slice, positions: Ints, choose: Callable[[int, int], int]
 ) -> dict[int, int]:
     """The first or last of the ``positions`` of these microbatches on each rank that runs some."""
-    ranks, found = index.ranks[stage, which], positions[which]
-    return {rank: int(choose(found[ranks == rank])) for rank in np.unique(ranks).tolist()}
+    found: dict[int, int] = {}
+    ranks = index.ranks[stage, microbatches].tolist()
+    for rank, position in zip(ranks, positions[microbatches].tolist(), strict=True):
+        found[rank] = choose(found.get(rank, position), position)
+    return found
 
 
 def version_reads(index: OrderIndex, ends: Sequence[RoundEnd]) -> tuple[Ints, Ints]:

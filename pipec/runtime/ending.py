@@ -5,7 +5,6 @@ reads within the program is waited for when the program is over.
 """
 
 import functools
-import time
 
 import torch
 
@@ -203,11 +202,11 @@ class EndingLinker:
 
     def _noted(self, finish: Action) -> Action:
         """Wait for the collective that is linked, and note when it was over."""
-        over, number = self._rank.over, self._num_collectives - 1
+        over, clock, number = self._rank.over, self._rank.clock, self._num_collectives - 1
 
         def wait() -> None:
             finish()
-            over[number] = time.perf_counter_ns()
+            over[number] = clock.now()
 
         return wait
 
@@ -218,7 +217,7 @@ class EndingLinker:
         def act() -> None:
             for wait in waits:
                 wait()
-            self._rank.note_arrival()
+            self._rank.clock.note_arrival()
             action()
 
         return act

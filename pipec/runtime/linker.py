@@ -306,7 +306,7 @@ class Linker:
             else:
                 raise self._unknown(stage, microbatch, name, reader)
         if waits:
-            waits.append(self._rank.note_arrival)
+            waits.append(self._rank.clock.note_arrival)
         return _taking(self._rank.stages[stage].frames[microbatch], names, waits, dropped)
 
     def _weights(self, stage: int, reader: str) -> list[Action]:

@@ -21,12 +21,13 @@ from torch import Tensor
 from pipec.ir import Instruction, Op, Payload, Plan, Program, rank_of, replicas_of
 from pipec.ir.rounds import learns, rounds, updates_per_round, window_of
 from pipec.runtime.compute import Action
+from pipec.runtime.cuda import current_device
 from pipec.runtime.explain import located, telling
 from pipec.runtime.interpreter import bind_stages, loss_gradient, loss_of
-from pipec.runtime.launch import current_device
 from pipec.runtime.linker import Linker
 from pipec.runtime.outcomes import Outcomes, StreamBatch
 from pipec.runtime.rank import Rank, Updating
+from pipec.runtime.recording import clock_of
 from pipec.runtime.stage import StageCode
 from pipec.runtime.transport import Transport
 from pipec.runtime.updates import Updates
@@ -79,11 +80,16 @@ class RoundInterpreter:
             {},
             transport,
             loss_of(plan),
-            [0],
+            clock_of(device),
             self._updating,
         )
         self._actions = self._linked()
         self._per_round = updates_per_round(program)
+
+    @property
+    def inputs(self) -> set[str]:
+        """The inputs of the model that this rank reads."""
+        return set[str]().union(*(stage.inputs for stage in self._stages.values()))
 
     def begin(self, source: Source, emit: Emit, seed: int) -> None:
         """Start with a stream. Random operators draw from streams that depend on ``seed``."""

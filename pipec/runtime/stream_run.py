@@ -124,7 +124,7 @@ class ThreadsRun(StreamRun):
         self._over = False
         self._jobs = [functools.partial(self._work, each) for each in interpreters]
         self._worker = Worker("pipec stream")
-        self._worker.submit(self._run)
+        self._worker.submit(in_process.following(self._run))
 
     def results(self, groups: Groups) -> Results | None:
         number, self._num_asked = self._num_asked, self._num_asked + 1

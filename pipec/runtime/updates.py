@@ -200,7 +200,7 @@ class Updates:
             for name in stage.parameters
             if name in self._optimized
         }
-        self._copies[rank] = own
+        self._copies[rank] = {**self._copies.get(rank, {}), **own}
         return own
 
     def _divided(self, bucket: Bucket, num_replicas: int) -> Sharding:
