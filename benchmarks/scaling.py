@@ -229,11 +229,8 @@ def divided(graph: OperatorGraph, segments: int) -> list[tuple[int, ...]]:
 
 def hybrid(graph: OperatorGraph, topology: Topology, partition: Partition) -> float:
     """Seconds of a step of the partition with the best number of microbatches."""
-    size, replicas = topology.levels[0].size, [stage.replicas for stage in partition.stages]
-    stages = [
-        replace(stage, devices=tuple(sorted(stage.devices, key=lambda device: (device % size, device))))
-        for stage in partition.stages
-    ]
+    stages = over_hosts(topology, partition)
+    replicas = [stage.replicas for stage in stages]
     devices = [device for stage in stages for device in stage.devices]
     return min(
         Work(
@@ -241,6 +238,15 @@ def hybrid(graph: OperatorGraph, topology: Topology, partition: Partition) -> fl
         ).seconds()
         for parts in PARTS
     )
+
+
+def over_hosts(topology: Topology, partition: Partition) -> list[PlacedStage]:
+    """The stages, with replicas in an order in which consecutive microbatches go to different hosts."""
+    size = topology.levels[0].size
+    return [
+        replace(stage, devices=tuple(sorted(stage.devices, key=lambda device: (device % size, device))))
+        for stage in partition.stages
+    ]
 
 
 def main() -> None:

@@ -1,16 +1,20 @@
 """How fast mini-batches come out of two ranks whose stages sleep, with a flush after each and without.
 
 python benchmarks/streams.py
-python -m torch.distributed.run --standalone --nproc-per-node 2 benchmarks/streams.py
 
-A rank takes 30 ms for a microbatch. Without a flush one mini-batch should come out in the time that the
-slowest stage takes for it; with one, in (m + p - 1) / m of that, for m microbatches on p ranks.
+The ranks are threads first, then processes over gloo, which the command starts itself. A rank takes 30 ms for
+a microbatch. Without a flush one mini-batch should come out in the time that the slowest stage takes for it;
+with one, in (m + p - 1) / m of that, for m microbatches on p ranks. What is timed is what a script sees: from
+one loss to the next, once the pipeline is full. Every run is repeated; the median counts.
 """
 
 import functools
+import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from schedules import MICROBATCHES, RANKS, SECONDS, artifact, source
@@ -29,24 +33,26 @@ from pipec.runtime.stream_execution import StreamExecution
 from pipec.runtime.updates import Updates
 from pipec.schedules import ASYNCHRONOUS, make_schedule
 
-BATCHES, WARMUP = 40, 10
+BATCHES, WARMUP, RUNS = 40, 10, 5
 SLOWEST = sum(SECONDS.values())
 """Seconds that a rank takes for a microbatch."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """Seconds from one mini-batch to the next."""
+    """Seconds from one mini-batch to the next, simulated and ``measured`` in each run."""
 
     schedule: str
     microbatches: int
     simulated: float
-    measured: float
+    measured: list[float]
 
-    @property
-    def rate(self) -> float:
-        """As a share of the rate of the slowest stage."""
-        return self.microbatches * SLOWEST / self.measured
+    def line(self, ranks: str) -> str:
+        """With rates as shares of that of the slowest stage."""
+        rates = [self.microbatches * SLOWEST / seconds for seconds in self.measured]
+        times = f"{1e3 * self.simulated:.1f} | {1e3 * statistics.median(self.measured):.1f}"
+        spread = f"{min(rates):.1%} to {max(rates):.1%}"
+        return f"| {self.schedule} | {ranks} | {times} | {statistics.median(rates):.1%} | {spread} |"
 
 
 def stream_artifact(name: str) -> Artifact:
@@ -78,11 +84,13 @@ def measure_stream(name: str, ranks: Ranks) -> Row:
     updates.bind(made.plan, parameters, ranks.devices, ranks.world.distributed, lambda own: [own])
     execution = StreamExecution(made, parameters, {}, ranks, updates)
     batch = StreamBatch([{"x": torch.zeros(1)}] * count, [1] * count, [1 / count] * count)
-    run = execution.begin(lambda number: batch if number < BATCHES else None, 0)
-    times = []
-    while run.results(updates.optimizer.hyperparameters()) is not None:
-        times.append(time.perf_counter())
-    measured = (times[-1] - times[WARMUP]) / (len(times) - 1 - WARMUP)
+    measured = []
+    for _ in range(RUNS):
+        run = execution.begin(lambda number: batch if number < BATCHES else None, 0)
+        times = []
+        while run.results(updates.optimizer.hyperparameters()) is not None:
+            times.append(time.perf_counter())
+        measured.append((times[-1] - times[WARMUP]) / (len(times) - 1 - WARMUP))
     return Row(name, count, step_seconds(simulate_plan(made.plan, made.programs)), measured)
 
 
@@ -91,10 +99,10 @@ def measure_steps(name: str, ranks: Ranks) -> Row:
     execution = Execution(made, parameters_of(made), {}, ranks)
     span = Span([1] * MICROBATCHES, MICROBATCHES)
     times = []
-    for _ in range(BATCHES // MICROBATCHES + 1):
+    for _ in range(1 + RUNS):
         execution.run([torch.zeros(MICROBATCHES)], span, 0)
         times.append(time.perf_counter())
-    measured = (times[-1] - times[0]) / (len(times) - 1)
+    measured = [end - start for start, end in pairwise(times)]
     return Row(name, MICROBATCHES, step_seconds(simulate_plan(made.plan, made.programs)), measured)
 
 
@@ -102,18 +110,17 @@ def parameters_of(made: Artifact) -> dict[str, torch.nn.Parameter]:
     return {f"w{k}": torch.nn.Parameter(torch.zeros(1)) for k in range(len(made.plan.stages))}
 
 
-def table(rows: list[Row]) -> Iterator[str]:
-    yield "| schedule | microbatches | simulated ms | measured ms | of the slowest stage's rate |"
-    yield "|---|--:|--:|--:|--:|"
-    for row in rows:
-        times = f"{1e3 * row.simulated:.1f} | {1e3 * row.measured:.1f}"
-        yield f"| {row.schedule} | {row.microbatches} | {times} | {row.rate:.1%} |"
-
-
 def main() -> None:
     ranks = Ranks(RANKS, timeout=60.0)
-    rows = [measure_steps("1f1b", ranks), *(measure_stream(name, ranks) for name in ASYNCHRONOUS)]
-    log("\n".join(table(rows)))
+    alone = not ranks.world.distributed
+    if alone:
+        log("| schedule | ranks | simulated ms | measured ms | of the slowest stage's rate | of all runs |")
+        log("|---|---|--:|--:|--:|--:|")
+    for row in (measure_steps("1f1b", ranks), *(measure_stream(name, ranks) for name in ASYNCHRONOUS)):
+        log(row.line("threads" if alone else "processes"))
+    if alone:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+        subprocess.run([sys.executable, *launcher, __file__], check=True)
 
 
 if __name__ == "__main__":

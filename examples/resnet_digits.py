@@ -16,6 +16,19 @@ import pipec
 NUM_TRAIN, BATCH = 1536, 128
 
 
+def make_model() -> ResNetForImageClassification:
+    """For images of 32 by 32 pixels."""
+    config = ResNetConfig(
+        num_channels=1,
+        embedding_size=16,
+        hidden_sizes=[16, 32, 64],
+        depths=[2, 2, 2],
+        layer_type="basic",
+        num_labels=10,
+    )
+    return ResNetForImageClassification(config)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=3)
@@ -26,15 +39,7 @@ def main() -> None:
     images = F.interpolate(images, size=(32, 32))
     generator = torch.Generator().manual_seed(0)
 
-    config = ResNetConfig(
-        num_channels=1,
-        embedding_size=16,
-        hidden_sizes=[16, 32, 64],
-        depths=[2, 2, 2],
-        layer_type="basic",
-        num_labels=10,
-    )
-    pipe = pipec.compile(ResNetForImageClassification(config), devices=4, schedule="1f1b", microbatches=4)
+    pipe = pipec.compile(make_model(), devices=4, schedule="1f1b", microbatches=4)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=3e-3)
 
     for epoch in (bar := pipec.progress(range(args.epochs), "training")):

@@ -82,6 +82,7 @@ def compile(
     microbatches: int | None = None,
     stages: int | None = None,
     replicas: int | tuple[int, ...] | str = 1,
+    asynchronous: bool = False,
     optimizer: Factory | None = None,
     clip_grad_norm: float | None = None,
     shard: str | None = None,
@@ -120,6 +121,9 @@ def compile(
         replicas: how many ranks share each stage: 2 makes two pipelines of half as many stages. ``(3, 2, 1)``
             puts the first of three stages on three ranks and so on, under ``1f1b`` or
             ``pipedream``. ``"auto"``: as many as the simulated step is fastest with.
+        asynchronous: lets ``schedule="auto"`` choose a schedule without a flush where that is faster. It is
+            other mathematics: gradients are those of weights that lack some updates; see docs/streams.md. It
+            needs ``optimizer``; train with ``pipe.stream``.
         optimizer: makes the optimizer of ``(name, parameter)`` pairs, such as
             ``functools.partial(torch.optim.AdamW, lr=1e-3)``; every step then ends with its update, and
             ``pipe.optimizer`` is there for LR schedulers and checkpoints. See docs/optimizers.md. None: you
@@ -179,6 +183,7 @@ def compile(
             microbatches=microbatches,
             stages=stages,
             replicas=replicas,
+            asynchronous=asynchronous,
             optimizer=optimizer,
             clip_grad_norm=clip_grad_norm,
             shard=shard,
@@ -193,7 +198,7 @@ def compile(
             dynamic=dynamic,
         )
     limit = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
-    policy = policy_for(schedule, ranks.count, stages, replicas)
+    policy = policy_for(schedule, ranks.count, stages, replicas, asynchronous)
     check_updates(policy, optimizer is not None, shard, batch, on_nan)
     microbatches = check_choice(policy, microbatches)
     if batch == "local":
@@ -213,7 +218,13 @@ def compile(
         ending = replace(ending, on_nan=OnNan(on_nan))
     facts = _optimizer_facts(updates, optimizer, tensors)
     options = CompilerOptions(device_model, joined, recompute, measured, ending, facts)
-    tuner = Autotuner(policy, may_recompute=recompute == "auto", may_rearrange=batch != "local")
+    tuner = Autotuner(
+        policy,
+        may_recompute=recompute == "auto",
+        may_rearrange=batch != "local",
+        optimizer=facts,
+        bytes_per_second=device_model.memory_bytes_per_second,
+    )
     compiler = Compiler(
         model,
         loss_fn,
@@ -287,6 +298,7 @@ COMPILE = {
     "microbatches": whole(1, MOST_MICROBATCHES) | NONE,
     "stages": whole(1, MOST_RANKS) | NONE,
     "replicas": whole(1, MOST_RANKS) | one_of("auto") | instance("a tuple of the numbers", tuple),
+    "asynchronous": FLAG,
     "optimizer": Kind("a function such as functools.partial(torch.optim.AdamW, lr=1e-3)", callable) | NONE,
     "clip_grad_norm": number(0, math.inf) | NONE,
     "shard": one_of(*map(str, Shard), "auto") | NONE,

@@ -1,5 +1,7 @@
 """The pass that cuts: what it tells the planner, and what it makes of the answer."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -7,14 +9,15 @@ from torch import nn
 from pipec.capture.call import Call
 from pipec.capture.tracer import capture
 from pipec.errors import InfeasibleError
-from pipec.graph import TrainingGraph, copy_graph
+from pipec.graph import Parameter, TrainingGraph, copy_graph
 from pipec.hardware.devices import DEVICES
 from pipec.hardware.topology import alike
-from pipec.ir import Mode
+from pipec.ir import Mode, Versions
 from pipec.passes import run_passes
 from pipec.passes.annotate_cost import AnnotateCost
 from pipec.passes.cut_stages import CutStages
 from pipec.passes.simplify import Simplify
+from pipec.passes.stage_updates import StageUpdates
 
 ROWS, WIDTH = 4, 64
 LAYER_BYTES = 4 * WIDTH * WIDTH
@@ -50,3 +53,38 @@ def test_a_rank_holds_what_is_saved_for_each_microbatch_in_flight(graph: Trainin
     cut(graph, 5 * LAYER_BYTES, in_flight=(2, 1))
     with pytest.raises(InfeasibleError, match="1000 microbatches in flight"):
         cut(graph, 5 * LAYER_BYTES, in_flight=(1000, 1))
+
+
+def test_updates_after_each_mini_batch_count(graph: TrainingGraph) -> None:
+    """The optimizer's state of the second layer takes longer to read and write than all else."""
+    state = {"1.weight": 100 * LAYER_BYTES}
+    updates = StageUpdates(state, DEVICES["cpu"].memory_bytes_per_second, Versions.STASHED)
+    assert [stages_with(graph, each) for each in (None, updates)] == [[0, 0, 0, 1], [0, 0, 1, 1]]
+
+
+def stages_with(graph: TrainingGraph, updates: StageUpdates | None) -> list[int]:
+    """The stage of each layer."""
+    made = CutStages(alike(2, DEVICES["cpu"].link), ROWS, updates=updates)(copy_graph(graph))
+    layers = [node for node in made.arguments if isinstance(node.meta["role"], Parameter)]
+    return [min(user.meta["stage"] for user in node.users) for node in layers]
+
+
+@pytest.mark.parametrize(
+    ("versions", "resident", "in_flight"),
+    [(Versions.STASHED, -3, 3), (Versions.VERTICAL, 3, 0), (Versions.DOUBLE, 3, 0)],
+)
+def test_versions_of_what_is_trained_count(
+    graph: TrainingGraph, versions: Versions, resident: int, in_flight: int
+) -> None:
+    """Beside what is counted without them, in layers: where they are stashed, one for each in flight."""
+    none, some = (needed(graph, each) for each in (None, StageUpdates({}, 1e9, versions)))
+    assert [(new - old) / LAYER_BYTES for old, new in zip(none, some, strict=True)] == [resident, in_flight]
+
+
+def needed(graph: TrainingGraph, updates: StageUpdates | None) -> list[int]:
+    """The bytes that two stages hold together once, and for each microbatch in flight."""
+    devices = alike(2, DEVICES["cpu"].link, 1)
+    with pytest.raises(InfeasibleError) as told:
+        CutStages(devices, ROWS, (2, 1), updates)(copy_graph(graph))
+    found = re.findall(r"(\d+) bytes resident \+ (\d+) saved", str(told.value))
+    return [sum(map(int, each)) for each in zip(*found, strict=True)]

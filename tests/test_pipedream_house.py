@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from test_pipedream import ADAM, SGD, batches, delayed, pipeline
 
 import pipec
 from pipec.artifact.check import check_artifact
-from pipec.errors import InputError, VerifyError
+from pipec.cli.trial import load_filled, random_batches
+from pipec.errors import InfeasibleError, InputError, VerifyError
 from pipec.ir.text import parse_program
 from pipec.plan.memory import rank_memory
 from pipec.timeline.attribution import rank_memory_over_time
@@ -72,10 +74,12 @@ def test_the_command_line_runs_a_model_without_a_flush(tmp_path: Path) -> None:
     assert "a mini-batch every" in pipec_cli("plan", TARGET, *options).stdout
     pipec_cli("dump", TARGET, *options, "-o", tmp_path / "saved")
     assert "is sound: 2 stages, 2 ranks" in pipec_cli("check", tmp_path / "saved").stdout
-    facts = pipec_json("run", tmp_path / "saved", "--optimizer", MOMENTUM, "--steps", 3)
-    losses = facts["losses"]
-    assert isinstance(losses, list)
-    assert len(losses) == 3
+    facts = pipec_json("run", tmp_path / "saved", "--optimizer", MOMENTUM, "--steps", 5)
+    pipes = [load_filled(tmp_path / "saved", 0, MOMENTUM)[0] for _ in range(2)]
+    given = list(islice(random_batches(pipes[0].plan, 2), 5))
+    streamed, drained = list(pipes[0].stream_on(given)), list(map(pipes[1].step_on, given))
+    assert streamed != drained
+    assert facts["losses"] == [loss.item() for loss in streamed]
     failed = pipec_cli("plan", TARGET, "--devices", 2, "--schedule", "pipedream", status=2)
     assert "makes the updates itself; pass optimizer=" in failed.stderr
 
@@ -92,16 +96,21 @@ def test_the_plan_and_its_pictures_are_of_a_stream() -> None:
     assert highest == pytest.approx([need.total for need in rank_memory(pipe.plan, pipe.programs)])
 
 
-def test_versions_count_in_the_memory_limit() -> None:
-    """A limit between what 1F1B and what stashed versions need refuses the second alone."""
-    pipes = [of_schedule("pipedream"), of_schedule("1f1b")]
-    needs = [max(need.total for need in rank_memory(pipe.plan, pipe.programs)) for pipe in pipes]
-    assert needs[0] > needs[1]
-    limit = int(sum(needs) / 2)
-    of_schedule("1f1b", limit)
-    with pytest.raises(pipec.errors.InfeasibleError):
-        of_schedule("pipedream", limit)
+def test_the_cut_makes_room_for_versions() -> None:
+    """On the fastest cut stashed versions need more memory than 1F1B does; the planner finds another one."""
+    fastest, flushed = of_schedule("pipedream"), of_schedule("1f1b")
+    limit = int(most_needed(flushed))
+    assert most_needed(fastest) > limit
+    fitting = of_schedule("pipedream", limit)
+    assert most_needed(fitting) <= limit
+    assert fitting.plan.stages[0].last_operator < fastest.plan.stages[0].last_operator
+    with pytest.raises(InfeasibleError, match="nothing that was tried fits"):
+        of_schedule("pipedream", limit * 4 // 5)
 
 
 def of_schedule(schedule: str, limit: int | None = None) -> pipec.Pipeline:
     return pipeline(2, SGD, schedule, memory_limit=limit, microbatches=1, recompute="none")
+
+
+def most_needed(pipe: pipec.Pipeline) -> float:
+    return max(need.total for need in rank_memory(pipe.plan, pipe.programs))

@@ -143,6 +143,15 @@ def test_rounds_are_right_for_any_number_of_mini_batches(name: str, num_ranks: i
         ]
 
 
+@pytest.mark.parametrize("reader", [5, 6])
+def test_a_value_that_skips_stages_is_received_in_every_round(reader: int) -> None:
+    """It is received far ahead: for a while the last ranks do the same again and again without a receive."""
+    skip = Link(0, reader, Payload.ACTIVATION, (Value("skip", "float32", ()),))
+    schedule, _ = rounds_of("pipedream", *[1] * 7)
+    links, ending = (*chain_links(7), skip), ending_of(schedule)
+    verify_rounds(fold(schedule, links, (), ending), schedule.placement, links, (), ending)
+
+
 @pytest.mark.parametrize("name", ASYNCHRONOUS)
 def test_no_rank_is_idle_in_the_steady_state(name: str) -> None:
     schedule, programs = rounds_of(name, 1, 1, 1, 1)

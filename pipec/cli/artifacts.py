@@ -1,7 +1,7 @@
 """``pipec check`` and ``pipec run``: what needs a saved artifact and no compiler."""
 
 import time
-from itertools import repeat
+from itertools import islice, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -52,12 +52,15 @@ def run(
 
     An artifact that was compiled with an optimizer needs --optimizer, and --clip-grad-norm if it clips.
 
+    Mini-batches follow each other as in ``pipe.stream``: with a schedule that has no flush they overlap.
+
     It runs in one process, or in one for each rank: torchrun --nproc-per-node 4 -m pipec run DIR. Inputs that
     no file gives and parameters that were not saved are random: floats are normal, with deviation 0.02 for
     parameters, and buffers are ones. An artifact does not know the size of an embedding table, so keep
     --int-high within it.
 
-    JSON keys: losses and seconds, one of each for a step; random_tensors, how many were not saved.
+    JSON keys: losses and seconds, one of each for a step, since the loss before; random_tensors, how many
+    were not saved.
     """
     with status("loading torch"):
         from pipec.cli.trial import load_filled, random_batches, read_batch
@@ -66,11 +69,11 @@ def run(
     batches = repeat(read_batch(pipe.plan, inputs)) if inputs else random_batches(pipe.plan, int_high)
     if not as_json:
         log(_heading(pipe.plan, num_random, inputs, seed))
-    losses, seconds = [], []
-    for step, batch in zip(range(steps), batches, strict=False):
-        started = time.perf_counter()
-        losses.append(pipe.step_on(batch).item())
+    losses, seconds, started = [], [], time.perf_counter()
+    for step, loss in enumerate(pipe.stream_on(islice(batches, steps))):
+        losses.append(loss.item())
         seconds.append(time.perf_counter() - started)
+        started += seconds[-1]
         if not as_json:
             log(f"step {step:4}  loss {losses[-1]:.6f}  {format_seconds(seconds[-1])}")
     if as_json:

@@ -7,6 +7,7 @@ import typer
 
 from pipec.cli.options import (
     Around,
+    Asynchronous,
     Calibrate,
     ClipGradNorm,
     Devices,
@@ -45,6 +46,7 @@ def plan(
     microbatches: Microbatches = None,
     stages: Stages = None,
     replicas: Replicas = "1",
+    asynchronous: Asynchronous = False,
     optimizer: OptimizerName = None,
     clip_grad_norm: ClipGradNorm = None,
     shard: ShardName = None,
@@ -75,7 +77,7 @@ def plan(
         memory_limit,
         profile,
         topology,
-        Around(stages, replicas, optimizer, clip_grad_norm, shard),
+        Around(stages, replicas, asynchronous, optimizer, clip_grad_norm, shard),
         calibrated=calibrate,
         dynamic=not one_size,
     )
@@ -106,6 +108,7 @@ def dump(
     microbatches: Microbatches = None,
     stages: Stages = None,
     replicas: Replicas = "1",
+    asynchronous: Asynchronous = False,
     optimizer: OptimizerName = None,
     clip_grad_norm: ClipGradNorm = None,
     shard: ShardName = None,
@@ -123,7 +126,7 @@ def dump(
     """
     from pipec.ir.text import format_program
 
-    around = Around(stages, replicas, optimizer, clip_grad_norm, shard)
+    around = Around(stages, replicas, asynchronous, optimizer, clip_grad_norm, shard)
     pipe = prepare(
         target, devices, schedule, microbatches, recompute, memory_limit, profile, topology, around
     )

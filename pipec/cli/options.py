@@ -26,6 +26,7 @@ class Around:
 
     stages: int | None = None
     replicas: str = "1"
+    asynchronous: bool = False
     optimizer: str | None = None
     clip_grad_norm: float | None = None
     shard: Shard | None = None
@@ -101,6 +102,10 @@ Replicas = Annotated[
     typer.Option(
         "--replicas", help="Ranks that share a stage: 2, those of each stage such as 3-2-1, or auto."
     ),
+]
+Asynchronous = Annotated[
+    bool,
+    typer.Option("--asynchronous", help="Let --schedule auto choose one without a flush: delayed gradients."),
 ]
 OptimizerName = Annotated[
     str | None,

@@ -54,6 +54,7 @@ def prepare(
             microbatches=microbatches,
             stages=around.stages,
             replicas=replicas,
+            asynchronous=around.asynchronous,
             optimizer=load_optimizer(around.optimizer),
             clip_grad_norm=around.clip_grad_norm,
             shard=around.shard,

@@ -10,6 +10,7 @@ import typer
 from pipec.cli.drawing import check_output, draw, show_drawn
 from pipec.cli.options import (
     Around,
+    Asynchronous,
     ClipGradNorm,
     Devices,
     Drawing,
@@ -131,6 +132,7 @@ def schedule_target(
     ] = None,
     stages: Stages = None,
     replicas: Replicas = "1",
+    asynchronous: Asynchronous = False,
     optimizer: OptimizerName = None,
     clip_grad_norm: ClipGradNorm = None,
     shard: ShardName = None,
@@ -147,7 +149,7 @@ def schedule_target(
     from pipec.cli.target import prepare
     from pipec.viz import Step
 
-    around = Around(stages, replicas, optimizer, clip_grad_norm, shard)
+    around = Around(stages, replicas, asynchronous, optimizer, clip_grad_norm, shard)
 
     def planned(name: str) -> _Shown:
         pipe = prepare(target, devices, name, microbatches, recompute, memory_limit, around=around)

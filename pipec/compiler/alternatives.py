@@ -17,7 +17,7 @@ def alternative(trial: Trial) -> Alternative:
     return Alternative(
         schedule=trial.schedule.name,
         replicas=tuple(map(len, trial.schedule.placement)),
-        num_microbatches=trial.schedule.num_microbatches,
+        num_microbatches=trial.plan.num_microbatches,
         seconds=trial.seconds,
         peak_bytes=trial.peak_bytes,
         refused=f"needs {format_bytes(excess)} more than a device has" if excess else "",
@@ -68,4 +68,5 @@ def _explained(other: Alternative, taken: Alternative) -> Alternative:
     if replicas != format_replicas(taken.replicas):
         how = f"with replicas={replicas}" if replicas.isdigit() else "tried by replicas='auto'"
         return replace(other, refused=f"{-slower:.1%} faster, {how}")
-    return replace(other, refused="about as fast, with more and smaller microbatches")
+    smaller = ", with more and smaller microbatches" * (other.num_microbatches > taken.num_microbatches)
+    return replace(other, refused=f"about as fast{smaller}")

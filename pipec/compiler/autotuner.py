@@ -1,14 +1,17 @@
 """The fastest way to run a step: how many microbatches under which schedule, as the simulator scores them.
 
+Without a flush that is the time from one mini-batch to the next.
+
 A way to run a step is tried on the stages of a cut graph: its schedule is lowered, verified and simulated,
 once. The best trial is what is returned, with its plan and its programs.
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
+from itertools import product, takewhile
 
 from pipec.compiler.alternatives import alternative
 from pipec.compiler.policy import Replicas, SchedulePolicy
@@ -22,6 +25,9 @@ from pipec.passes.cut_for_replicas import CutForReplicas
 from pipec.passes.cut_stages import CutStages
 from pipec.passes.place_replicas import PlaceReplicas
 from pipec.passes.share_stages import ShareStages
+from pipec.passes.stage_updates import StageUpdates
+from pipec.plan.updates import OptimizerFacts
+from pipec.planner.cost_model import MAX_LOAD, PIPEC
 from pipec.schedules.replicas import neighbours, side_by_side
 
 CutGraph = Callable[[Pass], StagedGraph]
@@ -49,13 +55,16 @@ class Autotuner:
 
     If ``may_recompute``, ranks that would need more memory than they have get stages that recompute. Replicas
     of a stage are next to each other, or far apart if the ranks of a pipeline are ``side_by_side``; unless it
-    ``may_rearrange`` them, they are where they are.
+    ``may_rearrange`` them, they are where they are. Without a flush, stages update with the ``optimizer``, on
+    devices that move ``bytes_per_second``.
     """
 
     policy: SchedulePolicy
     may_recompute: bool
     side_by_side: bool = False
     may_rearrange: bool = True
+    optimizer: OptimizerFacts | None = None
+    bytes_per_second: float = math.inf
 
     def choose(
         self,
@@ -90,22 +99,30 @@ class Autotuner:
     ) -> list[tuple["Autotuner", Choice]]:
         """For each number of microbatches, the stages that the planner finds best for it, and who tries them.
 
-        Plans of which all stages have as many replicas are left out, and those that cannot be tried.
+        Without a flush the planner is asked several times, because its seconds are farther from what runs. A
+        stage has few mini-batches in flight, which do not always hide messages: so it also plans for messages
+        that nothing hides. And gradients are summed over all replicas of a stage, not level by level: so it
+        also plans for one level. Plans of which all stages have as many replicas are left out, and those that
+        cannot be tried.
         """
+        joins, models = [topology], [PIPEC]
+        if self.policy.is_asynchronous:
+            joins, models = list(dict.fromkeys([topology, topology.flat()])), [PIPEC, MAX_LOAD]
         found = []
-        for count in counts:
+        for count, joined, model in product(counts, joins, models):
+            size = split_sizes(batch, count)[0]
+            how = PlaceReplicas(joined, count, size, self.updates(count), model)
             with suppress(InputError, PlanError):
-                found += self._planned(cut, topology, batch, count)
+                found += self._planned(cut, how, batch)
         return found
 
-    def _planned(
-        self, cut: CutGraph, topology: Topology, batch: int, count: int
-    ) -> list[tuple["Autotuner", Choice]]:
+    def _planned(self, cut: CutGraph, how: PlaceReplicas, batch: int) -> list[tuple["Autotuner", Choice]]:
         """The first plan, or others that need less memory: what a rank lacks on one is set aside next."""
+        count = how.num_microbatches
         sizes = split_sizes(batch, count)
-        reserved = [0.0] * len(topology.devices)
+        reserved = [0.0] * len(how.topology.devices)
         for _ in range(_MEMORY_ATTEMPTS):
-            staged = cut(PlaceReplicas(topology.reserving(reserved), count, sizes[0]))
+            staged = cut(replace(how, topology=how.topology.reserving(reserved)))
             replicas = staged.graph.replicas
             if len({*replicas}) == 1 or not all(map(staged.graph.serves, sizes)):
                 return []
@@ -120,6 +137,10 @@ class Autotuner:
     def with_replicas(self, replicas: Replicas) -> "Autotuner":
         """The same on all ranks, with so many replicas of each stage, or of every one."""
         return replace(self, policy=self.policy.with_replicas(replicas), side_by_side=False)
+
+    def following(self, schedule: Schedule) -> "Autotuner":
+        """The same for steps that come after one of that schedule."""
+        return replace(self, policy=self.policy.following(schedule))
 
     def arrangements(self, topology: Topology) -> list["Autotuner"]:
         """The ways to put the replicas of stages on ranks that differ on these devices, this one first."""
@@ -137,17 +158,25 @@ class Autotuner:
         arranged = side_by_side if self.side_by_side else neighbours
         return arranged(self.policy.num_ranks, self.policy.replicas)
 
-    def fastest_cut(self, placement: Placement, topology: Topology, microbatch_size: int) -> Pass:
-        """The pass that cuts for the fastest step, whatever memory it takes.
+    def fastest_cut(self, placement: Placement, topology: Topology, count: int, size: int) -> Pass:
+        """The pass that cuts for the fastest step of so many microbatches, whatever memory it takes.
 
         Where a rank has several stages, all devices and links are taken to be alike.
         """
+        updates = self.updates(count)
         if not isinstance(self.policy.replicas, int):
-            return CutForReplicas(self.policy.replicas, microbatch_size)
+            return CutForReplicas(self.policy.replicas, size, updates)
         if not _is_straight(placement):
-            return self.shared(CutStages(alike(len(placement), topology.slowest_link), microbatch_size))
+            return self.shared(CutStages(alike(len(placement), topology.slowest_link), size))
         devices = self.grouped(topology).without_limits()
-        return self.shared(CutStages(devices, microbatch_size))
+        return self.shared(CutStages(devices, size, updates=updates))
+
+    def updates(self, count: int) -> StageUpdates | None:
+        """The updates after each mini-batch of so many microbatches; None where there is a flush."""
+        if not (self.policy.may_be_asynchronous and self.optimizer):
+            return None
+        state, versions = self.optimizer.state_bytes or {}, self.policy.versions
+        return StageUpdates(state, self.bytes_per_second, versions, count)
 
     def grouped(self, topology: Topology) -> Topology:
         """What a pipeline runs on: a device for each group of ranks that act for one of its ranks."""
@@ -165,6 +194,17 @@ class Autotuner:
         short = (rank for rank, excess in enumerate(trial.excess) if excess)
         again = frozenset(stage for rank in short for stage in stages_on(trial.plan.placement, rank))
         return staged.recomputing(again).trial(schedule, size)
+
+
+def best_of(found: Sequence[tuple[Autotuner, Choice]]) -> tuple[Autotuner, Choice]:
+    """The fastest choice that fits; of those about as fast, one with a flush, if there is one."""
+    fastest = min((choice.best for _, choice in found), key=lambda trial: trial.score)
+
+    def order(trial: Trial) -> tuple[bool, bool, tuple[float, float]]:
+        lacking, near = trial.score[0] > fastest.score[0], fastest.seconds * (1 + _CLOSE)
+        return lacking or trial.seconds > near, trial.overlaps, trial.score
+
+    return min(found, key=lambda each: order(each[1].best))
 
 
 @dataclass
@@ -194,7 +234,7 @@ class _Search:
         best, base = self._best()
         schedule, size = best.schedule, best.plan.microbatch_size
         work = functools.partial(base.workload, schedule.placement, size)
-        searched = self.tuner.policy.searched(schedule.num_microbatches, schedule.placement, work)
+        searched = self.tuner.policy.searched(schedule, work)
         trials = [best, *(self.tuner.fitting(base, order, size) for order in searched)]
         return Choice(min(trials, key=lambda trial: trial.score), base, tried)
 
@@ -202,7 +242,7 @@ class _Search:
         """Try the fastest cut and, unless the best schedule fits on it, cuts that need less memory."""
         first = self.sizes[self.counts[0]]
         try:
-            fastest = self.tuner.fastest_cut(placement, topology, first)
+            fastest = self.tuner.fastest_cut(placement, topology, self.counts[0], first)
             nearest = self._nearest(cut(fastest), placement)
         except PlanError as error:
             self.obstacle = self.obstacle or error
@@ -222,11 +262,12 @@ class _Search:
         """
         count = next(count for count in self.counts if self.sizes[count] == size)
         in_flight = self.tuner.policy.in_flight(count)
+        updates = self.tuner.updates(count)
         devices, members = self.tuner.grouped(topology), self.tuner.members()
         reserved = [0.0] * len(devices.devices)
         for _ in range(_MEMORY_ATTEMPTS):
             try:
-                within = CutStages(devices.reserving(reserved), size, in_flight)
+                within = CutStages(devices.reserving(reserved), size, in_flight, updates)
                 nearest = self._nearest(cut(self.tuner.shared(within)), placement)
             except PlanError as error:
                 self.obstacle = self.obstacle or error
@@ -269,11 +310,16 @@ class _Search:
             return []
 
     def _best(self) -> tuple[Trial, StagedGraph]:
-        """The fastest that fits; of those about as fast, the one with the fewest and largest microbatches."""
+        """The fastest that fits; of those about as fast, the one with the fewest and largest microbatches.
+
+        Only what is faster is taken without a flush.
+        """
         fastest, _ = min(self.trials, key=lambda pair: pair[0].score)
         lacking, near = max(fastest.excess), fastest.seconds * (1 + _CLOSE)
         as_fast = [pair for pair in self.trials if max(pair[0].excess) == lacking and pair[0].seconds <= near]
-        return min(as_fast, key=lambda pair: (pair[0].schedule.num_microbatches, pair[0].seconds))
+        return min(
+            as_fast, key=lambda pair: (pair[0].overlaps, pair[0].plan.num_microbatches, pair[0].seconds)
+        )
 
 
 def _is_straight(placement: Placement) -> bool:

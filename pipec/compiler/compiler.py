@@ -19,7 +19,7 @@ from pipec.capture.symbols import FixedVariableError
 from pipec.capture.tracer import capture
 from pipec.capture.variables import symbolic_choices
 from pipec.compiler.alternatives import refused, shard_costs
-from pipec.compiler.autotuner import Autotuner, Choice, CutGraph
+from pipec.compiler.autotuner import Autotuner, Choice, CutGraph, best_of
 from pipec.compiler.captures import Captures, Kind, Signature
 from pipec.compiler.checks import joins_replicas, told_of_rounds, told_of_unclear
 from pipec.compiler.groups import Compiled, Groups, check_groups, check_outputs, check_served
@@ -213,7 +213,7 @@ class Compiler:
             count = self._counts(self.autotuner, batch)[0]
             placement = self.autotuner.policy.placements([count])[0]
             size = split_sizes(batch, count)[0]
-            staged = cut(self.autotuner.fastest_cut(placement, self.options.topology, size))
+            staged = cut(self.autotuner.fastest_cut(placement, self.options.topology, count, size))
             self._settle_on(signature, staged, placement)
             return count
         with self._timed("search"):
@@ -240,9 +240,10 @@ class Compiler:
     def _choose_replicas(self, cut: CutGraph, batch: int, joins: bool) -> tuple[Autotuner, Choice]:
         """The best way to run a step, and the autotuner that found it.
 
-        If the numbers of replicas may be chosen, all that divide the ranks are tried, and under 1F1B those
-        that the planner gives each stage. If not, but the number of microbatches may, they are tried as well,
-        so that the plan can say what they would gain. A graph that ``joins`` replicas is for their number.
+        If the numbers of replicas may be chosen, all that divide the ranks are tried, and where a schedule
+        runs stages with different numbers, those that the planner gives each stage. If not, but the number of
+        microbatches may, they are tried as well, so that the plan can say what they would gain. A graph that
+        ``joins`` replicas is for their number.
         """
         asked = self.autotuner
         chosen = self._choose_arranged(asked, cut, batch)
@@ -251,19 +252,19 @@ class Compiler:
             for replicas in asked.policy.other_replicas():
                 with suppress(InputError, PlanError):
                     others.append(self._choose_arranged(asked.with_replicas(replicas), cut, batch))
-            if asked.policy.choice == "1f1b":
-                counts = self._counts(asked, batch)
-                others += asked.choose_unequal(cut, self.options.topology, batch, counts)
+            for policy in asked.policy.of_unequal_stages():
+                tuner = replace(asked, policy=policy)
+                counts = self._counts(tuner, batch)
+                others += tuner.choose_unequal(cut, self.options.topology, batch, counts)
         if self.searches_replicas:
-            chosen = min([chosen, *others], key=lambda found: found[1].best.score)
+            chosen = best_of([chosen, *others])
         tried = [alternative for _, choice in others for alternative in choice.tried]
         return chosen[0], replace(chosen[1], tried=(*chosen[1].tried, *tried))
 
     def _choose_arranged(self, tuner: Autotuner, cut: CutGraph, batch: int) -> tuple[Autotuner, Choice]:
         """The best way with any arrangement of replicas on ranks, and the autotuner that found it."""
         tuners = tuner.arrangements(self.options.topology)
-        found = [(each, self._choose_with(each, cut, batch)) for each in tuners]
-        return min(found, key=lambda each: each[1].best.score)
+        return best_of([(each, self._choose_with(each, cut, batch)) for each in tuners])
 
     def _choose_with(self, tuner: Autotuner, cut: CutGraph, batch: int) -> Choice:
         counts = self._counts(tuner, batch)
@@ -279,8 +280,9 @@ class Compiler:
         self._captures.staged[signature] = [staged]
 
     def _keep(self, choice: Choice) -> None:
-        """Compile what was chosen."""
+        """Compile what was chosen, which later steps follow."""
         best = choice.best
+        self.autotuner = self.autotuner.following(best.schedule)
         key = choice.base, best.plan.num_microbatches, best.plan.microbatch_size
         if key not in self._compiled:
             self._compiled[key] = self._finish(best, choice.tried)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipec.errors import InputError, PlanError
-from pipec.ir import Placement, Schedule, Stream
+from pipec.ir import Placement, Schedule, Stream, Versions
 from pipec.programs.fold import num_to_lower
 from pipec.schedules import (
     ASYNCHRONOUS,
@@ -43,12 +43,15 @@ class SchedulePolicy:
     """The schedules that ``choice`` allows: a named one, the user's own, or any.
 
     A pipeline has ``num_ranks`` ranks. With ``replicas``, there are so many pipelines side by side, or each
-    rank of the pipeline stands for so many ranks of its stage.
+    rank of the pipeline stands for so many ranks of its stage. With ``asynchronous``, a search may find
+    schedules without a flush, unless it ``has_flushed`` before.
     """
 
     choice: ScheduleChoice
     num_ranks: int
     replicas: Replicas = 1
+    asynchronous: bool = False
+    has_flushed: bool = False
 
     @property
     def is_named(self) -> bool:
@@ -57,8 +60,22 @@ class SchedulePolicy:
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether mini-batches follow each other without a flush."""
+        """Whether mini-batches follow each other without a flush, for certain."""
         return self.choice in ASYNCHRONOUS
+
+    @property
+    def may_be_asynchronous(self) -> bool:
+        """Whether they do for certain, or may after a search. All ranks say the same at any time."""
+        return self.is_asynchronous or self.asynchronous
+
+    @property
+    def versions(self) -> Versions | None:
+        """Which versions of weights stages use; None where there is a flush, or a search decides."""
+        return ASYNCHRONOUS[str(self.choice)].versions if self.is_asynchronous else None
+
+    def following(self, schedule: Schedule) -> "SchedulePolicy":
+        """The policy of steps after one of that schedule: all of them end with a flush, or none does."""
+        return replace(self, choice=schedule.name) if schedule.stream else replace(self, has_flushed=True)
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -72,12 +89,14 @@ class SchedulePolicy:
 
     def other_replicas(self) -> list[int]:
         """The other numbers of replicas that the ranks can be divided into, if the choice serves for any."""
-        possible = self.divisions() if self.is_named and not self.is_asynchronous else []
-        return [n for n in possible if n != self.replicas]
+        ranks = self.total_ranks if self.is_named else 0
+        return [n for n in range(1, ranks + 1) if ranks % n == 0 and n != self.replicas]
 
-    def divisions(self) -> list[int]:
-        """The numbers of replicas that the ranks can be divided into."""
-        return [n for n in range(1, self.total_ranks + 1) if self.total_ranks % n == 0]
+    def of_unequal_stages(self) -> list["SchedulePolicy"]:
+        """The policies of schedules that are allowed and run stages with different numbers of replicas."""
+        if self.choice == "auto":
+            return [replace(self, choice="pipedream")] if self.asynchronous else []
+        return [self] if self.choice in ("1f1b", "pipedream") else []
 
     def with_replicas(self, replicas: Replicas) -> "SchedulePolicy":
         """The same choice for as many ranks in all, with so many replicas."""
@@ -85,12 +104,16 @@ class SchedulePolicy:
         return replace(self, num_ranks=num_ranks, replicas=replicas)
 
     def in_flight(self, num_microbatches: int) -> tuple[int, ...]:
-        """The most microbatches that a replica of each rank has in flight. Searched ones count as 1F1B."""
+        """The most microbatches that a replica of each rank has in flight. Searched ones count as 1F1B.
+
+        Without a flush, microbatches of the next mini-batches are in flight as well.
+        """
         if self.is_asynchronous or not isinstance(self.replicas, int):
             schedule = self._fixed(num_microbatches)
             return tuple(most_in_flight(schedule.orders[ranks[0]]) for ranks in schedule.placement)
         count = -(-num_microbatches // self.replicas)
-        one = one_f_one_b(self.num_ranks, count) if self._is_searched else self._of_one(count)
+        simple = max(count, self.num_ranks) if self.asynchronous else count
+        one = one_f_one_b(self.num_ranks, simple) if self._is_searched else self._of_one(count)
         return tuple(map(most_in_flight, one.orders))
 
     def counts(self, batch: int) -> list[int]:
@@ -99,8 +122,10 @@ class SchedulePolicy:
         Raises:
             InputError: the schedule can do with none of them.
         """
-        if self.choice in ASYNCHRONOUS:
-            return [ASYNCHRONOUS[str(self.choice)].per_batch(self.numbers)]
+        if self.is_asynchronous:
+            least = ASYNCHRONOUS[str(self.choice)].per_batch(self.numbers)
+            more = filter(self._can, counts_to_try(batch, self.total_ranks))
+            return [least, *(count for count in more if count != least)]
         share = self.replicas if isinstance(self.replicas, int) else 1
         rows, ranks = max(1, batch // share), self.total_ranks // share
         worthwhile = [usual_microbatches(rows, ranks), *counts_to_try(rows, ranks)]
@@ -141,13 +166,11 @@ class SchedulePolicy:
             )
         return [schedule]
 
-    def searched(
-        self, num_microbatches: int, placement: Placement, work: Callable[[], Workload]
-    ) -> list[Schedule]:
-        """Orders that ``auto`` finds beyond its ``options``, once the number of microbatches is chosen."""
-        if self.choice != "auto" or self.replicas != 1:
+    def searched(self, best: Schedule, work: Callable[[], Workload]) -> list[Schedule]:
+        """Orders that ``auto`` finds beyond its ``options``, with as many microbatches as the best."""
+        if self.choice != "auto" or self.replicas != 1 or best.stream:
             return []
-        return candidates(self.num_ranks, num_microbatches, work(), placement)
+        return candidates(self.num_ranks, best.num_microbatches, work(), best.placement)
 
     def forwards(self, num_microbatches: int, placement: Placement) -> Schedule:
         """What an evaluation runs. A search concerns backwards, so a simple order serves in its place."""
@@ -167,6 +190,9 @@ class SchedulePolicy:
         for make in SCHEDULES.values():
             with suppress(InputError):
                 found.append(self._replicated(functools.partial(make, self.num_ranks), num_microbatches))
+        for name in ASYNCHRONOUS if self.asynchronous and not self.has_flushed else ():
+            with suppress(InputError):
+                found.append(replace(self, choice=name)._fixed(num_microbatches))
         return [schedule for schedule in found if schedule.placement == placement]
 
     def _can(self, num_microbatches: int) -> bool:
@@ -231,7 +257,11 @@ def counts_to_try(batch: int, num_ranks: int) -> list[int]:
 
 
 def policy_for(
-    choice: ScheduleChoice, num_ranks: int, stages: int | None = None, replicas: Replicas | str = 1
+    choice: ScheduleChoice,
+    num_ranks: int,
+    stages: int | None = None,
+    replicas: Replicas | str = 1,
+    asynchronous: bool = False,
 ) -> SchedulePolicy:
     """The policy of pipelines on all of ``num_ranks``, with so many stages, or so many replicas of each.
 
@@ -240,11 +270,11 @@ def policy_for(
     Raises:
         InputError: the choice is no schedule, or cannot have so many stages or replicas on these ranks.
     """
-    one = SchedulePolicy(choice, num_ranks)
-    if one.is_asynchronous and replicas == "auto":
+    one = SchedulePolicy(choice, num_ranks, asynchronous=asynchronous and choice == "auto")
+    if asynchronous and not one.may_be_asynchronous:
         raise InputError(
-            f"schedule {choice!r} has the replicas that you say, but replicas is 'auto'; pass their number, "
-            "or that of each stage such as (2, 1)"
+            f"asynchronous is True, but schedule {choice!r} ends each step with a flush; leave asynchronous "
+            f"out, or take schedule='auto', which may then choose one of {', '.join(ASYNCHRONOUS)}"
         )
     if stages is not None:
         policy = _with_stages(one, stages)
@@ -285,7 +315,7 @@ def _with_numbers(one: SchedulePolicy, replicas: tuple[int, ...]) -> SchedulePol
 def _with_stages(one: SchedulePolicy, stages: int) -> SchedulePolicy:
     """As many pipelines as ranks allow for pipelines of so many stages."""
     found = {}
-    for replicas in one.divisions() if one.is_named else [1]:
+    for replicas in [1, *one.other_replicas()]:
         policy = one.with_replicas(replicas)
         with suppress(InputError):
             found[len(policy.placements(policy.counts(_ROWS_FOR_ANY * replicas))[0])] = policy
@@ -303,9 +333,9 @@ _ROWS_FOR_ANY = 1024
 
 def check_updates(policy: SchedulePolicy, updates: bool, shard: str | None, batch: str, on_nan: str) -> None:
     """Raise InputError if a schedule without a flush is to do what needs one."""
-    if not policy.is_asynchronous:
+    if not policy.may_be_asynchronous:
         return
-    name = f"schedule {policy.choice!r}"
+    name = f"schedule {policy.choice!r}" + " with asynchronous=True" * policy.asynchronous
     if not updates:
         raise InputError(
             f"{name} updates each stage after every mini-batch, and so makes the updates itself; pass "

@@ -60,6 +60,11 @@ class Trial:
         """Less is better: first what does not fit into memory, then the seconds of the step."""
         return max(self.excess), self.seconds
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether the next step begins before this one is over."""
+        return self.schedule.stream is not None
+
     def artifact(self) -> Artifact:
         """The plan, the programs and the code of the stages. Constants are on the host, for any process."""
         names, graph = self.staged.names, self.staged.graph

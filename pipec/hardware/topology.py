@@ -115,6 +115,11 @@ class Topology:
         """The same devices with as much memory as is needed."""
         return replace(self, devices=tuple(Device(speed=device.speed) for device in self.devices))
 
+    def flat(self) -> "Topology":
+        """The same devices on one level, any two of them joined by the slowest link."""
+        slowest = min(self.levels, key=lambda level: level.bytes_per_second)
+        return replace(self, levels=(replace(slowest, size=len(self.devices)),))
+
     def grouped(self, members: Sequence[Sequence[int]]) -> "Topology":
         """A device for each group of these, as good as the worst of its members.
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from pipec.errors import PlanError
 from pipec.graph import TrainingGraph
 from pipec.passes.cut_stages import assign, blocks_of, operator_seconds, spans_of_buffers
+from pipec.passes.stage_updates import StageUpdates
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -33,7 +34,7 @@ class CutForReplicas:
     """Cut so that the seconds of the slowest stage, shared by its replicas, are as few as possible.
 
     ``replicas[k]`` is the number of ranks of stage k. Costs are those of microbatches of ``microbatch_size``
-    rows; messages are not counted.
+    rows, with the ``updates`` after each mini-batch where there is no flush; messages are not counted.
 
     Raises:
         PlanError: there are fewer operators than stages.
@@ -41,9 +42,10 @@ class CutForReplicas:
 
     replicas: tuple[int, ...]
     microbatch_size: int
+    updates: StageUpdates | None = None
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
-        seconds = operator_seconds(graph, self.microbatch_size)
+        seconds = operator_seconds(graph, self.microbatch_size, self.updates)
         blocks = blocks_of(seconds, spans_of_buffers(graph))
         num_blocks = blocks[-1] + 1 if blocks else 0
         if num_blocks < len(self.replicas):

@@ -12,6 +12,7 @@ import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import NamedTuple
 
 from torch import fx
 
@@ -35,6 +36,7 @@ from pipec.graph import (
 )
 from pipec.hardware.topology import Topology
 from pipec.ir import Mode
+from pipec.passes.stage_updates import StageUpdates
 from pipec.planner.cost_model import PIPEC
 from pipec.planner.operator_graph import OperatorGraph, Transfer
 from pipec.planner.placement import TOLERANCE, place
@@ -88,8 +90,8 @@ class CutStages:
 
     There is one stage on each device of the topology. Device d is rank d, and the stages go to the ranks in
     the best order: in order if the devices and links are alike. Costs are those of microbatches of
-    ``microbatch_size`` rows. Where memory is limited, rank k of a schedule has ``in_flight[k]`` of these at
-    once.
+    ``microbatch_size`` rows, with the ``updates`` that stages make after each mini-batch, if they do. Where
+    memory is limited, rank k of a schedule has ``in_flight[k]`` of these at once.
 
     Raises:
         PlanError: there are fewer operators than devices.
@@ -99,14 +101,18 @@ class CutStages:
     topology: Topology
     microbatch_size: int
     in_flight: tuple[int, ...] = ()
+    updates: StageUpdates | None = None
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
-        seconds = operator_seconds(graph, self.microbatch_size)
+        seconds = operator_seconds(graph, self.microbatch_size, self.updates)
         spans = spans_of_buffers(graph)
         blocks = blocks_of(seconds, spans)
         self._check_enough(graph, blocks[-1] + 1 if blocks else 0, spans)
         model = replace(PIPEC, in_flight=self._in_flight)
         operators = operator_graph(graph, blocks, seconds, self.microbatch_size)
+        if self.updates:
+            num_stages = len(self.topology.devices)
+            operators = with_versions(operators, graph, blocks, self.updates, num_stages)
         stages = place(
             operators, self.topology, model, max_replicas=1, every_device=True, tolerance=TOLERANCE
         ).stages
@@ -170,9 +176,14 @@ def _terms(gradient: fx.Node) -> Iterator[fx.Node]:
         yield gradient
 
 
-def operator_seconds(graph: TrainingGraph, microbatch_size: int) -> list[float]:
-    """The seconds of each operator, forward and backward."""
+def operator_seconds(
+    graph: TrainingGraph, microbatch_size: int, updates: StageUpdates | None = None
+) -> list[float]:
+    """The seconds of each operator, forward and backward, and to update what it is the first to read."""
     seconds = [0.0] * len(graph.operators)
+    if updates:
+        for tensor in filter(lambda tensor: tensor.is_trained, _held(graph)):
+            seconds[tensor.operator] += updates.seconds(tensor.fqn, tensor.num_bytes)
     for node in graph.nodes:
         if not is_constant(node):
             seconds[node.meta["operator"]] += node.meta["cost"].seconds(microbatch_size)
@@ -211,8 +222,8 @@ def operator_graph(
     return OperatorGraph(
         names=[f"{graph.operators[op].name} of {graph.operators[op].module or 'the model'}" for op in firsts],
         seconds=by_block(enumerate(seconds)),
-        parameter_bytes=by_block(_parameter_bytes(graph, size)),
-        resident_bytes=by_block(_resident_bytes(graph, size)),
+        parameter_bytes=by_block(_parameter_bytes(graph)),
+        resident_bytes=by_block(_resident_bytes(graph)),
         saved_bytes=by_block(_saved_bytes(graph, size)),
         transfers=list(_between_blocks(_transfers(graph, size), blocks)),
         before=[(block, block + 1) for block in range(num_blocks - 1)],
@@ -245,25 +256,50 @@ def _between_blocks(values: Iterable[Transfer], blocks: Sequence[int]) -> Iterat
             yield replace(value, producer=maker, consumers=readers)
 
 
-def _resident_bytes(graph: TrainingGraph, size: int) -> Iterator[tuple[int, int]]:
+def with_versions(
+    operators: OperatorGraph,
+    graph: TrainingGraph,
+    blocks: Sequence[int],
+    updates: StageUpdates,
+    num_stages: int,
+) -> OperatorGraph:
+    """The blocks with what they hold where stages update after each mini-batch: state, and versions."""
+    resident, saved = list(operators.resident_bytes), list(operators.saved_bytes)
+    for tensor in _held(graph):
+        if tensor.is_trained:
+            block = blocks[tensor.operator]
+            resident[block] += updates.resident_bytes(tensor.fqn, tensor.num_bytes, num_stages)
+            saved[block] += updates.bytes_in_flight(tensor.num_bytes)
+    return replace(operators, resident_bytes=resident, saved_bytes=saved)
+
+
+def _resident_bytes(graph: TrainingGraph) -> Iterator[tuple[int, int]]:
     """The bytes of each of the model's tensors, and of its gradient, at the first operator that reads it."""
-    for op, num_bytes, is_trained in _held(graph, size):
-        yield op, num_bytes * (2 if is_trained else 1)
+    for tensor in _held(graph):
+        yield tensor.operator, tensor.num_bytes * (2 if tensor.is_trained else 1)
 
 
-def _parameter_bytes(graph: TrainingGraph, size: int) -> Iterator[tuple[int, int]]:
+def _parameter_bytes(graph: TrainingGraph) -> Iterator[tuple[int, int]]:
     """The bytes of each gradient that replicas sum, at the first operator that reads the parameter."""
-    return ((op, num_bytes) for op, num_bytes, is_trained in _held(graph, size) if is_trained)
+    return ((tensor.operator, tensor.num_bytes) for tensor in _held(graph) if tensor.is_trained)
 
 
-def _held(graph: TrainingGraph, size: int) -> Iterator[tuple[int, int, bool]]:
-    """Of each of the model's tensors, the first operator that reads it, its bytes, whether it is trained."""
+class _Held(NamedTuple):
+    """One of the model's tensors, and the first operator that reads it."""
+
+    operator: int
+    fqn: str
+    num_bytes: int
+    is_trained: bool
+
+
+def _held(graph: TrainingGraph) -> Iterator[_Held]:
     trained = {result.fqn for result in graph.results if isinstance(result, Gradient)}
     for node in graph.arguments:
         role = node.meta["role"]
         readers = [user.meta["operator"] for user in node.users if user.op == "call_function"]
         if isinstance(role, Parameter | Buffer) and readers:
-            yield min(readers), node_bytes(node, size), role.fqn in trained
+            yield _Held(min(readers), role.fqn, node_bytes(node, 1), role.fqn in trained)
 
 
 def _saved_bytes(graph: TrainingGraph, size: int) -> Iterator[tuple[int, int]]:

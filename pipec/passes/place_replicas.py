@@ -12,8 +12,16 @@ from dataclasses import dataclass, replace
 
 from pipec.graph import TrainingGraph
 from pipec.hardware.topology import Topology
-from pipec.passes.cut_stages import assign, blocks_of, operator_graph, operator_seconds, spans_of_buffers
-from pipec.planner.cost_model import PIPEC
+from pipec.passes.cut_stages import (
+    assign,
+    blocks_of,
+    operator_graph,
+    operator_seconds,
+    spans_of_buffers,
+    with_versions,
+)
+from pipec.passes.stage_updates import StageUpdates
+from pipec.planner.cost_model import PIPEC, CostModel
 from pipec.planner.placement import TOLERANCE, place
 
 
@@ -22,7 +30,9 @@ class PlaceReplicas:
     """Let the planner choose stages, their numbers of replicas and the device of each, under 1F1B.
 
     No device of the topology is left unused. Costs are those of steps of ``num_microbatches`` microbatches
-    with ``microbatch_size`` rows, of which each stage with replicas sums its gradients once.
+    with ``microbatch_size`` rows, of which each stage with replicas sums its gradients once. With ``updates``
+    there is no flush: replicas sum their gradients, and update, after one mini-batch of each of them. Stages
+    take what ``model`` says.
 
     Raises:
         PlanError: the model has no operator that takes time.
@@ -32,17 +42,19 @@ class PlaceReplicas:
     topology: Topology
     num_microbatches: int
     microbatch_size: int
+    updates: StageUpdates | None = None
+    model: CostModel = PIPEC
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
-        seconds = operator_seconds(graph, self.microbatch_size)
+        seconds = operator_seconds(graph, self.microbatch_size, self.updates)
         blocks = blocks_of(seconds, spans_of_buffers(graph))
+        operators = operator_graph(graph, blocks, seconds, self.microbatch_size)
+        most, model = self.num_microbatches, replace(self.model, step_microbatches=self.num_microbatches)
+        if self.updates:
+            most = num_devices = len(self.topology.devices)
+            operators, model = with_versions(operators, graph, blocks, self.updates, num_devices), self.model
         stages = place(
-            operator_graph(graph, blocks, seconds, self.microbatch_size),
-            self.topology,
-            replace(PIPEC, step_microbatches=self.num_microbatches),
-            max_replicas=self.num_microbatches,
-            every_device=True,
-            tolerance=TOLERANCE,
+            operators, self.topology, model, max_replicas=most, every_device=True, tolerance=TOLERANCE
         ).stages
         stage_of = {block: k for k, stage in enumerate(stages) for block in stage.operators}
         graph = assign(graph, [stage_of[block] for block in blocks], len(stages))

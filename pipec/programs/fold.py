@@ -47,17 +47,27 @@ def _round(program: Program, period: int) -> Program:
     forwards = np.flatnonzero(columns.ops == OP_CODE[Op.FORWARD])
     microbatches = columns.microbatches[forwards]
     apart = int(np.searchsorted(microbatches, microbatches[0] + period))
+    everything = _kinds(columns)
     for number in range(0, forwards.size - 2 * apart, apart):
         first, middle, last = forwards[[number, number + apart, number + 2 * apart]].tolist()
         body, following = columns[first:middle], columns[middle:last]
         updates = sum(each.op is Op.UPDATE for each in body)
         again = [_further(each, period, updates) for each in body] == list(map(_without_slot, following))
-        if updates and again:
+        if again and _kinds(body) == everything:
             return _with_slots(Program(program.rank, _from_the_first(body, period, updates), period))
     raise VerifyError(
         f"the program of rank {program.rank} never does the same for {period} microbatches as for those "
         "before; expected a schedule that goes on without end"
     )
+
+
+def _kinds(instructions: Sequence[Instruction]) -> set[tuple[object, ...]]:
+    """What a program does, whichever microbatch it is for.
+
+    A value that skips stages is received far ahead, so that a stretch without its receive may repeat as well;
+    so may the forwards before the first backward.
+    """
+    return {(each.op, each.stage, each.link, each.peer, each.bucket) for each in instructions}
 
 
 def _further(instruction: Instruction, microbatches: int, updates: int) -> Instruction:

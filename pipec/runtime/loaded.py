@@ -1,7 +1,7 @@
 """A saved artifact, ready to train: no model and no compiler, only the plan, the code and the programs."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -161,7 +161,11 @@ class LoadedPipeline(Streams):
 
     def step_on(self, leaves: Sequence[Any]) -> Tensor:
         """As ``step``, for the leaves of its arguments in the order of the plan's ``arguments``."""
-        return self._step(self._checked(leaves, lambda leaves: (leaves, {}, None)))
+        return self._step(self._batch_of(_Leaves(tuple(leaves))))
+
+    def stream_on(self, batches: Iterable[Sequence[Any]]) -> Iterator[Tensor]:
+        """As ``stream``, for the leaves of each batch as ``step_on`` takes them."""
+        return self._losses_of(_Leaves(tuple(leaves)) for leaves in batches)
 
     def _step(self, batch: "_Batch", begun: Begun = nothing) -> Tensor:
         self.drain()
@@ -189,6 +193,8 @@ class LoadedPipeline(Streams):
 
     def _batch_of(self, given: Given) -> "_Batch":
         """The arguments of a call. Raises InputError if they are not those of the artifact."""
+        if isinstance(given, _Leaves):
+            return self._checked(given.args, lambda leaves: (leaves, {}, None))
         tree = {"args": given.args, "kwargs": dict(sorted(given.kwargs.items())), "target": given.target}
         found, structure = pytree.tree_flatten_with_path(tree)
         paths = [leaf_path(keys) for keys, _ in found]
@@ -247,6 +253,10 @@ class LoadedPipeline(Streams):
         )
 
     load_checkpoint = save_checkpoint
+
+
+class _Leaves(Given):
+    """The leaves of all arguments of a call, in the place of positional arguments."""
 
 
 @dataclass(frozen=True)

@@ -57,9 +57,11 @@ class Streams(StoppedTogether):
         """
         check_arguments({"batches": ITERABLE, "resume": FLAG | NONE}, locals())
         reading = Reading(batches, self._position_to_resume(resume))
-        ahead = Ahead(map(self._given, reading))
-        steps = self._stream_without_flush(ahead) if self._overlaps_steps else self._stream(ahead)
-        return self._with_position(reading, steps)
+        return self._with_position(reading, self._losses_of(map(self._given, reading)))
+
+    def _losses_of(self, batches: Iterator[Given]) -> Generator[Tensor]:
+        ahead = Ahead(batches)
+        return self._stream_without_flush(ahead) if self._overlaps_steps else self._stream(ahead)
 
     def _with_position(self, reading: Reading, steps: Generator[Tensor]) -> Iterator[Tensor]:
         """The losses of the steps, while checkpoints know the position."""
@@ -123,6 +125,9 @@ class Streams(StoppedTogether):
                         return
                     self.drain()
                     compiled = self._compiled_for(item.value)
+                    if compiled is None:
+                        yield from self._stream(ahead)
+                        return
                     announce = self._announce if self._ranks.world.distributed else None
                     flow = self._flow = Flow(compiled, ahead, number, announce)
                 results = flow.results(number, self.optimizer.hyperparameters())
@@ -158,11 +163,14 @@ class Streams(StoppedTogether):
     @property
     @abstractmethod
     def _overlaps_steps(self) -> bool:
-        """Whether the schedule has no flush."""
+        """Whether the schedule has no flush, or a search may find one that has none."""
 
     @abstractmethod
-    def _compiled_for(self, given: Given) -> CompiledStream:
-        """What runs a batch, and those after it, where steps overlap. Every rank calls it with the same."""
+    def _compiled_for(self, given: Given) -> CompiledStream | None:
+        """What runs a batch, and those after it; None where steps do not overlap after all.
+
+        Every rank calls it with the same.
+        """
 
     @abstractmethod
     def _facts_of(self, given: Given) -> Facts:
