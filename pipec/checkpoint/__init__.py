@@ -9,7 +9,7 @@
 """
 
 from pipec.checkpoint.parts import Part, whole
-from pipec.checkpoint.read import load, load_weights
+from pipec.checkpoint.read import load, load_weights, profile_of
 from pipec.checkpoint.tensors import kind_of
 from pipec.checkpoint.training import Training
 from pipec.checkpoint.write import save

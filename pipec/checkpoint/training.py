@@ -10,8 +10,11 @@ from torch import nn
 from pipec.checkpoint.optimizers import Optimizers
 from pipec.checkpoint.parts import Part
 from pipec.checkpoint.tensors import TensorKind
+from pipec.cost.profile import Profile
 from pipec.errors import InputError
 from pipec.runtime.execution import Ranks
+
+PROFILE = "profile.json"
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,7 @@ class Training:
 
     ``parts`` are what this process has of them, in the memory that is trained; ``ties`` has the first name of
     tied ones by their others. ``names`` has, by ``id``, the parameters of the whole model, and ``shapes``
-    what they have there: some are empty here.
+    what they have there: some are empty here. ``profile`` is what its stages were cut by.
     """
 
     model: nn.Module
@@ -34,6 +37,7 @@ class Training:
     optimizers: Optimizers | None
     schedulers: Sequence[Any]
     num_steps: int
+    profile: Profile | None
 
     def require_memory(self) -> None:
         """Raise InputError if a tensor has no values to save, nor memory to load to."""

@@ -7,8 +7,6 @@ from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from pipec.checkpoint.directory import Workplace, require_own
 from pipec.checkpoint.document import DOCUMENT, Document, RandomStates, SchedulerState, random_state
 from pipec.checkpoint.hugging_face import index_name, write_config
@@ -17,7 +15,7 @@ from pipec.checkpoint.optimizers import merged, parse_state, parts_of
 from pipec.checkpoint.parts import Part, Stored, agree_on, gathered
 from pipec.checkpoint.tensors import TensorWriter
 from pipec.checkpoint.together import on_all, once, require_equal
-from pipec.checkpoint.training import Training
+from pipec.checkpoint.training import PROFILE, Training
 from pipec.checkpoint.values import encoded
 from pipec.errors import InputError
 
@@ -48,7 +46,7 @@ def save(directory: Path, training: Training, extra: Any, known: str | None) -> 
 
     def finish() -> str:
         sums = {name: FileSum(*each) for own in every for name, each in own.items()}
-        sums |= _write_rest(partial, document, training.model, families["model"][0])
+        sums |= _write_rest(partial, document, training, families["model"][0])
         digest = write_manifest(partial, sums)
         require_own(directory, known)
         place.publish()
@@ -131,15 +129,17 @@ def _write_own(partial: Path, families: Families, training: Training) -> dict[st
     return {file: astuple(writer.finish()) for file, writer in writers.items()}
 
 
-def _write_rest(partial: Path, document: Document, model: nn.Module, weights: Sequence[Stored]) -> Sums:
-    """What rank 0 writes: the document, and what the libraries of Hugging Face look for."""
+def _write_rest(partial: Path, document: Document, training: Training, weights: Sequence[Stored]) -> Sums:
+    """What rank 0 writes: the document, the profile, and what the libraries of Hugging Face look for."""
     files = {each.name: file for file, each in _files("model", weights)}
     size = sum(each.kind.num_bytes for each in weights)
     index = json.dumps({"metadata": {"total_size": size}, "weight_map": files}, indent=1).encode()
-    write_config(model, partial)
+    write_config(training.model, partial)
+    if training.profile is not None:
+        training.profile.save(partial / PROFILE)
     beside = {file.name: sum_of(file) for file in partial.glob("*.json")}
     return {
         **beside,
-        index_name(model): write_file(partial / index_name(model), index),
+        index_name(training.model): write_file(partial / index_name(training.model), index),
         DOCUMENT: write_file(partial / DOCUMENT, document.text()),
     }

@@ -152,6 +152,7 @@ class CheckpointedModel(TurnTaker):
             self._optimizers(optimizer),
             _listed(scheduler),
             self._num_steps,
+            self._compiler.options.profile,
         )
 
     def _optimizers(self, given: Any) -> PipelineOptimizer | Sequence[Optimizer] | None:

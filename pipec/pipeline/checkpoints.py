@@ -7,9 +7,11 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from pipec.checkpoint import profile_of
 from pipec.checkpoint.directory import remove, tidy
 from pipec.checkpoint.together import once
 from pipec.console import log
+from pipec.cost.profile import Profile
 from pipec.errors import CheckpointError
 from pipec.ir.arguments import NONE, PATH, check_arguments, whole
 from pipec.pipeline.checkpointed import CheckpointedModel
@@ -37,6 +39,19 @@ class Checkpoints:
         self._every, self._keep = every, keep
         self._own: set[str] = set()
 
+    def profile(self) -> Profile | None:
+        """The profile by which the newest checkpoint's stages were cut, for stages on other devices.
+
+        None: there is no checkpoint, or it was made without one.
+
+        >>> profile = checkpoints.profile() or pipec.profile(example)
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        names = self._names()
+        return profile_of(self._directory / names[-1]) if names else None
+
     def resume(
         self,
         pipe: CheckpointedModel,
@@ -49,7 +64,7 @@ class Checkpoints:
         Raises:
             CheckpointError: it is damaged. The one before is loaded once this one is deleted.
         """
-        names = once(pipe.ranks, f"looking into {self._directory}", self._names)
+        names = once(pipe.ranks, f"looking into {self._directory}", self._tidied)
         self._own = set(names)
         if not names:
             return None
@@ -94,14 +109,19 @@ class Checkpoints:
         """The names of the checkpoints, the oldest first."""
         if not self._directory.exists():
             return []
-        tidy(self._directory)
         return sorted(
             (path.name for path in self._directory.iterdir() if _NAME.fullmatch(path.name)),
             key=lambda name: int(name.removeprefix("step-")),
         )
 
+    def _tidied(self) -> list[str]:
+        """The names, once what killed runs have left is no more."""
+        if self._directory.exists():
+            tidy(self._directory)
+        return self._names()
+
     def _require_own(self) -> None:
-        if other := [name for name in self._names() if name not in self._own]:
+        if other := [name for name in self._tidied() if name not in self._own]:
             raise CheckpointError(
                 f"{self._directory} has {other[0]} and {len(other) - 1} other checkpoints that this run has "
                 "neither written nor found when it resumed: another run writes there, or they are left from "
