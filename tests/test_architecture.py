@@ -43,7 +43,7 @@ ORDER = (
     Package("plan"),
     Package("artifact"),
     Package("compiler"),
-    Package("runtime", only=frozenset({"errors", "ir", "artifact"})),
+    Package("runtime", only=frozenset({"errors", "console", "ir", "artifact"})),
     Package("viz", torch=False, only=frozenset({"errors", "ir", "timeline"})),
     Package("checkpoint"),
     Package("profiler"),
@@ -196,7 +196,7 @@ def test_every_exception_is_still_needed() -> None:
 
 def test_the_runtime_loads_without_the_compiler() -> None:
     """The claim behind the order: a rank that runs a saved artifact never loads the compiler."""
-    own = ("errors", "ir", "programs", "artifact", "runtime")
+    own = ("errors", "console", "ir", "programs", "artifact", "runtime")
     others = tuple(f"pipec.{each.name}" for each in ORDER if each.name not in own)
     assert not [name for name in imported_by("pipec.runtime") if within(name, others)]
 

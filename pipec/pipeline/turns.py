@@ -94,6 +94,7 @@ class TurnTaker(HeldModel):
         """
         self.drain()
         if not self._ranks.world.distributed:
+            self._stop_here()
             self._follow_model()
             call = self._checked(asked.mode, args, kwargs, target)
             kind = self._kind(asked, call, self._state(asked.mode))
@@ -144,6 +145,7 @@ class TurnTaker(HeldModel):
         notes = self._notes(kind) + ([call.batch_size, _digest(part)] if part else [])
         presence = Presence.OPTIONAL if self._batch == "local" else Presence.NEEDED
         every = self._require_same(asked.name, facts, notes, presence)
+        self._stop_if_told(every)
         if refusal is not None:
             raise refusal
         rows = self._rows_of_parts(every, part) if self._batch == "local" else None
@@ -162,6 +164,7 @@ class TurnTaker(HeldModel):
         self._refuse_in_a_fork()
         own = {"batch": "none, for it has joined"}
         every = self._require_same("join", own, presence=Presence.JOINED)
+        self._stop_if_told(every)
         if all(told.joined for told in every):
             return None
         rows = self._rows_of_parts(every, own)

@@ -1,7 +1,7 @@
 """Executes the programs of an artifact, one step after another.
 
-It imports ``ir``, ``artifact``, the errors and torch alone, so that a rank runs a saved artifact without
-loading the compiler. Read it from the top of a step downwards:
+It imports ``ir``, ``artifact``, the errors, the console and torch alone, so that a rank runs a saved artifact
+without loading the compiler. Read it from the top of a step downwards:
 
 * ``launch``: which ranks this process runs, and on which devices. ``execution``: an artifact linked on them.
 * ``interpreter`` runs the program of one rank. ``linker`` resolves every name of the program beforehand.

@@ -25,6 +25,7 @@ from pipec.errors import InputError, TransportError
 from pipec.runtime.connections import Connections
 from pipec.runtime.distributed import TorchDistributed
 from pipec.runtime.facts import Facts, whole_digest
+from pipec.runtime.stops import STOPS
 
 S = TypeVar("S")
 
@@ -48,9 +49,13 @@ class Presence(IntEnum):
 
 @dataclass(frozen=True)
 class Told:
-    """What a rank told the others beside its facts: whether it has joined, and five notes, 0 for none."""
+    """What a rank told the others beside its facts.
+
+    Whether it has joined, the signal that asks it to stop, and five notes; 0 stands for none.
+    """
 
     joined: bool
+    stop: int
     notes: list[int]
 
 
@@ -84,13 +89,13 @@ class Agreement:
             TransportError: some rank does not call this.
         """
         padding = [0] * (_MOST_NOTES - len(notes))
-        own = torch.tensor([*_digest(facts), presence, *notes, *padding])
+        own = torch.tensor([*_digest(facts), presence, STOPS.asked, *notes, *padding])
         rows = [row.tolist() for row in self.exchange(doing, own)]
         strict = any(row[2] == Presence.NEEDED for row in rows)
         compared = [row[:2] for row in rows if strict or row[2] != Presence.JOINED]
         if any(each != compared[0] for each in compared):
             self.refuse(facts, refusal)
-        return [Told(row[2] == Presence.JOINED, row[3:]) for row in rows]
+        return [Told(row[2] == Presence.JOINED, row[3], row[4:]) for row in rows]
 
     def refuse(self, facts: Facts, refusal: Refusal) -> NoReturn:
         """Raise InputError on every rank, all of which call this. It says what is wrong with their facts."""
@@ -107,13 +112,15 @@ class Agreement:
         return self.exchanging(doing, own)()
 
     def announce(self, doing: str, number: int, facts: Facts) -> Callable[[], bool]:
-        """Tell the others ``facts`` without waiting; returns what waits for theirs and says if all are alike.
+        """Tell the others ``facts`` without waiting; returns what waits for theirs and says if all go on.
 
+        They do if all facts are alike, and no rank had been sent a signal that asks it to stop.
         ``number`` counts announcements. Some ranks may be as many ahead of others as there are tags.
         """
-        own = torch.tensor(_digest(facts))
+        own = torch.tensor([*_digest(facts), STOPS.asked])
+        going_on = torch.tensor([*_digest(facts), 0])
         wait = self.exchanging(doing, own, _TAG - 1 - number % _NUM_ANNOUNCEMENTS)
-        return lambda: all(torch.equal(each, own) for each in wait())
+        return lambda: all(torch.equal(each, going_on) for each in wait())
 
     def exchanging(self, doing: str, own: Tensor, tag: int = _TAG) -> Callable[[], list[Tensor]]:
         """Start to exchange tensors; returns what waits for those of all ranks."""

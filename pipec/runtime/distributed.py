@@ -38,6 +38,7 @@ from pipec.runtime.lifelines import names
 from pipec.runtime.nccl import NcclConnections
 from pipec.runtime.processes_group import ProcessesGroup
 from pipec.runtime.rendezvous import bounded, meet
+from pipec.runtime.stops import STOPS
 from pipec.runtime.storage import is_exclusive
 from pipec.runtime.transport import Receiver, Send
 
@@ -154,12 +155,13 @@ class TorchDistributed:
         If the ranks do not all call this with the same ``request``, all of them raise TransportError.
         """
         self.agree(request)
-        if self.rank == 0:
-            with self._lifelines.interrupted_by_failures():
-                made = pickle.dumps(_outcome(make))
-            self._lifelines.tell(made)
-        else:
-            made = self._lifelines.heard(0, "waiting for rank 0 to compile")
+        with STOPS.acting_at_once():
+            if self.rank == 0:
+                with self._lifelines.interrupted_by_failures():
+                    made = pickle.dumps(_outcome(make))
+                self._lifelines.tell(made)
+            else:
+                made = self._lifelines.heard(0, "waiting for rank 0 to compile")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch's own, when it restores a TreeSpec
             result, error = pickle.loads(made)

@@ -176,7 +176,10 @@ class LoadedPipeline(Streams):
         seed, after = next_seed()
         if self._ranks.world.distributed:
             facts = self._batch_facts(batch) | self._update_facts()
-            seed = self._require_same("step", facts, [seed])[0].notes[0]
+            every = self._require_same("step", facts, [seed])
+            self._stop_if_told(every)
+            seed = every[0].notes[0]
+        self._stop_here()
         if self._artifact.draws:
             torch.default_generator.set_state(after)
         return seed

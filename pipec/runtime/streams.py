@@ -13,7 +13,7 @@ from pipec.runtime.ahead import Ahead, Item
 from pipec.runtime.batches import ITERABLE, Given, given_by
 from pipec.runtime.facts import Facts
 from pipec.runtime.flow import CompiledStream, Flow
-from pipec.runtime.handle import Handle
+from pipec.runtime.stopped import StoppedTogether
 from pipec.runtime.stream_execution import refuse_accumulating, refuse_recording
 
 Begun = Callable[[], None]
@@ -24,7 +24,7 @@ def nothing() -> None:
     """Do nothing."""
 
 
-class Streams(Handle):
+class Streams(StoppedTogether):
     """What a user iterates over."""
 
     def stream(self, batches: Iterable[Any]) -> Iterator[Tensor]:
@@ -39,6 +39,7 @@ class Streams(Handle):
         Raises:
             InputError: a batch does not fit, or the batches of some rank end before the others'. Nothing was
                 changed by that batch, and every rank raises it.
+            KeyboardInterrupt, SystemExit: some rank was sent SIGINT or SIGTERM; see ``before_stop``.
         """
         check_arguments({"batches": ITERABLE}, locals())
         ahead = Ahead(map(self._given, iter(batches)))
@@ -61,6 +62,8 @@ class Streams(Handle):
         number, flow = 0, cast(Flow | None, None)
         try:
             while True:
+                if flow is not None and self._stops_here:
+                    flow.drain()  # what was begun has losses, which come first
                 refuse_recording(self._recorded)
                 refuse_accumulating(self._accumulates)
                 if flow is None:
