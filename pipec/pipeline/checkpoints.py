@@ -1,7 +1,10 @@
 """The checkpoints of a run: made every so many steps, the last few kept, the newest gone on from."""
 
+import functools
 import re
+import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,16 @@ from pipec.pipeline.checkpointed import CheckpointedModel
 _NAME = re.compile(r"step-\d{8,}")
 
 
+@dataclass(frozen=True)
+class _Step:
+    """What belonged to a training when a step was complete."""
+
+    number: int
+    optimizer: Optimizer | Sequence[Optimizer] | None
+    scheduler: Any
+    extra: Any
+
+
 class Checkpoints:
     """Writes ``step-00000500`` and so on into a directory, which belongs to one run.
 
@@ -30,7 +43,8 @@ class Checkpoints:
     ...     checkpoints.step(pipe, scheduler=scheduler)
 
     ``every`` is a number of steps. ``keep`` is how many checkpoints stay; None: all. Every rank calls the
-    methods.
+    methods. If any rank is sent SIGTERM or SIGINT, as before a machine is taken away, all of them save before
+    they end; see ``Pipeline.before_stop``.
     """
 
     def __init__(self, directory: str | Path, *, every: int, keep: int | None = None) -> None:
@@ -38,6 +52,9 @@ class Checkpoints:
         self._directory = Path(directory).resolve()
         self._every, self._keep = every, keep
         self._own: set[str] = set()
+        self._saved = 0
+        self._latest: _Step | None = None
+        self._watched: weakref.ref[CheckpointedModel] | None = None
 
     def profile(self) -> Profile | None:
         """The profile by which the newest checkpoint's stages were cut, for stages on other devices.
@@ -64,12 +81,14 @@ class Checkpoints:
         Raises:
             CheckpointError: it is damaged. The one before is loaded once this one is deleted.
         """
+        self._watch(pipe)
         names = once(pipe.ranks, f"looking into {self._directory}", self._tidied)
         self._own = set(names)
         if not names:
             return None
         newest = self._directory / names[-1]
         extra = pipe.load_checkpoint(newest, optimizer=optimizer, scheduler=scheduler)
+        self._saved = pipe.num_steps
         log(f"pipec: goes on after step {pipe.num_steps}, from {newest}")
         return extra
 
@@ -82,6 +101,8 @@ class Checkpoints:
         extra: Any = None,
     ) -> None:
         """Save, if that is due after this step. The arguments are those of ``save_checkpoint``."""
+        self._watch(pipe)
+        self._latest = _Step(pipe.num_steps, optimizer, scheduler, extra)
         if pipe.num_steps % self._every == 0:
             self.save(pipe, optimizer=optimizer, scheduler=scheduler, extra=extra)
 
@@ -103,7 +124,27 @@ class Checkpoints:
         path = self._directory / name
         pipe.save_checkpoint(path, optimizer=optimizer, scheduler=scheduler, extra=extra)
         self._own.add(name)
+        self._saved = pipe.num_steps
         once(pipe.ranks, f"removing old checkpoints of {self._directory}", self._thin)
+
+    def _watch(self, pipe: CheckpointedModel) -> None:
+        """Let all ranks save before a signal ends them."""
+        if self._watched is None or self._watched() is not pipe:
+            self._watched = weakref.ref(pipe)
+            pipe.before_stop(functools.partial(self._save_before_stop, self._watched))
+
+    def _save_before_stop(self, watched: "weakref.ref[CheckpointedModel]") -> None:
+        pipe, latest = watched(), self._latest
+        if pipe is None or pipe.num_steps == self._saved:
+            return
+        if latest is None or latest.number != pipe.num_steps:
+            log(
+                f"pipec: step {pipe.num_steps} is not saved, because the script has not come to "
+                f"checkpoints.step(...) after it; there is step {self._saved}"
+            )
+            return
+        self.save(pipe, optimizer=latest.optimizer, scheduler=latest.scheduler, extra=latest.extra)
+        log(f"pipec: step {pipe.num_steps} is saved to {self._directory}")
 
     def _names(self) -> list[str]:
         """The names of the checkpoints, the oldest first."""

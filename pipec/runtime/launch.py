@@ -77,8 +77,8 @@ def resolve_devices(devices: Devices, world: World) -> dict[int, torch.device]:
     if world.distributed and count != world.size:
         raise InputError(
             f"devices asks for {count} ranks, but {world.size} processes were started and each runs one "
-            f"rank; start {count} processes (torchrun --nproc-per-node {count}), pass devices={world.size}, or "
-            "leave devices out, for as many as there are"
+            f"rank; start {count} processes (torchrun --nproc-per-node {count}), pass devices={world.size}, "
+            "or leave devices out, for as many as there are"
         )
     if isinstance(devices, int):
         devices = ["cuda" if torch.cuda.is_available() else "cpu"] * count
