@@ -135,15 +135,16 @@ class Checkpoints:
 
     def _save_before_stop(self, watched: "weakref.ref[CheckpointedModel]") -> None:
         pipe, latest = watched(), self._latest
-        if pipe is None or pipe.num_steps == self._saved:
+        if pipe is None or pipe.num_steps == 0:
             return
-        if latest is None or latest.number != pipe.num_steps:
-            log(
-                f"pipec: step {pipe.num_steps} is not saved, because the script has not come to "
-                f"checkpoints.step(...) after it; there is step {self._saved}"
-            )
-            return
-        self.save(pipe, optimizer=latest.optimizer, scheduler=latest.scheduler, extra=latest.extra)
+        if pipe.num_steps != self._saved:
+            if latest is None or latest.number != pipe.num_steps:
+                log(
+                    f"pipec: step {pipe.num_steps} is not saved, because the script has not come to "
+                    f"checkpoints.step(...) after it; there is step {self._saved}"
+                )
+                return
+            self.save(pipe, optimizer=latest.optimizer, scheduler=latest.scheduler, extra=latest.extra)
         log(f"pipec: step {pipe.num_steps} is saved to {self._directory}")
 
     def _names(self) -> list[str]:
