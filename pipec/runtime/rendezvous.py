@@ -38,7 +38,7 @@ def meet(world: World, number: int, timeout: float) -> tuple[Lifelines, Store]:
     store = _get_default_store() if dist.is_initialized() else _store_of_environment(world, timeout)
     lifelines = Lifelines(world.rank, world.size, timeout)
     try:
-        _connect(lifelines, PrefixStore(f"pipec/{_attempt()}/{number}", store), timeout)
+        _connect(lifelines, PrefixStore(f"pipec/{number}", store), timeout)
         part = lifelines.gather(secrets.token_bytes(8))[0].hex()
     except TransportError as error:
         lifelines.fail(str(error))
@@ -119,7 +119,8 @@ def _wait_for_listener(host: str, port: int, timeout: float) -> None:
 def _connect(lifelines: Lifelines, store: Store, timeout: float) -> None:
     """Publish the own address, and connect to the ranks below; the ranks above connect to this one.
 
-    The address is taken back in the end: ``torchrun`` may keep the store for ranks that it starts later.
+    The address is taken back in the end: ``torchrun`` may keep the store for ranks that it starts later, and
+    no number of theirs tells these on all hosts, for each host counts the restarts of its own.
     """
     rank = lifelines.rank
     addresses = _Addresses(store, functools.partial(_asked, timeout=timeout, lifelines=lifelines))
@@ -203,11 +204,6 @@ def _agent_holds_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
-def _attempt() -> str:
-    """How often ``torchrun`` has started the ranks. Its store may hold the addresses of those before."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-
-
 def _holder() -> str:
     return "torchrun" if _agent_holds_store() else "rank 0"
 
@@ -217,7 +213,7 @@ def _first_line(error: BaseException) -> str:
 
 
 _LOOK_SECONDS = 0.05
-_RENEWED_WITHIN = 10.0
+_RENEWED_WITHIN = 30.0
 """Seconds in which ranks of a later start come, after the first that finds an address of an earlier one."""
 
 _REASON_COMES_WITHIN = 0.5
