@@ -230,11 +230,14 @@ def _live(
 
 
 def _train(rank: int, timeout: float, clock: Clock, blow: Blow | None, directory: Path) -> None:
-    """A script with every phase: two checkpoints, the first before the steady state."""
+    """A script with every phase: two checkpoints, the first before the steady state.
+
+    It begins when all ranks have met: of one that dies before, they know nothing. A launcher does.
+    """
     if blow is not None and blow.is_by_instruction and rank in blow.victims:
         _strike_at_instruction(rank, clock, blow)
-    clock.mark(rank, COMPILE)
     pipe = pipeline(timeout)
+    clock.mark(rank, COMPILE)
     checkpoints = pipec.Checkpoints(directory, every=1, keep=2)
     checkpoints.resume(pipe)
     x, target = batch(0)
