@@ -13,6 +13,7 @@ from pipec.checkpoint.tensors import TensorKind
 from pipec.cost.profile import Profile
 from pipec.errors import InputError
 from pipec.runtime.execution import Ranks
+from pipec.runtime.position import Position
 
 PROFILE = "profile.json"
 
@@ -23,7 +24,8 @@ class Training:
 
     ``parts`` are what this process has of them, in the memory that is trained; ``ties`` has the first name of
     tied ones by their others. ``names`` has, by ``id``, the parameters of the whole model, and ``shapes``
-    what they have there: some are empty here. ``profile`` is what its stages were cut by.
+    what they have there: some are empty here. ``position`` is that of the stream; each of ``num_replicas``
+    has one. ``profile`` is what its stages were cut by.
     """
 
     model: nn.Module
@@ -37,6 +39,8 @@ class Training:
     optimizers: Optimizers | None
     schedulers: Sequence[Any]
     num_steps: int
+    position: Position | None
+    num_replicas: int
     profile: Profile | None
 
     def require_memory(self) -> None:

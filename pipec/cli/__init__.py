@@ -1,4 +1,4 @@
-"""The command line: ``pipec profile | plan | plan-graph | dump | schedule | goodput | check | run | trace``.
+"""The command line, ``pipec COMMAND``: from ``profile`` and ``plan`` to ``run`` and ``checkpoint``.
 
 Each command imports what it needs when it runs: ``--help``, ``schedule NAME``, ``plan-graph`` and ``goodput``
 load no torch, ``check`` and ``run`` no compiler. ``drawing``, ``output``, ``options`` and ``forms`` are what
@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from pipec.cli.artifacts import check, run
+from pipec.cli.checkpoints import commands as checkpoint
 from pipec.cli.forms import Form, form_of
 from pipec.cli.goodput import goodput
 from pipec.cli.graphs import plan_graph
@@ -85,6 +86,7 @@ app.command()(goodput)
 app.command()(check)
 app.command()(run)
 app.command()(trace)
+app.add_typer(checkpoint, name="checkpoint")
 
 
 def main() -> None:

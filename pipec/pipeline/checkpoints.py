@@ -16,7 +16,7 @@ from pipec.checkpoint.together import once
 from pipec.console import log
 from pipec.cost.profile import Profile
 from pipec.errors import CheckpointError
-from pipec.ir.arguments import NONE, PATH, check_arguments, whole
+from pipec.ir.arguments import FLAG, NONE, PATH, check_arguments, instance, whole
 from pipec.pipeline.checkpointed import CheckpointedModel
 
 _NAME = re.compile(r"step-\d{8,}")
@@ -42,15 +42,18 @@ class Checkpoints:
     ...     scheduler.step()
     ...     checkpoints.step(pipe, scheduler=scheduler)
 
-    ``every`` is a number of steps. ``keep`` is how many checkpoints stay; None: all. Every rank calls the
-    methods. If any rank is sent SIGTERM or SIGINT, as before a machine is taken away, all of them save before
-    they end; see ``Pipeline.before_stop``.
+    ``every`` is a number of steps. ``keep`` is how many checkpoints stay; None: all. With ``asynchronous``
+    training goes on while they are written, as ``save_checkpoint`` says. Every rank calls the methods. If any
+    rank is sent SIGTERM or SIGINT, as before a machine is taken away, all of them save before they end; see
+    ``Pipeline.before_stop``.
     """
 
-    def __init__(self, directory: str | Path, *, every: int, keep: int | None = None) -> None:
+    def __init__(
+        self, directory: str | Path, *, every: int, keep: int | None = None, asynchronous: bool = False
+    ) -> None:
         check_arguments(CHECKPOINTS, locals())
         self._directory = Path(directory).resolve()
-        self._every, self._keep = every, keep
+        self._every, self._keep, self._asynchronous = every, keep, asynchronous
         self._own: set[str] = set()
         self._saved = 0
         self._latest: _Step | None = None
@@ -81,6 +84,8 @@ class Checkpoints:
         Raises:
             CheckpointError: it is damaged. The one before is loaded once this one is deleted.
         """
+        check_arguments(CHECKPOINTS, {"pipe": pipe})
+        pipe.finish_saving()
         self._watch(pipe)
         names = once(pipe.ranks, f"looking into {self._directory}", self._tidied)
         self._own = set(names)
@@ -117,15 +122,17 @@ class Checkpoints:
         """Save now, then remove those that are not to be kept.
 
         Raises:
-            CheckpointError: it cannot be written, or the directory has checkpoints of another run.
+            CheckpointError: it cannot be written, or the one before could not be; or the directory has
+                checkpoints of another run.
         """
+        check_arguments(CHECKPOINTS, {"pipe": pipe})
+        pipe.finish_saving()
         once(pipe.ranks, f"saving to {self._directory}", self._require_own)
         name = f"step-{pipe.num_steps:08}"
-        path = self._directory / name
-        pipe.save_checkpoint(path, optimizer=optimizer, scheduler=scheduler, extra=extra)
+        companions = {"optimizer": optimizer, "scheduler": scheduler, "extra": extra}
+        pipe.start_saving(self._directory / name, companions, self._asynchronous, self._thin)
         self._own.add(name)
         self._saved = pipe.num_steps
-        once(pipe.ranks, f"removing old checkpoints of {self._directory}", self._thin)
 
     def _watch(self, pipe: CheckpointedModel) -> None:
         """Let all ranks save before a signal ends them."""
@@ -145,6 +152,7 @@ class Checkpoints:
                 )
                 return
             self.save(pipe, optimizer=latest.optimizer, scheduler=latest.scheduler, extra=latest.extra)
+        pipe.finish_saving()
         log(f"pipec: step {pipe.num_steps} is saved to {self._directory}")
 
     def _names(self) -> list[str]:
@@ -179,5 +187,7 @@ CHECKPOINTS = {
     "directory": PATH,
     "every": whole(1, 2**63 - 1),
     "keep": whole(1, 2**63 - 1) | NONE,
+    "asynchronous": FLAG,
+    "pipe": instance("what pipec.compile returned", CheckpointedModel),
 }
 """What each argument must be."""

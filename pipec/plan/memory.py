@@ -32,7 +32,7 @@ class RankMemory:
 
 def rank_memory(plan: Plan, programs: Sequence[Program]) -> list[RankMemory]:
     """What each rank needs; ``StageMemory`` says what is counted."""
-    return [_memory_of(plan, program) for program in excerpt(programs, len(plan.stages))]
+    return [_memory_of(plan, program) for program in excerpt(programs, plan.ending.stream, plan.placement)]
 
 
 def _memory_of(plan: Plan, program: Program) -> RankMemory:

@@ -123,6 +123,11 @@ class BoundStage:
         frame["constants"] = self._constants(*(sizes[name] for name in self._read_by_constants))
         return frame
 
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether sums over replicas are added to the gradients of its weights, which an update reads."""
+        return self.owns_tensors or self.is_versioned
+
     def show_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Let phase functions find these parameters."""
         for fqn, weight in weights.items():

@@ -8,7 +8,7 @@
 """
 
 from pipec.runtime.optimizers.facade import Gather, PipelineOptimizer
-from pipec.runtime.optimizers.factory import Factory, is_elementwise
+from pipec.runtime.optimizers.factory import Factory, is_elementwise, parameter_on
 from pipec.runtime.optimizers.norms import clip_factor, sum_of_squares
 from pipec.runtime.optimizers.stage import StageOptimizer
 from pipec.runtime.optimizers.state import StatePart
