@@ -50,7 +50,7 @@ from pipec.profiler import Show, profile_graph
 from pipec.runtime.execution import Ranks
 from pipec.runtime.facts import Facts, argument_fact, differences, tensor_kind
 from pipec.runtime.holder import ModelTensors
-from pipec.runtime.launch import DEVICE, DEVICES, Devices
+from pipec.runtime.launch import DEVICE, DEVICES, Devices, every_device, world
 from pipec.runtime.optimizers import Factory, state_bytes
 from pipec.runtime.updates import Updates
 from pipec.runtime.weights import WORDS, MicrobatchWeight, name_of
@@ -75,7 +75,7 @@ class Example:
 
 def compile(
     model: nn.Module,
-    devices: Devices,
+    devices: Devices | None = None,
     *,
     loss_fn: Callable[..., Any] | None = None,
     schedule: ScheduleChoice = "1f1b",
@@ -105,7 +105,8 @@ def compile(
         model: any module, on the CPU, on a GPU or on meta. Neither its code nor its structure is changed. Its
             own parameters are trained, on the devices of their stages. Under ``torchrun`` a process empties
             those of other processes' stages.
-        devices: how many ranks, or the device of each. Under ``torchrun`` each process is one rank.
+        devices: how many ranks, or the device of each. Under ``torchrun`` each process is one rank. None: as
+            many ranks as there are processes; in one process alone, as many as it has GPUs, or one.
         loss_fn: ``loss_fn(output, target)``, one floating-point number; or ``(loss, logs)``, logs being
             tensors by name, per row or reduced, which ``step`` keeps in ``logs``. None: the model returns its
             loss, as a tensor, as ``.loss`` or under ``"loss"``.
@@ -156,7 +157,8 @@ def compile(
         memory_limit: bytes per device, or text such as ``"16GiB"``. The state of ``optimizer`` counts; that
             of an optimizer outside the programs does not.
         topology: how fast the devices are, how much they hold and how they are joined, or the file that says
-            so; see docs/planner.md. Rank r is its device r. None: devices that are alike.
+            so; see docs/planner.md. Rank r is its device r. Without ``devices`` it may have more than there
+            are, all of them alike. None: devices that are alike.
         device_model: what turns FLOPs and bytes into seconds, such as ``pipec.calibrate("cpu")`` measures.
             None: an entry of a table, by the kind of device.
         profile: measured times, or the file that holds them, for the stages to be cut by; see ``profile``.
@@ -172,7 +174,7 @@ def compile(
             these passed different arguments. (``device_model`` and ``profile`` may differ; rank 0's count.)
     """
     check_arguments(COMPILE, locals())
-    ranks = Ranks(devices, timeout)
+    ranks = Ranks(devices if devices is not None else every_device(world()), timeout)
     if ranks.world.distributed:
         _require_same_arguments(
             ranks,
@@ -208,7 +210,7 @@ def compile(
     device = next(iter(ranks.devices.values()))
     measured = load_profile(profile) if isinstance(profile, str | Path) else profile
     device_model = device_model or default_device_model(device)
-    joined = topology_of(topology, ranks.count, device_model.link)
+    joined = topology_of(topology, ranks.count, device_model.link, elastic=devices is None)
     if limit is not None:
         joined = joined.within(limit)
     updates, ending = _updates(optimizer, clip_grad_norm, shard, tensors)
@@ -292,7 +294,7 @@ EXAMPLE = {
 
 COMPILE = {
     "model": instance("an nn.Module", nn.Module),
-    "devices": DEVICES,
+    "devices": DEVICES | NONE,
     "loss_fn": FUNCTION | NONE,
     "schedule": instance("the name of a schedule, a Path to a file of compute orders", str, Path) | FUNCTION,
     "microbatches": whole(1, MOST_MICROBATCHES) | NONE,
@@ -396,14 +398,20 @@ def profile(
     return profile_graph(graph, model, rows, where, repeats, ranks, show)
 
 
-def topology_of(given: Topology | str | Path | None, num_ranks: int, link: LinkModel) -> Topology:
+def topology_of(
+    given: Topology | str | Path | None, num_ranks: int, link: LinkModel, elastic: bool = False
+) -> Topology:
     """What was given or is in the file, else as many devices with the same link between any two.
+
+    Where the number of ranks shrinks, being ``elastic``, it is as many of the devices that were given.
 
     Raises InputError for another number of devices, PlanError for a malformed file.
     """
     if given is None:
         return alike(num_ranks, link)
     topology = given if isinstance(given, Topology) else read_topology(Path(given))
+    if elastic and len({*topology.devices}) == 1 and num_ranks < len(topology.devices):
+        return topology.part(num_ranks)
     if len(topology.devices) != num_ranks:
         raise InputError(
             f"the topology has {len(topology.devices)} devices, but there are {num_ranks} ranks; "

@@ -424,6 +424,7 @@ def spawn(*command: str) -> subprocess.CompletedProcess[str]:
         (("run", "--help"), ("torch",)),
         (("schedule", "1f1b"), ("torch",)),
         (("plan-graph", "GRAPH"), ("torch",)),
+        (("goodput", "--devices", "8", "--save", "1"), ("torch",)),
         pytest.param(("check", "DIR"), COMPILER, marks=pytest.mark.slow),
         pytest.param(("run", "DIR"), COMPILER, marks=pytest.mark.slow),
     ],

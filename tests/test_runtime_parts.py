@@ -25,6 +25,7 @@ from pipec.runtime.draws import draw, dropout
 from pipec.runtime.execution import Ranks
 from pipec.runtime.gradients import GradientSum
 from pipec.runtime.holder import Emptied, ModelTensors, fill, forget, hold
+from pipec.runtime.launch import every_device
 from pipec.runtime.randomness import generator, mix
 from pipec.runtime.results import Results, merge
 from pipec.runtime.span import Span
@@ -374,6 +375,7 @@ def test_torchrun_gives_each_process_one_rank(monkeypatch: pytest.MonkeyPatch) -
     assert world().distributed
     assert resolve_devices(4, world()) == {2: CPU}
     assert resolve_devices(["cpu", "cpu", "meta", "cpu"], world()) == {2: torch.device("meta")}
+    assert every_device(world()) == 4
 
 
 def test_devices_that_contradict_the_world_are_refused() -> None:
@@ -390,6 +392,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("two_gpus")
 def test_gpus_are_shared_in_one_process_but_not_between_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    assert every_device(World(0, 1)) == 2
     assert resolve_devices(3, World(0, 1)) == {0: first, 1: second, 2: first}
     assert resolve_devices(["cpu"] * 2, World(0, 1)) == {0: CPU, 1: CPU}
     monkeypatch.setenv("LOCAL_RANK", "1")

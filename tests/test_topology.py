@@ -253,10 +253,23 @@ def test_the_same_topology_in_toml_and_json(tmp_path: Path) -> None:
 
 def test_a_part_is_joined_by_its_slowest_link() -> None:
     whole = Topology((Device(),) * 8, (Level(2, 3e9), Level(2, 2e9, 1e-6), Level(2, 1e9)))
-    assert whole.part(8) is whole
+    assert whole.part(8) == whole
     assert whole.part(2) == Topology((Device(),) * 2, (Level(2, 3e9),))
     assert whole.part(3) == Topology((Device(),) * 3, (Level(3, 2e9, 1e-6),))
     assert whole.part(5).levels == (Level(5, 1e9),)
+    assert whole.part(6).levels == (Level(2, 3e9), Level(3, 1e9))
+
+
+def test_without_devices_a_topology_may_have_more_than_are_left() -> None:
+    x, y = batch()
+    model = nn.Linear(64, 64)
+    whole = uniform((2, 2), (3e9, 1e9))
+    pipe = pipec.compile(model, topology=whole, microbatches=1, loss_fn=F.mse_loss)
+    assert pipe.prepare(x, target=y).plan.num_ranks == 1
+    with pytest.raises(InputError, match="the topology has 2 devices, but there are 1 ranks"):
+        pipec.compile(model, topology=different(1.0, 2.0))
+    with pytest.raises(InputError, match="the topology has 4 devices, but there are 1 ranks"):
+        pipec.compile(model, devices=1, topology=whole)
 
 
 def test_too_few_operators_for_the_devices_is_said() -> None:

@@ -23,19 +23,41 @@ def may_make_hosts() -> bool:
     return subprocess.run(["unshare", "--net", "sh", "-c", tried], capture_output=True).returncode == 0
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not may_make_hosts(), reason="needs root, iproute2 and network namespaces")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not may_make_hosts(), reason="needs root, iproute2 and network namespaces"),
+]
+
+
+def on_two_hosts(script: str, argument: str, on_each: int) -> str:
+    """What the ranks of a script print."""
+    command = [
+        str(ROOT / "benchmarks" / "link.sh"),
+        f"{MBIT}mbit",
+        sys.executable,
+        str(ROOT / "tests" / script),
+    ]
+    given = {**os.environ, "OMP_NUM_THREADS": "1", "RANKS_PER_HOST": str(on_each)}
+    done = subprocess.run(["sh", *command, argument], capture_output=True, text=True, timeout=150, env=given)
+    return done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("on_each", [1, 2])
 def test_a_step_over_a_slow_link_takes_as_long_as_simulated(on_each: int) -> None:
     """With two ranks on each host, these sum between themselves first: a third less travels."""
-    link, script = ROOT / "benchmarks" / "link.sh", ROOT / "tests" / "two_hosts.py"
-    command = ["sh", str(link), f"{MBIT}mbit", sys.executable, str(script), str(MBIT * 1e6 / 8)]
-    given = {**os.environ, "OMP_NUM_THREADS": "1", "RANKS_PER_HOST": str(on_each)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=given)
-    found = re.findall(r"simulated (\S+) measured (\S+)", done.stdout)
-    assert len(found) == on_each, done.stdout + done.stderr
+    printed = on_two_hosts("two_hosts.py", str(MBIT * 1e6 / 8), on_each)
+    found = re.findall(r"simulated (\S+) measured (\S+)", printed)
+    assert len(found) == on_each, printed
     simulated, measured = map(float, found[0])
     assert simulated > 0.3  # 8.4 MB at 25 MB/s: the gradients are what takes time
     assert 0.7 < measured / simulated < 1.6  # beside other tests
     if on_each == 2:
         assert simulated / float(found[1][0]) == pytest.approx(2 / 3, rel=0.05)
+
+
+def test_a_host_that_lost_its_link_is_named(tmp_path: Path) -> None:
+    """Nothing says so but its silence; the timeout is 4 s."""
+    printed = on_two_hosts("lost_host.py", str(tmp_path / "lost"), 1)
+    found = re.search(r"after (\S+) s: .*rank 1: no sign of life for", printed)
+    assert found, printed
+    assert float(found[1]) < 4 + 1

@@ -195,7 +195,9 @@ def _check_file(directory: Path, name: str, digest: str) -> None:
     if Path(name).name != name:
         raise ArtifactError(f"{directory / SUMS} names a file outside its folder: {name!r}")
     if not path.is_file():
-        raise ArtifactError(f"{path} is missing; the artifact is incomplete")
+        raise ArtifactError(
+            f"{path} is missing, which {SUMS} lists; the artifact is incomplete, or {SUMS} damaged"
+        )
     if _digest(path.read_bytes()) != digest:
         raise ArtifactError(
             f"{path} is not what was saved: its SHA-256 differs from the one in {SUMS}. Restore the file, "

@@ -13,7 +13,7 @@
 from pipec.checkpoint.background import Saving
 from pipec.checkpoint.parts import Part, whole
 from pipec.checkpoint.positions import position_of
-from pipec.checkpoint.read import load, load_weights
+from pipec.checkpoint.read import load, load_weights, profile_of
 from pipec.checkpoint.tensors import kind_of
 from pipec.checkpoint.training import Training
 from pipec.checkpoint.write import draft

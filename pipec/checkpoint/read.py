@@ -23,9 +23,10 @@ from pipec.checkpoint.optimizers import (
 )
 from pipec.checkpoint.tensors import TensorFiles, TensorKind
 from pipec.checkpoint.together import on_all, require_equal
-from pipec.checkpoint.training import Training
+from pipec.checkpoint.training import PROFILE, Training
 from pipec.checkpoint.values import decoded
 from pipec.console import log
+from pipec.cost.profile import Profile, load_profile
 from pipec.errors import CheckpointError, InputError
 from pipec.runtime.facts import listed
 
@@ -76,6 +77,20 @@ def load(directory: Path, training: Training) -> tuple[Document, str]:
 
     on_all(ranks, f"{doing}, of which a part may have been loaded,", change)
     return document, checkpoint.digest
+
+
+def profile_of(directory: Path) -> Profile | None:
+    """The profile that the stages of a training were cut by, if there was one. A process calls it alone.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    place = found(directory)
+    manifest = _manifest(place)
+    if PROFILE not in manifest.files:
+        return None
+    check_file(place, PROFILE, manifest.files[PROFILE])
+    return load_profile(place / PROFILE)
 
 
 def load_weights(directory: Path, training: Training) -> None:

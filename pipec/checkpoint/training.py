@@ -10,9 +10,12 @@ from torch import nn
 from pipec.checkpoint.optimizers import Optimizers
 from pipec.checkpoint.parts import Part
 from pipec.checkpoint.tensors import TensorKind
+from pipec.cost.profile import Profile
 from pipec.errors import InputError
 from pipec.runtime.execution import Ranks
 from pipec.runtime.position import Position
+
+PROFILE = "profile.json"
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Training:
     ``parts`` are what this process has of them, in the memory that is trained; ``ties`` has the first name of
     tied ones by their others. ``names`` has, by ``id``, the parameters of the whole model, and ``shapes``
     what they have there: some are empty here. ``position`` is that of the stream; each of ``num_replicas``
-    has one.
+    has one. ``profile`` is what its stages were cut by.
     """
 
     model: nn.Module
@@ -38,6 +41,7 @@ class Training:
     num_steps: int
     position: Position | None
     num_replicas: int
+    profile: Profile | None
 
     def require_memory(self) -> None:
         """Raise InputError if a tensor has no values to save, nor memory to load to."""

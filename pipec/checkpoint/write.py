@@ -21,7 +21,7 @@ from pipec.checkpoint.parts import Part, Stored, agree_on, gathered
 from pipec.checkpoint.positions import described
 from pipec.checkpoint.tensors import TensorWriter
 from pipec.checkpoint.together import Voices, on_all, once, require_equal
-from pipec.checkpoint.training import Training
+from pipec.checkpoint.training import PROFILE, Training
 from pipec.checkpoint.values import encoded
 from pipec.errors import InputError
 from pipec.runtime.execution import Aside
@@ -93,6 +93,8 @@ class Draft:
             require_own(directory, known)
             path = self._place.make()
             write_config(training.model, Path(path))
+            if training.profile is not None:
+                training.profile.save(Path(path) / PROFILE)
             return path
 
         with self._discarded_on_failure():

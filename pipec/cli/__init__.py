@@ -1,8 +1,8 @@
 """The command line, ``pipec COMMAND``: from ``profile`` and ``plan`` to ``run`` and ``checkpoint``.
 
-Each command imports what it needs when it runs: ``--help``, ``schedule NAME`` and ``plan-graph`` load no
-torch, ``check`` and ``run`` no compiler. ``drawing``, ``output``, ``options`` and ``forms`` are what commands
-share.
+Each command imports what it needs when it runs: ``--help``, ``schedule NAME``, ``plan-graph`` and ``goodput``
+load no torch, ``check`` and ``run`` no compiler. ``drawing``, ``output``, ``options`` and ``forms`` are what
+commands share.
 """
 
 from importlib.metadata import version
@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 from pipec.cli.artifacts import check, run
 from pipec.cli.checkpoints import commands as checkpoint
 from pipec.cli.forms import Form, form_of
+from pipec.cli.goodput import goodput
 from pipec.cli.graphs import plan_graph
 from pipec.cli.models import dump, plan
 from pipec.cli.output import show_error
@@ -81,6 +82,7 @@ app.command()(plan_graph)
 app.command()(dump)
 app.command("schedule NAME", cls=Form)(schedule_name)
 app.command("schedule TARGET", cls=Form)(schedule_target)
+app.command()(goodput)
 app.command()(check)
 app.command()(run)
 app.command()(trace)

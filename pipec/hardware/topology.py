@@ -137,15 +137,20 @@ class Topology:
         return Topology(tuple(worst), (level,))
 
     def part(self, num_devices: int) -> "Topology":
-        """The first ``num_devices``.
+        """The first ``num_devices``, in the groups that they fill.
 
-        Unless these are all, the slowest link between any of them joins them.
+        The slowest link between any of those that fill none joins them, or their groups.
         """
-        if num_devices == len(self.devices):
-            return self
-        link = self.link_between(0, num_devices - 1)
-        level = Level(num_devices, link.bytes_per_second, link.latency_seconds)
-        return Topology(self.devices[:num_devices], (level,))
+        levels, left = list[Level](), num_devices
+        for level in self.levels:
+            if left % level.size:
+                break
+            levels.append(level)
+            left //= level.size
+        if left > 1 or not levels:
+            link = self.link_between(0, num_devices - 1)
+            levels.append(Level(left, link.bytes_per_second, link.latency_seconds))
+        return Topology(self.devices[:num_devices], tuple(levels))
 
 
 def alike(num_devices: int, link: LinkModel, memory_bytes: float = math.inf) -> Topology:

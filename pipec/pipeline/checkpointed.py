@@ -193,6 +193,7 @@ class CheckpointedModel(TurnTaker):
             self._num_steps,
             self._position() if speaks else None,
             self.num_replicas,
+            self._compiler.options.profile,
         )
 
     def _optimizers(self, given: Any) -> PipelineOptimizer | Sequence[Optimizer] | None:

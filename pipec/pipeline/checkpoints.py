@@ -1,20 +1,35 @@
 """The checkpoints of a run: made every so many steps, the last few kept, the newest gone on from."""
 
+import functools
 import re
+import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch.optim import Optimizer
 
+from pipec.checkpoint import profile_of
 from pipec.checkpoint.directory import remove, tidy
 from pipec.checkpoint.together import once
 from pipec.console import log
+from pipec.cost.profile import Profile
 from pipec.errors import CheckpointError
 from pipec.ir.arguments import FLAG, NONE, PATH, check_arguments, instance, whole
 from pipec.pipeline.checkpointed import CheckpointedModel
 
 _NAME = re.compile(r"step-\d{8,}")
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What belonged to a training when a step was complete."""
+
+    number: int
+    optimizer: Optimizer | Sequence[Optimizer] | None
+    scheduler: Any
+    extra: Any
 
 
 class Checkpoints:
@@ -28,7 +43,9 @@ class Checkpoints:
     ...     checkpoints.step(pipe, scheduler=scheduler)
 
     ``every`` is a number of steps. ``keep`` is how many checkpoints stay; None: all. With ``asynchronous``
-    training goes on while they are written, as ``save_checkpoint`` says. Every rank calls the methods.
+    training goes on while they are written, as ``save_checkpoint`` says. Every rank calls the methods. If any
+    rank is sent SIGTERM or SIGINT, as before a machine is taken away, all of them save before they end; see
+    ``Pipeline.before_stop``.
     """
 
     def __init__(
@@ -38,6 +55,22 @@ class Checkpoints:
         self._directory = Path(directory).resolve()
         self._every, self._keep, self._asynchronous = every, keep, asynchronous
         self._own: set[str] = set()
+        self._saved = 0
+        self._latest: _Step | None = None
+        self._watched: weakref.ref[CheckpointedModel] | None = None
+
+    def profile(self) -> Profile | None:
+        """The profile by which the newest checkpoint's stages were cut, for stages on other devices.
+
+        None: there is no checkpoint, or it was made without one.
+
+        >>> profile = checkpoints.profile() or pipec.profile(example)
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
+        names = self._names()
+        return profile_of(self._directory / names[-1]) if names else None
 
     def resume(
         self,
@@ -53,12 +86,14 @@ class Checkpoints:
         """
         check_arguments(CHECKPOINTS, {"pipe": pipe})
         pipe.finish_saving()
-        names = once(pipe.ranks, f"looking into {self._directory}", self._names)
+        self._watch(pipe)
+        names = once(pipe.ranks, f"looking into {self._directory}", self._tidied)
         self._own = set(names)
         if not names:
             return None
         newest = self._directory / names[-1]
         extra = pipe.load_checkpoint(newest, optimizer=optimizer, scheduler=scheduler)
+        self._saved = pipe.num_steps
         log(f"pipec: goes on after step {pipe.num_steps}, from {newest}")
         return extra
 
@@ -71,6 +106,8 @@ class Checkpoints:
         extra: Any = None,
     ) -> None:
         """Save, if that is due after this step. The arguments are those of ``save_checkpoint``."""
+        self._watch(pipe)
+        self._latest = _Step(pipe.num_steps, optimizer, scheduler, extra)
         if pipe.num_steps % self._every == 0:
             self.save(pipe, optimizer=optimizer, scheduler=scheduler, extra=extra)
 
@@ -95,19 +132,46 @@ class Checkpoints:
         companions = {"optimizer": optimizer, "scheduler": scheduler, "extra": extra}
         pipe.start_saving(self._directory / name, companions, self._asynchronous, self._thin)
         self._own.add(name)
+        self._saved = pipe.num_steps
+
+    def _watch(self, pipe: CheckpointedModel) -> None:
+        """Let all ranks save before a signal ends them."""
+        if self._watched is None or self._watched() is not pipe:
+            self._watched = weakref.ref(pipe)
+            pipe.before_stop(functools.partial(self._save_before_stop, self._watched))
+
+    def _save_before_stop(self, watched: "weakref.ref[CheckpointedModel]") -> None:
+        pipe, latest = watched(), self._latest
+        if pipe is None or pipe.num_steps == 0:
+            return
+        if pipe.num_steps != self._saved:
+            if latest is None or latest.number != pipe.num_steps:
+                log(
+                    f"pipec: step {pipe.num_steps} is not saved, because the script has not come to "
+                    f"checkpoints.step(...) after it; there is step {self._saved}"
+                )
+                return
+            self.save(pipe, optimizer=latest.optimizer, scheduler=latest.scheduler, extra=latest.extra)
+        pipe.finish_saving()
+        log(f"pipec: step {pipe.num_steps} is saved to {self._directory}")
 
     def _names(self) -> list[str]:
         """The names of the checkpoints, the oldest first."""
         if not self._directory.exists():
             return []
-        tidy(self._directory)
         return sorted(
             (path.name for path in self._directory.iterdir() if _NAME.fullmatch(path.name)),
             key=lambda name: int(name.removeprefix("step-")),
         )
 
+    def _tidied(self) -> list[str]:
+        """The names, once what killed runs have left is no more."""
+        if self._directory.exists():
+            tidy(self._directory)
+        return self._names()
+
     def _require_own(self) -> None:
-        if other := [name for name in self._names() if name not in self._own]:
+        if other := [name for name in self._tidied() if name not in self._own]:
             raise CheckpointError(
                 f"{self._directory} has {other[0]} and {len(other) - 1} other checkpoints that this run has "
                 "neither written nor found when it resumed: another run writes there, or they are left from "

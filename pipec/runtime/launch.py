@@ -56,6 +56,11 @@ def world() -> World:
     return World(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
 
 
+def every_device(world: World) -> int:
+    """As many ranks as there are processes; of a process alone, as many as it has GPUs, or one."""
+    return world.size if world.distributed else max(1, torch.cuda.device_count())
+
+
 def resolve_devices(devices: Devices, world: World) -> dict[int, torch.device]:
     """The device of each rank that runs in this process.
 
@@ -71,7 +76,8 @@ def resolve_devices(devices: Devices, world: World) -> dict[int, torch.device]:
     if world.distributed and count != world.size:
         raise InputError(
             f"devices asks for {count} ranks, but {world.size} processes were started and each runs one "
-            f"rank; start {count} processes (torchrun --nproc-per-node {count}) or pass devices={world.size}"
+            f"rank; start {count} processes (torchrun --nproc-per-node {count}), pass devices={world.size}, "
+            "or leave devices out, for as many as there are"
         )
     if isinstance(devices, int):
         devices = ["cuda" if torch.cuda.is_available() else "cpu"] * count

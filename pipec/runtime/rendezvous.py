@@ -2,13 +2,15 @@
 
 import functools
 import os
+import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -26,8 +28,8 @@ T = TypeVar("T")
 def meet(world: World, number: int, timeout: float) -> tuple[Lifelines, Store]:
     """Connect with all other ranks, and give the store that process groups are made with.
 
-    It is that of the default process group. If there is none, it is made from the environment that
-    ``torchrun`` sets, as torch would. ``number`` means the same pipeline on every rank.
+    It is a new part of that of the default process group. If there is none, it is made from the environment
+    that ``torchrun`` sets, as torch would. ``number`` means the same pipeline on every rank.
 
     Raises:
         TransportError: a rank did not come within ``timeout`` seconds, or died; it is named.
@@ -36,12 +38,13 @@ def meet(world: World, number: int, timeout: float) -> tuple[Lifelines, Store]:
     store = _get_default_store() if dist.is_initialized() else _store_of_environment(world, timeout)
     lifelines = Lifelines(world.rank, world.size, timeout)
     try:
-        _connect(lifelines, PrefixStore(f"pipec/{_attempt()}/{number}", store), timeout)
+        _connect(lifelines, PrefixStore(f"pipec/{number}", store), timeout)
+        part = lifelines.gather(secrets.token_bytes(8))[0].hex()
     except TransportError as error:
         lifelines.fail(str(error))
         lifelines.close()
         raise
-    return lifelines, store
+    return lifelines, PrefixStore(f"pipec/{part}", store)
 
 
 def bounded(call: Callable[[], T], seconds: float, check: Callable[[], object] = lambda: None) -> T:
@@ -114,26 +117,71 @@ def _wait_for_listener(host: str, port: int, timeout: float) -> None:
 
 
 def _connect(lifelines: Lifelines, store: Store, timeout: float) -> None:
-    """Publish the own address, and connect to the ranks below; the ranks above connect to this one."""
+    """Publish the own address, and connect to the ranks below; the ranks above connect to this one.
+
+    The address is taken back in the end: ``torchrun`` may keep the store for ranks that it starts later, and
+    no number of theirs tells these on all hosts, for each host counts the restarts of its own.
+    """
     rank = lifelines.rank
-    own = lifelines.address.to_text()
-    _asked(functools.partial(store.set, f"address/{rank}", own), timeout, lifelines)
+    addresses = _Addresses(store, functools.partial(_asked, timeout=timeout, lifelines=lifelines))
+    addresses.publish(rank, lifelines.address.to_text())
     for peer in range(rank):
-        deadline, key = time.monotonic() + timeout, f"address/{peer}"
-        while not _asked(functools.partial(store.check, [key]), timeout, lifelines):
-            if time.monotonic() > deadline:
-                raise TransportError(
-                    f"rank {rank} waited {timeout:g} s for rank {peer}, which did not come: that process was "
-                    "not started, died or hangs before it makes its pipeline"
-                )
-            time.sleep(_LOOK_SECONDS)
-        address = _asked(functools.partial(store.get, key), timeout, lifelines)
-        lifelines.connect(peer, Address.parse(address.decode()))
+        _reach(peer, lifelines, addresses, timeout)
     try:
         lifelines.wait_for_all()
     except TransportError as error:
         lifelines.fail(str(error))  # to those who wait a moment longer, and would else miss this rank
         raise
+    addresses.take_back(rank)
+
+
+def _reach(peer: int, lifelines: Lifelines, addresses: "_Addresses", timeout: float) -> None:
+    """Connect to a rank below, which comes within ``timeout`` seconds.
+
+    Where ranks that ``torchrun`` started before died while they met, the store has their addresses until
+    those of today come.
+    """
+    address = addresses.find(peer, within=timeout)
+    if address is None:
+        raise TransportError(
+            f"rank {lifelines.rank} waited {timeout:g} s for rank {peer}, which did not come: that process "
+            "was not started, died or hangs before it makes its pipeline"
+        )
+    while True:
+        try:
+            return lifelines.connect(peer, Address.parse(address))
+        except TransportError:
+            within = _RENEWED_WITHIN if _agent_holds_store() else 0.0
+            newer = addresses.find(peer, within, other_than=address)
+            if newer is None:
+                raise
+            address = newer
+
+
+@dataclass(frozen=True)
+class _Addresses:
+    """Where in the store ranks say how they are reached; ``ask`` calls the store."""
+
+    store: Store
+    ask: Callable[[Callable[[], Any]], Any]
+
+    def publish(self, rank: int, address: str) -> None:
+        self.ask(lambda: self.store.set(f"address/{rank}", address))
+
+    def take_back(self, rank: int) -> None:
+        self.ask(lambda: self.store.delete_key(f"address/{rank}"))
+
+    def find(self, rank: int, within: float, other_than: str = "") -> str | None:
+        """The address of a rank, ``other_than`` one; None if it has none after so many seconds."""
+        deadline, key = time.monotonic() + within, f"address/{rank}"
+        while True:
+            if self.ask(lambda: self.store.check([key])):
+                found = str(self.ask(lambda: self.store.get(key)).decode())
+                if found != other_than:
+                    return found
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(_LOOK_SECONDS)
 
 
 def _asked(question: Callable[[], T], timeout: float, lifelines: Lifelines) -> T:
@@ -156,11 +204,6 @@ def _agent_holds_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
-def _attempt() -> str:
-    """How often ``torchrun`` has started the ranks. Its store may hold the addresses of those before."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-
-
 def _holder() -> str:
     return "torchrun" if _agent_holds_store() else "rank 0"
 
@@ -170,4 +213,7 @@ def _first_line(error: BaseException) -> str:
 
 
 _LOOK_SECONDS = 0.05
+_RENEWED_WITHIN = 30.0
+"""Seconds in which ranks of a later start come, after the first that finds an address of an earlier one."""
+
 _REASON_COMES_WITHIN = 0.5

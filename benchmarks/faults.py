@@ -1,0 +1,289 @@
+"""What ranks do when one of them dies or hangs, and what a checkpoint is worth when anything goes wrong.
+
+    python benchmarks/faults.py                 # all of it: about ten minutes on two cores
+    python benchmarks/faults.py --kills 5 --stops 2 --saves 3 --damages 50
+
+Every round is a run of four ranks, forked from this process. The table has a row for each kind of fault; a
+round that did not go as it should is printed with what the ranks said, and the exit status is 1 then. What is
+random follows from the seed, which is printed. The rows of disks need root.
+"""
+
+import argparse
+import math
+import os
+import random
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from fault_files import damage, save_both
+from fault_worlds import (
+    CHECKPOINT,
+    EXIT,
+    PHASES,
+    RANKS,
+    STEADY_STEPS,
+    Blow,
+    Ends,
+    World,
+    begin,
+    digest,
+    follow,
+    fork,
+    names,
+    outcome,
+    pipeline,
+    prepared,
+    read_only,
+    small_disk,
+    step,
+    usual_seconds,
+)
+
+import pipec
+
+KILLED_WITHIN, STOP_TIMEOUT, STOPPED_WITHIN = 2.0, 3.0, 1.0
+"""Seconds until all others have ended; after a rank is stopped, ``STOPPED_WITHIN`` beyond the timeout."""
+
+SAVED = (1, 1 + STEADY_STEPS)
+"""After which steps a run saves."""
+
+
+@dataclass
+class Row:
+    """What came of the rounds with one kind of fault.
+
+    ``known`` and ``late`` are seconds until the others had raised an error, and until they had ended.
+    """
+
+    fault: str
+    expected: str
+    rounds: int = 0
+    failed: int = 0
+    known: list[float] = field(default_factory=list)
+    late: list[float] = field(default_factory=list)
+
+    def note(self, problems: Sequence[str]) -> None:
+        self.rounds += 1
+        if problems:
+            self.failed += 1
+            print(f"{self.fault}: " + "\n  ".join(problems), flush=True)
+
+    def text(self) -> str:
+        good = f"{self.rounds - self.failed} of {self.rounds}"
+        return f"| {self.fault} | {self.expected} | {good} | {_times(self.known)} | {_times(self.late)} |"
+
+
+def _times(seconds: Sequence[float]) -> str:
+    return f"{statistics.median(seconds):.2f} s, {max(seconds):.2f} s" if seconds else ""
+
+
+class Campaign:
+    """Makes rounds in a folder of its own, and knows what checkpoints must hold."""
+
+    def __init__(self, folder: Path, chosen: random.Random) -> None:
+        self._folder, self._chosen, self._count = folder, chosen, 0
+        self._digests = self._in_fork(_write_expected)
+        self.directory = folder / "undisturbed"
+        world = self.begin(self.directory)
+        problems = _of_survivors(world, follow(world, ())) + self.problems_of(self.directory)
+        assert not problems, problems
+        self._usual = usual_seconds(world)
+        print("usual seconds:", ", ".join(f"{n} {s:.2f}" for n, s in zip(PHASES, self._usual, strict=True)))
+
+    def begin(self, directory: Path, blow: Blow | None = None, timeout: float = 20.0) -> World:
+        self._count += 1
+        return begin(directory, self._folder / f"scratch_{self._count}", blow, timeout)
+
+    def struck(
+        self, row: Row, phase: int, how: signal.Signals, within: float, num_victims: int = 1
+    ) -> list[str]:
+        """Let a fault happen in a new run, whose checkpoints come to ``self.directory``; returns problems."""
+        timeout = STOP_TIMEOUT if how is signal.SIGSTOP else 20.0
+        while True:
+            victims = tuple(self._chosen.sample(range(RANKS), num_victims))
+            blow = Blow(phase, how, victims, self._chosen.random())
+            self.directory = self._folder / f"run_{self._count + 1}"
+            world = self.begin(self.directory, blow, timeout)
+            ends = follow(world, self._usual)
+            if all(ends.statuses[rank] == -signal.SIGKILL for rank in victims):
+                break  # else it had come to its end before
+        problems = _of_survivors(world, ends)
+        if num_victims < RANKS:
+            row.late.append(ends.late)
+            if ends.known > 0:  # not where all had come to their ends
+                row.known.append(ends.known)
+            if not ends.late <= within:
+                problems.append(f"others ended after {ends.late:.2f} s")
+        if problems:
+            problems += [str(blow), *(f"rank {rank} said: {world.said(rank)}" for rank in range(RANKS))]
+        return problems
+
+    def problems_of(self, directory: Path, steps: Sequence[int] = SAVED) -> list[str]:
+        """What is wrong with the newest checkpoint, which must be that of one of these steps."""
+        found = self._in_fork(partial(_write_newest, directory))
+        if not found:
+            return [f"no checkpoint of {directory} loads"]
+        ((number, weights),) = found.items()
+        if number not in steps:
+            return [f"{directory} has step {number}, expected one of {steps}"]
+        return [] if weights == self._digests[number] else [f"step {number} of {directory} has other weights"]
+
+    def _in_fork(self, write: Callable[[Path], None]) -> Mapping[int, str]:
+        """The digest of each step that a fork writes; none if it fails."""
+        written = self._folder / "digests"
+        written.unlink(missing_ok=True)
+        if outcome(fork(partial(write, written))):
+            return {}
+        lines = (line.split() for line in written.read_text().splitlines())
+        return {int(number): weights for number, weights in lines}
+
+
+def _write_expected(path: Path) -> None:
+    """What each step makes of the weights, in one process."""
+    pipe, lines = prepared(), list[str]()
+    for _ in range(3 * STEADY_STEPS):
+        step(pipe)
+        lines.append(f"{pipe.num_steps} {digest(pipe)}")
+    path.write_text("\n".join(lines))
+
+
+def _write_newest(directory: Path, path: Path) -> None:
+    """What the newest checkpoint has, in one process."""
+    pipe = pipeline()
+    pipec.Checkpoints(directory, every=1).resume(pipe)
+    path.write_text(f"{pipe.num_steps} {digest(pipe)}")
+
+
+def _of_survivors(world: World, ends: Ends) -> list[str]:
+    """What the ranks did wrong that nothing befell: each ends in order, and says who was at fault."""
+    victims = world.blow.victims if world.blow else ()
+    problems = []
+    for rank in {*range(RANKS)} - {*victims}:
+        said = world.said(rank)
+        if ends.statuses[rank]:
+            problems.append(f"rank {rank} ended with {ends.statuses[rank]}:\n{world.printed(rank)}")
+        elif said and not names(said, victims):
+            problems.append(f"rank {rank} does not name {victims}: {said}")
+        elif not said and not world.clock.at(rank, EXIT):
+            problems.append(f"rank {rank} ended without a word")
+    return problems
+
+
+def kills(campaign: Campaign, count: int) -> Iterator[Row]:
+    rows = [Row(f"SIGKILL, {phase}", "all others end within 2 s and name it") for phase in PHASES]
+    for number in range(count):
+        phase = number % len(PHASES)
+        rows[phase].note(campaign.struck(rows[phase], phase, signal.SIGKILL, KILLED_WITHIN))
+    yield from rows
+
+
+def stops(campaign: Campaign, count: int) -> Iterator[Row]:
+    within = STOP_TIMEOUT + STOPPED_WITHIN
+    row = Row("SIGSTOP, any phase", f"the same within the timeout of {STOP_TIMEOUT:g} s + 1 s")
+    for number in range(count):
+        row.note(campaign.struck(row, number % EXIT, signal.SIGSTOP, within))
+    yield row
+
+
+def saves(campaign: Campaign, count: int) -> Iterator[Row]:
+    rows = [
+        Row(f"SIGKILL while saving, {who}", "the checkpoint before loads, or the new one")
+        for who in ("one rank", "all ranks")
+    ]
+    for number in range(count):
+        row, num_victims = rows[number % 2], (1, RANKS)[number % 2]
+        problems = campaign.struck(row, CHECKPOINT, signal.SIGKILL, KILLED_WITHIN, num_victims)
+        row.note(problems + campaign.problems_of(campaign.directory))
+    yield from rows
+
+
+def damages(folder: Path, count: int, seed: int) -> Iterator[Row]:
+    """Flipped bits and files cut short, half of them in an artifact and half in a checkpoint."""
+    found = folder / "damages"
+    if outcome(fork(partial(save_both, folder))):
+        raise RuntimeError("nothing was saved to be damaged")
+    for kind in ("artifact", "checkpoint"):
+        row = Row(f"a bit flipped, a file cut short: {kind}", "an error names the file")
+        status = outcome(fork(partial(damage, folder, kind, count // 2, seed, found)))
+        for line in found.read_text().splitlines():
+            row.note([problem] if (problem := line.strip()) else [])
+        row.note([f"the search ended with status {status}"]) if status else None
+        yield row
+
+
+def disks(campaign: Campaign, folder: Path) -> Iterator[Row]:
+    """A disk that has room for one checkpoint and a half; then one that can only be read."""
+    (newest,) = (folder / "undisturbed").glob(f"step-*{SAVED[-1]}")
+    size = sum(math.ceil(file.stat().st_size / 4096) * 4096 for file in newest.iterdir())
+    disk = folder / "disk"
+    with small_disk(disk, size * 3 // 2):
+        for fault, said in (("disk full", "No space left"), ("read-only folder", "Read-only file system")):
+            row = Row(fault, "every rank says so and names the file; the checkpoint before loads")
+            world = campaign.begin(disk / "run")
+            ends = follow(world, ())
+            problems = [
+                f"rank {rank} ended with {ends.statuses[rank]} and said {world.said(rank)!r}"
+                for rank in range(RANKS)
+                if ends.statuses[rank] or not {"CheckpointError:", str(disk), said} <= _words(world, rank)
+            ]
+            row.note(problems + campaign.problems_of(disk / "run", SAVED[:1]))
+            yield row
+            read_only(disk)
+
+
+def _words(world: World, rank: int) -> set[str]:
+    """Which of the words that matter a rank has said."""
+    said = world.said(rank)
+    known = ("CheckpointError:", str(world.directory.parent), "No space left", "Read-only file system")
+    return {word for word in known if word in said}
+
+
+def two_runs(campaign: Campaign, folder: Path) -> Iterator[Row]:
+    row = Row("two runs, one folder", "all ranks of one say so; the newest checkpoint loads")
+    worlds = [campaign.begin(folder / "shared") for _ in range(2)]
+    problems = [problem for world in worlds for problem in _of_two(world)]
+    told = [all("another run" in world.said(rank) for rank in range(RANKS)) for world in worlds]
+    if not any(told):
+        problems.append(f"neither was told: {[world.said(0) for world in worlds]}")
+    row.note(problems + campaign.problems_of(folder / "shared", range(1, 3 * STEADY_STEPS)))
+    yield row
+
+
+def _of_two(world: World) -> list[str]:
+    statuses = follow(world, ()).statuses
+    return [f"rank {r} ended with {s}:\n{world.printed(r)}" for r, s in statuses.items() if s]
+
+
+def main() -> int:
+    given = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    for name, count in (("kills", 100), ("stops", 20), ("saves", 50), ("damages", 1000)):
+        given.add_argument(f"--{name}", type=int, default=count, help=f"how many; default: {count}")
+    given.add_argument("--seed", type=int, default=random.randrange(10**6), help="default: a random one")
+    options = given.parse_args()
+    print(f"seed {options.seed}", flush=True)
+    folder = Path(tempfile.mkdtemp(prefix="pipec-faults-"))
+    campaign = Campaign(folder, random.Random(options.seed))
+    rows = [
+        *kills(campaign, options.kills),
+        *stops(campaign, options.stops),
+        *saves(campaign, options.saves),
+        *damages(folder, options.damages, options.seed),
+        *(disks(campaign, folder) if os.geteuid() == 0 else ()),
+        *two_runs(campaign, folder),
+    ]
+    print("\n| what happens | what must follow | as it should be | known after | others ended after |")
+    print("|---|---|---|---|---|")
+    print("\n".join(row.text() for row in rows if row.rounds))
+    shutil.rmtree(folder, ignore_errors=True)
+    return int(any(row.failed for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
