@@ -37,7 +37,7 @@ from torch import Tensor
 
 from pipec.errors import ExecutionError, InputError
 from pipec.ir import Compute, Input, Link, Mode, Payload, Phase, Plan, Schedule, Sizes, Stage, Value
-from pipec.programs.lower import lower
+from pipec.programs.lower import chain_links, lower
 from pipec.runtime import Interpreter, nccl
 from pipec.runtime import distributed as transport_of_processes
 from pipec.runtime.connections import MOST_UNDER_WAY, Direction
@@ -346,6 +346,15 @@ def test_a_chain_of_any_length_opens_in_four_rounds() -> None:
         ordered = in_rounds(directions)
         assert sorted(ordered) == directions
         assert _num_turns(ordered) == min(4, 2 * (length - 1))
+
+
+def test_results_need_no_directions_of_their_own() -> None:
+    """From one rank to 63 others they would, on twice as many streams as there are."""
+    result = Link(63, -1, Payload.RESULT, (Value("loss", "float32", ()),))
+    programs = lower(make_schedule("1f1b", 64, 4), (*chain_links(64), result))
+    directions, has_last = transport_of_processes._directions(programs)
+    assert directions == {(k, k + way) for k in range(64) for way in (-1, 1) if 0 <= k + way < 64}
+    assert has_last
 
 
 def _num_turns(directions: Sequence[Direction]) -> int:

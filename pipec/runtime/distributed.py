@@ -151,6 +151,14 @@ class TorchDistributed:
         every = range(self.num_ranks)
         return [text if rank == self.rank else self._lifelines.heard(rank, doing).decode() for rank in every]
 
+    def told_aside(self, text: str) -> list[str]:
+        """As ``told``, for a thread beside the one that steps. Raises TransportError if a process ends."""
+        return [part.decode() for part in self._lifelines.exchange_aside(text.encode())]
+
+    def check_processes(self) -> None:
+        """Raise TransportError if the process of another rank has ended, even if a step has failed before."""
+        self._lifelines.check_processes()
+
     def once(self, request: str, make: Callable[[], T]) -> T:
         """Call ``make`` on rank 0 alone; every rank returns its result, or raises its error.
 

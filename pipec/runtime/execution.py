@@ -3,6 +3,7 @@
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -16,7 +17,7 @@ from pipec.runtime.cuda import staged
 from pipec.runtime.distributed import TorchDistributed
 from pipec.runtime.group import Group
 from pipec.runtime.interpreter import Interpreter
-from pipec.runtime.launch import Devices, resolve_devices, world
+from pipec.runtime.launch import Devices, World, resolve_devices, world
 from pipec.runtime.of_batch import OfBatch, share_of, values_of_batch, values_of_local_batch
 from pipec.runtime.recording import RecordedStep, Stamps
 from pipec.runtime.rehearsal import RehearsedInterpreter
@@ -86,8 +87,28 @@ class Ranks:
         """The text of each process, in every process, however long they take while all of them live."""
         return self.distributed.told(text, doing) if self.world.distributed else [text]
 
+    def aside(self) -> "Aside":
+        """These processes, for a thread beside the one that steps."""
+        if not self.world.distributed:
+            return Aside(self.world, self.told, lambda: None)
+        transport = self.distributed
+        return Aside(self.world, lambda text, _: transport.told_aside(text), transport.check_processes)
+
     def transport(self, rank: int) -> Transport:
         return self.distributed if self.world.distributed else self.in_process.endpoint(rank)
+
+
+@dataclass(frozen=True)
+class Aside:
+    """The processes of a pipeline for one thread of each. Its texts are not those of the steps.
+
+    ``told`` takes a text, and what this process does; it gives the text of each process, in every process.
+    ``check`` raises TransportError if the process of another rank has ended.
+    """
+
+    world: World
+    told: Callable[[str, str], list[str]]
+    check: Callable[[], None]
 
 
 class Linked(Generic[Interprets]):

@@ -57,6 +57,7 @@ class Handle(nn.Module):
         self._executions: dict[Artifact, Execution | StreamExecution] = {}
         self._recorded: list[RecordedStep] | None = None
         self._flow: Flow | None = None
+        self._completed: Sequence[Mapping[str, Tensor]] = ()
         self._holders: dict[str, tuple[int, ...]] = holders(trained.plan) if trained else {}
         self._warned = False
 
@@ -114,7 +115,7 @@ class Handle(nn.Module):
         """
         flow, self._flow = self._flow, None
         if flow is not None:
-            flow.drain()
+            self._completed = flow.drain()
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
