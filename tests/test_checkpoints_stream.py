@@ -1,5 +1,7 @@
 """Streams that stop between two mini-batches and go on: with the same batches, and the same bits."""
 
+import os
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -11,8 +13,9 @@ from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader, Dataset
 
 import pipec
+from pipec.runtime.stops import STOPS
 
-ROWS, EPOCHS, STOPS = 6, 3, (3, 6, 9, 10)
+ROWS, EPOCHS, STOPPED = 6, 3, (3, 6, 9, 10)
 SCHEDULES = ("1f1b", "pipedream")
 
 
@@ -117,7 +120,7 @@ def test_a_stream_goes_on_with_the_same_bits(
         run.pipe.save_checkpoint(tmp_path / str(run.pipe.num_steps), scheduler=run.scheduler, extra=epoch)
 
     losses = trained(run, 0, LOADERS[kind](Noisy()), save)
-    for stopped in STOPS:
+    for stopped in STOPPED:
         torch.manual_seed(99)
         epoch = run.load(tmp_path / str(stopped))
         went_on = trained(run, epoch, LOADERS[kind](Noisy()), lambda _: run.pipe.drain())
@@ -130,7 +133,7 @@ def trained(run: Run, first: int, loader: Any, stop: Callable[[int], None]) -> l
     for epoch in range(first, EPOCHS):
         for loss in run.losses(loader, resume=True):
             losses.append(loss)
-            if run.pipe.num_steps in STOPS:
+            if run.pipe.num_steps in STOPPED:
                 stop(epoch)
     return losses
 
@@ -194,3 +197,22 @@ def test_a_state_of_a_loader_that_cannot_be_written(runs: dict[str, Run], tmp_pa
         with pytest.raises(pipec.InputError, match="loader of the stream's position"):
             run.pipe.save_checkpoint(tmp_path / "saved", scheduler=run.scheduler)
         break
+
+
+def test_a_signal_between_two_streams_does_not_repeat_the_first(runs: dict[str, Run], tmp_path: Path) -> None:
+    """The script's extra is of the last step of the first one; so is the place."""
+    run = runs["1f1b"]
+    run.load(run.fresh)
+    checkpoints, losses = pipec.Checkpoints(tmp_path, every=100, asynchronous=True), []
+    for loss in run.losses(Stateful(Noisy())):
+        losses.append(loss)
+        checkpoints.step(run.pipe, scheduler=run.scheduler, extra="first")
+    os.kill(os.getpid(), signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit):
+            next(run.losses(Stateful(Noisy())))
+    finally:
+        STOPS.ignore()
+    assert checkpoints.resume(run.pipe, scheduler=run.scheduler) == "first"
+    assert list(run.losses(Stateful(Noisy()), resume=True)) == []
+    assert len(list(run.losses(Stateful(Noisy()), resume=True))) == 5

@@ -141,7 +141,8 @@ class CheckpointedModel(TurnTaker):
             load_weights(path, training)
             return None
         document, self._own_checkpoints[path] = load(path, training)
-        self._num_steps, self._reading, self._saved_position = document.num_steps, None, None
+        self._num_steps, self._saved_position = document.num_steps, None
+        self._reading = self._last_reading = None
         if positions := document.stream_positions():
             parts = (self.replica, self.num_replicas)
             self._saved_position = lambda: position_of(positions, *parts)

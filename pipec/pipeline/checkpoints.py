@@ -151,6 +151,7 @@ class Checkpoints:
                     f"checkpoints.step(...) after it; there is step {self._saved}"
                 )
                 return
+            pipe.stay_where_last_step_was()  # for so says the script's extra
             self.save(pipe, optimizer=latest.optimizer, scheduler=latest.scheduler, extra=latest.extra)
         pipe.finish_saving()
         log(f"pipec: step {pipe.num_steps} is saved to {self._directory}")

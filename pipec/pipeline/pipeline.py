@@ -91,7 +91,9 @@ class Pipeline(CheckpointedModel):
             ExecutionError, TransportError: a rank failed.
             KeyboardInterrupt, SystemExit: some rank was sent a signal; see ``before_stop``.
         """
-        return self._train(self._agreed(Asked("step", Mode.TRAIN, outputs), args, kwargs, target))
+        turn = self._agreed(Asked("step", Mode.TRAIN, outputs), args, kwargs, target)
+        self._last_reading = None
+        return self._train(turn)
 
     def _train(self, turn: Turn, begun: Begun = nothing) -> Any:
         loss = self._loss(turn, begun)

@@ -33,6 +33,7 @@ class Streams(StoppedTogether):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._reading: Reading | None = None
+        self._last_reading: Reading | None = None
         self._saved_position: Callable[[], Position] | None = None
 
     def stream(self, batches: Iterable[Any], resume: bool | None = None) -> Iterator[Tensor]:
@@ -72,10 +73,14 @@ class Streams(StoppedTogether):
                 reading.passed()
                 yield self._passed_on(outcome)
             for loss in steps:
-                self._reading = reading
+                self._reading = self._last_reading = reading
                 reading.passed()
                 yield loss
         self._reading = None
+
+    def stay_where_last_step_was(self) -> None:
+        """Let a checkpoint be within the stream that gave the last loss, even if it is over by now."""
+        self._reading = self._last_reading
 
     def _position_to_resume(self, resume: bool | None) -> Position | None:
         saved, self._saved_position = self._saved_position, None
