@@ -420,6 +420,7 @@ def test_every_rule_is_broken_by_a_test() -> None:
         "_posts_before_reading",
         "_frees_after_last_use",
         "_spares_live_slots",
+        "results_in_time",
         "_keeps_channel_order",
         "_finishes",
         "_posts_after_what_messages_need",

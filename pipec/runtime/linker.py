@@ -8,7 +8,7 @@ value that is still on its way waits for it, and the last reader of a value drop
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
 
@@ -119,9 +119,10 @@ class Linker:
 
     def _receive(self, instruction: Instruction) -> Action:
         link, microbatch, rank = _link_of(instruction), instruction.microbatch, self._rank
-        receiver = self._rank.transport.receiver(instruction, self._tag(link))
         if link.payload is Payload.OUTCOME:
-            return self._outcome(link, microbatch, receiver)
+            apart = replace(instruction, slot=microbatch)  # several are on their way at once
+            return self._outcome(link, microbatch, self._rank.transport.receiver(apart, self._tag(link)))
+        receiver = self._rank.transport.receiver(instruction, self._tag(link))
         sink, wait, post = self._sink(link, microbatch, instruction.peer), receiver.wait, receiver.post
         made_of = self._microbatches(instruction)
 
