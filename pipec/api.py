@@ -201,7 +201,7 @@ def compile(
         )
     limit = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
     policy = policy_for(schedule, ranks.count, stages, replicas, asynchronous)
-    check_updates(policy, optimizer is not None, shard, batch, on_nan)
+    check_updates(policy, replicas == "auto", optimizer is not None, shard, batch, on_nan)
     microbatches = check_choice(policy, microbatches)
     if batch == "local":
         _check_local_batch(policy, replicas, microbatches, microbatch_weight)

@@ -167,6 +167,14 @@ def test_a_stream_without_a_flush_cannot_skip() -> None:
         pipec.compile(model(), 2, schedule="pipedream", optimizer=torch.optim.SGD, on_nan="skip")
 
 
+@pytest.mark.parametrize("replicas", ["auto", (2, 1)])
+def test_replicas_without_a_flush_cannot_leave_out_one_mini_batch(replicas: str | tuple[int, ...]) -> None:
+    with pytest.raises(InputError, match="once for several mini-batches"):
+        pipec.compile(
+            model(), 3, schedule="pipedream", replicas=replicas, optimizer=torch.optim.SGD, on_nan="raise"
+        )
+
+
 @pytest.mark.parametrize(("schedule", "stages"), [("pipedream", 3), ("pipedream-2bw", 2)])
 def test_a_stream_without_a_flush_ends_before_a_loss_that_is_nan(schedule: str, stages: int) -> None:
     """Stages that are ahead have made no update that others lack. BatchNorm's statistics are as before."""

@@ -331,8 +331,13 @@ _ROWS_FOR_ANY = 1024
 """Rows of a batch that is large enough for every schedule to have its usual number of microbatches."""
 
 
-def check_updates(policy: SchedulePolicy, updates: bool, shard: str | None, batch: str, on_nan: str) -> None:
-    """Raise InputError if a schedule without a flush is to do what needs one."""
+def check_updates(
+    policy: SchedulePolicy, may_replicate: bool, updates: bool, shard: str | None, batch: str, on_nan: str
+) -> None:
+    """Raise InputError if a schedule without a flush is to do what needs one.
+
+    ``may_replicate`` tells whether the search may give stages replicas that the policy has not.
+    """
     if not policy.may_be_asynchronous:
         return
     name = f"schedule {policy.choice!r}" + " with asynchronous=True" * policy.asynchronous
@@ -351,7 +356,7 @@ def check_updates(policy: SchedulePolicy, updates: bool, shard: str | None, batc
             f"{name} begins with mini-batches before it is known whether the one before is to be skipped; "
             "pass on_nan='raise', which ends the stream with those before it, or take schedule='1f1b'"
         )
-    if on_nan == "raise" and policy.replicas != 1:
+    if on_nan == "raise" and (may_replicate or policy.replicas != 1):
         raise InputError(
             f"{name} updates a stage with replicas once for several mini-batches, so that no update could be "
             "left out for one whose loss is NaN alone; leave out on_nan, or take schedule='1f1b'"
