@@ -113,6 +113,9 @@ class _Account:
         cells = columns.is_cell[computes]
         self.grow("saved", computes, starts * cells, ends * cells)
         self.grow("running", computes, transient, -transient)
+        for stage in self.own:
+            scratch, updates = self.stages[stage].update, self._at(Op.UPDATE, stage)
+            self.grow("running", updates, scratch, -scratch)
 
     def count_gradients(self) -> None:
         """Sums of gradients, from the first gradients after they were taken until they are taken."""
@@ -138,8 +141,8 @@ class _Account:
 
     def count_messages(self) -> None:
         columns, links = self.columns, self.plan.links
-        sends, moves, frees, receives = (
-            np.flatnonzero(columns.ops == OP_CODE[op]) for op in (Op.SEND, Op.MOVE, Op.FREE, Op.RECV)
+        sends, moves, receives = (
+            np.flatnonzero(columns.ops == OP_CODE[op]) for op in (Op.SEND, Op.MOVE, Op.RECV)
         )
         own = np.array([*self.plan.link_memory, *([0.0] * (len(links) - len(self.plan.link_memory))), 0.0])
         keys = columns.link_numbers[sends] * self.plan.num_ranks + columns.peers[sends]
@@ -147,13 +150,14 @@ class _Account:
             same = sends[keys == key]
             self.grow("sent", same, own[columns.link_numbers[same]], 0.0)
             self.grow("sent", same[_UNDER_WAY:], -own[columns.link_numbers[same[:-_UNDER_WAY]]], 0.0)
-        freed = {(*columns.matrix[1:3, at].tolist(),): at for at in frees.tolist()} if moves.size else {}
-        for at in moves.tolist():
-            amount = own[columns.link_numbers[at]]
-            self.grow("received", np.array([at]), amount, 0.0)
-            until = freed.get((int(columns.stages[at]), int(columns.microbatches[at])))
-            if until is not None:
-                self.grow("received", np.array([until]), 0.0, -amount)
+        for number in np.unique(columns.link_numbers[moves]):
+            moved = moves[columns.link_numbers[moves] == number]
+            reader = OP_CODE[Op(self.plan.link_readers[number])]
+            reads = np.flatnonzero((columns.ops == reader) & (columns.stages == links[number].target))
+            last = np.zeros(int(columns.microbatches.max()) + 1, np.int64)
+            last[columns.microbatches[reads]] = reads
+            self.grow("received", moved, own[number], 0.0)
+            self.grow("received", last[columns.microbatches[moved]], 0.0, -own[number])
         once = receives[columns.slots[receives] < 0]
         self.grow(
             "received", once, np.array([self._bytes_once(each) for each in columns.link_numbers[once]]), 0.0
@@ -179,7 +183,7 @@ class _Account:
                 self.grow("travelling", reduces, bucket.travelling_bytes, 0.0)
                 self.grow("travelling", reduces[1:], -bucket.travelling_bytes, 0.0)
                 self.grow("gradients", reduces[:2], bucket.share_bytes, 0.0)
-                self.grow("travelling", updates[:1], -bucket.travelling_bytes, 0.0)
+                self.grow("travelling", updates[:1], 0.0, -bucket.travelling_bytes)
                 self.grow("gradients", updates[:1], 0.0, -bucket.share_bytes * min(reduces.size, 2))
                 if ending.gathers_for_use(bucket):
                     self.grow("travelling", self._at(Op.UNSHARD, stage, number), bucket.padded_bytes, 0.0)
