@@ -54,7 +54,6 @@ def trained(devices: int, **options: object) -> Pipeline:
         (2, {"schedule": "1f1b", "recompute": "full"}),
         (2, {"schedule": "zb-v"}),
         (3, {"schedule": "zb-h1"}),
-        (2, {"stages": 1, "replicas": 2}),
     ],
     ids=str,
 )

@@ -11,7 +11,7 @@ from pipec.ir.memory import KINDS
 from pipec.ir.text import value_bytes
 
 _MAKING_GRADIENTS = [OP_CODE[Op.BACKWARD], OP_CODE[Op.BACKWARD_WEIGHT]]
-_UNDER_WAY = 2
+UNDER_WAY = 2
 """How many messages a rank keeps of a link and peer: the one that the peer may still read, and the next."""
 
 
@@ -74,6 +74,7 @@ def rank_memory(plan: Plan, program: Program) -> RankMemory:
     account.count_computes()
     account.count_gradients()
     account.count_messages()
+    account.count_results()
     account.count_collectives()
     return account.result()
 
@@ -144,12 +145,12 @@ class _Account:
         sends, moves, receives = (
             np.flatnonzero(columns.ops == OP_CODE[op]) for op in (Op.SEND, Op.MOVE, Op.RECV)
         )
-        own = np.array([*self.plan.link_memory, *([0.0] * (len(links) - len(self.plan.link_memory))), 0.0])
+        own = np.array(self.plan.link_memory)
         keys = columns.link_numbers[sends] * self.plan.num_ranks + columns.peers[sends]
         for key in np.unique(keys):
             same = sends[keys == key]
             self.grow("sent", same, own[columns.link_numbers[same]], 0.0)
-            self.grow("sent", same[_UNDER_WAY:], -own[columns.link_numbers[same[:-_UNDER_WAY]]], 0.0)
+            self.grow("sent", same[UNDER_WAY:], -own[columns.link_numbers[same[:-UNDER_WAY]]], 0.0)
         for number in np.unique(columns.link_numbers[moves]):
             moved = moves[columns.link_numbers[moves] == number]
             reader = OP_CODE[Op(self.plan.link_readers[number])]
@@ -158,13 +159,20 @@ class _Account:
             last[columns.microbatches[reads]] = reads
             self.grow("received", moved, own[number], 0.0)
             self.grow("received", last[columns.microbatches[moved]], 0.0, -own[number])
-        once = receives[columns.slots[receives] < 0]
-        self.grow(
-            "received", once, np.array([self._bytes_once(each) for each in columns.link_numbers[once]]), 0.0
-        )
+        for at in receives[columns.slots[receives] < 0].tolist():
+            self.grow("received", np.array([at]), self._bytes_once(int(columns.link_numbers[at])), 0.0)
         slots = np.unique(columns.matrix[3:6, receives[columns.slots[receives] >= 0]], axis=1)
         sizes = [sum(value_bytes(each, self.plan.sizes) for each in link.values) for link in links]
         self.static["received"] += sum(sizes[number] for number in slots[0].tolist())
+
+    def count_results(self) -> None:
+        """Results of microbatches, which are kept until they are joined."""
+        for link in self.plan.links:
+            if link.payload is Payload.RESULT and link.source in self.own:
+                made = self._at(Op.FORWARD, link.source)
+                made = made[self.columns.parts[made] <= 0]
+                amount = sum(value_bytes(value, self.plan.sizes) for value in link.values)
+                self.grow("results", made, 0.0, amount)
 
     def _bytes_once(self, number: int) -> float:
         """What is received once a step. A borrowed weight counts as one of the stage's parameters."""
