@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test lint benchmark format clean
+.PHONY: help setup demo check test lint benchmark gpu format clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -44,6 +44,10 @@ lint: $(READY) ## lint and types
 benchmark: $(READY) ## step time and compile time, as Markdown tables
 	$(BIN)/python benchmarks/step_time.py --markdown
 	$(BIN)/python benchmarks/compile_time.py --markdown
+
+gpu: $(READY) ## the tests that need a GPU, and step times on it as a Markdown table
+	$(BIN)/pytest tests/cuda
+	$(BIN)/python benchmarks/gpu.py --markdown
 
 format: $(READY) ## rewrite the code as the linter wants it
 	$(BIN)/ruff check --fix

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipec.capture.call import Call, on_device
+from pipec.capture.call import Call
 from pipec.capture.splitting import Batched, divide, positional_names
 from pipec.capture.tracer import capture
 from pipec.compiler.autotuner import Autotuner
@@ -117,8 +117,8 @@ def compile(
             are several pipelines side by side: they take the microbatches in turn and sum their gradients.
             ``stages=1`` is data parallelism.
         replicas: how many ranks share each stage: 2 makes two pipelines of half as many stages. ``(3, 2, 1)``
-            puts the first of three stages on three ranks and so on, under ``1f1b``. ``"auto"``: as many as
-            the simulated step is fastest with.
+            puts the first of three stages on three ranks and so on, under ``1f1b`` or
+            ``pipedream``. ``"auto"``: as many as the simulated step is fastest with.
         optimizer: makes the optimizer of ``(name, parameter)`` pairs, such as
             ``functools.partial(torch.optim.AdamW, lr=1e-3)``; every step then ends with its update, and
             ``pipe.optimizer`` is there for LR schedulers and checkpoints. See docs/optimizers.md. None: you
@@ -373,9 +373,9 @@ def profile(
             f"microbatch_size is {size}; expected 1 to the {call.batch_size} rows of the example"
         )
     where = usable_device(device)
-    model, call = on_device(example.model, call.rows(0, size), where)
-    graph = capture(model, example.loss_fn, Mode.TRAIN, call, ModelTensors.of(model).canonical, where)
-    return profile_graph(graph, model, call, where, repeats, ranks, show)
+    model, rows = example.model, call.rows(0, size)
+    graph = capture(model, example.loss_fn, Mode.TRAIN, rows, ModelTensors.of(model).canonical, where)
+    return profile_graph(graph, model, rows, where, repeats, ranks, show)
 
 
 def topology_of(given: Topology | str | Path | None, num_ranks: int, link: LinkModel) -> Topology:

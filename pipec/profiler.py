@@ -7,7 +7,6 @@ would be too long, because each includes the call and a look at the clock.
 
 import platform
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -31,8 +30,9 @@ from pipec.ir import Phase
 from pipec.passes.cut_stages import CutStages
 from pipec.passes.join_slices import JoinSlices
 from pipec.passes.simplify import Simplify
+from pipec.runtime.cuda import current_device
 from pipec.runtime.execution import Execution, Ranks
-from pipec.runtime.recording import RecordedStep
+from pipec.runtime.recording import Mark, RecordedStep, clock_of
 from pipec.runtime.span import Span
 from pipec.schedules import gpipe
 from pipec.timeline.trace import measured_timeline
@@ -75,7 +75,7 @@ def profile_graph(
             if number == WARMUP:
                 nodes.seconds.clear()
                 whole.seconds.clear()
-            nodes.run(*arguments)
+            nodes.measure(*arguments)
             whole.run()
     return Profile(
         model=fingerprint(graph),
@@ -137,22 +137,24 @@ class _Timer(fx.Interpreter):
         self._graph = graph
         self.seconds: dict[fx.Node, list[float]] = defaultdict(list)
         self._sizes = {graph.batch: size} if graph.batch is not None else {}
-        self._device = device
-        self._elapsed = 0.0
+        self._device, self._clock = device, clock_of(device)
+        self._marks: list[Mark] = []
 
-    def run_node(self, node: fx.Node) -> Any:
-        self._elapsed = 0.0
-        value = super().run_node(node)
-        self.seconds[node].append(self._elapsed)
-        return value
+    def measure(self, *arguments: Any) -> None:
+        """Run the graph, and note the seconds of each node."""
+        self._marks.clear()
+        with current_device(self._device), self._clock.recording():
+            self.run(*arguments)
+            stamps = self._clock.times(self._marks)
+        called = [node for node in self._graph.module.graph.nodes if node.op == "call_function"]
+        for node, start, end in zip(called, stamps[::2], stamps[1::2], strict=True):
+            self.seconds[node].append(1e-9 * (end - start))
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = map_aggregate((args, kwargs), self._resolved)
-        self._finish()
-        start = time.perf_counter()
+        self._marks.append(self._clock.now())
         value = target(*args, **kwargs)
-        self._finish()
-        self._elapsed = time.perf_counter() - start
+        self._marks.append(self._clock.now())
         return value
 
     def medians(self) -> dict[fx.Node, float]:
@@ -165,10 +167,6 @@ class _Timer(fx.Interpreter):
             number = argument.subs(self._sizes)
             return int(number) if number.is_integer else float(number)
         return self._device if isinstance(argument, torch.device) else argument
-
-    def _finish(self) -> None:
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
 
 
 def _scaled(nodes: Mapping[fx.Node, float], whole: Mapping[Phase, float]) -> dict[fx.Node, float]:

@@ -16,6 +16,7 @@ WORDS, WIDTH, ROWS = 11, 10, 8
 LAYOUTS: Mapping[str, dict[str, Any]] = {
     "1 stage": {"devices": 1},
     "2 stages": {"devices": 2},
+    "4 stages": {"devices": 4},
     "2 stages, zb-h1": {"devices": 2, "schedule": "zb-h1"},
     "2 replicas": {"devices": 2, "stages": 1},
     "2 replicas, shard=optimizer": {"devices": 2, "stages": 1, "shard": "optimizer"},

@@ -7,7 +7,9 @@ import random
 import resource
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ import torch
 from resuming import Run, start
 
 import pipec
+from pipec.checkpoint.manifest import SummedFile
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +132,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(run: Run, saved: Path) -> None
 def test_a_process_killed_anywhere_leaves_a_checkpoint(run: Run, saved: Path) -> None:
     """Before each call that opens, syncs, renames or removes, until a save is over before it comes to that.
 
-    The n-th fills everything with n, so that a mixture of two would show.
+    The n-th fills everything with n, so that a mixture of two would show. Every other one is asynchronous.
     """
     found = number = 1
     write_filled(run, saved, number)
@@ -151,7 +154,8 @@ def write_filled(run: Run, path: Path, number: int) -> None:
     for part in run.pipe.optimizer.parts():
         for tensor in part.entries.values():
             tensor.fill_(number)
-    run.save(path, extra=number)
+    run.save(path, extra=number, asynchronous=number % 2 == 0)
+    run.pipe.finish_saving()
 
 
 def killed_in_call(run: Run, path: Path, number: int) -> bool:
@@ -183,6 +187,90 @@ def watched(call: Callable[[int], None], watch: Callable[[str, object], None]) -
         call(descriptor)
 
     return made
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Nothing is written in the background until it is set."""
+    event, write = threading.Event(), SummedFile.write
+
+    def wait(file: SummedFile, data: memoryview | bytes) -> None:
+        assert threading.current_thread() is threading.main_thread() or event.wait(20)
+        write(file, data)
+
+    monkeypatch.setattr(SummedFile, "write", wait)
+    return event
+
+
+class TestAsynchronous:
+    @pytest.mark.parametrize("layout", ["1 stage", "2 replicas, shard=parameters"])
+    def test_training_goes_on_and_what_is_written_is_of_before(
+        self, layout: str, held: threading.Event, tmp_path: Path
+    ) -> None:
+        run = start(layout)
+        run.train(0, 2)
+        saving = run.pipe.save_checkpoint(
+            tmp_path / "saved", **run.companions, extra="then", asynchronous=True
+        )
+        losses = run.train(2, 5)
+        assert not saving.done()
+        assert not (tmp_path / "saved").exists()
+        held.set()
+        saving.result()
+        again = start(layout, seed=7)
+        assert again.load(tmp_path / "saved") == "then"
+        assert again.train(2, 5) == losses
+
+    def test_one_at_a_time_and_all_are_kept_that_should_be(
+        self, held: threading.Event, tmp_path: Path
+    ) -> None:
+        run, checkpoints = (
+            start("1 stage"),
+            pipec.Checkpoints(tmp_path / "run", every=1, keep=2, asynchronous=True),
+        )
+        run.train(0, 1)
+        checkpoints.step(run.pipe, **run.companions)
+        run.train(1, 2)
+        threading.Timer(0.1, held.set).start()
+        checkpoints.step(run.pipe, **run.companions)
+        assert (tmp_path / "run" / "step-00000001").exists()
+        for number in range(2, 5):
+            run.train(number, number + 1)
+            checkpoints.step(run.pipe, extra=number, **run.companions)
+        other = start("1 stage", seed=7)
+        run.pipe.finish_saving()
+        assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+            "step-00000004",
+            "step-00000005",
+        ]
+        assert checkpoints.resume(other.pipe, **other.companions) == 4
+
+    def test_what_went_wrong_is_raised_by_the_next_call(
+        self, run: Run, saved: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        before = {path.name: path.read_bytes() for path in saved.iterdir()}
+        with monkeypatch.context() as patch:
+            patch.setattr(SummedFile, "end", full)
+            for call in (run.save, run.load):
+                saving = run.pipe.save_checkpoint(saved, **run.companions, asynchronous=True)
+                wait([saving])
+                with pytest.raises(pipec.CheckpointError, match=r"saving to .* failed: its file: No space"):
+                    call(saved)
+            saving = run.pipe.save_checkpoint(saved, **run.companions, asynchronous=True)
+            with pytest.raises(pipec.CheckpointError, match="No space"):
+                saving.result()
+        assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
+        assert [path.name for path in saved.parent.iterdir()] == ["saved"]
+        assert threads_of_checkpoints() == []
+        run.save(saved)
+
+
+def full(file: SummedFile) -> None:
+    raise OSError(28, "No space left on device", "its file")
+
+
+def threads_of_checkpoints() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name == "pipec checkpoint"]
 
 
 class TestARun:

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 import pipec
 from pipec.checkpoint.values import decoded, encoded
 
-STOP, END = 5, 10
+STOP, END = 10, 20
 SAME = 1e-9
 """Relative: other layouts sum in another order, in double precision."""
 
@@ -28,7 +28,7 @@ Stopped = Mapping[str, tuple[Run, Path, list[float]]]
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Stopped:
-    """By layout a run that has saved after 5 steps, where, and its next 5 losses."""
+    """By layout a run that has saved after 10 steps, where, and its next 10 losses."""
     found = {}
     for layout in LAYOUTS:
         run, path = start(layout), tmp_path_factory.mktemp("checkpoints") / "saved"
@@ -187,7 +187,7 @@ class TestWhatDoesNotFit:
             stopped["1 stage"][0].pipe.save_checkpoint(tmp_path / "x", optimizer=run.optimizer)
         assert everything(run) == before
 
-    @pytest.mark.parametrize("extra", [torch.ones(2), {"a": object()}, [{1, 2}], {"a": 1j}])
+    @pytest.mark.parametrize("extra", [torch.ones(2**20), {"a": object()}, [{1, 2}], {"a": 1j}])
     def test_extra(self, stopped: Stopped, extra: Any, tmp_path: Path) -> None:
         with pytest.raises(pipec.InputError, match=r"extra.* a checkpoint keeps None, numbers, text"):
             stopped["1 stage"][0].save(tmp_path / "new", extra=extra)
@@ -241,7 +241,8 @@ class TestHuggingFace:
         assert loaded.lm_head.weight is loaded.transformer.wte.weight
 
     def test_its_folder_has_weights_alone(self, model: GPT2LMHeadModel, tmp_path: Path) -> None:
-        model.save_pretrained(tmp_path)
+        model.save_pretrained(tmp_path, max_shard_size="2KB")
+        assert len(list(tmp_path.glob("*.safetensors"))) > 2
         other = GPT2LMHeadModel(model.config)
         pipe = pipec.compile(other, 2, microbatches=2)
         with pytest.raises(pipec.CheckpointError, match=r"holds weights alone.* pass weights_alone=True"):
@@ -249,6 +250,9 @@ class TestHuggingFace:
         pipe.load_checkpoint(tmp_path, weights_alone=True)
         for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
             assert torch.equal(mine, theirs)
+        words = torch.arange(16).view(2, 8)
+        loss = pipe.eval().step(input_ids=words, labels=words)
+        torch.testing.assert_close(loss, model.eval()(input_ids=words, labels=words).loss.detach())
         with pytest.raises(pipec.CheckpointError, match=r"it has no words\.weight"):
             start("1 stage").pipe.load_checkpoint(tmp_path, weights_alone=True)
 
@@ -285,6 +289,8 @@ def test_weights_alone_leave_the_rest(stopped: Stopped) -> None:
             | st.dictionaries(st.text() | st.integers() | st.tuples(st.booleans()), inner)
             | st.dictionaries(st.just("$tuple"), inner)
             | st.dictionaries(st.integers(), st.integers()).map(Counter)
+            | st.binary()
+            | st.lists(st.integers(-9, 9)).map(lambda given: torch.tensor(given, dtype=torch.int8))
         ),
     )
 )

@@ -10,6 +10,8 @@ from resuming import start
 from transformers import AutoModelForCausalLM
 from workers import run_ranks
 
+import pipec
+
 pytestmark = pytest.mark.slow
 
 SAME = 1e-9
@@ -41,7 +43,8 @@ def test_processes_go_on_from_one_and_one_from_processes(tmp_path: Path) -> None
     printed = told(
         tmp_path,
         """
-        layouts = [layout for layout in LAYOUTS if layout not in ("1 stage", "2 stages, zb-h1", "2 replicas")]
+        skipped = ("2 stages, zb-h1", "2 replicas")
+        layouts = [layout for layout in LAYOUTS if LAYOUTS[layout]["devices"] == 2 and layout not in skipped]
         losses, runs = {}, {}
         for layout in layouts:
             run = runs[layout] = start(layout, seed=7 + rank, timeout=30.0)
@@ -51,7 +54,7 @@ def test_processes_go_on_from_one_and_one_from_processes(tmp_path: Path) -> None
             if layout.endswith("parameters"):
                 shapes = {name: x.numel() for name, x in run.pipe.state_dict().items()}
                 assert any(piece.size < shapes[piece.name] for piece in run.pipe._updates.shares())
-            run.save(here / layout)
+            run.save(here / layout, asynchronous=True)
             losses[layout] += run.train(6, 8)
         for layout, run in runs.items():
             for saved in layouts:
@@ -92,6 +95,11 @@ def test_what_fails_on_one_rank_fails_on_all_and_soon(tmp_path: Path) -> None:
         run.train(2, 3)
         own = start("2 stages, own optimizer", timeout=30.0)
 
+        def in_background():
+            run.save(here / "saved", asynchronous=True)
+            run.train(3, 4)
+            run.save(here / "saved")
+
         def attempt(what, call):
             start = time.monotonic()
             try:
@@ -109,13 +117,14 @@ def test_what_fails_on_one_rank_fails_on_all_and_soon(tmp_path: Path) -> None:
                     raise OSError(28, "No space left on device", "its file")
                 return write(self, data)
             manifest.SummedFile.write = fail
-            attempt("full", lambda: run.save(here / "saved"))
+            attempt("full", in_background if at == 1 else lambda: run.save(here / "saved"))
             asked.clear()
         manifest.SummedFile.write = write
         attempt("extra", lambda: run.save(here / "saved", extra=rank))
         attempt("folder", lambda: run.save(here / f"saved{rank}"))
         attempt("extra", lambda: run.save(here / "saved", extra=object() if rank else 1))
         given = {"optimizer": torch.optim.SGD(own.pipe.parameters(), lr=0.1)} if rank else {}
+        attempt("how", lambda: run.save(here / "saved", asynchronous=rank == 1))
         attempt("optimizer", lambda: own.pipe.save_checkpoint(here / "saved", **given))
         print(sorted(path.name for path in here.glob("*saved*")))
         if rank == 1:
@@ -137,8 +146,9 @@ def test_what_fails_on_one_rank_fails_on_all_and_soon(tmp_path: Path) -> None:
         )
         assert mine[4].startswith("folder InputError True the ranks do not make the same calls")
         assert "extra is <object object" in mine[5]
-        assert mine[6].startswith("optimizer InputError True some ranks passed an optimizer")
-        assert mine[7] == "['saved']"
+        assert mine[6].startswith("how InputError True the ranks do not make the same calls")
+        assert mine[7].startswith("optimizer InputError True some ranks passed an optimizer")
+        assert mine[8] == "['saved']"
         assert "/saved/checkpoint.json has 2 bytes, not the" in mine[-3]
         assert mine[-2:] == ["True", "True"]
 
@@ -168,7 +178,8 @@ def test_what_many_ranks_wrote_is_a_folder_of_hugging_face(tmp_path: Path) -> No
     torch.testing.assert_close(loaded(torch.arange(16).view(2, 8)).logits, expected)
 
 
-def test_a_rank_that_is_killed_while_it_writes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_rank_that_is_killed_while_it_writes(asynchronous: bool, tmp_path: Path) -> None:
     """The other learns of it at once, and the checkpoint before is there."""
     with pytest.raises(AssertionError, match="exit codes of the ranks"):
         told(
@@ -184,13 +195,75 @@ def test_a_rank_that_is_killed_while_it_writes(tmp_path: Path) -> None:
                 manifest.os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
             begun = time.monotonic()
             try:
-                run.save(here / "saved")
+                run.save(here / "saved", asynchronous=ASYNCHRONOUS)
+                run.pipe.finish_saving()
             except pipec.TransportError as error:
                 (here / "said").write_text(f"{time.monotonic() - begun < 5} {error}")
-            """,
+            """.replace("ASYNCHRONOUS", str(asynchronous)),
         )
     said = (tmp_path / "said").read_text()
     assert said.startswith("True ")
     assert "rank 1" in said
     assert sorted(path.name for path in tmp_path.glob("*saved*")) == ["saved"]
     assert start("1 stage").load(tmp_path / "saved") == "before"
+
+
+def test_a_process_waits_for_its_checkpoint_and_ends_with_its_failure(tmp_path: Path) -> None:
+    """Even if nobody asks, and although a step has failed meanwhile, by which no rank can make another."""
+    script = """
+        from pipec.checkpoint import manifest
+        run = start("2 stages", timeout=30.0)
+        run.train(0, 1)
+        end = manifest.SummedFile.end
+        def slow(self):
+            time.sleep(0.5)
+            if rank == 1 and FAILS:
+                raise OSError(28, "No space left on device", "its file")
+            end(self)
+        manifest.SummedFile.end = slow
+        run.save(here / "saved", extra="whole", asynchronous=True)
+        if rank == 1:
+            run.pipe._ranks.distributed.fail(RuntimeError("a step"))
+        """
+    told(tmp_path, script.replace("FAILS", "False"))
+    assert start("1 stage").load(tmp_path / "saved") == "whole"
+    with pytest.raises(AssertionError, match=r"exit codes of the ranks.*\[1, 1\]"):
+        told(tmp_path, script.replace("FAILS", "True").replace('"saved"', '"other"'))
+    assert not list(tmp_path.glob("*other*"))
+
+
+def test_each_replica_goes_on_in_its_own_data(tmp_path: Path) -> None:
+    """Which one process cannot, for it does not know which rows of the whole those were."""
+    printed = told(
+        tmp_path,
+        """
+        from torch.utils.data import DataLoader
+        def loader():
+            generator = torch.Generator().manual_seed(rank)
+            own = torch.arange(24) % WORDS if rank else torch.arange(0, 48, 2) % WORDS
+            return DataLoader(own, 4, shuffle=True, generator=generator)
+        first, second = (start("2 replicas", seed=seed, batch="local", timeout=30.0) for seed in (0, 7))
+        losses = []
+        for loss in first.pipe.stream(loader()):
+            first.scheduler.step()
+            losses.append(float(loss))
+            if len(losses) == 2:
+                first.save(here / "saved", asynchronous=True)
+        second.load(here / "saved")
+        went_on = []
+        for loss in second.pipe.stream(loader(), resume=True):
+            second.scheduler.step()
+            went_on.append(float(loss))
+        print(json.dumps([losses[2:], went_on]))
+        """,
+    )
+    for each in printed:
+        expected, found = json.loads(each.splitlines()[-1])
+        assert len(found) == 4
+        assert found == expected
+    alone = start("2 replicas", batch="local")
+    alone.load(tmp_path / "saved")
+    with pytest.raises(
+        pipec.InputError, match=r"positions of 2 parts of the data, and pipe.num_replicas is 1"
+    ):
+        alone.pipe.stream([], resume=True)

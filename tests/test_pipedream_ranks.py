@@ -60,6 +60,41 @@ def test_processes_train_with_delayed_gradients(num_ranks: int, tmp_path: Path) 
     assert [each.splitlines() for each in printed] == [expected] * num_ranks
 
 
+def test_processes_with_replicas_train_with_sums_of_delayed_gradients(tmp_path: Path) -> None:
+    """2-1: rounds that are complete and one that is not, a loop that stops, and an evaluation."""
+    printed = told(
+        tmp_path,
+        """
+        from test_pipedream_replicas import PLANS, reference_of, replicated
+
+        for factory in (SGD, ADAM):
+            torch.manual_seed(rank)
+            pipe = replicated((2, 1), factory, timeout=30.0)
+            reference = reference_of(pipe, factory, (2, 1), model=model(5))
+            losses = list(pipe.stream(batches(50)))
+            print(same(pipe, reference, losses, 50))
+            restart(reference)
+            losses = list(pipe.stream(batches(5)))
+            expected = [reference.step(batch) for batch in batches(5)]
+            reference.finish()
+            own = {name: x for name, x in pipe.named_parameters() if x.numel()}
+            equal = all(torch.equal(x, reference.history[-1][name]) for name, x in own.items())
+            print(losses == expected, equal)
+        for number, _ in enumerate(pipe.stream(batches(9))):
+            if number == 2:
+                break
+        x, y = next(batches(1))
+        print("evaluates", round(pipe.eval_step(x, target=y).item(), 6))
+        print("goes on", len(streamed(pipe, batches(7 - (rank == 1)))))
+        """,
+        3,
+    )
+    one, *others = [each.splitlines() for each in printed]
+    assert [each == one for each in others] == [True, True]
+    assert one[:4] == ["True", "True True"] * 2
+    assert one[-1] == "goes on 6"
+
+
 def test_streams_end_alike_on_all_ranks(tmp_path: Path) -> None:
     """Whatever ends a stream on one rank ends it on all, at the same mini-batch, and training goes on."""
     printed = told(

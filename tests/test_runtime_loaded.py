@@ -55,6 +55,8 @@ def saved(pipe: Pipeline, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (lambda p: p.step(X[0, 0]), r"the arguments hold no batch; expected args\[0\] \("),
         (lambda p: p.step(), r"step was given target; this artifact was made for args\[0\], target"),
         (lambda p: p.source(2), "there is no stage 2: the pipeline has stages 0 to 1"),
+        (lambda p: p.save_checkpoint("saved"), "a loaded artifact has no model"),
+        (lambda p: pipec.Checkpoints("run", every=1).resume(p), "expected what pipec.compile returned"),
     ],
     ids=[
         "shape",
@@ -70,6 +72,8 @@ def saved(pipe: Pipeline, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "no rows",
         "nothing",
         "no such stage",
+        "a checkpoint",
+        "checkpoints of a run",
     ],
 )
 def test_a_bad_call_is_refused_and_the_next_good_one_works(

@@ -1,7 +1,7 @@
-"""NCCL connections: what they ask of torch.distributed, and with two GPUs that ranks train over them.
+"""NCCL connections without a GPU: what they ask of torch.distributed, and steps over an emulated one.
 
-Without a GPU a stub stands for torch.distributed. It writes down what is asked of it, and its messages are
-over when the test says so.
+A stub stands for torch.distributed. It writes down what is asked of it, and its messages are over when the
+test says so. ``emulated_nccl`` carries messages between threads. ``tests/cuda`` has what needs GPUs.
 """
 
 import gc
@@ -9,24 +9,42 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import permutations
-from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
+import emulated_nccl
 import pytest
-import safetensors.torch
 import torch
-from torch import Tensor, nn
-from unsplit import Outcome
-from workers import read_outcome, train
+from emulated_nccl import run_ranks
+from runtime_stages import (
+    LINKS,
+    NUM_RANKS,
+    SIZES,
+    STAGES,
+    Pipeline,
+    Stage1,
+    make_batch,
+    make_interpreter,
+    make_model,
+    make_plan,
+    whole_batch,
+)
+from torch import Tensor
 
-import pipec
-from pipec.artifact.directory import read, write
-from pipec.runtime import nccl
-from pipec.runtime.connections import Direction
-from pipec.runtime.nccl import NcclConnections, transferable
+from pipec.errors import ExecutionError, InputError
+from pipec.ir import Compute, Input, Link, Mode, Payload, Phase, Plan, Schedule, Sizes, Stage, Value
+from pipec.programs.lower import chain_links, lower
+from pipec.runtime import Interpreter, nccl
+from pipec.runtime import distributed as transport_of_processes
+from pipec.runtime.connections import MOST_UNDER_WAY, Direction
+from pipec.runtime.nccl import NcclConnections, in_rounds, transferable
+from pipec.runtime.rehearsal import RehearsedInterpreter
+from pipec.runtime.span import Span
+from pipec.schedules import make_schedule
 
 TIMEOUT = 0.2
 """Seconds after which these connections give up."""
@@ -52,8 +70,8 @@ class Work:
 
 
 class Group:
-    def __init__(self, ranks: list[int], timeout: timedelta, backend: str) -> None:
-        self.ranks, self.timeout, self.backend = tuple(ranks), timeout, backend
+    def __init__(self, ranks: list[int], timeout: timedelta, backend: str, options: "Options") -> None:
+        self.ranks, self.timeout, self.backend, self.options = tuple(ranks), timeout, backend, options
         self.num_aborts = 0
         self.occupied: threading.Barrier | None = None
 
@@ -64,26 +82,46 @@ class Group:
             self.occupied.wait(TIMEOUT)
 
 
+class Options:
+    """Those of an NCCL group."""
+
+    def __init__(self, is_high_priority_stream: bool) -> None:
+        self.is_high_priority_stream = is_high_priority_stream
+        self._timeout = timedelta(minutes=10)
+        self.config = SimpleNamespace(max_ctas=32)
+
+
+class Message(NamedTuple):
+    """What torch calls a P2POp."""
+
+    op: Callable[..., Work]
+    tensor: Tensor
+    peer: int
+    group: Group
+
+
 class Distributed:
     """What rank ``rank`` sees of torch.distributed. ``asked`` is every request in order."""
 
     DistError = torch.distributed.DistError
+    ProcessGroupNCCL = SimpleNamespace(Options=Options)
+    P2POp = Message
 
     def __init__(self) -> None:
         self.rank = 0
         self.groups: list[Group] = []
-        self.asked: list[tuple[str, Direction]] = []
+        self.asked: list[tuple[str, tuple[int, ...]]] = []
         self.works: list[Work] = []
         self.tensors: list[Tensor] = []
         self.num_polls: float = 0
         self.error: Exception | None = None
+        self.opening = False
 
-    def new_group(self, ranks: list[int], timeout: timedelta, backend: str) -> Group | int:
-        assert all(work.num_polls < 0 for work in self.works), "an earlier group's greeting is not over"
-        self.asked.append(("group", (ranks[0], ranks[1])))
+    def new_group(self, ranks: list[int], timeout: timedelta, backend: str, options: Options) -> Group | int:
+        self.asked.append(("group", tuple(ranks)))
         if self.rank not in ranks:
             return torch.distributed.GroupMember.NON_GROUP_MEMBER
-        self.groups.append(Group(ranks, timeout, backend))
+        self.groups.append(Group(ranks, timeout, backend, options))
         return self.groups[-1]
 
     def isend(self, tensor: Tensor, peer: int, group: Group) -> Work:
@@ -92,9 +130,19 @@ class Distributed:
     def irecv(self, tensor: Tensor, peer: int, group: Group) -> Work:
         return self._message("receive", tensor, group)
 
+    def all_reduce(self, tensor: Tensor, group: Group, async_op: bool) -> Work:
+        assert async_op
+        return self._message("sum", tensor, group)
+
+    def batch_isend_irecv(self, messages: list[Message]) -> list[Work]:
+        for message in messages:
+            message.op(message.tensor, message.peer, message.group)
+        return self.works[-len(messages) :]
+
     def _message(self, kind: str, tensor: Tensor, group: Group) -> Work:
         if group.num_aborts:
             raise torch.distributed.DistBackendError("NCCL communicator was aborted on rank 0.")
+        assert not self.opening or all(work.num_polls < 0 for work in self.works), "a greeting is not over"
         self.asked.append((kind, group.ranks))
         self.works.append(Work(self.num_polls, self.error))
         self.tensors.append(tensor)
@@ -112,9 +160,10 @@ def distributed(monkeypatch: pytest.MonkeyPatch) -> Distributed:
 def connected(
     distributed: Distributed, rank: int, *directions: Direction, is_failed: Callable[[], bool] = bool
 ) -> NcclConnections:
-    distributed.rank = rank
-    found = NcclConnections(torch.device("cpu"), rank, TIMEOUT, is_failed)
+    distributed.rank, distributed.opening = rank, True
+    found = NcclConnections(torch.device("cpu"), rank, 4, TIMEOUT, is_failed)
     found.open(directions)
+    distributed.opening = False
     return found
 
 
@@ -126,15 +175,16 @@ def other_rank_fails_after(seconds: float) -> Callable[[], bool]:
 @pytest.mark.parametrize(
     ("rank", "expected"),
     [
-        (0, "group 0>1, send 0>1, group 1>0, receive 1>0, group 1>2"),
-        (1, "group 0>1, receive 0>1, group 1>0, send 1>0, group 1>2, send 1>2"),
-        (2, "group 0>1, group 1>0, group 1>2, receive 1>2"),
+        (0, "send 0>1, receive 1>0"),
+        (1, "receive 0>1, send 1>0, send 1>2"),
+        (2, "receive 1>2"),
     ],
 )
 def test_every_rank_makes_the_same_groups_in_one_order_and_greets_in_its_own(
     distributed: Distributed, rank: int, expected: str
 ) -> None:
-    """A greeting is over before the next group is made: the stub's ``new_group`` checks it."""
+    """A greeting is over before the next one begins: the stub's ``_message`` checks it."""
+    expected = "group 0>1, group 1>0, group 1>2, " + expected
     distributed.num_polls = 2
     for directions in permutations([(0, 1), (1, 0), (1, 2)]):
         distributed.asked.clear()
@@ -214,8 +264,8 @@ def test_draining_is_patient_while_messages_end(distributed: Distributed) -> Non
     """Together they take four times the timeout."""
     found = connected(distributed, 0, (0, 1), (1, 0))
     distributed.num_polls = float("inf")
-    for _ in range(4):
-        found.send([torch.zeros(1)], 1, tag=0)
+    found.send([torch.zeros(1)], 1, tag=0)
+    for _ in range(7):
         found.receive(torch.zeros(1), 1, tag=0)
     for number, work in enumerate(distributed.works[2:]):
         threading.Timer(0.5 * TIMEOUT * (number + 1), setattr, (work, "num_polls", 0)).start()
@@ -224,14 +274,118 @@ def test_draining_is_patient_while_messages_end(distributed: Distributed) -> Non
 
 
 def test_what_is_stuck_in_one_direction_hides_no_progress_in_another(distributed: Distributed) -> None:
-    found = connected(distributed, 0, (0, 1), (0, 2))
+    found = connected(distributed, 0, (1, 0), (2, 0))
     distributed.num_polls = float("inf")
     for peer in (1, 2, 2, 2):
-        found.send([torch.zeros(1)], peer, tag=0)
+        found.receive(torch.zeros(1), peer, tag=0)
     stuck, *others = distributed.works[2:]
     for number, work in enumerate([*others, stuck]):
         threading.Timer(0.6 * TIMEOUT * (number + 1), setattr, (work, "num_polls", 0)).start()
     found.drain()
+
+
+def test_few_messages_of_a_direction_are_sent_at_a_time(distributed: Distributed) -> None:
+    """Else the host, which waits for nothing, holds the tensors of all microbatches."""
+    found = connected(distributed, 0, (0, 1), (0, 2))
+    distributed.num_polls = float("inf")
+    for _ in range(MOST_UNDER_WAY):
+        found.send([torch.zeros(1), torch.zeros(1)], 1, tag=0)
+    found.send([torch.zeros(1)], 2, tag=0)
+    asked = len(distributed.asked)
+    oldest = distributed.works[2:4]
+    for number, work in enumerate(oldest):
+        threading.Timer(0.3 * TIMEOUT * (number + 1), setattr, (work, "num_polls", 0)).start()
+    found.send([torch.zeros(1)], 1, tag=0)
+    assert all(work.num_polls < 0 for work in oldest)
+    assert distributed.asked[asked:] == [("send", (0, 1))]
+
+
+def test_a_host_that_runs_ahead_waits_before_it_uses_memory_again(distributed: Distributed) -> None:
+    """The GPU may still be far from the message that the memory is for, and hold it until then."""
+    found = connected(distributed, 0, (1, 0))
+    distributed.num_polls = float("inf")
+    tensor = torch.zeros(3)
+    work, held = found.receive(tensor, 1, tag=0), weakref.ref(tensor)
+    found.wait(work)
+    distributed.tensors.clear()
+    del tensor
+    threading.Timer(0.3 * TIMEOUT, setattr, (work, "num_polls", 0)).start()
+    assert held() is not None
+    found.settle(work)
+    assert held() is None
+
+
+@pytest.mark.parametrize("begins", ["the reader", "drain"])
+def test_what_is_read_last_travels_as_one(distributed: Distributed, begins: str) -> None:
+    """Loss ranks send to each other, too. One after the other, each would wait for the other's receive."""
+    found = connected(distributed, 1, (0, 1))
+    found.open_last()
+    distributed.asked.clear()
+    found.send_last([torch.zeros(1), torch.zeros(2)], 0, tag=3)
+    found.send_last([torch.zeros(1), torch.zeros(2)], 2, tag=3)
+    arriving = found.receive_last(torch.zeros(1), 2, tag=4)
+    assert distributed.asked == []
+    found.wait(arriving) if begins == "the reader" else found.drain()
+    assert distributed.asked == [*[("send", (0, 1, 2, 3))] * 4, ("receive", (0, 1, 2, 3))]
+    assert all(work.waited for work in distributed.works[-5:]) == (begins == "the reader")
+    found.wait(arriving)
+    found.drain()
+    assert len(distributed.asked) == 5
+    found.send_last([torch.zeros(1)], 0, tag=3)
+    found.drain()
+    assert len(distributed.asked) == 6
+
+
+# groups and their streams
+
+
+def test_a_chain_of_any_length_opens_in_four_rounds() -> None:
+    for length in (2, 3, 8, 64):
+        pairs = [(k, k + 1) for k in range(length - 1)]
+        directions = sorted([*pairs, *((b, a) for a, b in pairs)])
+        ordered = in_rounds(directions)
+        assert sorted(ordered) == directions
+        assert _num_turns(ordered) == min(4, 2 * (length - 1))
+
+
+def test_results_need_no_directions_of_their_own() -> None:
+    """From one rank to 63 others they would, on twice as many streams as there are."""
+    result = Link(63, -1, Payload.RESULT, (Value("loss", "float32", ()),))
+    programs = lower(make_schedule("1f1b", 64, 4), (*chain_links(64), result))
+    directions, has_last = transport_of_processes._directions(programs)
+    assert directions == {(k, k + way) for k in range(64) for way in (-1, 1) if 0 <= k + way < 64}
+    assert has_last
+
+
+def _num_turns(directions: Sequence[Direction]) -> int:
+    """How many first messages follow each other, if each waits for those before it of the same ranks."""
+    turns: dict[int, int] = defaultdict(int)
+    for source, target in directions:
+        turns[source] = turns[target] = max(turns[source], turns[target]) + 1
+    return max(turns.values())
+
+
+def test_groups_have_streams_of_their_own(distributed: Distributed) -> None:
+    """Streams that scripts make are of another pool; and what waits takes few multiprocessors."""
+    found = connected(distributed, 0, (0, 1))
+    found.gather([(0, 1)])
+    direction, collective = distributed.groups
+    assert direction.options.is_high_priority_stream
+    assert collective.options.is_high_priority_stream
+    assert direction.options.config.max_ctas < collective.options.config.max_ctas
+    assert direction.options._timeout == direction.timeout
+
+
+def test_more_groups_than_streams_are_refused_by_every_rank(distributed: Distributed) -> None:
+    """Two of them would share a stream, and a message wait for one that comes after it."""
+    peers = range(1, 18)
+    directions = [pair for peer in peers for pair in ((0, peer), (peer, 0))]
+    for rank in (0, 3):
+        distributed.rank = rank
+        found = NcclConnections(torch.device("cpu"), rank, 18, TIMEOUT, bool)
+        with pytest.raises(InputError, match=r"rank 0 would exchange messages over 34 NCCL groups, .* 32"):
+            found.open(directions)
+        assert distributed.groups == []
 
 
 # failures
@@ -402,40 +556,141 @@ def test_what_nccl_carries_is_not_viewed() -> None:
         assert transferable(tensor) is tensor
 
 
-# on real GPUs
-
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL between ranks needs two GPUs")
-
-X, Y = torch.linspace(-1, 1, 32).view(8, 4), torch.linspace(0, 1, 16).view(8, 2)
+# the runtime over an emulated GPU
 
 
 @pytest.fixture
-def artifact(tmp_path: Path) -> Path:
-    """Two stages with their tensors, compiled without a GPU."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-    pipe = pipec.compile(model, ["cpu"] * 2, loss_fn=nn.functional.mse_loss, microbatches=4)
-    pipe.prepare(X, target=Y).save(tmp_path / "artifact", tensors=True)
-    return tmp_path / "artifact"
+def emulated(monkeypatch: pytest.MonkeyPatch) -> emulated_nccl.Distributed:
+    found = emulated_nccl.Distributed()
+    monkeypatch.setattr(nccl, "dist", found)
+    return found
 
 
-@two_gpus
-def test_two_processes_train_as_one_does(artifact: Path, tmp_path: Path) -> None:
-    assert train([artifact] * 2, {"x": X, "target": Y}, tmp_path) == ["", ""]
-    found = read_outcome(tmp_path, 2)
-    alone = pipec.load(artifact, ["cpu"] * 2)
-    expected = Outcome.of(alone.step(x=X, target=Y), alone)
-    torch.testing.assert_close(found.loss, expected.loss)
-    torch.testing.assert_close(dict(found.gradients), dict(expected.gradients))
+@pytest.mark.parametrize(("name", "num_steps"), [("gpipe", 20), ("1f1b", 100)])
+def test_many_steps_with_random_delays_are_those_of_one_process(
+    emulated: emulated_nccl.Distributed, monkeypatch: pytest.MonkeyPatch, name: str, num_steps: int
+) -> None:
+    """Bit for bit: results on every rank, and gradients. Messages come into the same memory in every step."""
+    used: dict[object, list[int]] = defaultdict(list)
+    view = transport_of_processes._Buffer.view
+
+    def noting(buffer: transport_of_processes._Buffer, sizes: Sizes) -> Tensor:
+        found = view(buffer, sizes)
+        used[buffer].append(found.data_ptr())
+        return found
+
+    monkeypatch.setattr(transport_of_processes._Buffer, "view", noting)
+    schedule = make_schedule(name, NUM_RANKS, len(SIZES))
+    alone, models = Pipeline(schedule), [make_model() for _ in range(NUM_RANKS)]
+    expected = [alone.step(SIZES, step)[0] for step in range(num_steps)]
+
+    def train(rank: int, transport: emulated_nccl.Emulated) -> list[dict[str, Tensor]]:
+        interpreter = make_interpreter(schedule, rank, transport, models[rank])
+        span = whole_batch(SIZES)
+        return [interpreter.run(make_batch(SIZES, step), span, 5 + step) for step in range(num_steps)]
+
+    found = run_ranks(emulated, lower(schedule, LINKS), train)
+    kept = {"loss", "output"}  # which the script keeps
+    moved = {b._value.name for b, places in used.items() if len({*places[len(places) // 10 :]}) > 1} - kept
+    assert not moved, f"{moved} are received into new memory, because messages hold the old"
+    for of_rank in found:
+        torch.testing.assert_close(of_rank, expected, rtol=0, atol=0)
+    for name, parameter in alone.model.parameters.items():
+        owner = models[1 if name in ("w", "bias") else 0]
+        assert torch.equal(owner.parameters[name].grad, parameter.grad)
 
 
-@two_gpus
-def test_a_failing_rank_fails_the_other_with_its_error(artifact: Path, tmp_path: Path) -> None:
-    broken, _ = read(artifact)
-    source = re.sub(r"(def backward\(.*\):\n)", r'\1    raise ValueError("broken")\n', broken.sources[1])
-    tensors = safetensors.torch.load_file(artifact / "tensors.safetensors")
-    write(replace(broken, sources=(broken.sources[0], source)), artifact, tensors)
-    first, failed = train([artifact] * 2, {"x": X, "target": Y}, tmp_path)
-    assert failed.startswith("ExecutionError: rank 1, stage 1, microbatch 0, backward: ValueError: broken")
-    assert first.startswith("TransportError: rank 0")
-    assert "ValueError: broken" in first
+class Loading:
+    """A GPU that loads a kernel when it is used first, once nothing else runs there."""
+
+    def __init__(self, distributed: emulated_nccl.Distributed, rank: int) -> None:
+        self._distributed, self._rank = distributed, rank
+        self._loaded: set[str] = set()
+
+    def use(self, kernel: str) -> None:
+        deadline = time.monotonic() + 1
+        while kernel not in self._loaded and self._distributed.is_busy(self._rank):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{kernel} waits until messages are over")
+            time.sleep(1e-4)
+        self._loaded.add(kernel)
+
+    def stages(self) -> dict[int, Any]:
+        """Stages 0 and 2 make a value for the stage that follows each."""
+
+        class Source:
+            PARAMETERS = BUFFERS = UPDATED_BUFFERS = ()
+
+            @staticmethod
+            def forward(x: Tensor) -> tuple[dict[str, Tensor], list[Tensor], tuple[Tensor, ...]]:
+                self.use("source")
+                return {"hidden": x + 1}, [], ()
+
+        class Sink(Source):
+            @staticmethod
+            def forward(hidden: Tensor) -> tuple[dict[str, Tensor], list[Tensor], tuple[Tensor, ...]]:
+                self.use("sink")
+                return {"sum": hidden.sum()}, [], ()
+
+        return {0: Source, 1: Sink, 2: Source, 3: Sink}
+
+
+@pytest.mark.parametrize("interpreter", [Interpreter, RehearsedInterpreter])
+def test_kernels_are_loaded_before_messages_wait_for_each_other(
+    emulated: emulated_nccl.Distributed, interpreter: type[Interpreter]
+) -> None:
+    """Each rank posts a receive and makes what the other one waits for: its kernel must be there by then."""
+    hidden, placement = Value("hidden", "float32", ("b", 2)), ((0,), (1,), (1,), (0,))
+    links = tuple(Link(k, k + 1, Payload.ACTIVATION, (hidden,)) for k in (0, 2))
+    orders = [tuple(Compute(Phase.FORWARD, stage, 0) for stage in order) for order in ((0, 3), (2, 1))]
+    schedule = Schedule("by hand", 1, placement, tuple(orders))
+    programs, stages = lower(schedule, links), tuple(Stage(k, k, k) for k in range(4))
+    inputs = (Input(0, "x", True, Value("x", "float32", ("b", 2))),)
+    plan = Plan(Mode.FORWARD, "by hand", 1, 2, placement, stages, links, inputs=inputs)
+    assert [str(each.op) for each in programs[0].instructions][:2] == ["recv", "forward"]
+
+    def run(rank: int, transport: emulated_nccl.Emulated) -> None:
+        codes = Loading(emulated, rank).stages()
+        made = interpreter(programs[rank], plan, codes, {}, {}, transport, torch.device("cpu"))
+        made.run([{"x": torch.ones(2, 2)}], Span([2], 2))
+
+    if interpreter is RehearsedInterpreter:
+        run_ranks(emulated, programs, run)
+        return
+    with pytest.raises(ExecutionError, match="source waits until messages are over"):
+        run_ranks(emulated, programs, run)
+
+
+def test_a_rehearsal_leaves_nothing_behind(emulated: emulated_nccl.Distributed) -> None:
+    """Gradients of steps before, buffers that forwards move, and what is drawn are those of one process."""
+    schedule = make_schedule("1f1b", NUM_RANKS, len(SIZES))
+    alone, models = Pipeline(schedule), [make_model() for _ in range(NUM_RANKS)]
+    batches = [SIZES, SIZES, (2, 2, 2, 2, 2), SIZES]
+    expected = [alone.step(sizes, step)[0] for step, sizes in enumerate(batches)]
+    calls: list[int] = []
+
+    class Counted(Stage1):
+        @staticmethod
+        def forward(w, buffers, rng, device, hidden_1):  # type: ignore[no-untyped-def]
+            calls.append(len(hidden_1))
+            return Stage1.forward(w, buffers, rng, device, hidden_1)
+
+    programs, plan = lower(schedule, LINKS), make_plan(schedule)
+
+    def train(rank: int, transport: emulated_nccl.Emulated) -> list[dict[str, Tensor]]:
+        codes, model = {**STAGES, 1: Counted}, models[rank]
+        interpreter = RehearsedInterpreter(
+            programs[rank], plan, codes, model.parameters, model.buffers, transport, torch.device("cpu")
+        )
+        return [
+            interpreter.run(make_batch(sizes, step), whole_batch(sizes), 5 + step)
+            for step, sizes in enumerate(batches)
+        ]
+
+    for of_rank in run_ranks(emulated, programs, train):
+        torch.testing.assert_close(of_rank, expected, rtol=0, atol=0)
+    assert calls == [*SIZES * 3, *(2,) * 10, *SIZES], "the first step of either sizes is rehearsed"
+    for name, parameter in alone.model.parameters.items():
+        owner = models[1 if name in ("w", "bias") else 0]
+        assert torch.equal(owner.parameters[name].grad, parameter.grad)
+    assert torch.equal(models[1].buffers["mean"], alone.model.buffers["mean"])

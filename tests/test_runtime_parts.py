@@ -19,11 +19,11 @@ from pipec.errors import InputError, TransportError, VerifyError
 from pipec.ir import Instruction, Link, Mode, Op, Payload, Plan, Program, Stage, Value
 from pipec.runtime import InProcess, Interpreter, World, interpreter, resolve_devices, world
 from pipec.runtime.batch import dense
+from pipec.runtime.cuda import current_device
 from pipec.runtime.draws import draw, dropout
 from pipec.runtime.execution import Ranks
 from pipec.runtime.gradients import GradientSum
 from pipec.runtime.holder import Emptied, ModelTensors, fill, forget, hold
-from pipec.runtime.launch import current_device
 from pipec.runtime.randomness import generator, mix
 from pipec.runtime.results import Results, merge
 from pipec.runtime.span import Span

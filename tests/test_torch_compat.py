@@ -579,7 +579,7 @@ def test_a_dry_run_keeps_what_holds_no_tensors(device: str) -> None:
     module = Caching().to(device)
     parameters = dict(module.named_parameters())
     with torch_compat.unchanged(module):
-        torch_compat.leave_meta(module, torch.device("cpu"))
+        torch_compat.place_fakes(module, torch.device("cpu"))
         found = torch_compat.dry_run(module, (torch.zeros(3, 4),))
         assert (found.error, found.failed, found.changed) == (None, False, True)
         assert module.called

@@ -1,46 +1,74 @@
 """Programs without end: what they are, and that each rule about versions finds the program broken for it."""
 
 import functools
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import pipec.ir.stream as stream_module
+import pipec.schedules.pipedream as pipedream_module
 from pipec.errors import InputError, VerifyError
-from pipec.ir import Ending, Instruction, Op, Program, Schedule, Shard, Stream, Versions
-from pipec.ir.rounds import reach, unrolled, window_of
+from pipec.ir import (
+    Ending,
+    Instruction,
+    Link,
+    Op,
+    Payload,
+    Program,
+    Schedule,
+    Shard,
+    Stream,
+    Value,
+    Versions,
+)
+from pipec.ir.rounds import unrolled, window_of
+from pipec.ir.stream import window
 from pipec.ir.text import format_program, parse_program
 from pipec.programs.fold import excerpt, fold, num_to_lower
 from pipec.programs.lower import chain_links, lower
 from pipec.programs.memory import peak_in_flight
 from pipec.programs.verify import verify_programs, verify_rounds
-from pipec.schedules import make_schedule
+from pipec.schedules import Workload, make_schedule
+from pipec.schedules.chain import chain_ending
 from pipec.schedules.pipedream import ASYNCHRONOUS, pipedream
-from pipec.schedules.replicas import replicated
 from pipec.timeline.simulate import Costs, simulate
 from pipec.timeline.steady import steady_state
 
 Edit = Callable[[list[Instruction]], object]
 
 
-def rounds_of(name: str, num_ranks: int, per_batch: int = 0) -> tuple[Schedule, tuple[Program, ...]]:
-    per_batch = per_batch or ASYNCHRONOUS[name].per_batch(num_ranks)
-    count = num_to_lower(num_ranks, per_batch) // per_batch
-    schedule = ASYNCHRONOUS[name].of_batches(num_ranks, per_batch, count)
-    return schedule, fold(schedule, chain_links(num_ranks), (), ending_of(schedule))
+def rounds_of(name: str, *replicas: int, per_batch: int = 0) -> tuple[Schedule, tuple[Program, ...]]:
+    per_batch = per_batch or ASYNCHRONOUS[name].per_batch(replicas)
+    count = num_to_lower(Stream(ASYNCHRONOUS[name].versions, per_batch), replicas) // per_batch
+    schedule = ASYNCHRONOUS[name].of_batches(replicas, per_batch, count)
+    return schedule, fold(schedule, chain_links(len(replicas)), (), ending_of(schedule))
+
+
+def stream_links(num_stages: int) -> tuple[Link, ...]:
+    """A chain of stages, of which the last one tells every rank the loss of each microbatch."""
+    loss = Value("loss", "float32", ())
+    return (*chain_links(num_stages), Link(num_stages - 1, -1, Payload.OUTCOME, (loss,)))
 
 
 def ending_of(schedule: Schedule) -> Ending:
-    return Ending(updates=True, stream=schedule.stream)
+    return replace(chain_ending(schedule.placement, 0.5), updates=True, stream=schedule.stream)
 
 
-def fault(edits: Mapping[int, Edit], name: str = "pipedream", num_batches: int = 4) -> str:
-    """What the verifier says of three ranks after the programs of some are changed."""
-    per_batch = ASYNCHRONOUS[name].per_batch(3)
-    schedule = ASYNCHRONOUS[name].of_batches(3, per_batch, num_batches)
-    programs, links, ending = list(lower(schedule, chain_links(3))), chain_links(3), ending_of(schedule)
+def fault(
+    edits: Mapping[int, Edit],
+    name: str = "pipedream",
+    num_batches: int = 4,
+    replicas: Sequence[int] = (1, 1, 1),
+) -> str:
+    """What the verifier says of stages with so many replicas after the programs of some ranks are changed."""
+    per_batch = ASYNCHRONOUS[name].per_batch(replicas)
+    schedule = ASYNCHRONOUS[name].of_batches(replicas, per_batch, num_batches)
+    links, ending = stream_links(len(replicas)), ending_of(schedule)
+    programs = list(lower(schedule, links, ending=ending))
     verify_programs(programs, schedule.placement, links, schedule.num_microbatches, ending=ending)
     for rank, edit in edits.items():
         instructions = list(programs[rank].instructions)
@@ -81,7 +109,7 @@ def swap_versions(instructions: list[Instruction]) -> None:
 
 
 def test_a_round_reads_as_the_program_of_a_step(golden: Callable[[str, str], None]) -> None:
-    _, programs = rounds_of("pipedream", 4)
+    _, programs = rounds_of("pipedream", 1, 1, 1, 1)
     golden("\n".join(map(format_program, programs)), "programs/pipedream_4.txt")
     for program in programs:
         assert parse_program(format_program(program), chain_links(4)) == program
@@ -96,16 +124,15 @@ def test_prologue_body_and_epilogue_are_the_same_round() -> None:
     written = unrolled(program, 3).instructions
     assert " ".join(f"{letters[x.op]}{x.microbatch}" for x in written) == "F0 F1 F2 B0 U0 B1 U1 B2 U2"
     assert [x.version for x in written] == [0, 0, 0, 0, 1, 1, 2, 2, 3]
-    assert reach(program) == 2
 
 
 @settings(max_examples=25)
 @given(st.sampled_from(sorted(ASYNCHRONOUS)), st.integers(1, 6), st.integers(0, 4))
 def test_rounds_are_right_for_any_number_of_mini_batches(name: str, num_ranks: int, more: int) -> None:
     """The verifier's own argument, of two windows, is tried on streams that are longer."""
-    per_batch = ASYNCHRONOUS[name].per_batch(num_ranks)
-    per_batch += more if name == "pipedream-2bw" else 0
-    schedule, programs = rounds_of(name, num_ranks, per_batch)
+    replicas = (1,) * num_ranks
+    per_batch = ASYNCHRONOUS[name].per_batch(replicas) + (more if name == "pipedream-2bw" else 0)
+    schedule, programs = rounds_of(name, *replicas, per_batch=per_batch)
     links, ending = chain_links(num_ranks), ending_of(schedule)
     verify_rounds(programs, schedule.placement, links, (), ending)
     for count in (7, 8 + 3 * num_ranks):
@@ -118,14 +145,113 @@ def test_rounds_are_right_for_any_number_of_mini_batches(name: str, num_ranks: i
 
 @pytest.mark.parametrize("name", ASYNCHRONOUS)
 def test_no_rank_is_idle_in_the_steady_state(name: str) -> None:
-    schedule, programs = rounds_of(name, 4)
+    schedule, programs = rounds_of(name, 1, 1, 1, 1)
     costs = Costs.uniform(4, links=chain_links(4), unit="units")
-    timeline = replace(simulate(excerpt(programs, 4), costs), ending=ending_of(schedule))
-    steady = steady_state(timeline)
+    played = excerpt(programs, schedule.stream, schedule.placement)
+    steady = steady_state(replace(simulate(played, costs), ending=ending_of(schedule)))
     assert steady is not None
-    assert steady.seconds == pytest.approx(3 * ASYNCHRONOUS[name].per_batch(4))
+    assert steady.seconds == pytest.approx(3 * ASYNCHRONOUS[name].per_batch((1, 1, 1, 1)))
     assert steady.bubble_rate == pytest.approx(0)
     assert steady_state(simulate(lower(make_schedule("1f1b", 4, 8), chain_links(4)), costs)) is None
+
+
+@pytest.mark.parametrize("replicas", [(2, 1), (3, 2, 1), (1, 3, 1), (2, 3), (2, 2), (15, 1)])
+def test_no_replica_is_idle_in_the_steady_state(replicas: tuple[int, ...]) -> None:
+    """Stages with r replicas take r times as long; each is proved for streams of any length."""
+    schedule, links = rounds_of("pipedream", *replicas)[0], stream_links(len(replicas))
+    ending = ending_of(schedule)
+    programs = fold(schedule, links, (), ending)
+    if sum(replicas) < 16:  # 15-1 takes seconds
+        verify_rounds(programs, schedule.placement, links, (), ending)
+    costs = Workload.uniform(len(replicas)).times(list(map(float, replicas))).costs(schedule, links)
+    played = excerpt(programs, schedule.stream, schedule.placement)
+    steady = steady_state(replace(simulate(played, costs), ending=ending))
+    assert steady is not None
+    assert steady.seconds == pytest.approx(3)
+    assert steady.bubble_rate == pytest.approx(0)
+
+
+@pytest.mark.parametrize("replicas", [(2, 1), (3, 2, 1), (1, 3, 1), (4, 2), (3, 1, 2)])
+def test_smaller_windows_make_ranks_idle(replicas: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No stage can have fewer mini-batches in flight, with the version rule that follows from that."""
+    right = [window(stage, replicas) for stage in range(len(replicas))]
+    for stage in range(len(replicas) - 1):
+        fewer = [each - (number == stage) for number, each in enumerate(right)]
+        for module in (stream_module, pipedream_module):
+            monkeypatch.setattr(module, "window", lambda stage, _, fewer=fewer: fewer[stage])
+        schedule = pipedream.of_batches(replicas, 1, 40 * sum(replicas))
+        links, ending = chain_links(len(replicas)), ending_of(schedule)
+        costs = Workload.uniform(len(replicas)).times(list(map(float, replicas))).costs(schedule, links)
+        programs = lower(schedule, links, ending=ending)
+        steady = steady_state(replace(simulate(programs, costs), ending=ending))
+        assert steady is not None
+        assert steady.bubble_rate > 0.01, fewer
+
+
+def test_the_window_of_replicas() -> None:
+    windows = {(1, 1, 1): [3, 2, 1], (2, 1): [2, 1], (2, 2): [2, 1], (15, 1): [2, 1], (3, 2, 1): [4, 2, 1]}
+    for replicas, expected in windows.items():
+        assert [window(stage, replicas) for stage in range(len(replicas))] == expected
+    versions = Stream(Versions.STASHED)
+    assert [versions.version(each, 0, (3, 2, 1)) for each in range(8, 17)] == [0] * 4 + [1] * 3 + [2] * 2
+    assert [versions.version(each, 1, (3, 2, 1)) for each in range(8)] == [0, 0, 0, 0, 1, 1, 2, 2]
+    assert [versions.version(each, 2, (3, 2, 1)) for each in range(4)] == [0, 1, 2, 3]
+
+
+def test_replicas_that_differ_in_their_updates_are_found() -> None:
+    replicated = functools.partial(fault, num_batches=9, replicas=(2, 1))
+    skipped = replicated({1: lambda own: own.pop(numbers_of(own, Op.UPDATE)[2])})
+    assert "stage 0 is updated 4 times; expected 5" in skipped
+    assert "update of stage 0 makes version 2; expected 1" in replicated({1: swap_versions})
+    other = replicated({1: change(Op.FORWARD, 3, version=1)})
+    assert "forward of stage 0, microbatch 7 reads version 1; expected 2" in other
+    read = replicated({1: change(Op.BACKWARD, 3, version=3)})
+    assert "backward of stage 0, microbatch 7 reads version 3; expected 2" in read
+    late = replicated({1: change(Op.UPDATE, 1, microbatch=4)})
+    assert "update 2 of stage 0 names microbatch 4; expected 2" in late
+
+
+def test_sums_that_are_missing_or_in_another_round_are_found() -> None:
+    replicated = functools.partial(fault, num_batches=9, replicas=(2, 1))
+
+    def drop(own: list[Instruction]) -> object:
+        return own.pop(numbers_of(own, Op.REDUCE_GRAD)[1])
+
+    missing = "reduce_grad of stage 0, bucket 0, round 2 meets reduce_grad of stage 0, bucket 0, round 4"
+    assert missing in replicated({1: drop})
+    assert "bucket 0 of stage 0 is summed 4 times; expected 5" in replicated({0: drop, 1: drop})
+    other = change(Op.REDUCE_GRAD, 1, microbatch=4)
+    assert missing in replicated({1: other})
+    assert "reduce_grad 2 of stage 0 names microbatch 4; expected 2" in replicated({0: other, 1: other})
+    early = replicated({1: move(Op.REDUCE_GRAD, 0, Op.FORWARD, 0)})
+    assert "the gradients of stage 0, microbatch 1, are made at" in early
+    assert "but belong into version 1" in early
+    late = replicated({0: move(Op.REDUCE_GRAD, 0, Op.UPDATE, 0)})
+    assert "version 1 of stage 0 is made before bucket 0 is summed for it" in late
+    next_one = replicated({0: move(Op.UPDATE, 3, Op.REDUCE_GRAD, 4)})
+    assert "bucket 0 of stage 0 is summed for version 5 before version 4 is made" in next_one
+    assert "reduce_grad of stage 0 names bucket 3; expected 0" in replicated(
+        {0: change(Op.REDUCE_GRAD, 1, bucket=3)}
+    )
+
+
+def test_a_script_that_would_wait_for_ever_is_found() -> None:
+    """The loss of a mini-batch arrives only behind an update that the script says how to make."""
+    replicated = functools.partial(fault, num_batches=9, replicas=(2, 1))
+
+    def receive_late(own: list[Instruction]) -> None:
+        moved = own.pop(next(at for at, each in enumerate(own) if is_loss(each) and each.microbatch == 0))
+        own.insert(numbers_of(own, Op.UPDATE)[0] + 1, moved)
+
+    found = replicated({1: receive_late})
+    told = (
+        "what waits until mini-batch 1 is asked for comes before the results of mini-batch 0 are on their way"
+    )
+    assert told in found
+
+
+def is_loss(instruction: Instruction) -> bool:
+    return instruction.link is not None and instruction.link.payload is Payload.OUTCOME
 
 
 def test_a_version_that_another_one_should_be_is_found() -> None:
@@ -148,7 +274,7 @@ def test_updates_that_are_out_of_order_or_missing_are_found() -> None:
 def test_an_update_that_comes_too_late_or_too_early_is_found() -> None:
     late = fault({2: move(Op.UPDATE, 0, Op.FORWARD, 1)})
     assert "reads version 1 of stage 2, which is not made yet" in late
-    schedule = pipedream.of_batches(3, 1, 4)
+    schedule = pipedream.of_batches((1, 1, 1), 1, 4)
     ending = replace(ending_of(schedule), stream=Stream(Versions.STASHED))
     gpipe_like = make_schedule("gpipe", 3, 4)
     programs = lower(replace(gpipe_like, stream=schedule.stream), chain_links(3))
@@ -167,31 +293,44 @@ def test_more_live_versions_than_the_bound_are_found() -> None:
 
     assert "are made at" in fault({0: hold_back})
     stream = Stream(Versions.STASHED)
-    assert [stream.most_live(stage, 4) for stage in range(4)] == [4, 3, 2, 1]
+    assert [stream.most_live(stage, (1, 1, 1, 1)) for stage in range(4)] == [4, 3, 2, 1]
 
 
 def test_fields_of_updates_are_checked() -> None:
     assert "update names stage 0, microbatch 1" in fault({1: change(Op.UPDATE, 1, stage=0)})
-    assert "update carries a link, peer, slot or bucket" in fault({1: change(Op.UPDATE, 1, peer=0)})
+    assert "update carries a link, peer, slot or part" in fault({1: change(Op.UPDATE, 1, peer=0)})
 
 
 def test_what_has_no_rule_of_versions_is_refused() -> None:
-    schedule, programs = rounds_of("pipedream", 2)
+    schedule, programs = rounds_of("pipedream", 1, 1)
     ending, links = ending_of(schedule), chain_links(2)
-    with pytest.raises(VerifyError, match="stages have replicas or share state"):
+    with pytest.raises(VerifyError, match="replicas share state or buffers"):
         verify_rounds(programs, schedule.placement, links, (), replace(ending, shard=Shard.OPTIMIZER))
-    both = replicated(functools.partial(make_schedule, "1f1b", 2), 4, 2)
-    stream = replace(both, stream=schedule.stream)
-    with pytest.raises(VerifyError, match="stages have replicas or share state"):
-        verify_programs(lower(stream, links), both.placement, links, 4, ending=ending)
-    flat = pipedream.of_batches(2, 1, 3)
-    halves = replace(ending, stream=Stream(Versions.DOUBLE, 2))
-    with pytest.raises(VerifyError, match="3 microbatches are no whole number of mini-batches of 2"):
-        verify_programs(lower(flat, links), flat.placement, links, 3, ending=halves)
+    flat = pipedream.of_batches((1, 1), 1, 3)
+    refused = {
+        "3 microbatches are no whole number of mini-batches of 2": (flat, Stream(Versions.DOUBLE, 2)),
+        "a mini-batch has 3 microbatches; versions that are stashed need 1": (
+            flat,
+            Stream(Versions.STASHED, 3),
+        ),
+        "a mini-batch has 1 microbatches; two versions need 2": (flat, Stream(Versions.DOUBLE, 1)),
+        "a stage has 2 replicas; vertical sync": (
+            pipedream.of_batches((2, 1), 1, 3),
+            Stream(Versions.VERTICAL),
+        ),
+        "two versions need as many microbatches for each replica": (
+            pipedream.of_batches((2, 1), 1, 3),
+            Stream(Versions.DOUBLE, 3),
+        ),
+    }
+    for told, (made, stream) in refused.items():
+        other = replace(ending_of(made), stream=stream)
+        with pytest.raises(VerifyError, match=re.escape(told)):
+            verify_programs(lower(made, links), made.placement, links, 3, ending=other)
 
 
 def test_rounds_that_are_no_rounds_are_refused() -> None:
-    schedule, (first, second) = rounds_of("pipedream", 2)
+    schedule, (first, second) = rounds_of("pipedream", 1, 1)
     verify = functools.partial(
         verify_rounds,
         placement=schedule.placement,
@@ -215,8 +354,8 @@ def test_rounds_that_are_no_rounds_are_refused() -> None:
 def test_schedules_without_a_flush_say_what_they_cannot_do() -> None:
     assert make_schedule("pipedream", 4, 12).num_microbatches == 12
     with pytest.raises(InputError, match="runs a mini-batch as one microbatch, but microbatches is 4"):
-        pipedream.of_batches(2, 4, 2)
+        pipedream.of_batches((1, 1), 4, 2)
     with pytest.raises(InputError, match="needs a mini-batch of 4 microbatches or more on 4 ranks"):
-        ASYNCHRONOUS["pipedream-2bw"].of_batches(4, 3, 2)
+        ASYNCHRONOUS["pipedream-2bw"].of_batches((1, 1, 1, 1), 3, 2)
     with pytest.raises(InputError, match="num_microbatches is 6; take a multiple of 4"):
         make_schedule("pipedream-2bw", 4, 6)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pipec.errors import ArtifactError
-from pipec.ir import Kind, Payload, Plan, Value
+from pipec.ir import Kind, Plan, Value
 from pipec.ir.text import evaluate_dim, format_link, format_value, holds
 
 
@@ -119,12 +119,11 @@ def _tensors(plan: Plan) -> Iterator[str]:
 def _links(plan: Plan) -> Iterator[str]:
     stages = range(len(plan.stages))
     for link in plan.links:
-        is_result = link.payload is Payload.RESULT
-        if link.source not in stages or link.target not in ((-1,) if is_result else stages):
+        targets = (-1,) if link.payload.is_result else stages
+        if link.source not in stages or link.target not in targets:
             yield f"{format_link(link)} leads from or to a stage that is not there"
     yield from _repeated(map(format_link, plan.links), "its links")
-    returned = (Payload.RESULT, Payload.OUTCOME)
-    produced = [value.name for link in plan.links if link.payload in returned for value in link.values]
+    produced = [value.name for link in plan.links if link.payload.is_result for value in link.values]
     yield from _strangers(plan.outputs, produced, "it returns", "what its stages send as results")
 
 

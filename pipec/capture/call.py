@@ -1,6 +1,5 @@
 """The arguments of one call of the model, and which of their tensors are split along the batch."""
 
-import copy
 import functools
 import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -174,15 +173,3 @@ def _holds_tensors(value: Any, depth: int) -> bool:
         return True
     held = {} if isinstance(value, type) else dict(getattr(value, "__dict__", {}))
     return depth > 0 and any(_holds_tensors(x, depth - 1) for x in pytree.tree_leaves(held))
-
-
-def on_device(model: nn.Module, call: Call, device: torch.device) -> tuple[nn.Module, Call]:
-    """Model and call on the kind of device that will run them, because operators differ between kinds."""
-    kinds = {parameter.device.type for parameter in model.parameters()}
-    if kinds <= {device.type, "meta"}:
-        return model, call
-
-    def moved(leaf: Any) -> Any:
-        return leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
-
-    return copy.deepcopy(model).to(device), call.map(moved)

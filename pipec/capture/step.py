@@ -40,10 +40,6 @@ class Step(nn.Module):
         self.training = model.training
         self.replaceable = tuple(_replaceable_buffers(model))
 
-    def of(self, model: nn.Module) -> "Step":
-        """The same step of a copy of the model."""
-        return Step(model, self.loss_fn, self.mode, self.batched, self.outputs, self.alike, self.numbers)
-
     def forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
     ) -> tuple[Any, dict[str, Tensor]]:

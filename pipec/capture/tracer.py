@@ -57,7 +57,6 @@ def capture(
     symbolic: bool = True,
     adds_up: bool = True,
     outputs: bool = False,
-    original: nn.Module | None = None,
     variables: Sequence[Variable] = (),
     num_replicas: int | None = 1,
 ) -> TrainingGraph:
@@ -67,12 +66,11 @@ def capture(
         call: One microbatch. A symbolic batch is traced with at least two rows, because torch traces a
             dimension of size one as a constant.
         canonical: Maps every name of a tied tensor to the one that the graph uses.
-        device: Where a model on the meta device is traced as if it were there.
+        device: The model is traced as if it were there, wherever its tensors are.
         adds_up: Let the losses of microbatches, averaged by their rows, be that of the batch. Else the graph
             is of the loss as the model has it.
         outputs: Return the model's output besides the loss.
         symbolic: Without it, the graph serves only as many rows as the call has, and takes half the time.
-        original: The model whose changes make the graph obsolete, if ``model`` is a copy of it.
         variables: Other sizes, and numbers, that are to be symbolic as well. Dynamo alone can do that.
         num_replicas: How many replicas the model's own collectives join. None if that differs by stage, or is
             not known; a model with collectives is then refused.
@@ -99,7 +97,7 @@ def capture(
         stack.enter_context(sync_batch_norms_alone())
         stack.enter_context(ops.joining(num_replicas or 1))
         stack.enter_context(torch.set_grad_enabled(mode is Mode.TRAIN))
-        torch_compat.leave_meta(step, device)
+        torch_compat.place_fakes(step, device)
         generators = Generators(step)
         if not symbolic and call.unsure:
             tracer.prove_split()
@@ -111,7 +109,7 @@ def capture(
         generators.refuse_draws(tracer.dry_run, suspected=tracer.draws_with_numpy)
     if mode is Mode.TRAIN:
         _check_trained(graph)
-    graph = replace(graph, assumptions=tracer.assumptions(original or model))
+    graph = replace(graph, assumptions=tracer.assumptions())
     if symbolic and graph.batch is None:
         log.warning(
             "microbatches of %d rows are compiled on their own, and so is every other size: %s",
@@ -201,8 +199,7 @@ class _Tracer:
         self._adds_up = adds_up
         self._num_replicas = num_replicas
         self._fqns, self._constants = model_names(step, canonical)
-        devices = (device if tensor.is_meta else tensor.device for tensor in step.model.parameters())
-        self._device = next(devices, None)
+        self._device = device if any(True for _ in step.model.parameters()) else None
         self._guards: torch_compat.Guards | None = None
         self.draws_with_numpy = False
 
@@ -313,12 +310,11 @@ class _Tracer:
         unclear = add_up(module, batched, size, has_loss, num_replicas)
         return unclear if self._adds_up else ""
 
-    def assumptions(self, model: nn.Module) -> Assumptions:
-        """What the last graph takes for granted of ``model`` and of the loss function."""
-        step = self._step if model is self._step.model else self._step.of(model)
+    def assumptions(self) -> Assumptions:
+        """What the last graph takes for granted of the model and of the loss function."""
         tensors = [Place.of(fqn.removeprefix("constant.")) for fqn in self._constants]
         tensors += self._guards.tensors if self._guards else []
-        return Assumptions.of(step, self._guards, tensors, readable_values)
+        return Assumptions.of(self._step, self._guards, tensors, readable_values)
 
 
 def _symbolic(call: Call, variables: Sequence[Variable]) -> list[tuple[Tensor, int]]:

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from pipec.checkpoint.manifest import describe
 from pipec.checkpoint.optimizers import OptimizerState
+from pipec.checkpoint.positions import parsed
 from pipec.checkpoint.values import decoded, encoded
 from pipec.console import log
 from pipec.errors import CheckpointError
+from pipec.runtime.position import Position
 
 FORMAT, DOCUMENT = "pipec checkpoint 1", "checkpoint.json"
 
@@ -42,7 +44,7 @@ def scheduler_kind(scheduler: Any) -> str:
 
 @dataclass(frozen=True)
 class RandomStates:
-    """The states of torch's default generator, each once, and which of them each rank had."""
+    """The states of torch's default generator, each once, and which of them each rank had. Or none."""
 
     states: list[str]
     of_rank: list[int]
@@ -54,6 +56,9 @@ class RandomStates:
 
     def restore(self, rank: int, num_ranks: int) -> None:
         """Let torch draw what a rank would have drawn next. Ranks that were not there go on as rank 0."""
+        if not self.states:
+            log("pipec: the checkpoint has no random state, so that torch draws on from where it is")
+            return
         if len(self.states) > 1 and num_ranks != len(self.of_rank):
             log(
                 f"pipec: the {len(self.of_rank)} ranks that wrote the checkpoint had random states of their "
@@ -73,20 +78,29 @@ def _state(text: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Document:
-    """``ties`` has the first name of tied tensors by their others. ``frozen`` parameters had no gradients."""
+    """``ties`` has the first name of tied tensors by their others. ``frozen`` parameters had no gradients.
+    Both are None where nobody knows, as in what another library wrote.
+
+    ``positions`` are those of the stream, as ``described``: one for each part of the data.
+    """
 
     num_steps: int
-    ties: dict[str, str]
-    frozen: list[str]
+    ties: dict[str, str] | None
+    frozen: list[str] | None
     random: RandomStates
     optimizer: OptimizerState | None
     schedulers: list[SchedulerState]
+    positions: list[Any]
     extra: Any
     format: str = FORMAT
 
     def value_of_extra(self) -> Any:
         """What the script had passed."""
         return decoded(self.extra)
+
+    def stream_positions(self) -> list[Position]:
+        """Where the stream was, for each part of the data; none if there was none."""
+        return [each for each in map(parsed, self.positions) if each is not None]
 
     def text(self) -> bytes:
         return json.dumps(asdict(self), indent=1, allow_nan=False).encode()
@@ -98,7 +112,15 @@ _DOCUMENT = pydantic.TypeAdapter(Document)
 def read_document(path: Path) -> Document:
     """Raises CheckpointError for a file that is none, or of another format."""
     try:
-        found = json.loads(path.read_bytes())
+        return parse_document(path.read_bytes(), path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def parse_document(text: bytes, path: Path) -> Document:
+    """What ``Document.text`` gave, found at ``path``. Raises CheckpointError as ``read_document`` does."""
+    try:
+        found = json.loads(text)
         if isinstance(found, dict) and found.get("format") != FORMAT:
             raise CheckpointError(
                 f"{path} has format {found.get('format')!r}, and this version of pipec reads {FORMAT!r}"
@@ -106,8 +128,9 @@ def read_document(path: Path) -> Document:
         document = _DOCUMENT.validate_python(found)
         decoded([document.extra, [each.state for each in document.schedulers]])
         [_state(each) for each in document.random.states]
+        document.stream_positions()
         return document
     except pydantic.ValidationError as error:
         raise CheckpointError(f"{path} is no such file of a checkpoint: {describe(error)}") from error
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error

@@ -4,11 +4,11 @@ import contextlib
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+from queue import Queue
 
 import pydantic
 
@@ -16,6 +16,8 @@ from pipec.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 _CHUNK = 2**24
+_MOST_WAITING = 4
+"""Parts of a file that are written and not yet summed up."""
 
 
 @dataclass(frozen=True)
@@ -27,41 +29,59 @@ class FileSum:
 
 
 class SummedFile:
-    """A new file that is summed up as it is written, and is on the disk when it is closed."""
+    """A new file that is summed up while it is written, on a thread of its own.
+
+    What is written must not change until ``sync``. ``end`` lets the thread come to its end, which takes as
+    long as the disk does; so end all files before the first is waited for.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = path.open("xb")
         self._sum = hashlib.sha256()
         self._size = 0
+        self._failure: OSError | None = None
+        self._parts: Queue[memoryview | bytes | None] = Queue(_MOST_WAITING)
+        self._thread = threading.Thread(target=self._add_up, name="pipec checkpoint", daemon=True)
+        self._thread.start()
 
     def write(self, data: memoryview | bytes) -> None:
         for start in range(0, len(data), _CHUNK):
             part = data[start : start + _CHUNK]
-            self._sum.update(part)
+            self._parts.put(part)
             with _naming(self._path):
                 self._file.write(part)
         self._size += len(data)
 
-    def sync(self) -> FileSum:
-        """Wait until the disk has it; returns what it must be from now on."""
+    def end(self) -> None:
+        """Nothing more will be written."""
         with _naming(self._path):
             self._file.flush()
-            os.fsync(self._file.fileno())
+        self._parts.put(None)
+
+    def sync(self) -> FileSum:
+        """Wait until the disk has it; returns what it must be from now on."""
+        self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+        self._file.close()
         return FileSum(self._size, self._sum.hexdigest())
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Let go of the file. What could not be written before cannot now."""
+    def abandon(self) -> None:
+        """Let go of a file that could not be written."""
+        self._parts.put(None)
+        self._thread.join()
         with contextlib.suppress(OSError):
             self._file.close()
+
+    def _add_up(self) -> None:
+        while (part := self._parts.get()) is not None:
+            self._sum.update(part)
+        try:
+            with _naming(self._path):
+                os.fsync(self._file.fileno())
+        except OSError as error:
+            self._failure = error
 
 
 @contextlib.contextmanager
@@ -82,9 +102,11 @@ def sum_of(path: Path) -> FileSum:
 
 def write_file(path: Path, data: bytes) -> FileSum:
     """Write a new file to the disk."""
-    with SummedFile(path) as file:
+    with _naming(path), path.open("xb") as file:
         file.write(data)
-        return file.sync()
+        file.flush()
+        os.fsync(file.fileno())
+    return FileSum(len(data), hashlib.sha256(data).hexdigest())
 
 
 @dataclass(frozen=True)

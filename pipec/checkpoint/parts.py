@@ -82,7 +82,9 @@ def _least(ranks: Iterable[int], loads: dict[int, int]) -> int:
     return min(ranks, key=lambda rank: (loads.get(rank, 0), rank))
 
 
-def gathered(stored: Sequence[Stored], parts: Sequence[Part], ranks: Ranks) -> Iterator[Tensor]:
+def gathered(
+    stored: Sequence[Stored], parts: Sequence[Part], ranks: Ranks
+) -> Iterator[tuple[Stored, Tensor]]:
     """What this process writes, one tensor after the other. Every process takes all of its own."""
     held = {(part.name, part.start, part.stop): part.memory for part in parts}
     me = ranks.world.rank
@@ -90,11 +92,11 @@ def gathered(stored: Sequence[Stored], parts: Sequence[Part], ranks: Ranks) -> I
         whole_here = held.get((each.name, 0, each.kind.num_elements))
         if len(each.sources) == 1 and each.writer == me:
             assert whole_here is not None
-            yield whole_here
+            yield each, whole_here
         elif len(each.sources) > 1 and any(rank == me for rank, _, _ in each.sources):
             flat = _assembled(each, held, ranks)
             if each.writer == me:
-                yield flat
+                yield each, flat
 
 
 def _assembled(stored: Stored, held: dict[tuple[str, int, int], Tensor], ranks: Ranks) -> Tensor:

@@ -1,6 +1,7 @@
 """Reading a checkpoint: everything is checked in every process before anything is changed in any."""
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ def load_weights(directory: Path, training: Training) -> None:
 
     def check() -> None:
         opened.append(_open_weights(place))
-        _require_weights(place, opened[0].kinds, training, training.ties)
+        _require_weights(place, _without_equal(opened[0], training, place), training, training.ties)
 
     on_all(ranks, doing, check)
     on_all(ranks, f"{doing}, of which a part may have been loaded,", lambda: _fill(training, opened[0]))
@@ -100,9 +101,14 @@ def _check_sums(place: Path, training: Training) -> str:
     """Check this process's share of the files; returns the digest of the checkpoint."""
     manifest = _manifest(place)
     world = training.ranks.world
-    for name in sorted(manifest.files)[world.rank :: world.size]:
-        check_file(place, name, manifest.files[name])
+    names = sorted(manifest.files)[world.rank :: world.size]
+    with ThreadPoolExecutor(_MOST_AT_A_TIME) as pool:
+        list(pool.map(lambda name: check_file(place, name, manifest.files[name]), names))
     return manifest.digest
+
+
+_MOST_AT_A_TIME = 4
+"""Files that a process sums up."""
 
 
 def _manifest(place: Path) -> Manifest:
@@ -142,20 +148,44 @@ def _open_weights(place: Path) -> TensorFiles:
 def _check(opened: Opened, training: Training, place: Path) -> Any:
     """Compare with what there is here; returns the groups of this process's optimizers."""
     document = opened.document
-    same_names = {*document.ties, *opened.weights.kinds} == {*training.ties, *training.kinds}
-    if same_names and document.ties != training.ties:
-        other = sorted(name for name, _ in document.ties.items() ^ training.ties.items())
-        raise CheckpointError(
-            f"{place}: {listed(other)} is tied to another parameter there or here alone; load it into the "
-            "model that was saved"
-        )
-    _require_weights(place, opened.weights.kinds, training, {})
+    if document.ties is None:
+        kinds = _without_equal(opened.weights, training, place)
+        _require_weights(place, kinds, training, training.ties)
+    else:
+        _require_ties(document.ties, opened, training, place)
+        _require_weights(place, opened.weights.kinds, training, {})
     _require_companions(document, training, place)
     referred = [] if document.optimizer is None else tensor_names(document.optimizer)
     if strange := sorted({*referred} ^ opened.state.kinds.keys()):
         raise CheckpointError(f"{place}: {listed(strange)} is in {DOCUMENT} or in the files alone")
     groups = [] if training.optimizers is None else groups_of(training.optimizers, training.names)
     return asdict(OptimizerState(groups))
+
+
+def _require_ties(ties: Mapping[str, str], opened: Opened, training: Training, place: Path) -> None:
+    """Raise CheckpointError where other tensors are tied than in the model that was saved."""
+    same_names = {*ties, *opened.weights.kinds} == {*training.ties, *training.kinds}
+    if same_names and ties != training.ties:
+        other = sorted(name for name, _ in ties.items() ^ training.ties.items())
+        raise CheckpointError(
+            f"{place}: {listed(other)} is tied to another parameter there or here alone; load it into the "
+            "model that was saved"
+        )
+
+
+def _without_equal(weights: TensorFiles, training: Training, place: Path) -> dict[str, TensorKind]:
+    """The tensors that are there, each of tied ones once. Some write them under all of their names.
+
+    Raises:
+        CheckpointError: they differ there.
+    """
+    found = dict(weights.kinds)
+    for other, first in training.ties.items():
+        if other in found and first in found:
+            if not torch.equal(weights[other], weights[first]):
+                raise CheckpointError(f"{place}: {other} and {first} differ there, and are tied in the model")
+            del found[other]
+    return found
 
 
 def _require_weights(
@@ -208,6 +238,8 @@ def _require_companions(document: Document, training: Training, place: Path) -> 
 
 
 def _tell_of_frozen(document: Document, training: Training) -> None:
+    if document.frozen is None:
+        return
     for names, now in (
         (sorted({*document.frozen} - {*training.frozen}), "was frozen when it was saved, and is trained now"),
         (sorted({*training.frozen} - {*document.frozen}), "was trained when it was saved, and is frozen now"),

@@ -7,7 +7,7 @@ takes memory only where it is touched.
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,23 +93,33 @@ class TensorWriter:
         flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
         self._write(flat.view(torch.uint8).numpy().data)
 
+    def end(self) -> None:
+        """There are no more tensors."""
+        self._attempt(SummedFile.end)
+
     def finish(self) -> FileSum:
         """Wait until the disk has the file. Raises the OSError of any write."""
         if self._file is None or self._failure is not None:
             raise self._failure or AssertionError
-        with self._file:
-            return self._file.sync()
+        return self._file.sync()
+
+    def abandon(self) -> None:
+        """Let go of a file that nobody will read."""
+        if self._file is not None:
+            self._file.abandon()
 
     def _write(self, data: memoryview | bytes) -> None:
+        self._attempt(lambda file: file.write(data))
+
+    def _attempt(self, call: Callable[[SummedFile], None]) -> None:
         if self._failure is not None:
             return
         try:
             self._file = self._file or SummedFile(self._path)
-            self._file.write(data)
+            call(self._file)
         except OSError as error:
             self._failure = error
-            if self._file is not None:
-                self._file.close()
+            self.abandon()
 
 
 class TensorFiles(Mapping[str, Tensor]):

@@ -5,10 +5,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pipec.errors import CheckpointError, InputError, PipecError, TransportError
-from pipec.runtime.execution import Ranks
+from pipec.runtime.execution import Aside, Ranks
+
+Voices = Ranks | Aside
+"""The processes, for the thread that steps or for one beside it."""
 
 
-def on_all(ranks: Ranks, doing: str, make: Callable[[], Any]) -> list[Any]:
+def on_all(ranks: Voices, doing: str, make: Callable[[], Any]) -> list[Any]:
     """What ``make`` returns in each process, JSON each. An error of one process is raised by all.
 
     Nobody waits for longer than the slowest takes; a process that dies is noticed at once.
@@ -31,7 +34,7 @@ def on_all(ranks: Ranks, doing: str, make: Callable[[], Any]) -> list[Any]:
     return [each["made"] for each in every]
 
 
-def once(ranks: Ranks, doing: str, make: Callable[[], Any]) -> Any:
+def once(ranks: Voices, doing: str, make: Callable[[], Any]) -> Any:
     """What ``make`` returns on rank 0, which alone calls it; an error of its is raised by all."""
     return on_all(ranks, doing, make if ranks.world.rank == 0 else _nothing)[0]
 

@@ -12,6 +12,7 @@ from pipec.checkpoint.parts import Part
 from pipec.checkpoint.tensors import TensorKind
 from pipec.errors import InputError
 from pipec.runtime.execution import Ranks
+from pipec.runtime.position import Position
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,8 @@ class Training:
 
     ``parts`` are what this process has of them, in the memory that is trained; ``ties`` has the first name of
     tied ones by their others. ``names`` has, by ``id``, the parameters of the whole model, and ``shapes``
-    what they have there: some are empty here.
+    what they have there: some are empty here. ``position`` is that of the stream; each of ``num_replicas``
+    has one.
     """
 
     model: nn.Module
@@ -34,6 +36,8 @@ class Training:
     optimizers: Optimizers | None
     schedulers: Sequence[Any]
     num_steps: int
+    position: Position | None
+    num_replicas: int
 
     def require_memory(self) -> None:
         """Raise InputError if a tensor has no values to save, nor memory to load to."""

@@ -4,6 +4,7 @@ JSON has numbers, text, lists and dicts with text as keys. Everything else is a 
 with ``$``, such as ``{"$tuple": [0.9, 0.999]}``.
 """
 
+import base64
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -35,11 +36,15 @@ def encoded(value: object, where: str) -> Any:
     if type(value) in (dict, Counter):
         return _encoded_mapping(value, where)  # type: ignore[arg-type]
     if isinstance(value, Tensor) and value.ndim == 0 and not value.is_complex():
-        return {"$tensor": [str(value.dtype).removeprefix("torch."), encoded(value.item(), where)]}
+        return {"$tensor": [_type_name(value), encoded(value.item(), where)]}
+    if isinstance(value, Tensor) and value.nbytes <= _MOST_BYTES:
+        return {"$array": [_type_name(value), list(value.shape), _text(_bytes_of(value))]}
+    if isinstance(value, bytes) and len(value) <= _MOST_BYTES:
+        return {"$bytes": _text(value)}
     raise InputError(
         f"{where} is {shown(value)}, a {type(value).__name__}; a checkpoint keeps None, numbers, text, "
-        "lists, tuples, dicts and tensors with one number. Turn it into these; a tensor that belongs to the "
-        "model can be a buffer of it"
+        "bytes, lists, tuples, dicts and tensors of at most 1 MiB. Turn it into these; a tensor that belongs "
+        "to the model can be a buffer of it"
     )
 
 
@@ -49,6 +54,22 @@ def _encoded_mapping(value: Mapping[Any, Any], where: str) -> Any:
         return {key: encoded(each, f"{where}[{key!r}]") for key, each in value.items()}
     pairs = [[encoded(key, where), encoded(each, f"{where}[{key!r}]")] for key, each in value.items()]
     return {"$counter" if isinstance(value, Counter) else "$items": pairs}
+
+
+def _type_name(value: Tensor) -> str:
+    return str(value.dtype).removeprefix("torch.")
+
+
+def _bytes_of(value: Tensor) -> bytes:
+    flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes()
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+_MOST_BYTES = 2**20
 
 
 def decoded(value: Any) -> Any:
@@ -67,10 +88,17 @@ def decoded(value: Any) -> Any:
         raise CheckpointError(f"found {shown(value)}, which stands for no value") from error
 
 
+def _array(type_name: str, shape: list[int], data: str) -> Tensor:
+    dtype, made = getattr(torch, type_name), bytearray(base64.b64decode(data))
+    return (torch.frombuffer(made, dtype=dtype) if made else torch.empty(0, dtype=dtype)).reshape(shape)
+
+
 _KINDS: dict[str, Callable[[Any], Any]] = {
     "$float": float,
     "$tuple": lambda inner: tuple(decoded(inner)),
     "$items": lambda pairs: {decoded(key): decoded(each) for key, each in pairs},
     "$counter": lambda pairs: Counter({decoded(key): decoded(each) for key, each in pairs}),
+    "$bytes": base64.b64decode,
+    "$array": lambda inner: _array(*inner),
     "$tensor": lambda inner: torch.tensor(decoded(inner[1]), dtype=getattr(torch, inner[0])),
 }

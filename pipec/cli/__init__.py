@@ -1,4 +1,4 @@
-"""The command line: ``pipec profile | plan | plan-graph | dump | schedule | check | run | trace``.
+"""The command line, ``pipec COMMAND``: from ``profile`` and ``plan`` to ``run`` and ``checkpoint``.
 
 Each command imports what it needs when it runs: ``--help``, ``schedule NAME`` and ``plan-graph`` load no
 torch, ``check`` and ``run`` no compiler. ``drawing``, ``output``, ``options`` and ``forms`` are what commands
@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from pipec.cli.artifacts import check, run
+from pipec.cli.checkpoints import commands as checkpoint
 from pipec.cli.forms import Form, form_of
 from pipec.cli.graphs import plan_graph
 from pipec.cli.models import dump, plan
@@ -83,6 +84,7 @@ app.command("schedule TARGET", cls=Form)(schedule_target)
 app.command()(check)
 app.command()(run)
 app.command()(trace)
+app.add_typer(checkpoint, name="checkpoint")
 
 
 def main() -> None:

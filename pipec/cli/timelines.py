@@ -177,6 +177,11 @@ class _Shares:
     num_stages: int
     replicas: int | tuple[int, ...]
 
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The replicas of each stage."""
+        return (self.replicas,) * self.num_stages if isinstance(self.replicas, int) else self.replicas
+
     @classmethod
     def of(cls, stages: int | None, text: str) -> "_Shares":
         """Read the options. Raises InputError if they contradict each other."""
@@ -209,17 +214,19 @@ def _scheduled(
     name: str, shares: _Shares, num_microbatches: int, work: "Workload"
 ) -> tuple["Schedule", "Workload"]:
     """The schedule on all ranks, and what each of its stages takes."""
-    from pipec.schedules import custom_schedule, make_schedule
+    from pipec.schedules import ASYNCHRONOUS, custom_schedule, make_schedule
     from pipec.schedules.replicas import replicated, round_robin
 
+    if name in ASYNCHRONOUS:
+        numbers = shares.numbers
+        return ASYNCHRONOUS[name].of_microbatches(numbers, num_microbatches), work.times(_times(numbers))
     if not isinstance(shares.replicas, int):
         if name != "1f1b":
             raise InputError(
-                f"schedule {name!r} needs as many replicas of every stage; take 1f1b, which runs different "
-                "numbers round robin"
+                f"schedule {name!r} needs as many replicas of every stage; take 1f1b or pipedream, which run "
+                "different numbers round robin"
             )
-        times = [count / min(shares.replicas) for count in shares.replicas]
-        return round_robin(num_microbatches, shares.replicas), work.times(times)
+        return round_robin(num_microbatches, shares.replicas), work.times(_times(shares.replicas))
 
     def one(count: int) -> "Schedule":
         if name.endswith(".txt"):
@@ -231,6 +238,11 @@ def _scheduled(
     schedule = replicated(one, num_microbatches, shares.replicas)
     first = tuple((ranks[0] // shares.replicas,) for ranks in schedule.placement)
     return schedule, work.on(first)
+
+
+def _times(replicas: Sequence[int]) -> list[float]:
+    """How many times as long each stage takes as one with the fewest replicas."""
+    return [count / min(replicas) for count in replicas]
 
 
 def _show(shown: Sequence[_Shown], output: Path | None, as_json: bool) -> None:

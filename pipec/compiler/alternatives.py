@@ -37,8 +37,12 @@ def refused(tried: Sequence[Alternative], chosen: Trial) -> tuple[Alternative, .
 
 
 def shard_costs(trial: Trial) -> tuple[ShardCost, ...]:
-    """What a trial would take with each level of sharding, if its updates are of stages with replicas."""
-    if not (trial.plan.ending.updates and trial.plan.ending.buckets):
+    """What a trial would take with each level of sharding, if its updates are of stages with replicas.
+
+    Without a flush there is none.
+    """
+    ending = trial.plan.ending
+    if not (ending.updates and ending.buckets) or ending.stream:
         return ()
     levels = {}
     for shard in (None, *Shard):

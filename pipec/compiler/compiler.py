@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipec.capture.call import Call, on_device
+from pipec.capture.call import Call
 from pipec.capture.step import traced_module
 from pipec.capture.symbols import FixedVariableError
 from pipec.capture.tracer import capture
@@ -55,8 +55,8 @@ class Settled:
 class Compiler:
     """Compiles the calls of one model. The first call decides where stages are, and what they own.
 
-    ``device`` is one of those that will run the code. A model on another kind of device is copied there to be
-    captured. ``microbatches`` is the number of microbatches of a batch; None leaves it to ``autotuner``.
+    ``device`` is one of those that will run the code. A model on another kind of device is captured as if it
+    were there. ``microbatches`` is the number of microbatches of a batch; None leaves it to ``autotuner``.
     Unless ``dynamic``, the microbatches of a call are captured for the one size they have, if it is one.
     Costs are then known for that size alone, so nothing is searched. With ``searches_replicas`` the first
     call chooses how many replicas stages have. With ``searches_shard`` the first training step chooses what
@@ -317,19 +317,17 @@ class Compiler:
         It is for any value of the variables as well, of those for which that was not found to be impossible.
         """
         symbolic, replicas = self.dynamic or len(set(sizes)) > 1, self.autotuner.policy.replicas
-        model, rows = on_device(self.model, call.rows(start, start + sizes[0]), self.device)
         variables = signature.kind.variables
         traced = functools.partial(
             capture,
-            model,
+            self.model,
             self.loss_fn,
             signature.kind.mode,
-            rows,
+            call.rows(start, start + sizes[0]),
             self.canonical,
             self.device,
             adds_up=not self.microbatch_weight,
             outputs=signature.kind.outputs,
-            original=self.model,
             num_replicas=None if self.searches_replicas or isinstance(replicas, tuple) else replicas,
         )
         with self._timed("capture and differentiate"):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipec.errors import InputError, PlanError
-from pipec.ir import Placement, Schedule
+from pipec.ir import Placement, Schedule, Stream
 from pipec.programs.fold import num_to_lower
 from pipec.schedules import (
     ASYNCHRONOUS,
@@ -24,6 +24,7 @@ from pipec.schedules import (
     straight_placement,
     v_placement,
 )
+from pipec.schedules.pipedream import in_turn
 from pipec.schedules.replicas import lifted, numbered, replicated, round_robin
 
 ScheduleChoice = str | Path | Callable[[int, int], Schedule]
@@ -60,14 +61,23 @@ class SchedulePolicy:
         return self.choice in ASYNCHRONOUS
 
     @property
+    def numbers(self) -> tuple[int, ...]:
+        """The replicas of each stage of a schedule that has a stage for each rank of a pipeline."""
+        return (self.replicas,) * self.num_ranks if isinstance(self.replicas, int) else self.replicas
+
+    @property
     def total_ranks(self) -> int:
         """The ranks of all replicas."""
         return self.num_ranks * self.replicas if isinstance(self.replicas, int) else sum(self.replicas)
 
     def other_replicas(self) -> list[int]:
         """The other numbers of replicas that the ranks can be divided into, if the choice serves for any."""
-        ranks = self.total_ranks if self.is_named and not self.is_asynchronous else 0
-        return [n for n in range(1, ranks + 1) if ranks % n == 0 and n != self.replicas]
+        possible = self.divisions() if self.is_named and not self.is_asynchronous else []
+        return [n for n in possible if n != self.replicas]
+
+    def divisions(self) -> list[int]:
+        """The numbers of replicas that the ranks can be divided into."""
+        return [n for n in range(1, self.total_ranks + 1) if self.total_ranks % n == 0]
 
     def with_replicas(self, replicas: Replicas) -> "SchedulePolicy":
         """The same choice for as many ranks in all, with so many replicas."""
@@ -76,7 +86,7 @@ class SchedulePolicy:
 
     def in_flight(self, num_microbatches: int) -> tuple[int, ...]:
         """The most microbatches that a replica of each rank has in flight. Searched ones count as 1F1B."""
-        if not isinstance(self.replicas, int):
+        if self.is_asynchronous or not isinstance(self.replicas, int):
             schedule = self._fixed(num_microbatches)
             return tuple(most_in_flight(schedule.orders[ranks[0]]) for ranks in schedule.placement)
         count = -(-num_microbatches // self.replicas)
@@ -90,7 +100,7 @@ class SchedulePolicy:
             InputError: the schedule can do with none of them.
         """
         if self.choice in ASYNCHRONOUS:
-            return [ASYNCHRONOUS[str(self.choice)].per_batch(self.num_ranks)]
+            return [ASYNCHRONOUS[str(self.choice)].per_batch(self.numbers)]
         share = self.replicas if isinstance(self.replicas, int) else 1
         rows, ranks = max(1, batch // share), self.total_ranks // share
         worthwhile = [usual_microbatches(rows, ranks), *counts_to_try(rows, ranks)]
@@ -142,7 +152,7 @@ class SchedulePolicy:
     def forwards(self, num_microbatches: int, placement: Placement) -> Schedule:
         """What an evaluation runs. A search concerns backwards, so a simple order serves in its place."""
         if self.is_asynchronous:
-            return forward_only(one_f_one_b(self.num_ranks, num_microbatches))
+            return forward_only(in_turn("1f1b", self.numbers, num_microbatches))
         if not (isinstance(self.choice, str) and self.choice in SEARCHED):
             return forward_only(self._fixed(num_microbatches))
         simple = (
@@ -166,13 +176,14 @@ class SchedulePolicy:
             return False
 
     def _fixed(self, num_microbatches: int) -> Schedule:
-        return self._replicated(self._of_one, num_microbatches)
+        """The schedule on all ranks. One without a flush is for as many mini-batches as are lowered."""
+        if self.choice not in ASYNCHRONOUS:
+            return self._replicated(self._of_one, num_microbatches)
+        make = ASYNCHRONOUS[str(self.choice)]
+        count = num_to_lower(Stream(make.versions, num_microbatches), self.numbers)
+        return make.of_batches(self.numbers, num_microbatches, -(-count // num_microbatches))
 
     def _of_one(self, num_microbatches: int) -> Schedule:
-        """The schedule of one pipeline. One without a flush is for as many mini-batches as are lowered."""
-        if self.choice in ASYNCHRONOUS:
-            num_batches = num_to_lower(self.num_ranks, num_microbatches) // num_microbatches
-            return ASYNCHRONOUS[str(self.choice)].of_batches(self.num_ranks, num_microbatches, num_batches)
         if isinstance(self.choice, str):
             return make_schedule(self.choice, self.num_ranks, num_microbatches)
         return custom_schedule(self.choice, self.num_ranks, num_microbatches)
@@ -230,11 +241,10 @@ def policy_for(
         InputError: the choice is no schedule, or cannot have so many stages or replicas on these ranks.
     """
     one = SchedulePolicy(choice, num_ranks)
-    if one.is_asynchronous and (stages not in (None, num_ranks) or replicas != 1):
-        asked = f"stages={stages}" if replicas == 1 else f"replicas={replicas!r}"
+    if one.is_asynchronous and replicas == "auto":
         raise InputError(
-            f"schedule {choice!r} runs each stage on one rank, but {asked} on {num_ranks} ranks asks for "
-            "replicas; leave it out, or take schedule='1f1b'"
+            f"schedule {choice!r} has the replicas that you say, but replicas is 'auto'; pass their number, "
+            "or that of each stage such as (2, 1)"
         )
     if stages is not None:
         policy = _with_stages(one, stages)
@@ -264,10 +274,10 @@ def _with_numbers(one: SchedulePolicy, replicas: tuple[int, ...]) -> SchedulePol
         )
     if len({*replicas}) == 1:
         return one.with_replicas(replicas[0])
-    if one.choice != "1f1b":
+    if one.choice not in ("1f1b", *ASYNCHRONOUS):
         raise InputError(
             f"schedule {one.choice!r} needs as many replicas of every stage, but replicas is {replicas}; "
-            "take schedule='1f1b', which runs them round robin"
+            "take schedule='1f1b' or 'pipedream', which run them round robin"
         )
     return one.with_replicas(replicas)
 
@@ -275,7 +285,7 @@ def _with_numbers(one: SchedulePolicy, replicas: tuple[int, ...]) -> SchedulePol
 def _with_stages(one: SchedulePolicy, stages: int) -> SchedulePolicy:
     """As many pipelines as ranks allow for pipelines of so many stages."""
     found = {}
-    for replicas in [1, *one.other_replicas()]:
+    for replicas in one.divisions() if one.is_named else [1]:
         policy = one.with_replicas(replicas)
         with suppress(InputError):
             found[len(policy.placements(policy.counts(_ROWS_FOR_ANY * replicas))[0])] = policy
@@ -303,8 +313,8 @@ def check_updates(policy: SchedulePolicy, updates: bool, shard: str | None, batc
         )
     if shard is not None:
         raise InputError(
-            f"{name} runs each stage on one rank, so that shard={shard!r} finds no replicas to divide state "
-            "among; leave it out, or take schedule='1f1b'"
+            f"{name} updates a stage while replicas of it still use other versions of its weights, of which "
+            f"shard={shard!r} would leave each a share; leave it out, or take schedule='1f1b'"
         )
     if batch != "same":
         raise InputError(

@@ -10,7 +10,7 @@ from pipec.codegen.names import name_nodes
 from pipec.codegen.stage import StageSource
 from pipec.codegen.title import stage_title
 from pipec.compiler import pass_list
-from pipec.compiler.checks import check_rounds
+from pipec.compiler.checks import check_rounds, joins_replicas
 from pipec.compiler.pass_list import CompilerOptions
 from pipec.cost.formulas import node_bytes
 from pipec.errors import InputError, PipecError
@@ -75,13 +75,14 @@ class Trial:
         return max(self.excess), self.seconds
 
     def artifact(self) -> Artifact:
-        """The plan, the programs and the code of the stages."""
+        """The plan, the programs and the code of the stages. Constants are on the host, for any process."""
         names, graph = self.staged.names, self.staged.graph
         sources = tuple(
             StageSource.of(graph, functions, names, stage_title(stage, self.plan)).write()
             for functions, stage in zip(self.stages, self.plan.stages, strict=True)
         )
-        return Artifact(self.plan, sources, self.programs, graph.constants)
+        constants = {name: x if x.is_meta else x.cpu() for name, x in graph.constants.items()}
+        return Artifact(self.plan, sources, self.programs, constants)
 
 
 class StagedGraph:
@@ -209,6 +210,7 @@ class StagedGraph:
         plan, stages = self._plan(placed, size, replace(ending, stream=placed.stream))
         if placed.stream:
             _refuse_tied(plan)
+            _refuse_shared(plan, self.graph)
         recompute = [stage.index for stage in plan.stages if stage.recompute]
         if placed.stream:
             programs = fold(placed, plan.links, recompute, plan.ending)
@@ -226,17 +228,18 @@ class StagedGraph:
         split = _splits_backward(schedule)
         key = split, size, schedule.placement, ending
         if key not in self._plans:
-            topology, whole = self.options.topology, self.stages(split)
-            stages: Sequence[StageFunctions] = in_parts(
-                self.graph,
-                whole,
-                split,
-                schedule.placement,
-                size,
-                topology,
-                self.options.device_model.launch_seconds,
-                ending,
-            )
+            topology, stages = self.options.topology, self.stages(split)
+            if not schedule.stream:
+                stages = in_parts(
+                    self.graph,
+                    stages,
+                    split,
+                    schedule.placement,
+                    size,
+                    topology,
+                    self.options.device_model.launch_seconds,
+                    ending,
+                )
             plan = build_plan(self.graph, stages, self.names, schedule, size, topology, ending)
             self._plans[key] = self._with_updates(plan), stages
         plan, stages = self._plans[key]
@@ -286,6 +289,23 @@ def _with_messages(memory: StageMemory, stage: StageFunctions, size: int) -> Sta
         kept=memory.kept + received,
         travelling=memory.travelling + UNDER_WAY * sent,
     )
+
+
+def _refuse_shared(plan: Plan, graph: TrainingGraph) -> None:
+    """Refuse what replicas make together in a forward, of which each runs another one at a time."""
+    if joins_replicas(graph) and any(len(ranks) > 1 for ranks in plan.placement):
+        raise InputError(
+            "the model joins the replicas of a stage, which without a flush work on other mini-batches; take "
+            "a schedule with a flush, such as schedule='1f1b', or replicas=1"
+        )
+    for stage in plan.ending.averaged:
+        name, count = plan.stages[stage].updated_buffers[0], len(plan.placement[stage])
+        raise InputError(
+            f"forwards of stage {stage} change the buffer {name}, of which its {count} replicas would have "
+            "different ones without a flush. Take a schedule with a flush, such as schedule='1f1b', or one "
+            "replica of the stage; or call eval() on the layer, or give it no such buffer "
+            "(track_running_stats=False)"
+        )
 
 
 def _splits_backward(schedule: Schedule) -> bool:

@@ -21,6 +21,7 @@ from pipec.ir.schedule import (
     count_ranks,
     microbatches_on,
     rank_of,
+    replicas_of,
     stages_on,
     unreplicated,
 )

@@ -11,10 +11,11 @@ example, the round F2 B0 U0 with period 1 and three microbatches is::
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from pipec.ir.program import Instruction, Op, Program
+from pipec.ir.values import Link, Payload
 
 
 def updates_per_round(program: Program) -> Counter[int]:
@@ -47,27 +48,35 @@ def unrolled(program: Program, num_microbatches: int) -> Program:
 
 
 def window_of(program: Program) -> int:
-    """The least number such that microbatches that are so far apart are never on the rank at once."""
-    latest: dict[int, int] = {}
-    period, most = program.period, 1
+    """The least number such that a rank is through with a microbatch before one so far behind it begins."""
+    period, most, latest = program.period, 1, 0
     last = max((each.microbatch for each in program.instructions), default=0)
     for number in range(last // period + 2):
         for each in program.instructions:
             microbatch = each.microbatch + number * period
-            latest[each.stage] = max(latest.get(each.stage, 0), microbatch)
-            if each.op is Op.FREE:
-                most = max(most, latest[each.stage] - microbatch + 1)
+            latest = max(latest, microbatch)
+            most = max(most, latest - microbatch + 1)
     return most
 
 
-def reach(program: Program) -> int:
-    """How many microbatches behind that of an update a rank has touched by then, which it has to complete."""
-    numbered = list(enumerate(program.instructions))
-    found = [0]
-    for update, made in numbered:
-        if made.op is Op.UPDATE:
-            found += [
-                each.microbatch - made.microbatch - (program.period if place > update else 0)
-                for place, each in numbered
-            ]
-    return max(found)
+def learns(instruction: Instruction, links: Sequence[Link]) -> bool:
+    """Whether a rank learns results of a microbatch by an instruction: it makes or receives them."""
+    if instruction.link:
+        return instruction.op is Op.RECV and instruction.link.payload is Payload.OUTCOME
+    makes = (link.source for link in links if link.payload is Payload.OUTCOME)
+    return instruction.op is Op.FORWARD and instruction.stage in makes
+
+
+def num_ahead(program: Program, links: Sequence[Link], per_batch: int) -> int:
+    """How many mini-batches behind one a rank may have begun before it is through with it.
+
+    One that has asked for results may have begun as many before it learns those of the next mini-batch.
+    """
+    learning = [learns(each, links) for each in program.instructions]
+    most = latest = 0
+    for _, place, each in rounds(program, 4 * (window_of(program) + program.period)):
+        behind = latest // per_batch - each.microbatch // per_batch
+        if learning[place] or each.op is Op.FREE:
+            most = max(most, behind + learning[place])
+        latest = max(latest, each.microbatch)
+    return most

@@ -30,6 +30,11 @@ def microbatches_on(placement: Placement, stage: int, rank: int, num_microbatche
     return range(ranks.index(rank), num_microbatches, len(ranks))
 
 
+def replicas_of(placement: Placement) -> tuple[int, ...]:
+    """How many ranks each stage has."""
+    return tuple(map(len, placement))
+
+
 def stages_on(placement: Placement, rank: int) -> list[int]:
     """The stages that ``rank`` runs, ascending."""
     return [stage for stage, ranks in enumerate(placement) if rank in ranks]

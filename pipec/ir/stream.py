@@ -1,7 +1,15 @@
-"""Mini-batches that follow each other without a flush, and the versions of weights that they use."""
+"""Mini-batches that follow each other without a flush, and the versions of weights that they use.
 
+Stages have replicas here: ``replicas[s]`` is their number for stage s. Microbatch i of a stage with r of them
+runs on the replica i mod r, so that r microbatches, one on each, are a *round* of the stage.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 
 
 class Versions(StrEnum):
@@ -21,32 +29,68 @@ class Versions(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """How mini-batches of ``microbatches`` each follow each other. Every stage updates after each of them."""
+    """How mini-batches of ``microbatches`` each follow each other, one unless versions are ``DOUBLE``.
+
+    A stage updates after each round: it adds up the gradients of one mini-batch of each replica. ``DOUBLE``
+    updates after each mini-batch, of which every replica has as many microbatches.
+    """
 
     versions: Versions
     microbatches: int = 1
 
-    def version(self, microbatch: int, stage: int, num_stages: int) -> int:
-        """The version that a stage of a straight pipeline reads for a microbatch.
+    def per_update(self, stage: int, replicas: Sequence[int]) -> int:
+        """How many microbatches' gradients an update of a stage uses."""
+        return self.microbatches if self.versions is Versions.DOUBLE else replicas[stage]
 
-        With p stages, stage s has p - 1 - s microbatches in flight when a forward starts. It lacks the
-        updates that a stage without a pipeline would have made with these.
+    def period(self, replicas: Sequence[int]) -> int:
+        """After how many microbatches all ranks do the same again."""
+        return math.lcm(*(self.per_update(stage, replicas) for stage in range(len(replicas))))
+
+    def version(self, microbatch: int, stage: int, replicas: Sequence[int]) -> int:
+        """The version that a stage reads for a microbatch.
+
+        A stashing stage lacks the updates of the rounds that its replicas have in flight beside this one.
+        Without replicas, these are the p - 1 - s microbatches before it in stage s of p.
         """
         match self.versions:
             case Versions.STASHED:
-                updates = (microbatch - (num_stages - 1 - stage)) // self.microbatches
+                updates = microbatch // replicas[stage] - (window(stage, replicas) - 1)
             case Versions.VERTICAL:
-                updates = (microbatch - (num_stages - 1)) // self.microbatches
+                updates = microbatch - (len(replicas) - 1)
             case Versions.DOUBLE:
                 updates = microbatch // self.microbatches - 1
         return max(updates, 0)
 
-    def most_live(self, stage: int, num_stages: int) -> int:
-        """The most versions that a stage holds at a time."""
+    def most_live(self, stage: int, replicas: Sequence[int]) -> int:
+        """The most versions that a replica of a stage holds at a time."""
         match self.versions:
             case Versions.STASHED:
-                return -(-(num_stages - 1 - stage) // self.microbatches) + 1
+                return window(stage, replicas)
             case Versions.VERTICAL:
-                return -(-(num_stages - 1) // self.microbatches) + 1
+                return len(replicas)
             case Versions.DOUBLE:
                 return 2
+
+
+def window(stage: int, replicas: Sequence[int]) -> int:
+    """How many microbatches a replica of a stage has in flight: no more than keep all ranks busy.
+
+    The last stage has 1. A stage with r replicas, behind which comes one with q that has w in flight, has
+
+        2 + ceil((q (w + 1) - 2 gcd(q, r)) / r)
+
+    which is p - s in stage s of p if all have as many. Let a stage with r replicas take r units of time for a
+    microbatch, and all replicas of a stage begin a round together. A microbatch then waits for up to
+    q - gcd(q, r) units until the stage behind begins its round, which sends gradients back q w units later,
+    and these wait for up to r - gcd(q, r) units for their round here. After so long, r (w_s - 1) units, the
+    replica is through with the microbatches that it has begun before. With fewer, some rank idles.
+    """
+    return _windows(tuple(replicas))[stage]
+
+
+@functools.cache
+def _windows(replicas: tuple[int, ...]) -> tuple[int, ...]:
+    found = [1]
+    for own, behind in reversed([*pairwise(replicas)]):
+        found.append(2 - (2 * math.gcd(own, behind) - behind * (found[-1] + 1)) // own)
+    return tuple(reversed(found))

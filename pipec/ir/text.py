@@ -23,7 +23,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from pipec.errors import ArtifactError
-from pipec.ir import Dim, Instruction, Link, Op, Payload, Phase, Program, Sizes, Value
+from pipec.ir import Dim, Instruction, Link, Op, Phase, Program, Sizes, Value
 
 PHASE_LETTERS: Mapping[Phase, str] = {
     Phase.FORWARD: "F",
@@ -71,7 +71,7 @@ def format_dtype(dtype: str) -> str:
 def format_link(link: Link) -> str:
     """``hidden_3 (0 -> 1)``, or with its payload if it moves once per step: ``result loss (3 -> all)``."""
     kind = "" if link.payload.per_microbatch else f"{link.payload} "
-    target = "all" if link.payload is Payload.RESULT else link.target
+    target = "all" if link.payload.is_result else link.target
     return f"{kind}{', '.join(value.name for value in link.values)} ({link.source} -> {target})"
 
 

@@ -59,6 +59,16 @@ class Payload(StrEnum):
         return self in (Payload.ACTIVATION, Payload.GRADIENT, Payload.OUTCOME)
 
     @property
+    def is_result(self) -> bool:
+        """Whether it goes to every other rank, and no compute reads it."""
+        return self in (Payload.OUTCOME, Payload.RESULT)
+
+    @property
+    def between_computes(self) -> bool:
+        """Whether a compute makes it, and another one reads it, for a microbatch."""
+        return self in (Payload.ACTIVATION, Payload.GRADIENT)
+
+    @property
     def producers(self) -> tuple[Phase, ...]:
         """The phases of the source stage that may make the values.
 
@@ -80,9 +90,9 @@ class Payload(StrEnum):
         match self:
             case Payload.ACTIVATION | Payload.WEIGHT:
                 return (Phase.FORWARD,)
-            case Payload.GRADIENT | Payload.OUTCOME:
+            case Payload.GRADIENT:
                 return (Phase.BACKWARD, Phase.BACKWARD_INPUT)
-            case Payload.WEIGHT_GRADIENT | Payload.RESULT:
+            case Payload.WEIGHT_GRADIENT | Payload.OUTCOME | Payload.RESULT:
                 return ()
 
 
@@ -121,7 +131,7 @@ class Link:
     ``WEIGHT`` links lend a tied parameter from the stage that owns it to a stage that borrows it,
     ``WEIGHT_GRADIENT`` links bring its gradient home; ``RESULT`` links carry the loss or the outputs
     of ``source`` to every other rank, and have ``target`` -1. Where steps follow each other without a flush,
-    ``OUTCOME`` links carry those of each microbatch to every other stage.
+    ``OUTCOME`` links do so for each microbatch.
     """
 
     source: int

@@ -1,13 +1,14 @@
 """Checkpoints of a pipeline: what there is of it in this process, and the two methods that users call."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from pipec.checkpoint import Part, Training, kind_of, load, load_weights, save, whole
+from pipec.checkpoint import Part, Saving, Training, draft, kind_of, load, load_weights, position_of, whole
 from pipec.console import log
 from pipec.errors import InputError
 from pipec.ir.arguments import check_arguments
@@ -16,6 +17,7 @@ from pipec.pipeline.turns import TurnTaker
 from pipec.runtime.execution import Ranks
 from pipec.runtime.facts import listed
 from pipec.runtime.optimizers import PipelineOptimizer
+from pipec.runtime.streams import nothing
 
 
 class CheckpointedModel(TurnTaker):
@@ -24,6 +26,7 @@ class CheckpointedModel(TurnTaker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._own_checkpoints: dict[Path, str] = {}
+        self._saving: Saving | None = None
 
     @property
     def num_steps(self) -> int:
@@ -42,7 +45,8 @@ class CheckpointedModel(TurnTaker):
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
         scheduler: Any = None,
         extra: Any = None,
-    ) -> None:
+        asynchronous: bool = False,
+    ) -> Future[None]:
         """Write all that the training needs to go on: see docs/checkpoints.md. Every rank calls this.
 
         Weights, buffers, the state of the optimizer and of the LR scheduler, the number of steps, torch's
@@ -54,6 +58,12 @@ class CheckpointedModel(TurnTaker):
             optimizer: the optimizer, or several, that the script steps. The pipeline's own needs no mention.
             scheduler: the LR scheduler, or several. Functions of a ``LambdaLR`` are not saved.
             extra: what else ``load_checkpoint`` shall return: None, numbers, text, lists, tuples, dicts.
+            asynchronous: return as soon as there is a copy in the memory of the host, and write that in the
+                background. The next save or load, and the end of the process, wait until it is written, and
+                raise what went wrong.
+
+        Returns:
+            What has a ``result()`` once the checkpoint is at its place, or the error.
 
         Raises:
             CheckpointError: it cannot be written, or ``directory`` holds something that this run has neither
@@ -61,8 +71,19 @@ class CheckpointedModel(TurnTaker):
             InputError: something cannot be saved, or differs from rank to rank.
         """
         check_arguments(METHODS, locals())
-        path = self._agreed_path("save_checkpoint", directory)
-        training = self._training(optimizer, scheduler, speaks=True)
+        companions = {"optimizer": optimizer, "scheduler": scheduler, "extra": extra}
+        return self.start_saving(directory, companions, asynchronous, nothing)
+
+    def start_saving(
+        self,
+        directory: str | Path,
+        companions: Mapping[str, Any],
+        asynchronous: bool,
+        then: Callable[[], None],
+    ) -> Future[None]:
+        """As ``save_checkpoint``. Once the checkpoint is at its place, the first rank calls ``then``."""
+        path = self._agreed_path("save_checkpoint", directory, asynchronous)
+        training = self._training(companions["optimizer"], companions["scheduler"], speaks=True)
         if self._updates is not None and self._updates.has_gradients:
             raise InputError(
                 "gradients have been accumulated that no update has used, and a checkpoint keeps none; save "
@@ -73,7 +94,19 @@ class CheckpointedModel(TurnTaker):
                 f"pipec: the checkpoint is without the extra state (get_extra_state) of {listed(lost)}; pass "
                 "it as extra=..., and set it after load_checkpoint"
             )
-        self._own_checkpoints[path] = save(path, training, extra, self._own_checkpoints.get(path))
+        write = draft(path, training, companions["extra"], self._own_checkpoints, asynchronous, then)
+        if asynchronous:
+            self._saving = Saving(write)
+            return self._saving
+        write()
+        over = Future[None]()
+        over.set_result(None)
+        return over
+
+    def finish_saving(self) -> None:
+        """Wait for the checkpoint that is written in the background. Raises what went wrong with it."""
+        if self._saving is not None and self._saving.is_unseen:
+            self._saving.result()
 
     def load_checkpoint(
         self,
@@ -108,18 +141,24 @@ class CheckpointedModel(TurnTaker):
             load_weights(path, training)
             return None
         document, self._own_checkpoints[path] = load(path, training)
-        self._num_steps = document.num_steps
+        self._num_steps, self._reading, self._saved_position = document.num_steps, None, None
+        if positions := document.stream_positions():
+            parts = (self.replica, self.num_replicas)
+            self._saved_position = lambda: position_of(positions, *parts)
         for parameter in self._tensors.parameters.values():
             parameter.grad = None
         if self._updates is not None:
             self._updates.drop_gradients()
         return document.value_of_extra()
 
-    def _agreed_path(self, method: str, directory: str | Path) -> Path:
+    def _agreed_path(self, method: str, directory: str | Path, asynchronous: bool = False) -> Path:
         """The folder, once all ranks have called this for the same one, and hold the tensors of the model."""
+        self.finish_saving()
+        self.drain()
         if self._ranks.world.distributed:
+            how = ", asynchronous=True" if asynchronous else ""
             replaced = {"replaced": ", ".join(self._replaced()) or "none"}
-            self._require_same(f"{method}({str(directory)!r})", replaced)
+            self._require_same(f"{method}({str(directory)!r}{how})", replaced)
         self._follow_model()
         return Path(directory).resolve()
 
@@ -152,6 +191,8 @@ class CheckpointedModel(TurnTaker):
             self._optimizers(optimizer),
             _listed(scheduler),
             self._num_steps,
+            self._position() if speaks else None,
+            self.num_replicas,
         )
 
     def _optimizers(self, given: Any) -> PipelineOptimizer | Sequence[Optimizer] | None:

@@ -11,7 +11,7 @@ from pipec.checkpoint.directory import remove, tidy
 from pipec.checkpoint.together import once
 from pipec.console import log
 from pipec.errors import CheckpointError
-from pipec.ir.arguments import NONE, PATH, check_arguments, whole
+from pipec.ir.arguments import FLAG, NONE, PATH, check_arguments, instance, whole
 from pipec.pipeline.checkpointed import CheckpointedModel
 
 _NAME = re.compile(r"step-\d{8,}")
@@ -27,14 +27,16 @@ class Checkpoints:
     ...     scheduler.step()
     ...     checkpoints.step(pipe, scheduler=scheduler)
 
-    ``every`` is a number of steps. ``keep`` is how many checkpoints stay; None: all. Every rank calls the
-    methods.
+    ``every`` is a number of steps. ``keep`` is how many checkpoints stay; None: all. With ``asynchronous``
+    training goes on while they are written, as ``save_checkpoint`` says. Every rank calls the methods.
     """
 
-    def __init__(self, directory: str | Path, *, every: int, keep: int | None = None) -> None:
+    def __init__(
+        self, directory: str | Path, *, every: int, keep: int | None = None, asynchronous: bool = False
+    ) -> None:
         check_arguments(CHECKPOINTS, locals())
         self._directory = Path(directory).resolve()
-        self._every, self._keep = every, keep
+        self._every, self._keep, self._asynchronous = every, keep, asynchronous
         self._own: set[str] = set()
 
     def resume(
@@ -49,6 +51,8 @@ class Checkpoints:
         Raises:
             CheckpointError: it is damaged. The one before is loaded once this one is deleted.
         """
+        check_arguments(CHECKPOINTS, {"pipe": pipe})
+        pipe.finish_saving()
         names = once(pipe.ranks, f"looking into {self._directory}", self._names)
         self._own = set(names)
         if not names:
@@ -81,14 +85,16 @@ class Checkpoints:
         """Save now, then remove those that are not to be kept.
 
         Raises:
-            CheckpointError: it cannot be written, or the directory has checkpoints of another run.
+            CheckpointError: it cannot be written, or the one before could not be; or the directory has
+                checkpoints of another run.
         """
+        check_arguments(CHECKPOINTS, {"pipe": pipe})
+        pipe.finish_saving()
         once(pipe.ranks, f"saving to {self._directory}", self._require_own)
         name = f"step-{pipe.num_steps:08}"
-        path = self._directory / name
-        pipe.save_checkpoint(path, optimizer=optimizer, scheduler=scheduler, extra=extra)
+        companions = {"optimizer": optimizer, "scheduler": scheduler, "extra": extra}
+        pipe.start_saving(self._directory / name, companions, self._asynchronous, self._thin)
         self._own.add(name)
-        once(pipe.ranks, f"removing old checkpoints of {self._directory}", self._thin)
 
     def _names(self) -> list[str]:
         """The names of the checkpoints, the oldest first."""
@@ -117,5 +123,7 @@ CHECKPOINTS = {
     "directory": PATH,
     "every": whole(1, 2**63 - 1),
     "keep": whole(1, 2**63 - 1) | NONE,
+    "asynchronous": FLAG,
+    "pipe": instance("what pipec.compile returned", CheckpointedModel),
 }
 """What each argument must be."""

@@ -25,6 +25,7 @@ def _are_schedulers(given: object) -> bool:
 METHODS = {
     "after_update": FUNCTION | NONE,
     "all_ranks": FLAG,
+    "asynchronous": FLAG,
     "directory": PATH,
     "mode": FLAG,
     "optimizer": Kind("the optimizer that the script steps, or a list of them", _are_optimizers) | NONE,

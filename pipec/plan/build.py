@@ -53,7 +53,7 @@ def build_plan(
     links = (
         *_message_links(graph, stages, names),
         *_tied_links(graph, stages, owners),
-        *_result_links(graph, stages, names, schedule.stream is not None and len(stages) > 1),
+        *_result_links(graph, stages, names, schedule.stream is not None),
     )
     parameters = _held(graph, (node for stage in stages for node in stage.parameters))
     values = {value.name: value for value in parameters}
@@ -107,7 +107,7 @@ def stage_speed(topology: Topology, ranks: Sequence[int]) -> float:
 def _link_seconds(link: Link, placement: Placement, topology: Topology, sizes: Sizes) -> float:
     """How long a message takes on the slowest of its ways; a result goes to every other rank."""
     num_bytes = sum(value_bytes(value, sizes) for value in link.values)
-    if link.payload is Payload.RESULT:
+    if link.payload.is_result:
         return topology.slowest_link.seconds(num_bytes)
     turns = math.lcm(len(placement[link.source]), len(placement[link.target]))
     ways = {topology.link_between(way.source, way.target) for way in routes([link], placement, turns)}
@@ -299,15 +299,12 @@ def _tied_links(
 def _result_links(
     graph: TrainingGraph, stages: Sequence[StageFunctions], names: Names, streams: bool
 ) -> Iterator[Link]:
-    """The links of a step's results to all other ranks; in a stream, to all other stages."""
+    """The links of a step's results to all other ranks; in a stream, of those of each microbatch."""
+    payload = Payload.OUTCOME if streams else Payload.RESULT
     for stage in stages:
         nodes = [node for function in stage.functions for node in dict.fromkeys(function.outputs)]
-        values = tuple(_result(graph, node, names[node]) for node in nodes)
-        if values and not streams:
-            yield Link(stage.index, -1, Payload.RESULT, values)
-        for other in stages if values and streams else ():
-            if other is not stage:
-                yield Link(stage.index, other.index, Payload.OUTCOME, values)
+        if values := tuple(_result(graph, node, names[node]) for node in nodes):
+            yield Link(stage.index, -1, payload, values)
 
 
 def _result(graph: TrainingGraph, node: fx.Node, name: str) -> Value:

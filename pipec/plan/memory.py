@@ -11,7 +11,7 @@ from pipec.programs.memory import rank_memory
 
 def plan_memory(plan: Plan, programs: Sequence[Program]) -> list[RankMemory]:
     """What each rank needs. Programs without end are played until their steady state is seen."""
-    return [rank_memory(plan, program) for program in excerpt(programs, len(plan.stages))]
+    return [rank_memory(plan, program) for program in excerpt(programs, plan.ending.stream, plan.placement)]
 
 
 def shortfall(needs: Sequence[RankMemory], limits: Sequence[float], placement: Placement) -> str:

@@ -18,7 +18,7 @@ def simulate_plan(plan: Plan, programs: Sequence[Program]) -> Timeline:
     endings = _collectives(plan)
     for stage in plan.stages:
         endings[Op.UPDATE, stage.index, -1] = stage.cost.update_seconds
-    played = excerpt(programs, len(plan.stages))
+    played = excerpt(programs, plan.ending.stream, plan.placement)
     joins = {(s.index, number): join.seconds for s in plan.stages for number, join in enumerate(s.joins)}
     parts = {(s.index, phase): shares for s in plan.stages for phase, shares in s.parts.items()}
     timeline = simulate(played, Costs(compute, messages, endings=endings, parts=parts, joins=joins))

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pipec.hardware.devices import DeviceModel
-from pipec.ir import Bucket, Ending, Plan, Sharding, Stage, StageMemory
+from pipec.ir import Bucket, Ending, Plan, Sharding, Stage, StageMemory, Versions, replicas_of
 from pipec.ir.sharding import even_slices, whole_tensors
 from pipec.ir.text import value_bytes
 
@@ -120,12 +120,15 @@ def _updated(
     for number, share in divided.items():
         memory = _divided(ending, ending.buckets[number], share, memory)
     if not ending.shard:
-        travels = sum(_travelling_bytes(plan, number) for number in ending.buckets_of(stage.index))
+        travels: float = sum(_travelling_bytes(plan, number) for number in ending.buckets_of(stage.index))
+        if ending.stream and ending.stream.versions is Versions.DOUBLE and ending.buckets_of(stage.index):
+            travels += memory.gradients  # while these travel, those of the next mini-batch are added up
         memory = replace(memory, gradients=memory.gradients + travels)
     own_state = kept + sum(share.state for share in divided.values())
     trained = stage.cost.memory.gradients - borrowed - sum(s.whole - s.own for s in divided.values())
     seconds = (3 * max(trained, 0) + 2 * own_state) / rate
-    behind = ending.stream.most_live(stage.index, len(plan.stages)) - 1 if ending.stream else 0
+    replicas = replicas_of(plan.placement)
+    behind = ending.stream.most_live(stage.index, replicas) - 1 if ending.stream else 0
     versions, scratch = behind * max(trained, 0), facts.scratch_bytes(updated)
     memory = replace(memory, state=own_state, versions=versions, update=scratch)
     cost = replace(stage.cost, memory=memory, update_seconds=seconds)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from pipec.ir import Instruction, Kind, Op, rank_of, stages_on
+from pipec.ir import Instruction, Kind, Payload, rank_of, stages_on
 from pipec.ir.columns import Instructions, Ints
 from pipec.ir.text import format_link
 from pipec.programs import join_rules, meeting_rules, versions
@@ -19,7 +19,7 @@ def misfits(step: StepIndex, rank: int, instruction: Instruction) -> Iterator[st
         return _transfer_misfits(step, rank, instruction)
     if traits.per_microbatch:
         return _cell_misfits(step, rank, instruction)
-    if step.ending.stream and instruction.op is Op.UPDATE:
+    if step.ending.stream and instruction.op in versions.OPS:
         return versions.misfits(step, rank, instruction)
     return meeting_rules.misfits(step, rank, instruction)
 
@@ -84,12 +84,15 @@ def _transfer_misfits(step: StepIndex, rank: int, instruction: Instruction) -> I
         yield f"{op} carries {format_link(link) if link else 'no link'}; expected a link of the plan"
         return
     ways: Sequence[tuple[int, int]]
-    if link.payload.per_microbatch:
+    if link.payload is Payload.OUTCOME:
+        source = rank_of(step.placement, link.source, instruction.microbatch)
+        ways = [(source, target) for target in range(len(step.programs)) if target != source]
+    elif link.payload.per_microbatch:
         stages = link.source, link.target
         source, target = (rank_of(step.placement, stage, instruction.microbatch) for stage in stages)
         ways = [(source, target)]
     else:
-        ways = ends(link, step.placement)
+        ways = ends(link, step.placement, step.num_microbatches)
     peer = instruction.peer if traits.has_peer else rank
     start, end = (peer, rank) if traits.kind is Kind.RECEIVE else (rank, peer)
     if (start, end) not in ways:
@@ -106,5 +109,5 @@ def _transfer_misfits(step: StepIndex, rank: int, instruction: Instruction) -> I
     for word in ("bucket", "part"):
         if (number := getattr(instruction, word)) != -1:
             yield f"{op} names {word} {number}; expected none"
-    if (instruction.slot >= 0) != (traits.fills_slot and link.payload.per_microbatch):
+    if (instruction.slot >= 0) != (traits.fills_slot and link.payload.between_computes):
         yield f"{op} names slot {instruction.slot}; only what arrives for a microbatch has one, others -1"

@@ -1,7 +1,8 @@
 """The round of programs without end, found in programs that were lowered for a number of microbatches.
 
 Once the pipeline is full, a rank does the same again and again, each time for the microbatches of the next
-mini-batch. That stretch of its program is the round. With the instructions left out whose microbatches do
+mini-batch; where stages have replicas, of as many as bring every stage to its first replica again. That
+stretch of its program is the round. With the instructions left out whose microbatches do
 not exist, it is a program for any number of them; ``verify_rounds`` proves that.
 """
 
@@ -11,14 +12,15 @@ from dataclasses import replace
 import numpy as np
 
 from pipec.errors import VerifyError
-from pipec.ir import Ending, Link, Program, Schedule
+from pipec.ir import Ending, Link, Placement, Program, Schedule, Stream, replicas_of
 from pipec.ir.columns import OP_CODE, Instructions
 from pipec.ir.program import Instruction, Op
 from pipec.ir.rounds import unrolled, window_of
+from pipec.ir.stream import window
 from pipec.programs.lower import lower
 
 _MORE = 4
-"""So many more mini-batches than fill the pipeline are lowered, for a round to begin and end among them."""
+"""So many more rounds than fill the pipeline are lowered, for one to begin and end among them."""
 
 
 def fold(
@@ -27,34 +29,40 @@ def fold(
     """The round of each rank, of a schedule for ``num_to_lower`` microbatches or more."""
     assert schedule.stream is not None
     programs = lower(schedule, links, recompute, ending)
-    return tuple(_round(program, schedule.stream.microbatches) for program in programs)
+    period = schedule.stream.period(replicas_of(schedule.placement))
+    return tuple(_round(program, period) for program in programs)
 
 
-def num_to_lower(num_stages: int, per_batch: int) -> int:
+def num_to_lower(stream: Stream, replicas: Sequence[int]) -> int:
     """How many microbatches a schedule has in which rounds can be found."""
-    filling = -(-num_stages // per_batch)
-    return per_batch * (2 * filling + _MORE)
+    period = stream.period(replicas)
+    filling = -(-replicas[0] * window(0, replicas) // period)
+    return period * (2 * filling + _MORE)
 
 
 def _round(program: Program, period: int) -> Program:
-    """A stretch between two forwards that are a mini-batch apart, behind the first version's last reader."""
+    """A stretch between two forwards that are a period apart, behind the first version's last reader."""
     columns = program.instructions
     assert isinstance(columns, Instructions)
     forwards = np.flatnonzero(columns.ops == OP_CODE[Op.FORWARD])
-    for number in range(0, forwards.size - 2 * period, period):
-        first, middle, last = forwards[[number, number + period, number + 2 * period]].tolist()
+    microbatches = columns.microbatches[forwards]
+    apart = int(np.searchsorted(microbatches, microbatches[0] + period))
+    for number in range(0, forwards.size - 2 * apart, apart):
+        first, middle, last = forwards[[number, number + apart, number + 2 * apart]].tolist()
         body, following = columns[first:middle], columns[middle:last]
-        if [_further(each, period) for each in body] == list(map(_without_slot, following)):
-            return _with_slots(Program(program.rank, _from_the_first(body, period), period))
+        updates = sum(each.op is Op.UPDATE for each in body)
+        again = [_further(each, period, updates) for each in body] == list(map(_without_slot, following))
+        if updates and again:
+            return _with_slots(Program(program.rank, _from_the_first(body, period, updates), period))
     raise VerifyError(
-        f"the program of rank {program.rank} never does the same for one mini-batch as for the one before; "
-        "expected a schedule that goes on without end"
+        f"the program of rank {program.rank} never does the same for {period} microbatches as for those "
+        "before; expected a schedule that goes on without end"
     )
 
 
-def _further(instruction: Instruction, microbatches: int) -> Instruction:
-    """The same a mini-batch further."""
-    version = instruction.version + (1 if instruction.version >= 0 else 0)
+def _further(instruction: Instruction, microbatches: int, updates: int) -> Instruction:
+    """The same so many microbatches and updates further."""
+    version = instruction.version + (updates if instruction.version >= 0 else 0)
     moved = replace(instruction, microbatch=instruction.microbatch + microbatches, version=version)
     return _without_slot(moved)
 
@@ -63,16 +71,16 @@ def _without_slot(instruction: Instruction) -> Instruction:
     return replace(instruction, slot=min(instruction.slot, 0))
 
 
-def _from_the_first(body: Sequence[Instruction], period: int) -> tuple[Instruction, ...]:
+def _from_the_first(body: Sequence[Instruction], period: int, updates: int) -> tuple[Instruction, ...]:
     """The round as early as it can name its microbatches and versions."""
     named = min(each.microbatch for each in body) // period
-    versions = min(each.version for each in body if each.version >= 0)
+    versions = min(each.version for each in body if each.version >= 0) // updates
     earlier = min(named, versions)
     return tuple(
         replace(
             each,
             microbatch=each.microbatch - earlier * period,
-            version=each.version - earlier if each.version >= 0 else -1,
+            version=each.version - earlier * updates if each.version >= 0 else -1,
         )
         for each in body
     )
@@ -87,11 +95,12 @@ def _with_slots(program: Program) -> Program:
     return replace(program, instructions=tuple(slotted))
 
 
-def excerpt(programs: Sequence[Program], num_stages: int) -> Sequence[Program]:
+def excerpt(programs: Sequence[Program], stream: Stream | None, placement: Placement) -> Sequence[Program]:
     """Programs as they are simulated and drawn: rounds written out until the steady state is seen.
 
     Programs of a step are returned as they are.
     """
-    return [
-        unrolled(each, num_to_lower(num_stages, each.period)) if each.period else each for each in programs
-    ]
+    if stream is None:
+        return programs
+    count = num_to_lower(stream, replicas_of(placement))
+    return [unrolled(each, count) for each in programs]

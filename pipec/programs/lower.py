@@ -36,16 +36,17 @@ from pipec.ir import (
     Program,
     Schedule,
     Value,
+    replicas_of,
     stages_on,
 )
 from pipec.ir.columns import NUM_COLUMNS, OP_CODE, PART, PHASE_CODE, Floats, Instructions, Ints
+from pipec.programs import round_ends
 from pipec.programs.buffer_slots import number_slots
 from pipec.programs.dependence import Bools, Dependence
 from pipec.programs.meetings import Meeting, Meetings
 from pipec.programs.order_index import OrderIndex
 from pipec.programs.routes import Route, routes
 from pipec.programs.timing import Deadlock, Reads, run_cells
-from pipec.programs.versions import read_versions, updates
 
 
 def chain_links(num_stages: int, training: bool = True) -> tuple[Link, ...]:
@@ -83,29 +84,34 @@ def lower(
     traffic = [
         _traffic(index, route) for route in routes(links, schedule.placement, schedule.num_microbatches)
     ]
-    order = _unit_order(index, traffic)
+    rounds = round_ends.round_ends(index)
+    order = _unit_order(index, traffic, rounds)
     arriving: dict[int, list[_Traffic]] = defaultdict(list)
     leaving: dict[int, list[_Traffic]] = defaultdict(list)
     for each in traffic:
         leaving[each.route.source].append(each)
         if each.route.crosses_ranks:
             arriving[each.route.target].append(each)
-    meetings = [] if schedule.stream else Meetings(index, order.ends, links, ending).all()
-    per_microbatch = np.array([*(link.payload.per_microbatch for link in links), False])
+    sums: list[tuple[float, Meeting]] = []
+    if schedule.stream:
+        sums, meetings = round_ends.meetings(schedule, rounds, order.ends, ending)
+    else:
+        meetings = Meetings(index, order.ends, links, ending).all()
+    buffered = np.array([*(link.payload.between_computes for link in links), False])
     programs = []
     for rank in range(schedule.num_ranks):
         blocks = {
-            Kind.RECEIVE: _receives(order, rank, arriving[rank]),
+            Kind.RECEIVE: _receives(order, rank, arriving[rank], sums),
             Kind.COMPUTE: _computes(index, rank, recompute),
             Kind.SEND: _sends(leaving[rank]),
             Kind.COLLECTIVE: _joined(
                 [_meetings(meetings, rank, Kind.COLLECTIVE), _joins(index, rank, joins or {})]
             ),
-            Kind.UPDATE: _joined([_meetings(meetings, rank, Kind.UPDATE), _updates(index, rank)]),
+            Kind.UPDATE: _meetings(meetings, rank, Kind.UPDATE),
             Kind.RELEASE: _joined([_frees(index, rank), _meetings(meetings, rank, Kind.RELEASE)]),
         }
         rows = _in_order(blocks)
-        number_slots(rows, buffered=per_microbatch)
+        number_slots(rows, buffered)
         programs.append(Program(rank, Instructions(rows, tuple(links))))
     return tuple(programs)
 
@@ -128,6 +134,8 @@ def _traffic(index: OrderIndex, route: Route) -> _Traffic:
     producers, readers = link.payload.producers, link.payload.readers
     if link.payload.per_microbatch:
         made = index.positions_of(link, producers, link.source)[route.microbatches]
+        if link.payload is Payload.OUTCOME:
+            return _Traffic(route, made, np.full_like(made, index.length(route.target) + 2))
         return _Traffic(route, made, index.positions_of(link, readers, link.target)[route.microbatches])
     if link.payload is Payload.WEIGHT:
         read = index.positions_of(link, readers, link.target)[index.ranks[link.target] == route.target]
@@ -150,7 +158,7 @@ class _UnitOrder:
 
     def depends_on_the_cell_before_its_reader(self, each: _Traffic) -> Bools:
         """Whether each message can be made only once the cell before its reader has ended."""
-        followed = np.flatnonzero((each.readers > 1) & each.route.link.payload.per_microbatch)
+        followed = np.flatnonzero((each.readers > 1) & each.route.link.payload.between_computes)
         cells = self.index.cell_numbers(each.route.source, each.producers[followed])
         others = self.index.cell_numbers(each.route.target, each.readers[followed] - 1)
         found = np.zeros(each.readers.size, bool)
@@ -158,15 +166,18 @@ class _UnitOrder:
         return found
 
 
-def _unit_order(index: OrderIndex, traffic: Sequence[_Traffic]) -> _UnitOrder:
-    read = [each for each in traffic if each.route.link.payload.per_microbatch]
+def _unit_order(
+    index: OrderIndex, traffic: Sequence[_Traffic], rounds: Sequence[round_ends.RoundEnd]
+) -> _UnitOrder:
+    read = [each for each in traffic if each.route.link.payload.between_computes]
     nothing = np.empty(0, np.int32)
     readers = [index.cell_numbers(each.route.target, each.readers) for each in read]
     producers = [index.cell_numbers(each.route.source, each.producers) for each in read]
-    phases = np.concatenate([cells.phases for cells in index.cells])
-    units = np.where(phases == PHASE_CODE[Phase.BACKWARD], 2.0, 1.0) / np.concatenate(index.counts)
-    reads = Reads(np.concatenate([nothing, *readers]), np.concatenate([nothing, *producers]))
-    run = run_cells(units, reads, index.first_cells)
+    versions = round_ends.version_reads(index, rounds)
+    reads = Reads(
+        np.concatenate([nothing, *readers, versions[0]]), np.concatenate([nothing, *producers, versions[1]])
+    )
+    run = run_cells(_units(index), reads, index.first_cells)
     if isinstance(run, Deadlock):
         raise VerifyError(index.explain_stuck(run.cells))
     padded = []
@@ -175,6 +186,17 @@ def _unit_order(index: OrderIndex, traffic: Sequence[_Traffic]) -> _UnitOrder:
         own = run.ends[first:last]
         padded.append(np.concatenate([[0.0], own, own[-1:] if own.size else [0.0]]))
     return _UnitOrder(index, Dependence(reads, index.first_cells, run), padded)
+
+
+def _units(index: OrderIndex) -> Floats:
+    """The time of each cell. Without a flush, stages are equally fast, however many replicas they have."""
+    schedule = index.schedule
+    phases = np.concatenate([cells.phases for cells in index.cells])
+    units: Floats = np.where(phases == PHASE_CODE[Phase.BACKWARD], 2.0, 1.0) / np.concatenate(index.counts)
+    if schedule.stream:
+        stages = np.concatenate([cells.stages for cells in index.cells])
+        units *= np.array(replicas_of(schedule.placement))[stages]
+    return units
 
 
 @dataclass(frozen=True)
@@ -209,8 +231,13 @@ def _in_order(blocks: Mapping[Kind, _Block]) -> Ints:
     return np.ascontiguousarray(_joined(ordered).rows[:, order])
 
 
-def _receives(unit_order: _UnitOrder, rank: int, arriving: Sequence[_Traffic]) -> _Block:
+def _receives(
+    unit_order: _UnitOrder, rank: int, arriving: Sequence[_Traffic], sums: Sequence[tuple[float, Meeting]]
+) -> _Block:
     """The receives of ``rank``, each at the position where it is posted, in the order of the sends.
+
+    Between these are the ``sums`` of rounds that it takes part in, as they begin. Whoever waits for what
+    comes after one of the two, such as a script for results, does not hold up one that is earlier.
 
     A receive is posted at the position that the rank has reached when the message is sent, or one position
     before its reader if that is earlier and the message does not depend on the cell there. Nothing but
@@ -227,8 +254,11 @@ def _receives(unit_order: _UnitOrder, rank: int, arriving: Sequence[_Traffic]) -
         stage, source = route.link.target, route.source
         blocks.append(_block(posts, OP_CODE[Op.RECV], stage, route.microbatches, route.number, source, -1))
         order.append(np.stack([np.full_like(posts, route.number), each.producers, posts * 0 + source, sent]))
+    own = [(time, each) for time, each in sums if rank in each.positions]
+    blocks.append(_meetings([each for _, each in own], rank))
+    order.append(np.array([(-1.0, -1.0, -1.0, time) for time, _ in own]).reshape(-1, 4).T)
     joined = _joined(blocks)
-    if not blocks:
+    if not arriving and not own:
         return joined
     sorted_by_send = np.lexsort(np.concatenate(order, axis=1))
     positions, rows = joined.positions[sorted_by_send], joined.rows[:, sorted_by_send]
@@ -256,7 +286,8 @@ def _computes(index: OrderIndex, rank: int, recompute: Collection[int]) -> _Bloc
     cells = index.cells[rank]
     ops = np.array([OP_CODE[Op(phase)] for phase in Phase], np.int32)[cells.phases]
     positions = np.arange(1, len(cells) + 1, dtype=np.int32)
-    parts, versions = index.parts[rank], read_versions(index.schedule)[cells.stages, cells.microbatches]
+    parts = index.parts[rank]
+    versions = round_ends.read_versions(index.schedule)[cells.stages, cells.microbatches]
     computes = _block(positions, ops, cells.stages, cells.microbatches, -1, -1, -1, -1, parts, -1, versions)
     needs_forward = np.isin(cells.phases, [PHASE_CODE[Phase.BACKWARD], PHASE_CODE[Phase.BACKWARD_INPUT]])
     replayed = np.flatnonzero(np.isin(cells.stages, list(recompute)) & needs_forward & (parts <= 0))
@@ -265,19 +296,12 @@ def _computes(index: OrderIndex, rank: int, recompute: Collection[int]) -> _Bloc
     return _joined([replays, computes])
 
 
-def _meetings(meetings: Sequence[Meeting], rank: int, kind: Kind) -> _Block:
-    """The collectives, updates or releases that a rank takes part in."""
-    own = [each for each in meetings if rank in each.positions and each.op.traits.kind is kind]
+def _meetings(meetings: Sequence[Meeting], rank: int, kind: Kind | None = None) -> _Block:
+    """The collectives, updates or releases that a rank takes part in, or all of these."""
+    own = [each for each in meetings if rank in each.positions and kind in (None, each.op.traits.kind)]
     positions = np.array([each.positions[rank] for each in own], np.int32)
-    columns = [(OP_CODE[each.op], each.stage, -1, -1, -1, -1, each.bucket, -1, -1, -1) for each in own]
+    columns = [(OP_CODE[x.op], x.stage, x.microbatch, -1, -1, -1, x.bucket, -1, -1, x.version) for x in own]
     return _block(positions, *np.array(columns, np.int32).reshape(-1, NUM_COLUMNS).T)
-
-
-def _updates(index: OrderIndex, rank: int) -> _Block:
-    """The updates of a rank where steps follow each other without a flush."""
-    found = np.array([*updates(index, rank)], np.int32).reshape(-1, 4)
-    positions, stages, microbatches, versions = found.T
-    return _block(positions, OP_CODE[Op.UPDATE], stages, microbatches, -1, -1, -1, -1, -1, -1, versions)
 
 
 def _joins(index: OrderIndex, rank: int, joins: Joins) -> _Block:

@@ -10,6 +10,7 @@ import numpy as np
 
 from pipec.ir import GRADIENT_PHASES, Instruction, Link, Op, Payload, stages_on
 from pipec.ir.columns import OP_CODE, OPS
+from pipec.programs import versions
 from pipec.programs.faults import Fault
 from pipec.programs.rendezvous import Site
 from pipec.programs.step_index import StepIndex
@@ -26,7 +27,7 @@ _AFTER = {
 
 
 class Key(NamedTuple):
-    """What an instruction of an ending does, or one that joins a round of microbatches.
+    """What an instruction of an ending does, or one that is of a round of microbatches.
 
     Equal keys of different ranks belong together.
     """
@@ -46,7 +47,7 @@ class Key(NamedTuple):
 
 def ending_numbers(step: StepIndex) -> Sequence[Mapping[Key, list[int]]]:
     """For each rank, the numbers of its instructions that do not belong to a microbatch or a link."""
-    codes = [OP_CODE[op] for op in _ENDING_OPS if not (op is Op.UPDATE and step.ending.stream)]
+    codes = [OP_CODE[op] for op in _ENDING_OPS if not (op in versions.OPS and step.ending.stream)]
     found = []
     for columns in step.columns:
         own: dict[Key, list[int]] = defaultdict(list)
@@ -81,7 +82,7 @@ def _expected(step: StepIndex, rank: int) -> Mapping[Key, int]:
         if ending.updates and not ending.stream:
             keys[Key(Op.UPDATE, stage)] = 1
         rounds = ceil(step.num_microbatches / len(step.placement[stage]))
-        for number in ending.buckets_of(stage):
+        for number in ending.buckets_of(stage) if not ending.stream else ():
             bucket = ending.buckets[number]
             keys[Key(Op.REDUCE_GRAD, stage, number)] = rounds if ending.reduces_each_round(bucket) else 1
             if ending.gathers_for_use(bucket):
@@ -222,7 +223,8 @@ def collectives(step: StepIndex, rank: int) -> Sequence[tuple[Key, int]]:
     columns = step.columns[rank]
     numbers = np.flatnonzero(columns.is_collective)
     replicas = np.array([len(ranks) for ranks in step.placement])[columns.stages[numbers]]
-    rounds = np.where(columns.joins[numbers] < 0, -1, columns.microbatches[numbers] // replicas)
+    microbatches = columns.microbatches[numbers]
+    rounds = np.where(columns.joins[numbers] < 0, microbatches, microbatches // replicas)
     fields = np.stack([columns.stages, columns.buckets, columns.joins])[:, numbers]
     rows = np.stack([columns.ops[numbers], *fields, rounds]).T.tolist()
     return [(Key(OPS[op], *row), at) for (op, *row), at in zip(rows, numbers.tolist(), strict=True)]

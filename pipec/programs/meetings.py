@@ -26,12 +26,18 @@ _FORWARD = [PHASES.index(Phase.FORWARD)]
 
 @dataclass(frozen=True)
 class Meeting:
-    """An op of several ranks, or of one, and its position on each of them: that of the cell behind it."""
+    """An op of several ranks, or of one, and its position on each of them: that of the cell behind it.
+
+    Where steps follow each other without a flush, it is for a round that begins with ``microbatch``, and an
+    update makes ``version``.
+    """
 
     op: Op
     positions: dict[int, int]
     stage: int = -1
     bucket: int = -1
+    microbatch: int = -1
+    version: int = -1
 
 
 @dataclass(frozen=True)

@@ -31,27 +31,32 @@ def routes(links: Sequence[Link], placement: Placement, num_microbatches: int) -
     """The routes of every link, in the order of ``links``."""
     ranks = ranks_by_microbatch(placement, num_microbatches)
     for number, link in enumerate(links):
-        if link.payload.per_microbatch:
+        if link.payload is Payload.OUTCOME:
+            for source, target in ends(link, placement, num_microbatches):
+                made = np.flatnonzero(ranks[link.source] == source)
+                yield Route(number, link, source, target, made.astype(np.int32))
+        elif link.payload.per_microbatch:
             pairs = np.stack([ranks[link.source], ranks[link.target]])
             for source, target in np.unique(pairs, axis=1).T.tolist():
                 carried = (pairs[0] == source) & (pairs[1] == target)
                 yield Route(number, link, source, target, np.flatnonzero(carried).astype(np.int32))
         else:
-            for source, target in ends(link, placement):
+            for source, target in ends(link, placement, num_microbatches):
                 yield Route(number, link, source, target, np.array([-1], np.int32))
 
 
-def ends(link: Link, placement: Placement) -> Sequence[tuple[int, int]]:
-    """The ranks that each message of a link goes from and to, if it moves once per step.
+def ends(link: Link, placement: Placement, num_microbatches: int) -> Sequence[tuple[int, int]]:
+    """The ranks that messages of a link go from and to, if it moves once per step or is a result.
 
     A result goes from every replica that made a part of it to every other rank. The k-th replica of a stage
     that borrows weights borrows from replica k mod r of the r that the owner has, and brings its gradients
     home there.
     """
     sources = placement[link.source]
-    if link.payload is Payload.RESULT:
+    if link.payload.is_result:
         every = range(count_ranks(placement))
-        return [(source, target) for source in sources for target in every if target != source]
+        made = sources[:num_microbatches]
+        return [(source, target) for source in made for target in every if target != source]
     targets = placement[link.target]
     if link.payload is Payload.WEIGHT:
         return [(sources[k % len(sources)], target) for k, target in enumerate(targets)]

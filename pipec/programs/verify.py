@@ -19,20 +19,21 @@ from pipec.ir import (
     Mode,
     Op,
     Parts,
-    Payload,
     Placement,
     Plan,
     Program,
     count_ranks,
     rank_of,
+    replicas_of,
 )
 from pipec.ir.columns import OP_CODE, OPS, Instructions, Ints
 from pipec.ir.rounds import unrolled, window_of
 from pipec.ir.text import format_link, instruction_lines
-from pipec.programs import ending_rules, join_rules, meeting_rules, part_rules, versions
+from pipec.programs import ending_rules, join_rules, meeting_rules, part_rules, script_rules, versions
 from pipec.programs.counterexample import counterexample
 from pipec.programs.faults import Fault
 from pipec.programs.fields import first_of_each_kind, misfits
+from pipec.programs.fold import num_to_lower
 from pipec.programs.meeting_waits import meeting_waits, waits_for_gradients
 from pipec.programs.memory import in_flight
 from pipec.programs.program_cells import ProgramCells
@@ -40,6 +41,7 @@ from pipec.programs.rendezvous import Waits, circle, stalls
 from pipec.programs.step_index import BACKWARDS, COMPUTES, Deliveries, StepIndex, transfer_ops
 
 _CONTEXT_LINES = 3
+_OF_ROUNDS = [OP_CODE[op] for op in versions.OPS]
 
 
 def verify_programs(
@@ -108,15 +110,16 @@ def verify_rounds(
 ) -> None:
     """Prove that rounds are right for any number of mini-batches.
 
-    Microbatches that are a window apart are never on a rank at once. So whatever a rule compares is less than
-    that many microbatches apart, and what holds for every number of mini-batches up to two windows holds for
-    more.
+    A rank is through with a microbatch before it begins one that is a window behind it. So whatever a rule
+    compares is less than that many microbatches apart, and stands in the first, a middle or the last of the
+    rounds. What holds for every number of mini-batches up to two windows and a period holds for more.
 
     Raises:
         VerifyError: as ``verify_programs``, or the programs repeat in another way than the mini-batches.
     """
-    period = ending.stream.microbatches if ending.stream else 0
-    last = period * (2 * len(placement) + 4)
+    assert ending.stream is not None, "programs without end have mini-batches"
+    period, size = ending.stream.period(replicas_of(placement)), ending.stream.microbatches
+    last = num_to_lower(ending.stream, replicas_of(placement))
     for program in programs:
         named = {each.microbatch for each in program.instructions}
         if program.period != period or not named or not 0 <= min(named) <= max(named) <= last:
@@ -124,10 +127,14 @@ def verify_rounds(
                 f"rank {program.rank} does not repeat instructions for microbatches 0 to {last} every "
                 f"{period} mb, as expected, but those for {sorted(named)[:9]} every {program.period} mb"
             )
-    most = -(-2 * max(map(window_of, programs)) // period) + 1
-    for count in range(1, most + 1):
-        written = [unrolled(program, count * period) for program in programs]
-        verify_programs(written, placement, links, count * period, recompute=recompute, ending=ending)
+    most = -(-(2 * max(map(window_of, programs)) + period) // size) * size
+    written = [Instructions.of(unrolled(each, most).instructions, tuple(links)) for each in programs]
+    for count in range(size, most + size, size):
+        shorter = [
+            Program(program.rank, each.where(each.microbatches < count))
+            for program, each in zip(programs, written, strict=True)
+        ]
+        verify_programs(shorter, placement, links, count, recompute=recompute, ending=ending)
 
 
 def _explain(step: StepIndex, fault: Fault) -> str:
@@ -159,7 +166,7 @@ def _fits_plan(step: StepIndex) -> Iterator[Fault]:
         if program.period:
             yield Fault(None, f"the program of rank {program.rank} repeats; expected that of a single step")
     for link in step.links:
-        ends = (link.source,) if link.payload is Payload.RESULT else (link.source, link.target)
+        ends = (link.source,) if link.payload.is_result else (link.source, link.target)
         if not all(0 <= stage < len(step.placement) for stage in ends):
             yield Fault(None, f"{format_link(link)} names a stage beyond the plan's {len(step.placement)}")
     for misfit in ending_rules.misfits(step.ending, step.placement, step.links, step.parts):
@@ -268,7 +275,7 @@ def _frees_after_last_use(step: StepIndex) -> Iterator[Fault]:
         late: list[tuple[int, int]] = []
         moves = columns.ops == OP_CODE[Op.MOVE]
         for stages in (columns.stages, np.where(moves, sources[columns.link_numbers], -1)):
-            named = (columns.microbatches >= 0) & (columns.ops != OP_CODE[Op.UPDATE])
+            named = (columns.microbatches >= 0) & ~np.isin(columns.ops, _OF_ROUNDS)
             used = np.flatnonzero(named & (stages >= 0))
             at = freed[stages[used], columns.microbatches[used]]
             wrong = used[(at >= 0) & (at < used)].tolist()
@@ -326,7 +333,8 @@ def _keeps_channel_order(step: StepIndex) -> Iterator[Fault]:
 def _finishes(step: StepIndex) -> Iterator[Fault]:
     """No rank waits forever, even if every send waits until its receive is posted."""
     meetings = meeting_waits(step)
-    waits = _together([_waits(step.deliveries), waits_for_gradients(step), meetings.waits])
+    told = script_rules.waits_for_results(step)
+    waits = _together([_waits(step.deliveries), waits_for_gradients(step), meetings.waits, told])
     stalled = stalls([*(len(columns) for columns in step.columns), *[1] * meetings.count], waits)
     if stalled:
         ring = circle(meetings.of_ranks(stalled))
@@ -395,6 +403,7 @@ RULES: tuple[Callable[[StepIndex], Iterator[Fault]], ...] = (
     _posts_before_reading,
     _frees_after_last_use,
     _spares_live_slots,
+    script_rules.results_in_time,
     _keeps_channel_order,
     _finishes,
     _posts_after_what_messages_need,

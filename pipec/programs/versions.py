@@ -1,59 +1,36 @@
 """Where steps follow each other without a flush: the versions that computes read, and the updates in between.
 
-Every stage updates as soon as the last backward of a mini-batch is over. ``RULES`` prove of a program,
-whatever made it, that each microbatch finds the version that ``Stream`` says, forward and backward the same
-one; that updates come in the order of mini-batches; and that no stage ever needs more versions than it may
-hold.
+Every stage updates as soon as the gradients of a round, or of a mini-batch, are summed. ``RULES`` prove of a
+program, whatever made it, that each microbatch finds the version that ``Stream`` says, forward and backward
+the same one; that sums and updates come in the order of mini-batches, alike on all replicas; and that no
+stage ever needs more versions than it may hold.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from pipec.ir import GRADIENT_PHASES, Instruction, Op, Payload, Schedule, Stream, Versions, stages_on
-from pipec.ir.columns import OP_CODE, PHASES, Ints
+from pipec.ir import GRADIENT_PHASES, Instruction, Op, Payload, Stream, Versions, replicas_of, stages_on
+from pipec.ir.columns import OP_CODE
 from pipec.programs.faults import Fault
-from pipec.programs.order_index import OrderIndex
-from pipec.programs.step_index import BACKWARDS, COMPUTES, StepIndex
+from pipec.programs.step_index import COMPUTES, StepIndex
 
-_GRADIENTS = [PHASES.index(phase) for phase in GRADIENT_PHASES]
-
-
-def read_versions(schedule: Schedule) -> Ints:
-    """At [stage, microbatch], the version of the weights that its computes read; -1 without a stream."""
-    shape = schedule.num_stages, schedule.num_microbatches
-    if schedule.stream is None:
-        return np.full(shape, -1, np.int32)
-    return _versions(schedule.stream, *shape)
-
-
-def _versions(stream: Stream, num_stages: int, num_microbatches: int) -> Ints:
-    microbatches = range(num_microbatches)
-    rows = [[stream.version(each, stage, num_stages) for each in microbatches] for stage in range(num_stages)]
-    return np.array(rows, np.int32)
-
-
-def updates(index: OrderIndex, rank: int) -> Iterator[tuple[int, int, int, int]]:
-    """The updates of a rank: the position of the cell behind each, its stage, last microbatch and version."""
-    schedule = index.schedule
-    if schedule.stream is None:
-        return
-    size = schedule.stream.microbatches
-    for stage in stages_on(schedule.placement, rank):
-        ends = index.lasts[_GRADIENTS, stage].max(axis=0)
-        for number in range(schedule.num_microbatches // size):
-            last = number * size + int(ends[number * size : (number + 1) * size].argmax())
-            yield int(ends[last]) + 1, stage, last, number + 1
+OPS = (Op.REDUCE_GRAD, Op.UPDATE)
+"""What stands at the end of each round."""
 
 
 def misfits(step: StepIndex, rank: int, instruction: Instruction) -> Iterator[str]:
-    """What is wrong with the fields of an update of a stream."""
-    stage, microbatch = instruction.stage, instruction.microbatch
+    """What is wrong with the fields of a sum or an update of a stream."""
+    op, stage, microbatch = instruction.op, instruction.stage, instruction.microbatch
     if stage not in stages_on(step.placement, rank) or not 0 <= microbatch < step.num_microbatches:
         expected = f"a stage of this rank, and a microbatch below {step.num_microbatches}"
-        yield f"update names stage {stage}, microbatch {microbatch}; expected {expected}"
-    if instruction.link or not instruction.peer == instruction.slot == instruction.bucket == -1:
-        yield "update carries a link, peer, slot or bucket; expected none"
+        yield f"{op} names stage {stage}, microbatch {microbatch}; expected {expected}"
+    if instruction.link or not instruction.peer == instruction.slot == instruction.part == -1:
+        yield f"{op} carries a link, peer, slot or part; expected none"
+    buckets = step.ending.buckets_of(stage) if op is Op.REDUCE_GRAD else [-1]
+    if instruction.bucket not in buckets:
+        some = ", ".join(map(str, buckets)) or "none, as the stage has no replicas"
+        yield f"{op} of stage {stage} names bucket {instruction.bucket}; expected {some}"
 
 
 def reads_the_right_version(step: StepIndex) -> Iterator[Fault]:
@@ -68,8 +45,11 @@ def reads_the_right_version(step: StepIndex) -> Iterator[Fault]:
         if stream is None:
             expected = np.full(computes.size, -1)
         else:
-            table = _versions(stream, len(step.placement), step.num_microbatches)
-            expected = table[columns.stages[computes], columns.microbatches[computes]]
+            replicas = replicas_of(step.placement)
+            pairs = zip(
+                columns.microbatches[computes].tolist(), columns.stages[computes].tolist(), strict=True
+            )
+            expected = np.array([stream.version(*pair, replicas) for pair in pairs], np.int64)
         wrong = computes[columns.versions[computes] != expected]
         for number in wrong.tolist()[:1]:
             right = int(expected[computes == number][0])
@@ -79,33 +59,78 @@ def reads_the_right_version(step: StepIndex) -> Iterator[Fault]:
 
 
 def updates_in_order(step: StepIndex) -> Iterator[Fault]:
-    """A stage makes version after version, each behind the backwards of its mini-batch and of no other."""
+    """A stage makes version after version, each behind the sums of its round, and these behind its gradients.
+
+    The replicas of a stage all do the same, those without a microbatch in the last round as well.
+    """
     stream = step.ending.stream
     if stream is None:
         return
-    count = step.num_microbatches // stream.microbatches
-    for rank, stage, numbers in _stage_updates(step):
-        columns = step.columns[rank]
+    replicas = replicas_of(step.placement)
+    for stage, ranks in enumerate(step.placement):
+        size = stream.per_update(stage, replicas)
+        for rank in ranks:
+            faults = [*_not_round_by_round(step, rank, stage, size)]
+            yield from faults or _not_behind_its_gradients(step, rank, stage, size)
+
+
+def _not_round_by_round(step: StepIndex, rank: int, stage: int, size: int) -> Iterator[Fault]:
+    """The updates and sums of a stage that are not there once for each round, in order."""
+    columns, count = step.columns[rank], -(-step.num_microbatches // size)
+    for op, bucket in [(Op.UPDATE, -1), *((Op.REDUCE_GRAD, each) for each in step.ending.buckets_of(stage))]:
+        numbers = _numbers(step, rank, stage, op, bucket)
+        what = (
+            f"stage {stage} is updated" if op is Op.UPDATE else f"bucket {bucket} of stage {stage} is summed"
+        )
         if len(numbers) != count:
             site = step.suspect(numbers, rank, stage, -1)
-            yield Fault(site, f"stage {stage} is updated {len(numbers)} times; expected {count}")
-            continue
+            yield Fault(site, f"{what} {len(numbers)} times; expected {count}")
+            return
         for made, number in enumerate(numbers, start=1):
-            if columns.versions[number] != made:
+            if op is Op.UPDATE and columns.versions[number] != made:
                 message = f"update of stage {stage} makes version {columns.versions[number]}; expected {made}"
                 yield Fault((rank, number), message)
-        yield from _uses_its_gradients(step, rank, stage, numbers)
+            if columns.microbatches[number] != (made - 1) * size:
+                found = f"names microbatch {columns.microbatches[number]}; expected {(made - 1) * size}"
+                yield Fault((rank, number), f"{op} {made} of stage {stage} {found}")
 
 
-def _uses_its_gradients(step: StepIndex, rank: int, stage: int, numbers: Sequence[int]) -> Iterator[Fault]:
-    stream = step.ending.stream
-    assert stream is not None
-    backwards = step.numbers[[OP_CODE[op] for op in BACKWARDS], stage].max(axis=0)
-    for microbatch, at in enumerate(backwards.tolist()):
-        batch = microbatch // stream.microbatches
-        if not (numbers[batch - 1] if batch else -1) < at < numbers[batch]:
-            found = f"the gradients of stage {stage}, microbatch {microbatch}, are made at {at}"
-            yield Fault((rank, numbers[batch]), f"{found}, but belong into version {batch + 1}")
+def _not_behind_its_gradients(step: StepIndex, rank: int, stage: int, size: int) -> Iterator[Fault]:
+    """Updates that do not use the gradients of their own round, and of no other."""
+    updates, buckets = _numbers(step, rank, stage, Op.UPDATE), step.ending.buckets_of(stage)
+    for bucket in buckets:
+        sums = _numbers(step, rank, stage, Op.REDUCE_GRAD, bucket)
+        yield from _uses_others(step, rank, stage, size, sums)
+        for version, (summed, updated) in enumerate(zip(sums, updates, strict=True), start=1):
+            if updated < summed:
+                what = f"version {version} of stage {stage} is made before bucket {bucket} is summed"
+                yield Fault((rank, updated), f"{what} for it at {summed}")
+            if version < len(sums) and sums[version] < updated:
+                what = f"bucket {bucket} of stage {stage} is summed for version {version + 1}"
+                yield Fault((rank, sums[version]), f"{what} before version {version} is made at {updated}")
+    if not buckets:
+        yield from _uses_others(step, rank, stage, size, updates)
+
+
+def _uses_others(
+    step: StepIndex, rank: int, stage: int, size: int, numbers: Sequence[int]
+) -> Iterator[Fault]:
+    """Gradients that are not made between what uses those of the round before and what uses theirs."""
+    codes = [OP_CODE[Op(phase)] for phase in GRADIENT_PHASES]
+    made, begun = (table[codes, stage].max(axis=0) for table in (step.numbers, step.begins))
+    for microbatch in np.flatnonzero(step.ranks[stage] == rank).tolist():
+        each = microbatch // size
+        if not (numbers[each - 1] if each else -1) < begun[microbatch] <= made[microbatch] < numbers[each]:
+            found = f"the gradients of stage {stage}, microbatch {microbatch}, are made at {made[microbatch]}"
+            yield Fault((rank, numbers[each]), f"{found}, but belong into version {each + 1}")
+
+
+def _numbers(step: StepIndex, rank: int, stage: int, op: Op, bucket: int = -1) -> list[int]:
+    """The numbers of such instructions of a stage."""
+    columns = step.columns[rank]
+    own = (columns.ops == OP_CODE[op]) & (columns.stages == stage) & (columns.buckets == bucket)
+    found: list[int] = np.flatnonzero(own).tolist()
+    return found
 
 
 def reads_what_is_there(step: StepIndex) -> Iterator[Fault]:
@@ -113,8 +138,9 @@ def reads_what_is_there(step: StepIndex) -> Iterator[Fault]:
     stream = step.ending.stream
     if stream is None:
         return
-    for rank, stage, numbers in _stage_updates(step):
-        columns = step.columns[rank]
+    replicas = replicas_of(step.placement)
+    for rank, stage in [(rank, stage) for stage, ranks in enumerate(step.placement) for rank in ranks]:
+        columns, numbers = step.columns[rank], _numbers(step, rank, stage, Op.UPDATE)
         own = np.flatnonzero(np.isin(columns.ops, _COMPUTES) & (columns.stages == stage))
         read = columns.versions[own]
         made = np.searchsorted(numbers, own)
@@ -122,7 +148,7 @@ def reads_what_is_there(step: StepIndex) -> Iterator[Fault]:
             message = f"reads version {read[place]} of stage {stage}, which is not made yet"
             yield Fault((rank, int(own[place])), message)
         needed = np.minimum.accumulate(read[::-1])[::-1]  # the oldest that is read from here on
-        most = stream.most_live(stage, len(step.placement))
+        most = stream.most_live(stage, replicas)
         for place in np.flatnonzero(made - needed + 1 > most).tolist()[:1]:
             live = int(made[place] - needed[place] + 1)
             message = f"stage {stage} holds {live} versions of its weights here; expected at most {most}"
@@ -130,15 +156,6 @@ def reads_what_is_there(step: StepIndex) -> Iterator[Fault]:
 
 
 _COMPUTES = [OP_CODE[op] for op in COMPUTES]
-
-
-def _stage_updates(step: StepIndex) -> Iterator[tuple[int, int, list[int]]]:
-    """The rank of each stage, and the numbers of its updates there."""
-    for stage, ranks in enumerate(step.placement):
-        for rank in ranks:
-            columns = step.columns[rank]
-            found = np.flatnonzero((columns.ops == OP_CODE[Op.UPDATE]) & (columns.stages == stage))
-            yield rank, stage, found.tolist()
 
 
 def streams_are_supported(step: StepIndex) -> Iterator[Fault]:
@@ -149,13 +166,28 @@ def streams_are_supported(step: StepIndex) -> Iterator[Fault]:
     if step.num_microbatches % stream.microbatches:
         whole = f"mini-batches of {stream.microbatches} microbatches"
         yield Fault(None, f"{step.num_microbatches} microbatches are no whole number of {whole}")
-    if any(len(ranks) > 1 for ranks in step.placement) or ending.buckets or ending.shard:
-        yield Fault(None, "stages have replicas or share state, for which streams have no rules of versions")
+    if ending.shard or ending.averaged:
+        yield Fault(None, "replicas share state or buffers, for which streams have no rules of versions")
     if any(link.payload in (Payload.WEIGHT, Payload.WEIGHT_GRADIENT) for link in step.links):
         yield Fault(None, "stages share tied weights, for which streams have no rule of versions")
-    if stream.versions is Versions.DOUBLE and stream.microbatches < len(step.placement):
-        most = len(step.placement)
-        yield Fault(None, f"a mini-batch has {stream.microbatches} microbatches; two versions need {most}")
+    yield from _unsupported(stream, replicas_of(step.placement))
+
+
+def _unsupported(stream: Stream, replicas: Sequence[int]) -> Iterator[Fault]:
+    """Numbers of replicas and microbatches that versions are not for."""
+    most = max(replicas)
+    if stream.versions is not Versions.DOUBLE:
+        if stream.microbatches != 1:
+            found = f"a mini-batch has {stream.microbatches} microbatches"
+            yield Fault(None, f"{found}; versions that are {stream.versions} need 1")
+        if stream.versions is Versions.VERTICAL and most > 1:
+            yield Fault(None, f"a stage has {most} replicas; vertical sync has no rule of versions for them")
+    elif min(replicas) != most or stream.microbatches % most:
+        found = f"{stream.microbatches} microbatches of a mini-batch for {replicas} replicas of the stages"
+        yield Fault(None, f"{found}; two versions need as many microbatches for each replica of each stage")
+    elif stream.microbatches < len(replicas) * most:
+        found = f"a mini-batch has {stream.microbatches} microbatches"
+        yield Fault(None, f"{found}; two versions need {len(replicas) * most}")
 
 
 RULES: tuple[Callable[[StepIndex], Iterator[Fault]], ...] = (

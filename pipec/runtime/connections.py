@@ -17,8 +17,19 @@ from torch import Tensor
 Direction = tuple[int, int]
 """A sending rank and a receiving rank."""
 
+MOST_UNDER_WAY = 2
+"""How many messages of one peer and tag are sent at a time: one that the peer reads now, and the next."""
+
 Collective = Callable[[dist.ProcessGroup], dist.Work | None]
 """Starts a collective of the ranks of a process group."""
+
+
+class Started(Protocol):
+    """A message, or a collective, that has been started."""
+
+    def wait(self) -> object: ...
+
+    def is_completed(self) -> bool: ...
 
 
 class Connections(Protocol):
@@ -27,19 +38,31 @@ class Connections(Protocol):
     def open(self, directions: Iterable[Direction]) -> None:
         """Connect these ranks. Every rank calls this with the same directions."""
 
+    def open_last(self) -> None:
+        """Let all ranks exchange what is read last. Every rank calls this."""
+
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
         """Start to send contiguous tensors, and keep them alive until they have left."""
 
-    def receive(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
+    def receive(self, tensor: Tensor, peer: int, tag: int) -> Started:
         """Start to receive into ``tensor``."""
+
+    def send_last(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
+        """As ``send``, of what is received by ``receive_last``."""
+
+    def receive_last(self, tensor: Tensor, peer: int, tag: int) -> Started:
+        """As ``receive``, of what is waited for when nothing else is left to be sent and received."""
+
+    def settle(self, work: Started) -> None:
+        """Wait on the host until a message that was waited for is over, so that nothing holds its memory."""
 
     def gather(self, groups: Iterable[tuple[int, ...]]) -> None:
         """Let these ranks meet in collectives. Every rank calls this with the same groups."""
 
-    def collective(self, ranks: tuple[int, ...], start: Collective) -> dist.Work:
+    def collective(self, ranks: tuple[int, ...], start: Collective) -> Started:
         """Start a collective of a group."""
 
-    def wait(self, work: dist.Work) -> None:
+    def wait(self, work: Started) -> None:
         """Wait until the operators that this thread launches next may read what was received."""
 
     def drain(self) -> None:
@@ -69,6 +92,9 @@ class GlooConnections:
     def open(self, directions: Iterable[Direction]) -> None:
         """Do nothing: gloo connected all ranks when it made the group."""
 
+    def open_last(self) -> None:
+        """Do nothing: gloo connected all ranks when it made the group."""
+
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
         under_way = self._sends[peer, tag]
         with _gloo_errors():
@@ -84,6 +110,15 @@ class GlooConnections:
     def receive(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
         with _gloo_errors():
             return started(dist.irecv(tensor, peer, group=self._group, tag=tag))
+
+    def send_last(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
+        self.send(tensors, peer, tag)
+
+    def receive_last(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
+        return self.receive(tensor, peer, tag)
+
+    def settle(self, work: Started) -> None:
+        """Do nothing: a message of gloo is over when it has been waited for."""
 
     def gather(self, groups: Iterable[tuple[int, ...]]) -> None:
         for ranks in sorted({*groups} - self._groups.keys()):
@@ -106,7 +141,7 @@ class GlooConnections:
                 started(dist.isend(outgoing, peer, group=group, tag=tag)),
             ]
 
-    def wait(self, work: dist.Work) -> None:
+    def wait(self, work: Started) -> None:
         with _gloo_errors():
             work.wait()
 
@@ -152,9 +187,6 @@ def _gloo_errors() -> Iterator[None]:
 
 _Message = list[tuple[dist.Work, Tensor]]
 """The tensors of one message and their sends."""
-
-MOST_UNDER_WAY = 2
-"""How many messages of one peer and tag are sent at a time: one that the peer reads now, and the next."""
 
 
 def _wait(message: _Message) -> None:

@@ -27,12 +27,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipec.errors import PipecError, TransportError
-from pipec.ir import Instruction, Link, Op, Program, Sizes
+from pipec.ir import Instruction, Link, Op, Payload, Program, Sizes
 from pipec.ir.text import format_link
 from pipec.runtime.connections import Connections, Direction, GlooConnections
+from pipec.runtime.cuda import current_device
 from pipec.runtime.group import Group
 from pipec.runtime.hosts_group import HostsGroup
-from pipec.runtime.launch import current_device, world
+from pipec.runtime.launch import world
 from pipec.runtime.lifelines import names
 from pipec.runtime.nccl import NcclConnections
 from pipec.runtime.processes_group import ProcessesGroup
@@ -77,7 +78,7 @@ class TorchDistributed:
             )
             self.making("the process group", join)
         self._connections: Connections = (
-            NcclConnections(device, self.rank, timeout, self._lifelines.has_failed)
+            NcclConnections(device, self.rank, self.num_ranks, timeout, self._lifelines.has_failed)
             if device.type == "cuda"
             else self.gloo_connections()
         )
@@ -116,14 +117,16 @@ class TorchDistributed:
             TransportError: the ranks hold different texts, or a connection cannot be opened.
         """
         self.agree(text)
-        directions = _directions(programs)
+        directions, has_last = _directions(programs)
 
         def connect() -> None:
             with current_device(self.device):
                 self._connections.open(directions)
                 self._connections.gather(tuple(ranks) for ranks in groups)
+                if has_last:
+                    self._connections.open_last()
 
-        self.making("the connections of the programs", connect, 1 + len(directions) + len(groups))
+        self.making("the connections of the programs", connect, 2 + len(directions) + len(groups))
 
     def agree(self, text: str) -> None:
         """Check that every rank calls this with the same text.
@@ -147,6 +150,14 @@ class TorchDistributed:
         every = range(self.num_ranks)
         return [text if rank == self.rank else self._lifelines.heard(rank, doing).decode() for rank in every]
 
+    def told_aside(self, text: str) -> list[str]:
+        """As ``told``, for a thread beside the one that steps. Raises TransportError if a process ends."""
+        return [part.decode() for part in self._lifelines.exchange_aside(text.encode())]
+
+    def check_processes(self) -> None:
+        """Raise TransportError if the process of another rank has ended, even if a step has failed before."""
+        self._lifelines.check_processes()
+
     def once(self, request: str, make: Callable[[], T]) -> T:
         """Call ``make`` on rank 0 alone; every rank returns its result, or raises its error.
 
@@ -168,11 +179,13 @@ class TorchDistributed:
 
     def sender(self, instruction: Instruction, tag: int) -> Send:
         doing = f"sending {_message(instruction)} to rank {instruction.peer}"
+        is_last = _is_read_last(instruction)
 
         def send(tensors: Sequence[Tensor]) -> None:
             with self.explaining(doing, instruction.peer) as connections:
                 plain = [_plain(tensor) for tensor in tensors if tensor.numel()]
-                connections.send(plain, instruction.peer, tag)
+                start = connections.send_last if is_last else connections.send
+                start(plain, instruction.peer, tag)
 
         return send
 
@@ -264,23 +277,26 @@ class _Receiver:
         self._tag = tag
         self._buffers = buffers
         self._doing = f"receiving {_message(instruction)} from rank {instruction.peer}"
-        self._posted: list[tuple[Tensor, dist.Work | None]] = []
+        self._is_last = _is_read_last(instruction)
+        self._posted: list[Tensor] = []
 
     def post(self, sizes: Sizes) -> None:
-        tensors = [buffer.view(sizes) for buffer in self._buffers]
-        with self._transport.explaining(self._doing) as connections:
-            self._posted = [
-                (tensor, connections.receive(tensor, self._peer, self._tag) if tensor.numel() else None)
-                for tensor in tensors
-            ]
+        with self._transport.explaining(self._doing, self._peer) as connections:
+            receive = connections.receive_last if self._is_last else connections.receive
+            for buffer in self._buffers:
+                buffer.settle(connections)
+                tensor = buffer.view(sizes)
+                self._posted.append(tensor)
+                buffer.arriving = receive(tensor, self._peer, self._tag) if tensor.numel() else None
 
     def wait(self) -> Sequence[Tensor]:
         posted, self._posted = self._posted, []
         with self._transport.explaining(self._doing, self._peer) as connections:
-            for _, work in posted:
-                if work is not None:
-                    connections.wait(work)
-        return [tensor for tensor, _ in posted]
+            for buffer in self._buffers:
+                if buffer.arriving is not None:
+                    connections.wait(buffer.arriving)
+                    buffer.arriving, buffer.settling = None, None if self._is_last else buffer.arriving
+        return posted
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -297,14 +313,20 @@ def _message(instruction: Instruction) -> str:
     return format_link(instruction.link) + of
 
 
-def _directions(programs: Sequence[Program]) -> set[Direction]:
-    """Between which ranks the programs send."""
-    return {
-        (program.rank, instruction.peer)
+def _is_read_last(instruction: Instruction) -> bool:
+    """Whether what is sent or received is for those who wait when the program is over."""
+    return instruction.link is not None and instruction.link.payload is Payload.RESULT
+
+
+def _directions(programs: Sequence[Program]) -> tuple[set[Direction], bool]:
+    """Between which ranks the programs send, and whether they also send what is read last."""
+    sends = {
+        (program.rank, each.peer, _is_read_last(each))
         for program in programs
-        for instruction in program.instructions
-        if instruction.op is Op.SEND
+        for each in program.instructions
+        if each.op is Op.SEND
     }
+    return {(rank, peer) for rank, peer, is_last in sends if not is_last}, any(last for *_, last in sends)
 
 
 def _check_equal(digests: Sequence[str]) -> None:

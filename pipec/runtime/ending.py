@@ -5,7 +5,6 @@ reads within the program is waited for when the program is over.
 """
 
 import functools
-import time
 
 import torch
 
@@ -27,6 +26,7 @@ class EndingLinker:
         self._rank = rank
         self._awaited: list[tuple[Instruction, Delivery]] = []
         self._num_collectives = 0
+        self._reductions: dict[int, GradientReduction] = {}
 
     def brings(self, instruction: Instruction, delivery: Delivery) -> None:
         """Note that gradients are on their way that another stage has summed for a tied weight."""
@@ -67,7 +67,10 @@ class EndingLinker:
         waits, group = self._brought_home(stage.index, bucket), self._group(stage.index, bucket)
         shard = self._shard(instruction)
         if shard is None:
-            reduction = GradientReduction(stage, bucket, group, self._rank.plan.ending.gradient_dtype)
+            if instruction.bucket not in self._reductions:
+                dtype = self._rank.plan.ending.gradient_dtype
+                self._reductions[instruction.bucket] = GradientReduction(stage, bucket, group, dtype)
+            reduction = self._reductions[instruction.bucket]
             start, finish = reduction.start, reduction.finish
         else:
             start = functools.partial(_start_scatter, shard, stage, bucket, group)
@@ -119,17 +122,17 @@ class EndingLinker:
         updating, stage = self._rank.updating, self._rank.stages[number]
         updates, versions = updating.updates, stage.versions
         assert updates is not None, "a program that updates has an optimizer"
-        update = updates.on(self._rank.number, number)
+        update, waits = updates.on(self._rank.number, number), self._gradients_of(number)
 
         def act() -> None:
             versions.stash([i for i, weight in enumerate(stage.weights) if weight.grad is not None])
             if update is not None:
                 factor = updates.factor(update.squares()) if updates.max_norm is not None else None
                 update.update(factor, updating.groups)
-                stage.gradients.begin_step()
+                stage.gradients.follow_update()
             versions.advance()
 
-        return act
+        return self._after(waits, act)
 
     def _unshard(self, instruction: Instruction) -> Action:
         """Gather slices; parameters that are not kept whole are put where the stage's functions find them."""
@@ -199,11 +202,11 @@ class EndingLinker:
 
     def _noted(self, finish: Action) -> Action:
         """Wait for the collective that is linked, and note when it was over."""
-        over, number = self._rank.over, self._num_collectives - 1
+        over, clock, number = self._rank.over, self._rank.clock, self._num_collectives - 1
 
         def wait() -> None:
             finish()
-            over[number] = time.perf_counter_ns()
+            over[number] = clock.now()
 
         return wait
 
@@ -214,7 +217,7 @@ class EndingLinker:
         def act() -> None:
             for wait in waits:
                 wait()
-            self._rank.note_arrival()
+            self._rank.clock.note_arrival()
             action()
 
         return act

@@ -3,7 +3,8 @@
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Generic, TypeVar
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,19 +13,28 @@ from pipec.artifact.directory import Artifact, stage_module
 from pipec.errors import ExecutionError, TransportError
 from pipec.ir import Plan, RankMemory, stages_on
 from pipec.runtime.agreement import Agreement
+from pipec.runtime.cuda import staged
 from pipec.runtime.distributed import TorchDistributed
 from pipec.runtime.group import Group
 from pipec.runtime.interpreter import Interpreter
-from pipec.runtime.launch import Devices, resolve_devices, world
+from pipec.runtime.launch import Devices, World, resolve_devices, world
 from pipec.runtime.meter import make_meter
 from pipec.runtime.of_batch import OfBatch, share_of, values_of_batch, values_of_local_batch
 from pipec.runtime.recording import RecordedStep, Stamps
+from pipec.runtime.rehearsal import RehearsedInterpreter
 from pipec.runtime.span import Span
 from pipec.runtime.transport import InProcess, Transport
 from pipec.runtime.updates import Updates
 
 T = TypeVar("T")
-Interprets = TypeVar("Interprets")
+
+
+class _ReadsInputs(Protocol):
+    @property
+    def inputs(self) -> set[str]: ...
+
+
+Interprets = TypeVar("Interprets", bound=_ReadsInputs)
 
 
 class Ranks:
@@ -39,8 +49,8 @@ class Ranks:
         self.devices = resolve_devices(devices, self.world)
         self.count = devices if isinstance(devices, int) else len(devices)
         self._timeout = timeout
-        if self.world.distributed and (device := self.devices[self.world.rank]).type == "cuda":
-            torch.cuda.set_device(device)  # before the first CUDA call, which would take memory of GPU 0
+        if self.message_by_gpu:  # before the first CUDA call, which would take memory of GPU 0
+            torch.cuda.set_device(self.devices[self.world.rank])
 
     @functools.cached_property
     def in_process(self) -> InProcess:
@@ -54,6 +64,11 @@ class Ranks:
     def agreement(self) -> Agreement:
         """Where processes compare what they were given. All of them make theirs in the same order."""
         return Agreement(self.distributed, self._timeout)
+
+    @property
+    def message_by_gpu(self) -> bool:
+        """Whether GPUs wait for messages, and not their hosts."""
+        return self.world.distributed and self.devices[self.world.rank].type == "cuda"
 
     def once(self, request: str, make: Callable[[], T]) -> T:
         """Call ``make`` in one process; every process returns its result, or raises its error."""
@@ -82,8 +97,28 @@ class Ranks:
         """The text of each process, in every process, however long they take while all of them live."""
         return self.distributed.told(text, doing) if self.world.distributed else [text]
 
+    def aside(self) -> "Aside":
+        """These processes, for a thread beside the one that steps."""
+        if not self.world.distributed:
+            return Aside(self.world, self.told, lambda: None)
+        transport = self.distributed
+        return Aside(self.world, lambda text, _: transport.told_aside(text), transport.check_processes)
+
     def transport(self, rank: int) -> Transport:
         return self.distributed if self.world.distributed else self.in_process.endpoint(rank)
+
+
+@dataclass(frozen=True)
+class Aside:
+    """The processes of a pipeline for one thread of each. Its texts are not those of the steps.
+
+    ``told`` takes a text, and what this process does; it gives the text of each process, in every process.
+    ``check`` raises TransportError if the process of another rank has ended.
+    """
+
+    world: World
+    told: Callable[[str, str], list[str]]
+    check: Callable[[], None]
 
 
 class Linked(Generic[Interprets]):
@@ -111,6 +146,7 @@ class Linked(Generic[Interprets]):
             ranks.distributed.connect(artifact.programs, _groups(plan), artifact.text())
         self._interpreters: list[Interprets] = []
         self._of_batch: list[OfBatch] = []
+        self._read_by_gpus: set[str] = set()
         for rank, device in ranks.devices.items():
             modules = {k: stage_module(k, artifact.sources[k]) for k in stages_on(plan.placement, rank)}
             held = {**buffers, **{name: value.to(device) for name, value in artifact.constants.items()}}
@@ -119,6 +155,8 @@ class Linked(Generic[Interprets]):
             self._interpreters.append(
                 interpret(program, plan, modules, parameters, held, transport, device, owns, updates)
             )
+            if device.type == "cuda":
+                self._read_by_gpus |= self._interpreters[-1].inputs
             self._of_batch += [OfBatch(plan.stages[k], module, held, device) for k, module in modules.items()]
 
     def _microbatches(self, leaves: Sequence[object], span: Span) -> list[dict[str, Tensor]]:
@@ -159,6 +197,8 @@ class Linked(Generic[Interprets]):
         for given in self.artifact.plan.inputs:
             tensor = leaves[given.position]
             assert isinstance(tensor, Tensor)
+            if given.value.name in self._read_by_gpus and tensor.device.type == "cpu":
+                tensor = staged(tensor)
             if given.batched:
                 parts = tensor[span.start : span.start + sum(sizes)].split(sizes)
             else:
@@ -179,7 +219,8 @@ class Execution(Linked[Interpreter]):
         ranks: Ranks,
         updates: Updates | None = None,
     ) -> None:
-        super().__init__(Interpreter, artifact, parameters, buffers, ranks, updates)
+        interpret = RehearsedInterpreter if ranks.message_by_gpu else Interpreter
+        super().__init__(interpret, artifact, parameters, buffers, ranks, updates)
 
     def run(
         self,

@@ -75,13 +75,17 @@ class Flow:
             self._close()
         return results
 
-    def drain(self) -> None:
-        """Complete what was begun, unless the process ends. Its results are those that come next."""
+    def drain(self) -> list[Mapping[str, Tensor]]:
+        """Complete what was begun, unless the process ends; returns the results that nobody has asked for.
+
+        They are those that come next, and leave the list then.
+        """
         if not self._over and self._leaving.alive:
             self._over = True
             with self._execution.dropping_gradients():
                 self._left = self._run.drain()
             self._close()
+        return self._left
 
     def _read_ahead(self, number: int) -> None:
         """Let batches be read that some rank may need for this one; announce those that have been read."""

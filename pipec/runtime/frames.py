@@ -6,13 +6,17 @@ from enum import IntEnum
 
 
 class Kind(IntEnum):
-    """``HELLO`` opens a connection; ``FAREWELL`` says that its end means no harm."""
+    """``HELLO`` opens a connection; ``FAREWELL`` says that its end means no harm.
+
+    ``ASIDE`` is a text for a thread beside the one that steps.
+    """
 
     HELLO = 0
     BEAT = 1
     TEXT = 2
     FAILURE = 3
     FAREWELL = 4
+    ASIDE = 5
 
 
 def frame(kind: Kind, payload: bytes = b"") -> bytes:

@@ -57,6 +57,13 @@ class GradientSum:
             for index, parameter in enumerate(self._parameters)
         ]
 
+    def follow_update(self) -> None:
+        """Start anew after an update of a stream. Totals of ``apart`` are of later mini-batches."""
+        self._totals = [
+            total if index in self._apart else parameter.grad
+            for index, (total, parameter) in enumerate(zip(self._totals, self._parameters, strict=True))
+        ]
+
     def forget_step(self) -> None:
         """Hold no gradient any longer, so that setting ``.grad`` to None frees it."""
         self._totals = []

@@ -57,6 +57,7 @@ class Handle(nn.Module):
         self._executions: dict[Artifact, Execution | StreamExecution] = {}
         self._recorded: list[RecordedStep] | None = None
         self._flow: Flow | None = None
+        self._completed: Sequence[Mapping[str, Tensor]] = ()
         self._holders: dict[str, tuple[int, ...]] = holders(trained.plan) if trained else {}
         self._warned = False
 
@@ -114,7 +115,7 @@ class Handle(nn.Module):
         """
         flow, self._flow = self._flow, None
         if flow is not None:
-            flow.drain()
+            self._completed = flow.drain()
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -205,9 +206,9 @@ class Handle(nn.Module):
         if not self._updates.is_bound_to(plan):
             self._release_shares()
             self._executions.clear()
-            ranks, is_distributed = list(self._ranks.devices), self._ranks.world.distributed
+            devices, is_distributed = self._ranks.devices, self._ranks.world.distributed
             own = dict(self.named_parameters())
-            self._updates.bind(plan, own, ranks, is_distributed, self._gathered_states)
+            self._updates.bind(plan, own, devices, is_distributed, self._gathered_states)
             self._empty(self._updates.in_shares)
         return self._updates
 

@@ -181,16 +181,19 @@ class Emptied:
     def shaped(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
         """Give those that are empty now their shapes and undefined values, to be captured; then empty them.
 
-        On a CPU, memory that nobody touches takes no room.
+        They are on the CPU, where memory that nobody touches takes no room, or stay on meta.
         """
         gone = self._empty_now(tensors)
+        empty = {fqn: tensor.data for fqn, tensor in gone.items()}
         for fqn, tensor in gone.items():
             shape, stride = self.layouts[fqn]
-            tensor.data = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=tensor.device)
+            device = tensor.device if tensor.is_meta else "cpu"
+            tensor.data = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=device)
         try:
             yield
         finally:
-            self.empty(gone)
+            for fqn, tensor in gone.items():
+                tensor.data = empty[fqn]
 
     def _empty_now(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         there = {fqn: tensor for fqn, tensor in tensors.items() if fqn in self.layouts}

@@ -6,7 +6,6 @@ A step then fills the frames of its microbatches and runs the linked actions, on
 
 import contextlib
 import functools
-import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
@@ -15,12 +14,12 @@ from torch import Tensor
 
 from pipec.ir import Kind, Mode, Payload, Plan, Program, Value
 from pipec.runtime.compute import Action
+from pipec.runtime.cuda import current_device
 from pipec.runtime.explain import located, telling
-from pipec.runtime.launch import current_device
 from pipec.runtime.linker import link
 from pipec.runtime.meter import Meter
 from pipec.runtime.rank import Rank, Updating
-from pipec.runtime.recording import Stamps, epoch_offset
+from pipec.runtime.recording import Mark, Stamps, clock_of
 from pipec.runtime.results import Results, empty_like, has_rows, join_replicas, result_values
 from pipec.runtime.span import Span
 from pipec.runtime.stage import BoundStage, StageCode
@@ -68,7 +67,8 @@ class Interpreter:
         self._updating = Updating(updates)
         loss = loss_of(plan)
         self._rank = Rank(
-            program.rank, plan, self._stages, self._results, {}, [], {}, transport, loss, [0], self._updating
+            *(program.rank, plan, self._stages, self._results, {}, [], {}, transport, loss),
+            *(clock_of(device), self._updating),
         )
         self._linked = link(program, self._rank)
         self._instructions = [each.instruction for each in self._linked]
@@ -79,6 +79,11 @@ class Interpreter:
         ]
         self._closing = [transport.finish, *(stage.end_step for stage in self._stages.values())]
         self._actions = [*(each.action for each in self._linked), *self._closing]
+
+    @property
+    def inputs(self) -> set[str]:
+        """The inputs of the model that this rank reads."""
+        return set[str]().union(*(stage.inputs for stage in self._stages.values()))
 
     def run(
         self,
@@ -158,16 +163,19 @@ class Interpreter:
             action()
 
     def _execute_and_stamp(self, actions: Sequence[Action], stamps: Stamps) -> None:
-        offset, clock, arrival = epoch_offset(), time.perf_counter_ns, self._rank.arrival
+        clock, marks = self._rank.clock, list[Mark]()
         num_instructions = len(self._program.instructions)
-        for position, action in enumerate(actions):
-            self.position = position
-            arrival[0] = start = clock()
-            action()
-            if position < num_instructions:
-                stamps += (start + offset, arrival[0] + offset, clock() + offset)
-        for number, over in self._rank.over.items():
-            stamps[3 * self._collectives[number] + 2] = over + offset
+        self._rank.over.clear()
+        with clock.recording():
+            for position, action in enumerate(actions):
+                self.position = position
+                clock.arrived = start = clock.now()
+                action()
+                if position < num_instructions:
+                    marks += (start, clock.arrived, clock.now())
+            for number, over in self._rank.over.items():
+                marks[3 * self._collectives[number] + 2] = over
+            stamps += clock.times(marks)
 
     def _execute_and_measure(self, actions: Sequence[Action], meter: Meter) -> None:
         meter.begin(self._held())

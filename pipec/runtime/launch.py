@@ -4,9 +4,8 @@ A process that was started alone runs every rank. Processes that were started to
 with a process group, run one rank each.
 """
 
-import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -102,13 +101,3 @@ def _gpu(rank: int, world: World) -> int:
             f"or let entry {rank} of devices be 'cpu'"
         )
     return local_rank if world.distributed else rank % num_gpus
-
-
-@contextlib.contextmanager
-def current_device(device: torch.device) -> Iterator[None]:
-    """Make ``device`` the one that CUDA calls without a device are for, on this thread, inside a ``with``.
-
-    Such calls are Triton kernels, extensions, and ``torch.cuda.synchronize()``.
-    """
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        yield

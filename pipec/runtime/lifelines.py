@@ -37,6 +37,7 @@ class _Peer:
 
     writer: asyncio.StreamWriter | None = None
     texts: deque[bytes] = field(default_factory=deque)
+    asides: deque[bytes] = field(default_factory=deque)
     beats_missed: int = 0
     awaited: int | None = None
     doing: str = ""
@@ -107,6 +108,26 @@ class Lifelines:
         with self.waiting(doing, peer):
             self._wait(lambda: bool(self._peers[peer].texts), lambda: "", None)
         return self._peers[peer].texts.popleft()
+
+    def exchange_aside(self, text: bytes) -> list[bytes]:
+        """The text of each rank, on every rank, for a thread beside the one that steps.
+
+        However long they take, and even if a step fails meanwhile. Raises TransportError if a process ends.
+        """
+        self._send(Kind.ASIDE, text)
+        with self._changed:
+            while not all(peer.asides for peer in self._peers.values()):
+                self.check_processes()
+                self._changed.wait(_LOOK_SECONDS)
+        return [
+            self._peers[rank].asides.popleft() if rank in self._peers else text
+            for rank in range(len(self._peers) + 1)
+        ]
+
+    def check_processes(self) -> None:
+        """Raise TransportError if the process of a rank has ended, or is stopped."""
+        if reason := self._ended(self._peers, _STILL_ARRIVING) or (self._failure and self.silent()):
+            raise TransportError(f"another rank is gone:\n{textwrap.indent(reason, '  ')}")
 
     @contextlib.contextmanager
     def interrupted_by_failures(self) -> Iterator[None]:
@@ -319,6 +340,8 @@ class Lifelines:
                         peer.awaited, peer.doing = json.loads(payload)
                     elif kind is Kind.TEXT:
                         peer.texts.append(payload)
+                    elif kind is Kind.ASIDE:
+                        peer.asides.append(payload)
                     elif kind is Kind.FAREWELL:
                         peer.said_farewell = True
                     self._changed.notify_all()

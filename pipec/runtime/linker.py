@@ -19,9 +19,11 @@ from pipec.ir import Instruction, Kind, Link, Op, Payload, Phase, Program
 from pipec.runtime.compute import Action, Take, bind_function
 from pipec.runtime.ending import EndingLinker
 from pipec.runtime.joins import Joining
+from pipec.runtime.outcomes import Outcomes
 from pipec.runtime.rank import Delivery, Rank
 from pipec.runtime.results import Results
 from pipec.runtime.stage import Frame, parameter_names
+from pipec.runtime.transport import Receiver
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,6 @@ class Linker:
         self._present: dict[tuple[int, int], dict[str, Delivery]] = defaultdict(dict)
         self._dropped_by: dict[tuple[int, int], dict[str, list[str]]] = defaultdict(dict)
         self._lent: dict[int, dict[str, Delivery]] = defaultdict(dict)
-        self._outcomes: dict[tuple[int, int], list[Delivery]] = defaultdict(list)
         self._ending = EndingLinker(rank)
 
     def link(self, instruction: Instruction) -> Linked:
@@ -119,6 +120,8 @@ class Linker:
     def _receive(self, instruction: Instruction) -> Action:
         link, microbatch, rank = _link_of(instruction), instruction.microbatch, self._rank
         receiver = self._rank.transport.receiver(instruction, self._tag(link))
+        if link.payload is Payload.OUTCOME:
+            return self._outcome(link, microbatch, receiver)
         sink, wait, post = self._sink(link, microbatch, instruction.peer), receiver.wait, receiver.post
         made_of = self._microbatches(instruction)
 
@@ -129,9 +132,7 @@ class Linker:
             if any(rank.sizes[each] for each in made_of):
                 deliver()
 
-        if link.payload is Payload.OUTCOME:
-            self._outcomes[link.target, microbatch].append(Delivery(deliver))
-        elif link.payload.readers:
+        if link.payload.readers:
             self._announce(link, microbatch, Delivery(deliver))
         elif link.payload is Payload.WEIGHT_GRADIENT:
             self._ending.brings(instruction, Delivery(deliver_if_made))
@@ -144,6 +145,17 @@ class Linker:
                 rank.sizes_with(0 if away and results.is_local else sum(rank.sizes[each] for each in made_of))
             )
         return lambda: post(rank.sizes_with(rank.sizes[microbatch]))
+
+    def _outcome(self, link: Link, microbatch: int, receiver: Receiver) -> Action:
+        """Post the receive of a microbatch's results, which the rank waits for when the script asks."""
+        rank, outcomes, names = self._rank, self._rank.results, [value.name for value in link.values]
+        assert isinstance(outcomes, Outcomes), "only a stream returns results of microbatches"
+
+        def post() -> None:
+            receiver.post(rank.sizes_with(rank.sizes[microbatch]))
+            outcomes.arrives(names, receiver.wait)
+
+        return post
 
     def _send(self, instruction: Instruction) -> Action:
         link = _link_of(instruction)
@@ -210,9 +222,6 @@ class Linker:
             return lambda tensors: received.update(
                 {(name, peer): tensor for name, tensor in zip(names, tensors, strict=True)}
             )
-        if link.payload is Payload.OUTCOME:
-            collect = self._rank.results.collect
-            return lambda tensors: collect(microbatch, dict(zip(names, tensors, strict=True)))
         stage = self._rank.stages[link.target]
         if link.payload.per_microbatch:
             frame = stage.frames[microbatch]
@@ -232,17 +241,9 @@ class Linker:
         weights: list[Action] = []
         actions = [self._call(instruction, names, part, weights) for part in parts]
         if instruction.version >= 0:
-            actions = [*self._before_version(instruction), *actions]
+            show = self._rank.stages[instruction.stage].show_version
+            actions = [functools.partial(show, instruction.microbatch), *actions]
         return Linked(instruction, _all(actions), (instruction.microbatch,), _all(weights))
-
-    def _before_version(self, instruction: Instruction) -> list[Action]:
-        """What precedes a compute of a stream: its weights are shown, and others' results are taken in."""
-        stage, microbatch = self._rank.stages[instruction.stage], instruction.microbatch
-        before: list[Action] = [functools.partial(stage.show_version, microbatch)]
-        if instruction.op.phase in Payload.OUTCOME.readers:
-            arriving = self._outcomes.pop((stage.index, microbatch), [])
-            before += [wait for each in arriving for wait in each.awaited()]
-        return before
 
     def _call(
         self, instruction: Instruction, names: Sequence[str], part: int, weights: list[Action]
@@ -305,7 +306,7 @@ class Linker:
             else:
                 raise self._unknown(stage, microbatch, name, reader)
         if waits:
-            waits.append(self._rank.note_arrival)
+            waits.append(self._rank.clock.note_arrival)
         return _taking(self._rank.stages[stage].frames[microbatch], names, waits, dropped)
 
     def _weights(self, stage: int, reader: str) -> list[Action]:

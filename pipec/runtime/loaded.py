@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -169,7 +169,7 @@ class LoadedPipeline(Streams):
         execution, update = self._execution(self._artifact), not self._accumulates
         begun()
         results = execution.run(batch.leaves, batch.span(self._weight), seed, self._recorded, update)
-        return self._passed_on(results)
+        return self._passed_on(self._outcome(results))
 
     def _agreed_seed(self, batch: "_Batch") -> int:
         """The seed of a step or stream, rank 0's, once the ranks have found that they have the same batch."""
@@ -234,6 +234,16 @@ class LoadedPipeline(Streams):
     @property
     def plan(self) -> Plan:
         return self._artifact.plan
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise InputError: an artifact does not say what a model's checkpoint has."""
+        raise InputError(
+            "a loaded artifact has no model, so that nobody knows which of its tensors a checkpoint keeps, "
+            "and under which names; save pipe.state_dict() and pipe.optimizer.state_dict(), or train what "
+            "pipec.compile returns"
+        )
+
+    load_checkpoint = save_checkpoint
 
 
 @dataclass(frozen=True)

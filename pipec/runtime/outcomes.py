@@ -23,6 +23,10 @@ class StreamBatch:
     values: Sizes = field(default_factory=dict)
 
 
+Arrival = Callable[[], Sequence[Tensor]]
+"""Waits for what another rank has sent."""
+
+
 @dataclass
 class _Parts:
     """What has come of one mini-batch, by name and microbatch."""
@@ -34,7 +38,8 @@ class _Parts:
 class Outcomes:
     """Collects the results that a rank makes or receives.
 
-    ``emit`` is called with the number of each mini-batch and its results by name.
+    ``emit`` is called with the number of each mini-batch and its results by name. ``microbatch`` is that of
+    the instruction that runs.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -47,16 +52,33 @@ class Outcomes:
         """Start with a stream, or forget it."""
         self._emit = emit
         self._parts: dict[int, _Parts] = {}
-        self._in_frames: dict[int, int] = {}
+        self._arriving: list[tuple[int, Sequence[str], Arrival]] = []
+        self.microbatch = 0
 
-    def expect(self, frame: int, microbatch: int, batch: StreamBatch) -> None:
-        """Note that what is collected from a frame belongs to this microbatch from now on."""
-        self._in_frames[frame] = microbatch
-        self._parts.setdefault(microbatch // self._per_batch, _Parts(batch))
+    def expect(self, number: int, batch: StreamBatch) -> None:
+        """Note that a mini-batch is to come."""
+        self._parts[number] = _Parts(batch)
 
-    def collect(self, microbatch: int, sent: Mapping[str, Tensor]) -> None:
-        """Keep what the microbatch in a frame has returned, or what has been received of it."""
-        number, place = divmod(self._in_frames[microbatch], self._per_batch)
+    def collect(self, frame: int, sent: Mapping[str, Tensor]) -> None:
+        """Keep what the microbatch has returned that is in this frame now."""
+        self._keep(self.microbatch, sent)
+
+    def arrives(self, names: Sequence[str], wait: Arrival) -> None:
+        """Note that what another rank has made of the microbatch is on its way."""
+        self._arriving.append((self.microbatch, names, wait))
+
+    def take_in(self, last: float) -> None:
+        """Wait for what is on its way of the mini-batches up to this one."""
+        due, self._arriving = self._arriving, []
+        for each in due:
+            microbatch, names, wait = each
+            if microbatch // self._per_batch <= last:
+                self._keep(microbatch, dict(zip(names, wait(), strict=True)))
+            else:
+                self._arriving.append(each)
+
+    def _keep(self, microbatch: int, sent: Mapping[str, Tensor]) -> None:
+        number, place = divmod(microbatch, self._per_batch)
         for name in self._values.keys() & sent.keys():
             parts = self._parts[number].found.setdefault(name, {})
             parts[place] = sent[name]

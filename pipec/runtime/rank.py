@@ -1,6 +1,5 @@
 """What the linked actions of one rank share."""
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +9,7 @@ from torch import Tensor
 from pipec.ir import Plan, Sizes, Value
 from pipec.runtime.compute import Action
 from pipec.runtime.outcomes import Outcomes
+from pipec.runtime.recording import Clock, Mark
 from pipec.runtime.results import Results
 from pipec.runtime.stage import BoundStage
 from pipec.runtime.transport import Transport
@@ -38,7 +38,7 @@ class Rank:
     ``values`` is set with it: the other sizes that shapes have names for.
     ``received`` has what other ranks made of results, by name and rank; ``loss`` is the result that training
     differentiates.
-    ``arrival[0]`` is the time, by ``time.perf_counter_ns``, when an action last had all that it waited for.
+    ``clock`` notes when an action has all that it waited for.
     ``over`` has, by its number among the collectives of the program, when one was last found to be over.
     """
 
@@ -51,16 +51,13 @@ class Rank:
     values: dict[str, int | float]
     transport: Transport
     loss: Value | None
-    arrival: list[int]
+    clock: Clock
     updating: Updating
-    over: dict[int, int] = field(default_factory=dict)
+    over: dict[int, Mark] = field(default_factory=dict)
 
     def sizes_with(self, rows: int) -> Sizes:
         """What the names in the shape of a value with so many rows stand for."""
         return {**self.values, "b": rows}
-
-    def note_arrival(self) -> None:
-        self.arrival[0] = time.perf_counter_ns()
 
 
 @dataclass(eq=False)

@@ -1,8 +1,12 @@
 """When each instruction of a step ran, by the clock of its rank."""
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from pipec.ir import Program
 
@@ -11,7 +15,7 @@ Stamps = list[int]
 come, and when it ended. A collective has ended when whoever waited for it found it over. They are nanoseconds
 since the epoch, so that the times of two hosts compare as well as the hosts' clocks agree.
 
-They are times of the host. What a GPU still has to compute when an instruction ends is not in them.
+Those of a GPU's rank are times of the GPU: when it came to what the instruction has launched.
 """
 
 
@@ -23,6 +27,66 @@ class RecordedStep:
     stamps: dict[int, Stamps]
 
 
-def epoch_offset() -> int:
-    """The number to add to ``time.perf_counter_ns()`` to get nanoseconds since the epoch."""
-    return time.time_ns() - time.perf_counter_ns()
+Mark = Any
+"""A moment that a clock has noted, in its own form."""
+
+
+class Clock:
+    """Notes moments of a step that is recorded, by the clock of the host. ``arrived`` is the last arrival."""
+
+    arrived: Mark = 0
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Note the moments inside a ``with``."""
+        self._offset = time.time_ns() - time.perf_counter_ns()
+        yield
+
+    def now(self) -> Mark:
+        return time.perf_counter_ns()
+
+    def note_arrival(self) -> None:
+        """Note that all has come that an instruction waits for."""
+        self.arrived = self.now()
+
+    def times(self, marks: Sequence[Mark]) -> Stamps:
+        """Moments of what is recorded, in nanoseconds since the epoch."""
+        return [mark + self._offset for mark in marks]
+
+
+class GpuClock(Clock):
+    """Notes, by events, when the current stream of a GPU comes to what is launched next.
+
+    An event costs the host some microseconds, so that there are none unless a step is recorded.
+    """
+
+    _first: torch.cuda.Event | None = None
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        self._first = self._event()
+        self._first.synchronize()
+        self._began = time.time_ns()
+        try:
+            yield
+        finally:
+            self._first = None
+
+    def now(self) -> Mark:
+        return None if self._first is None else self._event()
+
+    def times(self, marks: Sequence[Mark]) -> Stamps:
+        assert self._first is not None, "events are compared while they are recorded"
+        for mark in marks:
+            mark.synchronize()
+        return [self._began + round(1e6 * self._first.elapsed_time(mark)) for mark in marks]
+
+    def _event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def clock_of(device: torch.device) -> Clock:
+    """What notes the moments of a rank on a device."""
+    return GpuClock() if device.type == "cuda" else Clock()

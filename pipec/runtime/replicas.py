@@ -92,7 +92,7 @@ class GradientReduction:
         """Wait for the sums, and add them to ``.grad``."""
         self._wait()
         sums, self._sums, self._wait = self._sums, [], _nothing
-        if self._stage.owns_tensors:
+        if self._stage.keeps_gradients:
             for index, total in zip(self._indices, sums, strict=True):
                 self._stage.gradients.deposit(index, total.to(self._stage.weights[index].dtype))
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pipec.errors import InputError, VerifyError
-from pipec.ir import Payload, Plan, Sizes, Value
+from pipec.ir import Plan, Sizes, Value
 from pipec.ir.text import evaluate_dim, format_value, names_in
 from pipec.runtime.span import Span
 
@@ -141,8 +141,7 @@ def join_replicas(
 
 def result_values(plan: Plan) -> list[Value]:
     """The values that the stages of a plan return, each once."""
-    kinds = (Payload.RESULT, Payload.OUTCOME)
-    return list(dict.fromkeys(v for link in plan.links if link.payload in kinds for v in link.values))
+    return list(dict.fromkeys(v for link in plan.links if link.payload.is_result for v in link.values))
 
 
 def _the_same(value: Value, parts: Sequence[Tensor]) -> Tensor:

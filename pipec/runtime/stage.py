@@ -134,6 +134,11 @@ class BoundStage:
             "inputs": inputs,
         }
 
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether sums over replicas are added to the gradients of its weights, which an update reads."""
+        return self.owns_tensors or self.is_versioned
+
     def show_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Let phase functions find these parameters."""
         for fqn, weight in weights.items():

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pipec.ir import Instruction, Sizes, Value
 from pipec.ir.text import evaluate_dim
+from pipec.runtime.connections import Connections, Started
 
 # The one private torch name of the runtime's memory handling: how many tensors share a storage.
 _storage_use_count = torch._C._storage_Use_Count
@@ -40,12 +41,21 @@ def fills_storage(tensor: Tensor) -> bool:
 class Buffer:
     """Memory for one received value. It is used again as soon as nobody holds the value it had before.
 
-    Unless ``stays``, it is nobody's but the value's, for what is received once a step.
+    Unless ``stays``, it is nobody's but the value's, for what is received once a step. ``arriving`` is the
+    message that fills it. Once that was waited for, on the device, it is ``settling``.
     """
 
     def __init__(self, value: Value, device: torch.device, stays: bool) -> None:
         self._value, self._device, self._stays = value, device, stays
         self.memory = torch.empty(0)
+        self.arriving: Started | None = None
+        self.settling: Started | None = None
+
+    def settle(self, connections: Connections) -> None:
+        """Let nothing but this hold the memory, as far as messages do."""
+        if self.settling is not None:
+            connections.settle(self.settling)
+            self.settling = None
 
     def view(self, sizes: Sizes) -> Tensor:
         """A tensor of the value's shape where its names stand for ``sizes``, with undefined contents."""

@@ -8,6 +8,7 @@ from torch import Tensor
 from pipec.artifact.directory import Artifact
 from pipec.errors import InputError, PipecError
 from pipec.ir import RankMemory
+from pipec.ir.rounds import num_ahead
 from pipec.runtime.execution import Linked, Ranks
 from pipec.runtime.outcomes import StreamBatch
 from pipec.runtime.recording import RecordedStep
@@ -29,6 +30,10 @@ class StreamExecution(Linked[RoundInterpreter]):
         updates: Updates | None = None,
     ) -> None:
         super().__init__(RoundInterpreter, artifact, parameters, buffers, ranks, updates)
+        self._parameters, plan = parameters, artifact.plan
+        self._num_ahead = max(
+            num_ahead(each, plan.links, plan.num_microbatches) for each in artifact.programs
+        )
 
     @property
     def num_readers(self) -> int:
@@ -42,9 +47,10 @@ class StreamExecution(Linked[RoundInterpreter]):
     def begin(self, source: Source, seed: int) -> StreamRun:
         """Begin to run the mini-batches of a source."""
         if self._ranks.world.distributed:
-            return ProcessRun(self._interpreters, self.artifact.programs, source, seed)
-        in_process = self._ranks.in_process
-        return ThreadsRun(self._interpreters, self.artifact.programs, source, seed, in_process)
+            return ProcessRun(self._interpreters, self._num_ahead, source, seed)
+        if self._updates is not None:
+            self._updates.refresh_copies(self._parameters)
+        return ThreadsRun(self._interpreters, self._num_ahead, source, seed, self._ranks.in_process)
 
     @contextlib.contextmanager
     def dropping_gradients(self) -> Iterator[None]:

@@ -1,8 +1,9 @@
 """One run of programs without end on the ranks of this process, from an empty pipeline to an empty one.
 
-The script asks for the results of one mini-batch after the other. By asking for those of mini-batch i it lets
-every rank make its update i, with the hyperparameters of that moment, and work ahead until there. So
-schedulers of learning rates step by mini-batch, on whatever stage and whenever an update is made.
+The script asks for the results of one mini-batch after the other. By asking for those of mini-batch i it says
+with which hyperparameters every rank is to make the update of which i is the last mini-batch, and lets it
+work ahead. So schedulers of learning rates step by mini-batch, on whatever stage and whenever an update is
+made.
 """
 
 import functools
@@ -15,28 +16,25 @@ from typing import Any
 from torch import Tensor
 
 from pipec.errors import TransportError
-from pipec.ir import Program
-from pipec.ir.rounds import reach
 from pipec.runtime.outcomes import StreamBatch
-from pipec.runtime.rounds import RoundInterpreter, Source
+from pipec.runtime.rounds import Groups, RoundInterpreter, Source
 from pipec.runtime.transport import InProcess
 from pipec.runtime.worker import Worker
-
-Groups = Sequence[Mapping[str, Any]]
-"""The hyperparameters of an update, for each group of the optimizer."""
 
 Results = Mapping[str, Tensor]
 
 
 class StreamRun(ABC):
-    """A run that has begun. ``source`` tells its mini-batches."""
+    """A run that has begun. ``source`` tells its mini-batches.
+
+    Some rank may have begun ``num_ahead`` mini-batches that follow the last one whose results were asked for.
+    """
 
     def __init__(
-        self, interpreters: Sequence[RoundInterpreter], programs: Sequence[Program], source: Source, seed: int
+        self, interpreters: Sequence[RoundInterpreter], num_ahead: int, source: Source, seed: int
     ) -> None:
         self._interpreters, self._source = interpreters, source
-        self._per_batch = programs[0].period
-        self._reach = max(map(reach, programs))
+        self.num_ahead = num_ahead
         self._results: dict[int, Results] = {}
         self._num_asked = self._num_given = 0
         self._end: int | None = None
@@ -44,11 +42,6 @@ class StreamRun(ABC):
         self._changed = threading.Condition()
         for each in interpreters:
             each.begin(self._batch, self._emit, seed)
-
-    @property
-    def num_ahead(self) -> int:
-        """How many mini-batches some rank has begun that follow the last one whose results were asked for."""
-        return (self._per_batch - 1 + self._reach) // self._per_batch
 
     @abstractmethod
     def results(self, groups: Groups) -> Results | None:
@@ -117,12 +110,12 @@ class ThreadsRun(StreamRun):
     def __init__(
         self,
         interpreters: Sequence[RoundInterpreter],
-        programs: Sequence[Program],
+        num_ahead: int,
         source: Source,
         seed: int,
         in_process: InProcess,
     ) -> None:
-        super().__init__(interpreters, programs, source, seed)
+        super().__init__(interpreters, num_ahead, source, seed)
         self._in_process = in_process
         self._groups: dict[int, Groups] = {}
         self._num_advanced: Counter[int] = Counter()
@@ -131,7 +124,7 @@ class ThreadsRun(StreamRun):
         self._over = False
         self._jobs = [functools.partial(self._work, each) for each in interpreters]
         self._worker = Worker("pipec stream")
-        self._worker.submit(self._run)
+        self._worker.submit(in_process.following(self._run))
 
     def results(self, groups: Groups) -> Results | None:
         number, self._num_asked = self._num_asked, self._num_asked + 1

@@ -1,19 +1,21 @@
 """Training on a stream of mini-batches: the next one is read while the ranks work on one."""
 
+import contextlib
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from itertools import count
 from typing import Any, cast
 
 from torch import Tensor
 
 from pipec.errors import InputError, PipecError
-from pipec.ir.arguments import check_arguments
+from pipec.ir.arguments import FLAG, NONE, check_arguments
 from pipec.runtime.ahead import Ahead, Item
 from pipec.runtime.batches import ITERABLE, Given, given_by
 from pipec.runtime.facts import Facts
 from pipec.runtime.flow import CompiledStream, Flow
 from pipec.runtime.handle import Handle
+from pipec.runtime.position import Outcome, Position, Reading
 from pipec.runtime.stream_execution import refuse_accumulating, refuse_recording
 
 Begun = Callable[[], None]
@@ -27,7 +29,12 @@ def nothing() -> None:
 class Streams(Handle):
     """What a user iterates over."""
 
-    def stream(self, batches: Iterable[Any]) -> Iterator[Tensor]:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._reading: Reading | None = None
+        self._saved_position: Callable[[], Position] | None = None
+
+    def stream(self, batches: Iterable[Any], resume: bool | None = None) -> Iterator[Tensor]:
         """Make a step with each of ``batches``, and yield the losses in order.
 
         A batch is what a DataLoader yields: a dict of keyword arguments, ``target`` among them; a pair of
@@ -36,15 +43,56 @@ class Streams(Handle):
         each has as many, and rank 0's count. What the iterator raises is raised here; under ``torchrun`` as
         InputError, by every rank.
 
+        Args:
+            batches: such as a DataLoader.
+            resume: go on where the checkpoint that was loaded last was made, if it was made in a stream: give
+                the losses that the loop had not yet got, and pass over what was trained on. False: begin with
+                the first batch all the same.
+
         Raises:
             InputError: a batch does not fit, or the batches of some rank end before the others'. Nothing was
                 changed by that batch, and every rank raises it.
         """
-        check_arguments({"batches": ITERABLE}, locals())
-        ahead = Ahead(map(self._given, iter(batches)))
-        return self._stream_without_flush(ahead) if self._overlaps_steps else self._stream(ahead)
+        check_arguments({"batches": ITERABLE, "resume": FLAG | NONE}, locals())
+        reading = Reading(batches, self._position_to_resume(resume))
+        ahead = Ahead(map(self._given, reading))
+        steps = self._stream_without_flush(ahead) if self._overlaps_steps else self._stream(ahead)
+        return self._with_position(reading, steps)
 
-    def _stream(self, ahead: Ahead) -> Iterator[Tensor]:
+    def _with_position(self, reading: Reading, steps: Generator[Tensor]) -> Iterator[Tensor]:
+        """The losses of the steps, while checkpoints know the position."""
+        self._completed = ()
+        with contextlib.closing(steps):
+            while reading.unseen:
+                self._reading, outcome = reading, reading.unseen.popleft()
+                reading.passed()
+                yield self._passed_on(outcome)
+            for loss in steps:
+                self._reading = reading
+                reading.passed()
+                yield loss
+        self._reading = None
+
+    def _position_to_resume(self, resume: bool | None) -> Position | None:
+        saved, self._saved_position = self._saved_position, None
+        if saved is None or resume is False:
+            return None
+        if resume is None:
+            self._saved_position = saved
+            raise InputError(
+                "the checkpoint that was loaded was made within a stream; pass resume=True to go on there "
+                "with the same batches, or resume=False to begin with the first of those that are passed"
+            )
+        return saved()
+
+    def _position(self) -> Position | None:
+        """Where the stream is that is being iterated over, or that was left, or that was not yet resumed."""
+        if self._saved_position is not None:
+            return self._saved_position()
+        completed = [self._outcome(results) for results in self._completed]
+        return None if self._reading is None else self._reading.position(completed)
+
+    def _stream(self, ahead: Ahead) -> Generator[Tensor]:
         for number in count():
             ahead.allow(number)
             item = ahead.item(number)
@@ -56,7 +104,7 @@ class Streams(Handle):
             ahead.settle()
             yield loss
 
-    def _stream_without_flush(self, ahead: Ahead) -> Iterator[Tensor]:
+    def _stream_without_flush(self, ahead: Ahead) -> Generator[Tensor]:
         """As ``_stream``, where steps overlap. The pipeline is drained in between only where it must be."""
         number, flow = 0, cast(Flow | None, None)
         try:
@@ -79,18 +127,22 @@ class Streams(Handle):
                     continue
                 ahead.settle()
                 number += 1
-                yield self._passed_on(results)
+                yield self._passed_on(self._outcome(results))
         finally:
             if flow is self._flow:
                 self.drain()
 
-    def _passed_on(self, results: Mapping[str, Tensor]) -> Tensor:
-        """The loss of a mini-batch that has been trained on, whose logs are kept."""
+    def _outcome(self, results: Mapping[str, Tensor]) -> Outcome:
         plan = self._artifact.plan
-        self.logs = {name: results[kept] for name, kept in zip(plan.logs, plan.outputs[1:], strict=False)}
+        kept = zip(plan.logs, plan.outputs[1:], strict=False)
+        return Outcome(results["loss"], {name: results[output] for name, output in kept})
+
+    def _passed_on(self, outcome: Outcome) -> Tensor:
+        """The loss of a mini-batch that has been trained on, whose logs are kept."""
+        self.logs = dict(outcome.logs)
         self._num_steps += 1
         self._count_update()
-        return results["loss"]
+        return outcome.loss
 
     def _given(self, batch: Any) -> Given:
         return given_by(batch, self._takes_target)

@@ -13,6 +13,7 @@ from torch import Tensor
 from pipec.errors import TransportError
 from pipec.ir import Instruction, Sizes
 from pipec.runtime.apart import Inbox, sending
+from pipec.runtime.cuda import CallersStreams, PeerCopies
 from pipec.runtime.group import Group, Meetings, ThreadGroup
 from pipec.runtime.worker import Worker
 
@@ -68,13 +69,14 @@ class Transport(Protocol):
 class InProcess:
     """Runs every rank in this process, each on a worker thread, and hands tensors over by reference.
 
-    Rank r runs on ``devices[r]``. A tensor that crosses devices is copied by its receiver. The CPU ranks
-    share the intra-op threads of the thread that made this object.
+    Rank r runs on ``devices[r]``, and a GPU's ranks on the stream of the thread that calls ``run``. The CPU
+    ranks share the intra-op threads of the thread that made this object.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = tuple(devices)
         self._mailboxes: dict[tuple[int, int, int], _Mailbox] = {}
+        self._copies: dict[tuple[torch.device, torch.device], PeerCopies] = {}
         self._meetings: dict[tuple[int, ...], Meetings] = {}
         self._failure: BaseException | None = None
         self._failing = threading.Lock()
@@ -95,7 +97,7 @@ class InProcess:
         done: SimpleQueue[tuple[int, T | None]] = SimpleQueue()
         results: dict[int, T | None] = {}
         try:
-            for rank, (worker, job) in enumerate(zip(self._workers, jobs, strict=True)):
+            for rank, (worker, job) in enumerate(zip(self._workers, map(self.following, jobs), strict=True)):
                 worker.submit(functools.partial(self._run_job, rank, job, done))
             while len(results) < len(jobs):
                 rank, result = done.get()
@@ -105,6 +107,16 @@ class InProcess:
         if self._failure is not None:
             raise self._recover()
         return [cast(T, results[rank]) for rank in range(len(jobs))]
+
+    def following(self, job: Callable[[], T]) -> Callable[[], T]:
+        """The job for another thread, which then computes on the streams of this one."""
+        streams = CallersStreams(self.devices)
+
+        def follow() -> T:
+            with streams.current():
+                return job()
+
+        return follow
 
     def fail(self, error: BaseException) -> None:
         """Stop every rank; the first error is the one that ``run`` raises."""
@@ -116,10 +128,19 @@ class InProcess:
     def mailbox(self, tag: int, source: int, target: int) -> "_Mailbox":
         key = tag, source, target
         if key not in self._mailboxes:
-            device = self.devices[target]
-            copy_to = None if device == self.devices[source] else device
-            self._mailboxes[key] = _Mailbox(copy_to, self.check_running)
+            carry = self._carry(self.devices[source], self.devices[target])
+            self._mailboxes[key] = _Mailbox(carry, self.check_running)
         return self._mailboxes[key]
+
+    def _carry(self, source: torch.device, target: torch.device) -> "_Carry":
+        """How tensors come from one device to another. Between CPU and GPU it is the reader who copies."""
+        if source == target:
+            return lambda tensors: lambda: tensors
+        if source.type == target.type == "cuda":
+            if (source, target) not in self._copies:
+                self._copies[source, target] = PeerCopies(source, target)
+            return self._copies[source, target].start
+        return lambda tensors: lambda: [tensor.to(target) for tensor in tensors]
 
     def group(self, ranks: Sequence[int], rank: int) -> Group:
         """The collectives of these ranks, for one of them."""
@@ -196,33 +217,37 @@ class _Endpoint:
         self._ranks.fail(error)
 
 
+_Take = Callable[[], Sequence[Tensor]]
+_Carry = Callable[[Sequence[Tensor]], _Take]
+
+
 class _Mailbox:
     """The messages of one link for one rank, oldest first.
 
-    ``copy_to`` is the reader's device, if the sender has another. ``check_running`` raises if the ranks have
-    stopped.
+    ``carry`` is called by the sender, and what it returns by the reader. ``check_running`` raises if the
+    ranks have stopped.
     """
 
-    def __init__(self, copy_to: torch.device | None, check_running: Callable[[], None]) -> None:
-        self._queue: SimpleQueue[Sequence[Tensor]] = SimpleQueue()
-        self._copy_to = copy_to
+    def __init__(self, carry: _Carry, check_running: Callable[[], None]) -> None:
+        self._queue: SimpleQueue[_Take] = SimpleQueue()
+        self._carry = carry
         self._check_running = check_running
 
     def send(self, tensors: Sequence[Tensor]) -> None:
         self._check_running()
-        self._queue.put(tensors)
+        self._queue.put(self._carry(tensors))
 
     def post(self, sizes: Sizes) -> None:
         """Do nothing: the message brings its own memory."""
 
     def wait(self) -> Sequence[Tensor]:
-        tensors = self._queue.get()
+        take = self._queue.get()
         self._check_running()
-        return tensors if self._copy_to is None else [tensor.to(self._copy_to) for tensor in tensors]
+        return take()
 
     def wake(self) -> None:
         """Let a waiting reader notice that the ranks have stopped."""
-        self._queue.put(())
+        self._queue.put(tuple)
 
     def clear(self) -> None:
         with contextlib.suppress(Empty):
@@ -234,5 +259,3 @@ def _set_up_worker(device: torch.device, num_threads: int) -> None:
     if device.type == "cpu":
         torch.get_num_threads()  # a thread's first use of torch takes the process-wide count: not after this
         torch.set_num_threads(num_threads)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)

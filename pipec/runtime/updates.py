@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipec.errors import InputError
-from pipec.ir import Bucket, Piece, Plan, Shard, Sharding
+from pipec.ir import Bucket, Piece, Plan, Shard, Sharding, Stage
 from pipec.ir.sharding import even_slices, whole_tensors
 from pipec.runtime.group import Group
 from pipec.runtime.optimizers import (
@@ -19,6 +19,7 @@ from pipec.runtime.optimizers import (
     PipelineOptimizer,
     StageOptimizer,
     clip_factor,
+    parameter_on,
     sum_of_squares,
 )
 from pipec.runtime.replicas import travelling_as
@@ -98,6 +99,7 @@ class Updates:
         self._optimized = frozenset(name for group in groups for name in group["param_names"])
         self._like = {name: torch.empty_like(each, device="meta") for name, each in parameters.items()}
         self._stages: dict[tuple[int, int], StageUpdate] = {}
+        self._copies: dict[int, Mapping[str, nn.Parameter]] = {}
         self._bound: object = None
 
     @property
@@ -147,18 +149,19 @@ class Updates:
         self,
         plan: Plan,
         parameters: Mapping[str, nn.Parameter],
-        ranks: Sequence[int],
+        devices: Mapping[int, torch.device],
         is_distributed: bool,
         gather: Gather,
     ) -> None:
         """Divide the parameters among those who update them, as the plan says.
 
-        ``ranks`` are those of this process.
+        ``devices`` are those of the ranks of this process. Replicas of a stage that share a process share its
+        parameters. In a stream, where they update at different times, each but the first has copies.
         """
-        self._bound, self._stages = _key(plan), {}
+        self._bound, self._stages, self._copies = _key(plan), {}, {}
         keeps = plan.ending.shard is not Shard.PARAMETERS or not is_distributed
         for stage, placement in enumerate(plan.placement):
-            here = [rank for rank in placement if rank in ranks]
+            here = [rank for rank in placement if rank in devices]
             numbers = plan.ending.buckets_of(stage) if plan.ending.shard else []
             buckets = {number: plan.ending.buckets[number] for number in numbers if here}
             divided = {number: self._divided(each, len(placement)) for number, each in buckets.items()}
@@ -178,8 +181,35 @@ class Updates:
                     )
                     for number, sharding in divided.items()
                 }
-                self._add(plan, rank, stage, shards, parameters, is_distributed or rank == placement[0])
+                own = parameters
+                if plan.ending.stream and rank != here[0]:
+                    own = self._copied(plan.stages[stage], rank, parameters, devices[rank])
+                updates_whole = is_distributed or bool(plan.ending.stream) or rank == placement[0]
+                self._add(plan, rank, stage, shards, own, updates_whole)
         self.optimizer.attach([update.optimizer for update in self._stages.values()], gather)
+
+    def copies(self, rank: int) -> Mapping[str, Tensor]:
+        """The parameters of which a rank has copies of its own."""
+        return self._copies.get(rank, {})
+
+    def refresh_copies(self, parameters: Mapping[str, Tensor]) -> None:
+        """Let all copies be what the parameters of the model are now."""
+        with torch.no_grad():
+            for copies in self._copies.values():
+                for name, copied in copies.items():
+                    copied.copy_(parameters[name])
+
+    def _copied(
+        self, stage: Stage, rank: int, parameters: Mapping[str, nn.Parameter], device: torch.device
+    ) -> Mapping[str, nn.Parameter]:
+        """Copies of what is trained of a stage, for a rank; what is not has no other versions."""
+        own = {
+            name: parameter_on(parameters[name].detach().to(device, copy=True), parameters[name])
+            for name in stage.parameters
+            if name in self._optimized
+        }
+        self._copies[rank] = {**self._copies.get(rank, {}), **own}
+        return own
 
     def _divided(self, bucket: Bucket, num_replicas: int) -> Sharding:
         sizes = {name: self._like[name].numel() for name in bucket.names}
@@ -212,7 +242,7 @@ class Updates:
                 self.optimizer.on_stage(owned),
                 [parameters[name] for name in own],
                 shards,
-                counts_whole=rank == plan.placement[stage][0],
+                counts_whole=plan.ending.stream is not None or rank == plan.placement[stage][0],
             )
 
     @contextmanager

@@ -199,7 +199,7 @@ def rank_memory_over_time(plan: Plan, programs: Sequence[Program], timeline: Tim
     There are none if the timeline is not one of these programs.
     """
     curves = []
-    for program in excerpt(programs, len(plan.stages)):
+    for program in excerpt(programs, plan.ending.stream, plan.placement):
         events, memory = timeline.columns.of_rank(program.rank), rank_memory(plan, program)
         columns = Instructions.of(program.instructions, plan.links)
         timed = np.flatnonzero(columns.is_timed & (columns.ops != OP_CODE[Op.SEND]))

@@ -6,6 +6,7 @@ import numpy as np
 
 from pipec.ir import Op
 from pipec.ir.columns import OP_CODE, Floats
+from pipec.ir.stream import window
 from pipec.timeline.events import Timeline
 
 
@@ -20,23 +21,28 @@ class Steady:
 def steady_state(timeline: Timeline) -> Steady | None:
     """What holds once the pipeline is full. None where steps end with a flush, or where it never is full.
 
-    The last stage does the same for one mini-batch as for the one before, until the last one; the second half
-    of its updates is therefore as far apart as those of a stream without end.
+    The last stage does the same again after a period, until the last mini-batch; the second half of its
+    forwards is therefore as far apart as those of a stream without end.
     """
-    stream = timeline.ending.stream
-    if stream is None:
+    stream, replicas = timeline.ending.stream, [len(timeline.replicas[s]) for s in sorted(timeline.replicas)]
+    if stream is None or not replicas:
         return None
-    ends = _update_times(timeline, max(timeline.replicas, default=0))
-    middle, filling = ends.size // 2, -(-len(timeline.replicas) // stream.microbatches)
-    if middle < filling or ends.size - middle < 2:
+    ends = _forward_ends(timeline, len(replicas) - 1)
+    middle, turn = ends.size // 2, stream.period(replicas) // replicas[-1]
+    whole = (ends.size - 1 - middle) // turn * turn
+    if middle * replicas[-1] < replicas[0] * window(0, replicas) or not whole:
         return None
-    seconds = float(ends[-1] - ends[middle]) / (ends.size - 1 - middle)
+    num_batches = whole * replicas[-1] / stream.microbatches
+    seconds = float(ends[middle + whole] - ends[middle]) / num_batches
     computes = timeline.computes
-    busy = float((computes.ends - computes.starts).sum()) / ends.size
+    in_all = np.unique(computes.instructions.microbatches).size / stream.microbatches
+    busy = float((computes.ends - computes.starts).sum()) / in_all
     return Steady(seconds, 1 - busy / (timeline.num_ranks * seconds) if seconds else 0.0)
 
 
-def _update_times(timeline: Timeline, stage: int) -> Floats:
-    instructions = timeline.columns.instructions
-    updates = (instructions.ops == OP_CODE[Op.UPDATE]) & (instructions.stages == stage)
-    return np.sort(timeline.columns.ends[updates])
+def _forward_ends(timeline: Timeline, stage: int) -> Floats:
+    """When the forwards of the first replica of a stage end."""
+    instructions, first = timeline.columns.instructions, timeline.replicas[stage][0]
+    forwards = (instructions.ops == OP_CODE[Op.FORWARD]) & (timeline.columns.ranks == first)
+    found: Floats = timeline.columns.ends[forwards]
+    return found

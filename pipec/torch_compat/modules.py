@@ -102,18 +102,21 @@ def _registries(module: torch.nn.Module) -> list[dict[str, Any]]:
     return [r for m in module.modules() for r in (m.__dict__, m._parameters, m._buffers)]
 
 
-def leave_meta(module: torch.nn.Module, device: torch.device) -> None:
-    """Replace parameters and buffers on meta by fake ones on ``device``, which hold no memory either.
+def place_fakes(module: torch.nn.Module, device: torch.device) -> None:
+    """Replace parameters and buffers by fake ones on ``device``, without memory, unless all is on the CPU.
 
-    On meta, torch takes attention apart; and a composite operator that has a kernel for meta, such as
-    ``nll_loss``, silently gets no gradient. ``unchanged`` puts the tensors back. Tensors on meta that are
-    registered nowhere stay, and torch refuses to compute with them: nothing could give them values later.
+    Operators differ between kinds of devices, a model may be larger than the memory of one, and its tensors
+    may be on several. On meta, torch takes attention apart; and a composite operator that has a kernel for
+    meta, such as ``nll_loss``, silently gets no gradient. ``unchanged`` puts the tensors back. Tensors that
+    are registered nowhere stay, and torch refuses to compute with them.
     """
     mode = FakeTensorMode()
-    tensors = (*module.parameters(), *module.buffers())
-    _replace_tensors(
-        module, {id(tensor): _fake(tensor, device, mode) for tensor in tensors if tensor.is_meta}
-    )
+    tensors = [
+        tensor
+        for tensor in (*module.parameters(), *module.buffers())
+        if not tensor.device.type == device.type == "cpu"
+    ]
+    _replace_tensors(module, {id(tensor): _fake(tensor, device, mode) for tensor in tensors})
 
 
 def _replace_tensors(module: torch.nn.Module, fakes: Mapping[int, torch.Tensor]) -> None:

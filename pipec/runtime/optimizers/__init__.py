@@ -9,7 +9,7 @@
 """
 
 from pipec.runtime.optimizers.facade import Gather, PipelineOptimizer
-from pipec.runtime.optimizers.factory import Factory, is_elementwise
+from pipec.runtime.optimizers.factory import Factory, is_elementwise, parameter_on
 from pipec.runtime.optimizers.norms import clip_factor, sum_of_squares
 from pipec.runtime.optimizers.scratch import update_scratch
 from pipec.runtime.optimizers.stage import StageOptimizer

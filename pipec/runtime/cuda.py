@@ -1,0 +1,81 @@
+"""What GPUs ask of threads: a current device, the right streams, and copies beside what is computed."""
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from pipec.runtime.connections import MOST_UNDER_WAY
+
+
+@contextlib.contextmanager
+def current_device(device: torch.device) -> Iterator[None]:
+    """Make ``device`` the one that CUDA calls without a device are for, on this thread, inside a ``with``.
+
+    Such calls are Triton kernels, extensions, and ``torch.cuda.synchronize()``.
+    """
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        yield
+
+
+class CallersStreams:
+    """The streams of ``devices`` on which the thread that makes this computes, for others to compute on.
+
+    What a script does before a step, and after it, is then in order with the step, on whatever stream it is.
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        gpus = dict.fromkeys(device for device in devices if device.type == "cuda")
+        self._streams = [torch.cuda.current_stream(device) for device in gpus]
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Let this thread compute on them inside a ``with``."""
+        with contextlib.ExitStack() as stack:
+            for stream in self._streams:
+                stack.enter_context(torch.cuda.stream(stream))
+            yield
+
+
+class PeerCopies:
+    """Copies from one GPU of this process to another, on streams of their own.
+
+    A copy begins when its values are made, and neither GPU computes later for it. At most ``MOST_UNDER_WAY``
+    are under way: until they are over, the memory of both ends is held, and the host may be far ahead.
+    """
+
+    def __init__(self, source: torch.device, target: torch.device) -> None:
+        self._source, self._target = source, target
+        self._leaving, self._arriving = torch.cuda.Stream(source), torch.cuda.Stream(target)
+        self._under_way: deque[torch.cuda.Event] = deque()
+
+    def start(self, tensors: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
+        """Copy what the current stream of the source makes; returns what hands the copies to the target's."""
+        if len(self._under_way) == MOST_UNDER_WAY:
+            self._under_way.popleft().synchronize()
+        self._leaving.wait_stream(torch.cuda.current_stream(self._source))
+        with torch.cuda.stream(self._leaving), torch.cuda.stream(self._arriving):
+            copies = [tensor.to(self._target, non_blocking=True) for tensor in tensors]
+            over = self._arriving.record_event()
+        for tensor in tensors:
+            tensor.record_stream(self._leaving)
+        self._under_way.append(over)
+
+        def take() -> Sequence[Tensor]:
+            reader = torch.cuda.current_stream(self._target)
+            reader.wait_event(over)
+            for copy in copies:
+                copy.record_stream(reader)
+            return copies
+
+        return take
+
+
+def staged(tensor: Tensor) -> Tensor:
+    """A copy on the host in pinned memory, which GPUs read while the host goes on.
+
+    That of the script might be pinned as well, and be filled with the next batch meanwhile.
+    """
+    return torch.empty_like(tensor, pin_memory=True).copy_(tensor)

@@ -1,0 +1,142 @@
+"""What a step takes of a GPU: memory, time, and no waits of the host."""
+
+import resource
+import statistics
+from collections.abc import Callable
+
+import pytest
+import torch
+from gpu_models import decoder, on, token_loss, tokens, vectors, wide
+from torch import nn
+from torch.nn import functional as F
+
+import pipec
+from pipec.ir import Mode
+from pipec.pipeline.turns import Asked
+from pipec.plan.memory import rank_memory
+from pipec.runtime.holder import Emptied
+
+GB = 1e9
+
+
+def peak_of(step: Callable[[], object]) -> tuple[float, float]:
+    """The most memory that is allocated, and reserved, at a time in a warm step, in bytes."""
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return float(torch.cuda.max_memory_allocated()), float(torch.cuda.max_memory_reserved())
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_number_of_microbatches(gpu: torch.device) -> None:
+    model, peaks = wide(4, 1024).to(gpu), []
+    for count in (4, 32):
+        x, y = on(gpu, vectors(256 * count, 1024))
+        pipe = pipec.compile(model, [gpu] * 4, microbatches=count, loss_fn=F.mse_loss)
+
+        def step(pipe: pipec.Pipeline = pipe, x: torch.Tensor = x, y: torch.Tensor = y) -> None:
+            pipe.zero_grad()
+            pipe.step(x, target=y)
+
+        inputs = x.nbytes + y.nbytes
+        peaks.append(peak_of(step)[0] - inputs)
+        del pipe, step, x, y
+    assert peaks[1] < 1.05 * peaks[0]
+
+
+@pytest.mark.slow
+def test_the_plan_knows_the_peak(gpu: torch.device) -> None:
+    model, (x, y) = wide().to(gpu), on(gpu, vectors(8192))
+    pipe = pipec.compile(model, [gpu], microbatches=4, loss_fn=F.mse_loss, recompute="none")
+
+    def step() -> None:
+        pipe.zero_grad()
+        pipe.step(x, target=y)
+
+    allocated, reserved = peak_of(step)
+    (planned,) = rank_memory(pipe.plan, pipe.programs)
+    assert planned.total + x.nbytes + y.nbytes == pytest.approx(allocated, rel=0.15)
+    assert planned.total + x.nbytes + y.nbytes == pytest.approx(reserved, rel=0.30)
+
+
+def seconds_of(step: Callable[[], object]) -> float:
+    """How long a warm step takes, by the GPU's own clock."""
+    times = []
+    for _ in range(8):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        step()
+        end.record()
+        end.synchronize()
+        times.append(1e-3 * start.elapsed_time(end))
+    return statistics.median(times[3:])
+
+
+@pytest.mark.slow
+def test_a_profile_adds_up_to_a_step(gpu: torch.device) -> None:
+    model, count, (x, y) = wide(4), 4, vectors(1024)
+    example = pipec.Example(model, (x[:256],), {}, y[:256], F.mse_loss)
+    profile = pipec.profile(example, microbatch_size=256, device=gpu)
+    found = count * sum(op.seconds(phase) for op in profile.operators for phase in ("forward", "backward"))
+    pipe = pipec.compile(model, [gpu], microbatches=count, loss_fn=F.mse_loss, recompute="none")
+    x, y = on(gpu, (x, y))
+    assert found == pytest.approx(seconds_of(lambda: pipe.step(x, target=y)), rel=0.10)
+
+
+@pytest.mark.slow
+def test_a_recorded_step_lasts_as_long_as_it_takes_the_gpu(gpu: torch.device) -> None:
+    model, (x, y) = wide(4).to(gpu), on(gpu, vectors(1024))
+    pipe = pipec.compile(model, [gpu] * 2, microbatches=4, loss_fn=F.mse_loss)
+    seconds = seconds_of(lambda: pipe.step(x, target=y))
+    with pipe.trace() as trace:
+        pipe.step(x, target=y)
+    assert trace.steps[0].makespan == pytest.approx(seconds, rel=0.25)
+
+
+@pytest.mark.slow
+def test_the_host_waits_nowhere_in_a_warm_step(gpu: torch.device) -> None:
+    model, (x, y) = decoder(dropout=0.1).to(gpu), on(gpu, tokens(16))
+    pipe = pipec.compile(model, [gpu] * 4, microbatches=4, loss_fn=token_loss)
+    for _ in range(2):
+        pipe.step(x, target=y)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss = pipe.step(x, target=y)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert float(loss) > 0
+
+
+@pytest.mark.slow
+def test_a_model_larger_than_a_gpu_is_compiled_on_the_host(device: torch.device) -> None:
+    """45 GB of parameters, which nothing touches."""
+    layers = [nn.utils.skip_init(nn.Linear, 16384, 16384, bias=False) for _ in range(42)]
+    model = nn.Sequential(*layers)
+    assert sum(parameter.nbytes for parameter in model.parameters()) > 45 * GB
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    before = _resident()
+    pipe = pipec.compile(model, [device] * 4, loss_fn=F.mse_loss, microbatches=2, memory_limit="1TB")
+    turn = pipe._agreed(Asked("prepare", Mode.TRAIN), (torch.ones(4, 16384),), {}, torch.ones(4, 16384))
+    pipe._compiler.compile(turn.signature, turn.call)
+    assert _resident() - before < 1 * GB
+    if device.type == "cuda":
+        assert torch.cuda.max_memory_allocated() < 1 * GB
+
+
+def _resident() -> float:
+    """The most memory that this process has had, in bytes."""
+    return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def test_what_other_ranks_hold_takes_no_memory_of_a_gpu_to_be_captured(gpu: torch.device) -> None:
+    weight, emptied = nn.Parameter(torch.ones(1024, 1024, device=gpu)), Emptied()
+    emptied.empty({"weight": weight})
+    before = torch.cuda.memory_allocated()
+    with emptied.shaped({"weight": weight}):
+        assert weight.shape == (1024, 1024)
+        assert torch.cuda.memory_allocated() == before
+    assert (weight.shape, weight.device) == ((0,), gpu)

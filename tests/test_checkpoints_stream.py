@@ -1,0 +1,196 @@
+"""Streams that stop between two mini-batches and go on: with the same batches, and the same bits."""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from torch.utils.data import DataLoader, Dataset
+
+import pipec
+
+ROWS, EPOCHS, STOPS = 6, 3, (3, 6, 9, 10)
+SCHEDULES = ("1f1b", "pipedream")
+
+
+class Noisy(Dataset[tuple[Tensor, Tensor]]):
+    """Its items are drawn anew each time, by torch's generator."""
+
+    def __init__(self, size: int = 5 * ROWS) -> None:
+        self.size, self.read = size, list[int]()
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.read.append(index)
+        return torch.randn(6) + index, torch.tensor(index % 3)
+
+
+class Stateful:
+    """A loader that knows where it is, as those of torchdata do."""
+
+    def __init__(self, dataset: Noisy) -> None:
+        self.dataset, self.at = dataset, 0
+        self.order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(3))
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        while self.at < len(self.order):
+            rows = [self.dataset[int(index)] for index in self.order[self.at : self.at + ROWS]]
+            self.at += ROWS
+            yield [torch.stack(each) for each in zip(*rows, strict=True)]
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "order": self.order}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.at, self.order = state["at"], state["order"]
+
+
+class Eager:
+    """It shuffles when the iteration begins, and not when the first batch is asked for."""
+
+    def __init__(self, dataset: Noisy) -> None:
+        self.dataset = dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(DataLoader(self.dataset, ROWS, sampler=torch.randperm(len(self.dataset)).tolist()))
+
+
+LOADERS: Mapping[str, Callable[[Noisy], Any]] = {
+    "shuffled": lambda data: DataLoader(data, ROWS, shuffle=True),
+    "by a generator of its own": lambda data: DataLoader(
+        data, ROWS, shuffle=True, generator=torch.Generator().manual_seed(4)
+    ),
+    "shuffled at once": Eager,
+    "stateful": Stateful,
+}
+
+
+class Run:
+    """A pipeline with a schedule of learning rates, and a checkpoint from before its first step."""
+
+    def __init__(self, schedule: str, directory: Path) -> None:
+        torch.manual_seed(0)
+        layers = (nn.Linear(6, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 3))
+        self.pipe = pipec.compile(
+            nn.Sequential(*layers),
+            2,
+            schedule=schedule,
+            loss_fn=lambda output, target: (nn.functional.cross_entropy(output, target), {"n": output.sum()}),
+            optimizer=partial(optim.SGD, lr=0.1, momentum=0.9),
+            **({"microbatches": 2} if schedule == "1f1b" else {}),
+        )
+        self.scheduler = optim.lr_scheduler.StepLR(self.pipe.optimizer, 1, 0.9)
+        self.fresh = directory / schedule
+        self.pipe.save_checkpoint(self.fresh, scheduler=self.scheduler)
+
+    def load(self, directory: Path) -> Any:
+        return self.pipe.load_checkpoint(directory, scheduler=self.scheduler)
+
+    def losses(self, loader: Any, **resume: bool) -> Iterator[tuple[float, float, float]]:
+        """Those of a stream, with the logs and learning rates."""
+        for loss in self.pipe.stream(loader, **resume):
+            given = float(loss), float(self.pipe.logs["n"]), self.scheduler.get_last_lr()[0]
+            self.scheduler.step()
+            yield given
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    return {schedule: Run(schedule, tmp_path_factory.mktemp("fresh")) for schedule in SCHEDULES}
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_stream_goes_on_with_the_same_bits(
+    runs: dict[str, Run], schedule: str, kind: str, tmp_path: Path
+) -> None:
+    run = runs[schedule]
+    run.load(run.fresh)
+
+    def save(epoch: int) -> None:
+        run.pipe.save_checkpoint(tmp_path / str(run.pipe.num_steps), scheduler=run.scheduler, extra=epoch)
+
+    losses = trained(run, 0, LOADERS[kind](Noisy()), save)
+    for stopped in STOPS:
+        torch.manual_seed(99)
+        epoch = run.load(tmp_path / str(stopped))
+        went_on = trained(run, epoch, LOADERS[kind](Noisy()), lambda _: run.pipe.drain())
+        assert went_on == losses[stopped:]
+
+
+def trained(run: Run, first: int, loader: Any, stop: Callable[[int], None]) -> list[Any]:
+    """What the epochs from the ``first`` on give. Where a checkpoint is made, a pipeline is drained."""
+    losses = []
+    for epoch in range(first, EPOCHS):
+        for loss in run.losses(loader, resume=True):
+            losses.append(loss)
+            if run.pipe.num_steps in STOPS:
+                stop(epoch)
+    return losses
+
+
+def test_what_was_trained_on_is_neither_read_again_nor_left_out(runs: dict[str, Run], tmp_path: Path) -> None:
+    """By another schedule, and with a stop before the losses that were left have been given."""
+    data = Noisy()
+    one, other = runs["pipedream"], runs["1f1b"]
+    one.load(one.fresh)
+    stream, loader = one.losses(Stateful(data)), Stateful(data)
+    next(stream)
+    one.pipe.save_checkpoint(tmp_path / "saved", scheduler=one.scheduler)
+    left = next(stream)
+    data.read.clear()
+    other.load(tmp_path / "saved")
+    for mine, theirs in zip(one.pipe.parameters(), other.pipe.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    other.pipe.save_checkpoint(tmp_path / "again", scheduler=other.scheduler)
+    other.load(tmp_path / "again")
+    stream = other.losses(loader, resume=True)
+    assert next(stream) == left
+    assert data.read == []
+    assert len(list(stream)) == 3
+    assert data.read == loader.order[2 * ROWS :].tolist()
+
+
+def test_a_stream_says_whether_it_goes_on(runs: dict[str, Run], tmp_path: Path) -> None:
+    run = runs["1f1b"]
+    run.load(run.fresh)
+    for _ in run.losses(Stateful(Noisy())):
+        run.pipe.save_checkpoint(tmp_path / "saved", scheduler=run.scheduler)
+        break
+    run.load(tmp_path / "saved")
+    for _ in range(2):
+        with pytest.raises(pipec.InputError, match="pass resume=True to go on there"):
+            run.pipe.stream([])
+    assert len(list(run.losses(Stateful(Noisy()), resume=False))) == 5
+    run.pipe.save_checkpoint(tmp_path / "over", scheduler=run.scheduler)
+    run.load(tmp_path / "over")
+    assert len(list(run.losses(Stateful(Noisy()), resume=True))) == 5
+    for _ in run.losses(DataLoader(Noisy(), ROWS)):
+        run.pipe.save_checkpoint(tmp_path / "saved", scheduler=run.scheduler)
+        break
+    run.load(tmp_path / "saved")
+    assert len(list(run.losses(Stateful(Noisy()), resume=True))) == 4
+    run.load(tmp_path / "saved")
+    with pytest.raises(pipec.InputError, match="after 1 batches of a stream, and now there are 0"):
+        list(run.losses([], resume=True))
+    run.load(tmp_path / "saved")
+    assert list(run.losses(DataLoader(Noisy(ROWS), ROWS), resume=True)) == []
+
+
+def test_a_state_of_a_loader_that_cannot_be_written(runs: dict[str, Run], tmp_path: Path) -> None:
+    class Strange(Stateful):
+        def state_dict(self) -> dict[str, Any]:
+            return {"at": object()}
+
+    run = runs["1f1b"]
+    run.load(run.fresh)
+    for _ in run.losses(Strange(Noisy())):
+        with pytest.raises(pipec.InputError, match="loader of the stream's position"):
+            run.pipe.save_checkpoint(tmp_path / "saved", scheduler=run.scheduler)
+        break

@@ -1,0 +1,73 @@
+"""Rehearsals with what a step does besides its microbatches, which must find nothing of them."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pipec
+from pipec.runtime.execution import Ranks
+from pipec.runtime.rehearsal import RehearsedInterpreter
+
+X, Y = torch.linspace(-1, 1, 64).view(16, 4), torch.linspace(0, 1, 32).view(16, 2)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 2))
+
+
+def trained(shard: str | None) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """The losses of some steps, one of them without an update, and what has become of the model."""
+    model = net()
+    pipe = pipec.compile(
+        model,
+        ["cpu"] * 4,
+        loss_fn=nn.functional.mse_loss,
+        microbatches=4,
+        replicas=2,
+        optimizer=lambda named: torch.optim.AdamW(named, lr=0.1),
+        clip_grad_norm=1.0,
+        shard=shard,
+    )
+    torch.manual_seed(5)
+    with pipe.accumulate():
+        losses = [pipe.step(X, target=Y)]
+    losses += [pipe.step(X, target=Y) for _ in range(2)]
+    losses.append(pipe.step(X[:12], target=Y[:12]))
+    return losses, pipe.full_state_dict()
+
+
+@pytest.fixture
+def rehearsals(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The ranks that have rehearsed. As replicas share tensors here, each does so alone."""
+    alone, together, found = threading.Lock(), threading.Barrier(4), list[int]()
+    rehearse = RehearsedInterpreter._rehearse
+
+    def in_turn(self: RehearsedInterpreter, *args: object) -> None:
+        with alone:
+            rehearse(self, *args)
+        found.append(self._rank.number)
+        together.wait()
+
+    monkeypatch.setattr(Ranks, "message_by_gpu", True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(RehearsedInterpreter, "_rehearse", in_turn)
+    return found
+
+
+@pytest.mark.parametrize("shard", [None, "parameters"])
+def test_updates_find_nothing_of_a_rehearsal(
+    rehearsals: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    shard: str | None,
+) -> None:
+    caplog.set_level("INFO", "pipec")
+    found = trained(shard)
+    assert sorted(rehearsals) == [0, 0, 1, 1, 2, 2, 3, 3], "steps of two sizes"
+    assert "ended early" not in caplog.text
+    monkeypatch.undo()
+    torch.testing.assert_close(found, trained(shard), rtol=0, atol=0)

@@ -1,0 +1,216 @@
+"""What is asked of CUDA's streams, by a stub of ``torch.cuda`` that needs no GPU."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pipec
+from pipec.ir import Input, Instruction, Mode, Op, Plan, Program, Stage, Value
+from pipec.runtime import Interpreter, execution, interpreter
+from pipec.runtime.connections import MOST_UNDER_WAY
+from pipec.runtime.cuda import PeerCopies
+from pipec.runtime.recording import GpuClock
+from pipec.runtime.span import Span
+from pipec.runtime.transport import InProcess
+
+A, B, CPU = torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu")
+
+
+class Event:
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self._log = name, log
+
+    def synchronize(self) -> None:
+        self._log.append(f"host waits for {self.name}")
+
+
+class Stream:
+    """Writes down what is asked of it, and by which stream."""
+
+    def __init__(self, device: torch.device, name: str, log: list[str]) -> None:
+        self.device, self.name, self._log = device, name, log
+        self._num_events = 0
+
+    def wait_stream(self, other: "Stream") -> None:
+        self._log.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: Event) -> None:
+        self._log.append(f"{self.name} waits for {event.name}")
+
+    def record_event(self) -> Event:
+        self._num_events += 1
+        return Event(f"{self.name} {self._num_events}", self._log)
+
+
+class Cuda:
+    """``torch.cuda``: each thread has a current stream on every device, the default one at first."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self._here = threading.local()
+        self._defaults: dict[torch.device, Stream] = {}
+        self._made = {A: iter(["leaving", "side of A"]), B: iter(["arriving", "side of B"])}
+
+    def Stream(self, device: torch.device) -> Stream:
+        return Stream(device, next(self._made[device]), self.log)
+
+    def current_stream(self, device: torch.device) -> Stream:
+        default = self._defaults.setdefault(device, Stream(device, f"default of {device}", self.log))
+        found: Stream = vars(self._here).get(str(device), default)
+        return found
+
+    @contextlib.contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before = self.current_stream(stream.device)
+        vars(self._here)[str(stream.device)] = stream
+        yield
+        vars(self._here)[str(stream.device)] = before
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+    stub = Cuda()
+    for name in ("Stream", "current_stream", "stream"):
+        monkeypatch.setattr(torch.cuda, name, getattr(stub, name))
+    return stub
+
+
+def streams_of(cuda: Cuda) -> Callable[[], list[str]]:
+    return lambda: [cuda.current_stream(device).name for device in (A, B)]
+
+
+def test_ranks_compute_on_the_streams_of_their_caller(cuda: Cuda) -> None:
+    """Else a step would not wait for what the script has launched, nor the script for the step."""
+    ranks, defaults = InProcess([A, A, B, CPU]), ["default of cuda:0", "default of cuda:1"]
+    with cuda.stream(Stream(A, "side of A", cuda.log)), cuda.stream(Stream(B, "side of B", cuda.log)):
+        assert ranks.run([streams_of(cuda)] * 4) == [["side of A", "side of B"]] * 4
+        later = ranks.following(streams_of(cuda))
+    assert ranks.run([streams_of(cuda)] * 4) == [defaults] * 4
+    assert later() == ["side of A", "side of B"], "a stream of batches stays on that on which it began"
+
+
+class Values:
+    """A tensor whose copies are written down."""
+
+    def __init__(self, cuda: Cuda, name: str) -> None:
+        self._cuda, self._name = cuda, name
+
+    def to(self, device: torch.device, non_blocking: bool) -> "Values":
+        assert non_blocking
+        by = [self._cuda.current_stream(each).name for each in (A, B)]
+        self._cuda.log.append(f"{self._name} is copied by {by[0]} to {by[1]}")
+        return Values(self._cuda, f"copy of {self._name}")
+
+    def record_stream(self, stream: Stream) -> None:
+        self._cuda.log.append(f"{self._name} is kept for {stream.name}")
+
+
+def test_copies_between_gpus_run_beside_what_both_compute(cuda: Cuda) -> None:
+    copies = PeerCopies(A, B)
+    x: Any = Values(cuda, "x")
+    take = copies.start([x])
+    assert cuda.log == [
+        "leaving waits for default of cuda:0",
+        "x is copied by leaving to arriving",
+        "x is kept for leaving",
+    ]
+    cuda.log.clear()
+    take()
+    assert cuda.log == [
+        "default of cuda:1 waits for arriving 1",
+        "copy of x is kept for default of cuda:1",
+    ]
+
+
+def test_a_host_that_runs_ahead_of_copies_waits(cuda: Cuda) -> None:
+    copies = PeerCopies(A, B)
+    for _ in range(MOST_UNDER_WAY + 2):
+        copies.start([])
+    waits = [line for line in cuda.log if line.startswith("host")]
+    assert waits == ["host waits for arriving 1", "host waits for arriving 2"]
+
+
+def test_ranks_on_two_gpus_share_the_copies_of_a_direction(cuda: Cuda) -> None:
+    """Streams are few; and what a pair of GPUs has under way counts together."""
+    ranks = InProcess([A, B])
+    x: Any = Values(cuda, "x")
+    for tag in (0, 1):
+        ranks.mailbox(tag, 0, 1).send([x])
+        ranks.mailbox(tag, 0, 1).wait()
+    copied = [line for line in cuda.log if "is copied" in line]
+    assert copied == ["x is copied by leaving to arriving"] * 2
+
+
+def test_what_gpus_read_of_a_batch_is_staged_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else their copies wait for the GPU, or read what the script has filled with the next batch."""
+    copied: list[Tensor] = []
+    monkeypatch.setattr(execution, "staged", lambda tensor: copied.append(tensor) or tensor.clone())
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    pipe = pipec.compile(model, ["cpu"] * 2, microbatches=4, loss_fn=nn.functional.mse_loss)
+    x, y = torch.ones(8, 4), torch.ones(8, 2)
+    pipe.step(x, target=y)
+    assert copied == []
+    (linked,) = pipe._executions.values()
+    linked._read_by_gpus = linked._interpreters[1].inputs  # as if that rank had a GPU
+    pipe.step(x, target=y)
+    assert [tuple(tensor.shape) for tensor in copied] == [(8, 2)]
+
+
+# times
+
+
+class Gpu:
+    """A GPU that the host is ahead of. ``now`` is when it is done with all that was launched, in ms."""
+
+    now = 7000.0
+
+
+class TimingEvent:
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self._time, self._is_over = Gpu.now, False
+
+    def synchronize(self) -> None:
+        self._is_over = True
+
+    def elapsed_time(self, other: "TimingEvent") -> float:
+        assert self._is_over
+        assert other._is_over, "an event that has not come yet has no time"
+        return other._time - self._time
+
+
+class Launching:
+    """A stage of which a microbatch keeps the GPU busy for as many milliseconds as it has rows."""
+
+    PARAMETERS = BUFFERS = UPDATED_BUFFERS = ()
+
+    @staticmethod
+    def forward(x: Tensor) -> tuple[dict[str, Tensor], list[Tensor], tuple[Tensor, ...]]:
+        Gpu.now += len(x)
+        return {}, [], ()
+
+
+def test_recorded_times_are_those_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host takes microseconds to launch what takes the GPU milliseconds."""
+    monkeypatch.setattr(torch.cuda, "Event", TimingEvent)
+    monkeypatch.setattr(interpreter, "clock_of", lambda device: GpuClock())
+    inputs = (Input(0, "x", True, Value("x", "float32", ("b",))),)
+    plan = Plan(
+        Mode.FORWARD, "gpipe", 2, 3, placement=((0,),), stages=(Stage(0, 0, 0),), links=(), inputs=inputs
+    )
+    program = Program(0, [Instruction(Op.FORWARD, 0, microbatch) for microbatch in range(2)])
+    made = Interpreter(program, plan, {0: Launching}, {}, {}, InProcess([CPU]).endpoint(0), CPU)
+    stamps: list[int] = []
+    began = time.time_ns()
+    made.run([{"x": torch.zeros(3)}, {"x": torch.zeros(2)}], Span([3, 2], 5), stamps=stamps)
+    assert [round((stamp - stamps[0]) / 1e6) for stamp in stamps] == [0, 0, 3, 3, 3, 5]
+    assert began <= stamps[0] <= time.time_ns()
+    made.run([{"x": torch.zeros(3)}, {"x": torch.zeros(2)}], Span([3, 2], 5))
