@@ -202,6 +202,7 @@ def backward_2(w, saved, x):
     t_5 = grad_input_1.t()
     grad_w0 = torch.mm(t_5, x)
     sum_3 = torch.sum(grad_input_1, [0], True)
+    del grad_input_1, t_5
     grad_w1 = sum_3.reshape([8])
     return {}, (grad_w0, grad_w1, None, None, None, None)
 """

@@ -16,7 +16,7 @@ from pipec.artifact.check import check_artifact
 from pipec.cli.trial import load_filled, random_batches
 from pipec.errors import InfeasibleError, InputError, VerifyError
 from pipec.ir.text import parse_program
-from pipec.plan.memory import rank_memory
+from pipec.plan.memory import plan_memory
 from pipec.timeline.attribution import rank_memory_over_time
 from pipec.viz.html import timeline_html
 
@@ -91,9 +91,9 @@ def test_the_plan_and_its_pictures_are_of_a_stream() -> None:
     text = pipe.visualize()
     assert "pipedream, 10 microbatches" in text
     assert '"version":[0,0,0,' in timeline_html({"pipedream": timeline}).replace(" ", "")
-    curves = rank_memory_over_time(pipe.plan, timeline)
+    curves = rank_memory_over_time(pipe.plan, pipe.programs, timeline)
     highest = [max(amount for _, amount in curve) for curve in curves]
-    assert highest == pytest.approx([need.total for need in rank_memory(pipe.plan, pipe.programs)])
+    assert highest == pytest.approx([need.peak_bytes for need in plan_memory(pipe.plan, pipe.programs)])
 
 
 def test_the_cut_makes_room_for_versions() -> None:
@@ -113,4 +113,4 @@ def of_schedule(schedule: str, limit: int | None = None) -> pipec.Pipeline:
 
 
 def most_needed(pipe: pipec.Pipeline) -> float:
-    return max(need.total for need in rank_memory(pipe.plan, pipe.programs))
+    return max(need.peak_bytes for need in plan_memory(pipe.plan, pipe.programs))

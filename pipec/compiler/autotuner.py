@@ -131,7 +131,7 @@ class Autotuner:
             if not any(choice.best.excess):
                 break
             lacking = zip(reserved, choice.best.excess, choice.best.memory, strict=True)
-            reserved = [max(held + excess, need.transient) for held, excess, need in lacking]
+            reserved = [max(held + excess, need.running) for held, excess, need in lacking]
         return [(tuner, choice)]
 
     def with_replicas(self, replicas: Replicas) -> "Autotuner":
@@ -275,7 +275,7 @@ class _Search:
             if nearest is None or not any(nearest.excess):
                 return
             reserved = [
-                max(max(held + nearest.excess[rank], nearest.memory[rank].transient) for rank in group)
+                max(max(held + nearest.excess[rank], nearest.memory[rank].running) for rank in group)
                 for group, held in zip(members, reserved, strict=True)
             ]
 

@@ -12,10 +12,23 @@ from pipec.codegen.title import stage_title
 from pipec.compiler import pass_list
 from pipec.compiler.checks import check_rounds, joins_replicas
 from pipec.compiler.pass_list import CompilerOptions
+from pipec.cost.formulas import node_bytes
 from pipec.errors import InputError, PipecError
 from pipec.graph import TrainingGraph, copy_graph
 from pipec.graph.functions import StageFunctions, stage_functions
-from pipec.ir import Ending, Payload, Phase, Placement, Plan, Program, Schedule, Shard, rank_of
+from pipec.ir import (
+    Ending,
+    Payload,
+    Phase,
+    Placement,
+    Plan,
+    Program,
+    RankMemory,
+    Schedule,
+    Shard,
+    StageMemory,
+    rank_of,
+)
 from pipec.ir.columns import PHASE_CODE, Cells
 from pipec.ir.text import value_bytes
 from pipec.passes import Observer, Pass, run_passes
@@ -23,12 +36,13 @@ from pipec.passes.assign_stages import AssignStages
 from pipec.passes.dump import requested_dumps
 from pipec.plan.buckets import in_parts
 from pipec.plan.build import Names, build_plan, stage_cost
-from pipec.plan.memory import RankMemory, rank_memory
+from pipec.plan.memory import plan_memory
 from pipec.plan.predictions import simulate_plan, step_seconds
 from pipec.plan.updates import with_updates
 from pipec.plan.values import value_of
 from pipec.programs.fold import fold
 from pipec.programs.lower import lower
+from pipec.programs.memory import UNDER_WAY
 from pipec.programs.verify import verify_plan
 from pipec.schedules import Workload, on_ranks
 
@@ -53,7 +67,7 @@ class Trial:
 
     @property
     def peak_bytes(self) -> float:
-        return max(need.total for need in self.memory)
+        return max(need.peak_bytes for need in self.memory)
 
     @property
     def score(self) -> tuple[float, float]:
@@ -171,7 +185,9 @@ class StagedGraph:
                 self._message_seconds(stage, size, *ends)
                 for stage, ends in zip(stages, pairwise(ranks), strict=False)
             ),
-            memory=tuple(cost.memory for cost in costs),
+            memory=tuple(
+                _with_messages(cost.memory, stage, size) for cost, stage in zip(costs, stages, strict=True)
+            ),
             memory_limit=tuple(
                 devices[played_by[rank]].memory_bytes for rank in sorted({ranks[0] for ranks in placement})
             ),
@@ -206,9 +222,9 @@ class StagedGraph:
         else:
             programs = lower(placed, plan.links, recompute, plan.ending, plan.parts, plan.joins)
         verify_plan(plan, programs)
-        memory = rank_memory(plan, programs)
+        memory = plan_memory(plan, programs)
         devices = self.options.topology.devices
-        excess = [max(0.0, need.total - devices[rank].memory_bytes) for rank, need in enumerate(memory)]
+        excess = [max(0.0, need.peak_bytes - devices[rank].memory_bytes) for rank, need in enumerate(memory)]
         seconds = step_seconds(simulate_plan(plan, programs))
         return Trial(self, schedule, stages, plan, programs, seconds, memory, excess)
 
@@ -238,8 +254,7 @@ class StagedGraph:
     def _with_updates(self, plan: Plan) -> Plan:
         if not (plan.ending.updates and self.options.optimizer):
             return plan
-        rate = self.options.device_model.memory_bytes_per_second
-        return with_updates(plan, self.options.optimizer, rate)
+        return with_updates(plan, self.options.optimizer, self.options.device_model)
 
     def _message_seconds(self, stage: StageFunctions, size: int, source: int, target: int) -> float:
         """The time of what the stage's forward sends from one rank to another."""
@@ -265,6 +280,20 @@ def _refuse_tied(plan: Plan) -> None:
                 "versions of it. Take a schedule with a flush, such as schedule='1f1b'; or give each use a "
                 "parameter of its own before you compile"
             )
+
+
+def _with_messages(memory: StageMemory, stage: StageFunctions, size: int) -> StageMemory:
+    """No less than what a stage holds with its messages: each microbatch in flight has a buffer for them."""
+    received, sent = (
+        sum(node_bytes(node, size) for function in stage.functions for node in getattr(function, kind))
+        for kind in ("received", "sent")
+    )
+    return replace(
+        memory,
+        saved=memory.saved + received,
+        kept=memory.kept + received,
+        travelling=memory.travelling + UNDER_WAY * sent,
+    )
 
 
 def _refuse_shared(plan: Plan, graph: TrainingGraph) -> None:

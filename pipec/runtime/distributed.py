@@ -12,7 +12,6 @@ import contextlib
 import functools
 import hashlib
 import itertools
-import math
 import multiprocessing.util
 import pickle
 import textwrap
@@ -28,9 +27,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipec.errors import PipecError, TransportError
-from pipec.ir import Instruction, Link, Op, Payload, Program, Sizes, Value
-from pipec.ir.text import evaluate_dim, format_link
-from pipec.runtime.connections import Connections, Direction, GlooConnections, Started
+from pipec.ir import Instruction, Link, Op, Payload, Program, Sizes
+from pipec.ir.text import format_link
+from pipec.runtime.connections import Connections, Direction, GlooConnections
 from pipec.runtime.cuda import current_device
 from pipec.runtime.group import Group
 from pipec.runtime.hosts_group import HostsGroup
@@ -39,7 +38,7 @@ from pipec.runtime.nccl import NcclConnections
 from pipec.runtime.processes_group import ProcessesGroup
 from pipec.runtime.rendezvous import bounded, meet
 from pipec.runtime.stops import STOPS
-from pipec.runtime.storage import is_exclusive
+from pipec.runtime.storage import Buffer, buffers_for
 from pipec.runtime.transport import Receiver, Send
 from pipec.runtime.waits import names
 
@@ -67,7 +66,7 @@ class TorchDistributed:
         self._timeout = timeout
         self._lifelines, store = meet(here, next(_transport_numbers), timeout)
         multiprocessing.util.Finalize(self, self._lifelines.close, exitpriority=0)
-        self._buffers: dict[tuple[Link, int, int], list[_Buffer]] = {}
+        self._buffers: dict[tuple[Link, int, int], list[Buffer]] = {}
         self._collectives = ThreadPoolExecutor(1, "pipec collectives")
         if not dist.is_initialized():
             join = functools.partial(
@@ -200,8 +199,11 @@ class TorchDistributed:
         assert instruction.link is not None
         key = instruction.link, instruction.peer, instruction.slot
         if key not in self._buffers:
-            self._buffers[key] = [_Buffer(value, self.device) for value in instruction.link.values]
+            self._buffers[key] = buffers_for(instruction, self.device)
         return _Receiver(self, instruction, tag, self._buffers[key])
+
+    def held(self) -> Sequence[Tensor]:
+        return [buffer.memory for buffers in self._buffers.values() for buffer in buffers]
 
     def group(self, ranks: Sequence[int], num_hosts: int = 1) -> Group:
         """These ranks, of which this one is one, for collectives. NCCL itself knows what is on which host."""
@@ -278,7 +280,7 @@ class _Receiver:
     """One receive instruction. All receives into the same slot share its buffers."""
 
     def __init__(
-        self, transport: TorchDistributed, instruction: Instruction, tag: int, buffers: Sequence["_Buffer"]
+        self, transport: TorchDistributed, instruction: Instruction, tag: int, buffers: Sequence[Buffer]
     ) -> None:
         self._transport = transport
         self._peer = instruction.peer
@@ -305,35 +307,6 @@ class _Receiver:
                     connections.wait(buffer.arriving)
                     buffer.arriving, buffer.settling = None, None if self._is_last else buffer.arriving
         return posted
-
-
-class _Buffer:
-    """Memory for one received value. It is used again as soon as nobody holds the value it had before.
-
-    ``arriving`` is the message that fills it. Once that was waited for, on the device, it is ``settling``.
-    """
-
-    def __init__(self, value: Value, device: torch.device) -> None:
-        self._value = value
-        self._device = device
-        self._memory = torch.empty(0)
-        self.arriving: Started | None = None
-        self.settling: Started | None = None
-
-    def settle(self, connections: Connections) -> None:
-        """Let nothing but this hold the memory, as far as messages do."""
-        if self.settling is not None:
-            connections.settle(self.settling)
-            self.settling = None
-
-    def view(self, sizes: Sizes) -> Tensor:
-        """A tensor of the value's shape where its names stand for ``sizes``, with undefined contents."""
-        shape = [evaluate_dim(dim, sizes) for dim in self._value.shape]
-        count = math.prod(shape)
-        if self._memory.numel() < count or not is_exclusive(self._memory):
-            dtype = getattr(torch, self._value.dtype)
-            self._memory = torch.empty(count, dtype=dtype, device=self._device)
-        return self._memory[:count].view(shape)
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -21,6 +21,9 @@ class Home(Protocol):
     def place(self, index: int) -> Tensor:
         """That of the parameter ``index``, whatever its values are."""
 
+    def held(self) -> Sequence[Tensor]:
+        """The memory that is there already."""
+
     def forget_step(self) -> None:
         """Let go of what ``place`` has returned."""
 
@@ -43,6 +46,12 @@ class GradientSum:
     def keep_in(self, home: Home, indices: Iterable[int]) -> None:
         """Let the totals of these parameters lie in ``home``, from their first gradient on."""
         self._homes |= dict.fromkeys(indices, home)
+
+    def held(self) -> list[Tensor]:
+        """The sums that are there already, and the memory that others are to lie in."""
+        kept = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        homes = set(self._homes.values())
+        return kept + [*self.waiting.values()] + [memory for home in homes for memory in home.held()]
 
     def begin_step(self) -> None:
         """Start from the ``.grad`` that previous steps left; totals of the step start empty."""
@@ -106,13 +115,13 @@ class GradientSum:
             self._add_to_grad(index, total)
 
     @property
-    def held(self) -> dict[int, Tensor]:
+    def waiting(self) -> dict[int, Tensor]:
         """The totals of the step that are not in ``.grad``, by index."""
         return {index: total for index, total in enumerate(self._totals) if total is not None}
 
     def release(self) -> None:
-        """Add everything that is held to ``.grad``."""
-        for index in self.held if self._holds else ():
+        """Add everything that waits to ``.grad``."""
+        for index in self.waiting if self._holds else ():
             total, self._totals[index] = self._totals[index], None
             assert total is not None
             self._add_to_grad(index, total)

@@ -20,6 +20,7 @@ from pipec.ir import Instruction, Op, Plan, Program, Sizes
 from pipec.ir.text import evaluate_dim
 from pipec.runtime.group import Group, Wait
 from pipec.runtime.interpreter import Interpreter
+from pipec.runtime.meter import Meter
 from pipec.runtime.recording import Stamps
 from pipec.runtime.span import Span
 from pipec.runtime.stage import StageCode
@@ -75,11 +76,12 @@ class RehearsedInterpreter(Interpreter):
         seed: int = 0,
         stamps: Stamps | None = None,
         update: bool = True,
+        meter: Meter | None = None,
     ) -> dict[str, Tensor]:
         if tuple(span.sizes) not in self._rehearsed:
             self._rehearsed.add(tuple(span.sizes))
             self._rehearse(microbatches, span, seed)
-        return super().run(microbatches, span, seed, stamps, update)
+        return super().run(microbatches, span, seed, stamps, update, meter)
 
     def _rehearse(self, microbatches: Sequence[Mapping[str, Tensor]], span: Span, seed: int) -> None:
         gradients = [tensor.grad for tensor in self._trained]
@@ -109,6 +111,10 @@ class _Alone:
 
     def group(self, ranks: Sequence[int], num_hosts: int = 1) -> Group:
         return _GroupOfOne(list(ranks).index(self.rank), len(ranks))
+
+    def held(self) -> Sequence[Tensor]:
+        """Nothing: what is received is made when it is waited for."""
+        return ()
 
     def finish(self) -> None:
         """Nothing was sent."""

@@ -73,7 +73,7 @@ def _gradients_on(rank: Rank) -> Iterator[dict[str, Tensor]]:
         return
     for number, stage in rank.stages.items():
         if rank.number == rank.plan.placement[number][0]:
-            yield {stage.code.PARAMETERS[index]: total for index, total in stage.gradients.held.items()}
+            yield {stage.code.PARAMETERS[index]: total for index, total in stage.gradients.waiting.items()}
 
 
 def _updates_of(rank: Rank) -> list[StageUpdate]:
