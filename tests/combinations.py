@@ -90,8 +90,11 @@ def cut_evenly(model: Captured, num_stages: int, recompute: bool) -> StagedGraph
 
 
 def cut(model: Captured, how: Pass, recompute: frozenset[int]) -> StagedGraph:
-    """The captured graph through every pass, cut by ``how``."""
-    return StagedGraph(model.graph, how, OPTIONS, recompute)
+    """The captured graph through every pass, cut by ``how``. Some stages replay all they can."""
+    staged = StagedGraph(model.graph, how, OPTIONS)
+    values = staged.forward_values(model.graph.batch_size)
+    replayed = frozenset(name for stage in recompute for name in values[stage])
+    return staged.recomputing(replayed) if replayed else staged
 
 
 @functools.cache

@@ -12,10 +12,11 @@ from itertools import takewhile
 
 from pipec.compiler.alternatives import alternative
 from pipec.compiler.policy import Replicas, SchedulePolicy
+from pipec.compiler.recompute import within_memory
 from pipec.compiler.staged import StagedGraph, Trial
 from pipec.errors import InputError, PlanError
 from pipec.hardware.topology import Topology, alike
-from pipec.ir import Alternative, Placement, Schedule, count_ranks, stages_on
+from pipec.ir import Alternative, Placement, Schedule, count_ranks
 from pipec.ir.batch import split_sizes
 from pipec.passes import Pass
 from pipec.passes.cut_for_replicas import CutForReplicas
@@ -160,11 +161,7 @@ class Autotuner:
     def fitting(self, staged: StagedGraph, schedule: Schedule, size: int) -> Trial:
         """A schedule on these stages. Those that would not fit recompute, if they may."""
         trial = staged.trial(schedule, size)
-        if not (self.may_recompute and any(trial.excess)):
-            return trial
-        short = (rank for rank, excess in enumerate(trial.excess) if excess)
-        again = frozenset(stage for rank in short for stage in stages_on(trial.plan.placement, rank))
-        return staged.recomputing(again).trial(schedule, size)
+        return within_memory(trial) if self.may_recompute and any(trial.excess) else trial
 
 
 @dataclass

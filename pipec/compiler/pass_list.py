@@ -36,10 +36,10 @@ class CompilerOptions:
     optimizer: OptimizerFacts | None = None
 
 
-def passes(options: CompilerOptions, cut: Pass, recompute: frozenset[int]) -> list[Pass]:
+def passes(options: CompilerOptions, cut: Pass, replayed: frozenset[str]) -> list[Pass]:
     """The compilation of a captured graph. ``cut`` is the pass that gives nodes their stages.
 
-    The stages in ``recompute`` compute again what they did not receive. If the options say so, all stages do.
+    Nodes with a name in ``replayed`` are computed again, or all that can be if the options say so.
     """
     everything = options.recompute == "full"
     return [
@@ -49,7 +49,7 @@ def passes(options: CompilerOptions, cut: Pass, recompute: frozenset[int]) -> li
         cut,
         UntieGradients(),
         InsertCommunication(options.topology.slowest_link),
-        MarkRecompute(None if everything else recompute),
+        MarkRecompute(None if everything else replayed),
         DividePhases(),
         SplitBackward(),
     ]

@@ -1,7 +1,7 @@
 """A captured graph cut into stages, and all that is known of it: stages, plans, trials and code."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -21,12 +21,14 @@ from pipec.ir.text import value_bytes
 from pipec.passes import Observer, Pass, run_passes
 from pipec.passes.assign_stages import AssignStages
 from pipec.passes.dump import requested_dumps
+from pipec.passes.mark_recompute import stage_values
 from pipec.plan.buckets import in_parts
 from pipec.plan.build import Names, build_plan, stage_cost
 from pipec.plan.memory import RankMemory, rank_memory
 from pipec.plan.predictions import simulate_plan, step_seconds
 from pipec.plan.updates import with_updates
 from pipec.plan.values import value_of
+from pipec.planner.recompute import Value
 from pipec.programs.fold import fold
 from pipec.programs.lower import lower
 from pipec.programs.verify import verify_plan
@@ -82,16 +84,17 @@ class StagedGraph:
         captured: TrainingGraph,
         cut: Pass,
         options: CompilerOptions,
-        recompute: frozenset[int] = frozenset(),
+        replayed: frozenset[str] = frozenset(),
         observers: Sequence[Observer] = (),
     ) -> None:
         self.options = options
         self._dumps = requested_dumps()
         self._captured, self._cut, self._observers = captured, cut, observers
         self._trials: dict[object, Trial] = {}
+        self._values: dict[int, Sequence[Mapping[str, Value]]] = {}
         self._plans: dict[object, tuple[Plan, Sequence[StageFunctions]]] = {}
-        self._variants: dict[frozenset[int], StagedGraph] = {}
-        passes = pass_list.passes(options, cut, recompute)
+        self._variants: dict[frozenset[str], StagedGraph] = {}
+        passes = pass_list.passes(options, cut, replayed)
         try:
             observers = (self._remember_cut, *observers, *self._dumps)
             self.graph = run_passes(copy_graph(captured), passes, observers)
@@ -104,13 +107,19 @@ class StagedGraph:
         for dump in self._dumps:
             dump.write()
 
-    def recomputing(self, stages: frozenset[int]) -> "StagedGraph":
-        """The same cut, with these stages computing again what they did not receive."""
-        if stages not in self._variants:
-            self._variants[stages] = StagedGraph(
-                self._captured, self._assignment, self.options, stages, self._observers
+    def recomputing(self, replayed: frozenset[str]) -> "StagedGraph":
+        """The same cut, with stages computing again the nodes of these names."""
+        if replayed not in self._variants:
+            self._variants[replayed] = StagedGraph(
+                self._captured, self._assignment, self.options, replayed, self._observers
             )
-        return self._variants[stages]
+        return self._variants[replayed]
+
+    def forward_values(self, size: int) -> Sequence[Mapping[str, Value]]:
+        """By stage and by name, what may be saved or replayed of the forward of ``size`` rows."""
+        if size not in self._values:
+            self._values[size] = stage_values(self.graph, size)
+        return self._values[size]
 
     def forget_trials(self) -> None:
         """Let go of the plans and programs that were tried on these stages."""
