@@ -49,7 +49,7 @@ def _memory_of(plan: Plan, program: Program) -> RankMemory:
 
 
 def shortfall(needs: Sequence[RankMemory], limits: Sequence[float], placement: Placement) -> str:
-    """What each rank needs for its stages against its limit, and what to do about it."""
+    """What each rank needs for its stages against its limit."""
     rows = []
     for rank, (need, limit) in enumerate(zip(needs, limits, strict=True)):
         stages = " and ".join(map(str, stages_on(placement, rank)))
@@ -61,9 +61,5 @@ def shortfall(needs: Sequence[RankMemory], limits: Sequence[float], placement: P
             f"{format_bytes(need.transient)} transient = {format_bytes(need.total)}{of_limit}{excess}"
         )
     return "\n".join(
-        [
-            "nothing that was tried fits into the memory of the devices; what comes nearest needs",
-            *rows,
-            "Use more devices, more microbatches of fewer rows, recompute='full', or a higher limit.",
-        ]
+        ["nothing that was tried fits into the memory of the devices; what comes nearest needs", *rows]
     )
