@@ -17,6 +17,7 @@ value is replayed as well, which takes hours.)
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -26,6 +27,9 @@ from scipy.sparse import csr_array, hstack, vstack
 
 GAP = 1e-3
 """A choice may take longer than the best one by this share."""
+
+_TIE = 1e-6
+"""Where bytes alone count, the share of them that all seconds weigh: of equal bytes, less is replayed."""
 
 _ATTEMPTS = 4
 """How often a solution that rounding put above the room is sought again below it."""
@@ -136,13 +140,28 @@ class _Program:
         self._values = [value for stage in stages for value in stage]
         self._rooms = np.array([moment.room for moment in moments])
         self._unit = max(float(np.abs(self._rooms).max(initial=0)), *self._sizes, 1.0)
-        self._memory = csr_array(np.array([self._row(moment) for moment in moments]))
+        self._memory = csr_array(
+            np.array([self._row(moment) for moment in moments]).reshape(-1, 2 * len(self._values))
+        )
         self._order = self._order_of_asking()
 
     def fastest(self, rooms: np.ndarray) -> Choice | None:
         seconds = np.array([value.seconds for value in self._values])
         objective = np.concatenate([seconds, np.zeros(len(self._values))])
         return self._solve(objective, self._memory, rooms / self._unit, self._order)
+
+    def at_price(self, price: float) -> frozenset[int]:
+        """What one stage replays if each byte that it saves costs ``price`` seconds.
+
+        The relaxation is integral.
+        """
+        seconds = np.array([value.seconds for value in self._values])
+        sizes = np.array([value.num_bytes * value.may_save for value in self._values])
+        time, space = (1.0, price) if price < math.inf else (_TIE * sizes.sum() / (seconds.sum() or 1), 1.0)
+        objective = np.concatenate([time * seconds - space * sizes, space * sizes])
+        found = self._solve(objective, self._memory, self._rooms, self._order, relaxed=True)
+        assert found is not None, "without a limit there is always a choice"
+        return found.replayed[0]
 
     def smallest(self) -> Choice:
         """Minimises one more variable, the excess of the worst moment in units of memory."""
@@ -157,7 +176,12 @@ class _Program:
         return found
 
     def _solve(
-        self, objective: np.ndarray, memory: csr_array, rooms: np.ndarray, order: csr_array
+        self,
+        objective: np.ndarray,
+        memory: csr_array,
+        rooms: np.ndarray,
+        order: csr_array,
+        relaxed: bool = False,
     ) -> Choice | None:
         num_values = len(self._values)
         if not num_values:
@@ -167,8 +191,8 @@ class _Program:
         lower[num_values : 2 * num_values] = [value.is_needed for value in self._values]
         lower[2 * num_values :], upper[2 * num_values :] = -np.inf, np.inf
         integral = np.zeros(len(objective))
-        integral[: 2 * num_values] = 1
-        scale = objective.max(initial=0.0) or 1.0
+        integral[: 2 * num_values] = not relaxed
+        scale = np.abs(objective).max(initial=0.0) or 1.0
         found = milp(
             objective / scale,
             integrality=integral,
@@ -223,3 +247,45 @@ def asked_for(stage: Stage, chosen: frozenset[int]) -> frozenset[int]:
         if v in asked and v in chosen:
             asked.update(stage[v].inputs)
     return frozenset(asked & chosen)
+
+
+@functools.lru_cache(maxsize=16)
+def curve(stage: Stage, most: int) -> tuple[frozenset[int], ...]:
+    """What to replay at up to ``most`` prices of a saved byte: the corners of the curve of seconds and bytes.
+
+    It begins with nothing and ends with what saves least. No choice has both fewer seconds and fewer bytes
+    than a point on a line between neighbours.
+    """
+    program = _Program((stage,), ())
+    ends = _Corner.of(stage, program.at_price(0.0)), _Corner.of(stage, program.at_price(math.inf))
+    corners, pairs = dict.fromkeys(ends), [ends]
+    while pairs and len(corners) < most:
+        pairs.sort(key=_area)
+        low, high = pairs.pop()
+        if low.saved > high.saved and high.seconds > low.seconds:
+            price = (high.seconds - low.seconds) / (low.saved - high.saved)
+            between = _Corner.of(stage, program.at_price(price))
+            if between.seconds + price * between.saved < (low.seconds + price * low.saved) * (1 - GAP):
+                corners[between] = None
+                pairs += [(low, between), (between, high)]
+    return tuple(corner.replayed for corner in sorted(corners, key=lambda each: -each.saved))
+
+
+@dataclass(frozen=True, slots=True)
+class _Corner:
+    """A choice with its seconds and the bytes that it saves."""
+
+    replayed: frozenset[int]
+    seconds: float
+    saved: float
+
+    @classmethod
+    def of(cls, stage: Stage, replayed: frozenset[int]) -> "_Corner":
+        seconds = sum(stage[v].seconds for v in sorted(replayed))
+        return cls(replayed, seconds, sum(stage[v].num_bytes for v in saved_values(stage, replayed)))
+
+
+def _area(pair: tuple[_Corner, _Corner]) -> float:
+    """How much there may be between two neighbours."""
+    low, high = pair
+    return (low.saved - high.saved) * (high.seconds - low.seconds)
