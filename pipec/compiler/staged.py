@@ -21,7 +21,7 @@ from pipec.ir.text import value_bytes
 from pipec.passes import Observer, Pass, run_passes
 from pipec.passes.assign_stages import AssignStages
 from pipec.passes.dump import requested_dumps
-from pipec.passes.mark_recompute import stage_values
+from pipec.passes.mark_recompute import MarkRecompute, stage_values
 from pipec.plan.buckets import in_parts
 from pipec.plan.build import Names, build_plan, stage_cost
 from pipec.plan.memory import RankMemory, rank_memory
@@ -33,6 +33,9 @@ from pipec.programs.fold import fold
 from pipec.programs.lower import lower
 from pipec.programs.verify import verify_plan
 from pipec.schedules import Workload, on_ranks
+
+
+NOTHING_AGAIN = MarkRecompute()
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +87,7 @@ class StagedGraph:
         captured: TrainingGraph,
         cut: Pass,
         options: CompilerOptions,
-        replayed: frozenset[str] = frozenset(),
+        recompute: MarkRecompute = NOTHING_AGAIN,
         observers: Sequence[Observer] = (),
     ) -> None:
         self.options = options
@@ -93,8 +96,8 @@ class StagedGraph:
         self._trials: dict[object, Trial] = {}
         self._values: dict[int, Sequence[Mapping[str, Value]]] = {}
         self._plans: dict[object, tuple[Plan, Sequence[StageFunctions]]] = {}
-        self._variants: dict[frozenset[str], StagedGraph] = {}
-        passes = pass_list.passes(options, cut, replayed)
+        self._variants: dict[MarkRecompute, StagedGraph] = {}
+        passes = pass_list.passes(options, cut, recompute)
         try:
             observers = (self._remember_cut, *observers, *self._dumps)
             self.graph = run_passes(copy_graph(captured), passes, observers)
@@ -107,13 +110,13 @@ class StagedGraph:
         for dump in self._dumps:
             dump.write()
 
-    def recomputing(self, replayed: frozenset[str]) -> "StagedGraph":
-        """The same cut, with stages computing again the nodes of these names."""
-        if replayed not in self._variants:
-            self._variants[replayed] = StagedGraph(
-                self._captured, self._assignment, self.options, replayed, self._observers
+    def recomputing(self, recompute: MarkRecompute) -> "StagedGraph":
+        """The same cut, with stages computing again what is marked."""
+        if recompute not in self._variants:
+            self._variants[recompute] = StagedGraph(
+                self._captured, self._assignment, self.options, recompute, self._observers
             )
-        return self._variants[replayed]
+        return self._variants[recompute]
 
     def forward_values(self, size: int) -> Sequence[Mapping[str, Value]]:
         """By stage and by name, what may be saved or replayed of the forward of ``size`` rows."""

@@ -25,6 +25,7 @@ from pipec.graph import (
     send,
     stage_of,
 )
+from pipec.ir import Phase
 from pipec.planner.recompute import Value
 
 
@@ -35,15 +36,20 @@ class MarkRecompute:
     With all of them, stages keep only what they received, as in GPipe (Huang et al. 2019, section 2.3), and
     what replicas have made together. Random operators draw the same numbers again, because each has a seed of
     its own.
+
+    A stage replays in a phase before its backward, which can run while the stage waits for gradients. If it
+    is in ``late``, its backward computes each value where it first reads it, so that not all are held at once.
     """
 
-    replayed: frozenset[str] | None = field(repr=False)
+    replayed: frozenset[str] | None = field(default=frozenset(), repr=False)
+    late: frozenset[int] = frozenset()
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         for node in filter(is_forward, graph.nodes):
             if not is_constant(node):
                 chosen = self.replayed is None or node.name in self.replayed
-                node.meta["replay"] = chosen and may_replay(node)
+                phase = Phase.BACKWARD if stage_of(node) in self.late else Phase.RECOMPUTE
+                node.meta["replay"] = phase if chosen and may_replay(node) else None
         return graph
 
 
