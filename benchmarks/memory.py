@@ -19,7 +19,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClas
 
 import pipec
 from pipec.ir.text import format_bytes
-from pipec.plan.memory import rank_memory
+from pipec.plan.memory import plan_memory
 
 ROWS, MICROBATCHES = 16, 8
 
@@ -77,7 +77,7 @@ def row(make: Callable[[], tuple[nn.Module, dict[str, Tensor]]], schedule: str, 
     with Meter() as meter:
         pipe.step(**inputs)
     rank = pipe._ranks.world.rank
-    predicted, measured = rank_memory(pipe.plan, pipe.programs)[rank].total, held + meter.peak
+    predicted, measured = plan_memory(pipe.plan, pipe.programs)[rank].peak_bytes, held + meter.peak
     shown = (format_bytes(predicted), format_bytes(measured), f"{predicted / measured:.2f}")
     return f"| {' | '.join([make.__name__, schedule, recompute, str(rank), *shown])} |"
 

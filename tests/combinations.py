@@ -25,6 +25,7 @@ from pipec.hardware.topology import alike
 from pipec.ir import Schedule
 from pipec.passes import Pass
 from pipec.passes.cut_stages import CutStages
+from pipec.passes.mark_recompute import MarkRecompute
 from pipec.runtime.execution import Execution, Ranks
 from pipec.runtime.span import Span
 from pipec.schedules import make_schedule
@@ -94,7 +95,7 @@ def cut(model: Captured, how: Pass, recompute: frozenset[int]) -> StagedGraph:
     staged = StagedGraph(model.graph, how, OPTIONS)
     values = staged.forward_values(model.graph.batch_size)
     replayed = frozenset(name for stage in recompute for name in values[stage])
-    return staged.recomputing(replayed) if replayed else staged
+    return staged.recomputing(MarkRecompute(replayed)) if replayed else staged
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pipec
-from pipec.plan.memory import rank_memory
+from pipec.plan.memory import plan_memory
 
 ROWS, MICROBATCHES = 8, 8
 
@@ -89,7 +89,7 @@ def facts(shard: str | None) -> dict[str, Any]:
         "weights": memory.weights,
         "state": memory.state,
         "most": between + meter.most,
-        "said": rank_memory(pipe.plan, pipe.programs)[0].total,
+        "said": plan_memory(pipe.plan, pipe.programs)[0].peak_bytes,
     }
 
 

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_endings import EVERYTHING, GATHER, NORM, REDUCE, UPDATE, ended
 
-from pipec.ir import Instruction, Link, Op, Payload, Schedule, StageMemory
+from pipec.ir import Instruction, Link, Op, Payload, Schedule
 from pipec.programs.lower import chain_links, lower
 from pipec.schedules import make_schedule, zb_h1, zb_v
-from pipec.timeline.attribution import critical_path, memory_over_time, path_times, readers, waits
+from pipec.timeline.attribution import critical_path, in_flight_over_time, path_times, readers, waits
 from pipec.timeline.events import Event, Timeline
 from pipec.timeline.rank_times import Awaited, RankTime, rank_times
 from pipec.timeline.simulate import Costs, simulate
@@ -248,20 +248,12 @@ def test_idle_time_and_work_fill_each_rank_up_to_its_end(timeline: Timeline) -> 
 
 @given(timelines)
 def test_curves_reach_the_peak_in_flight_and_return_to_nothing(timeline: Timeline) -> None:
-    curves = memory_over_time(timeline)
+    curves = in_flight_over_time(timeline)
     assert tuple(max(amount for _, amount in curve) for curve in curves) == timeline.peak_in_flight
     assert all(curve[-1][1] == 0 for curve in curves)
     for curve in curves:
         times = [time for time, _ in curve]
         assert times == sorted(set(times))
-
-
-def test_memory_rises_with_forwards_and_falls_with_backwards() -> None:
-    timeline = played(make_schedule("zb-h1", 2, 2))
-    held = {stage: StageMemory(saved=3, kept=1) for stage in range(2)}
-    first, second = memory_over_time(timeline, held)
-    assert list(first) == [(0.0, 3.0), (1.0, 6.0), (4.0, 4.0), (5.0, 3.0), (6.0, 1.0), (7.0, 0.0)]
-    assert second[0] == (0.0, 0.0)
 
 
 def test_the_time_of_a_rank_is_told_by_what_it_waits_for() -> None:

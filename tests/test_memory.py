@@ -7,7 +7,7 @@ from torch import Tensor, nn
 import pipec
 from pipec.errors import InfeasibleError, InputError
 from pipec.pipeline import Pipeline
-from pipec.plan.memory import rank_memory
+from pipec.plan.memory import plan_memory
 from pipec.timeline.attribution import rank_memory_over_time
 
 
@@ -35,7 +35,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def peaks(pipe: Pipeline) -> list[int]:
-    return [need.total for need in rank_memory(pipe.plan, pipe.programs)]
+    return [need.peak_bytes for need in plan_memory(pipe.plan, pipe.programs)]
 
 
 def test_no_limit_keeps_everything() -> None:
@@ -102,6 +102,6 @@ def test_the_curves_of_the_page_rise_to_what_the_plan_says(schedule: str, recomp
         schedule=schedule,
         recompute=recompute,
     ).prepare(x, target=y)
-    curves = rank_memory_over_time(pipe.plan, pipe.simulate())
+    curves = rank_memory_over_time(pipe.plan, pipe.programs, pipe.simulate())
     highest = [max(amount for _, amount in curve) for curve in curves]
-    assert highest == pytest.approx([need.total for need in rank_memory(pipe.plan, pipe.programs)])
+    assert highest == pytest.approx([need.peak_bytes for need in plan_memory(pipe.plan, pipe.programs)])

@@ -14,7 +14,7 @@ import pipec
 from pipec.artifact.check import check_artifact
 from pipec.errors import InputError, VerifyError
 from pipec.ir.text import parse_program
-from pipec.plan.memory import rank_memory
+from pipec.plan.memory import plan_memory
 from pipec.timeline.attribution import rank_memory_over_time
 from pipec.viz.html import timeline_html
 
@@ -87,15 +87,15 @@ def test_the_plan_and_its_pictures_are_of_a_stream() -> None:
     text = pipe.visualize()
     assert "pipedream, 10 microbatches" in text
     assert '"version":[0,0,0,' in timeline_html({"pipedream": timeline}).replace(" ", "")
-    curves = rank_memory_over_time(pipe.plan, timeline)
+    curves = rank_memory_over_time(pipe.plan, pipe.programs, timeline)
     highest = [max(amount for _, amount in curve) for curve in curves]
-    assert highest == pytest.approx([need.total for need in rank_memory(pipe.plan, pipe.programs)])
+    assert highest == pytest.approx([need.peak_bytes for need in plan_memory(pipe.plan, pipe.programs)])
 
 
 def test_versions_count_in_the_memory_limit() -> None:
     """A limit between what 1F1B and what stashed versions need refuses the second alone."""
     pipes = [of_schedule("pipedream"), of_schedule("1f1b")]
-    needs = [max(need.total for need in rank_memory(pipe.plan, pipe.programs)) for pipe in pipes]
+    needs = [max(need.peak_bytes for need in plan_memory(pipe.plan, pipe.programs)) for pipe in pipes]
     assert needs[0] > needs[1]
     limit = int(sum(needs) / 2)
     of_schedule("1f1b", limit)

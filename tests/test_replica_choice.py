@@ -14,7 +14,7 @@ from pipec.hardware.devices import DeviceModel, LinkModel
 from pipec.hardware.topology import Device, Level, Topology, alike
 from pipec.ir import Placement, Plan
 from pipec.pipeline import Pipeline
-from pipec.plan.memory import rank_memory
+from pipec.plan.memory import plan_memory
 
 ROWS, MICROBATCHES = 16, 8
 
@@ -103,10 +103,10 @@ def test_what_the_planner_would_gain_is_told() -> None:
 def test_the_planner_is_asked_again_when_its_plan_does_not_fit() -> None:
     links = alike(4, LinkModel(4e7, 0.0))
     first = prepared(Wide(), links, recompute="none")
-    limit = int(max(need.total for need in rank_memory(first.plan, first.programs))) - 1
+    limit = int(max(need.peak_bytes for need in plan_memory(first.plan, first.programs))) - 1
     pipe = prepared(Wide(), links, recompute="none", memory_limit=limit)
     assert replicas_of(pipe.plan) == [3, 1]
-    assert max(need.total for need in rank_memory(pipe.plan, pipe.programs)) <= limit
+    assert max(need.peak_bytes for need in plan_memory(pipe.plan, pipe.programs)) <= limit
     assert pipe.simulate().makespan >= first.simulate().makespan
 
 
@@ -174,5 +174,5 @@ def test_a_stage_goes_to_the_ranks_that_can_hold_it(memory: tuple[float, ...], e
     topology = Topology(tuple(map(Device, memory)), (Level(4, 1e9),))
     pipe = prepared(Wide(), topology, replicas=2, recompute="none")
     assert pipe.plan.placement == expected
-    needs = [need.total for need in rank_memory(pipe.plan, pipe.programs)]
+    needs = [need.peak_bytes for need in plan_memory(pipe.plan, pipe.programs)]
     assert all(need <= limit for need, limit in zip(needs, memory, strict=True))

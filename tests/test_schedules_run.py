@@ -30,7 +30,7 @@ from pipec.compiler.policy import ScheduleChoice
 from pipec.errors import VerifyError
 from pipec.ir import Compute, Phase, Plan, Program, Schedule, unreplicated
 from pipec.ir.batch import split_sizes
-from pipec.plan.memory import rank_memory
+from pipec.plan.memory import plan_memory
 from pipec.schedules import SCHEDULES, SEARCHED, make_schedule
 from pipec.schedules.fixed import LOOPED
 
@@ -157,10 +157,10 @@ def test_auto_is_no_slower_than_any_named_schedule_on_the_costs_of_the_model() -
 
 
 def test_auto_stays_within_the_memory_limit() -> None:
-    needs = [need.total for need in rank_memory(*plan_and_programs("gpipe"))]
+    needs = [need.peak_bytes for need in plan_memory(*plan_and_programs("gpipe"))]
     limit = max(needs) - 1
     pipe = trained("auto", microbatches=8, memory_limit=limit, recompute="none")[0]
-    assert max(need.total for need in rank_memory(pipe.plan, pipe.programs)) <= limit
+    assert max(need.peak_bytes for need in plan_memory(pipe.plan, pipe.programs)) <= limit
 
 
 def plan_and_programs(name: str) -> tuple[Plan, tuple[Program, ...]]:

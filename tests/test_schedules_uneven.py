@@ -57,7 +57,7 @@ def test_every_rank_stays_within_its_own_limit() -> None:
 
 
 def test_weights_gradients_and_the_running_phase_count_against_the_limit() -> None:
-    memory = StageMemory(weights=10, gradients=10, saved=2, kept=1, transient=5)
+    memory = StageMemory(weights=10, gradients=10, saved=2, kept=1, transient=dict.fromkeys(Phase, 5.0))
     schedule = make_schedule("1f1b", 2, 4)
     work = uneven(1, 1, memory=memory, limit=29)
     assert work.peaks(schedule) == (20 + 2 * 2 + 5, 20 + 2 + 5)
@@ -73,7 +73,7 @@ def test_what_a_rank_holds_while_each_cell_runs() -> None:
     """The example of the docstring, with a replay and a whole backward."""
     phases = [Phase.FORWARD, Phase.FORWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT, Phase.RECOMPUTE]
     order = [Compute(phase, 0, 0) for phase in (*phases, Phase.BACKWARD)]
-    memory = StageMemory(saved=2, kept=1, transient=5)
+    memory = StageMemory(saved=2, kept=1, transient=dict.fromkeys(Phase, 5.0))
     assert np.array_equal(held(order, [memory]), [7, 9, 9, 8, 7, 7])
     assert most_in_flight(order) == 2
     assert most_in_flight(()) == 0
@@ -81,7 +81,7 @@ def test_what_a_rank_holds_while_each_cell_runs() -> None:
 
 @pytest.mark.parametrize("backward", [[Phase.BACKWARD], [Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT]])
 def test_a_microbatch_leaves_nothing_behind(backward: list[Phase]) -> None:
-    memory = StageMemory(weights=1, gradients=2, saved=3, kept=4, transient=5)
+    memory = StageMemory(weights=1, gradients=2, saved=3, kept=4, transient=dict.fromkeys(Phase, 5.0))
     assert sum(sum(memory.growth(phase)) for phase in (Phase.FORWARD, Phase.RECOMPUTE, *backward)) == 0
     assert memory.static == 3
 

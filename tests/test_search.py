@@ -15,7 +15,7 @@ from pipec.compiler.policy import counts_to_try, usual_microbatches
 from pipec.errors import InfeasibleError, InputError
 from pipec.ir import Alternative, Plan
 from pipec.pipeline import Pipeline
-from pipec.plan.memory import rank_memory
+from pipec.plan.memory import plan_memory
 
 pytestmark = pytest.mark.slow
 
@@ -83,7 +83,7 @@ def test_an_alternative_takes_what_it_is_said_to_take(searched: Pipeline) -> Non
         pipe = prepared(microbatches=count)
         said = alternative(searched.plan, num_microbatches=count, replicas=(1,) * 4)
         assert said.seconds == pytest.approx(pipe.simulate().makespan)
-        assert said.peak_bytes == max(need.total for need in rank_memory(pipe.plan, pipe.programs))
+        assert said.peak_bytes == max(need.peak_bytes for need in plan_memory(pipe.plan, pipe.programs))
         assert pipe.plan.alternatives == ()
 
 
@@ -97,11 +97,11 @@ def test_what_replicas_are_said_to_take_is_what_their_programs_take(searched: Pi
 
 def test_a_memory_limit_rules_ways_out() -> None:
     tight = min(
-        max(need.total for need in rank_memory(pipe.plan, pipe.programs))
+        max(need.peak_bytes for need in plan_memory(pipe.plan, pipe.programs))
         for pipe in (prepared(microbatches=count, recompute="none") for count in (16, 32))
     )
     pipe = prepared(memory_limit=tight, recompute="none")
-    assert max(need.total for need in rank_memory(pipe.plan, pipe.programs)) <= tight
+    assert max(need.peak_bytes for need in plan_memory(pipe.plan, pipe.programs)) <= tight
     assert "more than a device has" in alternative(pipe.plan, num_microbatches=1, replicas=(1,) * 4).refused
 
 

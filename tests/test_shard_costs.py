@@ -12,7 +12,7 @@ import pipec
 from pipec.errors import InputError
 from pipec.ir import Shard
 from pipec.pipeline import Pipeline
-from pipec.plan.memory import rank_memory
+from pipec.plan.memory import plan_memory
 
 ADAM = functools.partial(optim.AdamW, lr=1e-2)
 
@@ -34,7 +34,7 @@ def prepared(**options: Any) -> Pipeline:
 
 
 def peak(pipe: Pipeline) -> float:
-    return max(need.total for need in rank_memory(pipe.plan, pipe.programs))
+    return max(need.peak_bytes for need in plan_memory(pipe.plan, pipe.programs))
 
 
 @pytest.mark.parametrize("shard", [None, *Shard])

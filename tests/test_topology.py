@@ -21,7 +21,7 @@ from pipec.hardware.devices import LinkModel
 from pipec.hardware.topology import Device, Level, Topology, alike, read_topology, uniform
 from pipec.ir import Phase, rank_of, unreplicated
 from pipec.pipeline import Pipeline
-from pipec.plan.memory import rank_memory
+from pipec.plan.memory import plan_memory
 
 MODELS = Path(__file__).parent / "cli_models.py"
 FAST = 1e15
@@ -149,10 +149,10 @@ def test_what_crosses_hosts_takes_the_time_of_the_slow_link() -> None:
 def test_a_device_with_less_memory_gets_the_stage_that_needs_least() -> None:
     x, y = batch()
     free = compiled(even(), alike(2, LinkModel(FAST, 0.0)), recompute="none").prepare(x, target=y)
-    needs = [need.total for need in rank_memory(free.plan, free.programs)]
+    needs = [need.peak_bytes for need in plan_memory(free.plan, free.programs)]
     small = Topology((Device(memory_bytes=0.8 * needs[0]), Device()), (Level(2, FAST),))
     pipe = compiled(even(), small, recompute="none").prepare(x, target=y)
-    assert rank_memory(pipe.plan, pipe.programs)[0].total <= 0.8 * needs[0]
+    assert plan_memory(pipe.plan, pipe.programs)[0].peak_bytes <= 0.8 * needs[0]
     assert pipe.plan.placement == unreplicated((1, 0))
 
 
@@ -160,9 +160,9 @@ def test_a_device_with_less_memory_gets_the_stage_that_needs_least() -> None:
 def test_a_cut_within_memory_saves_computing_again() -> None:
     x, y = batch()
     free = compiled(even(), alike(2, LinkModel(FAST, 0.0))).prepare(x, target=y)
-    most = max(need.total for need in rank_memory(free.plan, free.programs))
+    most = max(need.peak_bytes for need in plan_memory(free.plan, free.programs))
     pipe = compiled(even(), alike(2, LinkModel(FAST, 0.0), 0.95 * most)).prepare(x, target=y)
-    assert max(need.total for need in rank_memory(pipe.plan, pipe.programs)) <= 0.95 * most
+    assert max(need.peak_bytes for need in plan_memory(pipe.plan, pipe.programs)) <= 0.95 * most
     assert not any(stage.recompute for stage in pipe.plan.stages)
     assert pipe.plan.stages[0].last_operator < free.plan.stages[0].last_operator
 

@@ -15,7 +15,7 @@ import pipec
 from pipec.errors import InfeasibleError
 from pipec.hardware.devices import DEVICES
 from pipec.pipeline import Pipeline
-from pipec.plan.memory import rank_memory
+from pipec.plan.memory import plan_memory
 
 P = 3 * (128 * 128 + 128) * 4
 """The bytes of the model's parameters."""
@@ -66,7 +66,7 @@ def test_an_update_takes_the_time_of_the_memory_it_moves() -> None:
 def test_state_counts_against_the_limit_of_memory() -> None:
     adam = functools.partial(optim.AdamW, lr=1e-3)
     pipe = prepared(optimizer=adam)
-    need = rank_memory(pipe.plan, pipe.programs)[0].total
+    need = plan_memory(pipe.plan, pipe.programs)[0].peak_bytes
     assert "with optimizer state" in str(pipe.plan)
     assert prepared(optimizer=adam, memory_limit=int(need) + 1)
     assert prepared(memory_limit=int(need) - P, recompute="none")

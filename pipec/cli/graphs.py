@@ -208,7 +208,7 @@ def _step(planned: _Planned) -> "Step":
     from pipec.plan.predictions import simulate_plan
     from pipec.viz import Step
 
-    return Step.of_plan(planned.plan, simulate_plan(planned.plan, planned.programs))
+    return Step.of_plan(planned.plan, planned.programs, simulate_plan(planned.plan, planned.programs))
 
 
 def _facts(problem: _Problem, planned: _Planned) -> dict[str, object]:

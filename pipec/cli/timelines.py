@@ -151,7 +151,7 @@ def schedule_target(
 
     def planned(name: str) -> _Shown:
         pipe = prepare(target, devices, name, microbatches, recompute, memory_limit, around=around)
-        return replace(Step.of_plan(pipe.plan, pipe.simulate()), schedule=name), {}
+        return replace(Step.of_plan(pipe.plan, pipe.programs, pipe.simulate()), schedule=name), {}
 
     _show([planned(name) for name in _names(schedule, beside, output)], output, as_json)
 

@@ -42,7 +42,7 @@ def trace(
             pipe.step_on(next(batches))
     measured = [measured_timeline(step.programs, step.stamps, pipe.plan.ending) for step in recorded]
     timelines = Trace(simulate_plan(pipe.plan, pipe.programs), measured).timelines()
-    shown = [Step.of_plan(pipe.plan, timeline, name) for name, timeline in timelines.items()]
+    shown = [Step.of_plan(pipe.plan, pipe.programs, timeline, name) for name, timeline in timelines.items()]
     draw(shown, output)
     if as_json:
         show_json({name: timeline_facts(timeline) for name, timeline in timelines.items()})

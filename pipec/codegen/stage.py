@@ -10,9 +10,10 @@ from torch import fx
 
 from pipec.codegen.expressions import expression, free_names
 from pipec.codegen.names import comment
-from pipec.graph import TrainingGraph, is_tensor, is_view, sums_gradients
+from pipec.graph import TrainingGraph, is_view
 from pipec.graph.dimensions import dimension
 from pipec.graph.functions import Function, StageFunctions, of_batch_nodes, runs_in
+from pipec.graph.lifetimes import dying, is_statement, items_of, made_by, sums_in_place
 from pipec.ir import Phase
 from pipec.ir.text import format_dtype
 
@@ -129,7 +130,7 @@ class StageSource:
     def _constants(self) -> list[str]:
         body = [
             line
-            for node in filter(_is_printed, self.stage.constants)
+            for node in filter(is_statement, self.stage.constants)
             for line in self.assignment(
                 node, expression(node, self.names.__getitem__, self.graph.symbols), self.stage.constants
             )
@@ -165,7 +166,7 @@ class StageSource:
             '    """Values of the whole mini-batch, which has b rows: computed once a step."""',
             *(
                 line
-                for node in filter(_is_printed, body)
+                for node in filter(is_statement, body)
                 for line in self.assignment(node, expression(node, name, self.graph.symbols), nodes)
             ),
             f"    return {_tuple(name(made[node.meta['role'].index]) for node in self.stage.of_batch)}",
@@ -210,49 +211,25 @@ class _FunctionSource:
     def _body(self) -> Iterator[str]:
         """The operators, grouped under comments that name their module.
 
-        After each group, the values that no later node reads are deleted.
+        Memory is let go of right after the statement that reads it last.
         """
-        last_read = self._last_reads()
-        group, dead = None, list[str]()
-        read = set(self.function.body)
-        for node in filter(_is_printed, self.function.body):
+        gone, sums = dying(self.function), sums_in_place(self.function)
+        group, read = None, set(self.function.body)
+        for node in filter(is_statement, self.function.body):
             replayed = is_view(node) and not runs_in(node, self.function.phase)
             if not replayed and (title := self._title(node)) != group:
-                if dead:
-                    yield from _wrapped("    del ", dead, "")
-                group, dead = title, []
+                group = title
                 yield _beside(f"    # {title}", self._source_line(node))
-            source = self._sum_in_place(node) or expression(node, self._name, self.module.graph.symbols)
+            source = expression(node, self._name, self.module.graph.symbols)
+            if node in sums:
+                (other,) = {*node.all_input_nodes} - {sums[node]}
+                source = f"{self._name(sums[node])}.add_({self._name(other)})"
             yield from self.module.assignment(node, source, read)
-            dead += [self.module.names[n] for n in last_read.get(node, ())]
-
-    def _sum_in_place(self, node: fx.Node) -> str:
-        """``grad_x.add_(grad_y)`` for a sum of gradients of which nobody else reads one, else nothing."""
-        if not sums_gradients(node) or len(node.all_input_nodes) != 2:
-            return ""
-        for term, other in (node.all_input_nodes, node.all_input_nodes[::-1]):
-            if self._is_its_own(term) and _same_type(term, node):
-                return f"{self._name(term)}.add_({self._name(other)})"
-        return ""
-
-    def _is_its_own(self, node: fx.Node) -> bool:
-        """Whether the function makes the value in memory of its own, for one reader alone."""
-        return node in self.function.body and not is_view(node) and len(node.users) == 1
-
-    def _last_reads(self) -> dict[fx.Node, list[fx.Node]]:
-        """For each node of the body, the tensors that nothing reads after it."""
-        mine = {*self.function.body, *self.function.saved_in}
-        kept = set(self.function.results)
-        last: dict[fx.Node, fx.Node] = {}
-        for node in filter(_is_printed, self.function.body):
-            unpacked = [user for user in node.users if user.target is operator.getitem and user in mine]
-            for value in [*node.all_input_nodes, *([node] if is_tensor(node) else unpacked)]:
-                last[value] = node
-        dying: dict[fx.Node, list[fx.Node]] = {}
-        for value, reader in last.items():
-            if value in mine and value not in kept and is_tensor(value):
-                dying.setdefault(reader, []).append(value)
-        return dying
+            dead = [self.module.names[each] for each in gone.get(node, ())]
+            if items_of(node) > sum(1 for _ in made_by(node, read)) and not is_view(node):
+                dead.append("_")
+            if dead:
+                yield from _wrapped("    del ", dead, "")
 
     def _return(self) -> Iterator[str]:
         function, names, stage = self.function, self.module.names, self.module.stage
@@ -299,17 +276,6 @@ class _FunctionSource:
     def _source_line(self, node: fx.Node) -> str:
         operators = self.module.graph.operators
         return comment(operators[node.meta["operator"]].source) if operators else ""
-
-
-def _is_printed(node: fx.Node) -> bool:
-    """Whether the node has a statement of its own. An item of a tuple has not: unpacking names it."""
-    return node.target is not operator.getitem
-
-
-def _same_type(one: fx.Node, other: fx.Node) -> bool:
-    """Whether two values also lie in memory alike. Their sizes may be symbols, and are compared as text."""
-    a, b = one.meta["val"], other.meta["val"]
-    return a.dtype == b.dtype and f"{a.shape} {a.stride()}" == f"{b.shape} {b.stride()}"
 
 
 def _beside(code: str, note: str) -> str:

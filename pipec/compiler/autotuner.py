@@ -116,7 +116,7 @@ class Autotuner:
             if not any(choice.best.excess):
                 break
             lacking = zip(reserved, choice.best.excess, choice.best.memory, strict=True)
-            reserved = [max(held + excess, need.transient) for held, excess, need in lacking]
+            reserved = [max(held + excess, need.running) for held, excess, need in lacking]
         return [(tuner, choice)]
 
     def with_replicas(self, replicas: Replicas) -> "Autotuner":
@@ -229,8 +229,8 @@ class _Search:
         in_flight = self.tuner.policy.in_flight(count)
         devices, members = self.tuner.grouped(topology), self.tuner.members()
         replays = self.tuner.replays_on(devices)
-        transient = [max(nearest.memory[rank].transient for rank in group) for group in members]
-        reserved = transient if replays else [0.0] * len(members)
+        others = [max(nearest.memory[rank].of_no_operator for rank in group) for group in members]
+        reserved = others if replays else [0.0] * len(members)
         how = CutReplaying if replays else CutStages
         for _ in range(_MEMORY_ATTEMPTS):
             try:
@@ -242,7 +242,7 @@ class _Search:
             if found is None or not any(found.excess):
                 return
             reserved = [
-                max(max(held + found.excess[rank], found.memory[rank].transient) for rank in group)
+                max(max(held + found.excess[rank], found.memory[rank].running) for rank in group)
                 for group, held in zip(members, reserved, strict=True)
             ]
 

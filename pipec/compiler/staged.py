@@ -15,7 +15,7 @@ from pipec.compiler.pass_list import CompilerOptions
 from pipec.errors import InputError, PipecError
 from pipec.graph import TrainingGraph, copy_graph
 from pipec.graph.functions import StageFunctions, stage_functions
-from pipec.ir import Ending, Payload, Phase, Placement, Plan, Program, Schedule, Shard, rank_of
+from pipec.ir import Ending, Payload, Phase, Placement, Plan, Program, RankMemory, Schedule, Shard, rank_of
 from pipec.ir.columns import PHASE_CODE, Cells
 from pipec.ir.text import value_bytes
 from pipec.passes import Observer, Pass, run_passes
@@ -24,7 +24,7 @@ from pipec.passes.dump import requested_dumps
 from pipec.passes.mark_recompute import MarkRecompute, stage_values
 from pipec.plan.buckets import in_parts
 from pipec.plan.build import Names, build_plan, stage_cost
-from pipec.plan.memory import RankMemory, rank_memory
+from pipec.plan.memory import plan_memory
 from pipec.plan.predictions import simulate_plan, step_seconds
 from pipec.plan.updates import with_updates
 from pipec.plan.values import value_of
@@ -33,7 +33,6 @@ from pipec.programs.fold import fold
 from pipec.programs.lower import lower
 from pipec.programs.verify import verify_plan
 from pipec.schedules import Workload, on_ranks
-
 
 NOTHING_AGAIN = MarkRecompute()
 
@@ -58,7 +57,7 @@ class Trial:
 
     @property
     def peak_bytes(self) -> float:
-        return max(need.total for need in self.memory)
+        return max(need.peak_bytes for need in self.memory)
 
     @property
     def score(self) -> tuple[float, float]:
@@ -211,9 +210,9 @@ class StagedGraph:
         else:
             programs = lower(placed, plan.links, recompute, plan.ending, plan.parts, plan.joins)
         verify_plan(plan, programs)
-        memory = rank_memory(plan, programs)
+        memory = plan_memory(plan, programs)
         devices = self.options.topology.devices
-        excess = [max(0.0, need.total - devices[rank].memory_bytes) for rank, need in enumerate(memory)]
+        excess = [max(0.0, need.peak_bytes - devices[rank].memory_bytes) for rank, need in enumerate(memory)]
         seconds = step_seconds(simulate_plan(plan, programs))
         return Trial(self, schedule, stages, plan, programs, seconds, memory, excess)
 
@@ -242,8 +241,7 @@ class StagedGraph:
     def _with_updates(self, plan: Plan) -> Plan:
         if not (plan.ending.updates and self.options.optimizer):
             return plan
-        rate = self.options.device_model.memory_bytes_per_second
-        return with_updates(plan, self.options.optimizer, rate)
+        return with_updates(plan, self.options.optimizer, self.options.device_model)
 
     def _message_seconds(self, stage: StageFunctions, size: int, source: int, target: int) -> float:
         """The time of what the stage's forward sends from one rank to another."""

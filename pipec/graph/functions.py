@@ -45,7 +45,6 @@ from pipec.graph import (
 from pipec.graph.parts import divide
 from pipec.ir import GRADIENT_PHASES, Mode, Phase, function_names
 
-
 _BACKWARDS = (Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
 
 

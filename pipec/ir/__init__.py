@@ -10,7 +10,7 @@ where mini-batches follow each other without a flush, and ``rounds`` what the pr
 """
 
 from pipec.ir.ending import NOTHING_MORE, Bucket, Ending, Shard
-from pipec.ir.memory import StageMemory
+from pipec.ir.memory import RankMemory, StageMemory
 from pipec.ir.plan import Alternative, Plan, ShardCost, Stage, StageCost
 from pipec.ir.program import Instruction, Join, Joins, Kind, Op, Program, Traits
 from pipec.ir.schedule import (

@@ -170,6 +170,12 @@ class Instructions(_Columns[Instruction]):
         return Cells(cells)
 
     @property
+    def phases(self) -> Ints:
+        """By position in ``Phase``, or -1."""
+        phases: Ints = _PHASE_OF_OP[self.ops]
+        return phases
+
+    @property
     def is_cell(self) -> NDArray[np.bool_]:
         """Which computes stand for cells: of one in parts, the part with which a microbatch's memory changes.
 

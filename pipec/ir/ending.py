@@ -29,7 +29,8 @@ class Bucket:
     gradients is alone in its bucket. The ranks meet as those of ``num_hosts``: as many after one another are
     on each, and what they exchange goes through a host's link once. ``reduce_seconds`` is how long it takes
     to sum the gradients over the replicas, ``gather_seconds`` to gather the parameters from the shares of the
-    replicas.
+    replicas. Where they keep shares, a share has ``share_bytes`` and all of them ``padded_bytes``, and
+    gradients take ``travelling_bytes`` besides while they are on their way.
     """
 
     stage: int
@@ -40,6 +41,9 @@ class Bucket:
     reduce_seconds: float = 0.0
     gather_seconds: float = 0.0
     part: int = 0
+    share_bytes: float = 0.0
+    padded_bytes: float = 0.0
+    travelling_bytes: float = 0.0
 
     @property
     def names(self) -> tuple[str, ...]:

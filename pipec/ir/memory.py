@@ -1,6 +1,10 @@
-"""What a stage holds in memory and when: the one definition that planner, search, simulator and plan read."""
+"""What stages and ranks hold in memory: the figures that planner, search, plan and meter share."""
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pipec.ir.values import Phase
 
@@ -9,54 +13,124 @@ from pipec.ir.values import Phase
 class StageMemory:
     """What one stage holds, in bytes or any other unit.
 
-    ============= =============== ========================== ==============================================
-    field         of each         from                       to
-    ============= =============== ========================== ==============================================
-    ``weights``   stage           the start of the step      the end of the step
-    ``versions``  stage           the start of the step      the end of the step
-    ``gradients`` stage           the start of the step      the end of the step
-    ``state``     stage           the start of the step      the end of the step
-    ``saved``     microbatch      the start of its forward   the end of its input gradient or whole backward
-    ``replayed``  microbatch      the start of its recompute the end of its input gradient or whole backward
-    ``kept``      microbatch      the end of ``saved``       the end of its weight gradient
-    ``transient`` running phase   the start of the phase     the end of the phase
-    ============= =============== ========================== ==============================================
+    ============== =============== ========================== ==============================================
+    field          of each         from                       to
+    ============== =============== ========================== ==============================================
+    ``weights``    stage           the start of the step      the end of the step
+    ``buffers``    stage           the start of the step      the end of the step
+    ``versions``   stage           the start of the step      the end of the step
+    ``gradients``  stage           the first gradient         the update, or the next step if there is none
+    ``state``      stage           the start of the step      the end of the step
+    ``inputs``     microbatch      the start of the step      the end of the step
+    ``saved``      microbatch      the start of its forward   the end of its input gradient or whole backward
+    ``replayed``   microbatch      the start of its recompute the end of its input gradient or whole backward
+    ``kept``       microbatch      the end of ``saved``       the end of its weight gradient
+    ``transient``  running phase   the start of the phase     the end of the phase
+    ``travelling`` stage           a collective               whatever waits for it
+    ============== =============== ========================== ==============================================
 
-    ``transient`` is the most that any phase function of the stage holds besides the rest while it runs.
-    ``state`` is that of the optimizer, if the program updates. ``versions`` are those of the weights besides
-    the latest that microbatches in flight still read, where there is no flush. Where replicas hold shares of
-    a stage, these figures are those of the replica that holds most.
+    ``transient[phase]`` is the most that its functions hold besides the rest while they run, the gradients
+    of the one microbatch included. ``buffers`` are also constants, and inputs that are not split. ``state``
+    is that of the optimizer, if the program updates. ``versions`` are those of the weights besides the latest
+    that microbatches in flight still read, where there is no flush. ``travelling`` is the most that sums of
+    gradients on their way, and gathered parameters, take at a time. Where replicas hold shares of a stage,
+    these figures are those of the replica that holds most.
     """
 
     weights: float = 0
     gradients: float = 0
     saved: float = 0
     kept: float = 0
-    transient: float = 0
+    transient: Mapping[Phase, float] = field(default_factory=dict)
     replayed: float = 0
     state: float = 0
     versions: float = 0
+    buffers: float = 0
+    inputs: float = 0
+    travelling: float = 0
 
     @property
     def static(self) -> float:
-        """What the stage holds during the whole step."""
-        return self.weights + self.versions + self.gradients + self.state
+        """The most that the stage holds besides what it holds of microbatches."""
+        return self.weights + self.buffers + self.versions + self.gradients + self.state + self.travelling
+
+    @property
+    def longest(self) -> float:
+        """The most that a phase holds while it runs."""
+        return max(self.transient.values(), default=0.0)
 
     def divided(self, num_parts: int) -> "StageMemory":
         """One of equal parts of the stage."""
-        return StageMemory(*(getattr(self, field.name) / num_parts for field in fields(self)))
+        transient = {phase: amount / num_parts for phase, amount in self.transient.items()}
+        others = (each.name for each in fields(self) if each.name != "transient")
+        return StageMemory(transient=transient, **{name: getattr(self, name) / num_parts for name in others})
 
     def growth(self, phase: Phase) -> tuple[float, float]:
-        """By how much memory grows when ``phase`` of a microbatch starts, and by how much when it ends."""
+        """By how much a microbatch's memory grows when ``phase`` starts, and by how much when it ends.
+
+        What is transient is left out.
+        """
         match phase:
             case Phase.FORWARD:
-                taken, left = self.saved, self.saved
+                return self.saved, 0.0
             case Phase.RECOMPUTE:
-                taken, left = self.replayed, self.replayed
+                return self.replayed, 0.0
             case Phase.BACKWARD:
-                taken, left = 0.0, -self.saved - self.replayed
+                return 0.0, -self.saved - self.replayed
             case Phase.BACKWARD_INPUT:
-                taken, left = 0.0, self.kept - self.saved - self.replayed
+                return 0.0, self.kept - self.saved - self.replayed
             case Phase.BACKWARD_WEIGHT:
-                taken, left = 0.0, -self.kept
-        return taken + self.transient, left - taken - self.transient
+                return 0.0, -self.kept
+
+
+KINDS = (
+    "parameters",
+    "buffers",
+    "gradients",
+    "optimizer",
+    "versions",
+    "inputs",
+    "saved",
+    "running",
+    "received",
+    "sent",
+    "travelling",
+    "results",
+)
+"""What bytes of a rank are for, in the order in which they are shown."""
+
+
+def _nothing() -> NDArray[np.float64]:
+    return np.empty(0)
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """The bytes that rank ``rank`` holds in a step, predicted or measured.
+
+    ``parts`` has by kind what it holds at its peak, which it reaches while instruction ``position`` of its
+    program runs, with ``in_flight`` pairs of stage and microbatch. ``most[i]`` is the most that it holds
+    while instruction ``i`` runs, and ``after[i]`` what it holds then.
+    """
+
+    rank: int
+    parts: Mapping[str, float]
+    position: int = -1
+    in_flight: int = 0
+    most: NDArray[np.float64] = field(default_factory=_nothing, repr=False, compare=False)
+    after: NDArray[np.float64] = field(default_factory=_nothing, repr=False, compare=False)
+
+    @property
+    def peak_bytes(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def running(self) -> float:
+        """What the instruction at the peak holds while it runs."""
+        return self.parts.get("running", 0.0)
+
+    @property
+    def of_no_operator(self) -> float:
+        """What is neither a tensor of the model, with its gradient, nor saved: no sum over operators."""
+        of_operators = ("parameters", "buffers", "gradients", "saved")
+        return sum(amount for kind, amount in self.parts.items() if kind not in of_operators)

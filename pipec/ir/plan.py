@@ -101,7 +101,8 @@ class Plan:
     ``training`` is the mode that the model was captured in. ``variables`` are the sizes and numbers that may
     be others in each call, and ``planned`` what they are where costs are predicted. The code is right if they
     fulfil all ``guards``, such as ``t <= 512``, and are what ``fixed`` says. ``link_seconds[i]`` is how long
-    ``links[i]`` takes. ``parameters`` and ``buffers`` are named by FQN. ``ending`` is what the step does
+    ``links[i]`` takes, and ``link_memory[i]`` what its sender holds for it besides what it saves.
+    ``parameters`` and ``buffers`` are named by FQN. ``ending`` is what the step does
     besides its microbatches. ``microbatch_weight`` says how much the losses of microbatches count, if the
     graph does not: by "rows", as they are ("sum"), or as a function says ("given"). ``alternatives`` are the
     other ways that were considered, the fastest first, and ``shard_costs`` the levels of sharding, if there
@@ -116,6 +117,7 @@ class Plan:
     stages: tuple[Stage, ...]
     links: tuple[Link, ...]
     link_seconds: tuple[float, ...] = ()
+    link_memory: tuple[float, ...] = ()
     parameters: tuple[Value, ...] = ()
     buffers: tuple[Value, ...] = ()
     inputs: tuple[Input, ...] = ()

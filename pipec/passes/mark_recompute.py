@@ -25,6 +25,7 @@ from pipec.graph import (
     send,
     stage_of,
 )
+from pipec.graph.lifetimes import is_counted
 from pipec.ir import Phase
 from pipec.planner.recompute import Value
 
@@ -38,7 +39,7 @@ class MarkRecompute:
     its own.
 
     A stage replays in a phase before its backward, which can run while the stage waits for gradients. If it
-    is in ``late``, its backward computes each value where it first reads it, so that not all are held at once.
+    is in ``late``, its backward computes each value where it first reads it, and does not hold all at once.
     """
 
     replayed: frozenset[str] | None = field(default=frozenset(), repr=False)
@@ -62,7 +63,8 @@ def forward_values(graph: TrainingGraph, size: int) -> dict[fx.Node, Value]:
     """What forwards make that owns memory, in order, for microbatches of ``size`` rows.
 
     Of the graph's arguments, buffers that the forward changes are among them: a backward cannot read what
-    they were. Views are left out, because they are made again wherever they are read.
+    they were. Views are left out, because they are made again wherever they are read. Such buffers, and what
+    was received, are there anyway and take no bytes.
     """
     nodes = list(filter(_owns_memory, graph.module.graph.nodes))
     position = {node: k for k, node in enumerate(nodes)}
@@ -75,7 +77,7 @@ def forward_values(graph: TrainingGraph, size: int) -> dict[fx.Node, Value]:
 
     return {
         node: Value(
-            num_bytes=node_bytes(node, size),
+            num_bytes=node_bytes(node, size) if is_counted(node) else 0,
             seconds=node.meta["cost"].seconds(size),
             inputs=inputs(node),
             is_needed=node in needed,

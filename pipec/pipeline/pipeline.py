@@ -243,7 +243,9 @@ class Pipeline(CheckpointedModel):
         """
         check_arguments(METHODS, locals())
         timelines = trace.timelines() if trace else {"planned": self.simulate()}
-        steps = [Step.of_plan(self.plan, timeline, name) for name, timeline in timelines.items()]
+        steps = [
+            Step.of_plan(self.plan, self.programs, timeline, name) for name, timeline in timelines.items()
+        ]
         if path is not None and self._ranks.world.rank == 0:
             draw_steps(Path(path), steps)
         return steps_text(steps)

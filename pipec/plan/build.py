@@ -7,9 +7,10 @@ from torch import fx
 
 from pipec.cost.formulas import node_bytes
 from pipec.cost.symbols import evaluate
-from pipec.graph import ModelInput, Output, TrainingGraph, is_tensor, is_view, memory_of, stage_of
+from pipec.graph import ModelInput, Output, TrainingGraph, memory_of, stage_of
 from pipec.graph.dimensions import condition
 from pipec.graph.functions import Function, StageFunctions, of_batch_nodes
+from pipec.graph.lifetimes import BytesOf, held_bytes, is_counted, is_dense, occupancy, owners
 from pipec.hardware.topology import Topology
 from pipec.ir import (
     Ending,
@@ -69,6 +70,7 @@ def build_plan(
         ),
         links=links,
         link_seconds=tuple(_link_seconds(each, schedule.placement, topology, sizes) for each in links),
+        link_memory=_link_memory(links, stages, names, microbatch_size),
         parameters=parameters,
         buffers=_held(graph, (node for stage in stages for node in stage.buffers)),
         inputs=tuple(_inputs(graph, stages, names)),
@@ -109,6 +111,23 @@ def _link_seconds(link: Link, placement: Placement, topology: Topology, sizes: S
     turns = math.lcm(len(placement[link.source]), len(placement[link.target]))
     ways = {topology.link_between(way.source, way.target) for way in routes([link], placement, turns)}
     return max(way.seconds(num_bytes) for way in ways)
+
+
+def _link_memory(
+    links: Sequence[Link], stages: Sequence[StageFunctions], names: Names, size: int
+) -> tuple[float, ...]:
+    """What the sender of each link holds for a message, besides what it saves anyway.
+
+    A value that does not lie in memory one element after the other is copied to be sent.
+    """
+    own: dict[tuple[int, str], float] = {}
+    for function in (function for stage in stages for function in stage.functions):
+        elsewhere = owners(function.saved_out)
+        for node in function.sent:
+            value = node.all_input_nodes[0]
+            made = is_counted(memory_of(value)) and memory_of(value) not in elsewhere
+            own[function.stage, names[node]] = node_bytes(value, size) if made or not is_dense(value) else 0
+    return tuple(sum(own.get((link.source, value.name), 0) for value in link.values) for link in links)
 
 
 def _owners(stages: Sequence[StageFunctions]) -> dict[str, int]:
@@ -188,44 +207,47 @@ def stage_cost(graph: TrainingGraph, stage: StageFunctions, size: int, speed: fl
 
 def _stage_memory(stage: StageFunctions, size: int) -> StageMemory:
     trained = {fqn for function in stage.functions for fqn, _ in function.gradients}
-    saved = {function.phase: set(map(memory_of, function.saved_out)) for function in stage.functions}
+    after, peaks = dict[Phase, int](), dict[Phase, int]()
 
-    def bytes_of(nodes: Iterable[fx.Node]) -> int:
-        return sum(node_bytes(node, size) for node in nodes)
+    def bytes_of(node: fx.Node) -> int:
+        return node_bytes(node, size)
 
+    for function in stage.functions:
+        held = occupancy(function, bytes_of)
+        after[function.phase] = held.after
+        peaks[function.phase] = max(held.peak, peaks.get(function.phase, 0))
+    given = {node for function in stage.functions for node in function.inputs}
+    split, whole = ([n for n in given if _is_given(n, batched)] for batched in (True, False))
+    buffers = held_bytes((node for function in stage.functions for _, node in function.updates), bytes_of)
+    saved = after[Phase.FORWARD]
+    full = after.get(Phase.RECOMPUTE, saved)
+    kept = after.get(Phase.BACKWARD_INPUT, 0)
+    floors = {Phase.FORWARD: saved, Phase.BACKWARD_WEIGHT: kept}
     return StageMemory(
-        weights=bytes_of((*stage.parameters, *stage.buffers)),
-        gradients=bytes_of(node for node in stage.parameters if node.meta["role"].fqn in trained),
-        saved=bytes_of(saved[Phase.FORWARD]),
-        kept=bytes_of(saved.get(Phase.BACKWARD_INPUT, ())),
-        transient=max(_transient_bytes(stage.of_phase(phase), size) for phase in stage.phases),
-        replayed=bytes_of(saved.get(Phase.RECOMPUTE, set()) - saved[Phase.FORWARD]),
+        weights=sum(map(bytes_of, stage.parameters)),
+        buffers=sum(map(bytes_of, (*stage.buffers, *whole))) + _constant_bytes(stage, bytes_of),
+        inputs=sum(map(bytes_of, split)),
+        gradients=sum(bytes_of(node) for node in stage.parameters if node.meta["role"].fqn in trained),
+        saved=saved + buffers,
+        kept=kept + buffers * (Phase.BACKWARD_INPUT in peaks),
+        transient={phase: peak - floors.get(phase, full) for phase, peak in peaks.items()},
+        replayed=full - saved,
     )
+
+
+def _is_given(node: fx.Node, batched: bool) -> bool:
+    role = node.meta["role"]
+    return isinstance(role, ModelInput) and role.batched is batched
+
+
+def _constant_bytes(stage: StageFunctions, bytes_of: BytesOf) -> int:
+    """What the stage's functions read of constants, which are made once."""
+    read = {node for function in stage.functions for node in function.reads}
+    return sum(map(bytes_of, {memory_of(node) for node in stage.constants if node in read}))
 
 
 def _seconds(functions: Iterable[Function], size: int) -> float:
     return float(sum(node.meta["cost"].seconds(size) for function in functions for node in function.body))
-
-
-def _transient_bytes(functions: Sequence[Function], size: int) -> int:
-    """The most that values made in the functions of a phase hold at one time.
-
-    What a forward saves, or its replay, counts as saved from its start and is left out here.
-    """
-    saves = functions[-1].phase in (Phase.FORWARD, Phase.RECOMPUTE)
-    kept = set(map(memory_of, functions[-1].saved_out)) if saves else set[fx.Node]()
-    body = [node for function in functions for node in function.body]
-    made = set(body)
-    last = {memory_of(source): node for node in body for source in node.all_input_nodes}
-    live = peak = 0
-    for node in body:
-        if is_tensor(node) and not is_view(node) and node not in kept:
-            live += node_bytes(node, size)
-            peak = max(peak, live)
-        for source in set(map(memory_of, node.all_input_nodes)):
-            if last[source] is node and source in made and source not in kept:
-                live -= node_bytes(source, size) if is_tensor(source) else 0
-    return peak
 
 
 def _batched(value: Value) -> Value:

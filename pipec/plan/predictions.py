@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pipec.ir import Op, Plan, Program
-from pipec.plan.memory import rank_memory
+from pipec.plan.memory import plan_memory
 from pipec.programs.fold import excerpt
 from pipec.timeline.events import Timeline
 from pipec.timeline.simulate import Costs, simulate
@@ -56,5 +56,5 @@ def predicted(plan: Plan, programs: Sequence[Program]) -> dict[str, object]:
         "makespan": timeline.makespan,
         "bubble_rate": timeline.bubble_rate,
         **({"steady": {"time": steady.seconds, "bubble_rate": steady.bubble_rate}} if steady else {}),
-        "peak_bytes": [need.total for need in rank_memory(plan, programs)],
+        "peak_bytes": [need.peak_bytes for need in plan_memory(plan, programs)],
     }

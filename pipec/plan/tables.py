@@ -11,7 +11,7 @@ from rich.table import Table
 
 from pipec.ir import Payload, Phase, Plan, Program, Stage
 from pipec.ir.text import format_bytes, format_replicas, format_seconds, format_type, value_bytes
-from pipec.plan.memory import rank_memory
+from pipec.plan.memory import plan_memory
 from pipec.plan.predictions import simulate_plan
 from pipec.timeline.attribution import critical_path, path_times, waits
 from pipec.timeline.events import Timeline
@@ -114,8 +114,8 @@ def sent_bytes(plan: Plan, stage: int) -> int:
 
 def _predictions(plan: Plan, programs: Sequence[Program]) -> list[str]:
     timeline = simulate_plan(plan, programs)
-    needs = rank_memory(plan, programs)
-    peaks = ", ".join(format_bytes(need.total) for need in needs)
+    needs = plan_memory(plan, programs)
+    peaks = ", ".join(format_bytes(need.peak_bytes) for need in needs)
     lines = [
         _pace(timeline),
         f"bounded by {_bounds(timeline)}",

@@ -2,26 +2,28 @@
 
 What replicas hold of a stage with P bytes of gradients, G of parameters and S of state, as they run it:
 
-============ ================ ======================================= =======
-``shard``    weights          gradients                               state
-============ ================ ======================================= =======
-None         G                P                                       S
-optimizer    G                P                                       S / r
-gradients    G                2 P / r, and P on its way to the others S / r
-parameters   G / r, and G     2 P / r, and P on its way to the others S / r
+============ ================ =========================== =======
+``shard``    weights          sums of gradients           state
+============ ================ =========================== =======
+None         G                P                           S
+optimizer    G                P, then P / r               S / r
+gradients    G                P in each round, and 2 P/r  S / r
+parameters   G / r, and G     P in each round, and 2 P/r  S / r
              while it is used
-============ ================ ======================================= =======
+============ ================ =========================== =======
 
-The gradients of one microbatch are whole in every case, and count as transient. The 2 P / r are the sums
-of earlier rounds and the share of the round that is on its way. Without sharding gradients are added up in
-the memory that travels, which replicas keep from step to step; where they travel as another dtype, it has
-memory of its own.
+The gradients of one microbatch are whole in every case, and count as transient. The 2 P / r are the sums of
+earlier rounds and the share of the round that is on its way. On its way a sum takes memory of its own: a copy
+of the gradients, and what arrives of them. ``programs/memory.py`` says from when to when. Without sharding
+gradients are added up in the memory that travels, which replicas keep from step to step; where they travel
+as another dtype, it has memory of its own.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from pipec.ir import Bucket, Plan, Sharding, Stage, StageMemory, stages_on
+from pipec.hardware.devices import DeviceModel
+from pipec.ir import Bucket, Ending, Plan, Sharding, Stage, StageMemory
 from pipec.ir.sharding import even_slices, whole_tensors
 from pipec.ir.text import value_bytes
 
@@ -47,20 +49,30 @@ class _Share:
     state: int
 
 
-def with_updates(plan: Plan, facts: OptimizerFacts, bytes_per_second: float) -> Plan:
+def with_updates(plan: Plan, facts: OptimizerFacts, device: DeviceModel) -> Plan:
     """The plan with the memory and the seconds of its updates.
 
-    An update reads parameters, gradients and state, and writes parameters and state. The device moves so many
-    ``bytes_per_second``. Without a flush, a stage also keeps what it trains in versions that are still read.
+    An update reads parameters, gradients and state, and writes parameters and state. Without a flush, a stage
+    also keeps what it trains in versions that are still read.
     """
     state = facts.state_bytes or {}
     shares = {
         number: _share(bucket, len(plan.placement[bucket.stage]), state, facts.elementwise)
         for number, bucket in enumerate(plan.ending.buckets if plan.ending.shard else ())
     }
-    return replace(
-        plan, stages=tuple(_updated(plan, stage, shares, state, bytes_per_second) for stage in plan.stages)
-    )
+    buckets = [
+        _with_bytes(bucket, shares[number], device) if number in shares else bucket
+        for number, bucket in enumerate(plan.ending.buckets)
+    ]
+    rate = device.memory_bytes_per_second
+    plan = replace(plan, ending=replace(plan.ending, buckets=tuple(buckets)))
+    return replace(plan, stages=tuple(_updated(plan, stage, shares, state, rate) for stage in plan.stages))
+
+
+def _with_bytes(bucket: Bucket, share: _Share, device: DeviceModel) -> Bucket:
+    """The bucket with what its collectives take: gloo receives the parts of a sum beside what it sends."""
+    travelling = share.padded * (2 if device.name == "cpu" else 1)
+    return replace(bucket, share_bytes=share.own, padded_bytes=share.padded, travelling_bytes=travelling)
 
 
 def _share(
@@ -96,7 +108,7 @@ def _updated(
     borrowed = sum(value_bytes(v, {}) for v in plan.parameters if v.name in stage.borrowed)
     kept = sum(state.get(name, 0) for name in stage.parameters if name not in names | {*stage.borrowed})
     for number, share in divided.items():
-        memory = _divided(plan, stage, ending.buckets[number], share, memory)
+        memory = _divided(ending, ending.buckets[number], share, memory)
     if not ending.shard:
         travels = sum(_travelling_bytes(plan, number) for number in ending.buckets_of(stage.index))
         memory = replace(memory, gradients=memory.gradients + travels)
@@ -117,18 +129,11 @@ def _travelling_bytes(plan: Plan, bucket: int) -> int:
     return as_they_travel if as_they_travel < as_they_are else 0
 
 
-def _divided(plan: Plan, stage: Stage, bucket: Bucket, share: _Share, memory: StageMemory) -> StageMemory:
+def _divided(ending: Ending, bucket: Bucket, share: _Share, memory: StageMemory) -> StageMemory:
     """What one of the replicas holds of a bucket, in place of all of it."""
-    weights, gradients, transient = memory.weights, memory.gradients, memory.transient
-    if plan.ending.reduces_each_round(bucket):
-        gradients += share.padded + 2 * share.own - share.whole
+    travelling = bucket.travelling_bytes + share.own * (2 if ending.reduces_each_round(bucket) else 1)
+    if ending.gathers_for_use(bucket):
+        weights, travelling = memory.weights + share.own - share.whole, travelling + share.padded
     else:
-        transient = max(transient, share.padded + share.own)  # while the gradients are on their way
-    if not plan.ending.gathers_for_use(bucket):
-        weights += share.padded - share.whole
-    elif any(len(stages_on(plan.placement, rank)) > 1 for rank in plan.placement[stage.index]):
-        weights += share.own + share.padded - share.whole  # other stages of the rank may run meanwhile
-    else:
-        weights += share.own - share.whole
-        transient += share.padded
-    return replace(memory, weights=weights, gradients=gradients, transient=transient)
+        weights = memory.weights + share.padded - share.whole
+    return replace(memory, weights=weights, travelling=memory.travelling + travelling)

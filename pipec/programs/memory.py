@@ -1,11 +1,18 @@
-"""What a rank holds while its computes run, and how much of it is in flight: counted here alone."""
+"""What a rank holds while its program runs, and how much of it is in flight: counted here alone."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from pipec.ir import Compute, Op, Program, StageMemory
+from pipec.ir import Bucket, Compute, Op, Payload, Plan, Program, RankMemory, StageMemory, stages_on
 from pipec.ir.columns import OP_CODE, PHASES, Cells, Floats, Instructions, Ints, aligned
+from pipec.ir.memory import KINDS
+from pipec.ir.text import value_bytes
+
+_MAKING_GRADIENTS = [OP_CODE[Op.BACKWARD], OP_CODE[Op.BACKWARD_WEIGHT]]
+_UNDER_WAY = 2
+"""How many messages a rank keeps of a link and peer: the one that the peer may still read, and the next."""
 
 
 def held(order: Sequence[Compute], stages: Sequence[StageMemory]) -> Floats:
@@ -15,15 +22,21 @@ def held(order: Sequence[Compute], stages: Sequence[StageMemory]) -> Floats:
     has 1 of transient memory::
 
         cell     F0  F1  B0  F2  B1  B2
-        starts   +4  +4  +1  +4  +1  +1     by how much memory grows when the cell starts
-        ends     -1  -1  -4  -1  -4  -4     by how much it grows when the cell ends
-        held      4   7   7   7   7   4
+        starts   +3  +3   0  +3   0   0     by how much memory grows when the cell starts
+        ends      0   0  -3   0  -3  -3     by how much it grows when the cell ends
+        held      4   7   7   7   7   4     with what is transient
     """
     cells = Cells.of(order)
-    growth = np.array([[stage.growth(phase) for stage in stages] for phase in PHASES], np.float64)
-    starts, ends = growth.reshape(len(PHASES), len(stages), 2)[cells.phases, cells.stages].T
-    while_running: Floats = np.cumsum(starts + ends) - ends
+    starts, ends, transient = (table[cells.phases, cells.stages] for table in _tables(stages))
+    while_running: Floats = np.cumsum(starts + ends) - ends + transient
     return while_running
+
+
+def _tables(stages: Sequence[StageMemory]) -> tuple[Floats, Floats, Floats]:
+    """How memory grows as cells start and end, and what is transient, at [phase, stage]."""
+    rows = [[(*each.growth(phase), each.transient.get(phase, 0.0)) for each in stages] for phase in PHASES]
+    table = np.array(rows, np.float64).reshape(len(PHASES), len(stages), 3)
+    return table[..., 0], table[..., 1], table[..., 2]
 
 
 def most_in_flight(order: Sequence[Compute]) -> int:
@@ -45,3 +58,153 @@ def peak_in_flight(program: Program) -> int:
     """The most pairs of stage and microbatch that a rank holds at once, from forward to free."""
     (columns,) = aligned([program])
     return int(in_flight(columns).max(initial=0))
+
+
+def rank_memory(plan: Plan, program: Program) -> RankMemory:
+    """What a rank holds while each instruction runs: the one account of the house.
+
+    * Buffers for what is received stay from step to step, one for each slot.
+    * What is sent stays until the message after the next one of its link and peer.
+    * Sums of gradients begin with the first gradients, and end with the update. They are there from the
+      start where the program has none, because steps may accumulate, and where replicas add them up in
+      memory that travels.
+    """
+    account = _Account(plan, program)
+    account.count_static()
+    account.count_computes()
+    account.count_gradients()
+    account.count_messages()
+    account.count_collectives()
+    return account.result()
+
+
+def _whole_bytes(bucket: Bucket) -> float:
+    return sum(value_bytes(value, {}) for value in bucket.parameters)
+
+
+@dataclass
+class _Account:
+    """Bytes by kind: those of the whole step, and how they grow as instructions start and end."""
+
+    plan: Plan
+    program: Program
+    static: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
+    starts: dict[str, Floats] = field(default_factory=dict)
+    ends: dict[str, Floats] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.own = stages_on(self.plan.placement, self.program.rank)
+        self.stages = [stage.cost.memory for stage in self.plan.stages]
+        self.columns = Instructions.of(self.program.instructions, self.plan.links)
+
+    def count_static(self) -> None:
+        rows = self.plan.num_microbatches
+        for stage in (self.stages[each] for each in self.own):
+            self.static["parameters"] += stage.weights
+            self.static["buffers"] += stage.buffers
+            self.static["optimizer"] += stage.state
+            self.static["versions"] += stage.versions
+            self.static["inputs"] += stage.inputs * rows
+
+    def count_computes(self) -> None:
+        columns, computes = self.columns, np.flatnonzero(self.columns.is_compute)
+        phases = columns.phases[computes]
+        starts, ends, transient = (table[phases, columns.stages[computes]] for table in _tables(self.stages))
+        cells = columns.is_cell[computes]
+        self.grow("saved", computes, starts * cells, ends * cells)
+        self.grow("running", computes, transient, -transient)
+
+    def count_gradients(self) -> None:
+        """Sums of gradients, from the first gradients after they were taken until they are taken."""
+        ending = self.plan.ending
+        for stage in self.own:
+            numbers = ending.buckets_of(stage)
+            shared = {each: _whole_bytes(ending.buckets[each]) for each in numbers if ending.shard}
+            whole = self.stages[stage].gradients - sum(shared.values())
+            if not ending.updates or ending.stream or (numbers and not ending.shard):
+                self.static["gradients"] += whole
+            else:
+                self._sum_until(self._at(Op.UPDATE, stage), whole, stage)
+            for number, num_bytes in shared.items():
+                self._sum_until(self._at(Op.REDUCE_GRAD, stage, number), num_bytes, stage)
+
+    def _sum_until(self, taken: Ints, amount: float, stage: int) -> None:
+        """Sums that begin with the first gradients of a stage, each time after they were taken."""
+        of_stage = self.columns.stages == stage
+        made = np.flatnonzero(of_stage & np.isin(self.columns.ops, _MAKING_GRADIENTS))
+        rounds, first = np.unique(np.searchsorted(taken, made), return_index=True)
+        self.grow("gradients", made[first], 0.0, amount)
+        self.grow("gradients", taken[rounds[rounds < taken.size]], 0.0, -amount)
+
+    def count_messages(self) -> None:
+        columns, links = self.columns, self.plan.links
+        sends, moves, frees, receives = (
+            np.flatnonzero(columns.ops == OP_CODE[op]) for op in (Op.SEND, Op.MOVE, Op.FREE, Op.RECV)
+        )
+        own = np.array([*self.plan.link_memory, *([0.0] * (len(links) - len(self.plan.link_memory))), 0.0])
+        keys = columns.link_numbers[sends] * self.plan.num_ranks + columns.peers[sends]
+        for key in np.unique(keys):
+            same = sends[keys == key]
+            self.grow("sent", same, own[columns.link_numbers[same]], 0.0)
+            self.grow("sent", same[_UNDER_WAY:], -own[columns.link_numbers[same[:-_UNDER_WAY]]], 0.0)
+        freed = {(*columns.matrix[1:3, at].tolist(),): at for at in frees.tolist()} if moves.size else {}
+        for at in moves.tolist():
+            amount = own[columns.link_numbers[at]]
+            self.grow("received", np.array([at]), amount, 0.0)
+            until = freed.get((int(columns.stages[at]), int(columns.microbatches[at])))
+            if until is not None:
+                self.grow("received", np.array([until]), 0.0, -amount)
+        slots = {(link, peer, slot) for link, peer, slot in columns.matrix[3:6, receives].T.tolist()}
+        self.static["received"] += sum(self._received_bytes(link) for link, _, _ in slots)
+
+    def _received_bytes(self, number: int) -> float:
+        """A borrowed weight counts as one of the stage's parameters."""
+        link, sizes = self.plan.links[number], self.plan.sizes
+        if link.payload is Payload.WEIGHT:
+            return 0.0
+        if link.payload is Payload.RESULT:
+            sizes = {**sizes, "b": self.plan.microbatch_size * self.plan.num_microbatches}
+        return sum(value_bytes(value, sizes) for value in link.values)
+
+    def count_collectives(self) -> None:
+        ending = self.plan.ending
+        for stage in self.own:
+            for number in ending.buckets_of(stage) if ending.shard else ():
+                bucket = ending.buckets[number]
+                reduces = self._at(Op.REDUCE_GRAD, stage, number)
+                updates = self._at(Op.UPDATE, stage)
+                self.grow("travelling", reduces, bucket.travelling_bytes, 0.0)
+                self.grow("travelling", reduces[1:], -bucket.travelling_bytes, 0.0)
+                self.grow("gradients", reduces[:2], bucket.share_bytes, 0.0)
+                self.grow("travelling", updates[:1], -bucket.travelling_bytes, 0.0)
+                self.grow("gradients", updates[:1], 0.0, -bucket.share_bytes * min(reduces.size, 2))
+                if ending.gathers_for_use(bucket):
+                    self.grow("travelling", self._at(Op.UNSHARD, stage, number), bucket.padded_bytes, 0.0)
+                    self.grow("travelling", self._at(Op.RESHARD, stage, number), 0.0, -bucket.padded_bytes)
+
+    def _at(self, op: Op, stage: int, bucket: int = -1) -> Ints:
+        columns = self.columns
+        found = (columns.ops == OP_CODE[op]) & (columns.stages == stage)
+        chosen: Ints = np.flatnonzero(found & (columns.buckets == bucket) if bucket >= 0 else found)
+        return chosen
+
+    def grow(self, kind: str, positions: Ints, start: Floats | float, end: Floats | float) -> None:
+        """Let a kind grow by ``start`` as the instructions at ``positions`` start, by ``end`` as they end."""
+        for growths, amount in ((self.starts, start), (self.ends, end)):
+            growths.setdefault(kind, np.zeros(len(self.columns)))[positions] += amount
+
+    def result(self) -> RankMemory:
+        size = len(self.columns)
+        while_running = {
+            kind: self.static[kind] + np.cumsum(starts + self.ends[kind]) - self.ends[kind]
+            for kind, starts in self.starts.items()
+        }
+        base = sum(amount for kind, amount in self.static.items() if kind not in while_running)
+        most = base + sum(while_running.values(), np.zeros(size))
+        if not size:
+            return RankMemory(self.program.rank, self.static)
+        peak = int(most.argmax())
+        parts = self.static | {kind: float(amounts[peak]) for kind, amounts in while_running.items()}
+        after = most + sum(self.ends.values(), np.zeros(size))
+        pairs = int(in_flight(self.columns)[peak])
+        return RankMemory(self.program.rank, parts, peak, pairs, most, after)

@@ -17,7 +17,7 @@ def dropout(input: Tensor, p: float, generator: torch.Generator) -> tuple[Tensor
         mask.zero_()
         return torch.zeros_like(input), mask
     mask.bernoulli_(1.0 - p, generator=generator)
-    return input * mask * (1.0 / (1.0 - p)), mask
+    return (input * mask).mul_(1.0 / (1.0 - p)), mask
 
 
 def draw(generator: torch.Generator, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -1,15 +1,17 @@
 """Why a step takes as long as it does: what its events wait for, the critical path, and memory over time."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 
 import numpy as np
 
-from pipec.ir import Op, Plan, StageMemory, stages_on
-from pipec.ir.columns import OP_CODE, Floats, Ints
+from pipec.ir import Op, Plan, Program, StageMemory
+from pipec.ir.columns import OP_CODE, Floats, Instructions, Ints
 from pipec.programs.consumers import first_readers
+from pipec.programs.fold import excerpt
+from pipec.programs.memory import rank_memory
 from pipec.timeline.events import Events, Timeline
 from pipec.timeline.simulate import collectives_read, meetings
 
@@ -163,9 +165,6 @@ def critical_path(timeline: Timeline, found: Attribution) -> tuple[int, ...]:
     return tuple(reversed(path))
 
 
-_IN_FLIGHT = StageMemory(saved=1, kept=1)
-
-
 def path_times(timeline: Timeline, path: Sequence[int]) -> list[float]:
     """How long each event of a critical path lasts, without what the one before it covers.
 
@@ -178,31 +177,48 @@ def path_times(timeline: Timeline, path: Sequence[int]) -> list[float]:
     return times
 
 
-def memory_over_time(
-    timeline: Timeline, memory: Mapping[int, StageMemory] | None = None
-) -> tuple[Curve, ...]:
-    """For each rank the steps of what its microbatches hold: ``(time, amount from then on)``, from time 0.
+def in_flight_over_time(timeline: Timeline) -> tuple[Curve, ...]:
+    """For each rank the steps of its pairs of stage and microbatch in flight, from time 0.
 
-    ``memory[stage]`` is what a stage holds. By default a microbatch holds 1 until its last compute, which
-    counts the pairs of stage and microbatch in flight.
+    A microbatch is in flight from its forward to its last compute.
     """
     changes: list[list[tuple[float, float]]] = [[] for _ in range(timeline.num_ranks)]
     for event in timeline.computes.where(timeline.computes.instructions.is_cell):
-        stage, phase = event.instruction.stage, event.instruction.op.phase
-        assert phase
-        growth = (memory or {}).get(stage, _IN_FLIGHT).growth(phase)
+        assert event.instruction.op.phase
+        growth = _IN_FLIGHT.growth(event.instruction.op.phase)
         changes[event.rank] += zip((event.start, event.end), growth, strict=True)
     return tuple(map(_steps, changes))
 
 
-def rank_memory_over_time(plan: Plan, timeline: Timeline) -> tuple[Curve, ...]:
-    """The bytes that each rank holds over time, with what its stages hold once."""
-    stages = {stage.index: stage.cost.memory for stage in plan.stages}
+_IN_FLIGHT = StageMemory(saved=1, kept=1)
+
+
+def rank_memory_over_time(plan: Plan, programs: Sequence[Program], timeline: Timeline) -> tuple[Curve, ...]:
+    """The bytes that each rank holds over time, as ``rank_memory`` counts them.
+
+    There are none if the timeline is not one of these programs.
+    """
     curves = []
-    for rank, curve in enumerate(memory_over_time(timeline, stages)):
-        static = sum(stages[stage].static for stage in stages_on(plan.placement, rank))
-        curves.append([(time, static + amount) for time, amount in curve])
+    for program in excerpt(programs, len(plan.stages)):
+        events, memory = timeline.columns.of_rank(program.rank), rank_memory(plan, program)
+        columns = Instructions.of(program.instructions, plan.links)
+        timed = np.flatnonzero(columns.is_timed & (columns.ops != OP_CODE[Op.SEND]))
+        chosen = np.flatnonzero(events.is_work | events.is_collective)
+        if timed.size != chosen.size:
+            return ()
+        ends, starts = np.zeros(len(columns)), np.zeros(len(columns))
+        starts[timed], ends[timed] = events.starts[chosen], events.ends[chosen]
+        times = np.maximum.accumulate(np.stack([starts, ends], axis=1).reshape(-1))
+        amounts = np.stack([memory.most, memory.after], axis=1).reshape(-1)
+        curves.append(_highest(times, amounts))
     return tuple(curves)
+
+
+def _highest(times: Floats, amounts: Floats) -> Curve:
+    """One step for each time, the last of those that have it."""
+    last = np.append(times[1:] != times[:-1], True)
+    found = [(0.0, 0.0)] if not times.size or times[0] > 0 else []
+    return found + list(zip(times[last].tolist(), amounts[last].tolist(), strict=True))
 
 
 def _steps(changes: Sequence[tuple[float, float]]) -> Curve:

@@ -8,7 +8,7 @@ each of its units.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 
-from pipec.timeline.attribution import Curve, memory_over_time, readers, waits
+from pipec.timeline.attribution import Curve, in_flight_over_time, readers, waits
 from pipec.timeline.events import Event, Timeline
 from pipec.viz.checks import check_timelines
 from pipec.viz.labels import NAMES, carried, cell_labels, collective_rows, lane_name, members
@@ -129,7 +129,7 @@ class _Process:
         yield self._event("f", name, reader.rank, **same, ts=read / 1000)
 
     def _counters(self) -> Iterator[dict[str, object]]:
-        for rank, curve in enumerate(memory_over_time(self._timeline)):
+        for rank, curve in enumerate(in_flight_over_time(self._timeline)):
             yield from self._counter(f"in flight, rank {rank}", "microbatches", curve)
         for rank, curve in enumerate(self._memory):
             yield from self._counter(f"memory, rank {rank}", "bytes", curve)

@@ -14,7 +14,7 @@ from importlib import resources
 import numpy as np
 
 from pipec.ir import Payload
-from pipec.timeline.attribution import Attribution, Curve, critical_path, memory_over_time, waits
+from pipec.timeline.attribution import Attribution, Curve, critical_path, in_flight_over_time, waits
 from pipec.timeline.events import Event, Timeline
 from pipec.viz.checks import check_timelines
 from pipec.viz.labels import (
@@ -134,7 +134,7 @@ def _timeline_data(
         "collectives": _collective_columns(timeline, found, rounded),
         "critical": {kind: [number for number in numbers(kind, path) if number >= 0] for kind in kinds},
         "curves": {
-            "inFlight": [_curve_columns(curve, rounded) for curve in memory_over_time(timeline)],
+            "inFlight": [_curve_columns(curve, rounded) for curve in in_flight_over_time(timeline)],
             **({"memory": [_curve_columns(curve, rounded) for curve in memory]} if memory else {}),
         },
     }

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipec.ir import Plan
+from pipec.ir import Plan, Program
 from pipec.timeline.attribution import Curve, rank_memory_over_time
 from pipec.timeline.events import Timeline
 from pipec.viz.files import write_timelines
@@ -25,9 +25,9 @@ class Step:
     label: str = ""
 
     @classmethod
-    def of_plan(cls, plan: Plan, timeline: Timeline, label: str = "") -> "Step":
+    def of_plan(cls, plan: Plan, programs: Sequence[Program], timeline: Timeline, label: str = "") -> "Step":
         """A step of a plan, or the mini-batches of a stream, with the bytes that its ranks hold."""
-        memory = rank_memory_over_time(plan, timeline)
+        memory = rank_memory_over_time(plan, programs, timeline)
         microbatches = int(timeline.computes.instructions.microbatches.max(initial=-1)) + 1
         return cls(plan.schedule, microbatches, timeline, memory, label)
 

@@ -151,7 +151,7 @@ class Workload:
         limits = self.limits(count_ranks(placement))
         held = ([memory[stage] for stage in stages_on(placement, rank)] for rank in range(len(limits)))
         return tuple(
-            max(0.0, limit - sum(stage.static for stage in own) - max(stage.transient for stage in own))
+            max(0.0, limit - sum(stage.static for stage in own) - max(stage.longest for stage in own))
             for limit, own in zip(limits, held, strict=True)
         )
 

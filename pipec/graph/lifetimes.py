@@ -1,0 +1,142 @@
+"""How long values are in memory: in a function, as generated code lets go of them, and between functions.
+
+A value is a name for memory. What owns the memory is the node that made it; a view is another name for it,
+and keeps all of it. Tensors that a stage holds anyway, and what it was given or has received, lie in memory
+of their own and are not counted here.
+"""
+
+import operator
+from collections.abc import Callable, Container, Iterable, Iterator
+from dataclasses import dataclass
+
+import sympy
+from torch import fx
+
+from pipec.graph.functions import Function
+from pipec.graph.nodes import is_constant, is_tensor, is_view, memory_of, recv, sums_gradients
+
+BytesOf = Callable[[fx.Node], int]
+"""The bytes of a node's value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Occupancy:
+    """Bytes that a microbatch holds before a function runs, at most while it runs, and after it."""
+
+    before: int
+    peak: int
+    after: int
+
+
+def owners(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes that made the memory behind these values, each once. What is held anyway is left out."""
+    return {owner for owner in map(memory_of, nodes) if is_counted(owner)}
+
+
+def is_counted(owner: fx.Node) -> bool:
+    """Whether memory is taken for a value because a function made it."""
+    return owner.op == "call_function" and owner.target is not recv and not is_constant(owner)
+
+
+def held_bytes(nodes: Iterable[fx.Node], bytes_of: BytesOf) -> int:
+    """What a microbatch holds with these values: views are free, and what they show counts whole."""
+    return sum(map(bytes_of, owners(nodes)))
+
+
+def occupancy(function: Function, bytes_of: BytesOf) -> Occupancy:
+    """What the values of a microbatch take while a function runs, which deletes what is ``dying``."""
+    memory, gone, body = _memories(function), dying(function), {*function.body}
+    live = before = held_bytes(function.saved_in, bytes_of)
+    peak = live
+    for node in filter(is_statement, function.body):
+        unread = bytes_of(node) if items_of(node) and not is_view(node) else 0
+        new = [each for each in made_by(node, body) if memory(each) is each and is_counted(each)]
+        taken = sum(map(bytes_of, new))
+        live += taken
+        peak = max(peak, live + max(unread - taken, 0))
+        live -= held_bytes(map(memory, gone.get(node, ())), bytes_of)
+    return Occupancy(before, peak, held_bytes(map(memory, function.saved_out), bytes_of))
+
+
+def dying(function: Function) -> dict[fx.Node, list[fx.Node]]:
+    """For each statement of a function, the tensors to delete after it: nothing reads their memory later.
+
+    Memory is let go of with the last of its names. Those of tensors that are held anyway may stay.
+    """
+    memory, mine = _memories(function), {*function.body, *function.saved_in}
+    kept = set(map(memory, function.results))
+    last: dict[fx.Node, fx.Node] = {}
+    names: dict[fx.Node, list[fx.Node]] = {}
+    for value in function.saved_in:
+        names.setdefault(memory(value), []).append(value)
+    for node in filter(is_statement, function.body):
+        made = list(made_by(node, mine))
+        for value in made:
+            names.setdefault(memory(value), []).append(value)
+        last |= dict.fromkeys(map(memory, (*filter(is_tensor, node.all_input_nodes), *made)), node)
+    gone: dict[fx.Node, list[fx.Node]] = {}
+    for owner, node in last.items():
+        if owner in names and owner not in kept and is_counted(owner):
+            gone.setdefault(node, []).extend(names[owner])
+    return gone
+
+
+def _memories(function: Function) -> Callable[[fx.Node], fx.Node]:
+    """What owns the memory of a value, in a function that adds up some gradients in place."""
+    sums = sums_in_place(function)
+
+    def memory(node: fx.Node) -> fx.Node:
+        while (owner := memory_of(node)) in sums:
+            node = sums[owner]
+        return owner
+
+    return memory
+
+
+def is_statement(node: fx.Node) -> bool:
+    """Whether the node has a statement of its own. An item of a tuple has not: unpacking names it."""
+    return node.target is not operator.getitem
+
+
+def items_of(node: fx.Node) -> int:
+    """How many items the node's value has, if it is a tuple."""
+    value = node.meta.get("val")
+    return len(value) if isinstance(value, list | tuple) else 0
+
+
+def made_by(node: fx.Node, read: Container[fx.Node]) -> Iterator[fx.Node]:
+    """The tensors that a statement names: the node itself, or the items of its tuple that are in ``read``."""
+    if is_tensor(node):
+        yield node
+    elif items_of(node):
+        yield from (each for each in node.users if each.target is operator.getitem and each in read)
+
+
+def sums_in_place(function: Function) -> dict[fx.Node, fx.Node]:
+    """The sums of gradients that are written into one of their terms, by sum.
+
+    Such a term has memory that the function made, and no other reader.
+    """
+    body, found = {*function.body}, dict[fx.Node, fx.Node]()
+    for node in filter(sums_gradients, function.body):
+        for term in node.all_input_nodes if len(node.all_input_nodes) == 2 else ():
+            its_own = term in body and not is_view(term) and len(term.users) == 1
+            if node not in found and its_own and _same_type(term, node):
+                found[node] = term
+    return found
+
+
+def is_dense(node: fx.Node) -> bool:
+    """Whether the elements of a tensor lie in memory one after the other, row by row."""
+    tensor, step = node.meta["val"], sympy.Integer(1)
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if sympy.expand(sympy.sympify(stride) - step) != 0 and size != 1:
+            return False
+        step *= sympy.sympify(size)
+    return True
+
+
+def _same_type(one: fx.Node, other: fx.Node) -> bool:
+    """Whether two values also lie in memory alike. Their sizes may be symbols, and are compared as text."""
+    a, b = one.meta["val"], other.meta["val"]
+    return a.dtype == b.dtype and f"{a.shape} {a.stride()}" == f"{b.shape} {b.stride()}"
