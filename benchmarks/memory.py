@@ -1,91 +1,172 @@
-"""Peak memory of every rank, predicted and measured: two processes over gloo, one rank each.
+"""Peak memory of every rank, predicted and measured, for several models, schedules and numbers of stages.
 
-    torchrun --nproc-per-node 2 benchmarks/memory.py
+    python benchmarks/memory.py                             # every rank in this process
+    python benchmarks/memory.py --short                     # one small model
+    torchrun --nproc-per-node 4 benchmarks/memory.py        # one rank each: replicas and sharding, too
 
-The meter counts the storages that torch operators make and forgets them when they are freed. Weights are
-there before it begins, and their gradients come from a step before the one that is measured.
+``pipe.memory()`` predicts and ``pipe.measure_memory(...)`` measures; the second step is measured, when the
+state of the optimizer is there.
 """
 
-import weakref
-from collections.abc import Callable, Mapping
-from itertools import product
+import argparse
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTForImageClassification
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    ResNetConfig,
+    ResNetForImageClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import pipec
 from pipec.ir.text import format_bytes
-from pipec.plan.memory import plan_memory
+from pipec.runtime.launch import world
 
-ROWS, MICROBATCHES = 16, 8
-
-
-class Meter(TorchDispatchMode):
-    """The bytes of all storages that were made while it was active and are alive, and the most of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        returned = func(*args, **(kwargs or {}))
-        for tensor in filter(lambda leaf: isinstance(leaf, Tensor), tree_leaves(returned)):
-            self._note(tensor.untyped_storage())
-        return returned
-
-    def _note(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key not in self._known:
-            self._known.add(key)
-            self.now += storage.nbytes()
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._forget, key, storage.nbytes())
-
-    def _forget(self, key: int, num_bytes: int) -> None:
-        self._known.discard(key)
-        self.now -= num_bytes
+ROWS, MICROBATCHES, LENGTH, WORDS = 16, 8, 64, 512
+Made = tuple[nn.Module, dict[str, Tensor]]
 
 
-def gpt2() -> tuple[nn.Module, dict[str, Tensor]]:
-    config = GPT2Config(n_layer=8, n_embd=256, n_head=4, vocab_size=4096, n_positions=128)
-    tokens = torch.randint(4096, (ROWS, 128))
-    return GPT2LMHeadModel(config), {"input_ids": tokens, "labels": tokens}
+def gpt2() -> Made:
+    config = GPT2Config(
+        n_layer=8, n_embd=128, n_head=4, vocab_size=WORDS, n_positions=LENGTH, bos_token_id=0, eos_token_id=0
+    )
+    return GPT2LMHeadModel(config), _text("input_ids", "labels")
 
 
-def vit() -> tuple[nn.Module, dict[str, Tensor]]:
-    config = ViTConfig(num_hidden_layers=8, hidden_size=256, num_attention_heads=4, intermediate_size=1024)
-    images = torch.randn(ROWS, 3, 224, 224)
-    return ViTForImageClassification(config), {"pixel_values": images, "labels": torch.zeros(ROWS).long()}
+def llama() -> Made:
+    config = LlamaConfig(
+        num_hidden_layers=8,
+        hidden_size=128,
+        intermediate_size=352,
+        num_attention_heads=4,
+        vocab_size=WORDS,
+        max_position_embeddings=LENGTH,
+    )
+    return LlamaForCausalLM(config), _text("input_ids", "labels")
 
 
-def row(make: Callable[[], tuple[nn.Module, dict[str, Tensor]]], schedule: str, recompute: str) -> str:
-    """Predicted and measured bytes of this rank."""
+def t5() -> Made:
+    config = T5Config(
+        num_layers=4,
+        num_decoder_layers=4,
+        d_model=128,
+        d_ff=512,
+        d_kv=32,
+        num_heads=4,
+        vocab_size=WORDS,
+        decoder_start_token_id=0,
+    )
+    return T5ForConditionalGeneration(config), _text("input_ids", "labels")
+
+
+def resnet() -> Made:
+    config = ResNetConfig(
+        embedding_size=32,
+        hidden_sizes=[32, 64, 128, 256],
+        depths=[2, 2, 2, 2],
+        layer_type="basic",
+        num_labels=10,
+    )
+    pixels = torch.randn(ROWS, 3, 64, 64)
+    return ResNetForImageClassification(config), {"pixel_values": pixels, "labels": torch.arange(ROWS) % 10}
+
+
+def _text(*names: str) -> dict[str, Tensor]:
+    tokens = torch.randint(WORDS, (ROWS, LENGTH))
+    return dict.fromkeys(names, tokens)
+
+
+MODELS: dict[str, Callable[[], Made]] = {"gpt2": gpt2, "llama": llama, "t5": t5, "resnet": resnet}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model as it is run on so many ranks."""
+
+    model: str
+    ranks: int
+    schedule: str
+    recompute: str
+    replicas: int = 1
+    shard: str | None = None
+
+    def options(self) -> dict[str, Any]:
+        return {
+            "devices": self.ranks,
+            "schedule": self.schedule,
+            "recompute": self.recompute,
+            "replicas": self.replicas,
+            "shard": self.shard,
+        }
+
+
+def measured(case: Case) -> list[tuple[float, float]]:
+    """Predicted and measured bytes of each rank."""
     torch.manual_seed(0)
-    model, inputs = make()
-    pipe = pipec.compile(model, 2, schedule=schedule, microbatches=MICROBATCHES, recompute=recompute)
-    for _ in range(2):
-        pipe.step(**inputs)
-    held = sum(tensor.nbytes for tensor in (*pipe.parameters(), *pipe.buffers()))
-    held += sum(parameter.grad.nbytes for parameter in pipe.parameters() if parameter.grad is not None)
-    with Meter() as meter:
-        pipe.step(**inputs)
-    rank = pipe._ranks.world.rank
-    predicted, measured = plan_memory(pipe.plan, pipe.programs)[rank].peak_bytes, held + meter.peak
-    shown = (format_bytes(predicted), format_bytes(measured), f"{predicted / measured:.2f}")
-    return f"| {' | '.join([make.__name__, schedule, recompute, str(rank), *shown])} |"
+    model, inputs = MODELS[case.model]()
+    adam = functools.partial(torch.optim.AdamW, lr=1e-3)
+    pipe = pipec.compile(model, microbatches=MICROBATCHES, optimizer=adam, **case.options())
+    pipe.step(**inputs)
+    found = pipe.measure_memory(**inputs)
+    return [(said.peak_bytes, most.peak_bytes) for said, most in zip(pipe.memory(), found, strict=True)]
 
 
-def main() -> None:
-    for make in (gpt2, vit):
-        for schedule, recompute in product(("gpipe", "1f1b", "zb-h1"), ("none", "full")):
-            print(row(make, schedule, recompute), flush=True)
+def cases(models: list[str], ranks: int | None, short: bool) -> Iterator[Case]:
+    """In one process 1, 2 and 4 stages; under torchrun what its ranks can do, replicas and sharding first."""
+    schedules, recompute = ("gpipe", "1f1b", "zb-h1"), ("none", "full")
+    if short:
+        yield Case("gpt2", 2, "1f1b", "none")
+        return
+    for model in models:
+        if ranks is not None:
+            for shard in (None, "optimizer", "gradients", "parameters"):
+                yield Case(model, ranks, "1f1b", "none", 2, shard)
+        for count, schedule, again in itertools.product(
+            (ranks,) if ranks else (1, 2, 4), schedules, recompute
+        ):
+            if count > 1 or schedule == "gpipe":
+                yield Case(model, count, schedule, again)
+
+
+def row(case: Case, rank: int, said: float, most: float) -> str:
+    shown = (case.model, case.ranks, case.schedule, case.recompute, case.replicas, case.shard or "", rank)
+    return (
+        f"| {' | '.join(map(str, shown))} | {format_bytes(said)} | {format_bytes(most)} | {said / most:.3f} |"
+    )
+
+
+HEAD = """\
+| model | ranks | schedule | recompute | replicas | shard | rank | predicted | measured | ratio |
+|---|--:|---|---|--:|---|--:|--:|--:|--:|"""
+
+
+def main(arguments: list[str] | None = None) -> list[float]:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--short", action="store_true", help="one small case")
+    parser.add_argument("--model", choices=MODELS, action="append", help="of these models alone")
+    options = parser.parse_args(arguments)
+    here, ratios = world(), list[float]()
+    if here.distributed:
+        dist.init_process_group("gloo")
+    say = functools.partial(print, flush=True) if here.rank == 0 else lambda text: None
+    say(HEAD)
+    for case in cases(options.model or list(MODELS), here.size if here.distributed else None, options.short):
+        for rank, (said, most) in enumerate(measured(case)):
+            ratios.append(said / most)
+            say(row(case, rank, said, most))
+    say(f"\nratios from {min(ratios):.3f} to {max(ratios):.3f}")
+    return ratios
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """What stages and ranks hold in memory: the figures that planner, search, plan and meter share."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,8 +97,12 @@ KINDS = (
     "sent",
     "travelling",
     "results",
+    "step",
 )
-"""What bytes of a rank are for, in the order in which they are shown."""
+"""What bytes of a rank are for, in the order in which they are shown.
+
+A measurement knows of what a step makes only that it is of the ``step``.
+"""
 
 
 def _nothing() -> NDArray[np.float64]:
@@ -123,6 +128,14 @@ class RankMemory:
     @property
     def peak_bytes(self) -> float:
         return sum(self.parts.values())
+
+    def as_json(self) -> dict[str, Any]:
+        """What ``from_json`` reads."""
+        return {**asdict(self), "most": self.most.tolist(), "after": self.after.tolist()}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> "RankMemory":
+        return cls(**{**data, "most": np.array(data["most"]), "after": np.array(data["after"])})
 
     @property
     def running(self) -> float:

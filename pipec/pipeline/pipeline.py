@@ -17,7 +17,7 @@ from pipec.compiler.captures import Turn
 from pipec.compiler.compiler import Compiler
 from pipec.compiler.groups import Compiled, Groups
 from pipec.errors import InputError
-from pipec.ir import Mode, Plan
+from pipec.ir import Mode, Plan, RankMemory
 from pipec.ir.arguments import check_arguments
 from pipec.ir.batch import require_equal_rows, sizes_of_replicas, variable_values
 from pipec.pipeline.checkpointed import CheckpointedModel
@@ -25,8 +25,11 @@ from pipec.pipeline.kept import Kept
 from pipec.pipeline.methods import METHODS
 from pipec.pipeline.turns import Asked
 from pipec.plan.local_batch import check_local_batch
+from pipec.plan.memory import plan_memory
 from pipec.plan.predictions import simulate_plan
+from pipec.plan.step_memory import StepMemory
 from pipec.plan.tables import ReadablePlan
+from pipec.programs.fold import excerpt
 from pipec.runtime.batches import Given
 from pipec.runtime.execution import Ranks
 from pipec.runtime.flow import CompiledStream
@@ -66,6 +69,7 @@ class Pipeline(CheckpointedModel):
         super().__init__(compiler, tensors, ranks, batch, updates, batched)
         self._weight = microbatch_weight
         self._kept = Kept()
+        self._measured: list[RankMemory] | None = None
         self._served: set[tuple[int, frozenset[int], tuple[float, ...]]] = set()
 
     def step(self, *args: Any, target: Any = None, outputs: bool = False, **kwargs: Any) -> Any:
@@ -235,6 +239,28 @@ class Pipeline(CheckpointedModel):
         """The timeline of one step, predicted from the programs and the plan's costs."""
         return simulate_plan(self.plan, self.programs)
 
+    def memory(self) -> StepMemory:
+        """What each rank holds in a step, predicted from the programs. It prints as a table."""
+        programs = excerpt(self.programs, len(self.plan.stages))
+        return StepMemory(plan_memory(self.plan, programs), programs)
+
+    def measure_memory(self, *args: Any, target: Any = None, **kwargs: Any) -> StepMemory:
+        """Run ``step`` with these arguments, and return what each rank held. Every rank calls this.
+
+        On a GPU that one rank has for itself this is what torch's allocator says; else it is what the tensors
+        took that operators made. The step takes longer than others, and does all that they do.
+
+        Raises:
+            InputError: the programs have no end; and what ``step`` raises.
+        """
+        measured: list[RankMemory] = []
+        self._measured = measured
+        try:
+            self.step(*args, target=target, **kwargs)
+        finally:
+            self._measured = None
+        return StepMemory(self._ranks.most_of_each(measured), self.programs)
+
     def visualize(self, path: str | Path | None = None, trace: Trace | None = None) -> str:
         """The timelines as text: the simulated one, or those of a ``trace``, planned and measured.
 
@@ -360,7 +386,8 @@ class Pipeline(CheckpointedModel):
         parts = []
         for execution, span in zip(executions, spans, strict=True):
             update = span is spans[-1] and not self._accumulates
-            parts.append(execution.run(turn.call.leaves, span, turn.seed, recorded, update))
+            leaves, measured = turn.call.leaves, self._measured
+            parts.append(execution.run(leaves, span, turn.seed, recorded, update, measured))
         return parts[0] if len(parts) == 1 else join(groups[0][0].artifact.plan, parts, spans)
 
     def _spans(self, turn: Turn, groups: Sequence[list[int]]) -> list[Span]:

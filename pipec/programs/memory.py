@@ -63,7 +63,7 @@ def peak_in_flight(program: Program) -> int:
 def rank_memory(plan: Plan, program: Program) -> RankMemory:
     """What a rank holds while each instruction runs: the one account of the house.
 
-    * Buffers for what is received stay from step to step, one for each slot.
+    * Buffers for what a microbatch receives stay from step to step, one for each slot.
     * What is sent stays until the message after the next one of its link and peer.
     * Sums of gradients begin with the first gradients, and end with the update. They are there from the
       start where the program has none, because steps may accumulate, and where replicas add them up in
@@ -154,17 +154,20 @@ class _Account:
             until = freed.get((int(columns.stages[at]), int(columns.microbatches[at])))
             if until is not None:
                 self.grow("received", np.array([until]), 0.0, -amount)
-        slots = {(link, peer, slot) for link, peer, slot in columns.matrix[3:6, receives].T.tolist()}
-        self.static["received"] += sum(self._received_bytes(link) for link, _, _ in slots)
+        once = receives[columns.slots[receives] < 0]
+        self.grow(
+            "received", once, np.array([self._bytes_once(each) for each in columns.link_numbers[once]]), 0.0
+        )
+        slots = np.unique(columns.matrix[3:6, receives[columns.slots[receives] >= 0]], axis=1)
+        sizes = [sum(value_bytes(each, self.plan.sizes) for each in link.values) for link in links]
+        self.static["received"] += sum(sizes[number] for number in slots[0].tolist())
 
-    def _received_bytes(self, number: int) -> float:
-        """A borrowed weight counts as one of the stage's parameters."""
-        link, sizes = self.plan.links[number], self.plan.sizes
+    def _bytes_once(self, number: int) -> float:
+        """What is received once a step. A borrowed weight counts as one of the stage's parameters."""
+        link, rows = self.plan.links[number], self.plan.microbatch_size * self.plan.num_microbatches
         if link.payload is Payload.WEIGHT:
             return 0.0
-        if link.payload is Payload.RESULT:
-            sizes = {**sizes, "b": self.plan.microbatch_size * self.plan.num_microbatches}
-        return sum(value_bytes(value, sizes) for value in link.values)
+        return sum(value_bytes(value, {**self.plan.sizes, "b": rows}) for value in link.values)
 
     def count_collectives(self) -> None:
         ending = self.plan.ending

@@ -72,7 +72,7 @@ class GlooConnections:
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
         under_way = self._sends[peer, tag]
         with _gloo_errors():
-            if len(under_way) == _MOST_UNDER_WAY:
+            if len(under_way) == MOST_UNDER_WAY:
                 _wait(under_way.popleft())
             under_way.append(
                 [
@@ -153,7 +153,7 @@ def _gloo_errors() -> Iterator[None]:
 _Message = list[tuple[dist.Work, Tensor]]
 """The tensors of one message and their sends."""
 
-_MOST_UNDER_WAY = 2
+MOST_UNDER_WAY = 2
 """How many messages of one peer and tag are sent at a time: one that the peer reads now, and the next."""
 
 

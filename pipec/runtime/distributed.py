@@ -12,7 +12,6 @@ import contextlib
 import functools
 import hashlib
 import itertools
-import math
 import multiprocessing.util
 import pickle
 import textwrap
@@ -28,8 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipec.errors import PipecError, TransportError
-from pipec.ir import Instruction, Link, Op, Program, Sizes, Value
-from pipec.ir.text import evaluate_dim, format_link
+from pipec.ir import Instruction, Link, Op, Program, Sizes
+from pipec.ir.text import format_link
 from pipec.runtime.connections import Connections, Direction, GlooConnections
 from pipec.runtime.group import Group
 from pipec.runtime.hosts_group import HostsGroup
@@ -38,7 +37,7 @@ from pipec.runtime.lifelines import names
 from pipec.runtime.nccl import NcclConnections
 from pipec.runtime.processes_group import ProcessesGroup
 from pipec.runtime.rendezvous import bounded, meet
-from pipec.runtime.storage import is_exclusive
+from pipec.runtime.storage import Buffer, buffers_for
 from pipec.runtime.transport import Receiver, Send
 
 T = TypeVar("T")
@@ -65,7 +64,7 @@ class TorchDistributed:
         self._timeout = timeout
         self._lifelines, store = meet(here, next(_transport_numbers), timeout)
         multiprocessing.util.Finalize(self, self._lifelines.close, exitpriority=0)
-        self._buffers: dict[tuple[Link, int, int], list[_Buffer]] = {}
+        self._buffers: dict[tuple[Link, int, int], list[Buffer]] = {}
         self._collectives = ThreadPoolExecutor(1, "pipec collectives")
         if not dist.is_initialized():
             join = functools.partial(
@@ -181,8 +180,11 @@ class TorchDistributed:
         assert instruction.link is not None
         key = instruction.link, instruction.peer, instruction.slot
         if key not in self._buffers:
-            self._buffers[key] = [_Buffer(value, self.device) for value in instruction.link.values]
+            self._buffers[key] = buffers_for(instruction, self.device)
         return _Receiver(self, instruction, tag, self._buffers[key])
+
+    def held(self) -> Sequence[Tensor]:
+        return [buffer.memory for buffers in self._buffers.values() for buffer in buffers]
 
     def group(self, ranks: Sequence[int], num_hosts: int = 1) -> Group:
         """These ranks, of which this one is one, for collectives. NCCL itself knows what is on which host."""
@@ -255,7 +257,7 @@ class _Receiver:
     """One receive instruction. All receives into the same slot share its buffers."""
 
     def __init__(
-        self, transport: TorchDistributed, instruction: Instruction, tag: int, buffers: Sequence["_Buffer"]
+        self, transport: TorchDistributed, instruction: Instruction, tag: int, buffers: Sequence[Buffer]
     ) -> None:
         self._transport = transport
         self._peer = instruction.peer
@@ -279,24 +281,6 @@ class _Receiver:
                 if work is not None:
                     connections.wait(work)
         return [tensor for tensor, _ in posted]
-
-
-class _Buffer:
-    """Memory for one received value. It is used again as soon as nobody holds the value it had before."""
-
-    def __init__(self, value: Value, device: torch.device) -> None:
-        self._value = value
-        self._device = device
-        self._memory = torch.empty(0)
-
-    def view(self, sizes: Sizes) -> Tensor:
-        """A tensor of the value's shape where its names stand for ``sizes``, with undefined contents."""
-        shape = [evaluate_dim(dim, sizes) for dim in self._value.shape]
-        count = math.prod(shape)
-        if self._memory.numel() < count or not is_exclusive(self._memory):
-            dtype = getattr(torch, self._value.dtype)
-            self._memory = torch.empty(count, dtype=dtype, device=self._device)
-        return self._memory[:count].view(shape)
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from pipec.artifact.directory import Artifact, stage_module
 from pipec.errors import ExecutionError, TransportError
-from pipec.ir import Plan, stages_on
+from pipec.ir import Plan, RankMemory, stages_on
 from pipec.runtime.agreement import Agreement
 from pipec.runtime.distributed import TorchDistributed
 from pipec.runtime.group import Group
 from pipec.runtime.interpreter import Interpreter
 from pipec.runtime.launch import Devices, resolve_devices, world
+from pipec.runtime.meter import make_meter
 from pipec.runtime.of_batch import OfBatch, share_of, values_of_batch, values_of_local_batch
 from pipec.runtime.recording import RecordedStep, Stamps
 from pipec.runtime.span import Span
@@ -67,6 +68,15 @@ class Ranks:
             RecordedStep(step.programs, {int(rank): stamps for part in own for rank, stamps in part.items()})
             for step, *own in zip(steps, *parts, strict=True)
         ]
+
+    def most_of_each(self, measured: Sequence[RankMemory]) -> list[RankMemory]:
+        """For each rank what was measured when it held most, on every rank."""
+        found = list(measured)
+        if self.world.distributed:
+            texts = self.distributed.gather(json.dumps([each.as_json() for each in measured]))
+            found = [RankMemory.from_json(each) for text in texts for each in json.loads(text)]
+        most = {each.rank: each for each in sorted(found, key=lambda each: each.peak_bytes)}
+        return [most[rank] for rank in range(self.count)]
 
     def told(self, text: str, doing: str) -> list[str]:
         """The text of each process, in every process, however long they take while all of them live."""
@@ -178,6 +188,7 @@ class Execution(Linked[Interpreter]):
         seed: int,
         recorded: list[RecordedStep] | None = None,
         update: bool = True,
+        measured: list[RankMemory] | None = None,
     ) -> dict[str, Tensor]:
         """Run one step; returns its results by name.
 
@@ -190,11 +201,19 @@ class Execution(Linked[Interpreter]):
             seed: Seeds the random operators. Each step has another.
             recorded: If the step succeeds, its times on the ranks of this process are appended.
             update: Whether a program that updates does so.
+            measured: If the step succeeds, what the ranks of this process held is appended.
         """
         microbatches = self._microbatches(leaves, span)
         stamps: dict[int, Stamps] = {} if recorded is None else {rank: [] for rank in self._ranks.devices}
+        devices = self._ranks.devices
+        meters = {
+            rank: make_meter(device, list(devices.values()).count(device) > 1)
+            for rank, device in (devices.items() if measured is not None else ())
+        }
         jobs = [
-            functools.partial(interpreter.run, microbatches, span, seed, stamps.get(rank), update)
+            functools.partial(
+                interpreter.run, microbatches, span, seed, stamps.get(rank), update, meters.get(rank)
+            )
             for rank, interpreter in zip(self._ranks.devices, self._interpreters, strict=True)
         ]
         try:
@@ -203,6 +222,8 @@ class Execution(Linked[Interpreter]):
             if self._updates is not None:
                 self._updates.drop_gradients()
             raise
+        if measured is not None:
+            measured += [meter.memory(rank) for rank, meter in meters.items()]
         if recorded is not None:
             recorded.append(RecordedStep(self.artifact.programs, stamps))
         return results

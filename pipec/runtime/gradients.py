@@ -21,6 +21,9 @@ class Home(Protocol):
     def place(self, index: int) -> Tensor:
         """That of the parameter ``index``, whatever its values are."""
 
+    def held(self) -> Sequence[Tensor]:
+        """The memory that is there already."""
+
     def forget_step(self) -> None:
         """Let go of what ``place`` has returned."""
 
@@ -41,6 +44,11 @@ class GradientSum:
     def keep_in(self, home: Home, indices: Iterable[int]) -> None:
         """Let the totals of these parameters lie in ``home``, from their first gradient on."""
         self._homes |= dict.fromkeys(indices, home)
+
+    def held(self) -> list[Tensor]:
+        """The sums that are there already, and the memory that others are to lie in."""
+        kept = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        return kept + [memory for home in set(self._homes.values()) for memory in home.held()]
 
     def begin_step(self) -> None:
         """Start from the ``.grad`` that previous steps left; totals of the step start empty."""

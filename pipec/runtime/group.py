@@ -7,6 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from pipec.runtime.meter import uncounted
+
 Wait = Callable[[], None]
 """Waits until a collective is over. Raises TransportError if it never will be."""
 
@@ -53,7 +55,8 @@ class Meetings:
             if complete:
                 del self._meetings[number]
         if complete:
-            finish([meeting.brought[each] for each in range(self.size)])
+            with uncounted():
+                finish([meeting.brought[each] for each in range(self.size)])
             meeting.over.set()
 
         def wait() -> None:

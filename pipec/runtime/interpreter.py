@@ -4,8 +4,10 @@ Everything that can be decided before a step is decided once, when ``pipec.runti
 A step then fills the frames of its microbatches and runs the linked actions, one after the other.
 """
 
+import contextlib
 import functools
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -16,6 +18,7 @@ from pipec.runtime.compute import Action
 from pipec.runtime.explain import located, telling
 from pipec.runtime.launch import current_device
 from pipec.runtime.linker import link
+from pipec.runtime.meter import Meter
 from pipec.runtime.rank import Rank, Updating
 from pipec.runtime.recording import Stamps, epoch_offset
 from pipec.runtime.results import Results, empty_like, has_rows, join_replicas, result_values
@@ -84,6 +87,7 @@ class Interpreter:
         seed: int = 0,
         stamps: Stamps | None = None,
         update: bool = True,
+        meter: Meter | None = None,
     ) -> dict[str, Tensor]:
         """Execute one step. Returns the results of the microbatches together by name, on every rank.
 
@@ -96,6 +100,7 @@ class Interpreter:
                 batch and the operator alone. Each step has another.
             stamps: The times of the step are appended.
             update: A program that updates does so. If not, the gradients are kept for the next update.
+            meter: Measures the memory of the step.
 
         Raises:
             ExecutionError: an instruction failed here or, if every rank is in this process, anywhere.
@@ -109,14 +114,17 @@ class Interpreter:
                 current_device(self._device),
                 torch.no_grad(),
                 torch.autocast(self._device.type, enabled=False),
+                meter or contextlib.nullcontext(),
             ):
                 self._results.loss_shares, self._results.is_local = span.shares, span.is_local
                 self._begin_step(microbatches, span, seed)
                 actions = self._actions if all(span.sizes) else self._actions_on(span.sizes)
-                if stamps is None:
-                    self._execute(actions)
-                else:
+                if meter is not None:
+                    self._execute_and_measure(actions, meter)
+                elif stamps is not None:
                     self._execute_and_stamp(actions, stamps)
+                else:
+                    self._execute(actions)
                 return self._merged_results(span)
         finally:
             self._forget_step()
@@ -160,6 +168,33 @@ class Interpreter:
                 stamps += (start + offset, arrival[0] + offset, clock() + offset)
         for number, over in self._rank.over.items():
             stamps[3 * self._collectives[number] + 2] = over + offset
+
+    def _execute_and_measure(self, actions: Sequence[Action], meter: Meter) -> None:
+        meter.begin(self._held())
+        num_instructions = len(self._program.instructions)
+        for position, action in enumerate(actions):
+            self.position = position
+            action()
+            if position < num_instructions:
+                meter.note()
+
+    def _held(self) -> dict[str, list[Tensor]]:
+        """What the rank holds at the start of a step, by kind.
+
+        Replicas of one process share parameters and state; each is counted with what it would have.
+        """
+        rank, updates = self._rank, self._updating.updates
+        parts: list[Mapping[str, Sequence[Tensor]]] = [stage.held() for stage in self._stages.values()]
+        for stage in self._stages if updates else ():
+            assert updates is not None
+            owners = (rank.number, rank.plan.placement[stage][0])
+            own = next((update for each in owners if (update := updates.on(each, stage))), None)
+            parts += [own.held()] if own else []
+        found: dict[str, list[Tensor]] = defaultdict(list)
+        for part in (*parts, {"received": rank.transport.held()}):
+            for kind, tensors in part.items():
+                found[kind] += tensors
+        return found
 
     def _merged_results(self, span: Span) -> dict[str, Tensor]:
         """The results of the batch, from what every replica that made a part of them has.

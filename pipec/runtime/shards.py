@@ -68,6 +68,11 @@ class BucketShard:
         self._summing: tuple[Tensor, Wait] | None = None
         self._gathering: Wait | None = None
 
+    def held(self) -> dict[str, list[Tensor]]:
+        """What there is by kind, as a meter counts it."""
+        gradients = [] if self._gradient is None else [self._gradient]
+        return {"parameters": [self._own], "gradients": gradients}
+
     def owned(self) -> dict[Piece, Tensor]:
         """The memory of each piece that this replica updates."""
         return {piece: self._part(self._own, piece) for piece in self.sharding.pieces(self._index)}

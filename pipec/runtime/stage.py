@@ -123,6 +123,17 @@ class BoundStage:
         frame["constants"] = self._constants(*(sizes[name] for name in self._read_by_constants))
         return frame
 
+    def held(self) -> dict[str, list[Tensor]]:
+        """What there is at the start of a step by kind, as a meter counts it. Frames have been filled."""
+        constants = [each for frame in self.frames for each in frame.get("constants", ())]
+        inputs = [frame[name] for frame in self.frames for name in self.inputs if name in frame]
+        return {
+            "parameters": self.weights,
+            "gradients": self.gradients.held(),
+            "buffers": [*self.buffers, *(each for each in constants if isinstance(each, Tensor))],
+            "inputs": inputs,
+        }
+
     def show_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Let phase functions find these parameters."""
         for fqn, weight in weights.items():

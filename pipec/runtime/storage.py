@@ -1,13 +1,30 @@
-"""Who holds a tensor's memory. It decides whether a buffer is free, and whether a gradient must be copied."""
+"""Who holds a tensor's memory. It decides whether a buffer is free, and if a gradient must be copied."""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from pipec.ir import Instruction, Sizes, Value
+from pipec.ir.text import evaluate_dim
 
 # The one private torch name of the runtime's memory handling: how many tensors share a storage.
 _storage_use_count = torch._C._storage_Use_Count
 
 _ALONE = 2
 """The count of a storage that one tensor holds: the tensor is one, the handle made to ask is the other."""
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in a value, which may lie in tuples, lists and dictionaries."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from (tensor for each in value.values() for tensor in tensors_in(each))
+    elif isinstance(value, list | tuple):
+        yield from (tensor for each in value for tensor in tensors_in(each))
 
 
 def is_exclusive(tensor: Tensor) -> bool:
@@ -18,3 +35,31 @@ def is_exclusive(tensor: Tensor) -> bool:
 def fills_storage(tensor: Tensor) -> bool:
     """Whether the tensor takes up all of its storage. Keeping it alive then wastes no memory."""
     return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+class Buffer:
+    """Memory for one received value. It is used again as soon as nobody holds the value it had before.
+
+    Unless ``stays``, it is nobody's but the value's, for what is received once a step.
+    """
+
+    def __init__(self, value: Value, device: torch.device, stays: bool) -> None:
+        self._value, self._device, self._stays = value, device, stays
+        self.memory = torch.empty(0)
+
+    def view(self, sizes: Sizes) -> Tensor:
+        """A tensor of the value's shape where its names stand for ``sizes``, with undefined contents."""
+        shape = [evaluate_dim(dim, sizes) for dim in self._value.shape]
+        count, memory = math.prod(shape), self.memory
+        if memory.numel() < count or not is_exclusive(memory):
+            memory = torch.empty(count, dtype=getattr(torch, self._value.dtype), device=self._device)
+        if self._stays:
+            self.memory = memory
+        return memory[:count].view(shape)
+
+
+def buffers_for(instruction: Instruction, device: torch.device) -> list[Buffer]:
+    """A buffer for each value that an instruction receives."""
+    assert instruction.link is not None
+    stays = instruction.slot >= 0
+    return [Buffer(value, device, stays) for value in instruction.link.values]

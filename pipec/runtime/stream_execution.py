@@ -7,6 +7,7 @@ from torch import Tensor
 
 from pipec.artifact.directory import Artifact
 from pipec.errors import InputError, PipecError
+from pipec.ir import RankMemory
 from pipec.runtime.execution import Linked, Ranks
 from pipec.runtime.outcomes import StreamBatch
 from pipec.runtime.recording import RecordedStep
@@ -75,10 +76,12 @@ class StreamExecution(Linked[RoundInterpreter]):
         seed: int,
         recorded: list[RecordedStep] | None = None,
         update: bool = True,
+        measured: list[RankMemory] | None = None,
     ) -> Mapping[str, Tensor]:
         """Run a stream of one mini-batch; returns its results by name."""
         refuse_accumulating(not update)
         refuse_recording(recorded)
+        refuse_measuring(measured)
         batch = self.batch(leaves, span)
         with self.dropping_gradients():
             assert self._updates is not None, "a stream updates"
@@ -104,4 +107,13 @@ def refuse_recording(recorded: list[RecordedStep] | None) -> None:
         raise InputError(
             "a pipeline without a flush cannot be recorded or traced: its programs have no end. Look at "
             "simulate() and visualize(...), or record schedule='1f1b'"
+        )
+
+
+def refuse_measuring(measured: list[RankMemory] | None) -> None:
+    """Raise InputError if the memory of a stream is to be measured, which has no end to note it at."""
+    if measured is not None:
+        raise InputError(
+            "the memory of a pipeline without a flush cannot be measured: its programs have no end. Look at "
+            "memory(), or measure schedule='1f1b'"
         )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pipec.errors import TransportError
 from pipec.ir import Instruction, Sizes
+from pipec.runtime.apart import Inbox, sending
 from pipec.runtime.group import Group, Meetings, ThreadGroup
 from pipec.runtime.worker import Worker
 
@@ -44,6 +45,9 @@ class Transport(Protocol):
     def sender(self, instruction: Instruction, tag: int) -> Send: ...
 
     def receiver(self, instruction: Instruction, tag: int) -> Receiver: ...
+
+    def held(self) -> Sequence[Tensor]:
+        """The memory that stays from step to step for what is received."""
 
     def group(self, ranks: Sequence[int], num_hosts: int = 1) -> Group:
         """These ranks, of which this one is one, for collectives.
@@ -168,10 +172,16 @@ class _Endpoint:
         self._rank = rank
 
     def sender(self, instruction: Instruction, tag: int) -> Send:
-        return self._ranks.mailbox(tag, self._rank, instruction.peer).send
+        send = self._ranks.mailbox(tag, self._rank, instruction.peer).send
+        return sending(send, (instruction.link, instruction.peer))
 
     def receiver(self, instruction: Instruction, tag: int) -> Receiver:
-        return self._ranks.mailbox(tag, instruction.peer, self._rank)
+        mailbox = self._ranks.mailbox(tag, instruction.peer, self._rank)
+        return Inbox(mailbox, instruction, self._ranks.devices[self._rank])
+
+    def held(self) -> Sequence[Tensor]:
+        """Nothing: messages bring their own memory."""
+        return ()
 
     def group(self, ranks: Sequence[int], num_hosts: int = 1) -> Group:
         return self._ranks.group(ranks, self._rank)

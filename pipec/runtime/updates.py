@@ -53,6 +53,14 @@ class StageUpdate:
         whole = any(parameter.grad is not None for parameter in self.parameters)
         return whole or any(shard.has_gradients for shard in self.shards.values())
 
+    def held(self) -> dict[str, list[Tensor]]:
+        """What the optimizer and the shares keep, by kind, as a meter counts it."""
+        found: dict[str, list[Tensor]] = {"optimizer": self.optimizer.held()}
+        for shard in self.shards.values():
+            for kind, tensors in shard.held().items():
+                found.setdefault(kind, []).extend(tensors)
+        return found
+
     def drop_gradients(self) -> None:
         """Forget all gradients, those that are on their way, too."""
         for parameter in self.parameters:

@@ -19,6 +19,7 @@ from pipec.runtime.optimizers.factory import (
     stand_in,
 )
 from pipec.runtime.optimizers.state import Entries, StatePart, cut, restore_types
+from pipec.runtime.storage import tensors_in
 
 # Multiplies a list of tensors in one call; the public API has no such function.
 _scale_all = torch._foreach_mul_
@@ -88,6 +89,10 @@ class StageOptimizer:
         finally:
             for tensor in self._tensors.values():
                 tensor.grad = None
+
+    def held(self) -> list[Tensor]:
+        """The tensors of the state."""
+        return [each for optimizer, _ in self._optimizers for each in tensors_in(optimizer.state)]
 
     def parts(self) -> list[StatePart]:
         """The state of each piece that has one."""

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipec.runtime.optimizers.factory import Factory, call_factory, parameter_on
+from pipec.runtime.storage import tensors_in
 
 Sizes = dict[int, int] | None
 """The size in the parameter by the size that is tried in its place; None where it is tried itself."""
@@ -47,7 +48,7 @@ def _bytes(
     return {
         name: sum(
             _real_numel(entry.shape, sizes[name]) * entry.element_size()
-            for entry in _tensors(state.get(alike.get(parameter, parameter)))
+            for entry in tensors_in(state.get(alike.get(parameter, parameter)))
         )
         for name, parameter in tried.items()
     }
@@ -77,13 +78,3 @@ def _small(parameter: Tensor) -> dict[int, int]:
 
 def _real_numel(shape: Iterable[int], sizes: Sizes) -> int:
     return math.prod(shape if sizes is None else (sizes[size] for size in shape))
-
-
-def _tensors(kept: Any) -> Iterator[Tensor]:
-    """The tensors of a state, which may lie in lists and dictionaries."""
-    if isinstance(kept, Tensor):
-        yield kept
-    elif isinstance(kept, Mapping):
-        yield from (each for value in kept.values() for each in _tensors(value))
-    elif isinstance(kept, list | tuple):
-        yield from (each for value in kept for each in _tensors(value))

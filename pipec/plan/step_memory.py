@@ -1,0 +1,63 @@
+"""What the ranks of a step hold, predicted or measured, as a table and as curves for people."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from pipec.ir import Program, RankMemory
+from pipec.ir.memory import KINDS
+from pipec.ir.text import format_bytes, instruction_lines
+from pipec.plan.tables import table_lines
+
+
+@dataclass(frozen=True)
+class StepMemory(Sequence[RankMemory]):
+    """What each rank holds in a step, predicted or measured. It prints as a table; see also ``curve``."""
+
+    ranks: Sequence[RankMemory]
+    programs: Sequence[Program] = field(repr=False, compare=False)
+
+    @property
+    def peak_bytes(self) -> float:
+        """What the rank needs that needs most."""
+        return max(each.peak_bytes for each in self.ranks)
+
+    def __getitem__(self, rank: Any) -> Any:
+        return self.ranks[rank]
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def __str__(self) -> str:
+        kinds = [kind for kind in KINDS if any(each.parts.get(kind) for each in self.ranks)]
+        table = Table(box=SIMPLE_HEAD, pad_edge=False)
+        for heading in ("rank", *kinds, "peak", "while it runs"):
+            table.add_column(heading, justify="left" if heading == "while it runs" else "right", no_wrap=True)
+        for each in self.ranks:
+            amounts = [*(each.parts.get(kind, 0.0) for kind in kinds), each.peak_bytes]
+            table.add_row(str(each.rank), *map(format_bytes, amounts), self._at(each))
+        return "\n".join(table_lines(table))
+
+    def _at(self, memory: RankMemory) -> str:
+        if memory.position < 0:
+            return ""
+        instruction = self.programs[memory.rank].instructions[memory.position]
+        of = f" of microbatch {instruction.microbatch}" if instruction.microbatch >= 0 else ""
+        return f"{instruction.op} of stage {instruction.stage}{of}"
+
+    def curve(self, rank: int) -> str:
+        """What a rank holds at most while each instruction of its program runs, as a text with bars."""
+        memory, lines = self.ranks[rank], instruction_lines(self.programs[rank])
+        width = max(map(len, lines), default=0)
+        scale = _BAR / max(memory.most.max(initial=0.0), 1.0)
+        return "\n".join(
+            f"{line:<{width}}  {format_bytes(amount):>8}  {'#' * round(amount * scale)}"
+            for line, amount in zip(lines, memory.most.tolist(), strict=True)
+        )
+
+
+_BAR = 40
+"""Characters that the peak is long in a curve."""

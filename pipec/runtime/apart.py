@@ -1,0 +1,64 @@
+"""Messages between ranks of one process as those of several have them, while memory is measured.
+
+Ranks of one process hand tensors over by reference. That is nobody's memory in particular: so as long as a
+meter counts, a message is copied into a buffer of its reader's, and its sender keeps it as gloo does.
+"""
+
+import functools
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pipec.ir import Instruction, Sizes
+from pipec.runtime.connections import MOST_UNDER_WAY
+from pipec.runtime.meter import current_meter, uncounted
+from pipec.runtime.storage import buffers_for
+
+Send = Callable[[Sequence[Tensor]], None]
+
+
+class Mailbox(Protocol):
+    """The messages of one link for one rank."""
+
+    def post(self, sizes: Sizes) -> None: ...
+
+    def wait(self) -> Sequence[Tensor]: ...
+
+
+def sending(send: Send, key: object) -> Send:
+    """``send``, which keeps what it has sent of a link to a peer if that is measured."""
+
+    def send_apart(tensors: Sequence[Tensor]) -> None:
+        if meter := current_meter():
+            under_way = meter.kept.setdefault(key, deque(maxlen=MOST_UNDER_WAY))
+            under_way.append([tensor.contiguous() for tensor in tensors])
+            with uncounted():
+                tensors = [tensor.clone() for tensor in tensors]
+        send(tensors)
+
+    return send_apart
+
+
+class Inbox:
+    """A receive instruction, whose messages arrive in ``mailbox``."""
+
+    def __init__(self, mailbox: Mailbox, instruction: Instruction, device: torch.device) -> None:
+        self._mailbox = mailbox
+        self._key = instruction.link, instruction.peer, instruction.slot
+        self._make = functools.partial(buffers_for, instruction, device)
+        self._into: list[Tensor] = []
+
+    def post(self, sizes: Sizes) -> None:
+        self._mailbox.post(sizes)
+        if meter := current_meter():
+            if self._key not in meter.kept:
+                meter.kept[self._key] = self._make()
+            self._into = [buffer.view(sizes) for buffer in meter.kept[self._key]]
+
+    def wait(self) -> Sequence[Tensor]:
+        arrived = self._mailbox.wait()
+        into, self._into = self._into, []
+        return [own.copy_(tensor) for own, tensor in zip(into, arrived, strict=True)] if into else arrived
