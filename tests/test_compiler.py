@@ -98,7 +98,7 @@ class KeepFirstLayers:
         for stage in range(graph.num_stages):
             layers = (node for node in graph.nodes if node.target is torch.ops.aten.addmm.default)
             first = next(node for node in layers if stage_of(node) == stage)
-            first.meta["replay"] = False
+            first.meta["replay"] = None
         return graph
 
 
