@@ -10,7 +10,8 @@ from pipec.compiler.staged import Trial
 from pipec.ir import Op, Placement, stages_on
 from pipec.ir.columns import OP_CODE, Instructions, Ints
 from pipec.passes.mark_recompute import MarkRecompute
-from pipec.planner.recompute import Choice, Moment, Stage, Value, fastest_within, segments, smallest
+from pipec.planner.recompute import Choice, Moment, Stage, Value, fastest_within, smallest
+from pipec.planner.segments import segments
 from pipec.programs.fold import excerpt
 
 _ATTEMPTS = 3
@@ -196,7 +197,8 @@ def _needs(trial: Trial, rank: int, values: Mapping[int, Mapping[str, Value]]) -
     stages, backward = list(values), np.isin(columns.ops, _READING)
     for number, room in enumerate(rooms.tolist()):
         replaying = stages.index(int(columns.stages[number])) if backward[number] else None
-        yield _Need(tuple(saved[:, number].tolist()), replaying, room)
+        if room < math.inf:
+            yield _Need(tuple(saved[:, number].tolist()), replaying, room)
 
 
 def _in_flight(columns: Instructions, stage: int) -> Ints:

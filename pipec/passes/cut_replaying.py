@@ -23,7 +23,8 @@ from pipec.passes.mark_recompute import forward_values
 from pipec.planner.cost_model import PIPEC
 from pipec.planner.operator_graph import OperatorGraph
 from pipec.planner.placement import TOLERANCE
-from pipec.planner.recompute import curve, saved_values
+from pipec.planner.recompute import saved_values
+from pipec.planner.replay_curve import curve
 from pipec.planner.replaying_cut import Chain, Vector, cut_chain
 
 _MOST_PRICES = 16

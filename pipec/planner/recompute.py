@@ -28,6 +28,12 @@ from scipy.sparse import csr_array, hstack, vstack
 GAP = 1e-3
 """A choice may take longer than the best one by this share."""
 
+_GRAIN = 1e-4
+"""The share of the room to which the least excess is found."""
+
+_MOST_NODES = 10_000
+"""So many nodes of a search are looked at, which is hundreds of times what stages have needed."""
+
 _TIE = 1e-6
 """Where bytes alone count, the share of them that all seconds weigh: of equal bytes, less is replayed."""
 
@@ -80,12 +86,9 @@ class Choice:
 
     def held(self, stages: Sequence[Stage], moment: Moment) -> float:
         """The bytes that a moment takes."""
-        total = 0.0
-        for stage, replayed, saved, again in zip(
-            stages, self.replayed, moment.saved, moment.replayed, strict=True
-        ):
-            kept = saved_values(stage, replayed)
-            total += saved * sum(stage[v].num_bytes for v in kept)
+        total, counts = 0.0, zip(moment.saved, moment.replayed, strict=True)
+        for stage, replayed, (saved, again) in zip(stages, self.replayed, counts, strict=True):
+            total += saved * sum(stage[v].num_bytes for v in saved_values(stage, replayed))
             total += again * sum(stage[v].num_bytes for v in replayed if stage[v].is_needed)
         return total
 
@@ -107,7 +110,7 @@ def fastest_within(stages: tuple[Stage, ...], moments: tuple[Moment, ...]) -> Ch
 
     The time is the least up to ``GAP``.
     """
-    rooms, program = np.array([moment.room for moment in moments]), _Program(stages, moments)
+    rooms, program = np.array([moment.room for moment in moments]), ReplayProgram(stages, moments)
     for _ in range(_ATTEMPTS):
         choice = program.fastest(rooms)
         if choice is None:
@@ -122,13 +125,13 @@ def fastest_within(stages: tuple[Stage, ...], moments: tuple[Moment, ...]) -> Ch
 @functools.lru_cache(maxsize=256)
 def smallest(stages: tuple[Stage, ...], moments: tuple[Moment, ...]) -> Choice:
     """The choice with the least excess over the rooms; of such choices, the one that replays least."""
-    choice = _Program(stages, moments).smallest()
+    choice = ReplayProgram(stages, moments).smallest()
     excess = max(choice.excess(stages, moments), 0.0)
     eased = tuple(replace(moment, room=moment.room + excess) for moment in moments)
     return fastest_within(stages, eased) or choice
 
 
-class _Program:
+class ReplayProgram:
     """The integer program over all stages of a rank.
 
     Its variables are r of all values and then d of all values; ``memory`` has a row for each moment.
@@ -164,10 +167,13 @@ class _Program:
         return found.replayed[0]
 
     def smallest(self) -> Choice:
-        """Minimises one more variable, the excess of the worst moment in units of memory."""
+        """Minimises one more variable, the excess of the worst moment in small units of memory.
+
+        It is an integer as well: HiGHS writes to the output of the process where it is not.
+        """
         memory, order = (
             hstack([rows, np.full((rows.shape[0], 1), coefficient)])
-            for rows, coefficient in ((self._memory, -1.0), (self._order, 0.0))
+            for rows, coefficient in ((self._memory, -_GRAIN), (self._order, 0.0))
         )
         objective = np.zeros(2 * len(self._values) + 1)
         objective[-1] = 1.0
@@ -190,17 +196,15 @@ class _Program:
         upper[:num_values] = [value.may_replay for value in self._values]
         lower[num_values : 2 * num_values] = [value.is_needed for value in self._values]
         lower[2 * num_values :], upper[2 * num_values :] = -np.inf, np.inf
-        integral = np.zeros(len(objective))
-        integral[: 2 * num_values] = not relaxed
         scale = np.abs(objective).max(initial=0.0) or 1.0
         found = milp(
             objective / scale,
-            integrality=integral,
+            integrality=np.full(len(objective), not relaxed),
             bounds=Bounds(lower, upper),
             constraints=LinearConstraint(
                 vstack([memory, order]), -np.inf, np.concatenate([rooms, np.zeros(order.shape[0])])
             ),
-            options={"mip_rel_gap": GAP},
+            options={"mip_rel_gap": GAP, "node_limit": _MOST_NODES},
         )
         return None if found.x is None else self._choice(found.x[:num_values] > 0.5)
 
@@ -247,83 +251,3 @@ def asked_for(stage: Stage, chosen: frozenset[int]) -> frozenset[int]:
         if v in asked and v in chosen:
             asked.update(stage[v].inputs)
     return frozenset(asked & chosen)
-
-
-def segments(stage: Stage, count: int) -> list[tuple[int, Stage]]:
-    """The stage in up to ``count`` consecutive segments of about as many bytes, each with its first position.
-
-    What a segment reads of those before it is always saved. So what is replayed for one segment needs no
-    other, and the boundaries are where little is read across.
-    """
-    sizes = np.cumsum([value.num_bytes * value.is_needed for value in stage])
-    crossing, firsts = _crossing_bytes(stage), [0]
-    for number in range(1, count):
-        around = np.array([number - 0.5, number + 0.5]) / count * sizes[-1]
-        low, high = np.searchsorted(sizes, around).tolist()
-        within = range(max(low, firsts[-1] + 1), min(high, len(stage)))
-        best = min(within, key=lambda first: crossing[first], default=0)
-        if best and crossing[best] < math.inf:
-            firsts.append(best)
-    pieces = list(itertools.pairwise([*firsts, len(stage)]))
-    crosses = {u for first, end in pieces for v in range(first, end) for u in stage[v].inputs if u < first}
-    return [
-        (first, tuple(_of_segment(stage[v], first, v in crosses) for v in range(first, end)))
-        for first, end in pieces
-    ]
-
-
-def _of_segment(value: Value, first: int, crosses: bool) -> Value:
-    if crosses:
-        return replace(value, inputs=(), is_needed=True, may_replay=False)
-    return replace(value, inputs=tuple(u - first for u in value.inputs if u >= first))
-
-
-def _crossing_bytes(stage: Stage) -> np.ndarray:
-    """The bytes that each position and later ones read of earlier ones; infinite if one cannot be saved."""
-    last = {u: v for v, value in enumerate(stage) for u in value.inputs}
-    crossing = np.zeros(len(stage) + 1)
-    for u, v in last.items():
-        crossing[u + 1 : v + 1] += stage[u].num_bytes if stage[u].may_save else math.inf
-    return crossing
-
-
-@functools.lru_cache(maxsize=16)
-def curve(stage: Stage, most: int) -> tuple[frozenset[int], ...]:
-    """What to replay at up to ``most`` prices of a saved byte: the corners of the curve of seconds and bytes.
-
-    It begins with nothing and ends with what saves least. No choice has both fewer seconds and fewer bytes
-    than a point on a line between neighbours.
-    """
-    program = _Program((stage,), ())
-    ends = _Corner.of(stage, program.at_price(0.0)), _Corner.of(stage, program.at_price(math.inf))
-    corners, pairs = dict.fromkeys(ends), [ends]
-    while pairs and len(corners) < most:
-        pairs.sort(key=_area)
-        low, high = pairs.pop()
-        if low.saved > high.saved and high.seconds > low.seconds:
-            price = (high.seconds - low.seconds) / (low.saved - high.saved)
-            between = _Corner.of(stage, program.at_price(price))
-            if between.seconds + price * between.saved < (low.seconds + price * low.saved) * (1 - GAP):
-                corners[between] = None
-                pairs += [(low, between), (between, high)]
-    return tuple(corner.replayed for corner in sorted(corners, key=lambda each: -each.saved))
-
-
-@dataclass(frozen=True, slots=True)
-class _Corner:
-    """A choice with its seconds and the bytes that it saves."""
-
-    replayed: frozenset[int]
-    seconds: float
-    saved: float
-
-    @classmethod
-    def of(cls, stage: Stage, replayed: frozenset[int]) -> "_Corner":
-        seconds = sum(stage[v].seconds for v in sorted(replayed))
-        return cls(replayed, seconds, sum(stage[v].num_bytes for v in saved_values(stage, replayed)))
-
-
-def _area(pair: tuple[_Corner, _Corner]) -> float:
-    """How much there may be between two neighbours."""
-    low, high = pair
-    return (low.saved - high.saved) * (high.seconds - low.seconds)
