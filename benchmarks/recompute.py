@@ -44,7 +44,7 @@ from pipec.planner import recompute as chooser
 from pipec.runtime.meter import TensorMeter
 
 GPU = "a100-40gb"
-SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25, 0.2)
+SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.35, 0.3)
 
 
 def table(*headings: str) -> Callable[..., None]:
@@ -106,12 +106,12 @@ def seconds_of(steps: Sequence[Callable[[], object]], rounds: int) -> list[float
     return [statistics.median(taken[1:]) for taken in seconds]
 
 
-def measured(sizes: Sizes, rounds: int) -> None:
+def measured(sizes: Sizes, rounds: int, shares: Sequence[float]) -> None:
     """Two ranks of one process: all, nothing, and budgets between."""
     tokens, target = sizes.batch()
     pipes = {each: prepared(sizes, 2, recompute=each) for each in ("none", "full")}
     most = pipes["none"].memory().peak_bytes
-    for share in SHARES:
+    for share in shares:
         try:
             pipes[f"auto, {share:.0%}"] = prepared(sizes, 2, memory_limit=int(share * most))
         except InfeasibleError:
@@ -237,20 +237,20 @@ def full_step(sizes: Sizes, num_ranks: int) -> Trial:
     return free.staged.recomputing(MarkRecompute(everything)).trial(free.schedule, free.plan.microbatch_size)
 
 
-def budgets(sizes: Sizes, num_ranks: int) -> Iterator[tuple[float, float]]:
+def budgets(sizes: Sizes, num_ranks: int, shares: Sequence[float]) -> Iterator[tuple[float, float]]:
     """Shares of what a step needs that keeps everything, and the limits that these are."""
     most = simulated_step(sizes, num_ranks, math.inf).peak_bytes
-    for share in SHARES:
+    for share in shares:
         yield share, share * most
 
 
-def simulated(sizes: Sizes, num_ranks: int, picture: Path | None) -> None:
+def simulated(sizes: Sizes, num_ranks: int, shares: Sequence[float], picture: Path | None) -> None:
     """The step against its peak memory, for limits that fall until nothing fits."""
     free, full = simulated_step(sizes, num_ranks, math.inf), full_step(sizes, num_ranks)
     row = table("recompute", "peak of all ranks", "step", "of none", "replays, by stage")
     row("none", format_bytes(free.peak_bytes), format_seconds(free.seconds), "1.000", "")
     points = []
-    for share, limit in [*budgets(sizes, num_ranks), (0.0, full.peak_bytes)]:
+    for share, limit in [*budgets(sizes, num_ranks, shares), (0.0, full.peak_bytes)]:
         trial = simulated_step(sizes, num_ranks, limit)
         if any(trial.excess):
             continue
@@ -275,10 +275,10 @@ def _replayed_share(trial: Trial, stage: int) -> str:
     return f"{sum(value.seconds for name, value in values.items() if name in again) / total:.0%}"
 
 
-def joint(sizes: Sizes, num_ranks: int) -> None:
+def joint(sizes: Sizes, num_ranks: int, shares: Sequence[float]) -> None:
     """Cut and recompute together against recompute after the cut."""
     row = table("limit", "share of none", "after the cut", "joint", "ratio")
-    for share, limit in budgets(sizes, num_ranks):
+    for share, limit in budgets(sizes, num_ranks, shares):
         after, both = (simulated_step(sizes, num_ranks, limit, how) for how in (AfterTheCut, Autotuner))
         shown = [("" if any(t.excess) else format_seconds(t.seconds)) for t in (after, both)]
         ratio = f"{after.seconds / both.seconds:.3f}" if all(shown) else ""
@@ -379,6 +379,7 @@ def main() -> None:
     parser.add_argument("part", choices=["measured", "torch", "simulated", "joint", "solver"])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--shares", type=float, nargs="+", default=SHARES)
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--short", action="store_true", help="a model of two narrow layers")
     args = parser.parse_args()
@@ -386,10 +387,10 @@ def main() -> None:
     here, there = (SHORT, SHORT) if args.short else (MEASURED, SIMULATED)
     layers = (2,) if args.short else (12, 96)
     parts: dict[str, Callable[[], None]] = {
-        "measured": lambda: measured(here, args.rounds),
+        "measured": lambda: measured(here, args.rounds, args.shares),
         "torch": lambda: against_torch(here, args.rounds),
-        "simulated": lambda: simulated(there, args.ranks, args.picture),
-        "joint": lambda: joint(there, args.ranks),
+        "simulated": lambda: simulated(there, args.ranks, args.shares, args.picture),
+        "joint": lambda: joint(there, args.ranks, args.shares),
         "solver": lambda: solver([replace(there, layers=count) for count in layers], args.ranks),
     }
     parts[args.part]()
