@@ -1,7 +1,7 @@
 """Peak memory of every rank, predicted and measured, for several models, schedules and numbers of stages.
 
     python benchmarks/memory.py                             # every rank in this process
-    python benchmarks/memory.py --short                     # one small model
+    python benchmarks/memory.py --short                     # one case alone
     torchrun --nproc-per-node 4 benchmarks/memory.py        # one rank each: replicas and sharding, too
 
 ``pipe.memory()`` predicts and ``pipe.measure_memory(...)`` measures; the second step is measured, when the
@@ -11,7 +11,7 @@ state of the optimizer is there.
 import argparse
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,19 +122,13 @@ def measured(case: Case) -> list[tuple[float, float]]:
     return [(said.peak_bytes, most.peak_bytes) for said, most in zip(pipe.memory(), found, strict=True)]
 
 
-def cases(models: list[str], ranks: int | None, short: bool) -> Iterator[Case]:
-    """In one process 1, 2 and 4 stages; under torchrun what its ranks can do, replicas and sharding first."""
+def cases(models: list[str], counts: Sequence[int], replicated: bool) -> Iterator[Case]:
+    """Every schedule on these numbers of stages; replicas and sharding first, if there are replicas."""
     schedules, recompute = ("gpipe", "1f1b", "zb-h1"), ("none", "full")
-    if short:
-        yield Case("gpt2", 2, "1f1b", "none")
-        return
     for model in models:
-        if ranks is not None:
-            for shard in (None, "optimizer", "gradients", "parameters"):
-                yield Case(model, ranks, "1f1b", "none", 2, shard)
-        for count, schedule, again in itertools.product(
-            (ranks,) if ranks else (1, 2, 4), schedules, recompute
-        ):
+        for shard in (None, "optimizer", "gradients", "parameters") if replicated else ():
+            yield Case(model, counts[0], "1f1b", "none", 2, shard)
+        for count, schedule, again in itertools.product(counts, schedules, recompute):
             if count > 1 or schedule == "gpipe":
                 yield Case(model, count, schedule, again)
 
@@ -153,15 +147,18 @@ HEAD = """\
 
 def main(arguments: list[str] | None = None) -> list[float]:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--short", action="store_true", help="one small case")
+    parser.add_argument("--short", action="store_true", help="one case alone")
     parser.add_argument("--model", choices=MODELS, action="append", help="of these models alone")
+    parser.add_argument("--stages", type=int, action="append", help="on so many stages alone")
     options = parser.parse_args(arguments)
     here, ratios = world(), list[float]()
     if here.distributed:
         dist.init_process_group("gloo")
     say = functools.partial(print, flush=True) if here.rank == 0 else lambda text: None
     say(HEAD)
-    for case in cases(options.model or list(MODELS), here.size if here.distributed else None, options.short):
+    counts = [here.size] if here.distributed else options.stages or [1, 2, 4]
+    chosen = cases(options.model or list(MODELS), counts, here.distributed)
+    for case in [Case("gpt2", counts[-1], "1f1b", "none")] if options.short else chosen:
         for rank, (said, most) in enumerate(measured(case)):
             ratios.append(said / most)
             say(row(case, rank, said, most))

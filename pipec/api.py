@@ -51,7 +51,7 @@ from pipec.runtime.execution import Ranks
 from pipec.runtime.facts import Facts, argument_fact, differences, tensor_kind
 from pipec.runtime.holder import ModelTensors
 from pipec.runtime.launch import DEVICE, DEVICES, Devices
-from pipec.runtime.optimizers import Factory, state_bytes
+from pipec.runtime.optimizers import Factory, state_bytes, update_scratch
 from pipec.runtime.updates import Updates
 from pipec.runtime.weights import WORDS, MicrobatchWeight, name_of
 
@@ -205,7 +205,7 @@ def compile(
     updates, ending = _updates(optimizer, clip_grad_norm, shard, tensors)
     if gradient_dtype is not None:
         ending = replace(ending, gradient_dtype=GRADIENT_DTYPES[gradient_dtype])
-    facts = _optimizer_facts(updates, optimizer, tensors)
+    facts = _optimizer_facts(updates, optimizer, tensors, device)
     options = CompilerOptions(device_model, joined, recompute, measured, ending, facts)
     tuner = Autotuner(policy, may_recompute=recompute == "auto", may_rearrange=batch != "local")
     compiler = Compiler(
@@ -310,12 +310,14 @@ PROFILE = {
 
 
 def _optimizer_facts(
-    updates: Updates | None, factory: Factory | None, tensors: ModelTensors
+    updates: Updates | None, factory: Factory | None, tensors: ModelTensors, device: torch.device
 ) -> OptimizerFacts | None:
     """What plans know of the optimizer."""
     if updates is None or factory is None:
         return None
-    return OptimizerFacts(state_bytes(factory, tensors.unique_parameters()), updates.optimizer.elementwise)
+    parameters, elementwise = tensors.unique_parameters(), updates.optimizer.elementwise
+    scratch = update_scratch(factory, parameters, device.type == "cuda")
+    return OptimizerFacts(state_bytes(factory, parameters), elementwise, *scratch)
 
 
 def _require_same_arguments(ranks: Ranks, model: nn.Module, **given: object) -> None:

@@ -63,6 +63,7 @@ PRIVATE_TORCH_ALLOWED: dict[str, tuple[str, ...]] = {
     "pipec.runtime.rendezvous": ("torch.distributed.distributed_c10d._get_default_store",),
     "pipec.runtime.handle": ("torch.utils._pytree",),
     "pipec.runtime.loaded": ("torch.utils._pytree",),
+    "pipec.runtime.meter": ("torch.utils._python_dispatch.TorchDispatchMode",),
     "pipec.runtime.optimizers.stage": ("torch._foreach_mul_",),
     "pipec.runtime.storage": ("torch._C._storage_Use_Count",),
 }

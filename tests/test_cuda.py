@@ -1,11 +1,13 @@
 """On GPUs: one that two ranks share, and two that talk over NCCL. Skipped where there are fewer."""
 
+import functools
 from pathlib import Path
 
 import pytest
 import torch
 from combinations import SIZES
 from models import perceptron
+from torch import nn
 from unsplit import unsplit_step
 from workers import run_script
 
@@ -42,6 +44,20 @@ def test_two_ranks_of_a_process_share_a_gpu() -> None:
         optimizer.zero_grad()
     assert {parameter.device.type for parameter in pipe.parameters()} == {"cuda"}
     assert losses == pytest.approx(losses_of_autograd(), rel=1e-4)
+
+
+@needs_gpus(1)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_gpu_allocates_what_is_predicted(recompute: str) -> None:
+    """The allocator rounds up to 512 bytes, which is little of tensors of this size."""
+    torch.manual_seed(0)
+    layers = (nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)) for _ in range(4))
+    x, adam = torch.randn(1024, 512), functools.partial(torch.optim.AdamW, lr=1e-3)
+    options = {"loss_fn": nn.functional.mse_loss, "microbatches": 4, "optimizer": adam}
+    pipe = pipec.compile(nn.Sequential(*layers), ["cuda:0"], recompute=recompute, **options)  # type: ignore[arg-type]
+    pipe.step(x, target=x)
+    (measured,), (predicted,) = pipe.measure_memory(x, target=x), pipe.memory()
+    assert predicted.peak_bytes == pytest.approx(measured.peak_bytes, rel=0.03)
 
 
 @needs_gpus(2)

@@ -157,14 +157,18 @@ def test_a_device_with_less_memory_gets_the_stage_that_needs_least() -> None:
 
 
 @pytest.mark.slow
-def test_a_cut_within_memory_saves_computing_again() -> None:
+def test_computing_again_is_weighed_against_another_cut() -> None:
     x, y = batch()
     free = compiled(even(), alike(2, LinkModel(FAST, 0.0))).prepare(x, target=y)
-    most = max(need.peak_bytes for need in plan_memory(free.plan, free.programs))
-    pipe = compiled(even(), alike(2, LinkModel(FAST, 0.0), 0.95 * most)).prepare(x, target=y)
-    assert max(need.peak_bytes for need in plan_memory(pipe.plan, pipe.programs)) <= 0.95 * most
-    assert not any(stage.recompute for stage in pipe.plan.stages)
-    assert pipe.plan.stages[0].last_operator < free.plan.stages[0].last_operator
+    limit = 0.95 * free.memory().peak_bytes
+    moved, pipe = (
+        compiled(even(), alike(2, LinkModel(FAST, 0.0), limit), recompute=each).prepare(x, target=y)
+        for each in ("none", "auto")
+    )
+    assert moved.plan.stages[0].last_operator < free.plan.stages[0].last_operator
+    assert max(moved.memory().peak_bytes, pipe.memory().peak_bytes) <= limit
+    assert any(stage.replays for stage in pipe.plan.stages)
+    assert pipe.simulate().makespan < moved.simulate().makespan
 
 
 @pytest.mark.slow

@@ -222,15 +222,14 @@ class _Search:
     ) -> None:
         """Try cuts of which the planner finds that they fit.
 
-        The planner adds up what operators hold. It does not know what lives inside a phase function alone. So
-        some memory is set aside: what the attempt before held there, and what it lacked.
+        The planner adds up what operators hold. It knows nothing of messages, nor of what lives inside a phase
+        function alone. So some memory is set aside: what the attempt before held of these, and what it lacked.
         """
         count = next(count for count in self.counts if self.sizes[count] == size)
         in_flight = self.tuner.policy.in_flight(count)
         devices, members = self.tuner.grouped(topology), self.tuner.members()
         replays = self.tuner.replays_on(devices)
-        others = [max(nearest.memory[rank].of_no_operator for rank in group) for group in members]
-        reserved = others if replays else [0.0] * len(members)
+        reserved = [max(nearest.memory[rank].of_no_operator for rank in group) for group in members]
         how = CutReplaying if replays else CutStages
         for _ in range(_MEMORY_ATTEMPTS):
             try:
@@ -242,7 +241,7 @@ class _Search:
             if found is None or not any(found.excess):
                 return
             reserved = [
-                max(max(held + found.excess[rank], found.memory[rank].running) for rank in group)
+                max(max(held + found.excess[rank], found.memory[rank].of_no_operator) for rank in group)
                 for group, held in zip(members, reserved, strict=True)
             ]
 

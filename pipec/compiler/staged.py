@@ -12,10 +12,23 @@ from pipec.codegen.title import stage_title
 from pipec.compiler import pass_list
 from pipec.compiler.checks import check_rounds
 from pipec.compiler.pass_list import CompilerOptions
+from pipec.cost.formulas import node_bytes
 from pipec.errors import InputError, PipecError
 from pipec.graph import TrainingGraph, copy_graph
 from pipec.graph.functions import StageFunctions, stage_functions
-from pipec.ir import Ending, Payload, Phase, Placement, Plan, Program, RankMemory, Schedule, Shard, rank_of
+from pipec.ir import (
+    Ending,
+    Payload,
+    Phase,
+    Placement,
+    Plan,
+    Program,
+    RankMemory,
+    Schedule,
+    Shard,
+    StageMemory,
+    rank_of,
+)
 from pipec.ir.columns import PHASE_CODE, Cells
 from pipec.ir.text import value_bytes
 from pipec.passes import Observer, Pass, run_passes
@@ -31,6 +44,7 @@ from pipec.plan.values import value_of
 from pipec.planner.recompute import Value
 from pipec.programs.fold import fold
 from pipec.programs.lower import lower
+from pipec.programs.memory import UNDER_WAY
 from pipec.programs.verify import verify_plan
 from pipec.schedules import Workload, on_ranks
 
@@ -176,7 +190,9 @@ class StagedGraph:
                 self._message_seconds(stage, size, *ends)
                 for stage, ends in zip(stages, pairwise(ranks), strict=False)
             ),
-            memory=tuple(cost.memory for cost in costs),
+            memory=tuple(
+                _with_messages(cost.memory, stage, size) for cost, stage in zip(costs, stages, strict=True)
+            ),
             memory_limit=tuple(
                 devices[played_by[rank]].memory_bytes for rank in sorted({ranks[0] for ranks in placement})
             ),
@@ -267,6 +283,20 @@ def _refuse_tied(plan: Plan) -> None:
                 "versions of it. Take a schedule with a flush, such as schedule='1f1b'; or give each use a "
                 "parameter of its own before you compile"
             )
+
+
+def _with_messages(memory: StageMemory, stage: StageFunctions, size: int) -> StageMemory:
+    """No less than what a stage holds with its messages: each microbatch in flight has a buffer for them."""
+    received, sent = (
+        sum(node_bytes(node, size) for function in stage.functions for node in getattr(function, kind))
+        for kind in ("received", "sent")
+    )
+    return replace(
+        memory,
+        saved=memory.saved + received,
+        kept=memory.kept + received,
+        travelling=memory.travelling + UNDER_WAY * sent,
+    )
 
 
 def _splits_backward(schedule: Schedule) -> bool:

@@ -28,6 +28,7 @@ class StageMemory:
     ``kept``       microbatch      the end of ``saved``       the end of its weight gradient
     ``transient``  running phase   the start of the phase     the end of the phase
     ``travelling`` stage           a collective               whatever waits for it
+    ``update``     stage           the start of its update    the end of its update
     ============== =============== ========================== ==============================================
 
     ``transient[phase]`` is the most that its functions hold besides the rest while they run, the gradients
@@ -49,6 +50,7 @@ class StageMemory:
     buffers: float = 0
     inputs: float = 0
     travelling: float = 0
+    update: float = 0
 
     @property
     def static(self) -> float:

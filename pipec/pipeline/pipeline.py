@@ -1,9 +1,8 @@
 """A module that trains across stages and is compiled at its first step: what ``pipec.compile`` returns."""
 
-import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,19 +16,15 @@ from pipec.compiler.captures import Turn
 from pipec.compiler.compiler import Compiler
 from pipec.compiler.groups import Compiled, Groups
 from pipec.errors import InputError
-from pipec.ir import Mode, Plan, RankMemory
+from pipec.ir import Mode, RankMemory
 from pipec.ir.arguments import check_arguments
 from pipec.ir.batch import require_equal_rows, sizes_of_replicas, variable_values
-from pipec.pipeline.checkpointed import CheckpointedModel
 from pipec.pipeline.kept import Kept
 from pipec.pipeline.methods import METHODS
+from pipec.pipeline.shown import ShownModel
 from pipec.pipeline.turns import Asked
 from pipec.plan.local_batch import check_local_batch
-from pipec.plan.memory import plan_memory
-from pipec.plan.predictions import simulate_plan
 from pipec.plan.step_memory import StepMemory
-from pipec.plan.tables import ReadablePlan
-from pipec.programs.fold import excerpt
 from pipec.runtime.batches import Given
 from pipec.runtime.execution import Ranks
 from pipec.runtime.flow import CompiledStream
@@ -41,13 +36,10 @@ from pipec.runtime.stream_execution import StreamExecution
 from pipec.runtime.streams import Begun, nothing
 from pipec.runtime.updates import Updates
 from pipec.runtime.weights import MicrobatchWeight, loss_shares
-from pipec.timeline.events import Timeline
-from pipec.timeline.trace import Trace, measured_timeline
 from pipec.torch_compat import Place, pytree
-from pipec.viz import Step, draw_steps, steps_text
 
 
-class Pipeline(CheckpointedModel):
+class Pipeline(ShownModel):
     """A model cut into stages. Make one with :func:`pipec.compile`.
 
     It holds the model's own parameters and buffers, under the model's own names. In one process these are all
@@ -204,6 +196,23 @@ class Pipeline(CheckpointedModel):
         self._compiled(self._agreed(Asked("prepare", Mode.TRAIN, outputs), args, kwargs, target))
         return self
 
+    def measure_memory(self, *args: Any, target: Any = None, **kwargs: Any) -> StepMemory:
+        """Run ``step`` with these arguments, and return what each rank held. Every rank calls this.
+
+        On a GPU that one rank has for itself this is what torch's allocator says; else it is what the tensors
+        took that operators made. The step takes longer than others, and does all that they do.
+
+        Raises:
+            InputError: the programs have no end; and what ``step`` raises.
+        """
+        measured: list[RankMemory] = []
+        self._measured = measured
+        try:
+            self.step(*args, target=target, **kwargs)
+        finally:
+            self._measured = None
+        return StepMemory(self._ranks.most_of_each(measured), self.programs)
+
     def train(self, mode: bool = True) -> "Pipeline":
         """Set every module of the model to training or evaluation mode, as ``nn.Module.train`` does."""
         check_arguments(METHODS, locals())
@@ -229,67 +238,6 @@ class Pipeline(CheckpointedModel):
         made._variables = copy.deepcopy(self._variables)
         forget(made, [fqn for fqn, first in self._canonical.items() if first in emptied.layouts])
         return made
-
-    @property
-    def plan(self) -> Plan:
-        """What the compiler decided. It prints as a table."""
-        return ReadablePlan.of(self._artifact.plan, self._artifact.programs)
-
-    def simulate(self) -> Timeline:
-        """The timeline of one step, predicted from the programs and the plan's costs."""
-        return simulate_plan(self.plan, self.programs)
-
-    def memory(self) -> StepMemory:
-        """What each rank holds in a step, predicted from the programs. It prints as a table."""
-        programs = excerpt(self.programs, len(self.plan.stages))
-        return StepMemory(plan_memory(self.plan, programs), programs)
-
-    def measure_memory(self, *args: Any, target: Any = None, **kwargs: Any) -> StepMemory:
-        """Run ``step`` with these arguments, and return what each rank held. Every rank calls this.
-
-        On a GPU that one rank has for itself this is what torch's allocator says; else it is what the tensors
-        took that operators made. The step takes longer than others, and does all that they do.
-
-        Raises:
-            InputError: the programs have no end; and what ``step`` raises.
-        """
-        measured: list[RankMemory] = []
-        self._measured = measured
-        try:
-            self.step(*args, target=target, **kwargs)
-        finally:
-            self._measured = None
-        return StepMemory(self._ranks.most_of_each(measured), self.programs)
-
-    def visualize(self, path: str | Path | None = None, trace: Trace | None = None) -> str:
-        """The timelines as text: the simulated one, or those of a ``trace``, planned and measured.
-
-        If ``path`` is given, rank 0 also draws them there: .html is a page to explore, .svg and .txt are
-        pictures, and .json is for Perfetto and chrome://tracing. Another ending raises InputError.
-        """
-        check_arguments(METHODS, locals())
-        timelines = trace.timelines() if trace else {"planned": self.simulate()}
-        steps = [
-            Step.of_plan(self.plan, self.programs, timeline, name) for name, timeline in timelines.items()
-        ]
-        if path is not None and self._ranks.world.rank == 0:
-            draw_steps(Path(path), steps)
-        return steps_text(steps)
-
-    @contextlib.contextmanager
-    def trace(self) -> Iterator[Trace]:
-        """Record the steps that are made inside a ``with``. After it, the trace has their timelines.
-
-        Every rank records, or none; each then has the times of all. They are times of the host: work that a
-        GPU still has to do is not in them.
-        """
-        trace = Trace()
-        with self.record() as recorded:
-            yield trace
-        if recorded:
-            trace.planned = self.simulate()
-            ending = self.plan.ending
-            trace.steps += [measured_timeline(step.programs, step.stamps, ending) for step in recorded]
 
     def save(self, directory: str | Path, tensors: bool = False) -> None:
         """Write plan, code and programs to a directory that ``pipec.load`` and ``pipec run`` read.

@@ -7,7 +7,7 @@ from torch import fx
 
 from pipec.cost.formulas import node_bytes
 from pipec.cost.symbols import evaluate
-from pipec.graph import ModelInput, Output, TrainingGraph, memory_of, stage_of
+from pipec.graph import ModelInput, Output, TrainingGraph, memory_of, recv, stage_of
 from pipec.graph.dimensions import condition
 from pipec.graph.functions import Function, StageFunctions, of_batch_nodes
 from pipec.graph.lifetimes import BytesOf, held_bytes, is_counted, is_dense, occupancy, owners
@@ -71,6 +71,7 @@ def build_plan(
         links=links,
         link_seconds=tuple(_link_seconds(each, schedule.placement, topology, sizes) for each in links),
         link_memory=_link_memory(links, stages, names, microbatch_size),
+        link_readers=tuple(_last_reader(each, stages, names) for each in links),
         parameters=parameters,
         buffers=_held(graph, (node for stage in stages for node in stage.buffers)),
         inputs=tuple(_inputs(graph, stages, names)),
@@ -128,6 +129,16 @@ def _link_memory(
             made = is_counted(memory_of(value)) and memory_of(value) not in elsewhere
             own[function.stage, names[node]] = node_bytes(value, size) if made or not is_dense(value) else 0
     return tuple(sum(own.get((link.source, value.name), 0) for value in link.values) for link in links)
+
+
+def _last_reader(link: Link, stages: Sequence[StageFunctions], names: Names) -> Phase:
+    """The last phase of the target that reads a value of a link, or has it saved."""
+    values, last = {value.name for value in link.values}, Phase.FORWARD
+    for function in stages[link.target].functions if link.payload.per_microbatch else ():
+        read = (*function.received, *(each for each in function.saved_in if each.target is recv))
+        if not values.isdisjoint(names[each.all_input_nodes[0]] for each in read):
+            last = function.phase
+    return last
 
 
 def _owners(stages: Sequence[StageFunctions]) -> dict[str, int]:

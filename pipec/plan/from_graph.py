@@ -40,6 +40,8 @@ def plan_from_graph(
         stages=tuple(_stages(graph, topology, partition.stages)),
         links=links,
         link_seconds=link_seconds,
+        link_memory=(0.0,) * len(links),
+        link_readers=tuple(link.payload.readers[0] for link in links),
     )
 
 

@@ -19,7 +19,7 @@ gradients are added up in the memory that travels, which replicas keep from step
 as another dtype, it has memory of its own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pipec.hardware.devices import DeviceModel
@@ -32,11 +32,18 @@ from pipec.ir.text import value_bytes
 class OptimizerFacts:
     """What is known of an optimizer: ``state_bytes`` of each whole parameter, or None if it cannot be told.
 
-    The parameters in ``elementwise`` may be updated in parts.
+    The parameters in ``elementwise`` may be updated in parts. For each byte of a parameter an update takes
+    ``scratch`` bytes while it runs: for all of them ``at_once``, or for one after the other.
     """
 
     state_bytes: Mapping[str, int] | None
     elementwise: frozenset[str]
+    scratch: float = 0.0
+    at_once: bool = False
+
+    def scratch_bytes(self, sizes: Sequence[float]) -> float:
+        """What an update of parameters of these sizes takes while it runs."""
+        return self.scratch * (sum(sizes) if self.at_once else max(sizes, default=0))
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,7 @@ def with_updates(plan: Plan, facts: OptimizerFacts, device: DeviceModel) -> Plan
     ]
     rate = device.memory_bytes_per_second
     plan = replace(plan, ending=replace(plan.ending, buckets=tuple(buckets)))
-    return replace(plan, stages=tuple(_updated(plan, stage, shares, state, rate) for stage in plan.stages))
+    return replace(plan, stages=tuple(_updated(plan, stage, shares, facts, rate) for stage in plan.stages))
 
 
 def _with_bytes(bucket: Bucket, share: _Share, device: DeviceModel) -> Bucket:
@@ -100,12 +107,15 @@ def _state_of(sharding: Sharding, replica: int, state: Mapping[str, int]) -> int
 
 
 def _updated(
-    plan: Plan, stage: Stage, shares: Mapping[int, _Share], state: Mapping[str, int], rate: float
+    plan: Plan, stage: Stage, shares: Mapping[int, _Share], facts: OptimizerFacts, rate: float
 ) -> Stage:
-    memory, ending = stage.cost.memory, plan.ending
+    memory, ending, state = stage.cost.memory, plan.ending, facts.state_bytes or {}
     divided = {number: shares[number] for number in ending.buckets_of(stage.index) if number in shares}
     names = {name for number in divided for name in ending.buckets[number].names}
-    borrowed = sum(value_bytes(v, {}) for v in plan.parameters if v.name in stage.borrowed)
+    sizes = {value.name: value_bytes(value, {}) for value in plan.parameters}
+    borrowed = sum(sizes[name] for name in stage.borrowed)
+    updated = [sizes[name] for name in stage.parameters if name not in names | {*stage.borrowed}]
+    updated += [min(sizes[n], s.own) for number, s in divided.items() for n in ending.buckets[number].names]
     kept = sum(state.get(name, 0) for name in stage.parameters if name not in names | {*stage.borrowed})
     for number, share in divided.items():
         memory = _divided(ending, ending.buckets[number], share, memory)
@@ -116,7 +126,8 @@ def _updated(
     trained = stage.cost.memory.gradients - borrowed - sum(s.whole - s.own for s in divided.values())
     seconds = (3 * max(trained, 0) + 2 * own_state) / rate
     behind = ending.stream.most_live(stage.index, len(plan.stages)) - 1 if ending.stream else 0
-    memory = replace(memory, state=own_state, versions=behind * max(trained, 0))
+    versions, scratch = behind * max(trained, 0), facts.scratch_bytes(updated)
+    memory = replace(memory, state=own_state, versions=versions, update=scratch)
     cost = replace(stage.cost, memory=memory, update_seconds=seconds)
     return replace(stage, cost=cost)
 

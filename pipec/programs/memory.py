@@ -11,7 +11,7 @@ from pipec.ir.memory import KINDS
 from pipec.ir.text import value_bytes
 
 _MAKING_GRADIENTS = [OP_CODE[Op.BACKWARD], OP_CODE[Op.BACKWARD_WEIGHT]]
-_UNDER_WAY = 2
+UNDER_WAY = 2
 """How many messages a rank keeps of a link and peer: the one that the peer may still read, and the next."""
 
 
@@ -74,6 +74,7 @@ def rank_memory(plan: Plan, program: Program) -> RankMemory:
     account.count_computes()
     account.count_gradients()
     account.count_messages()
+    account.count_results()
     account.count_collectives()
     return account.result()
 
@@ -113,6 +114,9 @@ class _Account:
         cells = columns.is_cell[computes]
         self.grow("saved", computes, starts * cells, ends * cells)
         self.grow("running", computes, transient, -transient)
+        for stage in self.own:
+            scratch, updates = self.stages[stage].update, self._at(Op.UPDATE, stage)
+            self.grow("running", updates, scratch, -scratch)
 
     def count_gradients(self) -> None:
         """Sums of gradients, from the first gradients after they were taken until they are taken."""
@@ -138,29 +142,37 @@ class _Account:
 
     def count_messages(self) -> None:
         columns, links = self.columns, self.plan.links
-        sends, moves, frees, receives = (
-            np.flatnonzero(columns.ops == OP_CODE[op]) for op in (Op.SEND, Op.MOVE, Op.FREE, Op.RECV)
+        sends, moves, receives = (
+            np.flatnonzero(columns.ops == OP_CODE[op]) for op in (Op.SEND, Op.MOVE, Op.RECV)
         )
-        own = np.array([*self.plan.link_memory, *([0.0] * (len(links) - len(self.plan.link_memory))), 0.0])
+        own = np.array(self.plan.link_memory)
         keys = columns.link_numbers[sends] * self.plan.num_ranks + columns.peers[sends]
         for key in np.unique(keys):
             same = sends[keys == key]
             self.grow("sent", same, own[columns.link_numbers[same]], 0.0)
-            self.grow("sent", same[_UNDER_WAY:], -own[columns.link_numbers[same[:-_UNDER_WAY]]], 0.0)
-        freed = {(*columns.matrix[1:3, at].tolist(),): at for at in frees.tolist()} if moves.size else {}
-        for at in moves.tolist():
-            amount = own[columns.link_numbers[at]]
-            self.grow("received", np.array([at]), amount, 0.0)
-            until = freed.get((int(columns.stages[at]), int(columns.microbatches[at])))
-            if until is not None:
-                self.grow("received", np.array([until]), 0.0, -amount)
-        once = receives[columns.slots[receives] < 0]
-        self.grow(
-            "received", once, np.array([self._bytes_once(each) for each in columns.link_numbers[once]]), 0.0
-        )
+            self.grow("sent", same[UNDER_WAY:], -own[columns.link_numbers[same[:-UNDER_WAY]]], 0.0)
+        for number in np.unique(columns.link_numbers[moves]):
+            moved = moves[columns.link_numbers[moves] == number]
+            reader = OP_CODE[Op(self.plan.link_readers[number])]
+            reads = np.flatnonzero((columns.ops == reader) & (columns.stages == links[number].target))
+            last = np.zeros(int(columns.microbatches.max()) + 1, np.int64)
+            last[columns.microbatches[reads]] = reads
+            self.grow("received", moved, own[number], 0.0)
+            self.grow("received", last[columns.microbatches[moved]], 0.0, -own[number])
+        for at in receives[columns.slots[receives] < 0].tolist():
+            self.grow("received", np.array([at]), self._bytes_once(int(columns.link_numbers[at])), 0.0)
         slots = np.unique(columns.matrix[3:6, receives[columns.slots[receives] >= 0]], axis=1)
         sizes = [sum(value_bytes(each, self.plan.sizes) for each in link.values) for link in links]
         self.static["received"] += sum(sizes[number] for number in slots[0].tolist())
+
+    def count_results(self) -> None:
+        """Results of microbatches, which are kept until they are joined."""
+        for link in self.plan.links:
+            if link.payload is Payload.RESULT and link.source in self.own:
+                made = self._at(Op.FORWARD, link.source)
+                made = made[self.columns.parts[made] <= 0]
+                amount = sum(value_bytes(value, self.plan.sizes) for value in link.values)
+                self.grow("results", made, 0.0, amount)
 
     def _bytes_once(self, number: int) -> float:
         """What is received once a step. A borrowed weight counts as one of the stage's parameters."""
@@ -179,7 +191,7 @@ class _Account:
                 self.grow("travelling", reduces, bucket.travelling_bytes, 0.0)
                 self.grow("travelling", reduces[1:], -bucket.travelling_bytes, 0.0)
                 self.grow("gradients", reduces[:2], bucket.share_bytes, 0.0)
-                self.grow("travelling", updates[:1], -bucket.travelling_bytes, 0.0)
+                self.grow("travelling", updates[:1], 0.0, -bucket.travelling_bytes)
                 self.grow("gradients", updates[:1], 0.0, -bucket.share_bytes * min(reduces.size, 2))
                 if ending.gathers_for_use(bucket):
                     self.grow("travelling", self._at(Op.UNSHARD, stage, number), bucket.padded_bytes, 0.0)

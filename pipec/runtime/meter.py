@@ -166,9 +166,8 @@ class TensorMeter(TorchDispatchMode):
     def _count(self, storage: torch.UntypedStorage) -> None:
         key, size = id(storage), storage.nbytes()
         with self._lock:
-            _, before = self._known.get(key, (None, 0))
-            if not before:
-                self._known[key] = weakref.ref(storage, lambda _: self._forget(key)), size
+            known, before = self._known.get(key, (None, 0))
+            self._known[key] = known or weakref.ref(storage, lambda _: self._forget(key)), size
             self._now += size - before
             self._most = max(self._most, self._now)
 

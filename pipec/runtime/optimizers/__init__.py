@@ -4,12 +4,14 @@
 * ``facade`` is the optimizer of the whole model, ``pipe.optimizer``: groups, schedulers, checkpoints.
 * ``stage`` updates what one rank owns of one stage, and follows the facade.
 * ``state`` cuts the state of a parameter into pieces and puts it together again; ``norms`` is for clipping.
-* ``state_bytes`` says how much memory a state takes, before there is one.
+* ``state_bytes`` says how much memory a state takes, before there is one, and ``update_scratch`` how much
+  an update takes while it runs.
 """
 
 from pipec.runtime.optimizers.facade import Gather, PipelineOptimizer
 from pipec.runtime.optimizers.factory import Factory, is_elementwise
 from pipec.runtime.optimizers.norms import clip_factor, sum_of_squares
+from pipec.runtime.optimizers.scratch import update_scratch
 from pipec.runtime.optimizers.stage import StageOptimizer
 from pipec.runtime.optimizers.state import StatePart
 from pipec.runtime.optimizers.state_bytes import state_bytes

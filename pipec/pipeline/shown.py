@@ -1,0 +1,66 @@
+"""What can be looked at of a pipeline: its plan, its timelines, and the memory of its ranks."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from pipec.ir import Plan
+from pipec.ir.arguments import check_arguments
+from pipec.pipeline.checkpointed import CheckpointedModel
+from pipec.pipeline.methods import METHODS
+from pipec.plan.memory import plan_memory
+from pipec.plan.predictions import simulate_plan
+from pipec.plan.step_memory import StepMemory
+from pipec.plan.tables import ReadablePlan
+from pipec.programs.fold import excerpt
+from pipec.timeline.events import Timeline
+from pipec.timeline.trace import Trace, measured_timeline
+from pipec.viz import Step, draw_steps, steps_text
+
+
+class ShownModel(CheckpointedModel):
+    """Shows what was compiled for training, and what a recorded step took."""
+
+    @property
+    def plan(self) -> Plan:
+        """What the compiler decided. It prints as a table."""
+        return ReadablePlan.of(self._artifact.plan, self._artifact.programs)
+
+    def simulate(self) -> Timeline:
+        """The timeline of one step, predicted from the programs and the plan's costs."""
+        return simulate_plan(self.plan, self.programs)
+
+    def memory(self) -> StepMemory:
+        """What each rank holds in a step, predicted from the programs. It prints as a table."""
+        programs = excerpt(self.programs, len(self.plan.stages))
+        return StepMemory(plan_memory(self.plan, programs), programs)
+
+    def visualize(self, path: str | Path | None = None, trace: Trace | None = None) -> str:
+        """The timelines as text: the simulated one, or those of a ``trace``, planned and measured.
+
+        If ``path`` is given, rank 0 also draws them there: .html is a page to explore, .svg and .txt are
+        pictures, and .json is for Perfetto and chrome://tracing. Another ending raises InputError.
+        """
+        check_arguments(METHODS, locals())
+        timelines = trace.timelines() if trace else {"planned": self.simulate()}
+        steps = [
+            Step.of_plan(self.plan, self.programs, timeline, name) for name, timeline in timelines.items()
+        ]
+        if path is not None and self._ranks.world.rank == 0:
+            draw_steps(Path(path), steps)
+        return steps_text(steps)
+
+    @contextlib.contextmanager
+    def trace(self) -> Iterator[Trace]:
+        """Record the steps that are made inside a ``with``. After it, the trace has their timelines.
+
+        Every rank records, or none; each then has the times of all. They are times of the host: work that a
+        GPU still has to do is not in them.
+        """
+        trace = Trace()
+        with self.record() as recorded:
+            yield trace
+        if recorded:
+            trace.planned = self.simulate()
+            ending = self.plan.ending
+            trace.steps += [measured_timeline(step.programs, step.stamps, ending) for step in recorded]

@@ -1,0 +1,131 @@
+"""What ``pipe.memory()`` predicts is what ``pipe.measure_memory(...)`` finds, and the meter counts right."""
+
+import functools
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pipec
+from pipec.errors import InputError
+from pipec.pipeline import Pipeline
+from pipec.runtime.meter import TensorMeter
+
+ADAM = functools.partial(torch.optim.AdamW, lr=1e-3)
+
+
+def model() -> nn.Module:
+    """Saved masks, changing buffers, values read twice, views that are saved and gradients that add up."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 16, 3, padding=1),
+        nn.Dropout(0.1),
+        nn.GELU(),
+        nn.AdaptiveAvgPool2d(4),
+        nn.Flatten(),
+        nn.Linear(256, 64),
+        nn.GELU(),
+        nn.Linear(64, 10),
+    )
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    return torch.randn(16, 3, 12, 12, generator=torch.Generator().manual_seed(1)), torch.arange(16) % 10
+
+
+def trained(devices: int, **options: object) -> Pipeline:
+    """A pipeline after a step, so that the state of its optimizer is there."""
+    x, y = batch()
+    cross_entropy = nn.functional.cross_entropy
+    pipe = pipec.compile(model(), devices, loss_fn=cross_entropy, microbatches=8, optimizer=ADAM, **options)  # type: ignore[arg-type]
+    torch.manual_seed(2)
+    pipe.step(x, target=y)
+    return pipe
+
+
+@pytest.mark.parametrize(
+    ("devices", "options"),
+    [
+        (1, {"schedule": "gpipe"}),
+        (2, {"schedule": "1f1b", "recompute": "full"}),
+        (2, {"schedule": "zb-v"}),
+        (3, {"schedule": "zb-h1"}),
+    ],
+    ids=str,
+)
+def test_each_rank_holds_what_is_predicted(devices: int, options: dict[str, object]) -> None:
+    pipe = trained(devices, **options)
+    x, y = batch()
+    measured, predicted = pipe.measure_memory(x, target=y), pipe.memory()
+    for found, said in zip(measured, predicted, strict=True):
+        assert said.peak_bytes == pytest.approx(found.peak_bytes, rel=0.01), f"rank {found.rank}"
+        assert len(found.most) == len(said.most) == len(pipe.programs[found.rank].instructions)
+
+
+def test_a_measured_step_is_a_step() -> None:
+    x, y = batch()
+    plain, measured = trained(2), trained(2)
+    torch.manual_seed(3)
+    plain.step(x, target=y)
+    torch.manual_seed(3)
+    memory = measured.measure_memory(x, target=y)
+    for (name, one), (_, other) in zip(plain.named_parameters(), measured.named_parameters(), strict=True):
+        assert torch.equal(one, other), name
+    assert memory[0].parts["optimizer"] > 2 * memory[0].parts["parameters"]
+    assert "backward of stage 0" in str(memory)
+    assert len(memory.curve(1).splitlines()) == len(measured.programs[1].instructions)
+    assert "running" in str(measured.memory())
+
+
+def test_a_stream_has_no_end_to_be_measured_at() -> None:
+    x, y = batch()
+    with pytest.raises(InputError, match="cannot be measured: its programs have no end"):
+        trained(2, schedule="pipedream-2bw").measure_memory(x, target=y)
+
+
+def readings(meter: TensorMeter) -> tuple[float, float]:
+    meter.note()
+    memory = meter.memory(0)
+    return float(memory.most[-1]), float(memory.after[-1])
+
+
+def test_the_meter_counts_memory_once_and_until_nobody_has_it() -> None:
+    given = torch.zeros(100)
+    with TensorMeter() as meter:
+        meter.begin({"parameters": [given, given.view(10, 10)]})
+        assert readings(meter) == (400, 400)
+        made = given + 1
+        half, turned = made[:50], given.t()
+        del made
+        assert readings(meter) == (800, 800)
+        half = half * 1
+        assert readings(meter) == (1000, 600)
+        half.resize_(100)
+        assert readings(meter)[1] == 800
+        rows = torch.sparse_coo_tensor(torch.zeros(1, 2).long(), half[:2], (5,), check_invariants=False)
+        assert readings(meter)[1] == 800 + 16
+        del rows, half
+        del given, turned
+        assert readings(meter)[1] == 0
+
+
+def test_the_meter_counts_what_its_own_thread_makes() -> None:
+    made: list[Tensor] = []
+    with TensorMeter() as meter:
+        meter.begin({})
+        other = threading.Thread(target=lambda: made.append(torch.zeros(100)))
+        other.start()
+        other.join()
+        assert readings(meter) == (0, 0)
+        view = made[0].view(10, 10)
+        own = view + 1
+        assert readings(meter) == (400, 400)
+        release = threading.Thread(target=made.append, args=(own,))
+        release.start()
+        release.join()
+        del own, made[:]
+        assert readings(meter) == (400, 0)
