@@ -157,18 +157,14 @@ def test_a_device_with_less_memory_gets_the_stage_that_needs_least() -> None:
 
 
 @pytest.mark.slow
-def test_computing_again_is_weighed_against_another_cut() -> None:
+def test_computing_a_little_again_is_better_than_a_worse_cut() -> None:
     x, y = batch()
     free = compiled(even(), alike(2, LinkModel(FAST, 0.0))).prepare(x, target=y)
     limit = 0.95 * free.memory().peak_bytes
-    moved, pipe = (
-        compiled(even(), alike(2, LinkModel(FAST, 0.0), limit), recompute=each).prepare(x, target=y)
-        for each in ("none", "auto")
-    )
-    assert moved.plan.stages[0].last_operator < free.plan.stages[0].last_operator
-    assert max(moved.memory().peak_bytes, pipe.memory().peak_bytes) <= limit
+    pipe = compiled(even(), alike(2, LinkModel(FAST, 0.0), limit)).prepare(x, target=y)
+    assert pipe.memory().peak_bytes <= limit
     assert any(stage.replays for stage in pipe.plan.stages)
-    assert pipe.simulate().makespan < moved.simulate().makespan
+    assert pipe.simulate().makespan < 1.02 * free.simulate().makespan
 
 
 @pytest.mark.slow

@@ -222,8 +222,8 @@ class _Search:
     ) -> None:
         """Try cuts of which the planner finds that they fit.
 
-        The planner adds up what operators hold. It knows nothing of messages, nor of what lives inside a phase
-        function alone. So some memory is set aside: what the attempt before held of these, and what it lacked.
+        The planner adds up what operators hold. It does not know of messages, and of what lives inside a
+        phase function alone. So some memory is set aside: what the attempt before held of these, or lacked.
         """
         count = next(count for count in self.counts if self.sizes[count] == size)
         in_flight = self.tuner.policy.in_flight(count)
