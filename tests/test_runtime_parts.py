@@ -19,7 +19,6 @@ from pipec.errors import InputError, TransportError, VerifyError
 from pipec.ir import Instruction, Link, Mode, Op, Payload, Plan, Program, Stage, Value
 from pipec.runtime import InProcess, Interpreter, World, interpreter, resolve_devices, world
 from pipec.runtime.batch import dense
-from pipec.runtime.distributed import _Buffer
 from pipec.runtime.draws import draw, dropout
 from pipec.runtime.execution import Ranks
 from pipec.runtime.gradients import GradientSum
@@ -28,6 +27,7 @@ from pipec.runtime.launch import current_device
 from pipec.runtime.randomness import generator, mix
 from pipec.runtime.results import Results, merge
 from pipec.runtime.span import Span
+from pipec.runtime.storage import Buffer
 from pipec.runtime.worker import Worker
 
 CPU = torch.device("cpu")
@@ -226,7 +226,7 @@ def test_a_stream_depends_on_its_key_alone() -> None:
 
 
 def test_a_buffer_is_used_again_once_nobody_holds_what_it_held() -> None:
-    buffer = _Buffer(Value("x", "float32", ("b", 3)), CPU)
+    buffer = Buffer(Value("x", "float32", ("b", 3)), CPU, stays=True)
     first = buffer.view({"b": 4})
     address, view = first.data_ptr(), first[1:]
     assert first.shape == (4, 3)
