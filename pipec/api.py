@@ -153,7 +153,8 @@ def compile(
             loss is then the mean with these weights. ``"rows"`` is the mean by rows, and ``"sum"`` adds
             losses up. None: read off the graph, and a warning says where that cannot be.
         recompute: ``"none"`` keeps every value the backward needs; ``"full"`` keeps only what a stage
-            received and computes the rest again; ``"auto"`` does so where ``memory_limit`` forces it to.
+            received and computes the rest again; ``"auto"`` computes again as little as lets every device
+            stay within ``memory_limit``. See docs/recompute.md.
         memory_limit: bytes per device, or text such as ``"16GiB"``. The state of ``optimizer`` counts; that
             of an optimizer outside the programs does not.
         topology: how fast the devices are, how much they hold and how they are joined, or the file that says

@@ -25,6 +25,7 @@ from pipec.hardware.topology import alike
 from pipec.ir import Schedule
 from pipec.passes import Pass
 from pipec.passes.cut_stages import CutStages
+from pipec.passes.mark_recompute import MarkRecompute
 from pipec.runtime.execution import Execution, Ranks
 from pipec.runtime.span import Span
 from pipec.schedules import make_schedule
@@ -90,8 +91,11 @@ def cut_evenly(model: Captured, num_stages: int, recompute: bool) -> StagedGraph
 
 
 def cut(model: Captured, how: Pass, recompute: frozenset[int]) -> StagedGraph:
-    """The captured graph through every pass, cut by ``how``."""
-    return StagedGraph(model.graph, how, OPTIONS, recompute)
+    """The captured graph through every pass, cut by ``how``. Some stages replay all they can."""
+    staged = StagedGraph(model.graph, how, OPTIONS)
+    values = staged.forward_values(model.graph.batch_size)
+    replayed = frozenset(name for stage in recompute for name in values[stage])
+    return staged.recomputing(MarkRecompute(replayed)) if replayed else staged
 
 
 @functools.cache

@@ -41,8 +41,8 @@ SCHEDULES = {
 def staged_with(model: Captured, schedule: Schedule, recompute: bool) -> tuple[object, ...]:
     stages = range(schedule.num_stages)
     how = CutStages(alike(len(stages), OPTIONS.device_model.link), model.graph.batch_size)
-    options = replace(OPTIONS, topology=alike(schedule.num_ranks, OPTIONS.device_model.link))
-    return model.graph, how, options, frozenset(stages if recompute else ())
+    joined = alike(schedule.num_ranks, OPTIONS.device_model.link)
+    return model.graph, how, replace(OPTIONS, topology=joined, recompute="full" if recompute else "auto")
 
 
 def outcome(artifact: Artifact, model: Captured) -> Outcome:
@@ -85,9 +85,9 @@ SLOW, FAST = LinkModel(1e5, 1e-7), LinkModel(1e15, 0.0)
 
 @functools.cache
 def over_links(model: Captured, name: str, link: LinkModel) -> Artifact:
-    graph, how, options, recompute = staged_with(model, SCHEDULES[name], recompute=False)
+    graph, how, options = staged_with(model, SCHEDULES[name], recompute=False)
     options = replace(options, topology=alike(SCHEDULES[name].num_ranks, link))  # type: ignore[type-var]
-    return StagedGraph(graph, how, options, recompute).trial(SCHEDULES[name], 3).artifact()  # type: ignore[arg-type]
+    return StagedGraph(graph, how, options).trial(SCHEDULES[name], 3).artifact()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -201,19 +201,21 @@ def test_a_mask_is_made_again_where_that_costs_less_than_sending(
 
 
 def test_mark_recompute_replays_what_the_stage_did_not_receive(communicating: TrainingGraph) -> None:
-    after = through(communicating, MarkRecompute(frozenset({1})))
-    replayed = [node for node in after.nodes if node.meta.get("replay")]
-    assert {stage_of(node) for node in replayed} == {1}
-    assert not {send, recv} & {node.target for node in replayed}
-    assert {n.name for n in replayed} == {
-        n.name
-        for n in after.nodes
-        if is_forward(n) and not n.meta.get("constant") and stage_of(n) == 1 and n.target not in (send, recv)
-    }
+    after = through(communicating, MarkRecompute(None))
+    forward = (node for node in after.nodes if is_forward(node) and not node.meta.get("constant"))
+    for node in forward:
+        assert (node.meta["replay"] is Phase.RECOMPUTE) == (node.target not in (send, recv)), node
+
+
+def test_mark_recompute_replays_the_values_of_these_names(communicating: TrainingGraph) -> None:
+    names = [node.name for node in communicating.nodes if is_forward(node) and stage_of(node) == 1]
+    after = through(communicating, MarkRecompute(frozenset(names[::2])))
+    able = {node.name for node in communicating.nodes if node.target not in (send, recv)}
+    assert {node.name for node in after.nodes if node.meta.get("replay")} == able & {*names[::2]}
 
 
 def test_split_backward_defers_what_only_weights_await(communicating: TrainingGraph) -> None:
-    after = through(communicating, MarkRecompute(frozenset()), SplitBackward())
+    after = through(communicating, MarkRecompute(), SplitBackward())
     assert {node.meta["phase"] for node in communicating.nodes} == {Phase.FORWARD, Phase.BACKWARD}
     phases = {node.name: node.meta["phase"] for node in after.nodes}
     assert set(phases.values()) == {Phase.FORWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT}

@@ -27,6 +27,13 @@ def number_operators(captured: fx.GraphModule) -> tuple[Operator, ...]:
     return tuple(operators)
 
 
+def checkpoints(captured: fx.GraphModule) -> Iterator[str]:
+    """Where the model calls ``torch.utils.checkpoint``, in the file and line of each call."""
+    for node in captured.graph.nodes:
+        if node.target in INLINED:
+            yield _operator(node).source
+
+
 def _number(module: fx.GraphModule, operators: list[Operator], enclosing: int | None) -> None:
     for node in module.graph.nodes:
         if node.op in ("placeholder", "output", "get_attr") or _computes_sizes(node):

@@ -24,7 +24,7 @@ from pipec.capture.call import Call
 from pipec.capture.diagnosis import brief, capture_error
 from pipec.capture.joins import join_replicas, sync_batch_norms_alone
 from pipec.capture.normalize import Traced, training_graph
-from pipec.capture.operators import number_operators
+from pipec.capture.operators import checkpoints, number_operators
 from pipec.capture.randomness import Generators
 from pipec.capture.step import Step, model_names
 from pipec.capture.symbols import FixedVariableError, number_values
@@ -235,6 +235,7 @@ class _Tracer:
         self.draws_with_numpy = torch_compat.draws_with_numpy(captured.module)
         operators = number_operators(captured.module)
         _warn_of_changed_state(self._step.model, captured.changed_state)
+        _warn_of_checkpoints(list(checkpoints(captured.module)) if self._mode is Mode.TRAIN else [])
         joined = join_replicas(captured.module, self._step, self._num_replicas)
         unclear = self._add_up(captured, sample, joined)
         joint = torch_compat.differentiate(captured, training=self._mode is Mode.TRAIN)
@@ -354,4 +355,14 @@ def _warn_of_changed_state(model: nn.Module, changed: Sequence[str]) -> None:
             "them alone. State that changes from step to step belongs into a registered buffer.",
             path,
             type(model.get_submodule(path.removeprefix("model").removeprefix("."))).__name__,
+        )
+
+
+def _warn_of_checkpoints(calls: Sequence[str]) -> None:
+    """Say that pipec decides what is computed again, and not the model."""
+    if calls:
+        log.warning(
+            "torch.utils.checkpoint at %s is not followed: what is computed again follows from "
+            "memory_limit=... and recompute=...",
+            ", ".join(dict.fromkeys(calls)),
         )

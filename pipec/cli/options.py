@@ -85,7 +85,7 @@ Microbatches = Annotated[
     ),
 ]
 RecomputeChoice = Annotated[
-    Recompute, typer.Option("--recompute", help="auto recomputes on the ranks that --memory-limit forces to.")
+    Recompute, typer.Option("--recompute", help="auto recomputes as little as --memory-limit lets it.")
 ]
 MemoryLimit = Annotated[str | None, typer.Option("--memory-limit", help="Bytes per device, such as 16GiB.")]
 ProfilePath = Annotated[

@@ -25,7 +25,7 @@ def stage_title(stage: Stage, plan: Plan) -> str:
     if plan.num_microbatches:
         sizes = ", ".join(f"{name} = {size}" for name, size in plan.sizes.items())
         kept = f"{format_bytes(stage.cost.memory.saved)} a microbatch ({sizes})"
-        rows.append(f"saves     {kept}{', computes the rest again' if stage.recompute else ''}")
+        rows.append(f"saves     {kept}{', computes the rest again' if stage.replays else ''}")
     return "\n".join(rows)
 
 

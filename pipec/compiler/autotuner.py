@@ -15,13 +15,15 @@ from itertools import product, takewhile
 
 from pipec.compiler.alternatives import alternative
 from pipec.compiler.policy import Replicas, SchedulePolicy
+from pipec.compiler.recompute import within_memory
 from pipec.compiler.staged import StagedGraph, Trial
 from pipec.errors import InputError, PlanError
 from pipec.hardware.topology import Topology, alike
-from pipec.ir import Alternative, Placement, Schedule, count_ranks, stages_on
+from pipec.ir import Alternative, Placement, Schedule, count_ranks
 from pipec.ir.batch import split_sizes
 from pipec.passes import Pass
 from pipec.passes.cut_for_replicas import CutForReplicas
+from pipec.passes.cut_replaying import CutReplaying
 from pipec.passes.cut_stages import CutStages
 from pipec.passes.place_replicas import PlaceReplicas
 from pipec.passes.share_stages import ShareStages
@@ -182,18 +184,21 @@ class Autotuner:
         """What a pipeline runs on: a device for each group of ranks that act for one of its ranks."""
         return topology if self.policy.replicas == 1 else topology.grouped(self.members())
 
-    def shared(self, cut: CutStages) -> Pass:
+    def replays_on(self, devices: Topology) -> bool:
+        """Whether cuts for these devices of a pipeline take into account what stages recompute.
+
+        That is so if they may, and if the devices are alike.
+        """
+        return self.may_recompute and len({*devices.devices}) == 1 and len(devices.levels) == 1
+
+    def shared(self, cut: Pass) -> Pass:
         """The cut for a pipeline as that for all its replicas."""
         return cut if self.policy.replicas == 1 else ShareStages(cut, self.members())
 
     def fitting(self, staged: StagedGraph, schedule: Schedule, size: int) -> Trial:
         """A schedule on these stages. Those that would not fit recompute, if they may."""
         trial = staged.trial(schedule, size)
-        if not (self.may_recompute and any(trial.excess)):
-            return trial
-        short = (rank for rank, excess in enumerate(trial.excess) if excess)
-        again = frozenset(stage for rank in short for stage in stages_on(trial.plan.placement, rank))
-        return staged.recomputing(again).trial(schedule, size)
+        return within_memory(trial) if self.may_recompute and any(trial.excess) else trial
 
 
 def best_of(found: Sequence[tuple[Autotuner, Choice]]) -> tuple[Autotuner, Choice]:
@@ -250,54 +255,61 @@ class _Search:
         replicas = self.tuner.policy.replicas
         if nearest and any(nearest.excess) and isinstance(replicas, int) and _is_straight(placement):
             for size in dict.fromkeys([first, min(self.sizes.values())]):
-                self._try_cuts_within_memory(cut, topology, placement, size)
+                self._try_cuts_within_memory(cut, topology, placement, size, nearest)
 
     def _try_cuts_within_memory(
-        self, cut: CutGraph, topology: Topology, placement: Placement, size: int
+        self, cut: CutGraph, topology: Topology, placement: Placement, size: int, nearest: Trial
     ) -> None:
         """Try cuts of which the planner finds that they fit.
 
-        The planner adds up what operators hold. It does not know what lives inside a phase function alone. So
-        some memory is set aside: what the attempt before held there, and what it lacked.
+        The planner adds up what operators hold. It does not know of messages, and of what lives inside a
+        phase function alone. So some memory is set aside: what the attempt before held of these, or lacked.
         """
         count = next(count for count in self.counts if self.sizes[count] == size)
         in_flight = self.tuner.policy.in_flight(count)
         updates = self.tuner.updates(count)
         devices, members = self.tuner.grouped(topology), self.tuner.members()
-        reserved = [0.0] * len(devices.devices)
+        replays = updates is None and self.tuner.replays_on(devices)
+        reserved = [max(nearest.memory[rank].of_no_operator for rank in group) for group in members]
         for _ in range(_MEMORY_ATTEMPTS):
             try:
-                within = CutStages(devices.reserving(reserved), size, in_flight, updates)
-                nearest = self._nearest(cut(self.tuner.shared(within)), placement)
+                options = devices.reserving(reserved), size, in_flight
+                within = CutReplaying(*options) if replays else CutStages(*options, updates)
+                found = self._nearest(cut(self.tuner.shared(within)), placement, replays)
             except PlanError as error:
                 self.obstacle = self.obstacle or error
                 return
-            if nearest is None or not any(nearest.excess):
+            if found is None or not any(found.excess):
                 return
             reserved = [
-                max(max(held + nearest.excess[rank], nearest.memory[rank].running) for rank in group)
+                max(max(held + found.excess[rank], found.memory[rank].of_no_operator) for rank in group)
                 for group, held in zip(members, reserved, strict=True)
             ]
 
-    def _nearest(self, staged: StagedGraph, placement: Placement) -> Trial | None:
-        """Try schedules; returns the trial without recompute that comes nearest to fitting, if any."""
-        return min(self.try_schedules(staged, placement), key=lambda trial: trial.score, default=None)
+    def _nearest(self, staged: StagedGraph, placement: Placement, replays: bool = False) -> Trial | None:
+        """Try schedules; returns the trial that comes nearest to fitting, if any.
+
+        It is one without recompute, unless the graph is cut for stages that replay.
+        """
+        tried = self.try_schedules(staged, placement)
+        if not replays:
+            tried = [staged.trial(trial.schedule, trial.plan.microbatch_size) for trial in tried]
+        return min(tried, key=lambda trial: trial.score, default=None)
 
     def try_schedules(self, staged: StagedGraph, placement: Placement) -> list[Trial]:
-        """Try every allowed schedule with each number of microbatches; returns the trials without recompute.
+        """Try every allowed schedule with each number of microbatches; returns the trials.
 
         A graph may serve only some sizes of microbatch. A number of microbatches is then passed over, unless
         it is the only one: the microbatches are tried that the graph serves from the first one on.
         """
-        as_it_is = []
+        before = len(self.trials)
         for count in self.counts:
             sizes = split_sizes(self.batch, count)
             served = len(list(takewhile(staged.graph.serves, sizes)))
             if served == count or (served and len(self.counts) == 1):
                 for schedule in self._schedules(staged, placement, served, sizes[0]):
                     self.trials.append((self.tuner.fitting(staged, schedule, sizes[0]), staged))
-                    as_it_is.append(staged.trial(schedule, sizes[0]))
-        return as_it_is
+        return [trial for trial, _ in self.trials[before:]]
 
     def _schedules(
         self, staged: StagedGraph, placement: Placement, count: int, size: int

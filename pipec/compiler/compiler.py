@@ -24,31 +24,20 @@ from pipec.compiler.captures import Captures, Kind, Signature
 from pipec.compiler.checks import joins_replicas, told_of_rounds, told_of_unclear
 from pipec.compiler.groups import Compiled, Groups, check_groups, check_outputs, check_served
 from pipec.compiler.pass_list import CompilerOptions
+from pipec.compiler.settled import Settled
+from pipec.compiler.shortage import infeasible, refuse
 from pipec.compiler.staged import StagedGraph, Trial
 from pipec.console import notice
-from pipec.errors import InfeasibleError, InputError, PlanError
+from pipec.errors import InputError, PlanError
 from pipec.graph import TrainingGraph
+from pipec.hardware.topology import Topology
 from pipec.ir import Alternative, Mode, Placement, Shard, Sizes, Variable
 from pipec.ir.batch import require_equal_rows, split_sizes, variable_values
 from pipec.passes import Pass
-from pipec.passes.follow_owners import FollowOwners, Owners, owners_of
-from pipec.plan.memory import shortfall
+from pipec.passes.follow_owners import FollowOwners, owners_of
 from pipec.torch_compat import Place
 
 log = logging.getLogger("pipec")
-
-
-@dataclass(frozen=True)
-class Settled:
-    """Where the first call put stages and parameters. Every later call follows it.
-
-    ``placement`` is the placement that schedules have. ``owners`` are the stages that hold each parameter.
-    ``ranks[k]`` is the rank that really plays the part of rank k of a schedule.
-    """
-
-    placement: Placement
-    owners: Owners
-    ranks: tuple[int, ...]
 
 
 @dataclass
@@ -219,10 +208,19 @@ class Compiler:
         with self._timed("search"):
             choose = functools.partial(self._choose_replicas, cut, batch, joins_replicas(graph))
             self.autotuner, choice = self._best_sharded(choose)
+            refuse(choice.best, functools.partial(self._best_on, choose))
         self._settle_on(signature, choice.base, choice.best.schedule.placement)
         self._keep(choice)
         counts = self._counts(self.autotuner, batch)
         return choice.best.plan.num_microbatches if len(counts) > 1 else counts[0]
+
+    def _best_on(self, choose: Callable[[], tuple[Autotuner, Choice]], topology: Topology) -> Trial:
+        """The best trial on other devices."""
+        given, self.options = self.options, replace(self.options, topology=topology)
+        try:
+            return choose()[1].best
+        finally:
+            self.options = given
 
     def _best_sharded(self, choose: Callable[[], tuple[Autotuner, Choice]]) -> tuple[Autotuner, Choice]:
         """The best choice with any level of sharding, if that is searched; every later step follows it."""
@@ -363,8 +361,7 @@ class Compiler:
 
     def _finish(self, trial: Trial, tried: Sequence[Alternative]) -> Compiled:
         if any(trial.excess):
-            limits = [device.memory_bytes for device in self.options.topology.devices]
-            raise InfeasibleError(shortfall(trial.memory, limits, trial.plan.placement))
+            raise infeasible(trial)
         with self._timed("generate code"):
             artifact = trial.artifact()
             trial.staged.write_dumps()

@@ -36,12 +36,11 @@ class CompilerOptions:
     optimizer: OptimizerFacts | None = None
 
 
-def passes(options: CompilerOptions, cut: Pass, recompute: frozenset[int]) -> list[Pass]:
+def passes(options: CompilerOptions, cut: Pass, recompute: MarkRecompute) -> list[Pass]:
     """The compilation of a captured graph. ``cut`` is the pass that gives nodes their stages.
 
-    The stages in ``recompute`` compute again what they did not receive. If the options say so, all stages do.
+    ``recompute`` marks what is computed again, unless the options say that everything is.
     """
-    everything = options.recompute == "full"
     return [
         Simplify(),
         JoinSlices(),
@@ -49,7 +48,7 @@ def passes(options: CompilerOptions, cut: Pass, recompute: frozenset[int]) -> li
         cut,
         UntieGradients(),
         InsertCommunication(options.topology.slowest_link),
-        MarkRecompute(None if everything else recompute),
+        MarkRecompute(None) if options.recompute == "full" else recompute,
         DividePhases(),
         SplitBackward(),
     ]

@@ -1,7 +1,7 @@
 """A captured graph cut into stages, and all that is known of it: stages, plans, trials and code."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -34,17 +34,21 @@ from pipec.ir.text import value_bytes
 from pipec.passes import Observer, Pass, run_passes
 from pipec.passes.assign_stages import AssignStages
 from pipec.passes.dump import requested_dumps
+from pipec.passes.mark_recompute import MarkRecompute, stage_values
 from pipec.plan.buckets import in_parts
 from pipec.plan.build import Names, build_plan, stage_cost
 from pipec.plan.memory import plan_memory
 from pipec.plan.predictions import simulate_plan, step_seconds
 from pipec.plan.updates import with_updates
 from pipec.plan.values import value_of
+from pipec.planner.recompute import Value
 from pipec.programs.fold import fold
 from pipec.programs.lower import lower
 from pipec.programs.memory import UNDER_WAY
 from pipec.programs.verify import verify_plan
 from pipec.schedules import Workload, on_ranks
+
+NOTHING_AGAIN = MarkRecompute()
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,15 +106,16 @@ class StagedGraph:
         captured: TrainingGraph,
         cut: Pass,
         options: CompilerOptions,
-        recompute: frozenset[int] = frozenset(),
+        recompute: MarkRecompute = NOTHING_AGAIN,
         observers: Sequence[Observer] = (),
     ) -> None:
         self.options = options
         self._dumps = requested_dumps()
         self._captured, self._cut, self._observers = captured, cut, observers
         self._trials: dict[object, Trial] = {}
+        self._values: dict[int, Sequence[Mapping[str, Value]]] = {}
         self._plans: dict[object, tuple[Plan, Sequence[StageFunctions]]] = {}
-        self._variants: dict[frozenset[int], StagedGraph] = {}
+        self._variants: dict[MarkRecompute, StagedGraph] = {}
         passes = pass_list.passes(options, cut, recompute)
         try:
             observers = (self._remember_cut, *observers, *self._dumps)
@@ -124,13 +129,19 @@ class StagedGraph:
         for dump in self._dumps:
             dump.write()
 
-    def recomputing(self, stages: frozenset[int]) -> "StagedGraph":
-        """The same cut, with these stages computing again what they did not receive."""
-        if stages not in self._variants:
-            self._variants[stages] = StagedGraph(
-                self._captured, self._assignment, self.options, stages, self._observers
+    def recomputing(self, recompute: MarkRecompute) -> "StagedGraph":
+        """The same cut, with stages computing again what is marked."""
+        if recompute not in self._variants:
+            self._variants[recompute] = StagedGraph(
+                self._captured, self._assignment, self.options, recompute, self._observers
             )
-        return self._variants[stages]
+        return self._variants[recompute]
+
+    def forward_values(self, size: int) -> Sequence[Mapping[str, Value]]:
+        """By stage and by name, what may be saved or replayed of the forward of ``size`` rows."""
+        if size not in self._values:
+            self._values[size] = stage_values(self.graph, size)
+        return self._values[size]
 
     def forget_trials(self) -> None:
         """Let go of the plans and programs that were tried on these stages."""

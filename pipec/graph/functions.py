@@ -10,6 +10,7 @@ an edge to another stage                  is a message
 
 Parameters, buffers that never change and constants are arguments of every function and are never saved.
 Neither are views: they are made again where they are needed, and the tensor that owns the memory is saved.
+What is replayed is made again as well, in a function of its own or where a backward first reads it.
 
 A phase is one function, or several that run one after the other: its parts. Passes put nodes into parts with
 ``meta["part"]``, where something has to happen between two of them. The phase that makes gradients is also
@@ -43,6 +44,8 @@ from pipec.graph import (
 )
 from pipec.graph.parts import divide
 from pipec.ir import GRADIENT_PHASES, Mode, Phase, function_names
+
+_BACKWARDS = (Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
 
 
 @dataclass(frozen=True)
@@ -131,10 +134,10 @@ def stage_functions(
     phases = _phases(graph, mine, split_backward)
     functions: list[Function] = []
     needed: tuple[fx.Node, ...] = ()
+    parts_of = {phase: _parts(graph, mine, phase, gradients) for phase in phases}
+    _add_late(mine, [part for phase in phases if phase in _BACKWARDS for part in parts_of[phase]])
     for phase in reversed(phases):
-        own = [node for node in mine if runs_in(node, phase)]
-        parts = divide(graph, own, gradients if phase in GRADIENT_PHASES else ())
-        parts = [set(own)] if phase is Phase.RECOMPUTE else parts
+        parts = parts_of[phase]
         for number in reversed(range(len(parts))):
             function = _function(graph, stage, phase, parts, number, needed)
             functions.insert(0, function)
@@ -154,7 +157,7 @@ def _phases(graph: TrainingGraph, nodes: Sequence[fx.Node], split_backward: bool
     phases = [Phase.FORWARD]
     if graph.mode is not Mode.TRAIN:
         return phases
-    if any(node.meta.get("replay") for node in nodes):
+    if any(node.meta.get("replay") is Phase.RECOMPUTE for node in nodes):
         phases.append(Phase.RECOMPUTE)
     return phases + ([Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT] if split_backward else [Phase.BACKWARD])
 
@@ -164,11 +167,35 @@ def runs_in(node: fx.Node, phase: Phase) -> bool:
     own = node.meta["phase"]
     match phase:
         case Phase.RECOMPUTE:
-            return own is Phase.FORWARD and bool(node.meta.get("replay"))
+            return own is Phase.FORWARD and node.meta.get("replay") is Phase.RECOMPUTE
         case Phase.BACKWARD:
-            return own in (Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
+            return own in _BACKWARDS
         case _:
             return own is phase
+
+
+def _parts(
+    graph: TrainingGraph, nodes: Sequence[fx.Node], phase: Phase, gradients: Sequence[Collection[str]]
+) -> list[set[fx.Node]]:
+    own = [node for node in nodes if runs_in(node, phase)]
+    if phase is Phase.RECOMPUTE:
+        return [set(own)]
+    return divide(graph, own, gradients if phase in GRADIENT_PHASES else ())
+
+
+def _add_late(nodes: Iterable[fx.Node], parts: Sequence[set[fx.Node]]) -> None:
+    """Add what backwards compute again to the first of these ``parts`` that reads it."""
+    waiting = {node for node in nodes if node.meta.get("replay") is Phase.BACKWARD}
+    seen: set[fx.Node] = set()
+    for part in parts:
+        pending = [source for node in part for source in node.all_input_nodes]
+        while pending:
+            node = pending.pop()
+            if node in waiting or (node not in seen and is_view(node)):
+                part |= waiting & {node}
+                waiting.discard(node)
+                seen.add(node)
+                pending.extend(node.all_input_nodes)
 
 
 def _function(
@@ -196,7 +223,7 @@ def _function(
     return Function(
         stage,
         phase,
-        body=tuple(_late_views(ordered(body - arrives), local)),
+        body=tuple(_late_last(ordered(body - arrives), {node for node in local if runs_in(node, phase)})),
         received=ordered(arrives),
         inputs=ordered(n for n in outside if _is_input(n)),
         saved_in=ordered(n for n in outside if not _is_input(n)),
@@ -211,21 +238,26 @@ def _function(
     )
 
 
-def _late_views(body: Sequence[fx.Node], local: set[fx.Node]) -> Iterator[fx.Node]:
-    """The body in order, but views that are made again are moved down to where they are first read."""
-    pending = {node for node in body if node not in local}
+def _late_last(body: Sequence[fx.Node], own: set[fx.Node]) -> Iterator[fx.Node]:
+    """The body in order, but what is made again is moved down to where it is first read: all but ``own``."""
+    pending = {node for node in body if node not in own}
 
     def emit(node: fx.Node) -> Iterator[fx.Node]:
-        for source in node.all_input_nodes:
-            if source in pending:
+        waiting = [(node, iter(node.all_input_nodes))]
+        while waiting:
+            node, sources = waiting[-1]
+            source = next((source for source in sources if source in pending), None)
+            if source is None:
+                yield node
+                waiting.pop()
+            else:
                 pending.remove(source)
-                yield from emit(source)
-        yield node
+                waiting.append((source, iter(source.all_input_nodes)))
 
     for node in body:
-        if node in local:
+        if node in own:
             yield from emit(node)
-    for node in [n for n in body if n in pending]:
+    for node in body:
         if node in pending:
             pending.remove(node)
             yield from emit(node)

@@ -63,14 +63,14 @@ def dying(function: Function) -> dict[fx.Node, list[fx.Node]]:
 
     Memory is let go of with the last of its names. Those of tensors that are held anyway may stay.
     """
-    memory, mine = _memories(function), {*function.body, *function.saved_in}
+    memory, body = _memories(function), {*function.body}
     kept = set(map(memory, function.results))
     last: dict[fx.Node, fx.Node] = {}
     names: dict[fx.Node, list[fx.Node]] = {}
     for value in function.saved_in:
         names.setdefault(memory(value), []).append(value)
     for node in filter(is_statement, function.body):
-        made = list(made_by(node, mine))
+        made = list(made_by(node, body))
         for value in made:
             names.setdefault(memory(value), []).append(value)
         last |= dict.fromkeys(map(memory, (*filter(is_tensor, node.all_input_nodes), *made)), node)

@@ -14,7 +14,7 @@ key          set by    meaning
 ``changed``  capture   on buffers: True where the forward gives the buffer a new value
 ``cost``     annotate  FLOPs, bytes and seconds
 ``stage``    cut       the stage that runs the node
-``replay``   mark      True on forward nodes that the backward computes again
+``replay``   mark      on forward nodes: ``Phase.RECOMPUTE`` or ``Phase.BACKWARD`` if that computes them again
 ``part``     a pass    which of the functions that its phase consists of runs the node; 0 if it is missing
 ============ ========= ================================================================================
 """

@@ -143,3 +143,9 @@ class RankMemory:
     def running(self) -> float:
         """What the instruction at the peak holds while it runs."""
         return self.parts.get("running", 0.0)
+
+    @property
+    def of_no_operator(self) -> float:
+        """What is neither a tensor of the model, with its gradient, nor saved: no sum over operators."""
+        of_operators = ("parameters", "buffers", "gradients", "saved")
+        return sum(amount for kind, amount in self.parts.items() if kind not in of_operators)

@@ -32,7 +32,8 @@ class Stage:
     forward replaces (BatchNorm statistics). ``of_batch`` names what the stage's function of that name
     computes of the whole mini-batch, once a step; ``of_batch_sums`` are those that add up over its rows.
     ``parts`` has the phases that consist of several functions, with the share of the phase's seconds that
-    each of them takes. ``joins`` are what replicas make together between them.
+    each of them takes. ``joins`` are what replicas make together between them. With ``recompute`` there is a
+    phase that computes a part of the forward again; with ``replays_late`` the backward does.
     """
 
     index: int
@@ -46,9 +47,15 @@ class Stage:
     of_batch: tuple[str, ...] = ()
     of_batch_sums: tuple[Value, ...] = ()
     recompute: bool = False
+    replays_late: bool = False
     parts: Mapping[Phase, tuple[float, ...]] = field(default_factory=dict)
     joins: tuple[Join, ...] = ()
     cost: StageCost = StageCost()
+
+    @property
+    def replays(self) -> bool:
+        """Whether a part of the forward is computed again."""
+        return self.recompute or self.replays_late
 
     def functions(self, phase: Phase) -> tuple[str, ...]:
         """The names of the generated functions that a phase consists of, in the order in which they run."""

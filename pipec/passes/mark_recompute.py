@@ -7,33 +7,119 @@
     dg = gelu_back(d, h)   stage 1 BACKWARD           dg = gelu_back(d, h)   stage 1 BACKWARD
 """
 
-import operator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from pipec.graph import TrainingGraph, is_collective, is_constant, is_forward, is_random, recv, send, stage_of
+from pipec.cost.formulas import node_bytes
+from pipec.graph import (
+    Buffer,
+    TrainingGraph,
+    is_collective,
+    is_constant,
+    is_forward,
+    is_tensor,
+    is_view,
+    recv,
+    send,
+    stage_of,
+)
+from pipec.graph.lifetimes import is_counted
+from pipec.ir import Phase
+from pipec.planner.recompute import Value
 
 
 @dataclass(frozen=True)
 class MarkRecompute:
-    """Stages in ``stages``, or all if it is None, keep only what they received.
+    """Nodes with a name in ``replayed`` are computed again, or all that can be if it is None.
 
-    That is what GPipe does (Huang et al. 2019, section 2.3). Values of random operators are kept as well,
-    because drawn again they would differ, and so is what replicas have made together.
+    With all of them, stages keep only what they received, as in GPipe (Huang et al. 2019, section 2.3), and
+    what replicas have made together. Random operators draw the same numbers again, because each has a seed of
+    its own.
+
+    A stage replays in a phase before its backward, which can run while the stage waits for gradients. If it
+    is in ``late``, its backward computes each value where it first reads it, and does not hold all at once.
     """
 
-    stages: frozenset[int] | None
+    replayed: frozenset[str] | None = field(default=frozenset(), repr=False)
+    late: frozenset[int] = frozenset()
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         for node in filter(is_forward, graph.nodes):
             if not is_constant(node):
-                kept = node.target in (send, recv) or is_collective(node) or _is_drawn(node)
-                chosen = self.stages is None or stage_of(node) in self.stages
-                node.meta["replay"] = chosen and not kept
+                chosen = self.replayed is None or node.name in self.replayed
+                phase = Phase.BACKWARD if stage_of(node) in self.late else Phase.RECOMPUTE
+                node.meta["replay"] = phase if chosen and may_replay(node) else None
         return graph
 
 
-def _is_drawn(node: fx.Node) -> bool:
-    """Whether the node is a random operator, or picks from the tuple that one returns."""
-    return is_random(node.all_input_nodes[0] if node.target is operator.getitem else node)
+def may_replay(node: fx.Node) -> bool:
+    """Whether the stage can make the forward value by itself again."""
+    return node.op == "call_function" and node.target not in (send, recv) and not is_collective(node)
+
+
+def forward_values(graph: TrainingGraph, size: int) -> dict[fx.Node, Value]:
+    """What forwards make that owns memory, in order, for microbatches of ``size`` rows.
+
+    Of the graph's arguments, buffers that the forward changes are among them: a backward cannot read what
+    they were. Views are left out, because they are made again wherever they are read. Such buffers, and what
+    was received, are there anyway and take no bytes.
+    """
+    nodes = list(filter(_owns_memory, graph.module.graph.nodes))
+    position = {node: k for k, node in enumerate(nodes)}
+    backward = (node for node in graph.nodes if not is_forward(node))
+    needed = {source for node in backward for source in _owners(node.all_input_nodes)}
+
+    def inputs(node: fx.Node) -> tuple[int, ...]:
+        sources = dict.fromkeys(_owners(node.all_input_nodes)) if may_replay(node) else ()
+        return tuple(position[source] for source in sources if source in position)
+
+    return {
+        node: Value(
+            num_bytes=node_bytes(node, size) if is_counted(node) else 0,
+            seconds=node.meta["cost"].seconds(size),
+            inputs=inputs(node),
+            is_needed=node in needed,
+            may_save=is_tensor(node),
+            may_replay=may_replay(node),
+        )
+        for node in nodes
+    }
+
+
+def stage_values(graph: TrainingGraph, size: int) -> list[dict[str, Value]]:
+    """The same by stage and name, in a graph whose stages communicate. Inputs are positions in the stage."""
+    stages: list[dict[str, Value]] = [{} for _ in range(graph.num_stages)]
+    position = []
+    for node, value in forward_values(graph, size).items():
+        of_stage = stages[_stage_that_reads(node)]
+        position.append(len(of_stage))
+        of_stage[node.name] = replace(value, inputs=tuple(position[source] for source in value.inputs))
+    return stages
+
+
+def _owns_memory(node: fx.Node) -> bool:
+    if node.op == "placeholder":
+        return (
+            isinstance(node.meta["role"], Buffer)
+            and bool(node.meta["changed"])
+            and any(user.op == "call_function" for user in node.users)
+        )
+    forward = node.op == "call_function" and is_forward(node) and not is_constant(node)
+    return forward and node.target is not send and not is_view(node)
+
+
+def _owners(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
+    """The nodes that own the memory of these, and of whatever else their views are made from."""
+    for node in nodes:
+        if node.op == "call_function" and is_view(node) and not is_constant(node):
+            yield from _owners(node.all_input_nodes)
+        else:
+            yield node
+
+
+def _stage_that_reads(node: fx.Node) -> int:
+    """The stage of a value; a buffer has that of any of its readers, which are all on one."""
+    staged = node if node.op == "call_function" else next(user for user in node.users if "stage" in user.meta)
+    return stage_of(staged)

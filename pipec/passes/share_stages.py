@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 
 from pipec.graph import TrainingGraph
 from pipec.ir import Placement
-from pipec.passes.cut_stages import CutStages
+from pipec.passes import Pass
 
 
 @dataclass(frozen=True)
 class ShareStages:
     """``members[k]`` are the ranks that act for rank k of the pipeline that ``cut`` is for."""
 
-    cut: CutStages
+    cut: Pass
     members: Placement
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:

@@ -185,6 +185,11 @@ def _stage(
             value_of(graph, node, names[node]) for node in stage.of_batch if node.meta["role"].adds_up
         ),
         recompute=bool(stage.of_phase(Phase.RECOMPUTE)),
+        replays_late=any(
+            node.meta.get("replay") is Phase.BACKWARD
+            for function in stage.functions
+            for node in function.body
+        ),
         parts=_parts(stage, size),
         joins=tuple(joins_of(graph, stage, names, ranks, topology, size)),
         cost=stage_cost(graph, stage, size, stage_speed(topology, ranks)),

@@ -15,7 +15,7 @@ def plan_memory(plan: Plan, programs: Sequence[Program]) -> list[RankMemory]:
 
 
 def shortfall(needs: Sequence[RankMemory], limits: Sequence[float], placement: Placement) -> str:
-    """What each rank needs for its stages against its limit, and what to do about it."""
+    """What each rank needs for its stages against its limit."""
     rows = []
     for need, limit in zip(needs, limits, strict=True):
         stages = " and ".join(map(str, stages_on(placement, need.rank)))
@@ -28,11 +28,7 @@ def shortfall(needs: Sequence[RankMemory], limits: Sequence[float], placement: P
             f"{format_bytes(need.peak_bytes)}{of_limit}{excess}"
         )
     return "\n".join(
-        [
-            "nothing that was tried fits into the memory of the devices; what comes nearest needs",
-            *rows,
-            "Use more devices, more microbatches of fewer rows, recompute='full', or a higher limit.",
-        ]
+        ["nothing that was tried fits into the memory of the devices; what comes nearest needs", *rows]
     )
 
 

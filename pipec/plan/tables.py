@@ -93,7 +93,7 @@ def _row(plan: Plan, stage: Stage, place: str) -> list[str]:
         format_seconds(seconds.get(Phase.FORWARD, 0.0)),
         format_seconds(backward),
         format_bytes(sent_bytes(plan, stage.index)),
-        format_bytes(stage.cost.memory.saved) + ("*" if stage.recompute else ""),
+        format_bytes(stage.cost.memory.saved) + ("*" if stage.replays else ""),
         _span(stage) + place,
     ]
 
@@ -121,8 +121,8 @@ def _predictions(plan: Plan, programs: Sequence[Program]) -> list[str]:
         f"bounded by {_bounds(timeline)}",
         f"peak memory by rank, {_state_counted(plan)}: {peaks}",
     ]
-    if any(stage.recompute for stage in plan.stages):
-        lines.append("* keeps what it received and computes the rest again")
+    if any(stage.replays for stage in plan.stages):
+        lines.append("* computes the rest again")
     if tied := [v.name for link in plan.links if link.payload is Payload.WEIGHT for v in link.values]:
         lines.append(f"tied across stages: {', '.join(tied)}")
     return lines

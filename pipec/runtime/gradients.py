@@ -50,8 +50,7 @@ class GradientSum:
     def held(self) -> list[Tensor]:
         """The sums that are there already, and the memory that others are to lie in."""
         kept = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        homes = set(self._homes.values())
-        return kept + [*self.waiting.values()] + [memory for home in homes for memory in home.held()]
+        return kept + [memory for home in set(self._homes.values()) for memory in home.held()]
 
     def begin_step(self) -> None:
         """Start from the ``.grad`` that previous steps left; totals of the step start empty."""

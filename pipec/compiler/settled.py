@@ -1,0 +1,19 @@
+"""Where the first call of a model put stages and parameters."""
+
+from dataclasses import dataclass
+
+from pipec.ir import Placement
+from pipec.passes.follow_owners import Owners
+
+
+@dataclass(frozen=True)
+class Settled:
+    """Where the first call put stages and parameters. Every later call follows it.
+
+    ``placement`` is the placement that schedules have. ``owners`` are the stages that hold each parameter.
+    ``ranks[k]`` is the rank that really plays the part of rank k of a schedule.
+    """
+
+    placement: Placement
+    owners: Owners
+    ranks: tuple[int, ...]

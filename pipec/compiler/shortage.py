@@ -1,0 +1,45 @@
+"""What is said where nothing fits into memory: what each rank needs, and what limit would be enough."""
+
+import math
+from collections.abc import Callable
+
+from pipec.compiler.staged import Trial
+from pipec.errors import InfeasibleError
+from pipec.hardware.topology import Topology
+from pipec.ir.text import format_bytes
+from pipec.plan.memory import shortfall
+
+_ATTEMPTS = 4
+"""How many limits are tried. With another limit other cuts are, so that the first may not be enough."""
+
+
+def refuse(trial: Trial, search: Callable[[Topology], Trial]) -> None:
+    """Raise InfeasibleError if the trial lacks memory. ``search`` finds the best one on other devices."""
+    topology, more, found = trial.staged.options.topology, 0, trial
+    for _ in range(_ATTEMPTS):
+        if not any(found.excess):
+            break
+        more += math.ceil(max(found.excess))
+        found = search(topology.reserving([-more] * len(topology.devices)))
+    if more:
+        raise infeasible(trial, "" if any(found.excess) else _enough(topology, more))
+
+
+def infeasible(trial: Trial, enough: str = "") -> InfeasibleError:
+    """The error for a trial that lacks memory."""
+    options = trial.staged.options
+    limits = [device.memory_bytes for device in options.topology.devices]
+    instead = "" if options.recompute == "auto" else ", recompute='auto'"
+    return InfeasibleError(
+        f"{shortfall(trial.memory, limits, trial.plan.placement)}\n{enough}"
+        f"Use more devices, more microbatches of fewer rows{instead}, or a higher limit."
+    )
+
+
+def _enough(topology: Topology, more: int) -> str:
+    """The smallest limit that was found to be enough, to the byte."""
+    limits = {device.memory_bytes for device in topology.devices}
+    if len(limits) > 1:
+        return f"With {more} bytes ({format_bytes(more)}) more on each device it would fit.\n"
+    limit = math.ceil(limits.pop()) + more
+    return f"The smallest limit that is enough is memory_limit={limit} ({format_bytes(limit)}).\n"

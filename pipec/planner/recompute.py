@@ -1,0 +1,253 @@
+"""Which values of the forward a rank saves for its backward, and which it computes again.
+
+A value is *saved*, *replayed*, or neither if nobody asks for it. The backward asks for some values, and a
+value that is replayed asks for its inputs. Of all choices within memory, one is taken that replays for the
+least time (an integer program, solved by HiGHS)::
+
+    minimise    sum of seconds[v] * r[v]
+    so that     d[v] = 1              if the backward reads v
+                d[v] >= r[v]          v is replayed only if it is asked for, and saved if it is not replayed:
+                d[u] >= r[v]          d[v] - r[v] says so. u is an input of v
+                at each moment: what is saved, times the microbatches in flight, and what is replayed <= room
+
+Without the last line the matrix is that of a network, so that the relaxation is nearly integral: a stage of a
+thousand values takes about a tenth of a second. (Jain et al., "Checkmate", MLSys 2020, solve for when each
+value is replayed as well, which takes hours.)
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array, hstack, vstack
+
+GAP = 1e-3
+"""A choice may take longer than the best one by this share."""
+
+_GRAIN = 1e-4
+"""The share of the room to which the least excess is found."""
+
+_MOST_NODES = 10_000
+"""So many nodes of a search are looked at, which is hundreds of times what stages have needed."""
+
+_TIE = 1e-6
+"""Where bytes alone count, the share of them that all seconds weigh: of equal bytes, less is replayed."""
+
+_ATTEMPTS = 4
+"""How often a solution that rounding put above the room is sought again below it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A value of the forward of one microbatch, and what replaying it takes besides its ``inputs``.
+
+    ``is_needed``: the backward reads it. What ``may_save`` excludes is a view, or a tuple of values: it costs
+    memory only through those it is made of. What ``may_replay`` excludes was received, for example.
+    """
+
+    num_bytes: float
+    seconds: float = 0.0
+    inputs: tuple[int, ...] = ()
+    is_needed: bool = False
+    may_save: bool = True
+    may_replay: bool = True
+
+
+Stage = tuple[Value, ...]
+"""The values of a stage. Inputs are positions in the tuple, and come before what is made of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What a rank holds while one of its computes runs.
+
+    It is what ``saved[k]`` microbatches have saved of stage k of the rank, and what ``replayed[k]`` have
+    replayed. ``room`` are the bytes that it may have.
+    """
+
+    saved: tuple[int, ...]
+    replayed: tuple[int, ...]
+    room: float
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """``replayed[k]`` are the values of stage k that are computed again; what else is asked for is saved.
+
+    The replays of all stages take ``seconds`` for a microbatch.
+    """
+
+    replayed: tuple[frozenset[int], ...]
+    seconds: float
+
+    def held(self, stages: Sequence[Stage], moment: Moment) -> float:
+        """The bytes that a moment takes."""
+        total, counts = 0.0, zip(moment.saved, moment.replayed, strict=True)
+        for stage, replayed, (saved, again) in zip(stages, self.replayed, counts, strict=True):
+            total += saved * sum(stage[v].num_bytes for v in saved_values(stage, replayed))
+            total += again * sum(stage[v].num_bytes for v in replayed if stage[v].is_needed)
+        return total
+
+    def excess(self, stages: Sequence[Stage], moments: Sequence[Moment]) -> float:
+        """By how many bytes the worst moment is above its room; below 0 if all are within."""
+        return max((self.held(stages, moment) - moment.room for moment in moments), default=0.0)
+
+
+def saved_values(stage: Stage, replayed: frozenset[int]) -> set[int]:
+    """The values that are saved if those of ``replayed`` are computed again."""
+    needed = {v for v, value in enumerate(stage) if value.is_needed}
+    needed.update(*(stage[v].inputs for v in replayed))
+    return needed - replayed
+
+
+@functools.lru_cache(maxsize=256)
+def fastest_within(stages: tuple[Stage, ...], moments: tuple[Moment, ...]) -> Choice | None:
+    """The choice that replays for the least time and is within the room of every moment; None without one.
+
+    The time is the least up to ``GAP``.
+    """
+    rooms, program = np.array([moment.room for moment in moments]), ReplayProgram(stages, moments)
+    for _ in range(_ATTEMPTS):
+        choice = program.fastest(rooms)
+        if choice is None:
+            return None
+        over = np.array([choice.held(stages, moment) - moment.room for moment in moments])
+        if not (over > 0).any():
+            return choice
+        rooms = rooms - np.maximum(over, 0)
+    return None
+
+
+@functools.lru_cache(maxsize=256)
+def smallest(stages: tuple[Stage, ...], moments: tuple[Moment, ...]) -> Choice:
+    """The choice with the least excess over the rooms; of such choices, the one that replays least."""
+    choice = ReplayProgram(stages, moments).smallest()
+    excess = max(choice.excess(stages, moments), 0.0)
+    eased = tuple(replace(moment, room=moment.room + excess) for moment in moments)
+    return fastest_within(stages, eased) or choice
+
+
+class ReplayProgram:
+    """The integer program over all stages of a rank.
+
+    Its variables are r of all values and then d of all values; ``memory`` has a row for each moment.
+    """
+
+    def __init__(self, stages: Sequence[Stage], moments: Sequence[Moment]) -> None:
+        self._stages = stages
+        self._firsts = [0, *itertools.accumulate(map(len, stages))]
+        self._values = [value for stage in stages for value in stage]
+        self._rooms = np.array([moment.room for moment in moments])
+        self._unit = max(float(np.abs(self._rooms).max(initial=0)), *self._sizes, 1.0)
+        self._memory = csr_array(
+            np.array([self._row(moment) for moment in moments]).reshape(-1, 2 * len(self._values))
+        )
+        self._order = self._order_of_asking()
+
+    def fastest(self, rooms: np.ndarray) -> Choice | None:
+        seconds = np.array([value.seconds for value in self._values])
+        objective = np.concatenate([seconds, np.zeros(len(self._values))])
+        return self._solve(objective, self._memory, rooms / self._unit, self._order)
+
+    def at_price(self, price: float) -> frozenset[int]:
+        """What one stage replays if each byte that it saves costs ``price`` seconds.
+
+        The relaxation is integral.
+        """
+        seconds = np.array([value.seconds for value in self._values])
+        sizes = np.array([value.num_bytes * value.may_save for value in self._values])
+        time, space = (1.0, price) if price < math.inf else (_TIE * sizes.sum() / (seconds.sum() or 1), 1.0)
+        objective = np.concatenate([time * seconds - space * sizes, space * sizes])
+        found = self._solve(objective, self._memory, self._rooms, self._order, relaxed=True)
+        assert found is not None, "without a limit there is always a choice"
+        return found.replayed[0]
+
+    def smallest(self) -> Choice:
+        """Minimises one more variable, the excess of the worst moment in small units of memory.
+
+        It is an integer as well: HiGHS writes to the output of the process where it is not.
+        """
+        memory, order = (
+            hstack([rows, np.full((rows.shape[0], 1), coefficient)])
+            for rows, coefficient in ((self._memory, -_GRAIN), (self._order, 0.0))
+        )
+        objective = np.zeros(2 * len(self._values) + 1)
+        objective[-1] = 1.0
+        found = self._solve(objective, memory, self._rooms / self._unit, order)
+        assert found is not None, "without a limit there is always a choice"
+        return found
+
+    def _solve(
+        self,
+        objective: np.ndarray,
+        memory: csr_array,
+        rooms: np.ndarray,
+        order: csr_array,
+        relaxed: bool = False,
+    ) -> Choice | None:
+        num_values = len(self._values)
+        if not num_values:
+            return Choice(tuple(frozenset[int]() for _ in self._stages), 0.0) if (rooms >= 0).all() else None
+        lower, upper = np.zeros(len(objective)), np.ones(len(objective))
+        upper[:num_values] = [value.may_replay for value in self._values]
+        lower[num_values : 2 * num_values] = [value.is_needed for value in self._values]
+        lower[2 * num_values :], upper[2 * num_values :] = -np.inf, np.inf
+        scale = np.abs(objective).max(initial=0.0) or 1.0
+        found = milp(
+            objective / scale,
+            integrality=np.full(len(objective), not relaxed),
+            bounds=Bounds(lower, upper),
+            constraints=LinearConstraint(
+                vstack([memory, order]), -np.inf, np.concatenate([rooms, np.zeros(order.shape[0])])
+            ),
+            options={"mip_rel_gap": GAP, "node_limit": _MOST_NODES},
+        )
+        return None if found.x is None else self._choice(found.x[:num_values] > 0.5)
+
+    def _choice(self, chosen: np.ndarray) -> Choice:
+        """Of the chosen values those that are asked for."""
+        replayed = tuple(
+            asked_for(stage, frozenset(np.flatnonzero(chosen[first : first + len(stage)]).tolist()))
+            for stage, first in zip(self._stages, self._firsts, strict=False)
+        )
+        pairs = zip(self._stages, replayed, strict=True)
+        return Choice(replayed, sum(stage[v].seconds for stage, again in pairs for v in sorted(again)))
+
+    @property
+    def _sizes(self) -> Iterator[float]:
+        return (value.num_bytes for value in self._values)
+
+    def _row(self, moment: Moment) -> np.ndarray:
+        """What each variable adds to the bytes of a moment: d is saved unless r is 1."""
+        sizes = np.array([value.num_bytes * value.may_save for value in self._values])
+        needed = np.array([value.num_bytes * value.is_needed for value in self._values])
+        saved, again = (np.repeat(count, np.diff(self._firsts)) for count in (moment.saved, moment.replayed))
+        return np.concatenate([again * needed - saved * sizes, saved * sizes]) / self._unit
+
+    def _order_of_asking(self) -> csr_array:
+        """A row r[v] - d[u] <= 0 for v and each input u of v, and d[v] - r[v] <= 0 if v cannot be saved."""
+        num_values = len(self._values)
+        pairs = [
+            (v, num_values + first + u)
+            for stage, first in zip(self._stages, self._firsts, strict=False)
+            for v, value in enumerate(stage, first)
+            for u in {*value.inputs, v - first}
+        ]
+        unsaved = [(num_values + v, v) for v, value in enumerate(self._values) if not value.may_save]
+        columns = np.array(pairs + unsaved, dtype=np.int64).reshape(-1)
+        num_rows = len(columns) // 2
+        signs, rows = np.tile([1.0, -1.0], num_rows), np.arange(num_rows).repeat(2)
+        return csr_array((signs, (rows, columns)), (num_rows, 2 * num_values))
+
+
+def asked_for(stage: Stage, chosen: frozenset[int]) -> frozenset[int]:
+    """Of the values that may be replayed, those that the backward needs or that another of them reads."""
+    asked = {v for v, value in enumerate(stage) if value.is_needed}
+    for v in reversed(range(len(stage))):
+        if v in asked and v in chosen:
+            asked.update(stage[v].inputs)
+    return frozenset(asked & chosen)

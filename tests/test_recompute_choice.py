@@ -1,0 +1,183 @@
+"""What is replayed and where to cut for it, in plain numbers: as good as trying everything."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipec.errors import InfeasibleError
+from pipec.planner.recompute import (
+    Choice,
+    Moment,
+    Stage,
+    Value,
+    asked_for,
+    fastest_within,
+    saved_values,
+    smallest,
+)
+from pipec.planner.replay_curve import curve
+from pipec.planner.replaying_cut import Chain, cut_chain
+
+MOST = 10
+
+
+@st.composite
+def stages(draw: st.DrawFn, most: int = MOST) -> Stage:
+    """A small graph: views and tuples, values that were received, values that nobody reads."""
+    values = []
+    for position in range(draw(st.integers(1, most))):
+        inputs = draw(st.frozensets(st.integers(0, position - 1), max_size=3)) if position else frozenset()
+        saves, replays = draw(st.sampled_from([(True, True), (True, True), (True, False), (False, True)]))
+        num_bytes, seconds = draw(st.integers(0, 9)), draw(st.integers(0, 9))
+        values.append(
+            Value(num_bytes, seconds, tuple(sorted(inputs)) * replays, draw(st.booleans()), saves, replays)
+        )
+    return tuple(values)
+
+
+def choices(values: Stage) -> Iterator[frozenset[int]]:
+    """Everything that could be replayed, each way once."""
+    able = [v for v, value in enumerate(values) if value.may_replay]
+    subsets = itertools.chain(*(itertools.combinations(able, n) for n in range(len(able) + 1)))
+    for replayed in {asked_for(values, frozenset(subset)) for subset in subsets}:
+        if all(values[v].may_save for v in saved_values(values, replayed)):
+            yield replayed
+
+
+def of(values: Stage, replayed: frozenset[int]) -> Choice:
+    return Choice((replayed,), sum(values[v].seconds for v in replayed))
+
+
+moments = st.lists(
+    st.builds(Moment, st.tuples(st.integers(0, 4)), st.tuples(st.integers(0, 1)), st.integers(0, 120)),
+    min_size=1,
+    max_size=3,
+).map(tuple)
+
+
+@settings(max_examples=80, deadline=None)
+@given(stages(), moments)
+def test_the_choice_is_as_fast_as_any_within_the_budget(values: Stage, limits: tuple[Moment, ...]) -> None:
+    found = fastest_within((values,), limits)
+    possible = [of(values, replayed) for replayed in choices(values)]
+    fitting = [each for each in possible if each.excess((values,), limits) <= 0]
+    if not fitting:
+        assert found is None
+        least = min(each.excess((values,), limits) for each in possible)
+        assert smallest((values,), limits).excess((values,), limits) == least
+    else:
+        assert found is not None
+        assert found.excess((values,), limits) <= 0
+        assert found in possible
+        assert found.seconds == min(each.seconds for each in fitting)
+
+
+@settings(max_examples=60, deadline=None)
+@given(stages(), stages(), moments, st.integers(1, 40))
+def test_more_room_never_takes_longer(
+    one: Stage, other: Stage, limits: tuple[Moment, ...], more: int
+) -> None:
+    """On a rank with two stages."""
+    both = [Moment(m.saved * 2, (*m.replayed, 0), m.room) for m in limits]
+    eased = [replace(moment, room=moment.room + more) for moment in both]
+    tight, loose = (fastest_within((one, other), tuple(each)) for each in (both, eased))
+    if tight is not None:
+        assert loose is not None
+        assert loose.seconds <= tight.seconds
+        assert all(tight.held((one, other), moment) <= moment.room for moment in both)
+
+
+@settings(max_examples=60, deadline=None)
+@given(stages())
+def test_the_curve_has_the_ends_and_no_choice_is_better_than_a_corner(values: Stage) -> None:
+    def figures(replayed: frozenset[int]) -> tuple[float, float]:
+        return of(values, replayed).seconds, sum(values[v].num_bytes for v in saved_values(values, replayed))
+
+    possible = [figures(replayed) for replayed in choices(values)]
+    corners = [figures(replayed) for replayed in curve(values, 16)]
+    assert corners[0][0] == min(seconds for seconds, _ in possible)
+    assert corners[-1][1] == min(saved for _, saved in possible)
+    for seconds, saved in corners:
+        assert not any(s < seconds and b < saved for s, b in possible)
+
+
+def test_a_cheap_value_is_replayed_before_a_dear_one() -> None:
+    """A product, its activation and a normalisation, of a microbatch that was received."""
+    values = (
+        Value(8, may_replay=False, is_needed=True),
+        Value(32, 9, (0,), is_needed=True),
+        Value(32, 1, (1,), is_needed=True),
+        Value(8, 2, (2,), is_needed=True),
+    )
+    found = [fastest_within((values,), (Moment((4,), (1,), room),)) for room in (320, 319, 200, 104, 103)]
+    assert [each and sorted(each.replayed[0]) for each in found] == [[], [2], [2, 3], [1, 2, 3], None]
+
+
+# cuts
+
+
+@st.composite
+def chains(draw: st.DrawFn) -> Chain:
+    count, prices = draw(st.integers(3, 7)), 3
+
+    def figures(most: int, *shape: int) -> np.ndarray:
+        size = int(np.prod(shape))
+        flat = draw(st.lists(st.integers(0, most), min_size=size, max_size=size))
+        return np.array(flat, float).reshape(shape)
+
+    saved = np.sort(figures(9, prices, count), axis=0)[::-1]
+    replay = np.sort(figures(5, prices, count), axis=0)
+    replay[0] = 0
+    return Chain(
+        figures(9, count),
+        figures(9, count),
+        figures(6, count),
+        figures(2, count),
+        replay,
+        saved,
+        figures(4, prices, count),
+    )
+
+
+def slowest(chain: Chain, firsts: Sequence[int], in_flight: Sequence[int], limits: Sequence[float]) -> float:
+    """The seconds of the slowest stage, infinite if one does not fit."""
+    worst = 0.0
+    for stage, (first, end) in enumerate(itertools.pairwise([*firsts, len(chain.seconds)])):
+        own = slice(first, end)
+        entry = in_flight[stage] * chain.entry_bytes[first]
+        best = min(
+            (
+                chain.replay_seconds[price, own].sum()
+                for price in range(len(chain.saved_bytes))
+                if entry
+                + in_flight[stage] * chain.saved_bytes[price, own].sum()
+                + chain.replayed_bytes[price, own].sum()
+                + chain.resident_bytes[own].sum()
+                <= limits[stage]
+            ),
+            default=np.inf,
+        )
+        worst = max(worst, chain.seconds[own].sum() + best, chain.entry_seconds[first])
+    return worst
+
+
+@settings(max_examples=80, deadline=None)
+@given(chains(), st.integers(10, 120), st.integers(2, 3))
+def test_the_cut_is_the_best_of_all(chain: Chain, limit: int, num_stages: int) -> None:
+    in_flight, limits = range(num_stages, 0, -1), [float(limit)] * num_stages
+    later = itertools.combinations(range(1, len(chain.seconds)), num_stages - 1)
+    ways = {firsts: slowest(chain, (0, *firsts), in_flight, limits) for firsts in later}
+    best = min(ways.values())
+    if best == np.inf:
+        with pytest.raises(InfeasibleError, match="even if stages replay"):
+            cut_chain(chain, in_flight, limits)
+    else:
+        found = cut_chain(chain, in_flight, limits)
+        assert ways[tuple(found[1:])] == best
+        sent = {firsts: chain.entry_seconds[list(firsts)].sum() for firsts in ways if ways[firsts] == best}
+        assert sent[tuple(found[1:])] == min(sent.values())
