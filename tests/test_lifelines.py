@@ -3,13 +3,14 @@
 import asyncio
 import os
 import re
+import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from torch.distributed import HashStore, Store
@@ -157,11 +158,19 @@ def test_an_address_with_another_listener_is_passed_over(three: list[Lifelines])
         asyncio.run(address.connect(b"\x00" + (20).to_bytes(8) + bytes(20), b"welcome"))
 
 
-def test_a_failure_ends_what_the_main_thread_does(three: list[Lifelines]) -> None:
+@pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN])
+def test_a_failure_ends_what_the_main_thread_does(three: list[Lifelines], handler: Any) -> None:
+    """Also where Ctrl-C is ignored, as in a shell's jobs in the background. It stays ignored there."""
     threading.Timer(0.2, three[1].fail, ("broken",)).start()
-    started = time.monotonic()
-    with pytest.raises(TransportError, match="rank 1: broken"), three[0].interrupted_by_failures():
-        time.sleep(5)
+    before, started = signal.signal(signal.SIGINT, handler), time.monotonic()
+    try:
+        with pytest.raises(TransportError, match="rank 1: broken"), three[0].interrupted_by_failures():
+            if handler is signal.SIG_IGN:
+                signal.raise_signal(signal.SIGINT)
+            time.sleep(5)
+        assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert time.monotonic() - started < 2
 
 

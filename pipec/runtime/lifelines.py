@@ -135,15 +135,21 @@ class Lifelines:
         """Let the failure of another rank end what the main thread does inside a ``with``, as Ctrl-C would.
 
         The error is a TransportError then. On another thread, or if the program handles Ctrl-C itself, the
-        failure is found by the next wait instead.
+        failure is found by the next wait instead. Where Ctrl-C is ignored, as in a shell's jobs in the
+        background, it stays ignored.
         """
-        mine = threading.current_thread() is threading.main_thread()
-        self._interrupting = mine and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        mine, handler = threading.current_thread() is threading.main_thread(), signal.getsignal(signal.SIGINT)
+        is_ignored = mine and handler is signal.SIG_IGN
+        self._interrupting = is_ignored or (mine and handler is signal.default_int_handler)
         try:
             try:
+                if is_ignored:
+                    signal.signal(signal.SIGINT, self._heed_failures)
                 self.check()  # what happened before would interrupt nothing
                 yield
             finally:
+                if is_ignored:
+                    signal.signal(signal.SIGINT, signal.SIG_IGN)
                 with self._changed:
                     self._interrupting = False
         except KeyboardInterrupt:
@@ -330,6 +336,11 @@ class Lifelines:
             if self._interrupting and (self._failure or self._peers.ended(self._peers, _STILL_ARRIVING)):
                 self._interrupting = False
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    def _heed_failures(self, number: int, frame: object) -> None:
+        """Handle a SIGINT that only ``_interrupt_if_failed`` may send."""
+        if not self._interrupting:
+            raise KeyboardInterrupt
 
     def _send(self, kind: Kind, payload: bytes) -> None:
         with contextlib.suppress(RuntimeError):  # the thread has ended
