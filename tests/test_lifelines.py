@@ -161,13 +161,18 @@ def test_an_address_with_another_listener_is_passed_over(three: list[Lifelines])
 @pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN])
 def test_a_failure_ends_what_the_main_thread_does(three: list[Lifelines], handler: Any) -> None:
     """Also where Ctrl-C is ignored, as in a shell's jobs in the background. It stays ignored there."""
-    threading.Timer(0.2, three[1].fail, ("broken",)).start()
-    before, started = signal.signal(signal.SIGINT, handler), time.monotonic()
-    try:
-        with pytest.raises(TransportError, match="rank 1: broken"), three[0].interrupted_by_failures():
+
+    def compile_slowly() -> None:
+        with three[0].interrupted_by_failures():
             if handler is signal.SIG_IGN:
                 signal.raise_signal(signal.SIGINT)
             time.sleep(5)
+
+    threading.Timer(0.2, three[1].fail, ("broken",)).start()
+    before, started = signal.signal(signal.SIGINT, handler), time.monotonic()
+    try:
+        with pytest.raises(TransportError, match="rank 1: broken"):
+            compile_slowly()
         assert signal.getsignal(signal.SIGINT) is handler
     finally:
         signal.signal(signal.SIGINT, before)
