@@ -318,7 +318,8 @@ class Lifelines:
             for rank in living:
                 self._peers[rank].beats_missed += 1
             if silent := [rank for rank in living if self._peers.silence(rank) >= self._timeout]:
-                self._note_failure(self._peers.silent_since(silent))
+                self._note_failure(silence := self._peers.silent_since(silent))
+                self._write_all(Kind.FAILURE, silence.encode())  # some may not be connected with that one yet
             died = [rank for rank, peer in self._peers.items() if not peer.said_farewell]
             if reason := self._peers.ended(died, _NOTICED_OTHERWISE):
                 self._note_failure(reason)
