@@ -27,6 +27,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that have slow tests, so that no worker is left alone with one of them."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 def compare_golden(text: str, path: Path, update: bool) -> None:
     """Fail with a unified diff unless ``path`` holds exactly ``text``; with ``update``, make it so."""
     if update:
