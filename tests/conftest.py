@@ -1,6 +1,5 @@
 """What every test shares: one thread per rank, reproducible hypothesis runs, and golden files."""
 
-import difflib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
+from golden_files import compare_golden
 
 from pipec import console
 
@@ -31,25 +31,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that have slow tests, so that no worker is left alone with one of them."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
-
-
-def compare_golden(text: str, path: Path, update: bool) -> None:
-    """Fail with a unified diff unless ``path`` holds exactly ``text``; with ``update``, make it so."""
-    if update:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-        return
-    if not path.exists():
-        pytest.fail(
-            f"{path} does not exist: run pytest with --update-golden and read what it wrote", pytrace=False
-        )
-    expected = path.read_text(encoding="utf-8")
-    if text != expected:
-        lines = difflib.unified_diff(
-            expected.splitlines(), text.splitlines(), str(path), "this run", lineterm=""
-        )
-        diff = "\n".join(lines) or "(only the line endings differ)"
-        pytest.fail(f"{diff}\nif the change is meant, run pytest with --update-golden", pytrace=False)
 
 
 @pytest.fixture

@@ -1,17 +1,13 @@
 """Every example runs unchanged, alone and under torchrun, and prints the same losses both ways."""
 
 import difflib
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from workers import run_script
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -58,16 +54,16 @@ def numbers(lines: list[str]) -> list[float]:
 
 
 def test_train_gpt_leaves_the_same_losses_and_an_artifact_a_timeline_and_a_loss_curve(tmp_path: Path) -> None:
-    """Started by torchrun itself."""
-    script, outputs = EXAMPLES / "train_gpt.py", [tmp_path / "alone", tmp_path / "distributed"]
-    alone, distributed = (("--steps", "3", "--output", str(output)) for output in outputs)
-    losses = results(run_script(script, alone, 0, tmp_path))
-    assert len(losses) == 2, losses
-    command, environment = [*TORCHRUN, script, *distributed], {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=380)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert results(done.stdout) == losses
-    for output in outputs:
+    outputs = {0: tmp_path / "alone", 4: tmp_path / "distributed"}
+    alone, distributed = (
+        results(
+            run_script(EXAMPLES / "train_gpt.py", ("--steps", "3", "--output", str(output)), count, tmp_path)
+        )
+        for count, output in outputs.items()
+    )
+    assert len(alone) == 2, alone
+    assert distributed == alone
+    for output in outputs.values():
         assert (output / "artifact" / "plan.json").is_file()
         for picture in ("timeline.svg", "loss.svg"):
             assert "<svg" in (output / picture).read_text(encoding="utf-8")

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from conftest import compare_golden
+from golden_files import compare_golden
 
 
 def test_update_writes_what_a_later_comparison_accepts(tmp_path: Path) -> None:
