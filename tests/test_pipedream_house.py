@@ -99,8 +99,9 @@ def test_the_plan_and_its_pictures_are_of_a_stream() -> None:
 def test_the_cut_makes_room_for_versions() -> None:
     """On the fastest cut stashed versions need more memory than 1F1B does; the planner finds another one."""
     fastest, flushed = of_schedule("pipedream"), of_schedule("1f1b")
-    limit = int(most_needed(flushed))
-    assert most_needed(fastest) > limit
+    limit = int(most_needed(fastest)) * 4 // 5
+    assert most_needed(flushed) <= limit
+    assert "versions" in str(fastest.memory())
     fitting = of_schedule("pipedream", limit)
     assert most_needed(fitting) <= limit
     assert fitting.plan.stages[0].last_operator < fastest.plan.stages[0].last_operator

@@ -20,6 +20,7 @@ from pipec.hardware.topology import alike
 from pipec.ir import Mode, Phase
 from pipec.passes import run_passes
 from pipec.passes.cut_stages import CutStages
+from pipec.passes.mark_recompute import MarkRecompute
 
 
 class Counted(nn.Module):
@@ -41,7 +42,7 @@ def compiled() -> TrainingGraph:
     graph = capture(Counted(), nn.functional.mse_loss, Mode.TRAIN, call)
     device = DEVICES["cpu"]
     devices = alike(2, device.link)
-    return run_passes(graph, passes(CompilerOptions(device, devices), CutStages(devices, 4), frozenset()))
+    return run_passes(graph, passes(CompilerOptions(device, devices), CutStages(devices, 4), MarkRecompute()))
 
 
 def node_where(graph: TrainingGraph, test: Callable[[fx.Node], bool]) -> fx.Node:

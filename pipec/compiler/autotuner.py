@@ -19,7 +19,7 @@ from pipec.compiler.recompute import within_memory
 from pipec.compiler.staged import StagedGraph, Trial
 from pipec.errors import InputError, PlanError
 from pipec.hardware.topology import Topology, alike
-from pipec.ir import Alternative, Placement, Schedule, count_ranks
+from pipec.ir import Alternative, Placement, RankMemory, Schedule, count_ranks
 from pipec.ir.batch import split_sizes
 from pipec.passes import Pass
 from pipec.passes.cut_for_replicas import CutForReplicas
@@ -40,6 +40,13 @@ _CLOSE = 0.02
 
 _MEMORY_ATTEMPTS = 4
 """How often a cut is made anew until it fits into memory. An attempt knows what the one before lacked."""
+
+
+_OF_OPERATORS = frozenset({"parameters", "buffers", "gradients", "saved"})
+"""The kinds of memory that the planner adds up over operators."""
+
+_OF_UPDATES = frozenset({"optimizer", "versions"})
+"""Those that it adds up, too, where stages update after every mini-batch."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +140,7 @@ class Autotuner:
             if not any(choice.best.excess):
                 break
             lacking = zip(reserved, choice.best.excess, choice.best.memory, strict=True)
-            reserved = [max(held + excess, need.running) for held, excess, need in lacking]
+            reserved = [max(held + excess, self.unplanned(need)) for held, excess, need in lacking]
         return [(tuner, choice)]
 
     def with_replicas(self, replicas: Replicas) -> "Autotuner":
@@ -183,6 +190,11 @@ class Autotuner:
     def grouped(self, topology: Topology) -> Topology:
         """What a pipeline runs on: a device for each group of ranks that act for one of its ranks."""
         return topology if self.policy.replicas == 1 else topology.grouped(self.members())
+
+    def unplanned(self, need: RankMemory) -> float:
+        """What a rank holds at its peak of which the planner does not know."""
+        updates = self.policy.may_be_asynchronous and self.optimizer is not None
+        return need.besides(_OF_OPERATORS | _OF_UPDATES if updates else _OF_OPERATORS)
 
     def replays_on(self, devices: Topology) -> bool:
         """Whether cuts for these devices of a pipeline take into account what stages recompute.
@@ -270,7 +282,8 @@ class _Search:
         updates = self.tuner.updates(count)
         devices, members = self.tuner.grouped(topology), self.tuner.members()
         replays = updates is None and self.tuner.replays_on(devices)
-        reserved = [max(nearest.memory[rank].of_no_operator for rank in group) for group in members]
+        unplanned = self.tuner.unplanned
+        reserved = [max(unplanned(nearest.memory[rank]) for rank in group) for group in members]
         for _ in range(_MEMORY_ATTEMPTS):
             try:
                 options = devices.reserving(reserved), size, in_flight
@@ -282,7 +295,7 @@ class _Search:
             if found is None or not any(found.excess):
                 return
             reserved = [
-                max(max(held + found.excess[rank], found.memory[rank].of_no_operator) for rank in group)
+                max(max(held + found.excess[rank], unplanned(found.memory[rank])) for rank in group)
                 for group, held in zip(members, reserved, strict=True)
             ]
 

@@ -1,6 +1,6 @@
 """What stages and ranks hold in memory: the figures that planner, search, plan and meter share."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -144,8 +144,6 @@ class RankMemory:
         """What the instruction at the peak holds while it runs."""
         return self.parts.get("running", 0.0)
 
-    @property
-    def of_no_operator(self) -> float:
-        """What is neither a tensor of the model, with its gradient, nor saved: no sum over operators."""
-        of_operators = ("parameters", "buffers", "gradients", "saved")
-        return sum(amount for kind, amount in self.parts.items() if kind not in of_operators)
+    def besides(self, kinds: Collection[str]) -> float:
+        """What the rank holds at its peak that is of none of these kinds."""
+        return sum(amount for kind, amount in self.parts.items() if kind not in kinds)

@@ -33,7 +33,7 @@ class ShownModel(CheckpointedModel):
     def memory(self) -> StepMemory:
         """What each rank holds in a step, predicted from the programs. It prints as a table."""
         programs = excerpt(self.programs, self.plan.ending.stream, self.plan.placement)
-        return StepMemory(plan_memory(self.plan, programs), programs)
+        return StepMemory(plan_memory(self.plan, self.programs), programs)
 
     def visualize(self, path: str | Path | None = None, trace: Trace | None = None) -> str:
         """The timelines as text: the simulated one, or those of a ``trace``, planned and measured.
