@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipec.ir import Instruction, Sizes, Value
+from pipec.ir import Instruction, Payload, Sizes, Value
 from pipec.ir.text import evaluate_dim
 from pipec.runtime.connections import Connections, Started
 
@@ -41,8 +41,8 @@ def fills_storage(tensor: Tensor) -> bool:
 class Buffer:
     """Memory for one received value. It is used again as soon as nobody holds the value it had before.
 
-    Unless ``stays``, it is nobody's but the value's, for what is received once a step. ``arriving`` is the
-    message that fills it. Once that was waited for, on the device, it is ``settling``.
+    Unless it ``stays``, it is nobody's but the value's, as for results. ``arriving`` is the message that fills
+    it. Once that was waited for, on the device, it is ``settling``.
     """
 
     def __init__(self, value: Value, device: torch.device, stays: bool) -> None:
@@ -71,5 +71,5 @@ class Buffer:
 def buffers_for(instruction: Instruction, device: torch.device) -> list[Buffer]:
     """A buffer for each value that an instruction receives."""
     assert instruction.link is not None
-    stays = instruction.slot >= 0
+    stays = instruction.slot >= 0 or instruction.link.payload is Payload.WEIGHT
     return [Buffer(value, device, stays) for value in instruction.link.values]
