@@ -41,8 +41,8 @@ def fills_storage(tensor: Tensor) -> bool:
 class Buffer:
     """Memory for one received value. It is used again as soon as nobody holds the value it had before.
 
-    Unless it ``stays``, it is nobody's but the value's, as for results. ``arriving`` is the message that fills
-    it. Once that was waited for, on the device, it is ``settling``.
+    Unless it ``stays``, it is nobody's but the value's, as for results. ``arriving`` is the message that
+    fills it. Once that was waited for, on the device, it is ``settling``.
     """
 
     def __init__(self, value: Value, device: torch.device, stays: bool) -> None:
