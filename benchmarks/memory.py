@@ -5,15 +5,19 @@
     torchrun --nproc-per-node 4 benchmarks/memory.py        # one rank each: replicas and sharding, too
 
 ``pipe.memory()`` predicts and ``pipe.measure_memory(...)`` measures; the second step is measured, when the
-state of the optimizer is there.
+state of the optimizer is there. A budget is a share of the way from what "none" needs to what "full" does.
+Each model is captured once for all its cases.
 """
 
 import argparse
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -30,23 +34,26 @@ from transformers import (
 )
 
 import pipec
+from pipec.capture.tracer import capture
+from pipec.graph import TrainingGraph, copy_graph
 from pipec.ir.text import format_bytes
 from pipec.runtime.launch import world
 
 ROWS, MICROBATCHES, LENGTH, WORDS = 16, 8, 64, 512
+BUDGETS = (0.3, 0.7)
 Made = tuple[nn.Module, dict[str, Tensor]]
 
 
 def gpt2() -> Made:
     config = GPT2Config(
-        n_layer=8, n_embd=128, n_head=4, vocab_size=WORDS, n_positions=LENGTH, bos_token_id=0, eos_token_id=0
+        n_layer=4, n_embd=128, n_head=4, vocab_size=WORDS, n_positions=LENGTH, bos_token_id=0, eos_token_id=0
     )
     return GPT2LMHeadModel(config), _text("input_ids", "labels")
 
 
 def llama() -> Made:
     config = LlamaConfig(
-        num_hidden_layers=8,
+        num_hidden_layers=4,
         hidden_size=128,
         intermediate_size=352,
         num_attention_heads=4,
@@ -58,8 +65,8 @@ def llama() -> Made:
 
 def t5() -> Made:
     config = T5Config(
-        num_layers=4,
-        num_decoder_layers=4,
+        num_layers=2,
+        num_decoder_layers=2,
         d_model=128,
         d_ff=512,
         d_kv=32,
@@ -92,12 +99,13 @@ MODELS: dict[str, Callable[[], Made]] = {"gpt2": gpt2, "llama": llama, "t5": t5,
 
 @dataclass(frozen=True)
 class Case:
-    """A model as it is run on so many ranks."""
+    """A model as it is run on so many ranks, perhaps with a budget."""
 
     model: str
     ranks: int
     schedule: str
-    recompute: str
+    recompute: str = "auto"
+    budget: float | None = None
     replicas: int = 1
     shard: str | None = None
 
@@ -108,41 +116,82 @@ class Case:
             "recompute": self.recompute,
             "replicas": self.replicas,
             "shard": self.shard,
+            "memory_limit": None if self.budget is None else self.limit(self.budget),
         }
+
+    def limit(self, share: float) -> int:
+        full, none = (most_predicted(replace(self, recompute=each, budget=None)) for each in ("full", "none"))
+        return math.ceil(full + share * (none - full))
+
+    def __str__(self) -> str:
+        recompute = self.recompute if self.budget is None else f"{self.budget:.0%}"
+        cells = self.model, self.ranks, self.schedule, recompute, self.replicas, self.shard or ""
+        return " | ".join(map(str, cells))
+
+
+@functools.cache
+def made(name: str) -> Made:
+    torch.manual_seed(0)
+    return MODELS[name]()
+
+
+def compiled(case: Case) -> tuple[pipec.Pipeline, dict[str, Tensor]]:
+    """A pipeline that is prepared. Ranks of a process share a model, of which other processes keep parts."""
+    model, inputs = made.__wrapped__(case.model) if world().distributed else made(case.model)
+    adam = functools.partial(torch.optim.AdamW, lr=1e-3)
+    pipe = pipec.compile(model, microbatches=MICROBATCHES, optimizer=adam, **case.options())
+    with nullcontext() if world().distributed else mock.patch("pipec.compiler.compiler.capture", once):
+        return pipe.prepare(**inputs), inputs
+
+
+def once(model: nn.Module, *args: Any, **options: Any) -> TrainingGraph:
+    """Capture a model the first time alone: that takes most of the time."""
+    if model not in CAPTURED:
+        CAPTURED[model] = capture(model, *args, **options)
+    return copy_graph(CAPTURED[model])
+
+
+CAPTURED: dict[nn.Module, TrainingGraph] = {}
+
+
+@functools.cache
+def most_predicted(case: Case) -> float:
+    """What the rank needs that needs most."""
+    return compiled(case)[0].memory().peak_bytes
 
 
 def measured(case: Case) -> list[tuple[float, float]]:
     """Predicted and measured bytes of each rank."""
-    torch.manual_seed(0)
-    model, inputs = MODELS[case.model]()
-    adam = functools.partial(torch.optim.AdamW, lr=1e-3)
-    pipe = pipec.compile(model, microbatches=MICROBATCHES, optimizer=adam, **case.options())
+    pipe, inputs = compiled(case)
     pipe.step(**inputs)
     found = pipe.measure_memory(**inputs)
     return [(said.peak_bytes, most.peak_bytes) for said, most in zip(pipe.memory(), found, strict=True)]
 
 
-def cases(models: list[str], counts: Sequence[int], replicated: bool) -> Iterator[Case]:
-    """Every schedule on these numbers of stages; replicas and sharding first, if there are replicas."""
-    schedules, recompute = ("gpipe", "1f1b", "zb-h1"), ("none", "full")
+def cases(models: Sequence[str], counts: Sequence[int], processes: bool) -> Iterator[Case]:
+    """Every schedule on these numbers of stages. Replicas of processes can be sharded."""
+    schedules = ("gpipe", "1f1b", "zb-h1")
+    ways: list[dict[str, Any]] = [{"recompute": each} for each in ("none", "full")]
+    ways += [{"budget": each} for each in BUDGETS]
     for model in models:
-        for shard in (None, "optimizer", "gradients", "parameters") if replicated else ():
-            yield Case(model, counts[0], "1f1b", "none", 2, shard)
-        for count, schedule, again in itertools.product(counts, schedules, recompute):
+        for count, schedule, way in itertools.product(counts, schedules, ways):
             if count > 1 or schedule == "gpipe":
-                yield Case(model, count, schedule, again)
+                yield Case(model, count, schedule, **way)
+        for count, way in itertools.product([count for count in counts if count > 1], ways):
+            for shard in (None, "optimizer", "gradients", "parameters") if processes else (None,):
+                yield Case(model, count, "1f1b", **way, replicas=2, shard=shard)
 
 
-def row(case: Case, rank: int, said: float, most: float) -> str:
-    shown = (case.model, case.ranks, case.schedule, case.recompute, case.replicas, case.shard or "", rank)
-    return (
-        f"| {' | '.join(map(str, shown))} | {format_bytes(said)} | {format_bytes(most)} | {said / most:.3f} |"
-    )
+def row(case: Case, pairs: Sequence[tuple[float, float]]) -> str:
+    """A case with what was predicted and measured of each rank, and the ratio that is furthest off."""
+    said, most = (", ".join(map(format_bytes, each)) for each in zip(*pairs, strict=True))
+    ratio = max((one / other for one, other in pairs), key=lambda each: abs(each - 1))
+    return f"| {case} | {said} | {most} | {ratio:.3f} |"
 
 
 HEAD = """\
-| model | ranks | schedule | recompute | replicas | shard | rank | predicted | measured | ratio |
-|---|--:|---|---|--:|---|--:|--:|--:|--:|"""
+| model | ranks | schedule | recompute | replicas | shard | predicted, by rank | measured, by rank | ratio |
+|---|--:|---|---|--:|---|---|---|--:|"""
 
 
 def main(arguments: list[str] | None = None) -> list[float]:
@@ -159,9 +208,9 @@ def main(arguments: list[str] | None = None) -> list[float]:
     counts = [here.size] if here.distributed else options.stages or [1, 2, 4]
     chosen = cases(options.model or list(MODELS), counts, here.distributed)
     for case in [Case("gpt2", counts[-1], "1f1b", "none")] if options.short else chosen:
-        for rank, (said, most) in enumerate(measured(case)):
-            ratios.append(said / most)
-            say(row(case, rank, said, most))
+        pairs = measured(case)
+        ratios += [said / most for said, most in pairs]
+        say(row(case, pairs))
     say(f"\nratios from {min(ratios):.3f} to {max(ratios):.3f}")
     return ratios
 

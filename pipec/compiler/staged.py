@@ -16,6 +16,7 @@ from pipec.cost.formulas import node_bytes
 from pipec.errors import InputError, PipecError
 from pipec.graph import TrainingGraph, copy_graph
 from pipec.graph.functions import StageFunctions, stage_functions
+from pipec.graph.order import in_less_memory
 from pipec.ir import (
     Ending,
     Payload,
@@ -114,6 +115,7 @@ class StagedGraph:
         self._captured, self._cut, self._observers = captured, cut, observers
         self._trials: dict[object, Trial] = {}
         self._values: dict[int, Sequence[Mapping[str, Value]]] = {}
+        self._stages: dict[tuple[bool, int], Sequence[StageFunctions]] = {}
         self._plans: dict[object, tuple[Plan, Sequence[StageFunctions]]] = {}
         self._variants: dict[MarkRecompute, StagedGraph] = {}
         passes = pass_list.passes(options, cut, recompute)
@@ -176,7 +178,7 @@ class StagedGraph:
 
         The first replicas of stages stand for all.
         """
-        stages, devices = self.stages(split_backward=True), self.options.topology.devices
+        stages, devices = self.stages(True, size), self.options.topology.devices
         played_by = self.graph.ranks or tuple(range(len(devices)))
         ranks = [played_by[rank_of(placement, stage.index)] for stage in stages]
         costs = [
@@ -204,9 +206,16 @@ class StagedGraph:
             ),
         )
 
-    def stages(self, split_backward: bool) -> Sequence[StageFunctions]:
-        """The functions of each stage, with whole backwards or with backwards in two halves."""
-        return self._split_stages if split_backward else self._whole_stages
+    def stages(self, split_backward: bool, size: int) -> Sequence[StageFunctions]:
+        """The functions of each stage, with whole backwards or with backwards in two halves.
+
+        Their statements are in an order that is good for ``size`` rows.
+        """
+        key = split_backward, size
+        if key not in self._stages:
+            stages = self._split_stages if split_backward else self._whole_stages
+            self._stages[key] = [_ordered(stage, size) for stage in stages]
+        return self._stages[key]
 
     @functools.cached_property
     def names(self) -> Names:
@@ -244,18 +253,14 @@ class StagedGraph:
         split = _splits_backward(schedule)
         key = split, size, schedule.placement, ending
         if key not in self._plans:
-            topology, stages = self.options.topology, self.stages(split)
+            topology, stages = self.options.topology, self.stages(split, size)
             if not schedule.stream:
-                stages = in_parts(
-                    self.graph,
-                    stages,
-                    split,
-                    schedule.placement,
-                    size,
-                    topology,
-                    self.options.device_model.launch_seconds,
-                    ending,
+                launch = self.options.device_model.launch_seconds
+                divided = in_parts(
+                    self.graph, stages, split, schedule.placement, size, topology, launch, ending
                 )
+                pairs = zip(stages, divided, strict=True)
+                stages = [stage if stage is parts else _ordered(parts, size) for stage, parts in pairs]
             plan = build_plan(self.graph, stages, self.names, schedule, size, topology, ending)
             self._plans[key] = self._with_updates(plan), stages
         plan, stages = self._plans[key]
@@ -279,6 +284,13 @@ class StagedGraph:
     def _remember_cut(self, position: int, transform: Pass, graph: TrainingGraph, seconds: float) -> None:
         if transform is self._cut:
             self._assignment = AssignStages.of(graph)
+
+
+def _ordered(stage: StageFunctions, size: int) -> StageFunctions:
+    """The stage with its functions in orders that take less memory for ``size`` rows, where there are any."""
+    bytes_of = functools.partial(node_bytes, size=size)
+    functions = tuple(in_less_memory(function, bytes_of) for function in stage.functions)
+    return replace(stage, functions=functions)
 
 
 def _refuse_tied(plan: Plan) -> None:

@@ -45,15 +45,13 @@ def held_bytes(nodes: Iterable[fx.Node], bytes_of: BytesOf) -> int:
 
 def occupancy(function: Function, bytes_of: BytesOf) -> Occupancy:
     """What the values of a microbatch take while a function runs, which deletes what is ``dying``."""
-    memory, gone, body = _memories(function), dying(function), {*function.body}
+    memory, gone, body = memories(function), dying(function), {*function.body}
     live = before = held_bytes(function.saved_in, bytes_of)
     peak = live
     for node in filter(is_statement, function.body):
-        unread = bytes_of(node) if items_of(node) and not is_view(node) else 0
         new = [each for each in made_by(node, body) if memory(each) is each and is_counted(each)]
-        taken = sum(map(bytes_of, new))
-        live += taken
-        peak = max(peak, live + max(unread - taken, 0))
+        live += sum(map(bytes_of, new))
+        peak = max(peak, live + unread_bytes(node, body, bytes_of))
         live -= held_bytes(map(memory, gone.get(node, ())), bytes_of)
     return Occupancy(before, peak, held_bytes(map(memory, function.saved_out), bytes_of))
 
@@ -63,7 +61,7 @@ def dying(function: Function) -> dict[fx.Node, list[fx.Node]]:
 
     Memory is let go of with the last of its names. Those of tensors that are held anyway may stay.
     """
-    memory, body = _memories(function), {*function.body}
+    memory, body = memories(function), {*function.body}
     kept = set(map(memory, function.results))
     last: dict[fx.Node, fx.Node] = {}
     names: dict[fx.Node, list[fx.Node]] = {}
@@ -81,7 +79,14 @@ def dying(function: Function) -> dict[fx.Node, list[fx.Node]]:
     return gone
 
 
-def _memories(function: Function) -> Callable[[fx.Node], fx.Node]:
+def unread_bytes(node: fx.Node, read: Container[fx.Node], bytes_of: BytesOf) -> int:
+    """What a statement makes that has no name: the items of its tuple that are not in ``read``."""
+    if not items_of(node) or is_view(node):
+        return 0
+    return max(bytes_of(node) - sum(map(bytes_of, made_by(node, read))), 0)
+
+
+def memories(function: Function) -> Callable[[fx.Node], fx.Node]:
     """What owns the memory of a value, in a function that adds up some gradients in place."""
     sums = sums_in_place(function)
 

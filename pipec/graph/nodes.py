@@ -19,6 +19,7 @@ key          set by    meaning
 ============ ========= ================================================================================
 """
 
+import functools
 import operator
 from dataclasses import dataclass
 
@@ -162,7 +163,12 @@ def is_view(node: fx.Node) -> bool:
         return False  # such as the conjugate of a complex number, which is a view of no node
     if node.target is torch.ops.aten._unsafe_view.default:
         return True
-    returned = [result.alias_info for result in node.target._schema.returns]
+    return _returns_views(node.target)
+
+
+@functools.cache
+def _returns_views(operator: OpOverload) -> bool:
+    returned = [result.alias_info for result in operator._schema.returns]
     return any(info is not None and not info.is_write for info in returned)
 
 
