@@ -108,8 +108,8 @@ class Plan:
     ``training`` is the mode that the model was captured in. ``variables`` are the sizes and numbers that may
     be others in each call, and ``planned`` what they are where costs are predicted. The code is right if they
     fulfil all ``guards``, such as ``t <= 512``, and are what ``fixed`` says. ``link_seconds[i]`` is how long
-    ``links[i]`` takes, and ``link_memory[i]`` what its sender holds for it besides what it saves,
-    and ``link_readers[i]`` the last phase of its reader that needs it.
+    ``links[i]`` takes, ``link_memory[i]`` what its sender holds for it besides what it saves,
+    ``link_saved[i]`` what it saves of it, and ``link_readers[i]`` the last phase of its reader that needs it.
     ``parameters`` and ``buffers`` are named by FQN. ``ending`` is what the step does
     besides its microbatches. ``microbatch_weight`` says how much the losses of microbatches count, if the
     graph does not: by "rows", as they are ("sum"), or as a function says ("given"). ``alternatives`` are the
@@ -126,6 +126,7 @@ class Plan:
     links: tuple[Link, ...]
     link_seconds: tuple[float, ...] = ()
     link_memory: tuple[float, ...] = ()
+    link_saved: tuple[float, ...] = ()
     link_readers: tuple[Phase, ...] = ()
     parameters: tuple[Value, ...] = ()
     buffers: tuple[Value, ...] = ()

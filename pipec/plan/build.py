@@ -58,6 +58,7 @@ def build_plan(
     parameters = _held(graph, (node for stage in stages for node in stage.parameters))
     values = {value.name: value for value in parameters}
     sizes = {"b": microbatch_size, **graph.planned}
+    link_memory, link_saved = zip(*_link_memory(links, stages, names, microbatch_size), strict=True)
     return Plan(
         mode=graph.mode,
         schedule=schedule.name,
@@ -70,7 +71,8 @@ def build_plan(
         ),
         links=links,
         link_seconds=tuple(_link_seconds(each, schedule.placement, topology, sizes) for each in links),
-        link_memory=_link_memory(links, stages, names, microbatch_size),
+        link_memory=link_memory,
+        link_saved=link_saved,
         link_readers=tuple(_last_reader(each, stages, names) for each in links),
         parameters=parameters,
         buffers=_held(graph, (node for stage in stages for node in stage.buffers)),
@@ -116,19 +118,24 @@ def _link_seconds(link: Link, placement: Placement, topology: Topology, sizes: S
 
 def _link_memory(
     links: Sequence[Link], stages: Sequence[StageFunctions], names: Names, size: int
-) -> tuple[float, ...]:
-    """What the sender of each link holds for a message, besides what it saves anyway.
+) -> Iterator[tuple[float, float]]:
+    """What the sender of each link holds for a message besides what it saves, and what it saves of it.
 
     A value that does not lie in memory one element after the other is copied to be sent.
     """
-    own: dict[tuple[int, str], float] = {}
+    held: dict[tuple[int, str], tuple[int, int]] = {}
     for function in (function for stage in stages for function in stage.functions):
         elsewhere = owners(function.saved_out)
         for node in function.sent:
-            value = node.all_input_nodes[0]
-            made = is_counted(memory_of(value)) and memory_of(value) not in elsewhere
-            own[function.stage, names[node]] = node_bytes(value, size) if made or not is_dense(value) else 0
-    return tuple(sum(own.get((link.source, value.name), 0) for value in link.values) for link in links)
+            value, owner = node.all_input_nodes[0], memory_of(node.all_input_nodes[0])
+            num_bytes = node_bytes(value, size)
+            if not is_dense(value):
+                held[function.stage, names[node]] = num_bytes, 0
+            elif is_counted(owner):
+                held[function.stage, names[node]] = (0, num_bytes) if owner in elsewhere else (num_bytes, 0)
+    for link in links:
+        amounts = [held.get((link.source, value.name), (0, 0)) for value in link.values]
+        yield sum(own for own, _ in amounts), sum(saved for _, saved in amounts)
 
 
 def _last_reader(link: Link, stages: Sequence[StageFunctions], names: Names) -> Phase:

@@ -41,6 +41,7 @@ def plan_from_graph(
         links=links,
         link_seconds=link_seconds,
         link_memory=(0.0,) * len(links),
+        link_saved=(0.0,) * len(links),
         link_readers=tuple(link.payload.readers[0] for link in links),
     )
 

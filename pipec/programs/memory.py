@@ -11,6 +11,12 @@ from pipec.ir.memory import KINDS
 from pipec.ir.text import value_bytes
 
 _MAKING_GRADIENTS = [OP_CODE[Op.BACKWARD], OP_CODE[Op.BACKWARD_WEIGHT]]
+_FREEING = {
+    Payload.ACTIVATION: [OP_CODE[Op.BACKWARD], OP_CODE[Op.BACKWARD_INPUT]],
+    Payload.GRADIENT: [OP_CODE[Op.BACKWARD_WEIGHT]],
+}
+"""What lets go of what was saved by the phase that made a message."""
+
 UNDER_WAY = 2
 """How many messages a rank keeps of a link and peer: the one that the peer may still read, and the next."""
 
@@ -64,10 +70,11 @@ def rank_memory(plan: Plan, program: Program) -> RankMemory:
     """What a rank holds while each instruction runs: the one account of the house.
 
     * Buffers for what a microbatch receives stay from step to step, one for each slot.
-    * What is sent stays until the message after the next one of its link and peer.
+    * What is sent stays until the message after the next one of its link and peer, even if it was saved as
+      well and that is over.
     * Sums of gradients begin with the first gradients, and end with the update. They are there from the
       start where the program has none, because steps may accumulate, and where replicas add them up in
-      memory that travels.
+      memory that travels; without an update, these are two.
     """
     account = _Account(plan, program)
     account.count_static()
@@ -119,15 +126,22 @@ class _Account:
             self.grow("running", updates, scratch, -scratch)
 
     def count_gradients(self) -> None:
-        """Sums of gradients, from the first gradients after they were taken until they are taken."""
+        """Sums of gradients, from the first gradients after they were taken until they are taken.
+
+        Where the program makes no update, a step may begin with what earlier ones have left in ``.grad``.
+        What is added to that at the end alone is held beside it.
+        """
         ending = self.plan.ending
         for stage in self.own:
             numbers = ending.buckets_of(stage)
             shared = {each: _whole_bytes(ending.buckets[each]) for each in numbers if ending.shard}
             whole = self.stages[stage].gradients - sum(shared.values())
-            if not ending.updates or ending.stream or (numbers and not ending.shard):
+            travels = bool(numbers) and not ending.shard
+            if not ending.updates:
                 self.static["gradients"] += whole
-            else:
+            if ending.stream or travels:
+                self.static["gradients"] += whole
+            elif ending.updates or ending.holds_gradients:
                 self._sum_until(self._at(Op.UPDATE, stage), whole, stage)
             for number, num_bytes in shared.items():
                 self._sum_until(self._at(Op.REDUCE_GRAD, stage, number), num_bytes, stage)
@@ -151,6 +165,7 @@ class _Account:
             same = sends[keys == key]
             self.grow("sent", same, own[columns.link_numbers[same]], 0.0)
             self.grow("sent", same[UNDER_WAY:], -own[columns.link_numbers[same[:-UNDER_WAY]]], 0.0)
+            self._outlive_saved(same)
         for number in np.unique(columns.link_numbers[moves]):
             moved = moves[columns.link_numbers[moves] == number]
             reader = OP_CODE[Op(self.plan.link_readers[number])]
@@ -164,6 +179,21 @@ class _Account:
         slots = np.unique(columns.matrix[3:6, receives[columns.slots[receives] >= 0]], axis=1)
         sizes = [sum(value_bytes(each, self.plan.sizes) for each in link.values) for link in links]
         self.static["received"] += sum(sizes[number] for number in slots[0].tolist())
+
+    def _outlive_saved(self, sends: Ints) -> None:
+        """What one link sends of what its stage saves, from when that is let go of, if it is still kept."""
+        columns, number = self.columns, int(self.columns.link_numbers[sends[0]])
+        link, amount, end = self.plan.links[number], self.plan.link_saved[number], len(self.columns)
+        if not amount:
+            return
+        frees = np.isin(columns.ops, _FREEING[link.payload]) & (columns.stages == link.source)
+        freed = np.full(int(columns.microbatches.max()) + 1, end, np.int64)
+        freed[columns.microbatches[frees]] = np.flatnonzero(frees)
+        freed = freed[columns.microbatches[sends]]
+        replaced = np.append(sends, [end] * UNDER_WAY)[UNDER_WAY:]
+        outlives = freed < replaced
+        self.grow("sent", freed[outlives], amount, 0.0)
+        self.grow("sent", replaced[outlives & (replaced < end)], -amount, 0.0)
 
     def count_results(self) -> None:
         """Results of microbatches, which are kept until they are joined."""

@@ -82,7 +82,7 @@ class Outcomes:
         """Note that a mini-batch is to come."""
         self._parts[number] = _Parts(batch)
 
-    def collect(self, frame: int, sent: Mapping[str, Tensor]) -> None:
+    def collect(self, frame: int, sent: dict[str, Tensor]) -> None:
         """Keep what the microbatch has returned that is in this frame now."""
         self._keep(self.microbatch, sent)
 

@@ -13,6 +13,7 @@ from pipec.errors import InputError, VerifyError
 from pipec.ir import Plan, Sizes, Value
 from pipec.ir.text import evaluate_dim, format_value, names_in
 from pipec.runtime.span import Span
+from pipec.runtime.storage import compact
 
 
 def check_mergeable(value: Value) -> None:
@@ -27,7 +28,7 @@ def check_mergeable(value: Value) -> None:
 class Collector(Protocol):
     """Takes what forwards return."""
 
-    def collect(self, microbatch: int, sent: Mapping[str, Tensor]) -> None:
+    def collect(self, microbatch: int, sent: dict[str, Tensor]) -> None:
         """Keep what the forward of ``microbatch`` returned for results, among other things."""
 
 
@@ -62,11 +63,11 @@ class Results:
         self._merged: dict[str, Tensor] = {}
         self.losses = self._parts.get("loss", {})
 
-    def collect(self, microbatch: int, sent: Mapping[str, Tensor]) -> None:
-        """Keep what the forward of ``microbatch`` returned for these results."""
+    def collect(self, microbatch: int, sent: dict[str, Tensor]) -> None:
+        """Keep what the forward of ``microbatch`` returned for these results, and no memory besides."""
         for name, parts in self._parts.items():
             if name in sent:
-                parts[microbatch] = sent[name]
+                parts[microbatch] = sent[name] = compact(sent[name])
 
     def merged(self, name: str, sizes: Sequence[int], values: Sizes) -> Tensor:
         """What this rank's microbatches contribute to a result of the batch; see ``merge``."""

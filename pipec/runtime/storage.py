@@ -38,6 +38,15 @@ def fills_storage(tensor: Tensor) -> bool:
     return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
+def compact(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy if it would keep more memory alive than it needs.
+
+    That may also be an operator's: on CPUs ``mse_loss`` makes its scalar in the memory of all differences.
+    """
+    is_small = tensor.untyped_storage().nbytes() <= tensor.numel() * tensor.element_size()
+    return tensor if is_small else tensor.clone()
+
+
 class Buffer:
     """Memory for one received value. It is used again as soon as nobody holds the value it had before.
 
