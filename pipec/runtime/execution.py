@@ -13,6 +13,7 @@ from pipec.artifact.directory import Artifact, stage_module
 from pipec.errors import ExecutionError, PipecError, TransportError
 from pipec.ir import Plan, RankMemory, stages_on
 from pipec.runtime.agreement import Agreement
+from pipec.runtime.allocator import keep_freed_memory
 from pipec.runtime.cuda import staged
 from pipec.runtime.distributed import TorchDistributed
 from pipec.runtime.finite import NotFinite
@@ -52,6 +53,8 @@ class Ranks:
         self._timeout = timeout
         if self.message_by_gpu:  # before the first CUDA call, which would take memory of GPU 0
             torch.cuda.set_device(self.devices[self.world.rank])
+        if any(device.type == "cpu" for device in self.devices.values()):
+            keep_freed_memory()
 
     @functools.cached_property
     def in_process(self) -> InProcess:
