@@ -30,6 +30,7 @@ def keep_freed_memory() -> bool:
     if is_set or platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    kept = all([mallopt(number, size) == 1 for number, size in _SETTINGS.values()])
+    taken = [mallopt(number, size) == 1 for number, size in _SETTINGS.values()]
+    kept = all(taken)
     log.info("glibc's allocator %s freed memory", "keeps" if kept else "does not keep")
     return kept
