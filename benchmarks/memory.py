@@ -2,7 +2,7 @@
 
     python benchmarks/memory.py                             # every rank in this process
     python benchmarks/memory.py --short                     # one case alone
-    torchrun --nproc-per-node 4 benchmarks/memory.py        # one rank each: replicas and sharding, too
+    torchrun --nproc-per-node 4 benchmarks/memory.py        # one rank each: replicas, and sharding
 
 ``pipe.memory()`` predicts and ``pipe.measure_memory(...)`` measures; the second step is measured, when the
 state of the optimizer is there. A budget is a share of the way from what "none" needs to what "full" does.
@@ -169,13 +169,13 @@ def measured(case: Case) -> list[tuple[float, float]]:
 
 
 def cases(models: Sequence[str], counts: Sequence[int], processes: bool) -> Iterator[Case]:
-    """Every schedule on these numbers of stages. Replicas of processes can be sharded."""
+    """Every schedule on these numbers of stages, and replicas; in processes, replicas that are sharded."""
     schedules = ("gpipe", "1f1b", "zb-h1")
     ways: list[dict[str, Any]] = [{"recompute": each} for each in ("none", "full")]
     ways += [{"budget": each} for each in BUDGETS]
     for model in models:
         for count, schedule, way in itertools.product(counts, schedules, ways):
-            if count > 1 or schedule == "gpipe":
+            if not processes and (count > 1 or schedule == "gpipe"):
                 yield Case(model, count, schedule, **way)
         for count, way in itertools.product([count for count in counts if count > 1], ways):
             for shard in (None, "optimizer", "gradients", "parameters") if processes else (None,):

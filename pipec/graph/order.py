@@ -35,6 +35,7 @@ _WORTH = 0.01
 """The order stays what it was if the most that is held falls by less than this share."""
 
 _MOST_ROUNDS = 100
+"""How often the statement that holds the most is looked for: in a deep model many hold as much."""
 
 _NEVER, _ALL_VALUES = 2**30, 2**28
 """Capacities, which are numbers of 32 bits: of an edge that no cut crosses, and of all values together."""

@@ -58,7 +58,7 @@ def build_plan(
     parameters = _held(graph, (node for stage in stages for node in stage.parameters))
     values = {value.name: value for value in parameters}
     sizes = {"b": microbatch_size, **graph.planned}
-    link_memory, link_saved = zip(*_link_memory(links, stages, names, microbatch_size), strict=True)
+    held_for_links = list(_link_memory(links, stages, names, microbatch_size))
     return Plan(
         mode=graph.mode,
         schedule=schedule.name,
@@ -71,8 +71,8 @@ def build_plan(
         ),
         links=links,
         link_seconds=tuple(_link_seconds(each, schedule.placement, topology, sizes) for each in links),
-        link_memory=link_memory,
-        link_saved=link_saved,
+        link_memory=tuple(own for own, _ in held_for_links),
+        link_saved=tuple(saved for _, saved in held_for_links),
         link_readers=tuple(_last_reader(each, stages, names) for each in links),
         parameters=parameters,
         buffers=_held(graph, (node for stage in stages for node in stage.buffers)),

@@ -144,12 +144,17 @@ class _Account:
             elif ending.updates or ending.holds_gradients:
                 self._sum_until(self._at(Op.UPDATE, stage), whole, stage)
             for number, num_bytes in shared.items():
-                self._sum_until(self._at(Op.REDUCE_GRAD, stage, number), num_bytes, stage)
+                bucket, taken = ending.buckets[number], self._at(Op.REDUCE_GRAD, stage, number)
+                self._sum_until(taken, num_bytes, stage, -1 if bucket.lent else bucket.part)
 
-    def _sum_until(self, taken: Ints, amount: float, stage: int) -> None:
-        """Sums that begin with the first gradients of a stage, each time after they were taken."""
-        of_stage = self.columns.stages == stage
-        made = np.flatnonzero(of_stage & np.isin(self.columns.ops, _MAKING_GRADIENTS))
+    def _sum_until(self, taken: Ints, amount: float, stage: int, part: int = -1) -> None:
+        """Sums that begin with the first gradients of a stage, each time after they were taken.
+
+        They are made by one part of backwards, or by all if that is -1.
+        """
+        columns, of_stage = self.columns, self.columns.stages == stage
+        of_part = (columns.parts < 0) | (columns.parts == part) if part >= 0 else np.True_
+        made = np.flatnonzero(of_stage & of_part & np.isin(columns.ops, _MAKING_GRADIENTS))
         rounds, first = np.unique(np.searchsorted(taken, made), return_index=True)
         self.grow("gradients", made[first], 0.0, amount)
         self.grow("gradients", taken[rounds[rounds < taken.size]], 0.0, -amount)
@@ -184,7 +189,7 @@ class _Account:
         """What one link sends of what its stage saves, from when that is let go of, if it is still kept."""
         columns, number = self.columns, int(self.columns.link_numbers[sends[0]])
         link, amount, end = self.plan.links[number], self.plan.link_saved[number], len(self.columns)
-        if not amount:
+        if not amount or link.payload not in _FREEING:
             return
         frees = np.isin(columns.ops, _FREEING[link.payload]) & (columns.stages == link.source)
         freed = np.full(int(columns.microbatches.max()) + 1, end, np.int64)
