@@ -129,7 +129,7 @@ class _Statements:
         growth = np.zeros(len(order) + 2, np.int64)
         for value in self.values:
             growth[place[value.maker] if value.maker >= 0 else 0] += value.num_bytes
-            growth[max(place[k] for k in value.readers) + 1] -= value.num_bytes
+            growth[max((place[k] for k in value.readers), default=len(order)) + 1] -= value.num_bytes
         held: Ints = np.cumsum(growth)[: len(order)] + self.unread[order]
         return held
 
@@ -200,7 +200,7 @@ class _Cut:
         for value in statements.values:
             maker, readers = self._node(value.maker), {self._node(k) for k in value.readers}
             held_anyway = maker == self._source and self._sink in readers
-            if value.num_bytes and maker != self._sink and readers != {maker} and not held_anyway:
+            if readers - {maker} and value.num_bytes and maker != self._sink and not held_anyway:
                 yield value.num_bytes, maker, readers - {maker, self._source}
 
     def _node(self, statement: int) -> int:
