@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipec.capture.autocast import autocast, require_option
 from pipec.capture.call import Call
 from pipec.capture.splitting import Batched, divide, positional_names
 from pipec.capture.tracer import capture
@@ -28,7 +29,7 @@ from pipec.errors import InputError
 from pipec.hardware.calibration import default_device_model, usable_device
 from pipec.hardware.devices import DeviceModel, LinkModel
 from pipec.hardware.topology import Topology, alike, read_topology
-from pipec.ir import NOTHING_MORE, Ending, Mode, OnNan, Shard
+from pipec.ir import NOTHING_MORE, Ending, Mode, OnNan, Precision, Shard
 from pipec.ir.arguments import (
     FLAG,
     FUNCTION,
@@ -51,6 +52,7 @@ from pipec.runtime.execution import Ranks
 from pipec.runtime.facts import Facts, argument_fact, differences, tensor_kind
 from pipec.runtime.holder import ModelTensors
 from pipec.runtime.launch import DEVICE, DEVICES, Devices, every_device, world
+from pipec.runtime.loss_scale import LossScale
 from pipec.runtime.optimizers import Factory, state_bytes, update_scratch
 from pipec.runtime.updates import Updates
 from pipec.runtime.weights import WORDS, MicrobatchWeight, name_of
@@ -91,6 +93,7 @@ def compile(
     batch: str = "same",
     batched: Batched | None = None,
     microbatch_weight: MicrobatchWeight | None = None,
+    precision: str | None = None,
     recompute: str = "auto",
     memory_limit: int | str | None = None,
     topology: Topology | str | Path | None = None,
@@ -152,6 +155,10 @@ def compile(
             function of what ``step`` takes, called with a microbatch's rows of it, that returns a number. The
             loss is then the mean with these weights. ``"rows"`` is the mean by rows, and ``"sum"`` adds
             losses up. None: read off the graph, and a warning says where that cannot be.
+        precision: ``"bf16-mixed"`` or ``"fp16-mixed"`` lets operators compute in bfloat16 or float16 where
+            ``torch.autocast`` does, with weights and gradients in float32. With ``"fp16-mixed"`` the loss is
+            scaled, as by ``torch.amp.GradScaler``; it needs ``optimizer``. None: the model's own types. See
+            docs/precision.md.
         recompute: ``"none"`` keeps every value the backward needs; ``"full"`` keeps only what a stage
             received and computes the rest again; ``"auto"`` computes again as little as lets every device
             stay within ``memory_limit``. See docs/recompute.md.
@@ -195,6 +202,7 @@ def compile(
             batch=batch,
             batched=batched,
             microbatch_weight=microbatch_weight,
+            precision=precision,
             recompute=recompute,
             memory_limit=memory_limit,
             topology=Path(topology) if isinstance(topology, str) else topology,
@@ -202,19 +210,21 @@ def compile(
         )
     limit = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
     policy = policy_for(schedule, ranks.count, stages, replicas, asynchronous)
-    check_updates(policy, replicas == "auto", optimizer is not None, shard, batch, on_nan)
+    computes_in = None if precision is None else Precision(precision)
+    check_updates(policy, replicas == "auto", optimizer is not None, shard, batch, on_nan, computes_in)
     microbatches = check_choice(policy, microbatches)
     if batch == "local":
         _check_local_batch(policy, replicas, microbatches, microbatch_weight)
     tensors = ModelTensors.of(model)
     tensors.refuse_shared_memory()
     device = next(iter(ranks.devices.values()))
+    require_option(computes_in, device, "pipec.compile")
     measured = load_profile(profile) if isinstance(profile, str | Path) else profile
     device_model = device_model or default_device_model(device)
     joined = topology_of(topology, ranks.count, device_model.link, elastic=devices is None)
     if limit is not None:
         joined = joined.within(limit)
-    updates, ending = _updates(optimizer, clip_grad_norm, shard, tensors)
+    updates, ending = _updates(optimizer, clip_grad_norm, shard, computes_in, tensors)
     if gradient_dtype is not None:
         ending = replace(ending, gradient_dtype=GRADIENT_DTYPES[gradient_dtype])
     if on_nan != "ignore":
@@ -240,6 +250,7 @@ def compile(
         searches_replicas=replicas == "auto",
         microbatch_weight=name_of(microbatch_weight),
         searches_shard=shard == "auto",
+        precision=computes_in,
     )
     return Pipeline(compiler, tensors, ranks, batch, updates, batched, microbatch_weight)
 
@@ -266,7 +277,11 @@ def _check_local_batch(
 
 
 def _updates(
-    factory: Factory | None, max_norm: float | None, shard: str | None, tensors: ModelTensors
+    factory: Factory | None,
+    max_norm: float | None,
+    shard: str | None,
+    precision: Precision | None,
+    tensors: ModelTensors,
 ) -> tuple[Updates | None, Ending]:
     """The optimizer of the programs, and what they are to do at the end of a step."""
     if factory is None:
@@ -276,12 +291,21 @@ def _updates(
                     f"{name}={value!r} concerns the updates that a program makes; pass optimizer=..., such "
                     "as functools.partial(torch.optim.AdamW, lr=1e-3), or leave it out"
                 )
+        if precision is Precision.FP16:
+            raise InputError(
+                "precision='fp16-mixed' leaves an update out on all ranks where a gradient overflows, which an "
+                "optimizer of your own would make; pass optimizer=..., such as "
+                "functools.partial(torch.optim.AdamW, lr=1e-3), or take precision='bf16-mixed'"
+            )
         return None, NOTHING_MORE
     kind = None if shard in (None, "auto") else Shard(shard)
-    ending = Ending(updates=True, clips=max_norm is not None, shard=kind)
-    return Updates(factory, max_norm, tensors.unique_parameters()), ending
+    loss_scale = LossScale() if precision is Precision.FP16 else None
+    scales = loss_scale is not None
+    ending = Ending(updates=True, clips=max_norm is not None, shard=kind, scales_loss=scales)
+    return Updates(factory, max_norm, tensors.unique_parameters(), loss_scale), ending
 
 
+_PRECISION = one_of(*map(str, Precision)) | NONE
 _FILE = instance("the path of its file", str, Path)
 
 EXAMPLE = {
@@ -310,6 +334,7 @@ COMPILE = {
     "batch": one_of("same", "rank0", "local"),
     "batched": instance("a dict of arguments to 0 or None", Mapping, Sequence) | whole(0, 0) | NONE,
     "microbatch_weight": one_of(*WORDS) | FUNCTION | NONE,
+    "precision": _PRECISION,
     "recompute": one_of("auto", "none", "full"),
     "memory_limit": number(1, 2**63 - 1) | instance("text such as '16GiB'", str) | NONE,
     "topology": instance("a pipec.Topology", Topology) | _FILE | NONE,
@@ -326,6 +351,7 @@ PROFILE = {
     "device": DEVICE,
     "repeats": whole(1, 10**6),
     "ranks": whole(1, 1024),
+    "precision": _PRECISION,
     "show": FUNCTION,
 }
 """What each argument of ``profile`` must be."""
@@ -369,6 +395,7 @@ def profile(
     device: torch.device | str = "cpu",
     repeats: int = 10,
     ranks: int = 1,
+    precision: str | None = None,
     show: Show = iter,
 ) -> Profile:
     """Measure every operator of a training step of ``example``, forward and backward, on one device.
@@ -381,6 +408,7 @@ def profile(
         repeats: how often each operator is timed; the median counts.
         ranks: how many ranks will share the device, or its memory bus and caches if it is a CPU. The whole
             model then runs in as many copies at a time, and is as slow as they make each other.
+        precision: that which ``compile`` will be given.
         show: wraps the iteration over the runs, for a progress bar.
 
     Raises:
@@ -397,7 +425,9 @@ def profile(
         )
     where = usable_device(device)
     model, rows = example.model, call.rows(0, size)
-    graph = capture(model, example.loss_fn, Mode.TRAIN, rows, ModelTensors.of(model).canonical, where)
+    canonical = ModelTensors.of(model).canonical
+    with autocast(None if precision is None else Precision(precision), where):
+        graph = capture(model, example.loss_fn, Mode.TRAIN, rows, canonical, where)
     return profile_graph(graph, model, rows, where, repeats, ranks, show)
 
 

@@ -15,6 +15,7 @@ from pipec.cli.options import (
     MemoryLimit,
     Microbatches,
     OptimizerName,
+    PrecisionName,
     ProfilePath,
     Recompute,
     RecomputeChoice,
@@ -50,6 +51,7 @@ def plan(
     optimizer: OptimizerName = None,
     clip_grad_norm: ClipGradNorm = None,
     shard: ShardName = None,
+    precision: PrecisionName = None,
     recompute: RecomputeChoice = Recompute.AUTO,
     memory_limit: MemoryLimit = None,
     profile: ProfilePath = None,
@@ -77,7 +79,7 @@ def plan(
         memory_limit,
         profile,
         topology,
-        Around(stages, replicas, asynchronous, optimizer, clip_grad_norm, shard),
+        Around(stages, replicas, asynchronous, optimizer, clip_grad_norm, shard, precision),
         calibrated=calibrate,
         dynamic=not one_size,
     )
@@ -112,6 +114,7 @@ def dump(
     optimizer: OptimizerName = None,
     clip_grad_norm: ClipGradNorm = None,
     shard: ShardName = None,
+    precision: PrecisionName = None,
     recompute: RecomputeChoice = Recompute.AUTO,
     memory_limit: MemoryLimit = None,
     profile: ProfilePath = None,
@@ -126,7 +129,7 @@ def dump(
     """
     from pipec.ir.text import format_program
 
-    around = Around(stages, replicas, asynchronous, optimizer, clip_grad_norm, shard)
+    around = Around(stages, replicas, asynchronous, optimizer, clip_grad_norm, shard, precision)
     pipe = prepare(
         target, devices, schedule, microbatches, recompute, memory_limit, profile, topology, around
     )

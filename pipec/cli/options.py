@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from pipec.errors import InputError
-from pipec.ir import Shard
+from pipec.ir import Precision, Shard
 from pipec.ir.arguments import MOST_MICROBATCHES, MOST_RANKS
 
 
@@ -22,7 +22,7 @@ class Recompute(StrEnum):
 
 @dataclass(frozen=True)
 class Around:
-    """What the options say of replicas and of the end of a step: arguments of ``pipec.compile``."""
+    """What the options say of replicas, of the end of a step and of its types: arguments of ``compile``."""
 
     stages: int | None = None
     replicas: str = "1"
@@ -30,6 +30,7 @@ class Around:
     optimizer: str | None = None
     clip_grad_norm: float | None = None
     shard: Shard | None = None
+    precision: Precision | None = None
 
 
 NOTHING_AROUND = Around()
@@ -121,6 +122,10 @@ ClipGradNorm = Annotated[
 ShardName = Annotated[
     Shard | None,
     typer.Option("--shard", help="What replicas keep only a share of, besides what stands before it."),
+]
+PrecisionName = Annotated[
+    Precision | None,
+    typer.Option("--precision", help="Let operators compute with 16 bits beside float32 weights."),
 ]
 Drawing = Annotated[
     Path | None,

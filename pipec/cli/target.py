@@ -58,6 +58,7 @@ def prepare(
             optimizer=load_optimizer(around.optimizer),
             clip_grad_norm=around.clip_grad_norm,
             shard=around.shard,
+            precision=around.precision,
             recompute=recompute,
             memory_limit=memory_limit,
             profile=profile,

@@ -17,6 +17,7 @@ from pipec.cli.options import (
     Json,
     MemoryLimit,
     OptimizerName,
+    PrecisionName,
     Recompute,
     RecomputeChoice,
     Replicas,
@@ -136,6 +137,7 @@ def schedule_target(
     optimizer: OptimizerName = None,
     clip_grad_norm: ClipGradNorm = None,
     shard: ShardName = None,
+    precision: PrecisionName = None,
     recompute: RecomputeChoice = Recompute.AUTO,
     memory_limit: MemoryLimit = None,
     beside: Beside = None,
@@ -149,7 +151,7 @@ def schedule_target(
     from pipec.cli.target import prepare
     from pipec.viz import Step
 
-    around = Around(stages, replicas, asynchronous, optimizer, clip_grad_norm, shard)
+    around = Around(stages, replicas, asynchronous, optimizer, clip_grad_norm, shard, precision)
 
     def planned(name: str) -> _Shown:
         pipe = prepare(target, devices, name, microbatches, recompute, memory_limit, around=around)

@@ -140,9 +140,9 @@ class Interpreter:
         self._rank.sizes[:] = [*span.sizes, span.num_rows]
         self._rank.values.clear()
         self._rank.values.update(span.values)
-        shares = span.loss_shares
+        shares, scale = span.loss_shares, self._updating.loss_scale
         for stage in self._stages.values():
-            stage.begin_step()
+            stage.begin_step(scale)
             for microbatch in self._own[stage.index]:
                 if not span.sizes[microbatch]:
                     continue
@@ -153,7 +153,7 @@ class Interpreter:
                 )
                 if self._rank.loss:
                     weight = shares[microbatch]
-                    frame["grad_loss"] = loss_gradient(weight, self._rank.loss.dtype, self._device)
+                    frame["grad_loss"] = loss_gradient(weight * scale, self._rank.loss.dtype, self._device)
 
     def _end_step(self) -> None:
         """Write the buffers that the step has changed, unless nothing is to come of it."""
@@ -303,5 +303,5 @@ def loss_of(plan: Plan) -> Value | None:
 
 @functools.lru_cache(maxsize=64)
 def loss_gradient(weight: float, dtype: str, device: torch.device) -> Tensor:
-    """What the backward of a microbatch starts from: its share of the batch."""
+    """What the backward of a microbatch starts from: its share of the batch, times the loss scale."""
     return torch.full((), weight, dtype=getattr(torch, dtype), device=device)

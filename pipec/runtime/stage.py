@@ -29,7 +29,8 @@ class StageCode(Protocol):
     ``t``, ...      size of each variable of the plan, under its name
     ``rng``         function from an operator's id to the ``torch.Generator`` it draws from
     ``saved``       list returned by the phase before; the function empties it, which frees the values
-    ``grad_loss``   0-dim tensor: the microbatch's share of the batch, what the backward starts from
+    ``grad_loss``   0-dim tensor: the microbatch's share of the batch, what the backward starts from,
+                    times the loss scale
     ``device``      the stage's ``torch.device``
     ``share``       0-dim tensor: the rows of the microbatch as a share of the batch's
     other names     a received value or a model input
@@ -101,8 +102,11 @@ class BoundStage:
         self._read_by_constants = _sizes_read(getattr(code, "constants", None))
         self._constants = functools.lru_cache(maxsize=8)(self._evaluate_constants)
 
-    def begin_step(self) -> None:
-        """Take the tensors as they are now. One that does not own them takes copies of what may change."""
+    def begin_step(self, loss_scale: float = 1.0) -> None:
+        """Take the tensors as they are now. One that does not own them takes copies of what may change.
+
+        The gradients that its functions return are those of the loss times ``loss_scale``.
+        """
         if not self.owns_tensors:
             self.weights[:] = [weight.to(self.device) for weight in self._parameters]
             changing = frozenset(self.updated_indices)
@@ -112,7 +116,7 @@ class BoundStage:
             ]
         if self.is_versioned:
             self._memory = {weight.untyped_storage().data_ptr() for weight in self.weights if weight.numel()}
-        self.gradients.begin_step()
+        self.gradients.begin_step(1 / loss_scale)
 
     def fill_frame(self, microbatch: int, key: tuple[int, int], sizes: Sizes) -> Frame:
         """Put into the frame what every stage has. ``sizes`` has the rows as ``b``, and the variables.

@@ -1,0 +1,42 @@
+"""What the loss is multiplied by so that gradients in float16 do not vanish, by ``GradScaler``'s rule."""
+
+from dataclasses import dataclass
+
+from pipec.errors import NonFiniteError
+
+GROWTH, BACKOFF, INTERVAL = 2.0, 0.5, 2000
+LEAST = 2.0**-16
+"""With a smaller scale a gradient is too large whatever it is multiplied by: something else is wrong."""
+
+
+@dataclass
+class LossScale:
+    """The scale of ``torch.amp.GradScaler`` with its defaults, and how many updates were made with it.
+
+    It is a power of two, so that gradients that are divided by it have the bits that they would have without
+    it, but for those that would have vanished.
+    """
+
+    scale: float = 65536.0
+    growth_tracker: int = 0
+
+    def follow_update(self) -> None:
+        """Grow, after so many updates with gradients that were numbers."""
+        self.growth_tracker += 1
+        if self.growth_tracker == INTERVAL:
+            self.growth_tracker = 0
+            self.scale = min(self.scale * GROWTH, 2.0**127)
+
+    def follow_overflow(self) -> None:
+        """Shrink, where an update was left out because a gradient was not finite.
+
+        Raises:
+            NonFiniteError: that has happened too often to be the scale's doing.
+        """
+        self.scale, self.growth_tracker = self.scale * BACKOFF, 0
+        if self.scale < LEAST:
+            raise NonFiniteError(
+                f"some gradient is not finite in step after step, down to a loss scale of {self.scale:.0e}: "
+                "gradients, activations or the loss are not finite for another reason than the range of "
+                "float16. See where with precision='bf16-mixed' or in float32, and on_nan='raise'"
+            )
