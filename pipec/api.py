@@ -293,8 +293,8 @@ def _updates(
                 )
         if precision is Precision.FP16:
             raise InputError(
-                "precision='fp16-mixed' leaves an update out on all ranks where a gradient overflows, which an "
-                "optimizer of your own would make; pass optimizer=..., such as "
+                "precision='fp16-mixed' leaves an update out on all ranks where a gradient overflows, and an "
+                "optimizer of your own would make it; pass optimizer=..., such as "
                 "functools.partial(torch.optim.AdamW, lr=1e-3), or take precision='bf16-mixed'"
             )
         return None, NOTHING_MORE

@@ -3,6 +3,7 @@
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import nn
 
 from pipec.errors import InputError
 from pipec.ir import Mode, Precision
@@ -46,6 +47,20 @@ def check_step(precision: Precision | None, device: torch.device, mode: Mode) ->
     entered = _entered(device)
     if precision is not None or (mode is Mode.TRAIN and entered not in (None, torch.bfloat16)):
         require_option(precision, device, "this call")
+
+
+def require_wide_weights(precision: Precision | None, model: nn.Module) -> None:
+    """Refuse to train weights in float16, in which a gradient vanishes that is not scaled any more.
+
+    Raises:
+        InputError: the model has such weights.
+    """
+    for fqn, parameter in model.named_parameters() if precision is Precision.FP16 else ():
+        if parameter.requires_grad and parameter.dtype is torch.float16:
+            raise InputError(
+                f"{fqn} is float16, but precision='fp16-mixed' keeps weights in float32 and makes float16 of "
+                "them where operators compute; call model.float(), or leave out precision"
+            )
 
 
 def _entered(device: torch.device) -> torch.dtype | None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipec.capture.autocast import autocast
+from pipec.capture.autocast import autocast, require_wide_weights
 from pipec.capture.call import Call
 from pipec.capture.step import traced_module
 from pipec.capture.symbols import FixedVariableError
@@ -332,8 +332,7 @@ class Compiler:
             outputs=signature.kind.outputs,
             num_replicas=None if self.searches_replicas or isinstance(replicas, tuple) else replicas,
         )
-        if self.precision is Precision.FP16:
-            _require_wide_weights(self.model)
+        require_wide_weights(self.precision, self.model)
         with self._timed("capture and differentiate"), autocast(self.precision, self.device):
             graph = self._trace_variables(signature, traced) or traced(symbolic=symbolic)
         if graph.joined and self.microbatches is None:
@@ -396,13 +395,3 @@ class Compiler:
 
     def _note(self, what: str, seconds: float) -> None:
         self.seconds[what] = self.seconds.get(what, 0.0) + seconds
-
-
-def _require_wide_weights(model: nn.Module) -> None:
-    """Refuse weights in which a gradient that is no longer scaled would vanish, and most updates with it."""
-    for fqn, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.dtype is torch.float16:
-            raise InputError(
-                f"{fqn} is float16, but precision='fp16-mixed' keeps weights in float32 and makes float16 of "
-                "them where operators compute; call model.float(), or leave out precision"
-            )

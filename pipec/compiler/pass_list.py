@@ -12,6 +12,7 @@ from pipec.passes.divide_phases import DividePhases
 from pipec.passes.insert_communication import InsertCommunication
 from pipec.passes.join_slices import JoinSlices
 from pipec.passes.mark_recompute import MarkRecompute
+from pipec.passes.prepare_weights import PrepareWeights
 from pipec.passes.simplify import Simplify
 from pipec.passes.split_backward import SplitBackward
 from pipec.passes.untie_gradients import UntieGradients
@@ -45,6 +46,7 @@ def passes(options: CompilerOptions, cut: Pass, recompute: MarkRecompute) -> lis
         Simplify(),
         JoinSlices(),
         AnnotateCost(options.device_model, options.profile),
+        PrepareWeights(),
         cut,
         UntieGradients(),
         InsertCommunication(options.topology.slowest_link),

@@ -19,6 +19,7 @@ class StageMemory:
     ============== =============== ========================== ==============================================
     ``weights``    stage           the start of the step      the end of the step
     ``buffers``    stage           the start of the step      the end of the step
+    ``prepared``   stage           the start of the step      the end of the step
     ``versions``   stage           the start of the step      the end of the step
     ``gradients``  stage           the first gradient         the update, or the next step if there is none
     ``state``      stage           the start of the step      the end of the step
@@ -32,11 +33,12 @@ class StageMemory:
     ============== =============== ========================== ==============================================
 
     ``transient[phase]`` is the most that its functions hold besides the rest while they run, the gradients
-    of the one microbatch included. ``buffers`` are also constants, and inputs that are not split. ``state``
-    is that of the optimizer, if the program updates. ``versions`` are those of the weights besides the latest
-    that microbatches in flight still read, where there is no flush. ``travelling`` is the most that sums of
-    gradients on their way, and gathered parameters, take at a time. Where replicas hold shares of a stage,
-    these figures are those of the replica that holds most.
+    of the one microbatch included. ``buffers`` are also constants, and inputs that are not split.
+    ``prepared`` is what is made of weights alone, once for each version; where weights are gathered for use,
+    it goes with them. ``state`` is that of the optimizer, if the program updates. ``versions`` are those of
+    the weights besides the latest that microbatches in flight still read, where there is no flush.
+    ``travelling`` is the most that sums of gradients on their way, and gathered parameters, take at a time.
+    Where replicas hold shares of a stage, these figures are those of the replica that holds most.
     """
 
     weights: float = 0
@@ -51,11 +53,13 @@ class StageMemory:
     inputs: float = 0
     travelling: float = 0
     update: float = 0
+    prepared: float = 0
 
     @property
     def static(self) -> float:
         """The most that the stage holds besides what it holds of microbatches."""
-        return self.weights + self.buffers + self.versions + self.gradients + self.state + self.travelling
+        made = self.prepared + self.gradients + self.state
+        return self.weights + self.buffers + self.versions + made + self.travelling
 
     @property
     def longest(self) -> float:
@@ -89,6 +93,7 @@ class StageMemory:
 KINDS = (
     "parameters",
     "buffers",
+    "prepared",
     "gradients",
     "optimizer",
     "versions",

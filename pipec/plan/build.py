@@ -242,6 +242,7 @@ def _stage_memory(stage: StageFunctions, size: int) -> StageMemory:
     return StageMemory(
         weights=sum(map(bytes_of, stage.parameters)),
         buffers=sum(map(bytes_of, (*stage.buffers, *whole))) + _constant_bytes(stage, bytes_of),
+        prepared=sum(map(bytes_of, stage.prepared)),
         inputs=sum(map(bytes_of, split)),
         gradients=sum(bytes_of(node) for node in stage.parameters if node.meta["role"].fqn in trained),
         saved=saved + buffers,

@@ -130,7 +130,8 @@ def _updated(
     replicas = replicas_of(plan.placement)
     behind = ending.stream.most_live(stage.index, replicas) - 1 if ending.stream else 0
     versions, scratch = behind * max(trained, 0), facts.scratch_bytes(updated)
-    memory = replace(memory, state=own_state, versions=versions, update=scratch)
+    prepared = (1 + behind) * memory.prepared
+    memory = replace(memory, state=own_state, versions=versions, prepared=prepared, update=scratch)
     cost = replace(stage.cost, memory=memory, update_seconds=seconds)
     return replace(stage, cost=cost)
 

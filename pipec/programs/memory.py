@@ -11,6 +11,7 @@ from pipec.ir.memory import KINDS
 from pipec.ir.text import value_bytes
 
 _MAKING_GRADIENTS = [OP_CODE[Op.BACKWARD], OP_CODE[Op.BACKWARD_WEIGHT]]
+_NOWHERE = np.empty(0, np.int64)
 UNDER_WAY = 2
 """How many messages a rank keeps of a link and peer: the one that the peer may still read, and the next."""
 
@@ -76,6 +77,7 @@ def rank_memory(plan: Plan, program: Program) -> RankMemory:
     account.count_messages()
     account.count_results()
     account.count_collectives()
+    account.count_prepared()
     return account.result()
 
 
@@ -105,6 +107,7 @@ class _Account:
             self.static["buffers"] += stage.buffers
             self.static["optimizer"] += stage.state
             self.static["versions"] += stage.versions
+            self.static["prepared"] += stage.prepared
             self.static["inputs"] += stage.inputs * rows
 
     def count_computes(self) -> None:
@@ -196,6 +199,20 @@ class _Account:
                 if ending.gathers_for_use(bucket):
                     self.grow("travelling", self._at(Op.UNSHARD, stage, number), bucket.padded_bytes, 0.0)
                     self.grow("travelling", self._at(Op.RESHARD, stage, number), 0.0, -bucket.padded_bytes)
+
+    def count_prepared(self) -> None:
+        """Where weights are gathered for use, what is made of them goes when they are let go of."""
+        ending = self.plan.ending
+        for stage in self.own:
+            gathered = [n for n in ending.buckets_of(stage) if ending.gathers_for_use(ending.buckets[n])]
+            gone = np.sort(np.concatenate([self._at(Op.RESHARD, stage, n) for n in gathered] or [_NOWHERE]))
+            amount = self.stages[stage].prepared
+            if amount and gone.size:
+                self.static["prepared"] -= amount
+                uses = np.flatnonzero(self.columns.is_compute & (self.columns.stages == stage))
+                rounds, first = np.unique(np.searchsorted(gone, uses), return_index=True)
+                self.grow("prepared", uses[first], amount, 0.0)
+                self.grow("prepared", gone[rounds[rounds < gone.size]], 0.0, -amount)
 
     def _at(self, op: Op, stage: int, bucket: int = -1) -> Ints:
         columns = self.columns

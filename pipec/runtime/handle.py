@@ -198,11 +198,8 @@ class Handle(nn.Module):
                 log(notice_of(found, self._num_steps - 1, ending))
         elif updates is not None:
             updates.optimizer.count_step()
-        if updates is not None and updates.loss_scale is not None:
-            if overflowed:
-                updates.loss_scale.follow_overflow()
-            elif found is None:
-                updates.loss_scale.follow_update()
+        if updates is not None and updates.loss_scale is not None and (overflowed or found is None):
+            updates.loss_scale.follow(overflowed)
 
     @property
     def num_skipped(self) -> int:

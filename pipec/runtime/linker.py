@@ -48,7 +48,7 @@ class Linked:
 Source = Callable[[], Sequence[Any]]
 Sink = Callable[[Sequence[Tensor]], None]
 
-_ALWAYS = frozenset({"w", "buffers", "constants", "b", "rng", "device"})
+_ALWAYS = frozenset({"w", "prepared", "buffers", "constants", "b", "rng", "device"})
 _SAVING = (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD_INPUT)
 """The phases whose last function saves something, too."""
 
@@ -263,8 +263,11 @@ class Linker:
             )
         asked = parameter_names(function)
         makes_gradients = phase not in (Phase.FORWARD, Phase.RECOMPUTE)  # which lie as the weights do
-        own = self._weights(stage.index, name) if "w" in asked or makes_gradients else []
+        reads = not {"w", "prepared"}.isdisjoint(asked)
+        own = self._weights(stage.index, name) if reads or makes_gradients else []
         weights += own
+        if "prepared" in asked:
+            own = [*own, functools.partial(stage.prepare, microbatch)]
         take = self._take(stage.index, microbatch, asked, name, own)
         self._note_made(stage.index, microbatch, phase, is_last)
         return bind_function(name, phase, is_last, stage, microbatch, take, self._rank.results)

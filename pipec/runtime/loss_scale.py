@@ -20,20 +20,17 @@ class LossScale:
     scale: float = 65536.0
     growth_tracker: int = 0
 
-    def follow_update(self) -> None:
-        """Grow, after so many updates with gradients that were numbers."""
-        self.growth_tracker += 1
-        if self.growth_tracker == INTERVAL:
-            self.growth_tracker = 0
-            self.scale = min(self.scale * GROWTH, 2.0**127)
-
-    def follow_overflow(self) -> None:
-        """Shrink, where an update was left out because a gradient was not finite.
+    def follow(self, overflowed: bool) -> None:
+        """Shrink where an update was left out because a gradient was not finite; grow after many that were.
 
         Raises:
-            NonFiniteError: that has happened too often to be the scale's doing.
+            NonFiniteError: it has shrunk too often for that to be the scale's doing.
         """
-        self.scale, self.growth_tracker = self.scale * BACKOFF, 0
+        self.growth_tracker = 0 if overflowed else (self.growth_tracker + 1) % INTERVAL
+        if overflowed:
+            self.scale *= BACKOFF
+        elif self.growth_tracker == 0:
+            self.scale = min(self.scale * GROWTH, 2.0**127)
         if self.scale < LEAST:
             raise NonFiniteError(
                 f"some gradient is not finite in step after step, down to a loss scale of {self.scale:.0e}: "

@@ -23,6 +23,7 @@ class StageCode(Protocol):
 
     =============== ===================================================================================
     ``w``           list of parameters, in the order of ``PARAMETERS``
+    ``prepared``    tuple returned by ``prepare`` for these parameters
     ``buffers``     list of buffers as the microbatch's forward found them, in the order of ``BUFFERS``
     ``constants``   tuple returned by ``constants``
     ``b``           number of samples in the microbatch
@@ -43,7 +44,8 @@ class StageCode(Protocol):
     ``sent`` is a dict of values by name. Optional functions: ``recompute(...) -> saved``,
     ``backward(...) -> (sent, gradients)``, ``backward_input(...) -> (sent, saved, gradients)``,
     ``backward_weight(...) -> gradients``, each gradient aligned with ``PARAMETERS`` and None where there
-    is none, ``constants(...) -> tuple`` of what depends on sizes and ``device`` alone, and
+    is none, ``constants(...) -> tuple`` of what depends on sizes and ``device`` alone,
+    ``prepare(...) -> tuple`` of what depends on ``w`` and ``device`` alone, and
     ``of_batch(...) -> tuple`` of what is needed of the whole batch, under the names in the stage's plan.
     """
 
@@ -97,6 +99,7 @@ class BoundStage:
         self.buffers = self.buffers_before = self._registered
         self.versions = WeightVersions(self.weights, 0)
         self.is_versioned = False
+        self._prepared: dict[int, tuple[Tensor, ...]] = {}
         self._buffers_found: dict[int, list[Tensor]] = {}
         self._memory: set[int] = set()
         self._read_by_constants = _sizes_read(getattr(code, "constants", None))
@@ -114,6 +117,7 @@ class BoundStage:
                 buffer.to(self.device, copy=index in changing)
                 for index, buffer in enumerate(self._registered)
             ]
+        self._prepared.clear()
         if self.is_versioned:
             self._memory = {weight.untyped_storage().data_ptr() for weight in self.weights if weight.numel()}
         self.gradients.begin_step(1 / loss_scale)
@@ -153,8 +157,19 @@ class BoundStage:
 
     def hide_weights(self, fqns: Iterable[str]) -> None:
         """Let go of parameters that ``show_weights`` has brought."""
+        self._prepared.clear()
         for fqn in fqns:
             self.weights[self.code.PARAMETERS.index(fqn)] = _UNLENT
+
+    def prepare(self, microbatch: int) -> None:
+        """Give a microbatch what its weights are prepared to. The first that reads a version computes it."""
+        frame = self.frames[microbatch]
+        version = frame.get("version", 0)
+        if version not in self._prepared:
+            known = {"w": frame["w"], "device": self.device}
+            prepare: Callable[..., tuple[Tensor, ...]] = getattr(self.code, "prepare")  # noqa: B009
+            self._prepared[version] = prepare(*(known[name] for name in parameter_names(prepare)))
+        frame["prepared"] = self._prepared[version]
 
     def function(self, name: str) -> Callable[..., Any]:
         """A function of the code. In a stream it returns nothing that is in the memory of the latest weights.
@@ -190,6 +205,8 @@ class BoundStage:
     def advance(self) -> None:
         """Go on with the next version of the weights, once an update of a stream is over."""
         self.versions.advance()
+        for number in [each for each in self._prepared if each < self.versions.oldest]:
+            del self._prepared[number]
         for number in [each for each in self._buffers_found if each < self.versions.oldest]:
             del self._buffers_found[number]
 
@@ -197,6 +214,7 @@ class BoundStage:
         """Go back to the weights and buffers after so many updates of a stream, if the weights are held."""
         if number in self.versions.held:
             self.versions.restore(number)
+        self._prepared.clear()
         self.restore_buffers(number)
         self.end_step()
 
@@ -230,6 +248,7 @@ class BoundStage:
         for index in self._borrowed_indices:
             self.weights[index] = _UNLENT
         self.buffers = self.buffers_before = self._registered
+        self._prepared.clear()
         self._buffers_found.clear()
         self.gradients.forget_step()
 
