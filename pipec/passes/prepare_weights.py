@@ -107,15 +107,17 @@ def _follow_readers(graph: TrainingGraph, depends: Depends) -> None:
     Its own operator may be left without anything else, and on a stage that does not hold the parameter.
     """
     first: dict[int, int] = {}
-    readers: dict[fx.Node, int] = {}
+    readers: dict[fx.Node, list[int]] = {}
     for node in reversed([*depends]):
-        outside = [user.meta["operator"] for user in node.users if user not in depends]
-        readers[node] = min([*outside, *(readers[user] for user in node.users if user in readers)])
+        users = [user for user in node.users if is_forward(user)]
+        found = [number for user in users for number in readers.get(user, [user.meta["operator"]])]
         operator = node.meta["operator"]
-        first[operator] = min(first.get(operator, readers[node]), readers[node])
+        readers[node] = [min(found)] if found else []
+        first[operator] = min([*found, first.get(operator, len(graph.operators))])
     for node in graph.nodes:
-        if not is_forward(node):
-            node.meta["operator"] = first.get(node.meta["operator"], node.meta["operator"])
+        operator = node.meta["operator"]
+        if not is_forward(node) and first.get(operator, len(graph.operators)) < len(graph.operators):
+            node.meta["operator"] = first[operator]
 
 
 def _lifted(

@@ -102,6 +102,8 @@ class BoundStage:
         self._prepared: dict[int, tuple[Tensor, ...]] = {}
         self._buffers_found: dict[int, list[Tensor]] = {}
         self._memory: set[int] = set()
+        self._prepare: Callable[..., tuple[Tensor, ...]] = getattr(code, "prepare", tuple)
+        self._read_by_prepare = parameter_names(self._prepare) if hasattr(code, "prepare") else ()
         self._read_by_constants = _sizes_read(getattr(code, "constants", None))
         self._constants = functools.lru_cache(maxsize=8)(self._evaluate_constants)
 
@@ -167,8 +169,7 @@ class BoundStage:
         version = frame.get("version", 0)
         if version not in self._prepared:
             known = {"w": frame["w"], "device": self.device}
-            prepare: Callable[..., tuple[Tensor, ...]] = getattr(self.code, "prepare")  # noqa: B009
-            self._prepared[version] = prepare(*(known[name] for name in parameter_names(prepare)))
+            self._prepared[version] = self._prepare(*(known[name] for name in self._read_by_prepare))
         frame["prepared"] = self._prepared[version]
 
     def function(self, name: str) -> Callable[..., Any]:
