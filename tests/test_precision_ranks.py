@@ -1,4 +1,4 @@
-"""Mixed precision on several processes over gloo: an overflow on one rank is one of all, and what ranks hold."""
+"""Mixed precision on processes over gloo: an overflow on one rank is one of all; what ranks hold."""
 
 import json
 from pathlib import Path
