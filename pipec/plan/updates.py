@@ -59,8 +59,9 @@ class _Share:
 def with_updates(plan: Plan, facts: OptimizerFacts, device: DeviceModel) -> Plan:
     """The plan with the memory and the seconds of its updates.
 
-    An update reads parameters, gradients and state, and writes parameters and state. Without a flush, a stage
-    also keeps what it trains in versions that are still read.
+    An update reads parameters, gradients and state, and writes parameters and state; what is made of them
+    alone, which is half as large where it is a cast, is made anew. Without a flush, a stage also keeps what
+    it trains in versions that are still read.
     """
     state = facts.state_bytes or {}
     shares = {
@@ -126,7 +127,7 @@ def _updated(
         memory = replace(memory, gradients=memory.gradients + travels)
     own_state = kept + sum(share.state for share in divided.values())
     trained = stage.cost.memory.gradients - borrowed - sum(s.whole - s.own for s in divided.values())
-    seconds = (3 * max(trained, 0) + 2 * own_state) / rate
+    seconds = (3 * max(trained, 0) + 2 * own_state + 3 * memory.prepared) / rate
     replicas = replicas_of(plan.placement)
     behind = ending.stream.most_live(stage.index, replicas) - 1 if ending.stream else 0
     versions, scratch = behind * max(trained, 0), facts.scratch_bytes(updated)
