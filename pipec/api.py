@@ -51,6 +51,7 @@ from pipec.profiler import Show, profile_graph
 from pipec.runtime.execution import Ranks
 from pipec.runtime.facts import Facts, argument_fact, differences, tensor_kind
 from pipec.runtime.holder import ModelTensors
+from pipec.runtime.kernels import KERNELS
 from pipec.runtime.launch import DEVICE, DEVICES, Devices, every_device, world
 from pipec.runtime.loss_scale import LossScale
 from pipec.runtime.optimizers import Factory, state_bytes, update_scratch
@@ -94,6 +95,7 @@ def compile(
     batched: Batched | None = None,
     microbatch_weight: MicrobatchWeight | None = None,
     precision: str | None = None,
+    kernels: str = "source",
     recompute: str = "auto",
     memory_limit: int | str | None = None,
     topology: Topology | str | Path | None = None,
@@ -159,6 +161,9 @@ def compile(
             ``torch.autocast`` does, with weights and gradients in float32. With ``"fp16-mixed"`` the loss is
             scaled, as by ``torch.amp.GradScaler``; it needs ``optimizer``. None: the model's own types. See
             docs/precision.md.
+        kernels: how a rank runs its stages: ``"source"``, the generated Python; ``"inductor"``, compiled by
+            ``torch.compile`` at the first step of each size, to sums in another order; ``"auto"``, whichever
+            takes less time in the first calls of a function.
         recompute: ``"none"`` keeps every value the backward needs; ``"full"`` keeps only what a stage
             received and computes the rest again; ``"auto"`` computes again as little as lets every device
             stay within ``memory_limit``. See docs/recompute.md.
@@ -182,7 +187,7 @@ def compile(
             these passed different arguments. (``device_model`` and ``profile`` may differ; rank 0's count.)
     """
     check_arguments(COMPILE, locals())
-    ranks = Ranks(devices if devices is not None else every_device(world()), timeout)
+    ranks = Ranks(devices if devices is not None else every_device(world()), timeout, kernels)
     if ranks.world.distributed:
         _require_same_arguments(
             ranks,
@@ -203,6 +208,7 @@ def compile(
             batched=batched,
             microbatch_weight=microbatch_weight,
             precision=precision,
+            kernels=kernels,
             recompute=recompute,
             memory_limit=memory_limit,
             topology=Path(topology) if isinstance(topology, str) else topology,
@@ -335,6 +341,7 @@ COMPILE = {
     "batched": instance("a dict of arguments to 0 or None", Mapping, Sequence) | whole(0, 0) | NONE,
     "microbatch_weight": one_of(*WORDS) | FUNCTION | NONE,
     "precision": _PRECISION,
+    "kernels": one_of(*KERNELS),
     "recompute": one_of("auto", "none", "full"),
     "memory_limit": number(1, 2**63 - 1) | instance("text such as '16GiB'", str) | NONE,
     "topology": instance("a pipec.Topology", Topology) | _FILE | NONE,
