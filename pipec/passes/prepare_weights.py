@@ -11,7 +11,7 @@ Such are the casts of mixed precision, weight norm and other parametrizations. M
 again, and save them besides. What is larger than its parameters stays where it is.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,12 +38,14 @@ class PrepareWeights:
     """Bits stay as they are. The gradient still comes of each microbatch, and so in the parameter's type."""
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
-        depends = _of_parameters_alone(graph)
+        depends, first = _to_lift(graph)
         read = [node for node in depends if is_tensor(node) and not is_view(node) and _is_read(node, depends)]
         if not read:
             return graph
-        _follow_readers(graph, depends)
-        lifted, copies = _lifted(graph, depends, read)
+        for node in graph.nodes:
+            if not is_forward(node):
+                node.meta["operator"] = first.get(node.meta["operator"], node.meta["operator"])
+        lifted, copies = _lifted(graph, read)
         made = list(dict.fromkeys(copies[node] for node in read))
         lifted.output(tuple(made))
         with graph.module.graph.inserting_before(next(iter(graph.module.graph.nodes))):
@@ -60,14 +62,33 @@ class PrepareWeights:
         return replace(graph, prepared=lifted)
 
 
-def _of_parameters_alone(graph: TrainingGraph) -> dict[fx.Node, frozenset[fx.Node]]:
-    """In order, the nodes that depend on nothing but parameters, and no result of the graph on them alone."""
+def _to_lift(graph: TrainingGraph) -> tuple[Depends, dict[int, int]]:
+    """The nodes that depend on parameters alone, and the first operator that reads what each operator lifts.
+
+    The backward of what is lifted goes with that reader: its own operator may be left without anything else,
+    and on a stage that does not hold the parameter. An operator that keeps a part that is not such a reader
+    keeps everything.
+    """
+    whole: set[int] = set()
+    while True:
+        depends = _of_parameters_alone(graph, whole)
+        lifted = {node for node in depends if not (is_view(node) and _is_read(node, depends))}
+        first = _first_readers(lifted, depends)
+        left = {node.meta["operator"] for node in graph.nodes if is_forward(node) and node not in lifted}
+        torn = {operator for operator, reader in first.items() if operator in left and reader > operator}
+        if not torn:
+            return depends, first
+        whole |= torn
+
+
+def _of_parameters_alone(graph: TrainingGraph, whole: Collection[int]) -> dict[fx.Node, frozenset[fx.Node]]:
+    """In order, the nodes that depend on nothing but parameters. Operators that stay ``whole`` have none."""
     found: dict[fx.Node, frozenset[fx.Node]] = {}
     for node in graph.nodes:
         sources = node.all_input_nodes
         if sources and all(source in found or _is_parameter(source) for source in sources):
             parameters = frozenset[fx.Node]().union(*(found.get(each, {each}) for each in sources))
-            if _may_be_lifted(node, parameters):
+            if node.meta["operator"] not in whole and _may_be_lifted(node, parameters):
                 found[node] = parameters
     return found
 
@@ -95,40 +116,36 @@ def _elements(value: Any) -> float:
 
 def _is_read(node: fx.Node, depends: Depends) -> bool:
     """Whether something that stays reads the node: a view of it does, if something that stays reads that."""
-    return any(
-        user not in depends or (is_tensor(user) and is_view(user) and _is_read(user, depends))
-        for user in node.users
-    )
+    return any(user not in depends or (is_view(user) and _is_read(user, depends)) for user in node.users)
 
 
-def _follow_readers(graph: TrainingGraph, depends: Depends) -> None:
-    """Let the backward of what is lifted go with the first operator that reads it.
-
-    Its own operator may be left without anything else, and on a stage that does not hold the parameter.
-    """
+def _first_readers(lifted: Collection[fx.Node], depends: Depends) -> dict[int, int]:
+    """By operator that something is lifted of, the first operator whose forward reads what comes of it."""
     first: dict[int, int] = {}
     readers: dict[fx.Node, list[int]] = {}
     for node in reversed([*depends]):
         users = [user for user in node.users if is_forward(user)]
-        found = [number for user in users for number in readers.get(user, [user.meta["operator"]])]
-        operator = node.meta["operator"]
+        found = [
+            number for user in users for number in (readers[user] if user in lifted else [_operator(user)])
+        ]
         readers[node] = [min(found)] if found else []
-        first[operator] = min([*found, first.get(operator, len(graph.operators))])
-    for node in graph.nodes:
-        operator = node.meta["operator"]
-        if not is_forward(node) and first.get(operator, len(graph.operators)) < len(graph.operators):
-            node.meta["operator"] = first[operator]
+        if found and node in lifted:
+            first[_operator(node)] = min(*found, first.get(_operator(node), found[0]))
+    return first
 
 
-def _lifted(
-    graph: TrainingGraph, depends: Depends, read: list[fx.Node]
-) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+def _operator(node: fx.Node) -> int:
+    operator: int = node.meta["operator"]
+    return operator
+
+
+def _lifted(graph: TrainingGraph, read: Sequence[fx.Node]) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     """The graph that computes what is ``read``, and its node for each that it stands for.
 
     What is the same call of the same values is made once.
     """
     lifted, copies, known = fx.Graph(), dict[fx.Node, fx.Node](), dict[object, fx.Node]()
-    for node in _leading_to(graph, depends, read):
+    for node in _leading_to(graph, read):
         key = node if node.op == "placeholder" else _call(node, copies)
         if key not in known:
             known[key] = lifted.node_copy(node, copies.__getitem__)
@@ -141,8 +158,8 @@ def _call(node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> object:
     return node.target, repr(args), repr(sorted(kwargs.items()))
 
 
-def _leading_to(graph: TrainingGraph, depends: Depends, read: list[fx.Node]) -> Iterator[fx.Node]:
-    needed, pending = set[fx.Node](), list(read)
+def _leading_to(graph: TrainingGraph, read: Sequence[fx.Node]) -> Iterator[fx.Node]:
+    needed, pending = set[fx.Node](), [*read]
     while pending:
         node = pending.pop()
         if node not in needed:
