@@ -22,6 +22,7 @@ from pipec.runtime.execution import Execution
 from pipec.runtime.loss_scale import INTERVAL, LossScale
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1)
+CPU = torch.device("cpu")
 TYPES = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 WIDTH, ROWS, MICROBATCHES = 16, 8, 4
 
@@ -71,18 +72,19 @@ class Eager:
     model: nn.Module
     precision: str
     clip: float | None = None
+    device: torch.device = CPU
     scaler: torch.amp.GradScaler = field(init=False)
     optimizer: torch.optim.Optimizer = field(init=False)
 
     def __post_init__(self) -> None:
-        self.scaler = torch.amp.GradScaler("cpu", enabled=self.precision == "fp16-mixed")
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16-mixed")
         self.optimizer = SGD(self.model.parameters())
 
     def accumulate(self, batch: Mapping[str, Tensor]) -> Tensor:
         losses = []
         for x, y in zip(*(batch[name].chunk(MICROBATCHES) for name in ("x", "y")), strict=True):
-            with torch.autocast("cpu", TYPES[self.precision]):
-                loss = self.model(x, y)
+            with torch.autocast(self.device.type, TYPES[self.precision]):
+                loss = self.model(x.to(self.device), y.to(self.device))
             self.scaler.scale(loss / MICROBATCHES).backward()
             losses.append(loss.detach() / MICROBATCHES)
         return torch.stack(losses).sum()
@@ -99,11 +101,15 @@ class Eager:
 
 
 def pair(
-    precision: str, kind: type[nn.Module] = Net, clip: float | None = None, **options: Any
+    precision: str,
+    kind: type[nn.Module] = Net,
+    clip: float | None = None,
+    device: torch.device = CPU,
+    **options: Any,
 ) -> tuple[Pipeline, Eager]:
-    own = model(kind)
-    eager = Eager(copy.deepcopy(own), precision, clip)
-    options = {"devices": 2, "optimizer": SGD, "microbatches": MICROBATCHES, **options}
+    own = model(kind).to(device)
+    eager = Eager(copy.deepcopy(own), precision, clip, device)
+    options = {"devices": [device] * 2, "optimizer": SGD, "microbatches": MICROBATCHES, **options}
     return pipec.compile(own, precision=precision, clip_grad_norm=clip, **options), eager
 
 
