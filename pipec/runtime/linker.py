@@ -266,8 +266,6 @@ class Linker:
         reads = not {"w", "prepared"}.isdisjoint(asked)
         own = self._weights(stage.index, name) if reads or makes_gradients else []
         weights += own
-        if "prepared" in asked:
-            own = [*own, functools.partial(stage.prepare, microbatch)]
         take = self._take(stage.index, microbatch, asked, name, own)
         self._note_made(stage.index, microbatch, phase, is_last)
         return bind_function(name, phase, is_last, stage, microbatch, take, self._rank.results)
@@ -300,7 +298,10 @@ class Linker:
         waits = [*first]
         dropped: list[str] = []
         for name in names:
-            if name in self._always:
+            if name == "prepared":
+                waits.append(functools.partial(self._rank.stages[stage].prepare, microbatch))
+                dropped.append(name)  # before the weights go, where they are gathered for use
+            elif name in self._always:
                 waits += self._buffers(stage, microbatch, reader) if name == "buffers" else []
             elif delivery := self._present[stage, microbatch].get(name):
                 waits += delivery.awaited()

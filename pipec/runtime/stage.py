@@ -215,7 +215,6 @@ class BoundStage:
         """Go back to the weights and buffers after so many updates of a stream, if the weights are held."""
         if number in self.versions.held:
             self.versions.restore(number)
-        self._prepared.clear()
         self.restore_buffers(number)
         self.end_step()
 
