@@ -125,7 +125,6 @@ def difference(pipe: Pipeline, eager: Eager) -> float:
         ("bf16-mixed", {}),
         ("bf16-mixed", {"schedule": "interleaved-1f1b", "recompute": "full"}),
         ("fp16-mixed", {"schedule": "zb-h1"}),
-        ("fp16-mixed", {"clip": 0.5, "on_nan": "raise"}),
     ],
 )
 def test_losses_and_weights_are_those_of_eager_autocast(precision: str, options: dict[str, Any]) -> None:
@@ -133,13 +132,12 @@ def test_losses_and_weights_are_those_of_eager_autocast(precision: str, options:
     pipe, eager = pair(precision, Untied, **options)
     for batch in batches(50):
         torch.testing.assert_close(pipe.step(**batch), eager.step(batch), rtol=1e-6, atol=0)
-    assert difference(pipe, eager) <= (1e-6 if "clip" in options else 0)
+    assert difference(pipe, eager) == 0
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"devices": 4, "replicas": 2},
         {"devices": 3, "replicas": (2, 1), "gradient_dtype": "bf16"},
         {"devices": 2, "stages": 1, "shard": "gradients", "clip": 0.5, "on_nan": "raise"},
     ],
@@ -234,20 +232,8 @@ def test_weights_are_cast_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
         _, phases = pipe.source(stage).split("def forward")
         assert "to_copy.default(w[" not in phases
         assert "prepared[0]" in phases
-    assert "weight_norm" in pipe.source(0) + pipe.source(1)
-
-
-def test_what_is_prepared_keeps_the_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weight norm without autocast: with and without the pass."""
-    pipe = pipec.compile(model(), 2, optimizer=SGD, microbatches=MICROBATCHES)
-    every = list(batches(3))
-    losses = [pipe.step(**batch) for batch in every]
-    monkeypatch.setattr("pipec.compiler.pass_list.PrepareWeights", lambda: lambda graph: graph)
-    straight = pipec.compile(model(), 2, optimizer=SGD, microbatches=MICROBATCHES)
-    assert losses == [straight.step(**batch) for batch in every]
-    assert all(map(torch.equal, pipe.parameters(), straight.parameters()))
-    assert "weight_norm" in pipe.source(0)
-    assert "weight_norm_interface.default" not in pipe.source(0).split("def forward")[1]
+        assert "weight_norm_interface.default" not in phases
+    assert "weight_norm_interface.default" in pipe.source(0) + pipe.source(1)
 
 
 def test_every_version_of_a_stream_has_its_casts() -> None:

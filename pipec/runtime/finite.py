@@ -45,7 +45,8 @@ def notice_of(found: NotFinite, number: int, ending: Ending) -> str:
     """What is said of the first step that is skipped."""
     why = ", as on_nan='skip' asks"
     if is_overflow(found, ending):
-        why = ", and the loss scale is halved, which is usual in the first steps with precision='fp16-mixed'"
+        usual = ", which is usual in the first steps with precision='fp16-mixed'" if found.parameter else ""
+        why = f", and the loss scale is halved{usual}"
     return (
         f"pipec: step {number} (the first is 0): {found}; nothing came of that step{why}. "
         "pipe.num_skipped counts such steps"
