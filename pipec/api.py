@@ -14,6 +14,7 @@ from pipec.capture.call import Call
 from pipec.capture.splitting import Batched, divide, positional_names
 from pipec.capture.tracer import capture
 from pipec.compiler.autotuner import Autotuner
+from pipec.compiler.checks import check_offload
 from pipec.compiler.compiler import Compiler
 from pipec.compiler.pass_list import CompilerOptions
 from pipec.compiler.policy import (
@@ -93,6 +94,7 @@ def compile(
     microbatch_weight: MicrobatchWeight | None = None,
     recompute: str = "auto",
     memory_limit: int | str | None = None,
+    offload: str | None = None,
     topology: Topology | str | Path | None = None,
     device_model: DeviceModel | None = None,
     profile: Profile | str | Path | None = None,
@@ -157,6 +159,9 @@ def compile(
             stay within ``memory_limit``. See docs/recompute.md.
         memory_limit: bytes per device, or text such as ``"16GiB"``. The state of ``optimizer`` counts; that
             of an optimizer outside the programs does not.
+        offload: ``"activations"`` lets values that wait for the backward do so in host memory, as few as let
+            every device stay within ``memory_limit``, chosen together with ``recompute``. See
+            docs/memory.md. None: what is saved stays on its device.
         topology: how fast the devices are, how much they hold and how they are joined, or the file that says
             so; see docs/planner.md. Rank r is its device r. Without ``devices`` it may have more than there
             are, all of them alike. None: devices that are alike.
@@ -197,6 +202,7 @@ def compile(
             microbatch_weight=microbatch_weight,
             recompute=recompute,
             memory_limit=memory_limit,
+            offload=offload,
             topology=Path(topology) if isinstance(topology, str) else topology,
             dynamic=dynamic,
         )
@@ -214,19 +220,23 @@ def compile(
     joined = topology_of(topology, ranks.count, device_model.link, elastic=devices is None)
     if limit is not None:
         joined = joined.within(limit)
+    limits = [each.memory_bytes for each in joined.devices]
+    check_offload(offload, recompute, limits, not policy.may_be_asynchronous)
     updates, ending = _updates(optimizer, clip_grad_norm, shard, tensors)
     if gradient_dtype is not None:
         ending = replace(ending, gradient_dtype=GRADIENT_DTYPES[gradient_dtype])
     if on_nan != "ignore":
         ending = replace(ending, on_nan=OnNan(on_nan))
     facts = _optimizer_facts(updates, optimizer, tensors, device)
-    options = CompilerOptions(device_model, joined, recompute, measured, ending, facts)
+    offloads = offload is not None
+    options = CompilerOptions(device_model, joined, recompute, offloads, measured, ending, facts)
     tuner = Autotuner(
         policy,
         may_recompute=recompute == "auto",
         may_rearrange=batch != "local",
         optimizer=facts,
         bytes_per_second=device_model.memory_bytes_per_second,
+        may_offload=offloads,
     )
     compiler = Compiler(
         model,
@@ -311,6 +321,7 @@ COMPILE = {
     "batched": instance("a dict of arguments to 0 or None", Mapping, Sequence) | whole(0, 0) | NONE,
     "microbatch_weight": one_of(*WORDS) | FUNCTION | NONE,
     "recompute": one_of("auto", "none", "full"),
+    "offload": one_of("activations") | NONE,
     "memory_limit": number(1, 2**63 - 1) | instance("text such as '16GiB'", str) | NONE,
     "topology": instance("a pipec.Topology", Topology) | _FILE | NONE,
     "device_model": instance("what pipec.calibrate returns", DeviceModel) | NONE,

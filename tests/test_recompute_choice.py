@@ -50,11 +50,17 @@ def choices(values: Stage) -> Iterator[frozenset[int]]:
 
 
 def of(values: Stage, replayed: frozenset[int]) -> Choice:
-    return Choice((replayed,), sum(values[v].seconds for v in replayed))
+    return Choice((replayed,), (frozenset(),), sum(values[v].seconds for v in replayed))
 
 
 moments = st.lists(
-    st.builds(Moment, st.tuples(st.integers(0, 4)), st.tuples(st.integers(0, 1)), st.integers(0, 120)),
+    st.builds(
+        Moment,
+        st.tuples(st.integers(0, 4)),
+        st.tuples(st.integers(0, 1)),
+        st.integers(0, 120),
+        st.just((0,)),
+    ),
     min_size=1,
     max_size=3,
 ).map(tuple)
@@ -83,7 +89,7 @@ def test_more_room_never_takes_longer(
     one: Stage, other: Stage, limits: tuple[Moment, ...], more: int
 ) -> None:
     """On a rank with two stages."""
-    both = [Moment(m.saved * 2, (*m.replayed, 0), m.room) for m in limits]
+    both = [Moment(m.saved * 2, (*m.replayed, 0), m.room, (0, 0)) for m in limits]
     eased = [replace(moment, room=moment.room + more) for moment in both]
     tight, loose = (fastest_within((one, other), tuple(each)) for each in (both, eased))
     if tight is not None:
@@ -114,7 +120,9 @@ def test_a_cheap_value_is_replayed_before_a_dear_one() -> None:
         Value(32, 1, (1,), is_needed=True),
         Value(8, 2, (2,), is_needed=True),
     )
-    found = [fastest_within((values,), (Moment((4,), (1,), room),)) for room in (320, 319, 200, 104, 103)]
+    found = [
+        fastest_within((values,), (Moment((4,), (1,), room, (0,)),)) for room in (320, 319, 200, 104, 103)
+    ]
     assert [each and sorted(each.replayed[0]) for each in found] == [[], [2], [2, 3], [1, 2, 3], None]
 
 

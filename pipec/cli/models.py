@@ -14,6 +14,7 @@ from pipec.cli.options import (
     Json,
     MemoryLimit,
     Microbatches,
+    OffloadName,
     OptimizerName,
     ProfilePath,
     Recompute,
@@ -52,6 +53,7 @@ def plan(
     shard: ShardName = None,
     recompute: RecomputeChoice = Recompute.AUTO,
     memory_limit: MemoryLimit = None,
+    offload: OffloadName = None,
     profile: ProfilePath = None,
     calibrate: Calibrate = False,
     topology: TopologyFile = None,
@@ -77,7 +79,7 @@ def plan(
         memory_limit,
         profile,
         topology,
-        Around(stages, replicas, asynchronous, optimizer, clip_grad_norm, shard),
+        Around(stages, replicas, asynchronous, optimizer, clip_grad_norm, shard, offload),
         calibrated=calibrate,
         dynamic=not one_size,
     )
@@ -114,6 +116,7 @@ def dump(
     shard: ShardName = None,
     recompute: RecomputeChoice = Recompute.AUTO,
     memory_limit: MemoryLimit = None,
+    offload: OffloadName = None,
     profile: ProfilePath = None,
     topology: TopologyFile = None,
     as_json: Json = False,
@@ -126,7 +129,7 @@ def dump(
     """
     from pipec.ir.text import format_program
 
-    around = Around(stages, replicas, asynchronous, optimizer, clip_grad_norm, shard)
+    around = Around(stages, replicas, asynchronous, optimizer, clip_grad_norm, shard, offload)
     pipe = prepare(
         target, devices, schedule, microbatches, recompute, memory_limit, profile, topology, around
     )

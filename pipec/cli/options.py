@@ -20,9 +20,15 @@ class Recompute(StrEnum):
     FULL = "full"
 
 
+class Offload(StrEnum):
+    """What ``pipec.compile`` takes as ``offload``."""
+
+    ACTIVATIONS = "activations"
+
+
 @dataclass(frozen=True)
 class Around:
-    """What the options say of replicas and of the end of a step: arguments of ``pipec.compile``."""
+    """What the options say of replicas, the end of a step and the host: arguments of ``pipec.compile``."""
 
     stages: int | None = None
     replicas: str = "1"
@@ -30,6 +36,7 @@ class Around:
     optimizer: str | None = None
     clip_grad_norm: float | None = None
     shard: Shard | None = None
+    offload: Offload | None = None
 
 
 NOTHING_AROUND = Around()
@@ -88,6 +95,10 @@ RecomputeChoice = Annotated[
     Recompute, typer.Option("--recompute", help="auto recomputes as little as --memory-limit lets it.")
 ]
 MemoryLimit = Annotated[str | None, typer.Option("--memory-limit", help="Bytes per device, such as 16GiB.")]
+OffloadName = Annotated[
+    Offload | None,
+    typer.Option("--offload", help="What may wait in host memory, as little as --memory-limit lets it."),
+]
 ProfilePath = Annotated[
     Path | None, typer.Option("--profile", help="Measured times, from `pipec profile`, to cut by.")
 ]

@@ -60,6 +60,7 @@ def prepare(
             shard=around.shard,
             recompute=recompute,
             memory_limit=memory_limit,
+            offload=around.offload,
             profile=profile,
             topology=topology,
             device_model=calibrate(on) if calibrated else None,

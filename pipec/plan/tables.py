@@ -153,7 +153,7 @@ def _bounds(timeline: Timeline) -> str:
     path = critical_path(timeline, waits(timeline))
     for index, time in zip(path, path_times(timeline, path), strict=True):
         event = timeline.events[index]
-        others = "collectives" if event.is_collective else "messages"
+        others = "collectives" if event.is_collective else "copies" if event.is_copy else "messages"
         what = f"stage {event.instruction.stage}" if event.is_work else others
         seconds[what] += time
     longest = sorted(((time / timeline.makespan, what) for what, time in seconds.items()), reverse=True)

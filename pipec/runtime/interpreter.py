@@ -201,7 +201,7 @@ class Interpreter:
             self.position = position
             action()
             if position < num_instructions:
-                meter.note()
+                meter.note(sum(stage.host_bytes for stage in self._stages.values()))
 
     def _held(self) -> dict[str, list[Tensor]]:
         """What the rank holds at the start of a step, by kind.
