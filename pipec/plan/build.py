@@ -190,7 +190,7 @@ def _stage(
             for function in stage.functions
             for node in function.body
         ),
-        offloaded=tuple(k for k, node in enumerate(forwards[-1].saved_out) if node.meta["offload"]),
+        offloaded=tuple(k for k, node in enumerate(forwards[-1].saved_out) if node.meta.get("offload")),
         parts=_parts(stage, size),
         joins=tuple(joins_of(graph, stage, names, ranks, topology, size)),
         cost=stage_cost(graph, stage, size, stage_speed(topology, ranks)),
@@ -249,7 +249,7 @@ def _stage_memory(stage: StageFunctions, size: int) -> StageMemory:
         kept=kept + buffers * (Phase.BACKWARD_INPUT in peaks),
         transient={phase: peak - floors.get(phase, full) for phase, peak in peaks.items()},
         replayed=full - saved,
-        offloaded=held_bytes((n for n in forwards[-1].saved_out if n.meta["offload"]), bytes_of),
+        offloaded=held_bytes((n for n in forwards[-1].saved_out if n.meta.get("offload")), bytes_of),
     )
 
 
