@@ -88,11 +88,17 @@ class CopyStream:
         with torch.cuda.stream(self._stream):
             copy()
             over = self._stream.record_event()
-        return lambda: torch.cuda.current_stream(self._device).wait_event(over)
+
+        def wait() -> None:
+            reader = torch.cuda.current_stream(self._device)
+            reader.wait_event(over)
+
+        return wait
 
     def finish(self) -> None:
         """Let what is launched next wait for all copies."""
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        follower = torch.cuda.current_stream(self._device)
+        follower.wait_stream(self._stream)
 
 
 def staged(tensor: Tensor) -> Tensor:
