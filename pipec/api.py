@@ -161,7 +161,8 @@ def compile(
             of an optimizer outside the programs does not.
         offload: ``"activations"`` lets values that wait for the backward do so in host memory, as few as let
             every device stay within ``memory_limit``, chosen together with ``recompute``. See
-            docs/memory.md. None: what is saved stays on its device.
+            docs/memory.md. ``"optimizer"`` keeps the state of ``optimizer`` there between updates. ``"all"``
+            does both. None: all stays on its device.
         topology: how fast the devices are, how much they hold and how they are joined, or the file that says
             so; see docs/planner.md. Rank r is its device r. Without ``devices`` it may have more than there
             are, all of them alike. None: devices that are alike.
@@ -221,14 +222,16 @@ def compile(
     if limit is not None:
         joined = joined.within(limit)
     limits = [each.memory_bytes for each in joined.devices]
-    check_offload(offload, recompute, limits, not policy.may_be_asynchronous)
+    check_offload(offload, recompute, limits, not policy.may_be_asynchronous, optimizer is not None)
     updates, ending = _updates(optimizer, clip_grad_norm, shard, tensors)
     if gradient_dtype is not None:
         ending = replace(ending, gradient_dtype=GRADIENT_DTYPES[gradient_dtype])
     if on_nan != "ignore":
         ending = replace(ending, on_nan=OnNan(on_nan))
+    if offload in ("optimizer", "all"):
+        ending = replace(ending, state_on_host=True)
     facts = _optimizer_facts(updates, optimizer, tensors, device)
-    offloads = offload is not None
+    offloads = offload in ("activations", "all")
     options = CompilerOptions(device_model, joined, recompute, offloads, measured, ending, facts)
     tuner = Autotuner(
         policy,
@@ -321,7 +324,7 @@ COMPILE = {
     "batched": instance("a dict of arguments to 0 or None", Mapping, Sequence) | whole(0, 0) | NONE,
     "microbatch_weight": one_of(*WORDS) | FUNCTION | NONE,
     "recompute": one_of("auto", "none", "full"),
-    "offload": one_of("activations") | NONE,
+    "offload": one_of("activations", "optimizer", "all") | NONE,
     "memory_limit": number(1, 2**63 - 1) | instance("text such as '16GiB'", str) | NONE,
     "topology": instance("a pipec.Topology", Topology) | _FILE | NONE,
     "device_model": instance("what pipec.calibrate returns", DeviceModel) | NONE,

@@ -300,3 +300,46 @@ def test_a_budget_is_kept_by_copies_and_what_was_predicted_is_measured() -> None
 def test_what_cannot_be_offloaded_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         pipec.compile(nn.Linear(2, 2), 2, **{"offload": "activations", **options})
+
+
+# the optimizer's state
+
+
+def trained(steps: int = 3, **options: Any) -> tuple[pipec.Pipeline, list[Tensor]]:
+    adam = functools.partial(torch.optim.AdamW, lr=1e-2)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
+    options = {"loss_fn": nn.functional.mse_loss, "microbatches": 4, "dynamic": False, **options}
+    pipe = pipec.compile(model, 2, optimizer=adam, clip_grad_norm=0.5, **options)
+    torch.manual_seed(1)
+    batches = [(torch.randn(16, 8), torch.randn(16, 8)) for _ in range(steps)]
+    losses = [pipe.step(x, target=y) for x, y in batches]
+    return pipe, [*losses, *(parameter.detach().clone() for parameter in pipe.parameters())]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_state_on_the_host_leaves_every_bit(replicas: int) -> None:
+    plain, expected = trained(replicas=replicas)
+    pipe, found = trained(replicas=replicas, offload="optimizer")
+    assert all(map(torch.equal, found, expected))
+    mine, theirs = pipe.optimizer.state_dict(), plain.optimizer.state_dict()
+    assert mine["param_groups"] == theirs["param_groups"]
+    for number, entries in theirs["state"].items():
+        assert all(torch.equal(mine["state"][number][key], value) for key, value in entries.items())
+    x = torch.randn(16, 8)
+    predicted, measured = pipe.memory(), pipe.measure_memory(x, target=x)
+    for one, other, before in zip(predicted, measured, plain.memory(), strict=True):
+        assert one.parts["optimizer"] == other.parts.get("optimizer", 0) == 0
+        assert one.host_bytes == other.host_bytes == before.parts["optimizer"] > 0
+        assert one.peak_bytes == pytest.approx(other.peak_bytes, rel=0.03)
+
+
+def test_state_that_was_loaded_goes_to_the_host_as_well() -> None:
+    plain, _ = trained()
+    pipe, _ = trained(steps=1, offload="optimizer")
+    pipe.load_state_dict(plain.state_dict())
+    pipe.optimizer.load_state_dict(plain.optimizer.state_dict())
+    x = torch.randn(16, 8)
+    assert torch.equal(pipe.step(x, target=x), plain.step(x, target=x))
+    assert all(map(torch.equal, pipe.state_dict().values(), plain.state_dict().values()))
+    assert pipe.measure_memory(x, target=x)[0].parts.get("optimizer", 0) == 0

@@ -24,6 +24,8 @@ class Offload(StrEnum):
     """What ``pipec.compile`` takes as ``offload``."""
 
     ACTIVATIONS = "activations"
+    OPTIMIZER = "optimizer"
+    ALL = "all"
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ RecomputeChoice = Annotated[
 MemoryLimit = Annotated[str | None, typer.Option("--memory-limit", help="Bytes per device, such as 16GiB.")]
 OffloadName = Annotated[
     Offload | None,
-    typer.Option("--offload", help="What may wait in host memory, as little as --memory-limit lets it."),
+    typer.Option("--offload", help="What waits in host memory; activations as --memory-limit asks."),
 ]
 ProfilePath = Annotated[
     Path | None, typer.Option("--profile", help="Measured times, from `pipec profile`, to cut by.")

@@ -23,9 +23,16 @@ def check_rounds(graph: TrainingGraph, placement: Placement, num_microbatches: i
         )
 
 
-def check_offload(offload: str | None, recompute: str, memory_limits: Iterable[float], flushes: bool) -> None:
-    """Raise InputError if saved values are to wait on the host where they cannot, or need not."""
-    if offload is None:
+def check_offload(
+    offload: str | None, recompute: str, memory_limits: Iterable[float], flushes: bool, updates: bool
+) -> None:
+    """Raise InputError if state or saved values are to wait on the host where they cannot, or need not."""
+    if offload in ("optimizer", "all") and not updates:
+        raise InputError(
+            f"offload is {offload!r}, but the programs have no optimizer; pass optimizer=..., such as "
+            "functools.partial(torch.optim.AdamW, lr=1e-3), or offload='activations'"
+        )
+    if offload not in ("activations", "all"):
         return
     if not flushes:
         raise InputError(

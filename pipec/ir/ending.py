@@ -66,7 +66,8 @@ class Ending:
     ``clips``, the norm of all gradients is known before. ``shard`` is what replicas keep a share of.
     Gradients travel between replicas in ``gradient_dtype``, torch's name of it, or in their own if it is "".
     With a ``stream``, steps follow each other without a flush: each stage then updates, and clips, by itself.
-    ``on_nan`` is what happens if losses or gradients are not finite, which nobody looks at if it is None.
+    ``on_nan`` is what happens if losses or gradients are not finite, which nobody looks at if it is None. The
+    optimizer's state waits in host memory between updates if it is ``state_on_host``.
     """
 
     buckets: tuple[Bucket, ...] = ()
@@ -77,6 +78,7 @@ class Ending:
     gradient_dtype: str = ""
     stream: Stream | None = None
     on_nan: OnNan | None = None
+    state_on_host: bool = False
 
     @property
     def has_norm(self) -> bool:

@@ -31,13 +31,13 @@ class StageMemory:
     ``update``     stage           the start of its update    the end of its update
     ============== =============== ========================== ==============================================
 
-    ``transient[phase]`` is the most that its functions hold besides the rest while they run, the gradients
-    of the one microbatch included. ``buffers`` are also constants, and inputs that are not split. ``state``
-    is that of the optimizer, if the program updates. Of what is ``saved``, ``offloaded`` waits in host memory
-    where the program has offloads. ``versions`` are those of the weights besides the latest that microbatches
-    in flight still read, where there is no flush. ``travelling`` is the most that sums of
-    gradients on their way, and gathered parameters, take at a time. Where replicas hold shares of a stage,
-    these figures are those of the replica that holds most.
+    ``transient[phase]`` is the most that its functions hold besides the rest while they run, the gradients of
+    the one microbatch included. ``buffers`` are also constants, and inputs that are not split. ``state`` is
+    that of the optimizer, if the program updates. Of what is ``saved``, ``offloaded`` waits in host memory
+    where the program has offloads; ``host`` is what waits on the host during the whole step. ``versions`` are
+    those of the weights besides the latest that microbatches in flight still read, where there is no flush.
+    ``travelling`` is the most that sums of gradients on their way, and gathered parameters, take at a time.
+    Where replicas hold shares of a stage, these figures are those of the replica that holds most.
     """
 
     weights: float = 0
@@ -47,6 +47,7 @@ class StageMemory:
     transient: Mapping[Phase, float] = field(default_factory=dict)
     replayed: float = 0
     offloaded: float = 0
+    host: float = 0
     state: float = 0
     versions: float = 0
     buffers: float = 0

@@ -238,5 +238,5 @@ class _Account:
         parts = self.static | {kind: float(amounts[peak]) for kind, amounts in while_running.items()}
         after = most + sum(self.ends.values(), np.zeros(size))
         pairs = int(in_flight(self.columns)[peak])
-        host = float(np.cumsum(self.host).max())
+        host = float(np.cumsum(self.host).max()) + sum(self.stages[stage].host for stage in self.own)
         return RankMemory(self.program.rank, parts, peak, pairs, host, most, after)
