@@ -207,7 +207,7 @@ class _Account:
                 self.grow("travelling", reduces, bucket.travelling_bytes, 0.0)
                 self.grow("travelling", reduces[1:], -bucket.travelling_bytes, 0.0)
                 self.grow("gradients", reduces[:2], bucket.share_bytes, 0.0)
-                self.grow("travelling", updates[:1], 0.0, -bucket.travelling_bytes)
+                self.grow("travelling", updates[:1], -bucket.travelling_bytes, 0.0)
                 self.grow("gradients", updates[:1], 0.0, -bucket.share_bytes * min(reduces.size, 2))
                 if ending.gathers_for_use(bucket):
                     self.grow("travelling", self._at(Op.UNSHARD, stage, number), bucket.padded_bytes, 0.0)
