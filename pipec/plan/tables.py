@@ -121,9 +121,8 @@ def _predictions(plan: Plan, programs: Sequence[Program]) -> list[str]:
         f"bounded by {_bounds(timeline)}",
         f"peak memory by rank, {_state_counted(plan)}: {peaks}",
     ]
-    if plan.offloading:
-        waiting = ", ".join(format_bytes(need.host_bytes) for need in needs)
-        lines.append(f"host memory by rank, of values that wait for their backward: {waiting}")
+    if any(need.host_bytes for need in needs):
+        lines.append(f"host memory by rank: {', '.join(format_bytes(need.host_bytes) for need in needs)}")
     if any(stage.replays for stage in plan.stages):
         lines.append("* computes the rest again")
     if tied := [v.name for link in plan.links if link.payload is Payload.WEIGHT for v in link.values]:
