@@ -63,10 +63,10 @@ class Autotuner:
     """Tries the schedules of ``policy``.
 
     If ``may_recompute``, ranks that would need more memory than they have get stages that recompute, and if
-    ``may_offload``, such that let values wait on the host. Replicas
-    of a stage are next to each other, or far apart if the ranks of a pipeline are ``side_by_side``; unless it
-    ``may_rearrange`` them, they are where they are. Without a flush, stages update with the ``optimizer``, on
-    devices that move ``bytes_per_second``.
+    ``may_offload``, such that let values wait on the host. Replicas of a stage are next to each other, or far
+    apart if the ranks of a pipeline are ``side_by_side``; unless it ``may_rearrange`` them, they are where
+    they are. Without a flush, stages update with the ``optimizer``, on devices that move
+    ``bytes_per_second``.
     """
 
     policy: SchedulePolicy

@@ -66,8 +66,8 @@ def _replaying(trial: Trial, groups: Sequence["_Group"]) -> Trial:
         frozenset(name for group in groups for name in group.replayed),
         late=frozenset(stage for group in groups if group.is_late for stage in group.stages),
     )
-    away = MarkOffload(frozenset(name for group in groups for name in group.offloaded))
-    return trial.staged.recomputing(again, away).trial(trial.schedule, trial.plan.microbatch_size)
+    offload = MarkOffload(frozenset(name for group in groups for name in group.offloaded))
+    return trial.staged.recomputing(again, offload).trial(trial.schedule, trial.plan.microbatch_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,11 +177,11 @@ def _numbers(
     """The problem of what to replay. During a backward, one piece of its stage is replayed at a time."""
     moments = []
     for need in needs:
-        saved, away = (tuple(count[piece.number] for piece in pieces) for count in (need.saved, need.away))
+        saved, gone = (tuple(count[piece.number] for piece in pieces) for count in (need.saved, need.away))
         running = [k for k, piece in enumerate(pieces) if piece.number == need.replaying]
         for k in running or [-1]:
             replayed = tuple(int(k == other) for other in range(len(pieces)))
-            moments.append(Moment(saved, replayed, need.room - reserved, away))
+            moments.append(Moment(saved, replayed, need.room - reserved, gone))
     return tuple(piece.values for piece in pieces), tuple(_highest(moments))
 
 

@@ -322,6 +322,8 @@ def _joins(index: OrderIndex, rank: int, joins: Joins) -> _Block:
 
 def _copies(index: OrderIndex, rank: int, offload: Collection[int]) -> _Block:
     """The copies to host memory and back of the stages in ``offload``."""
+    if not offload:
+        return _joined([])
     found = absences(index.cells[rank])
     own = np.flatnonzero(np.isin(found.stages, list(offload)))
     stages, microbatches = found.stages[own], found.microbatches[own]

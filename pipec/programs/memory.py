@@ -127,8 +127,9 @@ class _Account:
     def count_offloads(self) -> None:
         """What is away from the end of the compute behind an offload to the prefetch."""
         for stage in self.own:
-            amount, offloads = self.stages[stage].offloaded, self._at(Op.OFFLOAD, stage)
-            prefetches = self._at(Op.PREFETCH, stage)
+            if not (amount := self.stages[stage].offloaded):
+                continue
+            offloads, prefetches = self._at(Op.OFFLOAD, stage), self._at(Op.PREFETCH, stage)
             self.grow("saved", next_computes(self.columns, offloads), 0.0, -amount)
             self.grow("saved", prefetches, amount, 0.0)
             np.add.at(self.host, offloads, amount)

@@ -20,10 +20,10 @@ def offload_rules(step: StepIndex) -> Iterator[Fault]:
     the first reader behind the prefetch.
     """
     for rank, columns in enumerate(step.columns):
-        for op in (Op.OFFLOAD, Op.PREFETCH):
-            yield from _only_once(step, rank, columns, op)
-    for rank, columns in enumerate(step.columns):
-        yield from _in_order(step, rank, columns)
+        if columns.is_copy.any():
+            yield from _only_once(step, rank, columns, Op.OFFLOAD)
+            yield from _only_once(step, rank, columns, Op.PREFETCH)
+            yield from _in_order(step, rank, columns)
 
 
 def _only_once(step: StepIndex, rank: int, columns: Instructions, op: Op) -> Iterator[Fault]:

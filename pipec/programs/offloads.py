@@ -46,8 +46,8 @@ def absences(cells: Cells) -> Absences:
     both, first, second = np.intersect1d(made, read, assume_unique=True, return_indices=True)
     last = forwards[::-1][at_last[first]] + 1
     reader = readers[at_first[second]] + 1
-    away = np.flatnonzero(reader - last > 1 + _BESIDE)
-    last, reader, both = last[away], reader[away], both[away]
+    apart = np.flatnonzero(reader - last > 1 + _BESIDE)
+    last, reader, both = last[apart], reader[apart], both[apart]
     found = (both // count, both % count, last, reader - _BESIDE)
     return Absences(*(each.astype(np.int32) for each in found))
 
@@ -67,6 +67,8 @@ def copies_read(events: Instructions) -> tuple[Ints, Ints]:
     """
     offloads = np.flatnonzero(events.ops == OP_CODE[Op.OFFLOAD])
     prefetches = np.flatnonzero(events.ops == OP_CODE[Op.PREFETCH])
+    if not offloads.size:
+        return offloads, offloads
     users = next_computes(events, next_computes(events, offloads))
     involved = np.flatnonzero(events.is_compute | (events.ops == OP_CODE[Op.PREFETCH]))
     order = involved[np.lexsort([involved, events.microbatches[involved], events.stages[involved]])]
