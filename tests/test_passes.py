@@ -268,8 +268,9 @@ def test_pipec_dump_writes_the_graph_after_every_pass(
         "04_untie_gradients.txt",
         "05_insert_communication.txt",
         "06_mark_recompute.txt",
-        "07_divide_phases.txt",
-        "08_split_backward.txt",
+        "07_mark_offload.txt",
+        "08_divide_phases.txt",
+        "09_split_backward.txt",
     ]
     before, after = ((tmp_path / "dump" / name).read_text() for name in files[4:6])
     assert after.startswith("# InsertCommunication(link=")
