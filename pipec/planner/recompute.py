@@ -5,18 +5,22 @@ value that is replayed asks for its inputs. What is saved may be *offloaded*: so
 flight then have it in host memory. Of all choices within memory, one is taken that takes the least time (an
 integer program, solved by HiGHS)::
 
-    minimise    sum of seconds[v] * r[v], and 2 * e * seconds of copying a byte
+    minimise    sum of seconds[v] * r[v], and what copies take
     so that     d[v] = 1              if the backward reads v
                 d[v] >= r[v]          v is replayed only if it is asked for, and saved if it is not replayed:
                 d[u] >= r[v]          d[v] - r[v] says so. u is an input of v
                 d[v] - r[v] >= o[v]   v is offloaded only if it is saved
-                e >= sum of bytes[v] * o[v] - free      what is copied each way, but not beside a compute
                 at each moment: what is saved, times the microbatches in flight, without what is offloaded,
                                 times those that are away, and what is replayed <= room
 
-Without the last two lines the matrix is that of a network, so that the relaxation is nearly integral: a stage
-of a thousand values takes about a tenth of a second. (Jain et al., "Checkmate", MLSys 2020, solve for when
-each value is replayed as well, which takes hours.)
+Copies beside computes are free, so that what copies take has a bend. It is solved for either side of it::
+
+    sum of bytes[v] * o[v] <= free      copies take next to nothing
+    sum of bytes[v] * o[v] >= free      what is above takes its time on the way there and back
+
+Without these and the rooms the matrix is that of a network, so that the relaxation is nearly integral: a
+stage of a thousand values takes about a tenth of a second. (Jain et al., "Checkmate", MLSys 2020, solve for
+when each value is replayed as well, which takes hours.)
 """
 
 import functools
@@ -165,8 +169,8 @@ def smallest(stages: tuple[Stage, ...], moments: tuple[Moment, ...], host: Host 
 class ReplayProgram:
     """The integer program over all stages of a rank.
 
-    Its variables are r of all values, d of all values, o of all values, and e in small units of what could be
-    offloaded. ``memory`` has a row for each moment.
+    Its variables are r of all values, d of all values, and o of those that may be offloaded. ``memory`` has a
+    row for each moment.
     """
 
     def __init__(self, stages: Sequence[Stage], moments: Sequence[Moment], host: Host | None = None) -> None:
@@ -177,7 +181,7 @@ class ReplayProgram:
         self._unit = max(float(np.abs(self._rooms).max(initial=0)), *self._sizes, 1.0)
         self._able = [v for v, value in enumerate(self._values) if value.may_offload and host]
         self._movable = np.array([self._values[v].num_bytes for v in self._able])
-        self._num_variables = 2 * len(self._values) + (len(self._able) + 1) * bool(self._able)
+        self._num_variables = 2 * len(self._values) + len(self._able)
         self._memory = csr_array(
             np.array([self._row(moment) for moment in moments]).reshape(-1, self._num_variables)
         )
@@ -185,15 +189,22 @@ class ReplayProgram:
 
     def fastest(self, rooms: np.ndarray) -> Choice | None:
         seconds = np.array([value.seconds for value in self._values])
-        objective = np.concatenate([seconds, np.zeros(len(self._values)), self._copying()])
-        return self._solve(objective, self._memory, rooms / self._unit, self._order)
-
-    def _copying(self) -> np.ndarray:
-        """What o and e take."""
+        objective, rooms = np.concatenate([seconds, np.zeros(len(self._values))]), rooms / self._unit
         if not (self._host and self._able):
-            return np.empty(0)
-        each_way = np.append(HIDDEN * self._movable, _GRAIN * self._movable.sum())
-        return 2 * self._host.seconds_per_byte * each_way
+            return self._solve(objective, self._memory, rooms, self._order)
+        copying = 2 * self._host.seconds_per_byte * self._movable
+        unit, nothing = self._movable.sum() or 1.0, np.zeros(len(objective))
+        copied, free = np.concatenate([nothing, self._movable / unit]), self._host.free_bytes / unit
+        found = [
+            self._solve(
+                np.concatenate([objective, price * copying]),
+                vstack([self._memory, csr_array([side * copied])]),
+                np.append(rooms, side * free),
+                self._order,
+            )
+            for side, price in ((1, HIDDEN), (-1, 1 + HIDDEN))
+        ]
+        return min(filter(None, found), key=lambda choice: choice.seconds, default=None)
 
     def at_price(self, price: float) -> frozenset[int]:
         """What one stage replays if each byte that it saves costs ``price`` seconds.
@@ -238,8 +249,6 @@ class ReplayProgram:
         lower, upper = np.zeros(len(objective)), np.ones(len(objective))
         upper[:num_values] = [value.may_replay for value in self._values]
         lower[num_values : 2 * num_values] = [value.is_needed for value in self._values]
-        if self._able:
-            upper[self._num_variables - 1] = np.inf
         lower[self._num_variables :], upper[self._num_variables :] = -np.inf, np.inf
         scale = np.abs(objective).max(initial=0.0) or 1.0
         found = milp(
@@ -247,22 +256,15 @@ class ReplayProgram:
             integrality=np.full(len(objective), not relaxed),
             bounds=Bounds(lower, upper),
             constraints=LinearConstraint(
-                vstack([memory, order]), -np.inf, np.concatenate([rooms, self._most(order.shape[0])])
+                vstack([memory, order]), -np.inf, np.concatenate([rooms, np.zeros(order.shape[0])])
             ),
             options={"mip_rel_gap": GAP, "node_limit": _MOST_NODES},
         )
         if found.x is None:
             return None
         moved = np.zeros(num_values, bool)
-        moved[self._able] = found.x[2 * num_values : 2 * num_values + len(self._able)] > 0.5
+        moved[self._able] = found.x[2 * num_values : self._num_variables] > 0.5
         return self._choice(found.x[:num_values] > 0.5, moved)
-
-    def _most(self, num_rows: int) -> np.ndarray:
-        """What the rows of the order are at most: 0, but in the last what is copied beside computes."""
-        most = np.zeros(num_rows)
-        if self._host and self._able:
-            most[-1] = self._host.free_bytes / (self._movable.sum() or 1.0)
-        return most
 
     def _choice(self, again: np.ndarray, moved: np.ndarray) -> Choice:
         """Of the values that are to be computed ``again``, or ``moved``, those that are asked for."""
@@ -299,13 +301,13 @@ class ReplayProgram:
         saved, again, away = (
             np.repeat(count, np.diff(self._firsts)) for count in (moment.saved, moment.replayed, moment.away)
         )
-        moved = np.append(-away[self._able] * self._movable, 0.0) if self._able else np.empty(0)
+        moved = -away[self._able] * self._movable
         return np.concatenate([again * needed - saved * sizes, saved * sizes, moved]) / self._unit
 
     def _order_of_asking(self) -> csr_array:
         """A row r[v] - d[u] <= 0 for v and each input u of v, and d[v] - r[v] <= 0 if v cannot be saved.
 
-        Then, where values may be offloaded, a row o[v] + r[v] - d[v] <= 0 for each of them, and that of e.
+        Then a row o[v] + r[v] - d[v] <= 0 for each value that may be offloaded.
         """
         num_values = len(self._values)
         pairs = [
@@ -318,20 +320,12 @@ class ReplayProgram:
         columns = np.array(pairs + unsaved, dtype=np.int64).reshape(-1)
         num_rows = len(columns) // 2
         signs, rows = np.tile([1.0, -1.0], num_rows), np.arange(num_rows).repeat(2)
-        order = csr_array((signs, (rows, columns)), (num_rows, self._num_variables))
-        return vstack([order, self._order_of_copies()]).tocsr() if self._able else order
-
-    def _order_of_copies(self) -> csr_array:
-        count, able = len(self._able), np.array(self._able, np.int64)
-        saved = 2 * len(self._values) + np.arange(count + 1)
-        rows = np.arange(count)
-        columns = np.concatenate([saved[:-1], able, able + len(self._values), saved])
-        amounts = np.append(self._movable / (self._movable.sum() or 1.0), -_GRAIN)
-        signs = np.concatenate([np.ones(2 * count), -np.ones(count), amounts])
-        return csr_array(
-            (signs, (np.append(np.tile(rows, 3), np.full(count + 1, count)), columns)),
-            (count + 1, self._num_variables),
-        )
+        able, count = np.array(self._able, np.int64), len(self._able)
+        moved = np.stack([2 * num_values + np.arange(count), able, able + num_values], axis=1).reshape(-1)
+        signs = np.concatenate([signs, np.tile([1.0, 1.0, -1.0], count)])
+        rows = np.concatenate([rows, (num_rows + np.arange(count)).repeat(3)])
+        shape = num_rows + count, self._num_variables
+        return csr_array((signs, (rows, np.concatenate([columns, moved]))), shape)
 
 
 def asked_for(stage: Stage, chosen: frozenset[int]) -> frozenset[int]:
