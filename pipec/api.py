@@ -15,6 +15,7 @@ from pipec.capture.call import Call
 from pipec.capture.splitting import Batched, divide, positional_names
 from pipec.capture.tracer import capture
 from pipec.compiler.autotuner import Autotuner
+from pipec.compiler.checks import check_offload
 from pipec.compiler.compiler import Compiler
 from pipec.compiler.pass_list import CompilerOptions
 from pipec.compiler.policy import (
@@ -98,6 +99,7 @@ def compile(
     kernels: str = "source",
     recompute: str = "auto",
     memory_limit: int | str | None = None,
+    offload: str | None = None,
     topology: Topology | str | Path | None = None,
     device_model: DeviceModel | None = None,
     profile: Profile | str | Path | None = None,
@@ -169,6 +171,10 @@ def compile(
             stay within ``memory_limit``. See docs/recompute.md.
         memory_limit: bytes per device, or text such as ``"16GiB"``. The state of ``optimizer`` counts; that
             of an optimizer outside the programs does not.
+        offload: ``"activations"`` lets values that wait for the backward do so in host memory, as few as let
+            every device stay within ``memory_limit``, chosen together with ``recompute``. See
+            docs/memory.md. ``"optimizer"`` keeps the state of ``optimizer`` there between updates. ``"all"``
+            does both. None: all stays on its device.
         topology: how fast the devices are, how much they hold and how they are joined, or the file that says
             so; see docs/planner.md. Rank r is its device r. Without ``devices`` it may have more than there
             are, all of them alike. None: devices that are alike.
@@ -211,6 +217,7 @@ def compile(
             kernels=kernels,
             recompute=recompute,
             memory_limit=memory_limit,
+            offload=offload,
             topology=Path(topology) if isinstance(topology, str) else topology,
             dynamic=dynamic,
         )
@@ -230,19 +237,25 @@ def compile(
     joined = topology_of(topology, ranks.count, device_model.link, elastic=devices is None)
     if limit is not None:
         joined = joined.within(limit)
+    limits = [each.memory_bytes for each in joined.devices]
+    check_offload(offload, recompute, limits, not policy.may_be_asynchronous, optimizer is not None)
     updates, ending = _updates(optimizer, clip_grad_norm, shard, computes_in, tensors)
     if gradient_dtype is not None:
         ending = replace(ending, gradient_dtype=GRADIENT_DTYPES[gradient_dtype])
     if on_nan != "ignore":
         ending = replace(ending, on_nan=OnNan(on_nan))
+    if offload in ("optimizer", "all"):
+        ending = replace(ending, state_on_host=True)
     facts = _optimizer_facts(updates, optimizer, tensors, device)
-    options = CompilerOptions(device_model, joined, recompute, measured, ending, facts)
+    offloads = offload in ("activations", "all")
+    options = CompilerOptions(device_model, joined, recompute, offloads, measured, ending, facts)
     tuner = Autotuner(
         policy,
         may_recompute=recompute == "auto",
         may_rearrange=batch != "local",
         optimizer=facts,
         bytes_per_second=device_model.memory_bytes_per_second,
+        may_offload=offloads,
     )
     compiler = Compiler(
         model,
@@ -344,6 +357,7 @@ COMPILE = {
     "kernels": one_of(*KERNELS),
     "recompute": one_of("auto", "none", "full"),
     "memory_limit": number(1, 2**63 - 1) | instance("text such as '16GiB'", str) | NONE,
+    "offload": one_of("activations", "optimizer", "all") | NONE,
     "topology": instance("a pipec.Topology", Topology) | _FILE | NONE,
     "device_model": instance("what pipec.calibrate returns", DeviceModel) | NONE,
     "profile": instance("a pipec.Profile", Profile) | _FILE | NONE,

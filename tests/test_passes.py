@@ -269,8 +269,9 @@ def test_pipec_dump_writes_the_graph_after_every_pass(
         "05_untie_gradients.txt",
         "06_insert_communication.txt",
         "07_mark_recompute.txt",
-        "08_divide_phases.txt",
-        "09_split_backward.txt",
+        "08_mark_offload.txt",
+        "09_divide_phases.txt",
+        "10_split_backward.txt",
     ]
     before, after = ((tmp_path / "dump" / name).read_text() for name in files[5:7])
     assert after.startswith("# InsertCommunication(link=")

@@ -14,6 +14,7 @@ from pipec.cli.options import (
     Json,
     MemoryLimit,
     Microbatches,
+    OffloadName,
     OptimizerName,
     PrecisionName,
     ProfilePath,
@@ -54,6 +55,7 @@ def plan(
     precision: PrecisionName = None,
     recompute: RecomputeChoice = Recompute.AUTO,
     memory_limit: MemoryLimit = None,
+    offload: OffloadName = None,
     profile: ProfilePath = None,
     calibrate: Calibrate = False,
     topology: TopologyFile = None,
@@ -79,7 +81,7 @@ def plan(
         memory_limit,
         profile,
         topology,
-        Around(stages, replicas, asynchronous, optimizer, clip_grad_norm, shard, precision),
+        Around(stages, replicas, asynchronous, optimizer, clip_grad_norm, shard, precision, offload),
         calibrated=calibrate,
         dynamic=not one_size,
     )
@@ -117,6 +119,7 @@ def dump(
     precision: PrecisionName = None,
     recompute: RecomputeChoice = Recompute.AUTO,
     memory_limit: MemoryLimit = None,
+    offload: OffloadName = None,
     profile: ProfilePath = None,
     topology: TopologyFile = None,
     as_json: Json = False,
@@ -129,7 +132,7 @@ def dump(
     """
     from pipec.ir.text import format_program
 
-    around = Around(stages, replicas, asynchronous, optimizer, clip_grad_norm, shard, precision)
+    around = Around(stages, replicas, asynchronous, optimizer, clip_grad_norm, shard, precision, offload)
     pipe = prepare(
         target, devices, schedule, microbatches, recompute, memory_limit, profile, topology, around
     )

@@ -28,9 +28,19 @@ class Recompute(StrEnum):
     FULL = "full"
 
 
+class Offload(StrEnum):
+    """What ``pipec.compile`` takes as ``offload``."""
+
+    ACTIVATIONS = "activations"
+    OPTIMIZER = "optimizer"
+    ALL = "all"
+
+
 @dataclass(frozen=True)
 class Around:
-    """What the options say of replicas, of the end of a step and of its types: arguments of ``compile``."""
+    """What the options say of replicas, of the end of a step, of its types and of the host: arguments of
+    ``pipec.compile``.
+    """
 
     stages: int | None = None
     replicas: str = "1"
@@ -39,6 +49,7 @@ class Around:
     clip_grad_norm: float | None = None
     shard: Shard | None = None
     precision: Precision | None = None
+    offload: Offload | None = None
 
 
 NOTHING_AROUND = Around()
@@ -97,6 +108,10 @@ RecomputeChoice = Annotated[
     Recompute, typer.Option("--recompute", help="auto recomputes as little as --memory-limit lets it.")
 ]
 MemoryLimit = Annotated[str | None, typer.Option("--memory-limit", help="Bytes per device, such as 16GiB.")]
+OffloadName = Annotated[
+    Offload | None,
+    typer.Option("--offload", help="What waits in host memory; activations as --memory-limit asks."),
+]
 ProfilePath = Annotated[
     Path | None, typer.Option("--profile", help="Measured times, from `pipec profile`, to cut by.")
 ]

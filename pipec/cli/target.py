@@ -61,6 +61,7 @@ def prepare(
             precision=around.precision,
             recompute=recompute,
             memory_limit=memory_limit,
+            offload=around.offload,
             profile=profile,
             topology=topology,
             device_model=calibrate(on) if calibrated else None,

@@ -68,7 +68,8 @@ class Ending:
     With a ``stream``, steps follow each other without a flush: each stage then updates, and clips, by itself.
     ``on_nan`` is what happens if losses or gradients are not finite, which nobody looks at if it is None.
     If the program ``scales_loss``, backwards start from a multiple of the loss, and an update is left out
-    where that makes a gradient more than a number can be.
+    where that makes a gradient more than a number can be. The optimizer's state waits in host memory between
+    updates if it is ``state_on_host``.
     """
 
     buckets: tuple[Bucket, ...] = ()
@@ -80,6 +81,7 @@ class Ending:
     stream: Stream | None = None
     on_nan: OnNan | None = None
     scales_loss: bool = False
+    state_on_host: bool = False
 
     @property
     def may_drop(self) -> bool:

@@ -35,8 +35,10 @@ class StageMemory:
     ``transient[phase]`` is the most that its functions hold besides the rest while they run, the gradients
     of the one microbatch included. ``buffers`` are also constants, and inputs that are not split.
     ``prepared`` is what is made of weights alone, once for each version; where weights are gathered for use,
-    it goes with them. ``state`` is that of the optimizer, if the program updates. ``versions`` are those of
-    the weights besides the latest that microbatches in flight still read, where there is no flush.
+    it goes with them. ``state`` is that of the optimizer, if the program updates. Of what is ``saved``,
+    ``offloaded`` waits in host memory where the program has offloads; ``host`` is what waits on the host
+    during the whole step. ``versions`` are those of the weights besides the latest that microbatches in flight
+    still read, where there is no flush.
     ``travelling`` is the most that sums of gradients on their way, and gathered parameters, take at a time.
     Where replicas hold shares of a stage, these figures are those of the replica that holds most.
     """
@@ -47,6 +49,8 @@ class StageMemory:
     kept: float = 0
     transient: Mapping[Phase, float] = field(default_factory=dict)
     replayed: float = 0
+    offloaded: float = 0
+    host: float = 0
     state: float = 0
     versions: float = 0
     buffers: float = 0
@@ -122,13 +126,15 @@ class RankMemory:
 
     ``parts`` has by kind what it holds at its peak, which it reaches while instruction ``position`` of its
     program runs, with ``in_flight`` pairs of stage and microbatch. ``most[i]`` is the most that it holds
-    while instruction ``i`` runs, and ``after[i]`` what it holds then.
+    while instruction ``i`` runs, and ``after[i]`` what it holds then. ``host_bytes`` are the most that wait
+    in host memory at a time, which are none of the peak.
     """
 
     rank: int
     parts: Mapping[str, float]
     position: int = -1
     in_flight: int = 0
+    host_bytes: float = 0.0
     most: NDArray[np.float64] = field(default_factory=_nothing, repr=False, compare=False)
     after: NDArray[np.float64] = field(default_factory=_nothing, repr=False, compare=False)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from pipec.errors import VerifyError
 from pipec.ir import Sizes, Stage
 from pipec.runtime.gradients import GradientSum
+from pipec.runtime.offloads import HostCopies, host_bytes
 from pipec.runtime.randomness import Streams
 from pipec.runtime.versions import WeightVersions
 
@@ -105,6 +106,7 @@ class BoundStage:
         self._prepare: Callable[..., tuple[Tensor, ...]] = getattr(code, "prepare", tuple)
         self._read_by_prepare = parameter_names(self._prepare) if hasattr(code, "prepare") else ()
         self._read_by_constants = _sizes_read(getattr(code, "constants", None))
+        self.copies = HostCopies(device, stage.offloaded)
         self._constants = functools.lru_cache(maxsize=8)(self._evaluate_constants)
 
     def begin_step(self, loss_scale: float = 1.0) -> None:
@@ -146,6 +148,11 @@ class BoundStage:
             "buffers": [*self.buffers, *(each for each in constants if isinstance(each, Tensor))],
             "inputs": inputs,
         }
+
+    @property
+    def host_bytes(self) -> int:
+        """What waits in host memory."""
+        return sum(host_bytes(frame.get("saved", ())) for frame in self.frames)
 
     @property
     def keeps_gradients(self) -> bool:
@@ -243,6 +250,7 @@ class BoundStage:
 
     def forget_step(self) -> None:
         """Let go of every value of the step."""
+        self.copies.finish()
         for frame in self.frames:
             frame.clear()
         for index in self._borrowed_indices:

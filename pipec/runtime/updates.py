@@ -257,7 +257,7 @@ class Updates:
             owned |= {piece: x for piece, x in shard.owned().items() if piece.name in self._optimized}
         if owned or shards:
             self._stages[rank, stage] = StageUpdate(
-                self.optimizer.on_stage(owned),
+                self.optimizer.on_stage(owned, plan.ending.state_on_host),
                 [parameters[name] for name in own],
                 shards,
                 counts_whole=plan.ending.stream is not None or rank == plan.placement[stage][0],
