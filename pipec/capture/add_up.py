@@ -21,6 +21,7 @@ import sympy
 import torch
 from torch import Tensor, fx, nn
 
+from pipec.capture.conditions import is_of_batch
 from pipec.capture.markers import OF_BATCH, RESULT, SHARE
 from pipec.capture.parts import (
     ADD,
@@ -46,6 +47,8 @@ from pipec.capture.parts import (
     reduction_of,
 )
 from pipec.capture.rounds import Rounds
+from pipec.errors import CaptureError
+from pipec.graph import is_assumption
 from pipec.torch_compat import pytree
 
 KEPT = ("custom", "stack_trace", "nn_module_stack")
@@ -114,11 +117,25 @@ class _Walk:
             case "get_attr":
                 held = operator.attrgetter(str(node.target))(self.module)
                 self.known[node] = Meaning(Part.SAME, not isinstance(held, nn.Parameter | nn.Module))
+            case "call_function" if is_assumption(node):
+                self._check_branch(node)
             case "call_function" | "call_method":
                 self._scaled_by_rows |= self._symbol is None and self._may_scale_by_rows(node)
                 self.known[node] = self._of_call(node)
                 if changes_argument(node) and isinstance(changed := node.args[0], fx.Node):
                     self.known[changed] = self.known[node]
+
+    def _check_branch(self, node: fx.Node) -> None:
+        """Refuse a branch that microbatches could all take, and the batch not."""
+        condition, _, branch = node.args
+        assert isinstance(condition, fx.Node)
+        if not is_of_batch(condition, lambda each: self.known[each].part):
+            raise CaptureError(
+                f"a branch asks for the values of tensors: {branch}\nMicrobatches could all go one way there, "
+                f"and the whole mini-batch the other, because of {place_of(condition)}.\n"
+                "Ask for any(), all(), the maximum, the minimum or the mean of what each row has by itself, or "
+                "choose with torch.where"
+            )
 
     def _of_argument(self, node: fx.Node) -> Meaning:
         value = _value(node)

@@ -6,7 +6,15 @@ import torch
 from torch import fx
 
 from pipec.capture.operators import OPERATOR_ID
-from pipec.graph import LossGradient, is_collective, is_constant, is_random, is_view, reads_memory
+from pipec.graph import (
+    LossGradient,
+    is_assumption,
+    is_collective,
+    is_constant,
+    is_random,
+    is_view,
+    reads_memory,
+)
 from pipec.ir import Phase
 
 
@@ -25,9 +33,12 @@ def classify(graph: fx.Graph) -> None:
             if operator is not None:
                 node.meta["operator"] = operator
         if node.op == "call_function":
+            if is_assumption(node):
+                node.meta["val"] = None
             if is_random(node):
                 node.meta["draw"] = next(draws)
-            free = node.meta["phase"] is Phase.FORWARD and not is_random(node) and not is_collective(node)
+            done_here = is_random(node) or is_collective(node) or is_assumption(node)
+            free = node.meta["phase"] is Phase.FORWARD and not done_here
             node.meta["constant"] = free and all(map(is_constant, node.all_input_nodes))
     for node in reversed(graph.nodes):
         if node.op in ("call_function", "get_attr") and "operator" not in node.meta:

@@ -30,6 +30,7 @@ from pipec.graph import (
     Result,
     TrainingGraph,
     UpdatedBuffer,
+    is_assumption,
 )
 from pipec.graph.dimensions import Symbols, dimension
 from pipec.ir import Mode, Sizes, Variable
@@ -294,7 +295,7 @@ def _drop_what_does_nothing(graph: fx.Graph, no_ops: Collection[Any]) -> None:
             value = node.meta["val"]
             _replace_by(node, value.node.expr if hasattr(value, "node") else value)
     for node in reversed(list(graph.nodes)):
-        if not node.users and node.op not in ("output", "placeholder"):
+        if not node.users and node.op not in ("output", "placeholder") and not is_assumption(node):
             graph.erase_node(node)
 
 

@@ -115,6 +115,20 @@ def is_drawn(node: fx.Node) -> bool:
     return name in _RANDOM or name.startswith("rand") or isinstance(node.target, HigherOrderOperator)
 
 
+def draws_by_chance(node: fx.Node) -> bool:
+    """Whether the call draws random numbers, and not only to leave out some of what it is given."""
+    return is_drawn(node) and "dropout" not in operator_name(node)
+
+
+def is_never(condition: fx.Node) -> bool:
+    """Whether the condition is that a number drawn from 0 to 1 is below zero, as where LayerDrop is off."""
+    if operator_name(condition) != "lt" or not all(isinstance(x, fx.Node | int | float) for x in condition.args):
+        return False
+    drawn, limit = condition.args
+    is_uniform = isinstance(drawn, fx.Node) and operator_name(drawn) in ("rand", "rand_like")
+    return is_uniform and isinstance(limit, int | float) and limit <= 0
+
+
 def _raw_name(node: fx.Node) -> str:
     target = node.target
     if isinstance(target, OpOverload):

@@ -20,6 +20,7 @@ from pipec import ops, torch_compat
 from pipec.capture.add_up import add_up, plain_name, rows_of
 from pipec.capture.attributes import readable_values
 from pipec.capture.caches import refuse_cache, without_caches
+from pipec.capture.branches import Branches, describe_branches, refuse_branches
 from pipec.capture.call import Call
 from pipec.capture.diagnosis import brief, capture_error
 from pipec.capture.joins import join_replicas, sync_batch_norms_alone
@@ -59,6 +60,7 @@ def capture(
     outputs: bool = False,
     variables: Sequence[Variable] = (),
     num_replicas: int | None = 1,
+    batch: Call | None = None,
 ) -> TrainingGraph:
     """Trace ``call`` of ``model`` into one graph. The model is left as it was.
 
@@ -74,6 +76,8 @@ def capture(
         variables: Other sizes, and numbers, that are to be symbolic as well. Dynamo alone can do that.
         num_replicas: How many replicas the model's own collectives join. None if that differs by stage, or is
             not known; a model with collectives is then refused.
+        batch: The mini-batch of the call, if there is more of it. Its values decide the branches that ask for
+            those of arguments.
 
     Raises:
         CaptureError: no front end can capture the model; it names the model's source line.
@@ -86,7 +90,6 @@ def capture(
     numbers = [variable.position for variable in variables if variable.dim is None]
     step = Step(model, loss_fn, mode, call.batched, outputs, alike(variables), numbers)
     adds_up = adds_up or mode is Mode.FORWARD
-    tracer = _Tracer(step, mode, call, canonical or {}, device, adds_up, num_replicas)
     with ExitStack() as stack:
         stack.enter_context(torch_compat.quiet())
         stack.enter_context(torch_compat.unchanged(step))
@@ -97,7 +100,8 @@ def capture(
         stack.enter_context(sync_batch_norms_alone())
         stack.enter_context(ops.joining(num_replicas or 1))
         stack.enter_context(torch.set_grad_enabled(mode is Mode.TRAIN))
-        torch_compat.place_fakes(step, device)
+        branches = Branches(call, batch or call, torch_compat.place_fakes(step, device))
+        tracer = _Tracer(step, mode, call, canonical or {}, device, adds_up, num_replicas, branches)
         generators = Generators(step)
         if not symbolic and call.unsure:
             tracer.prove_split()
@@ -146,7 +150,7 @@ def _first_success(
                 waiting.insert(0, (name, symbolic))
                 errors.clear()
     assert dry_run is not None
-    raise capture_error(errors, dry_run) from errors[0]
+    raise capture_error(errors, dry_run, tracer.refused_branch) from errors[0]
 
 
 def _check_gradients(model: nn.Module, call: Call) -> None:
@@ -192,6 +196,7 @@ class _Tracer:
         device: torch.device,
         adds_up: bool,
         num_replicas: int | None,
+        branches: Branches,
     ) -> None:
         self._step = step
         self._mode = mode
@@ -200,8 +205,14 @@ class _Tracer:
         self._num_replicas = num_replicas
         self._fqns, self._constants = model_names(step, canonical)
         self._device = device if any(True for _ in step.model.parameters()) else None
+        self._branches = branches
         self._guards: torch_compat.Guards | None = None
         self.draws_with_numpy = False
+
+    @property
+    def refused_branch(self) -> str:
+        """Why a branch was not decided; empty if none was asked for in vain."""
+        return next(iter(self._branches.refused), "")
 
     def dry_run(self) -> torch_compat.DryRun:
         """Call the step in eager mode on fake tensors."""
@@ -230,10 +241,14 @@ class _Tracer:
         sample = self._sample(variables) if symbolic else self._call.sample(size, self._device)
         if captured is None:
             self._step.batched = tuple(sample.batched)
-            captured = front_end(self._step, sample.tree, _symbolic(sample, variables) if symbolic else [])
+            with self._branches.decided(sample):
+                captured = front_end(
+                    self._step, sample.tree, _symbolic(sample, variables) if symbolic else []
+                )
         self._guards = captured.guards
         self.draws_with_numpy = torch_compat.draws_with_numpy(captured.module)
         operators = number_operators(captured.module)
+        describe_branches(captured.module)
         _warn_of_changed_state(self._step.model, captured.changed_state)
         _warn_of_checkpoints(list(checkpoints(captured.module)) if self._mode is Mode.TRAIN else [])
         joined = join_replicas(captured.module, self._step, self._num_replicas)
@@ -290,7 +305,8 @@ class _Tracer:
         self._step.batched = tuple(split and path not in self._call.unsure for path, split in named)
         try:
             symbolic = _symbolic(sample, variables)
-            captured = torch_compat.capture_with_dynamo(self._step, sample.tree, symbolic)
+            with self._branches.decided(sample):
+                captured = torch_compat.capture_with_dynamo(self._step, sample.tree, symbolic)
         except Exception as error:
             log.info("nothing shows which tensors are split: %s", brief(error))
             return None
@@ -302,6 +318,7 @@ class _Tracer:
         If they shall not, a copy is made to add up where replicas are ``joined``, for what it refuses.
         """
         if not (self._adds_up or joined):
+            refuse_branches(captured.module, "with microbatch_weight=...")
             return ""
         module = captured.module
         module = module if self._adds_up else fx.GraphModule(module, copy.deepcopy(module.graph))

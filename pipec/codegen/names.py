@@ -40,6 +40,7 @@ RESERVED = frozenset(
         "device",
         "dropout",
         "draw",
+        "assume",
         "loss",
         "grad_loss",
         "share",

@@ -10,7 +10,7 @@ from torch import fx
 
 from pipec.codegen.expressions import expression, free_names
 from pipec.codegen.names import comment
-from pipec.graph import TrainingGraph, is_view
+from pipec.graph import TrainingGraph, is_assumption, is_view
 from pipec.graph.dimensions import dimension
 from pipec.graph.functions import Function, StageFunctions, of_batch_nodes, runs_in
 from pipec.graph.lifetimes import dying, is_statement, items_of, made_by, sums_in_place
@@ -19,6 +19,9 @@ from pipec.ir.text import format_dtype
 
 LINE_LENGTH = 100
 SIDE_COLUMN = 84
+
+RUNTIME = {"pipec.runtime.branches": {"assume"}, "pipec.runtime.draws": {"draw", "dropout"}}
+"""What generated code may import of pipec: names by module."""
 
 RETURNS = {
     Phase.FORWARD: ("sent", "saved", "updates"),
@@ -93,6 +96,8 @@ class StageSource:
 
         Items of a tuple that no node in ``read`` takes are called ``_``.
         """
+        if is_assumption(node):
+            return _statement(source, "")
         if not isinstance(node.meta["val"], list | tuple):
             return _statement(f"{self.names[node]} = {source}", self.type_of(node))
         items = {u.args[1]: u for u in node.users if u.target is operator.getitem and u in read}
@@ -114,9 +119,10 @@ class StageSource:
         """Only what the code uses is imported. ``math`` is for sizes, such as ``math.ceil(b / 2)``."""
         bodies = (function.body for function in self.stage.functions)
         named = self.free_names(itertools.chain(self.stage.constants, *bodies))
-        draws = sorted(named & {"draw", "dropout"})
         lines = [*(["import math", ""] if "math" in named else []), "import torch"]
-        return lines + (["", f"from pipec.runtime.draws import {', '.join(draws)}"] if draws else [])
+        imported = {module: sorted(named & names) for module, names in RUNTIME.items()}
+        of_runtime = [f"from {module} import {', '.join(used)}" for module, used in imported.items() if used]
+        return [*lines, *([""] if of_runtime else []), *of_runtime]
 
     def _table(self, name: str, variable: str, nodes: Sequence[fx.Node]) -> list[str]:
         if not nodes:
@@ -287,7 +293,7 @@ def _statement(code: str, note: str) -> list[str]:
     """One statement with its note beside it. A long call is broken after its opening bracket."""
     if len(code) + 4 <= LINE_LENGTH or not code.endswith(")"):
         return [_beside(f"    {code}", note)]
-    start = code.index("(", code.index(" = ")) + 1
+    start = code.index("(", max(code.find(" = "), 0)) + 1
     inner = textwrap.wrap(code[start:-1], LINE_LENGTH - 8, break_long_words=False, break_on_hyphens=False)
     return [f"    {code[:start]}", *(f"        {line}" for line in inner), _beside("    )", note)]
 

@@ -328,6 +328,7 @@ class Compiler:
             self.device,
             adds_up=not self.microbatch_weight,
             outputs=signature.kind.outputs,
+            batch=call,
             num_replicas=None if self.searches_replicas or isinstance(replicas, tuple) else replicas,
         )
         with self._timed("capture and differentiate"):

@@ -1,13 +1,23 @@
 """The only package that names private parts of torch. ``tests/test_torch_compat.py`` pins each of them.
 
 torch 2.11 to 2.13 are supported. ``front_ends`` traces a module, and ``guards`` tell later whether that would
-find the same. ``modules`` keeps the module as it was meanwhile, ``operators`` keeps some operators whole, and
+find the same. ``branches`` decides what it asks about values,
+``modules`` keeps the module as it was meanwhile, ``operators`` keeps some operators whole, and
 ``differentiation`` adds the backward.
 """
 
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils import _pytree as pytree
 
+from pipec.torch_compat.branches import (
+    Decision,
+    MemoryKept,
+    branches_decided,
+    example_of,
+    has_values,
+    size_in,
+    symbols_of,
+)
 from pipec.torch_compat.differentiation import (
     ASSERTIONS,
     JointGraph,
@@ -42,6 +52,13 @@ from pipec.torch_compat.modules import (
 from pipec.torch_compat.operators import bounded_ctc_losses, unvalidated_distributions, whole_interpolations
 
 __all__ = [
+    "symbols_of",
+    "size_in",
+    "has_values",
+    "example_of",
+    "branches_decided",
+    "MemoryKept",
+    "Decision",
     "ASSERTIONS",
     "LOST_HOOK",
     "Captured",
