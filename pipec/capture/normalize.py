@@ -14,7 +14,7 @@ from pipec.capture.call import Call
 from pipec.capture.classify import classify
 from pipec.capture.diagnosis import lines_in, model_line
 from pipec.capture.markers import RESULT
-from pipec.capture.of_batch import lift_of_batch
+from pipec.capture.of_batch import decided_by_arguments, lift_of_batch
 from pipec.capture.symbols import batch_symbol, check_readable, number_symbols, variable_symbols
 from pipec.capture.tied import merge_tied_arguments, merge_tied_gradients
 from pipec.errors import CaptureError, InputError
@@ -121,6 +121,7 @@ def training_graph(traced: Traced) -> TrainingGraph:
     lifted = _lift_constants(module, traced.mode)
     of_batch = lift_of_batch(graph)
     classify(graph)
+    decided = decided_by_arguments(graph, of_batch)
     return _checked(
         TrainingGraph(
             module,
@@ -142,6 +143,7 @@ def training_graph(traced: Traced) -> TrainingGraph:
             output_spec=results.output_spec,
             paths=tuple(traced.call.paths),
             training=traced.training,
+            decided=decided,
         )
     )
 

@@ -79,9 +79,16 @@ class Compiler:
         fresh: dict[str, Any] = {"seconds": {}, "_traced": {}, "_captures": Captures(), "_compiled": {}}
         return replace(self, model=model, **fresh, _symbolic={}, _warned=set())
 
-    def version(self, kind: Kind) -> int:
-        """Which capture of a kind of call is still right; a new number if none is."""
-        return self._captures.version(kind)
+    def version(self, kind: Kind, call: Call | None) -> int:
+        """Which capture of a kind of call is still right; a new number if none is.
+
+        Without the call it is one that is right for the model, whatever way branches go.
+        """
+        return self._captures.version(kind, call)
+
+    def is_right(self, signature: Signature) -> bool:
+        """Whether what was captured is still right for the model."""
+        return not self._captures.obsolete(signature, None)
 
     def retain(self, numbers: Collection[int]) -> None:
         """Let go of what was compiled, but of these."""
@@ -101,7 +108,7 @@ class Compiler:
         Raises:
             CaptureError, InputError, PlanError, InfeasibleError: nothing has run or been sent by then.
         """
-        reason = self._captures.announce(signature, self.model, variables)
+        reason = self._captures.announce(signature, call, self.model, variables)
         with notice(f"pipec: compiles, {reason}") as self._notice:
             return self._compile(signature, call)
 

@@ -7,7 +7,7 @@ sizes as text.
 """
 
 from pipec.graph.assumptions import Assumptions, changed_constants
-from pipec.graph.branches import ASSUME, is_assumption
+from pipec.graph.branches import ASSUME, Decided, is_assumption
 from pipec.graph.nodes import (
     Argument,
     Buffer,

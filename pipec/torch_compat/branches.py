@@ -103,7 +103,7 @@ def size_in(value: object, sizes: Mapping[sympy.Symbol, int]) -> int | float | b
     """A symbolic number worked out; None if it is none, or depends on others than these ``sizes``."""
     if not isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         return None
-    found = value.node.expr.xreplace(dict(sizes))
+    found = sympy.sympify(value.node.expr.xreplace(dict(sizes)))
     if found in (sympy.true, sympy.false):
         return bool(found)
     kind = int if isinstance(value, torch.SymInt) else float
