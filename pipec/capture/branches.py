@@ -39,11 +39,14 @@ class Branches:
     refused: list[str] = field(default_factory=list)
 
     @contextlib.contextmanager
-    def decided(self, sample: Call) -> Iterator[None]:
-        """Decide what is asked while ``sample`` is traced, whose tensors have no values."""
-        leaves = [id(leaf) for leaf in sample.leaves]
+    def decided(self, sample: Call, symbolic: bool) -> Iterator[None]:
+        """Decide what is asked while ``sample`` is traced, whose tensors have no values.
+
+        If the batch is not ``symbolic``, code is traced that is right for the rows of the call alone.
+        """
+        leaves, batch = [id(leaf) for leaf in sample.leaves], self.batch if symbolic else self.call
         with ThreadPoolExecutor(1, initializer=_like_here()) as thread:  # modes of tracing are a thread's own
-            of_batch = _Values(dict(zip(leaves, self.batch.leaves, strict=True)), self.originals, given=True)
+            of_batch = _Values(dict(zip(leaves, batch.leaves, strict=True)), self.originals, given=True)
             of_call = _Values(dict(zip(leaves, self.call.leaves, strict=True)), self.originals, given=False)
 
             def decide(node: fx.Node, held: Callable[[str], Any]) -> torch_compat.Decision | None:

@@ -241,7 +241,7 @@ class _Tracer:
         sample = self._sample(variables) if symbolic else self._call.sample(size, self._device)
         if captured is None:
             self._step.batched = tuple(sample.batched)
-            with self._branches.decided(sample):
+            with self._branches.decided(sample, symbolic):
                 captured = front_end(
                     self._step, sample.tree, _symbolic(sample, variables) if symbolic else []
                 )
@@ -305,7 +305,7 @@ class _Tracer:
         self._step.batched = tuple(split and path not in self._call.unsure for path, split in named)
         try:
             symbolic = _symbolic(sample, variables)
-            with self._branches.decided(sample):
+            with self._branches.decided(sample, symbolic=True):
                 captured = torch_compat.capture_with_dynamo(self._step, sample.tree, symbolic)
         except Exception as error:
             log.info("nothing shows which tensors are split: %s", brief(error))
