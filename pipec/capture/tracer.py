@@ -45,6 +45,7 @@ FrontEnd = Callable[[nn.Module, tuple[Any, ...], torch_compat.Symbolic], Capture
 FRONT_ENDS: Mapping[str, FrontEnd] = {
     "Dynamo": torch_compat.capture_with_dynamo,
     "torch.export": torch_compat.capture_with_export,
+    "autograd": torch_compat.capture_directly,
 }
 
 

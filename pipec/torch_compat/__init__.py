@@ -26,6 +26,7 @@ from pipec.torch_compat.differentiation import (
     has_gradient_hook,
     python_expression,
 )
+from pipec.torch_compat.direct import CAUSE, capture_directly
 from pipec.torch_compat.front_ends import (
     LOST_HOOK,
     Captured,
@@ -52,6 +53,8 @@ from pipec.torch_compat.modules import (
 from pipec.torch_compat.operators import bounded_ctc_losses, unvalidated_distributions, whole_interpolations
 
 __all__ = [
+    "CAUSE",
+    "capture_directly",
     "symbols_of",
     "size_in",
     "has_values",
