@@ -32,6 +32,7 @@ from pipec.capture.parts import (
     DIVIDE,
     MULTIPLY,
     REDUCING,
+    SHAPED,
     TERMS,
     ZEROS,
     Meaning,
@@ -45,6 +46,7 @@ from pipec.capture.parts import (
     part_of_sums,
     place_of,
     reduction_of,
+    where,
 )
 from pipec.capture.rounds import Rounds
 from pipec.errors import CaptureError
@@ -127,14 +129,13 @@ class _Walk:
 
     def _check_branch(self, node: fx.Node) -> None:
         """Refuse a branch that microbatches could all take, and the batch not."""
-        condition, _, branch = node.args
-        assert isinstance(condition, fx.Node)
+        condition = node.all_input_nodes[0]
         if not is_of_batch(condition, lambda each: self.known[each].part):
             raise CaptureError(
-                f"a branch asks for the values of tensors: {branch}\nMicrobatches could all go one way there, "
-                f"and the whole mini-batch the other, because of {place_of(condition)}.\n"
-                "Ask for any(), all(), the maximum, the minimum or the mean of what each row has by itself, or "
-                "choose with torch.where"
+                f"the model cannot be captured as one graph{where(node)}\n"
+                "  A branch asks for a value that microbatches do not tell: all could go one way there, and "
+                "the whole mini-batch the other.\nAsk for any(), all(), the maximum, the minimum or the mean "
+                "of what each row has by itself, or\nchoose with torch.where."
             )
 
     def _of_argument(self, node: fx.Node) -> Meaning:
@@ -160,6 +161,8 @@ class _Walk:
         self.rounds.follow(node, {source: self.known[source].part for source in node.all_input_nodes})
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | int | float):
             return Meaning(self._of_number(value), given, node)
+        if operator_name(node) in SHAPED and not self._num_batches(value):
+            return Meaning(Part.SAME, given)
         for meaning, source in zip(read, node.all_input_nodes, strict=True):
             if meaning.part is Part.OTHER and not self._is_index(source, node):
                 return meaning

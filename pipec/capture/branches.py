@@ -17,9 +17,9 @@ from torch import Tensor, fx
 
 from pipec import torch_compat
 from pipec.capture.call import Call
-from pipec.capture.diagnosis import SourceLine, brief, lines_in, model_line
+from pipec.capture.diagnosis import brief, lines_in, model_line
 from pipec.capture.operators import module_of
-from pipec.capture.parts import changes_argument, draws_by_chance, is_never
+from pipec.capture.parts import changes_argument, draws_by_chance, is_never, where
 from pipec.errors import CaptureError
 from pipec.graph import ASSUME
 
@@ -66,17 +66,17 @@ def describe_branches(captured: fx.GraphModule) -> None:
     """Let each ``assume`` say which line of the model asked."""
     for node in captured.graph.find_nodes(op="call_function", target=ASSUME):
         module, _ = module_of(node)
-        line = _line(node)
-        where = f"{line.text} ({', '.join(filter(None, [module, line.place]))})" if line else module
-        node.args = (*node.args[:2], where)
+        line = model_line(lines_in(node.meta.get("stack_trace") or ""))
+        node.args = (*node.args[:2], f"{line or 'a branch'} ({module or 'model'})")
 
 
-def refuse_branches(captured: fx.GraphModule, where: str) -> None:
+def refuse_branches(captured: fx.GraphModule, why: str) -> None:
     """Raise CaptureError if the model asks for values of tensors."""
     for node in captured.graph.find_nodes(op="call_function", target=ASSUME):
         raise CaptureError(
-            f"a branch asks for the values of tensors: {node.args[2]}\nThat cannot be followed {where}, "
-            "where nothing tells whether all microbatches ask the same. Choose with torch.where"
+            f"the model cannot be captured as one graph{where(node)}\n"
+            f"  A branch asks for the value of a tensor, which cannot be followed {why}.\n"
+            "Choose with torch.where or a mask."
         )
 
 
@@ -132,7 +132,7 @@ class _Values:
             size = torch_compat.size_in(node.meta.get("example_value"), self._sizes)
             self.known[node] = self._call(node, held) if size is None else size
         elif changes_argument(node) and node.args[0] in self.known:
-            del self.known[node.args[0]]
+            del self.known[inputs[0]]
 
     def _take(self, node: fx.Node) -> None:
         example = torch_compat.example_of(node)
@@ -182,8 +182,3 @@ def _random_state_kept() -> Iterator[None]:
     with torch.random.fork_rng():
         yield
     random.setstate(state)
-
-
-def _line(node: fx.Node) -> SourceLine | None:
-    return model_line(lines_in(node.meta.get("stack_trace") or ""))
-

@@ -72,7 +72,10 @@ def _keep_with_memory(reader: fx.Node) -> None:
 def _is_backward(node: fx.Node) -> bool:
     if node.op == "placeholder":
         return isinstance(node.meta["role"], LossGradient)
-    if _noted(node).get(BACKWARD) or node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward"):
+    if _noted(node).get(BACKWARD) or node.meta.get("partitioner_tag") in (
+        "is_backward",
+        "must_be_in_backward",
+    ):
         return True
     return any(source.meta["phase"] is Phase.BACKWARD for source in node.all_input_nodes)
 

@@ -1,8 +1,8 @@
 """Whether a condition that is the same for every microbatch is the same for the batch, too.
 
 A model that is not split asks once, of all rows. Its stages ask for each microbatch. Where all of these find
-``(x > 2).any()`` true, or all false, so would the batch; ``x.std() > 2`` may be false for each of them and true
-for the batch. These rules tell the two apart. They know few operators; of any other nothing is known.
+``(x > 2).any()`` true, or all false, so would the batch; ``x.std() > 2`` may be false for each of them, and
+true for the batch. These rules tell the two apart. They know few operators; of any other nothing is known.
 """
 
 from collections.abc import Callable
@@ -61,10 +61,9 @@ def _truth(node: fx.Node, part_of: PartOf) -> Truth | None:
     if name in _REDUCED and len(operands) == 1:
         return _REDUCED[name] if part_of(operands[0]) is Part.ROWS else None
     known = {_truth(operand, part_of) for operand in operands}
-    of_rows = known - {Truth.SAME}
-    if len(of_rows) != 1 or None in of_rows:
+    truth = next(iter(known - {Truth.SAME}), None)
+    if truth is None or not known <= {truth, Truth.SAME}:
         return None
-    (truth,) = of_rows
     if name in _KEEPING and len(operands) == 1:
         return truth
     if name in _NOT:

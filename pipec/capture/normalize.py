@@ -31,6 +31,7 @@ from pipec.graph import (
     TrainingGraph,
     UpdatedBuffer,
     is_assumption,
+    is_forward,
 )
 from pipec.graph.dimensions import Symbols, dimension
 from pipec.ir import Mode, Sizes, Variable
@@ -356,6 +357,13 @@ def _used(graph: fx.Graph, of_batch: fx.Graph | None, constants: Mapping[str, Te
 
 def _checked(graph: TrainingGraph) -> TrainingGraph:
     _check_loss(graph)
+    for role, node in graph.outputs:
+        if isinstance(role, UpdatedBuffer) and node.op == "call_function" and not is_forward(node):
+            raise CaptureError(
+                f"the backward changes {role.fqn}, as batch normalization does in torch.utils.checkpoint; "
+                "only the forward can change buffers. Leave the checkpoint out: what is computed again "
+                "follows from memory_limit=... and recompute=..."
+            )
     if graph.variable_symbols:
         check_readable(graph)
     for node in graph.nodes:

@@ -14,7 +14,7 @@ OPERATOR_ID = "pipec_operator"
 """Key in ``node.meta["custom"]`` of the operator that caused a node. Differentiation copies what is there."""
 
 BACKWARD = "pipec_backward"
-"""Key in ``node.meta["custom"]`` of nodes that are no part of the forward, where the captured graph has some."""
+"""Key in ``node.meta["custom"]`` of nodes of the backward, where the captured graph has some."""
 
 INLINED = {torch.ops.higher_order.tag_activation_checkpoint}
 """Operators that call a graph and are taken apart: the nodes of that graph are operators of their own."""

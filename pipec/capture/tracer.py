@@ -1,7 +1,8 @@
 """nn.Module to TrainingGraph: one graph of forward, loss and backward, every node knowing its operator.
 
 Dynamo's full-graph capture comes first: it keeps torch-level operators, variable names, source lines and
-custom backwards. Non-strict ``torch.export`` serves where Dynamo cannot. Each is asked for a symbolic batch
+custom backwards. Non-strict ``torch.export`` serves where Dynamo cannot. Where neither can, because the model
+differentiates something itself, forward and backward are traced together. Each is asked for a symbolic batch
 first, and then for a fixed one; the log says why the first attempts failed.
 """
 
@@ -19,10 +20,11 @@ from torch import Tensor, fx, nn
 from pipec import ops, torch_compat
 from pipec.capture.add_up import add_up, plain_name, rows_of
 from pipec.capture.attributes import readable_values
-from pipec.capture.caches import refuse_cache, without_caches
 from pipec.capture.branches import Branches, describe_branches, refuse_branches
+from pipec.capture.caches import refuse_cache, without_caches
 from pipec.capture.call import Call
 from pipec.capture.diagnosis import brief, capture_error
+from pipec.capture.differentiated import add_up_differentiated
 from pipec.capture.joins import join_replicas, sync_batch_norms_alone
 from pipec.capture.normalize import Traced, training_graph
 from pipec.capture.operators import checkpoints, number_operators
@@ -319,13 +321,15 @@ class _Tracer:
         If they shall not, a copy is made to add up where replicas are ``joined``, for what it refuses.
         """
         if not (self._adds_up or joined):
-            refuse_branches(captured.module, "with microbatch_weight=...")
+            refuse_branches(captured.module, "where microbatch_weight=... says how losses add up")
             return ""
         module = captured.module
         module = module if self._adds_up else fx.GraphModule(module, copy.deepcopy(module.graph))
         batched = [path for path, split in zip(sample.paths, sample.batched, strict=True) if split]
         has_loss = self._mode is not Mode.FORWARD
         size, num_replicas = self._call.batch_size, self._num_replicas or 1
+        if captured.differentiated is not None:
+            return add_up_differentiated(captured, batched, size, has_loss, num_replicas)
         unclear = add_up(module, batched, size, has_loss, num_replicas)
         return unclear if self._adds_up else ""
 

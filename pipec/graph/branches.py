@@ -31,7 +31,7 @@ def is_assumption(node: fx.Node) -> bool:
 class Decided:
     """The branches that follow from the arguments of ``step`` alone, which are looked at before each step.
 
-    ``graph`` computes their conditions from the leaves at the ``positions`` of its arguments. ``outcomes`` and
+    ``graph`` computes their conditions; its arguments are the leaves at ``positions``. ``outcomes`` and
     ``branches`` are those of the ``assume`` of each.
     """
 
@@ -40,7 +40,7 @@ class Decided:
     outcomes: tuple[bool, ...]
     branches: tuple[str, ...]
 
-    def changed(self, leaves: Sequence[Any], sizes: Mapping[sympy.Symbol, int]) -> str:
+    def changed(self, leaves: Sequence[Any], sizes: Mapping[sympy.Symbol, float]) -> str:
         """The first branch that goes the other way in a step with these leaves; empty if none does."""
         arguments = [torch.as_tensor(leaves[position]) for position in self.positions]
         if not self.branches or any(argument.is_meta for argument in arguments):
@@ -57,7 +57,7 @@ ALL_THE_SAME = Decided(fx.Graph(), (), (), ())
 
 
 def _computed(
-    graph: fx.Graph, arguments: Sequence[Tensor], sizes: Mapping[sympy.Symbol, int]
+    graph: fx.Graph, arguments: Sequence[Tensor], sizes: Mapping[sympy.Symbol, float]
 ) -> Sequence[Tensor]:
     """What a graph makes of its arguments, on their device."""
     given = iter(arguments)
@@ -81,4 +81,5 @@ def _computed(
             case "call_function":
                 args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), value_of)
                 known[node] = node.target(*args, **kwargs)
-    return [known[node] for node in graph.output_node().args[0]]
+    conditions: Any = graph.output_node().args[0]
+    return [known[node] for node in conditions]

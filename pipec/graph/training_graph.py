@@ -134,7 +134,7 @@ class TrainingGraph:
         changed = self.assumptions.broken()
         return changed or (self.decided.changed(leaves, self._known(sizes)) if leaves is not None else "")
 
-    def _known(self, sizes: Sizes) -> dict[sympy.Symbol, int]:
+    def _known(self, sizes: Sizes) -> dict[sympy.Symbol, float]:
         return {symbol: sizes[name] for symbol, name in self.symbols.items() if name in sizes}
 
 

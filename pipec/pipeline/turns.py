@@ -99,7 +99,9 @@ class TurnTaker(HeldModel):
             call = self._checked(asked.mode, args, kwargs, target)
             kind = self._kind(asked, call, self._state(asked.mode))
             seed, after = next_seed()
-            return Turn(call, Signature(kind, self._compiler.version(kind, call)), seed, after, (call.batch_size,))
+            return Turn(
+                call, Signature(kind, self._compiler.version(kind, call)), seed, after, (call.batch_size,)
+            )
         call, refusal = Call((), {}), None
         if self._passes:
             try:

@@ -70,8 +70,8 @@ def branches_decided(decide: Decide, assume: Callable[..., Any]) -> Iterator[Non
         found = decided(tx, self) if self.dtype is torch.bool else None
         return item(self, tx, *args, **kwargs) if found is None else found
 
-    InstructionTranslatorBase.step = decided_step  # type: ignore[method-assign]
-    TensorVariable.method_item = decided_item  # type: ignore[method-assign,assignment]
+    InstructionTranslatorBase.step = decided_step  # type: ignore[method-assign,assignment]
+    TensorVariable.method_item = decided_item  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -94,12 +94,13 @@ def has_values(tensor: torch.Tensor) -> bool:
 
 def symbols_of(example: torch.Tensor, value: torch.Tensor) -> dict[sympy.Symbol, int]:
     """The symbols in the shape of a fake tensor, with the sizes that ``value`` has there."""
-    sizes = [size.node.expr if isinstance(size, torch.SymInt) else size for size in example.shape]
+    shape = tuple[Any, ...](example.shape)
+    sizes = [size.node.expr if isinstance(size, torch.SymInt) else size for size in shape]
     pairs = zip(sizes, value.shape, strict=True)
     return {size: number for size, number in pairs if isinstance(size, sympy.Symbol)}
 
 
-def size_in(value: object, sizes: Mapping[sympy.Symbol, int]) -> int | float | bool | None:
+def size_in(value: Any, sizes: Mapping[sympy.Symbol, int]) -> int | float | bool | None:
     """A symbolic number worked out; None if it is none, or depends on others than these ``sizes``."""
     if not isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         return None
@@ -114,7 +115,7 @@ class MemoryKept(TorchDispatchMode):
     """Lets operators fail that would write to memory at one of these ``addresses``."""
 
     def __init__(self, addresses: Collection[int]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._addresses = addresses
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

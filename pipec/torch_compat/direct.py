@@ -8,7 +8,7 @@ can be rewritten before it is differentiated.
 import bisect
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,9 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer, make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
-from pipec.torch_compat.front_ends import Captured, Differentiated, Symbolic
+from pipec.torch_compat.front_ends import LOST_HOOK, Captured, Differentiated, Symbolic
 from pipec.torch_compat.modules import no_output
 
 CAUSE = "pipec_cause"
@@ -41,38 +42,78 @@ def capture_directly(module: nn.Module, args: tuple[Any, ...], symbolic: Symboli
 
     def step(held: list[Tensor], tensors: list[Tensor], tangent: Tensor) -> list[Any]:
         named, arguments = dict(zip(fakes, held, strict=True)), iter(tensors)
-        with nodes.of_forward():
-            call = [next(arguments) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            returned = torch.func.functional_call(module, named, pytree.tree_unflatten(call, structure))
-        results, spec = pytree.tree_flatten(returned)
-        specs.append(spec)
-        return results + _gradients(results[0], [named[name] for name in trained], tangent)
+        with _reparametrize_module(module, named, tie_weights=True):  # backwards may read parameters, too
+            with nodes.of_forward():
+                call = [next(arguments) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+                results, spec = pytree.tree_flatten(module(*pytree.tree_unflatten(call, structure)))
+            specs.append(spec)
+            return results + _gradients(results[0], [named[name] for name in trained], tangent)
 
-    with mode, fx_traceback.preserve_node_meta(), no_output(), nodes.marked():
+    before = _plain_attributes(module)
+    with mode, fx_traceback.preserve_node_meta(), no_output(), nodes.marked(), _refuse_what_runs_once(module):
         tangent = torch.ones(())
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         traced = make_fx(step, record_stack_traces=True)([*fakes.values()], tensors, tangent)
+    now = _plain_attributes(module)
+    changed = tuple(path for path, attributes in before.items() if now.get(path) != attributes)
     _read_held_tensors(traced, fakes)
     _name_arguments(traced.graph, args)
     traced.recompile()
     traced.meta["fake_mode"] = mode
-    returned = traced.graph.output_node().args[0]
+    returned: Any = traced.graph.output_node().args[0]
     names = trained if len(returned) > specs[-1].num_leaves else []
-    return Captured(traced, (*leaves, tangent), differentiated=Differentiated(specs[-1], tuple(names)))
+    differentiated = Differentiated(specs[-1], tuple(names))
+    return Captured(traced, (*leaves, tangent), changed, differentiated=differentiated)
 
 
 def _gradients(loss: Any, parameters: list[Tensor], tangent: Tensor) -> list[Tensor | None]:
     """None are taken of what is no loss, which others refuse."""
     if not parameters or not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
         return []
-    return [*torch.autograd.grad(loss, parameters, tangent.to(loss.dtype), allow_unused=True)]
+    found = torch.autograd.grad(loss, parameters, tangent.to(loss.dtype), allow_unused=True)
+    if any(parameter.grad is not None for parameter in parameters):
+        raise TypeError("the backward writes to the .grad of a parameter, which would be lost")
+    return [*found]
+
+
+@contextlib.contextmanager
+def _refuse_what_runs_once(module: nn.Module) -> Iterator[None]:
+    """Refuse hooks that would run at capture, and in no step."""
+    for path, each in module.named_modules():
+        if each._backward_hooks or each._backward_pre_hooks:
+            raise TypeError(f"the hook on the backward of {path} would be called at capture alone")
+    names = ("register_hook", "register_post_accumulate_grad_hook")
+    hooks = {name: getattr(Tensor, name) for name in names}
+
+    def refusing(name: str) -> Callable[[Tensor, Any], Any]:
+        def register(tensor: Tensor, hook: Any) -> Any:
+            if tensor.is_leaf:
+                raise RuntimeError(LOST_HOOK)
+            return hooks[name](tensor, hook)
+
+        return register
+
+    try:
+        for name in names:
+            setattr(Tensor, name, refusing(name))
+        yield
+    finally:
+        for name, hook in hooks.items():
+            setattr(Tensor, name, hook)
+
+
+def _plain_attributes(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """The numbers and texts that modules have as attributes, by the names of the modules."""
+    plain = (int, float, str, bool)
+    return {
+        path: {name: x for name, x in vars(each).items() if isinstance(x, plain)}
+        for path, each in module.named_modules()
+    }
 
 
 def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     with mode:
-        fake = torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-        )
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
 
@@ -110,7 +151,8 @@ def _name_arguments(graph: fx.Graph, args: tuple[Any, ...]) -> None:
     """Give each leaf of the arguments a placeholder that is called as in other graphs, ``args_0``."""
     graph.set_codegen(fx.graph.CodeGen())
     rest = graph.find_nodes(op="placeholder")
-    for (root, *keys), leaf in pytree.tree_flatten_with_path(args)[0]:
+    flat: Any = pytree.tree_flatten_with_path(args)[0]
+    for (root, *keys), leaf in flat:
         name = re.sub(r"\W+", "_", f"{_ARGUMENTS[root.idx]}{pytree.keystr(tuple(keys))}").strip("_")
         if isinstance(leaf, Tensor):
             rest[0].target = name
@@ -157,22 +199,25 @@ class _Nodes:
                 self._mark(node)
             return node
 
-        PythonKeyTracer.create_node = created  # type: ignore[method-assign]
+        PythonKeyTracer.create_node = created  # type: ignore[method-assign,assignment]
         try:
             yield
         finally:
             PythonKeyTracer.create_node = create  # type: ignore[method-assign]
 
     def _mark(self, node: fx.Node) -> None:
+        current: Any = torch._C._current_autograd_node()
+        draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        if draws and (current is not None or not self._is_forward):
+            raise TypeError("a backward draws random numbers, which a checkpoint would draw anew")
         if self._is_forward:
             self._numbers.append(torch.autograd._get_sequence_nr() - 1)
             self._made.append(node)
             if self._modules:
                 path = self._paths.get(id(self._modules[-1]), "")
                 node.meta["nn_module_stack"] = {path: (path, type(self._modules[-1]).__name__)}
-        else:
-            current = torch._C._current_autograd_node()
-            node.meta[CAUSE] = self._of(current._sequence_nr()) if current is not None else None
+            return
+        node.meta[CAUSE] = self._of(current._sequence_nr()) if current is not None else None
 
     def _of(self, number: int) -> fx.Node | None:
         """The first node of the forward that was made after this many nodes of autograd's own graph."""
