@@ -21,11 +21,6 @@ _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 
 ADVICE = (
     (
-        "multi_head_attention_forward",
-        "torch looks at the values of an attention mask to find out whether it is causal.\n"
-        "Pass is_causal=True or is_causal=False along with the mask.",
-    ),
-    (
         "backwards hooks",
         "Register the hook on a tensor inside forward(), with Tensor.register_hook: there it is captured.",
     ),

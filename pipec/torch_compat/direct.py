@@ -126,11 +126,20 @@ def _fake_argument(leaf: Any, mode: FakeTensorMode, symbolic: Symbolic) -> Any:
 
 
 def _read_held_tensors(traced: fx.GraphModule, held: Mapping[str, Tensor]) -> None:
-    """Let the graph hold the tensors that are its first arguments, under their names."""
+    """Let the graph hold the tensors that are its first arguments, under their names.
+
+    Raises:
+        TypeError: it holds a tensor to train already, which was not read where the module has it.
+    """
+    for node in traced.graph.find_nodes(op="get_attr"):
+        tensor = getattr(traced, str(node.target))
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            raise TypeError(f"a tensor of shape {tuple(tensor.shape)} to train was not read from its module")
     placeholders = traced.graph.find_nodes(op="placeholder")
     for node, (name, tensor) in zip(placeholders, held.items(), strict=False):
         path, _, attribute = name.rpartition(".")
-        traced.add_submodule(path, nn.Module()) if path and not _has(traced, path) else None
+        if path and path not in dict(traced.named_modules()):
+            traced.add_submodule(path, nn.Module())
         owner = traced.get_submodule(path)
         if isinstance(tensor, nn.Parameter):
             owner.register_parameter(attribute, tensor)
@@ -141,10 +150,6 @@ def _read_held_tensors(traced: fx.GraphModule, held: Mapping[str, Tensor]) -> No
         read.meta = node.meta
         node.replace_all_uses_with(read)
         traced.graph.erase_node(node)
-
-
-def _has(module: nn.Module, path: str) -> bool:
-    return path in dict(module.named_modules())
 
 
 def _name_arguments(graph: fx.Graph, args: tuple[Any, ...]) -> None:
