@@ -21,7 +21,7 @@ import sympy
 import torch
 from torch import Tensor, fx, nn
 
-from pipec.capture.conditions import is_of_batch
+from pipec.capture.conditions import refuse_unless_of_batch
 from pipec.capture.markers import OF_BATCH, RESULT, SHARE
 from pipec.capture.parts import (
     ADD,
@@ -46,10 +46,8 @@ from pipec.capture.parts import (
     part_of_sums,
     place_of,
     reduction_of,
-    where,
 )
 from pipec.capture.rounds import Rounds
-from pipec.errors import CaptureError
 from pipec.graph import is_assumption
 from pipec.torch_compat import pytree
 
@@ -120,23 +118,12 @@ class _Walk:
                 held = operator.attrgetter(str(node.target))(self.module)
                 self.known[node] = Meaning(Part.SAME, not isinstance(held, nn.Parameter | nn.Module))
             case "call_function" if is_assumption(node):
-                self._check_branch(node)
+                refuse_unless_of_batch(node, lambda each: self.known[each].part)
             case "call_function" | "call_method":
                 self._scaled_by_rows |= self._symbol is None and self._may_scale_by_rows(node)
                 self.known[node] = self._of_call(node)
                 if changes_argument(node) and isinstance(changed := node.args[0], fx.Node):
                     self.known[changed] = self.known[node]
-
-    def _check_branch(self, node: fx.Node) -> None:
-        """Refuse a branch that microbatches could all take, and the batch not."""
-        condition = node.all_input_nodes[0]
-        if not is_of_batch(condition, lambda each: self.known[each].part):
-            raise CaptureError(
-                f"the model cannot be captured as one graph{where(node)}\n"
-                "  A branch asks for a value that microbatches do not tell: all could go one way there, and "
-                "the whole mini-batch the other.\nAsk for any(), all(), the maximum, the minimum or the mean "
-                "of what each row has by itself, or\nchoose with torch.where."
-            )
 
     def _of_argument(self, node: fx.Node) -> Meaning:
         value = _value(node)

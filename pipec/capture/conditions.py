@@ -10,7 +10,8 @@ from enum import Enum, auto
 
 from torch import Tensor, fx
 
-from pipec.capture.parts import Part, operator_name
+from pipec.capture.parts import Part, operator_name, where
+from pipec.errors import CaptureError
 
 
 class Truth(Enum):
@@ -44,6 +45,17 @@ _JOINED = {
     **dict.fromkeys(("or", "bitwise_or", "logical_or"), Truth.ANY),
     **dict.fromkeys(("and", "bitwise_and", "logical_and"), Truth.ALL),
 }
+
+
+def refuse_unless_of_batch(assumed: fx.Node, part_of: PartOf) -> None:
+    """Raise CaptureError for a branch that all microbatches could take, and the batch not."""
+    if not is_of_batch(assumed.all_input_nodes[0], part_of):
+        raise CaptureError(
+            f"the model cannot be captured as one graph{where(assumed)}\n"
+            "  A branch asks for a value that microbatches do not tell: all could go one way there, and the "
+            "whole mini-batch the other.\nAsk for any(), all(), the maximum, the minimum or the mean of what "
+            "each row has by itself, or\nchoose with torch.where."
+        )
 
 
 def is_of_batch(condition: fx.Node, part_of: PartOf) -> bool:

@@ -12,9 +12,9 @@ from torch import Tensor, fx
 from pipec import torch_compat
 from pipec.capture.call import Call
 from pipec.capture.classify import classify
-from pipec.capture.diagnosis import lines_in, model_line
 from pipec.capture.markers import RESULT
 from pipec.capture.of_batch import decided_by_arguments, lift_of_batch
+from pipec.capture.parts import where
 from pipec.capture.symbols import batch_symbol, check_readable, number_symbols, variable_symbols
 from pipec.capture.tied import merge_tied_arguments, merge_tied_gradients
 from pipec.errors import CaptureError, InputError
@@ -158,8 +158,8 @@ def _guards(joint: torch_compat.JointGraph) -> tuple[sympy.Basic, ...]:
 def _check_sizes(graph: fx.Graph, numbers: Collection[sympy.Symbol]) -> None:
     for node in graph.nodes:
         if node.op != "output" and torch_compat.depends_on_values(node.meta.get("val"), numbers):
-            where = node.meta.get("stack_trace")
-            raise ValueDependentError(f"data-dependent result of {node.target}\n{where}")
+            trace = node.meta.get("stack_trace")
+            raise ValueDependentError(f"data-dependent result of {node.target}\n{trace}")
 
 
 def _check_calls(nodes: Iterable[fx.Node]) -> None:
@@ -167,7 +167,7 @@ def _check_calls(nodes: Iterable[fx.Node]) -> None:
         if isinstance(node.target, torch_compat.HigherOrderOperator):
             name, ordinary = node.target.name(), "Write what it computes with ordinary operations of torch."
             raise CaptureError(
-                f"the model calls the higher-order operator {name!r}, which no stage can run{_place(node)}\n"
+                f"the model calls the higher-order operator {name!r}, which no stage can run{where(node)}\n"
                 + HIGHER_ORDER.get(name, ordinary)
             )
 
@@ -269,7 +269,7 @@ def _is_tensor_node(value: object, traced: Traced) -> bool:
     if isinstance(value.meta.get("val"), Tensor):
         return True
     raise CaptureError(
-        f"the model returns a number that depends on the size of the batch{_place(value)}\n"
+        f"the model returns a number that depends on the size of the batch{where(value)}\n"
         "Microbatches cannot be joined to it. Return it as a tensor, or leave it out."
     )
 
@@ -333,10 +333,10 @@ def _lift_constants(module: fx.GraphModule, mode: Mode) -> dict[str, Tensor]:
         if attribute not in lifted:
             value: Tensor = getattr(module, attribute)
             if value.requires_grad and mode is Mode.TRAIN:
-                where = _place(next(iter(node.users)))
+                place = where(next(iter(node.users)))
                 raise InputError(
                     f"a tensor of shape {tuple(value.shape)} requires a gradient but is no parameter of the "
-                    f"model{where}\nRegister it as an nn.Parameter of the model, or detach it."
+                    f"model{place}\nRegister it as an nn.Parameter of the model, or detach it."
                 )
             fqn = f"constant.{len(constants)}"
             constants[fqn] = value
@@ -372,15 +372,9 @@ def _checked(graph: TrainingGraph) -> TrainingGraph:
             if len(dtypes) > 1:
                 raise InputError(
                     f"the model multiplies tensors of different dtypes, {', '.join(sorted(map(str, dtypes)))}"
-                    f"{_place(node)}\nPass inputs of the model's dtype, or convert them there."
+                    f"{where(node)}\nPass inputs of the model's dtype, or convert them there."
                 )
     return graph
-
-
-def _place(node: fx.Node) -> str:
-    """The line of the model that made the node, for a message. It is empty where torch lost the line."""
-    line = model_line(lines_in(node.meta.get("stack_trace") or ""))
-    return f"\n  at {line}" if line else ""
 
 
 def _described(value: Tensor, symbols: Symbols) -> str:

@@ -80,10 +80,7 @@ class Compiler:
         return replace(self, model=model, **fresh, _symbolic={}, _warned=set())
 
     def version(self, kind: Kind, call: Call | None) -> int:
-        """Which capture of a kind of call is still right; a new number if none is.
-
-        Without the call it is one that is right for the model, whatever way branches go.
-        """
+        """Which capture of a kind of call is still right; a new number if none is."""
         return self._captures.version(kind, call)
 
     def is_right(self, signature: Signature) -> bool:
