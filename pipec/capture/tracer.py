@@ -114,6 +114,12 @@ def capture(
             kinds = (True, False) if symbolic else (False,)
             graph, failures = _first_success(tracer, list(itertools.product(FRONT_ENDS, kinds)))
         generators.refuse_draws(tracer.dry_run, suspected=tracer.draws_with_numpy)
+    if tracer.is_direct:
+        log.warning(
+            "forward and backward were traced together, because the model cannot be differentiated otherwise: "
+            "what its code reads is taken to stay as it is, unless modules have it as attributes, or their "
+            "methods and the loss function enclose it or name it"
+        )
     if mode is Mode.TRAIN:
         _check_trained(graph)
     graph = replace(graph, assumptions=tracer.assumptions())
@@ -210,7 +216,7 @@ class _Tracer:
         self._device = device if any(True for _ in step.model.parameters()) else None
         self._branches = branches
         self._guards: torch_compat.Guards | None = None
-        self.draws_with_numpy = False
+        self.draws_with_numpy = self.is_direct = False
 
     @property
     def refused_branch(self) -> str:
@@ -248,7 +254,7 @@ class _Tracer:
                 captured = front_end(
                     self._step, sample.tree, _symbolic(sample, variables) if symbolic else []
                 )
-        self._guards = captured.guards
+        self._guards, self.is_direct = captured.guards, captured.differentiated is not None
         self.draws_with_numpy = torch_compat.draws_with_numpy(captured.module)
         operators = number_operators(captured.module)
         describe_branches(captured.module)

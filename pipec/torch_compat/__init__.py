@@ -1,9 +1,8 @@
 """The only package that names private parts of torch. ``tests/test_torch_compat.py`` pins each of them.
 
-torch 2.11 to 2.13 are supported. ``front_ends`` traces a module, and ``guards`` tell later whether that would
-find the same. ``branches`` decides what it asks about values,
-``modules`` keeps the module as it was meanwhile, ``operators`` keeps some operators whole, and
-``differentiation`` adds the backward.
+torch 2.11 to 2.13 are supported. ``front_ends`` and ``direct`` trace a module, ``branches`` lets them be told
+values, and ``guards`` tell later whether that would find the same. ``modules`` keeps the module as it was
+meanwhile, ``operators`` keeps some operators whole, and ``differentiation`` adds the backward.
 """
 
 from torch._ops import HigherOrderOperator, OpOverload
