@@ -116,7 +116,7 @@ def capture(
         generators.refuse_draws(tracer.dry_run, suspected=tracer.draws_with_numpy)
     if tracer.is_direct:
         log.warning(
-            "forward and backward were traced together, because the model cannot be differentiated otherwise: "
+            "forward and backward were traced together, for the model cannot be differentiated otherwise: "
             "what its code reads is taken to stay as it is, unless modules have it as attributes, or their "
             "methods and the loss function enclose it or name it"
         )
@@ -261,6 +261,8 @@ class _Tracer:
         _warn_of_changed_state(self._step.model, captured.changed_state)
         _warn_of_checkpoints(list(checkpoints(captured.module)) if self._mode is Mode.TRAIN else [])
         joined = join_replicas(captured.module, self._step, self._num_replicas)
+        if joined and self.is_direct:
+            raise CaptureError(f"{joined} joins replicas, which a model cannot that differentiates by itself")
         unclear = self._add_up(captured, sample, joined)
         joint = torch_compat.differentiate(captured, training=self._mode is Mode.TRAIN)
         return training_graph(

@@ -2,8 +2,8 @@
 
 Read ``nodes``, the metadata of a node, and ``training_graph`` first. ``functions`` then says what each phase
 of a stage computes, keeps and returns, and ``parts`` how a phase is divided. ``invariants`` holds what is
-true after every pass; ``assumptions`` and ``branches`` tell whether a graph is still that of its model and of a
-call; ``dimensions`` writes sizes as text.
+true after every pass; ``assumptions`` and ``branches`` tell whether a graph is still that of its model and of
+a call; ``dimensions`` writes sizes as text.
 """
 
 from pipec.graph.assumptions import Assumptions, changed_constants

@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._sympy.printers import PythonPrinter
 
 from pipec.torch_compat.front_ends import Captured, Differentiated
+from pipec.torch_compat.modules import without_autocast
 
 ASSERTIONS = (torch._check, torch.ops.aten._assert_scalar.default)
 """What ``torch._check`` becomes in a captured graph."""
@@ -70,7 +71,9 @@ def differentiate(captured: Captured, training: bool) -> JointGraph:
     ``node.meta["custom"]`` of a captured node is copied to every node that it causes.
     """
     if captured.differentiated is not None:
-        return _read(differentiate(replace(captured, differentiated=None), False), captured.differentiated)
+        with without_autocast():  # types were converted while it was traced
+            whole = differentiate(replace(captured, differentiated=None), False)
+        return _read(whole, captured.differentiated)
     meta = captured.module.meta
     context = meta.get("tracing_context") or TracingContext(meta["fake_mode"])
     with contextlib.ExitStack() as stack:

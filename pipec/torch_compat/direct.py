@@ -22,7 +22,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
 from pipec.torch_compat.front_ends import LOST_HOOK, Captured, Differentiated, Symbolic
-from pipec.torch_compat.modules import no_output
+from pipec.torch_compat.modules import no_output, without_autocast
 
 CAUSE = "pipec_cause"
 """Key in the meta of nodes that autograd made of the step: the forward node they are of; None if unknown."""
@@ -51,7 +51,8 @@ def capture_directly(module: nn.Module, args: tuple[Any, ...], symbolic: Symboli
 
     before = _plain_attributes(module)
     with mode, fx_traceback.preserve_node_meta(), no_output(), nodes.marked(), _refuse_what_runs_once(module):
-        tangent = torch.ones(())
+        device = next((each.device for each in held.values()), torch.device("cpu"))
+        tangent = torch.ones((), device=device)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         traced = make_fx(step, record_stack_traces=True)([*fakes.values()], tensors, tangent)
     now = _plain_attributes(module)
@@ -70,7 +71,8 @@ def _gradients(loss: Any, parameters: list[Tensor], tangent: Tensor) -> list[Ten
     """None are taken of what is no loss, which others refuse."""
     if not parameters or not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
         return []
-    found = torch.autograd.grad(loss, parameters, tangent.to(loss.dtype), allow_unused=True)
+    with without_autocast():
+        found = torch.autograd.grad(loss, parameters, tangent.to(loss.dtype), allow_unused=True)
     if any(parameter.grad is not None for parameter in parameters):
         raise TypeError("the backward writes to the .grad of a parameter, which would be lost")
     return [*found]

@@ -62,6 +62,13 @@ def quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def without_autocast() -> Iterator[None]:
+    """Let operators compute in the types of what they are given."""
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
+
+
+@contextlib.contextmanager
 def unchanged(module: torch.nn.Module) -> Iterator[None]:
     """Put back every attribute, parameter, buffer and hook that tracing replaced, such as by a fake tensor.
 
