@@ -81,9 +81,13 @@ class Compiler:
         fresh: dict[str, Any] = {"seconds": {}, "_traced": {}, "_captures": Captures(), "_compiled": {}}
         return replace(self, model=model, **fresh, _symbolic={}, _warned=set())
 
-    def version(self, kind: Kind) -> int:
+    def version(self, kind: Kind, call: Call | None) -> int:
         """Which capture of a kind of call is still right; a new number if none is."""
-        return self._captures.version(kind)
+        return self._captures.version(kind, call)
+
+    def is_right(self, signature: Signature) -> bool:
+        """Whether what was captured is still right for the model."""
+        return not self._captures.obsolete(signature, None)
 
     def retain(self, numbers: Collection[int]) -> None:
         """Let go of what was compiled, but of these."""
@@ -103,7 +107,7 @@ class Compiler:
         Raises:
             CaptureError, InputError, PlanError, InfeasibleError: nothing has run or been sent by then.
         """
-        reason = self._captures.announce(signature, self.model, variables)
+        reason = self._captures.announce(signature, call, self.model, variables)
         with notice(f"pipec: compiles, {reason}") as self._notice:
             return self._compile(signature, call)
 
@@ -330,6 +334,7 @@ class Compiler:
             self.device,
             adds_up=not self.microbatch_weight,
             outputs=signature.kind.outputs,
+            batch=call,
             num_replicas=None if self.searches_replicas or isinstance(replicas, tuple) else replicas,
         )
         require_wide_weights(self.precision, self.model)
