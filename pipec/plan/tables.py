@@ -25,10 +25,10 @@ WIDTH = 240
 class ReadablePlan(Plan):
     """A plan that prints as a table, with what its ``programs`` predict."""
 
-    programs: tuple[Program, ...] = field(default=(), repr=False, compare=False)
+    programs: Sequence[Program] = field(default=(), repr=False, compare=False)
 
     @classmethod
-    def of(cls, plan: Plan, programs: tuple[Program, ...]) -> "ReadablePlan":
+    def of(cls, plan: Plan, programs: Sequence[Program]) -> "ReadablePlan":
         return cls(**{each.name: getattr(plan, each.name) for each in fields(plan)}, programs=programs)
 
     def __str__(self) -> str:

@@ -11,7 +11,7 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from pipec.ir import NOTHING_MORE, Ending, Instruction, Kind, Op, Phase
+from pipec.ir import NOTHING_MORE, Alike, Ending, Instruction, Kind, Op, Phase
 from pipec.ir.columns import OP_CODE, OPS, Floats, Instructions, Ints
 
 
@@ -140,17 +140,22 @@ class Timeline:
     """One step, from time 0. ``peak_in_flight[rank]`` counts pairs of stage and microbatch.
 
     ``events`` are ordered by rank, then as in its program. ``ending`` tells what collectives carry, where it
-    is known.
+    is known. If ranks are ``alike``, those of the timeline stand for more.
     """
 
     events: Sequence[Event]
     peak_in_flight: tuple[int, ...]
     unit: str = "s"
     ending: Ending = NOTHING_MORE
+    alike: Alike | None = None
 
     @property
     def num_ranks(self) -> int:
         return len(self.peak_in_flight)
+
+    def number(self, rank: int) -> int:
+        """The number that a rank of the timeline has in the step."""
+        return self.alike.ranks[rank] if self.alike else rank
 
     @cached_property
     def columns(self) -> Events:
@@ -226,8 +231,9 @@ class Timeline:
     def _share_outside(self, *phases: Phase) -> float:
         computes = self.computes
         counted = np.isin(computes.instructions.ops, [OP_CODE[Op(phase)] for phase in phases])
-        busy = float((computes.ends - computes.starts)[counted].sum())
-        return 1 - busy / (self.num_ranks * self.span) if self.span else 0.0
+        counts = np.array(self.alike.counts if self.alike else [1] * self.num_ranks)
+        times = (computes.ends - computes.starts)[counted] * counts[computes.ranks[counted]]
+        return 1 - float(times.sum()) / (int(counts.sum()) * self.span) if self.span else 0.0
 
 
 _BACKWARDS = (Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
