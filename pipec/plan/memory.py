@@ -13,7 +13,9 @@ from pipec.programs.memory import rank_memory
 def plan_memory(plan: Plan, programs: Sequence[Program]) -> list[RankMemory]:
     """What each rank needs. Programs without end are played until their steady state is seen."""
     if isinstance(programs, ReplicatedPrograms):
-        return programs.few.of_all([rank_memory(plan, each) for each in programs.few.in_step(programs.played)])
+        return programs.few.of_all(
+            [rank_memory(plan, each) for each in programs.few.in_step(programs.played)]
+        )
     return [rank_memory(plan, program) for program in excerpt(programs, plan.ending.stream, plan.placement)]
 
 

@@ -26,8 +26,8 @@ def simulate_plan(plan: Plan, programs: Sequence[Program]) -> Timeline:
     programs = excerpt(played(programs), plan.ending.stream, plan.placement)
     joins = {(s.index, number): join.seconds for s in plan.stages for number, join in enumerate(s.joins)}
     parts = {(s.index, phase): shares for s in plan.stages for phase, shares in s.parts.items()}
-    timeline = simulate(programs, Costs(compute, messages, endings=endings, parts=parts, joins=joins))
-    return replace(timeline, ending=plan.ending, alike=few.alike if few else None)
+    costs = Costs(compute, messages, endings=endings, parts=parts, joins=joins)
+    return replace(simulate(programs, costs, few), ending=plan.ending)
 
 
 def step_seconds(timeline: Timeline) -> float:

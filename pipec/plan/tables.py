@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from io import StringIO
+from itertools import groupby
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -87,7 +88,7 @@ def _row(plan: Plan, stage: Stage, place: str) -> list[str]:
     backward = sum(time for phase, time in seconds.items() if phase is not Phase.FORWARD)
     return [
         str(stage.index),
-        ", ".join(map(str, plan.placement[stage.index])),
+        _ranges(plan.placement[stage.index]),
         f"{stage.first_operator}-{stage.last_operator}",
         format_bytes(stage.cost.memory.weights),
         format_seconds(seconds.get(Phase.FORWARD, 0.0)),
@@ -115,7 +116,7 @@ def sent_bytes(plan: Plan, stage: int) -> int:
 def _predictions(plan: Plan, programs: Sequence[Program]) -> list[str]:
     timeline = simulate_plan(plan, programs)
     needs = plan_memory(plan, programs)
-    peaks = ", ".join(format_bytes(need.peak_bytes) for need in needs)
+    peaks = _peaks([need.peak_bytes for need in needs])
     lines = [
         _pace(timeline),
         f"bounded by {_bounds(timeline)}",
@@ -126,6 +127,29 @@ def _predictions(plan: Plan, programs: Sequence[Program]) -> list[str]:
     if tied := [v.name for link in plan.links if link.payload is Payload.WEIGHT for v in link.values]:
         lines.append(f"tied across stages: {', '.join(tied)}")
     return lines
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """``0, 1, 4``; of more than ``_MOST_NUMBERS``, ``0 to 7, 16 to 23``."""
+    if len(ranks) <= _MOST_NUMBERS:
+        return ", ".join(map(str, ranks))
+    places = enumerate(sorted(ranks))
+    runs = [[rank for _, rank in run] for _, run in groupby(places, key=lambda pair: pair[1] - pair[0])]
+    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+
+
+def _peaks(peaks: Sequence[float]) -> str:
+    """The peak of each rank; of more than ``_MOST_NUMBERS``, those that differ, each with its ranks."""
+    if len(peaks) <= _MOST_NUMBERS:
+        return ", ".join(map(format_bytes, peaks))
+    ranks: dict[str, list[int]] = {}
+    for rank, peak in enumerate(peaks):
+        ranks.setdefault(format_bytes(peak), []).append(rank)
+    return ", ".join(f"{peak} on {_ranges(held)}" for peak, held in ranks.items())
+
+
+_MOST_NUMBERS = 64
+"""Ranks that are listed one by one."""
 
 
 def _pace(timeline: Timeline) -> str:

@@ -83,6 +83,13 @@ class FewReplicas:
             for replica in self._meant(place)
         }
 
+    def microbatches(self, few: Ints) -> Ints:
+        """The numbers that microbatches of ``schedule`` have in the step; -1 stays."""
+        turns, places = np.divmod(few, len(self.kept))
+        return np.where(few < 0, few, turns * self.num_replicas + np.array(self.kept)[places]).astype(
+            np.int32
+        )
+
     def plan(self, plan: Plan) -> Plan:
         """The plan of the replicas that are left."""
         few = self.schedule
@@ -107,15 +114,16 @@ class FewReplicas:
         replica = self.kept[place]
         if replica in self.firsts:
             return range(replica, replica + 1)
-        return range(replica, min((each for each in self.firsts if each > replica), default=self.num_replicas))
+        return range(
+            replica, min((each for each in self.firsts if each > replica), default=self.num_replicas)
+        )
 
     def _renumbered(self, program: Program, position: int, place: int) -> Program:
         """The program with the microbatches and peers of the step, and with the results of all replicas."""
         columns = program.instructions
         assert isinstance(columns, Instructions)
         matrix, replica = columns.matrix.copy(), self.kept[place]
-        named = matrix[2] >= 0
-        matrix[2, named] = matrix[2, named] // len(self.kept) * self.num_replicas + replica
+        matrix[2] = self.microbatches(matrix[2])
         is_result = np.array([*(link.payload.is_result for link in columns.links), False])
         peers = [[peer] for peer in self._peers(matrix[4], replica).tolist()]
         for number in np.flatnonzero(is_result[matrix[3]]).tolist():

@@ -42,5 +42,5 @@ def simulate_schedule(
         (Op.REDUCE_GRAD, bucket.stage, number): bucket.reduce_seconds
         for number, bucket in enumerate(ending.buckets)
     }
-    timeline = simulate(programs, replace(work.costs(schedule, links), endings=endings))
-    return replace(timeline, ending=ending, alike=few.alike if few else None), seconds
+    timeline = simulate(programs, replace(work.costs(schedule, links), endings=endings), few)
+    return replace(timeline, ending=ending), seconds

@@ -19,7 +19,8 @@ def timeline_facts(timeline: Timeline) -> dict[str, object]:
         "bubble_rate": timeline.bubble_rate,
         "peak_in_flight": list(timeline.peak_in_flight),
         "replicas": [
-            [timeline.number(rank) for rank in timeline.replicas[stage]] for stage in sorted(timeline.replicas)
+            [timeline.number(rank) for rank in timeline.replicas[stage]]
+            for stage in sorted(timeline.replicas)
         ],
         "waits": [_rank_facts(timeline, *each) for each in enumerate(rank_times(timeline, found))],
         "critical_path": [

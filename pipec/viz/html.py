@@ -120,6 +120,7 @@ def _timeline_data(
         "makespan": rounded(timeline.makespan),
         "peaks": timeline.peak_in_flight,
         "names": [lane_name(timeline, rank) for rank in range(timeline.num_ranks)],
+        "numbers": [timeline.number(rank) for rank in range(timeline.num_ranks)],
         "replicas": [replica(timeline, rank) for rank in range(timeline.num_ranks)],
         "groups": _groups(timeline),
         "computes": {
