@@ -59,7 +59,17 @@ def test_the_intervals_of_young_and_daly_are_the_best_where_failures_are_rare() 
 
 def test_the_command_has_the_rate_of_a_published_run() -> None:
     """16,384 devices of Llama 3 failed 419 times in 54 days."""
-    asked = ["goodput", "--devices", "16384", "--step", "10", "--bytes", "6e12", "--bandwidth", "1e11"]
+    asked = [
+        "goodput",
+        "--devices",
+        "16384",
+        "--step",
+        "10",
+        "--bytes",
+        "6e12",
+        "--checkpoint-bandwidth",
+        "1e11",
+    ]
     facts = json.loads(CliRunner().invoke(app, [*asked, "--json"]).stdout)
     assert facts["mean_seconds"] == pytest.approx(54 * 86400 / 419)
     assert facts["save"] == facts["pause"] == 60
@@ -76,7 +86,7 @@ def test_the_command_has_the_rate_of_a_published_run() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "pass --save, or --bytes and --bandwidth"),
+        ([], "pass --save, or --bytes and --checkpoint-bandwidth"),
         (["--save", "5", "--bytes", "1e9"], "what a checkpoint costs is not clear"),
         (["--save", "5", "--pause", "6"], "--pause 6 is longer than the save of 5 s"),
     ],
