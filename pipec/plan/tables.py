@@ -4,13 +4,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from io import StringIO
-from itertools import groupby
+from itertools import pairwise
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from pipec.ir import Payload, Phase, Plan, Program, Stage
+from pipec.ir import Payload, Phase, Plan, Program, RankMemory, Stage
 from pipec.ir.text import format_bytes, format_replicas, format_seconds, format_type, value_bytes
 from pipec.plan.memory import plan_memory
 from pipec.plan.predictions import simulate_plan
@@ -116,11 +116,10 @@ def sent_bytes(plan: Plan, stage: int) -> int:
 def _predictions(plan: Plan, programs: Sequence[Program]) -> list[str]:
     timeline = simulate_plan(plan, programs)
     needs = plan_memory(plan, programs)
-    peaks = _peaks([need.peak_bytes for need in needs])
     lines = [
         _pace(timeline),
         f"bounded by {_bounds(timeline)}",
-        f"peak memory by rank, {_state_counted(plan)}: {peaks}",
+        _peaks(plan, needs),
     ]
     if any(stage.replays for stage in plan.stages):
         lines.append("* computes the rest again")
@@ -130,22 +129,22 @@ def _predictions(plan: Plan, programs: Sequence[Program]) -> list[str]:
 
 
 def _ranges(ranks: Sequence[int]) -> str:
-    """``0, 1, 4``; of more than ``_MOST_NUMBERS``, ``0 to 7, 16 to 23``."""
-    if len(ranks) <= _MOST_NUMBERS:
+    """``0, 1, 4``; of more than ``_MOST_NUMBERS``, ``0 to 9992 in steps of 8`` if they are so."""
+    steps = {after - before for before, after in pairwise(ranks)}
+    if len(ranks) <= _MOST_NUMBERS or len(steps) > 1:
         return ", ".join(map(str, ranks))
-    places = enumerate(sorted(ranks))
-    runs = [[rank for _, rank in run] for _, run in groupby(places, key=lambda pair: pair[1] - pair[0])]
-    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+    apart = f" in steps of {step}" if (step := steps.pop()) > 1 else ""
+    return f"{ranks[0]} to {ranks[-1]}{apart}"
 
 
-def _peaks(peaks: Sequence[float]) -> str:
-    """The peak of each rank; of more than ``_MOST_NUMBERS``, those that differ, each with its ranks."""
-    if len(peaks) <= _MOST_NUMBERS:
-        return ", ".join(map(format_bytes, peaks))
-    ranks: dict[str, list[int]] = {}
-    for rank, peak in enumerate(peaks):
-        ranks.setdefault(format_bytes(peak), []).append(rank)
-    return ", ".join(f"{peak} on {_ranges(held)}" for peak, held in ranks.items())
+def _peaks(plan: Plan, needs: Sequence[RankMemory]) -> str:
+    """The peak memory of each rank, or, if those are too many to list, the highest of each stage's ranks."""
+    counted = _state_counted(plan)
+    if len(needs) <= _MOST_NUMBERS:
+        peaks = ", ".join(format_bytes(need.peak_bytes) for need in needs)
+        return f"peak memory by rank, {counted}: {peaks}"
+    highest = (max(needs[rank].peak_bytes for rank in ranks) for ranks in plan.placement)
+    return f"peak memory by stage, {counted}: {', '.join(map(format_bytes, highest))}"
 
 
 _MOST_NUMBERS = 64
