@@ -87,12 +87,12 @@ def lower(
     ]
     rounds = round_ends.round_ends(index)
     order = _unit_order(index, traffic, rounds)
-    arriving: dict[int, list[_Traffic]] = defaultdict(list)
+    arriving: dict[int, list[_Arriving]] = defaultdict(list)
     leaving: dict[int, list[_Traffic]] = defaultdict(list)
-    for each in traffic:
+    for each, depends in zip(traffic, order.depend_on_the_cell_before_their_reader(traffic), strict=True):
         leaving[each.route.source].append(each)
         if each.route.crosses_ranks:
-            arriving[each.route.target].append(each)
+            arriving[each.route.target].append((each, depends))
     sums: list[tuple[float, Meeting]] = []
     if schedule.stream:
         sums, meetings = round_ends.meetings(schedule, rounds, order.ends, ending)
@@ -158,14 +158,24 @@ class _UnitOrder:
     dependence: Dependence
     ends: Sequence[Floats]
 
-    def depends_on_the_cell_before_its_reader(self, each: _Traffic) -> Bools:
+    def depend_on_the_cell_before_their_reader(self, traffic: Sequence[_Traffic]) -> Sequence[Bools]:
         """Whether each message can be made only once the cell before its reader has ended."""
-        followed = np.flatnonzero((each.readers > 1) & each.route.link.payload.between_computes)
-        cells = self.index.cell_numbers(each.route.source, each.producers[followed])
-        others = self.index.cell_numbers(each.route.target, each.readers[followed] - 1)
-        found = np.zeros(each.readers.size, bool)
-        found[followed] = self.dependence.comes_after(cells, others)
+        cells, others = [np.empty(0, np.int32)], [np.empty(0, np.int32)]
+        found = [np.zeros(each.readers.size, bool) for each in traffic]
+        followed = [
+            np.flatnonzero((each.readers > 1) & each.route.link.payload.between_computes) for each in traffic
+        ]
+        for each, places in zip(traffic, followed, strict=True):
+            cells.append(self.index.cell_numbers(each.route.source, each.producers[places]))
+            others.append(self.index.cell_numbers(each.route.target, each.readers[places] - 1))
+        depends = self.dependence.comes_after(np.concatenate(cells), np.concatenate(others))
+        for of_traffic, places in zip(found, followed, strict=True):
+            of_traffic[places], depends = depends[: places.size], depends[places.size :]
         return found
+
+
+_Arriving = tuple[_Traffic, Bools]
+"""What comes to a rank, and whether each message depends on the cell before its reader."""
 
 
 def _unit_order(
@@ -187,7 +197,7 @@ def _unit_order(
         first, last = index.first_cells[rank : rank + 2]
         own = run.ends[first:last]
         padded.append(np.concatenate([[0.0], own, own[-1:] if own.size else [0.0]]))
-    return _UnitOrder(index, Dependence(reads, index.first_cells, run), padded)
+    return _UnitOrder(index, Dependence(index.first_cells, run), padded)
 
 
 def _units(index: OrderIndex) -> Floats:
@@ -234,7 +244,7 @@ def _in_order(blocks: Mapping[Kind, _Block]) -> Ints:
 
 
 def _receives(
-    unit_order: _UnitOrder, rank: int, arriving: Sequence[_Traffic], sums: Sequence[tuple[float, Meeting]]
+    unit_order: _UnitOrder, rank: int, arriving: Sequence[_Arriving], sums: Sequence[tuple[float, Meeting]]
 ) -> _Block:
     """The receives of ``rank``, each at the position where it is posted, in the order of the sends.
 
@@ -255,23 +265,22 @@ def _receives(
     return _Block(joined.positions[order], joined.rows[:, order])
 
 
-def _source(traffic: _Traffic) -> int:
-    return traffic.route.source
+def _source(arriving: _Arriving) -> int:
+    return arriving[0].route.source
 
 
-def _channel(unit_order: _UnitOrder, rank: int, arriving: Sequence[_Traffic]) -> tuple[_Block, Ints]:
+def _channel(unit_order: _UnitOrder, rank: int, arriving: Sequence[_Arriving]) -> tuple[_Block, Ints]:
     """The receives of ``rank`` from one other rank in the order of the sends, and what makes each message."""
     ends, blocks = unit_order.ends, []
-    for each in arriving:
+    for each, depends in arriving:
         route = each.route
         sent = ends[route.source][each.producers]
         passed = np.searchsorted(ends[rank], sent, "right" if rank < route.source else "left")
-        depends = unit_order.depends_on_the_cell_before_its_reader(each)
         ahead = np.where(each.producers > 0, np.maximum(each.readers - ~depends, 1), 0)
         posts = np.minimum(passed, ahead).astype(np.int32)
         columns = OP_CODE[Op.RECV], route.link.target, route.microbatches, route.number, route.source, -1
         blocks.append(_block(posts, *columns))
-    joined, made = _joined(blocks), np.concatenate([each.producers for each in arriving])
+    joined, made = _joined(blocks), np.concatenate([each.producers for each, _ in arriving])
     order = np.argsort(made, kind="stable")
     positions = np.minimum.accumulate(joined.positions[order][::-1])[::-1]
     return _Block(positions, joined.rows[:, order]), made[order]
