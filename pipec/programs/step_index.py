@@ -106,7 +106,7 @@ class StepIndex:
 
     @cached_property
     def _are_apart(self) -> bool:
-        """Whether no compute or free stands twice, or in parts: each has a place of its own in ``numbers``."""
+        """Whether no compute or free stands twice or in parts, so that ``numbers`` has all of them."""
         own = sum(_in_turn(each, each.is_compute).size for each in self.columns)
         return own == np.count_nonzero(self.numbers >= 0)
 
