@@ -48,7 +48,7 @@ Beside = Annotated[
 ]
 
 
-_MOST_CELLS = 2**20
+_MOST_CELLS = 2**22
 """Forwards of a step on equal stages. More take minutes, and nobody can look at them."""
 
 _Shown = tuple["Step", Mapping[str, object], Goodput | None]
