@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import pipec
 from pipec.errors import VerifyError
-from pipec.ir import Compute, Ending, Instruction, Link, Op, Payload, Phase, Program, Schedule, Value
+from pipec.ir import Compute, Ending, Instruction, Link, Op, Payload, Phase, Program, Schedule, Shard, Value
 from pipec.ir.columns import Instructions
 from pipec.plan.memory import plan_memory
 from pipec.plan.predictions import simulate_plan
@@ -56,7 +56,12 @@ def steps(draw: st.DrawFn) -> Step:
     replicas = draw(st.integers(5, 7))
     count = draw(st.integers(1, 3)) * replicas + draw(st.integers(0, replicas - 1))
     names = ["gpipe", "1f1b", "zb-h1", "zb-v", "looped-bfs"]
-    return step(draw(st.sampled_from(names)), draw(st.integers(2, 3)), replicas, count, draw(st.booleans()))
+    name, num_ranks, apart = draw(st.sampled_from(names)), draw(st.integers(2, 3)), draw(st.booleans())
+    schedule, few, links, ending = step(name, num_ranks, replicas, count, apart)
+    shard = draw(st.sampled_from([None, *Shard]))
+    if shard:  # a tied weight stays whole, and nothing is lent here
+        links = tuple(link for link in links if link.payload is not Payload.WEIGHT)
+    return schedule, few, links, replace(ending, shard=shard)
 
 
 def is_result(instruction: Instruction) -> bool:
