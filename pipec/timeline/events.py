@@ -221,12 +221,16 @@ class Timeline:
     @cached_property
     def replicas(self) -> Mapping[int, Sequence[int]]:
         """The ranks that compute each stage, in the order in which they take microbatches."""
-        computes = self.computes
-        cells = np.stack([computes.instructions.stages, computes.instructions.microbatches, computes.ranks])
-        ranks: dict[int, dict[int, None]] = {}
-        for stage, _, rank in np.unique(cells, axis=1).T.tolist():
-            ranks.setdefault(stage, {})[rank] = None
-        return {stage: list(found) for stage, found in ranks.items()}
+        instructions, ranks = self.computes.instructions, self.computes.ranks
+        pairs = instructions.stages * np.int64(self.num_ranks) + ranks
+        numbers, own = np.unique(pairs, return_inverse=True)
+        firsts = np.full(numbers.size, np.iinfo(np.int32).max)
+        np.minimum.at(firsts, own, instructions.microbatches)
+        stages, held = np.divmod(numbers, self.num_ranks)
+        found: dict[int, list[int]] = {}
+        for place in np.lexsort((firsts, stages)).tolist():
+            found.setdefault(int(stages[place]), []).append(int(held[place]))
+        return found
 
     def _share_outside(self, *phases: Phase) -> float:
         computes = self.computes
