@@ -249,9 +249,14 @@ class Compiler:
         microbatches may, they are tried as well, so that the plan can say what they would gain. A graph that
         ``joins`` replicas is for their number.
         """
-        asked = self.autotuner
-        chosen = self._choose_arranged(asked, cut, batch)
-        others: list[tuple[Autotuner, Choice]] = []
+        asked, obstacle = self.autotuner, None
+        found, others = list[tuple[Autotuner, Choice]](), list[tuple[Autotuner, Choice]]()
+        try:
+            found.append(self._choose_arranged(asked, cut, batch))
+        except PlanError as error:
+            if not self.searches_replicas:
+                raise
+            obstacle = error
         if self.dynamic and not joins and (self.searches_replicas or not self.microbatches):
             for replicas in asked.policy.other_replicas():
                 with suppress(InputError, PlanError):
@@ -260,8 +265,9 @@ class Compiler:
                 tuner = replace(asked, policy=policy)
                 counts = self._counts(tuner, batch)
                 others += tuner.choose_unequal(cut, self.options.topology, batch, counts)
-        if self.searches_replicas:
-            chosen = best_of([chosen, *others])
+        if obstacle and not others:
+            raise obstacle
+        chosen = best_of([*found, *others]) if self.searches_replicas else found[0]
         tried = [alternative for _, choice in others for alternative in choice.tried]
         return chosen[0], replace(chosen[1], tried=(*chosen[1].tried, *tried))
 
