@@ -41,6 +41,7 @@ RESERVED = frozenset(
         "device",
         "dropout",
         "draw",
+        "assume",
         "loss",
         "grad_loss",
         "share",

@@ -10,7 +10,7 @@ from torch import fx
 
 from pipec.codegen.expressions import expression, free_names
 from pipec.codegen.names import comment
-from pipec.graph import TrainingGraph, is_view
+from pipec.graph import TrainingGraph, is_assumption, is_view
 from pipec.graph.dimensions import dimension
 from pipec.graph.functions import Function, StageFunctions, of_batch_nodes, prepared_nodes, runs_in
 from pipec.graph.lifetimes import dying, is_statement, items_of, made_by, sums_in_place
@@ -19,6 +19,9 @@ from pipec.ir.text import format_dtype
 
 LINE_LENGTH = 100
 SIDE_COLUMN = 84
+
+RUNTIME = {"pipec.runtime.branches": {"assume"}, "pipec.runtime.draws": {"draw", "dropout"}}
+"""What generated code may import of pipec: names by module."""
 
 RETURNS = {
     Phase.FORWARD: ("sent", "saved", "updates"),
@@ -95,6 +98,9 @@ class StageSource:
 
         Items of a tuple that no node in ``read`` takes are called ``_``.
         """
+        if is_assumption(node):
+            condition, outcome, branch = source.split(", ", 2)
+            return [f"    {condition}, {outcome},", f"           {branch}"]
         if not isinstance(node.meta["val"], list | tuple):
             return _statement(f"{self.names[node]} = {source}", self.type_of(node))
         items = {u.args[1]: u for u in node.users if u.target is operator.getitem and u in read}
@@ -117,9 +123,10 @@ class StageSource:
         bodies = (function.body for function in self.stage.functions)
         apart = prepared_nodes(self.graph, self.stage.prepared)
         named = self.free_names(itertools.chain(self.stage.constants, apart, *bodies))
-        draws = sorted(named & {"draw", "dropout"})
         lines = [*(["import math", ""] if "math" in named else []), "import torch"]
-        return lines + (["", f"from pipec.runtime.draws import {', '.join(draws)}"] if draws else [])
+        imported = {module: sorted(named & names) for module, names in RUNTIME.items()}
+        of_runtime = [f"from {module} import {', '.join(used)}" for module, used in imported.items() if used]
+        return [*lines, *([""] if of_runtime else []), *of_runtime]
 
     def _table(self, name: str, variable: str, nodes: Sequence[fx.Node]) -> list[str]:
         if not nodes:

@@ -185,12 +185,16 @@ class _Account:
             np.flatnonzero(columns.ops == OP_CODE[op]) for op in (Op.SEND, Op.MOVE, Op.RECV)
         )
         own = np.array(self.plan.link_memory)
-        keys = columns.link_numbers[sends] * self.plan.num_ranks + columns.peers[sends]
-        for key in np.unique(keys):
-            same = sends[keys == key]
-            self.grow("sent", same, own[columns.link_numbers[same]], 0.0)
-            self.grow("sent", same[UNDER_WAY:], -own[columns.link_numbers[same[:-UNDER_WAY]]], 0.0)
-            self._outlive_saved(same)
+        keys = columns.link_numbers[sends] * np.int64(self.plan.num_ranks) + columns.peers[sends]
+        order = np.argsort(keys, kind="stable")
+        sends, keys = sends[order], keys[order]
+        same = keys[UNDER_WAY:] == keys[:-UNDER_WAY]
+        self.grow("sent", sends, own[columns.link_numbers[sends]], 0.0)
+        gone = own[columns.link_numbers[sends[:-UNDER_WAY][same]]]
+        self.grow("sent", sends[UNDER_WAY:][same], -gone, 0.0)
+        replaced = np.full(len(sends), len(columns))
+        replaced[: same.size][same] = sends[UNDER_WAY:][same]
+        self._outlive_saved(sends, replaced)
         for number in np.unique(columns.link_numbers[moves]):
             moved = moves[columns.link_numbers[moves] == number]
             reader = OP_CODE[Op(self.plan.link_readers[number])]
@@ -199,26 +203,29 @@ class _Account:
             last[columns.microbatches[reads]] = reads
             self.grow("received", moved, own[number], 0.0)
             self.grow("received", last[columns.microbatches[moved]], 0.0, -own[number])
-        for at in receives[columns.slots[receives] < 0].tolist():
-            self.grow("received", np.array([at]), self._bytes_once(int(columns.link_numbers[at])), 0.0)
+        once = receives[columns.slots[receives] < 0]
+        for number in np.unique(columns.link_numbers[once]).tolist():
+            own_once = once[columns.link_numbers[once] == number]
+            self.grow("received", own_once, self._bytes_once(number), 0.0)
         slots = np.unique(columns.matrix[3:6, receives[columns.slots[receives] >= 0]], axis=1)
         sizes = [sum(value_bytes(each, self.plan.sizes) for each in link.values) for link in links]
         self.static["received"] += sum(sizes[number] for number in slots[0].tolist())
 
-    def _outlive_saved(self, sends: Ints) -> None:
-        """What one link sends of what its stage saves, from when that is let go of, if it is still kept."""
-        columns, number = self.columns, int(self.columns.link_numbers[sends[0]])
-        link, amount, end = self.plan.links[number], self.plan.link_saved[number], len(self.columns)
-        if not amount or link.payload not in _FREEING:
-            return
-        frees = np.isin(columns.ops, _FREEING[link.payload]) & (columns.stages == link.source)
-        freed = np.full(int(columns.microbatches.max()) + 1, end, np.int64)
-        freed[columns.microbatches[frees]] = np.flatnonzero(frees)
-        freed = freed[columns.microbatches[sends]]
-        replaced = np.append(sends, [end] * UNDER_WAY)[UNDER_WAY:]
-        outlives = freed < replaced
-        self.grow("sent", freed[outlives], amount, 0.0)
-        self.grow("sent", replaced[outlives & (replaced < end)], -amount, 0.0)
+    def _outlive_saved(self, sends: Ints, replaced: Ints) -> None:
+        """What is sent of what a stage saves, from when that is let go of until its send is ``replaced``."""
+        columns, end = self.columns, len(self.columns)
+        for number in np.unique(columns.link_numbers[sends]).tolist():
+            link, amount = self.plan.links[number], self.plan.link_saved[number]
+            if not amount or link.payload not in _FREEING:
+                continue
+            frees = np.isin(columns.ops, _FREEING[link.payload]) & (columns.stages == link.source)
+            freed = np.full(int(columns.microbatches.max()) + 1, end, np.int64)
+            freed[columns.microbatches[frees]] = np.flatnonzero(frees)
+            of_link = columns.link_numbers[sends] == number
+            saved_until, sent_until = freed[columns.microbatches[sends[of_link]]], replaced[of_link]
+            outlives = saved_until < sent_until
+            self.grow("sent", saved_until[outlives], amount, 0.0)
+            self.grow("sent", sent_until[outlives & (sent_until < end)], -amount, 0.0)
 
     def count_results(self) -> None:
         """Results of microbatches, which are kept until they are joined."""
