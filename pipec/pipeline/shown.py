@@ -31,7 +31,12 @@ class ShownModel(CheckpointedModel):
         return simulate_plan(self.plan, self.programs)
 
     def memory(self) -> StepMemory:
-        """What each rank holds in a step, predicted from the programs. It prints as a table."""
+        """What each rank holds in a step that begins with ``.grad`` None, predicted from the programs.
+
+        It prints as a table. A step that adds to gradients which were kept, as when it accumulates or after
+        ``zero_grad(set_to_none=False)``, holds these from its start, and its own sums beside them where these
+        travel between replicas, or with ``on_nan`` and without ``optimizer``.
+        """
         programs = excerpt(self.programs, self.plan.ending.stream, self.plan.placement)
         return StepMemory(plan_memory(self.plan, self.programs), programs)
 

@@ -74,9 +74,8 @@ def rank_memory(plan: Plan, program: Program) -> RankMemory:
     * Buffers for what a microbatch receives stay from step to step, one for each slot.
     * What is sent stays until the message after the next one of its link and peer, even if it was saved as
       well and that is over.
-    * Sums of gradients begin with the first gradients, and end with the update. They are there from the
-      start where the program has none, because steps may accumulate, and where replicas add them up in
-      memory that travels; without an update, these are two.
+    * Sums of gradients begin with the first gradients, and end with the update, if the program has one. They
+      are there from the start where replicas add them up in memory that travels. ``.grad`` is None before.
     """
     account = _Account(plan, program)
     account.count_static()
@@ -148,20 +147,16 @@ class _Account:
     def count_gradients(self) -> None:
         """Sums of gradients, from the first gradients after they were taken until they are taken.
 
-        Where the program makes no update, a step may begin with what earlier ones have left in ``.grad``.
-        What is added to that at the end alone is held beside it.
+        ``.grad`` is None when a step begins, so that sums become it and nothing is held twice.
         """
         ending = self.plan.ending
         for stage in self.own:
             numbers = ending.buckets_of(stage)
             shared = {each: _whole_bytes(ending.buckets[each]) for each in numbers if ending.shard}
             whole = self.stages[stage].gradients - sum(shared.values())
-            travels = bool(numbers) and not ending.shard
-            if not ending.updates:
+            if ending.stream or (numbers and not ending.shard):
                 self.static["gradients"] += whole
-            if ending.stream or travels:
-                self.static["gradients"] += whole
-            elif ending.updates or ending.holds_gradients:
+            else:
                 self._sum_until(self._at(Op.UPDATE, stage), whole, stage)
             for number, num_bytes in shared.items():
                 bucket, taken = ending.buckets[number], self._at(Op.REDUCE_GRAD, stage, number)
