@@ -26,6 +26,7 @@ from pipec.capture.joins import join_replicas, sync_batch_norms_alone
 from pipec.capture.normalize import Traced, training_graph
 from pipec.capture.operators import checkpoints, number_operators
 from pipec.capture.randomness import Generators
+from pipec.capture.recurrent import separate_layers
 from pipec.capture.step import Step, model_names
 from pipec.capture.symbols import FixedVariableError, number_values
 from pipec.capture.variables import alike
@@ -233,6 +234,7 @@ class _Tracer:
             captured = front_end(self._step, sample.tree, _symbolic(sample, variables) if symbolic else [])
         self._guards = captured.guards
         self.draws_with_numpy = torch_compat.draws_with_numpy(captured.module)
+        separate_layers(captured.module)
         operators = number_operators(captured.module)
         _warn_of_changed_state(self._step.model, captured.changed_state)
         _warn_of_checkpoints(list(checkpoints(captured.module)) if self._mode is Mode.TRAIN else [])

@@ -15,7 +15,7 @@ import sympy
 import torch
 from torch import fx
 
-from pipec import torch_compat
+from pipec import kernels, torch_compat
 from pipec.graph import is_random
 from pipec.graph.dimensions import Symbols, dimension
 
@@ -116,6 +116,13 @@ FUNCTIONS = {
     aten.erf.default: "erf",
 }
 
+KERNELS = {
+    kernels.ONEDNN_LSTM: "ONEDNN_LSTM",
+    kernels.RECURRENCE: "RECURRENCE",
+    kernels.RECURRENCE_BACKWARD: "RECURRENCE_BACKWARD",
+}
+"""Operators of pipec's own."""
+
 DEFAULTS = {
     "pin_memory": (False, None),
     "layout": (torch.strided, None),
@@ -149,13 +156,15 @@ def expression(node: fx.Node, name: Namer, symbols: Symbols) -> str:
         return f"{args[0]} {INFIX[target]} {_operand(node.args[1], args[1])}"
     if target in METHODS and isinstance(node.args[0], fx.Node):
         return f"{args[0]}.{METHODS[target]}({', '.join(args[1:] + kwargs)})"
+    if target in KERNELS:
+        return f"kernels.{KERNELS[target]}({', '.join(args + kwargs)})"
     call = f"torch.{FUNCTIONS[target]}" if target in FUNCTIONS else _qualified(target)
     return f"{call}({', '.join(args + kwargs)})"
 
 
 def free_names(node: fx.Node, symbols: Symbols) -> set[str]:
     """What ``expression(node, ...)`` mentions besides nodes and ``torch``: ``{"b", "t", "device"}``."""
-    names: set[str] = set()
+    names = {"kernels"} if node.target in KERNELS else set()
     if is_random(node):
         names |= {"rng", "dropout" if node.target is aten.native_dropout.default else "draw"}
     for argument in torch_compat.pytree.tree_leaves((node.args, node.kwargs)):

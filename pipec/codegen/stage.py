@@ -116,7 +116,9 @@ class StageSource:
         named = self.free_names(itertools.chain(self.stage.constants, *bodies))
         draws = sorted(named & {"draw", "dropout"})
         lines = [*(["import math", ""] if "math" in named else []), "import torch"]
-        return lines + (["", f"from pipec.runtime.draws import {', '.join(draws)}"] if draws else [])
+        own = ["from pipec import kernels"] if "kernels" in named else []
+        own += [f"from pipec.runtime.draws import {', '.join(draws)}"] if draws else []
+        return [*lines, "", *own] if own else lines
 
     def _table(self, name: str, variable: str, nodes: Sequence[fx.Node]) -> list[str]:
         if not nodes:

@@ -39,7 +39,12 @@ from pipec.torch_compat.modules import (
     quiet,
     unchanged,
 )
-from pipec.torch_compat.operators import bounded_ctc_losses, unvalidated_distributions, whole_interpolations
+from pipec.torch_compat.operators import (
+    bounded_ctc_losses,
+    computes_with_onednn,
+    unvalidated_distributions,
+    whole_interpolations,
+)
 
 __all__ = [
     "ASSERTIONS",
@@ -55,6 +60,7 @@ __all__ = [
     "bounded_ctc_losses",
     "capture_with_dynamo",
     "capture_with_export",
+    "computes_with_onednn",
     "depends_on_values",
     "differentiate",
     "draws_with_numpy",

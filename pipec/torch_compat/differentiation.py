@@ -75,8 +75,6 @@ def differentiate(captured: Captured, training: bool) -> JointGraph:
         stack.enter_context(tracing(context))
         stack.enter_context(fx_traceback.preserve_node_meta())
         stack.enter_context(torch.set_grad_enabled(training))
-        # torch takes an LSTM apart into oneDNN's layer for inference, which has no backward
-        stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
         joint = aot_export_joint_with_descriptors(stack, captured.module, captured.args)
     graph_module = joint.graph_module
     placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]

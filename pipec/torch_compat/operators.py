@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -108,3 +108,9 @@ def _ctc_loss(
 
 def _ctc_loss_backward(gradient: torch.Tensor, log_probabilities: torch.Tensor, *options: object) -> Any:
     return log_probabilities.new_empty(log_probabilities.shape)
+
+
+def computes_with_onednn(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether eager torch calls oneDNN for an LSTM with these tensors. For 16 bits the CPU decides."""
+    enabled = torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
+    return enabled and all(x.device.type == "cpu" and x.dtype is torch.float32 for x in tensors)
