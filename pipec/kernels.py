@@ -16,6 +16,13 @@ _aten = torch.ops.aten
 
 _library = torch.library.Library("pipec", "FRAGMENT")
 
+
+def require(condition: bool, message: str) -> None:
+    """Stop the stage unless a condition holds that tracing took for granted of a microbatch."""
+    if not condition:
+        raise ValueError(message)
+
+
 # an LSTM's layer under oneDNN
 
 _library.define(

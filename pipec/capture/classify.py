@@ -8,6 +8,7 @@ from torch import fx
 from pipec.capture.operators import OPERATOR_ID
 from pipec.graph import LossGradient, is_collective, is_constant, is_random, is_view, reads_memory
 from pipec.ir import Phase
+from pipec.kernels import require
 
 
 def classify(graph: fx.Graph) -> None:
@@ -27,7 +28,9 @@ def classify(graph: fx.Graph) -> None:
         if node.op == "call_function":
             if is_random(node):
                 node.meta["draw"] = next(draws)
-            free = node.meta["phase"] is Phase.FORWARD and not is_random(node) and not is_collective(node)
+            free = node.meta["phase"] is Phase.FORWARD and not (
+                is_random(node) or is_collective(node) or node.target is require
+            )
             node.meta["constant"] = free and all(map(is_constant, node.all_input_nodes))
     for node in reversed(graph.nodes):
         if node.op in ("call_function", "get_attr") and "operator" not in node.meta:

@@ -7,6 +7,7 @@ from torch import fx
 from pipec.capture.markers import OF_BATCH, SHARE
 from pipec.errors import CaptureError
 from pipec.graph import Argument, Buffer, ModelInput, OfBatch, Share, is_random
+from pipec.kernels import require
 
 
 def lift_of_batch(graph: fx.Graph) -> fx.Graph | None:
@@ -32,7 +33,7 @@ def lift_of_batch(graph: fx.Graph) -> fx.Graph | None:
     for role, node in zip(roles, marked, strict=True):
         _argument(graph, [node], f"of_batch_{role.index}", role)
     for node in reversed(list(graph.nodes)):
-        if not node.users and node.op == "call_function":
+        if not node.users and node.op == "call_function" and node.target is not require:
             graph.erase_node(node)
     return lifted if marked else None
 

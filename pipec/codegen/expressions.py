@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from pipec import kernels, torch_compat
-from pipec.graph import is_random
+from pipec.graph import formula, is_number, is_random
 from pipec.graph.dimensions import Symbols, dimension
 
 aten = torch.ops.aten
@@ -117,6 +117,7 @@ FUNCTIONS = {
 }
 
 KERNELS = {
+    kernels.require: "require",
     kernels.ONEDNN_LSTM: "ONEDNN_LSTM",
     kernels.RECURRENCE: "RECURRENCE",
     kernels.RECURRENCE_BACKWARD: "RECURRENCE_BACKWARD",
@@ -140,6 +141,8 @@ def expression(node: fx.Node, name: Namer, symbols: Symbols) -> str:
         return literal(argument, name, symbols)
 
     target = node.target
+    if is_number(node):
+        return _number(node, name, symbols)
     if target is operator.getitem:
         return f"{show(node.args[0])}[{show(node.args[1])}]"
     args = [show(argument) for argument in node.args]
@@ -174,6 +177,17 @@ def free_names(node: fx.Node, symbols: Symbols) -> set[str]:
             names |= {name for symbol, name in symbols.items() if symbol in argument.free_symbols}
             names |= {"math"} if "math." in dimension(argument, symbols) else set()
     return names
+
+
+def _number(node: fx.Node, name: Namer, symbols: Symbols) -> str:
+    """``selected.shape[0]``, or what follows from it: ``2*size``"""
+    first, *others = node.args
+    if node.target is not formula:
+        return f"{literal(first, name, symbols)}.shape[{others[0]}]"
+    assert isinstance(first, sympy.Basic)
+    unknown = sorted((symbol for symbol in first.free_symbols if symbol not in symbols), key=str)
+    named = {symbol: name(size) for symbol, size in zip(unknown, others, strict=True)}  # type: ignore[arg-type]
+    return dimension(first, {**symbols, **named})
 
 
 def _operand(argument: Any, source: str) -> str:

@@ -22,6 +22,7 @@ from pipec.graph import (
     Share,
     TrainingGraph,
     is_forward,
+    is_number,
     is_tensor,
     recv,
     send,
@@ -174,6 +175,8 @@ def _operator_name(node: fx.Node) -> str:
         known = ITEMS.get(source.target, ())  # type: ignore[call-overload]
         suffix = known[item] if item < len(known) else str(item)
         return "_".join(filter(None, [_operator_name(source), suffix]))
+    if is_number(node):
+        return "size"
     schema = getattr(node.target, "_schema", None)
     name = schema.name.split("::")[1] if schema else str(node.target)
     return identifier(name.strip("_").removeprefix("native_"))

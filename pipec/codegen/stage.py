@@ -10,7 +10,7 @@ from torch import fx
 
 from pipec.codegen.expressions import expression, free_names
 from pipec.codegen.names import comment
-from pipec.graph import TrainingGraph, is_view
+from pipec.graph import TrainingGraph, is_number, is_view
 from pipec.graph.dimensions import dimension
 from pipec.graph.functions import Function, StageFunctions, of_batch_nodes, runs_in
 from pipec.graph.lifetimes import dying, is_statement, items_of, made_by, sums_in_place
@@ -93,6 +93,8 @@ class StageSource:
 
         Items of a tuple that no node in ``read`` takes are called ``_``.
         """
+        if node.meta["val"] is None:
+            return _statement(source, "")
         if not isinstance(node.meta["val"], list | tuple):
             return _statement(f"{self.names[node]} = {source}", self.type_of(node))
         items = {u.args[1]: u for u in node.users if u.target is operator.getitem and u in read}
@@ -105,8 +107,10 @@ class StageSource:
         return {name for node in nodes for name in free_names(node, self.graph.symbols)}
 
     def type_of(self, node: fx.Node) -> str:
-        """``f32[b, 128]``"""
+        """``f32[b, 128]``, or nothing for a number."""
         value = node.meta["val"]
+        if is_number(node):
+            return ""
         sizes = ", ".join(dimension(size, self.graph.symbols) for size in value.shape)
         return f"{format_dtype(str(value.dtype).removeprefix('torch.'))}[{sizes}]"
 
@@ -289,7 +293,7 @@ def _statement(code: str, note: str) -> list[str]:
     """One statement with its note beside it. A long call is broken after its opening bracket."""
     if len(code) + 4 <= LINE_LENGTH or not code.endswith(")"):
         return [_beside(f"    {code}", note)]
-    start = code.index("(", code.index(" = ")) + 1
+    start = code.index("(", code.find(" = ")) + 1
     inner = textwrap.wrap(code[start:-1], LINE_LENGTH - 8, break_long_words=False, break_on_hyphens=False)
     return [f"    {code[:start]}", *(f"        {line}" for line in inner), _beside("    )", note)]
 

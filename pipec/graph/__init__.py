@@ -19,9 +19,11 @@ from pipec.graph.nodes import (
     Result,
     Share,
     UpdatedBuffer,
+    formula,
     is_collective,
     is_constant,
     is_forward,
+    is_number,
     is_random,
     is_tensor,
     is_view,
@@ -33,5 +35,6 @@ from pipec.graph.nodes import (
     send,
     stage_of,
     sums_gradients,
+    varies,
 )
 from pipec.graph.training_graph import Form, Operator, TrainingGraph, copy_graph

@@ -44,6 +44,7 @@ from pipec.graph import (
 )
 from pipec.graph.parts import divide
 from pipec.ir import GRADIENT_PHASES, Mode, Phase, function_names
+from pipec.kernels import require
 
 _BACKWARDS = (Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
 
@@ -213,6 +214,7 @@ def _function(
     sent = [] if phase is Phase.RECOMPUTE else [node for node in local if node.target is send]
     joined = [] if is_last else list(filter(is_collective, parts[part + 1]))
     roots = list(saved_out) + [n for _, n in results] + [n.all_input_nodes[0] for n in [*sent, *joined]]
+    roots += [node for node in local if node.target is require and phase is not Phase.RECOMPUTE]
     body, outside = _closure(roots, local, reads_changed=phase is Phase.FORWARD and part == 0)
     order = {node: i for i, node in enumerate(graph.module.graph.nodes)}
 

@@ -11,10 +11,12 @@ from torch.utils import _pytree as pytree
 from pipec.torch_compat.differentiation import (
     ASSERTIONS,
     JointGraph,
+    ValueSize,
     depends_on_values,
     differentiate,
     has_gradient_hook,
     python_expression,
+    value_symbols,
 )
 from pipec.torch_compat.front_ends import (
     LOST_HOOK,
@@ -57,6 +59,7 @@ __all__ = [
     "OpOverload",
     "Place",
     "Symbolic",
+    "ValueSize",
     "bounded_ctc_losses",
     "capture_with_dynamo",
     "capture_with_export",
@@ -80,5 +83,6 @@ __all__ = [
     "unchanged",
     "unvalidated_distributions",
     "user_frames",
+    "value_symbols",
     "whole_interpolations",
 ]
