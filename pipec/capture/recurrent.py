@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
+from pipec.capture.rewriting import value_of
 from pipec.kernels import ONEDNN_LSTM, RECURRENCE
 from pipec.torch_compat import computes_with_onednn
 
@@ -110,8 +111,8 @@ class _Call:
 
     def _cell(self, x: fx.Node, states: Sequence[fx.Node], weights: Sequence[fx.Node]) -> str:
         cell = _CELLS[self.node.target]
-        projects = cell == "lstm" and _value(states[0]).shape[-1] != _value(states[1]).shape[-1]
-        if cell == "lstm" and not projects and computes_with_onednn(map(_value, [x, *states, *weights])):
+        projects = cell == "lstm" and value_of(states[0]).shape[-1] != value_of(states[1]).shape[-1]
+        if cell == "lstm" and not projects and computes_with_onednn(map(value_of, [x, *states, *weights])):
             return ONEDNN
         return cell
 
@@ -123,8 +124,8 @@ class _Call:
                 "call_function", function, args, name=f"{self.node.name}_{name}".strip("_")
             )
         made.meta = dict(self.node.meta)
-        computes = _layer_value if name else function
-        made.meta[_key(self.node)] = computes(*fx.map_arg(args, _value))
+        key = "example_value" if "example_value" in made.meta else "val"
+        made.meta[key] = (_layer_value if name else function)(*fx.map_arg(args, value_of))
         return made
 
     def _item(self, made: fx.Node, index: int) -> fx.Node:
@@ -134,12 +135,3 @@ class _Call:
 def _layer_value(x: Tensor, states: States, *others: object) -> States:
     """The shapes that a layer returns."""
     return x.new_empty(*x.shape[:2], states[0].shape[-1]), *map(torch.empty_like, states)
-
-
-def _key(node: fx.Node) -> str:
-    """Where a front end keeps the fake values of nodes."""
-    return "example_value" if "example_value" in node.meta else "val"
-
-
-def _value(node: fx.Node) -> Any:
-    return node.meta[_key(node)]

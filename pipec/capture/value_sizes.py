@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from pipec.capture.diagnosis import lines_in, model_line
+from pipec.capture.rewriting import KEPT
 from pipec.graph import formula
 from pipec.kernels import require
 from pipec.torch_compat import (
@@ -28,9 +29,6 @@ from pipec.torch_compat import (
     python_expression,
     value_symbols,
 )
-
-KEPT = ("custom", "nn_module_stack", "partitioner_tag", "stack_trace")
-"""What a node that is put in has of the meta of the node that it belongs to."""
 
 Sizes = Mapping[sympy.Symbol, fx.Node]
 """The node of each size."""

@@ -55,9 +55,9 @@ class Span:
 def spans_of(graph: TrainingGraph) -> list[Span]:
     """The spans of more than one operator. Those that overlap are one, with the reason of the first.
 
-    Operators that read a buffer which forward changes, or change it, are on one stage: else a microbatch would
-    wait there for what the one before does on a later stage. So are those that make and that read a value whose
-    size no other stage knows. What follows from the arguments of the step alone each stage makes itself.
+    Operators that read a buffer which forward changes, or change it, are on one stage: else a microbatch
+    would wait there for what the one before does on a later stage. So are those that make and that read a
+    value whose size no other stage knows. Each stage makes for itself what follows from the arguments alone.
     """
     spans: list[Span] = []
     found = [*_spans_of_buffers(graph), *_spans_of_values(graph)]
