@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, fx
 
 _aten = torch.ops.aten
 
 _library = torch.library.Library("pipec", "FRAGMENT")
 
 
+@fx.node.has_side_effect
 def require(condition: bool, message: str) -> None:
     """Stop the stage unless a condition holds that tracing took for granted of a microbatch."""
     if not condition:

@@ -10,7 +10,6 @@
 Whatever was asserted of them is required of every microbatch: tracing took it for granted.
 """
 
-import operator
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from pipec.capture.diagnosis import lines_in, model_line
+from pipec.capture.operators import OPERATOR_ID
 from pipec.capture.rewriting import KEPT
 from pipec.graph import formula
 from pipec.kernels import require
@@ -29,9 +29,6 @@ from pipec.torch_compat import (
     python_expression,
     value_symbols,
 )
-
-Sizes = Mapping[sympy.Symbol, fx.Node]
-"""The node of each size."""
 
 
 class ValueDependentError(Exception):
@@ -47,26 +44,28 @@ def keep_value_sizes(joint: JointGraph, numbers: Collection[sympy.Symbol]) -> di
     Raises:
         ValueDependentError: something depends on values in another way, as the result of ``.item()`` does.
     """
-    nodes: dict[sympy.Symbol, fx.Node] = {}
+    sizes = _Sizes()
     predicted: dict[sympy.Symbol, sympy.Expr] = {}
+    told: dict[sympy.Symbol, Any] = {}
     required = [_resolved(condition, joint) for condition in joint.asserted]
     for found in joint.value_sizes:
-        symbol, size = _resolved(found.symbol, joint), _size_node(found)
-        if symbol in nodes or not isinstance(symbol, sympy.Symbol):
+        symbol, told_by = _resolved(found.symbol, joint), _what_tells(found)
+        if not isinstance(symbol, sympy.Symbol) or told.setdefault(symbol, told_by) != told_by:
             required.append(sympy.Eq(found.symbol, symbol))
             symbol = found.symbol
-        nodes[symbol] = size
+        sizes.add(symbol, _tensor_of(found), found.dim)
         predicted[symbol] = _number_of_elements(found.node).xreplace(predicted)
     for condition in dict.fromkeys(required):
-        if condition.free_symbols & nodes.keys() and not _always_holds(condition, predicted):
-            _require(condition, nodes)
+        if sizes.symbols_in(condition) and not _always_holds(condition, predicted):
+            _require(condition, sizes)
     for node in joint.module.graph.nodes:
         value = node.meta.get("val")
         if node.op == "call_function" and "varies" not in node.meta and depends_on_values(value, numbers):
-            _check_known(node, nodes)
+            sizes.note(node)
             node.meta["varies"] = True
             if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-                node.replace_all_uses_with(_formula(value.node.expr, nodes, node))
+                for user in list(node.users):
+                    user.replace_input_with(node, sizes.formula(value.node.expr, user, value))
     return predicted
 
 
@@ -77,35 +76,81 @@ def _resolved(expression: Any, joint: JointGraph) -> Any:
     return expression
 
 
-def _size_node(found: ValueSize) -> fx.Node:
-    graph, tensor = found.node.graph, found.node
-    if found.item is not None:
-        items = {user.args[1]: user for user in tensor.users if user.target is operator.getitem}
-        tensor = items[found.item]
-    size = tensor.meta["val"].shape[found.dim]
-    with graph.inserting_after(tensor):
-        return _made(graph.call_function(torch.ops.aten.sym_size.int, (tensor, found.dim)), tensor, size)
+def _tensor_of(found: ValueSize) -> fx.Node:
+    if found.item is None:
+        return found.node
+    return next(user for user in found.node.users if user.args[1] == found.item)
 
 
-def _formula(expression: Any, nodes: Sizes, reader: fx.Node) -> fx.Node:
-    """A node that computes ``expression``, before ``reader``."""
-    if expression in nodes:
-        return nodes[expression]
-    symbols = sorted((symbol for symbol in expression.free_symbols if symbol in nodes), key=str)
-    with reader.graph.inserting_before(reader):
-        made = reader.graph.call_function(formula, (expression, *(nodes[symbol] for symbol in symbols)))
-    return _made(made, reader, reader.meta["val"])
+def _what_tells(found: ValueSize) -> Any:
+    """Which of a tensor's sizes, and what the tensor is made of: for ``x[mask]``, the mask alone."""
+    node = found.node
+    read = node.args[1] if node.target is torch.ops.aten.index.Tensor else node.args
+    return found.item, found.dim, str(node.target), str(read)
 
 
-def _require(condition: sympy.Basic, nodes: Sizes) -> None:
+class _Sizes:
+    """Where each size is found: the tensors that have it, in order, and their dimension."""
+
+    def __init__(self) -> None:
+        self._found: dict[sympy.Symbol, dict[fx.Node, int]] = {}
+        self._nodes: dict[tuple[fx.Node, int], fx.Node] = {}
+
+    def add(self, symbol: sympy.Symbol, tensor: fx.Node, dim: int) -> None:
+        self._found.setdefault(symbol, {})[tensor] = dim
+
+    def note(self, node: fx.Node) -> None:
+        """Add the sizes of a node of the graph.
+
+        Raises:
+            ValueDependentError: no tensor has one of the sizes that it depends on.
+        """
+        value = node.meta["val"]
+        if not value_symbols(value) <= self._found.keys():
+            raise ValueDependentError(
+                f"data-dependent result of {node.target}\n{node.meta.get('stack_trace')}"
+            )
+        for dim, size in enumerate(value.shape if isinstance(value, Tensor) else ()):
+            symbol = sympy.sympify(size)
+            if symbol in self._found:
+                self._found[symbol].setdefault(node, dim)
+
+    def symbols_in(self, expression: Any) -> list[sympy.Symbol]:
+        return sorted(expression.free_symbols & self._found.keys(), key=str)
+
+    def first(self, symbol: sympy.Symbol) -> fx.Node:
+        """The node that tells the size."""
+        return next(iter(self._found[symbol]))
+
+    def formula(self, expression: Any, reader: fx.Node, value: Any) -> fx.Node:
+        """A node that computes ``expression``, before ``reader``."""
+        sizes = [self.node(symbol, reader) for symbol in self.symbols_in(expression)]
+        if isinstance(expression, sympy.Symbol):
+            return sizes[0]
+        with reader.graph.inserting_before(reader):
+            return _made(reader.graph.call_function(formula, (expression, *sizes)), reader, value)
+
+    def node(self, symbol: sympy.Symbol, reader: fx.Node) -> fx.Node:
+        """The size of the tensor that the last operator up to that of ``reader`` made, if it has one."""
+        tensors = self._found[symbol]
+        before = [tensor for tensor in tensors if _operator_of(tensor) <= _operator_of(reader)]
+        tensor = max(before or [self.first(symbol)], key=_operator_of)
+        dim = tensors[tensor]
+        if (tensor, dim) not in self._nodes:
+            with tensor.graph.inserting_after(tensor):
+                made = tensor.graph.call_function(torch.ops.aten.sym_size.int, (tensor, dim))
+            self._nodes[tensor, dim] = _made(made, tensor, tensor.meta["val"].shape[dim])
+        return self._nodes[tensor, dim]
+
+
+def _require(condition: sympy.Basic, sizes: _Sizes) -> None:
     """Let the stage that knows the last of the sizes in ``condition`` look whether it holds."""
-    graph = next(iter(nodes.values())).graph
-    read = {nodes[symbol] for symbol in condition.free_symbols & nodes.keys()}
-    last = [node for node in graph.nodes if node in read][-1]
+    read = {sizes.node(symbol, sizes.first(symbol)) for symbol in sizes.symbols_in(condition)}
+    last = [node for node in next(iter(read)).graph.nodes if node in read][-1]
     line = model_line(lines_in(last.meta.get("stack_trace") or ""))
-    with graph.inserting_after(last):
-        checked = _made(graph.call_function(require, (None, "")), last, None)
-    holds = _formula(condition, nodes, checked)
+    with last.graph.inserting_after(last):
+        checked = _made(last.graph.call_function(require, (None, "")), last, None)
+    holds = sizes.formula(condition, checked, True)
     checked.args = (holds, f"expected {python_expression(condition)} of the sizes that values tell at {line}")
 
 
@@ -115,10 +160,8 @@ def _made(node: fx.Node, source: fx.Node, value: Any) -> fx.Node:
     return node
 
 
-def _check_known(node: fx.Node, nodes: Sizes) -> None:
-    if not value_symbols(node.meta["val"]) <= nodes.keys():
-        where = node.meta.get("stack_trace")
-        raise ValueDependentError(f"data-dependent result of {node.target}\n{where}")
+def _operator_of(node: fx.Node) -> int:
+    return int((node.meta.get("custom") or {}).get(OPERATOR_ID, 0))
 
 
 def _always_holds(condition: sympy.Basic, predicted: Mapping[sympy.Symbol, sympy.Expr]) -> bool:

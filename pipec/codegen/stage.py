@@ -94,7 +94,7 @@ class StageSource:
         Items of a tuple that no node in ``read`` takes are called ``_``.
         """
         if node.meta["val"] is None:
-            return _statement(source, "")
+            return [f"    {source}"]
         if not isinstance(node.meta["val"], list | tuple):
             return _statement(f"{self.names[node]} = {source}", self.type_of(node))
         items = {u.args[1]: u for u in node.users if u.target is operator.getitem and u in read}
@@ -293,7 +293,7 @@ def _statement(code: str, note: str) -> list[str]:
     """One statement with its note beside it. A long call is broken after its opening bracket."""
     if len(code) + 4 <= LINE_LENGTH or not code.endswith(")"):
         return [_beside(f"    {code}", note)]
-    start = code.index("(", code.find(" = ")) + 1
+    start = code.index("(", code.index(" = ")) + 1
     inner = textwrap.wrap(code[start:-1], LINE_LENGTH - 8, break_long_words=False, break_on_hyphens=False)
     return [f"    {code[:start]}", *(f"        {line}" for line in inner), _beside("    )", note)]
 
