@@ -44,7 +44,7 @@ def keep_value_sizes(joint: JointGraph, numbers: Collection[sympy.Symbol]) -> di
     Raises:
         ValueDependentError: something depends on values in another way, as the result of ``.item()`` does.
     """
-    sizes = _Sizes()
+    sizes = _Sizes(joint.module.graph)
     predicted: dict[sympy.Symbol, sympy.Expr] = {}
     told: dict[sympy.Symbol, Any] = {}
     required = [_resolved(condition, joint) for condition in joint.asserted]
@@ -58,14 +58,16 @@ def keep_value_sizes(joint: JointGraph, numbers: Collection[sympy.Symbol]) -> di
     for condition in dict.fromkeys(required):
         if sizes.symbols_in(condition) and not _always_holds(condition, predicted):
             _require(condition, sizes)
-    for node in joint.module.graph.nodes:
-        value = node.meta.get("val")
-        if node.op == "call_function" and "varies" not in node.meta and depends_on_values(value, numbers):
-            sizes.note(node)
-            node.meta["varies"] = True
-            if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-                for user in list(node.users):
-                    user.replace_input_with(node, sizes.formula(value.node.expr, user, value))
+    calls = [node for node in joint.module.graph.nodes if node.op == "call_function"]
+    varying = [node for node in calls if depends_on_values(node.meta.get("val"), numbers)]
+    for node in varying:
+        sizes.note(node)
+        node.meta["varies"] = True
+    for node in varying:
+        value = node.meta["val"]
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+            for user in list(node.users):
+                user.replace_input_with(node, sizes.formula(value.node.expr, user, value))
     return predicted
 
 
@@ -92,7 +94,8 @@ def _what_tells(found: ValueSize) -> Any:
 class _Sizes:
     """Where each size is found: the tensors that have it, in order, and their dimension."""
 
-    def __init__(self) -> None:
+    def __init__(self, graph: fx.Graph) -> None:
+        self._position = {node: number for number, node in enumerate(graph.nodes)}
         self._found: dict[sympy.Symbol, dict[fx.Node, int]] = {}
         self._nodes: dict[tuple[fx.Node, int], fx.Node] = {}
 
@@ -131,9 +134,10 @@ class _Sizes:
             return _made(reader.graph.call_function(formula, (expression, *sizes)), reader, value)
 
     def node(self, symbol: sympy.Symbol, reader: fx.Node) -> fx.Node:
-        """The size of the tensor that the last operator up to that of ``reader`` made, if it has one."""
-        tensors = self._found[symbol]
-        before = [tensor for tensor in tensors if _operator_of(tensor) <= _operator_of(reader)]
+        """The size as the tensor has it that the last operator up to that of ``reader`` made before it."""
+        tensors, place = self._found[symbol], self._position.get(reader, 0)
+        earlier = [tensor for tensor in tensors if self._position[tensor] < place]
+        before = [tensor for tensor in earlier if _operator_of(tensor) <= _operator_of(reader)]
         tensor = max(before or [self.first(symbol)], key=_operator_of)
         dim = tensors[tensor]
         if (tensor, dim) not in self._nodes:
