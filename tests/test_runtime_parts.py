@@ -25,7 +25,7 @@ from pipec.runtime.execution import Ranks
 from pipec.runtime.gradients import GradientSum
 from pipec.runtime.holder import Emptied, ModelTensors, fill, forget, hold
 from pipec.runtime.launch import every_device
-from pipec.runtime.randomness import generator, mix
+from pipec.runtime.randomness import Streams, mix
 from pipec.runtime.results import Results, merge
 from pipec.runtime.span import Span
 from pipec.runtime.storage import Buffer
@@ -187,25 +187,25 @@ def test_draws_depend_on_their_generator_alone_and_leave_the_default_one_as_it_w
         lambda own: draw(own, torch.bernoulli, x / 2),
     ]
     for make in draws:
-        first = make(generator(CPU, 1))
+        first = make(Streams(CPU, (0, 0))(1))
         torch.rand(1)
         before = torch.get_rng_state()
-        assert torch.equal(make(generator(CPU, 1)), first)
-        assert not torch.equal(make(generator(CPU, 2)), first)
+        assert torch.equal(make(Streams(CPU, (0, 0))(1)), first)
+        assert not torch.equal(make(Streams(CPU, (0, 0))(2)), first)
         assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_draw_that_fails_leaves_the_default_generator_as_it_was() -> None:
     before = torch.get_rng_state()
     with pytest.raises(RuntimeError, match="p_in >= 0"):
-        draw(generator(CPU, 1), torch.bernoulli, -torch.ones(3))
+        draw(Streams(CPU, (0, 0))(1), torch.bernoulli, -torch.ones(3))
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_dropout_scales_what_its_mask_keeps() -> None:
     x = torch.linspace(1, 2, 50)
     for p in (0.0, 0.3, 1.0):
-        output, mask = dropout(x, p, generator(CPU, 1))
+        output, mask = dropout(x, p, Streams(CPU, (0, 0))(1))
         assert torch.equal(output, torch.where(mask, x * (1 / (1 - p)) if p < 1 else x, 0.0))
         assert mask.all() if p == 0 else mask.any() == (p < 1)
 
@@ -218,7 +218,7 @@ def test_keys_lead_to_seeds_of_their_own(keys: list[tuple[int, ...]]) -> None:
 
 
 def test_a_stream_depends_on_its_key_alone() -> None:
-    first, _, again = generator(CPU, 1, 2), generator(CPU, 1, 3), generator(CPU, 1, 2)
+    first, _, again = (Streams(CPU, (0, 1))(operator) for operator in (2, 3, 2))
     assert torch.equal(torch.rand(9, generator=first), torch.rand(9, generator=again))
     assert f"{mix(1, 2):x}" == "bcd9dbb49673066b"  # streams stay what they are from version to version
 
