@@ -8,7 +8,7 @@ from torch import fx
 from pipec.capture.operators import OPERATOR_ID
 from pipec.graph import LossGradient, is_collective, is_constant, is_random, is_view, reads_memory
 from pipec.ir import Phase
-from pipec.kernels import require
+from pipec.primitives import require
 
 
 def classify(graph: fx.Graph) -> None:

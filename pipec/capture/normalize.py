@@ -35,8 +35,8 @@ from pipec.graph import (
 )
 from pipec.graph.dimensions import Symbols, dimension
 from pipec.ir import Mode, Sizes, Variable
-from pipec.kernels import require
 from pipec.ops import COLLECTIVES
+from pipec.primitives import require
 from pipec.torch_compat import pytree
 
 _aten = torch.ops.aten

@@ -7,7 +7,7 @@ from torch import fx
 from pipec.capture.markers import OF_BATCH, SHARE
 from pipec.errors import CaptureError
 from pipec.graph import Argument, Buffer, ModelInput, OfBatch, Share, is_random
-from pipec.kernels import require
+from pipec.primitives import require
 
 
 def lift_of_batch(graph: fx.Graph) -> fx.Graph | None:

@@ -7,7 +7,7 @@
                                                               y = gru_layer(y0, h[1], [w4, ..., w7], ...)
 
 Each layer and each direction is then an operator of its own, so that cuts fall between them.
-``pipec.kernels`` has what they compute, as eager torch does.
+``pipec.primitives`` has what they compute, as eager torch does.
 """
 
 import operator
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from pipec.capture.rewriting import value_of
-from pipec.kernels import ONEDNN_LSTM, RECURRENCE
+from pipec.primitives import ONEDNN_LSTM, RECURRENCE
 from pipec.torch_compat import computes_with_onednn
 
 States = tuple[Tensor, ...]

@@ -94,6 +94,7 @@ def capture(
         stack.enter_context(without_caches(model))
         stack.enter_context(torch_compat.unvalidated_distributions())
         stack.enter_context(torch_compat.whole_interpolations())
+        stack.enter_context(torch_compat.whole_recurrent_networks())
         stack.enter_context(torch_compat.bounded_ctc_losses())
         stack.enter_context(sync_batch_norms_alone())
         stack.enter_context(ops.joining(num_replicas or 1))

@@ -21,7 +21,7 @@ from pipec.capture.diagnosis import lines_in, model_line
 from pipec.capture.operators import OPERATOR_ID
 from pipec.capture.rewriting import KEPT
 from pipec.graph import formula
-from pipec.kernels import require
+from pipec.primitives import require
 from pipec.torch_compat import (
     JointGraph,
     ValueSize,

@@ -15,7 +15,7 @@ import sympy
 import torch
 from torch import fx
 
-from pipec import kernels, torch_compat
+from pipec import primitives, torch_compat
 from pipec.graph import formula, is_number, is_random
 from pipec.graph.dimensions import Symbols, dimension
 
@@ -116,11 +116,11 @@ FUNCTIONS = {
     aten.erf.default: "erf",
 }
 
-KERNELS = {
-    kernels.require: "require",
-    kernels.ONEDNN_LSTM: "ONEDNN_LSTM",
-    kernels.RECURRENCE: "RECURRENCE",
-    kernels.RECURRENCE_BACKWARD: "RECURRENCE_BACKWARD",
+PRIMITIVES = {
+    primitives.require: "require",
+    primitives.ONEDNN_LSTM: "ONEDNN_LSTM",
+    primitives.RECURRENCE: "RECURRENCE",
+    primitives.RECURRENCE_BACKWARD: "RECURRENCE_BACKWARD",
 }
 """Operators of pipec's own."""
 
@@ -159,15 +159,15 @@ def expression(node: fx.Node, name: Namer, symbols: Symbols) -> str:
         return f"{args[0]} {INFIX[target]} {_operand(node.args[1], args[1])}"
     if target in METHODS and isinstance(node.args[0], fx.Node):
         return f"{args[0]}.{METHODS[target]}({', '.join(args[1:] + kwargs)})"
-    if target in KERNELS:
-        return f"kernels.{KERNELS[target]}({', '.join(args + kwargs)})"
+    if target in PRIMITIVES:
+        return f"primitives.{PRIMITIVES[target]}({', '.join(args + kwargs)})"
     call = f"torch.{FUNCTIONS[target]}" if target in FUNCTIONS else _qualified(target)
     return f"{call}({', '.join(args + kwargs)})"
 
 
 def free_names(node: fx.Node, symbols: Symbols) -> set[str]:
     """What ``expression(node, ...)`` mentions besides nodes and ``torch``: ``{"b", "t", "device"}``."""
-    names = {"kernels"} if node.target in KERNELS else set()
+    names = {"primitives"} if node.target in PRIMITIVES else set()
     if is_random(node):
         names |= {"rng", "dropout" if node.target is aten.native_dropout.default else "draw"}
     for argument in torch_compat.pytree.tree_leaves((node.args, node.kwargs)):

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import fx
 
-from pipec import kernels
+from pipec import primitives
 from pipec.graph import (
     LossGradient,
     ModelInput,
@@ -42,7 +42,7 @@ RESERVED = frozenset(
         "device",
         "dropout",
         "draw",
-        "kernels",
+        "primitives",
         "loss",
         "grad_loss",
         "share",
@@ -58,9 +58,9 @@ ITEMS = {
     torch.ops.aten.convolution_backward.default: ("grad_input", "grad_weight", "grad_bias"),
     torch.ops.aten.native_dropout.default: ("", "mask"),
     torch.ops.aten.max_pool2d_with_indices.default: ("", "indices"),
-    kernels.ONEDNN_LSTM: ("", "h", "c", "kept"),
-    kernels.RECURRENCE: ("", "h", "c", "kept"),
-    kernels.RECURRENCE_BACKWARD: ("grad_gates", "grad_h", "grad_c", "grad_w_hh", "grad_b_hh", "grad_w_hr"),
+    primitives.ONEDNN_LSTM: ("", "h", "c", "kept"),
+    primitives.RECURRENCE: ("", "h", "c", "kept"),
+    primitives.RECURRENCE_BACKWARD: ("grad_gates", "grad_h", "grad_c", "grad_w_hh", "grad_b_hh", "grad_w_hr"),
 }
 """What the items of operators that return several tensors are called."""
 

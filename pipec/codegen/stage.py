@@ -120,7 +120,7 @@ class StageSource:
         named = self.free_names(itertools.chain(self.stage.constants, *bodies))
         draws = sorted(named & {"draw", "dropout"})
         lines = [*(["import math", ""] if "math" in named else []), "import torch"]
-        own = ["from pipec import kernels"] if "kernels" in named else []
+        own = ["from pipec import primitives"] if "primitives" in named else []
         own += [f"from pipec.runtime.draws import {', '.join(draws)}"] if draws else []
         return [*lines, "", *own] if own else lines
 

@@ -44,7 +44,7 @@ from pipec.graph import (
 )
 from pipec.graph.parts import divide
 from pipec.ir import GRADIENT_PHASES, Mode, Phase, function_names
-from pipec.kernels import require
+from pipec.primitives import require
 
 _BACKWARDS = (Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
 

@@ -46,6 +46,7 @@ from pipec.torch_compat.operators import (
     computes_with_onednn,
     unvalidated_distributions,
     whole_interpolations,
+    whole_recurrent_networks,
 )
 
 __all__ = [
@@ -85,4 +86,5 @@ __all__ = [
     "user_frames",
     "value_symbols",
     "whole_interpolations",
+    "whole_recurrent_networks",
 ]
