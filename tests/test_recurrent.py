@@ -1,4 +1,4 @@
-"""Recurrent networks: each layer and direction is an operator, with the bits of eager torch, for any length."""
+"""Recurrent networks: each layer and direction is an operator, with eager torch's bits, for any length."""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import pipec
-from pipec.ir import Plan
 
 ROWS, MICROBATCHES, WIDTH = 8, 4, 6
 
@@ -41,11 +40,11 @@ class Every(nn.Module):
 class Language(nn.Module):
     """Four layers of an LSTM between words and words."""
 
-    def __init__(self, num_layers: int = 4, dropout: float = 0.0) -> None:
+    def __init__(self, width: int, num_layers: int = 4, dropout: float = 0.0) -> None:
         super().__init__()
-        self.words = nn.Embedding(20, 16)
-        self.lstm = nn.LSTM(16, 16, num_layers, batch_first=True, dropout=dropout)
-        self.head = nn.Linear(16, 20)
+        self.words = nn.Embedding(20, width)
+        self.lstm = nn.LSTM(width, width, num_layers, batch_first=True, dropout=dropout)
+        self.head = nn.Linear(width, 20)
 
     def forward(self, words: Tensor) -> Tensor:
         return self.head(self.lstm(self.words(words))[0])
@@ -54,16 +53,16 @@ class Language(nn.Module):
 class Translation(nn.Module):
     """Encoder, decoder, and attention of the one to the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.words = nn.Embedding(20, 16)
-        self.encoder = nn.GRU(16, 8, 2, batch_first=True, bidirectional=True)
-        self.decoder = nn.GRU(16, 16, 2, batch_first=True)
-        self.head = nn.Linear(32, 20)
+        self.words = nn.Embedding(20, width)
+        self.encoder = nn.GRU(width, width // 2, 2, batch_first=True, bidirectional=True)
+        self.decoder = nn.GRU(width, width, 2, batch_first=True)
+        self.head = nn.Linear(2 * width, 20)
 
     def forward(self, words: Tensor) -> Tensor:
         source, state = self.encoder(self.words(words))
-        begin = state.view(2, 2, -1, 8).transpose(1, 2).reshape(2, -1, 16)
+        begin = state.unflatten(0, (2, 2)).transpose(1, 2).flatten(2)
         output, _ = self.decoder(self.words(words), begin.contiguous())
         weights = (output @ source.transpose(1, 2)).softmax(-1)
         return self.head(torch.cat([output, weights @ source], -1))
@@ -86,11 +85,6 @@ def microbatches(*tensors: Tensor) -> Iterator[Sequence[Tensor]]:
     return zip(*(tensor.chunk(MICROBATCHES) for tensor in tensors), strict=True)
 
 
-def slowest_over_mean(plan: Plan) -> float:
-    seconds = [sum(stage.cost.seconds.values()) for stage in plan.stages]
-    return max(seconds) * len(seconds) / sum(seconds)
-
-
 def test_every_layer_has_the_bits_of_eager_torch() -> None:
     model = made(Every)
     unsplit = copy.deepcopy(model)
@@ -109,12 +103,20 @@ def test_every_layer_has_the_bits_of_eager_torch() -> None:
 
 
 @pytest.mark.parametrize("make", [Language, Translation])
-def test_stages_are_balanced_and_serve_any_length(make: type[nn.Module]) -> None:
+def test_stages_are_balanced(make: type[nn.Module]) -> None:
+    pipe = pipec.compile(made(make, 256), 4, loss_fn=loss, microbatches=MICROBATCHES)
+    pipe.prepare(words(32), target=words(32))
+    seconds = [sum(stage.cost.seconds.values()) for stage in pipe.plan.stages]
+    assert max(seconds) < 1.3 * sum(seconds) / len(seconds)
+
+
+@pytest.mark.parametrize("make", [Language, Translation])
+def test_one_compilation_serves_any_length(make: type[nn.Module]) -> None:
     """The second length makes a symbol of it; the third one is not compiled for."""
-    model = made(make)
+    model = made(make, 16)
     unsplit = copy.deepcopy(model)
     pipe = pipec.compile(model, 4, loss_fn=loss, microbatches=MICROBATCHES)
-    for length in (16, 24, 9):
+    for length in (4, 7, 5):
         inputs = words(length)
         found, expected = pipe.step(inputs, target=inputs), loss(unsplit(inputs), inputs)
         expected.backward()
@@ -124,23 +126,25 @@ def test_stages_are_balanced_and_serve_any_length(make: type[nn.Module]) -> None
         torch.testing.assert_close(gradients[name].grad, parameter.grad, atol=1e-6, rtol=1e-4)
     assert {variable.name for variable in pipe.plan.variables} == {"t"}
     assert not pipe.plan.fixed
-    assert slowest_over_mean(pipe.plan) < 1.6
 
 
 def test_dropout_between_layers_draws_the_same_wherever_layers_are() -> None:
     outcomes = []
     for num_stages in (1, 3):
-        model = made(Language, 3, 0.5)
+        model = made(Language, 16, 3, 0.5)
         pipe = pipec.compile(model, num_stages, loss_fn=loss, microbatches=MICROBATCHES)
         torch.manual_seed(3)
         found = pipe.step(words(), target=words())
         outcomes.append([found, *(parameter.grad for parameter in pipe.parameters())])
     assert all(map(torch.equal, *outcomes))
-    eager = loss(made(Language, 3, 0.5).eval()(words()), words())
+    eager = loss(made(Language, 16, 3, 0.5).eval()(words()), words())
     assert not torch.equal(outcomes[0][0], eager.detach())
 
 
 def test_a_layer_is_one_call_of_generated_code() -> None:
-    pipe = pipec.compile(made(Language), 2, loss_fn=loss, microbatches=MICROBATCHES)
+    pipe = pipec.compile(made(Language, 16), 2, loss_fn=loss, microbatches=MICROBATCHES)
     pipe.prepare(words(), target=words())
-    assert "\n    lstm_l3, h_1, c_1, kept_1 = primitives.ONEDNN_LSTM(" in pipe.source(1)
+    assert (
+        "\n    lstm_l3, onednn_lstm_h_3, onednn_lstm_c_3, onednn_lstm_kept_3 = primitives.ONEDNN_LSTM("
+        in pipe.source(1)
+    )

@@ -1,4 +1,4 @@
-"""Sizes that values alone tell, as of ``x[mask]``: they stay within a stage, and losses over them are right."""
+"""Sizes that values alone tell, as of ``x[mask]``: they stay within a stage, and losses over them add up."""
 
 import copy
 import logging
@@ -87,13 +87,14 @@ def data(rows: int) -> tuple[Tensor, Tensor]:
     return x, target
 
 
-@pytest.mark.parametrize("options", [{}, {"schedule": "zb-h1", "recompute": "full"}], ids=["1f1b", "zb-h1"])
-def test_each_microbatch_has_its_own_sizes(options: dict[str, str]) -> None:
+def test_each_microbatch_has_its_own_sizes() -> None:
     """Against eager torch on the whole batch, of two sizes."""
     torch.manual_seed(0)
     model = Between(Masked(), Experts(), Repeated(), Distinct(), Masked())
     unsplit = copy.deepcopy(model)
-    pipe = pipec.compile(model, 4, loss_fn=F.mse_loss, microbatches=4, microbatch_weight="rows", **options)
+    pipe = pipec.compile(
+        model, 4, loss_fn=F.mse_loss, microbatches=4, microbatch_weight="rows", schedule="zb-h1"
+    )
     for rows in (8, 12):
         x, target = data(rows)
         expected = F.mse_loss(unsplit(x), target)
@@ -147,9 +148,8 @@ def step(loss_fn: Loss) -> tuple[Tensor, Tensor]:
     model = Between()
     unsplit = copy.deepcopy(model)
     x, target = data(8)[0], labels()
-    found = pipec.compile(model, 2, loss_fn=loss_fn, microbatches=4, batched={"target": 0}).step(
-        x, target=target
-    )
+    pipe = pipec.compile(model, 2, loss_fn=loss_fn, microbatches=4, batched={"target": 0})
+    found = pipe.step(x, target=target)
     return found, loss_fn(unsplit(x), target).detach()
 
 
@@ -165,3 +165,85 @@ def test_a_warning_says_where_that_is_not_known(name: str, caplog: pytest.LogCap
     with caplog.at_level(logging.WARNING):
         step(UNCLEAR[name])
     assert "need not be the loss of the batch" in caplog.text
+
+
+class Paired(nn.Module):
+    """Adds up pairs of the rows that a mask selects, of which there must be an even number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = x[x[..., 0] > 0]
+        torch._check(chosen.shape[0] % 2 == 0)
+        return x + self.layer(chosen).reshape(-1, 2, WIDTH).sum()
+
+
+def test_what_tracing_took_for_granted_is_required_of_every_microbatch() -> None:
+    torch.manual_seed(0)
+    pipe = pipec.compile(Between(Paired()), 2, loss_fn=F.mse_loss, microbatches=8)
+    x, target = data(8)
+    with pytest.raises(ExecutionError, match="forward: ValueError: expected ") as caught:
+        pipe.step(x, target=target)
+    assert "test_value_sizes.py" in str(caught.value)
+    assert "chosen = x[x[..., 0] > 0]" in str(caught.value)
+
+
+class Packed(nn.Module):
+    """Computes with selected rows from its first layer to its last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, *layers = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = x[..., 0] > 0
+        return torch.zeros_like(x).index_put((mask,), self.layers(self.first(x)[mask]))
+
+
+def test_a_size_that_reaches_too_far_says_why_there_are_too_few_parts() -> None:
+    pipe = pipec.compile(Packed(), 4, loss_fn=F.mse_loss, microbatches=4)
+    x, target = data(8)
+    with pytest.raises(PlanError, match="values tell the size of a tensor") as caught:
+        pipe.step(x, target=target)
+    assert "pad to a size that is known" in str(caught.value)
+
+
+class Chosen(Between):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[x > 0]
+
+
+def test_a_result_of_such_a_size_is_refused() -> None:
+    with pytest.raises(CaptureError, match="returns a tensor whose size values tell"):
+        pipec.compile(Chosen(), 2)(data(8)[0])
+
+
+SCRIPT = """
+import copy, sys
+import torch, pipec
+from torch import nn
+sys.path.insert(0, FOLDER)
+from test_value_sizes import Between, Masked, data
+torch.manual_seed(0)
+model = Between(Masked(), Masked())
+unsplit = copy.deepcopy(model)
+x, target = data(8)
+expected = nn.functional.mse_loss(unsplit(x), target)
+expected.backward()
+pipe = pipec.compile(model, 2, loss_fn=nn.functional.mse_loss, microbatches=4, recompute="full")
+torch.testing.assert_close(pipe.step(x, target=target), expected.detach())
+gradients = {name: parameter.grad for name, parameter in unsplit.named_parameters()}
+for name, parameter in pipe.named_parameters():
+    torch.testing.assert_close(parameter.grad, gradients[name], atol=1e-6, rtol=1e-4)
+print("well")
+"""
+
+
+@pytest.mark.slow
+def test_processes_need_no_size_of_each_other(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.replace("FOLDER", repr(str(Path(__file__).parent))))
+    assert all("well" in told for told in run_ranks(script, 2, tmp_path))
