@@ -3,13 +3,16 @@
 import copy
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from workers import run_ranks
 
 import pipec
+from pipec.errors import CaptureError, ExecutionError, PlanError
 
 WIDTH, LENGTH = 8, 5
 
@@ -204,7 +207,7 @@ class Packed(nn.Module):
 
 
 def test_a_size_that_reaches_too_far_says_why_there_are_too_few_parts() -> None:
-    pipe = pipec.compile(Packed(), 4, loss_fn=F.mse_loss, microbatches=4)
+    pipe = pipec.compile(Packed(), 6, loss_fn=F.mse_loss, microbatches=4)
     x, target = data(8)
     with pytest.raises(PlanError, match="values tell the size of a tensor") as caught:
         pipe.step(x, target=target)
