@@ -46,9 +46,9 @@ ADVICE = (
     ),
     (
         r"item\(\)|tolist|[Dd]ynamic (shape|slicing)|[Dd]ata[- ]dependent",
-        "The value of a tensor becomes a Python number, as with .item() and .tolist(), or a size that values\n"
-        "tell decides what is computed. Keep it a tensor, with torch.where, gather or index_select, and assert\n"
-        "what holds of every such size with torch._check.",
+        "The value of a tensor becomes a Python number, as with .item() and .tolist(), or a size that\n"
+        "values tell decides what is computed. Keep it a tensor, with torch.where, gather or index_select,\n"
+        "and assert what holds of every such size with torch._check.",
     ),
     ("", "Replace the call on that line with tensor operations of torch, or do it outside the model."),
 )
