@@ -1,7 +1,6 @@
 """The parts of the runtime: gradient sums, results, random streams, the in-process transport, launching."""
 
 import contextlib
-import gc
 import os
 import signal
 import threading
@@ -335,13 +334,13 @@ def test_ctrl_c_stops_ranks_that_wait() -> None:
     assert ranks.run([lambda: 1, lambda: 2]) == [1, 2]
 
 
-def test_threads_end_with_the_transport() -> None:
+def test_threads_end_with_the_transport(collect: Callable[[], int]) -> None:
     before = set(threading.enumerate())
     ranks = InProcess([CPU] * 3)
     workers = set(threading.enumerate()) - before
     assert len(workers) == 3
     del ranks
-    gc.collect()
+    collect()
     for worker in workers:
         worker.join(timeout=10)
     assert not any(worker.is_alive() for worker in workers)
