@@ -14,7 +14,9 @@ from pipec.cli.options import (
     Json,
     MemoryLimit,
     Microbatches,
+    OffloadName,
     OptimizerName,
+    PrecisionName,
     ProfilePath,
     Recompute,
     RecomputeChoice,
@@ -50,8 +52,10 @@ def plan(
     optimizer: OptimizerName = None,
     clip_grad_norm: ClipGradNorm = None,
     shard: ShardName = None,
+    precision: PrecisionName = None,
     recompute: RecomputeChoice = Recompute.AUTO,
     memory_limit: MemoryLimit = None,
+    offload: OffloadName = None,
     profile: ProfilePath = None,
     calibrate: Calibrate = False,
     topology: TopologyFile = None,
@@ -77,7 +81,7 @@ def plan(
         memory_limit,
         profile,
         topology,
-        Around(stages, replicas, asynchronous, optimizer, clip_grad_norm, shard),
+        Around(stages, replicas, asynchronous, optimizer, clip_grad_norm, shard, precision, offload),
         calibrated=calibrate,
         dynamic=not one_size,
     )
@@ -112,8 +116,10 @@ def dump(
     optimizer: OptimizerName = None,
     clip_grad_norm: ClipGradNorm = None,
     shard: ShardName = None,
+    precision: PrecisionName = None,
     recompute: RecomputeChoice = Recompute.AUTO,
     memory_limit: MemoryLimit = None,
+    offload: OffloadName = None,
     profile: ProfilePath = None,
     topology: TopologyFile = None,
     as_json: Json = False,
@@ -126,7 +132,7 @@ def dump(
     """
     from pipec.ir.text import format_program
 
-    around = Around(stages, replicas, asynchronous, optimizer, clip_grad_norm, shard)
+    around = Around(stages, replicas, asynchronous, optimizer, clip_grad_norm, shard, precision, offload)
     pipe = prepare(
         target, devices, schedule, microbatches, recompute, memory_limit, profile, topology, around
     )

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from pipec.errors import InputError
-from pipec.ir import Shard
+from pipec.ir import Precision, Shard
 from pipec.ir.arguments import MOST_MICROBATCHES, MOST_RANKS
 
 
@@ -28,9 +28,19 @@ class Recompute(StrEnum):
     FULL = "full"
 
 
+class Offload(StrEnum):
+    """What ``pipec.compile`` takes as ``offload``."""
+
+    ACTIVATIONS = "activations"
+    OPTIMIZER = "optimizer"
+    ALL = "all"
+
+
 @dataclass(frozen=True)
 class Around:
-    """What the options say of replicas and of the end of a step: arguments of ``pipec.compile``."""
+    """What the options say of replicas, of the end of a step, of its types and of the host: arguments of
+    ``pipec.compile``.
+    """
 
     stages: int | None = None
     replicas: str = "1"
@@ -38,6 +48,8 @@ class Around:
     optimizer: str | None = None
     clip_grad_norm: float | None = None
     shard: Shard | None = None
+    precision: Precision | None = None
+    offload: Offload | None = None
 
 
 NOTHING_AROUND = Around()
@@ -96,6 +108,10 @@ RecomputeChoice = Annotated[
     Recompute, typer.Option("--recompute", help="auto recomputes as little as --memory-limit lets it.")
 ]
 MemoryLimit = Annotated[str | None, typer.Option("--memory-limit", help="Bytes per device, such as 16GiB.")]
+OffloadName = Annotated[
+    Offload | None,
+    typer.Option("--offload", help="What waits in host memory; activations as --memory-limit asks."),
+]
 ProfilePath = Annotated[
     Path | None, typer.Option("--profile", help="Measured times, from `pipec profile`, to cut by.")
 ]
@@ -132,6 +148,10 @@ ClipGradNorm = Annotated[
 ShardName = Annotated[
     Shard | None,
     typer.Option("--shard", help="What replicas keep only a share of, besides what stands before it."),
+]
+PrecisionName = Annotated[
+    Precision | None,
+    typer.Option("--precision", help="Let operators compute with 16 bits beside float32 weights."),
 ]
 Drawing = Annotated[
     Path | None,

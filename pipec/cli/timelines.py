@@ -16,7 +16,9 @@ from pipec.cli.options import (
     Drawing,
     Json,
     MemoryLimit,
+    OffloadName,
     OptimizerName,
+    PrecisionName,
     Recompute,
     RecomputeChoice,
     Replicas,
@@ -136,8 +138,10 @@ def schedule_target(
     optimizer: OptimizerName = None,
     clip_grad_norm: ClipGradNorm = None,
     shard: ShardName = None,
+    precision: PrecisionName = None,
     recompute: RecomputeChoice = Recompute.AUTO,
     memory_limit: MemoryLimit = None,
+    offload: OffloadName = None,
     beside: Beside = None,
     output: Drawing = None,
     as_json: Json = False,
@@ -149,7 +153,7 @@ def schedule_target(
     from pipec.cli.target import prepare
     from pipec.viz import Step
 
-    around = Around(stages, replicas, asynchronous, optimizer, clip_grad_norm, shard)
+    around = Around(stages, replicas, asynchronous, optimizer, clip_grad_norm, shard, precision, offload)
 
     def planned(name: str) -> _Shown:
         pipe = prepare(target, devices, name, microbatches, recompute, memory_limit, around=around)

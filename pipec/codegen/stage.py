@@ -3,7 +3,7 @@
 import itertools
 import operator
 import textwrap
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -12,7 +12,7 @@ from pipec.codegen.expressions import expression, free_names
 from pipec.codegen.names import comment
 from pipec.graph import TrainingGraph, is_number, is_view
 from pipec.graph.dimensions import dimension
-from pipec.graph.functions import Function, StageFunctions, of_batch_nodes, runs_in
+from pipec.graph.functions import Function, StageFunctions, of_batch_nodes, prepared_nodes, runs_in
 from pipec.graph.lifetimes import dying, is_statement, items_of, made_by, sums_in_place
 from pipec.ir import Phase
 from pipec.ir.text import format_dtype
@@ -69,11 +69,13 @@ class StageSource:
         return "\n".join([*lines, *self._functions()]) + "\n"
 
     def _functions(self) -> Iterator[str]:
-        """The lines of ``constants`` and ``of_batch``, if there are any, and of each function."""
+        """The lines of ``constants``, ``of_batch`` and ``prepare``, if they exist, and of each function."""
         if self.stage.constants:
             yield from ("", "", *self._constants())
         if self.stage.of_batch:
             yield from ("", "", *self._of_batch())
+        if self.stage.prepared:
+            yield from ("", "", *self._prepare())
         for function in self.stage.functions:
             yield from ("", "", *_FunctionSource(self, function).lines())
 
@@ -117,7 +119,8 @@ class StageSource:
     def _imports(self) -> list[str]:
         """Only what the code uses is imported. ``math`` is for sizes, such as ``math.ceil(b / 2)``."""
         bodies = (function.body for function in self.stage.functions)
-        named = self.free_names(itertools.chain(self.stage.constants, *bodies))
+        apart = prepared_nodes(self.graph, self.stage.prepared)
+        named = self.free_names(itertools.chain(self.stage.constants, apart, *bodies))
         draws = sorted(named & {"draw", "dropout"})
         lines = [*(["import math", ""] if "math" in named else []), "import torch"]
         own = ["from pipec import primitives"] if "primitives" in named else []
@@ -166,17 +169,43 @@ class StageSource:
         def name(node: fx.Node) -> str:
             return buffers[node.meta["role"]] if node in held else self.names[node]
 
-        made: tuple[fx.Node, ...] = self.graph.of_batch.output_node().args[0]  # type: ignore[assignment]
         return [
             f"def of_batch({', '.join(parameters)}):",
             '    """Values of the whole mini-batch, which has b rows: computed once a step."""',
-            *(
-                line
-                for node in filter(is_statement, body)
-                for line in self.assignment(node, expression(node, name, self.graph.symbols), nodes)
-            ),
-            f"    return {_tuple(name(made[node.meta['role'].index]) for node in self.stage.of_batch)}",
+            *self._computed_apart(self.graph.of_batch, body, self.stage.of_batch, name),
         ]
+
+    def _prepare(self) -> list[str]:
+        nodes = prepared_nodes(self.graph, self.stage.prepared)
+        weights = {node.meta["role"]: f"w[{i}]" for i, node in enumerate(self.stage.parameters)}
+        body = [node for node in nodes if node.op != "placeholder"]
+
+        def name(node: fx.Node) -> str:
+            return weights[node.meta["role"]] if node.op == "placeholder" else self.names[node]
+
+        assert self.graph.prepared is not None
+        return [
+            f"def prepare({', '.join(['w', *(['device'] if 'device' in self.free_names(body) else [])])}):",
+            '    """What depends on weights alone: computed once for each version of them."""',
+            *self._computed_apart(self.graph.prepared, body, self.stage.prepared, name),
+        ]
+
+    def _computed_apart(
+        self,
+        apart: fx.Graph,
+        body: Sequence[fx.Node],
+        read: Sequence[fx.Node],
+        name: Callable[[fx.Node], str],
+    ) -> Iterator[str]:
+        """The lines that compute what the arguments ``read`` stand for, and return it."""
+        for node in filter(is_statement, body):
+            yield from self.assignment(node, expression(node, name, self.graph.symbols), body)
+        made: tuple[fx.Node, ...] = apart.output_node().args[0]  # type: ignore[assignment]
+        returned = _tuple(name(made[node.meta["role"].index]) for node in read)
+        if len(returned) + 11 <= LINE_LENGTH:
+            yield f"    return {returned}"
+        else:
+            yield from ("    return (", *_folded(returned), "    )")
 
 
 @dataclass(frozen=True)
@@ -193,6 +222,7 @@ class _FunctionSource:
         function, stage = self.function, self.module.stage
         held = {
             "w": stage.parameters,
+            "prepared": stage.prepared,
             "buffers": set(stage.buffers) - set(function.saved_in),
             "constants": self.module.hoisted(),
         }
@@ -268,6 +298,8 @@ class _FunctionSource:
         stage = self.module.stage
         if node in stage.parameters:
             return f"w[{stage.parameters.index(node)}]"
+        if node in stage.prepared:
+            return f"prepared[{stage.prepared.index(node)}]"
         if node in stage.buffers and node not in self.function.saved_in:
             return f"buffers[{stage.buffers.index(node)}]"
         return self.module.names[node]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipec.capture.autocast import autocast, require_wide_weights
 from pipec.capture.call import Call
 from pipec.capture.step import traced_module
 from pipec.capture.symbols import FixedVariableError
@@ -31,7 +32,7 @@ from pipec.console import notice
 from pipec.errors import InputError, PlanError
 from pipec.graph import TrainingGraph
 from pipec.hardware.topology import Topology
-from pipec.ir import Alternative, Mode, Placement, Shard, Sizes, Variable
+from pipec.ir import Alternative, Mode, Placement, Precision, Shard, Sizes, Variable
 from pipec.ir.batch import require_equal_rows, split_sizes, variable_values
 from pipec.passes import Pass
 from pipec.passes.follow_owners import FollowOwners, owners_of
@@ -49,8 +50,8 @@ class Compiler:
     Unless ``dynamic``, the microbatches of a call are captured for the one size they have, if it is one.
     Costs are then known for that size alone, so nothing is searched. With ``searches_replicas`` the first
     call chooses how many replicas stages have. With ``searches_shard`` the first training step chooses what
-    they divide. ``microbatch_weight`` is that of the plan. ``seconds`` says how long each step of all
-    compilations took together.
+    they divide. ``microbatch_weight`` is that of the plan. ``precision`` is what operators compute in, if
+    not in the model's own types. ``seconds`` says how long each step of all compilations took together.
     """
 
     model: nn.Module
@@ -64,6 +65,7 @@ class Compiler:
     searches_replicas: bool = False
     searches_shard: bool = False
     microbatch_weight: str = ""
+    precision: Precision | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     _settled: Settled | None = None
     _traced: dict[Mode, nn.Module] = field(default_factory=dict)
@@ -330,7 +332,8 @@ class Compiler:
             outputs=signature.kind.outputs,
             num_replicas=None if self.searches_replicas or isinstance(replicas, tuple) else replicas,
         )
-        with self._timed("capture and differentiate"):
+        require_wide_weights(self.precision, self.model)
+        with self._timed("capture and differentiate"), autocast(self.precision, self.device):
             graph = self._trace_variables(signature, traced) or traced(symbolic=symbolic)
         if graph.joined and self.microbatches is None:
             log.info("%s joins replicas: a step is one round, of %s microbatches", graph.joined, replicas)

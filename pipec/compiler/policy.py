@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipec.errors import InputError, PlanError
-from pipec.ir import Placement, Schedule, Stream, Versions
+from pipec.ir import Placement, Precision, Schedule, Stream, Versions
 from pipec.programs.fold import num_to_lower
 from pipec.schedules import (
     ASYNCHRONOUS,
@@ -332,7 +332,13 @@ _ROWS_FOR_ANY = 1024
 
 
 def check_updates(
-    policy: SchedulePolicy, may_replicate: bool, updates: bool, shard: str | None, batch: str, on_nan: str
+    policy: SchedulePolicy,
+    may_replicate: bool,
+    updates: bool,
+    shard: str | None,
+    batch: str,
+    on_nan: str,
+    precision: Precision | None,
 ) -> None:
     """Raise InputError if a schedule without a flush is to do what needs one.
 
@@ -350,6 +356,12 @@ def check_updates(
         raise InputError(
             f"{name} updates a stage while replicas of it still use other versions of its weights, of which "
             f"shard={shard!r} would leave each a share; leave it out, or take schedule='1f1b'"
+        )
+    if precision is Precision.FP16:
+        raise InputError(
+            f"{name} updates a stage before it is known whether gradients of others overflow, for which "
+            "precision='fp16-mixed' leaves out all updates; take precision='bf16-mixed', or "
+            "schedule='1f1b'"
         )
     if on_nan == "skip":
         raise InputError(

@@ -11,7 +11,7 @@ from pipec.codegen.stage import StageSource
 from pipec.codegen.title import stage_title
 from pipec.compiler import pass_list
 from pipec.compiler.checks import check_rounds, joins_replicas
-from pipec.compiler.pass_list import CompilerOptions
+from pipec.compiler.pass_list import NOTHING_AWAY, CompilerOptions
 from pipec.cost.formulas import node_bytes
 from pipec.errors import InputError, PipecError
 from pipec.graph import TrainingGraph, copy_graph
@@ -34,10 +34,12 @@ from pipec.ir.text import value_bytes
 from pipec.passes import Observer, Pass, run_passes
 from pipec.passes.assign_stages import AssignStages
 from pipec.passes.dump import requested_dumps
+from pipec.passes.mark_offload import MarkOffload
 from pipec.passes.mark_recompute import MarkRecompute, stage_values
 from pipec.plan.buckets import in_parts
 from pipec.plan.build import Names, build_plan, stage_cost
 from pipec.plan.memory import plan_memory
+from pipec.plan.offloads import with_copies
 from pipec.plan.predictions import simulate_plan, step_seconds
 from pipec.plan.updates import with_updates
 from pipec.plan.values import value_of
@@ -107,6 +109,7 @@ class StagedGraph:
         cut: Pass,
         options: CompilerOptions,
         recompute: MarkRecompute = NOTHING_AGAIN,
+        offload: MarkOffload = NOTHING_AWAY,
         observers: Sequence[Observer] = (),
     ) -> None:
         self.options = options
@@ -115,8 +118,8 @@ class StagedGraph:
         self._trials: dict[object, Trial] = {}
         self._values: dict[int, Sequence[Mapping[str, Value]]] = {}
         self._plans: dict[object, tuple[Plan, Sequence[StageFunctions]]] = {}
-        self._variants: dict[MarkRecompute, StagedGraph] = {}
-        passes = pass_list.passes(options, cut, recompute)
+        self._variants: dict[tuple[MarkRecompute, MarkOffload], StagedGraph] = {}
+        passes = pass_list.passes(options, cut, recompute, offload)
         try:
             observers = (self._remember_cut, *observers, *self._dumps)
             self.graph = run_passes(copy_graph(captured), passes, observers)
@@ -129,13 +132,14 @@ class StagedGraph:
         for dump in self._dumps:
             dump.write()
 
-    def recomputing(self, recompute: MarkRecompute) -> "StagedGraph":
-        """The same cut, with stages computing again what is marked."""
-        if recompute not in self._variants:
-            self._variants[recompute] = StagedGraph(
-                self._captured, self._assignment, self.options, recompute, self._observers
+    def recomputing(self, recompute: MarkRecompute, offload: MarkOffload = NOTHING_AWAY) -> "StagedGraph":
+        """The same cut, with stages computing again what is marked, or offloading it."""
+        marks = recompute, offload
+        if marks not in self._variants:
+            self._variants[marks] = StagedGraph(
+                self._captured, self._assignment, self.options, *marks, self._observers
             )
-        return self._variants[recompute]
+        return self._variants[marks]
 
     def forward_values(self, size: int) -> Sequence[Mapping[str, Value]]:
         """By stage and by name, what may be saved or replayed of the forward of ``size`` rows."""
@@ -231,7 +235,9 @@ class StagedGraph:
         if placed.stream:
             programs = fold(placed, plan.links, recompute, plan.ending)
         else:
-            programs = lower(placed, plan.links, recompute, plan.ending, plan.parts, plan.joins)
+            programs = lower(
+                placed, plan.links, recompute, plan.ending, plan.parts, plan.joins, plan.offloading
+            )
         verify_plan(plan, programs)
         memory = plan_memory(plan, programs)
         devices = self.options.topology.devices
@@ -257,6 +263,7 @@ class StagedGraph:
                     ending,
                 )
             plan = build_plan(self.graph, stages, self.names, schedule, size, topology, ending)
+            plan = with_copies(plan, self.options.device_model.host_link)
             self._plans[key] = self._with_updates(plan), stages
         plan, stages = self._plans[key]
         count = schedule.stream.microbatches if schedule.stream else schedule.num_microbatches

@@ -47,6 +47,7 @@ class TrainingGraph:
     serves sizes and numbers for which all ``guards`` hold. ``value_sizes`` are the sizes that values alone
     tell, each with what is predicted for it.
     ``of_batch`` computes, once a step, what the stages must know of the whole mini-batch; no pass changes it.
+    ``prepared`` computes, once for each version of the weights, what depends on parameters alone.
     ``unclear`` is the call after which it is not known how the losses of microbatches make that of the batch,
     and ``unclear_output`` the same of other results. ``logs`` names the results that follow the loss; those
     after them, of which ``output_spec`` is the tree, are the model's output.
@@ -74,6 +75,7 @@ class TrainingGraph:
     replicas: tuple[int, ...] = ()
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     of_batch: fx.Graph | None = None
+    prepared: fx.Graph | None = None
     unclear: str = ""
     unclear_output: str = ""
     joined: str = ""

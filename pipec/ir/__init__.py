@@ -35,6 +35,7 @@ from pipec.ir.values import (
     Mode,
     Payload,
     Phase,
+    Precision,
     Sizes,
     Value,
     Variable,

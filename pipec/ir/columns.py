@@ -37,6 +37,7 @@ def _having(trait: Callable[[Traits], bool]) -> NDArray[np.bool_]:
 _IS_COMPUTE = _having(lambda traits: traits.kind is Kind.COMPUTE)
 _IS_TIMED = _having(lambda traits: traits.timed)
 _IS_COLLECTIVE = _having(lambda traits: traits.kind is Kind.COLLECTIVE)
+_IS_COPY = _having(lambda traits: traits.kind is Kind.COPY)
 FILLS_SLOT = _having(lambda traits: traits.fills_slot)
 _PHASE_OF_OP = np.array([PHASE_CODE[op.phase] if op.phase else -1 for op in OPS], np.int32)
 
@@ -203,6 +204,10 @@ class Instructions(_Columns[Instruction]):
     @property
     def is_collective(self) -> NDArray[np.bool_]:
         return self._have(_IS_COLLECTIVE)
+
+    @property
+    def is_copy(self) -> NDArray[np.bool_]:
+        return self._have(_IS_COPY)
 
     @property
     def is_timed(self) -> NDArray[np.bool_]:

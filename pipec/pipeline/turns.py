@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from pipec.capture.autocast import autocast, check_step
 from pipec.capture.call import Call
 from pipec.capture.splitting import Batched, divide, positional_names, refuse_own_batches
 from pipec.capture.state import State
@@ -230,7 +231,8 @@ class TurnTaker(HeldModel):
         return Kind(asked.mode, call.signature(variables), asked.outputs, state, variables)
 
     def _state(self, mode: Mode) -> State:
-        return State.of(self._compiler.model, mode, self._emptied.shapes(self._tensors.unique()))
+        with autocast(self._compiler.precision, self._compiler.device):
+            return State.of(self._compiler.model, mode, self._emptied.shapes(self._tensors.unique()))
 
     def _model_facts(self, asked: Asked, state: State) -> Facts:
         """What the ranks must have in common before a call. That is also what the compiled code once read."""
@@ -241,6 +243,7 @@ class TurnTaker(HeldModel):
         return facts | (self._update_facts() if asked.method == "step" else {})
 
     def _checked(self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Call:
+        check_step(self._compiler.precision, self._compiler.device, mode)
         refuse_own_batches((args, kwargs, target))
         call = Call(*pytree.tree_map(dense, (args, kwargs, target)))
         call.check(self._compiler.model)

@@ -32,7 +32,7 @@ def shortfall(needs: Sequence[RankMemory], limits: Sequence[float], placement: P
     )
 
 
-_STATIC = ("parameters", "buffers", "gradients", "optimizer", "versions")
+_STATIC = ("parameters", "buffers", "prepared", "gradients", "optimizer", "versions")
 _MESSAGES = ("received", "sent", "travelling", "results")
 
 

@@ -21,7 +21,9 @@ def simulate_plan(plan: Plan, programs: Sequence[Program]) -> Timeline:
     played = excerpt(programs, plan.ending.stream, plan.placement)
     joins = {(s.index, number): join.seconds for s in plan.stages for number, join in enumerate(s.joins)}
     parts = {(s.index, phase): shares for s in plan.stages for phase, shares in s.parts.items()}
-    timeline = simulate(played, Costs(compute, messages, endings=endings, parts=parts, joins=joins))
+    copies = {stage.index: stage.cost.copy_seconds for stage in plan.stages}
+    costs = Costs(compute, messages, endings=endings, parts=parts, joins=joins, copies=copies)
+    timeline = simulate(played, costs)
     return replace(timeline, ending=plan.ending)
 
 

@@ -121,6 +121,8 @@ def _predictions(plan: Plan, programs: Sequence[Program]) -> list[str]:
         f"bounded by {_bounds(timeline)}",
         f"peak memory by rank, {_state_counted(plan)}: {peaks}",
     ]
+    if any(need.host_bytes for need in needs):
+        lines.append(f"host memory by rank: {', '.join(format_bytes(need.host_bytes) for need in needs)}")
     if any(stage.replays for stage in plan.stages):
         lines.append("* computes the rest again")
     if tied := [v.name for link in plan.links if link.payload is Payload.WEIGHT for v in link.values]:
@@ -153,7 +155,7 @@ def _bounds(timeline: Timeline) -> str:
     path = critical_path(timeline, waits(timeline))
     for index, time in zip(path, path_times(timeline, path), strict=True):
         event = timeline.events[index]
-        others = "collectives" if event.is_collective else "messages"
+        others = "collectives" if event.is_collective else "copies" if event.is_copy else "messages"
         what = f"stage {event.instruction.stage}" if event.is_work else others
         seconds[what] += time
     longest = sorted(((time / timeline.makespan, what) for what, time in seconds.items()), reverse=True)

@@ -44,6 +44,7 @@ from pipec.programs import round_ends
 from pipec.programs.buffer_slots import number_slots
 from pipec.programs.dependence import Bools, Dependence
 from pipec.programs.meetings import Meeting, Meetings
+from pipec.programs.offloads import absences
 from pipec.programs.order_index import OrderIndex
 from pipec.programs.routes import Route, routes
 from pipec.programs.timing import Deadlock, Reads, run_cells
@@ -67,6 +68,7 @@ def lower(
     ending: Ending = NOTHING_MORE,
     parts: Parts | None = None,
     joins: Joins | None = None,
+    offload: Collection[int] = (),
 ) -> tuple[Program, ...]:
     """One program per rank: ``schedule`` with the communication that ``links`` ask for, and its ``ending``.
 
@@ -75,7 +77,7 @@ def lower(
     backward, or its input half, of each microbatch. Gradients are reduced, and weights updated, as soon as
     the last backward of their stage is over. ``parts`` are the phases that consist of several functions: they
     are run as a whole, but for a backward between whose parts gradients can be reduced, and those between
-    whose parts replicas have ``joins``.
+    whose parts replicas have ``joins``. Stages in ``offload`` let what they saved wait in host memory.
 
     Raises:
         VerifyError: a cell is missing, doubled or on the wrong rank, or cells wait for each other.
@@ -109,6 +111,7 @@ def lower(
             ),
             Kind.UPDATE: _meetings(meetings, rank, Kind.UPDATE),
             Kind.RELEASE: _joined([_frees(index, rank), _meetings(meetings, rank, Kind.RELEASE)]),
+            Kind.COPY: _copies(index, rank, offload),
         }
         rows = _in_order(blocks)
         number_slots(rows, buffered)
@@ -315,6 +318,17 @@ def _joins(index: OrderIndex, rank: int, joins: Joins) -> _Block:
             microbatches = cells.microbatches[own]
             blocks.append(_block(positions, op, stage, microbatches, -1, -1, -1, -1, -1, number))
     return _joined(blocks)
+
+
+def _copies(index: OrderIndex, rank: int, offload: Collection[int]) -> _Block:
+    """The copies to host memory and back of the stages in ``offload``."""
+    if not offload:
+        return _joined([])
+    found = absences(index.cells[rank])
+    own = np.flatnonzero(np.isin(found.stages, list(offload)))
+    stages, microbatches = found.stages[own], found.microbatches[own]
+    back = _block(found.prefetches[own], OP_CODE[Op.PREFETCH], stages, microbatches)
+    return _joined([back, _block(found.offloads[own], OP_CODE[Op.OFFLOAD], stages, microbatches)])
 
 
 def _frees(index: OrderIndex, rank: int) -> _Block:

@@ -9,8 +9,10 @@ from pipec.ir import Bucket, Compute, Op, Payload, Plan, Program, RankMemory, St
 from pipec.ir.columns import OP_CODE, PHASES, Cells, Floats, Instructions, Ints, aligned
 from pipec.ir.memory import KINDS
 from pipec.ir.text import value_bytes
+from pipec.programs.offloads import next_computes
 
 _MAKING_GRADIENTS = [OP_CODE[Op.BACKWARD], OP_CODE[Op.BACKWARD_WEIGHT]]
+_NOWHERE = np.empty(0, np.int64)
 UNDER_WAY = 2
 """How many messages a rank keeps of a link and peer: the one that the peer may still read, and the next."""
 
@@ -72,10 +74,12 @@ def rank_memory(plan: Plan, program: Program) -> RankMemory:
     account = _Account(plan, program)
     account.count_static()
     account.count_computes()
+    account.count_offloads()
     account.count_gradients()
     account.count_messages()
     account.count_results()
     account.count_collectives()
+    account.count_prepared()
     return account.result()
 
 
@@ -85,7 +89,10 @@ def _whole_bytes(bucket: Bucket) -> float:
 
 @dataclass
 class _Account:
-    """Bytes by kind: those of the whole step, and how they grow as instructions start and end."""
+    """Bytes by kind: those of the whole step, and how they grow as instructions start and end.
+
+    ``host`` is how those of the host grow as instructions start.
+    """
 
     plan: Plan
     program: Program
@@ -97,6 +104,7 @@ class _Account:
         self.own = stages_on(self.plan.placement, self.program.rank)
         self.stages = [stage.cost.memory for stage in self.plan.stages]
         self.columns = Instructions.of(self.program.instructions, self.plan.links)
+        self.host: Floats = np.zeros(len(self.columns) + 1)
 
     def count_static(self) -> None:
         rows = self.plan.num_microbatches
@@ -105,6 +113,7 @@ class _Account:
             self.static["buffers"] += stage.buffers
             self.static["optimizer"] += stage.state
             self.static["versions"] += stage.versions
+            self.static["prepared"] += stage.prepared
             self.static["inputs"] += stage.inputs * rows
 
     def count_computes(self) -> None:
@@ -117,6 +126,17 @@ class _Account:
         for stage in self.own:
             scratch, updates = self.stages[stage].update, self._at(Op.UPDATE, stage)
             self.grow("running", updates, scratch, -scratch)
+
+    def count_offloads(self) -> None:
+        """What is away from the end of the compute behind an offload to the prefetch."""
+        for stage in self.own:
+            if not (amount := self.stages[stage].offloaded):
+                continue
+            offloads, prefetches = self._at(Op.OFFLOAD, stage), self._at(Op.PREFETCH, stage)
+            self.grow("saved", next_computes(self.columns, offloads), 0.0, -amount)
+            self.grow("saved", prefetches, amount, 0.0)
+            np.add.at(self.host, offloads, amount)
+            np.add.at(self.host, prefetches + 1, -amount)
 
     def count_gradients(self) -> None:
         """Sums of gradients, from the first gradients after they were taken until they are taken."""
@@ -191,11 +211,25 @@ class _Account:
                 self.grow("travelling", reduces, bucket.travelling_bytes, 0.0)
                 self.grow("travelling", reduces[1:], -bucket.travelling_bytes, 0.0)
                 self.grow("gradients", reduces[:2], bucket.share_bytes, 0.0)
-                self.grow("travelling", updates[:1], 0.0, -bucket.travelling_bytes)
+                self.grow("travelling", updates[:1], -bucket.travelling_bytes, 0.0)
                 self.grow("gradients", updates[:1], 0.0, -bucket.share_bytes * min(reduces.size, 2))
                 if ending.gathers_for_use(bucket):
                     self.grow("travelling", self._at(Op.UNSHARD, stage, number), bucket.padded_bytes, 0.0)
                     self.grow("travelling", self._at(Op.RESHARD, stage, number), 0.0, -bucket.padded_bytes)
+
+    def count_prepared(self) -> None:
+        """Where weights are gathered for use, what is made of them goes when they are let go of."""
+        ending = self.plan.ending
+        for stage in self.own:
+            gathered = [n for n in ending.buckets_of(stage) if ending.gathers_for_use(ending.buckets[n])]
+            gone = np.sort(np.concatenate([self._at(Op.RESHARD, stage, n) for n in gathered] or [_NOWHERE]))
+            amount = self.stages[stage].prepared
+            if amount and gone.size:
+                self.static["prepared"] -= amount
+                uses = np.flatnonzero(self.columns.is_compute & (self.columns.stages == stage))
+                rounds, first = np.unique(np.searchsorted(gone, uses), return_index=True)
+                self.grow("prepared", uses[first], amount, 0.0)
+                self.grow("prepared", gone[rounds[rounds < gone.size]], 0.0, -amount)
 
     def _at(self, op: Op, stage: int, bucket: int = -1) -> Ints:
         columns = self.columns
@@ -206,7 +240,7 @@ class _Account:
     def grow(self, kind: str, positions: Ints, start: Floats | float, end: Floats | float) -> None:
         """Let a kind grow by ``start`` as the instructions at ``positions`` start, by ``end`` as they end."""
         for growths, amount in ((self.starts, start), (self.ends, end)):
-            growths.setdefault(kind, np.zeros(len(self.columns)))[positions] += amount
+            np.add.at(growths.setdefault(kind, np.zeros(len(self.columns))), positions, amount)
 
     def result(self) -> RankMemory:
         size = len(self.columns)
@@ -222,4 +256,5 @@ class _Account:
         parts = self.static | {kind: float(amounts[peak]) for kind, amounts in while_running.items()}
         after = most + sum(self.ends.values(), np.zeros(size))
         pairs = int(in_flight(self.columns)[peak])
-        return RankMemory(self.program.rank, parts, peak, pairs, most, after)
+        host = float(np.cumsum(self.host).max()) + sum(self.stages[stage].host for stage in self.own)
+        return RankMemory(self.program.rank, parts, peak, pairs, host, most, after)

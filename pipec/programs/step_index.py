@@ -39,7 +39,8 @@ class Deliveries:
 class StepIndex:
     """Programs and what they should carry out: the placement of stages, links, microbatches and limits.
 
-    The stages in ``recompute`` replay their forward. ``limits[rank]`` bounds what is in flight. ``ending`` is
+    The stages in ``recompute`` replay their forward, and those in ``offload`` may let what it saved wait in
+    host memory. ``limits[rank]`` bounds what is in flight. ``ending`` is
     what the programs do besides microbatches. ``parts`` are the phases that consist of several functions,
     and ``joins`` what replicas make together between these.
     """
@@ -53,6 +54,7 @@ class StepIndex:
     ending: Ending
     parts: Parts
     joins: Joins
+    offload: frozenset[int] = frozenset()
 
     def num_parts(self, op: Op, stage: int) -> int:
         """How many functions a compute of a stage consists of."""

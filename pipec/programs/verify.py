@@ -29,7 +29,15 @@ from pipec.ir import (
 from pipec.ir.columns import OP_CODE, OPS, Instructions, Ints
 from pipec.ir.rounds import unrolled, window_of
 from pipec.ir.text import format_link, instruction_lines
-from pipec.programs import ending_rules, join_rules, meeting_rules, part_rules, script_rules, versions
+from pipec.programs import (
+    ending_rules,
+    join_rules,
+    meeting_rules,
+    offload_rules,
+    part_rules,
+    script_rules,
+    versions,
+)
 from pipec.programs.counterexample import counterexample
 from pipec.programs.faults import Fault
 from pipec.programs.fields import first_of_each_kind, misfits
@@ -55,13 +63,15 @@ def verify_programs(
     ending: Ending = NOTHING_MORE,
     parts: Parts | None = None,
     joins: Joins | None = None,
+    offload: Collection[int] = (),
 ) -> None:
     """Prove that ``programs`` are one correct step of the stages that ``placement`` puts on ranks.
 
     ``recompute`` are the stages that replay their forward. ``max_in_flight`` bounds how many pairs of
     stage and microbatch a rank holds between forward and free: one number for all ranks, or one for each.
     ``ending`` is what the step does besides its microbatches, and ``parts`` are the phases that consist of
-    several functions; ``joins`` are what replicas make together between these. Time and memory are linear in
+    several functions; ``joins`` are what replicas make together between these. Stages in ``offload`` may let
+    what they saved wait in host memory. Time and memory are linear in
     the number of instructions.
 
     Raises:
@@ -74,6 +84,7 @@ def verify_programs(
         *(programs, placement, tuple(links), num_microbatches, replayed, limits, ending),
         parts=parts or {},
         joins=joins or {},
+        offload=frozenset(offload),
     )
     for rule in RULES:
         for fault in rule(step):
@@ -98,6 +109,7 @@ def verify_plan(plan: Plan, programs: Sequence[Program]) -> None:
         ending=plan.ending,
         parts=plan.parts,
         joins=plan.joins,
+        offload=plan.offloading,
     )
 
 
@@ -402,6 +414,7 @@ RULES: tuple[Callable[[StepIndex], Iterator[Fault]], ...] = (
     _sends_what_was_made,
     _posts_before_reading,
     _frees_after_last_use,
+    offload_rules.offload_rules,
     _spares_live_slots,
     script_rules.results_in_time,
     _keeps_channel_order,

@@ -17,7 +17,7 @@ from pipec.ir.columns import OP_CODE, OPS, Floats, Instructions, Ints
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A compute or an update while it runs, a message from its send to its arrival, or a collective.
+    """A compute or an update while it runs, a message from its send to its arrival, a collective or a copy.
 
     A collective is an event on each of its ranks and lasts until it is over. A simulated one begins when the
     last of them has come to it, a recorded one when its own rank has.
@@ -35,6 +35,16 @@ class Event:
     @property
     def is_collective(self) -> bool:
         return self.instruction.op.traits.kind is Kind.COLLECTIVE
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether it is a copy to host memory, or back."""
+        return self.instruction.op.traits.kind is Kind.COPY
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether it is beside the work of its rank: a collective or a copy."""
+        return self.is_collective or self.is_copy
 
     @property
     def is_work(self) -> bool:
@@ -77,6 +87,11 @@ class Events(Sequence[Event]):
     @property
     def is_collective(self) -> NDArray[np.bool_]:
         return self.instructions.is_collective
+
+    @property
+    def is_beside(self) -> NDArray[np.bool_]:
+        """Which events a rank is in beside its work: collectives and copies."""
+        return self.is_collective | self.instructions.is_copy
 
     @property
     def is_work(self) -> NDArray[np.bool_]:
@@ -193,6 +208,11 @@ class Timeline:
     @cached_property
     def collectives(self) -> Events:
         return self.columns.where(self.columns.is_collective)
+
+    @cached_property
+    def beside(self) -> Events:
+        """The collectives and copies."""
+        return self.columns.where(self.columns.is_beside)
 
     @cached_property
     def work(self) -> Events:

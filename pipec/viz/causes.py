@@ -60,6 +60,8 @@ def _critical(timeline: Timeline, path: Sequence[int]) -> _Parts:
 def _place(event: Event) -> str:
     if event.is_work:
         return f"on rank {event.rank}"
+    if event.is_copy:
+        return "in copies"
     return "in collectives" if event.is_collective else "in messages"
 
 

@@ -19,18 +19,20 @@ from pipec.timeline.events import Event, Timeline
 from pipec.viz.checks import check_timelines
 from pipec.viz.labels import (
     COLLECTIVES,
+    COPIES,
     LETTERS,
+    NAMES,
     WORK,
     carried,
     chunks,
-    collective_rows,
     lane_name,
     members,
     replica,
+    rows_beside,
     summary,
 )
 
-_PHASES, _COLLECTIVES = tuple(WORK), tuple(COLLECTIVES)
+_PHASES, _BESIDE = tuple(WORK), (*COLLECTIVES, *COPIES)
 _PAYLOADS = tuple(Payload)
 
 _FILES = ("style.css", "timeline.js", "words.js", "drawing.js", "pointing.js")
@@ -61,7 +63,9 @@ def timeline_html(
     data = {
         "unit": next(iter(timelines.values())).unit,
         "phases": [{"key": op, "name": WORK[op], "letter": LETTERS[op]} for op in _PHASES],
-        "ops": [{"key": op, "name": COLLECTIVES[op], "letter": LETTERS[op]} for op in _COLLECTIVES],
+        "ops": [
+            {"key": op, "name": NAMES[op], "letter": LETTERS[op], "copies": op in COPIES} for op in _BESIDE
+        ],
         "payloads": [payload.replace("_", " ") for payload in _PAYLOADS],
         "timelines": [
             _timeline_data(name, timeline, memory.get(name, ()), rounded)
@@ -99,12 +103,13 @@ def _timeline_data(
 ) -> dict[str, object]:
     """The timeline as columns of numbers.
 
-    Computes and updates are numbered together, messages and collectives apart, each in the order of events.
+    Computes and updates are numbered together, messages apart, and collectives with copies, each in the order
+    of events.
     ``cause`` is the number of the message that a compute waited for, ``meeting`` that of the collective, and
     ``maker`` that of the compute before a message; -1 stands for none.
     """
     found, events = waits(timeline), timeline.columns
-    kinds = {"computes": events.is_work, "messages": events.is_message, "collectives": events.is_collective}
+    kinds = {"computes": events.is_work, "messages": events.is_message, "collectives": events.is_beside}
     places = {kind: np.append(np.where(mask, np.cumsum(mask) - 1, -1), -1) for kind, mask in kinds.items()}
     path = critical_path(timeline, found)
 
@@ -164,31 +169,32 @@ def _compute_columns(
 
 
 def _collective_columns(timeline: Timeline, found: Attribution, rounded: _Round) -> dict[str, object]:
-    """Collectives as columns: ``last`` is the number of the same on the rank that came last.
+    """Collectives and copies as columns: ``last`` is the number of the same on the rank that came last.
 
     ``came`` is when the rank of each was free to come, and ``words`` an index into ``told``. Those of a rank
     that overlap are drawn in different rows: ``row``.
     """
-    is_collective = timeline.columns.is_collective
-    numbers = np.cumsum(is_collective) - 1
-    came = np.append(timeline.columns.ends, 0.0)[found.previous[is_collective]]
-    events = tuple(timeline.collectives)
+    is_beside = timeline.columns.is_beside
+    numbers = np.cumsum(is_beside) - 1
+    came = np.append(timeline.columns.ends, 0.0)[found.previous[is_beside]]
+    events = tuple(timeline.beside)
     told: dict[str, int] = {}
 
     def words(event: Event) -> int:
         ranks = ", ".join(map(str, members(timeline, event)))
-        return told.setdefault(f"{carried(timeline, event)}\nbetween ranks {ranks}", len(told))
+        between = "" if event.is_copy else f"\nbetween ranks {ranks}"
+        return told.setdefault(carried(timeline, event) + between, len(told))
 
     return {
         "rank": [event.rank for event in events],
-        "op": [_COLLECTIVES.index(event.instruction.op) for event in events],
+        "op": [_BESIDE.index(event.instruction.op) for event in events],
         **{
             name: [getattr(event.instruction, name) for event in events]
             for name in ("bucket", "microbatch", "join")
         },
-        "last": numbers[found.last[is_collective]].tolist(),
+        "last": numbers[found.last[is_beside]].tolist(),
         "came": [rounded(time) for time in came.tolist()],
-        "row": collective_rows(timeline.collectives),
+        "row": rows_beside(timeline.beside),
         "words": [words(event) for event in events],
         "told": list(told),
         **_times(events, rounded),

@@ -30,7 +30,9 @@ COLLECTIVES: Mapping[Op, str] = {
     Op.REDUCE_SCATTER: "parts of a sum over replicas",
 }
 
-NAMES = {**WORK, **COLLECTIVES}
+COPIES: Mapping[Op, str] = {Op.OFFLOAD: "copy to the host", Op.PREFETCH: "copy back"}
+
+NAMES = {**WORK, **COLLECTIVES, **COPIES}
 
 LETTERS: Mapping[Op, str] = {
     **{Op(phase): letter for phase, letter in PHASE_LETTERS.items()},
@@ -42,6 +44,8 @@ LETTERS: Mapping[Op, str] = {
     Op.ALL_REDUCE: "+",
     Op.ALL_GATHER: "J",
     Op.REDUCE_SCATTER: "S",
+    Op.OFFLOAD: "H",
+    Op.PREFETCH: "D",
 }
 """What the labels of cells begin with."""
 
@@ -70,8 +74,8 @@ def replica(timeline: Timeline, rank: int) -> str:
     return f"{ranks.index(rank) + 1} of {len(ranks)}" if len(ranks) > 1 else ""
 
 
-def collective_rows(events: Events) -> list[int]:
-    """The row in which each of these collectives is shown: those of a rank that overlap are in several."""
+def rows_beside(events: Events) -> list[int]:
+    """The row in which each of these is shown. Those of a rank that overlap are in several."""
     ends: dict[tuple[int, int], float] = {}
     rows = []
     columns = (events.ranks.tolist(), events.starts.tolist(), events.ends.tolist())
@@ -85,8 +89,10 @@ def collective_rows(events: Events) -> list[int]:
 
 
 def carried(timeline: Timeline, event: Event) -> str:
-    """What a collective carries: ``bucket 0 of stage 1, 1.2 MB: h.0.weight and 5 others``."""
+    """What a collective carries: ``bucket 0 of stage 1, 1.2 MB: h.0.weight and 5 others``; or a copy."""
     instruction = event.instruction
+    if event.is_copy:
+        return f"saved values of stage {instruction.stage}, microbatch {instruction.microbatch}"
     stage = f"stage {instruction.stage}" if instruction.stage >= 0 else "all stages"
     if instruction.join >= 0:
         return f"join {instruction.join} of {stage}, microbatch {instruction.microbatch}"
@@ -102,7 +108,9 @@ def carried(timeline: Timeline, event: Event) -> str:
 
 
 def members(timeline: Timeline, event: Event) -> Sequence[int]:
-    """The ranks of a collective."""
+    """The ranks of a collective; a copy has one."""
+    if event.is_copy:
+        return [event.rank]
     return timeline.replicas.get(event.instruction.stage, range(timeline.num_ranks))
 
 

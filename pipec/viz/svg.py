@@ -18,9 +18,9 @@ from pipec.viz.labels import (
     carried,
     cell_labels,
     chunks,
-    collective_rows,
     lane_name,
     ops,
+    rows_beside,
     summary,
     time_axis,
     version_told,
@@ -47,6 +47,8 @@ text { fill: #57606a; font-size: 11px; }
 .average_buffers { fill: #a9c48f; }
 .norm { fill: #b9b0a2; }
 .unshard { fill: #7fc4c4; }
+.offload { fill: #d2a37c; }
+.prefetch { fill: #a3b3d9; }
 .message { fill: none; stroke-width: 1; }
 .activation { stroke: #2f6fc4; }
 .gradient { stroke: #b8650f; }
@@ -79,7 +81,7 @@ _LEAST_WIDTH = 3.0
 _MOST_BOXES = 20_000
 _MOST_ARROWS = 2_000
 _BAND = 0.5
-"""The height of the band for collectives, as a share of the lane's."""
+"""The height of the band for collectives and copies, as a share of the lane's."""
 
 _SIDESTEP = 2.0
 """Arrows of activations are drawn so many pixels to the left, those of gradients to the right."""
@@ -90,7 +92,7 @@ class _Layout:
     """Where times and ranks are on the page, in pixels.
 
     The lanes begin at ``left``, and that of a rank is below ``tops[rank]``. Each has a ``band`` below it for
-    the collectives of its rank; it is 0 where there are none.
+    the collectives and copies of its rank; it is 0 where there are none.
     """
 
     scale: float
@@ -112,7 +114,7 @@ class _Layout:
             for most, *sizes in ((16, 26, 14), (64, 16, 8), (float("inf"), 5, 1))
             if timeline.num_ranks <= most
         )
-        band = lane * _BAND if len(timeline.collectives) else 0.0
+        band = lane * _BAND if len(timeline.beside) else 0.0
         tops = [float(_TOP)]
         for before, stages in pairwise(timeline.stages):
             is_apart = before != stages and _has_replicas(timeline)
@@ -150,7 +152,7 @@ def timeline_svg(timeline: Timeline, title: str = "") -> str:
         *_lanes(timeline, layout),
         *(_arrow(message, layout) for message in messages),
         *_boxes(timeline, layout),
-        *_collectives(timeline, layout),
+        *_beside(timeline, layout),
         *_legend(timeline, dict.fromkeys(map(_kind, messages)), layout),
         "</svg>",
     ]
@@ -310,10 +312,10 @@ def _box(layout: _Layout, rank: int, box: _Box, shade: float) -> Iterator[str]:
         yield _text(left + (width - gap) / 2, layout.y(rank) + layout.lane / 2 + 3.7, box.label, "box")
 
 
-def _collectives(timeline: Timeline, layout: _Layout) -> Iterator[str]:
-    """The bands below the lanes. Collectives of a rank that overlap share the height of its band."""
-    label, events = _fitting_labels(timeline, layout), timeline.collectives
-    rows = collective_rows(events)
+def _beside(timeline: Timeline, layout: _Layout) -> Iterator[str]:
+    """The bands below the lanes. What overlaps shares the height of its rank's band."""
+    label, events = _fitting_labels(timeline, layout), timeline.beside
+    rows = rows_beside(events)
     height = layout.band / (max(rows, default=0) + 1)
     least = _least_width(timeline, events, layout)
     for (rank, row), found in groupby(sorted(zip(rows, events, strict=True), key=_place), key=_place):

@@ -55,10 +55,10 @@ const boxLabel = ({ computes, lastChunk }, i) =>
   (computes.part[i] < 0 ? "" : `.${computes.part[i]}`) +
   (computes.version[i] < 0 || data.phases[computes.phase[i]].letter === "U" ? "" : `v${computes.version[i]}`);
 
-/** `Σ2`: the sum of bucket 2. `J3.1`: what microbatch 3 gathers as join 1. */
+/** `Σ2`: the sum of bucket 2. `H3`: microbatch 3 goes to the host. `J3.1`: what microbatch 3 gathers as join 1. */
 const collectiveLabel = ({ collectives: { op, bucket, microbatch, join } }, i) =>
   data.ops[op[i]].letter +
-  (bucket[i] < 0 ? "" : bucket[i]) +
+  (data.ops[op[i]].copies ? microbatch[i] : bucket[i] < 0 ? "" : bucket[i]) +
   (join[i] < 0 ? "" : `${microbatch[i]}.${join[i]}`);
 
 const spanWords = ({ start, end }, i) => `${range(start[i], end[i])}, took ${duration(end[i] - start[i])}`;
@@ -85,7 +85,10 @@ function lastWords({ collectives: { rank, start, came, last } }, i) {
   return `rank ${rank[j]} came last, at ${clock(start[j])}`;
 }
 
-const comingWords = (timeline, i) => `${collectiveName(timeline, i)}, to which ${lastWords(timeline, i)}`;
+const isCopy = ({ collectives }, i) => data.ops[collectives.op[i]].copies;
+
+const comingWords = (timeline, i) =>
+  collectiveName(timeline, i) + (isCopy(timeline, i) ? "" : `, to which ${lastWords(timeline, i)}`);
 
 /** How the same compute fared in another timeline. */
 function comparison(timeline, other, i) {
@@ -143,7 +146,7 @@ const tellers = {
       placeWords(timeline, rank),
       ...told[words[index]].split("\n"),
       `${range(start[index], end[index])}, took ${duration(end[index] - start[index])}`,
-      lastWords(timeline, index),
+      ...(isCopy(timeline, index) ? [] : [lastWords(timeline, index)]),
     ];
   },
   message({ timeline, index }) {
