@@ -1,4 +1,4 @@
-"""A sample of the zoo: cheap models that have little in common, against eager torch. ``make zoo`` tries all."""
+"""A sample of the zoo: cheap models that have little in common. ``make zoo`` tries all."""
 
 import pytest
 from zoo.families import find

@@ -51,6 +51,8 @@ METHODS = {
     aten.unsqueeze.default: "unsqueeze",
     aten.squeeze.dim: "squeeze",
     aten.masked_fill.Scalar: "masked_fill",
+    aten.split.Tensor: "split",
+    aten.split_with_sizes.default: "split",
     aten.new_zeros.default: "new_zeros",
     aten.new_ones.default: "new_ones",
     aten.new_full.default: "new_full",
@@ -112,6 +114,8 @@ FUNCTIONS = {
     aten.tril.default: "tril",
     aten.triu.default: "triu",
     aten.rsub.Scalar: "rsub",
+    aten.scalar_tensor.default: "scalar_tensor",
+    aten.constant_pad_nd.default: "constant_pad_nd",
     aten.reciprocal.default: "reciprocal",
     aten.erf.default: "erf",
 }
@@ -145,6 +149,10 @@ def expression(node: fx.Node, name: Namer, symbols: Symbols) -> str:
         return _slice(*args)
     if is_random(node):
         return _random(node, args, kwargs)
+    if target is aten.index.Tensor and all(isinstance(index, fx.Node) for index in node.args[1]):
+        return f"{args[0]}{args[1]}"
+    if target is aten._to_copy.default and _converts(node):
+        return f"{args[0]}.to({', '.join(kwargs)})"
     if target in INFIX and not kwargs and isinstance(node.args[0], fx.Node):
         return f"{args[0]} {INFIX[target]} {_operand(node.args[1], args[1])}"
     if target in METHODS and isinstance(node.args[0], fx.Node):
@@ -170,6 +178,13 @@ def free_names(node: fx.Node, symbols: Symbols) -> set[str]:
 def _operand(argument: Any, source: str) -> str:
     """The source of an operand. A formula is put in brackets: ``x / (12*b)``."""
     return f"({source})" if isinstance(argument, sympy.Basic) and not argument.is_Atom else source
+
+
+def _converts(node: fx.Node) -> bool:
+    """Whether the copy has another type than its source: ``to`` copies nothing else."""
+    source, dtype = node.args[0], node.kwargs.get("dtype")
+    known = source.meta.get("val") if isinstance(source, fx.Node) else None
+    return known is not None and dtype is not None and known.dtype != dtype
 
 
 def _slice(tensor: str, dim: str = "0", start: str = "", end: str = "") -> str:

@@ -11,11 +11,8 @@ CAUSES = {
     "traced otherwise than run": r"while it is traced",
     "drawn outside of torch": r"the model draws from",
     "caches": r"past_key_values|use_cache|a cache",
-    "fewer operators than stages": r"operators? (?:cannot|can) .*stages|more stages than",
-    "buffers that keep stages together": r"buffer",
-    "the loss is not one number": r"the loss is",
-    "another number of rows": r"may be other rows|rows of the batch|as many rows",
-    "the output is no part of the batch's": r"output",
+    "another number of rows": r"may be other rows|which arguments hold the batch",
+    "too few operators for so many stages": r"stages",
     "a call that torch cannot trace": r"Replace the call on that line",
 }
 """Names of causes with a pattern that finds them in a message. The first that is found counts."""

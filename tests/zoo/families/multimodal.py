@@ -85,13 +85,22 @@ def captioner() -> torch.nn.Module:
     return VisionEncoderDecoderModel(config)
 
 
+IMAGES = {"pixel_values": 0}
+"""As many images as texts, which these models do not need."""
+
 CASES = (
-    Case("CLIPModel", tiny("CLIPModel", projection_dim=32), pairs, by_microbatch=True),
-    Case("SiglipModel", tiny("SiglipModel", projection_size=32), pairs, by_microbatch=True),
-    Case("AltCLIPModel", tiny("AltCLIPModel", projection_dim=32, project_dim=32), pairs, by_microbatch=True),
+    Case("CLIPModel", tiny("CLIPModel", projection_dim=32), pairs, batched=IMAGES, by_microbatch=True),
+    Case("SiglipModel", tiny("SiglipModel", projection_size=32), pairs, batched=IMAGES, by_microbatch=True),
+    Case(
+        "AltCLIPModel",
+        tiny("AltCLIPModel", projection_dim=32, project_dim=32),
+        pairs,
+        batched=IMAGES,
+        by_microbatch=True,
+    ),
     Case("ViltForQuestionAnswering", tiny("ViltForQuestionAnswering"), questions),
     Case("LayoutLMForSequenceClassification", tiny("LayoutLMForSequenceClassification"), documents),
-    Case("LlavaForConditionalGeneration", llava, described),
+    Case("LlavaForConditionalGeneration", llava, described, batched=IMAGES),
     Case("VisionEncoderDecoderModel", captioner, captioned),
     Case(
         "PatchTSTForPrediction",

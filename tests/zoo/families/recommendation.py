@@ -187,6 +187,7 @@ CASES = (
         "Two towers, negatives in the batch",
         InBatch,
         lambda rows: {"user": ids(rows), "item": ids(rows)},
+        batched={"user": 0, "item": 0},
         by_microbatch=True,
     ),
     Case(

@@ -165,7 +165,7 @@ def episodes(rows: int) -> Inputs:
 
 CASES = (
     Case("PPO", Proximal, steps),
-    Case("Dueling DQN", Dueling, moves),
+    Case("Dueling DQN", Dueling, moves, batched={"state": 0}),
     Case(
         "SAC",
         SoftActor,
