@@ -50,6 +50,7 @@ from pipec.profiler import Show, profile_graph
 from pipec.runtime.execution import Ranks
 from pipec.runtime.facts import Facts, argument_fact, differences, tensor_kind
 from pipec.runtime.holder import ModelTensors
+from pipec.runtime.kernels import KERNELS
 from pipec.runtime.launch import DEVICE, DEVICES, Devices, every_device, world
 from pipec.runtime.optimizers import Factory, state_bytes, update_scratch
 from pipec.runtime.updates import Updates
@@ -91,6 +92,7 @@ def compile(
     batch: str = "same",
     batched: Batched | None = None,
     microbatch_weight: MicrobatchWeight | None = None,
+    kernels: str = "source",
     recompute: str = "auto",
     memory_limit: int | str | None = None,
     topology: Topology | str | Path | None = None,
@@ -152,6 +154,9 @@ def compile(
             function of what ``step`` takes, called with a microbatch's rows of it, that returns a number. The
             loss is then the mean with these weights. ``"rows"`` is the mean by rows, and ``"sum"`` adds
             losses up. None: read off the graph, and a warning says where that cannot be.
+        kernels: how a rank runs its stages: ``"source"``, the generated Python; ``"inductor"``, compiled by
+            ``torch.compile`` at the first step of each size, to sums in another order; ``"auto"``, whichever
+            takes less time in the first calls of a function.
         recompute: ``"none"`` keeps every value the backward needs; ``"full"`` keeps only what a stage
             received and computes the rest again; ``"auto"`` computes again as little as lets every device
             stay within ``memory_limit``. See docs/recompute.md.
@@ -175,7 +180,7 @@ def compile(
             these passed different arguments. (``device_model`` and ``profile`` may differ; rank 0's count.)
     """
     check_arguments(COMPILE, locals())
-    ranks = Ranks(devices if devices is not None else every_device(world()), timeout)
+    ranks = Ranks(devices if devices is not None else every_device(world()), timeout, kernels)
     if ranks.world.distributed:
         _require_same_arguments(
             ranks,
@@ -195,6 +200,7 @@ def compile(
             batch=batch,
             batched=batched,
             microbatch_weight=microbatch_weight,
+            kernels=kernels,
             recompute=recompute,
             memory_limit=memory_limit,
             topology=Path(topology) if isinstance(topology, str) else topology,
@@ -310,6 +316,7 @@ COMPILE = {
     "batch": one_of("same", "rank0", "local"),
     "batched": instance("a dict of arguments to 0 or None", Mapping, Sequence) | whole(0, 0) | NONE,
     "microbatch_weight": one_of(*WORDS) | FUNCTION | NONE,
+    "kernels": one_of(*KERNELS),
     "recompute": one_of("auto", "none", "full"),
     "memory_limit": number(1, 2**63 - 1) | instance("text such as '16GiB'", str) | NONE,
     "topology": instance("a pipec.Topology", Topology) | _FILE | NONE,

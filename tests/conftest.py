@@ -1,7 +1,8 @@
-"""What every test shares: one thread per rank, reproducible hypothesis runs, and golden files."""
+"""What every test shares: one thread per rank, reproducible hypothesis runs, golden files, and garbage."""
 
+import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -31,6 +32,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that have slow tests, so that no worker is left alone with one of them."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.fixture
+def collect() -> Iterator[Callable[[], int]]:
+    """``gc.collect`` of what the test itself makes. All that is there takes seconds after many tests."""
+    gc.freeze()
+    yield gc.collect
+    gc.unfreeze()
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from torch import Tensor
 from pipec.ir import Compute, Input, Link, Mode, Payload, Phase, Plan, Schedule, Stage, Value
 from pipec.programs.lower import lower
 from pipec.runtime import InProcess, Interpreter, TorchDistributed, Transport
-from pipec.runtime.randomness import generator
+from pipec.runtime.randomness import Streams
 from pipec.runtime.span import Span
 from pipec.schedules import make_schedule
 
@@ -252,7 +252,7 @@ def reference_step(model: Model, sizes: Sequence[int], step: int, seed: int = 5)
     for microbatch, (inputs, size) in enumerate(zip(make_batch(sizes, step), sizes, strict=True)):
         skip = inputs["x"].mm(model.parameters["a"])
         z = skip.tanh().mm(w) + bias
-        mask = torch.rand(z.shape, generator=generator(CPU, seed + step, microbatch, DROPOUT_ID)) > 0.5
+        mask = torch.rand(z.shape, generator=Streams(CPU, (seed + step, microbatch))(DROPOUT_ID)) > 0.5
         hidden_2 = (z.relu() - mean) * mask
         mean = (mean * 0.9 + z.mean(0) * 0.1).detach()
         output = (hidden_2 + skip).mm(borrowed.t()) + torch.arange(size)[:, None] * 0.01

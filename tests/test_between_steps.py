@@ -1,6 +1,5 @@
 """What a script changes between two steps, the next step does as the unsplit model does it."""
 
-import gc
 import os
 import pickle
 import time
@@ -189,7 +188,7 @@ def test_freezing_and_unfreezing_again_compiles_once(capsys: pytest.CaptureFixtu
 
 
 def test_what_changes_again_and_again_takes_no_more_and_more_memory(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    collect: Callable[[], int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(kept, "MOST_SIGNATURES", 2)
     pair, alive = Pair(), list[weakref.ref[Any]]()
@@ -198,7 +197,7 @@ def test_what_changes_again_and_again_takes_no_more_and_more_memory(
             loss.weight = 1.0 + number
         pair.step()
         alive.append(weakref.ref(pair.pipe._execution(pair.pipe._artifact)))
-    gc.collect()
+    collect()
     assert [number for number, held in enumerate(alive) if held()] == [3, 4]
     assert "What changes often is better a tensor" in capsys.readouterr().out
     for loss in pair.losses:

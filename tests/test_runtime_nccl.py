@@ -4,7 +4,6 @@ A stub stands for torch.distributed. It writes down what is asked of it, and its
 test says so. ``emulated_nccl`` carries messages between threads. ``tests/cuda`` has what needs GPUs.
 """
 
-import gc
 import re
 import threading
 import time
@@ -225,7 +224,9 @@ def test_messages_take_the_group_of_their_direction(distributed: Distributed) ->
 
 
 @pytest.mark.parametrize("ending", ["the next message", "drain", "close"])
-def test_a_tensor_lives_until_its_message_is_over(distributed: Distributed, ending: str) -> None:
+def test_a_tensor_lives_until_its_message_is_over(
+    collect: Callable[[], int], distributed: Distributed, ending: str
+) -> None:
     found = connected(distributed, 0, (0, 1))
     distributed.num_polls = 1000
     tensor = torch.zeros(3)
@@ -233,14 +234,14 @@ def test_a_tensor_lives_until_its_message_is_over(distributed: Distributed, endi
     found.send([tensor], 1, tag=0)
     distributed.tensors.clear()
     del tensor
-    gc.collect()
+    collect()
     assert held() is not None
     if ending == "close":
         found.close()
     else:
         distributed.works[-1].num_polls = distributed.num_polls = 0
         found.drain() if ending == "drain" else found.send([torch.zeros(1)], 1, tag=0)
-    gc.collect()
+    collect()
     assert held() is None
 
 
@@ -507,16 +508,18 @@ def test_an_abort_that_fails_keeps_no_other_from_being_made(distributed: Distrib
     assert distributed.groups[1].num_aborts == 1
 
 
-def test_the_thread_that_watches_ends_with_the_connections(distributed: Distributed) -> None:
+def test_the_thread_that_watches_ends_with_the_connections(
+    collect: Callable[[], int], distributed: Distributed
+) -> None:
     def watchers() -> set[threading.Thread]:
         return {thread for thread in threading.enumerate() if thread.name == "pipec watcher"}
 
-    gc.collect()
+    collect()
     before = watchers()
     found = connected(distributed, 0, (0, 1))
     (own,) = watchers() - before
     del found
-    gc.collect()
+    collect()
     own.join(5)
     assert not own.is_alive()
 

@@ -1,7 +1,6 @@
 """The parts of the runtime: gradient sums, results, random streams, the in-process transport, launching."""
 
 import contextlib
-import gc
 import os
 import signal
 import threading
@@ -25,7 +24,7 @@ from pipec.runtime.execution import Ranks
 from pipec.runtime.gradients import GradientSum
 from pipec.runtime.holder import Emptied, ModelTensors, fill, forget, hold
 from pipec.runtime.launch import every_device
-from pipec.runtime.randomness import generator, mix
+from pipec.runtime.randomness import Streams, mix
 from pipec.runtime.results import Results, merge
 from pipec.runtime.span import Span
 from pipec.runtime.storage import Buffer
@@ -187,25 +186,25 @@ def test_draws_depend_on_their_generator_alone_and_leave_the_default_one_as_it_w
         lambda own: draw(own, torch.bernoulli, x / 2),
     ]
     for make in draws:
-        first = make(generator(CPU, 1))
+        first = make(Streams(CPU, (0, 0))(1))
         torch.rand(1)
         before = torch.get_rng_state()
-        assert torch.equal(make(generator(CPU, 1)), first)
-        assert not torch.equal(make(generator(CPU, 2)), first)
+        assert torch.equal(make(Streams(CPU, (0, 0))(1)), first)
+        assert not torch.equal(make(Streams(CPU, (0, 0))(2)), first)
         assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_draw_that_fails_leaves_the_default_generator_as_it_was() -> None:
     before = torch.get_rng_state()
     with pytest.raises(RuntimeError, match="p_in >= 0"):
-        draw(generator(CPU, 1), torch.bernoulli, -torch.ones(3))
+        draw(Streams(CPU, (0, 0))(1), torch.bernoulli, -torch.ones(3))
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_dropout_scales_what_its_mask_keeps() -> None:
     x = torch.linspace(1, 2, 50)
     for p in (0.0, 0.3, 1.0):
-        output, mask = dropout(x, p, generator(CPU, 1))
+        output, mask = dropout(x, p, Streams(CPU, (0, 0))(1))
         assert torch.equal(output, torch.where(mask, x * (1 / (1 - p)) if p < 1 else x, 0.0))
         assert mask.all() if p == 0 else mask.any() == (p < 1)
 
@@ -218,7 +217,7 @@ def test_keys_lead_to_seeds_of_their_own(keys: list[tuple[int, ...]]) -> None:
 
 
 def test_a_stream_depends_on_its_key_alone() -> None:
-    first, _, again = generator(CPU, 1, 2), generator(CPU, 1, 3), generator(CPU, 1, 2)
+    first, _, again = (Streams(CPU, (0, 1))(operator) for operator in (2, 3, 2))
     assert torch.equal(torch.rand(9, generator=first), torch.rand(9, generator=again))
     assert f"{mix(1, 2):x}" == "bcd9dbb49673066b"  # streams stay what they are from version to version
 
@@ -335,13 +334,13 @@ def test_ctrl_c_stops_ranks_that_wait() -> None:
     assert ranks.run([lambda: 1, lambda: 2]) == [1, 2]
 
 
-def test_threads_end_with_the_transport() -> None:
+def test_threads_end_with_the_transport(collect: Callable[[], int]) -> None:
     before = set(threading.enumerate())
     ranks = InProcess([CPU] * 3)
     workers = set(threading.enumerate()) - before
     assert len(workers) == 3
     del ranks
-    gc.collect()
+    collect()
     for worker in workers:
         worker.join(timeout=10)
     assert not any(worker.is_alive() for worker in workers)

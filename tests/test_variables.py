@@ -1,7 +1,6 @@
 """Lengths and numbers that change from step to step: the second one is a symbol, and later ones are right."""
 
 import copy
-import gc
 import logging
 import weakref
 from collections.abc import Callable
@@ -341,7 +340,9 @@ def test_a_number_that_decides_what_is_computed_is_compiled_for_each_value() -> 
 # what is kept
 
 
-def test_what_was_used_longest_ago_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_used_longest_ago_is_let_go(
+    collect: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kept, "MOST_SIGNATURES", 2)
     pair, alive = Pair(Branching(), loss_fn=F.mse_loss), list[tuple[weakref.ref[Any], ...]]()
     pipe, (x, target) = pair.pipe, sequences(4).values()
@@ -351,7 +352,7 @@ def test_what_was_used_longest_ago_is_let_go(monkeypatch: pytest.MonkeyPatch) ->
         graphs = [each.graph for known in pipe._compiler._captures.staged.values() for each in known]
         alive.append((weakref.ref(graphs[-1]), weakref.ref(pipe._execution(pipe._artifact))))
         del graphs
-    gc.collect()
+    collect()
     assert [execution() is not None for _, execution in alive] == [True, False, True, True]
     assert [alive[k][0]() is not None for k in (0, 1, 3)] == [True, False, True]
     assert (pair.num_compiled, len(pipe._compiler._compiled)) == (3, 2)

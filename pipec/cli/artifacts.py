@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipec.cli.options import Artifact, ClipGradNorm, IntHigh, Json, OptimizerName, Seed, Steps
+from pipec.cli.options import (
+    Artifact,
+    ClipGradNorm,
+    IntHigh,
+    Json,
+    Kernels,
+    KernelsChoice,
+    OptimizerName,
+    Seed,
+    Steps,
+)
 from pipec.cli.output import show_json, status
 from pipec.console import log
 from pipec.ir.text import format_seconds
@@ -46,6 +56,7 @@ def run(
     int_high: IntHigh = 2,
     optimizer: OptimizerName = None,
     clip_grad_norm: ClipGradNorm = None,
+    kernels: KernelsChoice = Kernels.SOURCE,
     as_json: Json = False,
 ) -> None:
     """Run a saved artifact: forward and backward of a mini-batch per step, and the update if it has one.
@@ -65,7 +76,7 @@ def run(
     with status("loading torch"):
         from pipec.cli.trial import load_filled, random_batches, read_batch
 
-    pipe, num_random = load_filled(directory, seed, optimizer, clip_grad_norm)
+    pipe, num_random = load_filled(directory, seed, optimizer, clip_grad_norm, kernels)
     batches = repeat(read_batch(pipe.plan, inputs)) if inputs else random_batches(pipe.plan, int_high)
     if not as_json:
         log(_heading(pipe.plan, num_random, inputs, seed))

@@ -12,6 +12,14 @@ from pipec.ir import Shard
 from pipec.ir.arguments import MOST_MICROBATCHES, MOST_RANKS
 
 
+class Kernels(StrEnum):
+    """What ``pipec.compile`` takes as ``kernels``."""
+
+    SOURCE = "source"
+    INDUCTOR = "inductor"
+    AUTO = "auto"
+
+
 class Recompute(StrEnum):
     """What ``pipec.compile`` takes as ``recompute``."""
 
@@ -114,6 +122,9 @@ OptimizerName = Annotated[
         metavar="NAME",
         help="Let the program update: a class of torch.optim such as AdamW, or module:factory.",
     ),
+]
+KernelsChoice = Annotated[
+    Kernels, typer.Option("--kernels", help="How ranks run their stages: as source, compiled, or the faster.")
 ]
 ClipGradNorm = Annotated[
     float | None, typer.Option("--clip-grad-norm", help="The most that the norm of all gradients may be.")

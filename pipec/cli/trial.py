@@ -24,7 +24,11 @@ Leaves = list[Tensor | float | None]
 
 
 def load_filled(
-    directory: Path, seed: int, optimizer: str | None = None, clip_grad_norm: float | None = None
+    directory: Path,
+    seed: int,
+    optimizer: str | None = None,
+    clip_grad_norm: float | None = None,
+    kernels: str = "source",
 ) -> tuple[LoadedPipeline, int]:
     """An artifact that is ready to run, and the number of its tensors that were not saved and are random."""
     artifact, saved = read_verified(directory)
@@ -32,7 +36,7 @@ def load_filled(
     check_ending(artifact.plan.ending, factory, clip_grad_norm)
     torch.manual_seed(seed)
     tensors = random_tensors(artifact.plan, {**saved, **artifact.constants})
-    ranks = Ranks(artifact.plan.num_ranks, timeout=300.0)
+    ranks = Ranks(artifact.plan.num_ranks, timeout=300.0, kernels=kernels)
     pipe = LoadedPipeline(artifact, tensors, ranks, factory, clip_grad_norm)
     return pipe, len(tensors) - len(saved) - len(artifact.constants)
 

@@ -7,17 +7,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipec.runtime.randomness import seeded
+
 _default_generator = threading.Lock()
 
 
-def dropout(input: Tensor, p: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """``aten.native_dropout(input, p, True)``: the scaled output, and the mask of what is kept."""
+def dropout(input: Tensor, p: float, source: torch.Generator | Tensor) -> tuple[Tensor, Tensor]:
+    """``aten.native_dropout(input, p, True)``: the scaled output, and the mask of what is kept.
+
+    It draws from a generator, or from the one of a seed where ``torch.compile`` takes the function around it.
+    """
+    if isinstance(source, Tensor):
+        output, mask = _seeded_dropout(input, p, source)
+        return output, mask
+    return _dropout(input, p, source)
+
+
+def _dropout(input: Tensor, p: float, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
     mask = torch.empty_like(input, dtype=torch.bool)
     if p == 1.0:
         mask.zero_()
         return torch.zeros_like(input), mask
     mask.bernoulli_(1.0 - p, generator=generator)
     return (input * mask).mul_(1.0 / (1.0 - p)), mask
+
+
+@torch.library.custom_op("pipec::dropout", mutates_args=())
+def _seeded_dropout(input: Tensor, p: float, seed: Tensor) -> tuple[Tensor, Tensor]:
+    return _dropout(input, p, seeded(input.device, seed))
+
+
+@_seeded_dropout.register_fake
+def _(input: Tensor, p: float, seed: Tensor) -> tuple[Tensor, Tensor]:
+    return _dropout(input, p, None)
 
 
 def draw(generator: torch.Generator, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -11,13 +12,15 @@ from torch import Tensor
 
 from pipec.artifact.directory import Artifact, stage_module
 from pipec.errors import ExecutionError, PipecError, TransportError
-from pipec.ir import Plan, RankMemory, stages_on
+from pipec.ir import Phase, Plan, RankMemory, stages_on
 from pipec.runtime.agreement import Agreement
+from pipec.runtime.allocator import keep_freed_memory
 from pipec.runtime.cuda import staged
 from pipec.runtime.distributed import TorchDistributed
 from pipec.runtime.finite import NotFinite
 from pipec.runtime.group import Group
 from pipec.runtime.interpreter import Interpreter
+from pipec.runtime.kernels import load_kernels
 from pipec.runtime.launch import Devices, World, resolve_devices, world
 from pipec.runtime.meter import make_meter
 from pipec.runtime.of_batch import OfBatch, share_of, values_of_batch, values_of_local_batch
@@ -41,17 +44,21 @@ Interprets = TypeVar("Interprets", bound=_ReadsInputs)
 class Ranks:
     """Which ranks run in this process, on which devices, and over which transport they reach the others.
 
+    ``kernels`` says how they load the code of their stages.
+
     Raises:
         InputError: ``devices`` contradicts the number of processes that were started.
     """
 
-    def __init__(self, devices: Devices, timeout: float) -> None:
+    def __init__(self, devices: Devices, timeout: float, kernels: str = "source") -> None:
         self.world = world()
         self.devices = resolve_devices(devices, self.world)
         self.count = devices if isinstance(devices, int) else len(devices)
-        self._timeout = timeout
+        self._timeout, self.kernels = timeout, kernels
         if self.message_by_gpu:  # before the first CUDA call, which would take memory of GPU 0
             torch.cuda.set_device(self.devices[self.world.rank])
+        if any(device.type == "cpu" for device in self.devices.values()):
+            keep_freed_memory()
 
     @functools.cached_property
     def in_process(self) -> InProcess:
@@ -93,6 +100,10 @@ class Ranks:
             found = [RankMemory.from_json(each) for text in texts for each in json.loads(text)]
         most = {each.rank: each for each in sorted(found, key=lambda each: each.peak_bytes)}
         return [most[rank] for rank in range(self.count)]
+
+    def meet(self) -> None:
+        """Wait for the other processes, however long they take while all of them live."""
+        self.told("", "waiting for what other ranks do before their first step")
 
     def told(self, text: str, doing: str) -> list[str]:
         """The text of each process, in every process, however long they take while all of them live."""
@@ -153,7 +164,7 @@ class Linked(Generic[Interprets]):
         self._of_batch: list[OfBatch] = []
         self._read_by_gpus: set[str] = set()
         for rank, device in ranks.devices.items():
-            modules = {k: stage_module(k, artifact.sources[k]) for k in stages_on(plan.placement, rank)}
+            modules = {k: self._load(k) for k in stages_on(plan.placement, rank)}
             held = {**buffers, **{name: value.to(device) for name, value in artifact.constants.items()}}
             owns = functools.partial(_owns_tensors, plan, rank, is_distributed)
             program, transport = artifact.programs[rank], ranks.transport(rank)
@@ -163,6 +174,10 @@ class Linked(Generic[Interprets]):
             if device.type == "cuda":
                 self._read_by_gpus |= self._interpreters[-1].inputs
             self._of_batch += [OfBatch(plan.stages[k], module, held, device) for k, module in modules.items()]
+
+    def _load(self, stage: int) -> types.ModuleType:
+        names = [name for phase in Phase for name in self.artifact.plan.stages[stage].functions(phase)]
+        return load_kernels(stage_module(stage, self.artifact.sources[stage]), names, self._ranks.kernels)
 
     def _microbatches(self, leaves: Sequence[object], span: Span) -> list[dict[str, Tensor]]:
         """What the stages read for each microbatch, by name."""
@@ -224,7 +239,8 @@ class Execution(Linked[Interpreter]):
         ranks: Ranks,
         updates: Updates | None = None,
     ) -> None:
-        interpret = RehearsedInterpreter if ranks.message_by_gpu else Interpreter
+        rehearses = ranks.message_by_gpu or ranks.kernels != "source"
+        interpret = functools.partial(RehearsedInterpreter, meet=ranks.meet) if rehearses else Interpreter
         super().__init__(interpret, artifact, parameters, buffers, ranks, updates)
         self.not_finite: NotFinite | None = None
         """Why nothing came of the last step, if its plan looks for that."""

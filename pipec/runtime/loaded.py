@@ -34,6 +34,7 @@ from pipec.runtime.facts import Facts, leaf_fact
 from pipec.runtime.flow import CompiledStream
 from pipec.runtime.handle import homes
 from pipec.runtime.holder import ModelTensors, hold
+from pipec.runtime.kernels import KERNELS
 from pipec.runtime.launch import DEVICES, Devices
 from pipec.runtime.optimizers import Factory
 from pipec.runtime.outcomes import StreamBatch
@@ -53,6 +54,7 @@ def load(
     optimizer: Factory | None = None,
     clip_grad_norm: float | None = None,
     microbatch_weight: MicrobatchWeight | None = None,
+    kernels: str = "source",
 ) -> "LoadedPipeline":
     """Read what ``Pipeline.save`` wrote.
 
@@ -60,6 +62,7 @@ def load(
     were not saved are on the meta device until ``to_empty`` and ``load_state_dict`` give them values. An
     artifact holds no function: if ``compile`` was given an ``optimizer``, or a function as
     ``microbatch_weight``, pass it again, or another one. The same holds for ``clip_grad_norm``.
+    ``kernels`` is what ``compile`` takes.
 
     Raises:
         ArtifactError, VerifyError: the directory does not hold an intact artifact of this format, or its
@@ -70,7 +73,7 @@ def load(
     check_arguments(LOAD, locals())
     artifact, tensors = read_verified(Path(directory))
     num_ranks = artifact.plan.num_ranks
-    ranks = Ranks(devices if devices is not None else num_ranks, timeout)
+    ranks = Ranks(devices if devices is not None else num_ranks, timeout, kernels)
     if ranks.count != num_ranks:
         raise InputError(
             f"the artifact in {directory} is for {num_ranks} ranks, but devices asks for {ranks.count}"
@@ -86,6 +89,7 @@ LOAD = {
     "optimizer": Kind("a function such as functools.partial(torch.optim.AdamW, lr=1e-3)", callable) | NONE,
     "clip_grad_norm": number(0, math.inf) | NONE,
     "microbatch_weight": one_of(*WORDS) | FUNCTION | NONE,
+    "kernels": one_of(*KERNELS),
 }
 """What each argument of ``load`` must be."""
 

@@ -4,15 +4,42 @@ The seed of a step is the next number of torch's default generator, so that ``to
 ``get_rng_state`` and ``set_rng_state`` govern what a pipeline draws as they govern eager torch.
 """
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 _MASK = 2**64 - 1
 
 
-def generator(device: torch.device, *key: int) -> torch.Generator:
-    """A generator whose stream depends on ``key`` alone, such as (seed, microbatch, operator)."""
-    return torch.Generator(device).manual_seed(mix(*key))
+@dataclass(frozen=True)
+class Streams:
+    """What the operators of a microbatch draw from: a stream each.
+
+    ``key`` is the step's seed, and the microbatch's number in the batch.
+    """
+
+    device: torch.device
+    key: tuple[int, int]
+
+    def __call__(self, operator: int) -> torch.Generator:
+        """A generator whose stream depends on the key and the operator alone."""
+        return torch.Generator(self.device).manual_seed(mix(*self.key, operator))
+
+    def seeds(self, operators: Iterable[int]) -> dict[int, Tensor]:
+        """The seeds of the generators of some operators, as what ``draws.dropout`` takes in their place."""
+        return {each: torch.tensor(_signed(mix(*self.key, each))) for each in operators}
+
+
+def seeded(device: torch.device, seed: Tensor) -> torch.Generator:
+    """The generator of one of the ``seeds``."""
+    return torch.Generator(device).manual_seed(int(seed) & _MASK)
+
+
+def _signed(bits: int) -> int:
+    """The number whose 64 bits in two's complement these are."""
+    return bits - (bits >> 63 << 64)
 
 
 def mix(*key: int) -> int:

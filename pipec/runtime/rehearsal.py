@@ -4,6 +4,9 @@ A GPU loads a kernel when it is used first, and may do so only when nothing else
 may be a message that waits for its sender; and that one may wait for the same, for a message of this rank.
 So every kernel has been used before the first message is posted. (CUDA C++ Programming Guide, Lazy Loading:
 Concurrent Execution.)
+
+Functions that torch compiles are compiled then, on all ranks at the same time, while no rank waits for a
+message.
 """
 
 import functools
@@ -33,11 +36,16 @@ _OF_THE_END = (Op.REDUCE_GRAD, Op.AVERAGE_BUFFERS, Op.NORM, Op.UPDATE)
 """What would leave something behind."""
 
 
+def _nothing(*_: Any) -> None:
+    """There is nobody to wait for."""
+
+
 class RehearsedInterpreter(Interpreter):
     """An ``Interpreter`` that rehearses the first step of any sizes of microbatches. It takes the same.
 
     A rehearsal leaves gradients, buffers and random states as they were. In place of what other ranks send
-    there are zeros. One that fails on those is given up; the step itself may do better.
+    there are zeros. One that fails on those is given up; the step itself may do better. ``meet`` is
+    called behind it.
     """
 
     def __init__(
@@ -51,6 +59,8 @@ class RehearsedInterpreter(Interpreter):
         device: torch.device,
         owns_tensors: Callable[[int], bool] = lambda stage: True,
         updates: Updates | None = None,
+        *,
+        meet: Callable[[], None] = _nothing,
     ) -> None:
         super().__init__(program, plan, stages, parameters, buffers, transport, device, owns_tensors, updates)
         kept = [each for each in program.instructions if each.op not in _OF_THE_END]
@@ -59,14 +69,14 @@ class RehearsedInterpreter(Interpreter):
             replace(program, instructions=kept),
             plan,
             stages,
-            parameters,
-            buffers,
-            _Alone(program.rank, device),
-            device,
-            lambda stage: False,
-            updates,
+            buffers=buffers,
+            transport=_Alone(program.rank, device),
+            device=device,
+            owns_tensors=lambda stage: False,
+            updates=updates,
         )
-        self._trained = [tensor for tensor in parameters.values() if tensor.is_leaf]
+        self._parameters = parameters
+        self._meet = meet
         self._rehearsed: set[tuple[int, ...]] = set()
 
     def run(
@@ -81,19 +91,20 @@ class RehearsedInterpreter(Interpreter):
         if tuple(span.sizes) not in self._rehearsed:
             self._rehearsed.add(tuple(span.sizes))
             self._rehearse(microbatches, span, seed)
+            self._meet()
         return super().run(microbatches, span, seed, stamps, update, meter)
 
     def _rehearse(self, microbatches: Sequence[Mapping[str, Tensor]], span: Span, seed: int) -> None:
-        gradients = [tensor.grad for tensor in self._trained]
-        for tensor in self._trained:
-            tensor.grad = None
+        leaves = {name: _another(tensor) for name, tensor in self._parameters.items()}
         try:
-            self._alone().run(microbatches, span, seed, update=False)
+            self._alone(parameters=leaves).run(microbatches, span, seed, update=False)
         except PipecError as error:
             log.info("a rehearsal ended early: %s", error)
-        finally:
-            for tensor, gradient in zip(self._trained, gradients, strict=True):
-                tensor.grad = gradient
+
+
+def _another(tensor: Tensor) -> Tensor:
+    """A tensor with the same values in the same memory, and a gradient of its own."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 @dataclass(frozen=True)
@@ -165,7 +176,3 @@ class _GroupOfOne:
         if output.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
             output.view(self.size, -1).copy_(tensor.view(1, -1))
         return _nothing
-
-
-def _nothing(*_: Any) -> None:
-    """There is nobody to wait for."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from pipec.errors import VerifyError
 from pipec.ir import Sizes, Stage
 from pipec.runtime.gradients import GradientSum
-from pipec.runtime.randomness import generator
+from pipec.runtime.randomness import Streams
 from pipec.runtime.versions import WeightVersions
 
 Frame = dict[str, Any]
@@ -122,7 +122,7 @@ class BoundStage:
         """
         frame = self.frames[microbatch]
         frame.update(w=self.weights, buffers=self.buffers, device=self.device, **sizes)
-        frame["rng"] = functools.partial(generator, self.device, *key)
+        frame["rng"] = Streams(self.device, key)
         frame["constants"] = self._constants(*(sizes[name] for name in self._read_by_constants))
         return frame
 

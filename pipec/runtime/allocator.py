@@ -1,0 +1,36 @@
+"""glibc's allocator keeps what a step frees, so that the next one need not ask the system for it again.
+
+By default it gives blocks back to the system at sizes that it changes as it goes (``man mallopt``,
+M_MMAP_THRESHOLD), and a step finds most of its memory gone: the system zeroes thousands of pages for it anew,
+a page at a time.
+"""
+
+import ctypes
+import functools
+import logging
+import os
+import platform
+
+log = logging.getLogger("pipec")
+
+_SETTINGS = {
+    "M_MMAP_THRESHOLD": (-3, 32 << 20),  # the largest that glibc takes on 64-bit systems
+    "M_TRIM_THRESHOLD": (-1, 1 << 30),
+}
+"""Parameters of ``mallopt`` with their numbers in ``malloc.h``, and bytes."""
+
+
+@functools.cache
+def keep_freed_memory() -> bool:
+    """Tell glibc to keep freed blocks of up to 32 MiB, and 1 GiB of them. Return whether it does.
+
+    A user's own settings are left alone: the environment variables ``MALLOC_...`` and ``GLIBC_TUNABLES``.
+    """
+    is_set = any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ)
+    if is_set or platform.libc_ver()[0] != "glibc":
+        return False
+    mallopt = ctypes.CDLL(None).mallopt
+    taken = [mallopt(number, size) == 1 for number, size in _SETTINGS.values()]
+    kept = all(taken)
+    log.info("glibc's allocator %s freed memory", "keeps" if kept else "does not keep")
+    return kept

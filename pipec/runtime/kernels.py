@@ -1,0 +1,136 @@
+"""How a rank loads the functions of its stages: as their source, or compiled by torch.
+
+``torch.compile`` takes a generated function as it is. A random operator has its seed as a tensor then, and
+is one operator of its own, so that it draws what it draws in the source. Other values may differ from the
+source's in their last bits, since sums are made in another order.
+"""
+
+import functools
+import inspect
+import re
+import time
+import types
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from operator import getitem
+from typing import Any
+
+import torch
+
+from pipec.console import notice
+from pipec.runtime.randomness import Streams
+from pipec.runtime.stage import parameter_names
+
+KERNELS = ("source", "inductor", "auto")
+"""What ``compile`` and ``load`` take as ``kernels``."""
+
+_TIMED_CALLS = 3
+"""How many calls of a function ``auto`` times, after the one that compiles."""
+
+Function = Callable[..., Any]
+
+
+def load_kernels(code: types.ModuleType, functions: Iterable[str], kernels: str) -> types.ModuleType:
+    """The code of a stage, in which the phase ``functions`` that it has are loaded as ``kernels`` says."""
+    if kernels == "source":
+        return code
+    loaded = types.ModuleType(code.__name__)
+    vars(loaded).update(vars(code))
+    for name in functions:
+        if function := getattr(code, name, None):
+            setattr(loaded, name, _compiled(function, f"{name} of {code.__name__}", kernels == "auto"))
+    return loaded
+
+
+def _compiled(function: Function, name: str, chooses: bool) -> Function:
+    compiled = _Compiled(function, name)
+    run = _Chosen(compiled, function) if chooses else compiled
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        return run(args)
+
+    return call
+
+
+class _Compiled:
+    """A phase function under ``torch.compile``. Where that fails, the source runs from then on."""
+
+    def __init__(self, function: Function, name: str) -> None:
+        self._source, self._name = function, name
+        self._compiled: Function = torch.compile(function, fullgraph=True)
+        self._parameters = parameter_names(function)
+        self._draws = [int(number) for number in re.findall(r"\brng\((\d+)\)", inspect.getsource(function))]
+        self.is_ready = self.has_failed = False
+
+    def __call__(self, args: Sequence[Any]) -> Any:
+        if self.has_failed:
+            return self._source(*args)
+        saved = [each for each in args if isinstance(each, list)]
+        held = [list(each) for each in saved]
+        try:
+            return self._call(args)
+        except Exception as error:  # torch.compile raises many kinds
+            for each, values in zip(saved, held, strict=True):
+                each[:] = values
+            returned = self._source(*args)  # raises what is wrong with the call, however it is made
+            self._warn(error)
+            return returned
+
+    def _call(self, args: Sequence[Any]) -> Any:
+        passed = [
+            functools.partial(getitem, value.seeds(self._draws)) if isinstance(value, Streams) else value
+            for value in args
+        ]
+        if self.is_ready:
+            return self._compiled(*passed)
+        with notice(f"pipec: compiles {self._name}"):
+            returned = self._compiled(*passed)
+        self.is_ready = True
+        return returned
+
+    def _warn(self, error: Exception) -> None:
+        self.has_failed = True
+        first, second, *_ = [line.strip() for line in str(error).strip().splitlines()] + ["", ""]
+        warnings.warn(
+            f"torch.compile cannot take {self._name}, which runs as its source: "
+            f"{type(error).__name__}: {first} {second}".rstrip(),
+            stacklevel=2,
+        )
+
+
+class _Chosen:
+    """A phase function as its source or compiled, whichever takes less time in the first calls."""
+
+    def __init__(self, compiled: _Compiled, source: Function) -> None:
+        self._compiled, self._source = compiled, source
+        self._seconds: list[tuple[float, float]] = []
+        self._choice: Callable[[Sequence[Any]], Any] | None = None
+
+    def __call__(self, args: Sequence[Any]) -> Any:
+        if self._choice is not None:
+            return self._choice(args)
+        was_ready = self._compiled.is_ready
+        own = [list(value) if isinstance(value, list) else value for value in args]
+        compiled = _timed(lambda: self._compiled(own))
+        returned = []
+        source = _timed(lambda: returned.append(self._source(*args)))
+        if was_ready or self._compiled.has_failed:
+            self._seconds.append((compiled, source))
+        if len(self._seconds) == _TIMED_CALLS or self._compiled.has_failed:
+            is_faster = min(c for c, _ in self._seconds) < min(s for _, s in self._seconds)
+            self._choice = self._compiled if is_faster else lambda args: self._source(*args)
+        return returned[0]
+
+
+def _timed(call: Callable[[], object]) -> float:
+    """The seconds a call takes, with what it launches on a GPU."""
+    started = _now()
+    call()
+    return _now() - started
+
+
+def _now() -> float:
+    if torch.cuda.is_initialized():
+        torch.cuda.current_stream().synchronize()
+    return time.perf_counter()

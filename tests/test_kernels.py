@@ -1,0 +1,134 @@
+"""Stages whose functions torch compiles, against the same ones as their source."""
+
+import copy
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pipec
+from pipec.errors import InputError
+from pipec.runtime import kernels
+from pipec.runtime.draws import dropout
+from pipec.runtime.kernels import load_kernels
+from pipec.runtime.randomness import Streams
+
+pytestmark = pytest.mark.slow
+
+ROWS = [12, 12, 7]
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)
+
+    @classmethod
+    def seeded(cls) -> "Model":
+        torch.manual_seed(0)
+        return cls()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.dropout(self.norm(self.first(x)).relu(), 0.2, self.training)
+        return nn.functional.dropout(self.last(x), 0.1, self.training)
+
+
+def mean_square(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def train(
+    model: nn.Module, kernels: str, rows: list[int], devices: int = 2
+) -> tuple[list[Tensor], nn.Module]:
+    """The losses of steps of so many rows each; gradients add up over all of them."""
+    model = copy.deepcopy(model)
+    pipe = pipec.compile(model, devices=devices, loss_fn=mean_square, microbatches=3, kernels=kernels)
+    torch.manual_seed(1)
+    batches = [(torch.randn(count, 8), torch.randn(count, 1)) for count in rows]
+    return [pipe.step(x, target=target) for x, target in batches], model
+
+
+def use_backend(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
+    """Let a stage's functions be compiled by another backend, which keeps the source's bits or fails."""
+    compile = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **options: compile(function, backend=backend, **options)
+    )
+
+
+def refuse(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    raise RuntimeError("there is no C++ compiler\nand more lines")
+
+
+@pytest.fixture(scope="module")
+def expected() -> tuple[list[Tensor], nn.Module]:
+    return train(Model.seeded(), "source", ROWS)
+
+
+@pytest.mark.parametrize("kernels", ["inductor", "auto"])
+def test_compiled_functions_have_the_bits_of_their_source_where_their_kernels_have(
+    monkeypatch: pytest.MonkeyPatch, expected: tuple[list[Tensor], nn.Module], kernels: str
+) -> None:
+    use_backend(monkeypatch, "aot_eager")
+    losses, compiled = train(Model.seeded(), kernels, ROWS)
+    assert torch.equal(torch.stack(losses), torch.stack(expected[0]))
+    for own, other in zip(compiled.parameters(), expected[1].parameters(), strict=True):
+        assert torch.equal(own.grad, other.grad)
+    for own, other in zip(compiled.buffers(), expected[1].buffers(), strict=True):
+        assert torch.equal(own, other)
+
+
+def test_what_cannot_be_compiled_runs_as_its_source_and_says_why(
+    monkeypatch: pytest.MonkeyPatch, expected: tuple[list[Tensor], nn.Module]
+) -> None:
+    use_backend(monkeypatch, refuse)
+    with pytest.warns(UserWarning, match="torch.compile cannot take") as warned:
+        losses, _ = train(Model.seeded(), "inductor", ROWS)
+    assert torch.equal(torch.stack(losses), torch.stack(expected[0]))
+    told = [text for text in (str(each.message) for each in warned) if "torch.compile cannot" in text]
+    named = Counter(text.split(",")[0].split("take ")[1] for text in told)
+    assert named.keys() == {
+        f"{phase} of stage_{stage}" for phase in ("forward", "backward") for stage in (0, 1)
+    }
+    assert {*named.values()} == {2}  # once in the steps of equal microbatches, and once in the others
+    assert all("there is no C++ compiler" in text and "\n" not in text for text in told)
+
+
+def test_inductor() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3))
+    own, other = ([*train(model, kernels, [6], devices=1)] for kernels in ("inductor", "source"))
+    torch.testing.assert_close(own[0], other[0])
+    torch.testing.assert_close(own[1][0].weight.grad, other[1][0].weight.grad)
+
+
+calls = 0
+"""How often the source of ``forward`` ran."""
+
+
+def forward(saved: list[Tensor], rng: Streams) -> Tensor:
+    global calls
+    (x,) = saved
+    saved.clear()
+    if not torch.compiler.is_compiling():
+        calls += 1
+    return dropout(x, 0.5, rng(3))[0]
+
+
+def test_auto_takes_the_faster_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only calls of the source take time, by this clock."""
+    monkeypatch.setattr(kernels, "_now", lambda: float(calls))
+    use_backend(monkeypatch, "aot_eager")
+    x, streams = torch.ones(64), Streams(torch.device("cpu"), (1, 2))
+    loaded = load_kernels(sys.modules[__name__], ["forward"], "auto")
+    outputs = [loaded.forward([x], streams) for _ in range(8)]
+    assert all(torch.equal(each, outputs[0]) for each in outputs)
+    assert calls == 4  # beside the one that compiled, and the three that were timed
+
+
+def test_a_name_that_is_no_kind_of_kernels_is_refused() -> None:
+    with pytest.raises(InputError, match="kernels is 'triton'; expected one of 'source', 'inductor', 'auto'"):
+        pipec.compile(nn.Linear(2, 2), devices=1, kernels="triton")
