@@ -8,8 +8,9 @@ it stopped; remove build/huggingface.jsonl to begin anew.
 import argparse
 import importlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,11 +47,12 @@ def architectures() -> Iterator[str]:
 
 def find(name: str) -> Case:
     kind, _, class_name = name.partition("/")
-    return Case(name, lambda: _small(class_name), KINDS[kind][1])
+    sizes = {"is_decoder": True} if kind == "CausalLM" else {}
+    return Case(name, lambda: _small(class_name, sizes), KINDS[kind][1])
 
 
-def _small(class_name: str) -> nn.Module:
-    make = tiny(class_name, pad_token_id=0, decoder_start_token_id=0)
+def _small(class_name: str, sizes: Mapping[str, Any]) -> nn.Module:
+    make = tiny(class_name, pad_token_id=0, decoder_start_token_id=0, **sizes)
     with torch.device("meta"):
         num_parameters = sum(parameter.numel() for parameter in make().parameters())
     if num_parameters > MOST_PARAMETERS:

@@ -123,6 +123,8 @@ def _small(default: Mapping[str, Any], sizes: Mapping[str, Any]) -> Iterator[tup
     for name, value in default.items():
         if name in sizes:
             yield name, sizes[name]
+        elif name == "num_key_value_heads" and "kv_lora_rank" in default:
+            yield name, HEADS  # latent attention shares no heads
         elif isinstance(value, Mapping) and name.endswith("_config"):
             yield name, {**value, **dict(_small(value, sizes))}
         elif name in SIZES and (
