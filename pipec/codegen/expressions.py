@@ -149,7 +149,7 @@ def expression(node: fx.Node, name: Namer, symbols: Symbols) -> str:
         return _slice(*args)
     if is_random(node):
         return _random(node, args, kwargs)
-    if target is aten.index.Tensor and all(isinstance(index, fx.Node) for index in node.args[1]):
+    if target is aten.index.Tensor and None not in node.args[1]:  # type: ignore[operator]
         return f"{args[0]}{args[1]}"
     if target is aten._to_copy.default and _converts(node):
         return f"{args[0]}.to({', '.join(kwargs)})"

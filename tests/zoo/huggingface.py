@@ -21,7 +21,7 @@ from zoo.report import PAGE, counted, huggingface_section, replace_section
 from zoo.tiny import causal, classified, images, masked, tiny, translated
 
 RESULTS = Path("build") / "huggingface.jsonl"
-LIMIT = 120.0
+LIMIT = 300.0
 """Seconds that a model may take."""
 
 MOST_PARAMETERS = 20e6
