@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipec.capture.autocast import autocast, require_option
 from pipec.capture.call import Call
 from pipec.capture.splitting import Batched, divide, positional_names
 from pipec.capture.tracer import capture
 from pipec.compiler.autotuner import Autotuner
+from pipec.compiler.checks import check_offload
 from pipec.compiler.compiler import Compiler
 from pipec.compiler.pass_list import CompilerOptions
 from pipec.compiler.policy import (
@@ -28,7 +30,7 @@ from pipec.errors import InputError
 from pipec.hardware.calibration import default_device_model, usable_device
 from pipec.hardware.devices import DeviceModel, LinkModel
 from pipec.hardware.topology import Topology, alike, read_topology
-from pipec.ir import NOTHING_MORE, Ending, Mode, OnNan, Shard
+from pipec.ir import NOTHING_MORE, Ending, Mode, OnNan, Precision, Shard
 from pipec.ir.arguments import (
     FLAG,
     FUNCTION,
@@ -52,6 +54,7 @@ from pipec.runtime.facts import Facts, argument_fact, differences, tensor_kind
 from pipec.runtime.holder import ModelTensors
 from pipec.runtime.kernels import KERNELS
 from pipec.runtime.launch import DEVICE, DEVICES, Devices, every_device, world
+from pipec.runtime.loss_scale import LossScale
 from pipec.runtime.optimizers import Factory, state_bytes, update_scratch
 from pipec.runtime.updates import Updates
 from pipec.runtime.weights import WORDS, MicrobatchWeight, name_of
@@ -92,9 +95,11 @@ def compile(
     batch: str = "same",
     batched: Batched | None = None,
     microbatch_weight: MicrobatchWeight | None = None,
+    precision: str | None = None,
     kernels: str = "source",
     recompute: str = "auto",
     memory_limit: int | str | None = None,
+    offload: str | None = None,
     topology: Topology | str | Path | None = None,
     device_model: DeviceModel | None = None,
     profile: Profile | str | Path | None = None,
@@ -154,6 +159,10 @@ def compile(
             function of what ``step`` takes, called with a microbatch's rows of it, that returns a number. The
             loss is then the mean with these weights. ``"rows"`` is the mean by rows, and ``"sum"`` adds
             losses up. None: read off the graph, and a warning says where that cannot be.
+        precision: ``"bf16-mixed"`` or ``"fp16-mixed"`` lets operators compute in bfloat16 or float16 where
+            ``torch.autocast`` does, with weights and gradients in float32. With ``"fp16-mixed"`` the loss is
+            scaled, as by ``torch.amp.GradScaler``; it needs ``optimizer``. None: the model's own types. See
+            docs/precision.md.
         kernels: how a rank runs its stages: ``"source"``, the generated Python; ``"inductor"``, compiled by
             ``torch.compile`` at the first step of each size, to sums in another order; ``"auto"``, whichever
             takes less time in the first calls of a function.
@@ -162,6 +171,10 @@ def compile(
             stay within ``memory_limit``. See docs/recompute.md.
         memory_limit: bytes per device, or text such as ``"16GiB"``. The state of ``optimizer`` counts; that
             of an optimizer outside the programs does not.
+        offload: ``"activations"`` lets values that wait for the backward do so in host memory, as few as let
+            every device stay within ``memory_limit``, chosen together with ``recompute``. See
+            docs/memory.md. ``"optimizer"`` keeps the state of ``optimizer`` there between updates. ``"all"``
+            does both. None: all stays on its device.
         topology: how fast the devices are, how much they hold and how they are joined, or the file that says
             so; see docs/planner.md. Rank r is its device r. Without ``devices`` it may have more than there
             are, all of them alike. None: devices that are alike.
@@ -200,39 +213,49 @@ def compile(
             batch=batch,
             batched=batched,
             microbatch_weight=microbatch_weight,
+            precision=precision,
             kernels=kernels,
             recompute=recompute,
             memory_limit=memory_limit,
+            offload=offload,
             topology=Path(topology) if isinstance(topology, str) else topology,
             dynamic=dynamic,
         )
     limit = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
     policy = policy_for(schedule, ranks.count, stages, replicas, asynchronous)
-    check_updates(policy, replicas == "auto", optimizer is not None, shard, batch, on_nan)
+    computes_in = None if precision is None else Precision(precision)
+    check_updates(policy, replicas == "auto", optimizer is not None, shard, batch, on_nan, computes_in)
     microbatches = check_choice(policy, microbatches)
     if batch == "local":
         _check_local_batch(policy, replicas, microbatches, microbatch_weight)
     tensors = ModelTensors.of(model)
     tensors.refuse_shared_memory()
     device = next(iter(ranks.devices.values()))
+    require_option(computes_in, device, "pipec.compile")
     measured = load_profile(profile) if isinstance(profile, str | Path) else profile
     device_model = device_model or default_device_model(device)
     joined = topology_of(topology, ranks.count, device_model.link, elastic=devices is None)
     if limit is not None:
         joined = joined.within(limit)
-    updates, ending = _updates(optimizer, clip_grad_norm, shard, tensors)
+    limits = [each.memory_bytes for each in joined.devices]
+    check_offload(offload, recompute, limits, not policy.may_be_asynchronous, optimizer is not None)
+    updates, ending = _updates(optimizer, clip_grad_norm, shard, computes_in, tensors)
     if gradient_dtype is not None:
         ending = replace(ending, gradient_dtype=GRADIENT_DTYPES[gradient_dtype])
     if on_nan != "ignore":
         ending = replace(ending, on_nan=OnNan(on_nan))
+    if offload in ("optimizer", "all"):
+        ending = replace(ending, state_on_host=True)
     facts = _optimizer_facts(updates, optimizer, tensors, device)
-    options = CompilerOptions(device_model, joined, recompute, measured, ending, facts)
+    offloads = offload in ("activations", "all")
+    options = CompilerOptions(device_model, joined, recompute, offloads, measured, ending, facts)
     tuner = Autotuner(
         policy,
         may_recompute=recompute == "auto",
         may_rearrange=batch != "local",
         optimizer=facts,
         bytes_per_second=device_model.memory_bytes_per_second,
+        may_offload=offloads,
     )
     compiler = Compiler(
         model,
@@ -246,6 +269,7 @@ def compile(
         searches_replicas=replicas == "auto",
         microbatch_weight=name_of(microbatch_weight),
         searches_shard=shard == "auto",
+        precision=computes_in,
     )
     return Pipeline(compiler, tensors, ranks, batch, updates, batched, microbatch_weight)
 
@@ -272,7 +296,11 @@ def _check_local_batch(
 
 
 def _updates(
-    factory: Factory | None, max_norm: float | None, shard: str | None, tensors: ModelTensors
+    factory: Factory | None,
+    max_norm: float | None,
+    shard: str | None,
+    precision: Precision | None,
+    tensors: ModelTensors,
 ) -> tuple[Updates | None, Ending]:
     """The optimizer of the programs, and what they are to do at the end of a step."""
     if factory is None:
@@ -282,12 +310,21 @@ def _updates(
                     f"{name}={value!r} concerns the updates that a program makes; pass optimizer=..., such "
                     "as functools.partial(torch.optim.AdamW, lr=1e-3), or leave it out"
                 )
+        if precision is Precision.FP16:
+            raise InputError(
+                "precision='fp16-mixed' leaves an update out on all ranks where a gradient overflows, and an "
+                "optimizer of your own would make it; pass optimizer=..., such as "
+                "functools.partial(torch.optim.AdamW, lr=1e-3), or take precision='bf16-mixed'"
+            )
         return None, NOTHING_MORE
     kind = None if shard in (None, "auto") else Shard(shard)
-    ending = Ending(updates=True, clips=max_norm is not None, shard=kind)
-    return Updates(factory, max_norm, tensors.unique_parameters()), ending
+    loss_scale = LossScale() if precision is Precision.FP16 else None
+    scales = loss_scale is not None
+    ending = Ending(updates=True, clips=max_norm is not None, shard=kind, scales_loss=scales)
+    return Updates(factory, max_norm, tensors.unique_parameters(), loss_scale), ending
 
 
+_PRECISION = one_of(*map(str, Precision)) | NONE
 _FILE = instance("the path of its file", str, Path)
 
 EXAMPLE = {
@@ -316,9 +353,11 @@ COMPILE = {
     "batch": one_of("same", "rank0", "local"),
     "batched": instance("a dict of arguments to 0 or None", Mapping, Sequence) | whole(0, 0) | NONE,
     "microbatch_weight": one_of(*WORDS) | FUNCTION | NONE,
+    "precision": _PRECISION,
     "kernels": one_of(*KERNELS),
     "recompute": one_of("auto", "none", "full"),
     "memory_limit": number(1, 2**63 - 1) | instance("text such as '16GiB'", str) | NONE,
+    "offload": one_of("activations", "optimizer", "all") | NONE,
     "topology": instance("a pipec.Topology", Topology) | _FILE | NONE,
     "device_model": instance("what pipec.calibrate returns", DeviceModel) | NONE,
     "profile": instance("a pipec.Profile", Profile) | _FILE | NONE,
@@ -333,6 +372,7 @@ PROFILE = {
     "device": DEVICE,
     "repeats": whole(1, 10**6),
     "ranks": whole(1, 1024),
+    "precision": _PRECISION,
     "show": FUNCTION,
 }
 """What each argument of ``profile`` must be."""
@@ -376,6 +416,7 @@ def profile(
     device: torch.device | str = "cpu",
     repeats: int = 10,
     ranks: int = 1,
+    precision: str | None = None,
     show: Show = iter,
 ) -> Profile:
     """Measure every operator of a training step of ``example``, forward and backward, on one device.
@@ -388,6 +429,7 @@ def profile(
         repeats: how often each operator is timed; the median counts.
         ranks: how many ranks will share the device, or its memory bus and caches if it is a CPU. The whole
             model then runs in as many copies at a time, and is as slow as they make each other.
+        precision: that which ``compile`` will be given.
         show: wraps the iteration over the runs, for a progress bar.
 
     Raises:
@@ -404,7 +446,9 @@ def profile(
         )
     where = usable_device(device)
     model, rows = example.model, call.rows(0, size)
-    graph = capture(model, example.loss_fn, Mode.TRAIN, rows, ModelTensors.of(model).canonical, where)
+    canonical = ModelTensors.of(model).canonical
+    with autocast(None if precision is None else Precision(precision), where):
+        graph = capture(model, example.loss_fn, Mode.TRAIN, rows, canonical, where)
     return profile_graph(graph, model, rows, where, repeats, ranks, show)
 
 

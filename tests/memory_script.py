@@ -18,7 +18,7 @@ def model() -> nn.Module:
     return nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(128, 128), nn.Tanh())))
 
 
-def facts(shard: str | None) -> dict[str, Any]:
+def facts(shard: str | None, offload: str | None = None) -> dict[str, Any]:
     x = torch.ones(ROWS, 128)
     adam = functools.partial(torch.optim.AdamW, lr=1e-3, foreach=False)
     pipe = pipec.compile(
@@ -29,6 +29,7 @@ def facts(shard: str | None) -> dict[str, Any]:
         stages=1,
         optimizer=adam,
         shard=shard,
+        offload=offload,
     )
     pipe.step(x, target=x)
     rank, measured = dist.get_rank(), pipe.measure_memory(x, target=x)
@@ -37,10 +38,12 @@ def facts(shard: str | None) -> dict[str, Any]:
         "most": measured[rank].peak_bytes,
         "said": pipe.memory()[rank].peak_bytes,
         "all": [each.peak_bytes for each in measured],
+        "host": [measured[rank].host_bytes, pipe.memory()[rank].host_bytes],
     }
 
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     levels = (None, "optimizer", "gradients", "parameters")
-    print(json.dumps({str(level): facts(level) for level in levels}))
+    away = {"away": facts("optimizer", "optimizer")}
+    print(json.dumps({str(level): facts(level) for level in levels} | away))

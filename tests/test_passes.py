@@ -290,14 +290,16 @@ def test_pipec_dump_writes_the_graph_after_every_pass(
         "00_simplify.txt",
         "01_join_slices.txt",
         "02_annotate_cost.txt",
-        "03_cut_stages.txt",
-        "04_untie_gradients.txt",
-        "05_insert_communication.txt",
-        "06_mark_recompute.txt",
-        "07_divide_phases.txt",
-        "08_split_backward.txt",
+        "03_prepare_weights.txt",
+        "04_cut_stages.txt",
+        "05_untie_gradients.txt",
+        "06_insert_communication.txt",
+        "07_mark_recompute.txt",
+        "08_mark_offload.txt",
+        "09_divide_phases.txt",
+        "10_split_backward.txt",
     ]
-    before, after = ((tmp_path / "dump" / name).read_text() for name in files[4:6])
+    before, after = ((tmp_path / "dump" / name).read_text() for name in files[5:7])
     assert after.startswith("# InsertCommunication(link=")
     assert re.search(r"# \d+ nodes: [1-9]\d* added, \d+ removed", after)
     assert "stage 1" in before

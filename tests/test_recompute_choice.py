@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from pipec.errors import InfeasibleError
 from pipec.planner.recompute import (
+    GAP,
     Choice,
+    Host,
     Moment,
     Stage,
     Value,
@@ -50,11 +52,17 @@ def choices(values: Stage) -> Iterator[frozenset[int]]:
 
 
 def of(values: Stage, replayed: frozenset[int]) -> Choice:
-    return Choice((replayed,), sum(values[v].seconds for v in replayed))
+    return Choice((replayed,), (frozenset(),), sum(values[v].seconds for v in replayed))
 
 
 moments = st.lists(
-    st.builds(Moment, st.tuples(st.integers(0, 4)), st.tuples(st.integers(0, 1)), st.integers(0, 120)),
+    st.builds(
+        Moment,
+        st.tuples(st.integers(0, 4)),
+        st.tuples(st.integers(0, 1)),
+        st.integers(0, 120),
+        st.just((0,)),
+    ),
     min_size=1,
     max_size=3,
 ).map(tuple)
@@ -83,7 +91,7 @@ def test_more_room_never_takes_longer(
     one: Stage, other: Stage, limits: tuple[Moment, ...], more: int
 ) -> None:
     """On a rank with two stages."""
-    both = [Moment(m.saved * 2, (*m.replayed, 0), m.room) for m in limits]
+    both = [Moment(m.saved * 2, (*m.replayed, 0), m.room, (0, 0)) for m in limits]
     eased = [replace(moment, room=moment.room + more) for moment in both]
     tight, loose = (fastest_within((one, other), tuple(each)) for each in (both, eased))
     if tight is not None:
@@ -114,8 +122,75 @@ def test_a_cheap_value_is_replayed_before_a_dear_one() -> None:
         Value(32, 1, (1,), is_needed=True),
         Value(8, 2, (2,), is_needed=True),
     )
-    found = [fastest_within((values,), (Moment((4,), (1,), room),)) for room in (320, 319, 200, 104, 103)]
+    found = [
+        fastest_within((values,), (Moment((4,), (1,), room, (0,)),)) for room in (320, 319, 200, 104, 103)
+    ]
     assert [each and sorted(each.replayed[0]) for each in found] == [[], [2], [2, 3], [1, 2, 3], None]
+
+
+# the host
+
+
+offloadable = stages(5).flatmap(
+    lambda values: st.tuples(*(st.booleans() for _ in values)).map(
+        lambda able: tuple(
+            replace(value, may_offload=may and value.may_save)
+            for value, may in zip(values, able, strict=True)
+        )
+    )
+)
+
+moments_away = st.lists(
+    st.builds(
+        lambda saved, away, again, room: Moment((saved + away,), (again,), room, (away,)),
+        *(st.integers(0, 3), st.integers(0, 3), st.integers(0, 1), st.integers(0, 80)),
+    ),
+    min_size=1,
+    max_size=3,
+).map(tuple)
+
+hosts = st.builds(Host, st.integers(0, 30), st.sampled_from([0.25, 1.0, 3.0]))
+
+
+def ways(values: Stage, host: Host) -> Iterator[Choice]:
+    """Everything that could be replayed or offloaded, each way once."""
+    for replayed in choices(values):
+        able = [v for v in saved_values(values, replayed) if values[v].may_offload]
+        for offloaded in itertools.chain(*(itertools.combinations(able, n) for n in range(len(able) + 1))):
+            copied = host.seconds(sum(values[v].num_bytes for v in offloaded))
+            seconds = copied + sum(values[v].seconds for v in replayed)
+            yield Choice((replayed,), (frozenset(offloaded),), seconds)
+
+
+@settings(max_examples=80, deadline=None)
+@given(offloadable, moments_away, hosts, st.integers(1, 40))
+def test_with_a_host_the_choice_is_as_fast_as_any_within_the_budget(
+    values: Stage, limits: tuple[Moment, ...], host: Host, more: int
+) -> None:
+    found = fastest_within((values,), limits, host)
+    possible = list(ways(values, host))
+    fitting = [each.seconds for each in possible if each.excess((values,), limits) <= 0]
+    if not fitting:
+        assert found is None
+        least = min(each.excess((values,), limits) for each in possible)
+        assert smallest((values,), limits, host).excess((values,), limits) == least
+        return
+    assert found is not None
+    assert found.excess((values,), limits) <= 0
+    assert any(found.replayed == each.replayed and found.offloaded == each.offloaded for each in possible)
+    assert found.seconds <= min(fitting) * (1 + 2 * GAP) + 1e-9
+    roomier = fastest_within((values,), tuple(replace(m, room=m.room + more) for m in limits), host)
+    assert roomier is not None
+    assert roomier.seconds <= found.seconds * (1 + 2 * GAP) + 1e-9
+
+
+def test_what_is_copied_beside_computes_is_offloaded_before_anything_is_replayed() -> None:
+    """Of four values one is copied for nothing. Half of the microbatches are away."""
+    values = (Value(8, 1.0, (), True, may_offload=True),) * 4
+    limits = [(Moment((4,), (0,), room, (2,)),) for room in (128, 112, 96, 80)]
+    found = [fastest_within((values,), limit, Host(8, 1.0)) for limit in limits]
+    told = [each and (len(each.offloaded[0]), len(each.replayed[0])) for each in found]
+    assert told == [(0, 0), (1, 0), (0, 1), (1, 1)]
 
 
 # cuts

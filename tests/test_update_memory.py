@@ -48,6 +48,14 @@ def test_ranks_hold_what_the_plan_says(measured: list[dict[str, dict[str, Any]]]
         assert found["all"] == [each[shard]["most"] for each in measured]
 
 
+def test_shares_of_state_wait_on_the_host(measured: list[dict[str, dict[str, Any]]]) -> None:
+    for rank in measured:
+        found, kept = rank["away"], rank["optimizer"]
+        assert found["first"].get("optimizer", 0) == 0
+        assert found["host"] == [pytest.approx(kept["first"]["optimizer"], rel=0.02)] * 2
+        assert found["said"] == pytest.approx(found["most"], rel=0.01)
+
+
 def prepared(**options: Any) -> Pipeline:
     x = torch.ones(8, 128)
     pipe = pipec.compile(model(), 1, loss_fn=nn.functional.mse_loss, microbatches=4, **options)

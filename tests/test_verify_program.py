@@ -419,6 +419,7 @@ def test_every_rule_is_broken_by_a_test() -> None:
         "_sends_what_was_made",
         "_posts_before_reading",
         "_frees_after_last_use",
+        "offload_rules",
         "_spares_live_slots",
         "results_in_time",
         "_keeps_channel_order",

@@ -12,7 +12,7 @@ from pipec.ir import Instruction, Op, Shard
 from pipec.timeline.events import Event, Timeline
 from pipec.timeline.facts import timeline_facts
 from pipec.viz import chrome_trace, timeline_html, timeline_svg, timeline_text
-from pipec.viz.labels import collective_rows, lane_name
+from pipec.viz.labels import lane_name, rows_beside
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -93,9 +93,9 @@ def test_chrome_puts_collectives_on_a_track_below_their_rank() -> None:
     names = {event["tid"]: event["args"]["name"] for event in trace if event["name"] == "thread_name"}
     assert [names[track] for track in sorted(order, key=order.__getitem__)][:4] == [
         "rank 0, stage 0, 1 of 2",
-        "rank 0, collectives",
+        "rank 0, collectives and copies",
         "rank 1, stage 0, 2 of 2",
-        "rank 1, collectives",
+        "rank 1, collectives and copies",
     ]
     (one,) = [
         e for e in trace if e["ph"] == "X" and e["name"] == "Σ0" and names[e["tid"]].startswith("rank 0")
@@ -118,7 +118,7 @@ def overlapping() -> Timeline:
 
 def test_collectives_that_overlap_hide_no_other() -> None:
     timeline = overlapping()
-    assert collective_rows(timeline.collectives) == [0, 1, 0]
+    assert rows_beside(timeline.collectives) == [0, 1, 0]
     svg = ElementTree.fromstring(timeline_svg(timeline))
     tops = {rect.get("y") for rect in svg.iter(f"{SVG}rect") if rect.get("class") == "reduce_grad"}
     assert len(tops) == 3  # two bands, and the legend

@@ -79,6 +79,12 @@ def _joins(plan: Plan) -> Iterator[str]:
         yield from _repeated((join.value.name for join in stage.joins), f"the joins of stage {stage.index}")
 
 
+def _offloads(plan: Plan) -> Iterator[str]:
+    for stage in plan.stages:
+        if list(stage.offloaded) != sorted({*stage.offloaded}) or min(stage.offloaded, default=0) < 0:
+            yield f"stage {stage.index} offloads {stage.offloaded}, expected ascending positions from 0"
+
+
 def _values(plan: Plan) -> Iterator[str]:
     for value in plan.parameters + plan.buffers:
         if not all(isinstance(size, int) and 0 <= size < 2**63 for size in value.shape):
@@ -171,7 +177,8 @@ def _ending(plan: Plan) -> Iterator[str]:
 Rule = Callable[[Plan], Iterator[str]]
 
 RULES: tuple[Rule, ...] = (
-    *(_stages_and_ranks, _sizes, _parts, _joins, _values, _tensors, _links, _arguments, _variables, _ending),
+    *(_stages_and_ranks, _sizes, _parts, _joins, _offloads, _values, _tensors, _links, _arguments),
+    *(_variables, _ending),
 )
 
 

@@ -17,6 +17,7 @@ from pipec.checkpoint.positions import parsed
 from pipec.checkpoint.values import decoded, encoded
 from pipec.console import log
 from pipec.errors import CheckpointError
+from pipec.runtime.loss_scale import LossScale
 from pipec.runtime.position import Position
 
 FORMAT, DOCUMENT = "pipec checkpoint 1", "checkpoint.json"
@@ -81,7 +82,8 @@ class Document:
     """``ties`` has the first name of tied tensors by their others. ``frozen`` parameters had no gradients.
     Both are None where nobody knows, as in what another library wrote.
 
-    ``positions`` are those of the stream, as ``described``: one for each part of the data.
+    ``positions`` are those of the stream, as ``described``: one for each part of the data. ``loss_scale`` is
+    that of the next step, if the loss is scaled.
     """
 
     num_steps: int
@@ -92,6 +94,7 @@ class Document:
     schedulers: list[SchedulerState]
     positions: list[Any]
     extra: Any
+    loss_scale: LossScale | None = None
     format: str = FORMAT
 
     def value_of_extra(self) -> Any:

@@ -13,6 +13,7 @@ from pipec.checkpoint.tensors import TensorKind
 from pipec.cost.profile import Profile
 from pipec.errors import InputError
 from pipec.runtime.execution import Ranks
+from pipec.runtime.loss_scale import LossScale
 from pipec.runtime.position import Position
 
 PROFILE = "profile.json"
@@ -25,7 +26,8 @@ class Training:
     ``parts`` are what this process has of them, in the memory that is trained; ``ties`` has the first name of
     tied ones by their others. ``names`` has, by ``id``, the parameters of the whole model, and ``shapes``
     what they have there: some are empty here. ``position`` is that of the stream; each of ``num_replicas``
-    has one. ``profile`` is what its stages were cut by.
+    has one. ``profile`` is what its stages were cut by. ``loss_scale`` is that of the next step, if the loss
+    is scaled.
     """
 
     model: nn.Module
@@ -42,6 +44,7 @@ class Training:
     position: Position | None
     num_replicas: int
     profile: Profile | None
+    loss_scale: LossScale | None
 
     def require_memory(self) -> None:
         """Raise InputError if a tensor has no values to save, nor memory to load to."""

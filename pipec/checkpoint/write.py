@@ -196,6 +196,7 @@ def _document(training: Training, extra: Any) -> tuple[Document, list[Part]]:
             [SchedulerState(**each) for each in schedulers[0]],
             [each["position"] for each in every[: training.num_replicas]],
             encoded(extra, "extra"),
+            training.loss_scale,
         ),
         state,
     )

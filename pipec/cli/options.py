@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from pipec.errors import InputError
-from pipec.ir import Shard
+from pipec.ir import Precision, Shard
 from pipec.ir.arguments import MOST_MICROBATCHES, MOST_RANKS
 
 
@@ -28,9 +28,19 @@ class Recompute(StrEnum):
     FULL = "full"
 
 
+class Offload(StrEnum):
+    """What ``pipec.compile`` takes as ``offload``."""
+
+    ACTIVATIONS = "activations"
+    OPTIMIZER = "optimizer"
+    ALL = "all"
+
+
 @dataclass(frozen=True)
 class Around:
-    """What the options say of replicas and of the end of a step: arguments of ``pipec.compile``."""
+    """What the options say of replicas, of the end of a step, of its types and of the host: arguments of
+    ``pipec.compile``.
+    """
 
     stages: int | None = None
     replicas: str = "1"
@@ -38,6 +48,18 @@ class Around:
     optimizer: str | None = None
     clip_grad_norm: float | None = None
     shard: Shard | None = None
+    precision: Precision | None = None
+    offload: Offload | None = None
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What the options say of checkpoints and of failures. What is None has a default."""
+
+    bandwidth: float | None = None
+    pause: float | None = None
+    restart: float | None = None
+    device_hours: float | None = None
 
 
 NOTHING_AROUND = Around()
@@ -96,6 +118,10 @@ RecomputeChoice = Annotated[
     Recompute, typer.Option("--recompute", help="auto recomputes as little as --memory-limit lets it.")
 ]
 MemoryLimit = Annotated[str | None, typer.Option("--memory-limit", help="Bytes per device, such as 16GiB.")]
+OffloadName = Annotated[
+    Offload | None,
+    typer.Option("--offload", help="What waits in host memory; activations as --memory-limit asks."),
+]
 ProfilePath = Annotated[
     Path | None, typer.Option("--profile", help="Measured times, from `pipec profile`, to cut by.")
 ]
@@ -132,6 +158,34 @@ ClipGradNorm = Annotated[
 ShardName = Annotated[
     Shard | None,
     typer.Option("--shard", help="What replicas keep only a share of, besides what stands before it."),
+]
+PrecisionName = Annotated[
+    Precision | None,
+    typer.Option("--precision", help="Let operators compute with 16 bits beside float32 weights."),
+]
+CheckpointBandwidth = Annotated[
+    float | None,
+    typer.Option(
+        "--checkpoint-bandwidth",
+        min=1,
+        help="Bytes per second of a checkpoint that all devices write together; tells how often to save.",
+    ),
+]
+Pause = Annotated[
+    float | None,
+    typer.Option("--pause", min=0, help="Seconds for which a save stops training. Default: all it takes."),
+]
+Restart = Annotated[
+    float | None,
+    typer.Option("--restart", min=0, help="Seconds from a failure to the first new step. Default: 300."),
+]
+DeviceHours = Annotated[
+    float | None,
+    typer.Option(
+        "--device-hours",
+        min=1e-3,
+        help="Hours between two failures of one device. Default: 50,700, those of Llama 3.",
+    ),
 ]
 Drawing = Annotated[
     Path | None,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipec.cli.options import Json, Target
+from pipec.cli.options import Json, PrecisionName, Target
 from pipec.cli.output import show_json, status
 from pipec.cli.target import load_example
 from pipec.ir import Phase
@@ -35,6 +35,7 @@ def profile(
         int,
         typer.Option("--ranks", min=1, max=1024, help="Copies at a time, as many as ranks will share a CPU."),
     ] = 1,
+    precision: PrecisionName = None,
     as_json: Json = False,
 ) -> None:
     """Measure every operator of a training step, forward and backward, and write a profile.
@@ -59,6 +60,7 @@ def profile(
             device=device,
             repeats=repeats,
             ranks=ranks,
+            precision=precision,
             show=show,
         )
     measured.save(output)

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from pipec import torch_compat
-from pipec.graph import is_random
+from pipec.graph import is_assumption, is_random
 from pipec.graph.dimensions import Symbols, dimension
 
 aten = torch.ops.aten
@@ -147,6 +147,8 @@ def expression(node: fx.Node, name: Namer, symbols: Symbols) -> str:
     ]
     if target is aten.slice.Tensor and len(args) < 5 and args[1:2] >= ["0"]:
         return _slice(*args)
+    if is_assumption(node):
+        return f"assume({', '.join(args)})"
     if is_random(node):
         return _random(node, args, kwargs)
     if target is aten.index.Tensor and None not in node.args[1]:  # type: ignore[operator]
@@ -163,7 +165,7 @@ def expression(node: fx.Node, name: Namer, symbols: Symbols) -> str:
 
 def free_names(node: fx.Node, symbols: Symbols) -> set[str]:
     """What ``expression(node, ...)`` mentions besides nodes and ``torch``: ``{"b", "t", "device"}``."""
-    names: set[str] = set()
+    names = {"assume"} if is_assumption(node) else set[str]()
     if is_random(node):
         names |= {"rng", "dropout" if node.target is aten.native_dropout.default else "draw"}
     for argument in torch_compat.pytree.tree_leaves((node.args, node.kwargs)):

@@ -8,7 +8,7 @@ import builtins
 import keyword
 import operator
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import fx
@@ -34,12 +34,14 @@ RESERVED = frozenset(
         "w",
         "buffers",
         "constants",
+        "prepared",
         "rng",
         "saved",
         "b",
         "device",
         "dropout",
         "draw",
+        "assume",
         "loss",
         "grad_loss",
         "share",
@@ -90,21 +92,20 @@ def name_nodes(graph: TrainingGraph) -> dict[fx.Node, str]:
             names[node] = "loss"
         elif node.op != "output":
             names[node] = _unique(_base_name(graph, node, results), taken)
-    return names | _names_of_batch(graph, names, taken)
+    apart = [each for each in (graph.of_batch, graph.prepared) if each is not None]
+    return names | _names_apart(graph, [node for each in apart for node in each.nodes], names, taken)
 
 
-def _names_of_batch(
-    graph: TrainingGraph, names: Mapping[fx.Node, str], taken: set[str]
+def _names_apart(
+    graph: TrainingGraph, nodes: Iterable[fx.Node], names: Mapping[fx.Node, str], taken: set[str]
 ) -> dict[fx.Node, str]:
-    """Names for the nodes of ``graph.of_batch``, whose arguments are called as everywhere."""
-    if graph.of_batch is None:
-        return {}
+    """Names for nodes of the graphs beside the training graph, whose arguments are called as everywhere."""
     arguments = {node.meta["role"]: names[node] for node in graph.arguments}
     return {
         node: arguments[node.meta["role"]]
         if node.op == "placeholder"
         else _unique(_operator_name(node), taken)
-        for node in graph.of_batch.nodes
+        for node in nodes
         if node.op != "output"
     }
 

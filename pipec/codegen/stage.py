@@ -3,7 +3,7 @@
 import itertools
 import operator
 import textwrap
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -11,15 +11,18 @@ from torch import fx
 from pipec.codegen.expressions import expression, free_names
 from pipec.codegen.inlining import inlined_views
 from pipec.codegen.names import comment
-from pipec.graph import TrainingGraph, is_view
+from pipec.graph import TrainingGraph, is_assumption, is_view
 from pipec.graph.dimensions import dimension
-from pipec.graph.functions import Function, StageFunctions, of_batch_nodes, runs_in
+from pipec.graph.functions import Function, StageFunctions, of_batch_nodes, prepared_nodes, runs_in
 from pipec.graph.lifetimes import dying, is_statement, items_of, made_by, sums_in_place
 from pipec.ir import Phase
 from pipec.ir.text import format_dtype
 
 LINE_LENGTH = 100
 SIDE_COLUMN = 84
+
+RUNTIME = {"pipec.runtime.branches": {"assume"}, "pipec.runtime.draws": {"draw", "dropout"}}
+"""What generated code may import of pipec: names by module."""
 
 RETURNS = {
     Phase.FORWARD: ("sent", "saved", "updates"),
@@ -70,11 +73,13 @@ class StageSource:
         return "\n".join([*lines, *self._functions()]) + "\n"
 
     def _functions(self) -> Iterator[str]:
-        """The lines of ``constants`` and ``of_batch``, if there are any, and of each function."""
+        """The lines of ``constants``, ``of_batch`` and ``prepare``, if they exist, and of each function."""
         if self.stage.constants:
             yield from ("", "", *self._constants())
         if self.stage.of_batch:
             yield from ("", "", *self._of_batch())
+        if self.stage.prepared:
+            yield from ("", "", *self._prepare())
         for function in self.stage.functions:
             yield from ("", "", *_FunctionSource(self, function).lines())
 
@@ -94,6 +99,9 @@ class StageSource:
 
         Items of a tuple that no node in ``read`` takes are called ``_``.
         """
+        if is_assumption(node):
+            condition, outcome, branch = source.split(", ", 2)
+            return [f"    {condition}, {outcome},", f"           {branch}"]
         if not isinstance(node.meta["val"], list | tuple):
             return _statement(f"{self.names[node]} = {source}", self.type_of(node))
         items = {u.args[1]: u for u in node.users if u.target is operator.getitem and u in read}
@@ -114,10 +122,12 @@ class StageSource:
     def _imports(self) -> list[str]:
         """Only what the code uses is imported. ``math`` is for sizes, such as ``math.ceil(b / 2)``."""
         bodies = (function.body for function in self.stage.functions)
-        named = self.free_names(itertools.chain(self.stage.constants, *bodies))
-        draws = sorted(named & {"draw", "dropout"})
+        apart = prepared_nodes(self.graph, self.stage.prepared)
+        named = self.free_names(itertools.chain(self.stage.constants, apart, *bodies))
         lines = [*(["import math", ""] if "math" in named else []), "import torch"]
-        return lines + (["", f"from pipec.runtime.draws import {', '.join(draws)}"] if draws else [])
+        imported = {module: sorted(named & names) for module, names in RUNTIME.items()}
+        of_runtime = [f"from {module} import {', '.join(used)}" for module, used in imported.items() if used]
+        return [*lines, *([""] if of_runtime else []), *of_runtime]
 
     def _table(self, name: str, variable: str, nodes: Sequence[fx.Node]) -> list[str]:
         if not nodes:
@@ -163,17 +173,43 @@ class StageSource:
         def name(node: fx.Node) -> str:
             return buffers[node.meta["role"]] if node in held else self.names[node]
 
-        made: tuple[fx.Node, ...] = self.graph.of_batch.output_node().args[0]  # type: ignore[assignment]
         return [
             f"def of_batch({', '.join(parameters)}):",
             '    """Values of the whole mini-batch, which has b rows: computed once a step."""',
-            *(
-                line
-                for node in filter(is_statement, body)
-                for line in self.assignment(node, expression(node, name, self.graph.symbols), nodes)
-            ),
-            f"    return {_tuple(name(made[node.meta['role'].index]) for node in self.stage.of_batch)}",
+            *self._computed_apart(self.graph.of_batch, body, self.stage.of_batch, name),
         ]
+
+    def _prepare(self) -> list[str]:
+        nodes = prepared_nodes(self.graph, self.stage.prepared)
+        weights = {node.meta["role"]: f"w[{i}]" for i, node in enumerate(self.stage.parameters)}
+        body = [node for node in nodes if node.op != "placeholder"]
+
+        def name(node: fx.Node) -> str:
+            return weights[node.meta["role"]] if node.op == "placeholder" else self.names[node]
+
+        assert self.graph.prepared is not None
+        return [
+            f"def prepare({', '.join(['w', *(['device'] if 'device' in self.free_names(body) else [])])}):",
+            '    """What depends on weights alone: computed once for each version of them."""',
+            *self._computed_apart(self.graph.prepared, body, self.stage.prepared, name),
+        ]
+
+    def _computed_apart(
+        self,
+        apart: fx.Graph,
+        body: Sequence[fx.Node],
+        read: Sequence[fx.Node],
+        name: Callable[[fx.Node], str],
+    ) -> Iterator[str]:
+        """The lines that compute what the arguments ``read`` stand for, and return it."""
+        for node in filter(is_statement, body):
+            yield from self.assignment(node, expression(node, name, self.graph.symbols), body)
+        made: tuple[fx.Node, ...] = apart.output_node().args[0]  # type: ignore[assignment]
+        returned = _tuple(name(made[node.meta["role"].index]) for node in read)
+        if len(returned) + 11 <= LINE_LENGTH:
+            yield f"    return {returned}"
+        else:
+            yield from ("    return (", *_folded(returned), "    )")
 
 
 @dataclass(frozen=True)
@@ -190,6 +226,7 @@ class _FunctionSource:
         function, stage = self.function, self.module.stage
         held = {
             "w": stage.parameters,
+            "prepared": stage.prepared,
             "buffers": set(stage.buffers) - set(function.saved_in),
             "constants": self.module.hoisted(),
         }
@@ -273,6 +310,8 @@ class _FunctionSource:
         stage = self.module.stage
         if node in stage.parameters:
             return f"w[{stage.parameters.index(node)}]"
+        if node in stage.prepared:
+            return f"prepared[{stage.prepared.index(node)}]"
         if node in stage.buffers and node not in self.function.saved_in:
             return f"buffers[{stage.buffers.index(node)}]"
         return self.module.names[node]

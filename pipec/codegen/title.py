@@ -26,6 +26,9 @@ def stage_title(stage: Stage, plan: Plan) -> str:
         sizes = ", ".join(f"{name} = {size}" for name, size in plan.sizes.items())
         kept = f"{format_bytes(stage.cost.memory.saved)} a microbatch ({sizes})"
         rows.append(f"saves     {kept}{', computes the rest again' if stage.replays else ''}")
+    if stage.offloaded:
+        away = f"{len(stage.offloaded)} of these values, {format_bytes(stage.cost.memory.offloaded)}"
+        rows.append(f"offloads  {away}, to host memory until the backward")
     return "\n".join(rows)
 
 

@@ -62,10 +62,11 @@ class Choice:
 class Autotuner:
     """Tries the schedules of ``policy``.
 
-    If ``may_recompute``, ranks that would need more memory than they have get stages that recompute. Replicas
-    of a stage are next to each other, or far apart if the ranks of a pipeline are ``side_by_side``; unless it
-    ``may_rearrange`` them, they are where they are. Without a flush, stages update with the ``optimizer``, on
-    devices that move ``bytes_per_second``.
+    If ``may_recompute``, ranks that would need more memory than they have get stages that recompute, and if
+    ``may_offload``, such that let values wait on the host. Replicas of a stage are next to each other, or far
+    apart if the ranks of a pipeline are ``side_by_side``; unless it ``may_rearrange`` them, they are where
+    they are. Without a flush, stages update with the ``optimizer``, on devices that move
+    ``bytes_per_second``.
     """
 
     policy: SchedulePolicy
@@ -74,6 +75,7 @@ class Autotuner:
     may_rearrange: bool = True
     optimizer: OptimizerFacts | None = None
     bytes_per_second: float = math.inf
+    may_offload: bool = False
 
     def choose(
         self,
@@ -208,9 +210,10 @@ class Autotuner:
         return cut if self.policy.replicas == 1 else ShareStages(cut, self.members())
 
     def fitting(self, staged: StagedGraph, schedule: Schedule, size: int) -> Trial:
-        """A schedule on these stages. Those that would not fit recompute, if they may."""
+        """A schedule on these stages. Those that would not fit recompute, or offload, if they may."""
         trial = staged.trial(schedule, size)
-        return within_memory(trial) if self.may_recompute and any(trial.excess) else trial
+        may_fit = self.may_recompute or self.may_offload
+        return within_memory(trial) if may_fit and any(trial.excess) else trial
 
 
 def best_of(found: Sequence[tuple[Autotuner, Choice]]) -> tuple[Autotuner, Choice]:

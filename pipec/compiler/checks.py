@@ -1,5 +1,8 @@
 """Whether microbatches make what the batch would: what is refused if not, and what the user is told."""
 
+import math
+from collections.abc import Iterable
+
 from pipec.errors import InputError
 from pipec.graph import TrainingGraph, is_collective
 from pipec.ir import Placement
@@ -17,6 +20,34 @@ def check_rounds(graph: TrainingGraph, placement: Placement, num_microbatches: i
         raise InputError(
             f"the model joins the replicas of a stage, of which each must have as many microbatches, but "
             f"{len(uneven[0])} share {num_microbatches}; pass a multiple of {len(uneven[0])} as microbatches"
+        )
+
+
+def check_offload(
+    offload: str | None, recompute: str, memory_limits: Iterable[float], flushes: bool, updates: bool
+) -> None:
+    """Raise InputError if state or saved values are to wait on the host where they cannot, or need not."""
+    if offload in ("optimizer", "all") and not updates:
+        raise InputError(
+            f"offload is {offload!r}, but the programs have no optimizer; pass optimizer=..., such as "
+            "functools.partial(torch.optim.AdamW, lr=1e-3), or offload='activations'"
+        )
+    if offload not in ("activations", "all"):
+        return
+    if not flushes:
+        raise InputError(
+            f"offload is {offload!r}, but without a flush what was saved stays on the device; take a "
+            "schedule with a flush, such as schedule='1f1b', or leave it out"
+        )
+    if recompute == "full":
+        raise InputError(
+            f"offload is {offload!r}, but recompute='full' saves nothing that could wait on the host; take "
+            "recompute='auto', which chooses both together, or 'none'"
+        )
+    if all(limit == math.inf for limit in memory_limits):
+        raise InputError(
+            f"offload is {offload!r}, which moves no more than memory asks for; pass the bytes that a device "
+            "has, such as memory_limit='16GiB', or a topology that says so"
         )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipec.capture.autocast import autocast, require_wide_weights
 from pipec.capture.call import Call
 from pipec.capture.step import traced_module
 from pipec.capture.symbols import FixedVariableError
@@ -31,7 +32,7 @@ from pipec.console import notice
 from pipec.errors import InputError, PlanError
 from pipec.graph import TrainingGraph
 from pipec.hardware.topology import Topology
-from pipec.ir import Alternative, Mode, Placement, Shard, Sizes, Variable
+from pipec.ir import Alternative, Mode, Placement, Precision, Shard, Sizes, Variable
 from pipec.ir.batch import require_equal_rows, split_sizes, variable_values
 from pipec.passes import Pass
 from pipec.passes.follow_owners import FollowOwners, owners_of
@@ -49,8 +50,8 @@ class Compiler:
     Unless ``dynamic``, the microbatches of a call are captured for the one size they have, if it is one.
     Costs are then known for that size alone, so nothing is searched. With ``searches_replicas`` the first
     call chooses how many replicas stages have. With ``searches_shard`` the first training step chooses what
-    they divide. ``microbatch_weight`` is that of the plan. ``seconds`` says how long each step of all
-    compilations took together.
+    they divide. ``microbatch_weight`` is that of the plan. ``precision`` is what operators compute in, if
+    not in the model's own types. ``seconds`` says how long each step of all compilations took together.
     """
 
     model: nn.Module
@@ -64,6 +65,7 @@ class Compiler:
     searches_replicas: bool = False
     searches_shard: bool = False
     microbatch_weight: str = ""
+    precision: Precision | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     _settled: Settled | None = None
     _traced: dict[Mode, nn.Module] = field(default_factory=dict)
@@ -79,9 +81,13 @@ class Compiler:
         fresh: dict[str, Any] = {"seconds": {}, "_traced": {}, "_captures": Captures(), "_compiled": {}}
         return replace(self, model=model, **fresh, _symbolic={}, _warned=set())
 
-    def version(self, kind: Kind) -> int:
+    def version(self, kind: Kind, call: Call | None) -> int:
         """Which capture of a kind of call is still right; a new number if none is."""
-        return self._captures.version(kind)
+        return self._captures.version(kind, call)
+
+    def is_right(self, signature: Signature) -> bool:
+        """Whether what was captured is still right for the model."""
+        return not self._captures.obsolete(signature, None)
 
     def retain(self, numbers: Collection[int]) -> None:
         """Let go of what was compiled, but of these."""
@@ -101,7 +107,7 @@ class Compiler:
         Raises:
             CaptureError, InputError, PlanError, InfeasibleError: nothing has run or been sent by then.
         """
-        reason = self._captures.announce(signature, self.model, variables)
+        reason = self._captures.announce(signature, call, self.model, variables)
         with notice(f"pipec: compiles, {reason}") as self._notice:
             return self._compile(signature, call)
 
@@ -243,9 +249,14 @@ class Compiler:
         microbatches may, they are tried as well, so that the plan can say what they would gain. A graph that
         ``joins`` replicas is for their number.
         """
-        asked = self.autotuner
-        chosen = self._choose_arranged(asked, cut, batch)
-        others: list[tuple[Autotuner, Choice]] = []
+        asked, obstacle = self.autotuner, None
+        found, others = list[tuple[Autotuner, Choice]](), list[tuple[Autotuner, Choice]]()
+        try:
+            found.append(self._choose_arranged(asked, cut, batch))
+        except PlanError as error:
+            if not self.searches_replicas:
+                raise
+            obstacle = error
         if self.dynamic and not joins and (self.searches_replicas or not self.microbatches):
             for replicas in asked.policy.other_replicas():
                 with suppress(InputError, PlanError):
@@ -254,8 +265,9 @@ class Compiler:
                 tuner = replace(asked, policy=policy)
                 counts = self._counts(tuner, batch)
                 others += tuner.choose_unequal(cut, self.options.topology, batch, counts)
-        if self.searches_replicas:
-            chosen = best_of([chosen, *others])
+        if obstacle and not others:
+            raise obstacle
+        chosen = best_of([*found, *others]) if self.searches_replicas else found[0]
         tried = [alternative for _, choice in others for alternative in choice.tried]
         return chosen[0], replace(chosen[1], tried=(*chosen[1].tried, *tried))
 
@@ -328,9 +340,11 @@ class Compiler:
             self.device,
             adds_up=not self.microbatch_weight,
             outputs=signature.kind.outputs,
+            batch=call,
             num_replicas=None if self.searches_replicas or isinstance(replicas, tuple) else replicas,
         )
-        with self._timed("capture and differentiate"):
+        require_wide_weights(self.precision, self.model)
+        with self._timed("capture and differentiate"), autocast(self.precision, self.device):
             graph = self._trace_variables(signature, traced) or traced(symbolic=symbolic)
         if graph.joined and self.microbatches is None:
             log.info("%s joins replicas: a step is one round, of %s microbatches", graph.joined, replicas)

@@ -11,11 +11,15 @@ from pipec.passes.annotate_cost import AnnotateCost
 from pipec.passes.divide_phases import DividePhases
 from pipec.passes.insert_communication import InsertCommunication
 from pipec.passes.join_slices import JoinSlices
+from pipec.passes.mark_offload import MarkOffload
 from pipec.passes.mark_recompute import MarkRecompute
+from pipec.passes.prepare_weights import PrepareWeights
 from pipec.passes.simplify import Simplify
 from pipec.passes.split_backward import SplitBackward
 from pipec.passes.untie_gradients import UntieGradients
 from pipec.plan.updates import OptimizerFacts
+
+NOTHING_AWAY = MarkOffload()
 
 
 @dataclass(frozen=True)
@@ -23,32 +27,38 @@ class CompilerOptions:
     """What code is generated for.
 
     ``device_model`` describes every device, ``topology`` how they are joined and what each of them holds.
-    ``recompute`` is "auto", "none" or "full". ``profile`` is of the training graph that decides the cut.
-    ``ending`` says whether the programs update, clip and shard, and ``optimizer`` what is known of the
-    optimizer that does.
+    ``recompute`` is "auto", "none" or "full". If it ``offloads``, saved values may wait in host memory.
+    ``profile`` is of the training graph that decides the cut. ``ending`` says whether the programs update,
+    clip and shard, and ``optimizer`` what is known of the optimizer that does.
     """
 
     device_model: DeviceModel
     topology: Topology
     recompute: str = "auto"
+    offloads: bool = False
     profile: Profile | None = None
     ending: Ending = NOTHING_MORE
     optimizer: OptimizerFacts | None = None
 
 
-def passes(options: CompilerOptions, cut: Pass, recompute: MarkRecompute) -> list[Pass]:
+def passes(
+    options: CompilerOptions, cut: Pass, recompute: MarkRecompute, offload: MarkOffload = NOTHING_AWAY
+) -> list[Pass]:
     """The compilation of a captured graph. ``cut`` is the pass that gives nodes their stages.
 
-    ``recompute`` marks what is computed again, unless the options say that everything is.
+    ``recompute`` marks what is computed again, unless the options say that everything is, and ``offload``
+    what waits in host memory.
     """
     return [
         Simplify(),
         JoinSlices(),
         AnnotateCost(options.device_model, options.profile),
+        PrepareWeights(),
         cut,
         UntieGradients(),
         InsertCommunication(options.topology.slowest_link),
         MarkRecompute(None) if options.recompute == "full" else recompute,
+        offload,
         DividePhases(),
         SplitBackward(),
     ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipec.errors import InputError, PlanError
-from pipec.ir import Placement, Schedule, Stream, Versions
+from pipec.ir import Placement, Precision, Schedule, Stream, Versions
 from pipec.programs.fold import num_to_lower
 from pipec.schedules import (
     ASYNCHRONOUS,
@@ -93,7 +93,12 @@ class SchedulePolicy:
         return [n for n in range(1, ranks + 1) if ranks % n == 0 and n != self.replicas]
 
     def of_unequal_stages(self) -> list["SchedulePolicy"]:
-        """The policies of schedules that are allowed and run stages with different numbers of replicas."""
+        """The policies of schedules that are allowed and run stages with different numbers of replicas.
+
+        No two replicas need do the same there, so that on very many ranks it takes too long to try them.
+        """
+        if self.total_ranks > _MOST_RANKS_UNEQUAL:
+            return []
         if self.choice == "auto":
             return [replace(self, choice="pipedream")] if self.asynchronous else []
         return [self] if self.choice in ("1f1b", "pipedream") else []
@@ -229,6 +234,10 @@ class SchedulePolicy:
         return self.choice == "auto" or self.choice in SEARCHED
 
 
+_MOST_RANKS_UNEQUAL = 1024
+"""On more ranks, stages are not tried with different numbers of replicas."""
+
+
 def usual_microbatches(batch: int, num_ranks: int) -> int:
     """About four microbatches a rank, with which the bubble is below a fifth of the step.
 
@@ -332,7 +341,13 @@ _ROWS_FOR_ANY = 1024
 
 
 def check_updates(
-    policy: SchedulePolicy, may_replicate: bool, updates: bool, shard: str | None, batch: str, on_nan: str
+    policy: SchedulePolicy,
+    may_replicate: bool,
+    updates: bool,
+    shard: str | None,
+    batch: str,
+    on_nan: str,
+    precision: Precision | None,
 ) -> None:
     """Raise InputError if a schedule without a flush is to do what needs one.
 
@@ -350,6 +365,12 @@ def check_updates(
         raise InputError(
             f"{name} updates a stage while replicas of it still use other versions of its weights, of which "
             f"shard={shard!r} would leave each a share; leave it out, or take schedule='1f1b'"
+        )
+    if precision is Precision.FP16:
+        raise InputError(
+            f"{name} updates a stage before it is known whether gradients of others overflow, for which "
+            "precision='fp16-mixed' leaves out all updates; take precision='bf16-mixed', or "
+            "schedule='1f1b'"
         )
     if on_nan == "skip":
         raise InputError(

@@ -1,18 +1,21 @@
-"""Recompute by budget: what ranks that lack memory compute again, so that a schedule fits on its stages."""
+"""Recompute by budget: what ranks that lack memory compute again or offload, so that a schedule fits."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from pipec.compiler.staged import Trial
 from pipec.ir import Op, Placement, stages_on
 from pipec.ir.columns import OP_CODE, Instructions, Ints
+from pipec.passes.mark_offload import MarkOffload
 from pipec.passes.mark_recompute import MarkRecompute
-from pipec.planner.recompute import Choice, Moment, Stage, Value, fastest_within, smallest
+from pipec.planner.recompute import Choice, Host, Moment, Stage, Value, fastest_within, smallest
 from pipec.planner.segments import segments
+from pipec.programs.alike import in_step
 from pipec.programs.fold import excerpt
+from pipec.programs.offloads import away
 
 _ATTEMPTS = 3
 """How often a choice is made anew until it fits. An attempt knows what the one before lacked."""
@@ -26,7 +29,18 @@ _READING = [OP_CODE[Op.BACKWARD], OP_CODE[Op.BACKWARD_INPUT]]
 
 
 def within_memory(trial: Trial) -> Trial:
-    """The same schedule on the same cut, where ranks that lack memory replay as little as lets them fit.
+    """The same schedule on the same cut, where ranks that lack memory do as little about it as lets them fit.
+
+    They replay, or let values wait on the host, or both, as the options allow. Where they may do both, the
+    simulator decides whether it is better to replay alone.
+    """
+    options = trial.staged.options
+    ways = [False] * (options.recompute == "auto") + [True] * (options.offloads and not trial.overlaps)
+    return min((_fitted(trial, offloads) for offloads in ways), key=lambda each: each.score)
+
+
+def _fitted(trial: Trial, offloads: bool) -> Trial:
+    """The schedule within memory, where values may wait on the host if it ``offloads``.
 
     At first a stage replays all at once before its backward, which it can do while it waits. Where that does
     not fit, the backward replays one segment of the stage after the other.
@@ -35,7 +49,7 @@ def within_memory(trial: Trial) -> Trial:
     taken to be what it is without recompute, and then to be larger by what the attempt before lacked. If no
     attempt fits, the trial is the one that needs least.
     """
-    tried, groups = list[Trial](), [group for group in _groups(trial) if group.lacks(trial)]
+    tried, groups = list[Trial](), [group for group in _groups(trial, offloads) if group.lacks(trial)]
     while all(group.choose_fastest() for group in groups):
         tried.append(_replaying(trial, groups))
         lacking = [group for group in groups if group.lacks(tried[-1])]
@@ -53,38 +67,43 @@ def _replaying(trial: Trial, groups: Sequence["_Group"]) -> Trial:
         frozenset(name for group in groups for name in group.replayed),
         late=frozenset(stage for group in groups if group.is_late for stage in group.stages),
     )
-    return trial.staged.recomputing(again).trial(trial.schedule, trial.plan.microbatch_size)
+    offload = MarkOffload(frozenset(name for group in groups for name in group.offloaded))
+    return trial.staged.recomputing(again, offload).trial(trial.schedule, trial.plan.microbatch_size)
 
 
 @dataclass(frozen=True, slots=True)
 class _Need:
     """What a rank may hold of its stages while an instruction runs: ``room`` bytes.
 
-    ``saved`` counts the microbatches that are in flight, by stage. ``replaying`` is the stage whose backward
-    runs, if one does.
+    ``saved`` counts the microbatches that are in flight, by stage, and ``away`` those of them that can be on
+    the host. ``replaying`` is the stage whose backward runs, if one does.
     """
 
     saved: tuple[int, ...]
+    away: tuple[int, ...]
     replaying: int | None
     room: float
 
 
 @dataclass
 class _Group:
-    """Ranks that have ``stages`` in common, and what these replay.
+    """Ranks that have ``stages`` in common, and what these replay and offload.
 
     ``values`` are those of each stage by name. ``needs`` is what the ranks may hold when. On each of them so
-    many bytes are ``reserved``. ``level`` says in how many segments stages are replayed.
+    many bytes are ``reserved``. ``level`` says in how many segments stages are replayed. If there is a
+    ``host``, values may wait there.
     """
 
     ranks: Sequence[int]
     stages: Sequence[int]
     values: Sequence[Mapping[str, Value]]
     needs: Sequence[_Need]
+    host: Host | None = None
     level: int = 0
     reserved: float = 0.0
     attempts: int = 0
     replayed: frozenset[str] = frozenset()
+    offloaded: frozenset[str] = frozenset()
 
     @property
     def is_late(self) -> bool:
@@ -103,11 +122,11 @@ class _Group:
             self._next_level()
 
     def choose_fastest(self) -> bool:
-        """Choose in as few segments as fit what replays for the least time; False if nothing fits."""
+        """Choose in as few segments as fit what takes the least time; False if nothing fits."""
         while self.level < len(_SEGMENTS):
             pieces = self._pieces(self.level)
-            if choice := fastest_within(*_numbers(pieces, self.needs, self.reserved)):
-                self.replayed = _names(pieces, choice)
+            if choice := fastest_within(*_numbers(pieces, self.needs, self.reserved), self.host):
+                self._take(pieces, choice)
                 return True
             self._next_level()
         return False
@@ -118,9 +137,15 @@ class _Group:
         for level in range(len(_SEGMENTS)):
             pieces = self._pieces(level)
             problem = _numbers(pieces, self.needs, 0.0)
-            choice = smallest(*problem)
+            choice = smallest(*problem, self.host)
             if (excess := choice.excess(*problem)) < least:
-                least, self.level, self.replayed = excess, level, _names(pieces, choice)
+                least, self.level = excess, level
+                self._take(pieces, choice)
+
+    def _take(self, pieces: Sequence["_Piece"], choice: Choice) -> None:
+        self.replayed, self.offloaded = (
+            _names(pieces, chosen) for chosen in (choice.replayed, choice.offloaded)
+        )
 
     def _next_level(self) -> None:
         self.level, self.reserved, self.attempts = self.level + 1, 0.0, 0
@@ -142,9 +167,9 @@ class _Piece:
     values: Stage
 
 
-def _names(pieces: Sequence[_Piece], choice: Choice) -> frozenset[str]:
-    pairs = zip(pieces, choice.replayed, strict=True)
-    return frozenset(piece.names[position] for piece, replayed in pairs for position in replayed)
+def _names(pieces: Sequence[_Piece], chosen: Sequence[frozenset[int]]) -> frozenset[str]:
+    pairs = zip(pieces, chosen, strict=True)
+    return frozenset(piece.names[position] for piece, positions in pairs for position in positions)
 
 
 def _numbers(
@@ -153,20 +178,31 @@ def _numbers(
     """The problem of what to replay. During a backward, one piece of its stage is replayed at a time."""
     moments = []
     for need in needs:
-        saved = tuple(need.saved[piece.number] for piece in pieces)
+        saved, gone = (tuple(count[piece.number] for piece in pieces) for count in (need.saved, need.away))
         running = [k for k, piece in enumerate(pieces) if piece.number == need.replaying]
         for k in running or [-1]:
             replayed = tuple(int(k == other) for other in range(len(pieces)))
-            moments.append(Moment(saved, replayed, need.room - reserved))
+            moments.append(Moment(saved, replayed, need.room - reserved, gone))
     return tuple(piece.values for piece in pieces), tuple(_highest(moments))
 
 
-def _groups(trial: Trial) -> Iterator[_Group]:
+def _groups(trial: Trial, offloads: bool) -> Iterator[_Group]:
     values = trial.staged.forward_values(trial.plan.microbatch_size)
+    if trial.staged.options.recompute == "none":
+        values = [{name: replace(each, may_replay=False) for name, each in own.items()} for own in values]
     for ranks, stages in _sharing_stages(trial.plan.placement):
         own = {stage: values[stage] for stage in stages}
-        needs = dict.fromkeys(need for rank in ranks for need in _needs(trial, rank, own))
-        yield _Group(ranks, stages, list(own.values()), list(needs))
+        different = {(trial.stand_in(rank), trial.memory_limit(rank)): rank for rank in reversed(ranks)}
+        needs = dict.fromkeys(need for rank in different.values() for need in _needs(trial, rank, own))
+        host = _host(trial, stages) if offloads else None
+        yield _Group(ranks, stages, list(own.values()), list(needs), host)
+
+
+def _host(trial: Trial, stages: Sequence[int]) -> Host:
+    """What offloading takes on ranks with these stages: each copies beside its shortest compute."""
+    link = trial.staged.options.device_model.host_link
+    shortest = (min(trial.plan.stages[stage].cost.seconds.values(), default=0.0) for stage in stages)
+    return Host(sum(shortest) * link.bytes_per_second, 1 / link.bytes_per_second)
 
 
 def _sharing_stages(placement: Placement) -> Iterator[tuple[list[int], list[int]]]:
@@ -187,19 +223,20 @@ def _needs(trial: Trial, rank: int, values: Mapping[int, Mapping[str, Value]]) -
     A replay runs directly before its backward, so that it holds what it made while the backward runs.
     """
     plan = trial.plan
-    program = excerpt(trial.programs, plan.ending.stream, plan.placement)[rank]
+    program = excerpt(in_step(trial.programs), plan.ending.stream, plan.placement)[trial.stand_in(rank)]
     columns = Instructions.of(program.instructions, trial.plan.links)
     saved = np.array([_in_flight(columns, stage) for stage in values])
+    gone = np.array([away(columns, stage) for stage in values])
     needed = [
         sum(each.num_bytes for each in of_stage.values() if each.is_needed) for of_stage in values.values()
     ]
-    limit = trial.staged.options.topology.devices[rank].memory_bytes
+    limit = trial.memory_limit(rank)
     rooms = limit - trial.memory[rank].most + np.array(needed) @ saved
     stages, backward = list(values), np.isin(columns.ops, _READING)
     for number, room in enumerate(rooms.tolist()):
         replaying = stages.index(int(columns.stages[number])) if backward[number] else None
         if room < math.inf:
-            yield _Need(tuple(saved[:, number].tolist()), replaying, room)
+            yield _Need(tuple(saved[:, number].tolist()), tuple(gone[:, number].tolist()), replaying, room)
 
 
 def _in_flight(columns: Instructions, stage: int) -> Ints:
@@ -213,7 +250,7 @@ def _in_flight(columns: Instructions, stage: int) -> Ints:
 def _highest(moments: Sequence[Moment]) -> list[Moment]:
     """Those that are not implied by another."""
     found: list[Moment] = []
-    for moment in sorted(set(moments), key=lambda each: (each.room, -sum(each.saved + each.replayed))):
+    for moment in sorted(set(moments), key=lambda each: (each.room, -sum(_counts(each)))):
         if not any(_implies(other, moment) for other in found):
             found.append(moment)
     return found
@@ -221,5 +258,11 @@ def _highest(moments: Sequence[Moment]) -> list[Moment]:
 
 def _implies(one: Moment, other: Moment) -> bool:
     """Whether whatever is within the room of ``one`` is within that of ``other``."""
-    counts = zip(one.saved + one.replayed, other.saved + other.replayed, strict=True)
+    counts = zip(_counts(one), _counts(other), strict=True)
     return one.room <= other.room and all(mine >= its for mine, its in counts)
+
+
+def _counts(moment: Moment) -> Sequence[int]:
+    """How many microbatches hold what is saved and stays, what is saved and offloaded, what is replayed."""
+    there = (saved - away for saved, away in zip(moment.saved, moment.away, strict=True))
+    return (*moment.saved, *there, *moment.replayed)

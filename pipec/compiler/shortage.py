@@ -30,6 +30,7 @@ def infeasible(trial: Trial, enough: str = "") -> InfeasibleError:
     options = trial.staged.options
     limits = [device.memory_bytes for device in options.topology.devices]
     instead = "" if options.recompute == "auto" else ", recompute='auto'"
+    instead += "" if options.offloads or trial.overlaps else ", offload='activations'"
     return InfeasibleError(
         f"{shortfall(trial.memory, limits, trial.plan.placement)}\n{enough}"
         f"Use more devices, more microbatches of fewer rows{instead}, or a higher limit."

@@ -11,7 +11,7 @@ from pipec.codegen.stage import StageSource
 from pipec.codegen.title import stage_title
 from pipec.compiler import pass_list
 from pipec.compiler.checks import check_rounds, joins_replicas
-from pipec.compiler.pass_list import CompilerOptions
+from pipec.compiler.pass_list import NOTHING_AWAY, CompilerOptions
 from pipec.cost.formulas import node_bytes
 from pipec.errors import InputError, PipecError
 from pipec.graph import TrainingGraph, copy_graph
@@ -34,14 +34,17 @@ from pipec.ir.text import value_bytes
 from pipec.passes import Observer, Pass, run_passes
 from pipec.passes.assign_stages import AssignStages
 from pipec.passes.dump import requested_dumps
+from pipec.passes.mark_offload import MarkOffload
 from pipec.passes.mark_recompute import MarkRecompute, stage_values
 from pipec.plan.buckets import in_parts
 from pipec.plan.build import Names, build_plan, stage_cost
 from pipec.plan.memory import plan_memory
+from pipec.plan.offloads import with_copies
 from pipec.plan.predictions import simulate_plan, step_seconds
 from pipec.plan.updates import with_updates
 from pipec.plan.values import value_of
 from pipec.planner.recompute import Value
+from pipec.programs.alike import ReplicatedPrograms, few_replicas
 from pipec.programs.fold import fold
 from pipec.programs.lower import lower
 from pipec.programs.memory import UNDER_WAY
@@ -64,7 +67,7 @@ class Trial:
     schedule: Schedule
     stages: Sequence[StageFunctions]
     plan: Plan
-    programs: tuple[Program, ...]
+    programs: Sequence[Program]
     seconds: float
     memory: Sequence[RankMemory]
     excess: Sequence[float]
@@ -77,6 +80,14 @@ class Trial:
     def score(self) -> tuple[float, float]:
         """Less is better: first what does not fit into memory, then the seconds of the step."""
         return max(self.excess), self.seconds
+
+    def stand_in(self, rank: int) -> int:
+        """Which of the ranks whose programs were made does what this rank does."""
+        return self.programs.few.stand_in(rank) if isinstance(self.programs, ReplicatedPrograms) else rank
+
+    def memory_limit(self, rank: int) -> float:
+        """The bytes that the device of a rank holds."""
+        return self.staged.options.topology.devices[rank].memory_bytes
 
     @property
     def overlaps(self) -> bool:
@@ -107,6 +118,7 @@ class StagedGraph:
         cut: Pass,
         options: CompilerOptions,
         recompute: MarkRecompute = NOTHING_AGAIN,
+        offload: MarkOffload = NOTHING_AWAY,
         observers: Sequence[Observer] = (),
     ) -> None:
         self.options = options
@@ -115,8 +127,8 @@ class StagedGraph:
         self._trials: dict[object, Trial] = {}
         self._values: dict[int, Sequence[Mapping[str, Value]]] = {}
         self._plans: dict[object, tuple[Plan, Sequence[StageFunctions]]] = {}
-        self._variants: dict[MarkRecompute, StagedGraph] = {}
-        passes = pass_list.passes(options, cut, recompute)
+        self._variants: dict[tuple[MarkRecompute, MarkOffload], StagedGraph] = {}
+        passes = pass_list.passes(options, cut, recompute, offload)
         try:
             observers = (self._remember_cut, *observers, *self._dumps)
             self.graph = run_passes(copy_graph(captured), passes, observers)
@@ -129,13 +141,14 @@ class StagedGraph:
         for dump in self._dumps:
             dump.write()
 
-    def recomputing(self, recompute: MarkRecompute) -> "StagedGraph":
-        """The same cut, with stages computing again what is marked."""
-        if recompute not in self._variants:
-            self._variants[recompute] = StagedGraph(
-                self._captured, self._assignment, self.options, recompute, self._observers
+    def recomputing(self, recompute: MarkRecompute, offload: MarkOffload = NOTHING_AWAY) -> "StagedGraph":
+        """The same cut, with stages computing again what is marked, or offloading it."""
+        marks = recompute, offload
+        if marks not in self._variants:
+            self._variants[marks] = StagedGraph(
+                self._captured, self._assignment, self.options, *marks, self._observers
             )
-        return self._variants[recompute]
+        return self._variants[marks]
 
     def forward_values(self, size: int) -> Sequence[Mapping[str, Value]]:
         """By stage and by name, what may be saved or replayed of the forward of ``size`` rows."""
@@ -227,12 +240,7 @@ class StagedGraph:
         if placed.stream:
             _refuse_tied(plan)
             _refuse_shared(plan, self.graph)
-        recompute = [stage.index for stage in plan.stages if stage.recompute]
-        if placed.stream:
-            programs = fold(placed, plan.links, recompute, plan.ending)
-        else:
-            programs = lower(placed, plan.links, recompute, plan.ending, plan.parts, plan.joins)
-        verify_plan(plan, programs)
+        programs = _programs(placed, plan)
         memory = plan_memory(plan, programs)
         devices = self.options.topology.devices
         excess = [max(0.0, need.peak_bytes - devices[rank].memory_bytes) for rank, need in enumerate(memory)]
@@ -257,6 +265,7 @@ class StagedGraph:
                     ending,
                 )
             plan = build_plan(self.graph, stages, self.names, schedule, size, topology, ending)
+            plan = with_copies(plan, self.options.device_model.host_link)
             self._plans[key] = self._with_updates(plan), stages
         plan, stages = self._plans[key]
         count = schedule.stream.microbatches if schedule.stream else schedule.num_microbatches
@@ -279,6 +288,27 @@ class StagedGraph:
     def _remember_cut(self, position: int, transform: Pass, graph: TrainingGraph, seconds: float) -> None:
         if transform is self._cut:
             self._assignment = AssignStages.of(graph)
+
+
+def _programs(schedule: Schedule, plan: Plan) -> Sequence[Program]:
+    """The verified programs of a plan. Of many replicas that are alike, those of a few are made at first."""
+    few = few_replicas(schedule)
+    if few is None:
+        return _of_all(schedule, plan)
+    played = _of_all(few.schedule, few.plan(plan))
+    return ReplicatedPrograms(few, played, functools.partial(_of_all, schedule, plan))
+
+
+def _of_all(schedule: Schedule, plan: Plan) -> tuple[Program, ...]:
+    recompute = [stage.index for stage in plan.stages if stage.recompute]
+    if schedule.stream:
+        programs = fold(schedule, plan.links, recompute, plan.ending)
+    else:
+        programs = lower(
+            schedule, plan.links, recompute, plan.ending, plan.parts, plan.joins, plan.offloading
+        )
+    verify_plan(plan, programs)
+    return programs
 
 
 def _refuse_tied(plan: Plan) -> None:

@@ -40,7 +40,7 @@ def check_model(profile: Profile, graph: TrainingGraph) -> None:
         other = sorted(ours ^ theirs)[:1]
         detail = f", for example {other[0]} is in only one of them" if other else ""
         raise InputError(
-            f"the profile is of another model, another loss or another version of torch: it is of graph "
+            f"the profile is of another model, loss, precision or version of torch: it is of graph "
             f"{profile.model} with {len(theirs)} nodes, and this one is {found} with {len(ours)}{detail}. "
             "Make one of this model with `pipec profile`"
         )

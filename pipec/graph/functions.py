@@ -31,10 +31,12 @@ from pipec.graph import (
     OfBatch,
     Output,
     Parameter,
+    Prepared,
     Result,
     Share,
     TrainingGraph,
     UpdatedBuffer,
+    is_assumption,
     is_collective,
     is_constant,
     is_view,
@@ -104,6 +106,8 @@ class StageFunctions:
     functions: tuple[Function, ...]
     parameters: tuple[fx.Node, ...]
     buffers: tuple[fx.Node, ...]
+    prepared: tuple[fx.Node, ...]
+    """What is made of parameters alone and some function reads: arguments of the graph."""
     of_batch: tuple[fx.Node, ...]
     """The values of the whole mini-batch that some function reads: arguments of the graph."""
     constants: tuple[fx.Node, ...]
@@ -146,8 +150,9 @@ def stage_functions(
     return StageFunctions(
         stage,
         tuple(functions),
-        parameters=_arguments(functions, Parameter),
+        parameters=_parameters(graph, functions),
         buffers=_buffers(graph, functions),
+        prepared=_arguments(functions, Prepared),
         of_batch=_arguments(functions, OfBatch),
         constants=_constants(graph, functions),
     )
@@ -212,7 +217,9 @@ def _function(
     results = [(r, n) for r, n in results if n in local or (is_last and n not in others)]
     sent = [] if phase is Phase.RECOMPUTE else [node for node in local if node.target is send]
     joined = [] if is_last else list(filter(is_collective, parts[part + 1]))
-    roots = list(saved_out) + [n for _, n in results] + [n.all_input_nodes[0] for n in [*sent, *joined]]
+    assumed = list(filter(is_assumption, local)) if phase is Phase.FORWARD else []
+    roots = [*saved_out, *assumed, *(n for _, n in results)]
+    roots += [n.all_input_nodes[0] for n in [*sent, *joined]]
     body, outside = _closure(roots, local, reads_changed=phase is Phase.FORWARD and part == 0)
     order = {node: i for i, node in enumerate(graph.module.graph.nodes)}
 
@@ -313,7 +320,7 @@ def _is_held(node: fx.Node, reads_changed: bool) -> bool:
     role = node.meta["role"]
     if isinstance(role, Buffer):
         return reads_changed or not node.meta["changed"]
-    return isinstance(role, Parameter)
+    return isinstance(role, Parameter | Prepared)
 
 
 def _is_input(node: fx.Node) -> bool:
@@ -328,6 +335,14 @@ def _arguments(functions: Sequence[Function], kind: type) -> tuple[fx.Node, ...]
     return tuple(dict.fromkeys(held))
 
 
+def _parameters(graph: TrainingGraph, functions: Sequence[Function]) -> tuple[fx.Node, ...]:
+    """The parameters that some function reads, then those of which it reads what is made of them alone."""
+    behind = {fqn for node in _arguments(functions, Prepared) for fqn in node.meta["role"].fqns}
+    others = {Parameter(fqn) for fqn in behind}
+    named = [node for node in graph.arguments if node.meta["role"] in others]
+    return tuple(dict.fromkeys([*_arguments(functions, Parameter), *named]))
+
+
 def _buffers(graph: TrainingGraph, functions: Sequence[Function]) -> tuple[fx.Node, ...]:
     """The buffers that some function reads, then those that get a new value or that ``of_batch`` reads."""
     others: set[Any] = {Buffer(fqn) for function in functions for fqn, _ in function.updates}
@@ -338,9 +353,19 @@ def _buffers(graph: TrainingGraph, functions: Sequence[Function]) -> tuple[fx.No
 
 def of_batch_nodes(graph: TrainingGraph, read: Iterable[fx.Node]) -> list[fx.Node]:
     """What ``graph.of_batch`` computes to make the values ``read``, and the arguments it takes for that."""
-    if graph.of_batch is None:
+    return _leading_to(graph.of_batch, read)
+
+
+def prepared_nodes(graph: TrainingGraph, read: Iterable[fx.Node]) -> list[fx.Node]:
+    """What ``graph.prepared`` computes to make the values ``read``, and the parameters it takes for that."""
+    return _leading_to(graph.prepared, read)
+
+
+def _leading_to(apart: fx.Graph | None, read: Iterable[fx.Node]) -> list[fx.Node]:
+    """The nodes of a graph beside the training graph that lead to what its arguments ``read`` stand for."""
+    if apart is None:
         return []
-    made: tuple[fx.Node, ...] = graph.of_batch.output_node().args[0]  # type: ignore[assignment]
+    made: tuple[fx.Node, ...] = apart.output_node().args[0]  # type: ignore[assignment]
     needed: set[fx.Node] = set()
     pending = [made[node.meta["role"].index] for node in read]
     while pending:
@@ -348,7 +373,7 @@ def of_batch_nodes(graph: TrainingGraph, read: Iterable[fx.Node]) -> list[fx.Nod
         if node not in needed:
             needed.add(node)
             pending.extend(node.all_input_nodes)
-    return [node for node in graph.of_batch.nodes if node in needed]
+    return [node for node in apart.nodes if node in needed]
 
 
 def _constants(graph: TrainingGraph, functions: Sequence[Function]) -> tuple[fx.Node, ...]:

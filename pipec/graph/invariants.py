@@ -11,13 +11,13 @@ from pipec.graph import (
     Buffer,
     Form,
     Gradient,
-    Parameter,
     TrainingGraph,
     UpdatedBuffer,
     is_collective,
     is_constant,
     is_forward,
     is_tensor,
+    parameters_behind,
     part_of,
     recv,
     send,
@@ -119,11 +119,12 @@ def _gradients_have_one_stage_each(graph: TrainingGraph) -> Iterator[Fault]:
 
 
 def _gradients_have_owners(graph: TrainingGraph) -> Iterator[Fault]:
-    users = {
-        n.meta["role"].fqn: {stage_of(u) for u in n.users if u.op == "call_function"}
-        for n in graph.arguments
-        if isinstance(n.meta["role"], Parameter)
-    }
+    users: dict[str, set[int]] = {}
+    for argument in graph.arguments:
+        for fqn in parameters_behind(argument):
+            users.setdefault(fqn, set()).update(
+                stage_of(user) for user in argument.users if user.op == "call_function"
+            )
     for role, node in graph.outputs:
         if isinstance(role, Gradient) and stage_of(node) not in users[role.fqn]:
             yield (

@@ -38,6 +38,15 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True)
+class Prepared:
+    """What is made of the parameters ``fqns`` alone, once for each version of them: output ``index`` of the
+    graph's ``prepared``."""
+
+    index: int
+    fqns: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Buffer:
     """A tensor of the model that is not trained."""
 
@@ -97,7 +106,7 @@ class Gradient:
     fqn: str
 
 
-Argument = Parameter | Buffer | ModelInput | LossGradient | Share | OfBatch
+Argument = Parameter | Prepared | Buffer | ModelInput | LossGradient | Share | OfBatch
 Result = Output | UpdatedBuffer | Gradient
 
 
@@ -129,6 +138,16 @@ def is_forward(node: fx.Node) -> bool:
 
 def is_constant(node: fx.Node) -> bool:
     return bool(node.meta.get("constant"))
+
+
+def parameters_behind(node: fx.Node) -> tuple[str, ...]:
+    """The parameters that an argument of the graph is, or is made of alone; none of another argument."""
+    match node.meta.get("role"):
+        case Parameter(fqn=fqn):
+            return (fqn,)
+        case Prepared(fqns=fqns):
+            return fqns
+    return ()
 
 
 def is_tensor(node: fx.Node) -> bool:

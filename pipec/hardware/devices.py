@@ -20,13 +20,19 @@ class LinkModel:
         return self.latency_seconds + num_bytes / self.bytes_per_second
 
 
+_GPU_LATENCY_SECONDS = 1e-5
+
+PCIE_3, PCIE_4, PCIE_5 = (LinkModel(rate, _GPU_LATENCY_SECONDS) for rate in (16e9, 32e9, 64e9))
+"""Sixteen lanes, per direction (PCI Express Base Specifications: 8, 16 and 32 GT/s a lane)."""
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceModel:
     """One device under the roofline model (Williams, Waterman, Patterson: Roofline, CACM 2009).
 
     ``flops_per_second`` maps names of dtypes to peak rates; the rate of ``float32`` serves for dtypes that it
     lacks. Every operator takes at least ``launch_seconds``. ``link`` joins the device to its peers in one
-    host. ``source`` says where the figures come from.
+    host, and ``host_link`` to the memory of the host. ``source`` says where the figures come from.
     """
 
     name: str
@@ -36,6 +42,7 @@ class DeviceModel:
     memory_bytes: int
     link: LinkModel
     source: str
+    host_link: LinkModel = PCIE_4
 
     def seconds(self, flops: float, bytes_moved: float, dtype: str = "float32") -> float:
         """Time of one operator: launch, then arithmetic or memory traffic, whichever takes longer."""
@@ -45,8 +52,6 @@ class DeviceModel:
 
 _KERNEL_LAUNCH_SECONDS = 5e-6
 """Host time of one eager operator on a GPU, which bounds operators too small to fill it."""
-
-_GPU_LATENCY_SECONDS = 1e-5
 
 DEVICES: Mapping[str, DeviceModel] = {
     device.name: device
@@ -59,7 +64,9 @@ DEVICES: Mapping[str, DeviceModel] = {
             memory_bytes=16 * 10**9,
             link=LinkModel(1e9, 1e-4),
             source="conservative, for one core of a server CPU with AVX2; a launch as measured on one, with "
-            "the Python and the views around an operator; the link is gloo over loopback",
+            "the Python and the views around an operator; the link is gloo over loopback, and a copy to the "
+            "host reads and writes this memory",
+            host_link=LinkModel(4e9, 3e-5),
         ),
         DeviceModel(
             name="v100",
@@ -69,6 +76,7 @@ DEVICES: Mapping[str, DeviceModel] = {
             memory_bytes=32 * 10**9,
             link=LinkModel(150e9, _GPU_LATENCY_SECONDS),
             source="NVIDIA V100 datasheet (2020), V100 SXM2 32 GB",
+            host_link=PCIE_3,
         ),
         DeviceModel(
             name="v100-16gb",
@@ -78,6 +86,7 @@ DEVICES: Mapping[str, DeviceModel] = {
             memory_bytes=16 * 10**9,
             link=LinkModel(150e9, _GPU_LATENCY_SECONDS),
             source="NVIDIA V100 datasheet (2020), V100 SXM2 16 GB",
+            host_link=PCIE_3,
         ),
         DeviceModel(
             name="a100",
@@ -105,6 +114,7 @@ DEVICES: Mapping[str, DeviceModel] = {
             memory_bytes=80 * 10**9,
             link=LinkModel(450e9, _GPU_LATENCY_SECONDS),
             source="NVIDIA H100 datasheet (2023), H100 SXM",
+            host_link=PCIE_5,
         ),
         DeviceModel(
             name="h100-pcie",
@@ -114,6 +124,7 @@ DEVICES: Mapping[str, DeviceModel] = {
             memory_bytes=80 * 10**9,
             link=LinkModel(64e9, _GPU_LATENCY_SECONDS),
             source="NVIDIA H100 datasheet (2023), H100 PCIe; a link over PCIe 5.0 x16",
+            host_link=PCIE_5,
         ),
         DeviceModel(
             name="h100-nvl",
@@ -123,6 +134,7 @@ DEVICES: Mapping[str, DeviceModel] = {
             memory_bytes=94 * 10**9,
             link=LinkModel(64e9, _GPU_LATENCY_SECONDS),
             source="NVIDIA H100 datasheet (2024), H100 NVL; a link over PCIe 5.0 x16",
+            host_link=PCIE_5,
         ),
         DeviceModel(
             name="gh200",
@@ -131,7 +143,8 @@ DEVICES: Mapping[str, DeviceModel] = {
             launch_seconds=_KERNEL_LAUNCH_SECONDS,
             memory_bytes=96 * 10**9,
             link=LinkModel(450e9, _GPU_LATENCY_SECONDS),
-            source="NVIDIA GH200 datasheet (2024), with 96 GB of HBM3",
+            source="NVIDIA GH200 datasheet (2024), with 96 GB of HBM3; NVLink-C2C to its own CPU",
+            host_link=LinkModel(450e9, _GPU_LATENCY_SECONDS),
         ),
         DeviceModel(
             name="h200",
@@ -141,6 +154,7 @@ DEVICES: Mapping[str, DeviceModel] = {
             memory_bytes=141 * 10**9,
             link=LinkModel(450e9, _GPU_LATENCY_SECONDS),
             source="NVIDIA H200 datasheet (2024), H200 SXM",
+            host_link=PCIE_5,
         ),
         DeviceModel(
             name="b200",
@@ -150,6 +164,7 @@ DEVICES: Mapping[str, DeviceModel] = {
             memory_bytes=180 * 10**9,
             link=LinkModel(900e9, _GPU_LATENCY_SECONDS),
             source="NVIDIA Blackwell datasheet (2025), one GPU of an HGX B200",
+            host_link=PCIE_5,
         ),
         DeviceModel(
             name="l4",

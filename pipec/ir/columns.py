@@ -37,14 +37,17 @@ def _having(trait: Callable[[Traits], bool]) -> NDArray[np.bool_]:
 _IS_COMPUTE = _having(lambda traits: traits.kind is Kind.COMPUTE)
 _IS_TIMED = _having(lambda traits: traits.timed)
 _IS_COLLECTIVE = _having(lambda traits: traits.kind is Kind.COLLECTIVE)
+_IS_COPY = _having(lambda traits: traits.kind is Kind.COPY)
 FILLS_SLOT = _having(lambda traits: traits.fills_slot)
 _PHASE_OF_OP = np.array([PHASE_CODE[op.phase] if op.phase else -1 for op in OPS], np.int32)
 
 
 def ranks_by_microbatch(placement: Placement, num_microbatches: int) -> Ints:
     """``rank_of`` at [stage, microbatch]. The row of a stage on ranks 4 and 7 is 4 7 4 7 ..."""
-    rows = [np.resize(placement[stage], num_microbatches) for stage in range(len(placement))]
-    return np.array(rows, np.int32).reshape(len(placement), num_microbatches)
+    found = np.empty((len(placement), num_microbatches), np.int32)
+    for row, ranks in zip(found, placement, strict=True):
+        row[:] = np.array(ranks)[np.arange(num_microbatches) % len(ranks)]
+    return found
 
 
 class _Columns(Sequence[Row]):
@@ -203,6 +206,10 @@ class Instructions(_Columns[Instruction]):
     @property
     def is_collective(self) -> NDArray[np.bool_]:
         return self._have(_IS_COLLECTIVE)
+
+    @property
+    def is_copy(self) -> NDArray[np.bool_]:
+        return self._have(_IS_COPY)
 
     @property
     def is_timed(self) -> NDArray[np.bool_]:

@@ -67,6 +67,9 @@ class Ending:
     Gradients travel between replicas in ``gradient_dtype``, torch's name of it, or in their own if it is "".
     With a ``stream``, steps follow each other without a flush: each stage then updates, and clips, by itself.
     ``on_nan`` is what happens if losses or gradients are not finite, which nobody looks at if it is None.
+    If the program ``scales_loss``, backwards start from a multiple of the loss, and an update is left out
+    where that makes a gradient more than a number can be. The optimizer's state waits in host memory between
+    updates if it is ``state_on_host``.
     """
 
     buckets: tuple[Bucket, ...] = ()
@@ -77,11 +80,18 @@ class Ending:
     gradient_dtype: str = ""
     stream: Stream | None = None
     on_nan: OnNan | None = None
+    scales_loss: bool = False
+    state_on_host: bool = False
+
+    @property
+    def may_drop(self) -> bool:
+        """Whether nothing comes of some steps, which is for the gradients of all ranks to decide."""
+        return self.on_nan is not None or self.scales_loss
 
     @property
     def has_norm(self) -> bool:
         """Whether all ranks learn of the gradients of all others before anything comes of them."""
-        return (self.clips or self.on_nan is not None) and self.stream is None
+        return (self.clips or self.may_drop) and self.stream is None
 
     @property
     def holds_gradients(self) -> bool:

@@ -19,6 +19,7 @@ class StageMemory:
     ============== =============== ========================== ==============================================
     ``weights``    stage           the start of the step      the end of the step
     ``buffers``    stage           the start of the step      the end of the step
+    ``prepared``   stage           the start of the step      the end of the step
     ``versions``   stage           the start of the step      the end of the step
     ``gradients``  stage           the first gradient         the update, or the next step if there is none
     ``state``      stage           the start of the step      the end of the step
@@ -32,9 +33,12 @@ class StageMemory:
     ============== =============== ========================== ==============================================
 
     ``transient[phase]`` is the most that its functions hold besides the rest while they run, the gradients
-    of the one microbatch included. ``buffers`` are also constants, and inputs that are not split. ``state``
-    is that of the optimizer, if the program updates. ``versions`` are those of the weights besides the latest
-    that microbatches in flight still read, where there is no flush. ``travelling`` is the most that sums of
+    of the one microbatch included. ``buffers`` are also constants, and inputs that are not split.
+    ``prepared`` is what is made of weights alone, once for each version; where weights are gathered for use,
+    it goes with them. ``state`` is that of the optimizer, if the program updates. Of what is ``saved``,
+    ``offloaded`` waits in host memory where the program has offloads; ``host`` is what waits on the host
+    during the whole step. ``versions`` are those of the weights besides the latest that microbatches in
+    flight still read, where there is no flush. ``travelling`` is the most that sums of
     gradients on their way, and gathered parameters, take at a time. Where replicas hold shares of a stage,
     these figures are those of the replica that holds most.
     """
@@ -45,17 +49,21 @@ class StageMemory:
     kept: float = 0
     transient: Mapping[Phase, float] = field(default_factory=dict)
     replayed: float = 0
+    offloaded: float = 0
+    host: float = 0
     state: float = 0
     versions: float = 0
     buffers: float = 0
     inputs: float = 0
     travelling: float = 0
     update: float = 0
+    prepared: float = 0
 
     @property
     def static(self) -> float:
         """The most that the stage holds besides what it holds of microbatches."""
-        return self.weights + self.buffers + self.versions + self.gradients + self.state + self.travelling
+        made = self.prepared + self.gradients + self.state
+        return self.weights + self.buffers + self.versions + made + self.travelling
 
     @property
     def longest(self) -> float:
@@ -89,6 +97,7 @@ class StageMemory:
 KINDS = (
     "parameters",
     "buffers",
+    "prepared",
     "gradients",
     "optimizer",
     "versions",
@@ -117,13 +126,15 @@ class RankMemory:
 
     ``parts`` has by kind what it holds at its peak, which it reaches while instruction ``position`` of its
     program runs, with ``in_flight`` pairs of stage and microbatch. ``most[i]`` is the most that it holds
-    while instruction ``i`` runs, and ``after[i]`` what it holds then.
+    while instruction ``i`` runs, and ``after[i]`` what it holds then. ``host_bytes`` are the most that wait
+    in host memory at a time, which are none of the peak.
     """
 
     rank: int
     parts: Mapping[str, float]
     position: int = -1
     in_flight: int = 0
+    host_bytes: float = 0.0
     most: NDArray[np.float64] = field(default_factory=_nothing, repr=False, compare=False)
     after: NDArray[np.float64] = field(default_factory=_nothing, repr=False, compare=False)
 

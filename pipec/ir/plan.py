@@ -14,26 +14,29 @@ from pipec.ir.values import Input, Link, Mode, Phase, Sizes, Value, Variable, fu
 class StageCost:
     """What one stage takes for one microbatch: seconds by phase, FLOPs, and bytes of memory.
 
-    ``update_seconds`` is what an update of its parameters takes, once a step.
+    ``update_seconds`` is what an update of its parameters takes, once a step, and ``copy_seconds`` what a
+    microbatch's offload takes, or its prefetch.
     """
 
     seconds: Mapping[Phase, float] = field(default_factory=dict)
     flops: float = 0.0
     memory: StageMemory = field(default_factory=StageMemory)
     update_seconds: float = 0.0
+    copy_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
     """Consecutive forward operators ``first_operator .. last_operator`` and everything they caused.
 
-    ``parameters`` are the FQNs of ``w`` in the generated code, in order; ``borrowed`` is the subset
-    owned by another stage (tied weights). ``updated_buffers`` is the subset of ``buffers`` that the
-    forward replaces (BatchNorm statistics). ``of_batch`` names what the stage's function of that name
-    computes of the whole mini-batch, once a step; ``of_batch_sums`` are those that add up over its rows.
-    ``parts`` has the phases that consist of several functions, with the share of the phase's seconds that
-    each of them takes. ``joins`` are what replicas make together between them. With ``recompute`` there is a
-    phase that computes a part of the forward again; with ``replays_late`` the backward does.
+    ``parameters`` are the FQNs of ``w`` in the generated code, in order; ``borrowed`` is the subset owned by
+    another stage (tied weights). ``updated_buffers`` is the subset of ``buffers`` that the forward replaces
+    (BatchNorm statistics). ``of_batch`` names what the stage's function of that name computes of the whole
+    mini-batch, once a step; ``of_batch_sums`` are those that add up over its rows. ``parts`` has the phases
+    that consist of several functions, with the share of the phase's seconds that each of them takes.
+    ``joins`` are what replicas make together between them. With ``recompute`` there is a phase that computes
+    a part of the forward again; with ``replays_late`` the backward does. ``offloaded`` are the positions, in
+    what its forward saves, of the values that wait in host memory for the backward.
     """
 
     index: int
@@ -48,6 +51,7 @@ class Stage:
     of_batch_sums: tuple[Value, ...] = ()
     recompute: bool = False
     replays_late: bool = False
+    offloaded: tuple[int, ...] = ()
     parts: Mapping[Phase, tuple[float, ...]] = field(default_factory=dict)
     joins: tuple[Join, ...] = ()
     cost: StageCost = StageCost()
@@ -164,6 +168,11 @@ class Plan:
         return {
             (each.index, phase): len(shares) for each in self.stages for phase, shares in each.parts.items()
         }
+
+    @property
+    def offloading(self) -> frozenset[int]:
+        """The stages that let values wait in host memory."""
+        return frozenset(stage.index for stage in self.stages if stage.offloaded)
 
     @property
     def joins(self) -> Joins:

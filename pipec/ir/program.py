@@ -19,6 +19,8 @@ class Op(StrEnum):
     BACKWARD_INPUT = "backward_input"
     BACKWARD_WEIGHT = "backward_weight"
     FREE = "free"
+    OFFLOAD = "offload"
+    PREFETCH = "prefetch"
     REDUCE_GRAD = "reduce_grad"
     AVERAGE_BUFFERS = "average_buffers"
     NORM = "norm"
@@ -48,6 +50,7 @@ class Kind(Enum):
     COMPUTE = "compute"
     SEND = "send"
     RELEASE = "release"
+    COPY = "copy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,8 @@ TRAITS: Mapping[Op, Traits] = {
     Op.SEND: Traits(Kind.SEND, timed=True, carries_link=True, has_peer=True),
     Op.MOVE: Traits(Kind.SEND, carries_link=True, fills_slot=True),
     Op.FREE: Traits(Kind.RELEASE, per_microbatch=True),
+    Op.OFFLOAD: Traits(Kind.COPY, timed=True, per_microbatch=True),
+    Op.PREFETCH: Traits(Kind.COPY, timed=True, per_microbatch=True),
     Op.REDUCE_GRAD: Traits(Kind.COLLECTIVE, timed=True),
     Op.AVERAGE_BUFFERS: Traits(Kind.COLLECTIVE, timed=True),
     Op.NORM: Traits(Kind.COLLECTIVE, timed=True),
@@ -100,6 +105,9 @@ class Instruction:
     move            hand ``link`` to another stage of the same rank, into buffer ``slot``
     compute         run a phase of ``stage``, waiting first for the receives it reads
     free            drop what ``stage`` kept for ``microbatch``: saved values, and slots it received into
+    offload         start to copy to host memory what ``stage`` offloads of what it saved for
+                    ``microbatch``; the device lets go of it when the rank's next compute is over
+    prefetch        start to copy it back
     reduce_grad     start to sum the gradients of ``bucket`` over the replicas of ``stage``
     average_buffers let the replicas of ``stage`` agree on the buffers that its forwards changed
     norm            sum the squared norms of all gradients over all ranks, and the losses that are NaN

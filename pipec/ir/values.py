@@ -44,6 +44,13 @@ class Mode(StrEnum):
     FORWARD = "forward"
 
 
+class Precision(StrEnum):
+    """What operators compute in beside float32 weights, where ``torch.autocast`` gives them fewer bits."""
+
+    BF16 = "bf16-mixed"
+    FP16 = "fp16-mixed"
+
+
 class Payload(StrEnum):
     """What a link carries. The first three move once per microbatch, the others once per step."""
 

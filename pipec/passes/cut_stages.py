@@ -24,6 +24,7 @@ from pipec.graph import (
     Form,
     Gradient,
     Parameter,
+    Prepared,
     TrainingGraph,
     UpdatedBuffer,
     is_constant,
@@ -31,6 +32,7 @@ from pipec.graph import (
     is_tensor,
     memory_of,
     needs_only_inputs,
+    parameters_behind,
     stage_of,
     sums_gradients,
 )
@@ -285,7 +287,7 @@ def _parameter_bytes(graph: TrainingGraph) -> Iterator[tuple[int, int]]:
 
 
 class _Held(NamedTuple):
-    """One of the model's tensors, and the first operator that reads it."""
+    """One of the model's tensors, or what is made of some alone, and the first operator that reads it."""
 
     operator: int
     fqn: str
@@ -295,11 +297,17 @@ class _Held(NamedTuple):
 
 def _held(graph: TrainingGraph) -> Iterator[_Held]:
     trained = {result.fqn for result in graph.results if isinstance(result, Gradient)}
+    first: dict[str, int] = {}
+    for node in graph.arguments:
+        readers = [user.meta["operator"] for user in node.users if user.op == "call_function"]
+        for fqn in parameters_behind(node) if readers else ():
+            first[fqn] = min(*readers, first.get(fqn, readers[0]))
+        if isinstance(node.meta["role"], Prepared | Buffer) and readers:
+            yield _Held(min(readers), node.name, node_bytes(node, 1), is_trained=False)
     for node in graph.arguments:
         role = node.meta["role"]
-        readers = [user.meta["operator"] for user in node.users if user.op == "call_function"]
-        if isinstance(role, Parameter | Buffer) and readers:
-            yield _Held(min(readers), role.fqn, node_bytes(node, 1), role.fqn in trained)
+        if isinstance(role, Parameter) and role.fqn in first:
+            yield _Held(first[role.fqn], role.fqn, node_bytes(node, 1), role.fqn in trained)
 
 
 def _saved_bytes(graph: TrainingGraph, size: int) -> Iterator[tuple[int, int]]:

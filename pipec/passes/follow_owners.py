@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pipec.errors import PlanError
-from pipec.graph import Parameter, TrainingGraph, is_forward, stage_of
+from pipec.graph import TrainingGraph, is_forward, parameters_behind, stage_of
 from pipec.passes.cut_stages import assign, spans_of_buffers
 
 Owners = Mapping[str, tuple[int, ...]]
@@ -70,17 +70,18 @@ class FollowOwners:
 
 def owners_of(graph: TrainingGraph) -> Owners:
     """Which stages read each parameter."""
-    return {
-        node.meta["role"].fqn: tuple(sorted({stage_of(u) for u in node.users if u.op == "call_function"}))
-        for node in graph.arguments
-        if isinstance(node.meta["role"], Parameter) and node.users
-    }
+    readers: dict[str, set[int]] = {}
+    for node in graph.arguments:
+        stages = {stage_of(user) for user in node.users if user.op == "call_function"}
+        for fqn in parameters_behind(node) if node.users else ():
+            readers.setdefault(fqn, set()).update(stages)
+    return {fqn: tuple(sorted(stages)) for fqn, stages in readers.items()}
 
 
 def _parameters_by_operator(graph: TrainingGraph) -> list[list[str]]:
     needed: list[list[str]] = [[] for _ in graph.operators]
     for node in filter(is_forward, graph.nodes):
         for source in node.all_input_nodes:
-            if source.op == "placeholder" and isinstance(source.meta["role"], Parameter):
-                needed[node.meta["operator"]].append(source.meta["role"].fqn)
+            if source.op == "placeholder":
+                needed[node.meta["operator"]].extend(parameters_behind(source))
     return needed

@@ -27,6 +27,7 @@ from pipec.graph import (
 )
 from pipec.graph.lifetimes import is_counted
 from pipec.ir import Phase
+from pipec.passes.mark_offload import may_offload
 from pipec.planner.recompute import Value
 
 
@@ -83,6 +84,7 @@ def forward_values(graph: TrainingGraph, size: int) -> dict[fx.Node, Value]:
             is_needed=node in needed,
             may_save=is_tensor(node),
             may_replay=may_replay(node),
+            may_offload=may_offload(node),
         )
         for node in nodes
     }

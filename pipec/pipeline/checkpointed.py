@@ -1,5 +1,6 @@
 """Checkpoints of a pipeline: what there is of it in this process, and the two methods that users call."""
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -16,6 +17,7 @@ from pipec.pipeline.methods import METHODS
 from pipec.pipeline.turns import TurnTaker
 from pipec.runtime.execution import Ranks
 from pipec.runtime.facts import listed
+from pipec.runtime.loss_scale import LossScale
 from pipec.runtime.optimizers import PipelineOptimizer
 from pipec.runtime.streams import nothing
 
@@ -150,7 +152,16 @@ class CheckpointedModel(TurnTaker):
             parameter.grad = None
         if self._updates is not None:
             self._updates.drop_gradients()
+            self._follow_loss_scale(document.loss_scale)
         return document.value_of_extra()
+
+    def _follow_loss_scale(self, saved: LossScale | None) -> None:
+        """Go on with the scale that was saved, if the loss is scaled."""
+        if self._updates is None or self._updates.loss_scale is None:
+            return
+        if saved is None:
+            log(f"pipec: the checkpoint has no loss scale, which begins with {LossScale().scale:.0f}")
+        self._updates.loss_scale = copy.copy(saved) or LossScale()
 
     def _agreed_path(self, method: str, directory: str | Path, asynchronous: bool = False) -> Path:
         """The folder, once all ranks have called this for the same one, and hold the tensors of the model."""
@@ -195,6 +206,7 @@ class CheckpointedModel(TurnTaker):
             self._position() if speaks else None,
             self.num_replicas,
             self._compiler.options.profile,
+            copy.copy(self._updates.loss_scale) if self._updates is not None else None,
         )
 
     def _optimizers(self, given: Any) -> PipelineOptimizer | Sequence[Optimizer] | None:

@@ -333,11 +333,11 @@ class Pipeline(ShownModel):
 
     def _run_groups(self, turn: Turn, groups: Groups) -> Mapping[str, Tensor]:
         executions = [self._execution(compiled.artifact) for compiled, _ in groups]
-        if len(groups) > 1 and groups[0][0].artifact.plan.ending.on_nan is not None:
+        if len(groups) > 1 and groups[0][0].artifact.plan.ending.may_drop:
             raise InputError(
                 "the microbatches of the batch are compiled apart, because the model makes a constant of "
                 "their rows, so that there is no moment before anything comes of any gradient; pass batches "
-                "that divide evenly, or compile without on_nan=..."
+                "that divide evenly, or compile without on_nan=... and in another precision than 'fp16-mixed'"
             )
         spans = self._spans(turn, [sizes for _, sizes in groups])
         recorded = self._recorded if turn.signature.kind.mode is Mode.TRAIN else None

@@ -199,6 +199,7 @@ def _stage(
             for function in stage.functions
             for node in function.body
         ),
+        offloaded=tuple(k for k, node in enumerate(forwards[-1].saved_out) if node.meta.get("offload")),
         parts=_parts(stage, size),
         joins=tuple(joins_of(graph, stage, names, ranks, topology, size)),
         cost=stage_cost(graph, stage, size, stage_speed(topology, ranks)),
@@ -254,19 +255,21 @@ def _stage_memory(stage: StageFunctions, size: int) -> StageMemory:
     given = {node for function in stage.functions for node in function.inputs}
     split, whole = ([n for n in given if _is_given(n, batched)] for batched in (True, False))
     buffers = held_bytes((node for function in stage.functions for _, node in function.updates), bytes_of)
-    saved = after[Phase.FORWARD]
+    saved, forwards = after[Phase.FORWARD], stage.of_phase(Phase.FORWARD)
     full = after.get(Phase.RECOMPUTE, saved)
     kept = after.get(Phase.BACKWARD_INPUT, 0)
     floors = {Phase.FORWARD: saved, Phase.BACKWARD_WEIGHT: kept}
     return StageMemory(
         weights=sum(map(bytes_of, stage.parameters)),
         buffers=sum(map(bytes_of, (*stage.buffers, *whole))) + _constant_bytes(stage, bytes_of),
+        prepared=sum(map(bytes_of, stage.prepared)),
         inputs=sum(map(bytes_of, split)),
         gradients=sum(bytes_of(node) for node in stage.parameters if node.meta["role"].fqn in trained),
         saved=saved + buffers,
         kept=kept + buffers * (Phase.BACKWARD_INPUT in peaks),
         transient={phase: peak - floors.get(phase, full) for phase, peak in peaks.items()},
         replayed=full - saved,
+        offloaded=held_bytes((n for n in forwards[-1].saved_out if n.meta.get("offload")), bytes_of),
     )
 
 

@@ -59,8 +59,10 @@ class _Share:
 def with_updates(plan: Plan, facts: OptimizerFacts, device: DeviceModel) -> Plan:
     """The plan with the memory and the seconds of its updates.
 
-    An update reads parameters, gradients and state, and writes parameters and state. Without a flush, a stage
-    also keeps what it trains in versions that are still read.
+    An update reads parameters, gradients and state, and writes parameters and state; what is made of them
+    alone, which is half as large where it is a cast, is made anew. State that waits on the host is copied to
+    the device for it, and back. Without a flush, a stage also keeps what it trains in versions that are still
+    read.
     """
     state = facts.state_bytes or {}
     shares = {
@@ -71,9 +73,8 @@ def with_updates(plan: Plan, facts: OptimizerFacts, device: DeviceModel) -> Plan
         _with_bytes(bucket, shares[number], device) if number in shares else bucket
         for number, bucket in enumerate(plan.ending.buckets)
     ]
-    rate = device.memory_bytes_per_second
     plan = replace(plan, ending=replace(plan.ending, buckets=tuple(buckets)))
-    return replace(plan, stages=tuple(_updated(plan, stage, shares, facts, rate) for stage in plan.stages))
+    return replace(plan, stages=tuple(_updated(plan, stage, shares, facts, device) for stage in plan.stages))
 
 
 def _with_bytes(bucket: Bucket, share: _Share, device: DeviceModel) -> Bucket:
@@ -107,7 +108,7 @@ def _state_of(sharding: Sharding, replica: int, state: Mapping[str, int]) -> int
 
 
 def _updated(
-    plan: Plan, stage: Stage, shares: Mapping[int, _Share], facts: OptimizerFacts, rate: float
+    plan: Plan, stage: Stage, shares: Mapping[int, _Share], facts: OptimizerFacts, device: DeviceModel
 ) -> Stage:
     memory, ending, state = stage.cost.memory, plan.ending, facts.state_bytes or {}
     divided = {number: shares[number] for number in ending.buckets_of(stage.index) if number in shares}
@@ -126,11 +127,22 @@ def _updated(
         memory = replace(memory, gradients=memory.gradients + travels)
     own_state = kept + sum(share.state for share in divided.values())
     trained = stage.cost.memory.gradients - borrowed - sum(s.whole - s.own for s in divided.values())
-    seconds = (3 * max(trained, 0) + 2 * own_state) / rate
+    moved, on_host = 3 * max(trained, 0) + 2 * own_state + 3 * memory.prepared, 0.0
+    seconds = moved / device.memory_bytes_per_second
+    if ending.state_on_host:
+        seconds += 2 * own_state / device.host_link.bytes_per_second
+        on_host, own_state = own_state, 0
     replicas = replicas_of(plan.placement)
     behind = ending.stream.most_live(stage.index, replicas) - 1 if ending.stream else 0
     versions, scratch = behind * max(trained, 0), facts.scratch_bytes(updated)
-    memory = replace(memory, state=own_state, versions=versions, update=scratch)
+    memory = replace(
+        memory,
+        state=own_state,
+        versions=versions,
+        prepared=(1 + behind) * memory.prepared,
+        update=scratch + on_host,
+        host=on_host,
+    )
     cost = replace(stage.cost, memory=memory, update_seconds=seconds)
     return replace(stage, cost=cost)
 

@@ -1,24 +1,32 @@
-"""Which values of the forward a rank saves for its backward, and which it computes again.
+"""Which values of the forward a rank saves for its backward, which wait on the host, and which it replays.
 
 A value is *saved*, *replayed*, or neither if nobody asks for it. The backward asks for some values, and a
-value that is replayed asks for its inputs. Of all choices within memory, one is taken that replays for the
-least time (an integer program, solved by HiGHS)::
+value that is replayed asks for its inputs. What is saved may be *offloaded*: some of the microbatches in
+flight then have it in host memory. Of all choices within memory, one is taken that takes the least time (an
+integer program, solved by HiGHS)::
 
-    minimise    sum of seconds[v] * r[v]
+    minimise    sum of seconds[v] * r[v], and what copies take
     so that     d[v] = 1              if the backward reads v
                 d[v] >= r[v]          v is replayed only if it is asked for, and saved if it is not replayed:
                 d[u] >= r[v]          d[v] - r[v] says so. u is an input of v
-                at each moment: what is saved, times the microbatches in flight, and what is replayed <= room
+                d[v] - r[v] >= o[v]   v is offloaded only if it is saved
+                at each moment: what is saved, times the microbatches in flight, without what is offloaded,
+                                times those that are away, and what is replayed <= room
 
-Without the last line the matrix is that of a network, so that the relaxation is nearly integral: a stage of a
-thousand values takes about a tenth of a second. (Jain et al., "Checkmate", MLSys 2020, solve for when each
-value is replayed as well, which takes hours.)
+Copies beside computes are free, so that what copies take has a bend. It is solved for either side of it::
+
+    sum of bytes[v] * o[v] <= free      copies take next to nothing
+    sum of bytes[v] * o[v] >= free      what is above takes its time on the way there and back
+
+Without these and the rooms the matrix is that of a network, so that the relaxation is nearly integral: a
+stage of a thousand values takes about a tenth of a second. (Jain et al., "Checkmate", MLSys 2020, solve for
+when each value is replayed as well, which takes hours.)
 """
 
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -37,6 +45,9 @@ _MOST_NODES = 10_000
 _TIE = 1e-6
 """Where bytes alone count, the share of them that all seconds weigh: of equal bytes, less is replayed."""
 
+HIDDEN = 1e-3
+"""A copy beside a compute counts for this share of its time, so that no more is copied than is of use."""
+
 _ATTEMPTS = 4
 """How often a solution that rounding put above the room is sought again below it."""
 
@@ -46,7 +57,8 @@ class Value:
     """A value of the forward of one microbatch, and what replaying it takes besides its ``inputs``.
 
     ``is_needed``: the backward reads it. What ``may_save`` excludes is a view, or a tuple of values: it costs
-    memory only through those it is made of. What ``may_replay`` excludes was received, for example.
+    memory only through those it is made of. What ``may_replay`` excludes was received, for example, and what
+    ``may_offload`` excludes is held for others, too.
     """
 
     num_bytes: float
@@ -55,6 +67,7 @@ class Value:
     is_needed: bool = False
     may_save: bool = True
     may_replay: bool = True
+    may_offload: bool = False
 
 
 Stage = tuple[Value, ...]
@@ -66,30 +79,50 @@ class Moment:
     """What a rank holds while one of its computes runs.
 
     It is what ``saved[k]`` microbatches have saved of stage k of the rank, and what ``replayed[k]`` have
-    replayed. ``room`` are the bytes that it may have.
+    replayed. Of those that have saved, ``away[k]`` have on the host what is offloaded. ``room`` are the bytes
+    that the rank may have.
     """
 
     saved: tuple[int, ...]
     replayed: tuple[int, ...]
     room: float
+    away: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What it takes to offload bytes of a microbatch: nothing but a little for the first ``free_bytes``.
+
+    They are copied beside computes. What is more takes ``seconds_per_byte``, and once more on the way back.
+    """
+
+    free_bytes: float
+    seconds_per_byte: float
+
+    def seconds(self, num_bytes: float) -> float:
+        beyond = max(num_bytes - self.free_bytes, 0.0)
+        return 2 * self.seconds_per_byte * (beyond + HIDDEN * num_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     """``replayed[k]`` are the values of stage k that are computed again; what else is asked for is saved.
 
-    The replays of all stages take ``seconds`` for a microbatch.
+    Of these, ``offloaded[k]`` wait on the host. All that takes ``seconds`` for a microbatch.
     """
 
     replayed: tuple[frozenset[int], ...]
+    offloaded: tuple[frozenset[int], ...]
     seconds: float
 
     def held(self, stages: Sequence[Stage], moment: Moment) -> float:
         """The bytes that a moment takes."""
-        total, counts = 0.0, zip(moment.saved, moment.replayed, strict=True)
-        for stage, replayed, (saved, again) in zip(stages, self.replayed, counts, strict=True):
+        total, counts = 0.0, zip(moment.saved, moment.replayed, moment.away, strict=True)
+        chosen = zip(stages, self.replayed, self.offloaded, strict=True)
+        for (stage, replayed, offloaded), (saved, again, away) in zip(chosen, counts, strict=True):
             total += saved * sum(stage[v].num_bytes for v in saved_values(stage, replayed))
             total += again * sum(stage[v].num_bytes for v in replayed if stage[v].is_needed)
+            total -= away * sum(stage[v].num_bytes for v in offloaded)
         return total
 
     def excess(self, stages: Sequence[Stage], moments: Sequence[Moment]) -> float:
@@ -105,12 +138,14 @@ def saved_values(stage: Stage, replayed: frozenset[int]) -> set[int]:
 
 
 @functools.lru_cache(maxsize=256)
-def fastest_within(stages: tuple[Stage, ...], moments: tuple[Moment, ...]) -> Choice | None:
-    """The choice that replays for the least time and is within the room of every moment; None without one.
+def fastest_within(
+    stages: tuple[Stage, ...], moments: tuple[Moment, ...], host: Host | None = None
+) -> Choice | None:
+    """The choice that takes the least time and is within the room of every moment; None without one.
 
-    The time is the least up to ``GAP``.
+    The time is the least up to ``GAP``. Without a ``host`` nothing is offloaded.
     """
-    rooms, program = np.array([moment.room for moment in moments]), ReplayProgram(stages, moments)
+    rooms, program = np.array([moment.room for moment in moments]), ReplayProgram(stages, moments, host)
     for _ in range(_ATTEMPTS):
         choice = program.fastest(rooms)
         if choice is None:
@@ -123,35 +158,53 @@ def fastest_within(stages: tuple[Stage, ...], moments: tuple[Moment, ...]) -> Ch
 
 
 @functools.lru_cache(maxsize=256)
-def smallest(stages: tuple[Stage, ...], moments: tuple[Moment, ...]) -> Choice:
-    """The choice with the least excess over the rooms; of such choices, the one that replays least."""
-    choice = ReplayProgram(stages, moments).smallest()
+def smallest(stages: tuple[Stage, ...], moments: tuple[Moment, ...], host: Host | None = None) -> Choice:
+    """The choice with the least excess over the rooms; of such choices, the fastest."""
+    choice = ReplayProgram(stages, moments, host).smallest()
     excess = max(choice.excess(stages, moments), 0.0)
     eased = tuple(replace(moment, room=moment.room + excess) for moment in moments)
-    return fastest_within(stages, eased) or choice
+    return fastest_within(stages, eased, host) or choice
 
 
 class ReplayProgram:
     """The integer program over all stages of a rank.
 
-    Its variables are r of all values and then d of all values; ``memory`` has a row for each moment.
+    Its variables are r of all values, d of all values, and o of those that may be offloaded. ``memory`` has a
+    row for each moment.
     """
 
-    def __init__(self, stages: Sequence[Stage], moments: Sequence[Moment]) -> None:
-        self._stages = stages
+    def __init__(self, stages: Sequence[Stage], moments: Sequence[Moment], host: Host | None = None) -> None:
+        self._stages, self._host = stages, host
         self._firsts = [0, *itertools.accumulate(map(len, stages))]
         self._values = [value for stage in stages for value in stage]
         self._rooms = np.array([moment.room for moment in moments])
         self._unit = max(float(np.abs(self._rooms).max(initial=0)), *self._sizes, 1.0)
+        self._able = [v for v, value in enumerate(self._values) if value.may_offload and host]
+        self._movable = np.array([self._values[v].num_bytes for v in self._able])
+        self._num_variables = 2 * len(self._values) + len(self._able)
         self._memory = csr_array(
-            np.array([self._row(moment) for moment in moments]).reshape(-1, 2 * len(self._values))
+            np.array([self._row(moment) for moment in moments]).reshape(-1, self._num_variables)
         )
         self._order = self._order_of_asking()
 
     def fastest(self, rooms: np.ndarray) -> Choice | None:
         seconds = np.array([value.seconds for value in self._values])
-        objective = np.concatenate([seconds, np.zeros(len(self._values))])
-        return self._solve(objective, self._memory, rooms / self._unit, self._order)
+        objective, rooms = np.concatenate([seconds, np.zeros(len(self._values))]), rooms / self._unit
+        if not (self._host and self._able):
+            return self._solve(objective, self._memory, rooms, self._order)
+        copying = 2 * self._host.seconds_per_byte * self._movable
+        unit, nothing = self._movable.sum() or 1.0, np.zeros(len(objective))
+        copied, free = np.concatenate([nothing, self._movable / unit]), self._host.free_bytes / unit
+        found = [
+            self._solve(
+                np.concatenate([objective, price * copying]),
+                vstack([self._memory, csr_array([side * copied])]),
+                np.append(rooms, side * free),
+                self._order,
+            )
+            for side, price in ((1, HIDDEN), (-1, 1 + HIDDEN))
+        ]
+        return min(filter(None, found), key=lambda choice: choice.seconds, default=None)
 
     def at_price(self, price: float) -> frozenset[int]:
         """What one stage replays if each byte that it saves costs ``price`` seconds.
@@ -175,7 +228,7 @@ class ReplayProgram:
             hstack([rows, np.full((rows.shape[0], 1), coefficient)])
             for rows, coefficient in ((self._memory, -_GRAIN), (self._order, 0.0))
         )
-        objective = np.zeros(2 * len(self._values) + 1)
+        objective = np.zeros(self._num_variables + 1)
         objective[-1] = 1.0
         found = self._solve(objective, memory, self._rooms / self._unit, order)
         assert found is not None, "without a limit there is always a choice"
@@ -191,11 +244,12 @@ class ReplayProgram:
     ) -> Choice | None:
         num_values = len(self._values)
         if not num_values:
-            return Choice(tuple(frozenset[int]() for _ in self._stages), 0.0) if (rooms >= 0).all() else None
+            nothing = tuple(frozenset[int]() for _ in self._stages)
+            return Choice(nothing, nothing, 0.0) if (rooms >= 0).all() else None
         lower, upper = np.zeros(len(objective)), np.ones(len(objective))
         upper[:num_values] = [value.may_replay for value in self._values]
         lower[num_values : 2 * num_values] = [value.is_needed for value in self._values]
-        lower[2 * num_values :], upper[2 * num_values :] = -np.inf, np.inf
+        lower[self._num_variables :], upper[self._num_variables :] = -np.inf, np.inf
         scale = np.abs(objective).max(initial=0.0) or 1.0
         found = milp(
             objective / scale,
@@ -206,30 +260,55 @@ class ReplayProgram:
             ),
             options={"mip_rel_gap": GAP, "node_limit": _MOST_NODES},
         )
-        return None if found.x is None else self._choice(found.x[:num_values] > 0.5)
+        if found.x is None:
+            return None
+        moved = np.zeros(num_values, bool)
+        moved[self._able] = found.x[2 * num_values : self._num_variables] > 0.5
+        return self._choice(found.x[:num_values] > 0.5, moved)
 
-    def _choice(self, chosen: np.ndarray) -> Choice:
-        """Of the chosen values those that are asked for."""
-        replayed = tuple(
-            asked_for(stage, frozenset(np.flatnonzero(chosen[first : first + len(stage)]).tolist()))
-            for stage, first in zip(self._stages, self._firsts, strict=False)
-        )
-        pairs = zip(self._stages, replayed, strict=True)
-        return Choice(replayed, sum(stage[v].seconds for stage, again in pairs for v in sorted(again)))
+    def _choice(self, again: np.ndarray, moved: np.ndarray) -> Choice:
+        """Of the values that are to be computed ``again``, or ``moved``, those that are asked for."""
+
+        def of_stages(chosen: np.ndarray) -> list[frozenset[int]]:
+            return [
+                frozenset(np.flatnonzero(chosen[first:end]).tolist())
+                for first, end in itertools.pairwise(self._firsts)
+            ]
+
+        replayed = tuple(map(asked_for, self._stages, of_stages(again)))
+        saved = map(saved_values, self._stages, replayed)
+        offloaded = tuple(chosen & kept for chosen, kept in zip(of_stages(moved), saved, strict=True))
+        return self._counted(replayed, offloaded)
+
+    def _counted(self, replayed: tuple[frozenset[int], ...], offloaded: tuple[frozenset[int], ...]) -> Choice:
+        def total(chosen: Sequence[frozenset[int]], amount: Callable[[Value], float]) -> float:
+            pairs = zip(self._stages, chosen, strict=True)
+            return sum(amount(stage[v]) for stage, values in pairs for v in sorted(values))
+
+        seconds = total(replayed, lambda value: value.seconds)
+        if self._host:
+            seconds += self._host.seconds(total(offloaded, lambda value: value.num_bytes))
+        return Choice(replayed, offloaded, seconds)
 
     @property
     def _sizes(self) -> Iterator[float]:
         return (value.num_bytes for value in self._values)
 
     def _row(self, moment: Moment) -> np.ndarray:
-        """What each variable adds to the bytes of a moment: d is saved unless r is 1."""
+        """What each variable adds to the bytes of a moment: d is saved unless r is 1, and away if o is."""
         sizes = np.array([value.num_bytes * value.may_save for value in self._values])
         needed = np.array([value.num_bytes * value.is_needed for value in self._values])
-        saved, again = (np.repeat(count, np.diff(self._firsts)) for count in (moment.saved, moment.replayed))
-        return np.concatenate([again * needed - saved * sizes, saved * sizes]) / self._unit
+        saved, again, away = (
+            np.repeat(count, np.diff(self._firsts)) for count in (moment.saved, moment.replayed, moment.away)
+        )
+        moved = -away[self._able] * self._movable
+        return np.concatenate([again * needed - saved * sizes, saved * sizes, moved]) / self._unit
 
     def _order_of_asking(self) -> csr_array:
-        """A row r[v] - d[u] <= 0 for v and each input u of v, and d[v] - r[v] <= 0 if v cannot be saved."""
+        """A row r[v] - d[u] <= 0 for v and each input u of v, and d[v] - r[v] <= 0 if v cannot be saved.
+
+        Then a row o[v] + r[v] - d[v] <= 0 for each value that may be offloaded.
+        """
         num_values = len(self._values)
         pairs = [
             (v, num_values + first + u)
@@ -241,7 +320,12 @@ class ReplayProgram:
         columns = np.array(pairs + unsaved, dtype=np.int64).reshape(-1)
         num_rows = len(columns) // 2
         signs, rows = np.tile([1.0, -1.0], num_rows), np.arange(num_rows).repeat(2)
-        return csr_array((signs, (rows, columns)), (num_rows, 2 * num_values))
+        able, count = np.array(self._able, np.int64), len(self._able)
+        moved = np.stack([2 * num_values + np.arange(count), able, able + num_values], axis=1).reshape(-1)
+        signs = np.concatenate([signs, np.tile([1.0, 1.0, -1.0], count)])
+        rows = np.concatenate([rows, (num_rows + np.arange(count)).repeat(3)])
+        shape = num_rows + count, self._num_variables
+        return csr_array((signs, (rows, np.concatenate([columns, moved]))), shape)
 
 
 def asked_for(stage: Stage, chosen: frozenset[int]) -> frozenset[int]:

@@ -9,8 +9,10 @@ from pipec.ir import Bucket, Compute, Op, Payload, Plan, Program, RankMemory, St
 from pipec.ir.columns import OP_CODE, PHASES, Cells, Floats, Instructions, Ints, aligned
 from pipec.ir.memory import KINDS
 from pipec.ir.text import value_bytes
+from pipec.programs.offloads import next_computes
 
 _MAKING_GRADIENTS = [OP_CODE[Op.BACKWARD], OP_CODE[Op.BACKWARD_WEIGHT]]
+_NOWHERE = np.empty(0, np.int64)
 UNDER_WAY = 2
 """How many messages a rank keeps of a link and peer: the one that the peer may still read, and the next."""
 
@@ -72,10 +74,12 @@ def rank_memory(plan: Plan, program: Program) -> RankMemory:
     account = _Account(plan, program)
     account.count_static()
     account.count_computes()
+    account.count_offloads()
     account.count_gradients()
     account.count_messages()
     account.count_results()
     account.count_collectives()
+    account.count_prepared()
     return account.result()
 
 
@@ -85,7 +89,10 @@ def _whole_bytes(bucket: Bucket) -> float:
 
 @dataclass
 class _Account:
-    """Bytes by kind: those of the whole step, and how they grow as instructions start and end."""
+    """Bytes by kind: those of the whole step, and how they grow as instructions start and end.
+
+    ``host`` is how those of the host grow as instructions start.
+    """
 
     plan: Plan
     program: Program
@@ -97,6 +104,7 @@ class _Account:
         self.own = stages_on(self.plan.placement, self.program.rank)
         self.stages = [stage.cost.memory for stage in self.plan.stages]
         self.columns = Instructions.of(self.program.instructions, self.plan.links)
+        self.host: Floats = np.zeros(len(self.columns) + 1)
 
     def count_static(self) -> None:
         rows = self.plan.num_microbatches
@@ -105,6 +113,7 @@ class _Account:
             self.static["buffers"] += stage.buffers
             self.static["optimizer"] += stage.state
             self.static["versions"] += stage.versions
+            self.static["prepared"] += stage.prepared
             self.static["inputs"] += stage.inputs * rows
 
     def count_computes(self) -> None:
@@ -117,6 +126,17 @@ class _Account:
         for stage in self.own:
             scratch, updates = self.stages[stage].update, self._at(Op.UPDATE, stage)
             self.grow("running", updates, scratch, -scratch)
+
+    def count_offloads(self) -> None:
+        """What is away from the end of the compute behind an offload to the prefetch."""
+        for stage in self.own:
+            if not (amount := self.stages[stage].offloaded):
+                continue
+            offloads, prefetches = self._at(Op.OFFLOAD, stage), self._at(Op.PREFETCH, stage)
+            self.grow("saved", next_computes(self.columns, offloads), 0.0, -amount)
+            self.grow("saved", prefetches, amount, 0.0)
+            np.add.at(self.host, offloads, amount)
+            np.add.at(self.host, prefetches + 1, -amount)
 
     def count_gradients(self) -> None:
         """Sums of gradients, from the first gradients after they were taken until they are taken."""
@@ -146,11 +166,13 @@ class _Account:
             np.flatnonzero(columns.ops == OP_CODE[op]) for op in (Op.SEND, Op.MOVE, Op.RECV)
         )
         own = np.array(self.plan.link_memory)
-        keys = columns.link_numbers[sends] * self.plan.num_ranks + columns.peers[sends]
-        for key in np.unique(keys):
-            same = sends[keys == key]
-            self.grow("sent", same, own[columns.link_numbers[same]], 0.0)
-            self.grow("sent", same[UNDER_WAY:], -own[columns.link_numbers[same[:-UNDER_WAY]]], 0.0)
+        keys = columns.link_numbers[sends] * np.int64(self.plan.num_ranks) + columns.peers[sends]
+        order = np.argsort(keys, kind="stable")
+        sends, keys = sends[order], keys[order]
+        same = keys[UNDER_WAY:] == keys[:-UNDER_WAY]
+        self.grow("sent", sends, own[columns.link_numbers[sends]], 0.0)
+        gone = own[columns.link_numbers[sends[:-UNDER_WAY][same]]]
+        self.grow("sent", sends[UNDER_WAY:][same], -gone, 0.0)
         for number in np.unique(columns.link_numbers[moves]):
             moved = moves[columns.link_numbers[moves] == number]
             reader = OP_CODE[Op(self.plan.link_readers[number])]
@@ -159,8 +181,10 @@ class _Account:
             last[columns.microbatches[reads]] = reads
             self.grow("received", moved, own[number], 0.0)
             self.grow("received", last[columns.microbatches[moved]], 0.0, -own[number])
-        for at in receives[columns.slots[receives] < 0].tolist():
-            self.grow("received", np.array([at]), self._bytes_once(int(columns.link_numbers[at])), 0.0)
+        once = receives[columns.slots[receives] < 0]
+        for number in np.unique(columns.link_numbers[once]).tolist():
+            own_once = once[columns.link_numbers[once] == number]
+            self.grow("received", own_once, self._bytes_once(number), 0.0)
         slots = np.unique(columns.matrix[3:6, receives[columns.slots[receives] >= 0]], axis=1)
         sizes = [sum(value_bytes(each, self.plan.sizes) for each in link.values) for link in links]
         self.static["received"] += sum(sizes[number] for number in slots[0].tolist())
@@ -191,11 +215,25 @@ class _Account:
                 self.grow("travelling", reduces, bucket.travelling_bytes, 0.0)
                 self.grow("travelling", reduces[1:], -bucket.travelling_bytes, 0.0)
                 self.grow("gradients", reduces[:2], bucket.share_bytes, 0.0)
-                self.grow("travelling", updates[:1], 0.0, -bucket.travelling_bytes)
+                self.grow("travelling", updates[:1], -bucket.travelling_bytes, 0.0)
                 self.grow("gradients", updates[:1], 0.0, -bucket.share_bytes * min(reduces.size, 2))
                 if ending.gathers_for_use(bucket):
                     self.grow("travelling", self._at(Op.UNSHARD, stage, number), bucket.padded_bytes, 0.0)
                     self.grow("travelling", self._at(Op.RESHARD, stage, number), 0.0, -bucket.padded_bytes)
+
+    def count_prepared(self) -> None:
+        """Where weights are gathered for use, what is made of them goes when they are let go of."""
+        ending = self.plan.ending
+        for stage in self.own:
+            gathered = [n for n in ending.buckets_of(stage) if ending.gathers_for_use(ending.buckets[n])]
+            gone = np.sort(np.concatenate([self._at(Op.RESHARD, stage, n) for n in gathered] or [_NOWHERE]))
+            amount = self.stages[stage].prepared
+            if amount and gone.size:
+                self.static["prepared"] -= amount
+                uses = np.flatnonzero(self.columns.is_compute & (self.columns.stages == stage))
+                rounds, first = np.unique(np.searchsorted(gone, uses), return_index=True)
+                self.grow("prepared", uses[first], amount, 0.0)
+                self.grow("prepared", gone[rounds[rounds < gone.size]], 0.0, -amount)
 
     def _at(self, op: Op, stage: int, bucket: int = -1) -> Ints:
         columns = self.columns
@@ -206,7 +244,7 @@ class _Account:
     def grow(self, kind: str, positions: Ints, start: Floats | float, end: Floats | float) -> None:
         """Let a kind grow by ``start`` as the instructions at ``positions`` start, by ``end`` as they end."""
         for growths, amount in ((self.starts, start), (self.ends, end)):
-            growths.setdefault(kind, np.zeros(len(self.columns)))[positions] += amount
+            np.add.at(growths.setdefault(kind, np.zeros(len(self.columns))), positions, amount)
 
     def result(self) -> RankMemory:
         size = len(self.columns)
@@ -222,4 +260,5 @@ class _Account:
         parts = self.static | {kind: float(amounts[peak]) for kind, amounts in while_running.items()}
         after = most + sum(self.ends.values(), np.zeros(size))
         pairs = int(in_flight(self.columns)[peak])
-        return RankMemory(self.program.rank, parts, peak, pairs, most, after)
+        host = float(np.cumsum(self.host).max()) + sum(self.stages[stage].host for stage in self.own)
+        return RankMemory(self.program.rank, parts, peak, pairs, host, most, after)

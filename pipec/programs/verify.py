@@ -29,7 +29,15 @@ from pipec.ir import (
 from pipec.ir.columns import OP_CODE, OPS, Instructions, Ints
 from pipec.ir.rounds import unrolled, window_of
 from pipec.ir.text import format_link, instruction_lines
-from pipec.programs import ending_rules, join_rules, meeting_rules, part_rules, script_rules, versions
+from pipec.programs import (
+    ending_rules,
+    join_rules,
+    meeting_rules,
+    offload_rules,
+    part_rules,
+    script_rules,
+    versions,
+)
 from pipec.programs.counterexample import counterexample
 from pipec.programs.faults import Fault
 from pipec.programs.fields import first_of_each_kind, misfits
@@ -55,13 +63,15 @@ def verify_programs(
     ending: Ending = NOTHING_MORE,
     parts: Parts | None = None,
     joins: Joins | None = None,
+    offload: Collection[int] = (),
 ) -> None:
     """Prove that ``programs`` are one correct step of the stages that ``placement`` puts on ranks.
 
     ``recompute`` are the stages that replay their forward. ``max_in_flight`` bounds how many pairs of
     stage and microbatch a rank holds between forward and free: one number for all ranks, or one for each.
     ``ending`` is what the step does besides its microbatches, and ``parts`` are the phases that consist of
-    several functions; ``joins`` are what replicas make together between these. Time and memory are linear in
+    several functions; ``joins`` are what replicas make together between these. Stages in ``offload`` may let
+    what they saved wait in host memory. Time and memory are linear in
     the number of instructions.
 
     Raises:
@@ -74,6 +84,7 @@ def verify_programs(
         *(programs, placement, tuple(links), num_microbatches, replayed, limits, ending),
         parts=parts or {},
         joins=joins or {},
+        offload=frozenset(offload),
     )
     for rule in RULES:
         for fault in rule(step):
@@ -98,6 +109,7 @@ def verify_plan(plan: Plan, programs: Sequence[Program]) -> None:
         ending=plan.ending,
         parts=plan.parts,
         joins=plan.joins,
+        offload=plan.offloading,
     )
 
 
@@ -348,15 +360,16 @@ def _finishes(step: StepIndex) -> Iterator[Fault]:
 
 def _waits(deliveries: Sequence[Deliveries]) -> Waits:
     """A send waits for its receive, and a reader of a message for its send."""
-    parts: list[tuple[Ints, ...]] = [(np.empty(0, np.int32),) * 4]
+    parts: dict[int, list[tuple[Ints, ...]]] = defaultdict(list)
     for each in deliveries:
         if each.route.crosses_ranks:
             source = np.full_like(each.sends, each.route.source)
             target = np.full_like(each.sends, each.route.target)
-            parts.append((source, each.sends, target, each.receives))
+            parts[each.route.source].append((source, each.sends, target, each.receives))
             read = each.reads >= 0
-            parts.append((target[read], each.reads[read], source[read], each.sends[read]))
-    return Waits(*map(_joined, zip(*parts, strict=True)))
+            parts[each.route.target].append((target[read], each.reads[read], source[read], each.sends[read]))
+    by_rank = [part for _, of_rank in sorted(parts.items()) for part in of_rank]
+    return Waits(*map(_joined, zip((np.empty(0, np.int32),) * 4, *by_rank, strict=True)))
 
 
 def _together(parts: Sequence[Waits]) -> Waits:
@@ -370,9 +383,10 @@ def _joined(parts: Sequence[Ints]) -> Ints:
 
 def _posts_after_what_messages_need(step: StepIndex) -> Iterator[Fault]:
     """No receive is posted before a compute that its message depends on: a GPU may hold that one up."""
-    cells = ProgramCells.of(step)
-    for each in filter(lambda delivery: delivery.route.crosses_ranks, step.deliveries):
-        for wrong in np.flatnonzero(cells.depend_on_what_follows(each)).tolist()[:1]:
+    crossing = [each for each in step.deliveries if each.route.crosses_ranks]
+    depends = ProgramCells.of(step).depend_on_what_follows(crossing)
+    for each, of_route in zip(crossing, depends, strict=True):
+        for wrong in np.flatnonzero(of_route).tolist()[:1]:
             name = _message_name(each.route.link, int(each.route.microbatches[wrong]))
             site = each.route.target, int(each.receives[wrong])
             yield Fault(site, f"{name} is received before the next compute, which it depends on")
@@ -402,6 +416,7 @@ RULES: tuple[Callable[[StepIndex], Iterator[Fault]], ...] = (
     _sends_what_was_made,
     _posts_before_reading,
     _frees_after_last_use,
+    offload_rules.offload_rules,
     _spares_live_slots,
     script_rules.results_in_time,
     _keeps_channel_order,

@@ -73,6 +73,34 @@ class PeerCopies:
         return take
 
 
+class CopyStream:
+    """A stream of a GPU for copies in one direction, beside what is computed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+
+    def start(self, copy: Callable[[], None]) -> Callable[[], None]:
+        """Copy behind what was launched until now; returns what lets what is launched next wait for it.
+
+        The caller holds the memory of the device until then.
+        """
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            copy()
+            over = self._stream.record_event()
+
+        def wait() -> None:
+            reader = torch.cuda.current_stream(self._device)
+            reader.wait_event(over)
+
+        return wait
+
+    def finish(self) -> None:
+        """Let what is launched next wait for all copies."""
+        follower = torch.cuda.current_stream(self._device)
+        follower.wait_stream(self._stream)
+
+
 def staged(tensor: Tensor) -> Tensor:
     """A copy on the host in pinned memory, which GPUs read while the host goes on.
 

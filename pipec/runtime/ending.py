@@ -99,7 +99,7 @@ class EndingLinker:
         rank, group = self._rank, self._rank.transport.group(range(self._rank.plan.num_ranks))
         waits = [wait for stage in rank.stages for wait in self._gradients_of(stage)]
         device = next(iter(rank.stages.values())).device
-        verdict = Verdict(rank, group, device) if rank.plan.ending.on_nan else None
+        verdict = Verdict(rank, group, device) if rank.plan.ending.may_drop else None
         updates = rank.updating.updates
 
         def norm() -> None:

@@ -41,12 +41,21 @@ def refusal_of(found: NotFinite, number: int, ending: Ending) -> str:
     )
 
 
-def notice_of(found: NotFinite, number: int) -> str:
+def notice_of(found: NotFinite, number: int, ending: Ending) -> str:
     """What is said of the first step that is skipped."""
+    why = ", as on_nan='skip' asks"
+    if is_overflow(found, ending):
+        usual = ", which is usual in the first steps with precision='fp16-mixed'" if found.parameter else ""
+        why = f", and the loss scale is halved{usual}"
     return (
-        f"pipec: step {number} (the first is 0): {found}; nothing came of that step, as on_nan='skip' asks. "
+        f"pipec: step {number} (the first is 0): {found}; nothing came of that step{why}. "
         "pipe.num_skipped counts such steps"
     )
+
+
+def is_overflow(found: NotFinite, ending: Ending) -> bool:
+    """Whether nothing more may be wrong than the scale of the loss. Losses themselves are not scaled."""
+    return ending.scales_loss and (bool(found.parameter) or ending.on_nan is None)
 
 
 def first_nan(losses: Mapping[int, Tensor]) -> int | None:

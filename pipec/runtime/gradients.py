@@ -34,12 +34,14 @@ class GradientSum:
     ``parameters`` is the very list that the stage passes as ``w``. ``apart`` are the indices of parameters
     that another stage owns, or whose gradients are summed over replicas before they are added to ``.grad``.
     What it ``holds`` is added to ``.grad`` by ``release`` alone, and that is everything if it is True.
+    Gradients are multiplied by a factor of the step as they are added, which is exact for a power of two.
     """
 
     def __init__(self, parameters: Sequence[Tensor], apart: Collection[int], holds: bool = False) -> None:
         self._parameters = parameters
         self._apart = frozenset(range(len(parameters)) if holds else apart)
         self._holds = holds
+        self._factor = 1.0
         self._totals: list[Tensor | None] = []
         self._homes: dict[int, Home] = {}
 
@@ -52,8 +54,9 @@ class GradientSum:
         kept = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         return kept + [memory for home in set(self._homes.values()) for memory in home.held()]
 
-    def begin_step(self) -> None:
+    def begin_step(self, factor: float = 1.0) -> None:
         """Start from the ``.grad`` that previous steps left; totals of the step start empty."""
+        self._factor = factor
         self._totals = [
             None if index in self._apart else parameter.grad
             for index, parameter in enumerate(self._parameters)
@@ -77,6 +80,9 @@ class GradientSum:
 
         A parameter's first gradient is taken out of the list, so that its memory can become the total.
         """
+        self._add(gradients, self._factor)
+
+    def _add(self, gradients: list[Tensor | None], factor: float) -> None:
         totals, terms = [], []
         for index, total in enumerate(self._totals):
             gradient = gradients[index]
@@ -86,20 +92,20 @@ class GradientSum:
                 gradients[index] = gradient = gradient.resolve_conj()  # no sum takes the marked memory
             if total is None:
                 del gradient
-                self._set_first(index, gradients)
+                self._set_first(index, gradients, factor)
             elif gradient.is_sparse or total.is_sparse:
-                self._set(index, _added(total, gradient))
+                self._set(index, _added(total, gradient if factor == 1 else gradient * factor))
             else:
                 totals.append(total)
                 terms.append(gradient)
         if totals:
-            _add_all(totals, terms)
+            _add_all(totals, terms, alpha=factor)
 
     def add_one(self, index: int, gradient: Tensor) -> None:
         """Add what another stage has summed for a parameter that it borrowed from this one."""
         gradients: list[Tensor | None] = [None] * len(self._totals)
         gradients[index] = gradient
-        self.add(gradients)
+        self._add(gradients, 1.0)
 
     def take(self, index: int) -> Tensor | None:
         """Hand over the total of a parameter in ``apart``; None if it got no gradient."""
@@ -134,7 +140,7 @@ class GradientSum:
         else:
             parameter.grad.add_(total)
 
-    def _set_first(self, index: int, gradients: list[Tensor | None]) -> None:
+    def _set_first(self, index: int, gradients: list[Tensor | None], factor: float) -> None:
         parameter, gradient = self._parameters[index], gradients[index]
         assert gradient is not None
         total = gradient.detach()
@@ -145,7 +151,7 @@ class GradientSum:
             total = self._homes[index].place(index).copy_(total)
         elif not (total.stride() == parameter.stride() and fills_storage(total) and is_exclusive(total)):
             total = torch.empty_like(parameter, requires_grad=False).copy_(total)
-        self._set(index, total)
+        self._set(index, total.mul_(factor) if factor != 1 else total)
 
     def _set(self, index: int, total: Tensor) -> None:
         self._totals[index] = total

@@ -13,14 +13,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipec.artifact.directory import Artifact
-from pipec.console import log
-from pipec.errors import InputError, NonFiniteError
-from pipec.ir import OnNan, Plan, Program
+from pipec.errors import InputError
+from pipec.ir import Plan, Program
 from pipec.ir.arguments import NUMBER, check_arguments, instance
 from pipec.runtime.agreement import Presence, Told
 from pipec.runtime.execution import Execution, Ranks
 from pipec.runtime.facts import Facts, differences, rank_names
-from pipec.runtime.finite import NotFinite, notice_of, refusal_of
 from pipec.runtime.flow import Flow
 from pipec.runtime.group import Group
 from pipec.runtime.optimizers import PipelineOptimizer, StatePart
@@ -54,7 +52,7 @@ class Handle(nn.Module):
         self._accumulates = False
         self.logs: dict[str, Tensor] = {}
         self._trained = trained
-        self._num_steps = self._num_skipped = 0
+        self._num_steps = 0
         self._process = os.getpid()
         self._executions: dict[Artifact, Execution | StreamExecution] = {}
         self._recorded: list[RecordedStep] | None = None
@@ -129,7 +127,7 @@ class Handle(nn.Module):
             self._accumulates = before
 
     @property
-    def programs(self) -> tuple[Program, ...]:
+    def programs(self) -> Sequence[Program]:
         """What each rank executes in one step; each prints as text, one instruction a line."""
         return self._artifact.programs
 
@@ -182,24 +180,6 @@ class Handle(nn.Module):
         if self._updates is None:
             return {}
         return {"accumulates": str(self._accumulates), **self._updates.optimizer.facts()}
-
-    def _count_step(self, found: NotFinite | None = None) -> None:
-        """Count a step, and its update if it made one. Raises NonFiniteError for what was ``found``."""
-        plan = self._artifact.plan
-        if found is not None and plan.ending.on_nan is OnNan.RAISE:
-            raise NonFiniteError(refusal_of(found, self._num_steps, plan.ending))
-        self._num_steps += 1
-        if found is not None and not (self._updates is not None and self._accumulates):
-            self._num_skipped += 1
-            if self._num_skipped == 1:
-                log(notice_of(found, self._num_steps - 1))
-        elif self._updates is not None and not self._accumulates:
-            self._updates.optimizer.count_step()
-
-    @property
-    def num_skipped(self) -> int:
-        """Of how many steps nothing came, because a loss or gradient was not finite; see ``on_nan``."""
-        return self._num_skipped
 
     def _refuse_meta(self) -> None:
         if meta := [fqn for fqn, tensor in self._tensors_by_fqn().items() if tensor.is_meta]:

@@ -25,7 +25,7 @@ from pipec.runtime.results import Results, empty_like, has_rows, join_replicas, 
 from pipec.runtime.span import Span
 from pipec.runtime.stage import BoundStage, StageCode
 from pipec.runtime.transport import Transport
-from pipec.runtime.updates import Updates
+from pipec.runtime.updates import StageUpdate, Updates
 
 
 class Interpreter:
@@ -140,9 +140,9 @@ class Interpreter:
         self._rank.sizes[:] = [*span.sizes, span.num_rows]
         self._rank.values.clear()
         self._rank.values.update(span.values)
-        shares = span.loss_shares
+        shares, scale = span.loss_shares, self._updating.loss_scale
         for stage in self._stages.values():
-            stage.begin_step()
+            stage.begin_step(scale)
             for microbatch in self._own[stage.index]:
                 if not span.sizes[microbatch]:
                     continue
@@ -153,7 +153,7 @@ class Interpreter:
                 )
                 if self._rank.loss:
                     weight = shares[microbatch]
-                    frame["grad_loss"] = loss_gradient(weight, self._rank.loss.dtype, self._device)
+                    frame["grad_loss"] = loss_gradient(weight * scale, self._rank.loss.dtype, self._device)
 
     def _end_step(self) -> None:
         """Write the buffers that the step has changed, unless nothing is to come of it."""
@@ -201,22 +201,28 @@ class Interpreter:
             self.position = position
             action()
             if position < num_instructions:
-                meter.note()
+                meter.note(sum(map(self._host_bytes, self._stages.values())))
+
+    def _host_bytes(self, stage: BoundStage) -> int:
+        """What of a stage waits in host memory."""
+        own = self._update_of(stage.index)
+        return stage.host_bytes + (own.optimizer.host_bytes if own else 0)
+
+    def _update_of(self, stage: int) -> StageUpdate | None:
+        """What the rank updates of a stage, or what the replica does with which it shares the parameters."""
+        updates, owners = self._updating.updates, (self._rank.number, self._rank.plan.placement[stage][0])
+        found = (updates.on(each, stage) for each in owners) if updates else iter(())
+        return next(filter(None, found), None)
 
     def _held(self) -> dict[str, list[Tensor]]:
         """What the rank holds at the start of a step, by kind.
 
         Replicas of one process share parameters and state; each is counted with what it would have.
         """
-        rank, updates = self._rank, self._updating.updates
         parts: list[Mapping[str, Sequence[Tensor]]] = [stage.held() for stage in self._stages.values()]
-        for stage in self._stages if updates else ():
-            assert updates is not None
-            owners = (rank.number, rank.plan.placement[stage][0])
-            own = next((update for each in owners if (update := updates.on(each, stage))), None)
-            parts += [own.held()] if own else []
+        parts += [own.held() for stage in self._stages if (own := self._update_of(stage))]
         found: dict[str, list[Tensor]] = defaultdict(list)
-        for part in (*parts, {"received": rank.transport.held()}):
+        for part in (*parts, {"received": self._rank.transport.held()}):
             for kind, tensors in part.items():
                 found[kind] += tensors
         return found
@@ -303,5 +309,5 @@ def loss_of(plan: Plan) -> Value | None:
 
 @functools.lru_cache(maxsize=64)
 def loss_gradient(weight: float, dtype: str, device: torch.device) -> Tensor:
-    """What the backward of a microbatch starts from: its share of the batch."""
+    """What the backward of a microbatch starts from: its share of the batch, times the loss scale."""
     return torch.full((), weight, dtype=getattr(torch, dtype), device=device)

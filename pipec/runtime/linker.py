@@ -48,7 +48,7 @@ class Linked:
 Source = Callable[[], Sequence[Any]]
 Sink = Callable[[Sequence[Tensor]], None]
 
-_ALWAYS = frozenset({"w", "buffers", "constants", "b", "rng", "device"})
+_ALWAYS = frozenset({"w", "prepared", "buffers", "constants", "b", "rng", "device"})
 _SAVING = (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD_INPUT)
 """The phases whose last function saves something, too."""
 
@@ -81,6 +81,7 @@ class Linker:
         self._present: dict[tuple[int, int], dict[str, Delivery]] = defaultdict(dict)
         self._dropped_by: dict[tuple[int, int], dict[str, list[str]]] = defaultdict(dict)
         self._lent: dict[int, dict[str, Delivery]] = defaultdict(dict)
+        self._leaving: list[Action] = []
         self._ending = EndingLinker(rank)
 
     def link(self, instruction: Instruction) -> Linked:
@@ -98,6 +99,10 @@ class Linker:
                 return self._move(instruction)
             case Op.FREE:
                 return self._free(instruction)
+            case Op.OFFLOAD:
+                return self._offload(instruction)
+            case Op.PREFETCH:
+                return self._prefetch(instruction)
         if instruction.join >= 0:
             return self._join(instruction)
         return self._ending.link(instruction)
@@ -188,6 +193,20 @@ class Linker:
             names.append(name)
         return self._rank.stages[instruction.stage].frames[instruction.microbatch].clear
 
+    def _offload(self, instruction: Instruction) -> Action:
+        """Start to copy saved values to the host, of which the device lets go behind the next compute."""
+        stage = self._rank.stages[instruction.stage]
+        frame, copies = stage.frames[instruction.microbatch], stage.copies
+        self._leaving.append(lambda: copies.let_go(frame.get("saved", ())))
+        return lambda: copies.offload(frame["saved"])
+
+    def _prefetch(self, instruction: Instruction) -> Action:
+        """Start to copy saved values back, for which their reader waits."""
+        microbatch, stage = instruction.microbatch, self._rank.stages[instruction.stage]
+        frame, copies = stage.frames[microbatch], stage.copies
+        self._present[stage.index, microbatch]["saved"] = Delivery(lambda: copies.arrive(microbatch))
+        return lambda: copies.prefetch(frame["saved"], microbatch)
+
     def _tag(self, link: Link) -> int:
         return self._rank.plan.links.index(link)
 
@@ -244,7 +263,10 @@ class Linker:
         if instruction.version >= 0:
             show = self._rank.stages[instruction.stage].show_version
             actions = [functools.partial(show, instruction.microbatch), *actions]
-        return Linked(instruction, _all(actions), (instruction.microbatch,), _all(weights))
+        left, self._leaving = self._leaving, []
+        return Linked(
+            instruction, _all([*actions, *left]), (instruction.microbatch,), _all([*weights, *left])
+        )
 
     def _call(
         self, instruction: Instruction, names: Sequence[str], part: int, weights: list[Action]
@@ -263,7 +285,8 @@ class Linker:
             )
         asked = parameter_names(function)
         makes_gradients = phase not in (Phase.FORWARD, Phase.RECOMPUTE)  # which lie as the weights do
-        own = self._weights(stage.index, name) if "w" in asked or makes_gradients else []
+        reads = not {"w", "prepared"}.isdisjoint(asked)
+        own = self._weights(stage.index, name) if reads or makes_gradients else []
         weights += own
         take = self._take(stage.index, microbatch, asked, name, own)
         self._note_made(stage.index, microbatch, phase, is_last)
@@ -297,7 +320,10 @@ class Linker:
         waits = [*first]
         dropped: list[str] = []
         for name in names:
-            if name in self._always:
+            if name == "prepared":
+                waits.append(functools.partial(self._rank.stages[stage].prepare, microbatch))
+                dropped.append(name)  # before the weights go, where they are gathered for use
+            elif name in self._always:
                 waits += self._buffers(stage, microbatch, reader) if name == "buffers" else []
             elif delivery := self._present[stage, microbatch].get(name):
                 waits += delivery.awaited()

@@ -36,6 +36,7 @@ from pipec.runtime.handle import homes
 from pipec.runtime.holder import ModelTensors, hold
 from pipec.runtime.kernels import KERNELS
 from pipec.runtime.launch import DEVICES, Devices
+from pipec.runtime.loss_scale import LossScale
 from pipec.runtime.optimizers import Factory
 from pipec.runtime.outcomes import StreamBatch
 from pipec.runtime.randomness import next_seed
@@ -112,7 +113,8 @@ class LoadedPipeline(Streams):
     ) -> None:
         held = _tensors_of(artifact.plan, tensors, artifact.constants, ranks)
         whole = {v.name: held.parameters.get(v.name, _elsewhere(v)) for v in artifact.plan.parameters}
-        updates = None if optimizer is None else Updates(optimizer, max_norm, whole)
+        loss_scale = LossScale() if artifact.plan.ending.scales_loss else None
+        updates = None if optimizer is None else Updates(optimizer, max_norm, whole, loss_scale)
         super().__init__(ranks, artifact, updates)
         self.training = artifact.plan.training
         if (artifact.plan.microbatch_weight == GIVEN) != callable(microbatch_weight):

@@ -28,8 +28,8 @@ class Meter(Protocol):
     def begin(self, held: Held) -> None:
         """Count what the rank holds before its first instruction."""
 
-    def note(self) -> None:
-        """Note what was held since the instruction before."""
+    def note(self, host_bytes: int = 0) -> None:
+        """Note what was held since the instruction before, and what waits in host memory now."""
 
     def memory(self, rank: int) -> RankMemory:
         """What was measured. Whatever the step itself has made is of kind "step"."""
@@ -61,16 +61,18 @@ class _Readings:
         self.first: dict[str, float] = {}
         self._most: list[float] = []
         self._after: list[float] = []
+        self._host_bytes = 0
 
-    def add(self, most: float, after: float) -> None:
+    def add(self, most: float, after: float, host_bytes: int) -> None:
         self._most.append(most)
         self._after.append(after)
+        self._host_bytes = max(self._host_bytes, host_bytes)
 
     def memory(self, rank: int) -> RankMemory:
         most, after = np.array(self._most), np.array(self._after)
         peak = int(most.argmax())
         parts = {**self.first, "step": float(most[peak]) - sum(self.first.values())}
-        return RankMemory(rank, parts, peak, most=most, after=after)
+        return RankMemory(rank, parts, peak, host_bytes=self._host_bytes, most=most, after=after)
 
 
 class CudaMeter:
@@ -93,9 +95,9 @@ class CudaMeter:
         self._others = torch.cuda.memory_allocated(self._device) - sum(self._readings.first.values())
         torch.cuda.reset_peak_memory_stats(self._device)
 
-    def note(self) -> None:
+    def note(self, host_bytes: int = 0) -> None:
         most = torch.cuda.max_memory_allocated(self._device) - self._others
-        self._readings.add(most, torch.cuda.memory_allocated(self._device) - self._others)
+        self._readings.add(most, torch.cuda.memory_allocated(self._device) - self._others, host_bytes)
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def memory(self, rank: int) -> RankMemory:
@@ -146,9 +148,9 @@ class TensorMeter(TorchDispatchMode):
             self._readings.first[kind] = self._now - before
         self._most = self._now
 
-    def note(self) -> None:
+    def note(self, host_bytes: int = 0) -> None:
         with self._lock:
-            self._readings.add(self._most, self._now)
+            self._readings.add(self._most, self._now, host_bytes)
             self._most = self._now
 
     def memory(self, rank: int) -> RankMemory:

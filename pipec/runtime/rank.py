@@ -33,6 +33,12 @@ class Updating:
     not_finite: NotFinite | None = None
     begun: set[int] = field(default_factory=set)
 
+    @property
+    def loss_scale(self) -> float:
+        """What backwards of this step multiply the loss by."""
+        scaled = self.updates.loss_scale if self.updates else None
+        return scaled.scale if scaled else 1.0
+
     def begin_step(self, now: bool) -> None:
         self.now, self.factor, self.not_finite = now, None, None
         self.begun.clear()

@@ -11,6 +11,7 @@ from torch import Tensor
 from pipec.errors import VerifyError
 from pipec.ir import Sizes, Stage
 from pipec.runtime.gradients import GradientSum
+from pipec.runtime.offloads import HostCopies, host_bytes
 from pipec.runtime.randomness import Streams
 from pipec.runtime.versions import WeightVersions
 
@@ -23,13 +24,15 @@ class StageCode(Protocol):
 
     =============== ===================================================================================
     ``w``           list of parameters, in the order of ``PARAMETERS``
+    ``prepared``    tuple returned by ``prepare`` for these parameters
     ``buffers``     list of buffers as the microbatch's forward found them, in the order of ``BUFFERS``
     ``constants``   tuple returned by ``constants``
     ``b``           number of samples in the microbatch
     ``t``, ...      size of each variable of the plan, under its name
     ``rng``         function from an operator's id to the ``torch.Generator`` it draws from
     ``saved``       list returned by the phase before; the function empties it, which frees the values
-    ``grad_loss``   0-dim tensor: the microbatch's share of the batch, what the backward starts from
+    ``grad_loss``   0-dim tensor: the microbatch's share of the batch, what the backward starts from,
+                    times the loss scale
     ``device``      the stage's ``torch.device``
     ``share``       0-dim tensor: the rows of the microbatch as a share of the batch's
     other names     a received value or a model input
@@ -42,7 +45,8 @@ class StageCode(Protocol):
     ``sent`` is a dict of values by name. Optional functions: ``recompute(...) -> saved``,
     ``backward(...) -> (sent, gradients)``, ``backward_input(...) -> (sent, saved, gradients)``,
     ``backward_weight(...) -> gradients``, each gradient aligned with ``PARAMETERS`` and None where there
-    is none, ``constants(...) -> tuple`` of what depends on sizes and ``device`` alone, and
+    is none, ``constants(...) -> tuple`` of what depends on sizes and ``device`` alone,
+    ``prepare(...) -> tuple`` of what depends on ``w`` and ``device`` alone, and
     ``of_batch(...) -> tuple`` of what is needed of the whole batch, under the names in the stage's plan.
     """
 
@@ -96,13 +100,20 @@ class BoundStage:
         self.buffers = self.buffers_before = self._registered
         self.versions = WeightVersions(self.weights, 0)
         self.is_versioned = False
+        self._prepared: dict[int, tuple[Tensor, ...]] = {}
         self._buffers_found: dict[int, list[Tensor]] = {}
         self._memory: set[int] = set()
+        self._prepare: Callable[..., tuple[Tensor, ...]] = getattr(code, "prepare", tuple)
+        self._read_by_prepare = parameter_names(self._prepare) if hasattr(code, "prepare") else ()
         self._read_by_constants = _sizes_read(getattr(code, "constants", None))
+        self.copies = HostCopies(device, stage.offloaded)
         self._constants = functools.lru_cache(maxsize=8)(self._evaluate_constants)
 
-    def begin_step(self) -> None:
-        """Take the tensors as they are now. One that does not own them takes copies of what may change."""
+    def begin_step(self, loss_scale: float = 1.0) -> None:
+        """Take the tensors as they are now. One that does not own them takes copies of what may change.
+
+        The gradients that its functions return are those of the loss times ``loss_scale``.
+        """
         if not self.owns_tensors:
             self.weights[:] = [weight.to(self.device) for weight in self._parameters]
             changing = frozenset(self.updated_indices)
@@ -110,9 +121,10 @@ class BoundStage:
                 buffer.to(self.device, copy=index in changing)
                 for index, buffer in enumerate(self._registered)
             ]
+        self._prepared.clear()
         if self.is_versioned:
             self._memory = {weight.untyped_storage().data_ptr() for weight in self.weights if weight.numel()}
-        self.gradients.begin_step()
+        self.gradients.begin_step(1 / loss_scale)
 
     def fill_frame(self, microbatch: int, key: tuple[int, int], sizes: Sizes) -> Frame:
         """Put into the frame what every stage has. ``sizes`` has the rows as ``b``, and the variables.
@@ -138,6 +150,11 @@ class BoundStage:
         }
 
     @property
+    def host_bytes(self) -> int:
+        """What waits in host memory."""
+        return sum(host_bytes(frame.get("saved", ())) for frame in self.frames)
+
+    @property
     def keeps_gradients(self) -> bool:
         """Whether sums over replicas are added to the gradients of its weights, which an update reads."""
         return self.owns_tensors or self.is_versioned
@@ -149,8 +166,18 @@ class BoundStage:
 
     def hide_weights(self, fqns: Iterable[str]) -> None:
         """Let go of parameters that ``show_weights`` has brought."""
+        self._prepared.clear()
         for fqn in fqns:
             self.weights[self.code.PARAMETERS.index(fqn)] = _UNLENT
+
+    def prepare(self, microbatch: int) -> None:
+        """Give a microbatch what its weights are prepared to. The first that reads a version computes it."""
+        frame = self.frames[microbatch]
+        version = frame.get("version", 0)
+        if version not in self._prepared:
+            known = {"w": frame["w"], "device": self.device}
+            self._prepared[version] = self._prepare(*(known[name] for name in self._read_by_prepare))
+        frame["prepared"] = self._prepared[version]
 
     def function(self, name: str) -> Callable[..., Any]:
         """A function of the code. In a stream it returns nothing that is in the memory of the latest weights.
@@ -186,6 +213,8 @@ class BoundStage:
     def advance(self) -> None:
         """Go on with the next version of the weights, once an update of a stream is over."""
         self.versions.advance()
+        for number in [each for each in self._prepared if each < self.versions.oldest]:
+            del self._prepared[number]
         for number in [each for each in self._buffers_found if each < self.versions.oldest]:
             del self._buffers_found[number]
 
@@ -221,11 +250,13 @@ class BoundStage:
 
     def forget_step(self) -> None:
         """Let go of every value of the step."""
+        self.copies.finish()
         for frame in self.frames:
             frame.clear()
         for index in self._borrowed_indices:
             self.weights[index] = _UNLENT
         self.buffers = self.buffers_before = self._registered
+        self._prepared.clear()
         self._buffers_found.clear()
         self.gradients.forget_step()
 

@@ -5,11 +5,11 @@ from typing import Any
 
 from pipec.ir.arguments import FUNCTION, check_arguments
 from pipec.runtime.agreement import Told
-from pipec.runtime.handle import Handle
+from pipec.runtime.counted import Counted
 from pipec.runtime.stops import STOPS, follow
 
 
-class StoppedTogether(Handle):
+class StoppedTogether(Counted):
     """Follows a signal of any rank before the next step, mini-batch or evaluation, on all of them."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

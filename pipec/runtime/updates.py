@@ -14,6 +14,7 @@ from pipec.ir import Bucket, Piece, Plan, Shard, Sharding, Stage
 from pipec.ir.sharding import even_slices, whole_tensors
 from pipec.runtime.finite import NotFinite
 from pipec.runtime.group import Group
+from pipec.runtime.loss_scale import LossScale
 from pipec.runtime.optimizers import (
     Factory,
     Gather,
@@ -95,12 +96,18 @@ class Updates:
     """The optimizer of a pipeline, on the ranks of this process.
 
     ``parameters`` are those of the whole model. ``max_norm`` is what gradients are clipped to, if they are.
+    ``loss_scale`` is that of the next step, if the loss is scaled.
     """
 
     def __init__(
-        self, factory: Factory, max_norm: float | None, parameters: Mapping[str, nn.Parameter]
+        self,
+        factory: Factory,
+        max_norm: float | None,
+        parameters: Mapping[str, nn.Parameter],
+        loss_scale: LossScale | None = None,
     ) -> None:
         self._factory = factory
+        self.loss_scale = loss_scale
         self.optimizer = PipelineOptimizer(factory, parameters)
         self.max_norm = max_norm
         groups = self.optimizer.param_groups
@@ -133,7 +140,7 @@ class Updates:
 
     def of(self, parameters: Mapping[str, nn.Parameter]) -> "Updates":
         """The same for a copy of the parameters, with a copy of the state. Every rank calls this."""
-        made = Updates(self._factory, self.max_norm, parameters)
+        made = Updates(self._factory, self.max_norm, parameters, copy.deepcopy(self.loss_scale))
         made.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
         return made
 
@@ -250,7 +257,7 @@ class Updates:
             owned |= {piece: x for piece, x in shard.owned().items() if piece.name in self._optimized}
         if owned or shards:
             self._stages[rank, stage] = StageUpdate(
-                self.optimizer.on_stage(owned),
+                self.optimizer.on_stage(owned, plan.ending.state_on_host),
                 [parameters[name] for name in own],
                 shards,
                 counts_whole=plan.ending.stream is not None or rank == plan.placement[stage][0],

@@ -1,4 +1,4 @@
-"""What the norm of a step decides where ``on_nan`` asks for it: whether anything comes of the step."""
+"""What the norm decides of a step of which nothing may come, because something in it is not finite."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pipec.ir import OnNan
-from pipec.runtime.finite import NotFinite, found_together
+from pipec.runtime.finite import NotFinite, found_together, is_overflow
 from pipec.runtime.group import Group
 from pipec.runtime.optimizers import sum_of_squares
 from pipec.runtime.rank import Rank
@@ -42,7 +42,8 @@ class Verdict:
         updating.not_finite = found
         if found is None:
             return
-        if not updating.now and rank.plan.ending.on_nan is OnNan.SKIP:
+        ending = rank.plan.ending
+        if not updating.now and (ending.on_nan is OnNan.SKIP or is_overflow(found, ending)):
             updates.spoiled[rank.number] = found
             return
         updating.now = False

@@ -9,9 +9,11 @@ import numpy as np
 
 from pipec.ir import Op, Plan, Program, StageMemory
 from pipec.ir.columns import OP_CODE, Floats, Instructions, Ints
+from pipec.programs.alike import in_step
 from pipec.programs.consumers import first_readers
 from pipec.programs.fold import excerpt
 from pipec.programs.memory import rank_memory
+from pipec.programs.offloads import copies_read
 from pipec.timeline.events import Events, Timeline
 from pipec.timeline.simulate import collectives_read, meetings
 
@@ -26,11 +28,12 @@ NEGLIGIBLE = 1e-6
 class Attribution:
     """What came right before each event of a timeline, entry by entry; -1 stands for nothing.
 
-    ``previous`` is the compute or update that ran before it on the same rank; before a collective it may also
-    be the collective that its rank was in until later. ``idle`` is how long a rank did nothing before a
-    compute or an update, and ``awaited`` the message or the collective that ended this. ``queued`` is, for a
-    message that had to wait for its channel, the message that the channel carried until then. ``last`` is,
-    for a collective, the event of the same collective on the rank that came to it last.
+    ``previous`` is the compute or update that ran before it on the same rank; before a collective or a copy
+    it may also be the one of its kind that its rank was in until later. ``idle`` is how long a rank did
+    nothing before a compute or an update, and ``awaited`` the message, the collective or the copy that ended
+    this. ``queued`` is, for a message that had to wait for its channel, the message that the channel carried
+    until then. ``last`` is, for a collective, the event of the same collective on the rank that came to it
+    last; a copy is its own.
     """
 
     previous: Ints
@@ -54,10 +57,10 @@ def waits(timeline: Timeline) -> Attribution:
     """What each event waited for, in the order of the events.
 
     An idle rank waits for the message that arrives last of those that its next compute reads, or for the
-    collective that its next compute or update needs, if that is over later. If the rank was busy until all of
-    them were there, or nothing is read, the idle time is the rank's own: some passes between the computes of
-    a recorded step. A recorded message lasts until it is read, so each is taken to arrive as fast as the
-    fastest message between the same stages and ranks.
+    collective or the copy that its next compute or update needs, if that is over later. If the rank was busy
+    until all of them were there, or nothing is read, the idle time is the rank's own: some passes between the
+    computes of a recorded step. A recorded message lasts until it is read, so each is taken to arrive as fast
+    as the fastest message between the same stages and ranks.
     """
     events, least = timeline.columns, NEGLIGIBLE * timeline.makespan
     previous = events.latest(events.is_work)
@@ -71,9 +74,11 @@ def waits(timeline: Timeline) -> Attribution:
     awaited = np.where(there[0] >= there[1], message, needed)
     late = (idle > 0) & (np.maximum(*there) > free + least)
     queued = _queued(events, previous, least)
-    before = events.latest(events.is_collective)
-    follows = events.is_collective & (np.append(events.ends, 0.0)[before] > free)
-    previous = np.where(follows, before, previous)
+    ops = events.instructions.ops
+    for mask in (events.is_collective, *(ops == OP_CODE[op] for op in (Op.OFFLOAD, Op.PREFETCH))):
+        before = events.latest(mask)
+        follows = mask & (np.append(events.ends, 0.0)[before] > free)
+        previous = np.where(follows, before, previous)
     return Attribution(previous, idle, np.where(late, awaited, -1), queued, _last_to_come(events, previous))
 
 
@@ -89,16 +94,23 @@ def readers(timeline: Timeline) -> Ints:
 
 
 def _needed(events: Events) -> Ints:
-    """For each update the collective before it, for each compute the last one that it reads; or -1."""
+    """For each update the collective before it, for each compute the last thing it needs; or -1."""
     update = events.instructions.ops == OP_CODE[Op.UPDATE]
     found = np.where(update, events.latest(events.is_collective), -1)
     for needed, computes in collectives_read(events.instructions):
         found[computes] = np.maximum(found, events.latest(needed))[computes]
+    ends = np.append(events.ends, -np.inf)
+    for reader, copy in zip(*map(np.ndarray.tolist, copies_read(events.instructions)), strict=True):
+        if ends[copy] > ends[found[reader]]:
+            found[reader] = copy
     return found
 
 
 def _last_to_come(events: Events, previous: Ints) -> Ints:
-    """For each collective the event of it whose rank came last: began last, was free last; -1 elsewhere."""
+    """For each collective the event of it whose rank came last: began last, was free last; -1 elsewhere.
+
+    That of a copy is itself.
+    """
     own = np.flatnonzero(events.is_collective)
     numbers = meetings(events.instructions, events.ranks, own)
     free = np.append(events.ends, 0.0)[previous[own]]
@@ -107,6 +119,8 @@ def _last_to_come(events: Events, previous: Ints) -> Ints:
     latest[numbers[ascending]] = own[ascending]
     found = np.full(len(events), -1)
     found[own] = latest[numbers]
+    copies = np.flatnonzero(events.instructions.is_copy)
+    found[copies] = copies
     return found
 
 
@@ -199,11 +213,11 @@ def rank_memory_over_time(plan: Plan, programs: Sequence[Program], timeline: Tim
     There are none if the timeline is not one of these programs.
     """
     curves = []
-    for program in excerpt(programs, plan.ending.stream, plan.placement):
-        events, memory = timeline.columns.of_rank(program.rank), rank_memory(plan, program)
+    for rank, program in enumerate(excerpt(in_step(programs), plan.ending.stream, plan.placement)):
+        events, memory = timeline.columns.of_rank(rank), rank_memory(plan, program)
         columns = Instructions.of(program.instructions, plan.links)
         timed = np.flatnonzero(columns.is_timed & (columns.ops != OP_CODE[Op.SEND]))
-        chosen = np.flatnonzero(events.is_work | events.is_collective)
+        chosen = np.flatnonzero(events.is_work | events.is_beside)
         if timed.size != chosen.size:
             return ()
         ends, starts = np.zeros(len(columns)), np.zeros(len(columns))

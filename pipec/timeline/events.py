@@ -11,13 +11,13 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from pipec.ir import NOTHING_MORE, Ending, Instruction, Kind, Op, Phase
+from pipec.ir import NOTHING_MORE, Alike, Ending, Instruction, Kind, Op, Phase
 from pipec.ir.columns import OP_CODE, OPS, Floats, Instructions, Ints
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A compute or an update while it runs, a message from its send to its arrival, or a collective.
+    """A compute or an update while it runs, a message from its send to its arrival, a collective or a copy.
 
     A collective is an event on each of its ranks and lasts until it is over. A simulated one begins when the
     last of them has come to it, a recorded one when its own rank has.
@@ -35,6 +35,16 @@ class Event:
     @property
     def is_collective(self) -> bool:
         return self.instruction.op.traits.kind is Kind.COLLECTIVE
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether it is a copy to host memory, or back."""
+        return self.instruction.op.traits.kind is Kind.COPY
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether it is beside the work of its rank: a collective or a copy."""
+        return self.is_collective or self.is_copy
 
     @property
     def is_work(self) -> bool:
@@ -77,6 +87,11 @@ class Events(Sequence[Event]):
     @property
     def is_collective(self) -> NDArray[np.bool_]:
         return self.instructions.is_collective
+
+    @property
+    def is_beside(self) -> NDArray[np.bool_]:
+        """Which events a rank is in beside its work: collectives and copies."""
+        return self.is_collective | self.instructions.is_copy
 
     @property
     def is_work(self) -> NDArray[np.bool_]:
@@ -140,17 +155,22 @@ class Timeline:
     """One step, from time 0. ``peak_in_flight[rank]`` counts pairs of stage and microbatch.
 
     ``events`` are ordered by rank, then as in its program. ``ending`` tells what collectives carry, where it
-    is known.
+    is known. If ranks are ``alike``, those of the timeline stand for more.
     """
 
     events: Sequence[Event]
     peak_in_flight: tuple[int, ...]
     unit: str = "s"
     ending: Ending = NOTHING_MORE
+    alike: Alike | None = None
 
     @property
     def num_ranks(self) -> int:
         return len(self.peak_in_flight)
+
+    def number(self, rank: int) -> int:
+        """The number that a rank of the timeline has in the step."""
+        return self.alike.ranks[rank] if self.alike else rank
 
     @cached_property
     def columns(self) -> Events:
@@ -195,6 +215,11 @@ class Timeline:
         return self.columns.where(self.columns.is_collective)
 
     @cached_property
+    def beside(self) -> Events:
+        """The collectives and copies."""
+        return self.columns.where(self.columns.is_beside)
+
+    @cached_property
     def work(self) -> Events:
         """The computes and updates."""
         return self.columns.where(self.columns.is_work)
@@ -216,18 +241,23 @@ class Timeline:
     @cached_property
     def replicas(self) -> Mapping[int, Sequence[int]]:
         """The ranks that compute each stage, in the order in which they take microbatches."""
-        computes = self.computes
-        cells = np.stack([computes.instructions.stages, computes.instructions.microbatches, computes.ranks])
-        ranks: dict[int, dict[int, None]] = {}
-        for stage, _, rank in np.unique(cells, axis=1).T.tolist():
-            ranks.setdefault(stage, {})[rank] = None
-        return {stage: list(found) for stage, found in ranks.items()}
+        instructions, ranks = self.computes.instructions, self.computes.ranks
+        pairs = instructions.stages * np.int64(self.num_ranks) + ranks
+        numbers, own = np.unique(pairs, return_inverse=True)
+        firsts = np.full(numbers.size, np.iinfo(np.int32).max)
+        np.minimum.at(firsts, own, instructions.microbatches)
+        stages, held = np.divmod(numbers, self.num_ranks)
+        found: dict[int, list[int]] = {}
+        for place in np.lexsort((firsts, stages)).tolist():
+            found.setdefault(int(stages[place]), []).append(int(held[place]))
+        return found
 
     def _share_outside(self, *phases: Phase) -> float:
         computes = self.computes
         counted = np.isin(computes.instructions.ops, [OP_CODE[Op(phase)] for phase in phases])
-        busy = float((computes.ends - computes.starts)[counted].sum())
-        return 1 - busy / (self.num_ranks * self.span) if self.span else 0.0
+        counts = np.array(self.alike.counts if self.alike else [1] * self.num_ranks)
+        times = (computes.ends - computes.starts)[counted] * counts[computes.ranks[counted]]
+        return 1 - float(times.sum()) / (int(counts.sum()) * self.span) if self.span else 0.0
 
 
 _BACKWARDS = (Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)

@@ -14,10 +14,10 @@ from pipec.timeline.events import Events, Timeline
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """How long a rank waits for what a stage of another rank sends, or in a collective of a stage.
+    """How long a rank waits for what a stage of another rank sends, in a collective of a stage or for a copy.
 
-    Of a collective, ``rank`` is the last rank to come while it has not come, and then the one that waits. A
-    norm is of no stage: of -1.
+    Of a collective, ``rank`` is the last rank to come while it has not come, and then the one that waits, as
+    of a copy. A norm is of no stage: of -1.
     """
 
     rank: int
@@ -30,9 +30,9 @@ class Awaited:
 class RankTime:
     """Where the time of a rank goes; the parts add up to the makespan.
 
-    It is ``busy`` with computes and updates, or waits for messages and collectives, ``waits``, longest first.
-    ``own`` is the idle time in which all it needed was there. ``after`` is the time when it has computed and
-    updated everything, and its collectives are over.
+    It is ``busy`` with computes and updates, or waits for messages, collectives and copies, ``waits``,
+    longest first. ``own`` is the idle time in which all it needed was there. ``after`` is the time when it
+    has computed and updated everything, and its collectives are over.
     """
 
     busy: float
@@ -81,6 +81,10 @@ def _awaited(events: Events, found: Attribution, worked: Floats, over: Floats) -
         stage, op = int(events.instructions.stages[event]), OPS[events.instructions.ops[event]]
         times[int(events.ranks[event]), rank, stage, op] += time
     awaited: dict[int, list[Awaited]] = {rank: [] for rank in range(worked.size)}
+    late = (found.awaited >= 0) & events.instructions.is_copy[found.awaited]
+    for event in np.flatnonzero(late).tolist():
+        copy, rank = events[int(found.awaited[event])].instruction, int(events.ranks[event])
+        times[rank, rank, copy.stage, copy.op] += float(found.idle[event])
     for (rank, other, stage, what), time in sorted(times.items(), key=lambda pair: -pair[1]):
         if time:
             awaited[rank].append(Awaited(other, stage, what, time))

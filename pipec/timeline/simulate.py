@@ -5,7 +5,8 @@ channel carries one message at a time. A directed channel leads from a sending r
 message leaves when the program of its rank has reached the send and the channel has carried every message
 that was sent into it before; it arrives after the seconds of its link. A compute starts when its rank is free
 and everything it reads has arrived. A collective overlaps compute, too, and starts when all its ranks have
-come to it and are through with the collectives before. An update occupies its rank, once the collectives
+come to it and are through with the collectives before. A copy to host memory overlaps compute as well, and so
+does one back; of each direction a rank makes one at a time. An update occupies its rank, once the collectives
 before it are over. docs/benchmarks.md compares this with steps that ran.
 """
 
@@ -18,8 +19,10 @@ from numpy.typing import NDArray
 from pipec.errors import InputError, VerifyError
 from pipec.ir import Link, Op, Phase, Program
 from pipec.ir.columns import OP_CODE, OPS, Floats, Instructions, Ints, aligned, joined
+from pipec.programs.alike import FewReplicas
 from pipec.programs.consumers import first_readers
 from pipec.programs.memory import peak_in_flight
+from pipec.programs.offloads import copies_read
 from pipec.programs.timing import AT_START, NEVER, Deadlock, Reads, run_cells
 from pipec.timeline.events import Events, Timeline
 
@@ -31,6 +34,7 @@ class Costs:
     ``endings`` are the seconds of collectives and updates by op, stage and bucket. What ``messages`` or
     ``endings`` lack takes no time. ``parts`` has the shares of a phase's time that its functions take, if it
     consists of several, and ``joins[stage, number]`` the seconds of what replicas join between these.
+    ``copies[stage]`` is what an offload takes, or a prefetch.
     ``unit`` is the unit of time, for those who show it.
     """
 
@@ -40,6 +44,7 @@ class Costs:
     endings: Mapping[tuple[Op, int, int], float] = field(default_factory=dict)
     parts: Mapping[tuple[int, Phase], Sequence[float]] = field(default_factory=dict)
     joins: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    copies: Mapping[int, float] = field(default_factory=dict)
 
     @classmethod
     def uniform(
@@ -76,8 +81,10 @@ class Costs:
         return self.compute[stage, phase] * (1.0 if part < 0 else shares[part])
 
 
-def simulate(programs: Sequence[Program], costs: Costs) -> Timeline:
+def simulate(programs: Sequence[Program], costs: Costs, few: FewReplicas | None = None) -> Timeline:
     """Play ``programs`` against ``costs``. Time and memory are linear in the number of instructions.
+
+    If the programs are those of a ``few`` replicas of a step, the timeline has the step's microbatches.
 
     Raises:
         InputError: ``costs`` lack a stage and phase that runs, or are not finite.
@@ -91,15 +98,21 @@ def simulate(programs: Sequence[Program], costs: Costs) -> Timeline:
     if isinstance(run, Deadlock):
         raise VerifyError(_explain(step, step.order[run.cells]))
     cells = step.cells[: len(step.events)]
-    events = Events(step.ranks, step.events, run.starts[cells], run.ends[cells])
-    return Timeline(events, tuple(map(peak_in_flight, programs)), costs.unit)
+    shown = step.events
+    if few:
+        shown = Instructions(shown.matrix.copy(), shown.links)
+        shown.matrix[2] = few.microbatches(shown.microbatches)
+    events = Events(step.ranks, shown, run.starts[cells], run.ends[cells])
+    peaks = tuple(map(peak_in_flight, programs))
+    return Timeline(events, peaks, costs.unit, alike=few.alike if few else None)
 
 
 class _Step:
     """What is timed on all ranks, rank by rank: the events of the timeline.
 
     Each occupies a resource while it lasts: computes and updates their rank, a message the channel from its
-    rank to its peer, a collective its rank's turn at collectives. The cells of ``run_cells`` are the events
+    rank to its peer, a collective its rank's turn at collectives, a copy one direction of its rank's link to
+    the host. The cells of ``run_cells`` are the events
     resource by resource. Here rank 0 has the events 0 to 4::
 
         event             0     1     2     3     4     5     6     7
@@ -123,6 +136,7 @@ class _Step:
         self.is_compute = self.events.is_compute
         self.sends = np.flatnonzero(self.events.ops == OP_CODE[Op.SEND])
         self.collectives = np.flatnonzero(self.events.is_collective)
+        self.copies = [np.flatnonzero(self.events.ops == OP_CODE[op]) for op in (Op.OFFLOAD, Op.PREFETCH)]
         self.occupies_rank = self.is_compute | (self.events.ops == OP_CODE[Op.UPDATE])
         self.meetings = meetings(self.events, self.ranks, self.collectives)
         self._lay_out()
@@ -139,7 +153,9 @@ class _Step:
         channels = (ranks[self.sends] + 1) * num_ranks + self.events.peers[self.sends]
         resources[self.sends] = channels
         resources[self.collectives] = (num_ranks + 1) * num_ranks + ranks[self.collectives]
-        resources[len(self.events) :] = (num_ranks + 2) * num_ranks + self.meetings
+        for number, copies in enumerate(self.copies):
+            resources[copies] = (num_ranks + 2 + number) * num_ranks + ranks[copies]
+        resources[len(self.events) :] = (num_ranks + 4) * num_ranks + self.meetings
         self.order = np.argsort(resources, kind="stable").astype(np.int32)
         self.cells = np.empty_like(self.order)
         self.cells[self.order] = np.arange(self.order.size, dtype=np.int32)
@@ -181,6 +197,8 @@ def _durations(step: _Step, costs: Costs) -> Floats:
     for event, (op, stage, bucket, join) in zip(others.tolist(), _keys(events, others), strict=True):
         ending = costs.endings.get((OPS[op], stage, bucket), 0.0)
         found[event] = costs.joins.get((stage, join), 0.0) if join >= 0 else ending
+    copies = np.flatnonzero(events.is_copy)
+    found[copies] = [costs.copies.get(stage, 0.0) for stage in events.stages[copies].tolist()]
     return found
 
 
@@ -192,7 +210,7 @@ def _keys(events: Instructions, which: Ints) -> list[list[int]]:
 
 def _reads(step: _Step) -> Reads:
     """What cells wait for: messages and collectives for the compute before, computes for what they read."""
-    pairs = [_message_reads(step), *_collective_reads(step)]
+    pairs = [_message_reads(step), *_collective_reads(step), *_copy_reads(step)]
     return Reads(*(np.concatenate(parts) for parts in zip(*pairs, strict=True)))
 
 
@@ -238,6 +256,14 @@ def _collective_reads(step: _Step) -> Iterator[tuple[Ints, Ints]]:
     for needed, readers in collectives_read(events):
         computes = np.flatnonzero(readers)
         yield cells[computes], cells[step.last_before(needed, computes)]
+
+
+def _copy_reads(step: _Step) -> Iterator[tuple[Ints, Ints]]:
+    """A copy reads the compute before it, and a compute the copies that it waits for."""
+    cells, copies = np.append(step.cells, np.int32(AT_START)), np.concatenate(step.copies)
+    yield cells[copies], cells[step.last_before(step.occupies_rank, copies)]
+    readers, read = copies_read(step.events)
+    yield cells[readers], cells[read]
 
 
 def collectives_read(events: Instructions) -> Iterator[tuple[NDArray[np.bool_], NDArray[np.bool_]]]:

@@ -76,7 +76,7 @@ def _events(
     rank: int, instruction: Instruction, run: _Run, arrivals: Mapping[tuple[int, int, Phase | None], float]
 ) -> Iterator[Event]:
     kind = instruction.op.traits.kind
-    if kind in (Kind.COMPUTE, Kind.UPDATE, Kind.COLLECTIVE):
+    if kind in (Kind.COMPUTE, Kind.UPDATE, Kind.COLLECTIVE, Kind.COPY):
         yield Event(rank, instruction, run.arrived, run.ended)
     elif instruction.op is Op.SEND and (link := instruction.link):
         readers = [(link.target, instruction.microbatch, phase) for phase in link.payload.readers]

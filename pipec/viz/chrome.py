@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pipec.timeline.attribution import Curve, in_flight_over_time, readers, waits
 from pipec.timeline.events import Event, Timeline
 from pipec.viz.checks import check_timelines
-from pipec.viz.labels import NAMES, carried, cell_labels, collective_rows, lane_name, members
+from pipec.viz.labels import NAMES, carried, cell_labels, lane_name, members, rows_beside
 
 _NANOSECONDS = {"s": 1e9}
 _NANOSECONDS_OF_A_UNIT = 1e6
@@ -22,7 +22,7 @@ def chrome_trace(
 ) -> str:
     """The JSON text: a process per timeline under its name, a track per rank, a slice per compute and update.
 
-    Below the track of a rank is one for its collectives, or several if some of them overlap.
+    Below the track of a rank is one for its collectives and copies, or several if some of them overlap.
     An arrow leads from the compute before a send to the compute that reads the message. A message that is
     read after the step, a result or the gradient of a borrowed weight, has no arrow. Counters show how many
     microbatches are in flight on each rank, and its bytes where ``memory[name][rank]`` gives them.
@@ -49,7 +49,7 @@ class _Process:
         self._memory = memory
         self._number = number
         self._waits = waits(timeline)
-        self._rows = collective_rows(timeline.collectives)
+        self._rows = rows_beside(timeline.beside)
         self._nanoseconds = _NANOSECONDS.get(timeline.unit, _NANOSECONDS_OF_A_UNIT)
 
     def events(self) -> Iterator[dict[str, object]]:
@@ -65,8 +65,8 @@ class _Process:
         for rank in range(num_ranks):
             name = lane_name(self._timeline, rank)
             yield from self._track(rank, name, rank * (1 + num_rows))
-        for rank, row in sorted({*zip(self._timeline.collectives.ranks.tolist(), self._rows, strict=True)}):
-            name = f"rank {rank}, collectives"
+        for rank, row in sorted({*zip(self._timeline.beside.ranks.tolist(), self._rows, strict=True)}):
+            name = f"rank {self._timeline.number(rank)}, collectives and copies"
             yield from self._track(self._row(rank, row), name, rank * (1 + num_rows) + 1 + row)
 
     def _track(self, number: int, name: str, order: int) -> Iterator[dict[str, object]]:
@@ -74,7 +74,7 @@ class _Process:
         yield self._event("M", "thread_sort_index", number, args={"sort_index": order})
 
     def _row(self, rank: int, row: int) -> int:
-        """The track of the collectives of a rank. Those that overlap need several."""
+        """The track of the collectives and copies of a rank. Those that overlap need several."""
         return (1 + row) * self._timeline.num_ranks + rank
 
     def _slices(self) -> Iterator[dict[str, object]]:
@@ -85,7 +85,7 @@ class _Process:
             if event.is_work:
                 args = {**_identity(event), **self._waited(idle[index], awaited[index])}
                 yield self._slice(label(event), event, event.rank, args)
-            elif event.is_collective:
+            elif event.is_beside:
                 args = {
                     "phase": NAMES[event.instruction.op],
                     "carries": carried(self._timeline, event),
@@ -106,9 +106,11 @@ class _Process:
             event = self._timeline.events[awaited]
             last = self._timeline.events[int(self._waits.last[awaited])]
             waited["waited_for"] = (
-                f"{NAMES[event.instruction.op]}, to which rank {last.rank} came last"
+                f"{NAMES[event.instruction.op]}, to which rank {self._timeline.number(last.rank)} came last"
                 if event.is_collective
-                else f"{_payload(event)} from rank {event.rank}"
+                else NAMES[event.instruction.op]
+                if event.is_copy
+                else f"{_payload(event)} from rank {self._timeline.number(event.rank)}"
             )
         return waited
 
@@ -130,9 +132,9 @@ class _Process:
 
     def _counters(self) -> Iterator[dict[str, object]]:
         for rank, curve in enumerate(in_flight_over_time(self._timeline)):
-            yield from self._counter(f"in flight, rank {rank}", "microbatches", curve)
+            yield from self._counter(f"in flight, rank {self._timeline.number(rank)}", "microbatches", curve)
         for rank, curve in enumerate(self._memory):
-            yield from self._counter(f"memory, rank {rank}", "bytes", curve)
+            yield from self._counter(f"memory, rank {self._timeline.number(rank)}", "bytes", curve)
 
     def _counter(self, name: str, unit: str, curve: Curve) -> Iterator[dict[str, object]]:
         for time, amount in curve:

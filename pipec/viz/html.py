@@ -16,21 +16,25 @@ import numpy as np
 from pipec.ir import Payload
 from pipec.timeline.attribution import Attribution, Curve, critical_path, in_flight_over_time, waits
 from pipec.timeline.events import Event, Timeline
+from pipec.viz.causes import causes
 from pipec.viz.checks import check_timelines
 from pipec.viz.labels import (
     COLLECTIVES,
+    COPIES,
     LETTERS,
+    NAMES,
     WORK,
     carried,
     chunks,
-    collective_rows,
     lane_name,
     members,
     replica,
+    rows_beside,
     summary,
 )
+from pipec.viz.svg import timeline_svg
 
-_PHASES, _COLLECTIVES = tuple(WORK), tuple(COLLECTIVES)
+_PHASES, _BESIDE = tuple(WORK), (*COLLECTIVES, *COPIES)
 _PAYLOADS = tuple(Payload)
 
 _FILES = ("style.css", "timeline.js", "words.js", "drawing.js", "pointing.js")
@@ -50,18 +54,22 @@ def timeline_html(
     """The page, as text: the timelines under their names, on one axis of time. Deterministic.
 
     ``memory[name][rank]`` are the bytes that a rank holds over time. Where they are given, the page shows
-    them or the microbatches in flight, as the reader likes.
+    them or the microbatches in flight, as the reader likes. Of very many events the page is an overview.
 
     Raises:
         InputError: the timelines have different units, or ``memory`` does not fit them.
     """
     memory = memory or {}
     check_timelines(timelines, memory)
+    if sum(len(timeline.events) for timeline in timelines.values()) > _MOST_EVENTS:
+        return _overview(timelines, title)
     rounded = _rounding(max(timeline.makespan for timeline in timelines.values()))
     data = {
         "unit": next(iter(timelines.values())).unit,
         "phases": [{"key": op, "name": WORK[op], "letter": LETTERS[op]} for op in _PHASES],
-        "ops": [{"key": op, "name": COLLECTIVES[op], "letter": LETTERS[op]} for op in _COLLECTIVES],
+        "ops": [
+            {"key": op, "name": NAMES[op], "letter": LETTERS[op], "copies": op in COPIES} for op in _BESIDE
+        ],
         "payloads": [payload.replace("_", " ") for payload in _PAYLOADS],
         "timelines": [
             _timeline_data(name, timeline, memory.get(name, ()), rounded)
@@ -72,6 +80,20 @@ def timeline_html(
     parts = {"title": escape(shown), "data": _json_in_html(data)}
     parts |= {name.partition(".")[0]: _file(name) for name in _FILES}
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _file("page.html"))
+
+
+def _overview(timelines: Mapping[str, Timeline], title: str) -> str:
+    """A page of pictures, of events that are too many for a page to explore."""
+    pictures = (
+        f"<h2>{escape(name)}</h2>\n{timeline_svg(timeline)}<p>{escape(' · '.join(causes(timeline)))}</p>"
+        for name, timeline in timelines.items()
+    )
+    body = "\n".join([f"<h1>{escape(title)}</h1>", *pictures])
+    return f'<!doctype html>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n{body}\n'
+
+
+_MOST_EVENTS = 500_000
+"""Of more, the page shows pictures that draw short computes together."""
 
 
 def _file(name: str) -> str:
@@ -99,12 +121,13 @@ def _timeline_data(
 ) -> dict[str, object]:
     """The timeline as columns of numbers.
 
-    Computes and updates are numbered together, messages and collectives apart, each in the order of events.
+    Computes and updates are numbered together, messages apart, and collectives with copies, each in the order
+    of events.
     ``cause`` is the number of the message that a compute waited for, ``meeting`` that of the collective, and
     ``maker`` that of the compute before a message; -1 stands for none.
     """
     found, events = waits(timeline), timeline.columns
-    kinds = {"computes": events.is_work, "messages": events.is_message, "collectives": events.is_collective}
+    kinds = {"computes": events.is_work, "messages": events.is_message, "collectives": events.is_beside}
     places = {kind: np.append(np.where(mask, np.cumsum(mask) - 1, -1), -1) for kind, mask in kinds.items()}
     path = critical_path(timeline, found)
 
@@ -120,6 +143,7 @@ def _timeline_data(
         "makespan": rounded(timeline.makespan),
         "peaks": timeline.peak_in_flight,
         "names": [lane_name(timeline, rank) for rank in range(timeline.num_ranks)],
+        "numbers": [timeline.number(rank) for rank in range(timeline.num_ranks)],
         "replicas": [replica(timeline, rank) for rank in range(timeline.num_ranks)],
         "groups": _groups(timeline),
         "computes": {
@@ -164,31 +188,32 @@ def _compute_columns(
 
 
 def _collective_columns(timeline: Timeline, found: Attribution, rounded: _Round) -> dict[str, object]:
-    """Collectives as columns: ``last`` is the number of the same on the rank that came last.
+    """Collectives and copies as columns: ``last`` is the number of the same on the rank that came last.
 
     ``came`` is when the rank of each was free to come, and ``words`` an index into ``told``. Those of a rank
     that overlap are drawn in different rows: ``row``.
     """
-    is_collective = timeline.columns.is_collective
-    numbers = np.cumsum(is_collective) - 1
-    came = np.append(timeline.columns.ends, 0.0)[found.previous[is_collective]]
-    events = tuple(timeline.collectives)
+    is_beside = timeline.columns.is_beside
+    numbers = np.cumsum(is_beside) - 1
+    came = np.append(timeline.columns.ends, 0.0)[found.previous[is_beside]]
+    events = tuple(timeline.beside)
     told: dict[str, int] = {}
 
     def words(event: Event) -> int:
         ranks = ", ".join(map(str, members(timeline, event)))
-        return told.setdefault(f"{carried(timeline, event)}\nbetween ranks {ranks}", len(told))
+        between = "" if event.is_copy else f"\nbetween ranks {ranks}"
+        return told.setdefault(carried(timeline, event) + between, len(told))
 
     return {
         "rank": [event.rank for event in events],
-        "op": [_COLLECTIVES.index(event.instruction.op) for event in events],
+        "op": [_BESIDE.index(event.instruction.op) for event in events],
         **{
             name: [getattr(event.instruction, name) for event in events]
             for name in ("bucket", "microbatch", "join")
         },
-        "last": numbers[found.last[is_collective]].tolist(),
+        "last": numbers[found.last[is_beside]].tolist(),
         "came": [rounded(time) for time in came.tolist()],
-        "row": collective_rows(timeline.collectives),
+        "row": rows_beside(timeline.beside),
         "words": [words(event) for event in events],
         "told": list(told),
         **_times(events, rounded),

@@ -30,7 +30,9 @@ COLLECTIVES: Mapping[Op, str] = {
     Op.REDUCE_SCATTER: "parts of a sum over replicas",
 }
 
-NAMES = {**WORK, **COLLECTIVES}
+COPIES: Mapping[Op, str] = {Op.OFFLOAD: "copy to the host", Op.PREFETCH: "copy back"}
+
+NAMES = {**WORK, **COLLECTIVES, **COPIES}
 
 LETTERS: Mapping[Op, str] = {
     **{Op(phase): letter for phase, letter in PHASE_LETTERS.items()},
@@ -42,6 +44,8 @@ LETTERS: Mapping[Op, str] = {
     Op.ALL_REDUCE: "+",
     Op.ALL_GATHER: "J",
     Op.REDUCE_SCATTER: "S",
+    Op.OFFLOAD: "H",
+    Op.PREFETCH: "D",
 }
 """What the labels of cells begin with."""
 
@@ -57,21 +61,27 @@ def ops(events: Events) -> list[Op]:
 
 def lane_name(timeline: Timeline, rank: int) -> str:
     """``rank 3``, or ``rank 3, stage 1, 2 of 2`` if any stage of the step has replicas."""
+    name = f"rank {timeline.number(rank)}"
     if not timeline.stages[rank] or max(map(len, timeline.replicas.values())) == 1:
-        return f"rank {rank}"
+        return name
     held, place = timeline.stages[rank], replica(timeline, rank)
     stages = f"stage {held[0]}" if len(held) == 1 else f"stages {' '.join(map(str, held))}"
-    return ", ".join(filter(None, [f"rank {rank}", stages, place]))
+    others = timeline.alike.counts[rank] - 1 if timeline.alike else 0
+    return ", ".join(filter(None, [name, stages, place, f"{others:,} others do the same" if others else ""]))
 
 
 def replica(timeline: Timeline, rank: int) -> str:
     """``2 of 3`` for the second of the three ranks that share the stages of this one; else nothing."""
     ranks = timeline.replicas[timeline.stages[rank][0]] if timeline.stages[rank] else ()
-    return f"{ranks.index(rank) + 1} of {len(ranks)}" if len(ranks) > 1 else ""
+    if len(ranks) < 2:
+        return ""
+    if timeline.alike:
+        return f"one of {timeline.alike.num_replicas:,}"
+    return f"{ranks.index(rank) + 1} of {len(ranks)}"
 
 
-def collective_rows(events: Events) -> list[int]:
-    """The row in which each of these collectives is shown: those of a rank that overlap are in several."""
+def rows_beside(events: Events) -> list[int]:
+    """The row in which each of these is shown. Those of a rank that overlap are in several."""
     ends: dict[tuple[int, int], float] = {}
     rows = []
     columns = (events.ranks.tolist(), events.starts.tolist(), events.ends.tolist())
@@ -85,8 +95,10 @@ def collective_rows(events: Events) -> list[int]:
 
 
 def carried(timeline: Timeline, event: Event) -> str:
-    """What a collective carries: ``bucket 0 of stage 1, 1.2 MB: h.0.weight and 5 others``."""
+    """What a collective carries: ``bucket 0 of stage 1, 1.2 MB: h.0.weight and 5 others``; or a copy."""
     instruction = event.instruction
+    if event.is_copy:
+        return f"saved values of stage {instruction.stage}, microbatch {instruction.microbatch}"
     stage = f"stage {instruction.stage}" if instruction.stage >= 0 else "all stages"
     if instruction.join >= 0:
         return f"join {instruction.join} of {stage}, microbatch {instruction.microbatch}"
@@ -102,8 +114,11 @@ def carried(timeline: Timeline, event: Event) -> str:
 
 
 def members(timeline: Timeline, event: Event) -> Sequence[int]:
-    """The ranks of a collective."""
-    return timeline.replicas.get(event.instruction.stage, range(timeline.num_ranks))
+    """The ranks of a collective, of those that the timeline shows; a copy has one."""
+    if event.is_copy:
+        return [timeline.number(event.rank)]
+    ranks = timeline.replicas.get(event.instruction.stage, range(timeline.num_ranks))
+    return [timeline.number(rank) for rank in ranks]
 
 
 def chunks(timeline: Timeline) -> dict[int, int]:

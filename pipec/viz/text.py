@@ -17,9 +17,9 @@ from pipec.viz.labels import (
     NAMES,
     cell_labels,
     chunks,
-    collective_rows,
     lane_name,
     ops,
+    rows_beside,
     summary,
     time_axis,
 )
@@ -86,11 +86,10 @@ def _panel_text(timeline: Timeline, panel: _Panel, label: Callable[[Event], str]
     lines = []
     for rank, name in enumerate(names):
         lines.append(f"{name:{margin}} {_row(timeline.work.of_rank(rank), panel, label)}")
-        collectives = timeline.collectives.of_rank(rank)
-        rows = np.array(collective_rows(collectives), int)
+        beside = timeline.beside.of_rank(rank)
+        rows = np.array(rows_beside(beside), int)
         shown = [
-            _row(collectives.where(rows == row), panel, label, " ")
-            for row in range(max(rows, default=-1) + 1)
+            _row(beside.where(rows == row), panel, label, " ") for row in range(max(rows, default=-1) + 1)
         ]
         lines += [f"{'':{margin}} {row}" for row in shown if row]
     return "\n".join([*lines, f"{'':{margin}} {_axis(timeline, panel)}"])

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from gpu_models import decoder, eager_step, errors, on, token_loss, tokens, vectors, wide
+from test_precision import batches as mixed_batches
+from test_precision import difference, pair
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -43,6 +45,18 @@ def test_bfloat16(device: torch.device) -> None:
     loss = pipe.step(batch[0], target=batch[1])
     torch.testing.assert_close(loss, eager_step(expected, token_loss, batch, MICROBATCHES), rtol=2e-2, atol=0)
     assert max(errors(model, expected).values()) < 2e-2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16-mixed", "fp16-mixed"])
+def test_mixed_precision(device: torch.device, precision: str) -> None:
+    """As eager mode under autocast; float16 with GradScaler, over a gradient that overflows."""
+    pipe, eager = pair(precision, device=device)
+    scales = precision == "fp16-mixed"
+    for batch in mixed_batches(6, overflowing=(2,) if scales else ()):
+        torch.testing.assert_close(pipe.step(**batch), eager.step(batch), rtol=2e-2, atol=0)
+        assert pipe.loss_scale == (eager.scaler.get_scale() if scales else 1)
+    assert difference(pipe, eager) < 1e-2
 
 
 KERNELS = (

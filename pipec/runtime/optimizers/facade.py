@@ -59,9 +59,9 @@ class PipelineOptimizer(Optimizer):
         super().__init__(_whole_groups(made, self._whole, parameters), _shared_defaults(made))
         self._open = False
 
-    def on_stage(self, owned: Mapping[Piece, Tensor]) -> StageOptimizer:
+    def on_stage(self, owned: Mapping[Piece, Tensor], on_host: bool = False) -> StageOptimizer:
         """The optimizer of what this rank updates of a stage; see ``StageOptimizer``."""
-        return StageOptimizer(self, self._factory, self._whole, owned)
+        return StageOptimizer(self, self._factory, self._whole, owned, on_host)
 
     def attach(self, stages: Sequence[StageOptimizer], gather: Gather) -> None:
         """Let these stages of this process hold the state: that of those before, or what was loaded.

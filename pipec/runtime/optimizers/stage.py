@@ -1,6 +1,7 @@
 """The optimizer of what one rank updates of one stage: whole tensors, or pieces of them."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from pipec.runtime.optimizers.factory import (
     parameter_on,
     stand_in,
 )
+from pipec.runtime.optimizers.host import HostState
 from pipec.runtime.optimizers.state import Entries, StatePart, cut, restore_types
 from pipec.runtime.storage import tensors_in
 
@@ -31,7 +33,7 @@ class StageOptimizer:
     ``owned`` has the memory of each piece, which an update writes: the parameter itself where the piece is
     all of it, else a slice with one dimension. ``whole`` has the parameters of the whole model, or stand-ins.
     The factory is called with all of them, so that it makes the groups of the whole model; what this rank
-    does not own is then taken out.
+    does not own is then taken out. If it is ``on_host``, the state waits in host memory between updates.
 
     Raises:
         InputError: the factory made other groups than those of ``leader``, or an optimizer that is not
@@ -39,16 +41,23 @@ class StageOptimizer:
     """
 
     def __init__(
-        self, leader: Optimizer, factory: Factory, whole: Mapping[str, Tensor], owned: Mapping[Piece, Tensor]
+        self,
+        leader: Optimizer,
+        factory: Factory,
+        whole: Mapping[str, Tensor],
+        owned: Mapping[Piece, Tensor],
+        on_host: bool = False,
     ) -> None:
         self._leader = leader
         self._pieces = {piece.name: piece for piece in owned}
         self._shapes = {name: whole[name].shape for name in self._pieces}
         self._tensors = {p.name: _updated(tensor, p, whole[p.name]) for p, tensor in owned.items()}
         self._names = {id(tensor): name for name, tensor in self._tensors.items()}
+        self._host = HostState(self._names) if on_host else None
         given = {name: self._given(name, parameter) for name, parameter in whole.items()}
         self._optimizers: list[tuple[Optimizer, list[int]]] = []
         self._take(call_factory(factory, given), given)
+        self._put_away()
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -84,15 +93,26 @@ class StageOptimizer:
             for optimizer, followed in self._optimizers:
                 for group, index in zip(optimizer.param_groups, followed, strict=True):
                     group.update(given[index])
-                optimizer.step()
+                with self._host.here([optimizer]) if self._host else nullcontext():
+                    optimizer.step()
                 _require_unchanged(optimizer, [given[index] for index in followed])
         finally:
             for tensor in self._tensors.values():
                 tensor.grad = None
 
     def held(self) -> list[Tensor]:
-        """The tensors of the state."""
-        return [each for optimizer, _ in self._optimizers for each in tensors_in(optimizer.state)]
+        """The tensors of the state on the device."""
+        found = [each for optimizer, _ in self._optimizers for each in tensors_in(optimizer.state)]
+        return found if self._host is None else [each for each in found if not self._host.is_away(each)]
+
+    @property
+    def host_bytes(self) -> int:
+        """What of the state waits in host memory."""
+        return self._host.num_bytes if self._host else 0
+
+    def _put_away(self) -> None:
+        if self._host:
+            self._host.put_away([optimizer for optimizer, _ in self._optimizers])
 
     def parts(self) -> list[StatePart]:
         """The state of each piece that has one."""
@@ -118,6 +138,7 @@ class StageOptimizer:
             }
             optimizer.load_state_dict({"state": state, "param_groups": groups})
             restore_types(optimizer, state)
+        self._put_away()
 
     def _given(self, name: str, parameter: Tensor) -> Tensor:
         """What the factory is given for a parameter: itself, or something that looks like it."""

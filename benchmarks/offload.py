@@ -1,0 +1,65 @@
+"""What host memory saves: steps within limits by replays alone, by copies alone, and by both.
+
+    python benchmarks/offload.py --schedule 1f1b     # 32 layers on 8 GPUs, simulated
+    python benchmarks/offload.py --short             # a model of two narrow layers
+
+Limits are shares of what a step needs that keeps everything on the device.
+"""
+
+import argparse
+import math
+from collections.abc import Sequence
+
+from recompute import GPU, SHORT, SIMULATED, Sizes, captured, table
+
+from pipec.compiler.autotuner import Autotuner
+from pipec.compiler.pass_list import CompilerOptions
+from pipec.compiler.policy import policy_for
+from pipec.compiler.staged import StagedGraph, Trial
+from pipec.hardware.devices import DEVICES
+from pipec.hardware.topology import alike
+from pipec.ir.text import format_bytes, format_seconds
+from pipec.passes import Pass
+
+WAYS = {"replays": ("auto", False), "copies": ("none", True), "both": ("auto", True)}
+
+
+def step(sizes: Sizes, schedule: str, num_ranks: int, limit: float, way: str) -> Trial:
+    """The best step within a limit, as the autotuner finds it on GPUs."""
+    device, (recompute, offloads) = DEVICES[GPU], WAYS[way]
+    topology = alike(num_ranks, device.link, limit)
+    options = CompilerOptions(device, topology, recompute, offloads)
+    policy, counts = policy_for(schedule, num_ranks), [sizes.microbatches]
+    tuner = Autotuner(policy, may_recompute=recompute == "auto", may_offload=offloads)
+
+    def cut(by: Pass) -> StagedGraph:
+        return StagedGraph(captured(sizes), by, options)
+
+    return tuner.choose(cut, topology, policy.placements(counts), sizes.rows, counts).best
+
+
+def limits(sizes: Sizes, schedule: str, num_ranks: int, shares: Sequence[float]) -> None:
+    free = step(sizes, schedule, num_ranks, math.inf, "replays")
+    row = table("limit", "share of none", *WAYS, "on the host, of both")
+    row(format_bytes(free.peak_bytes), "100%", *[format_seconds(free.seconds)] * len(WAYS), "0 B")
+    for share in shares:
+        limit = share * free.peak_bytes
+        trials = {way: step(sizes, schedule, num_ranks, limit, way) for way in WAYS}
+        shown = ("" if any(each.excess) else format_seconds(each.seconds) for each in trials.values())
+        host = max(need.host_bytes for need in trials["both"].memory)
+        row(format_bytes(limit), f"{share:.0%}", *shown, format_bytes(host))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--schedule", default="1f1b")
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--shares", type=float, nargs="+", default=(0.8, 0.6, 0.5, 0.4, 0.3))
+    parser.add_argument("--short", action="store_true")
+    args = parser.parse_args()
+    sizes, ranks = (SHORT, 1) if args.short else (SIMULATED, args.ranks)
+    limits(sizes, args.schedule, ranks, args.shares)
+
+
+if __name__ == "__main__":
+    main()

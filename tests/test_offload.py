@@ -1,0 +1,346 @@
+"""Saved values in host memory: programs, copies beside computes, bytes on both sides, and bits that stay."""
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from combinations import OPTIONS, Captured, TrainingRun, captured, save_with_tensors
+from models import Factory, perceptron
+from torch import Tensor, nn
+from unsplit import Outcome, assert_equal, unsplit_step
+from workers import read_outcome, train
+
+import pipec
+from pipec.artifact.directory import Artifact
+from pipec.artifact.plan_rules import check_plan
+from pipec.compiler.staged import StagedGraph
+from pipec.errors import ArtifactError, InfeasibleError, InputError, VerifyError
+from pipec.hardware.topology import alike
+from pipec.ir import Instruction, Op, Program, Schedule
+from pipec.ir.batch import split_sizes
+from pipec.ir.columns import OP_CODE, Instructions
+from pipec.ir.text import format_program, parse_program
+from pipec.passes.cut_stages import CutStages
+from pipec.passes.mark_offload import MarkOffload
+from pipec.passes.mark_recompute import MarkRecompute
+from pipec.programs.lower import chain_links, lower
+from pipec.programs.offloads import away
+from pipec.programs.verify import verify_programs
+from pipec.schedules import make_schedule
+from pipec.schedules.replicas import replicated
+from pipec.timeline.attribution import waits
+from pipec.timeline.rank_times import rank_times
+from pipec.timeline.simulate import Costs, simulate
+from pipec.viz import timeline_text
+
+ROWS = 16
+
+SCHEDULES = {
+    "gpipe": make_schedule("gpipe", 2, 6),
+    "1f1b": make_schedule("1f1b", 4, 6),
+    "zb-h1": make_schedule("zb-h1", 4, 6),
+    "two stages on a rank": make_schedule("zb-v", 2, 6),
+    "replicas": replicated(functools.partial(make_schedule, "gpipe", 2), 8, 2),
+}
+
+# programs
+
+
+def lowered(schedule: Schedule, offload: Sequence[int]) -> tuple[Program, ...]:
+    links = chain_links(schedule.num_stages)
+    programs = lower(schedule, links, offload=offload)
+    verify_programs(programs, schedule.placement, links, schedule.num_microbatches, offload=offload)
+    return programs
+
+
+def ops_of(program: Program, microbatch: int) -> list[str]:
+    """What a rank does, by op and microbatch, from an offload to the compute that reads what it copies."""
+    told = [f"{each.op} {each.microbatch}" for each in program.instructions if each.op in _SHOWN]
+    return told[told.index(f"offload {microbatch}") : told.index(f"backward {microbatch}") + 1]
+
+
+_SHOWN = (Op.FORWARD, Op.BACKWARD, Op.OFFLOAD, Op.PREFETCH)
+
+
+def test_each_copy_is_beside_one_compute() -> None:
+    first, second, third, last = lowered(make_schedule("1f1b", 4, 6), range(4))
+    told = (
+        "offload 0, forward 1, offload 1, forward 2, prefetch 0, offload 2, forward 3, offload 3, backward 0"
+    )
+    assert ", ".join(ops_of(first, 0)) == told
+    assert ops_of(second, 1)[:2] == ["offload 1", "forward 2"]
+    for program in (third, last):  # their backwards follow too soon
+        assert not {Op.OFFLOAD, Op.PREFETCH} & {each.op for each in program.instructions}
+    assert parse_program(format_program(first), chain_links(4)) == first
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_what_is_away_is_told_beforehand(name: str) -> None:
+    """The choice of what to offload counts on it, while computes run."""
+    schedule = SCHEDULES[name]
+    stages = range(schedule.num_stages)
+    for bare, program in zip(lowered(schedule, ()), lowered(schedule, stages), strict=True):
+        columns = Instructions.of(program.instructions, chain_links(schedule.num_stages))
+        for stage in stages:
+            own, computes = columns.stages == stage, columns.is_compute
+            out = (columns.ops == OP_CODE[Op.OFFLOAD]) & own
+            gone = np.zeros(len(columns), int)
+            for number in np.flatnonzero(out):
+                gone[np.flatnonzero(computes & (np.arange(len(columns)) > number))[0] + 1] += 1
+            gone -= (columns.ops == OP_CODE[Op.PREFETCH]) & own
+            without = Instructions.of(bare.instructions, columns.links)
+            assert np.cumsum(gone)[computes].tolist() == away(without, stage)[without.is_compute].tolist()
+
+
+Edit = Callable[[list[Instruction]], None]
+
+
+def drop(op: Op) -> Edit:
+    return lambda own: own.remove(Instruction(op, 0, 0))
+
+
+def put(op: Op, behind: Op, behind_microbatch: int) -> Edit:
+    def edit(own: list[Instruction]) -> None:
+        if Instruction(op, 0, 0) in own:
+            own.remove(Instruction(op, 0, 0))
+        own.insert(own.index(Instruction(behind, 0, behind_microbatch)) + 1, Instruction(op, 0, 0))
+
+    return edit
+
+
+def first_of_all(own: list[Instruction]) -> None:
+    own.remove(Instruction(Op.OFFLOAD, 0, 0))
+    own.insert(0, Instruction(Op.OFFLOAD, 0, 0))
+
+
+def again(own: list[Instruction]) -> None:
+    own.append(Instruction(Op.OFFLOAD, 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (drop(Op.PREFETCH), "offload of stage 0, microbatch 0 has no prefetch"),
+        (drop(Op.OFFLOAD), "prefetch of stage 0, microbatch 0 has no offload"),
+        (first_of_all, "offload of stage 0, microbatch 0 runs before its forward"),
+        (put(Op.PREFETCH, Op.OFFLOAD, 0), "runs before the compute at .*, with which its offload is over"),
+        (put(Op.PREFETCH, Op.BACKWARD, 0), "reads what stage 0 saved for microbatch 0, which is away"),
+        (again, "offload of stage 0, microbatch 0 is there more than once|which was freed at"),
+    ],
+)
+def test_the_verifier_finds_values_that_are_not_where_they_are_read(edit: Edit, message: str) -> None:
+    schedule, links = make_schedule("1f1b", 4, 6), chain_links(4)
+    programs = list(lowered(schedule, [0]))
+    own = list(programs[0].instructions)
+    edit(own)
+    programs[0] = Program(0, tuple(own))
+    with pytest.raises(VerifyError, match=message):
+        verify_programs(programs, schedule.placement, links, 6, offload=[0])
+
+
+def test_a_stage_that_keeps_what_it_saves_has_no_copies() -> None:
+    schedule = make_schedule("1f1b", 4, 6)
+    with pytest.raises(VerifyError, match="offload of stage 0, which keeps what it saves; expected none"):
+        verify_programs(lowered(schedule, [0]), schedule.placement, chain_links(4), 6)
+
+
+# time
+
+
+def played(seconds: float) -> Any:
+    schedule = make_schedule("gpipe", 1, 6)
+    costs = replace(Costs.uniform(1), copies={0: seconds})
+    return simulate(lowered(schedule, [0]), costs)
+
+
+def test_copies_that_are_no_longer_than_computes_take_no_time() -> None:
+    assert played(1.0).makespan == played(0.0).makespan == 6 * 3
+    timeline = played(1.5)
+    assert timeline.makespan > 6 * 3
+    (time,) = rank_times(timeline, waits(timeline))
+    assert {wait.what for wait in time.waits} >= {Op.OFFLOAD}
+    assert time.busy + time.waiting + time.own + time.after == pytest.approx(timeline.makespan)
+    assert "H copy to the host  D copy back" in timeline_text(timeline)
+
+
+# bits
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        block = lambda: nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.2), nn.Linear(32, 8))  # noqa: E731
+        self.blocks = nn.ModuleList(block() for _ in range(4))
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return nn.functional.mse_loss(self.norm(x), y)
+
+
+def blocks() -> tuple[nn.Module, dict[str, Tensor]]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Blocks(), {"x": torch.randn(ROWS, 8), "y": torch.randn(ROWS, 8)}
+
+
+def staged(schedule: Schedule, factory: Factory = blocks) -> StagedGraph:
+    graph, link = captured(factory).graph, OPTIONS.device_model.link
+    options = replace(OPTIONS, topology=alike(schedule.num_ranks, link))
+    return StagedGraph(graph, CutStages(alike(schedule.num_stages, link), graph.batch_size), options)
+
+
+def offloading(schedule: Schedule, replays: bool = False, factory: Factory = blocks) -> Artifact:
+    """All that is saved and may wait on the host does so; activations are replayed if it ``replays``."""
+    cut = staged(schedule, factory)
+    names = [name for values in cut.forward_values(3) for name in values]
+    replayed = frozenset(name for name in names if replays and name.startswith("gelu"))
+    marks = MarkRecompute(replayed), MarkOffload(frozenset(names) - replayed)
+    return cut.recomputing(*marks).trial(schedule, 3).artifact()
+
+
+def outcome(artifact: Artifact, model: Captured) -> Outcome:
+    run = TrainingRun(artifact, model.model)
+    sizes = split_sizes(ROWS, artifact.plan.num_microbatches)
+    return Outcome.of(run.step(model.inputs, sizes), run.model)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_bit_stays(name: str) -> None:
+    """Dropout is on, and BatchNorm changes buffers. Microbatches have two sizes."""
+    schedule, model = SCHEDULES[name], captured(blocks)
+    expected = outcome(staged(schedule).trial(schedule, 3).artifact(), model)
+    for replays in (False, True):
+        artifact = offloading(schedule, replays)
+        assert artifact.plan.offloading
+        assert any(stage.replays for stage in artifact.plan.stages) == replays
+        assert any(each.op is Op.PREFETCH for program in artifact.programs for each in program.instructions)
+        assert_equal(outcome(artifact, model), expected)
+
+
+@pytest.mark.slow
+def test_every_bit_stays_over_gloo_and_in_an_artifact_that_was_saved(tmp_path: Path) -> None:
+    model, artifact = captured(perceptron), offloading(SCHEDULES["gpipe"], factory=perceptron)
+    assert all(stage.offloaded for stage in artifact.plan.stages)
+    saved = save_with_tensors(artifact, model.model, tmp_path / "saved")
+    assert pipec.load(saved).programs == artifact.programs
+    assert train([saved] * 2, model.inputs, tmp_path) == ["", ""]
+    unsplit = copy.deepcopy(model.model)
+    sizes = split_sizes(len(model.inputs["x"]), artifact.plan.num_microbatches)
+    expected = Outcome.of(unsplit_step(unsplit, model.inputs, sizes), unsplit)
+    assert_equal(read_outcome(tmp_path, 2), expected)
+
+
+def test_a_plan_that_offloads_what_cannot_be_is_refused() -> None:
+    plan = offloading(SCHEDULES["gpipe"]).plan
+    for positions in ((-1,), (1, 0), (2, 2)):
+        stage = replace(plan.stages[0], offloaded=positions)
+        with pytest.raises(ArtifactError, match="expected ascending positions from 0"):
+            check_plan(replace(plan, stages=(stage, plan.stages[1])), Path("plan.json"))
+
+
+# budgets
+
+
+def compiled(**options: Any) -> pipec.Pipeline:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(8, 512), nn.GELU(), nn.Dropout(0.1), nn.Linear(512, 8)) for _ in "1234"]
+    model = nn.Sequential(*layers)
+    return pipec.compile(
+        model, 2, loss_fn=nn.functional.mse_loss, schedule="gpipe", microbatches=8, dynamic=False, **options
+    )
+
+
+def test_a_budget_is_kept_by_copies_and_what_was_predicted_is_measured() -> None:
+    torch.manual_seed(1)
+    x, y = torch.randn(256, 8), torch.randn(256, 8)
+
+    def step(pipe: pipec.Pipeline) -> list[Tensor]:
+        torch.manual_seed(2)
+        return [pipe.step(x, target=y), *(parameter.grad for parameter in pipe.parameters())]
+
+    free = compiled()
+    expected = step(free)
+    limit = int(0.7 * free.memory().peak_bytes)
+    for recompute in ("none", "auto"):
+        pipe = compiled(memory_limit=limit, offload="activations", recompute=recompute)
+        assert all(map(torch.equal, step(pipe), expected))
+        predicted, measured = pipe.memory(), pipe.measure_memory(x, target=y)
+        assert predicted.peak_bytes <= limit
+        assert pipe.simulate().makespan < 1.01 * free.simulate().makespan
+        for mine, theirs in zip(predicted, measured, strict=True):
+            assert mine.host_bytes == theirs.host_bytes > 0
+            assert mine.peak_bytes == pytest.approx(theirs.peak_bytes, rel=0.03)
+    with pytest.raises(InfeasibleError):
+        compiled(memory_limit=limit, recompute="none").prepare(x, target=y)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "moves no more than memory asks for; pass the bytes"),
+        ({"memory_limit": "1GB", "recompute": "full"}, "saves nothing that could wait on the host"),
+        (
+            {"memory_limit": "1GB", "schedule": "pipedream", "optimizer": torch.optim.SGD},
+            "without a flush what was saved stays on the device",
+        ),
+        (
+            {"memory_limit": "1GB", "offload": "weights"},
+            "offload is 'weights'; expected",
+        ),
+    ],
+)
+def test_what_cannot_be_offloaded_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        pipec.compile(nn.Linear(2, 2), 2, **{"offload": "activations", **options})
+
+
+# the optimizer's state
+
+
+def trained(steps: int = 3, **options: Any) -> tuple[pipec.Pipeline, list[Tensor]]:
+    adam = functools.partial(torch.optim.AdamW, lr=1e-2)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
+    options = {"loss_fn": nn.functional.mse_loss, "microbatches": 4, "dynamic": False, **options}
+    pipe = pipec.compile(model, 2, optimizer=adam, clip_grad_norm=0.5, **options)
+    torch.manual_seed(1)
+    batches = [(torch.randn(16, 8), torch.randn(16, 8)) for _ in range(steps)]
+    losses = [pipe.step(x, target=y) for x, y in batches]
+    return pipe, [*losses, *(parameter.detach().clone() for parameter in pipe.parameters())]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_state_on_the_host_leaves_every_bit(replicas: int) -> None:
+    plain, expected = trained(replicas=replicas)
+    pipe, found = trained(replicas=replicas, offload="optimizer")
+    assert all(map(torch.equal, found, expected))
+    mine, theirs = pipe.optimizer.state_dict(), plain.optimizer.state_dict()
+    assert mine["param_groups"] == theirs["param_groups"]
+    for number, entries in theirs["state"].items():
+        assert all(torch.equal(mine["state"][number][key], value) for key, value in entries.items())
+    x = torch.randn(16, 8)
+    predicted, measured = pipe.memory(), pipe.measure_memory(x, target=x)
+    for one, other, before in zip(predicted, measured, plain.memory(), strict=True):
+        assert one.parts["optimizer"] == other.parts.get("optimizer", 0) == 0
+        assert one.host_bytes == other.host_bytes == before.parts["optimizer"] > 0
+        if replicas == 1:  # those of one process leave the update to the first
+            assert one.peak_bytes == pytest.approx(other.peak_bytes, rel=0.03)
+
+
+def test_state_that_was_loaded_goes_to_the_host_as_well() -> None:
+    plain, _ = trained()
+    pipe, _ = trained(steps=1, offload="optimizer")
+    pipe.load_state_dict(plain.state_dict())
+    pipe.optimizer.load_state_dict(plain.optimizer.state_dict())
+    x = torch.randn(16, 8)
+    assert torch.equal(pipe.step(x, target=x), plain.step(x, target=x))
+    assert all(map(torch.equal, pipe.state_dict().values(), plain.state_dict().values()))
+    assert pipe.measure_memory(x, target=x)[0].parts.get("optimizer", 0) == 0
