@@ -37,6 +37,10 @@ class ExecutionError(PipecError):
     """An instruction failed while a program ran. ``__cause__`` is the original error."""
 
 
+class BranchError(PipecError):
+    """A branch of the model asks for values of tensors, and goes another way than when it was captured."""
+
+
 class NonFiniteError(ExecutionError):
     """A loss is NaN, or a gradient is not finite, and ``on_nan`` is "raise". Every rank raises it."""
 

@@ -60,7 +60,7 @@ class Unprintable:
         ),
         (
             {"devices": 10**9},
-            "devices is 1000000000; expected a whole number from 1 to 4096 or a list of torch",
+            "devices is 1000000000; expected a whole number from 1 to 16384 or a list of torch",
         ),
         ({"devices": True}, "devices is True; expected"),
         ({"devices": 0}, "devices is 0; expected a whole number from 1"),

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from awkward import SIZES, WIDTH, Between, Branch, Encoder, batch
+from awkward import SIZES, WIDTH, Between, Branch, batch
 from torch import Tensor, nn
 
 import pipec
@@ -33,15 +33,6 @@ class Number(nn.Module):
         return x * x.max().item()
 
 
-class UnclearMask(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = Encoder().layers
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x, torch.zeros(x.shape[1], x.shape[1]))
-
-
 class BackwardHook(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +46,6 @@ class BackwardHook(nn.Module):
 REFUSED = [
     (Branch, "if x.sum() > 0:", "torch.where"),
     (Number, "return x * x.max().item()", "Keep it a tensor"),
-    (UnclearMask, "return self.layers(x, torch.zeros(x.shape[1], x.shape[1]))", "Pass is_causal=True or"),
     (BackwardHook, "return self.layer(x)", "with Tensor.register_hook: there it is captured"),
 ]
 
@@ -96,7 +86,7 @@ class HookedInside(nn.Module):
         self.register = register
 
     def forward(self, x: Tensor) -> Tensor:
-        self.register(self.weight * 1 if self.register is on_node else self.weight)
+        self.register(self.weight)
         return x * self.weight
 
 
@@ -108,19 +98,14 @@ def on_accumulation(weight: Tensor) -> None:
     weight.register_post_accumulate_grad_hook(lambda weight: None)
 
 
-def on_node(product: Tensor) -> None:
-    product.grad_fn.register_hook(lambda inputs, outputs: inputs)
-
-
 @pytest.mark.parametrize(
     ("register", "message"),
     [
         (on_gradient, "weight.register_hook(lambda gradient: 2 * gradient)"),
         (on_accumulation, "weight.register_post_accumulate_grad_hook(lambda weight: None)"),
-        (on_node, "product.grad_fn.register_hook(lambda inputs, outputs: inputs)"),
     ],
 )
-def test_hooks_that_forward_registers_on_leaves_and_nodes_are_refused(
+def test_hooks_that_forward_registers_on_leaves_are_refused(
     register: Callable[[Tensor], object], message: str
 ) -> None:
     with pytest.raises(CaptureError) as caught:

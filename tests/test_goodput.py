@@ -2,6 +2,7 @@
 
 import json
 import random
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -59,7 +60,17 @@ def test_the_intervals_of_young_and_daly_are_the_best_where_failures_are_rare() 
 
 def test_the_command_has_the_rate_of_a_published_run() -> None:
     """16,384 devices of Llama 3 failed 419 times in 54 days."""
-    asked = ["goodput", "--devices", "16384", "--step", "10", "--bytes", "6e12", "--bandwidth", "1e11"]
+    asked = [
+        "goodput",
+        "--devices",
+        "16384",
+        "--step",
+        "10",
+        "--bytes",
+        "6e12",
+        "--checkpoint-bandwidth",
+        "1e11",
+    ]
     facts = json.loads(CliRunner().invoke(app, [*asked, "--json"]).stdout)
     assert facts["mean_seconds"] == pytest.approx(54 * 86400 / 419)
     assert facts["save"] == facts["pause"] == 60
@@ -76,7 +87,7 @@ def test_the_command_has_the_rate_of_a_published_run() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "pass --save, or --bytes and --bandwidth"),
+        ([], "pass --save, or --bytes and --checkpoint-bandwidth"),
         (["--save", "5", "--bytes", "1e9"], "what a checkpoint costs is not clear"),
         (["--save", "5", "--pause", "6"], "--pause 6 is longer than the save of 5 s"),
     ],
@@ -85,3 +96,43 @@ def test_a_save_without_a_duration_is_refused(arguments: list[str], said: str) -
     result = CliRunner().invoke(app, ["goodput", "--devices", "8", *arguments])
     assert result.exit_code == 2
     assert said in " ".join(result.output.split())
+
+
+WIDE = """
+import torch
+from torch import nn
+import pipec
+
+def example():
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(4)])
+        x = torch.empty(200, 16)
+    return pipec.Example(model, (x,), target=torch.empty_like(x), loss_fn=nn.functional.mse_loss)
+"""
+BYTES = 4 * 4 * (16 * 16 + 16)
+
+
+def test_a_plan_tells_how_often_to_save(tmp_path: Path) -> None:
+    """With its own step, state and devices: weights, and two moments and a step of AdamW."""
+    (tmp_path / "wide.py").write_text(WIDE)
+    of_plan = [f"{tmp_path / 'wide.py'}:example", "--devices", "80", "--stages", "2", "--microbatches", "100"]
+    saving = ["--checkpoint-bandwidth", "100", "--pause", "2", "--restart", "60", "--device-hours", "50"]
+    asked = [*of_plan, "--optimizer", "AdamW", *saving, "--json"]
+    facts = json.loads(CliRunner().invoke(app, ["plan", *asked]).stdout)
+    told = facts["goodput"]
+    assert told["save"] == (3 * BYTES + 4 * 8) / 100
+    assert (told["pause"], told["restart"], told["mean_seconds"]) == (2, 60, 50 * 3600 / 80)
+    steps, seconds = told["best"]["steps"], told["best"]["interval_seconds"]
+    assert seconds == pytest.approx(steps * facts["makespan"])
+    printed = CliRunner().invoke(app, ["schedule", *of_plan, *saving[:2]]).stdout
+    assert "1f1b, 100 microbatches" in printed
+    assert "rank 1, stage 0, one of 40, 18 others do the same" in printed
+    assert "1f1b: 80 devices: a failure every 26.4 d" in printed
+    assert "a checkpoint holds 4.35 kB: weights alone, as there is no --optimizer" in printed
+
+
+@pytest.mark.parametrize("command", ["plan", "schedule"])
+def test_how_to_save_is_refused_where_nobody_asked_how_often(command: str) -> None:
+    result = CliRunner().invoke(app, [command, "cli_models:mlp", "--devices", "2", "--restart", "60"])
+    assert result.exit_code == 2
+    assert "pass --checkpoint-bandwidth with them" in " ".join(result.output.split())

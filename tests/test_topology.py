@@ -1,6 +1,7 @@
 """Models on devices and links that differ, and in limited memory: where they are cut, and that they train."""
 
 import copy
+import itertools
 import json
 import math
 import tomllib
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from typer.testing import CliRunner
 from unsplit import Outcome
@@ -285,3 +288,10 @@ def test_the_command_line_takes_a_topology(tmp_path: Path) -> None:
     )
     assert result.exit_code == 0, result.output
     assert "3 stages on 3 ranks, 1f1b, 4 microbatches of 2" in result.output
+
+
+@given(st.lists(st.integers(0, 23), min_size=2, unique=True))
+def test_the_links_among_devices_are_those_between_any_two(devices: list[int]) -> None:
+    topology = uniform([2, 3, 4], [4e9, 2e9, 1e9])
+    pairs = itertools.combinations(devices, 2)
+    assert topology.links_among(devices) == {topology.link_between(*pair) for pair in pairs}

@@ -557,3 +557,13 @@ def test_versions_are_told_where_there_is_no_flush(open_page: Open) -> None:
     forward = next(e for e in timeline.computes.of_rank(0) if e.instruction.microbatch == 4)
     card = hover(page, lane(0, (forward.start + forward.end) / 2))
     assert card[0] == "forward of microbatch 4, reads version 2 of the weights"
+
+
+def test_a_page_of_very_many_events_is_an_overview(monkeypatch: pytest.MonkeyPatch) -> None:
+    timeline = one_f_one_b()
+    monkeypatch.setattr("pipec.viz.html._MOST_EVENTS", len(timeline.events) - 1)
+    page = timeline_html({"planned": timeline}, "1f1b & more")
+    assert "<script" not in page
+    assert page.count("<svg ") == 1
+    assert "1f1b &amp; more" in page
+    assert "critical path:" in page

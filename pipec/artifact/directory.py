@@ -21,7 +21,7 @@ import re
 import shutil
 import tempfile
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -49,7 +49,7 @@ class Artifact:
 
     plan: Plan
     sources: tuple[str, ...]
-    programs: tuple[Program, ...]
+    programs: Sequence[Program]
     constants: Mapping[str, Tensor] = field(default_factory=dict)
 
     @functools.cached_property

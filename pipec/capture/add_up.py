@@ -21,6 +21,7 @@ import sympy
 import torch
 from torch import Tensor, fx, nn
 
+from pipec.capture.conditions import refuse_unless_of_batch
 from pipec.capture.markers import OF_BATCH, RESULT, SHARE
 from pipec.capture.parts import (
     ADD,
@@ -31,6 +32,7 @@ from pipec.capture.parts import (
     DIVIDE,
     MULTIPLY,
     REDUCING,
+    SHAPED,
     TERMS,
     ZEROS,
     Meaning,
@@ -48,6 +50,7 @@ from pipec.capture.parts import (
 from pipec.capture.rewriting import Chain, put, value_of
 from pipec.capture.rounds import Rounds
 from pipec.capture.selections import SELECTED, SHAPING, num_told, part_of_selection
+from pipec.graph import is_assumption
 from pipec.torch_compat import pytree, value_symbols
 
 
@@ -113,6 +116,8 @@ class _Walk:
             case "get_attr":
                 held = operator.attrgetter(str(node.target))(self.module)
                 self.known[node] = Meaning(Part.SAME, not isinstance(held, nn.Parameter | nn.Module))
+            case "call_function" if is_assumption(node):
+                refuse_unless_of_batch(node, lambda each: self.known[each].part)
             case "call_function" | "call_method":
                 self._scaled_by_rows |= self._symbol is None and self._may_scale_by_rows(node)
                 self.known[node] = self._of_call(node)
@@ -142,6 +147,8 @@ class _Walk:
         self.rounds.follow(node, {source: self.known[source].part for source in node.all_input_nodes})
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | int | float):
             return Meaning(self._of_number(value), given, node)
+        if operator_name(node) in SHAPED and not self._num_batches(value):
+            return Meaning(Part.SAME, given)
         for meaning, source in zip(read, node.all_input_nodes, strict=True):
             if meaning.part is Part.OTHER and not self._tells_no_row(source, node):
                 return meaning

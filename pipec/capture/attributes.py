@@ -1,6 +1,6 @@
 """What a module's code could read: attributes, and what its functions have enclosed.
 
-They stand for Dynamo's guards where ``torch.export`` captured a model, which does not tell what it read.
+They stand for Dynamo's guards where another front end captured a model, which does not tell what it read.
 """
 
 import functools

@@ -1,14 +1,23 @@
 """Gives every node of a joint graph the phase it runs in and the forward operator that caused it."""
 
 import itertools
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import fx
 
-from pipec.capture.operators import OPERATOR_ID
-from pipec.graph import LossGradient, is_collective, is_constant, is_random, is_view, reads_memory
+from pipec.capture.operators import BACKWARD, OPERATOR_ID
+from pipec.graph import (
+    LossGradient,
+    is_check,
+    is_collective,
+    is_constant,
+    is_random,
+    is_view,
+    reads_memory,
+)
 from pipec.ir import Phase
-from pipec.primitives import require
 
 
 def classify(graph: fx.Graph) -> None:
@@ -26,11 +35,12 @@ def classify(graph: fx.Graph) -> None:
             if operator is not None:
                 node.meta["operator"] = operator
         if node.op == "call_function":
+            if is_check(node):
+                node.meta["val"] = None
             if is_random(node):
                 node.meta["draw"] = next(draws)
-            free = node.meta["phase"] is Phase.FORWARD and not (
-                is_random(node) or is_collective(node) or node.target is require
-            )
+            done_here = is_random(node) or is_collective(node) or is_check(node)
+            free = node.meta["phase"] is Phase.FORWARD and not done_here
             node.meta["constant"] = free and all(map(is_constant, node.all_input_nodes))
     for node in reversed(graph.nodes):
         if node.op in ("call_function", "get_attr") and "operator" not in node.meta:
@@ -62,9 +72,16 @@ def _keep_with_memory(reader: fx.Node) -> None:
 def _is_backward(node: fx.Node) -> bool:
     if node.op == "placeholder":
         return isinstance(node.meta["role"], LossGradient)
-    if node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward"):
+    if _noted(node).get(BACKWARD) or node.meta.get("partitioner_tag") in (
+        "is_backward",
+        "must_be_in_backward",
+    ):
         return True
     return any(source.meta["phase"] is Phase.BACKWARD for source in node.all_input_nodes)
+
+
+def _noted(node: fx.Node) -> Mapping[str, Any]:
+    return node.meta.get("custom") or {}
 
 
 def _operator_of(node: fx.Node) -> int | None:
@@ -74,7 +91,7 @@ def _operator_of(node: fx.Node) -> int | None:
     it is a backward node. No edge to the node then runs against the order of the stages. Nothing is known of
     a node without such inputs.
     """
-    own = (node.meta.get("custom") or {}).get(OPERATOR_ID)
+    own = _noted(node).get(OPERATOR_ID)
     if own is not None:
         return int(own)
     phase = node.meta["phase"]

@@ -21,11 +21,6 @@ _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 
 ADVICE = (
     (
-        "multi_head_attention_forward",
-        "torch looks at the values of an attention mask to find out whether it is causal.\n"
-        "Pass is_causal=True or is_causal=False along with the mask.",
-    ),
-    (
         "backwards hooks",
         "Register the hook on a tensor inside forward(), with Tensor.register_hook: there it is captured.",
     ),
@@ -95,11 +90,14 @@ def is_machinery(file: str) -> bool:
     return file.startswith(_STANDARD_LIBRARY) and "site-packages" not in file
 
 
-def capture_error(failures: Sequence[Exception], dry_run: torch_compat.DryRun) -> PipecError:
+def capture_error(
+    failures: Sequence[Exception], dry_run: torch_compat.DryRun, refused_branch: str = ""
+) -> PipecError:
     """What to raise when every attempt to capture has failed, with ``failures`` in that order.
 
     It is an InputError if the model itself fails on these arguments, as it then does in the dry run too.
-    Else it is a CaptureError, which explains the first error and lists the others.
+    Else it is a CaptureError, which explains the first error and lists the others. ``refused_branch`` is why
+    a branch on values was not followed one way.
     """
     first, last = failures[0], failures[-1]
     line = _line_of(first) or _line_of(last)
@@ -112,7 +110,7 @@ def capture_error(failures: Sequence[Exception], dry_run: torch_compat.DryRun) -
                 "Check the arguments of step() against what the model expects."
             )
         return CaptureError(f"the model fails while it is traced{where}\n  {brief(last)}\n{TRACED_OTHERWISE}")
-    reason = torch_compat.reason_of(first)
+    reason = torch_compat.reason_of(first) + (f" Here {refused_branch}." if refused_branch else "")
     advice = next(text for pattern, text in ADVICE if re.search(pattern, f"{reason}\n{_innermost(first)}"))
     tried = "\n  ".join(dict.fromkeys(map(brief, failures[1:])))
     return CaptureError(

@@ -12,9 +12,9 @@ from torch import Tensor, fx
 from pipec import torch_compat
 from pipec.capture.call import Call
 from pipec.capture.classify import classify
-from pipec.capture.diagnosis import lines_in, model_line
 from pipec.capture.markers import RESULT
-from pipec.capture.of_batch import lift_of_batch
+from pipec.capture.of_batch import decided_by_arguments, lift_of_batch
+from pipec.capture.parts import where
 from pipec.capture.symbols import batch_symbol, check_readable, number_symbols, variable_symbols
 from pipec.capture.tied import merge_tied_arguments, merge_tied_gradients
 from pipec.capture.value_sizes import keep_value_sizes
@@ -31,12 +31,13 @@ from pipec.graph import (
     Result,
     TrainingGraph,
     UpdatedBuffer,
+    is_check,
+    is_forward,
     varies,
 )
 from pipec.graph.dimensions import Symbols, dimension
 from pipec.ir import Mode, Sizes, Variable
 from pipec.ops import COLLECTIVES
-from pipec.primitives import require
 from pipec.torch_compat import pytree
 
 _aten = torch.ops.aten
@@ -119,6 +120,7 @@ def training_graph(traced: Traced) -> TrainingGraph:
     lifted = _lift_constants(module, traced.mode)
     of_batch = lift_of_batch(graph)
     classify(graph)
+    decided = decided_by_arguments(graph, of_batch)
     return _checked(
         TrainingGraph(
             module,
@@ -141,6 +143,7 @@ def training_graph(traced: Traced) -> TrainingGraph:
             output_spec=results.output_spec,
             paths=tuple(traced.call.paths),
             training=traced.training,
+            decided=decided,
         )
     )
 
@@ -156,7 +159,7 @@ def _check_calls(nodes: Iterable[fx.Node]) -> None:
         if isinstance(node.target, torch_compat.HigherOrderOperator):
             name, ordinary = node.target.name(), "Write what it computes with ordinary operations of torch."
             raise CaptureError(
-                f"the model calls the higher-order operator {name!r}, which no stage can run{_place(node)}\n"
+                f"the model calls the higher-order operator {name!r}, which no stage can run{where(node)}\n"
                 + HIGHER_ORDER.get(name, ordinary)
             )
 
@@ -259,11 +262,11 @@ def _is_tensor_node(value: object, traced: Traced) -> bool:
         if not varies(value):
             return True
         raise CaptureError(
-            f"the model returns a tensor whose size values tell{_place(value)}\n"
+            f"the model returns a tensor whose size values tell{where(value)}\n"
             "Microbatches cannot be joined to it. Return one of fixed size, such as a mask, or leave it out."
         )
     raise CaptureError(
-        f"the model returns a number that depends on the size of the batch{_place(value)}\n"
+        f"the model returns a number that depends on the size of the batch{where(value)}\n"
         "Microbatches cannot be joined to it. Return it as a tensor, or leave it out."
     )
 
@@ -292,7 +295,7 @@ def _drop_what_does_nothing(graph: fx.Graph, no_ops: Collection[Any]) -> None:
             value = node.meta["val"]
             _replace_by(node, value.node.expr if hasattr(value, "node") else value)
     for node in reversed(list(graph.nodes)):
-        if not node.users and node.op not in ("output", "placeholder") and node.target is not require:
+        if not node.users and node.op not in ("output", "placeholder") and not is_check(node):
             graph.erase_node(node)
 
 
@@ -327,10 +330,10 @@ def _lift_constants(module: fx.GraphModule, mode: Mode) -> dict[str, Tensor]:
         if attribute not in lifted:
             value: Tensor = getattr(module, attribute)
             if value.requires_grad and mode is Mode.TRAIN:
-                where = _place(next(iter(node.users)))
+                place = where(next(iter(node.users)))
                 raise InputError(
                     f"a tensor of shape {tuple(value.shape)} requires a gradient but is no parameter of the "
-                    f"model{where}\nRegister it as an nn.Parameter of the model, or detach it."
+                    f"model{place}\nRegister it as an nn.Parameter of the model, or detach it."
                 )
             fqn = f"constant.{len(constants)}"
             constants[fqn] = value
@@ -351,6 +354,13 @@ def _used(graph: fx.Graph, of_batch: fx.Graph | None, constants: Mapping[str, Te
 
 def _checked(graph: TrainingGraph) -> TrainingGraph:
     _check_loss(graph)
+    for role, node in graph.outputs:
+        if isinstance(role, UpdatedBuffer) and node.op == "call_function" and not is_forward(node):
+            raise CaptureError(
+                f"the backward changes {role.fqn}, as batch normalization does in torch.utils.checkpoint; "
+                "only the forward can change buffers. Leave the checkpoint out: what is computed again "
+                "follows from memory_limit=... and recompute=..."
+            )
     if graph.variable_symbols:
         check_readable(graph)
     for node in graph.nodes:
@@ -359,15 +369,9 @@ def _checked(graph: TrainingGraph) -> TrainingGraph:
             if len(dtypes) > 1:
                 raise InputError(
                     f"the model multiplies tensors of different dtypes, {', '.join(sorted(map(str, dtypes)))}"
-                    f"{_place(node)}\nPass inputs of the model's dtype, or convert them there."
+                    f"{where(node)}\nPass inputs of the model's dtype, or convert them there."
                 )
     return graph
-
-
-def _place(node: fx.Node) -> str:
-    """The line of the model that made the node, for a message. It is empty where torch lost the line."""
-    line = model_line(lines_in(node.meta.get("stack_trace") or ""))
-    return f"\n  at {line}" if line else ""
 
 
 def _described(value: Tensor, symbols: Symbols) -> str:

@@ -6,8 +6,18 @@ from torch import fx
 
 from pipec.capture.markers import OF_BATCH, SHARE
 from pipec.errors import CaptureError
-from pipec.graph import Argument, Buffer, ModelInput, OfBatch, Share, is_random
-from pipec.primitives import require
+from pipec.graph import (
+    ASSUME,
+    Argument,
+    Buffer,
+    Decided,
+    ModelInput,
+    OfBatch,
+    Share,
+    is_check,
+    is_collective,
+    is_random,
+)
 
 
 def lift_of_batch(graph: fx.Graph) -> fx.Graph | None:
@@ -27,15 +37,51 @@ def lift_of_batch(graph: fx.Graph) -> fx.Graph | None:
     copies: dict[fx.Node, fx.Node] = {}
     sources = [node.all_input_nodes[0] for node in marked]
     for node in _closure(graph, sources):
-        copies[node] = lifted.node_copy(node, copies.__getitem__)
+        _check(node)
+        if node.target is OF_BATCH:
+            copies[node] = copies[node.all_input_nodes[0]]
+        else:
+            copies[node] = lifted.node_copy(node, copies.__getitem__)
     lifted.output(tuple(copies[source] for source in sources))
     roles = [OfBatch(index, _adds_up(graph, node)) for index, node in enumerate(marked)]
     for role, node in zip(roles, marked, strict=True):
         _argument(graph, [node], f"of_batch_{role.index}", role)
     for node in reversed(list(graph.nodes)):
-        if not node.users and node.op == "call_function" and node.target is not require:
+        if not node.users and node.op == "call_function" and not is_check(node):
             graph.erase_node(node)
     return lifted if marked else None
+
+
+def decided_by_arguments(graph: fx.Graph, of_batch: fx.Graph | None) -> Decided:
+    """The branches that follow from what ``step`` is given: whole arguments, and values of the mini-batch."""
+    made: Sequence[fx.Node] = of_batch.output_node().args[0] if of_batch else ()  # type: ignore[assignment]
+    merged, copies, found = fx.Graph(), dict[fx.Node, fx.Node](), list[fx.Node]()
+    for assumed in graph.find_nodes(op="call_function", target=ASSUME):
+        needed = _closure(graph, assumed.all_input_nodes)
+        origins = {x: made[x.meta["role"].index] for x in needed if isinstance(x.meta.get("role"), OfBatch)}
+        whole = _closure(of_batch, origins.values()) if of_batch else []
+        if all(_is_given(node, False) for node in needed) and all(_is_given(node, True) for node in whole):
+            found.append(assumed)
+            for node in whole + needed:
+                if node in origins:
+                    copies[node] = copies[origins[node]]
+                elif node not in copies:
+                    copies[node] = merged.node_copy(node, copies.__getitem__)
+    merged.output(tuple(copies[assumed.all_input_nodes[0]] for assumed in found))
+    return Decided(
+        merged,
+        tuple(node.meta["role"].position for node in merged.find_nodes(op="placeholder")),
+        tuple(bool(assumed.args[1]) for assumed in found),
+        tuple(str(assumed.args[2]) for assumed in found),
+    )
+
+
+def _is_given(node: fx.Node, of_batch: bool) -> bool:
+    """Whether a node needs nothing but arguments of ``step``, and rows of them only where all are there."""
+    role = node.meta.get("role")
+    if node.op == "placeholder":
+        return isinstance(role, OfBatch) or (isinstance(role, ModelInput) and (of_batch or not role.batched))
+    return not is_random(node) and not is_collective(node)
 
 
 def _argument(graph: fx.Graph, nodes: Sequence[fx.Node], name: str, role: Argument) -> None:
@@ -61,7 +107,6 @@ def _closure(graph: fx.Graph, sources: Iterable[fx.Node]) -> list[fx.Node]:
     while pending:
         node = pending.pop()
         if node not in needed:
-            _check(node)
             needed.add(node)
             pending.extend(node.all_input_nodes)
     return [node for node in graph.nodes if node in needed]

@@ -8,10 +8,13 @@ from torch import fx
 
 from pipec.capture.diagnosis import lines_in, model_line
 from pipec.graph import Operator
-from pipec.torch_compat import ASSERTIONS, fqn_of
+from pipec.torch_compat import ASSERTIONS, CAUSE, fqn_of
 
 OPERATOR_ID = "pipec_operator"
 """Key in ``node.meta["custom"]`` of the operator that caused a node. Differentiation copies what is there."""
+
+BACKWARD = "pipec_backward"
+"""Key in ``node.meta["custom"]`` of nodes of the backward, where the captured graph has some."""
 
 INLINED = {torch.ops.higher_order.tag_activation_checkpoint}
 """Operators that call a graph and are taken apart: the nodes of that graph are operators of their own."""
@@ -37,6 +40,11 @@ def checkpoints(captured: fx.GraphModule) -> Iterator[str]:
 def _number(module: fx.GraphModule, operators: list[Operator], enclosing: int | None) -> None:
     for node in module.graph.nodes:
         if node.op in ("placeholder", "output", "get_attr") or _computes_sizes(node):
+            continue
+        if CAUSE in node.meta:
+            cause = node.meta[CAUSE]
+            known = cause.meta.get("custom", {}) if cause else {}
+            node.meta["custom"] = {BACKWARD: True, **known}
             continue
         number = enclosing
         if enclosing is None and node.target not in INLINED:

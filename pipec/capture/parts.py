@@ -60,6 +60,9 @@ CONSTANTS = {"as_tensor", "full", "full_like", "new_full", "new_tensor", "scalar
 
 ZEROS = {"zeros", "zeros_like", "new_zeros"}
 
+SHAPED = {"empty_like", "full_like", "ones_like", "zeros_like"}
+"""Operators that read the shape of their first argument, and not its values."""
+
 LINEAR = {
     *("alias", "bfloat16", "cat", "clone", "contiguous", "cpu", "cuda", "detach", "double"),
     *("expand", "flatten", "float", "getitem", "half", "lift_fresh", "lift_fresh_copy", "mean"),
@@ -105,6 +108,12 @@ def place_of(node: fx.Node) -> str:
     return f"{operator_name(node)} at {line}" if line else operator_name(node)
 
 
+def where(node: fx.Node) -> str:
+    """The line of the model that made the node, on a line of its own; empty where torch lost it."""
+    line = model_line(lines_in(node.meta.get("stack_trace") or ""))
+    return f"\n  at {line}" if line else ""
+
+
 def changes_argument(node: fx.Node) -> bool:
     """Whether the call changes its first argument in place."""
     name = _raw_name(node)
@@ -117,6 +126,20 @@ def is_drawn(node: fx.Node) -> bool:
     """Whether the call draws random numbers, or calls what may."""
     name = operator_name(node)
     return name in _RANDOM or name.startswith("rand") or isinstance(node.target, HigherOrderOperator)
+
+
+def draws_by_chance(node: fx.Node) -> bool:
+    """Whether the call draws random numbers, and not only to leave out some of what it is given."""
+    return is_drawn(node) and "dropout" not in operator_name(node)
+
+
+def is_never(condition: fx.Node) -> bool:
+    """Whether the condition is that a number drawn from 0 to 1 is below zero, as where LayerDrop is off."""
+    match condition.args:
+        case (fx.Node() as drawn, int() | float() as limit):
+            is_uniform = operator_name(drawn) in ("rand", "rand_like")
+            return is_uniform and operator_name(condition) == "lt" and limit <= 0
+    return False
 
 
 def _raw_name(node: fx.Node) -> str:

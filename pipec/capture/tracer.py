@@ -1,7 +1,8 @@
 """nn.Module to TrainingGraph: one graph of forward, loss and backward, every node knowing its operator.
 
 Dynamo's full-graph capture comes first: it keeps torch-level operators, variable names, source lines and
-custom backwards. Non-strict ``torch.export`` serves where Dynamo cannot. Each is asked for a symbolic batch
+custom backwards. Non-strict ``torch.export`` serves where Dynamo cannot. Where neither can, because the model
+differentiates something itself, forward and backward are traced together. Each is asked for a symbolic batch
 first, and then for a fixed one; the log says why the first attempts failed.
 """
 
@@ -19,9 +20,11 @@ from torch import Tensor, fx, nn
 from pipec import ops, torch_compat
 from pipec.capture.add_up import add_up, plain_name, rows_of
 from pipec.capture.attributes import readable_values
+from pipec.capture.branches import Branches, describe_branches, refuse_branches
 from pipec.capture.caches import refuse_cache, without_caches
 from pipec.capture.call import Call
 from pipec.capture.diagnosis import brief, capture_error
+from pipec.capture.differentiated import add_up_differentiated
 from pipec.capture.joins import join_replicas, sync_batch_norms_alone
 from pipec.capture.normalize import Traced, training_graph
 from pipec.capture.operators import checkpoints, number_operators
@@ -45,6 +48,7 @@ FrontEnd = Callable[[nn.Module, tuple[Any, ...], torch_compat.Symbolic], Capture
 FRONT_ENDS: Mapping[str, FrontEnd] = {
     "Dynamo": torch_compat.capture_with_dynamo,
     "torch.export": torch_compat.capture_with_export,
+    "autograd": torch_compat.capture_directly,
 }
 
 
@@ -60,6 +64,7 @@ def capture(
     outputs: bool = False,
     variables: Sequence[Variable] = (),
     num_replicas: int | None = 1,
+    batch: Call | None = None,
 ) -> TrainingGraph:
     """Trace ``call`` of ``model`` into one graph. The model is left as it was.
 
@@ -75,6 +80,8 @@ def capture(
         variables: Other sizes, and numbers, that are to be symbolic as well. Dynamo alone can do that.
         num_replicas: How many replicas the model's own collectives join. None if that differs by stage, or is
             not known; a model with collectives is then refused.
+        batch: The mini-batch of the call, if there is more of it. Its values decide the branches that ask for
+            those of arguments.
 
     Raises:
         CaptureError: no front end can capture the model; it names the model's source line.
@@ -87,7 +94,6 @@ def capture(
     numbers = [variable.position for variable in variables if variable.dim is None]
     step = Step(model, loss_fn, mode, call.batched, outputs, alike(variables), numbers)
     adds_up = adds_up or mode is Mode.FORWARD
-    tracer = _Tracer(step, mode, call, canonical or {}, device, adds_up, num_replicas)
     with ExitStack() as stack:
         stack.enter_context(torch_compat.quiet())
         stack.enter_context(torch_compat.unchanged(step))
@@ -99,7 +105,8 @@ def capture(
         stack.enter_context(sync_batch_norms_alone())
         stack.enter_context(ops.joining(num_replicas or 1))
         stack.enter_context(torch.set_grad_enabled(mode is Mode.TRAIN))
-        torch_compat.place_fakes(step, device)
+        branches = Branches(call, batch or call, torch_compat.place_fakes(step, device))
+        tracer = _Tracer(step, mode, call, canonical or {}, device, adds_up, num_replicas, branches)
         generators = Generators(step)
         if not symbolic and call.unsure:
             tracer.prove_split()
@@ -109,6 +116,12 @@ def capture(
             kinds = (True, False) if symbolic else (False,)
             graph, failures = _first_success(tracer, list(itertools.product(FRONT_ENDS, kinds)))
         generators.refuse_draws(tracer.dry_run, suspected=tracer.draws_with_numpy)
+    if tracer.is_direct:
+        log.warning(
+            "forward and backward were traced together, for the model cannot be differentiated otherwise: "
+            "what its code reads is taken to stay as it is, unless modules have it as attributes, or their "
+            "methods and the loss function enclose it or name it"
+        )
     if mode is Mode.TRAIN:
         _check_trained(graph)
     graph = replace(graph, assumptions=tracer.assumptions())
@@ -148,7 +161,7 @@ def _first_success(
                 waiting.insert(0, (name, symbolic))
                 errors.clear()
     assert dry_run is not None
-    raise capture_error(errors, dry_run) from errors[0]
+    raise capture_error(errors, dry_run, tracer.refused_branch) from errors[0]
 
 
 def _check_gradients(model: nn.Module, call: Call) -> None:
@@ -194,6 +207,7 @@ class _Tracer:
         device: torch.device,
         adds_up: bool,
         num_replicas: int | None,
+        branches: Branches,
     ) -> None:
         self._step = step
         self._mode = mode
@@ -202,8 +216,14 @@ class _Tracer:
         self._num_replicas = num_replicas
         self._fqns, self._constants = model_names(step, canonical)
         self._device = device if any(True for _ in step.model.parameters()) else None
+        self._branches = branches
         self._guards: torch_compat.Guards | None = None
-        self.draws_with_numpy = False
+        self.draws_with_numpy = self.is_direct = False
+
+    @property
+    def refused_branch(self) -> str:
+        """Why a branch was not decided; empty if none was asked for in vain."""
+        return next(iter(self._branches.refused), "")
 
     def dry_run(self) -> torch_compat.DryRun:
         """Call the step in eager mode on fake tensors."""
@@ -232,14 +252,20 @@ class _Tracer:
         sample = self._sample(variables) if symbolic else self._call.sample(size, self._device)
         if captured is None:
             self._step.batched = tuple(sample.batched)
-            captured = front_end(self._step, sample.tree, _symbolic(sample, variables) if symbolic else [])
-        self._guards = captured.guards
+            with self._branches.decided(sample, symbolic):
+                captured = front_end(
+                    self._step, sample.tree, _symbolic(sample, variables) if symbolic else []
+                )
+        self._guards, self.is_direct = captured.guards, captured.differentiated is not None
         self.draws_with_numpy = torch_compat.draws_with_numpy(captured.module)
         separate_layers(captured.module)
         operators = number_operators(captured.module)
+        describe_branches(captured.module)
         _warn_of_changed_state(self._step.model, captured.changed_state)
         _warn_of_checkpoints(list(checkpoints(captured.module)) if self._mode is Mode.TRAIN else [])
         joined = join_replicas(captured.module, self._step, self._num_replicas)
+        if joined and self.is_direct:
+            raise CaptureError(f"{joined} joins replicas, which a model cannot that differentiates by itself")
         unclear = self._add_up(captured, sample, joined)
         joint = torch_compat.differentiate(captured, training=self._mode is Mode.TRAIN)
         return training_graph(
@@ -293,7 +319,8 @@ class _Tracer:
         self._step.batched = tuple(split and path not in self._call.unsure for path, split in named)
         try:
             symbolic = _symbolic(sample, variables)
-            captured = torch_compat.capture_with_dynamo(self._step, sample.tree, symbolic)
+            with self._branches.decided(sample, symbolic=True):
+                captured = torch_compat.capture_with_dynamo(self._step, sample.tree, symbolic)
         except Exception as error:
             log.info("nothing shows which tensors are split: %s", brief(error))
             return None
@@ -305,12 +332,15 @@ class _Tracer:
         If they shall not, a copy is made to add up where replicas are ``joined``, for what it refuses.
         """
         if not (self._adds_up or joined):
+            refuse_branches(captured.module, "where microbatch_weight=... says how losses add up")
             return ""
         module = captured.module
         module = module if self._adds_up else fx.GraphModule(module, copy.deepcopy(module.graph))
         batched = [path for path, split in zip(sample.paths, sample.batched, strict=True) if split]
         has_loss = self._mode is not Mode.FORWARD
         size, num_replicas = self._call.batch_size, self._num_replicas or 1
+        if captured.differentiated is not None:
+            return add_up_differentiated(captured, batched, size, has_loss, num_replicas)
         unclear = add_up(module, batched, size, has_loss, num_replicas)
         return unclear if self._adds_up else ""
 

@@ -5,29 +5,35 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pipec.cli.goodput import Goodput, check_saving, of_plan
 from pipec.cli.options import (
     Around,
     Asynchronous,
     Calibrate,
+    CheckpointBandwidth,
     ClipGradNorm,
+    DeviceHours,
     Devices,
     Json,
     MemoryLimit,
     Microbatches,
     OffloadName,
     OptimizerName,
+    Pause,
     PrecisionName,
     ProfilePath,
     Recompute,
     RecomputeChoice,
     Replicas,
+    Restart,
+    Saving,
     ScheduleName,
     ShardName,
     Stages,
     Target,
     TopologyFile,
 )
-from pipec.cli.output import plan_facts, show_json, show_python
+from pipec.cli.output import plan_facts, say, show_json, show_python
 from pipec.cli.target import prepare
 from pipec.errors import InputError
 from pipec.ir.arguments import MOST_RANKS
@@ -59,14 +65,22 @@ def plan(
     profile: ProfilePath = None,
     calibrate: Calibrate = False,
     topology: TopologyFile = None,
+    checkpoint_bandwidth: CheckpointBandwidth = None,
+    pause: Pause = None,
+    restart: Restart = None,
+    device_hours: DeviceHours = None,
     as_json: Json = False,
 ) -> None:
     """Print the plan of a model: stages, seconds, bytes sent, peak memory, bubble, and what else was tried.
 
-    Without --microbatches their number is searched, which takes twice as long to capture.
+    Without --microbatches their number is searched, which takes twice as long to capture. With
+    --checkpoint-bandwidth, failures of devices are drawn, and it tells how often to save: see pipec goodput.
 
-    JSON keys: plan, as in plan.json; makespan in seconds; bubble_rate; peak_bytes of each rank.
+    JSON keys: plan, as in plan.json; makespan in seconds; bubble_rate; peak_bytes of each rank; with
+    --checkpoint-bandwidth also goodput, the keys of pipec goodput.
     """
+    saving = Saving(checkpoint_bandwidth, pause, restart, device_hours)
+    check_saving(saving)
     if devices is None:
         if topology is None:
             raise InputError("how many ranks? Give their number with --devices, or a file with --topology")
@@ -85,7 +99,7 @@ def plan(
         calibrated=calibrate,
         dynamic=not one_size,
     )
-    _show_plan(pipe, as_json)
+    _show_plan(pipe, of_plan(pipe, optimizer, saving), as_json)
 
 
 def _number_of_devices(topology: Path) -> int:
@@ -94,11 +108,14 @@ def _number_of_devices(topology: Path) -> int:
     return len(read_topology(topology).devices)
 
 
-def _show_plan(pipe: "Pipeline", as_json: bool) -> None:
+def _show_plan(pipe: "Pipeline", goodput: Goodput | None, as_json: bool) -> None:
     if as_json:
-        show_json(plan_facts(pipe.plan, pipe.programs))
-    else:
-        typer.echo(pipe.plan)
+        told = {"goodput": goodput.facts()} if goodput else {}
+        show_json(plan_facts(pipe.plan, pipe.programs) | told)
+        return
+    typer.echo(pipe.plan)
+    if goodput:
+        say(f"\n{goodput.text()}")
 
 
 def dump(

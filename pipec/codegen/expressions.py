@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from pipec import primitives, torch_compat
-from pipec.graph import formula, is_number, is_random
+from pipec.graph import formula, is_assumption, is_number, is_random
 from pipec.graph.dimensions import Symbols, dimension
 
 aten = torch.ops.aten
@@ -51,6 +51,8 @@ METHODS = {
     aten.unsqueeze.default: "unsqueeze",
     aten.squeeze.dim: "squeeze",
     aten.masked_fill.Scalar: "masked_fill",
+    aten.split.Tensor: "split",
+    aten.split_with_sizes.default: "split",
     aten.new_zeros.default: "new_zeros",
     aten.new_ones.default: "new_ones",
     aten.new_full.default: "new_full",
@@ -112,6 +114,8 @@ FUNCTIONS = {
     aten.tril.default: "tril",
     aten.triu.default: "triu",
     aten.rsub.Scalar: "rsub",
+    aten.scalar_tensor.default: "scalar_tensor",
+    aten.constant_pad_nd.default: "constant_pad_nd",
     aten.reciprocal.default: "reciprocal",
     aten.erf.default: "erf",
 }
@@ -153,8 +157,14 @@ def expression(node: fx.Node, name: Namer, symbols: Symbols) -> str:
     ]
     if target is aten.slice.Tensor and len(args) < 5 and args[1:2] >= ["0"]:
         return _slice(*args)
+    if is_assumption(node):
+        return f"assume({', '.join(args)})"
     if is_random(node):
         return _random(node, args, kwargs)
+    if target is aten.index.Tensor and None not in node.args[1]:  # type: ignore[operator]
+        return f"{args[0]}{args[1]}"
+    if target is aten._to_copy.default and _converts(node):
+        return f"{args[0]}.to({', '.join(kwargs)})"
     if target in INFIX and not kwargs and isinstance(node.args[0], fx.Node):
         return f"{args[0]} {INFIX[target]} {_operand(node.args[1], args[1])}"
     if target in METHODS and isinstance(node.args[0], fx.Node):
@@ -167,7 +177,7 @@ def expression(node: fx.Node, name: Namer, symbols: Symbols) -> str:
 
 def free_names(node: fx.Node, symbols: Symbols) -> set[str]:
     """What ``expression(node, ...)`` mentions besides nodes and ``torch``: ``{"b", "t", "device"}``."""
-    names = {"primitives"} if node.target in PRIMITIVES else set()
+    names = {"primitives"} if node.target in PRIMITIVES else {"assume"} if is_assumption(node) else set()
     if is_random(node):
         names |= {"rng", "dropout" if node.target is aten.native_dropout.default else "draw"}
     for argument in torch_compat.pytree.tree_leaves((node.args, node.kwargs)):
@@ -193,6 +203,13 @@ def _number(node: fx.Node, name: Namer, symbols: Symbols) -> str:
 def _operand(argument: Any, source: str) -> str:
     """The source of an operand. A formula is put in brackets: ``x / (12*b)``."""
     return f"({source})" if isinstance(argument, sympy.Basic) and not argument.is_Atom else source
+
+
+def _converts(node: fx.Node) -> bool:
+    """Whether the copy has another type than its source: ``to`` copies nothing else."""
+    source, dtype = node.args[0], node.kwargs.get("dtype")
+    known = source.meta.get("val") if isinstance(source, fx.Node) else None
+    return known is not None and dtype is not None and known.dtype != dtype
 
 
 def _slice(tensor: str, dim: str = "0", start: str = "", end: str = "") -> str:

@@ -44,6 +44,7 @@ RESERVED = frozenset(
         "dropout",
         "draw",
         "primitives",
+        "assume",
         "loss",
         "grad_loss",
         "share",

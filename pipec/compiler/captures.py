@@ -11,6 +11,7 @@ from pipec.capture.state import State
 from pipec.compiler.staged import StagedGraph
 from pipec.console import log
 from pipec.ir import Mode, Variable
+from pipec.ir.batch import variable_values
 from pipec.torch_compat import Place
 
 
@@ -65,18 +66,21 @@ class Captures:
         self._last: dict[Hashable, Kind] = {}
         self._versions: dict[Kind, list[int]] = {}
 
-    def version(self, kind: Kind) -> int:
-        """Which capture of a kind of call is still right, the latest first; a new number if none is."""
+    def version(self, kind: Kind, call: Call | None) -> int:
+        """Which capture of a kind of call is still right, the latest first; a new number if none is.
+
+        Without the call, whose values decide branches, any way that they went before is right.
+        """
         numbers = self._versions.get(kind, [])
         for number in reversed(numbers):
             signature = Signature(kind, number)
-            if not self._obsolete(signature):
+            if not self.obsolete(signature, call):
                 if signature in self.staged:
                     self._last[kind.of_any_state] = kind
                 return number
         return numbers[-1] + 1 if numbers else 0
 
-    def announce(self, signature: Signature, model: nn.Module, variables: str) -> str:
+    def announce(self, signature: Signature, call: Call, model: nn.Module, variables: str) -> str:
         """Say why a kind of call is compiled, and log why it is captured again; returns it in words.
 
         ``variables`` is what about its sizes and numbers is new.
@@ -90,7 +94,7 @@ class Captures:
         if last is not None and last.state != kind.state:
             reason = kind.state.change_since(last.state, model)
         elif versions and number > versions[-1]:
-            reason = f"{self._obsolete(Signature(kind, versions[-1]))}{_OFTEN * (number >= 3)}"
+            reason = f"{self.obsolete(Signature(kind, versions[-1]), call)}{_OFTEN * (number >= 3)}"
         if reason:
             log(f"pipec: compiles anew: {reason}")
         if number not in versions:
@@ -111,10 +115,14 @@ class Captures:
         graphs = [staged.graph for staged in self.staged.get(signature, [])]
         return {place: x for graph in graphs for place, x in graph.assumptions.constants.items()}
 
-    def _obsolete(self, signature: Signature) -> str:
+    def obsolete(self, signature: Signature, call: Call | None) -> str:
         """What a capture took for granted and is no longer so; empty if all is."""
         graphs = [staged.graph for staged in self.staged.get(signature, [])]
-        return next((why for graph in graphs if (why := graph.assumptions.broken())), "")
+        leaves, sizes = None, {}
+        if call is not None:
+            leaves = call.leaves
+            sizes = {"b": call.batch_size, **variable_values(signature.kind.variables, leaves)}
+        return next((why for graph in graphs if (why := graph.obsolete(leaves, sizes))), "")
 
 
 _OFTEN = ". What changes often is better a tensor that step() is given, or a buffer of the model"

@@ -81,9 +81,13 @@ class Compiler:
         fresh: dict[str, Any] = {"seconds": {}, "_traced": {}, "_captures": Captures(), "_compiled": {}}
         return replace(self, model=model, **fresh, _symbolic={}, _warned=set())
 
-    def version(self, kind: Kind) -> int:
+    def version(self, kind: Kind, call: Call | None) -> int:
         """Which capture of a kind of call is still right; a new number if none is."""
-        return self._captures.version(kind)
+        return self._captures.version(kind, call)
+
+    def is_right(self, signature: Signature) -> bool:
+        """Whether what was captured is still right for the model."""
+        return not self._captures.obsolete(signature, None)
 
     def retain(self, numbers: Collection[int]) -> None:
         """Let go of what was compiled, but of these."""
@@ -103,7 +107,7 @@ class Compiler:
         Raises:
             CaptureError, InputError, PlanError, InfeasibleError: nothing has run or been sent by then.
         """
-        reason = self._captures.announce(signature, self.model, variables)
+        reason = self._captures.announce(signature, call, self.model, variables)
         with notice(f"pipec: compiles, {reason}") as self._notice:
             return self._compile(signature, call)
 
@@ -245,9 +249,14 @@ class Compiler:
         microbatches may, they are tried as well, so that the plan can say what they would gain. A graph that
         ``joins`` replicas is for their number.
         """
-        asked = self.autotuner
-        chosen = self._choose_arranged(asked, cut, batch)
-        others: list[tuple[Autotuner, Choice]] = []
+        asked, obstacle = self.autotuner, None
+        found, others = list[tuple[Autotuner, Choice]](), list[tuple[Autotuner, Choice]]()
+        try:
+            found.append(self._choose_arranged(asked, cut, batch))
+        except PlanError as error:
+            if not self.searches_replicas:
+                raise
+            obstacle = error
         if self.dynamic and not joins and (self.searches_replicas or not self.microbatches):
             for replicas in asked.policy.other_replicas():
                 with suppress(InputError, PlanError):
@@ -256,8 +265,9 @@ class Compiler:
                 tuner = replace(asked, policy=policy)
                 counts = self._counts(tuner, batch)
                 others += tuner.choose_unequal(cut, self.options.topology, batch, counts)
-        if self.searches_replicas:
-            chosen = best_of([chosen, *others])
+        if obstacle and not others:
+            raise obstacle
+        chosen = best_of([*found, *others]) if self.searches_replicas else found[0]
         tried = [alternative for _, choice in others for alternative in choice.tried]
         return chosen[0], replace(chosen[1], tried=(*chosen[1].tried, *tried))
 
@@ -330,6 +340,7 @@ class Compiler:
             self.device,
             adds_up=not self.microbatch_weight,
             outputs=signature.kind.outputs,
+            batch=call,
             num_replicas=None if self.searches_replicas or isinstance(replicas, tuple) else replicas,
         )
         require_wide_weights(self.precision, self.model)

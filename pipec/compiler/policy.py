@@ -93,7 +93,12 @@ class SchedulePolicy:
         return [n for n in range(1, ranks + 1) if ranks % n == 0 and n != self.replicas]
 
     def of_unequal_stages(self) -> list["SchedulePolicy"]:
-        """The policies of schedules that are allowed and run stages with different numbers of replicas."""
+        """The policies of schedules that are allowed and run stages with different numbers of replicas.
+
+        No two replicas need do the same there, so that on very many ranks it takes too long to try them.
+        """
+        if self.total_ranks > _MOST_RANKS_UNEQUAL:
+            return []
         if self.choice == "auto":
             return [replace(self, choice="pipedream")] if self.asynchronous else []
         return [self] if self.choice in ("1f1b", "pipedream") else []
@@ -227,6 +232,10 @@ class SchedulePolicy:
     @property
     def _is_searched(self) -> bool:
         return self.choice == "auto" or self.choice in SEARCHED
+
+
+_MOST_RANKS_UNEQUAL = 1024
+"""On more ranks, stages are not tried with different numbers of replicas."""
 
 
 def usual_microbatches(batch: int, num_ranks: int) -> int:

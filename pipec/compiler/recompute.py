@@ -13,6 +13,7 @@ from pipec.passes.mark_offload import MarkOffload
 from pipec.passes.mark_recompute import MarkRecompute
 from pipec.planner.recompute import Choice, Host, Moment, Stage, Value, fastest_within, smallest
 from pipec.planner.segments import segments
+from pipec.programs.alike import in_step
 from pipec.programs.fold import excerpt
 from pipec.programs.offloads import away
 
@@ -191,7 +192,8 @@ def _groups(trial: Trial, offloads: bool) -> Iterator[_Group]:
         values = [{name: replace(each, may_replay=False) for name, each in own.items()} for own in values]
     for ranks, stages in _sharing_stages(trial.plan.placement):
         own = {stage: values[stage] for stage in stages}
-        needs = dict.fromkeys(need for rank in ranks for need in _needs(trial, rank, own))
+        different = {(trial.stand_in(rank), trial.memory_limit(rank)): rank for rank in reversed(ranks)}
+        needs = dict.fromkeys(need for rank in different.values() for need in _needs(trial, rank, own))
         host = _host(trial, stages) if offloads else None
         yield _Group(ranks, stages, list(own.values()), list(needs), host)
 
@@ -221,14 +223,14 @@ def _needs(trial: Trial, rank: int, values: Mapping[int, Mapping[str, Value]]) -
     A replay runs directly before its backward, so that it holds what it made while the backward runs.
     """
     plan = trial.plan
-    program = excerpt(trial.programs, plan.ending.stream, plan.placement)[rank]
+    program = excerpt(in_step(trial.programs), plan.ending.stream, plan.placement)[trial.stand_in(rank)]
     columns = Instructions.of(program.instructions, trial.plan.links)
     saved = np.array([_in_flight(columns, stage) for stage in values])
     gone = np.array([away(columns, stage) for stage in values])
     needed = [
         sum(each.num_bytes for each in of_stage.values() if each.is_needed) for of_stage in values.values()
     ]
-    limit = trial.staged.options.topology.devices[rank].memory_bytes
+    limit = trial.memory_limit(rank)
     rooms = limit - trial.memory[rank].most + np.array(needed) @ saved
     stages, backward = list(values), np.isin(columns.ops, _READING)
     for number, room in enumerate(rooms.tolist()):

@@ -44,6 +44,7 @@ from pipec.plan.predictions import simulate_plan, step_seconds
 from pipec.plan.updates import with_updates
 from pipec.plan.values import value_of
 from pipec.planner.recompute import Value
+from pipec.programs.alike import ReplicatedPrograms, few_replicas
 from pipec.programs.fold import fold
 from pipec.programs.lower import lower
 from pipec.programs.memory import UNDER_WAY
@@ -66,7 +67,7 @@ class Trial:
     schedule: Schedule
     stages: Sequence[StageFunctions]
     plan: Plan
-    programs: tuple[Program, ...]
+    programs: Sequence[Program]
     seconds: float
     memory: Sequence[RankMemory]
     excess: Sequence[float]
@@ -79,6 +80,14 @@ class Trial:
     def score(self) -> tuple[float, float]:
         """Less is better: first what does not fit into memory, then the seconds of the step."""
         return max(self.excess), self.seconds
+
+    def stand_in(self, rank: int) -> int:
+        """Which of the ranks whose programs were made does what this rank does."""
+        return self.programs.few.stand_in(rank) if isinstance(self.programs, ReplicatedPrograms) else rank
+
+    def memory_limit(self, rank: int) -> float:
+        """The bytes that the device of a rank holds."""
+        return self.staged.options.topology.devices[rank].memory_bytes
 
     @property
     def overlaps(self) -> bool:
@@ -231,14 +240,7 @@ class StagedGraph:
         if placed.stream:
             _refuse_tied(plan)
             _refuse_shared(plan, self.graph)
-        recompute = [stage.index for stage in plan.stages if stage.recompute]
-        if placed.stream:
-            programs = fold(placed, plan.links, recompute, plan.ending)
-        else:
-            programs = lower(
-                placed, plan.links, recompute, plan.ending, plan.parts, plan.joins, plan.offloading
-            )
-        verify_plan(plan, programs)
+        programs = _programs(placed, plan)
         memory = plan_memory(plan, programs)
         devices = self.options.topology.devices
         excess = [max(0.0, need.peak_bytes - devices[rank].memory_bytes) for rank, need in enumerate(memory)]
@@ -286,6 +288,27 @@ class StagedGraph:
     def _remember_cut(self, position: int, transform: Pass, graph: TrainingGraph, seconds: float) -> None:
         if transform is self._cut:
             self._assignment = AssignStages.of(graph)
+
+
+def _programs(schedule: Schedule, plan: Plan) -> Sequence[Program]:
+    """The verified programs of a plan. Of many replicas that are alike, those of a few are made at first."""
+    few = few_replicas(schedule)
+    if few is None:
+        return _of_all(schedule, plan)
+    played = _of_all(few.schedule, few.plan(plan))
+    return ReplicatedPrograms(few, played, functools.partial(_of_all, schedule, plan))
+
+
+def _of_all(schedule: Schedule, plan: Plan) -> tuple[Program, ...]:
+    recompute = [stage.index for stage in plan.stages if stage.recompute]
+    if schedule.stream:
+        programs = fold(schedule, plan.links, recompute, plan.ending)
+    else:
+        programs = lower(
+            schedule, plan.links, recompute, plan.ending, plan.parts, plan.joins, plan.offloading
+        )
+    verify_plan(plan, programs)
+    return programs
 
 
 def _refuse_tied(plan: Plan) -> None:

@@ -2,11 +2,12 @@
 
 Read ``nodes``, the metadata of a node, and ``training_graph`` first. ``functions`` then says what each phase
 of a stage computes, keeps and returns, and ``parts`` how a phase is divided. ``invariants`` holds what is
-true after every pass; ``assumptions`` tell whether a graph is still that of its model; ``dimensions`` writes
-sizes as text.
+true after every pass; ``assumptions`` and ``branches`` tell whether a graph is still that of its model and of
+a call; ``dimensions`` writes sizes as text.
 """
 
 from pipec.graph.assumptions import Assumptions, changed_constants
+from pipec.graph.branches import ASSUME, Decided, is_assumption, is_check
 from pipec.graph.nodes import (
     Argument,
     Buffer,

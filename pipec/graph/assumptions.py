@@ -15,8 +15,8 @@ class Assumptions:
     """Checked before each step, because a step runs what was captured and none of the model's code.
 
     ``traced`` is the module that was captured. Dynamo's ``guards`` know every value that its code read. Where
-    ``torch.export`` captured it there are none, and ``attributes`` stand for them: what ``snapshot`` found at
-    capture. ``versions`` are the tensors that the graph holds as constants, and how often each had been
+    another front end captured it there are none, and ``attributes`` stand for them: what ``snapshot`` found
+    at capture. ``versions`` are the tensors that the graph holds as constants, and how often each had been
     changed.
     """
 

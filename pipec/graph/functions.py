@@ -36,6 +36,7 @@ from pipec.graph import (
     Share,
     TrainingGraph,
     UpdatedBuffer,
+    is_check,
     is_collective,
     is_constant,
     is_view,
@@ -45,7 +46,6 @@ from pipec.graph import (
 )
 from pipec.graph.parts import divide
 from pipec.ir import GRADIENT_PHASES, Mode, Phase, function_names
-from pipec.primitives import require
 
 _BACKWARDS = (Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
 
@@ -217,8 +217,9 @@ def _function(
     results = [(r, n) for r, n in results if n in local or (is_last and n not in others)]
     sent = [] if phase is Phase.RECOMPUTE else [node for node in local if node.target is send]
     joined = [] if is_last else list(filter(is_collective, parts[part + 1]))
-    roots = list(saved_out) + [n for _, n in results] + [n.all_input_nodes[0] for n in [*sent, *joined]]
-    roots += [node for node in local if node.target is require and phase is not Phase.RECOMPUTE]
+    checks = [node for node in local if is_check(node) and phase is not Phase.RECOMPUTE]
+    roots = [*saved_out, *checks, *(n for _, n in results)]
+    roots += [n.all_input_nodes[0] for n in [*sent, *joined]]
     body, outside = _closure(roots, local, reads_changed=phase is Phase.FORWARD and part == 0)
     order = {node: i for i, node in enumerate(graph.module.graph.nodes)}
 

@@ -1,15 +1,17 @@
 """The training graph: one flat ATen graph. Its nodes say what caused them, and where and when they run."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
 from pipec.graph.assumptions import NOTHING, Assumptions
+from pipec.graph.branches import ALL_THE_SAME, Decided
 from pipec.graph.dimensions import Symbols
 from pipec.graph.nodes import Result
 from pipec.ir import Mode, Sizes, Variable
@@ -52,7 +54,8 @@ class TrainingGraph:
     and ``unclear_output`` the same of other results. ``logs`` names the results that follow the loss; those
     after them, of which ``output_spec`` is the tree, are the model's output.
     ``joined`` is the first call of ``pipec.ops``, if any: it joins what replicas run at the same time.
-    ``assumptions`` say whether capturing again would give the same; passes leave them alone.
+    ``assumptions`` say whether capturing again would give the same, and ``decided`` whether the values of a
+    call's arguments let it branch in the same way; passes leave them alone.
     ``ranks[k]`` is the rank that acts as the k-th of a schedule; if there are none, rank k does.
     ``replicas[k]`` is how many ranks stage k is cut for, if the cut decides that. ``paths`` names the leaves
     of the arguments, and ``training`` is the mode of the model.
@@ -84,6 +87,7 @@ class TrainingGraph:
     paths: tuple[str, ...] = ()
     training: bool = True
     assumptions: Assumptions = NOTHING
+    decided: Decided = ALL_THE_SAME
 
     @property
     def nodes(self) -> Iterator[fx.Node]:
@@ -123,8 +127,19 @@ class TrainingGraph:
         if values and any(values[name] != size for name, size in self.fixed.items()):
             return False
         sizes = {"b": microbatch_size, **(values or {})}
-        known = {symbol: sizes[name] for symbol, name in self.symbols.items() if name in sizes}
+        known = self._known(sizes)
         return all(guard.subs(known) != sympy.false for guard in self.guards)
+
+    def obsolete(self, leaves: Sequence[Any] | None, sizes: Sizes) -> str:
+        """Why capturing again would give another graph, for a call of these leaves; empty if it would not.
+
+        ``sizes`` are those of the call, its rows among them. Without leaves, the model alone is looked at.
+        """
+        changed = self.assumptions.broken()
+        return changed or (self.decided.changed(leaves, self._known(sizes)) if leaves is not None else "")
+
+    def _known(self, sizes: Sizes) -> dict[sympy.Symbol, float]:
+        return {symbol: sizes[name] for symbol, name in self.symbols.items() if name in sizes}
 
 
 def copy_graph(graph: TrainingGraph) -> TrainingGraph:

@@ -12,7 +12,7 @@ here, and the faster of these two is what it is at least as good as.
 """
 
 from collections.abc import Sequence
-from itertools import accumulate, combinations, groupby
+from itertools import accumulate, groupby
 from operator import mul
 
 from pipec.hardware.topology import Topology
@@ -54,5 +54,4 @@ def _ring_seconds(topology: Topology, devices: Sequence[int], num_bytes: float) 
     if len(devices) < 2:
         return 0.0
     part = num_bytes / len(devices)
-    ways = {topology.link_between(*pair) for pair in combinations(devices, 2)}
-    return (len(devices) - 1) * max(way.seconds(part) for way in ways)
+    return (len(devices) - 1) * max(way.seconds(part) for way in topology.links_among(devices))

@@ -22,7 +22,6 @@ import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +91,15 @@ class Topology:
                 break
         return level.link
 
+    def links_among(self, devices: Sequence[int]) -> set[LinkModel]:
+        """The links between any two of several devices."""
+        found, groups = set[LinkModel](), {*devices}
+        for level in self.levels:
+            members, groups = groups, {member // level.size for member in groups}
+            if len(groups) < len(members):
+                found.add(level.link)
+        return found
+
     @property
     def slowest_link(self) -> LinkModel:
         return min(self.levels, key=lambda level: level.bytes_per_second).link
@@ -126,8 +134,8 @@ class Topology:
         The k-th members of all groups exchange messages. The slowest link between any two such joins all.
         """
         devices = [[self.devices[member] for member in group] for group in members]
-        pairs = (pair for fellows in zip(*members, strict=True) for pair in combinations(fellows, 2))
-        links = {self.link_between(*pair) for pair in pairs} or {self.levels[0].link}
+        links = set[LinkModel]().union(*map(self.links_among, zip(*members, strict=True)))
+        links = links or {self.levels[0].link}
         slowest = min(links, key=lambda link: link.bytes_per_second)
         level = Level(len(members), slowest.bytes_per_second, slowest.latency_seconds)
         worst = (

@@ -6,9 +6,11 @@ instructions that each rank executes, ``ending``, what it does besides microbatc
 stage holds meanwhile. ``columns`` holds long runs of cells and instructions as numbers, ``text`` writes
 programs and quantities down and reads programs back, ``batch`` says how a mini-batch is split, and
 ``sharding`` how parameters are divided among replicas. ``stream`` says which versions of weights are used
-where mini-batches follow each other without a flush, and ``rounds`` what the programs of these are.
+where mini-batches follow each other without a flush, and ``rounds`` what the programs of these are. ``alike``
+says which ranks stand for others that do the same.
 """
 
+from pipec.ir.alike import Alike
 from pipec.ir.ending import NOTHING_MORE, Bucket, Ending, OnNan, Shard
 from pipec.ir.memory import RankMemory, StageMemory
 from pipec.ir.plan import Alternative, Plan, ShardCost, Stage, StageCost

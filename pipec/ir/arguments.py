@@ -72,7 +72,7 @@ def _is_number(value: object) -> bool:
         return False
 
 
-MOST_RANKS, MOST_MICROBATCHES = 2**12, 2**20
+MOST_RANKS, MOST_MICROBATCHES = 2**14, 2**20
 """More take minutes to plan for."""
 
 NUMBER = Kind("a number", _is_number)

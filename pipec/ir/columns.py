@@ -44,8 +44,10 @@ _PHASE_OF_OP = np.array([PHASE_CODE[op.phase] if op.phase else -1 for op in OPS]
 
 def ranks_by_microbatch(placement: Placement, num_microbatches: int) -> Ints:
     """``rank_of`` at [stage, microbatch]. The row of a stage on ranks 4 and 7 is 4 7 4 7 ..."""
-    rows = [np.resize(placement[stage], num_microbatches) for stage in range(len(placement))]
-    return np.array(rows, np.int32).reshape(len(placement), num_microbatches)
+    found = np.empty((len(placement), num_microbatches), np.int32)
+    for row, ranks in zip(found, placement, strict=True):
+        row[:] = np.array(ranks)[np.arange(num_microbatches) % len(ranks)]
+    return found
 
 
 class _Columns(Sequence[Row]):

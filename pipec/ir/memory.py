@@ -38,8 +38,9 @@ class StageMemory:
     it goes with them. ``state`` is that of the optimizer, if the program updates. Of what is ``saved``,
     ``offloaded`` waits in host memory where the program has offloads; ``host`` is what waits on the host
     during the whole step. ``versions`` are those of the weights besides the latest that microbatches in
-    flight still read, where there is no flush. ``travelling`` is the most that sums of gradients on their way, and gathered parameters, take at a time.
-    Where replicas hold shares of a stage, these figures are those of the replica that holds most.
+    flight still read, where there is no flush. ``travelling`` is the most that sums of
+    gradients on their way, and gathered parameters, take at a time. Where replicas hold shares of a stage,
+    these figures are those of the replica that holds most.
     """
 
     weights: float = 0

@@ -64,7 +64,7 @@ class Schedule:
     name: str
     num_microbatches: int
     placement: Placement
-    orders: tuple[Sequence[Compute], ...]
+    orders: Sequence[Sequence[Compute]]
     stream: Stream | None = None
 
     @property

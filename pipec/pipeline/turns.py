@@ -100,7 +100,9 @@ class TurnTaker(HeldModel):
             call = self._checked(asked.mode, args, kwargs, target)
             kind = self._kind(asked, call, self._state(asked.mode))
             seed, after = next_seed()
-            return Turn(call, Signature(kind, self._compiler.version(kind)), seed, after, (call.batch_size,))
+            return Turn(
+                call, Signature(kind, self._compiler.version(kind, call)), seed, after, (call.batch_size,)
+            )
         call, refusal = Call((), {}), None
         if self._passes:
             try:
@@ -125,7 +127,7 @@ class TurnTaker(HeldModel):
         """Whether what was compiled is right for the model as it is; rank 0 alone has guards."""
         if self._replaced() or self._state(Mode.TRAIN) != signature.kind.state:
             return False
-        return self._ranks.world.rank != 0 or self._compiler.version(signature.kind) == signature.version
+        return self._ranks.world.rank != 0 or self._compiler.is_right(signature)
 
     @property
     def _passes(self) -> bool:
@@ -143,7 +145,7 @@ class TurnTaker(HeldModel):
             facts |= _facts_of_any_part(call, asked)
             part = _facts_of_rows(call, asked)
         kind = self._kind(asked, call, state) if self._passes and refusal is None else None
-        notes = self._notes(kind) + ([call.batch_size, _digest(part)] if part else [])
+        notes = self._notes(kind, call) + ([call.batch_size, _digest(part)] if part else [])
         presence = Presence.OPTIONAL if self._batch == "local" else Presence.NEEDED
         every = self._require_same(asked.name, facts, notes, presence)
         self._stop_if_told(every)
@@ -198,12 +200,13 @@ class TurnTaker(HeldModel):
                 "optimizer outside of the programs would not make its update on ranks that have joined"
             )
         state = self._state(asked.mode)
-        notes = self._notes(self._kind(asked, call, state))
+        notes = self._notes(self._kind(asked, call, state), call)
         return asked, call, self._require_same(asked.name, self._model_facts(asked, state), notes)
 
-    def _notes(self, kind: Kind | None) -> list[int]:
+    def _notes(self, kind: Kind | None, call: Call) -> list[int]:
         """What rank 0 decides, and whether parameters that this rank holds were switched on or off."""
-        version = self._compiler.version(kind) if kind and self._ranks.world.rank == 0 else 0
+        whole = call if self._batch != "local" else None
+        version = self._compiler.version(kind, whole) if kind and self._ranks.world.rank == 0 else 0
         return [next_seed()[0], version, hash(self._tensors.trained())]
 
     def _changes_model(self, every: Sequence[Told]) -> bool:

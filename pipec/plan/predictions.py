@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from pipec.ir import Op, Plan, Program
 from pipec.plan.memory import plan_memory
+from pipec.programs.alike import ReplicatedPrograms, played
 from pipec.programs.fold import excerpt
 from pipec.timeline.events import Timeline
 from pipec.timeline.simulate import Costs, simulate
@@ -12,19 +13,22 @@ from pipec.timeline.steady import steady_state
 
 
 def simulate_plan(plan: Plan, programs: Sequence[Program]) -> Timeline:
-    """The programs played against the plan's costs. Those without end are played for some mini-batches."""
+    """The programs played against the plan's costs. Those without end are played for some mini-batches.
+
+    Of replicas that are alike, a few are played.
+    """
     compute = {(s.index, phase): time for s in plan.stages for phase, time in s.cost.seconds.items()}
     messages = dict(zip(plan.links, plan.link_seconds, strict=True))
     endings = _collectives(plan)
     for stage in plan.stages:
         endings[Op.UPDATE, stage.index, -1] = stage.cost.update_seconds
-    played = excerpt(programs, plan.ending.stream, plan.placement)
+    few = programs.few if isinstance(programs, ReplicatedPrograms) else None
+    programs = excerpt(played(programs), plan.ending.stream, plan.placement)
     joins = {(s.index, number): join.seconds for s in plan.stages for number, join in enumerate(s.joins)}
     parts = {(s.index, phase): shares for s in plan.stages for phase, shares in s.parts.items()}
     copies = {stage.index: stage.cost.copy_seconds for stage in plan.stages}
     costs = Costs(compute, messages, endings=endings, parts=parts, joins=joins, copies=copies)
-    timeline = simulate(played, costs)
-    return replace(timeline, ending=plan.ending)
+    return replace(simulate(programs, costs, few), ending=plan.ending)
 
 
 def step_seconds(timeline: Timeline) -> float:
@@ -38,7 +42,7 @@ def collective_seconds(plan: Plan, programs: Sequence[Program]) -> float:
     seconds = _collectives(plan)
     return max(
         sum(seconds.get((each.op, each.stage, each.bucket), 0.0) for each in program.instructions)
-        for program in programs
+        for program in played(programs)
     )
 
 

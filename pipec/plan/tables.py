@@ -4,12 +4,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from io import StringIO
+from itertools import pairwise
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from pipec.ir import Payload, Phase, Plan, Program, Stage
+from pipec.ir import Payload, Phase, Plan, Program, RankMemory, Stage
 from pipec.ir.text import format_bytes, format_replicas, format_seconds, format_type, value_bytes
 from pipec.plan.memory import plan_memory
 from pipec.plan.predictions import simulate_plan
@@ -25,10 +26,10 @@ WIDTH = 240
 class ReadablePlan(Plan):
     """A plan that prints as a table, with what its ``programs`` predict."""
 
-    programs: tuple[Program, ...] = field(default=(), repr=False, compare=False)
+    programs: Sequence[Program] = field(default=(), repr=False, compare=False)
 
     @classmethod
-    def of(cls, plan: Plan, programs: tuple[Program, ...]) -> "ReadablePlan":
+    def of(cls, plan: Plan, programs: Sequence[Program]) -> "ReadablePlan":
         return cls(**{each.name: getattr(plan, each.name) for each in fields(plan)}, programs=programs)
 
     def __str__(self) -> str:
@@ -87,7 +88,7 @@ def _row(plan: Plan, stage: Stage, place: str) -> list[str]:
     backward = sum(time for phase, time in seconds.items() if phase is not Phase.FORWARD)
     return [
         str(stage.index),
-        ", ".join(map(str, plan.placement[stage.index])),
+        _ranges(plan.placement[stage.index]),
         f"{stage.first_operator}-{stage.last_operator}",
         format_bytes(stage.cost.memory.weights),
         format_seconds(seconds.get(Phase.FORWARD, 0.0)),
@@ -115,11 +116,10 @@ def sent_bytes(plan: Plan, stage: int) -> int:
 def _predictions(plan: Plan, programs: Sequence[Program]) -> list[str]:
     timeline = simulate_plan(plan, programs)
     needs = plan_memory(plan, programs)
-    peaks = ", ".join(format_bytes(need.peak_bytes) for need in needs)
     lines = [
         _pace(timeline),
         f"bounded by {_bounds(timeline)}",
-        f"peak memory by rank, {_state_counted(plan)}: {peaks}",
+        _peaks(plan, needs),
     ]
     if any(need.host_bytes for need in needs):
         lines.append(f"host memory by rank: {', '.join(format_bytes(need.host_bytes) for need in needs)}")
@@ -128,6 +128,29 @@ def _predictions(plan: Plan, programs: Sequence[Program]) -> list[str]:
     if tied := [v.name for link in plan.links if link.payload is Payload.WEIGHT for v in link.values]:
         lines.append(f"tied across stages: {', '.join(tied)}")
     return lines
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """``0, 1, 4``; of more than ``_MOST_NUMBERS``, ``0 to 9992 in steps of 8`` if they are so."""
+    steps = {after - before for before, after in pairwise(ranks)}
+    if len(ranks) <= _MOST_NUMBERS or len(steps) > 1:
+        return ", ".join(map(str, ranks))
+    apart = f" in steps of {step}" if (step := steps.pop()) > 1 else ""
+    return f"{ranks[0]} to {ranks[-1]}{apart}"
+
+
+def _peaks(plan: Plan, needs: Sequence[RankMemory]) -> str:
+    """The peak memory of each rank, or, if those are too many to list, the highest of each stage's ranks."""
+    counted = _state_counted(plan)
+    if len(needs) <= _MOST_NUMBERS:
+        peaks = ", ".join(format_bytes(need.peak_bytes) for need in needs)
+        return f"peak memory by rank, {counted}: {peaks}"
+    highest = (max(needs[rank].peak_bytes for rank in ranks) for ranks in plan.placement)
+    return f"peak memory by stage, {counted}: {', '.join(map(format_bytes, highest))}"
+
+
+_MOST_NUMBERS = 64
+"""Ranks that are listed one by one."""
 
 
 def _pace(timeline: Timeline) -> str:

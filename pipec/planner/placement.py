@@ -115,14 +115,17 @@ def place(
     def solve(limits_memory: bool) -> Partition:
         return _solve(graph, order, topology, model, most_replicas, limits_memory, every_device, tolerance)
 
+    too_few = PlanError(
+        f"{len(order)} operators are too few for a stage on each of {len(topology.devices)} devices: "
+        f"a stage needs at least one operator that takes time. Use fewer devices"
+    )
+    if every_device and most_replicas == 1 and len(order) < len(topology.devices):
+        raise too_few
     found = solve(_may_run_out(graph, topology, model))
     if not found.stages:
         unlimited = solve(limits_memory=False).stages
         if every_device and not unlimited:
-            raise PlanError(
-                f"{len(order)} operators are too few for a stage on each of {len(topology.devices)} devices: "
-                f"a stage needs at least one operator that takes time. Use fewer devices"
-            )
+            raise too_few
         raise _infeasible(unlimited, topology, is_certain=found.least_seconds == math.inf)
     return found
 

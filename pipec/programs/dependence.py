@@ -8,16 +8,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipec.ir.columns import Ints
-from pipec.programs.timing import AT_START, Reads, Run, read_columns
+from pipec.programs.timing import AT_START, Run
 
 Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
 class Dependence:
-    """What cells read, where those of each resource begin, and one run of them."""
+    """Where the cells of each resource begin, and one run of them."""
 
-    reads: Reads
     first_cells: Sequence[int]
     run: Run
 
@@ -29,32 +28,40 @@ class Dependence:
         the cell therefore ends at what starts before the other has ended.
         """
         found = np.zeros(cells.size, bool)
-        for place in np.flatnonzero(self.run.starts[cells] >= self.run.ends[others]).tolist():
-            found[place] = self._leads_to(int(others[place]), int(cells[place]))
+        asked = np.flatnonzero(self.run.starts[cells] >= self.run.ends[others])
+        found[asked] = self._lead_to(others[asked], cells[asked])
         return found
 
-    def _leads_to(self, other: int, cell: int) -> bool:
-        starts, beginning = self.run.starts, self.run.ends[other]
-        waiting, seen = [cell], {cell}
-        while waiting:
-            before = self._before(waiting.pop())
-            if other in before:
-                return True
-            for each in before:
-                if each not in seen and starts[each] >= beginning:
-                    seen.add(each)
-                    waiting.append(each)
-        return False
+    def _lead_to(self, others: Ints, cells: Ints) -> Bools:
+        """Search for all pairs at once. Of the cells that are reached for a pair, the latest goes first.
 
-    def _before(self, cell: int) -> list[int]:
-        """What a cell waits for: what it reads, and the one before it on its resource."""
-        read = [made for column in self._columns if (made := int(column[cell])) != AT_START]
-        return read if cell in self._firsts else [*read, cell - 1]
+        So each is gone back from once: what it waits for has started before it.
+        """
+        starts, beginning, num_cells = self.run.starts, self.run.ends[others], self.run.starts.size
+        found = np.zeros(cells.size, bool)
+        pairs, reached = np.arange(cells.size), cells.astype(np.int64)
+        while pairs.size:
+            latest = np.zeros(cells.size)
+            np.maximum.at(latest, pairs, starts[reached])
+            going = starts[reached] == latest[pairs]
+            before = self._before(reached[going])
+            earlier = np.tile(pairs[going], len(before)), np.concatenate(before)
+            found[earlier[0][earlier[1] == others[earlier[0]]]] = True
+            pairs, reached = (np.concatenate(both) for both in ((pairs, earlier[0]), (reached, earlier[1])))
+            kept = np.concatenate([~going, earlier[1] >= 0]) & ~found[pairs]
+            kept &= starts[reached] >= beginning[pairs]
+            pairs, reached = np.divmod(np.unique(pairs[kept] * num_cells + reached[kept]), num_cells)
+        return found
+
+    def _before(self, cells: Ints) -> list[Ints]:
+        """What cells wait for: the one before on their resource, and what they read; -1 is none."""
+        return [
+            np.where(self._is_first[cells], AT_START, cells - 1),
+            *(each[cells] for each in self.run.inputs),
+        ]
 
     @cached_property
-    def _columns(self) -> Sequence[Ints]:
-        return read_columns(self.reads, self.run.starts.size)
-
-    @cached_property
-    def _firsts(self) -> frozenset[int]:
-        return frozenset(self.first_cells)
+    def _is_first(self) -> Bools:
+        found = np.zeros(self.run.starts.size + 1, bool)
+        found[np.array(self.first_cells)] = True
+        return found

@@ -19,6 +19,7 @@ at a time.
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 
@@ -88,23 +89,24 @@ def lower(
     ]
     rounds = round_ends.round_ends(index)
     order = _unit_order(index, traffic, rounds)
-    arriving: dict[int, list[_Traffic]] = defaultdict(list)
+    arriving: dict[int, list[_Arriving]] = defaultdict(list)
     leaving: dict[int, list[_Traffic]] = defaultdict(list)
-    for each in traffic:
+    for each, depends in zip(traffic, order.depend_on_the_cell_before_their_reader(traffic), strict=True):
         leaving[each.route.source].append(each)
         if each.route.crosses_ranks:
-            arriving[each.route.target].append(each)
+            arriving[each.route.target].append((each, depends))
     sums: list[tuple[float, Meeting]] = []
     if schedule.stream:
         sums, meetings = round_ends.meetings(schedule, rounds, order.ends, ending)
     else:
         meetings = Meetings(index, order.ends, links, ending).all()
     buffered = np.array([*(link.payload.between_computes for link in links), False])
+    versions = round_ends.read_versions(schedule)
     programs = []
     for rank in range(schedule.num_ranks):
         blocks = {
             Kind.RECEIVE: _receives(order, rank, arriving[rank], sums),
-            Kind.COMPUTE: _computes(index, rank, recompute),
+            Kind.COMPUTE: _computes(index, rank, recompute, versions),
             Kind.SEND: _sends(leaving[rank]),
             Kind.COLLECTIVE: _joined(
                 [_meetings(meetings, rank, Kind.COLLECTIVE), _joins(index, rank, joins or {})]
@@ -159,14 +161,24 @@ class _UnitOrder:
     dependence: Dependence
     ends: Sequence[Floats]
 
-    def depends_on_the_cell_before_its_reader(self, each: _Traffic) -> Bools:
+    def depend_on_the_cell_before_their_reader(self, traffic: Sequence[_Traffic]) -> Sequence[Bools]:
         """Whether each message can be made only once the cell before its reader has ended."""
-        followed = np.flatnonzero((each.readers > 1) & each.route.link.payload.between_computes)
-        cells = self.index.cell_numbers(each.route.source, each.producers[followed])
-        others = self.index.cell_numbers(each.route.target, each.readers[followed] - 1)
-        found = np.zeros(each.readers.size, bool)
-        found[followed] = self.dependence.comes_after(cells, others)
+        cells, others = [np.empty(0, np.int32)], [np.empty(0, np.int32)]
+        found = [np.zeros(each.readers.size, bool) for each in traffic]
+        followed = [
+            np.flatnonzero((each.readers > 1) & each.route.link.payload.between_computes) for each in traffic
+        ]
+        for each, places in zip(traffic, followed, strict=True):
+            cells.append(self.index.cell_numbers(each.route.source, each.producers[places]))
+            others.append(self.index.cell_numbers(each.route.target, each.readers[places] - 1))
+        depends = self.dependence.comes_after(np.concatenate(cells), np.concatenate(others))
+        for of_traffic, places in zip(found, followed, strict=True):
+            of_traffic[places], depends = depends[: places.size], depends[places.size :]
         return found
+
+
+_Arriving = tuple[_Traffic, Bools]
+"""What comes to a rank, and whether each message depends on the cell before its reader."""
 
 
 def _unit_order(
@@ -188,7 +200,7 @@ def _unit_order(
         first, last = index.first_cells[rank : rank + 2]
         own = run.ends[first:last]
         padded.append(np.concatenate([[0.0], own, own[-1:] if own.size else [0.0]]))
-    return _UnitOrder(index, Dependence(reads, index.first_cells, run), padded)
+    return _UnitOrder(index, Dependence(index.first_cells, run), padded)
 
 
 def _units(index: OrderIndex) -> Floats:
@@ -235,7 +247,7 @@ def _in_order(blocks: Mapping[Kind, _Block]) -> Ints:
 
 
 def _receives(
-    unit_order: _UnitOrder, rank: int, arriving: Sequence[_Traffic], sums: Sequence[tuple[float, Meeting]]
+    unit_order: _UnitOrder, rank: int, arriving: Sequence[_Arriving], sums: Sequence[tuple[float, Meeting]]
 ) -> _Block:
     """The receives of ``rank``, each at the position where it is posted, in the order of the sends.
 
@@ -246,29 +258,35 @@ def _receives(
     before its reader if that is earlier and the message does not depend on the cell there. Nothing but
     weights is received at position 0, where the rank lends its own weights.
     """
-    ends, blocks, order = unit_order.ends, [], []
-    for each in arriving:
+    own = [(time, each) for time, each in sums if rank in each.positions]
+    blocks, times = [_meetings([each for _, each in own], rank)], [np.array([time for time, _ in own], float)]
+    for source, channel in groupby(sorted(arriving, key=_source), key=_source):
+        posted, made = _channel(unit_order, rank, list(channel))
+        blocks.append(posted)
+        times.append(unit_order.ends[source][made])
+    joined, order = _joined(blocks), np.argsort(np.concatenate(times), kind="stable")
+    return _Block(joined.positions[order], joined.rows[:, order])
+
+
+def _source(arriving: _Arriving) -> int:
+    return arriving[0].route.source
+
+
+def _channel(unit_order: _UnitOrder, rank: int, arriving: Sequence[_Arriving]) -> tuple[_Block, Ints]:
+    """The receives of ``rank`` from one other rank in the order of the sends, and what makes each message."""
+    ends, blocks = unit_order.ends, []
+    for each, depends in arriving:
         route = each.route
         sent = ends[route.source][each.producers]
         passed = np.searchsorted(ends[rank], sent, "right" if rank < route.source else "left")
-        depends = unit_order.depends_on_the_cell_before_its_reader(each)
         ahead = np.where(each.producers > 0, np.maximum(each.readers - ~depends, 1), 0)
         posts = np.minimum(passed, ahead).astype(np.int32)
-        stage, source = route.link.target, route.source
-        blocks.append(_block(posts, OP_CODE[Op.RECV], stage, route.microbatches, route.number, source, -1))
-        order.append(np.stack([np.full_like(posts, route.number), each.producers, posts * 0 + source, sent]))
-    own = [(time, each) for time, each in sums if rank in each.positions]
-    blocks.append(_meetings([each for _, each in own], rank))
-    order.append(np.array([(-1.0, -1.0, -1.0, time) for time, _ in own]).reshape(-1, 4).T)
-    joined = _joined(blocks)
-    if not arriving and not own:
-        return joined
-    sorted_by_send = np.lexsort(np.concatenate(order, axis=1))
-    positions, rows = joined.positions[sorted_by_send], joined.rows[:, sorted_by_send]
-    for source in {each.route.source for each in arriving}:
-        channel = np.flatnonzero(rows[4] == source)
-        positions[channel] = np.minimum.accumulate(positions[channel][::-1])[::-1]
-    return _Block(positions, rows)
+        columns = OP_CODE[Op.RECV], route.link.target, route.microbatches, route.number, route.source, -1
+        blocks.append(_block(posts, *columns))
+    joined, made = _joined(blocks), np.concatenate([each.producers for each, _ in arriving])
+    order = np.argsort(made, kind="stable")
+    positions = np.minimum.accumulate(joined.positions[order][::-1])[::-1]
+    return _Block(positions, joined.rows[:, order]), made[order]
 
 
 def _sends(leaving: Sequence[_Traffic]) -> _Block:
@@ -284,14 +302,17 @@ def _sends(leaving: Sequence[_Traffic]) -> _Block:
     return _joined(blocks)
 
 
-def _computes(index: OrderIndex, rank: int, recompute: Collection[int]) -> _Block:
-    """The cells of a rank. In stages of ``recompute``, a replay of the forward precedes each backward."""
+def _computes(index: OrderIndex, rank: int, recompute: Collection[int], versions: Ints) -> _Block:
+    """The cells of a rank. In stages of ``recompute``, a replay of the forward precedes each backward.
+
+    ``versions`` are those that cells read, at [stage, microbatch].
+    """
     cells = index.cells[rank]
     ops = np.array([OP_CODE[Op(phase)] for phase in Phase], np.int32)[cells.phases]
     positions = np.arange(1, len(cells) + 1, dtype=np.int32)
     parts = index.parts[rank]
-    versions = round_ends.read_versions(index.schedule)[cells.stages, cells.microbatches]
-    computes = _block(positions, ops, cells.stages, cells.microbatches, -1, -1, -1, -1, parts, -1, versions)
+    read = versions[cells.stages, cells.microbatches]
+    computes = _block(positions, ops, cells.stages, cells.microbatches, -1, -1, -1, -1, parts, -1, read)
     needs_forward = np.isin(cells.phases, [PHASE_CODE[Phase.BACKWARD], PHASE_CODE[Phase.BACKWARD_INPUT]])
     replayed = np.flatnonzero(np.isin(cells.stages, list(recompute)) & needs_forward & (parts <= 0))
     replays = _Block(positions[replayed], computes.rows[:, replayed])

@@ -166,11 +166,13 @@ class _Account:
             np.flatnonzero(columns.ops == OP_CODE[op]) for op in (Op.SEND, Op.MOVE, Op.RECV)
         )
         own = np.array(self.plan.link_memory)
-        keys = columns.link_numbers[sends] * self.plan.num_ranks + columns.peers[sends]
-        for key in np.unique(keys):
-            same = sends[keys == key]
-            self.grow("sent", same, own[columns.link_numbers[same]], 0.0)
-            self.grow("sent", same[UNDER_WAY:], -own[columns.link_numbers[same[:-UNDER_WAY]]], 0.0)
+        keys = columns.link_numbers[sends] * np.int64(self.plan.num_ranks) + columns.peers[sends]
+        order = np.argsort(keys, kind="stable")
+        sends, keys = sends[order], keys[order]
+        same = keys[UNDER_WAY:] == keys[:-UNDER_WAY]
+        self.grow("sent", sends, own[columns.link_numbers[sends]], 0.0)
+        gone = own[columns.link_numbers[sends[:-UNDER_WAY][same]]]
+        self.grow("sent", sends[UNDER_WAY:][same], -gone, 0.0)
         for number in np.unique(columns.link_numbers[moves]):
             moved = moves[columns.link_numbers[moves] == number]
             reader = OP_CODE[Op(self.plan.link_readers[number])]
@@ -179,8 +181,10 @@ class _Account:
             last[columns.microbatches[reads]] = reads
             self.grow("received", moved, own[number], 0.0)
             self.grow("received", last[columns.microbatches[moved]], 0.0, -own[number])
-        for at in receives[columns.slots[receives] < 0].tolist():
-            self.grow("received", np.array([at]), self._bytes_once(int(columns.link_numbers[at])), 0.0)
+        once = receives[columns.slots[receives] < 0]
+        for number in np.unique(columns.link_numbers[once]).tolist():
+            own_once = once[columns.link_numbers[once] == number]
+            self.grow("received", own_once, self._bytes_once(number), 0.0)
         slots = np.unique(columns.matrix[3:6, receives[columns.slots[receives] >= 0]], axis=1)
         sizes = [sum(value_bytes(each, self.plan.sizes) for each in link.values) for link in links]
         self.static["received"] += sum(sizes[number] for number in slots[0].tolist())

@@ -37,13 +37,16 @@ class OrderIndex:
         self.cells = [Cells.of(order) for order in schedule.orders]
         self.ranks = ranks_by_microbatch(schedule.placement, schedule.num_microbatches)
         for rank, cells in enumerate(self.cells):
-            self._check(rank, cells)
+            self._check_place(rank, cells)
+        self._check_once()
         counts = [parts_run_apart(cells, ending, parts or {}, joins or {}) for cells in self.cells]
         self.cells = [cells.repeated(each) for cells, each in zip(self.cells, counts, strict=True)]
         self.counts = [each.repeat(each) for each in counts]
         self.parts = [np.where(each.repeat(each) > 1, _places(each), -1) for each in counts]
         self.first_cells: list[int] = [0, *np.cumsum([len(cells) for cells in self.cells]).tolist()]
-        self.firsts, self.lasts = self._positions(first=True), self._positions(first=False)
+        self.lasts = self._positions(first=False)
+        in_parts = any((each > 1).any() for each in counts)
+        self.firsts = self._positions(first=True) if in_parts else self.lasts
 
     @property
     def num_cells(self) -> int:
@@ -101,7 +104,17 @@ class OrderIndex:
             found[cells.phases[own], cells.stages[own], cells.microbatches[own]] = own + 1
         return found
 
-    def _check(self, rank: int, cells: Cells) -> None:
+    def _check_once(self) -> None:
+        """Refuse a cell that stands twice: of a table of places, the later ones take the entry."""
+        schedule = self.schedule
+        places = np.empty((len(PHASES), schedule.num_stages, schedule.num_microbatches), np.int32)
+        for rank, cells in enumerate(self.cells):
+            own, at = np.arange(len(cells)), (cells.phases, cells.stages, cells.microbatches)
+            places[at] = own
+            for again in places[at][places[at] != own].tolist()[:1]:
+                raise VerifyError(self._complaint(rank, again, "and once more; expected it once"))
+
+    def _check_place(self, rank: int, cells: Cells) -> None:
         schedule = self.schedule
         known = (cells.stages >= 0) & (cells.stages < schedule.num_stages)
         known &= (cells.microbatches >= 0) & (cells.microbatches < schedule.num_microbatches)
@@ -115,11 +128,6 @@ class OrderIndex:
             else:
                 expected = f"it on rank {self.ranks[cell.stage, cell.microbatch]}, which holds that stage"
             raise VerifyError(self._complaint(rank, place, f"expected {expected}"))
-        numbers = (cells.phases * schedule.num_stages + cells.stages) * np.int64(schedule.num_microbatches)
-        once = np.unique(numbers + cells.microbatches, return_index=True)[1]
-        if once.size < len(cells):
-            place = int(np.setdiff1d(np.arange(len(cells)), once)[0])
-            raise VerifyError(self._complaint(rank, place, "and once more; expected it once"))
 
     def _complaint(self, rank: int, place: int, text: str) -> str:
         cell = self.cells[rank][place]

@@ -37,16 +37,23 @@ class ProgramCells:
         units = np.where(np.concatenate(ops) == OP_CODE[Op.BACKWARD], 2.0, 1.0)
         run = run_cells(units, reads, first_cells)
         assert isinstance(run, Run), "these programs do not finish"
-        return cls(first_cells, next_cells, Dependence(reads, first_cells, run))
+        return cls(first_cells, next_cells, Dependence(first_cells, run))
 
-    def depend_on_what_follows(self, each: Deliveries) -> Bools:
+    def depend_on_what_follows(self, deliveries: Sequence[Deliveries]) -> Sequence[Bools]:
         """Message by message, whether it can be made only after the first compute behind its receive."""
-        made = _made(each, self.next_cells)
-        following = self.next_cells[each.route.target][each.receives]
-        made_here = made >= self.first_cells[each.route.source]
-        found = np.zeros(made.size, bool)
-        asked = np.flatnonzero(made_here & (following < self.first_cells[each.route.target + 1]))
-        found[asked] = self.dependence.comes_after(made[asked], following[asked])
+        makers, others = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        found, asked = list[Bools](), list[Ints]()
+        for each in deliveries:
+            made = _made(each, self.next_cells)
+            following = self.next_cells[each.route.target][each.receives]
+            made_here = made >= self.first_cells[each.route.source]
+            asked.append(np.flatnonzero(made_here & (following < self.first_cells[each.route.target + 1])))
+            found.append(np.zeros(made.size, bool))
+            makers.append(made[asked[-1]])
+            others.append(following[asked[-1]])
+        depends = self.dependence.comes_after(np.concatenate(makers), np.concatenate(others))
+        for of_route, places in zip(found, asked, strict=True):
+            of_route[places], depends = depends[: places.size], depends[places.size :]
         return found
 
 

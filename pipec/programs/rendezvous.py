@@ -33,7 +33,7 @@ def stalls(lengths: Sequence[int], waits: Waits) -> dict[int, tuple[Site, Site]]
     to it and everything it waits for has passed. The result does not depend on the order in which ranks run.
     The loop moves every rank past one wait at a time.
     """
-    order = np.lexsort((waits.numbers, waits.ranks))
+    order = np.argsort(waits.ranks.astype(np.int64) * max(lengths, default=0) + waits.numbers, kind="stable")
     numbers, others = waits.numbers[order], waits.other_ranks[order]
     awaited = waits.other_numbers[order]
     bounds = np.searchsorted(waits.ranks[order], np.arange(len(lengths) + 1))

@@ -1,12 +1,14 @@
 """Between which ranks links carry what: the one answer that lowering and verification start from."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 
 import numpy as np
 
 from pipec.ir import Link, Payload, Placement, count_ranks
-from pipec.ir.columns import Ints, ranks_by_microbatch
+from pipec.ir.columns import Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +31,21 @@ class Route:
 
 def routes(links: Sequence[Link], placement: Placement, num_microbatches: int) -> Iterator[Route]:
     """The routes of every link, in the order of ``links``."""
-    ranks = ranks_by_microbatch(placement, num_microbatches)
+
+    def every(turns: int, first: int) -> Ints:
+        return np.arange(first, num_microbatches, turns, dtype=np.int32)
+
     for number, link in enumerate(links):
+        sources = placement[link.source]
         if link.payload is Payload.OUTCOME:
             for source, target in ends(link, placement, num_microbatches):
-                made = np.flatnonzero(ranks[link.source] == source)
-                yield Route(number, link, source, target, made.astype(np.int32))
+                yield Route(number, link, source, target, every(len(sources), sources.index(source)))
         elif link.payload.per_microbatch:
-            pairs = np.stack([ranks[link.source], ranks[link.target]])
-            for source, target in np.unique(pairs, axis=1).T.tolist():
-                carried = (pairs[0] == source) & (pairs[1] == target)
-                yield Route(number, link, source, target, np.flatnonzero(carried).astype(np.int32))
+            targets = placement[link.target]
+            turns = math.lcm(len(sources), len(targets))
+            pairs = zip(islice(cycle(sources), turns), islice(cycle(targets), turns), strict=True)
+            for (source, target), first in sorted(zip(pairs, range(num_microbatches), strict=False)):
+                yield Route(number, link, source, target, every(turns, first))
         else:
             for source, target in ends(link, placement, num_microbatches):
                 yield Route(number, link, source, target, np.array([-1], np.int32))

@@ -91,16 +91,26 @@ class StepIndex:
     @cached_property
     def begins(self) -> Ints:
         """At [op, stage, microbatch], the number of the first such compute or free, or -1."""
+        if self._are_apart:
+            return self.numbers
         return self._found(lambda each: _in_turn(each, each.is_compute)[::-1])
 
     @cached_property
     def counts(self) -> Ints:
         """At [op, stage, microbatch], how many such computes (of parts: the first) or frees there are."""
+        if self._are_apart:
+            return (self.numbers >= 0).astype(np.int32)
         counts = np.zeros(self._shape, np.int32)
         for each in self.columns:
             own = _in_turn(each, each.is_compute & (each.parts <= 0))
             np.add.at(counts, (each.ops[own], each.stages[own], each.microbatches[own]), 1)
         return counts
+
+    @cached_property
+    def _are_apart(self) -> bool:
+        """Whether no compute or free stands twice or in parts, so that ``numbers`` has all of them."""
+        own = sum(_in_turn(each, each.is_compute).size for each in self.columns)
+        return own == np.count_nonzero(self.numbers >= 0)
 
     @property
     def _shape(self) -> tuple[int, int, int]:

@@ -24,10 +24,11 @@ class Reads:
 
 @dataclass(frozen=True)
 class Run:
-    """When each cell starts and ends, from time 0."""
+    """When each cell starts and ends, from time 0. ``inputs`` are what cells read, as ``read_columns``."""
 
     starts: Floats
     ends: Floats
+    inputs: Sequence[Ints]
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def run_cells(durations: Floats, reads: Reads, first_cells: Sequence[int]) -> Ru
         cell[started] = at + 1
         if (at + 1 == last[started]).any():
             unfinished = unfinished[cell[unfinished] < last[unfinished]]
-    return Run(starts, ends[: durations.size])
+    return Run(starts, ends[: durations.size], inputs)
 
 
 def read_columns(reads: Reads, num_cells: int) -> list[Ints]:
@@ -80,13 +81,15 @@ def read_columns(reads: Reads, num_cells: int) -> list[Ints]:
 
         readers [1, 2, 1], producers [5, 6, 7]  ->  [[-1, 5, 6], [-1, 7, -1]]
     """
-    order = np.argsort(reads.readers, kind="stable")
-    readers, producers = reads.readers[order], reads.producers[order]
-    numbers = np.arange(readers.size, dtype=np.int32)
-    nth = numbers - np.maximum.accumulate(np.where(np.diff(readers, prepend=-1), numbers, 0))
+    readers, producers = reads.readers, reads.producers
     columns = []
-    for k in range(int(nth.max(initial=-1)) + 1):
+    first = np.empty(num_cells, np.int32)
+    while readers.size:
+        numbers = np.arange(readers.size, dtype=np.int32)
+        first[readers[::-1]] = numbers[::-1]
+        is_first = first[readers] == numbers
         column = np.full(num_cells, AT_START, np.int32)
-        column[readers[nth == k]] = producers[nth == k]
+        column[readers[is_first]] = producers[is_first]
         columns.append(column)
+        readers, producers = readers[~is_first], producers[~is_first]
     return columns

@@ -360,15 +360,16 @@ def _finishes(step: StepIndex) -> Iterator[Fault]:
 
 def _waits(deliveries: Sequence[Deliveries]) -> Waits:
     """A send waits for its receive, and a reader of a message for its send."""
-    parts: list[tuple[Ints, ...]] = [(np.empty(0, np.int32),) * 4]
+    parts: dict[int, list[tuple[Ints, ...]]] = defaultdict(list)
     for each in deliveries:
         if each.route.crosses_ranks:
             source = np.full_like(each.sends, each.route.source)
             target = np.full_like(each.sends, each.route.target)
-            parts.append((source, each.sends, target, each.receives))
+            parts[each.route.source].append((source, each.sends, target, each.receives))
             read = each.reads >= 0
-            parts.append((target[read], each.reads[read], source[read], each.sends[read]))
-    return Waits(*map(_joined, zip(*parts, strict=True)))
+            parts[each.route.target].append((target[read], each.reads[read], source[read], each.sends[read]))
+    by_rank = [part for _, of_rank in sorted(parts.items()) for part in of_rank]
+    return Waits(*map(_joined, zip((np.empty(0, np.int32),) * 4, *by_rank, strict=True)))
 
 
 def _together(parts: Sequence[Waits]) -> Waits:
@@ -382,9 +383,10 @@ def _joined(parts: Sequence[Ints]) -> Ints:
 
 def _posts_after_what_messages_need(step: StepIndex) -> Iterator[Fault]:
     """No receive is posted before a compute that its message depends on: a GPU may hold that one up."""
-    cells = ProgramCells.of(step)
-    for each in filter(lambda delivery: delivery.route.crosses_ranks, step.deliveries):
-        for wrong in np.flatnonzero(cells.depend_on_what_follows(each)).tolist()[:1]:
+    crossing = [each for each in step.deliveries if each.route.crosses_ranks]
+    depends = ProgramCells.of(step).depend_on_what_follows(crossing)
+    for each, of_route in zip(crossing, depends, strict=True):
+        for wrong in np.flatnonzero(of_route).tolist()[:1]:
             name = _message_name(each.route.link, int(each.route.microbatches[wrong]))
             site = each.route.target, int(each.receives[wrong])
             yield Fault(site, f"{name} is received before the next compute, which it depends on")

@@ -127,7 +127,7 @@ class Handle(nn.Module):
             self._accumulates = before
 
     @property
-    def programs(self) -> tuple[Program, ...]:
+    def programs(self) -> Sequence[Program]:
         """What each rank executes in one step; each prints as text, one instruction a line."""
         return self._artifact.programs
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 from time import perf_counter
 
 from pipec.ir import NOTHING_MORE, Bucket, Ending, Op, Placement, Schedule, Value
+from pipec.programs.alike import few_replicas
 from pipec.programs.lower import chain_links, lower
 from pipec.programs.verify import verify_programs
 from pipec.schedules.search.workload import Workload
@@ -23,6 +24,8 @@ def simulate_schedule(
 ) -> tuple[Timeline, float]:
     """The timeline of a schedule on a plain chain of stages, and the seconds to lower and verify it.
 
+    Of many replicas that are alike, it is that of a few.
+
     Raises:
         VerifyError: the schedule is broken.
     """
@@ -30,6 +33,8 @@ def simulate_schedule(
     if schedule.stream is not None:
         ending = replace(ending, updates=True, stream=schedule.stream)
     begun = perf_counter()
+    few = few_replicas(schedule)
+    schedule = few.schedule if few else schedule
     programs = lower(schedule, links, ending=ending)
     verify_programs(programs, schedule.placement, links, schedule.num_microbatches, ending=ending)
     seconds = perf_counter() - begun
@@ -37,5 +42,5 @@ def simulate_schedule(
         (Op.REDUCE_GRAD, bucket.stage, number): bucket.reduce_seconds
         for number, bucket in enumerate(ending.buckets)
     }
-    timeline = simulate(programs, replace(work.costs(schedule, links), endings=endings))
+    timeline = simulate(programs, replace(work.costs(schedule, links), endings=endings), few)
     return replace(timeline, ending=ending), seconds

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import overload
 
 import numpy as np
 
@@ -50,9 +51,47 @@ def ordered(
     order: Callable[[int], Iterable[Compute]],
 ) -> Schedule:
     """The schedule whose rank s runs ``order(s)``."""
-    orders = (order(rank) for rank in range(count_ranks(placement)))
-    cells = (each if isinstance(each, Cells) else Cells.of(tuple(each)) for each in orders)
-    return Schedule(name, num_microbatches, placement, tuple(cells))
+
+    def cells(rank: int) -> Cells:
+        found = order(rank)
+        return found if isinstance(found, Cells) else Cells.of(tuple(found))
+
+    return Schedule(name, num_microbatches, placement, Orders(count_ranks(placement), cells))
+
+
+class Orders(Sequence[Cells]):
+    """The orders of ``num_ranks`` ranks, each of them made by ``order(rank)`` when it is first asked for.
+
+    Which schedules there are, and where they have their stages, is often asked without.
+    """
+
+    def __init__(self, num_ranks: int, order: Callable[[int], Cells]) -> None:
+        self._num_ranks, self._order = num_ranks, order
+        self._made: dict[int, Cells] = {}
+
+    def __len__(self) -> int:
+        return self._num_ranks
+
+    @overload
+    def __getitem__(self, index: int) -> Cells: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Cells]: ...
+    def __getitem__(self, index: int | slice) -> Cells | Sequence[Cells]:
+        if isinstance(index, slice):
+            return [self[rank] for rank in range(*index.indices(self._num_ranks))]
+        rank = range(self._num_ranks)[index]
+        if rank not in self._made:
+            self._made[rank] = self._order(rank)
+        return self._made[rank]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
 
 
 class OrderWriter:

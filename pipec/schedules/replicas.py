@@ -8,6 +8,7 @@ from math import ceil
 from pipec.errors import InputError
 from pipec.ir import Compute, Phase, Placement, Schedule
 from pipec.ir.columns import Cells
+from pipec.schedules.orders import Orders
 
 
 def replicated(make: Callable[[int], Schedule], num_microbatches: int, replicas: int) -> Schedule:
@@ -28,12 +29,13 @@ def replicated(make: Callable[[int], Schedule], num_microbatches: int, replicas:
     counts = [len(range(k, num_microbatches, replicas)) for k in range(replicas)]
     pipelines = {count: make(count) for count in set(counts)}
     one = pipelines[counts[0]]
-    orders = [
-        _taking_turns(Cells.of(pipelines[counts[k]].orders[rank]), k, replicas)
-        for rank in range(one.num_ranks)
-        for k in range(replicas)
-    ]
-    return Schedule(one.name, num_microbatches, lifted(one.placement, replicas), tuple(orders))
+
+    def order(rank: int) -> Cells:
+        position, k = divmod(rank, replicas)
+        return _taking_turns(Cells.of(pipelines[counts[k]].orders[position]), k, replicas)
+
+    orders = Orders(one.num_ranks * replicas, order)
+    return Schedule(one.name, num_microbatches, lifted(one.placement, replicas), orders)
 
 
 def lifted(placement: Placement, replicas: int) -> Placement:

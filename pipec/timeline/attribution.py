@@ -9,6 +9,7 @@ import numpy as np
 
 from pipec.ir import Op, Plan, Program, StageMemory
 from pipec.ir.columns import OP_CODE, Floats, Instructions, Ints
+from pipec.programs.alike import in_step
 from pipec.programs.consumers import first_readers
 from pipec.programs.fold import excerpt
 from pipec.programs.memory import rank_memory
@@ -212,8 +213,8 @@ def rank_memory_over_time(plan: Plan, programs: Sequence[Program], timeline: Tim
     There are none if the timeline is not one of these programs.
     """
     curves = []
-    for program in excerpt(programs, plan.ending.stream, plan.placement):
-        events, memory = timeline.columns.of_rank(program.rank), rank_memory(plan, program)
+    for rank, program in enumerate(excerpt(in_step(programs), plan.ending.stream, plan.placement)):
+        events, memory = timeline.columns.of_rank(rank), rank_memory(plan, program)
         columns = Instructions.of(program.instructions, plan.links)
         timed = np.flatnonzero(columns.is_timed & (columns.ops != OP_CODE[Op.SEND]))
         chosen = np.flatnonzero(events.is_work | events.is_beside)

@@ -11,7 +11,7 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from pipec.ir import NOTHING_MORE, Ending, Instruction, Kind, Op, Phase
+from pipec.ir import NOTHING_MORE, Alike, Ending, Instruction, Kind, Op, Phase
 from pipec.ir.columns import OP_CODE, OPS, Floats, Instructions, Ints
 
 
@@ -155,17 +155,22 @@ class Timeline:
     """One step, from time 0. ``peak_in_flight[rank]`` counts pairs of stage and microbatch.
 
     ``events`` are ordered by rank, then as in its program. ``ending`` tells what collectives carry, where it
-    is known.
+    is known. If ranks are ``alike``, those of the timeline stand for more.
     """
 
     events: Sequence[Event]
     peak_in_flight: tuple[int, ...]
     unit: str = "s"
     ending: Ending = NOTHING_MORE
+    alike: Alike | None = None
 
     @property
     def num_ranks(self) -> int:
         return len(self.peak_in_flight)
+
+    def number(self, rank: int) -> int:
+        """The number that a rank of the timeline has in the step."""
+        return self.alike.ranks[rank] if self.alike else rank
 
     @cached_property
     def columns(self) -> Events:
@@ -236,18 +241,23 @@ class Timeline:
     @cached_property
     def replicas(self) -> Mapping[int, Sequence[int]]:
         """The ranks that compute each stage, in the order in which they take microbatches."""
-        computes = self.computes
-        cells = np.stack([computes.instructions.stages, computes.instructions.microbatches, computes.ranks])
-        ranks: dict[int, dict[int, None]] = {}
-        for stage, _, rank in np.unique(cells, axis=1).T.tolist():
-            ranks.setdefault(stage, {})[rank] = None
-        return {stage: list(found) for stage, found in ranks.items()}
+        instructions, ranks = self.computes.instructions, self.computes.ranks
+        pairs = instructions.stages * np.int64(self.num_ranks) + ranks
+        numbers, own = np.unique(pairs, return_inverse=True)
+        firsts = np.full(numbers.size, np.iinfo(np.int32).max)
+        np.minimum.at(firsts, own, instructions.microbatches)
+        stages, held = np.divmod(numbers, self.num_ranks)
+        found: dict[int, list[int]] = {}
+        for place in np.lexsort((firsts, stages)).tolist():
+            found.setdefault(int(stages[place]), []).append(int(held[place]))
+        return found
 
     def _share_outside(self, *phases: Phase) -> float:
         computes = self.computes
         counted = np.isin(computes.instructions.ops, [OP_CODE[Op(phase)] for phase in phases])
-        busy = float((computes.ends - computes.starts)[counted].sum())
-        return 1 - busy / (self.num_ranks * self.span) if self.span else 0.0
+        counts = np.array(self.alike.counts if self.alike else [1] * self.num_ranks)
+        times = (computes.ends - computes.starts)[counted] * counts[computes.ranks[counted]]
+        return 1 - float(times.sum()) / (int(counts.sum()) * self.span) if self.span else 0.0
 
 
 _BACKWARDS = (Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)

@@ -18,36 +18,49 @@ def timeline_facts(timeline: Timeline) -> dict[str, object]:
         "span": timeline.span,
         "bubble_rate": timeline.bubble_rate,
         "peak_in_flight": list(timeline.peak_in_flight),
-        "replicas": [timeline.replicas[stage] for stage in sorted(timeline.replicas)],
-        "waits": [_rank_facts(rank, time) for rank, time in enumerate(rank_times(timeline, found))],
-        "critical_path": [_event_facts(timeline.events[index]) for index in critical_path(timeline, found)],
+        "replicas": [
+            [timeline.number(rank) for rank in timeline.replicas[stage]]
+            for stage in sorted(timeline.replicas)
+        ],
+        "waits": [_rank_facts(timeline, *each) for each in enumerate(rank_times(timeline, found))],
+        "critical_path": [
+            _event_facts(timeline, timeline.events[index]) for index in critical_path(timeline, found)
+        ],
         "num_events": len(timeline.events),
     }
     if steady := steady_state(timeline):
         facts["steady"] = {"time": steady.seconds, "bubble_rate": steady.bubble_rate}
     if len(timeline.events) <= MOST_EVENTS:
-        facts["events"] = [_event_facts(event) for event in timeline.events]
+        facts["events"] = [_event_facts(timeline, event) for event in timeline.events]
+    if timeline.alike:
+        names = "ranks", "counts", "num_replicas"
+        facts["alike"] = {name: getattr(timeline.alike, name) for name in names}
     return facts
 
 
-def _rank_facts(rank: int, time: RankTime) -> dict[str, object]:
+def _rank_facts(timeline: Timeline, rank: int, time: RankTime) -> dict[str, object]:
     return {
-        "rank": rank,
+        "rank": timeline.number(rank),
         "busy": time.busy,
         "waiting": time.waiting,
         "own": time.own,
         "after": time.after,
         "for": [
-            {"rank": each.rank, "stage": each.stage, "what": each.what, "time": each.time}
+            {
+                "rank": timeline.number(each.rank),
+                "stage": each.stage,
+                "what": each.what,
+                "time": each.time,
+            }
             for each in time.waits
         ],
     }
 
 
-def _event_facts(event: Event) -> dict[str, object]:
+def _event_facts(timeline: Timeline, event: Event) -> dict[str, object]:
     instruction = event.instruction
     return {
-        "rank": event.rank,
+        "rank": timeline.number(event.rank),
         "op": instruction.op,
         "stage": instruction.stage,
         "microbatch": instruction.microbatch,

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from pipec.errors import InputError, VerifyError
 from pipec.ir import Link, Op, Phase, Program
 from pipec.ir.columns import OP_CODE, OPS, Floats, Instructions, Ints, aligned, joined
+from pipec.programs.alike import FewReplicas
 from pipec.programs.consumers import first_readers
 from pipec.programs.memory import peak_in_flight
 from pipec.programs.offloads import copies_read
@@ -80,8 +81,10 @@ class Costs:
         return self.compute[stage, phase] * (1.0 if part < 0 else shares[part])
 
 
-def simulate(programs: Sequence[Program], costs: Costs) -> Timeline:
+def simulate(programs: Sequence[Program], costs: Costs, few: FewReplicas | None = None) -> Timeline:
     """Play ``programs`` against ``costs``. Time and memory are linear in the number of instructions.
+
+    If the programs are those of a ``few`` replicas of a step, the timeline has the step's microbatches.
 
     Raises:
         InputError: ``costs`` lack a stage and phase that runs, or are not finite.
@@ -95,8 +98,13 @@ def simulate(programs: Sequence[Program], costs: Costs) -> Timeline:
     if isinstance(run, Deadlock):
         raise VerifyError(_explain(step, step.order[run.cells]))
     cells = step.cells[: len(step.events)]
-    events = Events(step.ranks, step.events, run.starts[cells], run.ends[cells])
-    return Timeline(events, tuple(map(peak_in_flight, programs)), costs.unit)
+    shown = step.events
+    if few:
+        shown = Instructions(shown.matrix.copy(), shown.links)
+        shown.matrix[2] = few.microbatches(shown.microbatches)
+    events = Events(step.ranks, shown, run.starts[cells], run.ends[cells])
+    peaks = tuple(map(peak_in_flight, programs))
+    return Timeline(events, peaks, costs.unit, alike=few.alike if few else None)
 
 
 class _Step:

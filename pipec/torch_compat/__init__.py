@@ -1,13 +1,22 @@
 """The only package that names private parts of torch. ``tests/test_torch_compat.py`` pins each of them.
 
-torch 2.11 to 2.13 are supported. ``front_ends`` traces a module, and ``guards`` tell later whether that would
-find the same. ``modules`` keeps the module as it was meanwhile, ``operators`` keeps some operators whole, and
-``differentiation`` adds the backward.
+torch 2.11 to 2.13 are supported. ``front_ends`` and ``direct`` trace a module, ``branches`` lets them be told
+values, and ``guards`` tell later whether that would find the same. ``modules`` keeps the module as it was
+meanwhile, ``operators`` keeps some operators whole, and ``differentiation`` adds the backward.
 """
 
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils import _pytree as pytree
 
+from pipec.torch_compat.branches import (
+    Decision,
+    MemoryKept,
+    branches_decided,
+    example_of,
+    has_values,
+    size_in,
+    symbols_of,
+)
 from pipec.torch_compat.differentiation import (
     ASSERTIONS,
     JointGraph,
@@ -18,6 +27,7 @@ from pipec.torch_compat.differentiation import (
     python_expression,
     value_symbols,
 )
+from pipec.torch_compat.direct import CAUSE, capture_directly
 from pipec.torch_compat.front_ends import (
     LOST_HOOK,
     Captured,
@@ -51,17 +61,22 @@ from pipec.torch_compat.operators import (
 
 __all__ = [
     "ASSERTIONS",
+    "CAUSE",
     "LOST_HOOK",
     "Captured",
+    "Decision",
     "DryRun",
     "Guards",
     "HigherOrderOperator",
     "JointGraph",
+    "MemoryKept",
     "OpOverload",
     "Place",
     "Symbolic",
     "ValueSize",
     "bounded_ctc_losses",
+    "branches_decided",
+    "capture_directly",
     "capture_with_dynamo",
     "capture_with_export",
     "computes_with_onednn",
@@ -69,10 +84,12 @@ __all__ = [
     "differentiate",
     "draws_with_numpy",
     "dry_run",
+    "example_of",
     "fqn_of",
     "global_hooks",
     "has_gradient_hook",
     "has_partial_backward_hook",
+    "has_values",
     "model_raised",
     "module_hooks",
     "num_changes",
@@ -81,6 +98,8 @@ __all__ = [
     "pytree",
     "quiet",
     "reason_of",
+    "size_in",
+    "symbols_of",
     "unchanged",
     "unvalidated_distributions",
     "user_frames",

@@ -3,7 +3,7 @@
 import contextlib
 import re
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import sympy
 import torch
@@ -24,7 +24,8 @@ from torch.fx.experimental.symbolic_shapes import CallMethodKey, ShapeEnv, free_
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.printers import PythonPrinter
 
-from pipec.torch_compat.front_ends import Captured
+from pipec.torch_compat.front_ends import Captured, Differentiated
+from pipec.torch_compat.modules import without_autocast
 
 ASSERTIONS = (torch._check, torch.ops.aten._assert_scalar.default)
 """What ``torch._check`` becomes in a captured graph."""
@@ -88,6 +89,10 @@ def differentiate(captured: Captured, training: bool) -> JointGraph:
 
     ``node.meta["custom"]`` of a captured node is copied to every node that it causes.
     """
+    if captured.differentiated is not None:
+        with without_autocast():  # types were converted while it was traced
+            whole = differentiate(replace(captured, differentiated=None), False)
+        return _read(whole, captured.differentiated)
     meta = captured.module.meta
     context = meta.get("tracing_context") or TracingContext(meta["fake_mode"])
     with contextlib.ExitStack() as stack:
@@ -130,6 +135,24 @@ def _asserted(graph: torch.fx.Graph, shape_env: ShapeEnv | None) -> Iterator[sym
             yield condition.node.expr
     for known in (shape_env.deferred_runtime_asserts if shape_env else {}).values():
         yield from (each.expr for each in known)
+
+
+def _read(joint: JointGraph, differentiated: Differentiated) -> JointGraph:
+    """The same graph, with what stands in it for a gradient."""
+    num_results, (*arguments, tangent) = differentiated.results.num_leaves, joint.arguments
+    assert tangent[0] == "input", tangent
+    names = dict(enumerate(differentiated.trained, num_results))
+
+    def result(described: tuple[str, str | int]) -> tuple[str, str | int]:
+        kind, what = described
+        return ("gradient", names[what]) if kind == "output" and what in names else described
+
+    return replace(
+        joint,
+        arguments=(*arguments, ("tangent", 0)),
+        results=tuple(map(result, joint.results)),
+        output_spec=differentiated.results,
+    )
 
 
 def _fixed_by(shape_env: ShapeEnv | None) -> str:

@@ -51,18 +51,31 @@ LOST_HOOK = "the hook that forward() registers on the gradient of a parameter wo
 
 
 @dataclass(frozen=True)
+class Differentiated:
+    """What a graph returns that has its backward already: ``results``, then the gradients of ``trained``.
+
+    Its last argument is the gradient of its first result.
+    """
+
+    results: pytree.TreeSpec
+    trained: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Captured:
     """A forward graph, and the arguments to differentiate it with.
 
     ``changed_state`` names the Python objects that the forward would change, which tracing left as they were.
     Each is a path from the traced module, such as ``model.layers.0``; an attribute counts as its module.
-    ``guards`` are what Dynamo took for granted; ``torch.export`` does not tell.
+    ``guards`` are what Dynamo took for granted; others do not tell. ``differentiated`` says so if the graph
+    has its backward.
     """
 
     module: torch.fx.GraphModule
     args: tuple[Any, ...]
     changed_state: tuple[str, ...] = ()
     guards: Guards | None = None
+    differentiated: Differentiated | None = None
 
 
 Symbolic = Sequence[tuple[torch.Tensor, int]]

@@ -62,6 +62,13 @@ def quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def without_autocast() -> Iterator[None]:
+    """Let operators compute in the types of what they are given."""
+    with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        yield
+
+
+@contextlib.contextmanager
 def unchanged(module: torch.nn.Module) -> Iterator[None]:
     """Put back every attribute, parameter, buffer and hook that tracing replaced, such as by a fake tensor.
 
@@ -90,6 +97,9 @@ def _containers(module: torch.nn.Module) -> list[Container]:
 
 
 def _restore(container: Container, kept: Container) -> None:
+    """Put back what has changed. What never does may be a dict of its own kind that refuses to."""
+    if _contents(container) == _contents(kept):
+        return
     if isinstance(container, list):
         container[:] = kept
     else:
@@ -97,18 +107,26 @@ def _restore(container: Container, kept: Container) -> None:
         container.update(kept)
 
 
+def _contents(container: Container) -> list[Any]:
+    """What tells whether a container has changed: its keys, and which objects it holds."""
+    if isinstance(container, dict):
+        return [(key, id(value)) for key, value in container.items()]
+    return [id(value) for value in container]
+
+
 def _registries(module: torch.nn.Module) -> list[dict[str, Any]]:
     """The dicts in which the module and those below it keep their tensors and attributes."""
     return [r for m in module.modules() for r in (m.__dict__, m._parameters, m._buffers)]
 
 
-def place_fakes(module: torch.nn.Module, device: torch.device) -> None:
+def place_fakes(module: torch.nn.Module, device: torch.device) -> dict[int, torch.Tensor]:
     """Replace parameters and buffers by fake ones on ``device``, without memory, unless all is on the CPU.
 
     Operators differ between kinds of devices, a model may be larger than the memory of one, and its tensors
     may be on several. On meta, torch takes attention apart; and a composite operator that has a kernel for
     meta, such as ``nll_loss``, silently gets no gradient. ``unchanged`` puts the tensors back. Tensors that
-    are registered nowhere stay, and torch refuses to compute with them.
+    are registered nowhere stay, and torch refuses to compute with them. Returns the tensors that were
+    replaced, by the ``id`` of what is in their place.
     """
     mode = FakeTensorMode()
     tensors = [
@@ -116,7 +134,9 @@ def place_fakes(module: torch.nn.Module, device: torch.device) -> None:
         for tensor in (*module.parameters(), *module.buffers())
         if not tensor.device.type == device.type == "cpu"
     ]
-    _replace_tensors(module, {id(tensor): _fake(tensor, device, mode) for tensor in tensors})
+    fakes = {id(tensor): _fake(tensor, device, mode) for tensor in tensors}
+    _replace_tensors(module, fakes)
+    return {id(fakes[id(tensor)]): tensor for tensor in tensors}
 
 
 def _replace_tensors(module: torch.nn.Module, fakes: Mapping[int, torch.Tensor]) -> None:

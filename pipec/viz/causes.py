@@ -23,10 +23,10 @@ def causes(timeline: Timeline) -> list[str]:
     found = waits(timeline)
     times = rank_times(timeline, found)
     longest = max(range(len(times)), key=lambda rank: times[rank].waiting + times[rank].own)
-    waited = _told(timeline, _waited(longest, times[longest]))
+    waited = _told(timeline, _waited(timeline, longest, times[longest]))
     path = _told(timeline, _critical(timeline, critical_path(timeline, found)))
     return [
-        f"longest wait: rank {longest}, {waited}" if waited else "longest wait: none",
+        f"longest wait: rank {timeline.number(longest)}, {waited}" if waited else "longest wait: none",
         f"critical path: {path}",
     ]
 
@@ -35,31 +35,32 @@ _Parts = Mapping[str, float]
 """Times by what they are spent on."""
 
 
-def _waited(rank: int, time: RankTime) -> _Parts:
+def _waited(timeline: Timeline, rank: int, time: RankTime) -> _Parts:
     parts: dict[str, float] = defaultdict(float)
     for wait in time.waits:
-        parts[_reason(rank, wait)] += wait.time
+        parts[_reason(timeline, rank, wait)] += wait.time
     parts["with all it needs there"] = time.own
     return parts
 
 
-def _reason(rank: int, wait: Awaited) -> str:
+def _reason(timeline: Timeline, rank: int, wait: Awaited) -> str:
+    other = timeline.number(wait.rank)
     if isinstance(wait.what, Payload):
-        return f"for rank {wait.rank}'s {wait.what.replace('_', ' ')}s"
-    return f"in {wait.what}" if wait.rank == rank else f"until rank {wait.rank} came to {wait.what}"
+        return f"for rank {other}'s {wait.what.replace('_', ' ')}s"
+    return f"in {wait.what}" if wait.rank == rank else f"until rank {other} came to {wait.what}"
 
 
 def _critical(timeline: Timeline, path: Sequence[int]) -> _Parts:
     parts: dict[str, float] = defaultdict(float)
     for index, time in zip(path, path_times(timeline, path), strict=True):
-        parts[_place(timeline.events[index])] += time
+        parts[_place(timeline, timeline.events[index])] += time
     parts["idle"] = timeline.makespan - sum(parts.values())
     return parts
 
 
-def _place(event: Event) -> str:
+def _place(timeline: Timeline, event: Event) -> str:
     if event.is_work:
-        return f"on rank {event.rank}"
+        return f"on rank {timeline.number(event.rank)}"
     if event.is_copy:
         return "in copies"
     return "in collectives" if event.is_collective else "in messages"

@@ -66,7 +66,7 @@ class _Process:
             name = lane_name(self._timeline, rank)
             yield from self._track(rank, name, rank * (1 + num_rows))
         for rank, row in sorted({*zip(self._timeline.beside.ranks.tolist(), self._rows, strict=True)}):
-            name = f"rank {rank}, collectives and copies"
+            name = f"rank {self._timeline.number(rank)}, collectives and copies"
             yield from self._track(self._row(rank, row), name, rank * (1 + num_rows) + 1 + row)
 
     def _track(self, number: int, name: str, order: int) -> Iterator[dict[str, object]]:
@@ -106,11 +106,11 @@ class _Process:
             event = self._timeline.events[awaited]
             last = self._timeline.events[int(self._waits.last[awaited])]
             waited["waited_for"] = (
-                f"{NAMES[event.instruction.op]}, to which rank {last.rank} came last"
+                f"{NAMES[event.instruction.op]}, to which rank {self._timeline.number(last.rank)} came last"
                 if event.is_collective
                 else NAMES[event.instruction.op]
                 if event.is_copy
-                else f"{_payload(event)} from rank {event.rank}"
+                else f"{_payload(event)} from rank {self._timeline.number(event.rank)}"
             )
         return waited
 
@@ -132,9 +132,9 @@ class _Process:
 
     def _counters(self) -> Iterator[dict[str, object]]:
         for rank, curve in enumerate(in_flight_over_time(self._timeline)):
-            yield from self._counter(f"in flight, rank {rank}", "microbatches", curve)
+            yield from self._counter(f"in flight, rank {self._timeline.number(rank)}", "microbatches", curve)
         for rank, curve in enumerate(self._memory):
-            yield from self._counter(f"memory, rank {rank}", "bytes", curve)
+            yield from self._counter(f"memory, rank {self._timeline.number(rank)}", "bytes", curve)
 
     def _counter(self, name: str, unit: str, curve: Curve) -> Iterator[dict[str, object]]:
         for time, amount in curve:

@@ -16,6 +16,7 @@ import numpy as np
 from pipec.ir import Payload
 from pipec.timeline.attribution import Attribution, Curve, critical_path, in_flight_over_time, waits
 from pipec.timeline.events import Event, Timeline
+from pipec.viz.causes import causes
 from pipec.viz.checks import check_timelines
 from pipec.viz.labels import (
     COLLECTIVES,
@@ -31,6 +32,7 @@ from pipec.viz.labels import (
     rows_beside,
     summary,
 )
+from pipec.viz.svg import timeline_svg
 
 _PHASES, _BESIDE = tuple(WORK), (*COLLECTIVES, *COPIES)
 _PAYLOADS = tuple(Payload)
@@ -52,13 +54,15 @@ def timeline_html(
     """The page, as text: the timelines under their names, on one axis of time. Deterministic.
 
     ``memory[name][rank]`` are the bytes that a rank holds over time. Where they are given, the page shows
-    them or the microbatches in flight, as the reader likes.
+    them or the microbatches in flight, as the reader likes. Of very many events the page is an overview.
 
     Raises:
         InputError: the timelines have different units, or ``memory`` does not fit them.
     """
     memory = memory or {}
     check_timelines(timelines, memory)
+    if sum(len(timeline.events) for timeline in timelines.values()) > _MOST_EVENTS:
+        return _overview(timelines, title)
     rounded = _rounding(max(timeline.makespan for timeline in timelines.values()))
     data = {
         "unit": next(iter(timelines.values())).unit,
@@ -76,6 +80,20 @@ def timeline_html(
     parts = {"title": escape(shown), "data": _json_in_html(data)}
     parts |= {name.partition(".")[0]: _file(name) for name in _FILES}
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _file("page.html"))
+
+
+def _overview(timelines: Mapping[str, Timeline], title: str) -> str:
+    """A page of pictures, of events that are too many for a page to explore."""
+    pictures = (
+        f"<h2>{escape(name)}</h2>\n{timeline_svg(timeline)}<p>{escape(' · '.join(causes(timeline)))}</p>"
+        for name, timeline in timelines.items()
+    )
+    body = "\n".join([f"<h1>{escape(title)}</h1>", *pictures])
+    return f'<!doctype html>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n{body}\n'
+
+
+_MOST_EVENTS = 500_000
+"""Of more, the page shows pictures that draw short computes together."""
 
 
 def _file(name: str) -> str:
@@ -125,6 +143,7 @@ def _timeline_data(
         "makespan": rounded(timeline.makespan),
         "peaks": timeline.peak_in_flight,
         "names": [lane_name(timeline, rank) for rank in range(timeline.num_ranks)],
+        "numbers": [timeline.number(rank) for rank in range(timeline.num_ranks)],
         "replicas": [replica(timeline, rank) for rank in range(timeline.num_ranks)],
         "groups": _groups(timeline),
         "computes": {

@@ -61,17 +61,23 @@ def ops(events: Events) -> list[Op]:
 
 def lane_name(timeline: Timeline, rank: int) -> str:
     """``rank 3``, or ``rank 3, stage 1, 2 of 2`` if any stage of the step has replicas."""
+    name = f"rank {timeline.number(rank)}"
     if not timeline.stages[rank] or max(map(len, timeline.replicas.values())) == 1:
-        return f"rank {rank}"
+        return name
     held, place = timeline.stages[rank], replica(timeline, rank)
     stages = f"stage {held[0]}" if len(held) == 1 else f"stages {' '.join(map(str, held))}"
-    return ", ".join(filter(None, [f"rank {rank}", stages, place]))
+    others = timeline.alike.counts[rank] - 1 if timeline.alike else 0
+    return ", ".join(filter(None, [name, stages, place, f"{others:,} others do the same" if others else ""]))
 
 
 def replica(timeline: Timeline, rank: int) -> str:
     """``2 of 3`` for the second of the three ranks that share the stages of this one; else nothing."""
     ranks = timeline.replicas[timeline.stages[rank][0]] if timeline.stages[rank] else ()
-    return f"{ranks.index(rank) + 1} of {len(ranks)}" if len(ranks) > 1 else ""
+    if len(ranks) < 2:
+        return ""
+    if timeline.alike:
+        return f"one of {timeline.alike.num_replicas:,}"
+    return f"{ranks.index(rank) + 1} of {len(ranks)}"
 
 
 def rows_beside(events: Events) -> list[int]:
@@ -108,10 +114,11 @@ def carried(timeline: Timeline, event: Event) -> str:
 
 
 def members(timeline: Timeline, event: Event) -> Sequence[int]:
-    """The ranks of a collective; a copy has one."""
+    """The ranks of a collective, of those that the timeline shows; a copy has one."""
     if event.is_copy:
-        return [event.rank]
-    return timeline.replicas.get(event.instruction.stage, range(timeline.num_ranks))
+        return [timeline.number(event.rank)]
+    ranks = timeline.replicas.get(event.instruction.stage, range(timeline.num_ranks))
+    return [timeline.number(rank) for rank in ranks]
 
 
 def chunks(timeline: Timeline) -> dict[int, int]:

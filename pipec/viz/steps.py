@@ -28,7 +28,9 @@ class Step:
     def of_plan(cls, plan: Plan, programs: Sequence[Program], timeline: Timeline, label: str = "") -> "Step":
         """A step of a plan, or the mini-batches of a stream, with the bytes that its ranks hold."""
         memory = rank_memory_over_time(plan, programs, timeline)
-        microbatches = int(timeline.computes.instructions.microbatches.max(initial=-1)) + 1
+        microbatches = plan.num_microbatches
+        if plan.ending.stream:
+            microbatches = int(timeline.computes.instructions.microbatches.max(initial=-1)) + 1
         return cls(plan.schedule, microbatches, timeline, memory, label)
 
     @property

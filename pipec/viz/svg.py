@@ -8,10 +8,13 @@ are drawn together, one box for each phase in a run of them. This bounds the siz
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import pairwise
 from xml.sax.saxutils import escape
 
+import numpy as np
+
 from pipec.ir import Op, Payload
+from pipec.ir.columns import OP_CODE
 from pipec.timeline.events import Event, Events, Timeline
 from pipec.viz.labels import (
     NAMES,
@@ -238,17 +241,17 @@ def _boxes(timeline: Timeline, layout: _Layout) -> Iterator[str]:
     last_chunk = max(chunk_of.values(), default=0)
     least = _least_width(timeline, timeline.work, layout)
     lasting = timeline.work.where(timeline.work.ends > timeline.work.starts)
-    for rank, events in groupby(lasting, key=lambda event: event.rank):
-        for run in _runs(events, least):
-            for box in _drawn_together(run) if len(run) > 1 else [_single(run[0], label(run[0]))]:
-                shade = 1 - 0.45 * chunk_of[box.stage] / last_chunk if last_chunk else 1.0
-                yield from _box(layout, rank, box, shade)
+    for first, last in _runs(lasting, least):
+        run, rank = lasting.part(first, last), int(lasting.ranks[first])
+        for box in _drawn_together(run) if len(run) > 1 else [_single(run[0], label(run[0]))]:
+            shade = 1 - 0.45 * chunk_of[box.stage] / last_chunk if last_chunk else 1.0
+            yield from _box(layout, rank, box, shade)
 
 
 def _least_width(timeline: Timeline, events: Events, layout: _Layout) -> float:
     """The time below which these events are drawn together with their neighbours."""
-    most_runs = _MOST_BOXES / max(len(ops(events)), 1)
-    return max(_LEAST_WIDTH, timeline.num_ranks * layout.width / most_runs) / layout.scale
+    most_runs = _MOST_BOXES // (max(len(ops(events)), 1) * timeline.num_ranks)
+    return max(_LEAST_WIDTH, layout.width / max(most_runs, 1)) / layout.scale
 
 
 def _fitting_labels(timeline: Timeline, layout: _Layout) -> Callable[[Event], str]:
@@ -274,16 +277,12 @@ def _fitting_labels(timeline: Timeline, layout: _Layout) -> Callable[[Event], st
     return fitting
 
 
-def _runs(events: Iterable[Event], least: float) -> Iterator[list[Event]]:
-    """Split what a rank does into runs without idle time. A run ends once it has taken ``least``."""
-    run: list[Event] = []
-    for event in events:
-        if run and (event.start > run[-1].end + least / 10 or run[-1].end - run[0].start >= least):
-            yield run
-            run = []
-        run.append(event)
-    if run:
-        yield run
+def _runs(events: Events, least: float) -> Iterator[tuple[int, int]]:
+    """Where runs without idle time begin and end. Of a run, all begin in the same ``least`` of time."""
+    turns = np.floor(events.starts / least)
+    begins = (np.diff(events.ranks) != 0) | (np.diff(turns) != 0)
+    begins |= events.starts[1:] > events.ends[:-1] + least / 10
+    return pairwise([0, *(np.flatnonzero(begins) + 1).tolist(), len(events)] if len(events) else [])
 
 
 def _single(event: Event, label: str) -> _Box:
@@ -292,15 +291,13 @@ def _single(event: Event, label: str) -> _Box:
     )
 
 
-def _drawn_together(run: Sequence[Event]) -> Iterator[_Box]:
+def _drawn_together(run: Events) -> Iterator[_Box]:
     """One box for each op of a run, as long as its events together."""
-    start = run[0].start
-    for op in NAMES:
-        events = [event for event in run if event.instruction.op is op]
-        if events:
-            end = start + sum(event.end - event.start for event in events)
-            yield _Box(start, end, op, events[0].instruction.stage)
-            start = end
+    start = float(run.starts[0])
+    for op in ops(run):
+        own = run.instructions.ops == OP_CODE[op]
+        end = start + float((run.ends - run.starts)[own].sum())
+        yield _Box(start, end, op, int(run.instructions.stages[own][0]))
 
 
 def _box(layout: _Layout, rank: int, box: _Box, shade: float) -> Iterator[str]:
@@ -315,12 +312,14 @@ def _box(layout: _Layout, rank: int, box: _Box, shade: float) -> Iterator[str]:
 def _beside(timeline: Timeline, layout: _Layout) -> Iterator[str]:
     """The bands below the lanes. What overlaps shares the height of its rank's band."""
     label, events = _fitting_labels(timeline, layout), timeline.beside
-    rows = rows_beside(events)
+    rows = np.array(rows_beside(events), int)
     height = layout.band / (max(rows, default=0) + 1)
     least = _least_width(timeline, events, layout)
-    for (rank, row), found in groupby(sorted(zip(rows, events, strict=True), key=_place), key=_place):
+    for rank, row in sorted({*zip(events.ranks.tolist(), rows.tolist(), strict=True)}):
         top = layout.y(rank) + layout.lane + 1 + row * height
-        for run in _runs((event for _, event in found), least):
+        found = events.where((events.ranks == rank) & (rows == row))
+        for first, last in _runs(found, least):
+            run = found.part(first, last)
             for box in _drawn_together(run) if len(run) > 1 else [_single(run[0], label(run[0]))]:
                 left, width = layout.x(box.start), max((box.end - box.start) * layout.scale, 1.0)
                 told = f"{NAMES[box.op]}, {carried(timeline, run[0])}" if len(run) == 1 else NAMES[box.op]
@@ -328,11 +327,6 @@ def _beside(timeline: Timeline, layout: _Layout) -> Iterator[str]:
                 yield f"<g><title>{escape(told)}</title>{drawn}</g>"
                 if box.label and height > 8:
                     yield _text(left + width / 2, top + height / 2 + 3, box.label, "small")
-
-
-def _place(pair: tuple[int, Event]) -> tuple[int, int]:
-    row, event = pair
-    return event.rank, row
 
 
 def _legend(timeline: Timeline, kinds: Iterable[str], layout: _Layout) -> Iterator[str]:

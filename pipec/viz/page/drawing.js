@@ -102,7 +102,7 @@ function shortened(words, width) {
 function drawGutter({ timeline, rank, y, box, curveY, curve }) {
   const roomy = box + curve > 26;
   const among = shown.byRank ? timeline.name.slice(0, 12) : "";
-  const name = among && !roomy ? `${rank} ${among}` : timeline.names[rank];
+  const name = among && !roomy ? `${timeline.numbers[rank]} ${among}` : timeline.names[rank];
   write(name, GUTTER - 10, y + (roomy ? box / 2 + 4 : box - 2), { color: colors.text, align: "right" });
   const peak = highest(curveOf(timeline, rank));
   const below = among || `≤ ${isMemory(timeline) ? bytes(peak) : `${peak} in flight`}`;

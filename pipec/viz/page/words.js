@@ -73,16 +73,16 @@ function waitWords(timeline, i) {
     return `the rank waited ${duration(idle)} for the ${comingWords(timeline, computes.meeting[i])}`;
   const m = computes.cause[i];
   if (m < 0) return `the rank was idle for ${duration(idle)} before it, with its inputs there`;
-  const sender = `rank ${messages.rank[m]}, stage ${messages.source[m]}`;
+  const sender = `rank ${timeline.numbers[messages.rank[m]]}, stage ${messages.source[m]}`;
   return `the rank waited ${duration(idle)} for the ${payloadName(timeline, m)} ` +
     `from ${sender}: ${journeyWords(messages, m)}`;
 }
 
 /** Which rank came to a collective last, unless it was this one or came with it. */
-function lastWords({ collectives: { rank, start, came, last } }, i) {
+function lastWords({ numbers, collectives: { rank, start, came, last } }, i) {
   const j = last[i];
   if (i === j || (start[i] === start[j] && came[i] === came[j])) return "no rank came later";
-  return `rank ${rank[j]} came last, at ${clock(start[j])}`;
+  return `rank ${numbers[rank[j]]} came last, at ${clock(start[j])}`;
 }
 
 const isCopy = ({ collectives }, i) => data.ops[collectives.op[i]].copies;
@@ -114,8 +114,8 @@ function cardLines(what) {
 }
 
 /** `rank 3`, or `rank 3, replica 1 of 2` */
-const placeWords = ({ replicas }, rank) =>
-  `rank ${rank}` + (replicas[rank] ? `, replica ${replicas[rank]}` : "");
+const placeWords = ({ numbers, replicas }, rank) =>
+  `rank ${numbers[rank]}` + (replicas[rank] ? `, replica ${replicas[rank]}` : "");
 
 /** What a rank does that has nothing left to compute. */
 function leftWords(timeline, rank, time) {
@@ -153,7 +153,7 @@ const tellers = {
     const { rank, peer, source, target, start, end } = timeline.messages;
     return [
       payloadName(timeline, index),
-      `rank ${rank[index]} to rank ${peer[index]}`,
+      `rank ${timeline.numbers[rank[index]]} to rank ${timeline.numbers[peer[index]]}`,
       `from stage ${source[index]} to stage ${target[index]}`,
       `${journeyWords(timeline.messages, index)}, under way for ${duration(end[index] - start[index])}`,
     ];
@@ -161,6 +161,7 @@ const tellers = {
   curve({ timeline, rank, index, time }) {
     const curve = curveOf(timeline, rank);
     const words = (held) => (isMemory(timeline) ? bytes(held) : `${held} in flight`);
-    return [words(curve.amount[index]), `rank ${rank}`, `at ${clock(time)}; at most ${words(highest(curve))}`];
+    const most = `at ${clock(time)}; at most ${words(highest(curve))}`;
+    return [words(curve.amount[index]), `rank ${timeline.numbers[rank]}`, most];
   },
 };

@@ -1,0 +1,97 @@
+"""Whether a condition that is the same for every microbatch is the same for the batch, too.
+
+A model that is not split asks once, of all rows. Its stages ask for each microbatch. Where all of these find
+``(x > 2).any()`` true, or all false, so would the batch; ``x.std() > 2`` may be false for each of them, and
+true for the batch. These rules tell the two apart. They know few operators; of any other nothing is known.
+"""
+
+from collections.abc import Callable
+from enum import Enum, auto
+
+from torch import Tensor, fx
+
+from pipec.capture.parts import Part, operator_name, where
+from pipec.errors import CaptureError
+
+
+class Truth(Enum):
+    """How the values of microbatches make that of the batch, where each is one number or truth value."""
+
+    SAME = auto()
+    """All are that of the batch."""
+    ANY = auto()
+    """It is true if one of them is."""
+    ALL = auto()
+    """It is true if all of them are."""
+    ONE = auto()
+    """It is one of them, such as the largest."""
+    BETWEEN = auto()
+    """It is a number between them."""
+    EITHER = auto()
+    """It is their truth value, if they have the same."""
+
+
+PartOf = Callable[[fx.Node], Part]
+
+_KEEPING = {"clone", "contiguous", "detach", "float", "item", "reshape", "squeeze", "view"}
+_NOT = {"invert", "logical_not", "bitwise_not", "not"}
+_NEGATED = {Truth.ANY: Truth.ALL, Truth.ALL: Truth.ANY, Truth.ONE: Truth.EITHER, Truth.EITHER: Truth.EITHER}
+_REDUCED = {
+    **{"any": Truth.ANY, "all": Truth.ALL},
+    **dict.fromkeys(("amax", "amin", "max", "min"), Truth.ONE),
+}
+_ORDERED = {"gt", "lt", "ge", "le"}
+_JOINED = {
+    **dict.fromkeys(("or", "bitwise_or", "logical_or"), Truth.ANY),
+    **dict.fromkeys(("and", "bitwise_and", "logical_and"), Truth.ALL),
+}
+
+
+def refuse_unless_of_batch(assumed: fx.Node, part_of: PartOf) -> None:
+    """Raise CaptureError for a branch that all microbatches could take, and the batch not."""
+    if not is_of_batch(assumed.all_input_nodes[0], part_of):
+        raise CaptureError(
+            f"the model cannot be captured as one graph{where(assumed)}\n"
+            "  A branch asks for a value that microbatches do not tell: all could go one way there, and the "
+            "whole mini-batch the other.\nAsk for any(), all(), the maximum, the minimum or the mean of what "
+            "each row has by itself, or\nchoose with torch.where."
+        )
+
+
+def is_of_batch(condition: fx.Node, part_of: PartOf) -> bool:
+    """Whether the condition is that of the batch where it is the same for all of its microbatches."""
+    return _truth(condition, part_of) not in (None, Truth.BETWEEN)
+
+
+def _truth(node: fx.Node, part_of: PartOf) -> Truth | None:
+    """How a value of one element adds up; None if that is not known."""
+    if part_of(node) is Part.SAME:
+        return Truth.SAME
+    if part_of(node) in (Part.MEAN, Part.ROWS):
+        return Truth.BETWEEN if part_of(node) is Part.MEAN and _is_real(node) else None
+    name, operands = operator_name(node), [x for x in node.args if isinstance(x, fx.Node)]
+    if name in _REDUCED and len(operands) == 1:
+        return _REDUCED[name] if part_of(operands[0]) is Part.ROWS else None
+    known = {_truth(operand, part_of) for operand in operands}
+    truth = next(iter(known - {Truth.SAME}), None)
+    if truth is None or not known <= {truth, Truth.SAME}:
+        return None
+    if name in _KEEPING and len(operands) == 1:
+        return truth
+    if name in _NOT:
+        return _NEGATED.get(truth)
+    if name in _JOINED:
+        return truth if truth is _JOINED[name] else None
+    if name in _ORDERED and Truth.SAME in known | _of_numbers(node) and len(operands) <= 2:
+        return Truth.EITHER if truth in (Truth.ONE, Truth.BETWEEN) else None
+    return None
+
+
+def _is_real(node: fx.Node) -> bool:
+    value = node.meta.get("example_value", node.meta.get("val"))
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _of_numbers(node: fx.Node) -> set[Truth]:
+    """What is known of the operands that are Python numbers."""
+    return {Truth.SAME for x in node.args if isinstance(x, int | float)}

@@ -1,0 +1,54 @@
+"""How microbatches add up in a graph that has its backward already, so that its loss cannot be rewritten."""
+
+import copy
+from collections.abc import Collection
+
+from torch import fx
+
+from pipec.capture.add_up import add_up
+from pipec.capture.markers import OF_BATCH, RESULT, SHARE
+from pipec.capture.parts import place_of
+from pipec.torch_compat import CAUSE, Captured
+
+
+def add_up_differentiated(
+    captured: Captured, batched: Collection[str], size: int, has_loss: bool, num_replicas: int = 1
+) -> str:
+    """As ``add_up``, which is tried on a copy of the forward.
+
+    Where it would rewrite the loss, it is not known how losses add up. Results are marked as they are there.
+    """
+    assert captured.differentiated is not None
+    graph, num_results = captured.module.graph, captured.differentiated.results.num_leaves
+    results: list[fx.Node] = list(graph.output_node().args[0])  # type: ignore[arg-type]
+    forward = fx.GraphModule(captured.module, _forward(graph, num_results))
+    unclear = add_up(forward, batched, size, has_loss, num_replicas)
+    output = forward.graph.output_node()
+    for place, (result, marked) in enumerate(zip(results, output.args[0], strict=False)):  # type: ignore[arg-type]
+        if isinstance(marked, fx.Node) and marked.target is RESULT:
+            with graph.inserting_before(graph.output_node()):
+                results[place] = graph.call_function(RESULT, (result, marked.args[1]))
+    graph.output_node().args = (results,)
+    captured.module.recompile()
+    rewritten = [node for node in _leading_to(output) if node.target in (OF_BATCH, SHARE)]
+    return unclear or (place_of(rewritten[0]) if rewritten else "")
+
+
+def _forward(graph: fx.Graph, num_results: int) -> fx.Graph:
+    """A copy of the graph without what autograd made of it."""
+    forward = copy.deepcopy(graph)
+    output = forward.output_node()
+    output.args = (list(output.args[0])[:num_results],)  # type: ignore[arg-type]
+    for copied, node in reversed([*zip(forward.nodes, graph.nodes, strict=True)]):
+        if CAUSE in node.meta:
+            forward.erase_node(copied)
+    return forward
+
+
+def _leading_to(output: fx.Node) -> list[fx.Node]:
+    """The nodes that a result depends on, the last first."""
+    needed = {output}
+    for node in reversed(output.graph.nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    return [node for node in reversed(output.graph.nodes) if node in needed]

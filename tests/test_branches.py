@@ -1,0 +1,302 @@
+"""Branches on values of tensors: a pipeline goes the way that the model goes, or fails with the line."""
+
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from unsplit import Outcome, relative_error
+from workers import run_ranks
+
+import pipec
+from pipec.capture.conditions import is_of_batch
+from pipec.capture.parts import Part
+from pipec.errors import BranchError, CaptureError, ExecutionError
+
+ROWS, WIDTH = 8, 4
+
+
+class Layers(nn.Module):
+    """Two layers, between which ``branch`` may change what the second one gets."""
+
+    def __init__(self, branch: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.branch = branch
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        self.calls += 1
+        h = self.first(x)
+        return (self.second(self.branch(h, mask)) * (1 + mask)).square().mean()
+
+
+def inputs(masked: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    mask = (torch.arange(ROWS) < masked).float()[:, None].expand(ROWS, WIDTH).contiguous()
+    return {"x": torch.randn(ROWS, WIDTH, generator=generator), "mask": mask}
+
+
+def trained(model: nn.Module, step: Callable[..., Any], given: dict[str, Any]) -> Outcome:
+    model.zero_grad()
+    result = step(**given)
+    if not isinstance(result, Tensor) or result.requires_grad:
+        result = result if isinstance(result, Tensor) else result.loss
+        result.backward()
+    return Outcome.of(result.detach(), model)
+
+
+def assert_alike(found: Outcome, expected: Outcome, error: float = 1e-5) -> None:
+    assert relative_error(found.loss, expected.loss) < error
+    assert found.gradients.keys() == expected.gradients.keys()
+    for fqn, gradient in found.gradients.items():
+        torch.testing.assert_close(gradient, expected.gradients[fqn], rtol=1e-3, atol=1e-6, msg=fqn)
+
+
+def compiled(branch: Callable[[Tensor, Tensor], Tensor]) -> tuple[Layers, pipec.Pipeline]:
+    model = Layers(branch)
+    return model, pipec.compile(model, 2, microbatches=4)
+
+
+# values of arguments
+
+
+def any_masked(h: Tensor, mask: Tensor) -> Tensor:
+    return h * 2 if mask.any().item() else h
+
+
+def most_are_masked(h: Tensor, mask: Tensor) -> Tensor:
+    share = mask / (mask.sum() + 1)
+    return h + 1 if share.sum() > 0.9 else h
+
+
+@pytest.mark.parametrize("branch", [any_masked, most_are_masked])
+def test_a_branch_on_arguments_goes_as_the_whole_batch_says(branch: Callable[..., Tensor]) -> None:
+    """No microbatch but the first has masked rows, and the unsplit model sees all."""
+    model, pipe = compiled(branch)
+    for masked in (0, 2, 8, 2, 0):
+        given = inputs(masked)
+        found = trained(model, pipe.step, given)
+        assert_alike(found, trained(model, model, given))
+    assert len(pipe._compiler._captures.staged) == 2, "each way is compiled once"
+
+
+# values that the model computes
+
+
+def clamped(h: Tensor, mask: Tensor) -> Tensor:
+    if not torch.isfinite(h).all() or torch.isnan(h).any():
+        h = torch.clamp(h, -1, 1)
+    return h
+
+
+def test_a_condition_that_flips_is_an_error_and_leaves_nothing_behind() -> None:
+    model, pipe = compiled(clamped)
+    given = inputs()
+    assert_alike(trained(model, pipe.step, given), trained(model, model, given))
+    calls = model.calls.clone()
+    model.zero_grad()
+    with pytest.raises(ExecutionError, match="was True when the model was captured") as caught:
+        pipe.step(given["x"].index_fill(0, torch.tensor([5]), float("inf")), given["mask"])
+    assert isinstance(caught.value.__cause__, BranchError)
+    for text in ("microbatch 2", "if not torch.isfinite(h).all()", "test_branches.py:"):
+        assert text in str(caught.value)
+    assert torch.equal(model.calls, calls)
+    assert_alike(trained(model, pipe.step, given), trained(model, model, given))
+
+
+def test_the_code_says_what_is_assumed() -> None:
+    _, pipe = compiled(clamped)
+    pipe.prepare(**inputs())
+    source = pipe.source(0) + pipe.source(1)
+    assert "from pipec.runtime.branches import assume\n" in source
+    assert "    assume(all_1, True,\n           'test_branches.py:" in source
+
+
+def test_capture_leaves_buffers_and_random_numbers_alone() -> None:
+    model, pipe = compiled(lambda h, mask: clamped(nn.functional.dropout(h, 0.5), mask))
+    before = torch.get_rng_state()
+    pipe.prepare(**inputs())
+    assert torch.equal(torch.get_rng_state(), before)
+    assert model.calls == 0
+
+
+# what is refused
+
+
+def spread(h: Tensor, mask: Tensor) -> Tensor:
+    return h / 2 if h.std() > 1 else h
+
+
+def at_random(h: Tensor, mask: Tensor) -> Tensor:
+    return h if torch.rand([]) < 0.1 else h + 1
+
+
+def number(h: Tensor, mask: Tensor) -> Tensor:
+    return h * h.max().item()
+
+
+@pytest.mark.parametrize(
+    ("branch", "message"),
+    [
+        (spread, "all could go one way there, and the whole mini-batch the other"),
+        (at_random, "by a number that is drawn at random"),
+        (number, "Keep it a tensor"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused(branch: Callable[..., Tensor], message: str) -> None:
+    _, pipe = compiled(branch)
+    with pytest.raises(CaptureError, match=message) as caught:
+        pipe.step(**inputs())
+    assert "test_branches.py:" in str(caught.value)
+
+
+def test_layer_drop_that_is_off_is_no_branch() -> None:
+    model, pipe = compiled(lambda h, mask: h if torch.rand([]) < 0.0 else h + 1)
+    assert_alike(trained(model, pipe.step, inputs()), trained(model, model, inputs()))
+    assert "assume" not in pipe.source(0) + pipe.source(1)
+
+
+CONDITIONS: list[tuple[Callable[[Tensor], Any], bool]] = [
+    (lambda x: (x > 0).any(), True),
+    (lambda x: (x > 0).all().logical_not(), True),
+    (lambda x: x.max() > 1, True),
+    (lambda x: x.amin() < 1, True),
+    (lambda x: x.max().logical_not(), True),
+    (lambda x: (x > 1).any() | torch.isnan(x).any(), True),
+    (lambda x: (x > 1).any() & torch.isnan(x).any(), False),
+    (lambda x: x.max() > x.min(), False),
+    (lambda x: x.max() == 1, False),
+    (lambda x: x.std() > 1, False),
+    (lambda x: x.amax(0).any(), False),
+    (lambda x: (x > 0).any(0).all(), False),
+    (lambda x: x.sum() > 0, False),
+]
+
+
+@pytest.mark.parametrize(("condition", "allowed"), CONDITIONS)
+def test_rules_of_conditions(condition: Callable[[Tensor], Any], allowed: bool) -> None:
+    """What is allowed holds of random rows, however they are divided."""
+    graph = fx.symbolic_trace(condition).graph
+    reducing = {"any", "all", "max", "amin", "amax", "min", "std", "sum"}
+
+    def part_of(node: fx.Node) -> Part:
+        names = {str(each.target).rpartition(".")[2] for each in [node, *ancestors(node)]}
+        return Part.OTHER if names & reducing else Part.ROWS
+
+    assert is_of_batch(graph.output_node().args[0], part_of) is allowed  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(500 if allowed else 0):
+        rows = torch.randint(-2, 4, (4, 2), generator=generator).float()
+        parts = {bool(condition(part)) for part in rows.split(2)}
+        assert len(parts) == 2 or parts == {bool(condition(rows))}, rows
+
+
+def ancestors(node: fx.Node) -> set[fx.Node]:
+    found = set(node.all_input_nodes)
+    return found.union(*map(ancestors, found)) if found else found
+
+
+# ranks that are processes, and real models
+
+SCRIPT = """
+import torch, pipec
+from torch import nn
+torch.manual_seed(0)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        h = self.a(x) if (x > 5).any() else self.a(x) + 1
+        if torch.isnan(h).any():
+            h = h * 0
+        return self.b(h).square().mean()
+
+net = Net()
+pipe = pipec.compile(net, 2, microbatches=2, timeout=20.0)
+x = torch.randn(4, 4)
+for scale in (1, 100, 1, float("nan")):
+    try:
+        print(float(pipe.step(x * scale)).hex())
+    except pipec.PipecError as error:
+        print("was False when the model was captured" in str(error))
+"""
+
+
+@pytest.mark.slow
+def test_ranks_that_are_processes_go_the_same_way(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    printed = [*run_ranks(script, 0, tmp_path), *run_ranks(script, 2, tmp_path)]
+    alone, *ranks = [
+        [line for line in each.splitlines() if not line.startswith("pipec: ")] for each in printed
+    ]
+    assert ranks == [alone, alone]
+    assert alone[-1] == "True"
+
+
+def unclear_mask() -> tuple[nn.Module, dict[str, Tensor]]:
+    """torch looks at the values of an attention mask to find out whether it is causal."""
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True)
+            self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x, torch.zeros(x.shape[1], x.shape[1])).square().mean()  # type: ignore[no-any-return]
+
+    return Encoder(), {"x": torch.randn(6, 5, 8)}
+
+
+def led() -> tuple[nn.Module, dict[str, Tensor]]:
+    from transformers import LEDConfig, LEDForConditionalGeneration
+
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "attention_window": 4, "vocab_size": 32, "d_model": 8}
+    heads = {"encoder_attention_heads": 1, "decoder_attention_heads": 1}
+    widths = {"encoder_ffn_dim": 8, "decoder_ffn_dim": 8, "dropout": 0.0}
+    lengths = {"max_encoder_position_embeddings": 16, "max_decoder_position_embeddings": 16}
+    ids = torch.randint(3, 32, (6, 8))
+    return LEDForConditionalGeneration(LEDConfig(**sizes, **heads, **widths, **lengths)), {
+        "input_ids": ids,
+        "labels": ids,
+    }
+
+
+def detr() -> tuple[nn.Module, dict[str, Tensor]]:
+    from transformers import DetrConfig
+    from transformers.models.detr.modeling_detr import DetrEncoderLayer
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            config = DetrConfig(d_model=8, encoder_attention_heads=1, encoder_ffn_dim=8, dropout=0.0)
+            self.layers = nn.ModuleList([DetrEncoderLayer(config) for _ in range(2)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x, attention_mask=None)
+            return x.square().mean()
+
+    return Encoder(), {"x": torch.randn(6, 5, 8)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [unclear_mask, led, detr])
+def test_real_models(make: Callable[[], tuple[nn.Module, dict[str, Tensor]]]) -> None:
+    torch.manual_seed(0)
+    model, given = make()
+    pipe = pipec.compile(model, 2, microbatches=2)
+    for rows in (4, 6) if make is not led else (4,):
+        some = {name: value[:rows] for name, value in given.items()}
+        found = trained(model, pipe.step, some)
+        assert_alike(found, trained(model, model, some))
+    assert "assume(" in pipe.source(0) + pipe.source(1)
