@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from pipec.graph import TrainingGraph, is_constant, is_tensor, memory_of
+from pipec.graph import TrainingGraph, is_check, is_constant, is_tensor, memory_of, varies
 
 aten = torch.ops.aten
 
@@ -41,14 +41,15 @@ class Simplify:
         known: dict[str, fx.Node] = {}
         for node in graph.nodes:
             if node.op == "call_function" and is_tensor(node):
-                _write_out(node)
+                if not varies(node):
+                    _write_out(node)
                 _skip_reshape(node)
                 same = next(filter(None, (rule(node) for rule in RULES)), None)
                 same = same or _computed_before(node, known)
                 if same is not None and not (same.op == "placeholder" and _is_result(node)):
                     node.replace_all_uses_with(same)
         for node in reversed(list(graph.nodes)):
-            if not node.users and node.op == "call_function":
+            if not node.users and node.op == "call_function" and not is_check(node):
                 graph.module.graph.erase_node(node)
         return graph
 
