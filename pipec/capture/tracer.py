@@ -395,7 +395,6 @@ def _warn_of_checkpoints(calls: Sequence[str]) -> None:
     """Say that pipec decides what is computed again, and not the model."""
     if calls:
         log.warning(
-            "torch.utils.checkpoint at %s is not followed: what is computed again follows from "
-            "memory_limit=... and recompute=...",
+            "torch.utils.checkpoint at %s is not followed: memory_limit=... and recompute=... decide instead",
             ", ".join(dict.fromkeys(calls)),
         )
