@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test lint benchmark gpu format clean
+.PHONY: help setup demo check test zoo lint benchmark gpu format clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -35,6 +35,9 @@ check: lint ## lint, types and the fast tests
 
 test: lint ## lint, types and every test
 	$(BIN)/pytest $(PARALLEL)
+
+zoo: $(READY) ## train some 200 architectures, compare them with eager torch, and write docs/models.md
+	PYTHONPATH=tests $(BIN)/python -m zoo
 
 lint: $(READY) ## lint and types
 	$(BIN)/ruff check

@@ -165,6 +165,8 @@ class _Timer(fx.Interpreter):
         """Sizes as numbers, devices as the one that is measured."""
         if isinstance(argument, sympy.Basic):
             number = argument.subs(self._sizes)
+            if not number.is_number:
+                return number  # values tell the rest of it
             return int(number) if number.is_integer else float(number)
         return self._device if isinstance(argument, torch.device) else argument
 

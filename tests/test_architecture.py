@@ -29,6 +29,7 @@ ORDER = (
     Package("console", torch=False),
     Package("torch_compat"),
     Package("ops"),
+    Package("primitives"),
     Package("ir", torch=False, only=frozenset({"errors"})),
     Package("hardware"),
     Package("graph"),

@@ -377,6 +377,29 @@ def test_what_the_first_call_sets_up_is_captured_and_undone() -> None:
     assert_equal(Outcome.of(loss, model), Outcome.of(expected, unsplit))
 
 
+class ReadOnly(dict[str, int]):
+    """As a configuration of diffusers is."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("this never changes")
+
+    clear = update = _refuse  # type: ignore[assignment]
+
+
+class Configured(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = ReadOnly(factor=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.config["factor"]
+
+
+def test_an_attribute_may_be_a_dict_that_refuses_to_change() -> None:
+    found, expected, _ = trained(Between(Configured), batch(), 1)
+    assert_equal(found, expected)
+
+
 class FailsTraced(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():

@@ -33,11 +33,6 @@ class Number(nn.Module):
         return x * x.max().item()
 
 
-class Selection(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + x[x > 0].mean()
-
-
 class BackwardHook(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +46,6 @@ class BackwardHook(nn.Module):
 REFUSED = [
     (Branch, "if x.sum() > 0:", "torch.where"),
     (Number, "return x * x.max().item()", "Keep it a tensor"),
-    (Selection, "return x + x[x > 0].mean()", "a mask of fixed shape"),
     (BackwardHook, "return self.layer(x)", "with Tensor.register_hook: there it is captured"),
 ]
 

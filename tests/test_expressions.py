@@ -138,6 +138,11 @@ CALLS: dict[OpOverload, list[Arguments]] = {
     aten.rsub.Scalar: [call(X, 1), call(X, 2, 3)],
     aten.reciprocal.default: ONE,
     aten.erf.default: ONE,
+    aten.split.Tensor: [call(X, 2), call(X, 2, 1), call(X, B, 0)],
+    aten.split_with_sizes.default: [call(X, [1, 3], 1)],
+    aten.scalar_tensor.default: [call(0.5, dtype=torch.float32, **CPU)],
+    aten.constant_pad_nd.default: [call(X, [0, 1], -100.0), call(X, [1, 0, 0, 2])],
+    aten.index.Tensor: [call(X, [IDS, IDS]), call(X, [TRUE]), call(X, [None, IDS])],
     aten.slice.Tensor: [
         call(X, 0, 1, 3),
         call(X, 1, 0, 2),
@@ -281,6 +286,11 @@ def on_graph(make: Callable[[fx.Graph, fx.Node], fx.Node]) -> str:
     return expression(make(graph, graph.placeholder("x")), lambda node: node.name, {B: "b"})
 
 
+def converted(graph: fx.Graph, x: fx.Node, dtype: torch.dtype) -> fx.Node:
+    x.meta["val"] = X
+    return graph.call_function(aten._to_copy.default, (x,), {"dtype": dtype})
+
+
 @pytest.mark.parametrize(
     ("make", "source"),
     [
@@ -293,6 +303,12 @@ def on_graph(make: Callable[[fx.Graph, fx.Node], fx.Node]) -> str:
         (lambda g, x: g.call_function(aten.div.Tensor, (x, 12 * B)), "x / (12*b)"),
         (lambda g, x: g.call_function(aten.div.Tensor, (x, B)), "x / b"),
         (lambda g, x: g.call_function(aten.slice.Tensor, (x, 1, 2, B)), "x[:, 2:b]"),
+        (lambda g, x: g.call_function(aten.index.Tensor, (x, [x, x])), "x[x, x]"),
+        (lambda g, x: converted(g, x, torch.float64), "x.to(dtype=torch.float64)"),
+        (
+            lambda g, x: converted(g, x, torch.float32),
+            "torch.ops.aten._to_copy.default(x, dtype=torch.float32)",
+        ),
         (lambda g, x: g.call_function(aten.clone.default, (x,), {"memory_format": None}), "torch.clone(x)"),
     ],
 )

@@ -474,6 +474,32 @@ def test_sizes_known_from_values_alone_are_told_from_those_of_the_batch(
     assert not torch_compat.depends_on_values((None, 1, "text", [torch.zeros(2)]))
 
 
+def test_what_values_tell_is_found_with_what_was_asserted_of_it() -> None:
+    class Pairs(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            chosen = x[x > 0]
+            torch._check(chosen.shape[0] % 2 == 0)
+            return torch.unique(chosen.reshape(-1, 2))
+
+    joint = torch_compat.differentiate(capture(Pairs(), torch.zeros(4, 4)), training=False)
+    chosen, distinct = joint.value_sizes
+    assert (chosen.node.target, chosen.item, chosen.dim) == (torch.ops.aten.index.Tensor, None, 0)
+    assert (distinct.item, distinct.dim) == (0, 0)
+    assert torch_compat.value_symbols(chosen.node.meta["val"])
+    assert any(condition.has(Mod) for condition in joint.asserted)
+
+
+def test_recurrent_networks_stay_whole_for_any_length() -> None:
+    network = nn.GRU(4, 3, bidirectional=True, batch_first=True)
+    x = torch.zeros(5, 7, 4)
+    with torch_compat.whole_recurrent_networks():
+        graph = torch_compat.capture_with_dynamo(network, (x,), [(x, 0), (x, 1)]).module.graph
+    (call,) = [node for node in graph.nodes if node.target is torch.gru]
+    output, last = call.meta["example_value"]
+    assert isinstance(output.shape[1], torch.SymInt)
+    assert (output.shape[2], last.shape[0], output.requires_grad) == (6, 2, True)
+
+
 def test_a_data_dependent_guard_has_a_short_reason() -> None:
     error = GuardOnDataDependentSymNode(sympy.Symbol("u0"), "Could not guard ...\nmany lines")
     assert torch_compat.reason_of(error).startswith("Data-dependent size or branch")

@@ -13,7 +13,7 @@ batch. A sum is divided by the share.
 
 import operator
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,12 +47,11 @@ from pipec.capture.parts import (
     place_of,
     reduction_of,
 )
+from pipec.capture.rewriting import Chain, put, value_of
 from pipec.capture.rounds import Rounds
+from pipec.capture.selections import SELECTED, SHAPING, num_told, part_of_selection
 from pipec.graph import is_assumption
-from pipec.torch_compat import pytree
-
-KEPT = ("custom", "stack_trace", "nn_module_stack")
-"""What a node that is put in has of the meta of the node it belongs to."""
+from pipec.torch_compat import pytree, value_symbols
 
 
 def add_up(
@@ -100,7 +99,7 @@ class _Walk:
 
     def __post_init__(self) -> None:
         split = [node for node in self._arguments() if plain_name(str(node.target)) in self.batched]
-        sizes = [value.shape[0] for value in map(_value, split) if value.shape[:1]]
+        sizes = [value.shape[0] for value in map(value_of, split) if value.shape[:1]]
         symbols = [x.node.expr for x in sizes if isinstance(x, torch.SymInt)]
         self._symbol = next((x for x in symbols if isinstance(x, sympy.Symbol)), None)
         fixed_size = self.size if self._symbol is None else 0
@@ -108,7 +107,7 @@ class _Walk:
 
     def _arguments(self) -> list[fx.Node]:
         nodes = self.module.graph.find_nodes(op="placeholder")
-        return [node for node in nodes if isinstance(_value(node), Tensor)]
+        return [node for node in nodes if isinstance(value_of(node), Tensor)]
 
     def visit(self, node: fx.Node) -> None:
         match node.op:
@@ -126,7 +125,7 @@ class _Walk:
                     self.known[changed] = self.known[node]
 
     def _of_argument(self, node: fx.Node) -> Meaning:
-        value = _value(node)
+        value = value_of(node)
         if not isinstance(value, Tensor):
             return Meaning(Part.SAME)
         split = (
@@ -139,7 +138,7 @@ class _Walk:
 
     def _of_call(self, node: fx.Node) -> Meaning:
         read = [self.known[source] for source in node.all_input_nodes]
-        value = _value(node.args[0] if operator_name(node) == "setitem" else node)
+        value = value_of(node.args[0] if operator_name(node) == "setitem" else node)
         given = all(meaning.given for meaning in read) and not is_drawn(node)
         if value is None:
             return Meaning(Part.OTHER, because=node)
@@ -151,7 +150,7 @@ class _Walk:
         if operator_name(node) in SHAPED and not self._num_batches(value):
             return Meaning(Part.SAME, given)
         for meaning, source in zip(read, node.all_input_nodes, strict=True):
-            if meaning.part is Part.OTHER and not self._is_index(source, node):
+            if meaning.part is Part.OTHER and not self._tells_no_row(source, node):
                 return meaning
         shapes = self.rounds.shapes(node)
         parts = [
@@ -161,7 +160,8 @@ class _Walk:
         part = self._of_tensor(node, value, parts)
         known = (part is Part.SUM) if self._symbol is None else part in (Part.SUM, Part.MEAN, Part.OTHER)
         own = self.rounds.leads_to_join(node)
-        if given and known and not own and isinstance(value, Tensor) and self._num_batches(value) == 0:
+        fixed = isinstance(value, Tensor) and not num_told(value) and self._num_batches(value) == 0
+        if given and known and not own and fixed:
             return self._take_of_batch(node, adds_up=part is Part.SUM)
         return Meaning(part, given, node if part is Part.OTHER else None)
 
@@ -171,19 +171,26 @@ class _Walk:
         part = self.rounds.join(node, meaning.part)
         return Meaning(part, because=(meaning.because or node) if part is Part.OTHER else None)
 
-    def _is_index(self, source: fx.Node, reader: fx.Node) -> bool:
-        """Whether a call only looks up rows by whole numbers, such as those that experts are chosen by."""
-        value = _value(source)
+    def _tells_no_row(self, source: fx.Node, reader: fx.Node) -> bool:
+        """Whether a call only looks up rows by whole numbers, such as those that experts are chosen by.
+
+        Or it reads a number as a size.
+        """
+        value = value_of(source)
+        if isinstance(value, torch.SymInt):
+            return operator_name(reader) in SHAPING
         whole = isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex()
         rows = any(self.known[each].part is Part.ROWS for each in reader.all_input_nodes)
         return (
             whole
             and rows
             and operator_name(reader) not in ARITHMETIC
-            and self._num_batches(_value(reader)) == 1
+            and self._num_batches(value_of(reader)) == 1
         )
 
     def _of_number(self, value: Any) -> Part:
+        if value_symbols(value):
+            return Part.OTHER
         expression = value.node.expr if hasattr(value, "node") else value
         if self._symbol is None or not isinstance(expression, sympy.Basic):
             return Part.SAME
@@ -200,6 +207,8 @@ class _Walk:
         kinds = set(parts)
         if kinds <= {Part.SAME}:
             return Part.SAME
+        if kinds & SELECTED or num_told(value):
+            return self._of_selection(node, value, parts)
         if kinds & {Part.SUM, Part.MEAN}:
             return self._of_sums(node)
         if not isinstance(value, Tensor):
@@ -214,16 +223,30 @@ class _Walk:
         scaled = Part.SIZE in kinds and operator_name(node) in ARITHMETIC
         return Part.ROWS if count == 1 and not scaled and not self._mixes_rows(node) else Part.OTHER
 
+    def _of_selection(self, node: fx.Node, value: Any, parts: Sequence[Part]) -> Part:
+        """What a call makes of rows that values choose, or by choosing them."""
+        if self._symbol is None:
+            return Part.OTHER
+        arguments, count = named_arguments(node), self._num_batches(value)
+        reduces = not count and not num_told(value)
+        if reduces and operator_name(node) in COUNTED and (counted := self._count(node, arguments)):
+            return counted
+        return part_of_selection(node, value, parts, arguments, count, self._mixes_rows(node))
+
     def _mixes_rows(self, node: fx.Node) -> bool:
         """Whether a call computes along the batch, so that a row depends on others."""
         if operator_name(node) not in ALONG or self._symbol is None:
             return False
         source = node.all_input_nodes[0]
-        sizes, whole = tuple[Any, ...](_value(source).shape), self.rounds.rows_of_round(source)
+        sizes, whole = tuple[Any, ...](value_of(source).shape), self.rounds.rows_of_round(source)
         along = [sizes[dim] for dim in dimensions_of(node)]
         return any(self._has_rows(size) and size.node.expr not in whole for size in along)
 
     def _has_rows(self, size: Any) -> bool:
+        """Whether a size grows with the batch, or values tell it."""
+        return self._is_of_batch(size) or bool(value_symbols(size))
+
+    def _is_of_batch(self, size: Any) -> bool:
         return isinstance(size, torch.SymInt) and self._symbol in size.node.expr.free_symbols
 
     def _num_batches(self, value: Any, whole: Collection[Any] = ()) -> int:
@@ -234,8 +257,8 @@ class _Walk:
         if not isinstance(value, Tensor):
             return 0
         if self._symbol is None:
-            return int(any(size % self.size == 0 for size in value.shape))
-        sizes = [size.node.expr for size in tuple[Any, ...](value.shape) if self._has_rows(size)]
+            return int(any(isinstance(size, int) and size % self.size == 0 for size in value.shape))
+        sizes = [size.node.expr for size in tuple[Any, ...](value.shape) if self._is_of_batch(size)]
         sizes = [size for size in sizes if size not in whole]
         return len(sizes) if all(map(self._is_proportional, sizes)) else 2
 
@@ -249,7 +272,7 @@ class _Walk:
             return Part.OTHER
         parts = [self.known[operand].part for operand in operands]
         part = part_of_sums(node, parts, any(numbers))
-        if self._symbol is not None and self._num_batches(_value(node)):
+        if self._symbol is not None and self._num_batches(value_of(node)):
             return Part.OTHER
         if operator_name(node) in DIVIDE and part is Part.SUM and self._divide_by_share(node):
             return Part.MEAN
@@ -274,10 +297,9 @@ class _Walk:
             return False
         if self.rounds.is_joined(divisor):
             assert isinstance(total, fx.Node)
-            quotient.args = (self._put(total, total.name, operator.mul, total, self.num_replicas), divisor)
+            quotient.args = (put(total, total.name, operator.mul, total, self.num_replicas), divisor)
             return True
-        put = _Chain(self, divisor)
-        share = put.share_of(divisor, quotient)
+        share = Chain(divisor).share_of(divisor, quotient)
         quotient.replace_input_with(divisor, share)
         self.known[share] = Meaning(Part.SAME)
         return True
@@ -293,15 +315,13 @@ class _Walk:
     def make_mean(self, total: fx.Node, reader: fx.Node) -> bool:
         """Let ``reader`` read a sum divided by the share. Returns whether that can be done."""
         shared = changes_argument(reader) and reader.args[0] is total and len(total.users) > 1
-        if shared or self._scaled_by_rows or not _value(total).is_floating_point():
+        if shared or self._scaled_by_rows or not value_of(total).is_floating_point():
             return False
         if total not in self._means:
-            share = self._put(total, "share", SHARE, _value(total).device)
-            share = self._put(
-                share, "share", torch.ops.aten._to_copy.default, share, dtype=_value(total).dtype
-            )
-            self._means[total] = self._put(share, total.name, operator.truediv, total, share)
-            self._means[total].meta["example_value"] = _value(total)
+            share = put(total, "share", SHARE, value_of(total).device)
+            share = put(share, "share", torch.ops.aten._to_copy.default, share, dtype=value_of(total).dtype)
+            self._means[total] = put(share, total.name, operator.truediv, total, share)
+            self._means[total].meta["example_value"] = value_of(total)
             self.known[self._means[total]] = Meaning(Part.MEAN)
         reader.replace_input_with(total, self._means[total])
         return True
@@ -310,16 +330,16 @@ class _Walk:
         """What to return instead of a result besides the loss: one that says how it adds up."""
         meaning = self.known[node]
         told = meaning.part in (Part.SUM, Part.OTHER) or self.rounds.rows_of_round(node)
-        if not isinstance(_value(node), Tensor) or not told:
+        if not isinstance(value_of(node), Tensor) or not told:
             return node
         unclear = "" if meaning.part is Part.SUM else place_of(meaning.because or node)
-        return self._put(node, node.name, RESULT, node, unclear)
+        return put(node, node.name, RESULT, node, unclear)
 
     def _take_of_batch(self, node: fx.Node, adds_up: bool) -> Meaning:
         """Let the users of a node read what it is of the whole batch."""
         users = list(node.users)
-        whole = self._put(node, "of_batch", OF_BATCH, node, adds_up)
-        whole.meta["example_value"] = _value(node)
+        whole = put(node, "of_batch", OF_BATCH, node, adds_up)
+        whole.meta["example_value"] = value_of(node)
         self.known[whole] = Meaning(Part.SAME, given=True)
         for user in users:
             user.replace_input_with(node, whole)
@@ -331,66 +351,30 @@ class _Walk:
         None if the loss is none over targets that are classes.
         """
         target, weight = arguments.get("target"), arguments.get("weight")
-        if target is None or _value(target).is_floating_point() or reduction_of(arguments) != "mean":
+        if target is None or value_of(target).is_floating_point() or reduction_of(arguments) != "mean":
             return None
         if not all(self.known[x].given for x in (target, weight) if isinstance(x, fx.Node)):
             return Part.OTHER
-        put = _Chain(self, node)
-        valid = put("valid", torch.ne, target, arguments["ignore_index"])
+        chain = Chain(node)
+        valid = chain("valid", torch.ne, target, arguments["ignore_index"])
         counted = valid
         if weight is not None:
-            invalid = put("invalid", torch.logical_not, valid)
-            index = put("index", torch.flatten, put("index", torch.masked_fill, target, invalid, 0))
-            weights = put("weights", torch.gather, weight, 0, index)
-            counted = put("weights", torch.masked_fill, weights, put("flat", torch.flatten, invalid), 0)
-        count = put("count", OF_BATCH, put("count", torch.sum, counted), True)
-        share = put.share_of(count, node)
-        total = put.again(node, reduction=2 if isinstance(arguments["reduction"], int) else "sum")
-        mean = put(node.name, operator.truediv, total, share)
-        mean.meta["example_value"] = _value(node)
+            invalid = chain("invalid", torch.logical_not, valid)
+            index = chain("index", torch.flatten, chain("index", torch.masked_fill, target, invalid, 0))
+            weights = chain("weights", torch.gather, weight, 0, index)
+            counted = chain("weights", torch.masked_fill, weights, chain("flat", torch.flatten, invalid), 0)
+        count = chain("count", OF_BATCH, chain("count", torch.sum, counted), True)
+        share = chain.share_of(count, node)
+        total = chain.again(node, reduction=2 if isinstance(arguments["reduction"], int) else "sum")
+        mean = chain(node.name, operator.truediv, total, share)
+        mean.meta["example_value"] = value_of(node)
         node.replace_all_uses_with(mean, delete_user_cb=lambda user: user is not total)
         self.known[mean] = Meaning(Part.MEAN)
         return Part.MEAN
 
-    def _put(
-        self, after: fx.Node, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> fx.Node:
-        with self.module.graph.inserting_after(after):
-            node = self.module.graph.create_node("call_function", function, args, kwargs, name)
-        node.meta = {key: after.meta[key] for key in KEPT if key in after.meta}
-        return node
-
-
-@dataclass
-class _Chain:
-    """Puts one node after the other into a graph."""
-
-    walk: _Walk
-    last: fx.Node
-
-    def __call__(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-        self.last = self.walk._put(self.last, name, function, *args, **kwargs)
-        return self.last
-
-    def share_of(self, whole: fx.Node, like: fx.Node) -> fx.Node:
-        """The microbatch's share of a value of the whole batch, in the type of ``like``."""
-        share = self("share", torch.mul, whole, self("share", SHARE, _value(like).device))
-        return self("share", torch.ops.aten._to_copy.default, share, dtype=_value(like).dtype)
-
-    def again(self, node: fx.Node, **changed: Any) -> fx.Node:
-        """The same call with other arguments."""
-        arguments = {**named_arguments(node), **changed}
-        return self(f"{node.name}_sum", node.target, *arguments.values())  # type: ignore[arg-type]
-
-
-def _value(node: Any) -> Any:
-    """The fake value of a node."""
-    meta = node.meta
-    return meta["example_value"] if "example_value" in meta else meta.get("val")
-
 
 def rows_of(argument: fx.Node) -> Any:
     """The formula of dimension 0 of an argument of a captured graph, None if it has none."""
-    value = _value(argument)
+    value = value_of(argument)
     size: Any = value.shape[0] if isinstance(value, Tensor) and value.ndim else None
     return size.node.expr if isinstance(size, torch.SymInt) else size

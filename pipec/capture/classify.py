@@ -10,7 +10,7 @@ from torch import fx
 from pipec.capture.operators import BACKWARD, OPERATOR_ID
 from pipec.graph import (
     LossGradient,
-    is_assumption,
+    is_check,
     is_collective,
     is_constant,
     is_random,
@@ -35,11 +35,11 @@ def classify(graph: fx.Graph) -> None:
             if operator is not None:
                 node.meta["operator"] = operator
         if node.op == "call_function":
-            if is_assumption(node):
+            if is_check(node):
                 node.meta["val"] = None
             if is_random(node):
                 node.meta["draw"] = next(draws)
-            done_here = is_random(node) or is_collective(node) or is_assumption(node)
+            done_here = is_random(node) or is_collective(node) or is_check(node)
             free = node.meta["phase"] is Phase.FORWARD and not done_here
             node.meta["constant"] = free and all(map(is_constant, node.all_input_nodes))
     for node in reversed(graph.nodes):

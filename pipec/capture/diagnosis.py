@@ -41,8 +41,9 @@ ADVICE = (
     ),
     (
         r"item\(\)|tolist|[Dd]ynamic (shape|slicing)|[Dd]ata[- ]dependent",
-        "The value of a tensor becomes a Python number or a shape, as with .item(), .tolist(), nonzero or a "
-        "mask as index.\nKeep it a tensor, with torch.where, gather, index_select or a mask of fixed shape.",
+        "The value of a tensor becomes a Python number, as with .item() and .tolist(), or a size that\n"
+        "values tell decides what is computed. Keep it a tensor, with torch.where, gather or index_select,\n"
+        "and assert what holds of every such size with torch._check.",
     ),
     ("", "Replace the call on that line with tensor operations of torch, or do it outside the model."),
 )

@@ -17,6 +17,7 @@ from pipec.capture.of_batch import decided_by_arguments, lift_of_batch
 from pipec.capture.parts import where
 from pipec.capture.symbols import batch_symbol, check_readable, number_symbols, variable_symbols
 from pipec.capture.tied import merge_tied_arguments, merge_tied_gradients
+from pipec.capture.value_sizes import keep_value_sizes
 from pipec.errors import CaptureError, InputError
 from pipec.graph import (
     Argument,
@@ -30,8 +31,9 @@ from pipec.graph import (
     Result,
     TrainingGraph,
     UpdatedBuffer,
-    is_assumption,
+    is_check,
     is_forward,
+    varies,
 )
 from pipec.graph.dimensions import Symbols, dimension
 from pipec.ir import Mode, Sizes, Variable
@@ -90,10 +92,6 @@ class Traced:
     num_replicas: int = 1
 
 
-class ValueDependentError(Exception):
-    """A size in the graph depends on the values of a tensor. The message ends with a printed traceback."""
-
-
 def training_graph(traced: Traced) -> TrainingGraph:
     """Read the joint graph as a training graph, in place.
 
@@ -104,7 +102,7 @@ def training_graph(traced: Traced) -> TrainingGraph:
     module = traced.joint.module
     graph = module.graph
     graph.set_codegen(fx.graph.CodeGen())  # torch's expects the arguments nested as they were
-    _check_sizes(graph, number_symbols(graph) if traced.variables else set())
+    value_sizes = keep_value_sizes(traced.joint, number_symbols(graph) if traced.variables else set())
     _check_calls(node for node in graph.nodes if str(node.target) == "with_effects")
     arguments = [node for node in graph.nodes if node.op == "placeholder"]
     for node, described in zip(arguments, traced.joint.arguments, strict=True):
@@ -135,6 +133,7 @@ def training_graph(traced: Traced) -> TrainingGraph:
             variables=tuple(traced.variables),
             planned=traced.planned,
             variable_symbols=symbols,
+            value_sizes=value_sizes,
             constants={**_used(graph, of_batch, traced.constants), **lifted},
             of_batch=of_batch,
             unclear=traced.unclear,
@@ -153,13 +152,6 @@ def _guards(joint: torch_compat.JointGraph) -> tuple[sympy.Basic, ...]:
     """The conditions that a call may break. Those that made one symbol of two hold from then on."""
     guards = (guard.subs(joint.replacements) for guard in joint.guards)
     return tuple(guard for guard in guards if guard != sympy.true)
-
-
-def _check_sizes(graph: fx.Graph, numbers: Collection[sympy.Symbol]) -> None:
-    for node in graph.nodes:
-        if node.op != "output" and torch_compat.depends_on_values(node.meta.get("val"), numbers):
-            trace = node.meta.get("stack_trace")
-            raise ValueDependentError(f"data-dependent result of {node.target}\n{trace}")
 
 
 def _check_calls(nodes: Iterable[fx.Node]) -> None:
@@ -267,7 +259,12 @@ def _is_tensor_node(value: object, traced: Traced) -> bool:
     if not isinstance(value, fx.Node):
         return False
     if isinstance(value.meta.get("val"), Tensor):
-        return True
+        if not varies(value):
+            return True
+        raise CaptureError(
+            f"the model returns a tensor whose size values tell{where(value)}\n"
+            "Microbatches cannot be joined to it. Return one of fixed size, such as a mask, or leave it out."
+        )
     raise CaptureError(
         f"the model returns a number that depends on the size of the batch{where(value)}\n"
         "Microbatches cannot be joined to it. Return it as a tensor, or leave it out."
@@ -294,11 +291,11 @@ def _drop_what_does_nothing(graph: fx.Graph, no_ops: Collection[Any]) -> None:
     for node in list(graph.nodes):
         if _does_nothing(node, no_ops):
             node.replace_all_uses_with(node.args[0])
-        elif _is_number(node.meta.get("val")) and node.op != "output":
+        elif _is_number(node.meta.get("val")) and node.op != "output" and not varies(node):
             value = node.meta["val"]
             _replace_by(node, value.node.expr if hasattr(value, "node") else value)
     for node in reversed(list(graph.nodes)):
-        if not node.users and node.op not in ("output", "placeholder") and not is_assumption(node):
+        if not node.users and node.op not in ("output", "placeholder") and not is_check(node):
             graph.erase_node(node)
 
 

@@ -14,7 +14,7 @@ from pipec.graph import (
     ModelInput,
     OfBatch,
     Share,
-    is_assumption,
+    is_check,
     is_collective,
     is_random,
 )
@@ -47,7 +47,7 @@ def lift_of_batch(graph: fx.Graph) -> fx.Graph | None:
     for role, node in zip(roles, marked, strict=True):
         _argument(graph, [node], f"of_batch_{role.index}", role)
     for node in reversed(list(graph.nodes)):
-        if not node.users and node.op == "call_function" and not is_assumption(node):
+        if not node.users and node.op == "call_function" and not is_check(node):
             graph.erase_node(node)
     return lifted if marked else None
 

@@ -24,6 +24,10 @@ class Part(Enum):
     """It is all their rows, along one dimension."""
     SUM = auto()
     """It is their sum."""
+    PICKED = auto()
+    """It is all of theirs, one after the other: rows that values choose, each of which depends on one row."""
+    PLACES = auto()
+    """They say which rows these are, of those of the microbatch."""
     MEAN = auto()
     """It is their mean, each weighted by its rows."""
     SIZE = auto()
@@ -186,7 +190,7 @@ def part_of_sums(node: fx.Node, parts: list[Part], has_number: bool) -> Part:
     name, kinds = operator_name(node), set(parts)
     rest = [part for part in parts if part not in (Part.SUM, Part.MEAN)]
     one = next(part for part in parts if part in (Part.SUM, Part.MEAN))
-    if kinds & {Part.ROWS, Part.OTHER}:
+    if kinds & {Part.ROWS, Part.PICKED, Part.PLACES, Part.OTHER}:
         return Part.OTHER
     if name in TERMS and Part.SIZE not in kinds:
         adds_number = has_number and name in ADD

@@ -157,7 +157,8 @@ class Rounds:
         return any(size_of(size) in self.sizes for size in tuple[Any, ...](value.shape))
 
     def _has_fixed_rows(self, value: Tensor) -> bool:
-        return self.size > 0 and value.ndim > 0 and value.shape[0] % self.size == 0
+        rows = value.shape[0] if self.size > 0 and value.ndim > 0 else None
+        return isinstance(rows, int) and rows % self.size == 0
 
 
 def _takes_all(node: fx.Node) -> bool:

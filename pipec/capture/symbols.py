@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from pipec.capture.add_up import plain_name
 from pipec.errors import ArtifactError
-from pipec.graph import ModelInput, TrainingGraph
+from pipec.graph import ModelInput, TrainingGraph, varies
 from pipec.graph.dimensions import condition, dimension
 from pipec.ir import Variable
 from pipec.ir.text import evaluate_dim, holds
@@ -94,10 +94,13 @@ def _values(argument: fx.Node | None, dim: int | None) -> list[Any]:
 def check_readable(graph: TrainingGraph) -> None:
     """Raise FixedVariableError unless ranks can work out every shape and condition from the variables."""
     tensors = [
-        node.meta["val"] for node in graph.module.graph.nodes if isinstance(node.meta.get("val"), Tensor)
+        node.meta["val"]
+        for node in graph.module.graph.nodes
+        if isinstance(node.meta.get("val"), Tensor) and not varies(node)
     ]
     shapes = {_expression(size) for tensor in tensors for size in tensor.shape}
-    read = [x for node in graph.nodes for x in pytree.tree_leaves((node.args, node.kwargs))]
+    fixed = [node for node in graph.nodes if not varies(node)]
+    read = [x for node in fixed for x in pytree.tree_leaves((node.args, node.kwargs))]
     sizes = {"b": graph.batch_size, **graph.planned}
     try:
         for size in shapes:

@@ -29,6 +29,7 @@ from pipec.capture.joins import join_replicas, sync_batch_norms_alone
 from pipec.capture.normalize import Traced, training_graph
 from pipec.capture.operators import checkpoints, number_operators
 from pipec.capture.randomness import Generators
+from pipec.capture.recurrent import separate_layers
 from pipec.capture.step import Step, model_names
 from pipec.capture.symbols import FixedVariableError, number_values
 from pipec.capture.variables import alike
@@ -99,6 +100,7 @@ def capture(
         stack.enter_context(without_caches(model))
         stack.enter_context(torch_compat.unvalidated_distributions())
         stack.enter_context(torch_compat.whole_interpolations())
+        stack.enter_context(torch_compat.whole_recurrent_networks())
         stack.enter_context(torch_compat.bounded_ctc_losses())
         stack.enter_context(sync_batch_norms_alone())
         stack.enter_context(ops.joining(num_replicas or 1))
@@ -256,6 +258,7 @@ class _Tracer:
                 )
         self._guards, self.is_direct = captured.guards, captured.differentiated is not None
         self.draws_with_numpy = torch_compat.draws_with_numpy(captured.module)
+        separate_layers(captured.module)
         operators = number_operators(captured.module)
         describe_branches(captured.module)
         _warn_of_changed_state(self._step.model, captured.changed_state)
@@ -392,7 +395,6 @@ def _warn_of_checkpoints(calls: Sequence[str]) -> None:
     """Say that pipec decides what is computed again, and not the model."""
     if calls:
         log.warning(
-            "torch.utils.checkpoint at %s is not followed: what is computed again follows from "
-            "memory_limit=... and recompute=...",
+            "torch.utils.checkpoint at %s is not followed: memory_limit=... and recompute=... decide instead",
             ", ".join(dict.fromkeys(calls)),
         )

@@ -15,8 +15,8 @@ import sympy
 import torch
 from torch import fx
 
-from pipec import torch_compat
-from pipec.graph import is_assumption, is_random
+from pipec import primitives, torch_compat
+from pipec.graph import formula, is_assumption, is_number, is_random
 from pipec.graph.dimensions import Symbols, dimension
 
 aten = torch.ops.aten
@@ -51,6 +51,8 @@ METHODS = {
     aten.unsqueeze.default: "unsqueeze",
     aten.squeeze.dim: "squeeze",
     aten.masked_fill.Scalar: "masked_fill",
+    aten.split.Tensor: "split",
+    aten.split_with_sizes.default: "split",
     aten.new_zeros.default: "new_zeros",
     aten.new_ones.default: "new_ones",
     aten.new_full.default: "new_full",
@@ -112,9 +114,19 @@ FUNCTIONS = {
     aten.tril.default: "tril",
     aten.triu.default: "triu",
     aten.rsub.Scalar: "rsub",
+    aten.scalar_tensor.default: "scalar_tensor",
+    aten.constant_pad_nd.default: "constant_pad_nd",
     aten.reciprocal.default: "reciprocal",
     aten.erf.default: "erf",
 }
+
+PRIMITIVES = {
+    primitives.require: "require",
+    primitives.ONEDNN_LSTM: "ONEDNN_LSTM",
+    primitives.RECURRENCE: "RECURRENCE",
+    primitives.RECURRENCE_BACKWARD: "RECURRENCE_BACKWARD",
+}
+"""Operators of pipec's own."""
 
 DEFAULTS = {
     "pin_memory": (False, None),
@@ -133,6 +145,8 @@ def expression(node: fx.Node, name: Namer, symbols: Symbols) -> str:
         return literal(argument, name, symbols)
 
     target = node.target
+    if is_number(node):
+        return _number(node, name, symbols)
     if target is operator.getitem:
         return f"{show(node.args[0])}[{show(node.args[1])}]"
     args = [show(argument) for argument in node.args]
@@ -147,17 +161,23 @@ def expression(node: fx.Node, name: Namer, symbols: Symbols) -> str:
         return f"assume({', '.join(args)})"
     if is_random(node):
         return _random(node, args, kwargs)
+    if target is aten.index.Tensor and None not in node.args[1]:  # type: ignore[operator]
+        return f"{args[0]}{args[1]}"
+    if target is aten._to_copy.default and _converts(node):
+        return f"{args[0]}.to({', '.join(kwargs)})"
     if target in INFIX and not kwargs and isinstance(node.args[0], fx.Node):
         return f"{args[0]} {INFIX[target]} {_operand(node.args[1], args[1])}"
     if target in METHODS and isinstance(node.args[0], fx.Node):
         return f"{args[0]}.{METHODS[target]}({', '.join(args[1:] + kwargs)})"
+    if target in PRIMITIVES:
+        return f"primitives.{PRIMITIVES[target]}({', '.join(args + kwargs)})"
     call = f"torch.{FUNCTIONS[target]}" if target in FUNCTIONS else _qualified(target)
     return f"{call}({', '.join(args + kwargs)})"
 
 
 def free_names(node: fx.Node, symbols: Symbols) -> set[str]:
     """What ``expression(node, ...)`` mentions besides nodes and ``torch``: ``{"b", "t", "device"}``."""
-    names = {"assume"} if is_assumption(node) else set[str]()
+    names = {"primitives"} if node.target in PRIMITIVES else {"assume"} if is_assumption(node) else set()
     if is_random(node):
         names |= {"rng", "dropout" if node.target is aten.native_dropout.default else "draw"}
     for argument in torch_compat.pytree.tree_leaves((node.args, node.kwargs)):
@@ -169,9 +189,27 @@ def free_names(node: fx.Node, symbols: Symbols) -> set[str]:
     return names
 
 
+def _number(node: fx.Node, name: Namer, symbols: Symbols) -> str:
+    """``selected.shape[0]``, or what follows from it: ``2*size``"""
+    first, *others = node.args
+    if node.target is not formula:
+        return f"{literal(first, name, symbols)}.shape[{others[0]}]"
+    assert isinstance(first, sympy.Basic)
+    unknown = sorted((symbol for symbol in first.free_symbols if symbol not in symbols), key=str)
+    named = {symbol: name(size) for symbol, size in zip(unknown, others, strict=True)}  # type: ignore[arg-type]
+    return dimension(first, {**symbols, **named})
+
+
 def _operand(argument: Any, source: str) -> str:
     """The source of an operand. A formula is put in brackets: ``x / (12*b)``."""
     return f"({source})" if isinstance(argument, sympy.Basic) and not argument.is_Atom else source
+
+
+def _converts(node: fx.Node) -> bool:
+    """Whether the copy has another type than its source: ``to`` copies nothing else."""
+    source, dtype = node.args[0], node.kwargs.get("dtype")
+    known = source.meta.get("val") if isinstance(source, fx.Node) else None
+    return known is not None and dtype is not None and known.dtype != dtype
 
 
 def _slice(tensor: str, dim: str = "0", start: str = "", end: str = "") -> str:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import fx
 
+from pipec import primitives
 from pipec.graph import (
     LossGradient,
     ModelInput,
@@ -21,6 +22,7 @@ from pipec.graph import (
     Share,
     TrainingGraph,
     is_forward,
+    is_number,
     is_tensor,
     recv,
     send,
@@ -41,6 +43,7 @@ RESERVED = frozenset(
         "device",
         "dropout",
         "draw",
+        "primitives",
         "assume",
         "loss",
         "grad_loss",
@@ -57,6 +60,9 @@ ITEMS = {
     torch.ops.aten.convolution_backward.default: ("grad_input", "grad_weight", "grad_bias"),
     torch.ops.aten.native_dropout.default: ("", "mask"),
     torch.ops.aten.max_pool2d_with_indices.default: ("", "indices"),
+    primitives.ONEDNN_LSTM: ("", "h", "c", "kept"),
+    primitives.RECURRENCE: ("", "h", "c", "kept"),
+    primitives.RECURRENCE_BACKWARD: ("grad_gates", "grad_h", "grad_c", "grad_w_hh", "grad_b_hh", "grad_w_hr"),
 }
 """What the items of operators that return several tensors are called."""
 
@@ -170,6 +176,8 @@ def _operator_name(node: fx.Node) -> str:
         known = ITEMS.get(source.target, ())  # type: ignore[call-overload]
         suffix = known[item] if item < len(known) else str(item)
         return "_".join(filter(None, [_operator_name(source), suffix]))
+    if is_number(node):
+        return "size"
     schema = getattr(node.target, "_schema", None)
     name = schema.name.split("::")[1] if schema else str(node.target)
     return identifier(name.strip("_").removeprefix("native_"))

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from pipec.codegen.expressions import expression, free_names
+from pipec.codegen.inlining import inlined_views
 from pipec.codegen.names import comment
-from pipec.graph import TrainingGraph, is_assumption, is_view
+from pipec.graph import TrainingGraph, is_assumption, is_number, is_view
 from pipec.graph.dimensions import dimension
 from pipec.graph.functions import Function, StageFunctions, of_batch_nodes, prepared_nodes, runs_in
 from pipec.graph.lifetimes import dying, is_statement, items_of, made_by, sums_in_place
@@ -101,6 +102,8 @@ class StageSource:
         if is_assumption(node):
             condition, outcome, branch = source.split(", ", 2)
             return [f"    {condition}, {outcome},", f"           {branch}"]
+        if node.meta["val"] is None:
+            return [f"    {source}"]
         if not isinstance(node.meta["val"], list | tuple):
             return _statement(f"{self.names[node]} = {source}", self.type_of(node))
         items = {u.args[1]: u for u in node.users if u.target is operator.getitem and u in read}
@@ -113,8 +116,10 @@ class StageSource:
         return {name for node in nodes for name in free_names(node, self.graph.symbols)}
 
     def type_of(self, node: fx.Node) -> str:
-        """``f32[b, 128]``"""
+        """``f32[b, 128]``, or nothing for a number."""
         value = node.meta["val"]
+        if is_number(node):
+            return ""
         sizes = ", ".join(dimension(size, self.graph.symbols) for size in value.shape)
         return f"{format_dtype(str(value.dtype).removeprefix('torch.'))}[{sizes}]"
 
@@ -124,9 +129,10 @@ class StageSource:
         apart = prepared_nodes(self.graph, self.stage.prepared)
         named = self.free_names(itertools.chain(self.stage.constants, apart, *bodies))
         lines = [*(["import math", ""] if "math" in named else []), "import torch"]
+        own = ["from pipec import primitives"] if "primitives" in named else []
         imported = {module: sorted(named & names) for module, names in RUNTIME.items()}
-        of_runtime = [f"from {module} import {', '.join(used)}" for module, used in imported.items() if used]
-        return [*lines, *([""] if of_runtime else []), *of_runtime]
+        own += [f"from {module} import {', '.join(used)}" for module, used in imported.items() if used]
+        return [*lines, "", *own] if own else lines
 
     def _table(self, name: str, variable: str, nodes: Sequence[fx.Node]) -> list[str]:
         if not nodes:
@@ -138,19 +144,21 @@ class StageSource:
         return [f"{name} = (", *rows, ")"]
 
     def _constants(self) -> list[str]:
-        body = [
-            line
-            for node in filter(is_statement, self.stage.constants)
-            for line in self.assignment(
-                node, expression(node, self.names.__getitem__, self.graph.symbols), self.stage.constants
-            )
-        ]
+        body, name = self.stage.constants, self.names.__getitem__
+        views = inlined_views(body, self.hoisted(), name, self.graph.symbols)
+        statements = [node for node in body if is_statement(node) and node not in views]
         named = self.free_names(self.stage.constants)
         sizes = [name for name in self.graph.symbol_names if name in named]
         return [
             f"def constants({', '.join([*sizes, 'device'])}):",
             '    """Values that depend on nothing but sizes."""',
-            *body,
+            *(
+                line
+                for node in statements
+                for line in self.assignment(
+                    node, expression(node, lambda n: views.get(n) or name(n), self.graph.symbols), body
+                )
+            ),
             f"    return {_tuple(self.names[node] for node in self.hoisted())}",
         ]
 
@@ -252,17 +260,25 @@ class _FunctionSource:
         """
         gone, sums = dying(self.function), sums_in_place(self.function)
         group, read = None, set(self.function.body)
+        symbols = self.module.graph.symbols
+        views = inlined_views(self.function.body, self.function.results, self._name, symbols)
+
+        def name(node: fx.Node) -> str:
+            return views.get(node) or self._name(node)
+
         for node in filter(is_statement, self.function.body):
+            if node in views:
+                continue
             replayed = is_view(node) and not runs_in(node, self.function.phase)
             if not replayed and (title := self._title(node)) != group:
                 group = title
                 yield _beside(f"    # {title}", self._source_line(node))
-            source = expression(node, self._name, self.module.graph.symbols)
+            source = expression(node, name, symbols)
             if node in sums:
                 (other,) = {*node.all_input_nodes} - {sums[node]}
-                source = f"{self._name(sums[node])}.add_({self._name(other)})"
+                source = f"{name(sums[node])}.add_({name(other)})"
             yield from self.module.assignment(node, source, read)
-            dead = [self.module.names[each] for each in gone.get(node, ())]
+            dead = [self.module.names[each] for each in gone.get(node, ()) if each not in views]
             if items_of(node) > sum(1 for _ in made_by(node, read)) and not is_view(node):
                 dead.append("_")
             if dead:
@@ -323,12 +339,44 @@ def _beside(code: str, note: str) -> str:
 
 
 def _statement(code: str, note: str) -> list[str]:
-    """One statement with its note beside it. A long call is broken after its opening bracket."""
+    """One statement with its note beside it. A long one is broken inside the bracket that it ends with."""
     if len(code) + 4 <= LINE_LENGTH or not code.endswith(")"):
         return [_beside(f"    {code}", note)]
-    start = code.index("(", code.index(" = ")) + 1
-    inner = textwrap.wrap(code[start:-1], LINE_LENGTH - 8, break_long_words=False, break_on_hyphens=False)
+    start = _opening(code) + 1
+    inner = _filled(_arguments(code[start:-1]), LINE_LENGTH - 8)
     return [f"    {code[:start]}", *(f"        {line}" for line in inner), _beside("    )", note)]
+
+
+def _opening(code: str) -> int:
+    """Where the bracket is that the last character closes."""
+    depth = 0
+    for index in range(len(code) - 1, -1, -1):
+        depth += {")": 1, "(": -1}.get(code[index], 0)
+        if not depth:
+            return index
+    raise AssertionError(f"{code} has more brackets closed than opened")
+
+
+def _arguments(code: str) -> Iterator[str]:
+    """The arguments of a call, divided at the commas that are in no bracket."""
+    depth = start = 0
+    for index, character in enumerate(code):
+        depth += (character in "([{") - (character in ")]}")
+        if not depth and code.startswith(", ", index):
+            yield code[start:index]
+            start = index + 2
+    yield code[start:]
+
+
+def _filled(arguments: Iterable[str], width: int) -> list[str]:
+    """Arguments in lines of so many characters, if none of them is longer."""
+    lines = [""]
+    for argument in arguments:
+        if lines[-1] and len(lines[-1]) + len(argument) + 2 > width:
+            lines[-1] += ","
+            lines.append("")
+        lines[-1] += f", {argument}" if lines[-1] else argument
+    return lines
 
 
 def _tuple(items: Iterable[str]) -> str:

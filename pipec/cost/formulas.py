@@ -22,8 +22,10 @@ from pipec.cost.tables import (
     FLOPS_PER_OUTPUT,
     GATHERED,
     MOVES,
+    RECURRENT,
     SCATTERED,
     UNREAD,
+    Recurrent,
 )
 from pipec.graph import is_collective, is_view
 from pipec.hardware.devices import DeviceModel
@@ -46,9 +48,9 @@ class OperatorCost:
 
     ``bytes_moved`` counts the memory that is read and written. ``output_bytes`` is the size of the node's
     value when it is dense, as it is saved or sent; a view has a size too, though making it moves nothing.
-    ``launches`` is 0 where no kernel starts. ``dtype`` is what the node computes in. ``known`` is False where
-    no formula for FLOPs was found, so that the bytes alone decide. ``measured`` is from a profile, if there
-    is one.
+    ``launches`` is how many kernels start, one after the other. ``dtype`` is what the node computes in.
+    ``known`` is False where no formula for FLOPs was found, so that the bytes alone decide. ``measured`` is
+    from a profile, if there is one.
     """
 
     flops: sympy.Expr
@@ -72,7 +74,8 @@ class OperatorCost:
         if not self.launches:
             return 0.0
         arithmetic = evaluate(self.flops, microbatch_size)
-        return self.device.seconds(arithmetic, evaluate(self.bytes_moved, microbatch_size), self.dtype)
+        seconds = self.device.seconds(arithmetic, evaluate(self.bytes_moved, microbatch_size), self.dtype)
+        return seconds + (self.launches - 1) * self.device.launch_seconds
 
 
 def operator_cost(node: fx.Node, sizes: Sizes, planned: Planned, device: DeviceModel) -> OperatorCost:
@@ -84,7 +87,7 @@ def operator_cost(node: fx.Node, sizes: Sizes, planned: Planned, device: DeviceM
         flops=in_microbatch(sympy.Integer(0) if computed is None else computed, planned),
         bytes_moved=in_microbatch(moved, planned),
         output_bytes=in_microbatch(total(size.dense_bytes for size in sizes[node]), planned),
-        launches=0 if free else 1,
+        launches=0 if free else _launches(node, sizes, planned),
         dtype=_computed_in(node, sizes),
         known=computed is not None,
         device=device,
@@ -123,6 +126,8 @@ def flops(node: fx.Node, sizes: Sizes) -> sympy.Expr | None:
     name = operator_name(node)
     if name == "convolution_backward":
         return _convolution_backward_flops(node, sizes)
+    if name in RECURRENT:
+        return _recurrent_flops(node, sizes, RECURRENT[name])
     if (formula := flop_registry.get(_registered_as(node))) is not None:
         return _registered_flops(formula, node, sizes)
     if name in MOVES:
@@ -162,6 +167,27 @@ def _convolution_backward_flops(node: fx.Node, sizes: Sizes) -> sympy.Expr:
     positions, filters = sizes[scanned][0].shape, sizes[weight][0].elements
     num_gradients = sum(arguments["output_mask"][:2])
     return sympy.Integer(2 * num_gradients) * positions[0] * product(positions[2:]) * filters
+
+
+def _recurrent_flops(node: fx.Node, sizes: Sizes, recurrent: Recurrent) -> sympy.Expr:
+    """Each weight is multiplied with every row of every step."""
+    arguments = _arguments(node)
+    weights = [arguments[name] for name in recurrent.weights if arguments[name] is not None]
+    elements = total(sizes[weight][0].elements for weight in weights)
+    return (
+        sympy.Integer(2 * recurrent.products)
+        * product(sizes[arguments[recurrent.steps]][0].shape[:2])
+        * elements
+    )
+
+
+def _launches(node: fx.Node, sizes: Sizes, planned: Planned) -> int:
+    """How many operators the node starts, one after the other."""
+    recurrent = RECURRENT.get(operator_name(node))
+    if recurrent is None or not recurrent.launches:
+        return 1
+    length = sizes[_arguments(node)[recurrent.steps]][0].shape[0]
+    return recurrent.launches * evaluate(in_microbatch(length, planned), 1)
 
 
 _aten = torch.ops.aten

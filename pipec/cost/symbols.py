@@ -24,11 +24,15 @@ _CACHE = 1 << 14
 
 
 def planned_sizes(graph: TrainingGraph) -> Planned:
-    """The microbatch size as ``MICROBATCH``, and each variable as the size that it was captured with."""
+    """The microbatch size as ``MICROBATCH``, each variable as the size that it was captured with, and what is
+    predicted for sizes that values tell.
+    """
     variables = tuple(
         (symbol, sympy.sympify(graph.planned[name])) for symbol, name in graph.variable_symbols.items()
     )
-    return variables if graph.batch is None else ((graph.batch, MICROBATCH), *variables)
+    known = variables if graph.batch is None else ((graph.batch, MICROBATCH), *variables)
+    values = ((symbol, in_microbatch(size, known)) for symbol, size in graph.value_sizes.items())
+    return *known, *values
 
 
 @dataclass(frozen=True, slots=True)

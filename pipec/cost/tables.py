@@ -6,6 +6,7 @@ element.
 """
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 
 def _names(text: str) -> frozenset[str]:
@@ -86,6 +87,28 @@ FLOPS_PER_INPUT: Mapping[str, int] = _each(
     }
 )
 """Operations per element of the first tensor argument: reductions, normalisations, their gradients."""
+
+
+class Recurrent(NamedTuple):
+    """A layer of a recurrent network in one operator: how often it multiplies which of its arguments.
+
+    ``steps`` is the argument of shape (length, rows, ...). ``launches`` are the kernels that each step
+    starts; without any, there is one kernel for all.
+    """
+
+    steps: str
+    weights: tuple[str, ...]
+    products: int
+    launches: int
+
+
+RECURRENT: Mapping[str, Recurrent] = {
+    "pipec::onednn_lstm": Recurrent("x", ("w_ih", "w_hh"), 1, 0),
+    "mkldnn_rnn_layer": Recurrent("input", ("weight0", "weight1"), 1, 0),
+    "mkldnn_rnn_layer_backward": Recurrent("input", ("weight1", "weight2"), 2, 0),
+    "pipec::recurrence": Recurrent("gates", ("w_hh", "w_hr"), 1, 10),
+    "pipec::recurrence_backward": Recurrent("output", ("w_hh", "w_hr"), 2, 20),
+}
 
 GATHERED: Mapping[str, str] = {
     **dict.fromkeys(_names("_unsafe_index gather index index_select take"), "self"),

@@ -7,7 +7,7 @@ a call; ``dimensions`` writes sizes as text.
 """
 
 from pipec.graph.assumptions import Assumptions, changed_constants
-from pipec.graph.branches import ASSUME, Decided, is_assumption
+from pipec.graph.branches import ASSUME, Decided, is_assumption, is_check
 from pipec.graph.nodes import (
     Argument,
     Buffer,
@@ -21,9 +21,11 @@ from pipec.graph.nodes import (
     Result,
     Share,
     UpdatedBuffer,
+    formula,
     is_collective,
     is_constant,
     is_forward,
+    is_number,
     is_random,
     is_tensor,
     is_view,
@@ -36,5 +38,6 @@ from pipec.graph.nodes import (
     send,
     stage_of,
     sums_gradients,
+    varies,
 )
 from pipec.graph.training_graph import Form, Operator, TrainingGraph, copy_graph

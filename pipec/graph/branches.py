@@ -8,6 +8,8 @@ import sympy
 import torch
 from torch import Tensor, fx, library, ops
 
+from pipec.primitives import require
+
 _library = library.Library("pipec", "FRAGMENT")
 _library.define("assume(Tensor condition, bool outcome, str branch) -> ()")
 
@@ -25,6 +27,11 @@ def _nothing(condition: Tensor, outcome: bool, branch: str) -> None:
 def is_assumption(node: fx.Node) -> bool:
     """Whether the node only checks that a condition is as it was when the model was captured."""
     return node.target is ASSUME
+
+
+def is_check(node: fx.Node) -> bool:
+    """Whether the node makes nothing, and fails where what the capture took for granted does not hold."""
+    return is_assumption(node) or node.target is require
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from pipec.graph import (
     Share,
     TrainingGraph,
     UpdatedBuffer,
-    is_assumption,
+    is_check,
     is_collective,
     is_constant,
     is_view,
@@ -217,8 +217,8 @@ def _function(
     results = [(r, n) for r, n in results if n in local or (is_last and n not in others)]
     sent = [] if phase is Phase.RECOMPUTE else [node for node in local if node.target is send]
     joined = [] if is_last else list(filter(is_collective, parts[part + 1]))
-    assumed = list(filter(is_assumption, local)) if phase is Phase.FORWARD else []
-    roots = [*saved_out, *assumed, *(n for _, n in results)]
+    checks = [node for node in local if is_check(node) and phase is not Phase.RECOMPUTE]
+    roots = [*saved_out, *checks, *(n for _, n in results)]
     roots += [n.all_input_nodes[0] for n in [*sent, *joined]]
     body, outside = _closure(roots, local, reads_changed=phase is Phase.FORWARD and part == 0)
     order = {node: i for i, node in enumerate(graph.module.graph.nodes)}

@@ -22,6 +22,7 @@ from pipec.graph import (
     recv,
     send,
     stage_of,
+    varies,
 )
 from pipec.ir import Phase
 
@@ -147,6 +148,15 @@ def _only_messages_cross(graph: TrainingGraph) -> Iterator[Fault]:
             yield user, f"reads {source.name} of stage {stage_of(source)} without a send and a recv"
 
 
+def _messages_have_sizes(graph: TrainingGraph) -> Iterator[Fault]:
+    for node in graph.nodes:
+        if node.target is send and varies(node.all_input_nodes[0]):
+            yield (
+                node,
+                f"sends {node.all_input_nodes[0].name}, whose size values tell: no stage could receive it",
+            )
+
+
 def _values_go_straight(graph: TrainingGraph) -> Iterator[Fault]:
     for node in graph.nodes:
         if node.target is send and node.all_input_nodes[0].target is recv:
@@ -234,6 +244,11 @@ RULES: dict[Form, tuple[Rule, ...]] = {
         _gradients_have_owners,
         _tuples_stay_whole,
     ),
-    Form.COMMUNICATING: (_only_messages_cross, _values_go_straight, _messages_match),
+    Form.COMMUNICATING: (
+        _only_messages_cross,
+        _messages_have_sizes,
+        _values_go_straight,
+        _messages_match,
+    ),
     Form.SPLIT: (_weight_gradients_come_last, _parts_follow_each_other, _replicas_join_between_parts),
 }

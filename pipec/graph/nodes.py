@@ -12,6 +12,7 @@ key          set by    meaning
 ``role``     capture   on placeholders: what the argument is
 ``draw``     capture   on random nodes: what seeds them, besides the step's seed and the microbatch
 ``changed``  capture   on buffers: True where the forward gives the buffer a new value
+``varies``   capture   True if values tell the size of the node's value, or are told by it
 ``cost``     annotate  FLOPs, bytes and seconds
 ``stage``    cut       the stage that runs the node
 ``replay``   mark      on forward nodes: ``Phase.RECOMPUTE`` or ``Phase.BACKWARD`` if that computes them again
@@ -22,8 +23,11 @@ key          set by    meaning
 import functools
 import operator
 from dataclasses import dataclass
+from typing import Any
 
+import sympy
 import torch
+from sympy.logic.boolalg import BooleanAtom
 from torch import fx
 
 from pipec.ir import Phase
@@ -121,6 +125,15 @@ def recv(sent: torch.Tensor) -> torch.Tensor:
     return sent
 
 
+def formula(expression: sympy.Basic, *sizes: int) -> Any:
+    """Node: an expression in sizes that are nodes. They are its symbols, in alphabetical order."""
+    symbols = sorted(expression.free_symbols, key=str)
+    value: Any = expression.subs(dict(zip(symbols, sizes, strict=True)))
+    if isinstance(value, BooleanAtom):
+        return bool(value)
+    return int(value) if value.is_integer else float(value)
+
+
 def stage_of(node: fx.Node) -> int:
     stage = node.meta["stage"]
     assert isinstance(stage, int)
@@ -154,6 +167,16 @@ def parameters_behind(node: fx.Node) -> tuple[str, ...]:
 def is_tensor(node: fx.Node) -> bool:
     """Whether the node's value is one tensor: not a tuple of them, not a number."""
     return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def is_number(node: fx.Node) -> bool:
+    """Whether the node's value is a number that values tell, as the length of what a mask selects."""
+    return node.target in (torch.ops.aten.sym_size.int, formula)
+
+
+def varies(node: fx.Node) -> bool:
+    """Whether the size of the node's value depends on values, so that no message can carry it."""
+    return bool(node.meta.get("varies"))
 
 
 def is_random(node: fx.Node) -> bool:

@@ -1,7 +1,7 @@
 """The training graph: one flat ATen graph. Its nodes say what caused them, and where and when they run."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any
@@ -46,7 +46,8 @@ class TrainingGraph:
     ``batch_size`` rows alone. ``variables`` are the other sizes and the numbers that may change from call to
     call, and ``planned`` has those of the call that was captured, for which costs are predicted.
     ``variable_symbols`` names their symbols; a variable without one is as planned in every call. The graph
-    serves sizes and numbers for which all ``guards`` hold.
+    serves sizes and numbers for which all ``guards`` hold. ``value_sizes`` are the sizes that values alone
+    tell, each with what is predicted for it.
     ``of_batch`` computes, once a step, what the stages must know of the whole mini-batch; no pass changes it.
     ``prepared`` computes, once for each version of the weights, what depends on parameters alone.
     ``unclear`` is the call after which it is not known how the losses of microbatches make that of the batch,
@@ -70,6 +71,7 @@ class TrainingGraph:
     variables: tuple[Variable, ...] = ()
     planned: Sizes = field(default_factory=dict)
     variable_symbols: Symbols = field(default_factory=dict)
+    value_sizes: Mapping[sympy.Symbol, sympy.Expr] = field(default_factory=dict)
     form: Form = Form.CAPTURED
     num_stages: int = 1
     ranks: tuple[int, ...] = ()

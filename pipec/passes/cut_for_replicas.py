@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from pipec.errors import PlanError
 from pipec.graph import TrainingGraph
-from pipec.passes.cut_stages import assign, blocks_of, operator_seconds, spans_of_buffers
+from pipec.passes.cut_stages import assign, blocks_of, operator_seconds, spans_of
 from pipec.passes.stage_updates import StageUpdates
 
 Floats = NDArray[np.float64]
@@ -46,7 +46,7 @@ class CutForReplicas:
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         seconds = operator_seconds(graph, self.microbatch_size, self.updates)
-        blocks = blocks_of(seconds, spans_of_buffers(graph))
+        blocks = blocks_of(seconds, spans_of(graph))
         num_blocks = blocks[-1] + 1 if blocks else 0
         if num_blocks < len(self.replicas):
             raise PlanError(

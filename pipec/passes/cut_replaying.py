@@ -18,7 +18,7 @@ from torch import fx
 
 from pipec.graph import TrainingGraph
 from pipec.hardware.topology import Topology
-from pipec.passes.cut_stages import assign, blocks_of, operator_graph, operator_seconds, spans_of_buffers
+from pipec.passes.cut_stages import assign, blocks_of, operator_graph, operator_seconds, spans_of
 from pipec.passes.mark_recompute import forward_values
 from pipec.planner.cost_model import PIPEC
 from pipec.planner.operator_graph import OperatorGraph
@@ -49,7 +49,7 @@ class CutReplaying:
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         seconds = operator_seconds(graph, self.microbatch_size)
-        blocks = blocks_of(seconds, spans_of_buffers(graph))
+        blocks = blocks_of(seconds, spans_of(graph))
         operators = operator_graph(graph, blocks, seconds, self.microbatch_size)
         chain = self._chain(graph, blocks, operators)
         limits = [device.memory_bytes for device in self.topology.devices]

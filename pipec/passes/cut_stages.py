@@ -35,6 +35,7 @@ from pipec.graph import (
     parameters_behind,
     stage_of,
     sums_gradients,
+    varies,
 )
 from pipec.hardware.topology import Topology
 from pipec.ir import Mode
@@ -46,20 +47,23 @@ from pipec.planner.placement import TOLERANCE, place
 
 @dataclass(frozen=True)
 class Span:
-    """The operators that read a buffer which forward changes, or change it: the first and the last of them.
+    """The first and the last of some operators that are on one stage, and ``why`` they are."""
 
-    They are on one stage. Else a microbatch would wait there for what the one before does on a later stage.
-    """
-
-    fqn: str
+    why: str
     first: int
     last: int
 
 
-def spans_of_buffers(graph: TrainingGraph) -> list[Span]:
-    """The spans of more than one operator. Those that overlap are one, with the name of the first."""
+def spans_of(graph: TrainingGraph) -> list[Span]:
+    """The spans of more than one operator. Those that overlap are one, with the reason of the first.
+
+    Operators that read a buffer which forward changes, or change it, are on one stage: else a microbatch
+    would wait there for what the one before does on a later stage. So are those that make and that read a
+    value whose size no other stage knows. Each stage makes for itself what follows from the arguments alone.
+    """
     spans: list[Span] = []
-    for span in sorted(_all_spans(graph), key=lambda span: span.first):
+    found = [*_spans_of_buffers(graph), *_spans_of_values(graph)]
+    for span in sorted(found, key=lambda span: span.first):
         if spans and span.first <= spans[-1].last:
             spans[-1] = replace(spans[-1], last=max(spans[-1].last, span.last))
         else:
@@ -67,7 +71,15 @@ def spans_of_buffers(graph: TrainingGraph) -> list[Span]:
     return spans
 
 
-def _all_spans(graph: TrainingGraph) -> Iterator[Span]:
+def _spans_of_values(graph: TrainingGraph) -> Iterator[Span]:
+    for node in graph.nodes:
+        if varies(node) and not needs_only_inputs(node):
+            operators = [_operator_of(each) for each in (node, *node.users) if each.op == "call_function"]
+            if min(operators) < max(operators):
+                yield Span("values tell the size of a tensor", min(operators), max(operators))
+
+
+def _spans_of_buffers(graph: TrainingGraph) -> Iterator[Span]:
     readers = {
         node.meta["role"].fqn: [user for user in node.users if user.op == "call_function"]
         for node in graph.arguments
@@ -78,7 +90,7 @@ def _all_spans(graph: TrainingGraph) -> Iterator[Span]:
             changed_by = [node] if node.op == "call_function" else []
             operators = [_operator_of(user) for user in [*readers.get(role.fqn, ()), *changed_by]]
             if operators and min(operators) < max(operators):
-                yield Span(role.fqn, min(operators), max(operators))
+                yield Span(f"forward() changes buffer {role.fqn}", min(operators), max(operators))
 
 
 def _operator_of(node: fx.Node) -> int:
@@ -107,7 +119,7 @@ class CutStages:
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         seconds = operator_seconds(graph, self.microbatch_size, self.updates)
-        spans = spans_of_buffers(graph)
+        spans = spans_of(graph)
         blocks = blocks_of(seconds, spans)
         self._check_enough(graph, blocks[-1] + 1 if blocks else 0, spans)
         model = replace(PIPEC, in_flight=self._in_flight)
@@ -124,7 +136,7 @@ class CutStages:
         return replace(graph, ranks=() if ranks == tuple(range(len(ranks))) else ranks)
 
     def _check_enough(self, graph: TrainingGraph, num_blocks: int, spans: Sequence[Span]) -> None:
-        """Say so if it is the changed buffers that leave fewer blocks than devices."""
+        """Say so if it is what belongs together that leaves fewer blocks than devices."""
         num_devices = len(self.topology.devices)
         if spans and num_blocks < num_devices:
             widest = max(spans, key=lambda span: span.last - span.first)
@@ -134,9 +146,8 @@ class CutStages:
             )
             raise PlanError(
                 f"there are {num_devices} devices, but the model falls into {num_blocks} parts, because "
-                "forward() changes buffers: what reads or changes one is on one stage, with all between. "
-                f"The widest is {widest.fqn}, {where}. "
-                "Use fewer devices, or give each use a buffer of its own."
+                f"{widest.why}: whatever reads or changes it is on one stage, from {where}. "
+                "Use fewer devices, give each use a buffer of its own, or pad to a size that is known."
             )
 
     def _in_flight(self, later_devices: int) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from pipec.errors import PlanError
 from pipec.graph import TrainingGraph, is_forward, parameters_behind, stage_of
-from pipec.passes.cut_stages import assign, spans_of_buffers
+from pipec.passes.cut_stages import assign, spans_of
 
 Owners = Mapping[str, tuple[int, ...]]
 """The stages that hold each parameter, by FQN."""
@@ -30,7 +30,7 @@ class FollowOwners:
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         stages, current = list[int](), 0
-        last_of = {span.first: span.last for span in spans_of_buffers(graph)}
+        last_of = {span.first: span.last for span in spans_of(graph)}
         needed = _parameters_by_operator(graph)
         while len(stages) < len(needed):
             first = len(stages)

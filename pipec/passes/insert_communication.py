@@ -31,6 +31,7 @@ from pipec.graph import (
     recv,
     send,
     stage_of,
+    varies,
 )
 from pipec.hardware.devices import LinkModel
 
@@ -75,13 +76,17 @@ class _Crossings:
         if is_constant(source) or stage_of(source) == stage:
             return source
         if (source, stage) not in self.copies:
-            if needs_only_inputs(source) and self.cost_to_make(source, stage) < self.cost_to_send(source):
+            if needs_only_inputs(source) and self.should_make(source, stage):
                 self.make(source, stage)
             elif self.is_view_of_no_more(source, user):
                 self.view_there(source, user)
             else:
                 self.receive(source, user)
         return self.copies[source, stage]
+
+    def should_make(self, node: fx.Node, stage: int) -> bool:
+        """Whether to make a value again on ``stage``, which no message could carry or which costs less so."""
+        return varies(node) or self.cost_to_make(node, stage) < self.cost_to_send(node)
 
     def is_view_of_no_more(self, node: fx.Node, user: fx.Node) -> bool:
         """Whether sending what the node is a view of costs no more: it may be on its way already."""

@@ -19,6 +19,7 @@ from pipec.graph import (
     is_collective,
     is_constant,
     is_forward,
+    is_number,
     is_tensor,
     is_view,
     recv,
@@ -82,7 +83,7 @@ def forward_values(graph: TrainingGraph, size: int) -> dict[fx.Node, Value]:
             seconds=node.meta["cost"].seconds(size),
             inputs=inputs(node),
             is_needed=node in needed,
-            may_save=is_tensor(node),
+            may_save=is_tensor(node) or is_number(node),
             may_replay=may_replay(node),
             may_offload=may_offload(node),
         )

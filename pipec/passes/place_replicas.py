@@ -17,7 +17,7 @@ from pipec.passes.cut_stages import (
     blocks_of,
     operator_graph,
     operator_seconds,
-    spans_of_buffers,
+    spans_of,
     with_versions,
 )
 from pipec.passes.stage_updates import StageUpdates
@@ -47,7 +47,7 @@ class PlaceReplicas:
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         seconds = operator_seconds(graph, self.microbatch_size, self.updates)
-        blocks = blocks_of(seconds, spans_of_buffers(graph))
+        blocks = blocks_of(seconds, spans_of(graph))
         operators = operator_graph(graph, blocks, seconds, self.microbatch_size)
         most, model = self.num_microbatches, replace(self.model, step_microbatches=self.num_microbatches)
         if self.updates:

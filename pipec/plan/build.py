@@ -7,7 +7,16 @@ from torch import fx
 
 from pipec.cost.formulas import node_bytes
 from pipec.cost.symbols import evaluate
-from pipec.graph import ModelInput, Output, TrainingGraph, memory_of, recv, stage_of
+from pipec.graph import (
+    ModelInput,
+    Output,
+    TrainingGraph,
+    is_view,
+    memory_of,
+    needs_only_inputs,
+    recv,
+    stage_of,
+)
 from pipec.graph.dimensions import condition
 from pipec.graph.functions import Function, StageFunctions, of_batch_nodes
 from pipec.graph.lifetimes import BytesOf, held_bytes, is_counted, is_dense, occupancy, owners
@@ -175,7 +184,7 @@ def _stage(
     topology: Topology,
 ) -> Stage:
     forwards = stage.of_phase(Phase.FORWARD)
-    operators = sorted({node.meta["operator"] for function in forwards for node in function.body})
+    operators = _operators(node for function in forwards for node in function.body)
     parameters = _fqns(stage.parameters)
     updated = {fqn for function in forwards for fqn, _ in function.updates}
     return Stage(
@@ -213,6 +222,16 @@ def _parts(stage: StageFunctions, size: int) -> dict[Phase, tuple[float, ...]]:
             total = sum(seconds)
             found[phase] = tuple(each / total if total else 1 / len(seconds) for each in seconds)
     return found
+
+
+def _operators(nodes: Iterable[fx.Node]) -> list[int]:
+    """The forward operators that a stage has to itself.
+
+    Views, and what follows from the model's inputs alone, such as masks, each stage that reads them makes.
+    """
+    every = list(nodes)
+    own = [node for node in every if not is_view(node) and not needs_only_inputs(node)]
+    return sorted({node.meta["operator"] for node in own or every})
 
 
 def _modules(graph: TrainingGraph, operators: Sequence[int]) -> tuple[str, ...]:

@@ -32,5 +32,5 @@ def keep_freed_memory() -> bool:
     mallopt = ctypes.CDLL(None).mallopt
     taken = [mallopt(number, size) == 1 for number, size in _SETTINGS.values()]
     kept = all(taken)
-    log.info("glibc's allocator %s freed memory", "keeps" if kept else "does not keep")
+    log.debug("glibc's allocator %s freed memory", "keeps" if kept else "does not keep")
     return kept

@@ -20,10 +20,12 @@ from pipec.torch_compat.branches import (
 from pipec.torch_compat.differentiation import (
     ASSERTIONS,
     JointGraph,
+    ValueSize,
     depends_on_values,
     differentiate,
     has_gradient_hook,
     python_expression,
+    value_symbols,
 )
 from pipec.torch_compat.direct import CAUSE, capture_directly
 from pipec.torch_compat.front_ends import (
@@ -49,7 +51,13 @@ from pipec.torch_compat.modules import (
     quiet,
     unchanged,
 )
-from pipec.torch_compat.operators import bounded_ctc_losses, unvalidated_distributions, whole_interpolations
+from pipec.torch_compat.operators import (
+    bounded_ctc_losses,
+    computes_with_onednn,
+    unvalidated_distributions,
+    whole_interpolations,
+    whole_recurrent_networks,
+)
 
 __all__ = [
     "ASSERTIONS",
@@ -65,11 +73,13 @@ __all__ = [
     "OpOverload",
     "Place",
     "Symbolic",
+    "ValueSize",
     "bounded_ctc_losses",
     "branches_decided",
     "capture_directly",
     "capture_with_dynamo",
     "capture_with_export",
+    "computes_with_onednn",
     "depends_on_values",
     "differentiate",
     "draws_with_numpy",
@@ -93,5 +103,7 @@ __all__ = [
     "unchanged",
     "unvalidated_distributions",
     "user_frames",
+    "value_symbols",
     "whole_interpolations",
+    "whole_recurrent_networks",
 ]

@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 import sympy
@@ -20,7 +20,7 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
-from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import CallMethodKey, ShapeEnv, free_unbacked_symbols
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.printers import PythonPrinter
 
@@ -39,21 +39,25 @@ def has_gradient_hook(tensor: torch.Tensor) -> bool:
 def depends_on_values(value: object, numbers: Collection[sympy.Symbol] = ()) -> bool:
     """Whether the shape of a fake tensor, or a symbolic number, depends on the values of tensors.
 
-    A number may depend on those symbols that are ``numbers`` in the arguments.
+    It may depend on those symbols that are ``numbers`` in the arguments.
     """
+    return not value_symbols(value) <= {*numbers}
+
+
+def value_symbols(value: object) -> set[sympy.Symbol]:
+    """The symbols in a shape, or in a symbolic number, that stand for what values tell."""
     if isinstance(value, tuple | list):
-        return any(depends_on_values(item, numbers) for item in value)
-    if isinstance(value, torch.Tensor):
-        return bool(free_unbacked_symbols(value))
-    is_number = isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
-    return is_number and not free_unbacked_symbols(value) <= {*numbers}
+        return set().union(*map(value_symbols, value))
+    known = isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool)
+    return set(free_unbacked_symbols(value)) if known else set()
 
 
 @dataclass(frozen=True)
 class JointGraph:
     """A differentiated graph. ``arguments`` and ``results`` describe its placeholders and outputs.
 
-    ``fixed_by`` is the line of the model that made a constant of a symbol, if one did.
+    ``fixed_by`` is the line of the model that made a constant of a symbol, if one did. ``asserted`` is what
+    was taken for granted of ``value_sizes``.
     """
 
     module: torch.fx.GraphModule
@@ -63,6 +67,21 @@ class JointGraph:
     replacements: dict[sympy.Symbol, sympy.Expr]
     output_spec: pytree.TreeSpec
     fixed_by: str
+    value_sizes: tuple["ValueSize", ...] = ()
+    asserted: tuple[sympy.Basic, ...] = ()
+
+
+@dataclass(frozen=True)
+class ValueSize:
+    """A size that values alone tell: dimension ``dim`` of ``node``, or of item ``item`` of its tuple.
+
+    ``symbol`` stands for it, or whatever ``JointGraph.replacements`` has for the symbol.
+    """
+
+    node: torch.fx.Node
+    item: int | None
+    dim: int
+    symbol: sympy.Symbol
 
 
 def differentiate(captured: Captured, training: bool) -> JointGraph:
@@ -80,8 +99,6 @@ def differentiate(captured: Captured, training: bool) -> JointGraph:
         stack.enter_context(tracing(context))
         stack.enter_context(fx_traceback.preserve_node_meta())
         stack.enter_context(torch.set_grad_enabled(training))
-        # torch takes an LSTM apart into oneDNN's layer for inference, which has no backward
-        stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
         joint = aot_export_joint_with_descriptors(stack, captured.module, captured.args)
     graph_module = joint.graph_module
     placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
@@ -95,7 +112,29 @@ def differentiate(captured: Captured, training: bool) -> JointGraph:
         replacements=dict(shape_env.replacements) if shape_env else {},
         output_spec=joint.out_spec,
         fixed_by=_fixed_by(shape_env),
+        value_sizes=tuple(_value_sizes(graph_module.graph)),
+        asserted=tuple(_asserted(graph_module.graph, shape_env)),
     )
+
+
+def _value_sizes(graph: torch.fx.Graph) -> Iterator[ValueSize]:
+    for node in graph.nodes:
+        for symbol, path in (node.meta.get("unbacked_bindings") or {}).items():
+            match path:
+                case (CallMethodKey("size"), pytree.SequenceKey(dim)):
+                    yield ValueSize(node, None, dim, symbol)
+                case (pytree.SequenceKey(item), CallMethodKey("size"), pytree.SequenceKey(dim)):
+                    yield ValueSize(node, item, dim, symbol)
+
+
+def _asserted(graph: torch.fx.Graph, shape_env: ShapeEnv | None) -> Iterator[sympy.Basic]:
+    """What the model and torch asserted of symbols that values tell."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default):
+        condition = node.args[0].meta["val"] if isinstance(node.args[0], torch.fx.Node) else True
+        if isinstance(condition, torch.SymBool):
+            yield condition.node.expr
+    for known in (shape_env.deferred_runtime_asserts if shape_env else {}).values():
+        yield from (each.expr for each in known)
 
 
 def _read(joint: JointGraph, differentiated: Differentiated) -> JointGraph:

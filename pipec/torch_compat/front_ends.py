@@ -28,7 +28,12 @@ from torch.utils import _pytree as pytree
 from pipec.torch_compat.guards import Guards, fqn_of
 from pipec.torch_compat.modules import no_output
 
-DYNAMO_CONFIG = {"automatic_dynamic_shapes": False, "assume_static_by_default": True, "allow_rnn": True}
+DYNAMO_CONFIG = {
+    "allow_rnn": True,
+    "assume_static_by_default": True,
+    "automatic_dynamic_shapes": False,
+    "capture_dynamic_output_shape_ops": True,
+}
 
 NUMBERS = "numbers"
 """The attribute of a traced module that says which of its arguments it turns into symbolic numbers."""

@@ -97,11 +97,21 @@ def _containers(module: torch.nn.Module) -> list[Container]:
 
 
 def _restore(container: Container, kept: Container) -> None:
+    """Put back what has changed. What never does may be a dict of its own kind that refuses to."""
+    if _contents(container) == _contents(kept):
+        return
     if isinstance(container, list):
         container[:] = kept
     else:
         container.clear()
         container.update(kept)
+
+
+def _contents(container: Container) -> list[Any]:
+    """What tells whether a container has changed: its keys, and which objects it holds."""
+    if isinstance(container, dict):
+        return [(key, id(value)) for key, value in container.items()]
+    return [id(value) for value in container]
 
 
 def _registries(module: torch.nn.Module) -> list[dict[str, Any]]:

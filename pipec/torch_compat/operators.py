@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -108,3 +108,43 @@ def _ctc_loss(
 
 def _ctc_loss_backward(gradient: torch.Tensor, log_probabilities: torch.Tensor, *options: object) -> Any:
     return log_probabilities.new_empty(log_probabilities.shape)
+
+
+RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+"""Operators that torch takes apart into each step of each layer while it traces them."""
+
+
+@contextlib.contextmanager
+def whole_recurrent_networks() -> Iterator[None]:
+    """Let Dynamo trace recurrent networks for any length, and without taking them apart."""
+    operators = [getattr(torch.ops.aten, name).input for name in RECURRENT]
+    before = [dict(operator.py_kernels) for operator in operators]
+    for operator in operators:
+        for key in (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd):
+            operator.py_kernels[key] = _recurrent
+        operator._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for operator, kernels in zip(operators, before, strict=True):
+            operator.py_kernels.clear()
+            operator.py_kernels.update(kernels)
+            operator._dispatch_cache.clear()
+
+
+def _recurrent(
+    x: torch.Tensor, states: Any, weights: Sequence[torch.Tensor], *options: Any
+) -> tuple[torch.Tensor, ...]:
+    """Tensors of the shapes of the results, which require gradients if the weights do."""
+    _, _, _, _, bidirectional, batch_first = options
+    states = (states,) if isinstance(states, torch.Tensor) else states
+    x = x.transpose(0, 1) if batch_first else x
+    output = x.new_zeros(*x.shape[:2], states[0].shape[-1] * (1 + bidirectional)) + weights[0].sum()
+    output = output.transpose(0, 1) if batch_first else output
+    return output, *(torch.zeros_like(state) + weights[0].sum() for state in states)
+
+
+def computes_with_onednn(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether eager torch calls oneDNN for an LSTM with these tensors. For 16 bits the CPU decides."""
+    enabled = torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
+    return enabled and all(x.device.type == "cpu" and x.dtype is torch.float32 for x in tensors)

@@ -1,0 +1,356 @@
+"""Operators of pipec's own, which stages call: recurrent layers, one direction of each.
+
+torch takes a recurrent layer apart into some operators for each step of the sequence, or has one that keeps
+nothing for a backward unless autograd runs it. These are one node of a graph, for any length. They make the
+calls that eager torch makes, forward and backward, in its order, so that the bits are eager's.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+_aten = torch.ops.aten
+
+_library = torch.library.Library("pipec", "FRAGMENT")
+
+
+@fx.node.has_side_effect
+def require(condition: bool, message: str) -> None:
+    """Stop the stage unless a condition holds that tracing took for granted of a microbatch."""
+    if not condition:
+        raise ValueError(message)
+
+
+# an LSTM's layer under oneDNN
+
+_library.define(
+    "onednn_lstm(Tensor x, Tensor w_ih, Tensor w_hh, Tensor b_ih, Tensor b_hh, Tensor h, Tensor c, "
+    "bool reverse, bool biased) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+
+ONEDNN_LSTM = torch.ops.pipec.onednn_lstm.default
+"""Output, last states, and what the backward reads. Without biases, those given are zeros."""
+
+_LSTM = 2
+"""What oneDNN calls an LSTM."""
+
+
+def _onednn_lstm(*arguments: Any) -> tuple[Tensor, ...]:
+    """oneDNN's layer keeps what its backward needs in grad mode alone."""
+    *tensors, reverse, biased = arguments
+    h = tensors[5]
+    with torch.enable_grad():
+        made = _aten.mkldnn_rnn_layer(
+            *(tensor.detach() for tensor in tensors),
+            reverse,
+            batch_sizes=[],
+            mode=_LSTM,
+            hidden_size=h.shape[-1],
+            num_layers=1,
+            has_biases=biased,
+            bidirectional=False,
+            batch_first=False,
+            train=True,
+        )
+    return tuple(made)
+
+
+def _like_onednn_lstm(
+    x: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, b_hh: Tensor, h: Tensor, *others: Any
+) -> tuple[Tensor, ...]:
+    """oneDNN lays out what it keeps as it likes. Measured: for each row and step 24 bytes for each of its
+    inputs or outputs, whichever are more, and 36 for each output."""
+    length, rows, width = x.shape
+    size = (length + 1) * rows * (24 * max(width, h.shape[1]) + 36 * h.shape[1])
+    output = x.new_empty(length, rows, h.shape[1])
+    return output, torch.empty_like(h), torch.empty_like(h), x.new_empty(size, dtype=torch.uint8)
+
+
+def _keep_onednn_lstm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[3])
+    ctx.save_for_backward(*inputs[:7], *output)
+    ctx.reverse, ctx.biased = inputs[7:]
+
+
+def _onednn_lstm_backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    *inputs, output, h, c, workspace = ctx.saved_tensors
+    grad_x, grad_ih, grad_hh, grad_b, _, grad_h, grad_c = _aten.mkldnn_rnn_layer_backward(
+        *inputs,
+        output,
+        h,
+        c,
+        *gradients[:3],
+        ctx.reverse,
+        _LSTM,
+        inputs[5].shape[-1],
+        1,
+        ctx.biased,
+        True,
+        False,
+        [],
+        False,
+        workspace,
+    )
+    biases = (grad_b, grad_b) if ctx.biased else (None, None)
+    return grad_x, grad_ih, grad_hh, *biases, grad_h, grad_c, None, None
+
+
+# the steps of a layer, one after the other
+
+_library.define(
+    "recurrence(str cell, Tensor gates, Tensor h, Tensor? c, Tensor w_hh, Tensor? b_hh, Tensor? w_hr, "
+    "bool reverse) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+_library.define(
+    "recurrence_backward(str cell, Tensor? grad_output, Tensor? grad_h, Tensor? grad_c, Tensor h, Tensor? c, "
+    "Tensor w_hh, Tensor? b_hh, Tensor? w_hr, Tensor output, Tensor kept, bool reverse) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+)
+
+RECURRENCE = torch.ops.pipec.recurrence.default
+"""Output, last states, and what the backward reads of each step.
+
+``gates`` of shape (length, rows, ...) are what the layer's input gives to the cell, which is ``lstm``,
+``gru``, ``tanh`` or ``relu``. An LSTM alone has a cell state ``c``, and may project its output with ``w_hr``.
+"""
+
+RECURRENCE_BACKWARD = torch.ops.pipec.recurrence_backward.default
+"""The gradients of ``gates``, ``h``, ``c``, ``w_hh``, ``b_hh`` and ``w_hr``, empty for what is None."""
+
+_KEPT = {"lstm": 6, "gru": 4, "tanh": 0, "relu": 0}
+"""How many tensors a cell keeps of a step, each as wide as its state."""
+
+
+def _recurrence(
+    cell: str,
+    gates: Tensor,
+    h: Tensor,
+    c: Tensor | None,
+    w_hh: Tensor,
+    b_hh: Tensor | None,
+    w_hr: Tensor | None,
+    reverse: bool,
+) -> tuple[Tensor, ...]:
+    output, last_h, last_c, kept = _like_recurrence(cell, gates, h, c, w_hh, b_hh, w_hr, reverse)
+    for step in _steps(gates, reverse):
+        h, c = _FORWARD[cell](gates[step], F.linear(h, w_hh, b_hh), h, c, kept[step])
+        h = h if w_hr is None else F.linear(h, w_hr)
+        output[step] = h
+    return output, last_h.copy_(h), last_c if c is None else last_c.copy_(c), kept
+
+
+def _like_recurrence(
+    cell: str, gates: Tensor, h: Tensor, c: Tensor | None, w_hh: Tensor, *others: Any
+) -> tuple[Tensor, ...]:
+    length, rows, _ = gates.shape
+    width = (h if c is None else c).shape[-1]
+    kept = gates.new_empty(length, rows, _KEPT[cell] * width)
+    return gates.new_empty(length, rows, h.shape[-1]), torch.empty_like(h), _like(c, h), kept
+
+
+def _like(tensor: Tensor | None, other: Tensor) -> Tensor:
+    return other.new_empty(0) if tensor is None else torch.empty_like(tensor)
+
+
+def _keep_recurrence(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.set_materialize_grads(False)
+    cell, _, h, c, w_hh, b_hh, w_hr, reverse = inputs
+    ctx.mark_non_differentiable(*output[3 if cell == "lstm" else 2 :])
+    ctx.save_for_backward(h, c, w_hh, b_hh, w_hr, output[0], output[3])
+    ctx.cell, ctx.reverse = cell, reverse
+
+
+def _gradients_of_recurrence(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    _, c, _, b_hh, w_hr, *_ = ctx.saved_tensors
+    found = RECURRENCE_BACKWARD(ctx.cell, *gradients[:3], *ctx.saved_tensors, ctx.reverse)
+    gates, grad_h, grad_c, grad_hh, grad_b, grad_hr = found
+    optional = [None if of is None else x for of, x in ((c, grad_c), (b_hh, grad_b), (w_hr, grad_hr))]
+    return None, gates, grad_h, optional[0], grad_hh, *optional[1:], None
+
+
+def _recurrence_backward(
+    cell: str,
+    grad_output: Tensor | None,
+    grad_h: Tensor | None,
+    grad_c: Tensor | None,
+    h: Tensor,
+    c: Tensor | None,
+    w_hh: Tensor,
+    b_hh: Tensor | None,
+    w_hr: Tensor | None,
+    output: Tensor,
+    kept: Tensor,
+    reverse: bool,
+) -> tuple[Tensor, ...]:
+    """Back through the steps. Sums are in autograd's order: its bits depend on that."""
+    grad_gates = output.new_empty(*output.shape[:2], w_hh.shape[0])
+    grad_hh, grad_b, grad_hr = _Sum(h), _Sum(h), _Sum(h)
+    steps = list(_steps(output, reverse))
+    carried: tuple[Tensor | None, ...] = (grad_h,)
+    for step, before in zip(reversed(steps), [*reversed(steps[:-1]), None], strict=True):
+        h_before = h if before is None else output[before]
+        grad = _total([None if grad_output is None else grad_output[step], *carried], h)
+        state, kept_before = kept[step], None if before is None else kept[before]
+        if w_hr is not None:
+            grad_hr.add(grad.t() @ _lstm_output(state))
+            grad = grad @ w_hr
+        grad_x, grad_linear, direct, grad_c = _BACKWARD[cell](
+            grad, grad_c, h_before, _cell_state(kept_before, c), output[step], state
+        )
+        grad_gates[step] = grad_x
+        grad_hh.add(grad_linear.t() @ h_before)
+        if b_hh is not None:
+            grad_b.add(grad_linear.sum(0))
+        carried = direct, grad_linear @ w_hh
+    last = _total(carried, h)
+    of_c = h.new_empty(0) if grad_c is None else grad_c
+    return grad_gates, last, of_c, grad_hh.total, grad_b.total, grad_hr.total
+
+
+class _Sum:
+    """The sum of what each step adds; an empty tensor if none does."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.total = like.new_empty(0)
+
+    def add(self, term: Tensor) -> None:
+        self.total = self.total.add_(term) if self.total.numel() else term
+
+
+def _steps(gates: Tensor, reverse: bool) -> Iterable[int]:
+    length = gates.shape[0]
+    return range(length - 1, -1, -1) if reverse else range(length)
+
+
+def _total(terms: Iterable[Tensor | None], like: Tensor) -> Tensor:
+    present = [term for term in terms if term is not None]
+    return sum(present[1:], present[0]) if present else torch.zeros_like(like)
+
+
+# cells: what they make of one step, and their gradients
+
+Step = Callable[[Tensor, Tensor, Tensor, Any, Tensor], tuple[Tensor, Tensor | None]]
+"""The new states from the gates of the input and of the state, and the states; it fills what is kept."""
+
+
+def _lstm(x: Tensor, linear: Tensor, h: Tensor, c: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+    i, f, g, o = linear.add_(x).chunk(4, 1)
+    i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+    c = (f * c).add_(i * g)
+    tanh_c = c.tanh()
+    torch.cat([i, f, g, o, tanh_c, c], 1, out=kept)
+    return o * tanh_c, c
+
+
+def _gru(x: Tensor, linear: Tensor, h: Tensor, c: None, kept: Tensor) -> tuple[Tensor, None]:
+    x_r, x_z, x_n = x.chunk(3, 1)
+    h_r, h_z, h_n = linear.chunk(3, 1)
+    r, z = (h_r + x_r).sigmoid_(), (h_z + x_z).sigmoid_()
+    n = (x_n + h_n * r).tanh_()
+    torch.cat([r, z, n, h_n], 1, out=kept)
+    return (h - n).mul_(z).add_(n), None
+
+
+def _tanh(x: Tensor, linear: Tensor, h: Tensor, c: None, kept: Tensor) -> tuple[Tensor, None]:
+    return linear.add_(x).tanh_(), None
+
+
+def _relu(x: Tensor, linear: Tensor, h: Tensor, c: None, kept: Tensor) -> tuple[Tensor, None]:
+    return linear.add_(x).relu_(), None
+
+
+_FORWARD: dict[str, Step] = {"lstm": _lstm, "gru": _gru, "tanh": _tanh, "relu": _relu}
+
+Gradients = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""Those of the gates of the input and of the state, and of the states themselves."""
+
+
+def _lstm_backward(
+    grad: Tensor, grad_c: Tensor | None, h: Tensor, c: Tensor, output: Tensor, kept: Tensor
+) -> Gradients:
+    i, f, g, o, tanh_c, _ = kept.chunk(6, 1)
+    through_h = _aten.tanh_backward(grad * o, tanh_c)
+    grad_c = through_h if grad_c is None else through_h + grad_c
+    gates = [
+        _aten.sigmoid_backward(grad_c * g, i),
+        _aten.sigmoid_backward(grad_c * c, f),
+        _aten.tanh_backward(grad_c * i, g),
+        _aten.sigmoid_backward(grad * tanh_c, o),
+    ]
+    both = torch.cat(gates, 1)
+    return both, both, None, grad_c * f
+
+
+def _gru_backward(grad: Tensor, grad_c: None, h: Tensor, c: None, output: Tensor, kept: Tensor) -> Gradients:
+    r, z, n, h_n = kept.chunk(4, 1)
+    direct = grad * z
+    of_z = _aten.sigmoid_backward(grad * (h - n), z)
+    of_n = _aten.tanh_backward(grad - direct, n)
+    of_r = _aten.sigmoid_backward(of_n * h_n, r)
+    return torch.cat([of_r, of_z, of_n], 1), torch.cat([of_r, of_z, of_n * r], 1), direct, None
+
+
+def _tanh_backward(grad: Tensor, grad_c: None, h: Tensor, c: None, output: Tensor, kept: Tensor) -> Gradients:
+    gates = _aten.tanh_backward(grad, output)
+    return gates, gates, None, None
+
+
+def _relu_backward(grad: Tensor, grad_c: None, h: Tensor, c: None, output: Tensor, kept: Tensor) -> Gradients:
+    gates = _aten.threshold_backward(grad, output, 0)
+    return gates, gates, None, None
+
+
+_BACKWARD: dict[str, Callable[..., Gradients]] = {
+    "lstm": _lstm_backward,
+    "gru": _gru_backward,
+    "tanh": _tanh_backward,
+    "relu": _relu_backward,
+}
+
+
+def _lstm_output(kept: Tensor) -> Tensor:
+    """What an LSTM projects: its output gate times the hyperbolic tangent of its cell state."""
+    _, _, _, o, tanh_c, _ = kept.chunk(6, 1)
+    return o * tanh_c
+
+
+def _cell_state(kept: Tensor | None, first: Tensor | None) -> Tensor | None:
+    """The cell state that a step began with, of what the step before kept; ``first`` if there is none."""
+    return first if kept is None or first is None else kept.chunk(6, 1)[5]
+
+
+def _like_recurrence_backward(
+    cell: str,
+    grad_output: Tensor | None,
+    grad_h: Tensor | None,
+    grad_c: Tensor | None,
+    h: Tensor,
+    c: Tensor | None,
+    w_hh: Tensor,
+    b_hh: Tensor | None,
+    w_hr: Tensor | None,
+    output: Tensor,
+    *others: Any,
+) -> Sequence[Tensor]:
+    gates = output.new_empty(*output.shape[:2], w_hh.shape[0])
+    return gates, torch.empty_like(h), _like(c, h), torch.empty_like(w_hh), _like(b_hh, h), _like(w_hr, h)
+
+
+for _name, _computes, _fake in (
+    ("onednn_lstm", _onednn_lstm, _like_onednn_lstm),
+    ("recurrence", _recurrence, _like_recurrence),
+    ("recurrence_backward", _recurrence_backward, _like_recurrence_backward),
+):
+    _library.impl(_name, _computes, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"pipec::{_name}", _fake, lib=_library)
+
+torch.library.register_autograd(
+    "pipec::onednn_lstm", _onednn_lstm_backward, setup_context=_keep_onednn_lstm, lib=_library
+)
+torch.library.register_autograd(
+    "pipec::recurrence", _gradients_of_recurrence, setup_context=_keep_recurrence, lib=_library
+)

@@ -1,0 +1,150 @@
+"""Recurrent networks: each layer and direction is an operator, with eager torch's bits, for any length."""
+
+import copy
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import pipec
+
+ROWS, MICROBATCHES, WIDTH = 8, 4, 6
+
+
+class Every(nn.Module):
+    """Layers of all kinds, with all options; first and last states are given and used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        kind = {"batch_first": True, "num_layers": 2}
+        self.lstm = nn.LSTM(WIDTH, WIDTH, bidirectional=True, **kind)
+        self.unbiased = nn.LSTM(2 * WIDTH, WIDTH, bias=False, **kind)
+        self.gru = nn.GRU(WIDTH, WIDTH, bidirectional=True, **kind)
+        self.relu = nn.RNN(2 * WIDTH, WIDTH, nonlinearity="relu", bias=False, **kind)
+        self.projected = nn.LSTM(WIDTH, WIDTH, proj_size=3, **kind)
+        self.tanh = nn.RNN(3, WIDTH, bidirectional=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x[:, 0].expand(4, -1, -1).contiguous()
+        x, (h, c) = self.lstm(x, (first, first.tanh()))
+        x, _ = self.unbiased(x)
+        x, last = self.gru(x, h)
+        x, _ = self.relu(x)
+        x, (_, state) = self.projected(x)
+        x, _ = self.tanh(x.transpose(0, 1))
+        return x.sum(0) + (c[0] + last[3] + state[1]).repeat(1, 2)
+
+
+class Language(nn.Module):
+    """Four layers of an LSTM between words and words."""
+
+    def __init__(self, width: int, num_layers: int = 4, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.words = nn.Embedding(20, width)
+        self.lstm = nn.LSTM(width, width, num_layers, batch_first=True, dropout=dropout)
+        self.head = nn.Linear(width, 20)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(self.lstm(self.words(words))[0])
+
+
+class Translation(nn.Module):
+    """Encoder, decoder, and attention of the one to the other."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(20, width)
+        self.encoder = nn.GRU(width, width // 2, 2, batch_first=True, bidirectional=True)
+        self.decoder = nn.GRU(width, width, 2, batch_first=True)
+        self.head = nn.Linear(2 * width, 20)
+
+    def forward(self, words: Tensor) -> Tensor:
+        source, state = self.encoder(self.words(words))
+        begin = state.unflatten(0, (2, 2)).transpose(1, 2).flatten(2)
+        output, _ = self.decoder(self.words(words), begin.contiguous())
+        weights = (output @ source.transpose(1, 2)).softmax(-1)
+        return self.head(torch.cat([output, weights @ source], -1))
+
+
+def loss(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def words(length: int = 5) -> Tensor:
+    return torch.randint(0, 20, (ROWS, length), generator=torch.Generator().manual_seed(length))
+
+
+def made(make: type[nn.Module], *arguments: object) -> nn.Module:
+    torch.manual_seed(0)
+    return make(*arguments)
+
+
+def microbatches(*tensors: Tensor) -> Iterator[Sequence[Tensor]]:
+    return zip(*(tensor.chunk(MICROBATCHES) for tensor in tensors), strict=True)
+
+
+def test_every_layer_has_the_bits_of_eager_torch() -> None:
+    model = made(Every)
+    unsplit = copy.deepcopy(model)
+    x = torch.randn(ROWS, 5, WIDTH, generator=torch.Generator().manual_seed(1))
+    target = torch.ones(ROWS, 2 * WIDTH)
+    pipe = pipec.compile(model, 4, loss_fn=F.mse_loss, microbatches=MICROBATCHES)
+    found = pipe.step(x, target=target)
+    terms = []
+    for inputs, targets in microbatches(x, target):
+        terms.append(F.mse_loss(unsplit(inputs), targets) / MICROBATCHES)
+        terms[-1].backward()
+    assert torch.equal(found, sum(terms[1:], terms[0]).detach())
+    gradients = dict(pipe.named_parameters())
+    different = [n for n, p in unsplit.named_parameters() if not torch.equal(p.grad, gradients[n].grad)]
+    assert different == []
+
+
+@pytest.mark.parametrize("make", [Language, Translation])
+def test_stages_are_balanced(make: type[nn.Module]) -> None:
+    pipe = pipec.compile(made(make, 256), 4, loss_fn=loss, microbatches=MICROBATCHES)
+    pipe.prepare(words(32), target=words(32))
+    seconds = [sum(stage.cost.seconds.values()) for stage in pipe.plan.stages]
+    assert max(seconds) < 1.3 * sum(seconds) / len(seconds)
+
+
+@pytest.mark.parametrize("make", [Language, Translation])
+def test_one_compilation_serves_any_length(make: type[nn.Module]) -> None:
+    """The second length makes a symbol of it; the third one is not compiled for."""
+    model = made(make, 16)
+    unsplit = copy.deepcopy(model)
+    pipe = pipec.compile(model, 4, loss_fn=loss, microbatches=MICROBATCHES)
+    for length in (4, 7, 5):
+        inputs = words(length)
+        found, expected = pipe.step(inputs, target=inputs), loss(unsplit(inputs), inputs)
+        expected.backward()
+        torch.testing.assert_close(found, expected.detach())
+    gradients = dict(pipe.named_parameters())
+    for name, parameter in unsplit.named_parameters():
+        torch.testing.assert_close(gradients[name].grad, parameter.grad, atol=1e-6, rtol=1e-4)
+    assert {variable.name for variable in pipe.plan.variables} == {"t"}
+    assert not pipe.plan.fixed
+
+
+def test_dropout_between_layers_draws_the_same_wherever_layers_are() -> None:
+    outcomes = []
+    for num_stages in (1, 3):
+        model = made(Language, 16, 3, 0.5)
+        pipe = pipec.compile(model, num_stages, loss_fn=loss, microbatches=MICROBATCHES)
+        torch.manual_seed(3)
+        found = pipe.step(words(), target=words())
+        outcomes.append([found, *(parameter.grad for parameter in pipe.parameters())])
+    assert all(map(torch.equal, *outcomes))
+    eager = loss(made(Language, 16, 3, 0.5).eval()(words()), words())
+    assert not torch.equal(outcomes[0][0], eager.detach())
+
+
+def test_a_layer_is_one_call_of_generated_code() -> None:
+    pipe = pipec.compile(made(Language, 16), 2, loss_fn=loss, microbatches=MICROBATCHES)
+    pipe.prepare(words(), target=words())
+    assert (
+        "\n    lstm_l3, onednn_lstm_h_3, onednn_lstm_c_3, onednn_lstm_kept_3 = primitives.ONEDNN_LSTM("
+        in pipe.source(1)
+    )

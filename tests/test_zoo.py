@@ -1,0 +1,25 @@
+"""A sample of the zoo: cheap models that have little in common. ``make zoo`` tries all."""
+
+import pytest
+from zoo.families import find
+from zoo.report import surprise
+from zoo.trial import try_case
+
+SAMPLE = (
+    "convolutional/SENet",
+    "generative/RealNVP",
+    "graphs/GAT",
+    "mixtures/Dense experts",
+    "others/Siamese",
+    "physics/FNO",
+    "recommendation/DLRM",
+    "recurrent/ConvLSTM",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_model_of_the_zoo_trains_as_eager_torch_trains_it(name: str) -> None:
+    case = find(name)
+    result = try_case(case)
+    assert not surprise(case, result), result

@@ -1,0 +1,41 @@
+"""``python -m zoo [FAMILY[/MODEL] ...]`` tries the models of the zoo. All of them make docs/models.md anew.
+
+The exit status is 1 if a model is wrong or crashes, is refused without being listed as refused, or is listed
+and right.
+"""
+
+import sys
+from pathlib import Path
+
+from zoo.families import cases, find
+from zoo.processes import run_all
+from zoo.report import PAGE, replace_section, surprise, zoo_section
+
+RESULTS = Path("build") / "zoo.jsonl"
+LIMIT = 300.0
+"""Seconds that a model may take."""
+
+
+def main(wanted: tuple[str, ...]) -> int:
+    families = cases()
+    names = [f"{family}/{case.name}" for family, members in families.items() for case in members]
+    chosen = [name for name in names if name.startswith(wanted or ("",))]
+    RESULTS.unlink(missing_ok=True)
+    results, surprises = {}, dict[str, str]()
+    for result in run_all(chosen, find, RESULTS, LIMIT):
+        results[result.name] = result
+        print(
+            f"{len(results):3} of {len(chosen)}  {result.outcome:18} {result.name}  {result.cause}",
+            flush=True,
+        )
+        if text := surprise(find(result.name), result):
+            surprises[result.name] = text
+    if not wanted:
+        replace_section(PAGE, "The zoo", zoo_section(families, results))
+    for name, text in surprises.items():
+        print(f"\n{name}: {text}")
+    return bool(surprises)
+
+
+if __name__ == "__main__":
+    sys.exit(main(tuple(sys.argv[1:])))
