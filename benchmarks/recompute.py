@@ -119,6 +119,7 @@ def measured(sizes: Sizes, rounds: int, shares: Sequence[float]) -> None:
     row = table("recompute", "limit", "predicted", "measured", "step ms", "of none")
     for pipe in pipes.values():
         pipe.step(tokens, target=target)
+        pipe.zero_grad()
     held = [pipe.measure_memory(tokens, target=target).peak_bytes for pipe in pipes.values()]
     steps = [functools.partial(pipe.step, tokens, target=target) for pipe in pipes.values()]
     seconds = seconds_of(steps, rounds)
@@ -143,7 +144,10 @@ class WithLoss(nn.Module):
 
 
 def torchs_step(sizes: Sizes, budget: float) -> tuple[Callable[[], None], list[Tensor]]:
-    """A step of what torch's partitioner makes for a budget, run operator by operator; and its parameters."""
+    """A step of what torch's partitioner makes for a budget, run operator by operator; and its parameters.
+
+    The step has been made once, and its gradients are set to None.
+    """
     tokens, target = sizes.batch()
 
     def as_it_is(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
@@ -157,13 +161,13 @@ def torchs_step(sizes: Sizes, budget: float) -> tuple[Callable[[], None], list[T
             compiled(tokens, target).backward()
 
     step()
+    module.zero_grad()
     return step, list(module.parameters())
 
 
 def peak_of(step: Callable[[], None], parameters: Sequence[Tensor]) -> float:
     with TensorMeter() as meter:
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        meter.begin({"parameters": parameters, "gradients": gradients})
+        meter.begin({"parameters": parameters})
         step()
         meter.note()
         return meter.memory(0).peak_bytes

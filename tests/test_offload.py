@@ -272,8 +272,7 @@ def test_a_budget_is_kept_by_copies_and_what_was_predicted_is_measured() -> None
     for recompute in ("none", "auto"):
         pipe = compiled(memory_limit=limit, offload="activations", recompute=recompute)
         assert all(map(torch.equal, step(pipe), expected))
-        for parameter in pipe.parameters():
-            parameter.grad = None
+        pipe.zero_grad()
         predicted, measured = pipe.memory(), pipe.measure_memory(x, target=y)
         assert predicted.peak_bytes <= limit
         assert pipe.simulate().makespan < 1.01 * free.simulate().makespan
