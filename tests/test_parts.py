@@ -171,8 +171,7 @@ def backward_0(saved, y, grad_loss):
     saved.clear()
     grad_input_5 = torch.ops.aten.mse_loss_backward.default(grad_loss, input_5, y, 1)
     del input_5
-    t_3 = grad_input_5.t()
-    grad_w4 = torch.mm(t_3, input_4)
+    grad_w4 = torch.mm(grad_input_5.t(), input_4)
     sum_1 = torch.sum(grad_input_5, [0], True)
     grad_w5 = sum_1.reshape([3])
     return {}, [input_2, input_4, grad_input_5], (None, None, None, None, grad_w4, grad_w5)
@@ -185,8 +184,7 @@ def backward_1(w, saved):
     del grad_input_5
     grad_input_3 = torch.ops.aten.tanh_backward.default(grad_input_4, input_4)
     del grad_input_4, input_4
-    t_4 = grad_input_3.t()
-    grad_w2 = torch.mm(t_4, input_2)
+    grad_w2 = torch.mm(grad_input_3.t(), input_2)
     sum_2 = torch.sum(grad_input_3, [0], True)
     grad_w3 = sum_2.reshape([8])
     return {}, [input_2, grad_input_3], (None, None, grad_w2, grad_w3, None, None)
@@ -199,10 +197,9 @@ def backward_2(w, saved, x):
     del grad_input_3
     grad_input_1 = torch.ops.aten.tanh_backward.default(grad_input_2, input_2)
     del grad_input_2, input_2
-    t_5 = grad_input_1.t()
-    grad_w0 = torch.mm(t_5, x)
+    grad_w0 = torch.mm(grad_input_1.t(), x)
     sum_3 = torch.sum(grad_input_1, [0], True)
-    del grad_input_1, t_5
+    del grad_input_1
     grad_w1 = sum_3.reshape([8])
     return {}, (grad_w0, grad_w1, None, None, None, None)
 """
