@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pipec import ops
-    from pipec.api import Example, compile, profile
+    from pipec.api import compile, profile
+    from pipec.arguments import Example
     from pipec.console import log, progress, rank_zero_only
     from pipec.cost.profile import Profile
     from pipec.errors import (
@@ -56,7 +57,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Example": "pipec.api",
+    "Example": "pipec.arguments",
     "Device": "pipec.hardware.topology",
     "Level": "pipec.hardware.topology",
     "Profile": "pipec.cost.profile",

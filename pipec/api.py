@@ -1,15 +1,15 @@
 """The front door: compile a model, load a saved artifact, describe an example for the command line."""
 
-import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from pipec.arguments import COMPILE, GRADIENT_DTYPES, PROFILE, Example, require_same_arguments
 from pipec.capture.autocast import autocast, require_option
 from pipec.capture.call import Call
 from pipec.capture.splitting import Batched, divide, positional_names
@@ -32,49 +32,19 @@ from pipec.hardware.devices import DeviceModel, LinkModel
 from pipec.hardware.topology import Topology, alike, read_topology
 from pipec.ir import NOTHING_MORE, Ending, Mode, OnNan, Precision, Shard
 from pipec.ir.arguments import (
-    FLAG,
-    FUNCTION,
-    MOST_MICROBATCHES,
-    MOST_RANKS,
-    NONE,
-    SECONDS,
-    Kind,
     check_arguments,
-    instance,
-    number,
-    one_of,
     shown,
-    whole,
 )
 from pipec.pipeline import Pipeline
 from pipec.plan.updates import OptimizerFacts
 from pipec.profiler import Show, profile_graph
 from pipec.runtime.execution import Ranks
-from pipec.runtime.facts import Facts, argument_fact, differences, tensor_kind
 from pipec.runtime.holder import ModelTensors
-from pipec.runtime.kernels import KERNELS
-from pipec.runtime.launch import DEVICE, DEVICES, Devices, every_device, world
+from pipec.runtime.launch import Devices, every_device, world
 from pipec.runtime.loss_scale import LossScale
 from pipec.runtime.optimizers import Factory, state_bytes, update_scratch
 from pipec.runtime.updates import Updates
-from pipec.runtime.weights import WORDS, MicrobatchWeight, name_of
-
-GRADIENT_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
-
-
-@dataclass(frozen=True)
-class Example:
-    """A model with one mini-batch: what a factory returns that the command line is pointed at."""
-
-    model: nn.Module
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    target: Any = None
-    loss_fn: Callable[..., Any] | None = None
-    batched: Batched | None = None
-
-    def __post_init__(self) -> None:
-        check_arguments(EXAMPLE, vars(self))
+from pipec.runtime.weights import MicrobatchWeight, name_of
 
 
 def compile(
@@ -195,7 +165,7 @@ def compile(
     check_arguments(COMPILE, locals())
     ranks = Ranks(devices if devices is not None else every_device(world()), timeout, kernels)
     if ranks.world.distributed:
-        _require_same_arguments(
+        require_same_arguments(
             ranks,
             model,
             devices=devices,
@@ -324,60 +294,6 @@ def _updates(
     return Updates(factory, max_norm, tensors.unique_parameters(), loss_scale), ending
 
 
-_PRECISION = one_of(*map(str, Precision)) | NONE
-_FILE = instance("the path of its file", str, Path)
-
-EXAMPLE = {
-    "model": instance("an nn.Module", nn.Module),
-    "args": instance("a tuple of the model's arguments", tuple, list),
-    "kwargs": instance("a dict of the model's keyword arguments", Mapping),
-    "loss_fn": FUNCTION | NONE,
-    "batched": instance("a dict of arguments to 0 or None", Mapping, Sequence) | whole(0, 0) | NONE,
-}
-"""What each field of an ``Example`` must be."""
-
-COMPILE = {
-    "model": instance("an nn.Module", nn.Module),
-    "devices": DEVICES | NONE,
-    "loss_fn": FUNCTION | NONE,
-    "schedule": instance("the name of a schedule, a Path to a file of compute orders", str, Path) | FUNCTION,
-    "microbatches": whole(1, MOST_MICROBATCHES) | NONE,
-    "stages": whole(1, MOST_RANKS) | NONE,
-    "replicas": whole(1, MOST_RANKS) | one_of("auto") | instance("a tuple of the numbers", tuple),
-    "asynchronous": FLAG,
-    "optimizer": Kind("a function such as functools.partial(torch.optim.AdamW, lr=1e-3)", callable) | NONE,
-    "clip_grad_norm": number(0, math.inf) | NONE,
-    "shard": one_of(*map(str, Shard), "auto") | NONE,
-    "gradient_dtype": one_of(*GRADIENT_DTYPES) | NONE,
-    "on_nan": one_of("ignore", *map(str, OnNan)),
-    "batch": one_of("same", "rank0", "local"),
-    "batched": instance("a dict of arguments to 0 or None", Mapping, Sequence) | whole(0, 0) | NONE,
-    "microbatch_weight": one_of(*WORDS) | FUNCTION | NONE,
-    "precision": _PRECISION,
-    "kernels": one_of(*KERNELS),
-    "recompute": one_of("auto", "none", "full"),
-    "memory_limit": number(1, 2**63 - 1) | instance("text such as '16GiB'", str) | NONE,
-    "offload": one_of("activations", "optimizer", "all") | NONE,
-    "topology": instance("a pipec.Topology", Topology) | _FILE | NONE,
-    "device_model": instance("what pipec.calibrate returns", DeviceModel) | NONE,
-    "profile": instance("a pipec.Profile", Profile) | _FILE | NONE,
-    "dynamic": FLAG,
-    "timeout": SECONDS,
-}
-"""What each argument of ``compile`` must be. What the arguments mean together is checked where they meet."""
-
-PROFILE = {
-    "example": instance("a pipec.Example", Example),
-    "microbatch_size": whole(1, 2**63 - 1) | NONE,
-    "device": DEVICE,
-    "repeats": whole(1, 10**6),
-    "ranks": whole(1, 1024),
-    "precision": _PRECISION,
-    "show": FUNCTION,
-}
-"""What each argument of ``profile`` must be."""
-
-
 def _optimizer_facts(
     updates: Updates | None, factory: Factory | None, tensors: ModelTensors, device: torch.device
 ) -> OptimizerFacts | None:
@@ -387,26 +303,6 @@ def _optimizer_facts(
     parameters, elementwise = tensors.unique_parameters(), updates.optimizer.elementwise
     scratch = update_scratch(factory, parameters, device.type == "cuda")
     return OptimizerFacts(state_bytes(factory, parameters), elementwise, *scratch)
-
-
-def _require_same_arguments(ranks: Ranks, model: nn.Module, **given: object) -> None:
-    """Check that every rank was given the same arguments and a model of the same structure."""
-    facts = {name: argument_fact(value) for name, value in given.items()}
-    ranks.agreement.require("calling pipec.compile", {**facts, **_model_facts(model)}, _other_arguments)
-
-
-def _model_facts(model: nn.Module) -> Facts:
-    """The tensors that a model has, without their values."""
-    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    kinds = {name: f"{tensor_kind(x)}{', trained' * x.requires_grad}" for name, x in tensors}
-    return {"model": type(model).__qualname__, **kinds}
-
-
-def _other_arguments(every: Sequence[Facts]) -> str:
-    return (
-        f"the ranks passed different arguments to pipec.compile:\n{differences(every)}\nEvery rank passes "
-        "the same; see what in the script depends on the rank, the environment or a random state"
-    )
 
 
 def profile(

@@ -49,6 +49,7 @@ ORDER = (
     Package("checkpoint"),
     Package("profiler"),
     Package("pipeline"),
+    Package("arguments"),
     Package("api"),
     Package("cli", torch=False),
     Package("__main__", torch=False),

@@ -16,7 +16,7 @@ from pipec.cli.output import status
 from pipec.errors import InputError, PipecError
 
 if TYPE_CHECKING:
-    from pipec.api import Example
+    from pipec.arguments import Example
     from pipec.pipeline import Pipeline
     from pipec.runtime.optimizers import Factory
 
@@ -77,7 +77,7 @@ def load_example(target: str) -> "Example":
     Raises InputError when there is no such file, module or factory, when they raise, or when the factory
     returns something else than an Example.
     """
-    from pipec.api import Example
+    from pipec.arguments import Example
 
     factory = _load_function("target", target, "() -> pipec.Example")
     with _errors_of(target):

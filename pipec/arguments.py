@@ -1,0 +1,125 @@
+"""The arguments of the front door: what each must be, and that all ranks pass the same."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from pipec.capture.splitting import Batched
+from pipec.cost.profile import Profile
+from pipec.hardware.devices import DeviceModel
+from pipec.hardware.topology import Topology
+from pipec.ir import OnNan, Precision, Shard
+from pipec.ir.arguments import (
+    FLAG,
+    FUNCTION,
+    MOST_MICROBATCHES,
+    MOST_RANKS,
+    NONE,
+    SECONDS,
+    Kind,
+    check_arguments,
+    instance,
+    number,
+    one_of,
+    whole,
+)
+from pipec.runtime.execution import Ranks
+from pipec.runtime.facts import Facts, argument_fact, differences, tensor_kind
+from pipec.runtime.kernels import KERNELS
+from pipec.runtime.launch import DEVICE, DEVICES
+from pipec.runtime.weights import WORDS
+
+GRADIENT_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+@dataclass(frozen=True)
+class Example:
+    """A model with one mini-batch: what a factory returns that the command line is pointed at."""
+
+    model: nn.Module
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    target: Any = None
+    loss_fn: Callable[..., Any] | None = None
+    batched: Batched | None = None
+
+    def __post_init__(self) -> None:
+        check_arguments(EXAMPLE, vars(self))
+
+
+_PRECISION = one_of(*map(str, Precision)) | NONE
+_FILE = instance("the path of its file", str, Path)
+
+EXAMPLE = {
+    "model": instance("an nn.Module", nn.Module),
+    "args": instance("a tuple of the model's arguments", tuple, list),
+    "kwargs": instance("a dict of the model's keyword arguments", Mapping),
+    "loss_fn": FUNCTION | NONE,
+    "batched": instance("a dict of arguments to 0 or None", Mapping, Sequence) | whole(0, 0) | NONE,
+}
+"""What each field of an ``Example`` must be."""
+
+COMPILE = {
+    "model": instance("an nn.Module", nn.Module),
+    "devices": DEVICES | NONE,
+    "loss_fn": FUNCTION | NONE,
+    "schedule": instance("the name of a schedule, a Path to a file of compute orders", str, Path) | FUNCTION,
+    "microbatches": whole(1, MOST_MICROBATCHES) | NONE,
+    "stages": whole(1, MOST_RANKS) | NONE,
+    "replicas": whole(1, MOST_RANKS) | one_of("auto") | instance("a tuple of the numbers", tuple),
+    "asynchronous": FLAG,
+    "optimizer": Kind("a function such as functools.partial(torch.optim.AdamW, lr=1e-3)", callable) | NONE,
+    "clip_grad_norm": number(0, math.inf) | NONE,
+    "shard": one_of(*map(str, Shard), "auto") | NONE,
+    "gradient_dtype": one_of(*GRADIENT_DTYPES) | NONE,
+    "on_nan": one_of("ignore", *map(str, OnNan)),
+    "batch": one_of("same", "rank0", "local"),
+    "batched": instance("a dict of arguments to 0 or None", Mapping, Sequence) | whole(0, 0) | NONE,
+    "microbatch_weight": one_of(*WORDS) | FUNCTION | NONE,
+    "precision": _PRECISION,
+    "kernels": one_of(*KERNELS),
+    "recompute": one_of("auto", "none", "full"),
+    "memory_limit": number(1, 2**63 - 1) | instance("text such as '16GiB'", str) | NONE,
+    "offload": one_of("activations", "optimizer", "all") | NONE,
+    "topology": instance("a pipec.Topology", Topology) | _FILE | NONE,
+    "device_model": instance("what pipec.calibrate returns", DeviceModel) | NONE,
+    "profile": instance("a pipec.Profile", Profile) | _FILE | NONE,
+    "dynamic": FLAG,
+    "timeout": SECONDS,
+}
+"""What each argument of ``compile`` must be. What the arguments mean together is checked where they meet."""
+
+PROFILE = {
+    "example": instance("a pipec.Example", Example),
+    "microbatch_size": whole(1, 2**63 - 1) | NONE,
+    "device": DEVICE,
+    "repeats": whole(1, 10**6),
+    "ranks": whole(1, 1024),
+    "precision": _PRECISION,
+    "show": FUNCTION,
+}
+"""What each argument of ``profile`` must be."""
+
+
+def require_same_arguments(ranks: Ranks, model: nn.Module, **given: object) -> None:
+    """Check that every rank was given the same arguments and a model of the same structure."""
+    facts = {name: argument_fact(value) for name, value in given.items()}
+    ranks.agreement.require("calling pipec.compile", {**facts, **_model_facts(model)}, _other_arguments)
+
+
+def _model_facts(model: nn.Module) -> Facts:
+    """The tensors that a model has, without their values."""
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    kinds = {name: f"{tensor_kind(x)}{', trained' * x.requires_grad}" for name, x in tensors}
+    return {"model": type(model).__qualname__, **kinds}
+
+
+def _other_arguments(every: Sequence[Facts]) -> str:
+    return (
+        f"the ranks passed different arguments to pipec.compile:\n{differences(every)}\nEvery rank passes "
+        "the same; see what in the script depends on the rank, the environment or a random state"
+    )
