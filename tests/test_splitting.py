@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import each, gpt2, t5
+from models import each, t5
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from unsplit import relative_error
@@ -170,7 +170,7 @@ def test_a_list_of_tensors_without_a_common_batch_is_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("factory", each(gpt2, t5))
+@pytest.mark.parametrize("factory", each(t5))
 def test_ordinary_batches_of_text_need_no_word(factory: Any) -> None:
     """Also if there are as many texts as tokens."""
     made, inputs = factory()

@@ -9,10 +9,7 @@ SAMPLE = (
     "convolutional/SENet",
     "generative/RealNVP",
     "graphs/GAT",
-    "mixtures/Dense experts",
-    "others/Siamese",
     "physics/FNO",
-    "recommendation/DLRM",
     "recurrent/ConvLSTM",
 )
 
