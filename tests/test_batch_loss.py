@@ -64,6 +64,7 @@ LOSSES: dict[str, Loss] = {
     ),
     "probabilities": lambda x, y: F.cross_entropy(x, F.one_hot(y, CLASSES).float()),
     "masked mean": masked,
+    "times a new tensor": lambda x, y: x.new_ones([1]).sum() * F.cross_entropy(x, y, ignore_index=IGNORED),
     "sum": lambda x, y: F.cross_entropy(x, y, reduction="sum"),
     "sum over a number": lambda x, y: x.square().sum() / 57,
     "sum over the rows": lambda x, y: F.mse_loss(x, F.one_hot(y, CLASSES).float(), reduction="sum") / len(x),

@@ -60,8 +60,11 @@ CONSTANTS = {"as_tensor", "full", "full_like", "new_full", "new_tensor", "scalar
 
 ZEROS = {"zeros", "zeros_like", "new_zeros"}
 
-SHAPED = {"empty_like", "full_like", "ones_like", "zeros_like"}
-"""Operators that read the shape of their first argument, and not its values."""
+SHAPED = {
+    *("empty_like", "full_like", "ones_like", "zeros_like"),
+    *("new_empty", "new_full", "new_ones", "new_zeros"),
+}
+"""Operators that read the type of their first argument, and maybe its shape, but not its values."""
 
 LINEAR = {
     *("alias", "bfloat16", "cat", "clone", "contiguous", "cpu", "cuda", "detach", "double"),
