@@ -99,7 +99,6 @@ CASES = (
         lambda: Mixture(dense=False),
         vectors,
         F.cross_entropy,
-        refused="a value becomes a number or a size",
     ),
     Case("Soft mixture", SoftMixture, tokens, F.cross_entropy),
 )

@@ -154,14 +154,13 @@ def to_numbers(num_in: int, num_out: int, name: str = "input") -> Callable[[int]
 
 
 CASES = (
-    Case("PINN", Burgers, points, refused="a call that torch cannot trace"),
+    Case("PINN", Burgers, points),
     Case("PINN by torch.func", Functional, points),
     Case(
         "Hamiltonian network",
         Hamiltonian,
         to_numbers(4, 4, "state"),
         F.mse_loss,
-        refused="a call that torch cannot trace",
     ),
     Case(
         "DeepONet",

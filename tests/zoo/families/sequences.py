@@ -25,7 +25,12 @@ CASES = (
         num_decoder_attention_heads=4,
         ngram=2,
     ),
-    seq2seq("LongT5ForConditionalGeneration", decoder_start_token_id=0, local_radius=3),
+    seq2seq(
+        "LongT5ForConditionalGeneration",
+        "traced otherwise than run",
+        decoder_start_token_id=0,
+        local_radius=3,
+    ),
     seq2seq(
         "LEDForConditionalGeneration",
         "a branch on values",
