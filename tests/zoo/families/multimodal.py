@@ -98,7 +98,7 @@ CASES = (
         batched=IMAGES,
         by_microbatch=True,
     ),
-    Case("ViltForQuestionAnswering", tiny("ViltForQuestionAnswering"), questions),
+    Case("ViltForQuestionAnswering", tiny("ViltForQuestionAnswering"), questions, refused="another cause"),
     Case("LayoutLMForSequenceClassification", tiny("LayoutLMForSequenceClassification"), documents),
     Case("LlavaForConditionalGeneration", llava, described, batched=IMAGES),
     Case("VisionEncoderDecoderModel", captioner, captioned),
