@@ -19,7 +19,6 @@ import torch
 
 from pipec.console import notice
 from pipec.runtime.randomness import Streams
-from pipec.runtime.stage import parameter_names
 
 KERNELS = ("source", "inductor", "auto")
 """What ``compile`` and ``load`` take as ``kernels``."""
@@ -59,7 +58,6 @@ class _Compiled:
     def __init__(self, function: Function, name: str) -> None:
         self._source, self._name = function, name
         self._compiled: Function = torch.compile(function, fullgraph=True)
-        self._parameters = parameter_names(function)
         self._draws = [int(number) for number in re.findall(r"\brng\((\d+)\)", inspect.getsource(function))]
         self.is_ready = self.has_failed = False
 
