@@ -1,7 +1,6 @@
 """Rehearsals with what a step does besides its microbatches, which must find nothing of them."""
 
-import threading
-from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 
 import pipec
 from pipec.runtime.execution import Ranks
-from pipec.runtime.rehearsal import RehearsedInterpreter
+from pipec.runtime.rehearsal import Rehearsals
 
 X, Y = torch.linspace(-1, 1, 64).view(16, 4), torch.linspace(0, 1, 32).view(16, 2)
 
@@ -41,20 +40,17 @@ def trained(shard: str | None) -> tuple[list[Tensor], dict[str, Tensor]]:
 
 
 @pytest.fixture
-def rehearsals(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The ranks that have rehearsed. As replicas share tensors here, each does so alone."""
-    alone, together, found = threading.Lock(), threading.Barrier(4), list[int]()
-    rehearse = RehearsedInterpreter._rehearse
+def rehearsals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many microbatches the rehearsals have run."""
+    found, run = list[int](), Rehearsals._run
 
-    def in_turn(self: RehearsedInterpreter, *args: object) -> None:
-        with alone:
-            rehearse(self, *args)
-        found.append(self._rank.number)
-        together.wait()
+    def noting(self: Rehearsals, *given: Any) -> None:
+        found.append(len(given[0]))
+        run(self, *given)
 
     monkeypatch.setattr(Ranks, "message_by_gpu", True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(RehearsedInterpreter, "_rehearse", in_turn)
+    monkeypatch.setattr(Rehearsals, "_run", noting)
     return found
 
 
@@ -67,7 +63,7 @@ def test_updates_find_nothing_of_a_rehearsal(
 ) -> None:
     caplog.set_level("INFO", "pipec")
     found = trained(shard)
-    assert sorted(rehearsals) == [0, 0, 1, 1, 2, 2, 3, 3], "steps of two sizes"
+    assert rehearsals == [4] * 8, "four ranks, and steps of two sizes"
     assert "ended early" not in caplog.text
     monkeypatch.undo()
     torch.testing.assert_close(found, trained(shard), rtol=0, atol=0)
