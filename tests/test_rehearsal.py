@@ -1,6 +1,6 @@
 """Rehearsals with what a step does besides its microbatches, which must find nothing of them."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,9 +13,29 @@ from pipec.runtime.rehearsal import Rehearsals
 X, Y = torch.linspace(-1, 1, 64).view(16, 4), torch.linspace(0, 1, 32).view(16, 2)
 
 
-def net() -> nn.Module:
+def net(tracks: bool = True) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 2))
+    norm = nn.BatchNorm1d(8, track_running_stats=tracks)
+    return nn.Sequential(nn.Linear(4, 8), norm, nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 2))
+
+
+MOST_LITTLE = 10
+"""The elements of a stage's parameters that have two at most in each dimension."""
+
+
+class Adam(torch.optim.AdamW):
+    """It notes how many elements it updates."""
+
+    num_updated: ClassVar[list[int]] = []
+
+    def __init__(self, named: Any) -> None:
+        super().__init__(named, lr=0.1)
+
+    def step(self, closure: Any = None) -> Any:
+        every = [each for group in self.param_groups for each in group["params"]]
+        if not any(each.is_meta for each in every):  # as where its memory is predicted
+            self.num_updated.append(sum(each.numel() for each in every if each.grad is not None))
+        return super().step(closure)
 
 
 def trained(shard: str | None) -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -27,7 +47,7 @@ def trained(shard: str | None) -> tuple[list[Tensor], dict[str, Tensor]]:
         loss_fn=nn.functional.mse_loss,
         microbatches=4,
         replicas=2,
-        optimizer=lambda named: torch.optim.AdamW(named, lr=0.1),
+        optimizer=Adam,
         clip_grad_norm=1.0,
         shard=shard,
     )
@@ -51,6 +71,7 @@ def rehearsals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(Ranks, "message_by_gpu", True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(Rehearsals, "_run", noting)
+    monkeypatch.setattr(Adam, "num_updated", [])
     return found
 
 
@@ -64,6 +85,40 @@ def test_updates_find_nothing_of_a_rehearsal(
     caplog.set_level("INFO", "pipec")
     found = trained(shard)
     assert rehearsals == [4] * 8, "four ranks, and steps of two sizes"
+    assert max(Adam.num_updated[:2]) <= MOST_LITTLE, "updates are rehearsed as well"
     assert "ended early" not in caplog.text
     monkeypatch.undo()
     torch.testing.assert_close(found, trained(shard), rtol=0, atol=0)
+
+
+def streamed(schedule: str, replicas: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """The losses of a stream without a flush, and what has become of the model."""
+    pipe = pipec.compile(
+        net(tracks=replicas == 1),
+        ["cpu"] * 4,
+        loss_fn=nn.functional.mse_loss,
+        schedule=schedule,
+        replicas=replicas,
+        optimizer=Adam,
+    )
+    torch.manual_seed(5)
+    batches = [(X, Y), (X, Y), (X[:12], Y[:12]), (X, Y)]
+    return list(pipe.stream(batches)), pipe.full_state_dict()
+
+
+@pytest.mark.parametrize(("schedule", "replicas"), [("pipedream", 2), ("pipedream-2bw", 1)])
+def test_streams_are_rehearsed_before_they_begin(
+    rehearsals: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    schedule: str,
+    replicas: int,
+) -> None:
+    """Messages are under way all the time from then on. Every replica meets each function once."""
+    caplog.set_level("INFO", "pipec")
+    found = streamed(schedule, replicas)
+    assert len(rehearsals) == 8, "four ranks, and batches of two sizes"
+    assert max(Adam.num_updated[:2]) <= MOST_LITTLE, "updates are rehearsed as well"
+    assert "ended early" not in caplog.text
+    monkeypatch.undo()
+    torch.testing.assert_close(found, streamed(schedule, replicas), rtol=0, atol=0)

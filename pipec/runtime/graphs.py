@@ -4,7 +4,7 @@ A graph reads and writes the memory with which it was recorded, whatever lies th
 rules make every order of replays right:
 
 * What changes from call to call, such as a message or an input, is first copied to a place of its slot.
-* What is saved from phase to phase stays where the graph of the slot has made it, for the graph that reads it.
+* What is saved from phase to phase stays where a graph of the slot has made it, for another one to read.
 * What leaves is copied inside of the graph to memory that all slots share, and is taken from there before
   another graph is replayed: gradients are added up, and anything else is copied once more.
 

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from pipec.errors import PipecError
-from pipec.ir import Instruction, Op, Plan, Program, Sizes
+from pipec.ir import Instruction, Op, Payload, Plan, Program, Sizes
+from pipec.ir.rounds import unrolled
 from pipec.ir.text import evaluate_dim
 from pipec.runtime.graphs import StageGraphs
 from pipec.runtime.group import Group, Wait
@@ -40,7 +41,7 @@ class Rehearsals:
 
     A rehearsal leaves gradients, buffers and random states as they were. In place of what other ranks send
     there are zeros. One that fails on those is given up, for the step itself may do better; not so where
-    graphs are recorded, which the step cannot do without.
+    graphs are recorded, which the step cannot do without. The first one also makes an update.
     """
 
     def __init__(
@@ -53,6 +54,9 @@ class Rehearsals:
         device: torch.device,
         updates: Updates | None = None,
     ) -> None:
+        if plan.ending.stream is not None:
+            program, plan = _as_step(program, plan)
+        self._num_microbatches = plan.num_microbatches
         self._alone = functools.partial(
             Interpreter,
             replace(program, instructions=[x for x in program.instructions if x.op not in _OF_THE_END]),
@@ -65,6 +69,7 @@ class Rehearsals:
             updates=updates,
         )
         self._parameters, self._buffers = parameters, buffers
+        self._update = functools.partial(updates.rehearse, program.rank, device) if updates else None
         self._graphs: list[StageGraphs] = [x.graphs for x in stages.values() if hasattr(x, "graphs")]
         self._known, self._ready = set[object](), set[object]()
 
@@ -91,12 +96,40 @@ class Rehearsals:
 
     def _run(self, microbatches: Sequence[Mapping[str, Tensor]], span: Span, seed: int) -> None:
         leaves = {name: _another(tensor) for name, tensor in self._parameters.items()}
+        if len(microbatches) < self._num_microbatches:
+            microbatches, span = _repeated(microbatches, span, self._num_microbatches)
         try:
             self._alone(parameters=leaves).run(microbatches, span, seed, update=False)
         except PipecError as error:
             if self._graphs:
                 raise
             log.info("a rehearsal ended early: %s", error)
+        update, self._update = self._update, None
+        if update is not None:
+            try:
+                update()
+            except Exception as error:  # of an optimizer that cannot have such little tensors
+                log.info("a rehearsal of an update ended early: %s", error)
+
+
+def _as_step(program: Program, plan: Plan) -> tuple[Program, Plan]:
+    """A program without end as that of one step, in which each replica of a stage has a microbatch."""
+    count = max(plan.num_microbatches, *map(len, plan.placement))
+    written = [
+        replace(each, version=-1)
+        for each in unrolled(program, count).instructions
+        if each.link is None or each.link.payload is not Payload.OUTCOME
+    ]
+    return Program(program.rank, written), replace(plan, num_microbatches=count)
+
+
+def _repeated(
+    microbatches: Sequence[Mapping[str, Tensor]], span: Span, count: int
+) -> tuple[Sequence[Mapping[str, Tensor]], Span]:
+    """So many microbatches, by repeating those that there are."""
+    places = [number % len(microbatches) for number in range(count)]
+    sizes, shares = [span.sizes[k] for k in places], [span.loss_shares[k] for k in places]
+    return [microbatches[k] for k in places], replace(span, sizes=sizes, shares=shares)
 
 
 def _sizes_of(span: Span) -> object:
