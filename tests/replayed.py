@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipec.runtime.storage import tensors_in
 
@@ -20,7 +21,8 @@ class ReplayedGraphs:
         call()
 
     def record(self, call: Callable[[], Any], generators: Sequence[torch.Generator]) -> tuple[Any, Any]:
-        made = call()
+        with _Capturing():
+            made = call()
         ReplayedGraphs.num_recorded += 1
 
         def replay() -> None:
@@ -30,3 +32,17 @@ class ReplayedGraphs:
                     old.untyped_storage().copy_(new.untyped_storage())
 
         return made, replay
+
+
+_ATEN = torch.ops.aten
+_WAITING = {_ATEN._local_scalar_dense.default, _ATEN.nonzero.default, _ATEN.masked_select.default}
+
+
+class _Capturing(TorchDispatchMode):
+    """What asks for a value fails, as it does on a GPU."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        selects = func is _ATEN.index.Tensor and any(x is not None and x.dtype is torch.bool for x in args[1])
+        if func in _WAITING or selects:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return func(*args, **(kwargs or {}))

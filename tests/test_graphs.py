@@ -42,11 +42,13 @@ class Model(nn.Module):
 
 @pytest.fixture
 def replayed(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[ReplayedGraphs]]:
-    """Graphs on CPUs."""
+    """Graphs on CPUs, and memory that is NaN, or the largest number, until something is written there."""
     monkeypatch.setattr(execution, "CudaGraphs", ReplayedGraphs)
     monkeypatch.setattr(execution, "require_gpus", lambda devices: None)
     ReplayedGraphs.num_recorded = ReplayedGraphs.num_replayed = 0
-    return ReplayedGraphs
+    torch.use_deterministic_algorithms(True)
+    yield ReplayedGraphs
+    torch.use_deterministic_algorithms(False)
 
 
 def trained(kernels: str, **options: object) -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -87,6 +89,14 @@ def small(**options: object) -> tuple[nn.Module, pipec.Pipeline]:
     return model, pipec.compile(model, ["cpu"] * 2, **options)
 
 
+def test_indices_are_there_when_a_graph_is_recorded(replayed: type[ReplayedGraphs]) -> None:
+    """On a GPU an index that is none ends the process."""
+    model = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 4))
+    pipe = pipec.compile(model, ["cpu"] * 2, microbatches=2, loss_fn=F.mse_loss, kernels="cudagraphs")
+    x = torch.arange(8)
+    torch.testing.assert_close(pipe.step(x, target=Y[:8]), F.mse_loss(model(x), Y[:8]))
+
+
 def test_graphs_are_recorded_anew_where_weights_have_moved(replayed: type[ReplayedGraphs]) -> None:
     """A graph reads the memory of weights, which loading with ``assign`` replaces."""
     model, pipe = small()
@@ -100,20 +110,26 @@ def test_graphs_are_recorded_anew_where_weights_have_moved(replayed: type[Replay
     pipe.step(X[:9], target=Y[:9])
 
 
-def test_what_cannot_be_recorded_is_told_before_anything_is_sent(
-    replayed: type[ReplayedGraphs], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(self: ReplayedGraphs, call: object, generators: object) -> None:
-        raise RuntimeError("operation not permitted when stream is capturing")
+class Selecting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 4)])
 
-    monkeypatch.setattr(replayed, "record", refuse)
-    model, pipe = small()
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        return self.layers[1](x[x[:, 0] > 0])
+
+
+def test_what_cannot_be_recorded_is_told_before_anything_is_sent(replayed: type[ReplayedGraphs]) -> None:
+    model = Selecting()
+    options = {"loss_fn": lambda output, _: output.square().sum(), "kernels": "cudagraphs"}
+    pipe = pipec.compile(model, ["cpu"] * 2, microbatches=2, **options)
     with pytest.raises(
         pipec.ExecutionError,
-        match=r"cannot record forward of stage 0.* RuntimeError: operation not permitted .*kernels='source'",
+        match=r"cannot record forward of stage 1.* RuntimeError: operation not permitted .*kernels='source'",
     ):
         pipe.step(X, target=Y)
-    assert model[0].weight.grad is None
+    assert model.layers[1].weight.grad is None
 
 
 class Branches(nn.Module):

@@ -122,3 +122,12 @@ def test_streams_are_rehearsed_before_they_begin(
     assert "ended early" not in caplog.text
     monkeypatch.undo()
     torch.testing.assert_close(found, streamed(schedule, replicas), rtol=0, atol=0)
+
+
+def test_every_new_length_is_rehearsed(rehearsals: list[int]) -> None:
+    """Its kernels may be others."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    pipe = pipec.compile(model, ["cpu"] * 2, loss_fn=nn.functional.mse_loss, microbatches=2)
+    for length in (2, 3, 5, 3, 5):
+        pipe.step(torch.ones(4, length, 4), target=torch.ones(4, length, 2))
+    assert rehearsals == [2] * 6, "two ranks, and three lengths"

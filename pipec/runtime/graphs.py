@@ -129,6 +129,8 @@ class StageGraphs:
             drawn.append(operator)
             return torch.Generator(device)
 
+        for each in moving:
+            each.fill(args)
         try:
             self._recorder.try_out(lambda: call(noting))
             generators = [torch.Generator(device) for _ in drawn]
