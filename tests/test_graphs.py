@@ -68,7 +68,7 @@ def trained(kernels: str, **options: object) -> tuple[list[Tensor], dict[str, Te
 
 
 SCHEDULES = {
-    "1f1b": {"schedule": "1f1b"},
+    "1f1b": {"schedule": "1f1b", "precision": "bf16-mixed"},
     "zero bubble": {"schedule": "zb-h1"},
     "interleaved": {"schedule": "interleaved-1f1b", "recompute": "full"},
 }
