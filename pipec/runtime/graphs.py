@@ -263,7 +263,7 @@ def slots_of(program: Program) -> dict[tuple[int, int], int]:
     for each in program.instructions:
         key, used = (each.stage, each.microbatch), in_use[each.stage]
         if each.op is Op.FREE:
-            used.discard(slots[key])
+            used.discard(slots.get(key, -1))
         elif each.op.traits.kind is Kind.COMPUTE and key not in slots:
             slots[key] = next(number for number in itertools.count() if number not in used)
             used.add(slots[key])
