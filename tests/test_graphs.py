@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pipec
-from pipec.ir import Ending, Link, Payload, Shard, Value
+from pipec.ir import Ending, Link, Payload, Shard, Value, Variable
 from pipec.ir.ending import Stream
 from pipec.programs.lower import lower
 from pipec.runtime import execution
@@ -150,6 +150,7 @@ MOVING = {
     "there is no flush": replace(PLAN, ending=Ending(stream=Stream(1, 1))),
     "gathered for use": replace(PLAN, ending=Ending(shard=Shard.PARAMETERS)),
     "wait in host memory": replace(PLAN, stages=(replace(PLAN.stages[0], offloaded=(0,)),)),
+    "another number in each call": replace(PLAN, variables=(Variable("alpha", 1, "args[1]", None),)),
     "replicas of stage 1 in one process": replace(PLAN, placement=((0,), (1, 2))),
 }
 

@@ -131,3 +131,20 @@ def test_every_new_length_is_rehearsed(rehearsals: list[int]) -> None:
     for length in (2, 3, 5, 3, 5):
         pipe.step(torch.ones(4, length, 4), target=torch.ones(4, length, 2))
     assert rehearsals == [2] * 6, "two ranks, and three lengths"
+
+
+def test_numbers_are_not_rehearsed(rehearsals: list[int]) -> None:
+    """They may be others in each step, which launches the same kernels."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+        def forward(self, x: Tensor, scale: float) -> Tensor:
+            return self.layers[1](self.layers[0](x) * scale)
+
+    pipe = pipec.compile(Scaled(), ["cpu"] * 2, loss_fn=nn.functional.mse_loss, microbatches=2)
+    for scale in (0.1, 0.2, 0.3, 0.4):
+        pipe.step(X, scale, target=X)
+    assert rehearsals == [2] * 4, "two ranks, for a number and for any number"

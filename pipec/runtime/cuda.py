@@ -128,7 +128,10 @@ class CudaGraphs:
         graph = torch.cuda.CUDAGraph()
         for generator in generators:
             graph.register_generator_state(generator)
-        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+        with (
+            torch.cuda.stream(self._stream),  # which torch leaves only if it has recorded
+            torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"),
+        ):
             made = call()
         return made, graph.replay
 

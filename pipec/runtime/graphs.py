@@ -137,9 +137,10 @@ class StageGraphs:
             made, replay = self._recorder.record(lambda: call(_in_turn(generators)), generators)
             self._require_here([*own, made])
         except Exception as error:
+            first = error.__context__ or error  # the end of a recording that has failed is an error as well
             raise InputError(
                 f"kernels='cudagraphs' cannot record {what}, which has to launch the same for any values: "
-                f"{type(error).__name__}: {str(error).strip()}. Take kernels='source'"
+                f"{type(first).__name__}: {str(first).strip()}. Take kernels='source'"
             ) from error
         draws = list(zip(drawn, generators, strict=True))
         return _Graph(dict(zip(names, own, strict=True)), moving, draws, made, phase is Phase.FORWARD, replay)
@@ -296,6 +297,8 @@ def _problem(plan: Plan, sources: Sequence[str], devices: Mapping[int, torch.dev
         return "parameters are gathered for use (shard='parameters'), each time into other memory"
     if any(stage.offloaded for stage in plan.stages):
         return "saved values wait in host memory (offload), and come back to other memory"
+    for number in (each for each in plan.variables if each.dim is None):
+        return f"{number.path} is another number in each call, and a graph has numbers in it; pass a tensor"
     for stage, ranks in enumerate(plan.placement):
         if len({devices[rank] for rank in ranks if rank in devices}) > 1:
             return f"replicas of stage {stage} in one process copy its weights to other GPUs for each step"

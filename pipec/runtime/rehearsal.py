@@ -37,7 +37,7 @@ _OF_THE_END = (Op.REDUCE_GRAD, Op.AVERAGE_BUFFERS, Op.NORM, Op.UPDATE)
 
 
 class Rehearsals:
-    """Those of one rank, a step of each new sizes and numbers.
+    """Those of one rank, a step of each new sizes.
 
     A rehearsal leaves gradients, buffers and random states as they were. In place of what other ranks send
     there are zeros. One that fails on those is given up, for the step itself may do better; not so where
@@ -57,6 +57,7 @@ class Rehearsals:
         if plan.ending.stream is not None:
             program, plan = _as_step(program, plan)
         self._num_microbatches = plan.num_microbatches
+        self._sizes = [each.name for each in plan.variables if each.dim is not None]
         self._alone = functools.partial(
             Interpreter,
             replace(program, instructions=[x for x in program.instructions if x.op not in _OF_THE_END]),
@@ -74,8 +75,8 @@ class Rehearsals:
         self._known, self._ready = set[object](), set[object]()
 
     def are_new(self, span: Span) -> bool:
-        """Whether no step of these sizes and numbers was rehearsed, which is the same on all ranks."""
-        return _sizes_of(span) not in self._known
+        """Whether no step of these sizes was rehearsed, which is the same on all ranks."""
+        return self._sizes_of(span) not in self._known
 
     def rehearse(self, microbatches: Sequence[Mapping[str, Tensor]], span: Span, seed: int) -> None:
         """Rehearse a step if it is new, or if its graphs read memory that is no longer used.
@@ -85,14 +86,19 @@ class Rehearsals:
         """
         moved = [each.forget_if_moved(self._parameters, self._buffers) for each in self._graphs]
         if any(moved):
+            log.info("weights have moved, so that graphs are recorded anew")
             self._ready.clear()
-        if _sizes_of(span) not in self._ready:
+        if self._sizes_of(span) not in self._ready:
             with contextlib.ExitStack() as stack:
                 for each in self._graphs:
                     stack.enter_context(each.recording())
                 self._run(microbatches, span, seed)
-            self._ready.add(_sizes_of(span))
-            self._known.add(_sizes_of(span))
+            self._ready.add(self._sizes_of(span))
+            self._known.add(self._sizes_of(span))
+
+    def _sizes_of(self, span: Span) -> object:
+        """What decides which kernels run. Numbers do not."""
+        return tuple(span.sizes), tuple(span.values.get(name) for name in self._sizes)
 
     def _run(self, microbatches: Sequence[Mapping[str, Tensor]], span: Span, seed: int) -> None:
         leaves = {name: _another(tensor) for name, tensor in self._parameters.items()}
@@ -130,10 +136,6 @@ def _repeated(
     places = [number % len(microbatches) for number in range(count)]
     sizes, shares = [span.sizes[k] for k in places], [span.loss_shares[k] for k in places]
     return [microbatches[k] for k in places], replace(span, sizes=sizes, shares=shares)
-
-
-def _sizes_of(span: Span) -> object:
-    return tuple(span.sizes), tuple(span.values.items())
 
 
 def _another(tensor: Tensor) -> Tensor:
