@@ -259,7 +259,7 @@ def test_graphs_are_recorded_beside_messages_and_know_what_they_draw_from(
         "default of cuda:0 waits for leaving",
         "draws from a generator",
         "records on leaving into a pool, thread_local",
-        "launches on default of cuda:0",
+        "launches on leaving",
         "has recorded",
         "replays",
     ]
