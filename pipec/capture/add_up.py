@@ -21,6 +21,7 @@ import sympy
 import torch
 from torch import Tensor, fx, nn
 
+from pipec.capture.checks import expect_all_scattered, leading_to_checks
 from pipec.capture.conditions import refuse_unless_of_batch
 from pipec.capture.markers import OF_BATCH, RESULT, SHARE
 from pipec.capture.parts import (
@@ -103,6 +104,7 @@ class _Walk:
         symbols = [x.node.expr for x in sizes if isinstance(x, torch.SymInt)]
         self._symbol = next((x for x in symbols if isinstance(x, sympy.Symbol)), None)
         fixed_size = self.size if self._symbol is None else 0
+        self._checks = leading_to_checks(self.module.graph)
         self.rounds = Rounds(self.module.graph, self.num_replicas, fixed_size, self._symbol)
 
     def _arguments(self) -> list[fx.Node]:
@@ -117,12 +119,17 @@ class _Walk:
                 held = operator.attrgetter(str(node.target))(self.module)
                 self.known[node] = Meaning(Part.SAME, not isinstance(held, nn.Parameter | nn.Module))
             case "call_function" if is_assumption(node):
-                refuse_unless_of_batch(node, lambda each: self.known[each].part)
+                rows = self.size if self._symbol is None else None
+                refuse_unless_of_batch(node, lambda each: self.known[each].part, rows)
+            case "call_function" | "call_method" if node in self._checks:
+                pass  # each microbatch is checked by itself
             case "call_function" | "call_method":
                 self._scaled_by_rows |= self._symbol is None and self._may_scale_by_rows(node)
                 self.known[node] = self._of_call(node)
                 if changes_argument(node) and isinstance(changed := node.args[0], fx.Node):
                     self.known[changed] = self.known[node]
+                if operator_name(node) == "masked_scatter" and self.known[node].part is not Part.SAME:
+                    expect_all_scattered(node)
 
     def _of_argument(self, node: fx.Node) -> Meaning:
         value = value_of(node)
@@ -337,7 +344,7 @@ class _Walk:
 
     def _take_of_batch(self, node: fx.Node, adds_up: bool) -> Meaning:
         """Let the users of a node read what it is of the whole batch."""
-        users = list(node.users)
+        users = [user for user in node.users if user not in self._checks]
         whole = put(node, "of_batch", OF_BATCH, node, adds_up)
         whole.meta["example_value"] = value_of(node)
         self.known[whole] = Meaning(Part.SAME, given=True)

@@ -137,6 +137,9 @@ def _read_held_tensors(traced: fx.GraphModule, held: Mapping[str, Tensor]) -> No
         tensor = getattr(traced, str(node.target))
         if isinstance(tensor, Tensor) and tensor.requires_grad:
             raise TypeError(f"a tensor of shape {tuple(tensor.shape)} to train was not read from its module")
+    for name, constant in dict(traced._buffers).items():
+        delattr(traced, name)
+        object.__setattr__(traced, name, constant)  # no buffer, or differentiation would make it an argument
     placeholders = traced.graph.find_nodes(op="placeholder")
     for node, (name, tensor) in zip(placeholders, held.items(), strict=False):
         path, _, attribute = name.rpartition(".")
