@@ -12,7 +12,6 @@ batch. A sum is divided by the share.
 """
 
 import operator
-import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +20,8 @@ import sympy
 import torch
 from torch import Tensor, fx, nn
 
-from pipec.capture.checks import expect_all_scattered, leading_to_checks
+from pipec.capture.call import plain_name
+from pipec.capture.checks import leading_to_checks
 from pipec.capture.conditions import refuse_unless_of_batch
 from pipec.capture.markers import OF_BATCH, RESULT, SHARE
 from pipec.capture.parts import (
@@ -81,11 +81,6 @@ def add_up(
     return place_of(because) if because else ""
 
 
-def plain_name(path: str) -> str:
-    """``kwargs['input_ids']`` as ``kwargs_input_ids``, which is also what a front end makes of it."""
-    return re.sub(r"[\W_]+", "_", path).strip("_").removeprefix("L_")
-
-
 @dataclass
 class _Walk:
     """Visits the nodes of a graph in order, and knows what it has learnt of them."""
@@ -128,8 +123,6 @@ class _Walk:
                 self.known[node] = self._of_call(node)
                 if changes_argument(node) and isinstance(changed := node.args[0], fx.Node):
                     self.known[changed] = self.known[node]
-                if operator_name(node) == "masked_scatter" and self.known[node].part is not Part.SAME:
-                    expect_all_scattered(node)
 
     def _of_argument(self, node: fx.Node) -> Meaning:
         value = value_of(node)
@@ -378,10 +371,3 @@ class _Walk:
         node.replace_all_uses_with(mean, delete_user_cb=lambda user: user is not total)
         self.known[mean] = Meaning(Part.MEAN)
         return Part.MEAN
-
-
-def rows_of(argument: fx.Node) -> Any:
-    """The formula of dimension 0 of an argument of a captured graph, None if it has none."""
-    value = value_of(argument)
-    size: Any = value.shape[0] if isinstance(value, Tensor) and value.ndim else None
-    return size.node.expr if isinstance(size, torch.SymInt) else size

@@ -3,8 +3,9 @@
 import torch
 from torch import fx
 
+from pipec.capture.call import Call, plain_name
 from pipec.capture.markers import EXPECT
-from pipec.capture.parts import place_of
+from pipec.capture.parts import changes_argument, operator_name, place_of
 from pipec.capture.rewriting import Chain
 
 
@@ -18,12 +19,27 @@ def leading_to_checks(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
-def expect_all_scattered(node: fx.Node) -> None:
-    """Let each microbatch check that ``masked_scatter`` takes all of its source.
+def expect_all_scattered(graph: fx.Graph, call: Call) -> None:
+    """Let each microbatch check that ``masked_scatter`` takes all of its source, if it depends on rows.
 
     It takes as many elements as the mask chooses, from the first on. Only if that is all that the rows before
     brought along, a microbatch begins with its own.
     """
+    named = zip(call.paths, call.batched, strict=True)
+    split = {plain_name(path) for path, is_split in named if is_split}
+    of_rows: set[fx.Node] = set()
+    for node in list(graph.nodes):
+        if node.op == "placeholder" and plain_name(str(node.target)) in split:
+            of_rows.add(node)
+        elif of_rows.intersection(node.all_input_nodes):
+            of_rows.add(node)
+            if changes_argument(node):
+                of_rows.update(node.all_input_nodes[:1])
+            if operator_name(node) == "masked_scatter":
+                _expect_scattered(node)
+
+
+def _expect_scattered(node: fx.Node) -> None:
     arguments = [*node.args, *node.kwargs.values()]
     kept, mask, source = arguments[:3]
     chain = Chain(node)

@@ -6,9 +6,8 @@ from collections.abc import Collection
 from torch import fx
 
 from pipec.capture.add_up import add_up
-from pipec.capture.markers import EXPECT, OF_BATCH, RESULT, SHARE
+from pipec.capture.markers import OF_BATCH, RESULT, SHARE
 from pipec.capture.parts import place_of
-from pipec.errors import CaptureError
 from pipec.torch_compat import CAUSE, Captured
 
 
@@ -24,8 +23,6 @@ def add_up_differentiated(
     results: list[fx.Node] = list(graph.output_node().args[0])  # type: ignore[arg-type]
     forward = fx.GraphModule(captured.module, _forward(graph, num_results))
     unclear = add_up(forward, batched, size, has_loss, num_replicas)
-    for check in forward.graph.find_nodes(op="call_function", target=EXPECT):
-        raise CaptureError(f"{check.args[1]}; a model that differentiates by itself cannot check that")
     output = forward.graph.output_node()
     for place, (result, marked) in enumerate(zip(results, output.args[0], strict=False)):  # type: ignore[arg-type]
         if isinstance(marked, fx.Node) and marked.target is RESULT:
