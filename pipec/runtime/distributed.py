@@ -8,7 +8,6 @@ notice the closed connections at once, wherever they wait, and say what the life
 and why, or which one died or is stopped.
 """
 
-import contextlib
 import functools
 import hashlib
 import itertools
@@ -17,8 +16,9 @@ import pickle
 import textwrap
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TypeVar
 
@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipec.errors import PipecError, TransportError
+from pipec.errors import ExecutionError, PipecError, TransportError
 from pipec.ir import Instruction, Link, Op, Payload, Program, Sizes
 from pipec.ir.text import format_link
 from pipec.runtime.connections import Connections, Direction, GlooConnections
@@ -35,10 +35,11 @@ from pipec.runtime.group import Group
 from pipec.runtime.hosts_group import HostsGroup
 from pipec.runtime.launch import world
 from pipec.runtime.nccl import NcclConnections
+from pipec.runtime.parcels import Parcel, Parcels, in_order
 from pipec.runtime.processes_group import ProcessesGroup
 from pipec.runtime.rendezvous import bounded, meet
 from pipec.runtime.stops import STOPS
-from pipec.runtime.storage import Buffer, buffers_for
+from pipec.runtime.storage import Buffer, buffers_for, packed
 from pipec.runtime.transport import Receiver, Send
 from pipec.runtime.waits import names
 
@@ -105,7 +106,7 @@ class TorchDistributed:
             ConnectionError,
             RuntimeError,
         ) as error:  # of a store or connection that is gone
-            failure = self._explained(error, doing, None)
+            failure = self.explained(error, doing, None)
             self._lifelines.fail(str(failure))
             raise failure from failure.__cause__
 
@@ -184,14 +185,17 @@ class TorchDistributed:
         return result  # type: ignore[no-any-return]
 
     def sender(self, instruction: Instruction, tag: int) -> Send:
-        doing = f"sending {_message(instruction)} to rank {instruction.peer}"
-        is_last = _is_read_last(instruction)
+        assert instruction.link is not None
+        what, peer = _message(instruction), instruction.peer
+        sending, parcels = self.explaining(f"sending {what} to rank {peer}", peer), Parcels(instruction.link)
+        start = self._connections.send_last if _is_read_last(instruction) else self._connections.send
+        names, device = [value.name for value in instruction.link.values], self.device
 
-        def send(tensors: Sequence[Tensor]) -> None:
-            with self.explaining(doing, instruction.peer) as connections:
-                plain = [_plain(tensor) for tensor in tensors if tensor.numel()]
-                start = connections.send_last if is_last else connections.send
-                start(plain, instruction.peer, tag)
+        def send(tensors: Sequence[Tensor], sizes: Sizes) -> None:
+            with sending:
+                found = parcels.of(sizes)
+                _check_fits(what, names, found, tensors)
+                start([_in_one(each, tensors, device) for each in found if each.num_bytes], peer, tag)
 
         return send
 
@@ -203,7 +207,8 @@ class TorchDistributed:
         return _Receiver(self, instruction, tag, self._buffers[key])
 
     def held(self) -> Sequence[Tensor]:
-        return [buffer.memory for buffers in self._buffers.values() for buffer in buffers]
+        held = (buffer.held() for buffers in self._buffers.values() for buffer in buffers)
+        return [memory for memory in held if memory is not None]
 
     def group(self, ranks: Sequence[int], num_hosts: int = 1) -> Group:
         """These ranks, of which this one is one, for collectives. NCCL itself knows what is on which host."""
@@ -229,20 +234,14 @@ class TorchDistributed:
         self._lifelines.fail(known or (str(error) if isinstance(error, PipecError) else repr(error)))
         self._connections.close()
 
-    @contextlib.contextmanager
-    def explaining(self, doing: str, peer: int | None = None) -> Iterator[Connections]:
-        """Give the connections, and turn their errors into a TransportError that tells what was going on.
+    def explaining(self, doing: str, peer: int | None = None) -> "_Explaining":
+        """What is around something that connections do: it gives them, and explains their errors.
 
         ``peer`` is the rank that must do something for this to end.
         """
-        try:
-            with self._lifelines.waiting(doing, peer):
-                yield self._connections
-        except (TimeoutError, ConnectionError) as error:
-            failure = self._explained(error, doing, peer)
-            raise failure from failure.__cause__
+        return _Explaining(self, self._connections, self._lifelines.waiting(doing, peer), doing, peer)
 
-    def _explained(self, error: Exception, doing: str, peer: int | None) -> TransportError:
+    def explained(self, error: Exception, doing: str, peer: int | None) -> TransportError:
         """What to raise for an error of torch's, which stays the cause only where nothing better is known."""
         is_lost = not isinstance(error, TimeoutError)
         reason = self._lifelines.reason(_REASON_COMES_WITHIN if is_lost else 0.0) or self._lifelines.silent()
@@ -276,32 +275,63 @@ def _outcome(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, PipecError(f"rank 0: {type(error).__name__}: {error}")
 
 
+class _Explaining:
+    """Turns errors of connections into a TransportError that tells what was going on.
+
+    One that is around the messages of an instruction is entered each time anew, by one thread.
+    """
+
+    def __init__(
+        self,
+        transport: TorchDistributed,
+        connections: Connections,
+        waiting: AbstractContextManager[None],
+        doing: str,
+        peer: int | None,
+    ) -> None:
+        self._transport, self._connections, self._waiting = transport, connections, waiting
+        self._doing, self._peer = doing, peer
+
+    def __enter__(self) -> Connections:
+        self._waiting.__enter__()
+        return self._connections
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._waiting.__exit__(None, None, None)
+        if isinstance(error, TimeoutError | ConnectionError):
+            failure = self._transport.explained(error, self._doing, self._peer)
+            raise failure from failure.__cause__
+
+
 class _Receiver:
     """One receive instruction. All receives into the same slot share its buffers."""
 
     def __init__(
         self, transport: TorchDistributed, instruction: Instruction, tag: int, buffers: Sequence[Buffer]
     ) -> None:
-        self._transport = transport
-        self._peer = instruction.peer
-        self._tag = tag
-        self._buffers = buffers
-        self._doing = f"receiving {_message(instruction)} from rank {instruction.peer}"
+        assert instruction.link is not None
+        self._peer, self._tag, self._buffers = instruction.peer, tag, buffers
+        doing = f"receiving {_message(instruction)} from rank {instruction.peer}"
+        self._explaining = transport.explaining(doing, instruction.peer)
+        self._parcels = Parcels(instruction.link)
         self._is_last = _is_read_last(instruction)
-        self._posted: list[Tensor] = []
+        self._posted: Sequence[Tensor] = ()
 
     def post(self, sizes: Sizes) -> None:
-        with self._transport.explaining(self._doing, self._peer) as connections:
+        with self._explaining as connections:
             receive = connections.receive_last if self._is_last else connections.receive
-            for buffer in self._buffers:
+            parcels, values = self._parcels.of(sizes), list[list[Tensor]]()
+            for parcel, buffer in zip(parcels, self._buffers, strict=False):
                 buffer.settle(connections)
-                tensor = buffer.view(sizes)
-                self._posted.append(tensor)
-                buffer.arriving = receive(tensor, self._peer, self._tag) if tensor.numel() else None
+                memory = buffer.memory(parcel.num_bytes)
+                values.append(memory.values(parcel))
+                if parcel.num_bytes:
+                    buffer.arriving = receive(memory.message(parcel, values[-1]), self._peer, self._tag)
+            self._posted = in_order(parcels, values)
 
     def wait(self) -> Sequence[Tensor]:
-        posted, self._posted = self._posted, []
-        with self._transport.explaining(self._doing, self._peer) as connections:
+        posted, self._posted = self._posted, ()
+        with self._explaining as connections:
             for buffer in self._buffers:
                 if buffer.arriving is not None:
                     connections.wait(buffer.arriving)
@@ -309,12 +339,29 @@ class _Receiver:
         return posted
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    """The tensor with its values in memory, one after the other.
+def _in_one(parcel: Parcel, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """A message with its values in memory, one after the other.
 
     A tensor that torch marked as the conjugate, or the negative, of its memory is written out.
     """
-    return tensor.resolve_conj().resolve_neg().contiguous()
+    if parcel.is_alone:
+        return tensors[parcel.places[0].number].resolve_conj().resolve_neg().contiguous()
+    return packed(parcel, tensors, device)
+
+
+def _check_fits(
+    what: str, names: Sequence[str], parcels: Sequence[Parcel], tensors: Sequence[Tensor]
+) -> None:
+    """Raise ExecutionError unless the values are what the receiver has prepared memory for."""
+    for parcel in parcels:
+        for place in parcel.places:
+            if not place.holds(tensor := tensors[place.number]):
+                raise ExecutionError(
+                    f"{what}: {names[place.number]} is a tensor of {tensor.dtype} with shape "
+                    f"{tuple(tensor.shape)}, but of {place.dtype} with shape {place.shape} in the plan; an "
+                    "operator makes something else than it did when the model was captured: see what the "
+                    "fake implementations of custom operators return"
+                )
 
 
 def _message(instruction: Instruction) -> str:
