@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 benchmarks/messages.py [--rounds 500]
 
-Two ranks of one thread. In each round every contestant in turn posts a receive, sends to the other rank, which
-has posted its own, and waits. Between these the ranks wait for each other, so that nothing is timed while the
-other rank is late. Microseconds are the host thread's processor time, first with what a call needs in the
+Two ranks of one thread. In each round every contestant in turn posts a receive, sends to the other rank,
+where one is posted, and waits. Between these the ranks wait for each other, so that nothing is timed while
+the other rank is late. Microseconds are the host thread's processor time, first with what a call needs in the
 cache, then after a copy of memory that empties it, as computes do. In a round trip by the clock, each rank
 posts a receive, and one sends what the other sends back.
 """
@@ -14,7 +14,7 @@ import functools
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol

@@ -15,8 +15,8 @@ from torch import Tensor
 from pipec.ir import Instruction, Sizes
 from pipec.runtime.connections import MOST_UNDER_WAY
 from pipec.runtime.meter import current_meter, uncounted
-from pipec.runtime.parcels import Parcels, in_order
-from pipec.runtime.storage import buffers_for
+from pipec.runtime.parcels import Parcels
+from pipec.runtime.storage import buffers_for, values_in
 
 Send = Callable[[Sequence[Tensor], Sizes], None]
 
@@ -59,10 +59,8 @@ class Inbox:
         if meter := current_meter():
             if self._key not in meter.kept:
                 meter.kept[self._key] = self._make()
-            parcels = self._parcels.of(sizes)
-            filled = zip(parcels, meter.kept[self._key], strict=False)
-            values = [buffer.memory(parcel.num_bytes).values(parcel) for parcel, buffer in filled]
-            self._into = in_order(parcels, values)
+            filled = zip(self._parcels.of(sizes), meter.kept[self._key], strict=False)
+            self._into = values_in([(parcel, buffer.memory(parcel.num_bytes)) for parcel, buffer in filled])
 
     def wait(self) -> Sequence[Tensor]:
         arrived = self._mailbox.wait()

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipec.errors import ExecutionError, PipecError, TransportError
+from pipec.errors import PipecError, TransportError
 from pipec.ir import Instruction, Link, Op, Payload, Program, Sizes
 from pipec.ir.text import format_link
 from pipec.runtime.connections import Connections, Direction, GlooConnections
@@ -35,11 +35,12 @@ from pipec.runtime.group import Group
 from pipec.runtime.hosts_group import HostsGroup
 from pipec.runtime.launch import world
 from pipec.runtime.nccl import NcclConnections
-from pipec.runtime.parcels import Parcel, Parcels, in_order
+from pipec.runtime.outbox import Outbox
+from pipec.runtime.parcels import Parcel, Parcels
 from pipec.runtime.processes_group import ProcessesGroup
 from pipec.runtime.rendezvous import bounded, meet
 from pipec.runtime.stops import STOPS
-from pipec.runtime.storage import Buffer, buffers_for, packed
+from pipec.runtime.storage import Buffer, Memory, buffers_for, values_in
 from pipec.runtime.transport import Receiver, Send
 from pipec.runtime.waits import names
 
@@ -68,6 +69,7 @@ class TorchDistributed:
         self._lifelines, store = meet(here, next(_transport_numbers), timeout)
         multiprocessing.util.Finalize(self, self._lifelines.close, exitpriority=0)
         self._buffers: dict[tuple[Link, int, int], list[Buffer]] = {}
+        self._outboxes: dict[tuple[Link, int], Outbox] = {}
         self._collectives = ThreadPoolExecutor(1, "pipec collectives")
         if not dist.is_initialized():
             join = functools.partial(
@@ -186,16 +188,16 @@ class TorchDistributed:
 
     def sender(self, instruction: Instruction, tag: int) -> Send:
         assert instruction.link is not None
-        what, peer = _message(instruction), instruction.peer
-        sending, parcels = self.explaining(f"sending {what} to rank {peer}", peer), Parcels(instruction.link)
+        peer, key = instruction.peer, (instruction.link, instruction.peer)
+        if key not in self._outboxes:
+            self._outboxes[key] = Outbox(instruction.link, self.device)
+        sending = self.explaining(f"sending {_message(instruction)} to rank {peer}", peer)
+        messages = self._outboxes[key].messages
         start = self._connections.send_last if _is_read_last(instruction) else self._connections.send
-        names, device = [value.name for value in instruction.link.values], self.device
 
         def send(tensors: Sequence[Tensor], sizes: Sizes) -> None:
             with sending:
-                found = parcels.of(sizes)
-                _check_fits(what, names, found, tensors)
-                start([_in_one(each, tensors, device) for each in found if each.num_bytes], peer, tag)
+                start(messages(tensors, sizes), peer, tag)
 
         return send
 
@@ -315,53 +317,28 @@ class _Receiver:
         self._explaining = transport.explaining(doing, instruction.peer)
         self._parcels = Parcels(instruction.link)
         self._is_last = _is_read_last(instruction)
-        self._posted: Sequence[Tensor] = ()
+        self._posted: list[tuple[Parcel, Memory]] = []
 
     def post(self, sizes: Sizes) -> None:
         with self._explaining as connections:
             receive = connections.receive_last if self._is_last else connections.receive
-            parcels, values = self._parcels.of(sizes), list[list[Tensor]]()
-            for parcel, buffer in zip(parcels, self._buffers, strict=False):
+            for parcel, buffer in zip(self._parcels.of(sizes), self._buffers, strict=False):
                 buffer.settle(connections)
                 memory = buffer.memory(parcel.num_bytes)
-                values.append(memory.values(parcel))
                 if parcel.num_bytes:
-                    buffer.arriving = receive(memory.message(parcel, values[-1]), self._peer, self._tag)
-            self._posted = in_order(parcels, values)
+                    buffer.arriving = receive(memory.message(parcel), self._peer, self._tag)
+                self._posted.append((parcel, memory))
 
     def wait(self) -> Sequence[Tensor]:
-        posted, self._posted = self._posted, ()
+        """Make the values first: the rank has nothing else to do until they are there."""
+        posted, self._posted = self._posted, []
+        values = values_in(posted)
         with self._explaining as connections:
             for buffer in self._buffers:
                 if buffer.arriving is not None:
                     connections.wait(buffer.arriving)
                     buffer.arriving, buffer.settling = None, None if self._is_last else buffer.arriving
-        return posted
-
-
-def _in_one(parcel: Parcel, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """A message with its values in memory, one after the other.
-
-    A tensor that torch marked as the conjugate, or the negative, of its memory is written out.
-    """
-    if parcel.is_alone:
-        return tensors[parcel.places[0].number].resolve_conj().resolve_neg().contiguous()
-    return packed(parcel, tensors, device)
-
-
-def _check_fits(
-    what: str, names: Sequence[str], parcels: Sequence[Parcel], tensors: Sequence[Tensor]
-) -> None:
-    """Raise ExecutionError unless the values are what the receiver has prepared memory for."""
-    for parcel in parcels:
-        for place in parcel.places:
-            if not place.holds(tensor := tensors[place.number]):
-                raise ExecutionError(
-                    f"{what}: {names[place.number]} is a tensor of {tensor.dtype} with shape "
-                    f"{tuple(tensor.shape)}, but of {place.dtype} with shape {place.shape} in the plan; an "
-                    "operator makes something else than it did when the model was captured: see what the "
-                    "fake implementations of custom operators return"
-                )
+        return values
 
 
 def _message(instruction: Instruction) -> str:

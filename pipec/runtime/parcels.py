@@ -1,4 +1,4 @@
-"""How the values of a link travel: small ones together in one message, each large one in a message of its own.
+"""How the values of a link travel: small ones together in one message, each large one in its own.
 
 Both ranks find the same parcels by themselves, from the link and the sizes in its shapes. What goes from
 compute to compute travels so. Weights and results stay apart: they live longer than their message, and one of
@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from pipec.ir import Link, Sizes, Value
 from pipec.ir.text import evaluate_dim
@@ -38,7 +37,7 @@ class Place:
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def holds(self, tensor: Tensor) -> bool:
+    def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is what belongs here."""
         return tensor.shape == self.shape and tensor.dtype is self.dtype
 
@@ -59,6 +58,11 @@ class Parcel:
         """Whether its one value is the message, whose memory nothing has to be copied into."""
         return len(self.places) == 1
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the message: several values travel as bytes."""
+        return self.places[0].dtype if self.is_alone else torch.uint8
+
 
 class Parcels:
     """The parcels of a link, made anew only if the sizes are others than the time before."""
@@ -76,7 +80,7 @@ class Parcels:
 
 
 def parcels(link: Link, sizes: Sizes) -> list[Parcel]:
-    """The messages of a link in the order in which they are sent, where the names in shapes stand for ``sizes``.
+    """The messages of a link in the order in which they are sent, for shapes whose names stand for ``sizes``.
 
     Values of 12, 4 and 200,000 bytes, in two messages::
 
@@ -89,18 +93,6 @@ def parcels(link: Link, sizes: Sizes) -> list[Parcel]:
         small = []
     large = [Parcel((place,), place.num_bytes) for place in places if place not in small]
     return [_together(small), *large] if small else large
-
-
-def in_order(parcels: Sequence[Parcel], values: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
-    """The values of a link in the order that it has, from those of each parcel."""
-    if len(parcels) == 1:
-        return values[0]
-    numbered = {
-        place.number: value
-        for parcel, own in zip(parcels, values, strict=True)
-        for place, value in zip(parcel.places, own, strict=True)
-    }
-    return [numbered[number] for number in range(len(numbered))]
 
 
 def _place(number: int, value: Value, sizes: Sizes) -> Place:

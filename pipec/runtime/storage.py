@@ -1,6 +1,7 @@
 """Who holds a tensor's memory. It decides whether a buffer is free, and if a gradient must be copied."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from pipec.ir import Instruction, Payload
 from pipec.runtime.connections import Connections, Started
-from pipec.runtime.parcels import ALIGNMENT, Parcel
+from pipec.runtime.parcels import Parcel
 
 # The one private torch name of the runtime's memory handling: how many tensors share a storage.
 _storage_use_count = torch._C._storage_Use_Count
@@ -49,33 +50,48 @@ def compact(tensor: Tensor) -> Tensor:
 
 
 class Memory:
-    """Memory for a message of some bytes, or of fewer."""
+    """Memory for a message of some bytes, or of fewer.
+
+    Tensors of it are made once: while computes use the cache, to make one takes half as long as to send it.
+    """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        rounded = -(-num_bytes // ALIGNMENT) * ALIGNMENT  # so that it can be viewed as any dtype
-        self.whole = torch.empty(rounded, dtype=torch.uint8, device=device)
+        self.num_bytes = num_bytes
+        self.whole = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self._views = {torch.uint8: self.whole}
+        self._asked, self._message = (torch.uint8, 0), self.whole[:0]
+        self._storage = self.whole.untyped_storage()
+        self._alone = self._count()
 
     @property
     def is_free(self) -> bool:
         """Whether nobody holds a value in it, and no transfer is under way."""
-        return num_holders(self.whole) == len(self._views)
+        return self._count() == self._alone
+
+    def message(self, parcel: Parcel) -> Tensor:
+        """What is sent, or received."""
+        asked = parcel.dtype, parcel.num_bytes
+        if asked != self._asked:
+            dtype, num_bytes = self._asked = asked
+            self._message = self._viewed(dtype)[: num_bytes // dtype.itemsize]
+        return self._message
 
     def values(self, parcel: Parcel) -> list[Tensor]:
-        """The memory of each value, with undefined contents."""
+        """The values of the message, in the order of the parcel."""
         return [
             self._viewed(place.dtype).as_strided(place.shape, place.strides, place.start)
             for place in parcel.places
         ]
 
-    def message(self, parcel: Parcel, values: Sequence[Tensor]) -> Tensor:
-        """What is sent, or received, so that ``values`` are."""
-        return values[0] if parcel.is_alone else self.whole[: parcel.num_bytes]
-
     def _viewed(self, dtype: torch.dtype) -> Tensor:
         if dtype not in self._views:
-            self._views[dtype] = self.whole.view(dtype)
+            whole_numbers = self.num_bytes // dtype.itemsize * dtype.itemsize
+            self._views[dtype] = self.whole[:whole_numbers].view(dtype)
+            self._alone += 1
         return self._views[dtype]
+
+    def _count(self) -> int:
+        return _storage_use_count(self._storage._cdata)
 
 
 class Buffer:
@@ -104,7 +120,7 @@ class Buffer:
     def memory(self, num_bytes: int) -> Memory:
         """Memory of so many bytes, with undefined contents."""
         memory = self._memory
-        if memory is None or memory.whole.numel() < num_bytes or not memory.is_free:
+        if memory is None or memory.num_bytes < num_bytes or not memory.is_free:
             memory = Memory(num_bytes, self._device)
         if self._stays:
             self._memory = memory
@@ -118,10 +134,11 @@ def buffers_for(instruction: Instruction, device: torch.device) -> list[Buffer]:
     return [Buffer(device, stays) for _ in instruction.link.values]
 
 
-def packed(parcel: Parcel, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The message with those of the values of a link that it has, one after the other."""
-    memory = Memory(parcel.num_bytes, device)
-    values = memory.values(parcel)
-    for place, value in zip(parcel.places, values, strict=True):
-        value.copy_(tensors[place.number])
-    return memory.message(parcel, values)
+def values_in(messages: Sequence[tuple[Parcel, Memory]]) -> list[Tensor]:
+    """The values of a link in its order, from the memory of its messages."""
+    found = [
+        (place.number, value)
+        for parcel, memory in messages
+        for place, value in zip(parcel.places, memory.values(parcel), strict=True)
+    ]
+    return [value for _, value in sorted(found, key=itemgetter(0))]
