@@ -209,8 +209,8 @@ class TorchDistributed:
         return _Receiver(self, instruction, tag, self._buffers[key])
 
     def held(self) -> Sequence[Tensor]:
-        held = (buffer.held() for buffers in self._buffers.values() for buffer in buffers)
-        return [memory for memory in held if memory is not None]
+        buffers: list[Buffer | Outbox] = [*itertools.chain(*self._buffers.values()), *self._outboxes.values()]
+        return [memory for each in buffers for memory in each.held()]
 
     def group(self, ranks: Sequence[int], num_hosts: int = 1) -> Group:
         """These ranks, of which this one is one, for collectives. NCCL itself knows what is on which host."""

@@ -19,7 +19,12 @@ class Outbox:
 
     def __init__(self, link: Link, device: torch.device) -> None:
         self._link, self._parcels = link, Parcels(link)
-        self._packings = itertools.cycle([_Packing(device) for _ in range(MOST_UNDER_WAY + 1)])
+        self._all = [_Packing(device) for _ in range(MOST_UNDER_WAY + 1)]
+        self._packings = itertools.cycle(self._all)
+
+    def held(self) -> list[Tensor]:
+        """The memory that stays."""
+        return [packing.memory.whole for packing in self._all]
 
     def messages(self, tensors: Sequence[Tensor], sizes: Sizes) -> list[Tensor]:
         """The values of the link as they are sent, where the names in their shapes stand for ``sizes``.
@@ -53,15 +58,15 @@ class _Packing:
     """Memory in which values of a link are put together, time after time."""
 
     def __init__(self, device: torch.device) -> None:
-        self._memory, self._parcel = Memory(0, device), Parcel((), 0)
+        self.memory, self._parcel = Memory(0, device), Parcel((), 0)
         self._values: Sequence[Tensor] = ()
         self._device = device
 
     def packed(self, parcel: Parcel, tensors: Sequence[Tensor]) -> Tensor:
         if parcel is not self._parcel:
-            if self._memory.num_bytes < parcel.num_bytes:
-                self._memory = Memory(parcel.num_bytes, self._device)
-            self._parcel, self._values = parcel, self._memory.values(parcel)
+            if self.memory.num_bytes < parcel.num_bytes:
+                self.memory = Memory(parcel.num_bytes, self._device)
+            self._parcel, self._values = parcel, self.memory.values(parcel)
         for place, value in zip(parcel.places, self._values, strict=True):
             value.copy_(tensors[place.number])
-        return self._memory.message(parcel)
+        return self.memory.message(parcel)

@@ -107,9 +107,9 @@ class Buffer:
         self.arriving: Started | None = None
         self.settling: Started | None = None
 
-    def held(self) -> Tensor | None:
+    def held(self) -> list[Tensor]:
         """The memory that stays."""
-        return self._memory.whole if self._memory else None
+        return [self._memory.whole] if self._memory else []
 
     def settle(self, connections: Connections) -> None:
         """Let nothing but this hold the memory, as far as messages do."""

@@ -51,7 +51,7 @@ class Transport(Protocol):
     def receiver(self, instruction: Instruction, tag: int) -> Receiver: ...
 
     def held(self) -> Sequence[Tensor]:
-        """The memory that stays from step to step for what is received."""
+        """The memory that stays from step to step for messages."""
 
     def group(self, ranks: Sequence[int], num_hosts: int = 1) -> Group:
         """These ranks, of which this one is one, for collectives.
