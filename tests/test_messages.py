@@ -12,6 +12,7 @@ from pipec.runtime.connections import MOST_UNDER_WAY
 from pipec.runtime.outbox import Outbox
 from pipec.runtime.parcels import MOST_TOGETHER, Parcels, parcels
 from pipec.runtime.storage import Memory, buffers_for, values_in
+from pipec.runtime.waits import NO_WAIT, Wait, Waiting, Waits
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bool, torch.complex64, torch.bfloat16, torch.float64, torch.int64)
@@ -134,3 +135,16 @@ def test_parcels_follow_the_sizes() -> None:
         (2, 3),
         (2, 3),
     ]
+
+
+def test_each_time_that_a_rank_waits_is_a_wait_of_its_own() -> None:
+    """Or waits for the same message, step after step, would be told on the console as one that lasts."""
+    waits = Waits()
+    waiting = Waiting(waits, "receiving x from rank 1", 1, False)
+    found = []
+    for _ in range(2):
+        with waiting:
+            found.append(waits.now)
+        assert (waits.now, waits.did) == (NO_WAIT, "receiving x from rank 1")
+    assert found[0] is not found[1]
+    assert found[0] == found[1] == Wait("receiving x from rank 1", 1)
