@@ -94,11 +94,8 @@ class Trial:
     @property
     def num_instructions(self) -> float:
         """How many instructions the rank with the most has in a step, or without a flush in a mini-batch."""
-        count = self.plan.num_microbatches
-        return max(
-            len(each.instructions) * (count / each.period if each.period else 1)
-            for each in played(self.programs)
-        )
+        count, programs = self.plan.num_microbatches, played(self.programs)
+        return max(len(each.instructions) * count / (each.period or count) for each in programs)
 
     @property
     def expected_seconds(self) -> float:
