@@ -141,8 +141,7 @@ class Interpreter:
 
     def _begin_step(self, microbatches: Sequence[Mapping[str, Tensor]], span: Span, seed: int) -> None:
         self._rank.sizes[:] = [*span.sizes, span.num_rows]
-        self._rank.values.clear()
-        self._rank.values.update(span.values)
+        self._rank.use(span.values)
         shares, scale = span.loss_shares, self._updating.loss_scale
         for stage in self._stages.values():
             stage.begin_step(scale)
