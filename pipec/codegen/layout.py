@@ -84,7 +84,7 @@ def folded(code: str) -> list[str]:
 
 def wrapped(head: str, items: Sequence[str], tail: str) -> list[str]:
     """``head a, b, c tail`` on one line, or in brackets over several."""
-    single = ", ".join(items) + ("," if len(items) == 1 and tail.startswith(" =") else "")
+    single = f"({items[0]},)" if len(items) == 1 and tail.startswith(" =") else ", ".join(items)
     if len(head) + len(single) + len(tail) <= LINE_LENGTH:
         return [head + single + tail]
     return [f"{head}(", *_inner(items, 8), f"    ){tail}"]

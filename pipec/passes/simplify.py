@@ -12,7 +12,7 @@ Models write such code where it serves other cases: an offset of zero, a mask th
 is known. Here the case is known. Every value keeps its bits.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 SHAPED = (aten.view.default, aten.expand.default)
 """What takes the shape of its result, in which -1 may stand for a size."""
 
-OF_TENSORS = {
+OF_TENSORS: Mapping[Any, Any] = {
     aten._unsafe_view.default: aten.view.default,
     aten.mul.Scalar: aten.mul.Tensor,
     aten.div.Scalar: aten.div.Tensor,
@@ -65,7 +65,7 @@ class Simplify:
 def _write_out(node: fx.Node) -> None:
     """``view(x, [-1, 8])`` is ``view(x, [12*b, 8])``, and the last of three dimensions is number 2."""
     if len(node.args) == 2 and not node.kwargs:
-        node.target = OF_TENSORS.get(node.target, node.target)  # type: ignore[arg-type]
+        node.target = OF_TENSORS.get(node.target, node.target)
     if node.target in SHAPED:
         node.args = (node.args[0], [_size(size) for size in node.meta["val"].shape])
     if node.target is aten.slice.Tensor and isinstance(node.args[1], int) and node.args[1] < 0:
@@ -92,7 +92,7 @@ def _undone(node: fx.Node) -> fx.Node | None:
 def _same_dims(one: fx.Node, other: fx.Node) -> bool:
     """Whether two transpositions swap the same dimensions, which may be counted from the end."""
     rank = one.meta["val"].dim()
-    return {dim % rank for dim in one.args[1:]} == {dim % rank for dim in other.args[1:]}  # type: ignore[operator]
+    return {dim % rank for dim in one.args[1:]} == {dim % rank for dim in other.args[1:]}
 
 
 def _whole(node: fx.Node) -> fx.Node | None:
