@@ -16,7 +16,7 @@ class Rotary(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("frequencies", torch.logspace(0, -2, WIDTH))
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         turned = (torch.arange(x.shape[1])[:, None] * self.frequencies).cos()
