@@ -303,14 +303,15 @@ def test_pipec_dump_writes_the_graph_after_every_pass(
         "00_simplify.txt",
         "01_join_slices.txt",
         "02_annotate_cost.txt",
-        "03_prepare_weights.txt",
-        "04_cut_stages.txt",
-        "05_untie_gradients.txt",
-        "06_insert_communication.txt",
-        "07_mark_recompute.txt",
-        "08_mark_offload.txt",
-        "09_divide_phases.txt",
-        "10_split_backward.txt",
+        "03_take_apart.txt",
+        "04_prepare_weights.txt",
+        "05_cut_stages.txt",
+        "06_untie_gradients.txt",
+        "07_insert_communication.txt",
+        "08_mark_recompute.txt",
+        "09_mark_offload.txt",
+        "10_divide_phases.txt",
+        "11_split_backward.txt",
     ]
     before, after = ((tmp_path / "dump" / name).read_text() for name in files[5:7])
     assert after.startswith("# InsertCommunication(link=")
