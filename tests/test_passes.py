@@ -313,7 +313,7 @@ def test_pipec_dump_writes_the_graph_after_every_pass(
         "10_divide_phases.txt",
         "11_split_backward.txt",
     ]
-    before, after = ((tmp_path / "dump" / name).read_text() for name in files[5:7])
+    before, after = ((tmp_path / "dump" / name).read_text() for name in files[6:8])
     assert after.startswith("# InsertCommunication(link=")
     assert re.search(r"# \d+ nodes: [1-9]\d* added, \d+ removed", after)
     assert "stage 1" in before
