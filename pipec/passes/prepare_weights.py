@@ -1,4 +1,4 @@
-"""Take what depends on held tensors alone out of the graph, to be computed once for each version of them.
+"""Take what depends on parameters alone out of the graph, to be computed once for each version of them.
 
 ::
 
@@ -7,27 +7,22 @@
     dx = mm(dy, t(c))            BACKWARD                         y = mm(x, prepared_0)         FORWARD
                                                                   dx = mm(dy, t(prepared_0))    BACKWARD
 
-Such are the casts of mixed precision, weight norm and other parametrizations, and the angles of rotary
-positions, which follow from a buffer. Microbatches would compute them again, and save and send them besides.
-What is larger than its parameters stays where it is, as does what is large and made of buffers.
+Such are the casts of mixed precision, weight norm and other parametrizations. Microbatches would compute them
+again, and save them besides. What is larger than its parameters stays where it is.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 
-from pipec import torch_compat
 from pipec.graph import (
-    Buffer,
     Parameter,
     Prepared,
     TrainingGraph,
     is_collective,
-    is_constant,
     is_forward,
     is_random,
     is_tensor,
@@ -35,10 +30,7 @@ from pipec.graph import (
 )
 
 Depends = Mapping[fx.Node, frozenset[fx.Node]]
-"""The parameters and buffers of which nodes are made, for nodes that are made of nothing else."""
-
-MADE_OF_BUFFERS = 2**22
-"""How many numbers a tensor that is made of buffers alone may have."""
+"""The parameters of which nodes are made, for nodes that are made of nothing else."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +52,9 @@ class PrepareWeights:
             arguments = [graph.module.graph.placeholder(f"prepared_{index}") for index in range(len(made))]
         for node in read:
             index = made.index(copies[node])
-            made_of = {kind: _fqns(depends[node], kind) for kind in (Parameter, Buffer)}
+            fqns = tuple(sorted(each.meta["role"].fqn for each in depends[node]))
             known = {key: node.meta[key] for key in ("val", "cost", "phase")}
-            role = Prepared(index, made_of[Parameter], made_of[Buffer])
-            arguments[index].meta.update(known, role=role)
+            arguments[index].meta.update(known, role=Prepared(index, fqns))
             node.replace_all_uses_with(arguments[index])
         for node in reversed([*depends]):
             if not node.users:
@@ -71,13 +62,8 @@ class PrepareWeights:
         return replace(graph, prepared=lifted)
 
 
-def _fqns(held: Iterable[fx.Node], kind: type[Parameter] | type[Buffer]) -> tuple[str, ...]:
-    roles = (node.meta["role"] for node in held)
-    return tuple(sorted(role.fqn for role in roles if isinstance(role, kind)))
-
-
 def _to_lift(graph: TrainingGraph) -> tuple[Depends, dict[int, int]]:
-    """The nodes that depend on held tensors alone, and the first operator that reads what an operator lifts.
+    """The nodes that depend on parameters alone, and the first operator that reads what each operator lifts.
 
     The backward of what is lifted goes with that reader: its own operator may be left without anything else,
     and on a stage that does not hold the parameter. An operator that keeps a part that is not such a reader
@@ -85,57 +71,38 @@ def _to_lift(graph: TrainingGraph) -> tuple[Depends, dict[int, int]]:
     """
     whole: set[int] = set()
     while True:
-        depends = _of_held_alone(graph, whole)
+        depends = _of_parameters_alone(graph, whole)
         lifted = {node for node in depends if not (is_view(node) and _is_read(node, depends))}
         first = _first_readers(lifted, depends)
-        kept = (node for node in graph.nodes if node not in lifted and not is_constant(node))
-        left = {node.meta["operator"] for node in kept if is_forward(node)}
+        left = {node.meta["operator"] for node in graph.nodes if is_forward(node) and node not in lifted}
         torn = {operator for operator, reader in first.items() if operator in left and reader > operator}
         if not torn:
             return depends, first
         whole |= torn
 
 
-def _of_held_alone(graph: TrainingGraph, whole: Collection[int]) -> dict[fx.Node, frozenset[fx.Node]]:
-    """In order, the nodes that depend on nothing but parameters, buffers that never change, and constants.
-
-    Operators that stay ``whole`` have none.
-    """
+def _of_parameters_alone(graph: TrainingGraph, whole: Collection[int]) -> dict[fx.Node, frozenset[fx.Node]]:
+    """In order, the nodes that depend on nothing but parameters. Operators that stay ``whole`` have none."""
     found: dict[fx.Node, frozenset[fx.Node]] = {}
-    fixed = set[fx.Node]()
     for node in graph.nodes:
         sources = node.all_input_nodes
-        if is_constant(node) and not _reads_sizes(node) and fixed.issuperset(sources):
-            fixed.add(node)
-        elif sources and all(each in found or each in fixed or _is_held(each) for each in sources):
-            made_of = (found.get(each, {each}) for each in sources if each not in fixed)
-            held = frozenset[fx.Node]().union(*made_of)
-            if node.meta["operator"] not in whole and _may_be_lifted(node, held):
-                found[node] = held
+        if sources and all(source in found or _is_parameter(source) for source in sources):
+            parameters = frozenset[fx.Node]().union(*(found.get(each, {each}) for each in sources))
+            if node.meta["operator"] not in whole and _may_be_lifted(node, parameters):
+                found[node] = parameters
     return found
 
 
-def _is_held(node: fx.Node) -> bool:
-    if node.op != "placeholder":
-        return False
-    role = node.meta["role"]
-    return isinstance(role, Parameter) or (isinstance(role, Buffer) and not node.meta["changed"])
+def _is_parameter(node: fx.Node) -> bool:
+    return node.op == "placeholder" and isinstance(node.meta["role"], Parameter)
 
 
-def _reads_sizes(node: fx.Node) -> bool:
-    """Whether the node's arguments name a size that changes from call to call."""
-    leaves = torch_compat.pytree.tree_leaves((node.args, node.kwargs))
-    return any(isinstance(each, sympy.Basic | torch.SymInt) for each in leaves)
-
-
-def _may_be_lifted(node: fx.Node, held: Collection[fx.Node]) -> bool:
-    if not is_forward(node) or is_random(node) or is_collective(node) or _reads_sizes(node):
+def _may_be_lifted(node: fx.Node, parameters: frozenset[fx.Node]) -> bool:
+    if not is_forward(node) or is_random(node) or is_collective(node):
         return False
     if any(user.op == "output" for user in node.users):
         return False
-    parameters = [each for each in held if isinstance(each.meta["role"], Parameter)]
-    most = sum(_elements(each.meta["val"]) for each in parameters) if parameters else MADE_OF_BUFFERS
-    return is_view(node) or _elements(node.meta["val"]) <= most
+    return is_view(node) or _elements(node.meta["val"]) <= sum(_elements(p.meta["val"]) for p in parameters)
 
 
 def _elements(value: Any) -> float:
