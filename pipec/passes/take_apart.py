@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from pipec.graph import Operator, TrainingGraph, is_collective, is_forward, reads_memory
+from pipec.graph import Buffer, Operator, TrainingGraph, is_collective, is_forward, reads_memory
 from pipec.passes.cut_stages import operator_seconds
 
 LARGE = 1 / 2
@@ -67,8 +67,9 @@ def take_apart(graph: TrainingGraph, steps: Mapping[int, Mapping[fx.Node, int]])
 
 
 def _is_kept_whole(node: fx.Node) -> bool:
-    """Whether the node must be with others of its operator, which is not known to hold of its steps."""
-    return reads_memory(node) or is_collective(node)
+    """Whether the node must be on one stage with others of its operator: a buffer is held by one stage."""
+    reads_buffer = any(isinstance(each.meta.get("role"), Buffer) for each in node.all_input_nodes)
+    return reads_memory(node) or is_collective(node) or reads_buffer
 
 
 def _steps(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
