@@ -14,7 +14,6 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -140,18 +139,18 @@ def compiled(case: Case) -> tuple[pipec.Pipeline, dict[str, Tensor]]:
     model, inputs = made.__wrapped__(case.model) if world().distributed else made(case.model)
     adam = functools.partial(torch.optim.AdamW, lr=1e-3)
     pipe = pipec.compile(model, microbatches=MICROBATCHES, optimizer=adam, **case.options())
-    with nullcontext() if world().distributed else mock.patch("pipec.compiler.compiler.capture", once):
+    with mock.patch("pipec.compiler.compiler.capture", once):
         return pipe.prepare(**inputs), inputs
 
 
 def once(model: nn.Module, *args: Any, **options: Any) -> TrainingGraph:
     """Capture a model the first time alone: that takes most of the time."""
-    if model not in CAPTURED:
-        CAPTURED[model] = capture(model, *args, **options)
-    return copy_graph(CAPTURED[model])
+    if type(model) not in CAPTURED:
+        CAPTURED[type(model)] = capture(model, *args, **options)
+    return copy_graph(CAPTURED[type(model)])
 
 
-CAPTURED: dict[nn.Module, TrainingGraph] = {}
+CAPTURED: dict[type[nn.Module], TrainingGraph] = {}
 
 
 @functools.cache
