@@ -2,7 +2,7 @@
 
     python benchmarks/memory.py                             # every rank in this process
     python benchmarks/memory.py --short                     # one case alone
-    torchrun --nproc-per-node 4 benchmarks/memory.py        # one rank each: replicas, and sharding
+    torchrun --nproc-per-node 4 benchmarks/memory.py        # one rank each: two replicas, and sharding
 
 ``pipe.memory()`` predicts and ``pipe.measure_memory(...)`` measures; the second step is measured, when the
 state of the optimizer is there. A budget is a share of the way from what "none" needs to what "full" does.
@@ -168,17 +168,15 @@ def measured(case: Case) -> list[tuple[float, float]]:
 
 
 def cases(models: Sequence[str], counts: Sequence[int], processes: bool) -> Iterator[Case]:
-    """Every schedule on these numbers of stages, and replicas; in processes, replicas that are sharded."""
-    schedules = ("gpipe", "1f1b", "zb-h1")
+    """Every schedule on so many stages; in processes, two replicas of half as many, sharded or not."""
     ways: list[dict[str, Any]] = [{"recompute": each} for each in ("none", "full")]
     ways += [{"budget": each} for each in BUDGETS]
-    for model in models:
-        for count, schedule, way in itertools.product(counts, schedules, ways):
-            if not processes and (count > 1 or schedule == "gpipe"):
-                yield Case(model, count, schedule, **way)
-        for count, way in itertools.product([count for count in counts if count > 1], ways):
-            for shard in (None, "optimizer", "gradients", "parameters") if processes else (None,):
-                yield Case(model, count, "1f1b", **way, replicas=2, shard=shard)
+    shards = (None, "optimizer", "gradients", "parameters") if processes else (None,)
+    replicas = 2 if processes else 1
+    for model, count, schedule in itertools.product(models, counts, ("gpipe", "1f1b", "zb-h1")):
+        if count > replicas or schedule == "gpipe":
+            for way, shard in itertools.product(ways, shards):
+                yield Case(model, count, schedule, **way, replicas=replicas, shard=shard)
 
 
 def row(case: Case, pairs: Sequence[tuple[float, float]]) -> str:
