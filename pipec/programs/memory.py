@@ -168,11 +168,8 @@ class _Account:
             if not (amount := self.stages[stage].offloaded):
                 continue
             offloads, prefetches = self._at(Op.OFFLOAD, stage), self._at(Op.PREFETCH, stage)
-            over = (
-                np.searchsorted(self.numbers, self.numbers[next_computes(self.columns, offloads)], "right")
-                - 1
-            )
-            self.grow("saved", over, 0.0, -amount)
+            beside = self.numbers[next_computes(self.columns, offloads)]
+            self.grow("saved", np.searchsorted(self.numbers, beside, "right") - 1, 0.0, -amount)
             self.grow("saved", prefetches, amount, 0.0)
             np.add.at(self.host, offloads, amount)
             np.add.at(self.host, prefetches + 1, -amount)
@@ -180,21 +177,33 @@ class _Account:
     def count_gradients(self) -> None:
         """Sums of gradients, from the first gradients after they were taken until they are taken.
 
-        ``.grad`` is None when a step begins, so that sums become it and nothing is held twice.
+        ``.grad`` is None when a step begins, so that sums become it and nothing is held twice. What travels
+        without sharding stays from step to step.
         """
         ending = self.plan.ending
         for stage in self.own:
-            numbers = ending.buckets_of(stage)
-            if ending.stream or (numbers and not ending.shard):
+            if ending.stream:
                 self.static["gradients"] += self.stages[stage].gradients
                 continue
             others = _sums_by_part(self.stages[stage])
-            for number in numbers:
-                bucket, taken = ending.buckets[number], self._at(Op.REDUCE_GRAD, stage, number)
-                others[bucket.part] -= (num_bytes := _whole_bytes(bucket))
-                self._sum_until(taken, num_bytes, stage, bucket.part)
+            for number in ending.buckets_of(stage):
+                bucket, num_bytes = ending.buckets[number], _whole_bytes(ending.buckets[number])
+                others[bucket.part] -= num_bytes
+                if ending.shard:
+                    taken = self._at(Op.REDUCE_GRAD, stage, number)
+                    self._sum_until(taken, num_bytes, stage, bucket.part)
+                else:
+                    self.static["gradients"] += num_bytes
+            if ending.buckets_of(stage):
+                others[0] -= (travelling := sum(others) - self._lent_gradients(stage))
+                self.static["gradients"] += travelling
             for part, num_bytes in enumerate(others):
                 self._sum_until(self._at(Op.UPDATE, stage), num_bytes, stage, part)
+
+    def _lent_gradients(self, stage: int) -> float:
+        """Sums of gradients that a stage brings home to others, whose weights it has used."""
+        links = (link for link in self.plan.links if link.payload is Payload.WEIGHT_GRADIENT)
+        return sum(value_bytes(v, {}) for link in links if link.source == stage for v in link.values)
 
     def _sum_until(self, taken: Ints, amount: float, stage: int, part: int) -> None:
         """Sums that begin with the first gradients of a part, each time after they were taken."""
