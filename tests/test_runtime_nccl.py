@@ -41,7 +41,7 @@ from pipec.runtime import Interpreter, nccl
 from pipec.runtime import distributed as transport_of_processes
 from pipec.runtime.connections import MOST_UNDER_WAY, Direction
 from pipec.runtime.nccl import NcclConnections, in_rounds, transferable
-from pipec.runtime.rehearsal import RehearsedInterpreter
+from pipec.runtime.rehearsal import Rehearsals
 from pipec.runtime.span import Span
 from pipec.runtime.storage import Buffer
 from pipec.schedules import make_schedule
@@ -640,9 +640,9 @@ class Loading:
         return {0: Source, 1: Sink, 2: Source, 3: Sink}
 
 
-@pytest.mark.parametrize("interpreter", [Interpreter, RehearsedInterpreter])
+@pytest.mark.parametrize("rehearses", [False, True])
 def test_kernels_are_loaded_before_messages_wait_for_each_other(
-    emulated: emulated_nccl.Distributed, interpreter: type[Interpreter]
+    emulated: emulated_nccl.Distributed, rehearses: bool
 ) -> None:
     """Each rank posts a receive and makes what the other one waits for: its kernel must be there by then."""
     hidden, placement = Value("hidden", "float32", ("b", 2)), ((0,), (1,), (1,), (0,))
@@ -655,11 +655,12 @@ def test_kernels_are_loaded_before_messages_wait_for_each_other(
     assert [str(each.op) for each in programs[0].instructions][:2] == ["recv", "forward"]
 
     def run(rank: int, transport: emulated_nccl.Emulated) -> None:
-        codes = Loading(emulated, rank).stages()
-        made = interpreter(programs[rank], plan, codes, {}, {}, transport, torch.device("cpu"))
-        made.run([{"x": torch.ones(2, 2)}], Span([2], 2))
+        codes, step = Loading(emulated, rank).stages(), ([{"x": torch.ones(2, 2)}], Span([2], 2))
+        if rehearses:
+            Rehearsals(programs[rank], plan, codes, {}, {}, torch.device("cpu")).rehearse(*step, seed=0)
+        Interpreter(programs[rank], plan, codes, {}, {}, transport, torch.device("cpu")).run(*step)
 
-    if interpreter is RehearsedInterpreter:
+    if rehearses:
         run_ranks(emulated, programs, run)
         return
     with pytest.raises(ExecutionError, match="source waits until messages are over"):
@@ -684,13 +685,14 @@ def test_a_rehearsal_leaves_nothing_behind(emulated: emulated_nccl.Distributed) 
 
     def train(rank: int, transport: emulated_nccl.Emulated) -> list[dict[str, Tensor]]:
         codes, model = {**STAGES, 1: Counted}, models[rank]
-        interpreter = RehearsedInterpreter(
-            programs[rank], plan, codes, model.parameters, model.buffers, transport, torch.device("cpu")
-        )
-        return [
-            interpreter.run(make_batch(sizes, step), whole_batch(sizes), 5 + step)
-            for step, sizes in enumerate(batches)
-        ]
+        made = programs[rank], plan, codes, model.parameters, model.buffers
+        rehearsals = Rehearsals(*made, torch.device("cpu"))
+        interpreter, results = Interpreter(*made, transport, torch.device("cpu")), []
+        for step, sizes in enumerate(batches):
+            given = make_batch(sizes, step), whole_batch(sizes), 5 + step
+            rehearsals.rehearse(*given)
+            results.append(interpreter.run(*given))
+        return results
 
     for of_rank in run_ranks(emulated, programs, train):
         torch.testing.assert_close(of_rank, expected, rtol=0, atol=0)
