@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 import pipec
 from pipec.capture.tracer import capture
+from pipec.compiler.shortage import infeasible
+from pipec.compiler.staged import Trial
 from pipec.errors import InfeasibleError
 from pipec.graph import TrainingGraph, copy_graph
 from pipec.ir.text import format_bytes
@@ -53,7 +55,7 @@ class Sizes:
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-PLANNED = Sizes(width=4096, context=2048, vocabulary=32000, rows=1, limit=16 << 30, device="meta")
+PLANNED = Sizes(width=4096, context=2048, vocabulary=32000, rows=4, limit=16 << 30, device="meta")
 RUN = Sizes(width=128, context=64, vocabulary=256, rows=2, limit=24 << 20, device="cpu")
 
 
@@ -65,6 +67,12 @@ def once(model: nn.Module, *args: object, **options: object) -> TrainingGraph:
 
 
 CAPTURED: dict[nn.Module, TrainingGraph] = {}
+
+
+def at_once(trial: Trial, search: object) -> None:
+    """Refuse a trial that lacks memory, and do not look for a limit that would be enough."""
+    if any(trial.excess):
+        raise infeasible(trial)
 
 
 @functools.cache
@@ -80,7 +88,8 @@ def fitting(sizes: Sizes, layers: int, num_ranks: int, recompute: str) -> pipec.
         recompute=recompute,
         memory_limit=sizes.limit,
     )
-    with suppress(InfeasibleError), mock.patch("pipec.compiler.compiler.capture", once):
+    patched = mock.patch.multiple("pipec.compiler.compiler", capture=once, refuse=at_once)
+    with suppress(InfeasibleError), patched:
         return pipe.prepare(tokens, target=target)
     return None
 

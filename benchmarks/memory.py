@@ -2,11 +2,11 @@
 
     python benchmarks/memory.py                             # every rank in this process
     python benchmarks/memory.py --short                     # one case alone
-    torchrun --nproc-per-node 4 benchmarks/memory.py        # one rank each: replicas, and sharding
+    torchrun --nproc-per-node 4 benchmarks/memory.py        # one rank each: two replicas, and sharding
 
 ``pipe.memory()`` predicts and ``pipe.measure_memory(...)`` measures; the second step is measured, when the
-state of the optimizer is there. A budget is a share of the way from what "none" needs to what "full" does.
-Each model is captured once for all its cases.
+state of the optimizer is there. Each cell is what was predicted over what was measured, of the rank that is
+furthest off. Each model is captured once for all its cases.
 """
 
 import argparse
@@ -14,7 +14,6 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
@@ -36,11 +35,16 @@ from transformers import (
 import pipec
 from pipec.capture.tracer import capture
 from pipec.graph import TrainingGraph, copy_graph
-from pipec.ir.text import format_bytes
 from pipec.runtime.launch import world
 
 ROWS, MICROBATCHES, LENGTH, WORDS = 16, 8, 64, 512
-BUDGETS = (0.3, 0.7)
+WAYS: dict[str, dict[str, Any]] = {
+    "none": {"recompute": "none"},
+    "full": {"recompute": "full"},
+    "limit 30%": {"budget": 0.3},
+    "limit 70%": {"budget": 0.7},
+}
+"""What is recomputed. A budget is a share of the way from what "none" needs to what "full" does."""
 Made = tuple[nn.Module, dict[str, Tensor]]
 
 
@@ -123,11 +127,6 @@ class Case:
         full, none = (most_predicted(replace(self, recompute=each, budget=None)) for each in ("full", "none"))
         return math.ceil(full + share * (none - full))
 
-    def __str__(self) -> str:
-        recompute = self.recompute if self.budget is None else f"{self.budget:.0%}"
-        cells = self.model, self.ranks, self.schedule, recompute, self.replicas, self.shard or ""
-        return " | ".join(map(str, cells))
-
 
 @functools.cache
 def made(name: str) -> Made:
@@ -140,18 +139,18 @@ def compiled(case: Case) -> tuple[pipec.Pipeline, dict[str, Tensor]]:
     model, inputs = made.__wrapped__(case.model) if world().distributed else made(case.model)
     adam = functools.partial(torch.optim.AdamW, lr=1e-3)
     pipe = pipec.compile(model, microbatches=MICROBATCHES, optimizer=adam, **case.options())
-    with nullcontext() if world().distributed else mock.patch("pipec.compiler.compiler.capture", once):
+    with mock.patch("pipec.compiler.compiler.capture", once):
         return pipe.prepare(**inputs), inputs
 
 
 def once(model: nn.Module, *args: Any, **options: Any) -> TrainingGraph:
     """Capture a model the first time alone: that takes most of the time."""
-    if model not in CAPTURED:
-        CAPTURED[model] = capture(model, *args, **options)
-    return copy_graph(CAPTURED[model])
+    if type(model) not in CAPTURED:
+        CAPTURED[type(model)] = capture(model, *args, **options)
+    return copy_graph(CAPTURED[type(model)])
 
 
-CAPTURED: dict[nn.Module, TrainingGraph] = {}
+CAPTURED: dict[type[nn.Module], TrainingGraph] = {}
 
 
 @functools.cache
@@ -168,30 +167,19 @@ def measured(case: Case) -> list[tuple[float, float]]:
     return [(said.peak_bytes, most.peak_bytes) for said, most in zip(pipe.memory(), found, strict=True)]
 
 
-def cases(models: Sequence[str], counts: Sequence[int], processes: bool) -> Iterator[Case]:
-    """Every schedule on these numbers of stages, and replicas; in processes, replicas that are sharded."""
-    schedules = ("gpipe", "1f1b", "zb-h1")
-    ways: list[dict[str, Any]] = [{"recompute": each} for each in ("none", "full")]
-    ways += [{"budget": each} for each in BUDGETS]
-    for model in models:
-        for count, schedule, way in itertools.product(counts, schedules, ways):
-            if not processes and (count > 1 or schedule == "gpipe"):
-                yield Case(model, count, schedule, **way)
-        for count, way in itertools.product([count for count in counts if count > 1], ways):
-            for shard in (None, "optimizer", "gradients", "parameters") if processes else (None,):
-                yield Case(model, count, "1f1b", **way, replicas=2, shard=shard)
+def settings(models: Sequence[str], counts: Sequence[int], processes: bool) -> Iterator[Case]:
+    """Every schedule on so many stages; in processes, two replicas of half as many, sharded or not."""
+    shards = (None, "optimizer", "gradients", "parameters") if processes else (None,)
+    replicas = 2 if processes else 1
+    for model, count, schedule in itertools.product(models, counts, ("gpipe", "1f1b", "zb-h1")):
+        if count > replicas or schedule == "gpipe":
+            for shard in shards:
+                yield Case(model, count, schedule, replicas=replicas, shard=shard)
 
 
-def row(case: Case, pairs: Sequence[tuple[float, float]]) -> str:
-    """A case with what was predicted and measured of each rank, and the ratio that is furthest off."""
-    said, most = (", ".join(map(format_bytes, each)) for each in zip(*pairs, strict=True))
-    ratio = max((one / other for one, other in pairs), key=lambda each: abs(each - 1))
-    return f"| {case} | {said} | {most} | {ratio:.3f} |"
-
-
-HEAD = """\
-| model | ranks | schedule | recompute | replicas | shard | predicted, by rank | measured, by rank | ratio |
-|---|--:|---|---|--:|---|---|---|--:|"""
+def furthest(ratios: Sequence[float]) -> float:
+    """The ratio of the rank that is furthest off."""
+    return max(ratios, key=lambda ratio: abs(ratio - 1))
 
 
 def main(arguments: list[str] | None = None) -> list[float]:
@@ -200,19 +188,25 @@ def main(arguments: list[str] | None = None) -> list[float]:
     parser.add_argument("--model", choices=MODELS, action="append", help="of these models alone")
     parser.add_argument("--stages", type=int, action="append", help="on so many stages alone")
     options = parser.parse_args(arguments)
-    here, ratios = world(), list[float]()
+    here, found = world(), list[float]()
     if here.distributed:
         dist.init_process_group("gloo")
     say = functools.partial(print, flush=True) if here.rank == 0 else lambda text: None
-    say(HEAD)
     counts = [here.size] if here.distributed else options.stages or [1, 2, 4]
-    chosen = cases(options.model or list(MODELS), counts, here.distributed)
-    for case in [Case("gpt2", counts[-1], "1f1b", "none")] if options.short else chosen:
-        pairs = measured(case)
-        ratios += [said / most for said, most in pairs]
-        say(row(case, pairs))
-    say(f"\nratios from {min(ratios):.3f} to {max(ratios):.3f}")
-    return ratios
+    chosen, ways = settings(options.model or list(MODELS), counts, here.distributed), WAYS
+    if options.short:
+        chosen, ways = iter([Case("gpt2", counts[-1], "1f1b")]), {"none": WAYS["none"]}
+    say(f"| model | ranks | schedule | replicas | shard | {' | '.join(ways)} |")
+    say(f"|---|--:|---|--:|---|{'--:|' * len(ways)}")
+    for setting in chosen:
+        cells = [setting.model, setting.ranks, setting.schedule, setting.replicas, setting.shard or ""]
+        for way in ways.values():
+            ratios = [said / most for said, most in measured(replace(setting, **way))]
+            found += ratios
+            cells.append(f"{furthest(ratios):.3f}")
+        say(f"| {' | '.join(map(str, cells))} |")
+    say(f"\n{len(found)} peaks, predicted over measured from {min(found):.3f} to {max(found):.3f}")
+    return found
 
 
 if __name__ == "__main__":

@@ -20,10 +20,10 @@ def wide_mlp() -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def prepared(memory_limit: int | str | None, recompute: str = "auto") -> Pipeline:
+def prepared(memory_limit: int | str | None, recompute: str = "auto", devices: int = 2) -> Pipeline:
     pipe = pipec.compile(
         wide_mlp(),
-        devices=2,
+        devices,
         loss_fn=nn.functional.mse_loss,
         microbatches=4,
         recompute=recompute,
@@ -65,12 +65,26 @@ def test_a_limit_that_is_too_small_names_the_smallest_and_that_one_is_enough() -
     assert "of 1 kB, " in message
     assert "too many" in message
     assert "Use more devices" in message
-    found = re.search(r"The smallest limit that is enough is memory_limit=(\d+) ", message)
-    assert found is not None
-    smallest = int(found[1])
+    smallest = smallest_of(message)
     pipe = prepared(smallest)
     assert max(peaks(pipe)) <= smallest
     assert any(stage.replays for stage in pipe.plan.stages)
+
+
+def smallest_of(message: str) -> int:
+    found = re.search(r"The smallest limit found to be enough is memory_limit=(\d+) ", message)
+    assert found is not None
+    return int(found[1])
+
+
+def test_other_cuts_are_tried_for_a_smaller_limit() -> None:
+    """The cut that comes nearest to a limit far too small needs more than others."""
+    with pytest.raises(InfeasibleError) as caught:
+        prepared("1kB", "none", devices=3)
+    smallest = smallest_of(str(caught.value))
+    assert prepared(smallest, "none", devices=3).memory().peak_bytes <= smallest
+    with pytest.raises(InfeasibleError):
+        prepared(int(0.97 * smallest), "none", devices=3)
 
 
 @pytest.mark.slow

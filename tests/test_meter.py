@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import pipec
 from pipec.errors import InputError
+from pipec.ir import Phase
 from pipec.pipeline import Pipeline
 from pipec.runtime.meter import TensorMeter
 
@@ -91,6 +92,19 @@ def held_by_a_second_step(devices: int, **options: object) -> list[tuple[float, 
 def test_a_step_without_an_update_holds_what_is_predicted(devices: int, options: dict[str, object]) -> None:
     held = held_by_a_second_step(devices, **options)
     assert all(said == pytest.approx(most, rel=0.01) for said, most in held)
+
+
+def test_each_part_of_a_backward_holds_what_is_predicted() -> None:
+    """Between the parts of the last backward gradients are summed, and what the first has read is gone."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.Tanh())))
+    x, y, loss = torch.randn(512, 256), torch.randn(512, 256), nn.functional.mse_loss
+    pipe = pipec.compile(net, 2, loss_fn=loss, microbatches=4, stages=1, replicas=2, optimizer=ADAM)
+    pipe.step(x, target=y)
+    assert pipe.plan.parts == {(0, Phase.BACKWARD): 2}
+    found, said = pipe.measure_memory(x, target=y)[0], pipe.memory()[0]
+    assert said.most == pytest.approx(found.most, rel=0.001)
+    assert said.after == pytest.approx(found.after, rel=0.001)
 
 
 def test_a_measured_step_is_a_step() -> None:

@@ -18,7 +18,7 @@ import pipec
 from pipec.artifact.check import check_artifact
 from pipec.artifact.directory import Artifact
 from pipec.codegen.stage import StageSource
-from pipec.compiler.staged import StagedGraph
+from pipec.compiler.staged import NOTHING_AGAIN, StagedGraph
 from pipec.errors import VerifyError
 from pipec.graph.functions import stage_functions
 from pipec.graph.invariants import verify
@@ -26,6 +26,7 @@ from pipec.hardware.devices import DeviceModel, LinkModel
 from pipec.hardware.topology import alike
 from pipec.ir import GRADIENT_PHASES, Phase, Schedule, Shard
 from pipec.passes.cut_stages import CutStages
+from pipec.passes.mark_recompute import MarkRecompute
 from pipec.schedules import make_schedule
 from pipec.schedules.replicas import replicated, round_robin
 
@@ -36,13 +37,16 @@ SCHEDULES = {
     "replicas": replicated(functools.partial(make_schedule, "zb-h1", 2), 3, 2),
     "2-1": round_robin(3, [2, 1]),
 }
+REPLAYS = {"1f1b": MarkRecompute(None), "2-1": MarkRecompute(None, late=frozenset({0, 1}))}
 
 
-def staged_with(model: Captured, schedule: Schedule, recompute: bool) -> tuple[object, ...]:
+def staged_with(
+    model: Captured, schedule: Schedule, recompute: MarkRecompute = NOTHING_AGAIN
+) -> tuple[object, ...]:
     stages = range(schedule.num_stages)
     how = CutStages(alike(len(stages), OPTIONS.device_model.link), model.graph.batch_size)
     joined = alike(schedule.num_ranks, OPTIONS.device_model.link)
-    return model.graph, how, replace(OPTIONS, topology=joined, recompute="full" if recompute else "auto")
+    return model.graph, how, replace(OPTIONS, topology=joined), recompute
 
 
 def outcome(artifact: Artifact, model: Captured) -> Outcome:
@@ -67,9 +71,9 @@ def same_bits(found: Outcome, wanted: Outcome) -> bool:
     ],
 )
 def test_parts_have_the_bits_of_whole_functions(factory: Factory, name: str) -> None:
-    """As a whole, part by part, and with a replay of the forward."""
+    """As a whole, part by part, and with a replay of the forward, before the backward or in its parts."""
     model, schedule = captured(factory), SCHEDULES[name]
-    args = staged_with(model, schedule, recompute=name in ("1f1b", "2-1"))
+    args = staged_with(model, schedule, REPLAYS.get(name, NOTHING_AGAIN))
     whole = StagedGraph(*args).trial(schedule, 3).artifact()  # type: ignore[arg-type]
     wanted = outcome(whole, model)
     divided = artifact_in_parts(3, schedule, 3, *args)
@@ -85,7 +89,7 @@ SLOW, FAST = LinkModel(1e5, 1e-7), LinkModel(1e15, 0.0)
 
 @functools.cache
 def over_links(model: Captured, name: str, link: LinkModel) -> Artifact:
-    graph, how, options = staged_with(model, SCHEDULES[name], recompute=False)
+    graph, how, options = staged_with(model, SCHEDULES[name])
     options = replace(options, topology=alike(SCHEDULES[name].num_ranks, link))  # type: ignore[type-var]
     return StagedGraph(graph, how, options).trial(SCHEDULES[name], 3).artifact()  # type: ignore[arg-type]
 
@@ -153,7 +157,7 @@ def test_updates_of_shares_are_the_same_in_parts(shard: Shard | None) -> None:
 def test_a_backward_is_divided_where_groups_of_gradients_are_complete() -> None:
     """What the functions of a stage look like."""
     model, schedule = captured(perceptron), make_schedule("gpipe", 1, 3)
-    staged = StagedGraph(*staged_with(model, schedule, recompute=False))  # type: ignore[arg-type]
+    staged = StagedGraph(*staged_with(model, schedule))  # type: ignore[arg-type]
     groups = [[f"layers.{layer}.{name}" for name in ("weight", "bias")] for layer in (4, 2)]
     stage = stage_functions(staged.graph, 0, False, [*groups, ["layers.0.weight", "layers.0.bias"]])
     assert [[fqn for fqn, _ in each.gradients] for each in stage.of_phase(Phase.BACKWARD)] == [
@@ -217,7 +221,7 @@ def backward_2(w, saved, x):
 
 def test_a_graph_whose_parts_do_not_follow_each_other_is_refused() -> None:
     model, schedule = captured(perceptron), SCHEDULES["1f1b"]
-    staged = staged_in_parts(2, *staged_with(model, schedule, recompute=False))
+    staged = staged_in_parts(2, *staged_with(model, schedule))
     (user,) = [node for node in staged.graph.nodes if node.target is torch.ops.aten.tanh.default][:1]
     source = user.all_input_nodes[0]
     source.meta["part"] = 7
@@ -228,7 +232,7 @@ def test_a_graph_whose_parts_do_not_follow_each_other_is_refused() -> None:
 def test_code_that_makes_gradients_behind_their_sum_is_refused() -> None:
     """Somebody has moved a gradient from one part of the backward to the next."""
     model, schedule = captured(perceptron), SCHEDULES["replicas"]
-    artifact = artifact_in_parts(2, schedule, 3, *staged_with(model, schedule, recompute=False))
+    artifact = artifact_in_parts(2, schedule, 3, *staged_with(model, schedule))
     check_artifact(artifact)
     buckets = tuple(replace(bucket, part=0) for bucket in artifact.plan.ending.buckets)
     hasty = replace(artifact.plan, ending=replace(artifact.plan.ending, buckets=buckets))

@@ -13,16 +13,38 @@ _ATTEMPTS = 4
 """How many limits are tried. With another limit other cuts are, so that the first may not be enough."""
 
 
-def refuse(trial: Trial, search: Callable[[Topology], Trial]) -> None:
-    """Raise InfeasibleError if the trial lacks memory. ``search`` finds the best one on other devices."""
+_SHARES = (0.88, 0.94, 0.97, 0.985)
+"""What is tried of a limit that is enough. On other cuts less may be."""
+
+OnDevices = Callable[[Topology], Trial]
+"""Finds the best trial on other devices."""
+
+
+def refuse(trial: Trial, search: OnDevices) -> None:
+    """Raise InfeasibleError if the trial lacks memory."""
     topology, more, found = trial.staged.options.topology, 0, trial
     for _ in range(_ATTEMPTS):
         if not any(found.excess):
             break
         more += math.ceil(max(found.excess))
-        found = search(topology.reserving([-more] * len(topology.devices)))
+        found = search(_with_more(topology, more))
     if more:
-        raise infeasible(trial, "" if any(found.excess) else _enough(topology, more))
+        enough = "" if any(found.excess) else _enough(topology, _least(topology, more, search))
+        raise infeasible(trial, enough)
+
+
+def _least(topology: Topology, more: int, search: OnDevices) -> int:
+    """The least that was found to be enough besides what devices have, where so much ``more`` is."""
+    for share in _SHARES:
+        most = max(device.memory_bytes for device in topology.devices) + more
+        less = more - math.ceil((1 - share) * most)
+        if less > 0 and not any(search(_with_more(topology, less)).excess):
+            more = less
+    return more
+
+
+def _with_more(topology: Topology, more: int) -> Topology:
+    return topology.reserving([-more] * len(topology.devices))
 
 
 def infeasible(trial: Trial, enough: str = "") -> InfeasibleError:
@@ -43,4 +65,4 @@ def _enough(topology: Topology, more: int) -> str:
     if len(limits) > 1:
         return f"With {more} bytes ({format_bytes(more)}) more on each device it would fit.\n"
     limit = math.ceil(limits.pop()) + more
-    return f"The smallest limit that is enough is memory_limit={limit} ({format_bytes(limit)}).\n"
+    return f"The smallest limit found to be enough is memory_limit={limit} ({format_bytes(limit)}).\n"

@@ -17,6 +17,7 @@ A phase is one function, or several that run one after the other: its parts. Pas
 divided where gradients have to be complete before the others are.
 """
 
+import operator
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -189,7 +190,7 @@ def _parts(
 
 
 def _add_late(nodes: Iterable[fx.Node], parts: Sequence[set[fx.Node]]) -> None:
-    """Add what backwards compute again to the first of these ``parts`` that reads it."""
+    """Add what backwards compute again to the first of these ``parts`` that reads it, with all its items."""
     waiting = {node for node in nodes if node.meta.get("replay") is Phase.BACKWARD}
     seen: set[fx.Node] = set()
     for part in parts:
@@ -197,8 +198,9 @@ def _add_late(nodes: Iterable[fx.Node], parts: Sequence[set[fx.Node]]) -> None:
         while pending:
             node = pending.pop()
             if node in waiting or (node not in seen and is_view(node)):
-                part |= waiting & {node}
-                waiting.discard(node)
+                again = waiting & {node, *(user for user in node.users if user.target is operator.getitem)}
+                part |= again
+                waiting -= again
                 seen.add(node)
                 pending.extend(node.all_input_nodes)
 

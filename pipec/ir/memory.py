@@ -11,6 +11,19 @@ from pipec.ir.values import Phase
 
 
 @dataclass(frozen=True, slots=True)
+class PartMemory:
+    """What one of several functions of a phase holds, in the unit of ``StageMemory``.
+
+    ``transient`` is the most that it holds besides what there was saved before it, and ``growth`` by how much
+    that grows when it ends. ``gradients`` are the sums of those that it makes.
+    """
+
+    transient: float
+    growth: float
+    gradients: float = 0
+
+
+@dataclass(frozen=True, slots=True)
 class StageMemory:
     """What one stage holds, in bytes or any other unit.
 
@@ -33,7 +46,8 @@ class StageMemory:
     ============== =============== ========================== ==============================================
 
     ``transient[phase]`` is the most that its functions hold besides the rest while they run, the gradients
-    of the one microbatch included. ``buffers`` are also constants, and inputs that are not split.
+    of the one microbatch included. Phases of several functions also have what each of these holds, as
+    ``parts``. ``buffers`` are also constants, and inputs that are not split.
     ``prepared`` is what is made of weights alone, once for each version; where weights are gathered for use,
     it goes with them. ``state`` is that of the optimizer, if the program updates. Of what is ``saved``,
     ``offloaded`` waits in host memory where the program has offloads; ``host`` is what waits on the host
@@ -58,6 +72,7 @@ class StageMemory:
     travelling: float = 0
     update: float = 0
     prepared: float = 0
+    parts: Mapping[Phase, tuple[PartMemory, ...]] = field(default_factory=dict)
 
     @property
     def static(self) -> float:
@@ -71,9 +86,9 @@ class StageMemory:
         return max(self.transient.values(), default=0.0)
 
     def divided(self, num_parts: int) -> "StageMemory":
-        """One of equal parts of the stage."""
+        """One of equal parts of the stage, whose phases are functions."""
         transient = {phase: amount / num_parts for phase, amount in self.transient.items()}
-        others = (each.name for each in fields(self) if each.name != "transient")
+        others = (each.name for each in fields(self) if each.name not in ("transient", "parts"))
         return StageMemory(transient=transient, **{name: getattr(self, name) / num_parts for name in others})
 
     def growth(self, phase: Phase) -> tuple[float, float]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from torch import fx
 
@@ -19,12 +20,13 @@ from pipec.graph import (
 )
 from pipec.graph.dimensions import condition
 from pipec.graph.functions import Function, StageFunctions, of_batch_nodes
-from pipec.graph.lifetimes import BytesOf, held_bytes, is_counted, is_dense, occupancy, owners
+from pipec.graph.lifetimes import BytesOf, Occupancy, held_bytes, is_counted, is_dense, occupancy, owners
 from pipec.hardware.topology import Topology
 from pipec.ir import (
     Ending,
     Input,
     Link,
+    PartMemory,
     Payload,
     Phase,
     Placement,
@@ -250,15 +252,15 @@ def stage_cost(graph: TrainingGraph, stage: StageFunctions, size: int, speed: fl
 
 def _stage_memory(stage: StageFunctions, size: int) -> StageMemory:
     trained = {fqn for function in stage.functions for fqn, _ in function.gradients}
-    after, peaks = dict[Phase, int](), dict[Phase, int]()
 
     def bytes_of(node: fx.Node) -> int:
         return node_bytes(node, size)
 
-    for function in stage.functions:
-        held = occupancy(function, bytes_of)
-        after[function.phase] = held.after
-        peaks[function.phase] = max(held.peak, peaks.get(function.phase, 0))
+    held = {
+        phase: [occupancy(function, bytes_of) for function in stage.of_phase(phase)] for phase in stage.phases
+    }
+    after = {phase: of_phase[-1].after for phase, of_phase in held.items()}
+    peaks = {phase: max(each.peak for each in of_phase) for phase, of_phase in held.items()}
     given = {node for function in stage.functions for node in function.inputs}
     split, whole = ([n for n in given if _is_given(n, batched)] for batched in (True, False))
     buffers = held_bytes((node for function in stage.functions for _, node in function.updates), bytes_of)
@@ -266,7 +268,7 @@ def _stage_memory(stage: StageFunctions, size: int) -> StageMemory:
     full = after.get(Phase.RECOMPUTE, saved)
     kept = after.get(Phase.BACKWARD_INPUT, 0)
     floors = {Phase.FORWARD: saved, Phase.BACKWARD_WEIGHT: kept}
-    return StageMemory(
+    memory = StageMemory(
         weights=sum(map(bytes_of, stage.parameters)),
         buffers=sum(map(bytes_of, (*stage.buffers, *whole))) + _constant_bytes(stage, bytes_of),
         prepared=sum(map(bytes_of, stage.prepared)),
@@ -278,6 +280,24 @@ def _stage_memory(stage: StageFunctions, size: int) -> StageMemory:
         replayed=full - saved,
         offloaded=held_bytes((n for n in forwards[-1].saved_out if n.meta.get("offload")), bytes_of),
     )
+    sizes = {node.meta["role"].fqn: bytes_of(node) for node in stage.parameters}
+    parts = {
+        phase: tuple(_part_memory(stage.of_phase(phase), of_phase, sum(memory.growth(phase)), sizes))
+        for phase, of_phase in held.items()
+        if len(of_phase) > 1
+    }
+    return replace(memory, parts=parts)
+
+
+def _part_memory(
+    functions: Sequence[Function], held: Sequence[Occupancy], growth: float, sizes: Mapping[str, int]
+) -> Iterator[PartMemory]:
+    """What each function of a phase holds. Together they let what is saved grow by ``growth``."""
+    left = growth
+    for function, own in zip(functions, held, strict=True):
+        change = left if function.is_last else own.after - own.before
+        left -= change
+        yield PartMemory(own.peak - own.before, change, sum(sizes[fqn] for fqn, _ in function.gradients))
 
 
 def _is_given(node: fx.Node, batched: bool) -> bool:

@@ -5,11 +5,23 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pipec.ir import Bucket, Compute, Op, Payload, Plan, Program, RankMemory, StageMemory, stages_on
-from pipec.ir.columns import OP_CODE, PHASES, Cells, Floats, Instructions, Ints, aligned
+from pipec.ir import (
+    GRADIENT_PHASES,
+    Bucket,
+    Compute,
+    Op,
+    Payload,
+    Plan,
+    Program,
+    RankMemory,
+    StageMemory,
+    stages_on,
+)
+from pipec.ir.columns import OP_CODE, PHASE_CODE, PHASES, Cells, Floats, Instructions, Ints, aligned
 from pipec.ir.memory import KINDS
 from pipec.ir.text import value_bytes
 from pipec.programs.offloads import next_computes
+from pipec.programs.parts import part_by_part
 
 _MAKING_GRADIENTS = [OP_CODE[Op.BACKWARD], OP_CODE[Op.BACKWARD_WEIGHT]]
 _FREEING = {
@@ -71,6 +83,8 @@ def peak_in_flight(program: Program) -> int:
 def rank_memory(plan: Plan, program: Program) -> RankMemory:
     """What a rank holds while each instruction runs: the one account of the house.
 
+    * A phase that consists of several functions holds what each of them does, one after the other, also where
+      one instruction runs them all.
     * Buffers for what a microbatch receives stay from step to step, one for each slot.
     * What is sent stays until the message after the next one of its link and peer, even if it was saved as
       well and that is over.
@@ -93,11 +107,20 @@ def _whole_bytes(bucket: Bucket) -> float:
     return sum(value_bytes(value, {}) for value in bucket.parameters)
 
 
+def _sums_by_part(memory: StageMemory) -> list[float]:
+    """The sums of gradients of a stage by the part of its backward, or weight half, that makes them."""
+    parts = [part for phase in GRADIENT_PHASES for part in memory.parts.get(phase, ())]
+    made = [part.gradients for part in parts] or [0.0]
+    made[0] += memory.gradients - sum(made)
+    return made
+
+
 @dataclass
 class _Account:
     """Bytes by kind: those of the whole step, and how they grow as instructions start and end.
 
-    ``host`` is how those of the host grow as instructions start.
+    ``columns`` are the instructions part by part, and ``numbers`` those that the parts belong to. ``host`` is
+    how the bytes of the host grow as instructions start.
     """
 
     plan: Plan
@@ -109,7 +132,8 @@ class _Account:
     def __post_init__(self) -> None:
         self.own = stages_on(self.plan.placement, self.program.rank)
         self.stages = [stage.cost.memory for stage in self.plan.stages]
-        self.columns = Instructions.of(self.program.instructions, self.plan.links)
+        whole = Instructions.of(self.program.instructions, self.plan.links)
+        self.columns, self.numbers = part_by_part(whole, self.plan.parts)
         self.host: Floats = np.zeros(len(self.columns) + 1)
 
     def count_static(self) -> None:
@@ -126,8 +150,13 @@ class _Account:
         columns, computes = self.columns, np.flatnonzero(self.columns.is_compute)
         phases = columns.phases[computes]
         starts, ends, transient = (table[phases, columns.stages[computes]] for table in _tables(self.stages))
-        cells = columns.is_cell[computes]
-        self.grow("saved", computes, starts * cells, ends * cells)
+        for stage in self.own:
+            for phase, parts in self.stages[stage].parts.items():
+                of_phase = (phases == PHASE_CODE[phase]) & (columns.stages[computes] == stage)
+                for number, part in enumerate(parts):
+                    own = of_phase & (columns.parts[computes] == number)
+                    starts[own], ends[own], transient[own] = 0.0, part.growth, part.transient
+        self.grow("saved", computes, starts, ends)
         self.grow("running", computes, transient, -transient)
         for stage in self.own:
             scratch, updates = self.stages[stage].update, self._at(Op.UPDATE, stage)
@@ -139,7 +168,8 @@ class _Account:
             if not (amount := self.stages[stage].offloaded):
                 continue
             offloads, prefetches = self._at(Op.OFFLOAD, stage), self._at(Op.PREFETCH, stage)
-            self.grow("saved", next_computes(self.columns, offloads), 0.0, -amount)
+            beside = self.numbers[next_computes(self.columns, offloads)]
+            self.grow("saved", np.searchsorted(self.numbers, beside, "right") - 1, 0.0, -amount)
             self.grow("saved", prefetches, amount, 0.0)
             np.add.at(self.host, offloads, amount)
             np.add.at(self.host, prefetches + 1, -amount)
@@ -147,28 +177,38 @@ class _Account:
     def count_gradients(self) -> None:
         """Sums of gradients, from the first gradients after they were taken until they are taken.
 
-        ``.grad`` is None when a step begins, so that sums become it and nothing is held twice.
+        ``.grad`` is None when a step begins, so that sums become it and nothing is held twice. What travels
+        without sharding stays from step to step.
         """
         ending = self.plan.ending
         for stage in self.own:
-            numbers = ending.buckets_of(stage)
-            shared = {each: _whole_bytes(ending.buckets[each]) for each in numbers if ending.shard}
-            whole = self.stages[stage].gradients - sum(shared.values())
-            if ending.stream or (numbers and not ending.shard):
-                self.static["gradients"] += whole
-            else:
-                self._sum_until(self._at(Op.UPDATE, stage), whole, stage)
-            for number, num_bytes in shared.items():
-                bucket, taken = ending.buckets[number], self._at(Op.REDUCE_GRAD, stage, number)
-                self._sum_until(taken, num_bytes, stage, -1 if bucket.lent else bucket.part)
+            if ending.stream:
+                self.static["gradients"] += self.stages[stage].gradients
+                continue
+            others = _sums_by_part(self.stages[stage])
+            for number in ending.buckets_of(stage):
+                bucket, num_bytes = ending.buckets[number], _whole_bytes(ending.buckets[number])
+                others[bucket.part] -= num_bytes
+                if ending.shard:
+                    taken = self._at(Op.REDUCE_GRAD, stage, number)
+                    self._sum_until(taken, num_bytes, stage, bucket.part)
+                else:
+                    self.static["gradients"] += num_bytes
+            if ending.buckets_of(stage):
+                others[0] -= (travelling := sum(others) - self._lent_gradients(stage))
+                self.static["gradients"] += travelling
+            for part, num_bytes in enumerate(others):
+                self._sum_until(self._at(Op.UPDATE, stage), num_bytes, stage, part)
 
-    def _sum_until(self, taken: Ints, amount: float, stage: int, part: int = -1) -> None:
-        """Sums that begin with the first gradients of a stage, each time after they were taken.
+    def _lent_gradients(self, stage: int) -> float:
+        """Sums of gradients that a stage brings home to others, whose weights it has used."""
+        links = (link for link in self.plan.links if link.payload is Payload.WEIGHT_GRADIENT)
+        return sum(value_bytes(v, {}) for link in links if link.source == stage for v in link.values)
 
-        They are made by one part of backwards, or by all if that is -1.
-        """
+    def _sum_until(self, taken: Ints, amount: float, stage: int, part: int) -> None:
+        """Sums that begin with the first gradients of a part, each time after they were taken."""
         columns, of_stage = self.columns, self.columns.stages == stage
-        of_part = (columns.parts < 0) | (columns.parts == part) if part >= 0 else np.True_
+        of_part = (columns.parts < 0) | (columns.parts == part)
         made = np.flatnonzero(of_stage & of_part & np.isin(columns.ops, _MAKING_GRADIENTS))
         rounds, first = np.unique(np.searchsorted(taken, made), return_index=True)
         self.grow("gradients", made[first], 0.0, amount)
@@ -215,7 +255,7 @@ class _Account:
                 continue
             frees = np.isin(columns.ops, _FREEING[link.payload]) & (columns.stages == link.source)
             freed = np.full(int(columns.microbatches.max()) + 1, end, np.int64)
-            freed[columns.microbatches[frees]] = np.flatnonzero(frees)
+            freed[columns.microbatches[frees][::-1]] = np.flatnonzero(frees)[::-1]
             of_link = columns.link_numbers[sends] == number
             saved_until, sent_until = freed[columns.microbatches[sends[of_link]]], replaced[of_link]
             outlives = saved_until < sent_until
@@ -281,17 +321,20 @@ class _Account:
 
     def result(self) -> RankMemory:
         size = len(self.columns)
+        if not size:
+            return RankMemory(self.program.rank, self.static)
         while_running = {
             kind: self.static[kind] + np.cumsum(starts + self.ends[kind]) - self.ends[kind]
             for kind, starts in self.starts.items()
         }
         base = sum(amount for kind, amount in self.static.items() if kind not in while_running)
         most = base + sum(while_running.values(), np.zeros(size))
-        if not size:
-            return RankMemory(self.program.rank, self.static)
         peak = int(most.argmax())
         parts = self.static | {kind: float(amounts[peak]) for kind, amounts in while_running.items()}
         after = most + sum(self.ends.values(), np.zeros(size))
         pairs = int(in_flight(self.columns)[peak])
         host = float(np.cumsum(self.host).max()) + sum(self.stages[stage].host for stage in self.own)
-        return RankMemory(self.program.rank, parts, peak, pairs, host, most, after)
+        firsts = np.flatnonzero(np.diff(self.numbers, prepend=-1))
+        highest, at_last = np.maximum.reduceat(most, firsts), after[np.append(firsts[1:], size) - 1]
+        number = int(self.numbers[peak])
+        return RankMemory(self.program.rank, parts, number, pairs, host, highest, at_last)

@@ -1,9 +1,9 @@
-"""Which cells are run part by part: those between whose parts something else stands."""
+"""Which cells are run part by part, those between whose parts something else stands, and in what parts."""
 
 import numpy as np
 
 from pipec.ir import GRADIENT_PHASES, Ending, Joins, Parts
-from pipec.ir.columns import PHASE_CODE, Cells, Ints
+from pipec.ir.columns import PART, PHASE_CODE, Cells, Instructions, Ints
 
 
 def parts_run_apart(cells: Cells, ending: Ending, parts: Parts, joins: Joins) -> Ints:
@@ -25,3 +25,22 @@ def parts_run_apart(cells: Cells, ending: Ending, parts: Parts, joins: Joins) ->
             own = np.flatnonzero((cells.phases == PHASE_CODE[phase]) & (cells.stages == stage))
             counts[own if any(map(ending.reduces_each_round, early)) else own[-1:]] = number
     return counts
+
+
+def part_by_part(columns: Instructions, parts: Parts) -> tuple[Instructions, Ints]:
+    """The instructions with each phase in its parts, and of each the instruction that it belongs to::
+
+    2  backward  stage 0  mb 0             2  backward  stage 0  mb 0  part 0
+                                    ->     2  backward  stage 0  mb 0  part 1
+    3  backward  stage 0  mb 1  part 0     3  backward  stage 0  mb 1  part 0
+    """
+    counts = np.ones(len(columns), np.int64)
+    for (stage, phase), number in parts.items():
+        of_phase = (columns.phases == PHASE_CODE[phase]) & (columns.stages == stage)
+        counts[of_phase & (columns.parts < 0)] = number
+    numbers = np.repeat(np.arange(len(columns)), counts)
+    matrix = columns.matrix[:, numbers]
+    firsts = np.cumsum(counts) - counts
+    divided = counts[numbers] > 1
+    matrix[PART, divided] = (np.arange(numbers.size) - firsts[numbers])[divided]
+    return Instructions(matrix, columns.links), numbers
