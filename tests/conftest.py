@@ -19,6 +19,7 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 torch.set_num_threads(1)  # a sum over threads would depend on how many there are
+os.environ["PIPEC_CACHE_DIR"] = ""  # what was captured before would hide what capture does now
 console.PATIENCE = 3600.0  # what is printed would depend on how fast the machine is
 
 

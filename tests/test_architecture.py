@@ -34,6 +34,7 @@ ORDER = (
     Package("hardware"),
     Package("graph"),
     Package("capture"),
+    Package("graph_cache"),
     Package("cost"),
     Package("planner", torch=False),
     Package("programs", torch=False),

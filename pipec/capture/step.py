@@ -6,8 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipec.capture.call import Call
+from pipec.capture.variables import alike
 from pipec.errors import InputError
-from pipec.ir import Mode
+from pipec.ir import Mode, Variable
 from pipec.torch_compat import pytree
 
 
@@ -78,6 +80,19 @@ class Step(nn.Module):
         if isinstance(output, Tensor):
             return output, {}
         return output["loss"] if isinstance(output, Mapping) else output.loss, {}
+
+
+def step_of(
+    model: nn.Module,
+    loss_fn: Callable[..., Any] | None,
+    mode: Mode,
+    call: Call,
+    outputs: bool,
+    variables: Sequence[Variable],
+) -> Step:
+    """What is traced of a call in which these variables are symbols."""
+    numbers = [variable.position for variable in variables if variable.dim is None]
+    return Step(model, loss_fn, mode, call.batched, outputs, alike(variables), numbers)
 
 
 def _detached(tree: Any) -> Any:

@@ -32,9 +32,8 @@ from pipec.capture.operators import checkpoints, number_operators
 from pipec.capture.randomness import Generators
 from pipec.capture.recurrent import separate_layers
 from pipec.capture.splitting import all_have_rows
-from pipec.capture.step import Step, model_names
+from pipec.capture.step import Step, model_names, step_of
 from pipec.capture.symbols import FixedVariableError, number_values
-from pipec.capture.variables import alike
 from pipec.errors import CaptureError, InputError, PipecError
 from pipec.graph import Assumptions, Gradient, TrainingGraph
 from pipec.ir import Mode, Variable
@@ -93,8 +92,7 @@ def capture(
     refuse_cache(call)
     if mode is Mode.TRAIN:
         _check_gradients(model, call)
-    numbers = [variable.position for variable in variables if variable.dim is None]
-    step = Step(model, loss_fn, mode, call.batched, outputs, alike(variables), numbers)
+    step = step_of(model, loss_fn, mode, call, outputs, variables)
     adds_up = adds_up or mode is Mode.FORWARD
     with ExitStack() as stack:
         stack.enter_context(torch_compat.quiet())
