@@ -112,8 +112,7 @@ class _Stages:
         later = slice(first + 1, int(np.searchsorted(self.busy, self.busy[first] + most, side="right")))
         rooms = self._limit - self._received[first] - self._sent[later]
         replays = [
-            _least(rooms, *(sums[:, later] - sums[:, [first]] for sums in curve))
-            for curve in self._curves
+            _least(rooms, *(sums[:, later] - sums[:, [first]] for sums in curve)) for curve in self._curves
         ]
         busy = self.busy[later] - self.busy[first]
         seconds = np.maximum(busy + np.min(replays, axis=0), self._entry_seconds[first])
