@@ -39,10 +39,6 @@ GAP = 1e-3
 _GRAIN = 1e-4
 """The share of the room to which the least excess is found."""
 
-_FINEST = 1e-5
-"""The share of the room that is 1 in the program. HiGHS keeps a constraint to within 1e-6. Where it accepts
-what is above one when its digits are rounded, it says so on the output of the process."""
-
 _MOST_NODES = 10_000
 """So many nodes of a search are looked at, which is hundreds of times what stages have needed."""
 
@@ -184,7 +180,7 @@ class ReplayProgram:
         self._firsts = [0, *itertools.accumulate(map(len, stages))]
         self._values = [value for stage in stages for value in stage]
         self._rooms = np.array([moment.room for moment in moments])
-        self._unit = _FINEST * max(float(np.abs(self._rooms).max(initial=0)), *self._sizes, 1.0)
+        self._unit = max(float(np.abs(self._rooms).max(initial=0)), *self._sizes, 1.0)
         self._able = [v for v, value in enumerate(self._values) if value.may_offload and host]
         self._movable = np.array([self._values[v].num_bytes for v in self._able])
         self._num_variables = 2 * len(self._values) + len(self._able)
@@ -232,7 +228,7 @@ class ReplayProgram:
         """
         memory, order = (
             hstack([rows, np.full((rows.shape[0], 1), coefficient)])
-            for rows, coefficient in ((self._memory, -_GRAIN / _FINEST), (self._order, 0.0))
+            for rows, coefficient in ((self._memory, -_GRAIN), (self._order, 0.0))
         )
         objective = np.zeros(self._num_variables + 1)
         objective[-1] = 1.0
