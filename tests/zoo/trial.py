@@ -77,11 +77,13 @@ class Left:
 
 
 def try_case(case: Case) -> Result:
-    """Train the model both ways."""
+    """Train the model both ways; in evaluation mode if it draws random numbers in spite of no dropout."""
     torch.manual_seed(0)
     try:
         model = case.make().train()
         batches = [case.batch(rows) for rows in BATCHES]
+        if _draws(case, model, batches[0]):
+            model.eval()
         in_turn = list(_eager(case, copy.deepcopy(model), batches, MICROBATCHES))
         mixes = case.by_microbatch or _normalises_batches(model)
         whole = in_turn if mixes else list(_eager(case, copy.deepcopy(model), batches, 1))
@@ -124,6 +126,14 @@ def _compared(
         balance=_balance(plan),
         compile_seconds=seconds,
     )
+
+
+def _draws(case: Case, model: nn.Module, inputs: Inputs) -> bool:
+    """Whether torch's generator is another after a call: pipelines draw other numbers than eager torch."""
+    before = torch.get_rng_state()
+    with torch.random.fork_rng(devices=[]):
+        _loss(case, copy.deepcopy(model), dict(inputs))
+        return not torch.equal(before, torch.get_rng_state())
 
 
 def _normalises_batches(model: nn.Module) -> bool:
