@@ -66,7 +66,7 @@ def test_every_budget_is_kept_and_leaves_every_bit(name: str) -> None:
 
 @pytest.mark.slow
 def test_a_late_replay_is_told_what_the_backward_has_let_go_of() -> None:
-    """So it replays no more than the limit asks for: half of all replays that are possible take 3.5%."""
+    """So it replays no more than the limit asks for. Without that, replays took 3.5% of the step here."""
     schedule = make_schedule("1f1b", 1, 1)
     everything = staged(schedule, 1e12).trial(schedule, max(SIZES))
     trial = fitted(schedule, 0.888 * everything.peak_bytes)
