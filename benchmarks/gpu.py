@@ -6,6 +6,7 @@ stages are also run in one process, which copies between GPUs, and by torchrun o
 """
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -74,10 +75,9 @@ def eager_step(case: Case, device: torch.device) -> Step:
     return step
 
 
-def pipec_step(case: Case, devices: int | list[torch.device], schedule: str) -> Step:
-    pipe = pipec.compile(
-        case.model(), devices, schedule=schedule, microbatches=MICROBATCHES, loss_fn=next_token_loss
-    )
+def pipec_step(case: Case, devices: int | list[torch.device], schedule: str, kernels: str = "source") -> Step:
+    options = {"schedule": schedule, "microbatches": MICROBATCHES, "kernels": kernels}
+    pipe = pipec.compile(case.model(), devices, loss_fn=next_token_loss, **options)
     first = torch.device("cpu") if isinstance(devices, int) else devices[0]
     tokens, target = case.tokens(first)
 
@@ -120,6 +120,11 @@ def rows(case: Case, device: torch.device, schedule: str, steps: int) -> list[Ro
         "pipec, 1 stage": lambda: pipec_step(case, [device], schedule),
         "pipec, 4 stages on one device": lambda: pipec_step(case, [device] * 4, schedule),
     }
+    if on_gpu:
+        for stages in (1, 4):
+            contestants[f"pipec, CUDA graphs, {stages} stages on one device"] = functools.partial(
+                pipec_step, case, [device] * stages, schedule, "cudagraphs"
+            )
     if count > 1:
         gpus = [torch.device("cuda", index) for index in range(count)]
         contestants[f"pipec, {count} GPUs of a process"] = lambda: pipec_step(case, gpus, schedule)

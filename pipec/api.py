@@ -135,7 +135,9 @@ def compile(
             docs/precision.md.
         kernels: how a rank runs its stages: ``"source"``, the generated Python; ``"inductor"``, compiled by
             ``torch.compile`` at the first step of each size, to sums in another order; ``"auto"``, whichever
-            takes less time in the first calls of a function.
+            takes less time in the first calls of a function; ``"cudagraphs"``, CUDA graphs of the source,
+            with its bits, recorded before the first step of each size, where no value tells what is computed.
+            They hold more memory than ``memory()`` says; see docs/memory.md.
         recompute: ``"none"`` keeps every value the backward needs; ``"full"`` keeps only what a stage
             received and computes the rest again; ``"auto"`` computes again as little as lets every device
             stay within ``memory_limit``. See docs/recompute.md.

@@ -110,8 +110,11 @@ class Group:
             if message.op.__name__ == "irecv":
                 arrived = self._wires[message.peer, self.rank].get()
                 assert message.tensor.dtype is arrived.tensor.dtype
+                assert message.tensor.numel() == arrived.tensor.numel()
                 with torch.no_grad():
-                    message.tensor.copy_(arrived.tensor)
+                    message.tensor.view(-1).copy_(
+                        arrived.tensor.view(-1)
+                    )  # of which NCCL knows the count alone
                 arrived.received.set()
         for sent in leaving:
             sent.received.wait()
@@ -193,7 +196,7 @@ class Emulated(TorchDistributed):
     def __init__(self, rank: int, num_ranks: int) -> None:
         self.rank, self.num_ranks, self.device, self._timeout = rank, num_ranks, torch.device("cpu"), PATIENCE
         self._lifelines: Any = _Lifelines(num_ranks)
-        self._buffers = {}
+        self._buffers, self._outboxes = {}, {}
         self._connections = NcclConnections(self.device, rank, num_ranks, PATIENCE, lambda: False)
 
     def making(self, what: str, make: Callable[[], T], num_parts: int = 1) -> T:

@@ -340,6 +340,37 @@ def test_the_loss_of_connectionist_temporal_classification() -> None:
     assert pipe.plan.dynamic_batch
 
 
+class Checkpointed(nn.Module):
+    """Asks for a gradient that nobody reads, as Wav2Vec2 does for the sake of reentrant checkpoints."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach()[:, None]
+        x.requires_grad = True
+        return x.squeeze(1)
+
+
+def ctc_of_words(output: Tensor, target: Tensor) -> Tensor:
+    """As transformers computes it: the targets stand one after the other, and the losses are summed."""
+    scores, mask = output.log_softmax(-1).transpose(0, 1), target != 0
+    frames = torch.full_like(target[:, 0], output.shape[1])
+    with torch.backends.cudnn.flags(enabled=False):
+        return nn.functional.ctc_loss(
+            scores, target.masked_select(mask), frames, mask.sum(1), reduction="sum"
+        )
+
+
+def test_targets_that_stand_one_after_the_other() -> None:
+    model = nn.Sequential(Checkpointed(), Between(nn.Tanh))
+    x, target = torch.randn(4, 6, WIDTH), torch.tensor([[1, 2, 0]] * 3 + [[3, 0, 0]])
+    unsplit = copy.deepcopy(model)
+    expected = ctc_of_words(unsplit(x), target)
+    expected.backward()
+    found = pipec.compile(model, 2, loss_fn=ctc_of_words, microbatches=2).step(x, target=target)
+    torch.testing.assert_close(found, expected.detach())
+    for fqn, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, unsplit.get_parameter(fqn).grad, msg=fqn)
+
+
 # what only the first call does
 
 INSTALLING = threading.Lock()

@@ -43,7 +43,35 @@ class BackwardHook(nn.Module):
         return self.layer(x)
 
 
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = torch.full((len(x),), x.shape[1])
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+        return nn.utils.rnn.pad_packed_sequence(self.layer(packed)[0], batch_first=True)[0]
+
+
+class Dispatching(nn.Module):
+    """As a mixture of experts that calls those that some token has chosen. Traced by Dynamo, it fails."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            raise TypeError("no mask")
+        for expert in (x.sum((0, 1)) > 0).nonzero():
+            x = x * f"{expert}".count("0")
+        return x
+
+
 REFUSED = [
+    (
+        Packed,
+        "packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)",
+        "the layer with the padded sequences",
+    ),
+    (Dispatching, "for expert in (x.sum((0, 1)) > 0).nonzero():", "values tell decides what is computed"),
     (Branch, "if x.sum() > 0:", "torch.where"),
     (Number, "return x * x.max().item()", "Keep it a tensor"),
     (BackwardHook, "return self.layer(x)", "with Tensor.register_hook: there it is captured"),

@@ -4,6 +4,7 @@ import ast
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from models import encoder
 from torch import Tensor, nn
 
 import pipec
+from pipec.codegen.held import short_ends
+from pipec.codegen.layout import LINE_LENGTH, statement
 from pipec.pipeline import Pipeline
 
 HOSTILE = (
@@ -121,3 +124,33 @@ def test_operators_stand_under_the_module_they_come_from(artifacts: list[dict[st
     assert "# layers.0.self_attn · MultiheadAttention" in sources[0]
     assert "# layers.1.linear2 · Linear" in sources[1]
     assert "f32[2*b, " in sources[0] or "f32[b, " in sources[0]
+
+
+def test_a_parameter_is_called_after_the_end_of_its_name() -> None:
+    names = [
+        "h.0.mlp.fc.weight",
+        "h.0.attn.proj.weight",
+        "h.1.attn.proj.weight",
+        "ln.weight",
+        "2.bias",
+        "bias",
+    ]
+    assert list(short_ends(names).values()) == [
+        "fc.weight",
+        "h.0.attn.proj.weight",
+        "h.1.attn.proj.weight",
+        "ln.weight",
+        "2.bias",
+        "bias",
+    ]
+
+
+def test_no_line_is_long_that_can_be_broken() -> None:
+    """Targets, arguments, and lists among them."""
+    items = ", ".join(f"torch.select(scan, 2, {k})" for k in range(6))
+    targets = ", ".join(f"batch_norm_new_mean_{k}" for k in range(5))
+    lines = statement(targets, f"torch.stack([{items}], -1)", "f32[b]")
+    assert max(len(line.split("  #")[0].rstrip()) for line in lines) <= LINE_LENGTH
+    assert ast.dump(ast.parse(textwrap.dedent("\n".join(lines)))) == ast.dump(
+        ast.parse(f"{targets} = torch.stack([{items}], -1)")
+    )

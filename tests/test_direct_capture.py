@@ -61,7 +61,7 @@ class Recomputed(torch.autograd.Function):
 
 
 class Custom(nn.Module):
-    """A custom backward that differentiates, batch normalization and a hook on a node of autograd's graph."""
+    """A custom backward that differentiates, a hook on a node of autograd, a constant and a conversion."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,8 @@ class Custom(nn.Module):
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        h = Recomputed.apply(self.norm(self.first(x)), self.weight)
+        first = self.first.to(torch.float32)(x) + torch.tensor([1.0] * WIDTH)
+        h = Recomputed.apply(self.norm(first), self.weight)
         h.grad_fn.register_hook(lambda inputs, outputs: tuple(3 * each for each in inputs))  # type: ignore[union-attr]
         return self.last(h).square().mean()
 

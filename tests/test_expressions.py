@@ -3,6 +3,7 @@
 import ast
 import math
 import operator
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -303,7 +304,9 @@ def converted(graph: fx.Graph, x: fx.Node, dtype: torch.dtype) -> fx.Node:
         (lambda g, x: g.call_function(aten.div.Tensor, (x, 12 * B)), "x / (12*b)"),
         (lambda g, x: g.call_function(aten.div.Tensor, (x, B)), "x / b"),
         (lambda g, x: g.call_function(aten.slice.Tensor, (x, 1, 2, B)), "x[:, 2:b]"),
+        (lambda g, x: g.call_function(aten.slice.Tensor, (x, 1, 1, sys.maxsize, 2)), "x[:, 1::2]"),
         (lambda g, x: g.call_function(aten.index.Tensor, (x, [x, x])), "x[x, x]"),
+        (lambda g, x: g.call_function(aten.index.Tensor, (x, [None, x])), "x[:, x]"),
         (lambda g, x: converted(g, x, torch.float64), "x.to(dtype=torch.float64)"),
         (
             lambda g, x: converted(g, x, torch.float32),

@@ -130,5 +130,7 @@ def test_auto_takes_the_faster_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_name_that_is_no_kind_of_kernels_is_refused() -> None:
-    with pytest.raises(InputError, match="kernels is 'triton'; expected one of 'source', 'inductor', 'auto'"):
+    with pytest.raises(
+        InputError, match="kernels is 'triton'; expected one of 'source', 'inductor', 'cudagraphs', 'auto'"
+    ):
         pipec.compile(nn.Linear(2, 2), devices=1, kernels="triton")

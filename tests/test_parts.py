@@ -171,37 +171,47 @@ def backward_0(saved, y, grad_loss):
     saved.clear()
     grad_input_5 = torch.ops.aten.mse_loss_backward.default(grad_loss, input_5, y, 1)
     del input_5
-    grad_w4 = torch.mm(grad_input_5.t(), input_4)
+    grad_layers_4_weight = torch.mm(grad_input_5.t(), input_4)
     sum_1 = torch.sum(grad_input_5, [0], True)
-    grad_w5 = sum_1.reshape([3])
-    return {}, [input_2, input_4, grad_input_5], (None, None, None, None, grad_w4, grad_w5)
+    grad_layers_4_bias = sum_1.reshape([3])
+    return (
+        {},
+        [input_2, input_4, grad_input_5],
+        (None, None, None, None, grad_layers_4_weight, grad_layers_4_bias),
+    )
 
 
 def backward_1(w, saved):
+    layers_0_weight, layers_0_bias, layers_2_weight, layers_2_bias, layers_4_weight, *_ = w
     input_2, input_4, grad_input_5 = saved
     saved.clear()
-    grad_input_4 = torch.mm(grad_input_5, w[4])
+    grad_input_4 = torch.mm(grad_input_5, layers_4_weight)
     del grad_input_5
     grad_input_3 = torch.ops.aten.tanh_backward.default(grad_input_4, input_4)
     del grad_input_4, input_4
-    grad_w2 = torch.mm(grad_input_3.t(), input_2)
+    grad_layers_2_weight = torch.mm(grad_input_3.t(), input_2)
     sum_2 = torch.sum(grad_input_3, [0], True)
-    grad_w3 = sum_2.reshape([8])
-    return {}, [input_2, grad_input_3], (None, None, grad_w2, grad_w3, None, None)
+    grad_layers_2_bias = sum_2.reshape([8])
+    return (
+        {},
+        [input_2, grad_input_3],
+        (None, None, grad_layers_2_weight, grad_layers_2_bias, None, None),
+    )
 
 
 def backward_2(w, saved, x):
+    layers_0_weight, layers_0_bias, layers_2_weight, *_ = w
     input_2, grad_input_3 = saved
     saved.clear()
-    grad_input_2 = torch.mm(grad_input_3, w[2])
+    grad_input_2 = torch.mm(grad_input_3, layers_2_weight)
     del grad_input_3
     grad_input_1 = torch.ops.aten.tanh_backward.default(grad_input_2, input_2)
     del grad_input_2, input_2
-    grad_w0 = torch.mm(grad_input_1.t(), x)
+    grad_layers_0_weight = torch.mm(grad_input_1.t(), x)
     sum_3 = torch.sum(grad_input_1, [0], True)
     del grad_input_1
-    grad_w1 = sum_3.reshape([8])
-    return {}, (grad_w0, grad_w1, None, None, None, None)
+    grad_layers_0_bias = sum_3.reshape([8])
+    return {}, (grad_layers_0_weight, grad_layers_0_bias, None, None, None, None)
 """
 
 

@@ -35,7 +35,7 @@ from pipec.passes.cut_stages import CutStages
 from pipec.passes.insert_communication import InsertCommunication
 from pipec.passes.join_slices import JoinSlices
 from pipec.passes.mark_recompute import MarkRecompute
-from pipec.passes.simplify import Simplify
+from pipec.passes.simplify import OF_TENSORS, Simplify
 from pipec.passes.split_backward import SplitBackward
 from pipec.passes.untie_gradients import UntieGradients
 
@@ -125,18 +125,31 @@ class Idle(nn.Module):
         queries, keys = torch.arange(TOKENS) + 0, torch.arange(TOKENS) + 0
         visible = torch.ones((), dtype=torch.bool) & (queries[:, None] >= keys).expand(-1, TOKENS)
         hidden = self.first(x).clone().view(-1, WIDTH).view(-1, TOKENS, WIDTH) * 1
+        hidden = nn.functional.pad(hidden.transpose(1, 2).transpose(-1, -2) ** 1.0, (0, 0))
         return self.last(visible.float() @ hidden + 0.0).square().mean()
 
 
 def test_simplify_removes_what_computes_nothing() -> None:
     before = capture(Idle(), None, Mode.TRAIN, Call((torch.randn(ROWS, TOKENS, WIDTH),), {}, None))
     after = through(before, Simplify())
-    removed = {aten.clone.default, aten.ones.default, aten.bitwise_and.Tensor}
-    assert count(before, lambda node: node.target in removed and is_forward(node)) == 3
-    assert count(after, lambda node: node.target in removed) == 0
+    removed = {
+        aten.clone.default,
+        aten.ones.default,
+        aten.bitwise_and.Tensor,
+        aten.constant_pad_nd.default,
+        aten.transpose.int,
+    }
+    assert count(before, lambda node: node.target in removed and is_forward(node)) == 6
+    assert count(after, lambda node: node.target in removed and is_forward(node)) == 0
     assert count(after, lambda node: node.target is aten.arange.default) == 1
     assert count(after, lambda node: node.args[1:] == (1,) and node.target is aten.mul.Tensor) == 0
-    zeros = [node.meta["val"].dtype for node in after.nodes if node.args[1:] == (0.0,)]
+    powers = [node.args[1] for node in after.nodes if node.target is aten.pow.Tensor_Scalar]
+    assert 1.0 not in powers
+    assert 2 in powers
+    assert count(before, lambda node: node.target in OF_TENSORS) > 0
+    assert count(after, lambda node: node.target in OF_TENSORS) == 0
+    sums = [node for node in after.nodes if node.target is aten.add.Tensor]
+    zeros = [node.meta["val"].dtype for node in sums if node.args[1:] == (0.0,)]
     assert zeros == [torch.float32], "-0.0 + 0.0 is 0.0"
     views = [node.args[1] for node in after.nodes if node.target is aten.view.default]
     assert not [sizes for sizes in views if -1 in sizes]
@@ -290,16 +303,17 @@ def test_pipec_dump_writes_the_graph_after_every_pass(
         "00_simplify.txt",
         "01_join_slices.txt",
         "02_annotate_cost.txt",
-        "03_prepare_weights.txt",
-        "04_cut_stages.txt",
-        "05_untie_gradients.txt",
-        "06_insert_communication.txt",
-        "07_mark_recompute.txt",
-        "08_mark_offload.txt",
-        "09_divide_phases.txt",
-        "10_split_backward.txt",
+        "03_take_apart.txt",
+        "04_prepare_weights.txt",
+        "05_cut_stages.txt",
+        "06_untie_gradients.txt",
+        "07_insert_communication.txt",
+        "08_mark_recompute.txt",
+        "09_mark_offload.txt",
+        "10_divide_phases.txt",
+        "11_split_backward.txt",
     ]
-    before, after = ((tmp_path / "dump" / name).read_text() for name in files[5:7])
+    before, after = ((tmp_path / "dump" / name).read_text() for name in files[6:8])
     assert after.startswith("# InsertCommunication(link=")
     assert re.search(r"# \d+ nodes: [1-9]\d* added, \d+ removed", after)
     assert "stage 1" in before

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -230,8 +231,8 @@ def test_weights_are_cast_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(found) == [0, 0, 0, 1, 1, 1]
     for stage in (0, 1):
         _, phases = pipe.source(stage).split("def forward")
-        assert "to_copy.default(w[" not in phases
-        assert "prepared[0]" in phases
+        assert "to_copy" not in phases
+        assert re.search(r" = prepared\n", phases)
         assert "weight_norm_interface.default" not in phases
     assert "weight_norm_interface.default" in pipe.source(0) + pipe.source(1)
 
@@ -247,7 +248,7 @@ def test_every_version_of_a_stream_has_its_casts() -> None:
     reference = delayed(pipe, FAST, losses=losses)
     assert list(pipe.stream(stream_batches(10))) == [reference.step(each) for each in stream_batches(10)]
     assert_same(pipe, reference)
-    assert "prepared[0]" in pipe.source(0)
+    assert re.search(r"_bf16.* = prepared\n", pipe.source(0))
 
 
 class Early(nn.Module):

@@ -4,7 +4,8 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ import pipec
 from pipec.ir import Input, Instruction, Mode, Op, Plan, Program, Stage, Value
 from pipec.runtime import Interpreter, execution, interpreter
 from pipec.runtime.connections import MOST_UNDER_WAY
-from pipec.runtime.cuda import PeerCopies
+from pipec.runtime.cuda import CudaGraphs, PeerCopies
+from pipec.runtime.draws import draw
 from pipec.runtime.recording import GpuClock
 from pipec.runtime.span import Span
 from pipec.runtime.transport import InProcess
@@ -214,3 +216,70 @@ def test_recorded_times_are_those_of_the_gpu(monkeypatch: pytest.MonkeyPatch) ->
     assert [round((stamp - stamps[0]) / 1e6) for stamp in stamps] == [0, 0, 3, 3, 3, 5]
     assert began <= stamps[0] <= time.time_ns()
     made.run([{"x": torch.zeros(3)}, {"x": torch.zeros(2)}], Span([3, 2], 5))
+
+
+# graphs
+
+
+def test_graphs_are_recorded_beside_messages_and_know_what_they_draw_from(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads of NCCL may use CUDA meanwhile; and all graphs of a rank share a stream and a pool."""
+    log = cuda.log
+
+    class Graph:
+        def register_generator_state(self, generator: object) -> None:
+            log.append(f"draws from {generator}")
+
+        def replay(self) -> None:
+            log.append("replays")
+
+    @contextlib.contextmanager
+    def capturing(graph: Graph, pool: str, stream: Stream, capture_error_mode: str) -> Iterator[None]:
+        log.append(f"records on {stream.name} into {pool}, {capture_error_mode}")
+        yield
+        log.append("has recorded")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capturing)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "a pool")
+    recorder, draws = CudaGraphs(A), cast(Any, ["a generator"])
+
+    def call() -> str:
+        log.append(f"launches on {cuda.current_stream(A).name}")
+        return "made"
+
+    recorder.try_out(call)
+    made, replay = recorder.record(call, draws)
+    replay()
+    assert made == "made"
+    assert log == [
+        "leaving waits for default of cuda:0",
+        "launches on leaving",
+        "default of cuda:0 waits for leaving",
+        "draws from a generator",
+        "records on leaving into a pool, thread_local",
+        "launches on leaving",
+        "has recorded",
+        "replays",
+    ]
+
+
+def test_an_operator_without_a_generator_draws_from_the_state_that_a_graph_knows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A copy of the state would be drawn from when the graph is recorded, and never again."""
+
+    class Default:
+        state: object = "its own"
+
+        def graphsafe_get_state(self) -> object:
+            return self.state
+
+        def graphsafe_set_state(self, state: object) -> None:
+            self.state = state
+
+    default, generator = Default(), cast(Any, SimpleNamespace(device=torch.device("cuda", 1)))
+    monkeypatch.setattr(torch.cuda, "default_generators", (None, default))
+    assert draw(generator, lambda: default.state) is generator
+    assert default.state == "its own"

@@ -12,7 +12,6 @@ batch. A sum is divided by the share.
 """
 
 import operator
-import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +20,8 @@ import sympy
 import torch
 from torch import Tensor, fx, nn
 
+from pipec.capture.call import plain_name
+from pipec.capture.checks import leading_to_checks
 from pipec.capture.conditions import refuse_unless_of_batch
 from pipec.capture.markers import OF_BATCH, RESULT, SHARE
 from pipec.capture.parts import (
@@ -80,11 +81,6 @@ def add_up(
     return place_of(because) if because else ""
 
 
-def plain_name(path: str) -> str:
-    """``kwargs['input_ids']`` as ``kwargs_input_ids``, which is also what a front end makes of it."""
-    return re.sub(r"[\W_]+", "_", path).strip("_").removeprefix("L_")
-
-
 @dataclass
 class _Walk:
     """Visits the nodes of a graph in order, and knows what it has learnt of them."""
@@ -103,6 +99,7 @@ class _Walk:
         symbols = [x.node.expr for x in sizes if isinstance(x, torch.SymInt)]
         self._symbol = next((x for x in symbols if isinstance(x, sympy.Symbol)), None)
         fixed_size = self.size if self._symbol is None else 0
+        self._checks = leading_to_checks(self.module.graph)
         self.rounds = Rounds(self.module.graph, self.num_replicas, fixed_size, self._symbol)
 
     def _arguments(self) -> list[fx.Node]:
@@ -117,7 +114,10 @@ class _Walk:
                 held = operator.attrgetter(str(node.target))(self.module)
                 self.known[node] = Meaning(Part.SAME, not isinstance(held, nn.Parameter | nn.Module))
             case "call_function" if is_assumption(node):
-                refuse_unless_of_batch(node, lambda each: self.known[each].part)
+                rows = self.size if self._symbol is None else None
+                refuse_unless_of_batch(node, lambda each: self.known[each].part, rows)
+            case "call_function" | "call_method" if node in self._checks:
+                pass  # each microbatch is checked by itself
             case "call_function" | "call_method":
                 self._scaled_by_rows |= self._symbol is None and self._may_scale_by_rows(node)
                 self.known[node] = self._of_call(node)
@@ -337,7 +337,7 @@ class _Walk:
 
     def _take_of_batch(self, node: fx.Node, adds_up: bool) -> Meaning:
         """Let the users of a node read what it is of the whole batch."""
-        users = list(node.users)
+        users = [user for user in node.users if user not in self._checks]
         whole = put(node, "of_batch", OF_BATCH, node, adds_up)
         whole.meta["example_value"] = value_of(node)
         self.known[whole] = Meaning(Part.SAME, given=True)
@@ -371,10 +371,3 @@ class _Walk:
         node.replace_all_uses_with(mean, delete_user_cb=lambda user: user is not total)
         self.known[mean] = Meaning(Part.MEAN)
         return Part.MEAN
-
-
-def rows_of(argument: fx.Node) -> Any:
-    """The formula of dimension 0 of an argument of a captured graph, None if it has none."""
-    value = value_of(argument)
-    size: Any = value.shape[0] if isinstance(value, Tensor) and value.ndim else None
-    return size.node.expr if isinstance(size, torch.SymInt) else size

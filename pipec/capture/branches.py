@@ -18,10 +18,13 @@ from torch import Tensor, fx
 from pipec import torch_compat
 from pipec.capture.call import Call
 from pipec.capture.diagnosis import brief, lines_in, model_line
+from pipec.capture.markers import EXPECT
 from pipec.capture.operators import module_of
 from pipec.capture.parts import changes_argument, draws_by_chance, is_never, where
 from pipec.errors import CaptureError
 from pipec.graph import ASSUME
+
+CHECKED = ": this check fails for a microbatch; each is checked as if it were the whole mini-batch"
 
 
 @dataclass
@@ -58,16 +61,17 @@ class Branches:
                     self.refused.append(f"its condition cannot be computed now: {brief(error)}")
                 return None
 
-            with torch_compat.branches_decided(decide, ASSUME):
+            with torch_compat.branches_decided(decide, ASSUME, EXPECT):
                 yield
 
 
 def describe_branches(captured: fx.GraphModule) -> None:
-    """Let each ``assume`` say which line of the model asked."""
-    for node in captured.graph.find_nodes(op="call_function", target=ASSUME):
-        module, _ = module_of(node)
-        line = model_line(lines_in(node.meta.get("stack_trace") or ""))
-        node.args = (*node.args[:2], f"{line or 'a branch'} ({module or 'model'})")
+    """Let each ``assume`` and ``expect`` say which line of the model asked."""
+    for target, text in ((ASSUME, ""), (EXPECT, CHECKED)):
+        for node in captured.graph.find_nodes(op="call_function", target=target):
+            module, _ = module_of(node)
+            line = model_line(lines_in(node.meta.get("stack_trace") or ""))
+            node.args = (*node.args[:-1], f"{line or 'a branch'} ({module or 'model'}){text}")
 
 
 def refuse_branches(captured: fx.GraphModule, why: str) -> None:
@@ -128,7 +132,7 @@ class _Values:
                 self.by_chance.update(inputs[:1])
         if node.op == "placeholder":
             self._take(node)
-        elif node.target is not ASSUME and all(source in self.known for source in inputs):
+        elif node.target not in (ASSUME, EXPECT) and all(source in self.known for source in inputs):
             size = torch_compat.size_in(node.meta.get("example_value"), self._sizes)
             self.known[node] = self._call(node, held) if size is None else size
         elif changes_argument(node) and node.args[0] in self.known:

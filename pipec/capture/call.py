@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -136,6 +137,11 @@ class Call:
         """``function`` of every leaf, in order. What is split stays split."""
         args, kwargs, target = pytree.tree_map(function, self.tree)
         return Call(args, kwargs, target, tuple(self.batched), self.unsure)
+
+
+def plain_name(path: str) -> str:
+    """``kwargs['input_ids']`` as ``kwargs_input_ids``, which is also what a front end makes of it."""
+    return re.sub(r"[\W_]+", "_", path).strip("_").removeprefix("L_")
 
 
 def _kind(leaf: Any, batched: bool, path: str, names: Mapping[int | None, str]) -> Hashable:

@@ -85,19 +85,19 @@ def _noted(node: fx.Node) -> Mapping[str, Any]:
 
 
 def _operator_of(node: fx.Node) -> int | None:
-    """The operator in the node's own annotation.
+    """The operator in the node's own annotation, unless the node reads what comes after it in its phase.
 
-    A node without one joins an operator among its inputs: the latest if it is a forward node, the earliest if
-    it is a backward node. No edge to the node then runs against the order of the stages. Nothing is known of
-    a node without such inputs.
+    A view that torch makes anew, behind a change of what it shows, is annotated as the first one. Such a
+    node, and one without an annotation, joins an operator among its inputs: the latest if it is a forward
+    node, the earliest if it is a backward node. No edge to the node then runs against the order of the
+    stages. Nothing is known of a node without an annotation and such inputs.
     """
-    own = _noted(node).get(OPERATOR_ID)
-    if own is not None:
-        return int(own)
-    phase = node.meta["phase"]
+    own, phase = _noted(node).get(OPERATOR_ID), node.meta["phase"]
     inputs = [source for source in node.all_input_nodes if "operator" in source.meta]
     same = [source for source in inputs if source.meta["phase"] is phase]
     ids: list[int] = [source.meta["operator"] for source in same or inputs]
+    if own is not None:
+        ids = [int(own), *(source.meta["operator"] for source in same)]
     choose = max if phase is Phase.FORWARD else min
     return choose(ids, default=None)
 

@@ -10,6 +10,7 @@ from enum import Enum, auto
 
 from torch import Tensor, fx
 
+from pipec.capture.markers import OF_BATCH
 from pipec.capture.parts import Part, operator_name, where
 from pipec.errors import CaptureError
 
@@ -47,15 +48,38 @@ _JOINED = {
 }
 
 
-def refuse_unless_of_batch(assumed: fx.Node, part_of: PartOf) -> None:
-    """Raise CaptureError for a branch that all microbatches could take, and the batch not."""
-    if not is_of_batch(assumed.all_input_nodes[0], part_of):
+def refuse_unless_of_batch(assumed: fx.Node, part_of: PartOf, rows: int | None) -> None:
+    """Raise CaptureError for a branch that all microbatches could take, and the batch not.
+
+    ``rows`` are those of a microbatch if the graph is for these alone.
+    """
+    condition = assumed.all_input_nodes[0]
+    if rows is not None and (number := _number_of_rows(condition, rows)) is not None:
+        raise CaptureError(
+            f"the model cannot be captured as one graph{where(assumed)}\n"
+            f"  A branch compares what the whole mini-batch has with the number {number}, which may come "
+            f"from the {rows} rows of a microbatch:\nthis model is compiled for that many alone. Compare a "
+            "share, such as the mean, or choose with torch.where."
+        )
+    if not is_of_batch(condition, part_of):
         raise CaptureError(
             f"the model cannot be captured as one graph{where(assumed)}\n"
             "  A branch asks for a value that microbatches do not tell: all could go one way there, and the "
             "whole mini-batch the other.\nAsk for any(), all(), the maximum, the minimum or the mean of what "
             "each row has by itself, or\nchoose with torch.where."
         )
+
+
+def _number_of_rows(condition: fx.Node, rows: int) -> int | None:
+    """A multiple of ``rows`` in what is computed of values of the batch; None if there is none."""
+    reached, pending, numbers = set[fx.Node](), [condition], list[int]()
+    while pending:
+        node = pending.pop()
+        if node not in reached:
+            reached.add(node)
+            numbers += [x for x in node.args if type(x) is int and x and x % rows == 0]
+            pending += [] if node.target is OF_BATCH else node.all_input_nodes
+    return next(iter(numbers), None) if any(node.target is OF_BATCH for node in reached) else None
 
 
 def is_of_batch(condition: fx.Node, part_of: PartOf) -> bool:

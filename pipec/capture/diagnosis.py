@@ -35,6 +35,12 @@ ADVICE = (
         "Leave the generator out.",
     ),
     (
+        r"pack_(padded_)?sequence",
+        "How a packed sequence is laid out, values tell. Call the layer with the padded sequences, whose\n"
+        "outputs are the same, and take each row's last state from them with gather. What runs backward\n"
+        "becomes a layer of its own, on rows that are turned around with gather.",
+    ),
+    (
         "branching",
         "A Python `if` or `while` asks for the value of a tensor, which does not exist at capture.\n"
         "Compute both sides and choose with torch.where or a mask, or decide outside the model.",
@@ -96,10 +102,13 @@ def capture_error(
     """What to raise when every attempt to capture has failed, with ``failures`` in that order.
 
     It is an InputError if the model itself fails on these arguments, as it then does in the dry run too.
-    Else it is a CaptureError, which explains the first error and lists the others. ``refused_branch`` is why
-    a branch on values was not followed one way.
+    Else it is a CaptureError, which explains the first error and lists the others. Where the model fails only
+    for a front end that it goes another way for, it explains the first of those that need values, if any did.
+    ``refused_branch`` is why a branch on values was not followed one way.
     """
     first, last = failures[0], failures[-1]
+    if torch_compat.model_raised(first) and not dry_run.failed:
+        first = next(filter(torch_compat.needs_values, failures), first)
     line = _line_of(first) or _line_of(last)
     where = f"\n  at {line}" if line else ""
     if torch_compat.model_raised(first):
@@ -112,7 +121,7 @@ def capture_error(
         return CaptureError(f"the model fails while it is traced{where}\n  {brief(last)}\n{TRACED_OTHERWISE}")
     reason = torch_compat.reason_of(first) + (f" Here {refused_branch}." if refused_branch else "")
     advice = next(text for pattern, text in ADVICE if re.search(pattern, f"{reason}\n{_innermost(first)}"))
-    tried = "\n  ".join(dict.fromkeys(map(brief, failures[1:])))
+    tried = "\n  ".join(dict.fromkeys(brief(failure) for failure in failures if failure is not first))
     return CaptureError(
         f"the model cannot be captured as one graph{where}\n  {reason}\n{advice}"
         + (f"\nOther ways of capturing it failed too:\n  {tried}" if tried else "")

@@ -4,13 +4,14 @@ They are put in before differentiation, and ``of_batch`` takes them out after it
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 _library = torch.library.Library("pipec", "DEF")
 _library.define("of_batch(Tensor of_microbatch, bool adds_up) -> Tensor")
 _library.define("share(Device device) -> Tensor")
 
 _library.define("result(Tensor result, str unclear) -> Tensor")
+_library.define("expect(Tensor condition, str what) -> ()")
 
 OF_BATCH = torch.ops.pipec.of_batch.default
 """What the operators before it would compute from the whole mini-batch.
@@ -20,6 +21,11 @@ If it ``adds_up``, that is the sum of what they compute from its parts, however 
 
 SHARE = torch.ops.pipec.share.default
 """The rows of the microbatch as a share of those of the mini-batch."""
+
+EXPECT = torch.ops.pipec.expect.default
+"""Fails unless the condition holds of the microbatch. Stages have ``primitives.require`` in its place."""
+
+fx.node.has_side_effect(EXPECT)  # nothing reads it, and it must not be removed for that
 
 RESULT = torch.ops.pipec.result.default
 """A result of which the mini-batch's is the sum over microbatches, unless a call makes it ``unclear``."""
@@ -38,3 +44,8 @@ def _share(device: torch.device) -> Tensor:
 @torch.library.register_fake("pipec::result", lib=_library)  # type: ignore[untyped-decorator]
 def _result(result: Tensor, unclear: str) -> Tensor:
     return torch.empty_like(result)
+
+
+@torch.library.register_fake("pipec::expect", lib=_library)  # type: ignore[untyped-decorator]
+def _expect(condition: Tensor, what: str) -> None:
+    pass

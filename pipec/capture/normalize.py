@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from pipec import torch_compat
 from pipec.capture.call import Call
 from pipec.capture.classify import classify
-from pipec.capture.markers import RESULT
+from pipec.capture.markers import EXPECT, RESULT
 from pipec.capture.of_batch import decided_by_arguments, lift_of_batch
 from pipec.capture.parts import where
 from pipec.capture.symbols import batch_symbol, check_readable, number_symbols, variable_symbols
@@ -38,6 +38,7 @@ from pipec.graph import (
 from pipec.graph.dimensions import Symbols, dimension
 from pipec.ir import Mode, Sizes, Variable
 from pipec.ops import COLLECTIVES
+from pipec.primitives import require
 from pipec.torch_compat import pytree
 
 _aten = torch.ops.aten
@@ -104,6 +105,8 @@ def training_graph(traced: Traced) -> TrainingGraph:
     graph.set_codegen(fx.graph.CodeGen())  # torch's expects the arguments nested as they were
     value_sizes = keep_value_sizes(traced.joint, number_symbols(graph) if traced.variables else set())
     _check_calls(node for node in graph.nodes if str(node.target) == "with_effects")
+    for node in graph.find_nodes(op="call_function", target=EXPECT):
+        node.target = require
     arguments = [node for node in graph.nodes if node.op == "placeholder"]
     for node, described in zip(arguments, traced.joint.arguments, strict=True):
         node.meta["role"] = _argument(described, traced)

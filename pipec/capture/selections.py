@@ -23,6 +23,9 @@ _LOOKUPS = {"getitem", "index", "index_select"}
 _SCATTERING = {"index_add", "index_copy", "index_put", "setitem"}
 """Operators that put rows where they belong, each to the one that it was made of."""
 
+_ALIGNING = "ctc_loss"
+"""A loss of each row, whose targets may stand one after the other, without padding."""
+
 _RESHAPING = {"flatten", "getitem", "reshape", "select", "squeeze", "t", "transpose", "unbind", "view"}
 
 SHAPING = {"empty", "expand", "new_empty", "new_zeros", "reshape", "unflatten", "view", "zeros"}
@@ -48,6 +51,8 @@ def part_of_selection(
         mixes: The call computes along the rows, so that they depend on one another.
     """
     name, kinds, told = operator_name(node), {*parts} - {Part.SAME}, num_told(value)
+    if name == _ALIGNING and kinds <= {Part.ROWS, Part.PICKED}:
+        return part_of_rows(node, arguments, False)
     if kinds == {Part.ROWS}:
         return _made_of_rows(name, value, parts, told, num_batches)
     if name in _SCATTERING and kinds <= {Part.ROWS, *SELECTED}:

@@ -12,10 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor, fx, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from pipec.capture.call import Call
+from pipec.capture.call import Call, plain_name
+from pipec.capture.rewriting import value_of
 from pipec.errors import InputError
 from pipec.torch_compat import pytree
 
@@ -213,3 +215,32 @@ def _is_certain(leaf: _Leaf, first: _Leaf) -> bool:
     beside = value.ndim > 1 and value.shape[:2] == tokens.shape[:2] and not tokens.is_floating_point()
     square = value.shape[:2] == (first.rows, first.rows)
     return beside and not value.is_floating_point() and (not square or value.dtype == tokens.dtype)
+
+
+def all_have_rows(module: fx.GraphModule, call: Call) -> bool:
+    """Whether every tensor that may be split has the symbol of the batch. One that is not read has not.
+
+    Raises:
+        InputError: a tensor that is read has another number of rows, for all that the model does.
+    """
+    rows = {
+        plain_name(str(node.target)): _rows_of(node) for node in module.graph.find_nodes(op="placeholder")
+    }
+    named = zip(call.paths, call.batched, strict=True)
+    sure = [plain_name(path) for path, split in named if split and path not in call.unsure]
+    batch = next((rows[name] for name in sure if name in rows), None)
+    for path, argument in call.unsure.items():
+        if batch is not None and rows.get(plain_name(path), batch) != batch:
+            raise InputError(
+                f"{path} has as many rows as the batch, but the model does not need that: they may be other "
+                f"rows. Pass batched={{{argument!r}: None}} to pipec.compile if every microbatch needs all "
+                f"of it, or batched={{{argument!r}: 0}} if it is split into microbatches"
+            )
+    return batch is not None and all(plain_name(path) in rows for path in call.unsure)
+
+
+def _rows_of(argument: fx.Node) -> Any:
+    """The formula of dimension 0 of an argument of a captured graph, None if it has none."""
+    value = value_of(argument)
+    size: Any = value.shape[0] if isinstance(value, Tensor) and value.ndim else None
+    return size.node.expr if isinstance(size, torch.SymInt) else size

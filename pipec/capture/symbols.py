@@ -7,7 +7,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from pipec.capture.add_up import plain_name
+from pipec.capture.call import plain_name
 from pipec.errors import ArtifactError
 from pipec.graph import ModelInput, TrainingGraph, varies
 from pipec.graph.dimensions import condition, dimension

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from pipec import ops, torch_compat
-from pipec.capture.add_up import add_up, plain_name, rows_of
+from pipec.capture.add_up import add_up
 from pipec.capture.attributes import readable_values
 from pipec.capture.branches import Branches, describe_branches, refuse_branches
 from pipec.capture.caches import refuse_cache, without_caches
 from pipec.capture.call import Call
+from pipec.capture.checks import expect_all_scattered
 from pipec.capture.diagnosis import brief, capture_error
 from pipec.capture.differentiated import add_up_differentiated
 from pipec.capture.joins import join_replicas, sync_batch_norms_alone
@@ -30,6 +31,7 @@ from pipec.capture.normalize import Traced, training_graph
 from pipec.capture.operators import checkpoints, number_operators
 from pipec.capture.randomness import Generators
 from pipec.capture.recurrent import separate_layers
+from pipec.capture.splitting import all_have_rows
 from pipec.capture.step import Step, model_names
 from pipec.capture.symbols import FixedVariableError, number_values
 from pipec.capture.variables import alike
@@ -261,6 +263,7 @@ class _Tracer:
         separate_layers(captured.module)
         operators = number_operators(captured.module)
         describe_branches(captured.module)
+        expect_all_scattered(captured.module.graph, sample)
         _warn_of_changed_state(self._step.model, captured.changed_state)
         _warn_of_checkpoints(list(checkpoints(captured.module)) if self._mode is Mode.TRAIN else [])
         joined = join_replicas(captured.module, self._step, self._num_replicas)
@@ -324,7 +327,7 @@ class _Tracer:
         except Exception as error:
             log.info("nothing shows which tensors are split: %s", brief(error))
             return None
-        return captured if _all_have_rows(captured.module, self._call) else None
+        return captured if all_have_rows(captured.module, self._call) else None
 
     def _add_up(self, captured: Captured, sample: Call, joined: str) -> str:
         """Make the losses of microbatches add up; returns the call after which that is not known, if any.
@@ -358,26 +361,6 @@ def _symbolic(call: Call, variables: Sequence[Variable]) -> list[tuple[Tensor, i
 
 
 _TYPES = {float: torch.float64, int: torch.int64}
-
-
-def _all_have_rows(module: fx.GraphModule, call: Call) -> bool:
-    """Whether every tensor that may be split has the symbol of the batch. One that is not read has not.
-
-    Raises:
-        InputError: a tensor that is read has another number of rows, for all that the model does.
-    """
-    rows = {plain_name(str(node.target)): rows_of(node) for node in module.graph.find_nodes(op="placeholder")}
-    named = zip(call.paths, call.batched, strict=True)
-    sure = [plain_name(path) for path, split in named if split and path not in call.unsure]
-    batch = next((rows[name] for name in sure if name in rows), None)
-    for path, argument in call.unsure.items():
-        if batch is not None and rows.get(plain_name(path), batch) != batch:
-            raise InputError(
-                f"{path} has as many rows as the batch, but the model does not need that: they may be other "
-                f"rows. Pass batched={{{argument!r}: None}} to pipec.compile if every microbatch needs all "
-                f"of it, or batched={{{argument!r}: 0}} if it is split into microbatches"
-            )
-    return batch is not None and all(plain_name(path) in rows for path in call.unsure)
 
 
 def _warn_of_changed_state(model: nn.Module, changed: Sequence[str]) -> None:

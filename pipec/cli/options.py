@@ -17,6 +17,7 @@ class Kernels(StrEnum):
 
     SOURCE = "source"
     INDUCTOR = "inductor"
+    CUDAGRAPHS = "cudagraphs"
     AUTO = "auto"
 
 
@@ -150,7 +151,11 @@ OptimizerName = Annotated[
     ),
 ]
 KernelsChoice = Annotated[
-    Kernels, typer.Option("--kernels", help="How ranks run their stages: as source, compiled, or the faster.")
+    Kernels,
+    typer.Option(
+        "--kernels",
+        help="How ranks run their stages: auto takes the faster of source and inductor.",
+    ),
 ]
 ClipGradNorm = Annotated[
     float | None, typer.Option("--clip-grad-norm", help="The most that the norm of all gradients may be.")

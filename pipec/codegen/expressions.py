@@ -155,14 +155,15 @@ def expression(node: fx.Node, name: Namer, symbols: Symbols) -> str:
         for key, value in node.kwargs.items()
         if not (key in DEFAULTS and value in DEFAULTS[key])
     ]
-    if target is aten.slice.Tensor and len(args) < 5 and args[1:2] >= ["0"]:
+    if target is aten.slice.Tensor and args[1:2] >= ["0"]:
         return _slice(*args)
     if is_assumption(node):
         return f"assume({', '.join(args)})"
     if is_random(node):
         return _random(node, args, kwargs)
-    if target is aten.index.Tensor and None not in node.args[1]:  # type: ignore[operator]
-        return f"{args[0]}{args[1]}"
+    if target is aten.index.Tensor:
+        indices = (":" if each is None else show(each) for each in node.args[1])  # type: ignore[union-attr]
+        return f"{args[0]}[{', '.join(indices)}]"
     if target is aten._to_copy.default and _converts(node):
         return f"{args[0]}.to({', '.join(kwargs)})"
     if target in INFIX and not kwargs and isinstance(node.args[0], fx.Node):
@@ -212,9 +213,9 @@ def _converts(node: fx.Node) -> bool:
     return known is not None and dtype is not None and known.dtype != dtype
 
 
-def _slice(tensor: str, dim: str = "0", start: str = "", end: str = "") -> str:
+def _slice(tensor: str, dim: str = "0", start: str = "", end: str = "", step: str = "1") -> str:
     """``x[:, 1:16]``. ``expression`` writes a slice of a dimension counted from the end as an ATen call."""
-    bounds = f"{start}:{'' if end == str(sys.maxsize) else end}"
+    bounds = f"{start}:{'' if end == str(sys.maxsize) else end}{'' if step == '1' else f':{step}'}"
     return f"{tensor}[{':, ' * int(dim)}{bounds}]"
 
 

@@ -52,6 +52,9 @@ RESERVED = frozenset(
 )
 
 ITEMS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: ("", "logsumexp"),
+    torch.ops.aten._scaled_dot_product_flash_attention.default: ("", "logsumexp"),
+    torch.ops.aten._scaled_dot_product_efficient_attention.default: ("", "logsumexp"),
     torch.ops.aten.native_layer_norm.default: ("", "mean", "rstd"),
     torch.ops.aten.native_group_norm.default: ("", "mean", "rstd"),
     torch.ops.aten._native_batch_norm_legit_functional.default: ("", "mean", "rstd", "new_mean", "new_var"),
@@ -65,6 +68,9 @@ ITEMS = {
     primitives.RECURRENCE_BACKWARD: ("grad_gates", "grad_h", "grad_c", "grad_w_hh", "grad_b_hh", "grad_w_hr"),
 }
 """What the items of operators that return several tensors are called."""
+
+DETAILS = re.compile(r"native_|_legit_functional|scaled_dot_product_(flash_|efficient_|cudnn_)?|_for_cpu")
+"""What is left out of the name of an operator: how torch computes it."""
 
 
 def identifier(text: str) -> str:
@@ -85,7 +91,7 @@ def name_nodes(graph: TrainingGraph) -> dict[fx.Node, str]:
     losses = {
         node for role, node in graph.outputs if isinstance(role, Output) and role.position == 0 and has_loss
     }
-    taken: set[str] = set(RESERVED) | set(keyword.kwlist) | set(dir(builtins)) | {*graph.planned}
+    taken = words_of(graph)
     results = _operator_results(graph)
     for node in graph.module.graph.nodes:
         if node.target in (send, recv):
@@ -97,9 +103,14 @@ def name_nodes(graph: TrainingGraph) -> dict[fx.Node, str]:
         elif node in losses:
             names[node] = "loss"
         elif node.op != "output":
-            names[node] = _unique(_base_name(graph, node, results), taken)
+            names[node] = unique(_base_name(graph, node, results), taken)
     apart = [each for each in (graph.of_batch, graph.prepared) if each is not None]
     return names | _names_apart(graph, [node for each in apart for node in each.nodes], names, taken)
+
+
+def words_of(graph: TrainingGraph) -> set[str]:
+    """What means something else in a stage's code."""
+    return {*RESERVED, *keyword.kwlist, *dir(builtins), *graph.planned}
 
 
 def _names_apart(
@@ -110,7 +121,7 @@ def _names_apart(
     return {
         node: arguments[node.meta["role"]]
         if node.op == "placeholder"
-        else _unique(_operator_name(node), taken)
+        else unique(_operator_name(node), taken)
         for node in nodes
         if node.op != "output"
     }
@@ -180,10 +191,11 @@ def _operator_name(node: fx.Node) -> str:
         return "size"
     schema = getattr(node.target, "_schema", None)
     name = schema.name.split("::")[1] if schema else str(node.target)
-    return identifier(name.strip("_").removeprefix("native_"))
+    return identifier(DETAILS.sub("", name.strip("_")))
 
 
-def _unique(base: str, taken: set[str]) -> str:
+def unique(base: str, taken: set[str]) -> str:
+    """``base``, or that with a number if the name is ``taken``. It is from now on."""
     name, count = base, 0
     while name in taken:
         count += 1

@@ -2,14 +2,15 @@
 
 import itertools
 import operator
-import textwrap
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from pipec.codegen.expressions import expression, free_names
+from pipec.codegen.held import name_held
 from pipec.codegen.inlining import inlined_views
+from pipec.codegen.layout import LINE_LENGTH, beside, broken, folded, listed, statement, wrapped
 from pipec.codegen.names import comment
 from pipec.graph import TrainingGraph, is_assumption, is_number, is_view
 from pipec.graph.dimensions import dimension
@@ -17,9 +18,6 @@ from pipec.graph.functions import Function, StageFunctions, of_batch_nodes, prep
 from pipec.graph.lifetimes import dying, is_statement, items_of, made_by, sums_in_place
 from pipec.ir import Phase
 from pipec.ir.text import format_dtype
-
-LINE_LENGTH = 100
-SIDE_COLUMN = 84
 
 RUNTIME = {"pipec.runtime.branches": {"assume"}, "pipec.runtime.draws": {"draw", "dropout"}}
 """What generated code may import of pipec: names by module."""
@@ -44,10 +42,14 @@ def returned_by(function: Function) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class StageSource:
-    """Writes one stage. All stages share ``names``, so that a message has the same name everywhere."""
+    """Writes one stage. ``names`` are its own: those that all stages have, but for what it holds itself.
+
+    Messages have the ``shared`` names.
+    """
 
     graph: TrainingGraph
     stage: StageFunctions
+    shared: Mapping[fx.Node, str]
     names: Mapping[fx.Node, str]
     title: str
 
@@ -55,21 +57,16 @@ class StageSource:
     def of(
         cls, graph: TrainingGraph, stage: StageFunctions, names: Mapping[fx.Node, str], title: str
     ) -> "StageSource":
-        """Call each gradient after its parameter, ``grad_w3``, unless a value has that name already."""
-        index = {node.meta["role"].fqn: i for i, node in enumerate(stage.parameters)}
-        gradients = {n: f"grad_w{index[fqn]}" for f in stage.functions for fqn, n in f.gradients}
-        taken = set(names.values())
-        free = {node: name for node, name in gradients.items() if name not in taken}
-        return cls(graph, stage, {**names, **free}, title)
+        """The source of a stage, in which what the stage holds has names of its own."""
+        return cls(graph, stage, names, {**names, **name_held(graph, stage, names)}, title)
 
     def write(self) -> str:
         """The source of the whole module. The same graph and plan give the same bytes."""
         lines = ['"""' + self.title, '"""', "", *self._imports(), ""]
-        lines += self._table("PARAMETERS", "w", self.stage.parameters)
-        lines += self._table("BUFFERS", "buffers", self.stage.buffers)
-        lines += self._table(
-            "UPDATED_BUFFERS", "", [n for n in self.stage.buffers if n.meta["role"].fqn in self.updated]
-        )
+        lines += self._table("PARAMETERS", self.stage.parameters, described=True)
+        lines += self._table("BUFFERS", self.stage.buffers, described=True)
+        changed = [node for node in self.stage.buffers if node.meta["role"].fqn in self.updated]
+        lines += self._table("UPDATED_BUFFERS", changed, described=False)
         return "\n".join([*lines, *self._functions()]) + "\n"
 
     def _functions(self) -> Iterator[str]:
@@ -105,11 +102,11 @@ class StageSource:
         if node.meta["val"] is None:
             return [f"    {source}"]
         if not isinstance(node.meta["val"], list | tuple):
-            return _statement(f"{self.names[node]} = {source}", self.type_of(node))
+            return statement(self.names[node], source, self.type_of(node))
         items = {u.args[1]: u for u in node.users if u.target is operator.getitem and u in read}
         targets = [self.names[items[i]] if i in items else "_" for i in range(len(node.meta["val"]))]
         note = ", ".join(self.type_of(item) for _, item in sorted(items.items()))
-        return _statement(f"{', '.join(targets)}{',' * (len(targets) == 1)} = {source}", note)
+        return statement(", ".join(targets) + "," * (len(targets) == 1), source, note)
 
     def free_names(self, nodes: Iterable[fx.Node]) -> set[str]:
         """What the source of these nodes mentions besides nodes and ``torch``."""
@@ -134,14 +131,22 @@ class StageSource:
         own += [f"from {module} import {', '.join(used)}" for module, used in imported.items() if used]
         return [*lines, "", *own] if own else lines
 
-    def _table(self, name: str, variable: str, nodes: Sequence[fx.Node]) -> list[str]:
+    def _table(self, name: str, nodes: Sequence[fx.Node], *, described: bool) -> list[str]:
+        """The FQNs of what the stage holds; ``described``: what each is called below, and its type."""
         if not nodes:
             return [f"{name} = ()"]
-        rows = [
-            _beside(f"    {node.meta['role'].fqn!r},", variable and f"{variable}[{i}]  {self.type_of(node)}")
-            for i, node in enumerate(nodes)
-        ]
+        notes = [f"{self.names[node]}  {self.type_of(node)}" if described else "" for node in nodes]
+        rows = (
+            beside(f"    {node.meta['role'].fqn!r},", note) for node, note in zip(nodes, notes, strict=True)
+        )
         return [f"{name} = (", *rows, ")"]
+
+    def unpack(self, variable: str, held: Sequence[fx.Node], read: Collection[fx.Node]) -> list[str]:
+        """``c_fc_weight, c_fc_bias, *_ = w``: all up to the last that is read."""
+        last = max((index for index, node in enumerate(held) if node in read), default=-1)
+        names = [self.names[node] for node in held[: last + 1]]
+        rest = ["*_"] if last + 1 < len(held) else []
+        return wrapped("    ", names + rest, f" = {variable}") if names else []
 
     def _constants(self) -> list[str]:
         body, name = self.stage.constants, self.names.__getitem__
@@ -159,14 +164,16 @@ class StageSource:
                     node, expression(node, lambda n: views.get(n) or name(n), self.graph.symbols), body
                 )
             ),
-            f"    return {_tuple(self.names[node] for node in self.hoisted())}",
+            f"    return {listed(self.names[node] for node in self.hoisted())}",
         ]
 
     def _of_batch(self) -> list[str]:
         nodes = of_batch_nodes(self.graph, self.stage.of_batch)
         assert self.graph.of_batch is not None
-        buffers = {node.meta["role"]: f"buffers[{i}]" for i, node in enumerate(self.stage.buffers)}
-        held = [node for node in nodes if node.op == "placeholder" and node.meta["role"] in buffers]
+        buffers = {node.meta["role"]: node for node in self.stage.buffers}
+        held = {
+            n: buffers[n.meta["role"]] for n in nodes if n.op == "placeholder" and n.meta["role"] in buffers
+        }
         body = [node for node in nodes if node.op != "placeholder"]
         named = self.free_names(body)
         parameters = [
@@ -176,26 +183,29 @@ class StageSource:
         ]
 
         def name(node: fx.Node) -> str:
-            return buffers[node.meta["role"]] if node in held else self.names[node]
+            return self.names[held.get(node, node)]
 
         return [
             f"def of_batch({', '.join(parameters)}):",
             '    """Values of the whole mini-batch, which has b rows: computed once a step."""',
+            *self.unpack("buffers", self.stage.buffers, {*held.values()}),
             *self._computed_apart(self.graph.of_batch, body, self.stage.of_batch, name),
         ]
 
     def _prepare(self) -> list[str]:
         nodes = prepared_nodes(self.graph, self.stage.prepared)
-        weights = {node.meta["role"]: f"w[{i}]" for i, node in enumerate(self.stage.parameters)}
+        weights = {node.meta["role"]: node for node in self.stage.parameters}
+        held = {node: weights[node.meta["role"]] for node in nodes if node.op == "placeholder"}
         body = [node for node in nodes if node.op != "placeholder"]
 
         def name(node: fx.Node) -> str:
-            return weights[node.meta["role"]] if node.op == "placeholder" else self.names[node]
+            return self.names[held.get(node, node)]
 
         assert self.graph.prepared is not None
         return [
             f"def prepare({', '.join(['w', *(['device'] if 'device' in self.free_names(body) else [])])}):",
             '    """What depends on weights alone: computed once for each version of them."""',
+            *self.unpack("w", self.stage.parameters, {*held.values()}),
             *self._computed_apart(self.graph.prepared, body, self.stage.prepared, name),
         ]
 
@@ -210,11 +220,11 @@ class StageSource:
         for node in filter(is_statement, body):
             yield from self.assignment(node, expression(node, name, self.graph.symbols), body)
         made: tuple[fx.Node, ...] = apart.output_node().args[0]  # type: ignore[assignment]
-        returned = _tuple(name(made[node.meta["role"].index]) for node in read)
+        returned = listed(name(made[node.meta["role"].index]) for node in read)
         if len(returned) + 11 <= LINE_LENGTH:
             yield f"    return {returned}"
         else:
-            yield from ("    return (", *_folded(returned), "    )")
+            yield from ("    return (", *folded(returned), "    )")
 
 
 @dataclass(frozen=True)
@@ -223,35 +233,41 @@ class _FunctionSource:
     function: Function
 
     def lines(self) -> list[str]:
-        head = f"def {self.function.name}({', '.join(self._parameters())}):"
-        return [head, *self._unpack(), *self._body(), *self._return()]
+        head = broken(f"def {self.function.name}({', '.join(self._parameters())})", 0, ":")
+        return [*head, *self._unpack(), *self._body(), *self._return()]
 
     def _parameters(self) -> Iterator[str]:
         """The names of what the function reads, in one order everywhere. Callers bind them by name."""
-        function, stage = self.function, self.module.stage
-        held = {
-            "w": stage.parameters,
-            "prepared": stage.prepared,
-            "buffers": set(stage.buffers) - set(function.saved_in),
-            "constants": self.module.hoisted(),
-        }
-        reads = set(function.reads)
-        yield from (name for name, nodes in held.items() if reads.intersection(nodes))
-        if function is not stage.functions[0]:
+        function, reads = self.function, self._held_reads()
+        yield from (name for name, nodes in self._held().items() if reads.intersection(nodes))
+        if function is not self.module.stage.functions[0]:
             yield "saved"
         yield from (self.module.names[node] for node in function.received + function.inputs)
         named = self.module.free_names(function.body)
         yield from (name for name in (*self.module.graph.symbol_names, "device", "rng") if name in named)
 
+    def _held(self) -> dict[str, Sequence[fx.Node]]:
+        """What the stage holds by the argument that brings it."""
+        stage = self.module.stage
+        return {
+            "w": stage.parameters,
+            "prepared": stage.prepared,
+            "buffers": stage.buffers,
+            "constants": self.module.hoisted(),
+        }
+
+    def _held_reads(self) -> set[fx.Node]:
+        """What the function reads and has not saved: a buffer's value of a microbatch may be among that."""
+        return {*self.function.reads}.difference(self.function.saved_in)
+
     def _unpack(self) -> Iterator[str]:
+        reads = self._held_reads()
+        for variable, nodes in self._held().items():
+            yield from self.module.unpack(variable, nodes, reads)
         if self.function.saved_in:
             names = [self.module.names[node] for node in self.function.saved_in]
-            yield from _wrapped("    ", names, " = saved")
+            yield from wrapped("    ", names, " = saved")
             yield "    saved.clear()"
-        reads = set(self.function.reads)
-        for i, node in enumerate(self.module.hoisted()):
-            if node in reads:
-                yield f"    {self.module.names[node]} = constants[{i}]"
 
     def _body(self) -> Iterator[str]:
         """The operators, grouped under comments that name their module.
@@ -261,10 +277,11 @@ class _FunctionSource:
         gone, sums = dying(self.function), sums_in_place(self.function)
         group, read = None, set(self.function.body)
         symbols = self.module.graph.symbols
-        views = inlined_views(self.function.body, self.function.results, self._name, symbols)
+        names = self.module.names
+        views = inlined_views(self.function.body, self.function.results, names.__getitem__, symbols)
 
         def name(node: fx.Node) -> str:
-            return views.get(node) or self._name(node)
+            return views.get(node) or names[node]
 
         for node in filter(is_statement, self.function.body):
             if node in views:
@@ -272,33 +289,34 @@ class _FunctionSource:
             replayed = is_view(node) and not runs_in(node, self.function.phase)
             if not replayed and (title := self._title(node)) != group:
                 group = title
-                yield _beside(f"    # {title}", self._source_line(node))
+                yield beside(f"    # {title}", self._source_line(node))
             source = expression(node, name, symbols)
             if node in sums:
                 (other,) = {*node.all_input_nodes} - {sums[node]}
                 source = f"{name(sums[node])}.add_({name(other)})"
             yield from self.module.assignment(node, source, read)
-            dead = [self.module.names[each] for each in gone.get(node, ()) if each not in views]
+            dead = [names[each] for each in gone.get(node, ()) if each not in views]
             if items_of(node) > sum(1 for _ in made_by(node, read)) and not is_view(node):
                 dead.append("_")
             if dead:
-                yield from _wrapped("    del ", dead, "")
+                yield from wrapped("    del ", dead, "")
 
     def _return(self) -> Iterator[str]:
         function, names, stage = self.function, self.module.names, self.module.stage
         updates = dict(function.updates)
-        sent = {names[n]: self._name(n.all_input_nodes[0]) for n in function.sent}
-        sent |= {names[n]: self._name(n) for n in function.outputs}
-        sent |= {names[n]: self._name(n.all_input_nodes[0]) for n in function.joined}
+        keys = self.module.shared
+        sent = {keys[n]: names[n.all_input_nodes[0]] for n in function.sent}
+        sent |= {keys[n]: names[n] for n in function.outputs}
+        sent |= {keys[n]: names[n.all_input_nodes[0]] for n in function.joined}
         gradients = dict(function.gradients)
         parts = {
             "sent": "{" + ", ".join(f'"{key}": {value}' for key, value in sent.items()) + "}",
-            "saved": "[" + ", ".join(map(self._name, function.saved_out)) + "]",
-            "updates": _tuple(
-                self._name(updates[fqn]) if fqn in updates else "None" for fqn in self.module.updated
+            "saved": "[" + ", ".join(map(names.__getitem__, function.saved_out)) + "]",
+            "updates": listed(
+                names[updates[fqn]] if fqn in updates else "None" for fqn in self.module.updated
             ),
-            "gradients": _tuple(
-                self._name(gradients[p.meta["role"].fqn]) if p.meta["role"].fqn in gradients else "None"
+            "gradients": listed(
+                names[gradients[p.meta["role"].fqn]] if p.meta["role"].fqn in gradients else "None"
                 for p in stage.parameters
             ),
         }
@@ -308,18 +326,8 @@ class _FunctionSource:
         else:
             yield "    return ("
             for part in returned:
-                yield from _folded(part + ("," if len(returned) > 1 else ""))
+                yield from folded(part + ("," if len(returned) > 1 else ""))
             yield "    )"
-
-    def _name(self, node: fx.Node) -> str:
-        stage = self.module.stage
-        if node in stage.parameters:
-            return f"w[{stage.parameters.index(node)}]"
-        if node in stage.prepared:
-            return f"prepared[{stage.prepared.index(node)}]"
-        if node in stage.buffers and node not in self.function.saved_in:
-            return f"buffers[{stage.buffers.index(node)}]"
-        return self.module.names[node]
 
     def _title(self, node: fx.Node) -> str:
         operators = self.module.graph.operators
@@ -331,69 +339,3 @@ class _FunctionSource:
     def _source_line(self, node: fx.Node) -> str:
         operators = self.module.graph.operators
         return comment(operators[node.meta["operator"]].source) if operators else ""
-
-
-def _beside(code: str, note: str) -> str:
-    """``code`` with ``note`` in the side column."""
-    return f"{code:<{SIDE_COLUMN}}  # {note}" if note else code
-
-
-def _statement(code: str, note: str) -> list[str]:
-    """One statement with its note beside it. A long one is broken inside the bracket that it ends with."""
-    if len(code) + 4 <= LINE_LENGTH or not code.endswith(")"):
-        return [_beside(f"    {code}", note)]
-    start = _opening(code) + 1
-    inner = _filled(_arguments(code[start:-1]), LINE_LENGTH - 8)
-    return [f"    {code[:start]}", *(f"        {line}" for line in inner), _beside("    )", note)]
-
-
-def _opening(code: str) -> int:
-    """Where the bracket is that the last character closes."""
-    depth = 0
-    for index in range(len(code) - 1, -1, -1):
-        depth += {")": 1, "(": -1}.get(code[index], 0)
-        if not depth:
-            return index
-    raise AssertionError(f"{code} has more brackets closed than opened")
-
-
-def _arguments(code: str) -> Iterator[str]:
-    """The arguments of a call, divided at the commas that are in no bracket."""
-    depth = start = 0
-    for index, character in enumerate(code):
-        depth += (character in "([{") - (character in ")]}")
-        if not depth and code.startswith(", ", index):
-            yield code[start:index]
-            start = index + 2
-    yield code[start:]
-
-
-def _filled(arguments: Iterable[str], width: int) -> list[str]:
-    """Arguments in lines of so many characters, if none of them is longer."""
-    lines = [""]
-    for argument in arguments:
-        if lines[-1] and len(lines[-1]) + len(argument) + 2 > width:
-            lines[-1] += ","
-            lines.append("")
-        lines[-1] += f", {argument}" if lines[-1] else argument
-    return lines
-
-
-def _tuple(items: Iterable[str]) -> str:
-    listed = list(items)
-    return "(" + ", ".join(listed) + ("," if len(listed) == 1 else "") + ")"
-
-
-def _folded(code: str) -> list[str]:
-    """Bracketed code over as many lines as it needs."""
-    lines = textwrap.wrap(code, LINE_LENGTH - 9, break_long_words=False, break_on_hyphens=False)
-    return [f"        {lines[0]}", *(f"         {line}" for line in lines[1:])]
-
-
-def _wrapped(head: str, items: Sequence[str], tail: str) -> list[str]:
-    """``head a, b, c tail`` on one line, or in brackets over several."""
-    single = ", ".join(items) + ("," if len(items) == 1 and tail.startswith(" =") else "")
-    if len(head) + len(single) + len(tail) <= LINE_LENGTH:
-        return [head + single + tail]
-    inner = textwrap.wrap(single, LINE_LENGTH - 8, break_long_words=False, break_on_hyphens=False)
-    return [f"{head}(", *(f"        {line}" for line in inner), f"    ){tail}"]

@@ -17,7 +17,8 @@ def stage_title(stage: Stage, plan: Plan) -> str:
     saves     11.8 MB a microbatch (b = 4)
     """
     ranks = " and ".join(map(str, plan.placement[stage.index]))
-    rows = [f"Stage {stage.index} of {len(plan.stages)}, rank {ranks}: {_extent(stage)}.", ""]
+    head = f"Stage {stage.index} of {len(plan.stages)}, rank {ranks}: {_extent(stage)}."
+    rows = [*textwrap.wrap(head, 96, break_long_words=False, break_on_hyphens=False), ""]
     rows += _messages(
         "receives", "from stage", [(x, x.source) for x in plan.links if x.target == stage.index]
     )

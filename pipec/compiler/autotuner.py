@@ -35,9 +35,6 @@ from pipec.schedules.replicas import neighbours, side_by_side
 CutGraph = Callable[[Pass], StagedGraph]
 """Runs every pass on a copy of the captured graph, which the given one cuts."""
 
-_CLOSE = 0.02
-"""Share of a step by which predictions are off. Ways that are this close count as equally fast."""
-
 _MEMORY_ATTEMPTS = 4
 """How often a cut is made anew until it fits into memory. An attempt knows what the one before lacked."""
 
@@ -224,8 +221,7 @@ def best_of(found: Sequence[tuple[Autotuner, Choice]]) -> tuple[Autotuner, Choic
     fastest = min((choice.best for _, choice in found), key=lambda trial: trial.score)
 
     def order(trial: Trial) -> tuple[bool, bool, tuple[float, float]]:
-        lacking, near = trial.score[0] > fastest.score[0], fastest.seconds * (1 + _CLOSE)
-        return lacking or trial.seconds > near, trial.overlaps, trial.score
+        return not fastest.is_close(trial), trial.overlaps, trial.score
 
     return min(found, key=lambda each: order(each[1].best))
 
@@ -259,7 +255,8 @@ class _Search:
         work = functools.partial(base.workload, schedule.placement, size)
         searched = self.tuner.policy.searched(schedule, work)
         trials = [best, *(self.tuner.fitting(base, order, size) for order in searched)]
-        return Choice(min(trials, key=lambda trial: trial.score), base, tried)
+        fastest = min(trials, key=lambda trial: trial.score)
+        return Choice(best if fastest.is_close(best) else fastest, base, tried)
 
     def try_cuts(self, cut: CutGraph, topology: Topology, placement: Placement) -> None:
         """Try the fastest cut and, unless the best schedule fits on it, cuts that need less memory."""
@@ -343,16 +340,18 @@ class _Search:
             return []
 
     def _best(self) -> tuple[Trial, StagedGraph]:
-        """The fastest that fits; of those about as fast, the one with the fewest and largest microbatches.
+        """The fastest that fits; of those about as fast, the simplest.
 
-        Only what is faster is taken without a flush.
+        It has the fewest and largest microbatches, for them the fewest instructions, and of those with as
+        many it needs the least memory. Only what is faster is taken without a flush.
         """
         fastest, _ = min(self.trials, key=lambda pair: pair[0].score)
-        lacking, near = max(fastest.excess), fastest.seconds * (1 + _CLOSE)
-        as_fast = [pair for pair in self.trials if max(pair[0].excess) == lacking and pair[0].seconds <= near]
-        return min(
-            as_fast, key=lambda pair: (pair[0].overlaps, pair[0].plan.num_microbatches, pair[0].seconds)
-        )
+        as_fast = [pair for pair in self.trials if fastest.is_close(pair[0])]
+
+        def order(trial: Trial) -> tuple[bool, int, float, float]:
+            return trial.overlaps, trial.plan.num_microbatches, trial.num_instructions, trial.peak_bytes
+
+        return min(as_fast, key=lambda pair: order(pair[0]))
 
 
 def _is_straight(placement: Placement) -> bool:

@@ -16,6 +16,7 @@ from pipec.passes.mark_recompute import MarkRecompute
 from pipec.passes.prepare_weights import PrepareWeights
 from pipec.passes.simplify import Simplify
 from pipec.passes.split_backward import SplitBackward
+from pipec.passes.take_apart import TakeApart
 from pipec.passes.untie_gradients import UntieGradients
 from pipec.plan.updates import OptimizerFacts
 
@@ -53,6 +54,7 @@ def passes(
         Simplify(),
         JoinSlices(),
         AnnotateCost(options.device_model, options.profile),
+        TakeApart(len(options.topology.devices)),
         PrepareWeights(),
         cut,
         UntieGradients(),

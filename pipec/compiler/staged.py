@@ -45,7 +45,7 @@ from pipec.plan.predictions import simulate_plan, step_seconds
 from pipec.plan.updates import with_updates
 from pipec.plan.values import value_of
 from pipec.planner.recompute import Value
-from pipec.programs.alike import ReplicatedPrograms, few_replicas
+from pipec.programs.alike import ReplicatedPrograms, few_replicas, played
 from pipec.programs.fold import fold
 from pipec.programs.lower import lower
 from pipec.programs.memory import UNDER_WAY
@@ -53,6 +53,10 @@ from pipec.programs.verify import verify_plan
 from pipec.schedules import Workload, on_ranks
 
 NOTHING_AGAIN = MarkRecompute()
+
+
+DOUBT = 0.02
+"""Share of a step by which predictions of it are off. Ways that are this close count as equally fast."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,8 +83,32 @@ class Trial:
 
     @property
     def score(self) -> tuple[float, float]:
-        """Less is better: first what does not fit into memory, then the seconds of the step."""
+        """Less is better: first what does not fit into memory, then what the step is expected to take."""
+        return max(self.excess), self.expected_seconds
+
+    @property
+    def simulated(self) -> tuple[float, float]:
+        """As ``score``, where what is compared does not differ in the order of computes."""
         return max(self.excess), self.seconds
+
+    @property
+    def num_instructions(self) -> float:
+        """How many instructions the rank with the most has in a step, or without a flush in a mini-batch."""
+        count, programs = self.plan.num_microbatches, played(self.programs)
+        return max(len(each.instructions) * count / (each.period or count) for each in programs)
+
+    @property
+    def expected_seconds(self) -> float:
+        """The seconds of the step with the host's for its instructions, of which the simulator has none.
+
+        That is all the simulator leaves out that differs from schedule to schedule.
+        """
+        return self.seconds + self.num_instructions * self.staged.options.device_model.instruction_seconds
+
+    def is_close(self, other: "Trial") -> bool:
+        """Whether another one lacks no more memory, and is slower by less than can be told beforehand."""
+        (lacks, seconds), (other_lacks, other_seconds) = self.score, other.score
+        return other_lacks <= lacks and other_seconds <= seconds * (1 + DOUBT)
 
     def stand_in(self, rank: int) -> int:
         """Which of the ranks whose programs were made does what this rank does."""
@@ -307,8 +335,8 @@ def _programs(schedule: Schedule, plan: Plan) -> Sequence[Program]:
     few = few_replicas(schedule)
     if few is None:
         return _of_all(schedule, plan)
-    played = _of_all(few.schedule, few.plan(plan))
-    return ReplicatedPrograms(few, played, functools.partial(_of_all, schedule, plan))
+    those = _of_all(few.schedule, few.plan(plan))
+    return ReplicatedPrograms(few, those, functools.partial(_of_all, schedule, plan))
 
 
 def _of_all(schedule: Schedule, plan: Plan) -> tuple[Program, ...]:

@@ -31,8 +31,10 @@ class DeviceModel:
     """One device under the roofline model (Williams, Waterman, Patterson: Roofline, CACM 2009).
 
     ``flops_per_second`` maps names of dtypes to peak rates; the rate of ``float32`` serves for dtypes that it
-    lacks. Every operator takes at least ``launch_seconds``. ``link`` joins the device to its peers in one
-    host, and ``host_link`` to the memory of the host. ``source`` says where the figures come from.
+    lacks. Every operator takes at least ``launch_seconds``, and every instruction of a program takes
+    ``instruction_seconds`` beside its operators, in which the device has nothing to do. ``link`` joins the
+    device to its peers in one host, and ``host_link`` to the memory of the host. ``source`` says where the
+    figures come from.
     """
 
     name: str
@@ -43,6 +45,7 @@ class DeviceModel:
     link: LinkModel
     source: str
     host_link: LinkModel = PCIE_4
+    instruction_seconds: float = 0.0
 
     def seconds(self, flops: float, bytes_moved: float, dtype: str = "float32") -> float:
         """Time of one operator: launch, then arithmetic or memory traffic, whichever takes longer."""
@@ -65,8 +68,10 @@ DEVICES: Mapping[str, DeviceModel] = {
             link=LinkModel(1e9, 1e-4),
             source="conservative, for one core of a server CPU with AVX2; a launch as measured on one, with "
             "the Python and the views around an operator; the link is gloo over loopback, and a copy to the "
-            "host reads and writes this memory",
+            "host reads and writes this memory; an instruction as between processes, whose messages gloo "
+            "carries on the same core",
             host_link=LinkModel(4e9, 3e-5),
+            instruction_seconds=3e-4,
         ),
         DeviceModel(
             name="v100",

@@ -7,6 +7,7 @@
     g = mm(y, w1)     w1 is on stage 1            g = mm(y, w1)     stage 1
 
 An operator without parameters goes with the one before it. What reads or changes one buffer stays together.
+An operator that was taken apart for the cut, so that its parameters are on several stages, is taken apart.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pipec.errors import PlanError
 from pipec.graph import TrainingGraph, is_forward, parameters_behind, stage_of
 from pipec.passes.cut_stages import assign, spans_of
+from pipec.passes.take_apart import steps_of, take_apart
 
 Owners = Mapping[str, tuple[int, ...]]
 """The stages that hold each parameter, by FQN."""
@@ -29,6 +31,7 @@ class FollowOwners:
     ranks: tuple[int, ...] = ()
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
+        graph = take_apart(graph, steps_of(graph, self._divided(graph)))
         stages, current = list[int](), 0
         last_of = {span.first: span.last for span in spans_of(graph)}
         needed = _parameters_by_operator(graph)
@@ -42,6 +45,12 @@ class FollowOwners:
                 self._check_all_on(graph, op, needed[op], current)
             stages += [current] * len(together)
         return replace(assign(graph, stages, self.num_stages), ranks=self.ranks)
+
+    def _divided(self, graph: TrainingGraph) -> set[int]:
+        """The operators that need parameters no single stage holds."""
+        needed = enumerate(_parameters_by_operator(graph))
+        homes = ((op, [{*self.owners[fqn]} for fqn in fqns if fqn in self.owners]) for op, fqns in needed)
+        return {op for op, each in homes if each and not set.intersection(*each)}
 
     def _stage_holding(self, graph: TrainingGraph, op: int, fqn: str, at_least: int) -> int:
         homes = self.owners.get(fqn, (at_least,))

@@ -12,7 +12,7 @@ Models write such code where it serves other cases: an offset of zero, a mask th
 is known. Here the case is known. Every value keeps its bits.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +23,17 @@ from pipec.graph import TrainingGraph, is_check, is_constant, is_tensor, memory_
 
 aten = torch.ops.aten
 
-RESHAPES = (aten.view.default, aten._unsafe_view.default)
-SHAPED = (*RESHAPES, aten.expand.default)
+SHAPED = (aten.view.default, aten.expand.default)
 """What takes the shape of its result, in which -1 may stand for a size."""
+
+OF_TENSORS: Mapping[Any, Any] = {
+    aten._unsafe_view.default: aten.view.default,
+    aten.mul.Scalar: aten.mul.Tensor,
+    aten.div.Scalar: aten.div.Tensor,
+    aten.add.Scalar: aten.add.Tensor,
+    aten.sub.Scalar: aten.sub.Tensor,
+}
+"""Operators that do nothing but call another one."""
 
 MAKERS = {aten.ones.default, aten.new_ones.default, aten.ones_like.default}
 
@@ -56,6 +64,8 @@ class Simplify:
 
 def _write_out(node: fx.Node) -> None:
     """``view(x, [-1, 8])`` is ``view(x, [12*b, 8])``, and the last of three dimensions is number 2."""
+    if len(node.args) == 2 and not node.kwargs:
+        node.target = OF_TENSORS.get(node.target, node.target)
     if node.target in SHAPED:
         node.args = (node.args[0], [_size(size) for size in node.meta["val"].shape])
     if node.target is aten.slice.Tensor and isinstance(node.args[1], int) and node.args[1] < 0:
@@ -64,15 +74,25 @@ def _write_out(node: fx.Node) -> None:
 
 def _skip_reshape(node: fx.Node) -> None:
     """Read what a view is of, if nobody else reads that view."""
-    source = node.args[0] if node.target in RESHAPES else None
-    if isinstance(source, fx.Node) and source.target in RESHAPES and len(source.users) == 1:
+    source = node.args[0] if node.target is aten.view.default else None
+    if isinstance(source, fx.Node) and source.target is aten.view.default and len(source.users) == 1:
         node.args = (source.args[0], *node.args[1:])
-        node.target = aten.view.default
 
 
 def _undone(node: fx.Node) -> fx.Node | None:
-    source = node.all_input_nodes[0] if node.target is aten.t.default else None
-    return source.all_input_nodes[0] if source is not None and source.target is aten.t.default else None
+    """A transposition of the same one."""
+    if node.target not in (aten.t.default, aten.transpose.int):
+        return None
+    source = node.args[0]
+    if not isinstance(source, fx.Node) or source.target is not node.target or not _same_dims(node, source):
+        return None
+    return source.all_input_nodes[0]
+
+
+def _same_dims(one: fx.Node, other: fx.Node) -> bool:
+    """Whether two transpositions swap the same dimensions, which may be counted from the end."""
+    rank = one.meta["val"].dim()
+    return {dim % rank for dim in one.args[1:]} == {dim % rank for dim in other.args[1:]}
 
 
 def _whole(node: fx.Node) -> fx.Node | None:
@@ -93,11 +113,13 @@ def _copied(node: fx.Node) -> fx.Node | None:
 
 
 def _neutral(node: fx.Node) -> fx.Node | None:
-    """``i + 0`` of integers, for minus zero plus zero is zero, or ``x * 1``."""
+    """``i + 0`` of integers, for minus zero plus zero is zero, ``x * 1``, ``x ** 1``, or no padding."""
+    if node.target is aten.constant_pad_nd.default and not any(node.args[1]):  # type: ignore[arg-type]
+        return _if_alike(node.args[0], node, strides=True)
     if node.kwargs or len(node.args) != 2 or isinstance(node.args[1], fx.Node | bool | complex):
         return None
     sums = node.target in (aten.add.Tensor, aten.sub.Tensor) and not node.meta["val"].dtype.is_floating_point
-    product = node.target in (aten.mul.Tensor, aten.div.Tensor)
+    product = node.target in (aten.mul.Tensor, aten.div.Tensor, aten.pow.Tensor_Scalar)
     neutral = (sums and node.args[1] == 0) or (product and node.args[1] == 1)
     return _if_alike(node.args[0], node, strides=True) if neutral else None
 

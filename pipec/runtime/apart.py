@@ -15,9 +15,10 @@ from torch import Tensor
 from pipec.ir import Instruction, Sizes
 from pipec.runtime.connections import MOST_UNDER_WAY
 from pipec.runtime.meter import current_meter, uncounted
-from pipec.runtime.storage import buffers_for
+from pipec.runtime.parcels import Parcels
+from pipec.runtime.storage import buffers_for, values_in
 
-Send = Callable[[Sequence[Tensor]], None]
+Send = Callable[[Sequence[Tensor], Sizes], None]
 
 
 class Mailbox(Protocol):
@@ -31,13 +32,13 @@ class Mailbox(Protocol):
 def sending(send: Send, key: object) -> Send:
     """``send``, which keeps what it has sent of a link to a peer if that is measured."""
 
-    def send_apart(tensors: Sequence[Tensor]) -> None:
+    def send_apart(tensors: Sequence[Tensor], sizes: Sizes) -> None:
         if meter := current_meter():
             under_way = meter.kept.setdefault(key, deque(maxlen=MOST_UNDER_WAY))
             under_way.append([tensor.contiguous() for tensor in tensors])
             with uncounted():
                 tensors = [tensor.clone() for tensor in tensors]
-        send(tensors)
+        send(tensors, sizes)
 
     return send_apart
 
@@ -46,19 +47,22 @@ class Inbox:
     """A receive instruction, whose messages arrive in ``mailbox``."""
 
     def __init__(self, mailbox: Mailbox, instruction: Instruction, device: torch.device) -> None:
+        assert instruction.link is not None
         self._mailbox = mailbox
         self._key = instruction.link, instruction.peer, instruction.slot
         self._make = functools.partial(buffers_for, instruction, device)
-        self._into: list[Tensor] = []
+        self._parcels = Parcels(instruction.link)
+        self._into: Sequence[Tensor] = ()
 
     def post(self, sizes: Sizes) -> None:
         self._mailbox.post(sizes)
         if meter := current_meter():
             if self._key not in meter.kept:
                 meter.kept[self._key] = self._make()
-            self._into = [buffer.view(sizes) for buffer in meter.kept[self._key]]
+            filled = zip(self._parcels.of(sizes), meter.kept[self._key], strict=False)
+            self._into = values_in([(parcel, buffer.memory(parcel.num_bytes)) for parcel, buffer in filled])
 
     def wait(self) -> Sequence[Tensor]:
         arrived = self._mailbox.wait()
-        into, self._into = self._into, []
+        into, self._into = self._into, ()
         return [own.copy_(tensor) for own, tensor in zip(into, arrived, strict=True)] if into else arrived

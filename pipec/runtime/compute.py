@@ -28,7 +28,7 @@ def bind_function(
     holds them, and ``GradientSum`` keeps the memory of such a gradient instead of copying it.
     """
     frame = stage.frames[microbatch]
-    function = stage.function(name)
+    function = stage.function(name, phase, microbatch)
 
     def forward() -> None:
         sent, saved, updates = function(*take())

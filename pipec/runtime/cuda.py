@@ -3,11 +3,14 @@
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from pipec.runtime.connections import MOST_UNDER_WAY
+
+T = TypeVar("T")
 
 
 @contextlib.contextmanager
@@ -99,6 +102,38 @@ class CopyStream:
         """Let what is launched next wait for all copies."""
         follower = torch.cuda.current_stream(self._device)
         follower.wait_stream(self._stream)
+
+
+class CudaGraphs:
+    """Records CUDA graphs on a GPU, which share a pool of memory: no two of them may run at a time.
+
+    A first call on the stream that records lets libraries load what they need, and take their workspaces.
+    Meanwhile other threads of the process may use CUDA. (PyTorch documentation, CUDA semantics: CUDA Graphs.)
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+
+    def try_out(self, call: Callable[[], object]) -> None:
+        current = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            call()
+        current.wait_stream(self._stream)
+
+    def record(
+        self, call: Callable[[], T], generators: Sequence[torch.Generator]
+    ) -> tuple[T, Callable[[], None]]:
+        graph = torch.cuda.CUDAGraph()
+        for generator in generators:
+            graph.register_generator_state(generator)
+        with (
+            torch.cuda.stream(self._stream),  # which torch leaves only if it has recorded
+            torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"),
+        ):
+            made = call()
+        return made, graph.replay
 
 
 def staged(tensor: Tensor) -> Tensor:

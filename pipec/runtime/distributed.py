@@ -8,7 +8,6 @@ notice the closed connections at once, wherever they wait, and say what the life
 and why, or which one died or is stopped.
 """
 
-import contextlib
 import functools
 import hashlib
 import itertools
@@ -17,8 +16,9 @@ import pickle
 import textwrap
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TypeVar
 
@@ -35,10 +35,12 @@ from pipec.runtime.group import Group
 from pipec.runtime.hosts_group import HostsGroup
 from pipec.runtime.launch import world
 from pipec.runtime.nccl import NcclConnections
+from pipec.runtime.outbox import Outbox
+from pipec.runtime.parcels import Parcel, Parcels
 from pipec.runtime.processes_group import ProcessesGroup
 from pipec.runtime.rendezvous import bounded, meet
 from pipec.runtime.stops import STOPS
-from pipec.runtime.storage import Buffer, buffers_for
+from pipec.runtime.storage import Buffer, Memory, buffers_for, values_in
 from pipec.runtime.transport import Receiver, Send
 from pipec.runtime.waits import names
 
@@ -67,6 +69,7 @@ class TorchDistributed:
         self._lifelines, store = meet(here, next(_transport_numbers), timeout)
         multiprocessing.util.Finalize(self, self._lifelines.close, exitpriority=0)
         self._buffers: dict[tuple[Link, int, int], list[Buffer]] = {}
+        self._outboxes: dict[tuple[Link, int], Outbox] = {}
         self._collectives = ThreadPoolExecutor(1, "pipec collectives")
         if not dist.is_initialized():
             join = functools.partial(
@@ -105,7 +108,7 @@ class TorchDistributed:
             ConnectionError,
             RuntimeError,
         ) as error:  # of a store or connection that is gone
-            failure = self._explained(error, doing, None)
+            failure = self.explained(error, doing, None)
             self._lifelines.fail(str(failure))
             raise failure from failure.__cause__
 
@@ -184,14 +187,17 @@ class TorchDistributed:
         return result  # type: ignore[no-any-return]
 
     def sender(self, instruction: Instruction, tag: int) -> Send:
-        doing = f"sending {_message(instruction)} to rank {instruction.peer}"
-        is_last = _is_read_last(instruction)
+        assert instruction.link is not None
+        peer, key = instruction.peer, (instruction.link, instruction.peer)
+        if key not in self._outboxes:
+            self._outboxes[key] = Outbox(instruction.link, self.device)
+        sending = self.explaining(f"sending {_message(instruction)} to rank {peer}", peer)
+        messages = self._outboxes[key].messages
+        start = self._connections.send_last if _is_read_last(instruction) else self._connections.send
 
-        def send(tensors: Sequence[Tensor]) -> None:
-            with self.explaining(doing, instruction.peer) as connections:
-                plain = [_plain(tensor) for tensor in tensors if tensor.numel()]
-                start = connections.send_last if is_last else connections.send
-                start(plain, instruction.peer, tag)
+        def send(tensors: Sequence[Tensor], sizes: Sizes) -> None:
+            with sending:
+                start(messages(tensors, sizes), peer, tag)
 
         return send
 
@@ -203,7 +209,8 @@ class TorchDistributed:
         return _Receiver(self, instruction, tag, self._buffers[key])
 
     def held(self) -> Sequence[Tensor]:
-        return [buffer.memory for buffers in self._buffers.values() for buffer in buffers]
+        buffers: list[Buffer | Outbox] = [*itertools.chain(*self._buffers.values()), *self._outboxes.values()]
+        return [memory for each in buffers for memory in each.held()]
 
     def group(self, ranks: Sequence[int], num_hosts: int = 1) -> Group:
         """These ranks, of which this one is one, for collectives. NCCL itself knows what is on which host."""
@@ -229,20 +236,14 @@ class TorchDistributed:
         self._lifelines.fail(known or (str(error) if isinstance(error, PipecError) else repr(error)))
         self._connections.close()
 
-    @contextlib.contextmanager
-    def explaining(self, doing: str, peer: int | None = None) -> Iterator[Connections]:
-        """Give the connections, and turn their errors into a TransportError that tells what was going on.
+    def explaining(self, doing: str, peer: int | None = None) -> "_Explaining":
+        """What is around something that connections do: it gives them, and explains their errors.
 
         ``peer`` is the rank that must do something for this to end.
         """
-        try:
-            with self._lifelines.waiting(doing, peer):
-                yield self._connections
-        except (TimeoutError, ConnectionError) as error:
-            failure = self._explained(error, doing, peer)
-            raise failure from failure.__cause__
+        return _Explaining(self, self._connections, self._lifelines.waiting(doing, peer), doing, peer)
 
-    def _explained(self, error: Exception, doing: str, peer: int | None) -> TransportError:
+    def explained(self, error: Exception, doing: str, peer: int | None) -> TransportError:
         """What to raise for an error of torch's, which stays the cause only where nothing better is known."""
         is_lost = not isinstance(error, TimeoutError)
         reason = self._lifelines.reason(_REASON_COMES_WITHIN if is_lost else 0.0) or self._lifelines.silent()
@@ -276,45 +277,68 @@ def _outcome(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, PipecError(f"rank 0: {type(error).__name__}: {error}")
 
 
+class _Explaining:
+    """Turns errors of connections into a TransportError that tells what was going on.
+
+    One that is around the messages of an instruction is entered each time anew, by one thread.
+    """
+
+    def __init__(
+        self,
+        transport: TorchDistributed,
+        connections: Connections,
+        waiting: AbstractContextManager[None],
+        doing: str,
+        peer: int | None,
+    ) -> None:
+        self._transport, self._connections, self._waiting = transport, connections, waiting
+        self._doing, self._peer = doing, peer
+
+    def __enter__(self) -> Connections:
+        self._waiting.__enter__()
+        return self._connections
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._waiting.__exit__(None, None, None)
+        if isinstance(error, TimeoutError | ConnectionError):
+            failure = self._transport.explained(error, self._doing, self._peer)
+            raise failure from failure.__cause__
+
+
 class _Receiver:
     """One receive instruction. All receives into the same slot share its buffers."""
 
     def __init__(
         self, transport: TorchDistributed, instruction: Instruction, tag: int, buffers: Sequence[Buffer]
     ) -> None:
-        self._transport = transport
-        self._peer = instruction.peer
-        self._tag = tag
-        self._buffers = buffers
-        self._doing = f"receiving {_message(instruction)} from rank {instruction.peer}"
+        assert instruction.link is not None
+        self._peer, self._tag, self._buffers = instruction.peer, tag, buffers
+        doing = f"receiving {_message(instruction)} from rank {instruction.peer}"
+        self._explaining = transport.explaining(doing, instruction.peer)
+        self._parcels = Parcels(instruction.link)
         self._is_last = _is_read_last(instruction)
-        self._posted: list[Tensor] = []
+        self._posted: list[tuple[Parcel, Memory]] = []
 
     def post(self, sizes: Sizes) -> None:
-        with self._transport.explaining(self._doing, self._peer) as connections:
+        with self._explaining as connections:
             receive = connections.receive_last if self._is_last else connections.receive
-            for buffer in self._buffers:
+            for parcel, buffer in zip(self._parcels.of(sizes), self._buffers, strict=False):
                 buffer.settle(connections)
-                tensor = buffer.view(sizes)
-                self._posted.append(tensor)
-                buffer.arriving = receive(tensor, self._peer, self._tag) if tensor.numel() else None
+                memory = buffer.memory(parcel.num_bytes)
+                if parcel.num_bytes:
+                    buffer.arriving = receive(memory.message(parcel), self._peer, self._tag)
+                self._posted.append((parcel, memory))
 
     def wait(self) -> Sequence[Tensor]:
+        """Make the values first: the rank has nothing else to do until they are there."""
         posted, self._posted = self._posted, []
-        with self._transport.explaining(self._doing, self._peer) as connections:
+        values = values_in(posted)
+        with self._explaining as connections:
             for buffer in self._buffers:
                 if buffer.arriving is not None:
                     connections.wait(buffer.arriving)
                     buffer.arriving, buffer.settling = None, None if self._is_last else buffer.arriving
-        return posted
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """The tensor with its values in memory, one after the other.
-
-    A tensor that torch marked as the conjugate, or the negative, of its memory is written out.
-    """
-    return tensor.resolve_conj().resolve_neg().contiguous()
+        return values
 
 
 def _message(instruction: Instruction) -> str:

@@ -1,7 +1,9 @@
 """Random operators as generated code calls them: each draws from a generator that it is given."""
 
+import contextlib
+import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -45,17 +47,26 @@ def _(input: Tensor, p: float, seed: Tensor) -> tuple[Tensor, Tensor]:
 def draw(generator: torch.Generator, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call a random operator without a generator of its own; ``kwargs`` may hold its ``generator=None``.
 
-    It draws from the device's default generator, which has the state of ``generator`` during the call.
+    It draws from the device's default generator, which has the state of ``generator`` during the call. On a
+    GPU it is that very state, so that a CUDA graph with which ``generator`` is registered knows of it.
     """
-    device = generator.device
-    with _default_generator:
-        if device.type == "cuda":
-            default = torch.cuda.default_generators[device.index or 0]
-        else:
-            default = torch.default_generator
-        before = default.get_state()
+    with _default_generator, _as_default(generator):
+        return function(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _as_default(generator: torch.Generator) -> Iterator[None]:
+    """Let the default generator of its device be in the state of this one inside a ``with``."""
+    if generator.device.type == "cuda":
+        default = torch.cuda.default_generators[generator.device.index or 0]
+        before = default.graphsafe_get_state()
+        default.graphsafe_set_state(generator)
+        restore = functools.partial(default.graphsafe_set_state, before)
+    else:
+        default = torch.default_generator
+        restore = functools.partial(default.set_state, default.get_state())
         default.set_state(generator.get_state())
-        try:
-            return function(*args, **kwargs)
-        finally:
-            default.set_state(before)
+    try:
+        yield
+    finally:
+        restore()

@@ -15,9 +15,10 @@ from pipec.errors import ExecutionError, PipecError, TransportError
 from pipec.ir import Phase, Plan, RankMemory, stages_on
 from pipec.runtime.agreement import Agreement
 from pipec.runtime.allocator import keep_freed_memory
-from pipec.runtime.cuda import staged
+from pipec.runtime.cuda import CudaGraphs, staged
 from pipec.runtime.distributed import TorchDistributed
 from pipec.runtime.finite import NotFinite
+from pipec.runtime.graphs import Recorder, StageGraphs, require_gpus, require_recordable
 from pipec.runtime.group import Group
 from pipec.runtime.interpreter import Interpreter
 from pipec.runtime.kernels import load_kernels
@@ -25,7 +26,7 @@ from pipec.runtime.launch import Devices, World, resolve_devices, world
 from pipec.runtime.meter import make_meter
 from pipec.runtime.of_batch import OfBatch, share_of, values_of_batch, values_of_local_batch
 from pipec.runtime.recording import RecordedStep, Stamps
-from pipec.runtime.rehearsal import RehearsedInterpreter
+from pipec.runtime.rehearsal import Rehearsals
 from pipec.runtime.span import Span
 from pipec.runtime.transport import InProcess, Transport
 from pipec.runtime.updates import Updates
@@ -55,6 +56,8 @@ class Ranks:
         self.devices = resolve_devices(devices, self.world)
         self.count = devices if isinstance(devices, int) else len(devices)
         self._timeout, self.kernels = timeout, kernels
+        if kernels == "cudagraphs":
+            require_gpus(self.devices.values())
         if self.message_by_gpu:  # before the first CUDA call, which would take memory of GPU 0
             torch.cuda.set_device(self.devices[self.world.rank])
         if any(device.type == "cpu" for device in self.devices.values()):
@@ -158,26 +161,52 @@ class Linked(Generic[Interprets]):
         self.artifact = artifact
         self._ranks, self._updates = ranks, updates
         plan, is_distributed = artifact.plan, ranks.world.distributed
+        if ranks.kernels == "cudagraphs":
+            require_recordable(plan, artifact.sources, ranks.devices)
         if is_distributed:
             ranks.distributed.connect(artifact.programs, _groups(plan), artifact.text())
         self._interpreters: list[Interprets] = []
         self._of_batch: list[OfBatch] = []
         self._read_by_gpus: set[str] = set()
+        self._rehearsals: list[Rehearsals] = []
         for rank, device in ranks.devices.items():
-            modules = {k: self._load(k) for k in stages_on(plan.placement, rank)}
+            recorder = CudaGraphs(device) if ranks.kernels == "cudagraphs" else None
+            modules = {k: self._load(k, recorder) for k in stages_on(plan.placement, rank)}
             held = {**buffers, **{name: value.to(device) for name, value in artifact.constants.items()}}
             owns = functools.partial(_owns_tensors, plan, rank, is_distributed)
             program, transport = artifact.programs[rank], ranks.transport(rank)
             self._interpreters.append(
                 interpret(program, plan, modules, parameters, held, transport, device, owns, updates)
             )
+            if ranks.message_by_gpu or ranks.kernels != "source":
+                self._rehearsals.append(Rehearsals(program, plan, modules, parameters, held, device, updates))
             if device.type == "cuda":
                 self._read_by_gpus |= self._interpreters[-1].inputs
             self._of_batch += [OfBatch(plan.stages[k], module, held, device) for k, module in modules.items()]
 
-    def _load(self, stage: int) -> types.ModuleType:
-        names = [name for phase in Phase for name in self.artifact.plan.stages[stage].functions(phase)]
-        return load_kernels(stage_module(stage, self.artifact.sources[stage]), names, self._ranks.kernels)
+    def _load(self, number: int, recorder: Recorder | None) -> types.ModuleType:
+        stage = self.artifact.plan.stages[number]
+        names = [name for phase in Phase for name in stage.functions(phase)]
+        code = load_kernels(stage_module(number, self.artifact.sources[number]), names, self._ranks.kernels)
+        if recorder is not None:
+            vars(code)["graphs"] = StageGraphs(stage, code, recorder)
+        return code
+
+    def rehearse(self, microbatches: Sequence[Mapping[str, Tensor]], span: Span, seed: int) -> None:
+        """Let the ranks of this process rehearse what is new to them, one after the other.
+
+        Nobody goes on before all processes have done so, since then a message may wait for another rank.
+        """
+        are_new = any(each.are_new(span) for each in self._rehearsals)
+        try:
+            for each in self._rehearsals:
+                each.rehearse(microbatches, span, seed)
+        except PipecError as error:
+            if self._ranks.world.distributed:
+                self._ranks.distributed.fail(error)
+            raise
+        if are_new:
+            self._ranks.meet()
 
     def _microbatches(self, leaves: Sequence[object], span: Span) -> list[dict[str, Tensor]]:
         """What the stages read for each microbatch, by name."""
@@ -239,9 +268,7 @@ class Execution(Linked[Interpreter]):
         ranks: Ranks,
         updates: Updates | None = None,
     ) -> None:
-        rehearses = ranks.message_by_gpu or ranks.kernels != "source"
-        interpret = functools.partial(RehearsedInterpreter, meet=ranks.meet) if rehearses else Interpreter
-        super().__init__(interpret, artifact, parameters, buffers, ranks, updates)
+        super().__init__(Interpreter, artifact, parameters, buffers, ranks, updates)
         self.not_finite: NotFinite | None = None
         """Why nothing came of the last step, if its plan looks for that."""
 
@@ -281,6 +308,7 @@ class Execution(Linked[Interpreter]):
             for rank, interpreter in zip(self._ranks.devices, self._interpreters, strict=True)
         ]
         try:
+            self.rehearse(microbatches, span, seed)
             results = jobs[0]() if self._ranks.world.distributed else self._ranks.in_process.run(jobs)[0]
         except BaseException as error:
             if self._updates is not None:

@@ -45,7 +45,9 @@ class Flow:
         self._compiled, self._ahead, self._first, self._announce = compiled, ahead, first, announce
         self._execution = compiled.execution
         self._lock = threading.Lock()
-        self._batches: dict[int, StreamBatch] = {}
+        batch = compiled.split(ahead.item(first).value)
+        assert batch is not None, "a stream was compiled for its first batch"
+        self._batches = {0: batch}
         self._reads: dict[int, int] = {}
         self._announced: dict[int, Callable[[], bool]] = {}
         self._num_announced = self._num_allowed = first
@@ -54,7 +56,7 @@ class Flow:
         self._num_given = 0
         self._found: tuple[int, NotFinite] | None = None
         self._over = False
-        self._run = self._execution.begin(self._batch, compiled.seed)
+        self._run = self._execution.begin(self._batch, batch, compiled.seed)
         self._leaving = weakref.finalize(self, self._run.abandon)
 
     def results(self, number: int, groups: Groups) -> Mapping[str, Tensor] | None:

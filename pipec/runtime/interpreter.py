@@ -17,6 +17,7 @@ from pipec.runtime.compute import Action
 from pipec.runtime.cuda import current_device
 from pipec.runtime.explain import located, telling
 from pipec.runtime.finite import NotFinite
+from pipec.runtime.graphs import slots_of
 from pipec.runtime.linker import link
 from pipec.runtime.meter import Meter
 from pipec.runtime.rank import Rank, Updating
@@ -56,6 +57,8 @@ class Interpreter:
         self._program, self._device = program, device
         bind = functools.partial(bind_stages, plan, program.rank, stages, parameters, buffers, device)
         self._stages = bind(plan.num_microbatches, owns_tensors)
+        for (index, microbatch), slot in slots_of(program).items():
+            self._stages[index].slots[microbatch] = slot
         self._own = {stage: plan.microbatches_on(stage, program.rank) for stage in self._stages}
         self._result_links = [link for link in plan.links if link.payload is Payload.RESULT]
         made = [
@@ -138,8 +141,7 @@ class Interpreter:
 
     def _begin_step(self, microbatches: Sequence[Mapping[str, Tensor]], span: Span, seed: int) -> None:
         self._rank.sizes[:] = [*span.sizes, span.num_rows]
-        self._rank.values.clear()
-        self._rank.values.update(span.values)
+        self._rank.use(span.values)
         shares, scale = span.loss_shares, self._updating.loss_scale
         for stage in self._stages.values():
             stage.begin_step(scale)

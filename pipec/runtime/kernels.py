@@ -20,7 +20,7 @@ import torch
 from pipec.console import notice
 from pipec.runtime.randomness import Streams
 
-KERNELS = ("source", "inductor", "auto")
+KERNELS = ("source", "inductor", "cudagraphs", "auto")
 """What ``compile`` and ``load`` take as ``kernels``."""
 
 _TIMED_CALLS = 3
@@ -31,7 +31,7 @@ Function = Callable[..., Any]
 
 def load_kernels(code: types.ModuleType, functions: Iterable[str], kernels: str) -> types.ModuleType:
     """The code of a stage, in which the phase ``functions`` that it has are loaded as ``kernels`` says."""
-    if kernels == "source":
+    if kernels in ("source", "cudagraphs"):
         return code
     loaded = types.ModuleType(code.__name__)
     vars(loaded).update(vars(code))

@@ -29,7 +29,7 @@ from pipec.errors import TransportError
 from pipec.runtime.addresses import Address, listen
 from pipec.runtime.frames import Kind, frame, read_frame
 from pipec.runtime.peers import Peers
-from pipec.runtime.waits import NO_WAIT, StallWatch, Wait
+from pipec.runtime.waits import StallWatch, Waiting, Waits
 
 
 class Lifelines:
@@ -44,7 +44,7 @@ class Lifelines:
         self._timeout = timeout
         self._interval = min(_LONGEST_INTERVAL, timeout / 5)
         self._peers = Peers(rank, num_ranks, timeout, self._interval)
-        self._wait_now, self._did = NO_WAIT, ""
+        self._waits = Waits()
         self._stalls = StallWatch(rank, timeout)
         self._failure: str | None = None
         self._interrupting = False
@@ -78,7 +78,7 @@ class Lifelines:
         """The text of each rank, on every rank. Raises TransportError; it names who did not answer."""
         self.tell(text)
         with self.waiting("comparing notes with all ranks"):
-            missing = functools.partial(self._peers.unanswered, self._wait_now.doing)
+            missing = functools.partial(self._peers.unanswered, self._waits.now.doing)
             self._wait(lambda: all(peer.texts for peer in self._peers.values()), missing, self._timeout)
         return [
             self._peers[rank].texts.popleft() if rank in self._peers else text
@@ -184,16 +184,11 @@ class Lifelines:
 
     def waits_for(self, peer: int | None) -> str:
         """Whom a rank waits for, and whom that one does; None stands for the first one that does not wait."""
-        return self._peers.waits_for(peer, self._wait_now.doing)
+        return self._peers.waits_for(peer, self._waits.now.doing)
 
-    @contextlib.contextmanager
-    def waiting(self, doing: str, peer: int | None = None, expected: bool = False) -> Iterator[None]:
+    def waiting(self, doing: str, peer: int | None = None, expected: bool = False) -> Waiting:
         """Let the others know what this rank does inside a ``with``, and for which rank it waits."""
-        before, self._wait_now = self._wait_now, Wait(doing, peer, expected)
-        try:
-            yield
-        finally:
-            self._wait_now, self._did = before, doing
+        return Waiting(self._waits, doing, peer, expected)
 
     def close(self) -> None:
         """Say farewell, and end the thread."""
@@ -312,8 +307,8 @@ class Lifelines:
         while True:
             await asyncio.sleep(self._interval)
             living = [rank for rank in self._peers.living if self._peers[rank].writer]
-            wait = self._wait_now
-            self._write_all(Kind.BEAT, json.dumps([wait.peer, wait.doing, self._did]).encode())
+            wait = self._waits.now
+            self._write_all(Kind.BEAT, json.dumps([wait.peer, wait.doing, self._waits.did]).encode())
             self._stalls.look(wait, self._peers.late, self.has_failed())
             for rank in living:
                 self._peers[rank].beats_missed += 1

@@ -144,13 +144,8 @@ class Linker:
             self._ending.brings(instruction, Delivery(deliver_if_made))
         else:
             self.closing.append(Linked(instruction, deliver_if_made))
-        if link.payload is Payload.RESULT:
-            results, away = self._rank.results, self._is_away(instruction.peer)
-            assert isinstance(results, Results), "only a step returns results at its end"
-            return lambda: post(
-                rank.sizes_with(0 if away and results.is_local else sum(rank.sizes[each] for each in made_of))
-            )
-        return lambda: post(rank.sizes_with(rank.sizes[microbatch]))
+        num_rows = self._num_rows(instruction)
+        return lambda: post(rank.sizes_with(num_rows()))
 
     def _outcome(self, link: Link, microbatch: int, receiver: Receiver) -> Action:
         """Post the receive of a microbatch's results, which the rank waits for when the script asks."""
@@ -164,10 +159,21 @@ class Linker:
         return post
 
     def _send(self, instruction: Instruction) -> Action:
-        link = _link_of(instruction)
-        send = self._rank.transport.sender(instruction, self._tag(link))
+        link, rank = _link_of(instruction), self._rank
+        send = rank.transport.sender(instruction, self._tag(link))
         source = self._source(link, instruction.microbatch, self._is_away(instruction.peer))
-        return lambda: send(source())
+        num_rows = self._num_rows(instruction)
+        return lambda: send(source(), rank.sizes_with(num_rows()))
+
+    def _num_rows(self, instruction: Instruction) -> Callable[[], int]:
+        """How many rows what is sent or received has in the step that runs."""
+        sizes, microbatch = self._rank.sizes, instruction.microbatch
+        if _link_of(instruction).payload is not Payload.RESULT:
+            return lambda: sizes[microbatch]
+        results, away = self._rank.results, self._is_away(instruction.peer)
+        made_of = self._microbatches(instruction)
+        assert isinstance(results, Results), "only a step returns results at its end"
+        return lambda: 0 if away and results.is_local else sum(sizes[each] for each in made_of)
 
     def _is_away(self, peer: int) -> bool:
         """Whether a rank is of another pipeline, where whole pipelines stand side by side."""

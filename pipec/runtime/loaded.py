@@ -150,7 +150,7 @@ class LoadedPipeline(Streams):
 
         def split(given: Given) -> StreamBatch | None:
             other = self._batch_of(given)
-            if other.values != batch.values:
+            if (other.sizes, other.values) != (batch.sizes, batch.values):
                 return None
             return execution.batch(other.leaves, other.span(self._weight))
 

@@ -25,11 +25,15 @@ class Streams:
 
     def __call__(self, operator: int) -> torch.Generator:
         """A generator whose stream depends on the key and the operator alone."""
-        return torch.Generator(self.device).manual_seed(mix(*self.key, operator))
+        return torch.Generator(self.device).manual_seed(self.seed(operator))
+
+    def seed(self, operator: int) -> int:
+        """That of the stream of an operator."""
+        return mix(*self.key, operator)
 
     def seeds(self, operators: Iterable[int]) -> dict[int, Tensor]:
         """The seeds of the generators of some operators, as what ``draws.dropout`` takes in their place."""
-        return {each: torch.tensor(_signed(mix(*self.key, each))) for each in operators}
+        return {each: torch.tensor(_signed(self.seed(each))) for each in operators}
 
 
 def seeded(device: torch.device, seed: Tensor) -> torch.Generator:

@@ -50,7 +50,7 @@ class Rank:
 
     ``sizes`` is set anew for each step: the number of samples in each microbatch, then that in the batch. A
     link that moves once per step has microbatch -1, and so finds the size of the batch at ``sizes[-1]``.
-    ``values`` is set with it: the other sizes that shapes have names for.
+    ``values`` is set by ``use``: the other sizes that shapes have names for.
     ``received`` has what other ranks made of results, by name and rank; ``loss`` is the result that training
     differentiates.
     ``clock`` notes when an action has all that it waited for.
@@ -69,10 +69,20 @@ class Rank:
     clock: Clock
     updating: Updating
     over: dict[int, Mark] = field(default_factory=dict)
+    _sizes_with: dict[int, Sizes] = field(default_factory=dict)
+
+    def use(self, values: Mapping[str, int | float]) -> None:
+        """Let names in shapes, other than that of the rows, stand for ``values``."""
+        if values != self.values:
+            self.values.clear()
+            self.values.update(values)
+            self._sizes_with.clear()
 
     def sizes_with(self, rows: int) -> Sizes:
-        """What the names in the shape of a value with so many rows stand for."""
-        return {**self.values, "b": rows}
+        """What the names in the shape of a value with so many rows stand for: equal sizes are one object."""
+        if rows not in self._sizes_with:
+            self._sizes_with[rows] = {**self.values, "b": rows}
+        return self._sizes_with[rows]
 
 
 @dataclass(eq=False)

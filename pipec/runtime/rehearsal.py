@@ -5,29 +5,29 @@ may be a message that waits for its sender; and that one may wait for the same, 
 So every kernel has been used before the first message is posted. (CUDA C++ Programming Guide, Lazy Loading:
 Concurrent Execution.)
 
-Functions that torch compiles are compiled then, on all ranks at the same time, while no rank waits for a
-message.
+Functions that torch compiles are compiled then, and those that are CUDA graphs are recorded, on all ranks at
+the same time, while no rank waits for a message.
 """
 
+import contextlib
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipec.errors import PipecError
-from pipec.ir import Instruction, Op, Plan, Program, Sizes
+from pipec.ir import Instruction, Op, Payload, Plan, Program, Sizes
+from pipec.ir.rounds import unrolled
 from pipec.ir.text import evaluate_dim
+from pipec.runtime.graphs import StageGraphs
 from pipec.runtime.group import Group, Wait
 from pipec.runtime.interpreter import Interpreter
-from pipec.runtime.meter import Meter
-from pipec.runtime.recording import Stamps
 from pipec.runtime.span import Span
 from pipec.runtime.stage import StageCode
-from pipec.runtime.transport import Receiver, Send, Transport
+from pipec.runtime.transport import Receiver, Send
 from pipec.runtime.updates import Updates
 
 log = logging.getLogger("pipec")
@@ -36,16 +36,12 @@ _OF_THE_END = (Op.REDUCE_GRAD, Op.AVERAGE_BUFFERS, Op.NORM, Op.UPDATE)
 """What would leave something behind."""
 
 
-def _nothing(*_: Any) -> None:
-    """There is nobody to wait for."""
-
-
-class RehearsedInterpreter(Interpreter):
-    """An ``Interpreter`` that rehearses the first step of any sizes of microbatches. It takes the same.
+class Rehearsals:
+    """Those of one rank, a step of each new sizes.
 
     A rehearsal leaves gradients, buffers and random states as they were. In place of what other ranks send
-    there are zeros. One that fails on those is given up; the step itself may do better. ``meet`` is
-    called behind it.
+    there are zeros. One that fails on those is given up, for the step itself may do better; not so where
+    graphs are recorded, which the step cannot do without. The first one also makes an update.
     """
 
     def __init__(
@@ -55,18 +51,16 @@ class RehearsedInterpreter(Interpreter):
         stages: Mapping[int, StageCode],
         parameters: Mapping[str, Tensor],
         buffers: Mapping[str, Tensor],
-        transport: Transport,
         device: torch.device,
-        owns_tensors: Callable[[int], bool] = lambda stage: True,
         updates: Updates | None = None,
-        *,
-        meet: Callable[[], None] = _nothing,
     ) -> None:
-        super().__init__(program, plan, stages, parameters, buffers, transport, device, owns_tensors, updates)
-        kept = [each for each in program.instructions if each.op not in _OF_THE_END]
+        if plan.ending.stream is not None:
+            program, plan = _as_step(program, plan)
+        self._num_microbatches = plan.num_microbatches
+        self._sizes = [each.name for each in plan.variables if each.dim is not None]
         self._alone = functools.partial(
             Interpreter,
-            replace(program, instructions=kept),
+            replace(program, instructions=[x for x in program.instructions if x.op not in _OF_THE_END]),
             plan,
             stages,
             buffers=buffers,
@@ -75,31 +69,73 @@ class RehearsedInterpreter(Interpreter):
             owns_tensors=lambda stage: False,
             updates=updates,
         )
-        self._parameters = parameters
-        self._meet = meet
-        self._rehearsed: set[tuple[int, ...]] = set()
+        self._parameters, self._buffers = parameters, buffers
+        self._update = functools.partial(updates.rehearse, program.rank, device) if updates else None
+        self._graphs: list[StageGraphs] = [x.graphs for x in stages.values() if hasattr(x, "graphs")]
+        self._known, self._ready = set[object](), set[object]()
 
-    def run(
-        self,
-        microbatches: Sequence[Mapping[str, Tensor]],
-        span: Span,
-        seed: int = 0,
-        stamps: Stamps | None = None,
-        update: bool = True,
-        meter: Meter | None = None,
-    ) -> dict[str, Tensor]:
-        if tuple(span.sizes) not in self._rehearsed:
-            self._rehearsed.add(tuple(span.sizes))
-            self._rehearse(microbatches, span, seed)
-            self._meet()
-        return super().run(microbatches, span, seed, stamps, update, meter)
+    def are_new(self, span: Span) -> bool:
+        """Whether no step of these sizes was rehearsed, which is the same on all ranks."""
+        return self._sizes_of(span) not in self._known
 
-    def _rehearse(self, microbatches: Sequence[Mapping[str, Tensor]], span: Span, seed: int) -> None:
+    def rehearse(self, microbatches: Sequence[Mapping[str, Tensor]], span: Span, seed: int) -> None:
+        """Rehearse a step if it is new, or if its graphs read memory that is no longer used.
+
+        Raises:
+            PipecError: a graph could not be recorded.
+        """
+        moved = [each.forget_if_moved(self._parameters, self._buffers) for each in self._graphs]
+        if any(moved):
+            log.info("weights have moved, so that graphs are recorded anew")
+            self._ready.clear()
+        if self._sizes_of(span) not in self._ready:
+            with contextlib.ExitStack() as stack:
+                for each in self._graphs:
+                    stack.enter_context(each.recording())
+                self._run(microbatches, span, seed)
+            self._ready.add(self._sizes_of(span))
+            self._known.add(self._sizes_of(span))
+
+    def _sizes_of(self, span: Span) -> object:
+        """What decides which kernels run. Numbers do not."""
+        return tuple(span.sizes), tuple(span.values.get(name) for name in self._sizes)
+
+    def _run(self, microbatches: Sequence[Mapping[str, Tensor]], span: Span, seed: int) -> None:
         leaves = {name: _another(tensor) for name, tensor in self._parameters.items()}
+        if len(microbatches) < self._num_microbatches:
+            microbatches, span = _repeated(microbatches, span, self._num_microbatches)
         try:
             self._alone(parameters=leaves).run(microbatches, span, seed, update=False)
         except PipecError as error:
+            if self._graphs:
+                raise
             log.info("a rehearsal ended early: %s", error)
+        update, self._update = self._update, None
+        if update is not None:
+            try:
+                update()
+            except Exception as error:  # of an optimizer that cannot have such little tensors
+                log.info("a rehearsal of an update ended early: %s", error)
+
+
+def _as_step(program: Program, plan: Plan) -> tuple[Program, Plan]:
+    """A program without end as that of one step, in which each replica of a stage has a microbatch."""
+    count = max(plan.num_microbatches, *map(len, plan.placement))
+    written = [
+        replace(each, version=-1)
+        for each in unrolled(program, count).instructions
+        if each.link is None or each.link.payload is not Payload.OUTCOME
+    ]
+    return Program(program.rank, written), replace(plan, num_microbatches=count)
+
+
+def _repeated(
+    microbatches: Sequence[Mapping[str, Tensor]], span: Span, count: int
+) -> tuple[Sequence[Mapping[str, Tensor]], Span]:
+    """So many microbatches, by repeating those that there are."""
+    places = [number % len(microbatches) for number in range(count)]
+    sizes, shares = [span.sizes[k] for k in places], [span.loss_shares[k] for k in places]
+    return [microbatches[k] for k in places], replace(span, sizes=sizes, shares=shares)
 
 
 def _another(tensor: Tensor) -> Tensor:
@@ -115,7 +151,7 @@ class _Alone:
     device: torch.device
 
     def sender(self, instruction: Instruction, tag: int) -> Send:
-        return lambda tensors: None
+        return lambda tensors, sizes: None
 
     def receiver(self, instruction: Instruction, tag: int) -> Receiver:
         return _Zeros(instruction, self.device)
@@ -155,6 +191,10 @@ class _Zeros:
             )
             for value in self._values
         ]
+
+
+def _nothing() -> None:
+    """There is nobody to wait for."""
 
 
 @dataclass

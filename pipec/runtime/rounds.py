@@ -236,7 +236,7 @@ class RoundInterpreter:
     def _fill(self, microbatch: int, batch: StreamBatch, place: int) -> None:
         number, size, inputs = microbatch % self._window, batch.sizes[place], batch.microbatches[place]
         self._rank.sizes[number] = size
-        self._rank.values.update(batch.values)
+        self._rank.use(batch.values)
         placement = self._plan.placement
         for stage in self._stages.values():
             if rank_of(placement, stage.index, microbatch) != self._rank.number:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from pipec.errors import VerifyError
-from pipec.ir import Sizes, Stage
+from pipec.ir import Phase, Sizes, Stage
 from pipec.runtime.gradients import GradientSum
+from pipec.runtime.graphs import StageGraphs
 from pipec.runtime.offloads import HostCopies, host_bytes
 from pipec.runtime.randomness import Streams
 from pipec.runtime.versions import WeightVersions
@@ -48,6 +49,7 @@ class StageCode(Protocol):
     is none, ``constants(...) -> tuple`` of what depends on sizes and ``device`` alone,
     ``prepare(...) -> tuple`` of what depends on ``w`` and ``device`` alone, and
     ``of_batch(...) -> tuple`` of what is needed of the whole batch, under the names in the stage's plan.
+    ``graphs``, where there are such, replay these functions as CUDA graphs.
     """
 
     PARAMETERS: tuple[str, ...]
@@ -102,6 +104,9 @@ class BoundStage:
         self.is_versioned = False
         self._prepared: dict[int, tuple[Tensor, ...]] = {}
         self._buffers_found: dict[int, list[Tensor]] = {}
+        self.graphs: StageGraphs | None = getattr(code, "graphs", None)
+        self.slots: dict[int, int] = {}
+        self._sizes: dict[int, tuple[tuple[str, float], ...]] = {}
         self._memory: set[int] = set()
         self._prepare: Callable[..., tuple[Tensor, ...]] = getattr(code, "prepare", tuple)
         self._read_by_prepare = parameter_names(self._prepare) if hasattr(code, "prepare") else ()
@@ -134,6 +139,7 @@ class BoundStage:
         """
         frame = self.frames[microbatch]
         frame.update(w=self.weights, buffers=self.buffers, device=self.device, **sizes)
+        self._sizes[microbatch] = tuple(sizes.items())
         frame["rng"] = Streams(self.device, key)
         frame["constants"] = self._constants(*(sizes[name] for name in self._read_by_constants))
         return frame
@@ -176,15 +182,20 @@ class BoundStage:
         version = frame.get("version", 0)
         if version not in self._prepared:
             known = {"w": frame["w"], "device": self.device}
-            self._prepared[version] = self._prepare(*(known[name] for name in self._read_by_prepare))
+            made = self._prepare(*(known[name] for name in self._read_by_prepare))
+            self._prepared[version] = self.graphs.prepared(made) if self.graphs else made
         frame["prepared"] = self._prepared[version]
 
-    def function(self, name: str) -> Callable[..., Any]:
-        """A function of the code. In a stream it returns nothing that is in the memory of the latest weights.
+    def function(self, name: str, phase: Phase, microbatch: int) -> Callable[..., Any]:
+        """A function of the code, for a microbatch.
 
+        In a stream it returns nothing that is in the memory of the latest weights.
         Updates change these while what was sent and saved is still used, such as a view of a parameter that
         another stage reads.
         """
+        if self.graphs is not None:
+            slot, sizes = self.slots[microbatch], functools.partial(self._sizes.__getitem__, microbatch)
+            return self.graphs.function(name, phase, slot, sizes)
         function: Callable[..., Any] = getattr(self.code, name)
         if not self.is_versioned:
             return function

@@ -1,21 +1,18 @@
 """Who holds a tensor's memory. It decides whether a buffer is free, and if a gradient must be copied."""
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipec.ir import Instruction, Payload, Sizes, Value
-from pipec.ir.text import evaluate_dim
+from pipec.ir import Instruction, Payload
 from pipec.runtime.connections import Connections, Started
+from pipec.runtime.parcels import Parcel
 
 # The one private torch name of the runtime's memory handling: how many tensors share a storage.
 _storage_use_count = torch._C._storage_Use_Count
-
-_ALONE = 2
-"""The count of a storage that one tensor holds: the tensor is one, the handle made to ask is the other."""
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -30,7 +27,12 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 def is_exclusive(tensor: Tensor) -> bool:
     """Whether no other tensor shares the memory of ``tensor``: no view, no alias, no transfer under way."""
-    return _storage_use_count(tensor.untyped_storage()._cdata) == _ALONE
+    return num_holders(tensor) == 1
+
+
+def num_holders(tensor: Tensor) -> int:
+    """How many tensors share the memory of ``tensor``. The handle that is made to ask counts as well."""
+    return _storage_use_count(tensor.untyped_storage()._cdata) - 1
 
 
 def fills_storage(tensor: Tensor) -> bool:
@@ -47,18 +49,67 @@ def compact(tensor: Tensor) -> Tensor:
     return tensor if is_small else tensor.clone()
 
 
-class Buffer:
-    """Memory for one received value. It is used again as soon as nobody holds the value it had before.
+class Memory:
+    """Memory for a message of some bytes, or of fewer.
 
-    Unless it ``stays``, it is nobody's but the value's, as for results. ``arriving`` is the message that
+    Tensors of it are made once: while computes use the cache, to make one takes half as long as to send it.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.num_bytes = num_bytes
+        self.whole = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._views = {torch.uint8: self.whole}
+        self._asked, self._message = (torch.uint8, 0), self.whole[:0]
+        self._storage = self.whole.untyped_storage()
+        self._alone = self._count()
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nobody holds a value in it, and no transfer is under way."""
+        return self._count() == self._alone
+
+    def message(self, parcel: Parcel) -> Tensor:
+        """What is sent, or received."""
+        asked = parcel.dtype, parcel.num_bytes
+        if asked != self._asked:
+            dtype, num_bytes = self._asked = asked
+            self._message = self._viewed(dtype)[: num_bytes // dtype.itemsize]
+        return self._message
+
+    def values(self, parcel: Parcel) -> list[Tensor]:
+        """The values of the message, in the order of the parcel."""
+        return [
+            self._viewed(place.dtype).as_strided(place.shape, place.strides, place.start)
+            for place in parcel.places
+        ]
+
+    def _viewed(self, dtype: torch.dtype) -> Tensor:
+        if dtype not in self._views:
+            whole_numbers = self.num_bytes // dtype.itemsize * dtype.itemsize
+            self._views[dtype] = self.whole[:whole_numbers].view(dtype)
+            self._alone += 1
+        return self._views[dtype]
+
+    def _count(self) -> int:
+        return _storage_use_count(self._storage._cdata)
+
+
+class Buffer:
+    """Memory for one message. It is used again as soon as nobody holds a value of the message before.
+
+    Unless it ``stays``, it is nobody's but the values', as for results. ``arriving`` is the message that
     fills it. Once that was waited for, on the device, it is ``settling``.
     """
 
-    def __init__(self, value: Value, device: torch.device, stays: bool) -> None:
-        self._value, self._device, self._stays = value, device, stays
-        self.memory = torch.empty(0)
+    def __init__(self, device: torch.device, stays: bool) -> None:
+        self._device, self._stays = device, stays
+        self._memory: Memory | None = None
         self.arriving: Started | None = None
         self.settling: Started | None = None
+
+    def held(self) -> list[Tensor]:
+        """The memory that stays."""
+        return [self._memory.whole] if self._memory else []
 
     def settle(self, connections: Connections) -> None:
         """Let nothing but this hold the memory, as far as messages do."""
@@ -66,19 +117,28 @@ class Buffer:
             connections.settle(self.settling)
             self.settling = None
 
-    def view(self, sizes: Sizes) -> Tensor:
-        """A tensor of the value's shape where its names stand for ``sizes``, with undefined contents."""
-        shape = [evaluate_dim(dim, sizes) for dim in self._value.shape]
-        count, memory = math.prod(shape), self.memory
-        if memory.numel() < count or not is_exclusive(memory):
-            memory = torch.empty(count, dtype=getattr(torch, self._value.dtype), device=self._device)
+    def memory(self, num_bytes: int) -> Memory:
+        """Memory of so many bytes, with undefined contents."""
+        memory = self._memory
+        if memory is None or memory.num_bytes < num_bytes or not memory.is_free:
+            memory = Memory(num_bytes, self._device)
         if self._stays:
-            self.memory = memory
-        return memory[:count].view(shape)
+            self._memory = memory
+        return memory
 
 
 def buffers_for(instruction: Instruction, device: torch.device) -> list[Buffer]:
-    """A buffer for each value that an instruction receives."""
+    """A buffer for each message that an instruction may receive."""
     assert instruction.link is not None
     stays = instruction.slot >= 0 or instruction.link.payload is Payload.WEIGHT
-    return [Buffer(value, device, stays) for value in instruction.link.values]
+    return [Buffer(device, stays) for _ in instruction.link.values]
+
+
+def values_in(messages: Sequence[tuple[Parcel, Memory]]) -> list[Tensor]:
+    """The values of a link in its order, from the memory of its messages."""
+    found = [
+        (place.number, value)
+        for parcel, memory in messages
+        for place, value in zip(parcel.places, memory.values(parcel), strict=True)
+    ]
+    return [value for _, value in sorted(found, key=itemgetter(0))]

@@ -50,8 +50,10 @@ class StreamExecution(Linked[RoundInterpreter]):
         """A mini-batch as a source tells it: split, with what the stages need of the whole of it."""
         return StreamBatch(self._microbatches(leaves, span), span.sizes, span.loss_shares, span.values)
 
-    def begin(self, source: Source, seed: int) -> StreamRun:
-        """Begin to run the mini-batches of a source."""
+    def begin(self, source: Source, first: StreamBatch, seed: int) -> StreamRun:
+        """Begin to run the mini-batches of a source, which all have the sizes of its first one."""
+        span = Span(first.sizes, sum(first.sizes), shares=first.shares, values=first.values)
+        self.rehearse(first.microbatches, span, seed)
         if self._ranks.world.distributed:
             return ProcessRun(self._interpreters, self._num_ahead, source, seed)
         if self._updates is not None:
@@ -101,7 +103,7 @@ class StreamExecution(Linked[RoundInterpreter]):
         batch = self.batch(leaves, span)
         with self.dropping_gradients():
             assert self._updates is not None, "a stream updates"
-            run = self.begin(lambda number: None if number else batch, seed)
+            run = self.begin(lambda number: None if number else batch, batch, seed)
             results = run.results(self._updates.optimizer.hyperparameters())
             assert results is not None, "the mini-batch is there"
             run.drain()

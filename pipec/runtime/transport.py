@@ -19,8 +19,11 @@ from pipec.runtime.worker import Worker
 
 T = TypeVar("T")
 
-Send = Callable[[Sequence[Tensor]], None]
-"""Starts to send the values of a link, in order, and returns at once. They must not change afterwards."""
+Send = Callable[[Sequence[Tensor], Sizes], None]
+"""Starts to send the values of a link, in order, and returns at once. They must not change afterwards.
+
+The names in their shapes stand for the sizes.
+"""
 
 
 class Receiver(Protocol):
@@ -48,7 +51,7 @@ class Transport(Protocol):
     def receiver(self, instruction: Instruction, tag: int) -> Receiver: ...
 
     def held(self) -> Sequence[Tensor]:
-        """The memory that stays from step to step for what is received."""
+        """The memory that stays from step to step for messages."""
 
     def group(self, ranks: Sequence[int], num_hosts: int = 1) -> Group:
         """These ranks, of which this one is one, for collectives.
@@ -233,7 +236,7 @@ class _Mailbox:
         self._carry = carry
         self._check_running = check_running
 
-    def send(self, tensors: Sequence[Tensor]) -> None:
+    def send(self, tensors: Sequence[Tensor], sizes: Sizes) -> None:
         self._check_running()
         self._queue.put(self._carry(tensors))
 

@@ -153,6 +153,20 @@ class Updates:
         assert self.max_norm is not None
         return clip_factor(squares, self.max_norm)
 
+    @torch.no_grad()
+    def rehearse(self, rank: int, device: torch.device) -> None:
+        """Make the updates of a rank with little tensors of the same types, which use the same kernels."""
+        for update in [each for (number, _), each in self._stages.items() if number == rank]:
+            names = [piece.name for piece in update.optimizer.pieces]
+            own = {name: _little(self._like[name], device) for name in names}
+            owned: dict[Piece, Tensor] = {Piece(name, 0, x.numel()): x for name, x in own.items()}
+            whole = {name: own.get(name, _little(like, "meta")) for name, like in self._like.items()}
+            gradients = {name: torch.zeros_like(x) for name, x in own.items()}
+            squares = sum_of_squares(gradients.values())
+            factor = self.factor(squares) if self.max_norm is not None else None
+            optimizer = StageOptimizer(self.optimizer, self._factory, whole, owned)
+            optimizer.update(gradients, factor)
+
     def is_bound_to(self, plan: Plan) -> bool:
         """Whether the parameters are divided as a plan says."""
         return self._bound == _key(plan)
@@ -305,6 +319,12 @@ class Updates:
                         parameters[name].data = tensor
                     found.append(shard)
         return found
+
+
+def _little(like: Tensor, device: torch.device | str) -> nn.Parameter:
+    """A parameter of the same type and number of dimensions."""
+    shape = [min(size, 2) for size in like.shape]
+    return parameter_on(torch.zeros(shape, dtype=like.dtype, device=device), like)
 
 
 def _key(plan: Plan) -> object:

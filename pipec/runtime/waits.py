@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 STALLED_AFTER = 10.0
@@ -21,6 +22,30 @@ class Wait(NamedTuple):
 
 
 NO_WAIT = Wait()
+
+
+@dataclass(slots=True)
+class Waits:
+    """What a rank waits for ``now``, and what it ``did`` when it waited last."""
+
+    now: Wait = NO_WAIT
+    did: str = ""
+
+
+class Waiting:
+    """A ``with`` inside which a rank waits. It can be entered again, and is a wait of its own each time."""
+
+    __slots__ = ("_before", "_wait", "_waits")
+
+    def __init__(self, waits: Waits, doing: str, peer: int | None, expected: bool) -> None:
+        self._waits, self._wait = waits, (doing, peer, expected)
+        self._before = NO_WAIT
+
+    def __enter__(self) -> None:
+        self._before, self._waits.now = self._waits.now, Wait(*self._wait)
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        self._waits.now, self._waits.did = self._before, self._wait[0]
 
 
 class StallWatch:

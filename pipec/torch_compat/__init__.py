@@ -36,6 +36,7 @@ from pipec.torch_compat.front_ends import (
     capture_with_export,
     draws_with_numpy,
     model_raised,
+    needs_values,
     reason_of,
     user_frames,
 )
@@ -92,6 +93,7 @@ __all__ = [
     "has_values",
     "model_raised",
     "module_hooks",
+    "needs_values",
     "num_changes",
     "place_fakes",
     "python_expression",

@@ -18,6 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 ASKING = ("POP_JUMP", "JUMP_IF", "UNARY_NOT", "TO_BOOL")
 """How the instructions begin that ask for the truth value of what is on top of the stack."""
 
+CHECKING = "_is_all_true"
+"""The method that nothing but ``torch._check_tensor_all`` calls."""
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -35,11 +38,14 @@ The second argument finds what the graph holds under a name.
 
 
 @contextlib.contextmanager
-def branches_decided(decide: Decide, assume: Callable[..., Any]) -> Iterator[None]:
+def branches_decided(
+    decide: Decide, assume: Callable[..., Any], expect: Callable[..., Any]
+) -> Iterator[None]:
     """Let Dynamo take the branches that ``decide`` tells, and write calls of ``assume`` into the graph.
 
     A call has the condition, its truth value and an empty text. What ``.item()`` takes out of a tensor counts
-    as a condition only if it is a truth value. Assertions stay what Dynamo makes of them.
+    as a condition only if it is a truth value. What ``torch._check_tensor_all`` asks becomes a call of
+    ``expect``, with the condition and an empty text. Other assertions stay what Dynamo makes of them.
     """
     step, item = InstructionTranslatorBase.step, TensorVariable.method_item
 
@@ -67,6 +73,9 @@ def branches_decided(decide: Decide, assume: Callable[..., Any]) -> Iterator[Non
         return step(tx)
 
     def decided_item(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.as_proxy().node.target == CHECKING and tx.output.current_tracer.parent is None:
+            tx.output.create_proxy("call_function", expect, (self.as_proxy(), ""), {})
+            return ConstantVariable.create(True)
         found = decided(tx, self) if self.dtype is torch.bool else None
         return item(self, tx, *args, **kwargs) if found is None else found
 

@@ -161,7 +161,11 @@ def _fixed_by(shape_env: ShapeEnv | None) -> str:
         return ""
     fixed = [symbol for symbol, value in shape_env.replacements.items() if value.is_number]
     places = [str(shape_env.replacements_slocs[symbol]) for symbol in fixed]
-    return re.sub(r" \([^()]*\)$", "", places[-1]) if places else "the model"
+    if not places:
+        return "the model"
+    if places[-1].startswith("("):  # a line of torch alone
+        return "its backward" if "_engine_run_backward" in places[-1] else "torch's own code"
+    return re.sub(r" \([^()]*\)$", "", places[-1])
 
 
 def _argument(node: torch.fx.Node) -> tuple[str, str | int]:

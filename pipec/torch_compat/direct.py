@@ -22,7 +22,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
 from pipec.torch_compat.front_ends import LOST_HOOK, Captured, Differentiated, Symbolic
-from pipec.torch_compat.modules import no_output, without_autocast
+from pipec.torch_compat.modules import conversions_to_the_same, no_output, without_autocast
 
 CAUSE = "pipec_cause"
 """Key in the meta of nodes that autograd made of the step: the forward node they are of; None if unknown."""
@@ -50,7 +50,14 @@ def capture_directly(module: nn.Module, args: tuple[Any, ...], symbolic: Symboli
             return results + _gradients(results[0], [named[name] for name in trained], tangent)
 
     before = _plain_attributes(module)
-    with mode, fx_traceback.preserve_node_meta(), no_output(), nodes.marked(), _refuse_what_runs_once(module):
+    with (
+        mode,
+        fx_traceback.preserve_node_meta(),
+        no_output(),
+        conversions_to_the_same(),
+        nodes.marked(),
+        _refuse_what_runs_once(module),
+    ):
         device = next((each.device for each in held.values()), torch.device("cpu"))
         tangent = torch.ones((), device=device)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -137,6 +144,9 @@ def _read_held_tensors(traced: fx.GraphModule, held: Mapping[str, Tensor]) -> No
         tensor = getattr(traced, str(node.target))
         if isinstance(tensor, Tensor) and tensor.requires_grad:
             raise TypeError(f"a tensor of shape {tuple(tensor.shape)} to train was not read from its module")
+    for name, constant in dict(traced._buffers).items():
+        delattr(traced, name)
+        object.__setattr__(traced, name, constant)  # no buffer, or differentiation would make it an argument
     placeholders = traced.graph.find_nodes(op="placeholder")
     for node, (name, tensor) in zip(placeholders, held.items(), strict=False):
         path, _, attribute = name.rpartition(".")
@@ -172,7 +182,8 @@ def _name_arguments(graph: fx.Graph, args: tuple[Any, ...]) -> None:
 class _Nodes:
     """Notes of the nodes of a graph that is being made what caused them.
 
-    A node of the forward has its module. A node that autograd makes of it has the forward node ``CAUSE``.
+    A node of the forward has its module. A node that autograd makes of it has the forward node ``CAUSE``, and
+    so has what the backward of it differentiates by itself.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -181,6 +192,7 @@ class _Nodes:
         self._is_forward = False
         self._numbers: list[int] = []
         self._made: list[fx.Node] = []
+        self._cause: fx.Node | None = None
 
     @contextlib.contextmanager
     def of_forward(self) -> Iterator[None]:
@@ -224,7 +236,9 @@ class _Nodes:
                 path = self._paths.get(id(self._modules[-1]), "")
                 node.meta["nn_module_stack"] = {path: (path, type(self._modules[-1]).__name__)}
             return
-        node.meta[CAUSE] = self._of(current._sequence_nr()) if current is not None else None
+        if current is not None:
+            self._cause = self._of(current._sequence_nr()) or self._cause
+        node.meta[CAUSE] = self._cause
 
     def _of(self, number: int) -> fx.Node | None:
         """The first node of the forward that was made after this many nodes of autograd's own graph."""

@@ -18,6 +18,10 @@ from torch._dynamo import functional_export
 from torch._dynamo.exc import TorchRuntimeError, Unsupported
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+from torch._dynamo.variables.ctx_manager import NullContextVariable
+from torch._dynamo.variables.tensor import TensorVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._library import autograd as _library_autograd
 from torch._subclasses.fake_tensor import (
     FakeTensor,
@@ -98,6 +102,8 @@ def capture_with_dynamo(module: torch.nn.Module, args: tuple[Any, ...], symbolic
         torch._dynamo.config.patch(config),
         _keeping_guards(module) as guards,
         _refuse_hooks_on_leaves(),
+        _requires_grad_set(),
+        _cudnn_flags_ignored(),
     ):
         warnings.simplefilter("always")
         graph_module: torch.fx.GraphModule = dynamo_graph_capture_for_export(module)(*args)
@@ -118,6 +124,55 @@ def _refuse_hooks_on_leaves() -> Iterator[None]:
         yield
     finally:
         SideEffects.register_hook = register  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _requires_grad_set() -> Iterator[None]:
+    """Let a forward set ``requires_grad`` of what it computes, as some do for reentrant checkpoints.
+
+    That changes no gradient of a parameter. What else it is set for, such as ``torch.autograd.grad``, fails
+    later, for the graph does not set it.
+    """
+    step = InstructionTranslatorBase.step
+
+    def stepped(tx: Any) -> bool:
+        at = tx.instruction_pointer
+        instruction = tx.instructions[at] if at is not None else None
+        if instruction and (instruction.opname, instruction.argval) == ("STORE_ATTR", "requires_grad"):
+            value, changed = (tx.stack[place].realize() for place in (-2, -1))
+            if value.is_python_constant() and value.as_python_constant() is True and _is_computed(changed):
+                changed.as_proxy().node.meta["example_value"].requires_grad_()
+                changed.requires_grad = True
+                tx.popn(2)
+                tx.instruction_pointer = at + 1
+                return True
+        return step(tx)
+
+    InstructionTranslatorBase.step = stepped  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        InstructionTranslatorBase.step = step  # type: ignore[method-assign]
+
+
+def _is_computed(value: object) -> bool:
+    """Whether Dynamo computes a tensor, which thus is no argument, and has no gradient that is read later."""
+    return isinstance(value, TensorVariable) and value.as_proxy().node.op != "placeholder"
+
+
+@contextlib.contextmanager
+def _cudnn_flags_ignored() -> Iterator[None]:
+    """Let Dynamo pass by ``with torch.backends.cudnn.flags(...)``, which chooses among kernels alone."""
+    call = TorchInGraphFunctionVariable.call_function
+
+    def called(self: TorchInGraphFunctionVariable, *args: Any) -> Any:
+        return NullContextVariable() if self.value is torch.backends.cudnn.flags else call(self, *args)
+
+    TorchInGraphFunctionVariable.call_function = called  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        TorchInGraphFunctionVariable.call_function = call  # type: ignore[method-assign]
 
 
 def draws_with_numpy(graph_module: torch.fx.GraphModule) -> bool:
@@ -238,14 +293,20 @@ def model_raised(error: BaseException) -> bool:
     return isinstance(error, TorchRuntimeError) or str(error).startswith(_MODEL_RAISED)
 
 
+def needs_values(error: BaseException) -> bool:
+    """Whether a front end stopped because it needs to know what only values of tensors tell."""
+    return isinstance(error, GuardOnDataDependentSymNode) or "data-dependent expression" in str(error)
+
+
 def reason_of(error: BaseException) -> str:
     """Why a front end stopped, in a sentence or two."""
-    if isinstance(error, GuardOnDataDependentSymNode):
+    if needs_values(error):
         return "Data-dependent size or branch: torch needs a value of a tensor to go on"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if isinstance(error, Unsupported):
         explained = [line.removeprefix("Explanation:") for line in lines if line.startswith("Explanation:")]
-        return " ".join([f"{lines[0].rstrip('.')}.", *map(str.strip, explained)]).strip()
+        text = " ".join([f"{lines[0].rstrip('.')}.", *map(str.strip, explained)]).strip()
+        return re.sub(r"`/[^`]*/", "`", text)  # files without their folders
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 

@@ -170,6 +170,6 @@ def fqn_of(source: str) -> str:
     dotted, changed = source, 1
     while changed:
         dotted, changed = re.subn(r"getattr\(([^()]*), '(.*?)'\)", r"\1.\2", dotted)
-    dotted = re.sub(r"\._modules\b", "", dotted)
     dotted = re.sub(r"\[['\"]?(.*?)['\"]?\]", r".\1", dotted)
+    dotted = re.sub(r"\.(__dict__|_modules)\b", "", dotted)
     return dotted.removeprefix("L.self").removeprefix(".")

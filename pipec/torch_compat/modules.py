@@ -208,13 +208,29 @@ def dry_run(module: torch.nn.Module, args: tuple[Any, ...]) -> DryRun:
     try:
         _replace_tensors(module, {id(tensor): _fake(tensor, tensor.device, mode) for tensor in tensors})
         fake_args = pytree.tree_map_only(torch.Tensor, lambda leaf: _fake(leaf, leaf.device, mode), args)
-        with mode, no_output():
+        with mode, no_output(), conversions_to_the_same():
             module(*fake_args)
     except Exception as raised:
         error = raised
     finally:
         changed = [_without_tensors(*pair) for pair in zip(containers, before, strict=True)]
     return DryRun(error, any(changed))
+
+
+@contextlib.contextmanager
+def conversions_to_the_same() -> Iterator[None]:
+    """Let ``module.to(...)`` leave fake parameters of that type alone, which torch would fail to swap."""
+    swap = torch.utils.swap_tensors
+
+    def swap_others(mine: torch.Tensor, converted: torch.Tensor) -> None:
+        if (mine.dtype, mine.device, mine.shape) != (converted.dtype, converted.device, converted.shape):
+            swap(mine, converted)  # type: ignore[no-untyped-call]
+
+    torch.utils.swap_tensors = swap_others
+    try:
+        yield
+    finally:
+        torch.utils.swap_tensors = swap
 
 
 def _without_tensors(container: Container, before: Container) -> bool:

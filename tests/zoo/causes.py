@@ -5,8 +5,9 @@ import re
 CAUSES = {
     "a custom backward is lost in export": r"would be lost",
     "a branch on values": r"A Python `if` or `while` asks for the value|Data-dependent size or branch",
-    "a value becomes a number or a size": r"becomes a Python number or a shape",
+    "a value becomes a number or a size": r"becomes a Python number",
     "an attention mask whose values are read": r"looks at the values of an attention mask",
+    "a packed sequence": r"pack_(padded_)?sequence",
     "a generator of the model's own": r"seeds every draw",
     "traced otherwise than run": r"while it is traced",
     "drawn outside of torch": r"the model draws from",

@@ -8,6 +8,9 @@ from pathlib import Path
 from zoo.case import Case
 from zoo.trial import REFUSED, RIGHT, UNUSABLE, Result
 
+UNEVEN = 1.3
+"""From where on stages count as uneven: the time of the slowest over the mean."""
+
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 
@@ -43,20 +46,26 @@ def zoo_section(families: Mapping[str, Sequence[Case]], results: Mapping[str, Re
         f"The slowest stage takes {statistics.median(balance):.2f} times the mean in the median, and "
         f"{max(balance):.2f} times at most."
     )
+    uneven = [r for r in trained if r.balance >= UNEVEN]
+    divisible = [r for r in uneven if r.possible < UNEVEN]
+    yield (
+        f"Of {len(uneven)} models the slowest stage takes {UNEVEN} times the mean or more: {_named(uneven)}. "
+        f"More even stages of whole operators exist for {len(divisible)} of them: {_named(divisible)}."
+    )
     for family, cases in families.items():
         yield f"\n### {family.replace('_', ' ').capitalize()}\n"
-        yield "| model | outcome | same bits | error | operators | balance | compiled in |"
-        yield "|---|---|--:|--:|--:|--:|--:|"
+        yield "| model | outcome | same bits | error | operators | balance | possible | compiled in |"
+        yield "|---|---|--:|--:|--:|--:|--:|--:|"
         yield from (_row(case.name, results[f"{family}/{case.name}"]) for case in cases)
 
 
 def _row(name: str, result: Result) -> str:
     if not result.trained:
-        return f"| {name} | {result.outcome}: {result.cause or _first_line(result.message)} | | | | | |"
+        return f"| {name} | {result.outcome}: {result.cause or _first_line(result.message)} | | | | | | |"
     error = f"{result.error:.0e}" if result.error else "0"
     return (
         f"| {name} | {result.outcome} | {result.same_bits:.0%} | {error} | {result.operators} "
-        f"| {result.balance:.2f} | {result.compile_seconds:.1f} s |"
+        f"| {result.balance:.2f} | {result.possible:.2f} | {result.compile_seconds:.1f} s |"
     )
 
 
@@ -88,6 +97,10 @@ def huggingface_section(results: Mapping[str, Result]) -> Iterator[str]:
 def counted(words: Iterable[str]) -> str:
     """``3 refused, 1 crash``"""
     return ", ".join(f"{count} {word}" for word, count in Counter(words).most_common())
+
+
+def _named(results: Iterable[Result]) -> str:
+    return ", ".join(result.name.partition("/")[2] for result in results) or "none"
 
 
 def _first_line(message: str) -> str:

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from zoo.case import Inputs
 
 WIDTH, HEADS, LAYERS, TOKENS, VOCABULARY, LABELS, PIXELS = 32, 4, 2, 12, 64, 2, 32
+END = 3
+"""The token that ends a text."""
 
 SIZES: dict[str, Any] = {
     **dict.fromkeys(
@@ -31,6 +33,9 @@ SIZES: dict[str, Any] = {
             "embedding_size",
             "word_embed_proj_dim",
             "hidden_dim",
+            "hidden_size_per_layer_input",
+            "emb_dim",
+            "d_latents",
             "conv_dim_out",
             "lru_width",
             "state_dim",
@@ -94,7 +99,13 @@ SIZES: dict[str, Any] = {
         ["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts"], 4
     ),
     **dict.fromkeys(["num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"], 2),
-    **dict.fromkeys(["vocab_size", "decoder_vocab_size", "entity_vocab_size"], VOCABULARY),
+    **dict.fromkeys(
+        ["vocab_size", "decoder_vocab_size", "entity_vocab_size", "vocab_size_per_layer_input", "n_words"],
+        VOCABULARY,
+    ),
+    "eos_token_id": END,
+    "num_latents": 16,
+    "axial_pos_embds": False,
     "image_size": PIXELS,
     "patch_size": 8,
     "n_group": 1,
@@ -107,6 +118,12 @@ SIZES: dict[str, Any] = {
     "apply_spec_augment": False,
     "problem_type": "single_label_classification",
 }
+
+FILLED = {
+    *("head_dim", "moe_intermediate_size", "n_routed_experts", "n_shared_experts", "num_experts_per_tok"),
+    *("num_key_value_heads", "problem_type", "vocab_size"),
+}
+"""What has no default in some configurations, although a model needs it."""
 
 
 def config_of(config_class: type, sizes: Mapping[str, Any]) -> Any:
@@ -125,11 +142,11 @@ def _small(default: Mapping[str, Any], sizes: Mapping[str, Any]) -> Iterator[tup
             yield name, sizes[name]
         elif name == "num_key_value_heads" and "kv_lora_rank" in default:
             yield name, HEADS  # latent attention shares no heads
-        elif isinstance(value, Mapping) and name.endswith("_config"):
+        elif isinstance(value, Mapping) and value and all(str(key).isdigit() for key in value):
+            yield name, {key: of_layer for key, of_layer in value.items() if int(key) < layers}
+        elif isinstance(value, Mapping) and (name.endswith("_config") or "model_type" in value):
             yield name, {**value, **dict(_small(value, sizes))}
-        elif name in SIZES and (
-            name == "problem_type" or (value is not None and not isinstance(value, list))
-        ):
+        elif name in SIZES and (name in FILLED or (value is not None and not isinstance(value, list))):
             yield name, SIZES[name]
         elif "drop" in name and isinstance(value, float):
             yield name, 0.0
@@ -137,6 +154,8 @@ def _small(default: Mapping[str, Any], sizes: Mapping[str, Any]) -> Iterator[tup
             yield name, 2
         elif name in ("layer_types", "mlp_layer_types") and isinstance(value, list):
             yield name, _each_kind(value, layers)
+        elif isinstance(value, list) and len(value) == default.get("num_hidden_layers"):
+            yield name, value[:layers]
 
 
 def _each_kind(kinds: list[str], layers: int) -> list[str]:
@@ -182,11 +201,18 @@ def masked(rows: int) -> Inputs:
 
 
 def classified(rows: int) -> Inputs:
-    return {"input_ids": words(rows), "labels": torch.randint(LABELS, (rows,))}
+    ids = words(rows)
+    ids[:, -1] = END
+    return {"input_ids": ids, "labels": torch.randint(LABELS, (rows,))}
 
 
 def translated(rows: int) -> Inputs:
     return {"input_ids": words(rows), "labels": words(rows, TOKENS // 2)}
+
+
+def answered(rows: int) -> Inputs:
+    """As many tokens as in the question, for there are models that put one behind the other."""
+    return {"input_ids": words(rows), "labels": words(rows)}
 
 
 def images(rows: int) -> Inputs:

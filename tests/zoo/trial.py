@@ -2,16 +2,23 @@
 
 import copy
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, takewhile
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import pipec
+from pipec.compiler import pass_list
+from pipec.compiler.staged import NOTHING_AGAIN
 from pipec.errors import CaptureError, InputError, PlanError
+from pipec.graph import copy_graph
 from pipec.ir import Plan
+from pipec.passes import run_passes
+from pipec.passes.cut_stages import blocks_of, operator_seconds, spans_of
 from zoo.case import Case, Inputs
 from zoo.causes import cause_of
 
@@ -41,7 +48,8 @@ class Result:
     """What came of a case.
 
     ``error`` is the largest relative one, ``same_bits`` the share of gradients that have the bits of eager
-    torch over the same microbatches, and ``balance`` the time of the slowest stage over the mean.
+    torch over the same microbatches, ``balance`` the time of the slowest stage over the mean, and
+    ``possible`` that of the most even stages that consist of whole operators.
     """
 
     name: str
@@ -52,6 +60,7 @@ class Result:
     same_bits: float = 0.0
     operators: int = 0
     balance: float = 0.0
+    possible: float = 0.0
     compile_seconds: float = 0.0
 
     @property
@@ -124,6 +133,7 @@ def _compared(
         same_bits=sum(same) / len(same),
         operators=plan.stages[-1].last_operator + 1,
         balance=_balance(plan),
+        possible=_possible(pipe),
         compile_seconds=seconds,
     )
 
@@ -201,6 +211,32 @@ def _largest(tensor: Tensor) -> float:
 def _balance(plan: Plan) -> float:
     seconds = [sum(stage.cost.seconds.values()) for stage in plan.stages]
     return max(seconds) / (sum(seconds) / len(seconds))
+
+
+def _possible(pipe: pipec.Pipeline) -> float:
+    """The balance of the best cut between the operators as they were when stages were cut."""
+    (staged, *_) = next(iter(pipe._compiler._captures.staged.values()))
+    before = takewhile(
+        lambda each: each is not staged._cut, pass_list.passes(staged.options, staged._cut, NOTHING_AGAIN)
+    )
+    graph = run_passes(copy_graph(staged._captured), list(before))
+    seconds = operator_seconds(graph, pipe.plan.microbatch_size)
+    sums = Counter[int]()
+    for block, time_of_operator in zip(blocks_of(seconds, spans_of(graph)), seconds, strict=True):
+        sums[block] += time_of_operator
+    return most_even([sums[block] for block in sorted(sums)], STAGES) * STAGES / sum(seconds)
+
+
+def most_even(seconds: Sequence[float], num_parts: int) -> float:
+    """The largest part, where these are divided into parts, in order, so that it is as small as can be."""
+    ends = [0.0, *accumulate(seconds)]
+    largest = ends
+    for _ in range(num_parts - 1):
+        largest = [
+            min((max(largest[cut], ends[end] - ends[cut]) for cut in range(end)), default=0.0)
+            for end in range(len(ends))
+        ]
+    return largest[-1]
 
 
 def _described(error: Exception) -> str:

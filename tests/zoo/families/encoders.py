@@ -31,7 +31,7 @@ CASES = (
     ),
     encoder("NystromformerForMaskedLM", masked, num_landmarks=12, segment_means_seq_len=12),
     encoder("FunnelForMaskedLM", masked, block_sizes=[1, 1], num_decoder_layers=1),
-    encoder("LongformerForMaskedLM", masked, "a branch on values", attention_window=4, pad_token_id=1),
+    encoder("LongformerForMaskedLM", masked, attention_window=4, pad_token_id=1),
     encoder("BigBirdForMaskedLM", masked, attention_type="original_full"),
     encoder("CanineForSequenceClassification", classified, local_transformer_stride=4),
     encoder(

@@ -81,7 +81,7 @@ CASES = (
     mixture("OlmoeForCausalLM", pad_token_id=0),
     mixture("DeepseekV3ForCausalLM", q_lora_rank=None, num_key_value_heads=4),
     mixture("GptOssForCausalLM", pad_token_id=0),
-    mixture("JetMoeForCausalLM", "another cause"),
+    mixture("JetMoeForCausalLM", "a value becomes a number or a size"),
     Case(
         "SwitchTransformersForConditionalGeneration",
         tiny(
@@ -91,7 +91,7 @@ CASES = (
             decoder_start_token_id=0,
         ),
         translated,
-        refused="another cause",
+        refused="a branch on values",
         by_microbatch=True,
     ),
     Case("Dense experts", lambda: Mixture(dense=True), vectors, F.cross_entropy),

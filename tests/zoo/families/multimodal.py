@@ -98,7 +98,9 @@ CASES = (
         batched=IMAGES,
         by_microbatch=True,
     ),
-    Case("ViltForQuestionAnswering", tiny("ViltForQuestionAnswering"), questions, refused="another cause"),
+    Case(
+        "ViltForQuestionAnswering", tiny("ViltForQuestionAnswering"), questions, refused="a branch on values"
+    ),
     Case("LayoutLMForSequenceClassification", tiny("LayoutLMForSequenceClassification"), documents),
     Case("LlavaForConditionalGeneration", llava, described, batched=IMAGES),
     Case("VisionEncoderDecoderModel", captioner, captioned),

@@ -27,13 +27,11 @@ CASES = (
     ),
     seq2seq(
         "LongT5ForConditionalGeneration",
-        "traced otherwise than run",
         decoder_start_token_id=0,
         local_radius=3,
     ),
     seq2seq(
         "LEDForConditionalGeneration",
-        "a branch on values",
         attention_window=4,
         max_encoder_position_embeddings=32,
         max_decoder_position_embeddings=32,

@@ -112,22 +112,18 @@ CASES = (
         "Wav2Vec2ForCTC",
         tiny("Wav2Vec2ForCTC", **CONVOLUTIONS),
         transcribed,
-        refused="a call that torch cannot trace",
     ),
     Case(
         "HubertForCTC",
         tiny("HubertForCTC", **CONVOLUTIONS),
         transcribed,
-        refused="a call that torch cannot trace",
     ),
     Case(
         "WavLMForSequenceClassification",
         tiny("WavLMForSequenceClassification", classifier_proj_size=16, **CONVOLUTIONS),
         waves,
     ),
-    Case(
-        "SEWForCTC", tiny("SEWForCTC", **CONVOLUTIONS), transcribed, refused="a call that torch cannot trace"
-    ),
+    Case("SEWForCTC", tiny("SEWForCTC", **CONVOLUTIONS), transcribed),
     Case(
         "WhisperForConditionalGeneration",
         tiny(

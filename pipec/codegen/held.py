@@ -1,0 +1,55 @@
+"""What the tensors that a stage holds are called in its code.
+
+A parameter is called after the end of its FQN, as long as it must be to tell it from the others of the stage:
+``transformer.h.3.attn.c_attn.weight`` is ``c_attn_weight`` where no other ``c_attn`` is, and
+``h_3_attn_c_attn_weight`` where there is one in another block.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import fx
+
+from pipec.codegen.names import identifier, unique, words_of
+from pipec.graph import TrainingGraph
+from pipec.graph.functions import StageFunctions
+from pipec.ir.text import format_dtype
+
+LONGEST = 50
+"""Characters of the end of an FQN."""
+
+
+def name_held(
+    graph: TrainingGraph, stage: StageFunctions, names: Mapping[fx.Node, str]
+) -> dict[fx.Node, str]:
+    """Names that no value has for parameters and buffers, for what is prepared of them, and for gradients."""
+    taken = words_of(graph) | {*names.values()}
+    held = [*stage.parameters, *stage.buffers]
+    ends = short_ends([node.meta["role"].fqn for node in held])
+    found = {node: unique(identifier(ends[node.meta["role"].fqn]), taken) for node in held}
+    of = {node.meta["role"].fqn: found[node] for node in held}
+    for node in stage.prepared:
+        made: tuple[fx.Node, ...] = graph.prepared.output_node().args[0]  # type: ignore[union-attr, assignment]
+        source, fqns = made[node.meta["role"].index], node.meta["role"].fqns
+        cast = f"{of[fqns[0]]}_{format_dtype(str(node.meta['val'].dtype).removeprefix('torch.'))}"
+        found[node] = found[source] = unique(cast, taken) if len(fqns) == 1 else names[source]
+    for fqn, gradient in (pair for function in stage.functions for pair in function.gradients):
+        if gradient not in found:
+            found[gradient] = unique(f"grad_{of[fqn]}", taken)
+    return found
+
+
+def short_ends(fqns: Sequence[str]) -> dict[str, str]:
+    """The shortest end of each FQN that no other one has: two words, or more, and the first is no number."""
+    counts = Counter(end for fqn in {*fqns} for end in _ends(fqn))
+    return {
+        fqn: next((end for end in _ends(fqn) if counts[end] == 1 and not end[0].isdigit()), fqn)[-LONGEST:]
+        for fqn in fqns
+    }
+
+
+def _ends(fqn: str) -> Iterator[str]:
+    """``2.attn.bias`` ends in ``attn.bias``, then in ``2.attn.bias``."""
+    words = fqn.split(".")
+    for start in range(max(len(words) - 2, 0), -1, -1):
+        yield ".".join(words[start:])

@@ -1,0 +1,72 @@
+"""Large operators are taken apart, so that stages are cut inside of them."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pipec
+from pipec.ir import Mode
+from pipec.passes.follow_owners import owners_of
+
+WIDTH, TOKENS, ROWS = 16, 6, 8
+
+
+class Attention(nn.Module):
+    """One call that is a large part of the model, between small ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = self.attention(x, x, x, need_weights=False)[0]
+        return nn.functional.cosine_similarity(self.last(x), x, dim=-1).mean()
+
+
+@pytest.fixture(scope="module")
+def trained() -> tuple[pipec.Pipeline, nn.Module, Tensor]:
+    torch.manual_seed(0)
+    model, x = Attention(), torch.randn(ROWS, TOKENS, WIDTH)
+    eager = copy.deepcopy(model)
+    pipe = pipec.compile(model, devices=4, microbatches=2)
+    loss = pipe.step(x)
+    expected = torch.zeros(())
+    for part in x.chunk(2):
+        half = eager(part) / 2
+        half.backward()
+        expected += half.detach()
+    assert torch.equal(loss, expected)
+    return pipe, eager, x
+
+
+def test_stages_are_even_and_gradients_have_the_bits_of_eager(
+    trained: tuple[pipec.Pipeline, nn.Module, Tensor],
+) -> None:
+    pipe, eager, _ = trained
+    seconds = [sum(stage.cost.seconds.values()) for stage in pipe.plan.stages]
+    assert max(seconds) < 1.3 * sum(seconds) / 4
+    homes = [{*stage.parameters} for stage in pipe.plan.stages]
+    (inside,) = [home for home in homes if "attention.in_proj_weight" in home]
+    assert "attention.out_proj.weight" not in inside, "the call was cut"
+    for (fqn, found), wanted in zip(pipe.named_parameters(), eager.parameters(), strict=True):
+        assert found.grad is not None
+        assert wanted.grad is not None
+        assert torch.equal(found.grad, wanted.grad), fqn
+
+
+def test_another_graph_is_taken_apart_where_parameters_are(
+    trained: tuple[pipec.Pipeline, nn.Module, Tensor],
+) -> None:
+    """What runs forward alone borrows no parameter."""
+    pipe, eager, x = trained
+    pipe.train()
+    with torch.no_grad():
+        assert torch.equal(pipe(x), sum(eager(part) for part in x.chunk(2)) / 2)
+    graphs = [staged.graph for each in pipe._compiler._captures.staged.values() for staged in each]
+    homes = {graph.mode: owners_of(graph) for graph in graphs}
+    assert homes[Mode.FORWARD] == homes[Mode.TRAIN]
