@@ -55,7 +55,6 @@ def table(*headings: str) -> Callable[..., None]:
 
 
 # measured
-# measured
 
 
 @dataclass(frozen=True)

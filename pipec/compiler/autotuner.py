@@ -42,6 +42,9 @@ _MEMORY_ATTEMPTS = 4
 _OF_OPERATORS = frozenset({"parameters", "buffers", "gradients", "saved"})
 """The kinds of memory that the planner adds up over operators."""
 
+_OF_MESSAGES = frozenset({"received", "sent"})
+"""Those that it adds up, too, for stages that replay: then all memory is wanted."""
+
 _OF_UPDATES = frozenset({"optimizer", "versions"})
 """Those that it adds up, too, where stages update after every mini-batch."""
 
@@ -190,10 +193,10 @@ class Autotuner:
         """What a pipeline runs on: a device for each group of ranks that act for one of its ranks."""
         return topology if self.policy.replicas == 1 else topology.grouped(self.members())
 
-    def unplanned(self, need: RankMemory) -> float:
-        """What a rank holds at its peak of which the planner does not know."""
+    def unplanned(self, need: RankMemory, planned: frozenset[str] = frozenset()) -> float:
+        """What a rank holds at its peak of which the planner does not know. ``planned`` it knows as well."""
         updates = self.policy.may_be_asynchronous and self.optimizer is not None
-        return need.besides(_OF_OPERATORS | _OF_UPDATES if updates else _OF_OPERATORS)
+        return need.besides(planned | _OF_OPERATORS | (_OF_UPDATES if updates else frozenset()))
 
     def replays_on(self, devices: Topology) -> bool:
         """Whether cuts for these devices of a pipeline take into account what stages recompute.
@@ -274,15 +277,17 @@ class _Search:
     ) -> None:
         """Try cuts of which the planner finds that they fit.
 
-        The planner adds up what operators hold. It does not know of messages, and of what lives inside a
-        phase function alone. So some memory is set aside: what the attempt before held of these, or lacked.
+        The planner adds up what operators hold. It does not know of what lives inside a phase function
+        alone, nor of messages unless stages replay. So some memory is set aside: what the attempt before
+        held of these, or lacked.
         """
         count = next(count for count in self.counts if self.sizes[count] == size)
         in_flight = self.tuner.policy.in_flight(count)
         updates = self.tuner.updates(count)
         devices, members = self.tuner.grouped(topology), self.tuner.members()
         replays = updates is None and self.tuner.replays_on(devices)
-        unplanned = self.tuner.unplanned
+        planned = _OF_MESSAGES if replays else frozenset[str]()
+        unplanned = functools.partial(self.tuner.unplanned, planned=planned)
         reserved = [max(unplanned(nearest.memory[rank]) for rank in group) for group in members]
         for _ in range(_MEMORY_ATTEMPTS):
             try:

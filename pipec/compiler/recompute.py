@@ -176,14 +176,32 @@ def _numbers(
     pieces: Sequence[_Piece], needs: Sequence[_Need], reserved: float
 ) -> tuple[tuple[Stage, ...], tuple[Moment, ...]]:
     """The problem of what to replay. During a backward, one piece of its stage is replayed at a time."""
-    moments = []
+    moments = list[Moment]()
     for need in needs:
         saved, gone = (tuple(count[piece.number] for piece in pieces) for count in (need.saved, need.away))
+        room, nothing = need.room - reserved, (0,) * len(pieces)
         running = [k for k, piece in enumerate(pieces) if piece.number == need.replaying]
-        for k in running or [-1]:
-            replayed = tuple(int(k == other) for other in range(len(pieces)))
-            moments.append(Moment(saved, replayed, need.room - reserved, gone))
+        if len(running) > 1:
+            moments += _in_turn(pieces, running, Moment(saved, nothing, room, gone))
+        else:
+            replayed = tuple(int(k in running) for k in range(len(pieces)))
+            moments.append(Moment(saved, replayed, room, gone))
     return tuple(piece.values for piece in pieces), tuple(_highest(moments))
+
+
+def _in_turn(pieces: Sequence[_Piece], running: Sequence[int], before: Moment) -> Iterator[Moment]:
+    """A backward goes through its pieces from the last to the first.
+
+    Each of them is replayed then, and what it has saved is let go of. The gradients that the backward made of
+    parameters are held until it is over.
+    """
+    saved, room = list(before.saved), before.room
+    for piece in reversed(running):
+        replayed = tuple(int(k == piece) for k in range(len(pieces)))
+        yield replace(before, saved=tuple(saved), replayed=replayed, room=room)
+        saved[piece] -= 1
+        room -= sum(value.gradient_bytes for value in pieces[piece].values)
+    yield replace(before, saved=tuple(saved), room=room)
 
 
 def _groups(trial: Trial, offloads: bool) -> Iterator[_Group]:

@@ -10,7 +10,7 @@ A stage is a range of forward operators in program order, with all they caused, 
 
 import operator
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,13 +22,16 @@ from pipec.passes.cut_stages import assign, blocks_of, operator_graph, operator_
 from pipec.passes.mark_recompute import forward_values
 from pipec.planner.cost_model import PIPEC
 from pipec.planner.operator_graph import OperatorGraph
-from pipec.planner.placement import TOLERANCE
-from pipec.planner.recompute import saved_values
+from pipec.planner.recompute import GAP, Stage, asked_for, saved_values
 from pipec.planner.replay_curve import curve
-from pipec.planner.replaying_cut import Chain, Vector, cut_chain
+from pipec.planner.replaying_cut import Chain, Replays, Vector, cut_chain
+from pipec.planner.segments import boundaries, crossing
 
 _MOST_PRICES = 16
 """At so many prices of memory the operators are asked what they replay."""
+
+_SEGMENTS = 4
+"""A stage may also replay in about so many segments, and hold one of them at a time."""
 
 
 @dataclass(frozen=True)
@@ -53,34 +56,25 @@ class CutReplaying:
         operators = operator_graph(graph, blocks, seconds, self.microbatch_size)
         chain = self._chain(graph, blocks, operators)
         limits = [device.memory_bytes for device in self.topology.devices]
-        firsts = cut_chain(chain, self.in_flight, limits, TOLERANCE)
+        firsts = cut_chain(chain, self.in_flight, limits, GAP)
         return assign(graph, [bisect_right(firsts, block) - 1 for block in blocks], len(firsts))
 
     def _chain(self, graph: TrainingGraph, blocks: list[int], operators: OperatorGraph) -> Chain:
         values = forward_values(graph, self.microbatch_size)
         numbers, block = tuple(values.values()), [blocks[_operator_of(node)] for node in values]
         choices = curve(numbers, _MOST_PRICES)
+        kept = crossing(numbers, boundaries(numbers, _SEGMENTS * len(self.in_flight)))
+        in_segments = [asked_for(numbers, again - kept) for again in choices]
         count, speed = len(operators.seconds), self.topology.devices[0].speed
-
-        def by_block(figures: Iterable[Iterable[tuple[int, float]]]) -> Vector:
-            sums = np.zeros((len(choices), count))
-            for row, figures_of_choice in zip(sums, figures, strict=True):
-                for value, figure in figures_of_choice:
-                    row[block[value]] += figure
-            return sums
-
         entry_seconds, entry_bytes = self._entries(operators)
         return Chain(
             seconds=np.array(operators.seconds) / speed,
             resident_bytes=np.array(operators.resident_bytes),
             entry_seconds=entry_seconds,
             entry_bytes=entry_bytes,
-            replay_seconds=by_block([(v, numbers[v].seconds / speed) for v in again] for again in choices),
-            saved_bytes=by_block(
-                [(v, numbers[v].num_bytes) for v in saved_values(numbers, again)] for again in choices
-            ),
-            replayed_bytes=by_block(
-                [(v, numbers[v].num_bytes) for v in again if numbers[v].is_needed] for again in choices
+            curves=(
+                _replays(numbers, choices, block, count).at(speed),
+                _replays(numbers, in_segments, block, count).at(speed, _SEGMENTS),
             ),
         )
 
@@ -96,6 +90,18 @@ class CutReplaying:
             seconds[crossed] += PIPEC.value_seconds(value, level)
             sizes[crossed] += value.forward_bytes
         return seconds, sizes
+
+
+def _replays(values: Stage, choices: Sequence[frozenset[int]], block: Sequence[int], count: int) -> Replays:
+    """What each of ``count`` blocks replays and saves, with a row for each choice."""
+    replays = Replays(*(np.zeros((len(choices), count)) for _ in range(3)))
+    for row, again in enumerate(choices):
+        for v in sorted(again):
+            replays.seconds[row, block[v]] += values[v].seconds
+            replays.replayed_bytes[row, block[v]] += values[v].num_bytes * values[v].is_needed
+        for v in sorted(saved_values(values, again)):
+            replays.saved_bytes[row, block[v]] += values[v].num_bytes
+    return replays
 
 
 def _operator_of(node: fx.Node) -> int:

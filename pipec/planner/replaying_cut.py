@@ -4,7 +4,9 @@ A stage takes the seconds of its operators and of what its memory forces it to r
 recompute are chosen together (as in AdaPipe, ASPLOS 2024). What a range of operators replays for how many
 bytes is read off *prices*. At a price of a byte saved, the whole chain has one best choice, and the sums of
 that over a range are a choice for the range. So a few prices make a curve of every range, and a difference of
-prefix sums is a point of it. The cut is optimal over these points, by dynamic programming.
+prefix sums is a corner of it. Between corners the curve is a line, because a range may replay some of its
+layers as one corner has it, and the others as the next. The cut is optimal over these curves, by dynamic
+programming.
 """
 
 import math
@@ -19,10 +21,34 @@ from pipec.ir.text import format_bytes
 
 Vector = NDArray[np.float64]
 
+_RECEIVED, _SENT = 3, 4
+"""What a stage holds of each boundary besides what is in flight. Of the one behind which it begins: the next
+message, and two gradients on their way back. Of the one at its end: two gradients, and two messages."""
+
+
+_WIDER = 1.5
+"""Cuts are sought among stages that take up to some seconds. If there is none, these grow by this factor."""
+
+_ROUNDING = 1e-9
+"""Sums that are added up in another order differ by up to this share."""
+
+
+@dataclass(frozen=True)
+class Replays:
+    """What operators replay of one microbatch: a row for each price, from nothing to what saves least."""
+
+    seconds: Vector
+    saved_bytes: Vector
+    replayed_bytes: Vector
+
+    def at(self, speed: float, segments: int = 1) -> "Replays":
+        """The same on devices of a speed, where one of so many segments of a stage is replayed at a time."""
+        return Replays(self.seconds / speed, self.saved_bytes, self.replayed_bytes / segments)
+
 
 @dataclass(frozen=True)
 class Chain:
-    """Operators in order. The last three have a row for each price, and figures of one microbatch.
+    """Operators in order. ``curves`` are the ways to replay them, of which a stage takes one.
 
     ``entry_seconds[k]`` is how long what crosses the chain before operator k is on its way, and
     ``entry_bytes[k]`` its size.
@@ -32,9 +58,7 @@ class Chain:
     resident_bytes: Vector
     entry_seconds: Vector
     entry_bytes: Vector
-    replay_seconds: Vector
-    saved_bytes: Vector
-    replayed_bytes: Vector
+    curves: tuple[Replays, ...]
 
 
 def cut_chain(
@@ -49,7 +73,13 @@ def cut_chain(
         InfeasibleError: no cut fits into memory.
     """
     stages = [_Stages(chain, flying, limit) for flying, limit in zip(in_flight, limits, strict=True)]
-    slowest = _slowest_of_best(chain, stages)
+    replays = max(float(curve.seconds.sum(axis=1).max(initial=0.0)) for curve in chain.curves)
+    whole = float(chain.seconds.sum()) + replays + float(chain.entry_seconds.max(initial=0.0))
+    most = whole / len(stages)
+    slowest = _slowest_of_best(stages, most)
+    while slowest == math.inf and most < whole:
+        most = min(_WIDER * most, whole)
+        slowest = _slowest_of_best(stages, most)
     if slowest == math.inf:
         raise InfeasibleError(
             f"no cut into {len(stages)} stages fits into {format_bytes(min(limits))}, even if stages replay"
@@ -61,30 +91,63 @@ class _Stages:
     """The stages that one rank could have."""
 
     def __init__(self, chain: Chain, in_flight: int, limit: float) -> None:
-        bytes_held = in_flight * chain.saved_bytes + chain.replayed_bytes + chain.resident_bytes
-        self._busy, self._replay, self._held = map(_sums, (chain.seconds, chain.replay_seconds, bytes_held))
-        self._entry_seconds, self._limit = chain.entry_seconds, limit
-        self._entry_bytes = in_flight * chain.entry_bytes
+        self.busy, self._entry_seconds = _sums(chain.seconds), chain.entry_seconds
+        self._received = (in_flight + _RECEIVED) * chain.entry_bytes
+        self._sent = _SENT * np.append(chain.entry_bytes, 0.0)
+        self._limit = limit
+        self._curves = [
+            (
+                _sums(each.seconds),
+                _sums(in_flight * each.saved_bytes + each.replayed_bytes + chain.resident_bytes),
+            )
+            for each in chain.curves
+        ]
 
-    def seconds(self, first: int) -> Vector:
-        """Of stages from operator ``first`` to each later one, ends included; infinite if they do not fit."""
-        busy = self._busy[first + 1 :] - self._busy[first]
-        replay = self._replay[:, first + 1 :] - self._replay[:, first, None]
-        held = self._held[:, first + 1 :] - self._held[:, first, None] + self._entry_bytes[first]
-        least = np.where(held <= self._limit, replay, np.inf).min(axis=0)
-        seconds: Vector = np.maximum(busy + least, self._entry_seconds[first])
-        return seconds
+    def seconds(self, first: int, most: float) -> Vector:
+        """Of stages from operator ``first`` to each later one, ends included, that are busy for ``most``.
+
+        It is infinite for those that do not fit, and for those that take longer.
+        """
+        most *= 1 + _ROUNDING
+        later = slice(first + 1, int(np.searchsorted(self.busy, self.busy[first] + most, side="right")))
+        rooms = self._limit - self._received[first] - self._sent[later]
+        replays = [
+            _least(rooms, *(sums[:, later] - sums[:, [first]] for sums in curve)) for curve in self._curves
+        ]
+        busy = self.busy[later] - self.busy[first]
+        seconds = np.maximum(busy + np.min(replays, axis=0), self._entry_seconds[first])
+        within: Vector = np.where(seconds <= most, seconds, np.inf)
+        return within
 
 
-def _slowest_of_best(chain: Chain, stages: Sequence[_Stages]) -> float:
-    """The seconds of the slowest stage of the best cut, infinite if none fits."""
-    best = np.full(len(chain.seconds) + 1, np.inf)
+def _least(rooms: Vector, seconds: Vector, held: Vector) -> Vector:
+    """The least seconds on a curve whose corners are the rows, where no more than ``rooms`` is held."""
+    fits = held <= rooms
+    crosses = ~fits[:-1] & fits[1:]
+    share = (held[:-1] - rooms) / np.where(crosses, held[:-1] - held[1:], 1.0)
+    between = np.where(crosses, seconds[:-1] + share * (seconds[1:] - seconds[:-1]), np.inf)
+    least: Vector = np.concatenate([np.where(fits, seconds, np.inf), between]).min(axis=0)
+    return least
+
+
+def _firsts(stages: Sequence[_Stages], reached: Vector, number: int, most: float) -> list[int]:
+    """Where stage ``number`` can begin, so that it and the later ones can do the rest within ``most``."""
+    busy = stages[number].busy
+    rest = busy[-1] - busy <= (len(stages) - number) * most * (1 + _ROUNDING)
+    firsts: list[int] = np.flatnonzero(((reached < np.inf) & rest)[:-1]).tolist()
+    return firsts
+
+
+def _slowest_of_best(stages: Sequence[_Stages], most: float) -> float:
+    """The seconds of the slowest stage of the best cut, infinite if none fits within ``most``."""
+    best = np.full(len(stages[0].busy), np.inf)
     best[0] = 0.0
-    for stage in stages:
+    for number, stage in enumerate(stages):
         following = np.full_like(best, np.inf)
-        for first in np.flatnonzero(best[:-1] < np.inf).tolist():
-            reached = np.maximum(stage.seconds(first), best[first])
-            np.minimum(following[first + 1 :], reached, out=following[first + 1 :])
+        for first in _firsts(stages, best, number, most):
+            reached = np.maximum(stage.seconds(first, most), best[first])
+            later = following[first + 1 : first + 1 + len(reached)]
+            np.minimum(later, reached, out=later)
         best = following
     return float(best[-1])
 
@@ -94,13 +157,12 @@ def _least_communication(chain: Chain, stages: Sequence[_Stages], limit: float) 
     count = len(chain.seconds) + 1
     best, begins = np.full(count, np.inf), []
     best[0] = 0.0
-    for stage in stages:
+    for number, stage in enumerate(stages):
         following, begin = np.full(count, np.inf), np.zeros(count, int)
-        for first in np.flatnonzero(best[:-1] < np.inf).tolist():
-            sent = best[first] + chain.entry_seconds[first]
-            better = (
-                np.flatnonzero((stage.seconds(first) <= limit) & (sent < following[first + 1 :])) + first + 1
-            )
+        for first in _firsts(stages, best, number, limit):
+            sent, fits = best[first] + chain.entry_seconds[first], stage.seconds(first, limit) < np.inf
+            later = slice(first + 1, first + 1 + len(fits))
+            better = np.flatnonzero(fits & (sent < following[later])) + first + 1
             following[better], begin[better] = sent, first
         best = following
         begins.append(begin)

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,21 +17,38 @@ def segments(stage: Stage, count: int) -> list[tuple[int, Stage]]:
     What a segment reads of those before it is always saved. So what is replayed for one segment needs no
     other, and the boundaries are where little is read across.
     """
-    sizes = np.cumsum([value.num_bytes * value.is_needed for value in stage])
-    crossing, firsts = _crossing_bytes(stage), [0]
-    for number in range(1, count):
-        around = np.array([number - 0.5, number + 0.5]) / count * sizes[-1]
-        low, high = np.searchsorted(sizes, around).tolist()
-        within = range(max(low, firsts[-1] + 1), min(high, len(stage)))
-        best = min(within, key=lambda first: crossing[first], default=0)
-        if best and crossing[best] < math.inf:
-            firsts.append(best)
-    pieces = list(itertools.pairwise([*firsts, len(stage)]))
-    crosses = {u for first, end in pieces for v in range(first, end) for u in stage[v].inputs if u < first}
+    firsts = boundaries(stage, count)
+    crosses = crossing(stage, firsts)
+    pieces = itertools.pairwise([*firsts, len(stage)])
     return [
         (first, tuple(_of_segment(stage[v], first, v in crosses) for v in range(first, end)))
         for first, end in pieces
     ]
+
+
+def boundaries(stage: Stage, count: int) -> list[int]:
+    """Where segments of a stage begin: the first position of each."""
+    sizes = np.cumsum([value.num_bytes * value.is_needed for value in stage])
+    across, firsts = _crossing_bytes(stage), [0]
+    for number in range(1, count):
+        around = np.array([number - 0.5, number + 0.5]) / count * sizes[-1]
+        low, high = np.searchsorted(sizes, around).tolist()
+        within = range(max(low, firsts[-1] + 1), min(high, len(stage)))
+        best = min(within, key=lambda first: across[first], default=0)
+        if best and across[best] < math.inf:
+            firsts.append(best)
+    return firsts
+
+
+def crossing(stage: Stage, firsts: Sequence[int]) -> frozenset[int]:
+    """The values that a segment reads of those before it."""
+    return frozenset(
+        u
+        for first, end in itertools.pairwise([*firsts, len(stage)])
+        for v in range(first, end)
+        for u in stage[v].inputs
+        if u < first
+    )
 
 
 def _of_segment(value: Value, first: int, crosses: bool) -> Value:
