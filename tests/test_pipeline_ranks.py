@@ -359,3 +359,33 @@ def test_a_model_on_meta_gets_memory_and_stays_the_model_that_is_trained(
     print(losses == sorted(set(losses), reverse=True))
     """
     assert set(told(tmp_path, body, num_ranks)) == {"True\n"}
+
+
+def test_a_buffer_may_be_read_on_several_ranks_and_in_evaluation_on_others(tmp_path: Path) -> None:
+    body = """
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scale", torch.rand(8))
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x, goal):
+            for number, layer in enumerate(self.layers):
+                x = layer(x).tanh()
+                if number == 3 or not self.training:
+                    x = x * self.scale
+            return mse(x, goal)
+
+    torch.manual_seed(0)
+    net, inputs = Scaled(), torch.randn(8, 8)
+    pipe = compiled(net, None)
+    losses = [pipe.step(inputs, goal=inputs)]
+    losses.append(pipe.eval().eval_step(inputs, goal=inputs))
+    everywhere = compiled(Scaled().eval(), None)
+    losses.append(everywhere.step(inputs, goal=inputs))
+    everywhere.load_state_dict({"scale": torch.ones(8)}, strict=False)
+    losses.append(everywhere.step(inputs, goal=inputs))
+    print(*(loss.item() for loss in losses), *everywhere.full_state_dict(all_ranks=True)["scale"].tolist())
+    """
+    (alone,), ranks = told(tmp_path, body, 0), told(tmp_path, body)
+    assert ranks == [alone, alone]

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from pipec.capture.state import modules_of, tensors_of
 from pipec.compiler.compiler import Compiler
 from pipec.console import log
-from pipec.errors import InputError
+from pipec.errors import InputError, PlanError
 from pipec.ir import Plan
 from pipec.ir.arguments import check_arguments
 from pipec.pipeline.methods import METHODS
 from pipec.runtime.execution import Ranks
-from pipec.runtime.facts import listed
-from pipec.runtime.handle import holders, homes
+from pipec.runtime.facts import listed, rank_names
+from pipec.runtime.handle import fixed_buffers, holders, homes
 from pipec.runtime.holder import Emptied, ModelTensors, fill, forget, hold, put_back
 from pipec.runtime.streams import Streams
 from pipec.runtime.updates import Updates
@@ -35,6 +35,7 @@ class HeldModel(Streams):
         self._compiler = compiler
         self._tensors = tensors
         self._emptied = Emptied()
+        self._changing: set[str] = set()
         self._unsettled = False
         self._followed = tensors_of(modules_of(compiler.model))
         self._trains = tensors.trained()
@@ -100,6 +101,7 @@ class HeldModel(Streams):
             for rank, names in self._ranks.agreement.start_from_rank_0(known).items():
                 differed = f"{len(names)} tensors of rank {rank} differed"
                 log(f"pipec: {differed}, and start with rank 0's: {listed(names)}")
+        self._spread_fixed_buffers(plan)
         self._holders = holders(plan) | self._holders
         elsewhere = {fqn for fqn in unique if fqn in self._holders and not self._is_here(fqn)}
         if any(unique[fqn].numel() for fqn in elsewhere):
@@ -111,6 +113,39 @@ class HeldModel(Streams):
             tensor = unique.get(fqn)
             if tensor is not None and home is not None and tensor.device != home and not tensor.is_meta:
                 tensor.data = tensor.data.to(home)
+
+    def _spread_fixed_buffers(self, plan: Plan) -> None:
+        """Give buffers that no forward changes to ranks that read them in this plan, and did not before.
+
+        Raises:
+            PlanError: a forward changes a buffer that other ranks hold, too.
+        """
+        found = holders(plan)
+        self._changing.update(*(stage.updated_buffers for stage in plan.stages))
+        for fqn in self._changing & found.keys() & self._holders.keys():
+            if {*self._holders[fqn]} != {*found[fqn]}:
+                raise PlanError(
+                    f"forward() changes buffer {fqn} on {rank_names(found[fqn])}, and another call reads it "
+                    f"on {rank_names(self._holders[fqn])}: the stages were cut for a call that does not "
+                    "change it. Make the call that does first, or prepare() it."
+                )
+        unique = self._tensors.unique()
+        fixed = (fixed_buffers(plan) - self._changing) & unique.keys() & self._holders.keys()
+        for fqn in sorted(fixed):
+            lacking = tuple(rank for rank in found[fqn] if rank not in self._holders[fqn])
+            if lacking and self._ranks.world.distributed:
+                self._bring(fqn, unique[fqn], lacking)
+            self._holders[fqn] += lacking
+
+    def _bring(self, fqn: str, tensor: Tensor, ranks: Sequence[int]) -> None:
+        """Let these ranks hold a tensor that others hold already."""
+        shape = self._emptied.shape(fqn, tensor)
+        given = tensor if self._is_own(fqn) else torch.empty(shape, dtype=tensor.dtype)
+        found = self._ranks.agreement.sent_by(self._speaker(fqn), f"taking over {fqn}", given, ranks)
+        if self._ranks.world.rank in ranks:
+            tensor.data = found
+            self._emptied.layouts.pop(fqn)
+            hold(self, self._tensors.only([name for name, first in self._canonical.items() if first == fqn]))
 
     def _empty(self, fqns: Collection[str]) -> None:
         unique = self._tensors.unique()

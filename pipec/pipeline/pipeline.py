@@ -238,6 +238,7 @@ class Pipeline(ShownModel):
         made = Pipeline(compiler, tensors, ranks, self._batch, updates, self._batched, self._weight)
         memo[id(self)] = made
         made._holders, made._emptied = dict(self._holders), emptied
+        made._changing = set(self._changing)
         made._split_before = dict(self._split_before)
         made._variables = copy.deepcopy(self._variables)
         forget(made, [fqn for fqn, first in self._canonical.items() if first in emptied.layouts])

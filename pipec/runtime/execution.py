@@ -3,6 +3,7 @@
 import functools
 import json
 import types
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pipec.artifact.directory import Artifact, stage_module
-from pipec.errors import ExecutionError, PipecError, TransportError
+from pipec.errors import ExecutionError, InputError, PipecError, TransportError
 from pipec.ir import Phase, Plan, RankMemory, stages_on
 from pipec.runtime.agreement import Agreement
 from pipec.runtime.allocator import keep_freed_memory
@@ -163,6 +164,7 @@ class Linked(Generic[Interprets]):
         plan, is_distributed = artifact.plan, ranks.world.distributed
         if ranks.kernels == "cudagraphs":
             require_recordable(plan, artifact.sources, ranks.devices)
+        _require_one_device(plan, ranks.devices)
         if is_distributed:
             ranks.distributed.connect(artifact.programs, _groups(plan), artifact.text())
         self._interpreters: list[Interprets] = []
@@ -335,6 +337,21 @@ class Execution(Linked[Interpreter]):
             f"the step failed when updates had begun, of {stages}: the parameters of the stages do not fit "
             "together. Load a checkpoint to train on"
         )
+
+
+def _require_one_device(plan: Plan, devices: Mapping[int, torch.device]) -> None:
+    """Refuse a buffer that several stages of this process read on several devices: it has one place."""
+    on: dict[str, set[str]] = defaultdict(set)
+    for stage in plan.stages:
+        if device := devices.get(plan.placement[stage.index][0]):
+            for fqn in stage.buffers:
+                on[fqn].add(str(device))
+    for fqn, names in on.items():
+        if len(names) > 1:
+            raise InputError(
+                f"stages on {', '.join(sorted(names))} read buffer {fqn}, which one process has on one "
+                "device; run one process per device under torchrun"
+            )
 
 
 def _owns_tensors(plan: Plan, rank: int, is_distributed: bool, stage: int) -> bool:

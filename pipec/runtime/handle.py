@@ -358,13 +358,25 @@ def _is_of_optimizer(name: str) -> bool:
 
 
 def holders(plan: Plan) -> dict[str, tuple[int, ...]]:
-    """By FQN, the ranks that hold a tensor: those of the first stage that has it and does not borrow it."""
+    """By FQN, the ranks that hold a tensor: those of the first stage that has it and does not borrow it.
+
+    A buffer that no forward changes is held by the ranks of every stage that reads it.
+    """
     found: dict[str, tuple[int, ...]] = {}
+    fixed = fixed_buffers(plan)
     for stage in plan.stages:
+        ranks = plan.placement[stage.index]
         for fqn in stage.parameters + stage.buffers:
             if fqn not in stage.borrowed:
-                found.setdefault(fqn, plan.placement[stage.index])
+                before = found.setdefault(fqn, ranks)
+                found[fqn] = tuple(dict.fromkeys(before + ranks)) if fqn in fixed else before
     return found
+
+
+def fixed_buffers(plan: Plan) -> set[str]:
+    """The buffers that stages read and that none changes."""
+    read = {fqn for stage in plan.stages for fqn in stage.buffers}
+    return read.difference(*(stage.updated_buffers for stage in plan.stages))
 
 
 def homes(plan: Plan, devices: Mapping[int, torch.device]) -> dict[str, torch.device | None]:
