@@ -8,10 +8,10 @@ from torch import Tensor
 
 from pipec.errors import ExecutionError
 from pipec.ir import Instruction, Link, Op, Payload, Value
+from pipec.runtime.buffers import Memory, buffers_for, values_in
 from pipec.runtime.connections import MOST_UNDER_WAY
 from pipec.runtime.outbox import Outbox
 from pipec.runtime.parcels import MOST_TOGETHER, Parcels, parcels
-from pipec.runtime.storage import Memory, buffers_for, values_in
 from pipec.runtime.waits import NO_WAIT, Wait, Waiting, Waits
 
 CPU = torch.device("cpu")

@@ -39,11 +39,11 @@ from pipec.ir import Compute, Input, Link, Mode, Payload, Phase, Plan, Schedule,
 from pipec.programs.lower import chain_links, lower
 from pipec.runtime import Interpreter, nccl
 from pipec.runtime import distributed as transport_of_processes
+from pipec.runtime.buffers import Buffer, Memory
 from pipec.runtime.connections import MOST_UNDER_WAY, Direction
 from pipec.runtime.nccl import NcclConnections, in_rounds, transferable
 from pipec.runtime.rehearsal import Rehearsals
 from pipec.runtime.span import Span
-from pipec.runtime.storage import Buffer, Memory
 from pipec.schedules import make_schedule
 
 TIMEOUT = 0.2

@@ -18,6 +18,7 @@ from pipec.errors import InputError, TransportError, VerifyError
 from pipec.ir import Instruction, Link, Mode, Op, Payload, Plan, Program, Stage, Value
 from pipec.runtime import InProcess, Interpreter, World, interpreter, resolve_devices, world
 from pipec.runtime.batch import dense
+from pipec.runtime.buffers import Buffer
 from pipec.runtime.cuda import current_device
 from pipec.runtime.draws import draw, dropout
 from pipec.runtime.execution import Ranks
@@ -27,7 +28,6 @@ from pipec.runtime.launch import every_device
 from pipec.runtime.randomness import Streams, mix
 from pipec.runtime.results import Results, merge
 from pipec.runtime.span import Span
-from pipec.runtime.storage import Buffer
 from pipec.runtime.worker import Worker
 
 CPU = torch.device("cpu")

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from pipec.ir import Instruction, Sizes
+from pipec.runtime.buffers import buffers_for, values_in
 from pipec.runtime.connections import MOST_UNDER_WAY
 from pipec.runtime.meter import current_meter, uncounted
 from pipec.runtime.parcels import Parcels
-from pipec.runtime.storage import buffers_for, values_in
 
 Send = Callable[[Sequence[Tensor], Sizes], None]
 

@@ -29,6 +29,7 @@ from torch import Tensor
 from pipec.errors import PipecError, TransportError
 from pipec.ir import Instruction, Link, Op, Payload, Program, Sizes
 from pipec.ir.text import format_link
+from pipec.runtime.buffers import Buffer, Memory, buffers_for, values_in
 from pipec.runtime.connections import Connections, Direction, GlooConnections
 from pipec.runtime.cuda import current_device
 from pipec.runtime.group import Group
@@ -40,7 +41,6 @@ from pipec.runtime.parcels import Parcel, Parcels
 from pipec.runtime.processes_group import ProcessesGroup
 from pipec.runtime.rendezvous import bounded, meet
 from pipec.runtime.stops import STOPS
-from pipec.runtime.storage import Buffer, Memory, buffers_for, values_in
 from pipec.runtime.transport import Receiver, Send
 from pipec.runtime.waits import names
 

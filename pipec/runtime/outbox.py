@@ -9,9 +9,9 @@ from torch import Tensor
 from pipec.errors import ExecutionError
 from pipec.ir import Link, Sizes
 from pipec.ir.text import format_link
+from pipec.runtime.buffers import Memory
 from pipec.runtime.connections import MOST_UNDER_WAY
 from pipec.runtime.parcels import Parcel, Parcels
-from pipec.runtime.storage import Memory
 
 
 class Outbox:
