@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 import pipec
-from pipec.runtime.interpreter import Interpreter
+from pipec.runtime.step.interpreter import Interpreter
 
 RANKS, ROWS, WIDTH = 4, 8, 32
 PHASES = ("compile", "first step", "steady state", "checkpoint", "exit")

@@ -24,7 +24,7 @@ from pipec.ir import Input, Instruction, Link, Mode, Payload, Plan, Program, Siz
 from pipec.pipeline.turns import Asked
 from pipec.programs.lower import chain_links, lower
 from pipec.runtime import InProcess, Interpreter, Transport
-from pipec.runtime.span import Span
+from pipec.runtime.step.span import Span
 from pipec.schedules import make_schedule
 
 NUM_RANKS, NUM_MICROBATCHES, NUM_STEPS = 4, 32, 200

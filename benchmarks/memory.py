@@ -35,7 +35,7 @@ from transformers import (
 import pipec
 from pipec.capture.tracer import capture
 from pipec.graph import TrainingGraph, copy_graph
-from pipec.runtime.launch import world
+from pipec.runtime.processes.launch import world
 
 ROWS, MICROBATCHES, LENGTH, WORDS = 16, 8, 64, 512
 WAYS: dict[str, dict[str, Any]] = {

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from pipec.ir import Instruction, Link, Op, Payload, Program, Value
 from pipec.runtime import TorchDistributed
-from pipec.runtime.allocator import keep_freed_memory
+from pipec.runtime.memory.allocator import keep_freed_memory
 
 CPU = torch.device("cpu")
 ROWS = 4

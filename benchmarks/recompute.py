@@ -41,7 +41,7 @@ from pipec.ir.text import format_bytes, format_seconds
 from pipec.passes import Pass
 from pipec.passes.mark_recompute import MarkRecompute, forward_values
 from pipec.planner import recompute as chooser
-from pipec.runtime.meter import TensorMeter
+from pipec.runtime.memory.meter import TensorMeter
 
 GPU = "a100-40gb"
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.35, 0.3)

@@ -29,9 +29,9 @@ from pipec.ir import Input, Link, Mode, Payload, Phase, Plan, Schedule, Stage, S
 from pipec.plan.predictions import simulate_plan
 from pipec.programs.lower import chain_links, lower
 from pipec.programs.verify import verify_programs
-from pipec.runtime.execution import Execution, Ranks
-from pipec.runtime.recording import RecordedStep
-from pipec.runtime.span import Span
+from pipec.runtime.step.execution import Execution, Ranks
+from pipec.runtime.step.recording import RecordedStep
+from pipec.runtime.step.span import Span
 from pipec.schedules import make_schedule
 from pipec.timeline.events import Timeline
 from pipec.timeline.trace import measured_timeline

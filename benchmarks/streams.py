@@ -27,11 +27,11 @@ from pipec.plan.predictions import simulate_plan, step_seconds
 from pipec.programs.fold import fold, num_to_lower
 from pipec.programs.lower import chain_links
 from pipec.programs.verify import verify_plan
-from pipec.runtime.execution import Execution, Ranks
-from pipec.runtime.outcomes import StreamBatch
-from pipec.runtime.span import Span
-from pipec.runtime.stream_execution import StreamExecution
-from pipec.runtime.updates import Updates
+from pipec.runtime.step.execution import Execution, Ranks
+from pipec.runtime.step.outcomes import StreamBatch
+from pipec.runtime.step.span import Span
+from pipec.runtime.step.updates import Updates
+from pipec.runtime.stream.stream_execution import StreamExecution
 from pipec.schedules import ASYNCHRONOUS, make_schedule
 
 BATCHES, WARMUP, RUNS = 40, 10, 5

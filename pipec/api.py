@@ -38,13 +38,13 @@ from pipec.ir.arguments import (
 from pipec.pipeline import Pipeline
 from pipec.plan.updates import OptimizerFacts
 from pipec.profiler import Show, profile_graph
-from pipec.runtime.execution import Ranks
 from pipec.runtime.holder import ModelTensors
-from pipec.runtime.launch import Devices, every_device, world
-from pipec.runtime.loss_scale import LossScale
 from pipec.runtime.optimizers import Factory, state_bytes, update_scratch
-from pipec.runtime.updates import Updates
-from pipec.runtime.weights import MicrobatchWeight, name_of
+from pipec.runtime.processes.launch import Devices, every_device, world
+from pipec.runtime.step.execution import Ranks
+from pipec.runtime.step.loss_scale import LossScale
+from pipec.runtime.step.updates import Updates
+from pipec.runtime.step.weights import MicrobatchWeight, name_of
 
 
 def compile(

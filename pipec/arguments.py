@@ -27,11 +27,11 @@ from pipec.ir.arguments import (
     one_of,
     whole,
 )
-from pipec.runtime.execution import Ranks
-from pipec.runtime.facts import Facts, argument_fact, differences, tensor_kind
-from pipec.runtime.kernels import KERNELS
-from pipec.runtime.launch import DEVICE, DEVICES
-from pipec.runtime.weights import WORDS
+from pipec.runtime.messages.facts import Facts, argument_fact, differences, tensor_kind
+from pipec.runtime.processes.launch import DEVICE, DEVICES
+from pipec.runtime.stages.kernels import KERNELS
+from pipec.runtime.step.execution import Ranks
+from pipec.runtime.step.weights import WORDS
 
 GRADIENT_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 

@@ -30,10 +30,10 @@ from pipec.ir import Phase
 from pipec.passes.cut_stages import CutStages
 from pipec.passes.join_slices import JoinSlices
 from pipec.passes.simplify import Simplify
-from pipec.runtime.cuda import current_device
-from pipec.runtime.execution import Execution, Ranks
-from pipec.runtime.recording import Mark, RecordedStep, clock_of
-from pipec.runtime.span import Span
+from pipec.runtime.messages.cuda import current_device
+from pipec.runtime.step.execution import Execution, Ranks
+from pipec.runtime.step.recording import Mark, RecordedStep, clock_of
+from pipec.runtime.step.span import Span
 from pipec.schedules import gpipe
 from pipec.timeline.trace import measured_timeline
 

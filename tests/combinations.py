@@ -26,8 +26,8 @@ from pipec.ir import Schedule
 from pipec.passes import Pass
 from pipec.passes.cut_stages import CutStages
 from pipec.passes.mark_recompute import MarkRecompute
-from pipec.runtime.execution import Execution, Ranks
-from pipec.runtime.span import Span
+from pipec.runtime.step.execution import Execution, Ranks
+from pipec.runtime.step.span import Span
 from pipec.schedules import make_schedule
 
 SIZES = (3, 3, 2)

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipec.ir import Program
-from pipec.runtime.distributed import TorchDistributed
-from pipec.runtime.nccl import NcclConnections
+from pipec.runtime.messages.distributed import TorchDistributed
+from pipec.runtime.messages.nccl import NcclConnections
 
 T = TypeVar("T")
 

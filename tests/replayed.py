@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipec.runtime.storage import tensors_in
+from pipec.runtime.memory.storage import tensors_in
 
 
 class ReplayedGraphs:
-    """A recorder as ``runtime.cuda.CudaGraphs`` is. It counts what was recorded and replayed."""
+    """A recorder as ``runtime.messages.cuda.CudaGraphs`` is. It counts what was recorded and replayed."""
 
     num_recorded = num_replayed = 0
 

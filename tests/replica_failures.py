@@ -59,7 +59,7 @@ def fail(
 
 def break_reductions() -> None:
     """Let the next reduction of this rank fail, with the message of the others on their way."""
-    from pipec.runtime.gradients import GradientSum
+    from pipec.runtime.stages.gradients import GradientSum
 
     def take(self: GradientSum, index: int) -> None:
         raise ValueError("broken")

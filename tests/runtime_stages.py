@@ -27,7 +27,7 @@ from pipec.ir import Compute, Input, Link, Mode, Payload, Phase, Plan, Schedule,
 from pipec.programs.lower import lower
 from pipec.runtime import InProcess, Interpreter, TorchDistributed, Transport
 from pipec.runtime.randomness import Streams
-from pipec.runtime.span import Span
+from pipec.runtime.step.span import Span
 from pipec.schedules import make_schedule
 
 WIDTH, HIDDEN, DROPOUT_ID = 8, 6, 7

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from pipec.runtime import allocator
-from pipec.runtime.execution import Ranks
+from pipec.runtime.memory import allocator
+from pipec.runtime.step.execution import Ranks
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's allocator is told")
 

@@ -57,18 +57,32 @@ ORDER = (
 )
 """From the top of the data flow to its end. This list is all there is to say about who imports whom."""
 
+RUNTIME = (
+    "randomness",
+    "draws",
+    "branches",
+    "processes",
+    "memory",
+    "messages",
+    "optimizers",
+    "stages",
+    "step",
+    "stream",
+)
+"""The same for the parts of the runtime. Its other files, which users meet, import them all."""
+
 OUTSIDE = ("examples", "tests", "benchmarks")
 
 PRIVATE_TORCH_ALLOWED: dict[str, tuple[str, ...]] = {
     "pipec.torch_compat": ("torch",),
     "pipec.capture.step": ("torch._check",),  # documented, for all its underscore
-    "pipec.runtime.gradients": ("torch._foreach_add_",),
-    "pipec.runtime.rendezvous": ("torch.distributed.distributed_c10d._get_default_store",),
+    "pipec.runtime.stages.gradients": ("torch._foreach_add_",),
+    "pipec.runtime.processes.rendezvous": ("torch.distributed.distributed_c10d._get_default_store",),
     "pipec.runtime.handle": ("torch.utils._pytree",),
     "pipec.runtime.loaded": ("torch.utils._pytree",),
-    "pipec.runtime.meter": ("torch.utils._python_dispatch.TorchDispatchMode",),
+    "pipec.runtime.memory.meter": ("torch.utils._python_dispatch.TorchDispatchMode",),
     "pipec.runtime.optimizers.stage": ("torch._foreach_mul_",),
-    "pipec.runtime.storage": ("torch._C._storage_Use_Count",),
+    "pipec.runtime.memory.storage": ("torch._C._storage_Use_Count",),
 }
 """Which private names of torch a module or package may use, by prefix. Exceptions are declared here alone."""
 
@@ -157,6 +171,16 @@ def test_imports_follow_the_order() -> None:
     assert not found, "\n".join(found)
 
 
+def test_imports_within_the_runtime_follow_its_order() -> None:
+    for module, package, source in pipec_sources():
+        _, *parts = module.split(".")
+        if parts[:1] == ["runtime"] and len(parts) > 1 and parts[1] in RUNTIME:
+            allowed = tuple(f"pipec.runtime.{each}" for each in RUNTIME[: RUNTIME.index(parts[1]) + 1])
+            for line, name in imports(ast.parse(source), package):
+                follows = not within(name, ("pipec.runtime",)) or within(name, allowed)
+                assert follows, f"{module}:{line}: {name}"
+
+
 def test_the_order_names_every_package() -> None:
     there = {path.stem for path in (ROOT / "pipec").iterdir() if path.suffix == ".py" or path.is_dir()}
     assert {each.name for each in ORDER} == there - {"__init__", "__pycache__"}
@@ -211,7 +235,7 @@ def test_the_runtime_loads_without_the_compiler() -> None:
         ("pipec.ir.text", "from pipec import console", "pipec.console"),
         ("pipec.schedules.gpipe", "x = 1\nimport pipec.plan.build", "pipec.plan.build"),
         ("pipec.planner.search", "def f():\n    from pipec.passes import Pass", "pipec.passes.Pass"),
-        ("pipec.runtime.launch", "from ..passes import dump", "pipec.passes.dump"),
+        ("pipec.runtime.processes.launch", "from ...passes import dump", "pipec.passes.dump"),
         ("pipec.viz.svg", "import pipec.programs.lower", "pipec.programs.lower"),
         ("pipec.capture.call", "import tests.conftest", "tests.conftest"),
     ],
@@ -234,7 +258,7 @@ def test_an_import_in_the_wrong_direction_is_reported_with_its_line(
     ],
 )
 def test_a_private_name_of_torch_is_reported(source: str) -> None:
-    (message,) = private_torch_violations("pipec.runtime.stage", "pipec.runtime", source)
+    (message,) = private_torch_violations("pipec.runtime.stages.stage", "pipec.runtime", source)
     assert "private names of torch belong in torch_compat" in message
     assert not private_torch_violations("pipec.torch_compat", "pipec", source)
 

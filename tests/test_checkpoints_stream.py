@@ -13,7 +13,7 @@ from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader, Dataset
 
 import pipec
-from pipec.runtime.stops import STOPS
+from pipec.runtime.processes.stops import STOPS
 
 ROWS, EPOCHS, STOPPED = 6, 3, (3, 6, 9, 10)
 SCHEDULES = ("1f1b", "pipedream")

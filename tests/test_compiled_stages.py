@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import pipec
 from pipec.artifact.directory import stage_module
-from pipec.runtime import execution
+from pipec.runtime.step import execution
 
 X, Y = torch.linspace(-1, 1, 32).view(8, 4), torch.linspace(0, 1, 16).view(8, 2)
 FUNCTIONS = ("forward", "recompute", "backward", "backward_input", "backward_weight")

@@ -17,8 +17,8 @@ from runtime_stages import HANG_SECONDS, NUM_RANKS, SIZES, make_model, reference
 from pipec.errors import InputError, PipecError, TransportError
 from pipec.ir import Instruction, Mode, Op, Plan, Program, Stage
 from pipec.runtime import Interpreter, TorchDistributed, World, world
-from pipec.runtime.distributed import _check_equal
-from pipec.runtime.span import Span
+from pipec.runtime.messages.distributed import _check_equal
+from pipec.runtime.step.span import Span
 
 pytestmark = pytest.mark.slow
 

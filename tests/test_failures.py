@@ -19,8 +19,8 @@ from workers import forks
 from pipec.errors import TransportError
 from pipec.programs.lower import lower
 from pipec.runtime import Interpreter, TorchDistributed
-from pipec.runtime.lifelines import Lifelines
-from pipec.runtime.span import Span
+from pipec.runtime.processes.lifelines import Lifelines
+from pipec.runtime.step.span import Span
 from pipec.schedules import make_schedule
 
 pytestmark = pytest.mark.slow

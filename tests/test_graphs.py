@@ -15,8 +15,8 @@ import pipec
 from pipec.ir import Ending, Link, Payload, Shard, Value, Variable
 from pipec.ir.ending import Stream
 from pipec.programs.lower import lower
-from pipec.runtime import execution
-from pipec.runtime.graphs import require_recordable, slots_of
+from pipec.runtime.stages.graphs import require_recordable, slots_of
+from pipec.runtime.step import execution
 from pipec.schedules import make_schedule
 
 X, Y = torch.linspace(-1, 1, 144).view(18, 8), torch.linspace(0, 1, 72).view(18, 4)

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import pipec
 from pipec.errors import InputError
-from pipec.runtime import kernels
 from pipec.runtime.draws import dropout
-from pipec.runtime.kernels import load_kernels
 from pipec.runtime.randomness import Streams
+from pipec.runtime.stages import kernels
+from pipec.runtime.stages.kernels import load_kernels
 
 pytestmark = pytest.mark.slow
 

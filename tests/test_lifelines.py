@@ -16,9 +16,9 @@ import pytest
 from torch.distributed import HashStore, Store
 
 from pipec.errors import TransportError
-from pipec.runtime import rendezvous
-from pipec.runtime.lifelines import Lifelines
-from pipec.runtime.peers import Peers
+from pipec.runtime.processes import rendezvous
+from pipec.runtime.processes.lifelines import Lifelines
+from pipec.runtime.processes.peers import Peers
 
 T = TypeVar("T")
 TIMEOUT = 1.0
@@ -73,7 +73,7 @@ def test_the_others_end_by_themselves_if_no_message_is_cut_off(
     three: list[Lifelines], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that a rank which waits for one that lives, and waits for the dead one, is set free."""
-    monkeypatch.setattr("pipec.runtime.lifelines._NOTICED_OTHERWISE", 0.3)
+    monkeypatch.setattr("pipec.runtime.processes.lifelines._NOTICED_OTHERWISE", 0.3)
     failed = threading.Event()
     three[2].on_failure = failed.set
     cut(three[0])

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from pipec.errors import ExecutionError
 from pipec.ir import Instruction, Link, Op, Payload, Value
-from pipec.runtime.buffers import Memory, buffers_for, values_in
-from pipec.runtime.connections import MOST_UNDER_WAY
-from pipec.runtime.outbox import Outbox
-from pipec.runtime.parcels import MOST_TOGETHER, Parcels, parcels
-from pipec.runtime.waits import NO_WAIT, Wait, Waiting, Waits
+from pipec.runtime.messages.buffers import Memory, buffers_for, values_in
+from pipec.runtime.messages.connections import MOST_UNDER_WAY
+from pipec.runtime.messages.outbox import Outbox
+from pipec.runtime.messages.parcels import MOST_TOGETHER, Parcels, parcels
+from pipec.runtime.processes.waits import NO_WAIT, Wait, Waiting, Waits
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bool, torch.complex64, torch.bfloat16, torch.float64, torch.int64)

@@ -11,7 +11,7 @@ import pipec
 from pipec.errors import InputError
 from pipec.ir import Phase
 from pipec.pipeline import Pipeline
-from pipec.runtime.meter import TensorMeter
+from pipec.runtime.memory.meter import TensorMeter
 
 ADAM = functools.partial(torch.optim.AdamW, lr=1e-3)
 

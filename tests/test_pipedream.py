@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import pipec
 from pipec.ir.batch import split_sizes
-from pipec.runtime.versions import WeightVersions
+from pipec.runtime.stages.versions import WeightVersions
 
 LOSS = nn.functional.cross_entropy
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)

@@ -19,8 +19,8 @@ from torch.nn.utils import parametrizations
 import pipec
 from pipec.errors import InputError, NonFiniteError
 from pipec.pipeline import Pipeline
-from pipec.runtime.execution import Execution
-from pipec.runtime.loss_scale import INTERVAL, LossScale
+from pipec.runtime.step.execution import Execution
+from pipec.runtime.step.loss_scale import INTERVAL, LossScale
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1)
 CPU = torch.device("cpu")

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import pipec
-from pipec.runtime.execution import Ranks
-from pipec.runtime.rehearsal import Rehearsals
+from pipec.runtime.step.execution import Ranks
+from pipec.runtime.step.rehearsal import Rehearsals
 
 X, Y = torch.linspace(-1, 1, 64).view(16, 4), torch.linspace(0, 1, 32).view(16, 2)
 

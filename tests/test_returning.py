@@ -13,7 +13,7 @@ import returning
 from resuming import batches, start
 
 import pipec
-from pipec.runtime.stops import STOPS
+from pipec.runtime.processes.stops import STOPS
 
 
 @pytest.fixture(autouse=True)

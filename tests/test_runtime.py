@@ -32,7 +32,7 @@ from pipec.errors import ExecutionError, VerifyError
 from pipec.ir import Compute, Instruction, Mode, Op, Payload, Phase, Program, Schedule, unreplicated
 from pipec.programs.lower import lower
 from pipec.runtime import InProcess, Interpreter
-from pipec.runtime.span import Span
+from pipec.runtime.step.span import Span
 from pipec.schedules import forward_only, make_schedule
 
 REPLAYED = {**STAGES, 1: ReplayedStage1}

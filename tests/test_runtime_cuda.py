@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 import pipec
 from pipec.ir import Input, Instruction, Mode, Op, Plan, Program, Stage, Value
-from pipec.runtime import Interpreter, execution, interpreter
-from pipec.runtime.connections import MOST_UNDER_WAY
-from pipec.runtime.cuda import CudaGraphs, PeerCopies
+from pipec.runtime import Interpreter
 from pipec.runtime.draws import draw
-from pipec.runtime.recording import GpuClock
-from pipec.runtime.span import Span
-from pipec.runtime.transport import InProcess
+from pipec.runtime.messages.connections import MOST_UNDER_WAY
+from pipec.runtime.messages.cuda import CudaGraphs, PeerCopies
+from pipec.runtime.messages.transport import InProcess
+from pipec.runtime.step import execution, interpreter
+from pipec.runtime.step.recording import GpuClock
+from pipec.runtime.step.span import Span
 
 A, B, CPU = torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu")
 

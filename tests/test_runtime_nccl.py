@@ -37,13 +37,14 @@ from torch import Tensor
 from pipec.errors import ExecutionError, InputError
 from pipec.ir import Compute, Input, Link, Mode, Payload, Phase, Plan, Schedule, Stage, Value
 from pipec.programs.lower import chain_links, lower
-from pipec.runtime import Interpreter, nccl
-from pipec.runtime import distributed as transport_of_processes
-from pipec.runtime.buffers import Buffer, Memory
-from pipec.runtime.connections import MOST_UNDER_WAY, Direction
-from pipec.runtime.nccl import NcclConnections, in_rounds, transferable
-from pipec.runtime.rehearsal import Rehearsals
-from pipec.runtime.span import Span
+from pipec.runtime import Interpreter
+from pipec.runtime.messages import distributed as transport_of_processes
+from pipec.runtime.messages import nccl
+from pipec.runtime.messages.buffers import Buffer, Memory
+from pipec.runtime.messages.connections import MOST_UNDER_WAY, Direction
+from pipec.runtime.messages.nccl import NcclConnections, in_rounds, transferable
+from pipec.runtime.step.rehearsal import Rehearsals
+from pipec.runtime.step.span import Span
 from pipec.schedules import make_schedule
 
 TIMEOUT = 0.2

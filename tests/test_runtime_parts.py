@@ -16,19 +16,20 @@ from torch import Tensor
 
 from pipec.errors import InputError, TransportError, VerifyError
 from pipec.ir import Instruction, Link, Mode, Op, Payload, Plan, Program, Stage, Value
-from pipec.runtime import InProcess, Interpreter, World, interpreter, resolve_devices, world
-from pipec.runtime.batch import dense
-from pipec.runtime.buffers import Buffer
-from pipec.runtime.cuda import current_device
+from pipec.runtime import InProcess, Interpreter, World, resolve_devices, world
 from pipec.runtime.draws import draw, dropout
-from pipec.runtime.execution import Ranks
-from pipec.runtime.gradients import GradientSum
 from pipec.runtime.holder import Emptied, ModelTensors, fill, forget, hold
-from pipec.runtime.launch import every_device
+from pipec.runtime.messages.buffers import Buffer
+from pipec.runtime.messages.cuda import current_device
+from pipec.runtime.processes.launch import every_device
+from pipec.runtime.processes.worker import Worker
 from pipec.runtime.randomness import Streams, mix
-from pipec.runtime.results import Results, merge
-from pipec.runtime.span import Span
-from pipec.runtime.worker import Worker
+from pipec.runtime.stages.batch import dense
+from pipec.runtime.stages.gradients import GradientSum
+from pipec.runtime.step import interpreter
+from pipec.runtime.step.execution import Ranks
+from pipec.runtime.step.results import Results, merge
+from pipec.runtime.step.span import Span
 
 CPU = torch.device("cpu")
 

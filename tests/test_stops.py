@@ -11,8 +11,8 @@ import torch
 from test_pipedream import SGD, assert_same, batches, delayed, pipeline
 from torch import Tensor
 
-from pipec.runtime import stops
-from pipec.runtime.stops import STOPS
+from pipec.runtime.processes import stops
+from pipec.runtime.processes.stops import STOPS
 
 
 @pytest.fixture(autouse=True)

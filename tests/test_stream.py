@@ -15,7 +15,7 @@ from updating import batches, model
 
 import pipec
 from pipec.errors import InputError
-from pipec.runtime.ahead import Ahead
+from pipec.runtime.stream.ahead import Ahead
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
 

@@ -15,7 +15,7 @@ from pipec.cli import app
 from pipec.errors import ExecutionError, InputError
 from pipec.ir import Instruction, Op, Program
 from pipec.pipeline import Pipeline
-from pipec.runtime.stage import BoundStage
+from pipec.runtime.stages.stage import BoundStage
 from pipec.timeline.events import Timeline
 from pipec.timeline.trace import Trace, measured_timeline
 

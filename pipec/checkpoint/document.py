@@ -17,8 +17,8 @@ from pipec.checkpoint.positions import parsed
 from pipec.checkpoint.values import decoded, encoded
 from pipec.console import log
 from pipec.errors import CheckpointError
-from pipec.runtime.loss_scale import LossScale
 from pipec.runtime.position import Position
+from pipec.runtime.step.loss_scale import LossScale
 
 FORMAT, DOCUMENT = "pipec checkpoint 1", "checkpoint.json"
 

@@ -15,7 +15,7 @@ from pipec.checkpoint.tensors import kind_of
 from pipec.checkpoint.values import decoded, encoded
 from pipec.errors import CheckpointError, InputError
 from pipec.ir import Piece
-from pipec.runtime.facts import listed
+from pipec.runtime.messages.facts import listed
 from pipec.runtime.optimizers import PipelineOptimizer, StatePart
 from pipec.runtime.optimizers.factory import hyperparameters
 from pipec.runtime.optimizers.state import Entries, restore_types

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipec.checkpoint.tensors import TensorKind
 from pipec.errors import CheckpointError
-from pipec.runtime.execution import Ranks
+from pipec.runtime.step.execution import Ranks
 
 
 @dataclass(frozen=True)

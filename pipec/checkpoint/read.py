@@ -28,7 +28,7 @@ from pipec.checkpoint.values import decoded
 from pipec.console import log
 from pipec.cost.profile import Profile, load_profile
 from pipec.errors import CheckpointError, InputError
-from pipec.runtime.facts import listed
+from pipec.runtime.messages.facts import listed
 
 
 @dataclass(frozen=True)

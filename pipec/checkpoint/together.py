@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pipec.errors import CheckpointError, InputError, PipecError, TransportError
-from pipec.runtime.execution import Aside, Ranks
+from pipec.runtime.step.execution import Aside, Ranks
 
 Voices = Ranks | Aside
 """The processes, for the thread that steps or for one beside it."""

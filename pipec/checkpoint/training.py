@@ -12,9 +12,9 @@ from pipec.checkpoint.parts import Part
 from pipec.checkpoint.tensors import TensorKind
 from pipec.cost.profile import Profile
 from pipec.errors import InputError
-from pipec.runtime.execution import Ranks
-from pipec.runtime.loss_scale import LossScale
 from pipec.runtime.position import Position
+from pipec.runtime.step.execution import Ranks
+from pipec.runtime.step.loss_scale import LossScale
 
 PROFILE = "profile.json"
 

@@ -24,7 +24,7 @@ from pipec.checkpoint.together import Voices, on_all, once, require_equal
 from pipec.checkpoint.training import PROFILE, Training
 from pipec.checkpoint.values import encoded
 from pipec.errors import InputError
-from pipec.runtime.execution import Aside
+from pipec.runtime.step.execution import Aside
 
 
 def draft(

@@ -40,7 +40,7 @@ def prepare(
     with status("loading torch") as spinner:
         from pipec.api import compile
         from pipec.hardware.calibration import calibrate
-        from pipec.runtime.launch import resolve_devices, world
+        from pipec.runtime.processes.launch import resolve_devices, world
 
         on = next(iter(resolve_devices(devices, world()).values()))
         spinner.update(f"loading {target} ...")

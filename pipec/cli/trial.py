@@ -13,8 +13,8 @@ from pipec.cli.target import load_optimizer
 from pipec.errors import InputError
 from pipec.ir import Plan, Sizes, Value
 from pipec.ir.text import evaluate_dim, format_value
-from pipec.runtime.execution import Ranks
 from pipec.runtime.loaded import LoadedPipeline, check_ending
+from pipec.runtime.step.execution import Ranks
 
 PARAMETER_DEVIATION = 0.02
 """The standard deviation of random parameters. GPT-2 starts from it; it is small enough for most models."""

@@ -15,10 +15,10 @@ from pipec.errors import InputError
 from pipec.ir.arguments import check_arguments
 from pipec.pipeline.methods import METHODS
 from pipec.pipeline.turns import TurnTaker
-from pipec.runtime.execution import Ranks
-from pipec.runtime.facts import listed
-from pipec.runtime.loss_scale import LossScale
+from pipec.runtime.messages.facts import listed
 from pipec.runtime.optimizers import PipelineOptimizer
+from pipec.runtime.step.execution import Ranks
+from pipec.runtime.step.loss_scale import LossScale
 from pipec.runtime.streams import nothing
 
 

@@ -14,12 +14,12 @@ from pipec.errors import InputError, PlanError
 from pipec.ir import Plan
 from pipec.ir.arguments import check_arguments
 from pipec.pipeline.methods import METHODS
-from pipec.runtime.execution import Ranks
-from pipec.runtime.facts import listed, rank_names
 from pipec.runtime.handle import fixed_buffers, holders, homes
 from pipec.runtime.holder import Emptied, ModelTensors, fill, forget, hold, put_back
+from pipec.runtime.messages.facts import listed, rank_names
+from pipec.runtime.step.execution import Ranks
+from pipec.runtime.step.updates import Updates
 from pipec.runtime.streams import Streams
-from pipec.runtime.updates import Updates
 
 
 class HeldModel(Streams):

@@ -25,17 +25,17 @@ from pipec.pipeline.shown import ShownModel
 from pipec.pipeline.turns import Asked
 from pipec.plan.local_batch import check_local_batch
 from pipec.plan.step_memory import StepMemory
-from pipec.runtime.batches import Given
-from pipec.runtime.execution import Ranks
-from pipec.runtime.flow import CompiledStream
 from pipec.runtime.holder import Emptied, ModelTensors, forget
-from pipec.runtime.outcomes import StreamBatch
-from pipec.runtime.results import join
-from pipec.runtime.span import Span
-from pipec.runtime.stream_execution import StreamExecution
+from pipec.runtime.step.execution import Ranks
+from pipec.runtime.step.outcomes import StreamBatch
+from pipec.runtime.step.results import join
+from pipec.runtime.step.span import Span
+from pipec.runtime.step.updates import Updates
+from pipec.runtime.step.weights import MicrobatchWeight, loss_shares
+from pipec.runtime.stream.batches import Given
+from pipec.runtime.stream.flow import CompiledStream
+from pipec.runtime.stream.stream_execution import StreamExecution
 from pipec.runtime.streams import Begun, nothing
-from pipec.runtime.updates import Updates
-from pipec.runtime.weights import MicrobatchWeight, loss_shares
 from pipec.torch_compat import Place, pytree
 
 

@@ -24,14 +24,14 @@ from pipec.errors import InputError, PipecError
 from pipec.graph import changed_constants
 from pipec.ir import Mode
 from pipec.pipeline.held import HeldModel
-from pipec.runtime.agreement import Presence, Told
-from pipec.runtime.batch import dense
-from pipec.runtime.batches import Given
-from pipec.runtime.execution import Ranks
-from pipec.runtime.facts import Facts, differences, leaf_fact, tensor_kind
 from pipec.runtime.holder import ModelTensors
+from pipec.runtime.messages.agreement import Presence, Told
+from pipec.runtime.messages.facts import Facts, differences, leaf_fact, tensor_kind
 from pipec.runtime.randomness import next_seed
-from pipec.runtime.updates import Updates
+from pipec.runtime.stages.batch import dense
+from pipec.runtime.step.execution import Ranks
+from pipec.runtime.step.updates import Updates
+from pipec.runtime.stream.batches import Given
 from pipec.torch_compat import Place, pytree
 
 

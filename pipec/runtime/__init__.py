@@ -1,26 +1,25 @@
 """Executes the programs of an artifact, one step after another.
 
 It imports ``ir``, ``artifact``, the errors, the console and torch alone, so that a rank runs a saved artifact
-without loading the compiler. Read it from the top of a step downwards:
+without loading the compiler. Each part imports those above it alone:
 
-* ``launch``: which ranks this process runs, and on which devices. ``execution``: an artifact linked on them.
-* ``interpreter`` runs the program of one rank. ``linker`` resolves every name of the program beforehand.
-* ``stage`` holds the state of a stage; ``compute``, ``gradients`` and ``results`` say what a phase function
-  is given and where the things it returns go. ``draws`` and ``randomness`` make dropout reproducible.
-* ``transport`` carries tensors between ranks of one process, on the threads of ``worker``. ``distributed``
-  does so between processes, over the ``connections`` of gloo or those of ``nccl``; for these, a ``watcher``
-  notices when another rank fails.
-* ``lifelines`` tell who lives, and ``peers`` and ``waits`` what each rank waits for. ``stops`` notes signals,
-  which all ranks follow together. ``recovery`` finds the weights that are left of a stream that failed.
-* ``finite`` and ``verdict``: what becomes of a step whose loss or gradients are not numbers.
-* ``agreement``: what processes tell each other beside the messages of a program. ``facts`` says what they
-  compare, such as a digest of the batch that each was given.
-* ``handle``, ``holder`` and ``loaded`` are what a user holds: the tensors, and a saved artifact to train.
-* ``recording`` keeps the times of a step; ``storage`` tells whose memory a tensor is.
+* ``draws`` and ``branches`` are what generated code imports; ``randomness`` seeds every draw.
+* ``processes``: how processes find each other; who lives, what each waits for, and who was told to stop.
+* ``memory``: whose memory a tensor is, and how much a rank holds.
+* ``messages`` carry tensors: ``transport`` between the threads of one process, ``distributed`` between
+  processes, over the ``connections`` of gloo or those of ``nccl``. ``agreement`` is what processes tell each
+  other beside the messages of a program, and ``facts`` what they compare.
+* ``optimizers`` make the updates that a program asks for.
+* ``stages``: the code and the state of a stage, and what its replicas do together.
+* ``step``: ``execution`` is an artifact linked on the ranks of this process, ``interpreter`` runs the program
+  of one rank, and ``linker`` resolves every name of it beforehand.
+* ``stream``: the same for programs without end.
+* ``handle``, ``holder``, ``loaded`` and ``streams`` are what a user holds: the tensors, a saved artifact to
+  train, and the steps of a stream of batches.
 """
 
-from pipec.runtime.distributed import TorchDistributed
-from pipec.runtime.interpreter import Interpreter
-from pipec.runtime.launch import World, resolve_devices, world
-from pipec.runtime.stage import StageCode
-from pipec.runtime.transport import InProcess, Transport
+from pipec.runtime.messages.distributed import TorchDistributed
+from pipec.runtime.messages.transport import InProcess, Transport
+from pipec.runtime.processes.launch import World, resolve_devices, world
+from pipec.runtime.stages.stage import StageCode
+from pipec.runtime.step.interpreter import Interpreter

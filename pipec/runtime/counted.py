@@ -5,8 +5,8 @@ from typing import Any
 from pipec.console import log
 from pipec.errors import NonFiniteError
 from pipec.ir import OnNan
-from pipec.runtime.finite import NotFinite, is_overflow, notice_of, refusal_of
 from pipec.runtime.handle import Handle
+from pipec.runtime.step.finite import NotFinite, is_overflow, notice_of, refusal_of
 
 
 class Counted(Handle):

@@ -16,15 +16,15 @@ from pipec.artifact.directory import Artifact
 from pipec.errors import InputError
 from pipec.ir import Plan, Program
 from pipec.ir.arguments import NUMBER, check_arguments, instance
-from pipec.runtime.agreement import Presence, Told
-from pipec.runtime.execution import Execution, Ranks
-from pipec.runtime.facts import Facts, differences, rank_names
-from pipec.runtime.flow import Flow
-from pipec.runtime.group import Group
+from pipec.runtime.messages.agreement import Presence, Told
+from pipec.runtime.messages.facts import Facts, differences, rank_names
+from pipec.runtime.messages.group import Group
 from pipec.runtime.optimizers import PipelineOptimizer, StatePart
-from pipec.runtime.recording import RecordedStep
-from pipec.runtime.stream_execution import StreamExecution
-from pipec.runtime.updates import Updates
+from pipec.runtime.step.execution import Execution, Ranks
+from pipec.runtime.step.recording import RecordedStep
+from pipec.runtime.step.updates import Updates
+from pipec.runtime.stream.flow import Flow
+from pipec.runtime.stream.stream_execution import StreamExecution
 
 
 class Handle(nn.Module):

@@ -27,24 +27,24 @@ from pipec.ir.arguments import (
 )
 from pipec.ir.batch import leaf_path, require_equal_rows, split_sizes, variable_values
 from pipec.ir.text import evaluate_dim, format_value, holds, names_in
-from pipec.runtime.batch import dense
-from pipec.runtime.batches import Given
-from pipec.runtime.execution import Ranks
-from pipec.runtime.facts import Facts, leaf_fact
-from pipec.runtime.flow import CompiledStream
 from pipec.runtime.handle import homes
 from pipec.runtime.holder import ModelTensors, hold
-from pipec.runtime.kernels import KERNELS
-from pipec.runtime.launch import DEVICES, Devices
-from pipec.runtime.loss_scale import LossScale
+from pipec.runtime.messages.facts import Facts, leaf_fact
 from pipec.runtime.optimizers import Factory
-from pipec.runtime.outcomes import StreamBatch
+from pipec.runtime.processes.launch import DEVICES, Devices
 from pipec.runtime.randomness import next_seed
-from pipec.runtime.span import Span
-from pipec.runtime.stream_execution import StreamExecution
+from pipec.runtime.stages.batch import dense
+from pipec.runtime.stages.kernels import KERNELS
+from pipec.runtime.step.execution import Ranks
+from pipec.runtime.step.loss_scale import LossScale
+from pipec.runtime.step.outcomes import StreamBatch
+from pipec.runtime.step.span import Span
+from pipec.runtime.step.updates import Updates
+from pipec.runtime.step.weights import GIVEN, WORDS, MicrobatchWeight, loss_shares
+from pipec.runtime.stream.batches import Given
+from pipec.runtime.stream.flow import CompiledStream
+from pipec.runtime.stream.stream_execution import StreamExecution
 from pipec.runtime.streams import Begun, Streams, nothing
-from pipec.runtime.updates import Updates
-from pipec.runtime.weights import GIVEN, WORDS, MicrobatchWeight, loss_shares
 
 
 def load(

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pipec.ir.arguments import FUNCTION, check_arguments
-from pipec.runtime.agreement import Told
 from pipec.runtime.counted import Counted
-from pipec.runtime.stops import STOPS, follow
+from pipec.runtime.messages.agreement import Told
+from pipec.runtime.processes.stops import STOPS, follow
 
 
 class StoppedTogether(Counted):

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from pipec.errors import InputError, PipecError
 from pipec.ir.arguments import FLAG, NONE, check_arguments
-from pipec.runtime.ahead import Ahead, Item
-from pipec.runtime.batches import ITERABLE, Given, given_by
-from pipec.runtime.facts import Facts
-from pipec.runtime.finite import NotFinite
-from pipec.runtime.flow import CompiledStream, Flow
+from pipec.runtime.messages.facts import Facts
 from pipec.runtime.position import Outcome, Position, Reading
+from pipec.runtime.step.finite import NotFinite
 from pipec.runtime.stopped import StoppedTogether
-from pipec.runtime.stream_execution import refuse_accumulating, refuse_recording
+from pipec.runtime.stream.ahead import Ahead, Item
+from pipec.runtime.stream.batches import ITERABLE, Given, given_by
+from pipec.runtime.stream.flow import CompiledStream, Flow
+from pipec.runtime.stream.stream_execution import refuse_accumulating, refuse_recording
 
 Begun = Callable[[], None]
 """What a step calls as soon as it draws no more random numbers, and before it works."""

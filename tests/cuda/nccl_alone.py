@@ -6,7 +6,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from pipec.runtime.nccl import NcclConnections
+from pipec.runtime.messages.nccl import NcclConnections
 
 device = torch.device("cuda", 0)
 torch.cuda.set_device(device)

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from workers import run_script
 
 import pipec
-from pipec.runtime import execution
+from pipec.runtime.step import execution
 
 
 @pytest.fixture

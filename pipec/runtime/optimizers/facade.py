@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from pipec.errors import InputError
 from pipec.ir import Piece
-from pipec.runtime.facts import Facts
+from pipec.runtime.messages.facts import Facts
 from pipec.runtime.optimizers.factory import (
     Factory,
     call_factory,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pipec.runtime.meter import uncounted
+from pipec.runtime.memory.meter import uncounted
 
 
 class HostState:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from pipec.runtime.meter import TensorMeter
+from pipec.runtime.memory.meter import TensorMeter
 from pipec.runtime.optimizers.factory import Factory, call_factory, parameter_on
 
 

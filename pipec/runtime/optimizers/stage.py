@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from pipec.errors import InputError
 from pipec.ir import Piece
+from pipec.runtime.memory.storage import tensors_in
 from pipec.runtime.optimizers.factory import (
     Factory,
     call_factory,
@@ -21,7 +22,6 @@ from pipec.runtime.optimizers.factory import (
 )
 from pipec.runtime.optimizers.host import HostState
 from pipec.runtime.optimizers.state import Entries, StatePart, cut, restore_types
-from pipec.runtime.storage import tensors_in
 
 # Multiplies a list of tensors in one call; the public API has no such function.
 _scale_all = torch._foreach_mul_

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pipec.runtime.memory.storage import tensors_in
 from pipec.runtime.optimizers.factory import Factory, call_factory, parameter_on
-from pipec.runtime.storage import tensors_in
 
 Sizes = dict[int, int] | None
 """The size in the parameter by the size that is tried in its place; None where it is tried itself."""

@@ -1,0 +1,196 @@
+"""What a rank really holds while it runs a step: bytes of tensors, counted, or what CUDA's allocator says."""
+
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipec.ir import RankMemory
+from pipec.runtime.memory.storage import tensors_in
+
+Held = Mapping[str, Iterable[Tensor]]
+"""Tensors by what they are for: kinds of ``pipec.ir.memory.KINDS``."""
+
+
+class Meter(Protocol):
+    """Measures the rank whose program this thread executes inside a ``with``."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *raised: object) -> None: ...
+
+    def begin(self, held: Held) -> None:
+        """Count what the rank holds before its first instruction."""
+
+    def note(self, host_bytes: int = 0) -> None:
+        """Note what was held since the instruction before, and what waits in host memory now."""
+
+    def memory(self, rank: int) -> RankMemory:
+        """What was measured. Whatever the step itself has made is of kind "step"."""
+
+
+def make_meter(device: torch.device, is_shared: bool) -> Meter:
+    """The meter of a rank. Ranks that share a GPU count their tensors: its allocator has one count."""
+    return CudaMeter(device) if device.type == "cuda" and not is_shared else TensorMeter()
+
+
+def current_meter() -> "TensorMeter | None":
+    """The meter that counts the tensors of this thread, if one does."""
+    return getattr(_current, "meter", None)
+
+
+_current = threading.local()
+
+
+def uncounted() -> AbstractContextManager[None]:
+    """Let nothing be counted for this thread's rank inside a ``with``."""
+    meter = current_meter()
+    return meter.paused() if meter else nullcontext()
+
+
+class _Readings:
+    """What a meter has noted: by kind what was there at first, and two figures for each instruction."""
+
+    def __init__(self) -> None:
+        self.first: dict[str, float] = {}
+        self._most: list[float] = []
+        self._after: list[float] = []
+        self._host_bytes = 0
+
+    def add(self, most: float, after: float, host_bytes: int) -> None:
+        self._most.append(most)
+        self._after.append(after)
+        self._host_bytes = max(self._host_bytes, host_bytes)
+
+    def memory(self, rank: int) -> RankMemory:
+        most, after = np.array(self._most), np.array(self._after)
+        peak = int(most.argmax())
+        parts = {**self.first, "step": float(most[peak]) - sum(self.first.values())}
+        return RankMemory(rank, parts, peak, host_bytes=self._host_bytes, most=most, after=after)
+
+
+class CudaMeter:
+    """What the allocator of one GPU says, beside the tensors that were there at first."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._readings = device, _Readings()
+        self._others = 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        """Leave nothing behind: the allocator counts all the time."""
+
+    def begin(self, held: Held) -> None:
+        self._readings.first = {
+            kind: sum(storage.nbytes() for storage in found) for kind, found in _apart(held).items()
+        }
+        self._others = torch.cuda.memory_allocated(self._device) - sum(self._readings.first.values())
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def note(self, host_bytes: int = 0) -> None:
+        most = torch.cuda.max_memory_allocated(self._device) - self._others
+        self._readings.add(most, torch.cuda.memory_allocated(self._device) - self._others, host_bytes)
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def memory(self, rank: int) -> RankMemory:
+        return self._readings.memory(rank)
+
+
+class TensorMeter(TorchDispatchMode):
+    """Counts the memory of the tensors that this thread's operators make, for as long as anybody has it.
+
+    A view is no memory of its own, and keeps that of its base. What kernels take inside is not seen.
+    ``kept`` is let go of when the measurement is over.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._readings, self._lock = _Readings(), threading.RLock()
+        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._now = self._most = 0
+        self._is_paused = False
+        self.kept: dict[object, Any] = {}
+
+    def __enter__(self) -> Self:
+        _current.meter = self
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        _current.meter = None
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        self.kept.clear()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if self._is_paused:
+            return result
+        given = {id(storage) for tensor in tensors_in((args, kwargs)) for storage in _storages(tensor)}
+        for tensor in tensors_in(result):
+            for storage in _storages(tensor):
+                if id(storage) not in given or id(storage) in self._known:
+                    self._count(storage)
+        return result
+
+    def begin(self, held: Held) -> None:
+        for kind, found in _apart(held).items():
+            before = self._now
+            for storage in found:
+                self._count(storage)
+            self._readings.first[kind] = self._now - before
+        self._most = self._now
+
+    def note(self, host_bytes: int = 0) -> None:
+        with self._lock:
+            self._readings.add(self._most, self._now, host_bytes)
+            self._most = self._now
+
+    def memory(self, rank: int) -> RankMemory:
+        return self._readings.memory(rank)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count nothing that is made inside a ``with``: it is another rank's."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = id(storage), storage.nbytes()
+        with self._lock:
+            known, before = self._known.get(key, (None, 0))
+            self._known[key] = known or weakref.ref(storage, lambda _: self._forget(key)), size
+            self._now += size - before
+            self._most = max(self._most, self._now)
+
+    def _forget(self, key: int) -> None:
+        with self._lock:
+            _, size = self._known.pop(key)
+            self._now -= size
+
+
+def _apart(held: Held) -> dict[str, list[torch.UntypedStorage]]:
+    """The memory of each kind. What serves several counts for the first of them."""
+    known = set[int]()
+    found: dict[str, list[torch.UntypedStorage]] = {}
+    for kind, tensors in held.items():
+        own = {id(storage): storage for tensor in tensors for storage in _storages(tensor)}
+        found[kind] = [storage for key, storage in own.items() if key not in known]
+        known |= own.keys()
+    return found
+
+
+def _storages(tensor: Tensor) -> list[torch.UntypedStorage]:
+    """The memory behind a tensor, which a sparse one has for its indices and for its values."""
+    parts = [tensor._indices(), tensor._values()] if tensor.is_sparse else [tensor]
+    return [part.untyped_storage() for part in parts]

@@ -1,0 +1,1 @@
+"""How ranks exchange tensors: point to point and together, in one process and between several."""

@@ -1,0 +1,230 @@
+"""What the processes of a pipeline tell each other beside its messages: facts to compare, and whole tensors.
+
+All ranks call each method in the same order. Before every call of the pipeline they exchange some bytes: a
+digest of what each was given, and some numbers, such as rank 0's seed. Only if digests differ do they also
+exchange the facts themselves.
+"""
+
+import contextlib
+import functools
+import hashlib
+import json
+import pickle
+import struct
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+
+from pipec.errors import InputError, TransportError
+from pipec.runtime.messages.connections import Connections
+from pipec.runtime.messages.distributed import TorchDistributed
+from pipec.runtime.messages.facts import Facts, whole_digest
+from pipec.runtime.processes.stops import STOPS
+
+S = TypeVar("S")
+
+_TAG = 2**31 - 2
+"""Of these messages; those of a program have the small numbers of its links."""
+
+_NUM_ANNOUNCEMENTS = 2**12
+"""Tags of announcements."""
+
+Refusal = Callable[[Sequence[Facts]], str]
+"""Says what is wrong, and what to do, from the facts of every rank."""
+
+
+class Presence(IntEnum):
+    """What a rank says of a call: all ranks make it, or those that have joined need not; or that it has."""
+
+    NEEDED = 0
+    OPTIONAL = 1
+    JOINED = 2
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a rank told the others beside its facts.
+
+    Whether it has joined, the signal that asks it to stop, and five notes; 0 stands for none.
+    """
+
+    joined: bool
+    stop: int
+    notes: list[int]
+
+
+class Agreement:
+    """This process's part. Its errors close ``transport``, unless every rank raises the same one."""
+
+    def __init__(self, transport: TorchDistributed, timeout: float) -> None:
+        self._transport = transport
+        self._timeout = timeout
+        self._peers = [peer for peer in range(transport.num_ranks) if peer != transport.rank]
+        self._gloo = (
+            transport.gloo_connections()
+            if transport.device.type == "cuda"  # whose connections carry no CPU tensors
+            else None
+        )
+
+    def require(
+        self,
+        doing: str,
+        facts: Facts,
+        refusal: Refusal,
+        notes: Sequence[int] = (),
+        presence: Presence = Presence.NEEDED,
+    ) -> list[Told]:
+        """Check that every rank has the same ``facts``; returns what each told beside them.
+
+        A rank that has joined has facts of its own, which fit to those of ranks that do without it.
+
+        Raises:
+            InputError: they differ. Every rank raises it, and may go on.
+            TransportError: some rank does not call this.
+        """
+        padding = [0] * (_MOST_NOTES - len(notes))
+        own = torch.tensor([*_digest(facts), presence, STOPS.asked, *notes, *padding])
+        rows = [row.tolist() for row in self.exchange(doing, own)]
+        strict = any(row[2] == Presence.NEEDED for row in rows)
+        compared = [row[:2] for row in rows if strict or row[2] != Presence.JOINED]
+        if any(each != compared[0] for each in compared):
+            self.refuse(facts, refusal)
+        return [Told(row[2] == Presence.JOINED, row[3], row[4:]) for row in rows]
+
+    def refuse(self, facts: Facts, refusal: Refusal) -> NoReturn:
+        """Raise InputError on every rank, all of which call this. It says what is wrong with their facts."""
+        raise InputError(refusal([json.loads(text) for text in self._transport.gather(json.dumps(facts))]))
+
+    def switched(self, agreed: Sequence[bool], own: Sequence[bool]) -> tuple[bool, ...]:
+        """The flags that were ``agreed`` on, each switched if it is another on any rank now."""
+        every = [json.loads(text) for text in self._transport.gather(json.dumps([agreed, own]))]
+        before, now = every[0][0], zip(*(flags for _, flags in every), strict=True)
+        return tuple(was != any(x != was for x in found) for was, found in zip(before, now, strict=True))
+
+    def exchange(self, doing: str, own: Tensor) -> list[Tensor]:
+        """The tensor of each rank, on every rank. All have the same shape and type, and are on the CPU."""
+        return self.exchanging(doing, own)()
+
+    def announce(self, doing: str, number: int, facts: Facts) -> Callable[[], bool]:
+        """Tell the others ``facts`` without waiting; returns what waits for theirs and says if all go on.
+
+        They do if all facts are alike, and no rank had been sent a signal that asks it to stop.
+        ``number`` counts announcements. Some ranks may be as many ahead of others as there are tags.
+        """
+        own = torch.tensor([*_digest(facts), STOPS.asked])
+        going_on = torch.tensor([*_digest(facts), 0])
+        wait = self.exchanging(doing, own, _TAG - 1 - number % _NUM_ANNOUNCEMENTS)
+        return lambda: all(torch.equal(each, going_on) for each in wait())
+
+    def exchanging(self, doing: str, own: Tensor, tag: int = _TAG) -> Callable[[], list[Tensor]]:
+        """Start to exchange tensors; returns what waits for those of all ranks."""
+        rank = self._transport.rank
+        found = [
+            own if other == rank else torch.empty_like(own) for other in range(self._transport.num_ranks)
+        ]
+        waits = []
+        for peer in self._peers:
+            with self._together_with(peer, doing) as via:
+                waits.append((peer, via.receive(found[peer], peer, tag)))
+                via.send([own], peer, tag)
+
+        def wait() -> list[Tensor]:
+            for peer, work in waits:
+                with self._together_with(peer, doing) as via:
+                    via.wait(work)
+            waits.clear()
+            return found
+
+        return wait
+
+    def sent_by(self, owner: int, doing: str, tensor: Tensor, to: Sequence[int] | None = None) -> Tensor:
+        """The values of the owner's tensor, on the ranks ``to`` (None: on all); others keep their own."""
+        rank, readers = self._transport.rank, self._peers if to is None else to
+        if not tensor.numel() or (rank != owner and to is not None and rank not in to):
+            return tensor
+        if rank == owner:
+            flat = tensor.detach().cpu().contiguous().flatten()
+            for peer in readers:
+                with self._together_with(peer, doing) as via:
+                    via.send([flat], peer, _TAG)
+                    via.drain()
+            return tensor
+        received = torch.empty(tensor.numel(), dtype=tensor.dtype)
+        with self._together_with(owner, doing) as via:
+            via.wait(via.receive(received, owner, _TAG))
+        return received.view(tensor.shape)
+
+    def from_rank(
+        self, owner: int, doing: str, leaves: Sequence[object], structure: S
+    ) -> tuple[list[object], S]:
+        """The owner's leaves, tensors and plain values, and their structure, on every rank."""
+        if self._transport.rank == owner:
+            layouts = [_Layout.of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            text = torch.frombuffer(bytearray(pickle.dumps((layouts, structure))), dtype=torch.uint8)
+            self.sent_by(owner, doing, torch.tensor([len(text)]))
+            self.sent_by(owner, doing, text)
+            return [self.sent_by(owner, doing, x) if isinstance(x, Tensor) else x for x in leaves], structure
+        size = int(self.sent_by(owner, doing, torch.tensor([0])))
+        text = self.sent_by(owner, doing, torch.empty(size, dtype=torch.uint8))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch's own, when it restores a TreeSpec
+            layouts, structure = pickle.loads(text.numpy().tobytes())
+        fetch = functools.partial(self.sent_by, owner, doing)
+        return [x.filled(fetch) if isinstance(x, _Layout) else x for x in layouts], structure
+
+    def start_from_rank_0(self, tensors: Mapping[str, Tensor]) -> dict[int, list[str]]:
+        """Give every rank the values of rank 0; by rank, the names of the tensors that had others."""
+        mine = [whole_digest(tensor) for tensor in tensors.values()]
+        every = [json.loads(text) for text in self._transport.gather(json.dumps(mine))]
+        differing: dict[int, list[str]] = defaultdict(list)
+        for (name, tensor), digests in zip(tensors.items(), zip(*every, strict=True), strict=True):
+            others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+            if not others or "" in digests:  # of a tensor without values
+                continue
+            sent = self.sent_by(0, f"taking over {name}", tensor, others)
+            if self._transport.rank in others:
+                tensor.detach().copy_(sent)
+            for rank in others:
+                differing[rank].append(name)
+        return dict(differing)
+
+    @contextlib.contextmanager
+    def _together_with(self, peer: int, doing: str) -> Iterator[Connections]:
+        """Give the connections; an error names the peer, and tells the other ranks."""
+        try:
+            together = f"{doing}, together with rank {peer}"
+            with self._transport.explaining(together, peer) as connections:
+                yield self._gloo or connections
+        except TransportError as error:
+            self._transport.fail(error)
+            raise
+
+
+_MOST_NOTES = 5
+
+
+def _digest(facts: Facts) -> tuple[int, ...]:
+    text = json.dumps(list(facts.items())).encode()
+    return struct.unpack("2q", hashlib.blake2b(text, digest_size=16).digest())
+
+
+class _Layout:
+    """How a tensor lies in memory, without its values."""
+
+    def __init__(self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> None:
+        self._shape, self._stride, self._dtype = shape, stride, dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "_Layout":
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+    def filled(self, fetch: Callable[[Tensor], Tensor]) -> Tensor:
+        """A tensor of this layout with the values that ``fetch`` brings."""
+        tensor = torch.empty_strided(self._shape, self._stride, dtype=self._dtype)
+        return tensor.copy_(fetch(tensor))

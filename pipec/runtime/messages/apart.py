@@ -1,0 +1,68 @@
+"""Messages between ranks of one process as those of several have them, while memory is measured.
+
+Ranks of one process hand tensors over by reference. That is nobody's memory in particular: so as long as a
+meter counts, a message is copied into a buffer of its reader's, and its sender keeps it as gloo does.
+"""
+
+import functools
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pipec.ir import Instruction, Sizes
+from pipec.runtime.memory.meter import current_meter, uncounted
+from pipec.runtime.messages.buffers import buffers_for, values_in
+from pipec.runtime.messages.connections import MOST_UNDER_WAY
+from pipec.runtime.messages.parcels import Parcels
+
+Send = Callable[[Sequence[Tensor], Sizes], None]
+
+
+class Mailbox(Protocol):
+    """The messages of one link for one rank."""
+
+    def post(self, sizes: Sizes) -> None: ...
+
+    def wait(self) -> Sequence[Tensor]: ...
+
+
+def sending(send: Send, key: object) -> Send:
+    """``send``, which keeps what it has sent of a link to a peer if that is measured."""
+
+    def send_apart(tensors: Sequence[Tensor], sizes: Sizes) -> None:
+        if meter := current_meter():
+            under_way = meter.kept.setdefault(key, deque(maxlen=MOST_UNDER_WAY))
+            under_way.append([tensor.contiguous() for tensor in tensors])
+            with uncounted():
+                tensors = [tensor.clone() for tensor in tensors]
+        send(tensors, sizes)
+
+    return send_apart
+
+
+class Inbox:
+    """A receive instruction, whose messages arrive in ``mailbox``."""
+
+    def __init__(self, mailbox: Mailbox, instruction: Instruction, device: torch.device) -> None:
+        assert instruction.link is not None
+        self._mailbox = mailbox
+        self._key = instruction.link, instruction.peer, instruction.slot
+        self._make = functools.partial(buffers_for, instruction, device)
+        self._parcels = Parcels(instruction.link)
+        self._into: Sequence[Tensor] = ()
+
+    def post(self, sizes: Sizes) -> None:
+        self._mailbox.post(sizes)
+        if meter := current_meter():
+            if self._key not in meter.kept:
+                meter.kept[self._key] = self._make()
+            filled = zip(self._parcels.of(sizes), meter.kept[self._key], strict=False)
+            self._into = values_in([(parcel, buffer.memory(parcel.num_bytes)) for parcel, buffer in filled])
+
+    def wait(self) -> Sequence[Tensor]:
+        arrived = self._mailbox.wait()
+        into, self._into = self._into, ()
+        return [own.copy_(tensor) for own, tensor in zip(into, arrived, strict=True)] if into else arrived

@@ -1,0 +1,107 @@
+"""The memory that messages between processes are sent from and received into. It stays from step to step."""
+
+from collections.abc import Sequence
+from operator import itemgetter
+
+import torch
+from torch import Tensor
+
+from pipec.ir import Instruction, Payload
+from pipec.runtime.memory.storage import num_users
+from pipec.runtime.messages.connections import Connections, Started
+from pipec.runtime.messages.parcels import Parcel
+
+
+class Memory:
+    """Memory for a message of some bytes, or of fewer.
+
+    Tensors of it are made once: while computes use the cache, to make one takes half as long as to send it.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.num_bytes = num_bytes
+        self.whole = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._views = {torch.uint8: self.whole}
+        self._asked, self._message = (torch.uint8, 0), self.whole[:0]
+        self._storage = self.whole.untyped_storage()
+        self._alone = self._count()
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nobody holds a value in it, and no transfer is under way."""
+        return self._count() == self._alone
+
+    def message(self, parcel: Parcel) -> Tensor:
+        """What is sent, or received."""
+        asked = parcel.dtype, parcel.num_bytes
+        if asked != self._asked:
+            dtype, num_bytes = self._asked = asked
+            self._message = self._viewed(dtype)[: num_bytes // dtype.itemsize]
+        return self._message
+
+    def values(self, parcel: Parcel) -> list[Tensor]:
+        """The values of the message, in the order of the parcel."""
+        return [
+            self._viewed(place.dtype).as_strided(place.shape, place.strides, place.start)
+            for place in parcel.places
+        ]
+
+    def _viewed(self, dtype: torch.dtype) -> Tensor:
+        if dtype not in self._views:
+            whole_numbers = self.num_bytes // dtype.itemsize * dtype.itemsize
+            self._views[dtype] = self.whole[:whole_numbers].view(dtype)
+            self._alone += 1
+        return self._views[dtype]
+
+    def _count(self) -> int:
+        return num_users(self._storage)
+
+
+class Buffer:
+    """Memory for one message. It is used again as soon as nobody holds a value of the message before.
+
+    Unless it ``stays``, it is nobody's but the values', as for results. ``arriving`` is the message that
+    fills it. Once that was waited for, on the device, it is ``settling``.
+    """
+
+    def __init__(self, device: torch.device, stays: bool) -> None:
+        self._device, self._stays = device, stays
+        self._memory: Memory | None = None
+        self.arriving: Started | None = None
+        self.settling: Started | None = None
+
+    def held(self) -> list[Tensor]:
+        """The memory that stays."""
+        return [self._memory.whole] if self._memory else []
+
+    def settle(self, connections: Connections) -> None:
+        """Let nothing but this hold the memory, as far as messages do."""
+        if self.settling is not None:
+            connections.settle(self.settling)
+            self.settling = None
+
+    def memory(self, num_bytes: int) -> Memory:
+        """Memory of so many bytes, with undefined contents."""
+        memory = self._memory
+        if memory is None or memory.num_bytes < num_bytes or not memory.is_free:
+            memory = Memory(num_bytes, self._device)
+        if self._stays:
+            self._memory = memory
+        return memory
+
+
+def buffers_for(instruction: Instruction, device: torch.device) -> list[Buffer]:
+    """A buffer for each message that an instruction may receive."""
+    assert instruction.link is not None
+    stays = instruction.slot >= 0 or instruction.link.payload is Payload.WEIGHT
+    return [Buffer(device, stays) for _ in instruction.link.values]
+
+
+def values_in(messages: Sequence[tuple[Parcel, Memory]]) -> list[Tensor]:
+    """The values of a link in its order, from the memory of its messages."""
+    found = [
+        (place.number, value)
+        for parcel, memory in messages
+        for place, value in zip(parcel.places, memory.values(parcel), strict=True)
+    ]
+    return [value for _, value in sorted(found, key=itemgetter(0))]

@@ -1,0 +1,210 @@
+"""Point-to-point connections between the ranks of a process group, and those of gloo, for CPU tensors.
+
+``pipec.runtime.messages.nccl`` has those of NCCL, for CUDA tensors. Both raise the same errors:
+``TimeoutError`` when a message takes too long, and ``ConnectionError`` when the other side is gone or has
+closed.
+"""
+
+import contextlib
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Direction = tuple[int, int]
+"""A sending rank and a receiving rank."""
+
+MOST_UNDER_WAY = 2
+"""How many messages of one peer and tag are sent at a time: one that the peer reads now, and the next."""
+
+Collective = Callable[[dist.ProcessGroup], dist.Work | None]
+"""Starts a collective of the ranks of a process group."""
+
+
+class Started(Protocol):
+    """A message, or a collective, that has been started."""
+
+    def wait(self) -> object: ...
+
+    def is_completed(self) -> bool: ...
+
+
+class Connections(Protocol):
+    """One rank's connections to the others."""
+
+    def open(self, directions: Iterable[Direction]) -> None:
+        """Connect these ranks. Every rank calls this with the same directions."""
+
+    def open_last(self) -> None:
+        """Let all ranks exchange what is read last. Every rank calls this."""
+
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
+        """Start to send contiguous tensors, and keep them alive until they have left."""
+
+    def receive(self, tensor: Tensor, peer: int, tag: int) -> Started:
+        """Start to receive into ``tensor``."""
+
+    def send_last(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
+        """As ``send``, of what is received by ``receive_last``."""
+
+    def receive_last(self, tensor: Tensor, peer: int, tag: int) -> Started:
+        """As ``receive``, of what is waited for when nothing else is left to be sent and received."""
+
+    def settle(self, work: Started) -> None:
+        """Wait on the host until a message that was waited for is over, so that nothing holds its memory."""
+
+    def gather(self, groups: Iterable[tuple[int, ...]]) -> None:
+        """Let these ranks meet in collectives. Every rank calls this with the same groups."""
+
+    def collective(self, ranks: tuple[int, ...], start: Collective) -> Started:
+        """Start a collective of a group."""
+
+    def wait(self, work: Started) -> None:
+        """Wait until the operators that this thread launches next may read what was received."""
+
+    def drain(self) -> None:
+        """Wait until every message is over."""
+
+    def check(self) -> None:
+        """Raise ConnectionError if messages were cut off, and what was computed since means nothing."""
+
+    def close(self) -> None:
+        """Close all connections for good. Every other rank that waits for this one notices."""
+
+
+class GlooConnections:
+    """One group of all ranks. Messages between two ranks do not wait for each other if their tags differ.
+
+    They are given to what torch's group has for CPU tensors. ``isend`` and ``irecv`` do the same, with checks
+    of the group and a dispatch to the device that take a third of the time.
+
+    gloo tells that a send is over only to those who wait for it. Before a message is sent, the last but one
+    of the same peer and tag is therefore waited for. It is over already, unless the peer is far behind.
+    """
+
+    def __init__(self, rank: int, num_ranks: int, timeout: float) -> None:
+        self._rank, self._timeout = rank, timeout
+        self._peers = [peer for peer in range(num_ranks) if peer != rank]
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        self._backend = self._group._get_backend(torch.device("cpu"))
+        self._sends: dict[tuple[int, int], deque[_Message]] = defaultdict(deque)
+
+    def open(self, directions: Iterable[Direction]) -> None:
+        """Do nothing: gloo connected all ranks when it made the group."""
+
+    def open_last(self) -> None:
+        """Do nothing: gloo connected all ranks when it made the group."""
+
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
+        under_way, send = self._sends[peer, tag], self._backend.send
+        try:
+            if len(under_way) == MOST_UNDER_WAY:
+                _wait(under_way.popleft())
+            under_way.append([(send([tensor], peer, tag), tensor) for tensor in tensors])
+        except RuntimeError as error:
+            raise _kind_of(error) from None
+
+    def receive(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
+        try:
+            return started(self._backend.recv([tensor], peer, tag))
+        except RuntimeError as error:
+            raise _kind_of(error) from None
+
+    def send_last(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
+        self.send(tensors, peer, tag)
+
+    def receive_last(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
+        return self.receive(tensor, peer, tag)
+
+    def settle(self, work: Started) -> None:
+        """Do nothing: a message of gloo is over when it has been waited for."""
+
+    def gather(self, groups: Iterable[tuple[int, ...]]) -> None:
+        for ranks in sorted({*groups} - self._groups.keys()):
+            with _gloo_errors():
+                timeout = timedelta(seconds=self._timeout)
+                self._groups[ranks] = dist.new_group(list(ranks), timeout, "gloo")
+
+    def collective(self, ranks: tuple[int, ...], start: Collective) -> dist.Work:
+        with _gloo_errors():
+            return started(start(self._groups[ranks]))
+
+    def swap(
+        self, ranks: tuple[int, ...], peer: int, outgoing: Tensor, incoming: Tensor, tag: int = 0
+    ) -> list[dist.Work]:
+        """Start to send a tensor to another rank of a group, and to receive one from it."""
+        group = self._groups[ranks]
+        with _gloo_errors():
+            return [
+                started(dist.irecv(incoming, peer, group=group, tag=tag)),
+                started(dist.isend(outgoing, peer, group=group, tag=tag)),
+            ]
+
+    def wait(self, work: Started) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise _kind_of(error) from None
+
+    def drain(self) -> None:
+        with _gloo_errors():
+            for under_way in self._sends.values():
+                while under_way:
+                    _wait(under_way.popleft())
+
+    def check(self) -> None:
+        """Do nothing: what was cut off has raised an error where it was waited for."""
+
+    def close(self) -> None:
+        """Let a receive from each peer time out: gloo then closes every connection of the group.
+
+        ``abort`` and ``shutdown`` of a gloo group close nothing (torch 2.13).
+        """
+        close_gloo(self._group, self._peers)
+        for ranks, group in self._groups.items():
+            if self._rank in ranks:
+                close_gloo(group, [rank for rank in ranks if rank != self._rank])
+
+
+def close_gloo(group: dist.ProcessGroup, peers: Iterable[int]) -> None:
+    """Close this rank's connections of a group, so that whoever waits for it notices."""
+    for peer in peers:
+        with contextlib.suppress(RuntimeError):
+            work = dist.irecv(torch.empty(1), peer, group=group, tag=_UNUSED_TAG)
+            started(work).wait(timedelta(milliseconds=1))
+
+
+_UNUSED_TAG = 2**31 - 1
+
+
+@contextlib.contextmanager
+def _gloo_errors() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise _kind_of(error) from None
+
+
+def _kind_of(error: RuntimeError) -> TimeoutError | ConnectionError:
+    """What went wrong with a message of gloo, which has one class of errors for everything."""
+    return (TimeoutError if "Timed out" in str(error) else ConnectionError)(str(error))
+
+
+_Message = list[tuple[dist.Work, Tensor]]
+"""The tensors of one message and their sends."""
+
+
+def _wait(message: _Message) -> None:
+    for work, _ in message:
+        work.wait()
+
+
+def started(work: dist.Work | None) -> dist.Work:
+    """The work that torch returns to the members of a group."""
+    assert work is not None, "this rank is not a member of the group"
+    return work

@@ -1,0 +1,358 @@
+"""Point-to-point connections between the ranks of a process group over NCCL, for CUDA tensors."""
+
+import contextlib
+import itertools
+import math
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipec.errors import InputError
+from pipec.runtime.messages.connections import MOST_UNDER_WAY, Collective, Direction, Started, started
+from pipec.runtime.processes.watcher import Watcher
+
+_Message = tuple[Sequence[dist.Work], Sequence[Tensor]]
+"""What was started at one time, with the memory that it uses."""
+
+_Messages = deque[_Message]
+"""The messages of one direction that are under way, oldest first."""
+
+
+class NcclConnections:
+    """A group of two ranks for every direction, and one of all for what is read last.
+
+    NCCL has no tags and matches the messages of a group in order. With a group of its own, a direction's
+    messages wait for each other alone, and both ranks have them in the same order. What is read last, such as
+    results, goes from some ranks to all: it is sent and received as one, so that no order matters.
+
+    torch runs a group on one stream of a pool, and groups that share one would wait for each other. Ours are
+    streams of high priority: those that a script makes for itself are of another pool, and what waits for
+    messages is launched as soon as they are there.
+
+    At most ``MOST_UNDER_WAY`` messages of a direction are sent at a time. That also bounds how far the host
+    is ahead of the GPU, and how much memory the messages hold meanwhile.
+
+    A wait for a message happens on the GPU's stream, and so does the wait for a message that never comes. The
+    host may then be stuck in any call that waits for the GPU. A thread therefore asks ``is_failed`` all the
+    time whether another rank has failed; if so, it aborts all messages, which sets the host free. Whatever is
+    called afterwards raises ConnectionError.
+    """
+
+    def __init__(
+        self, device: torch.device, rank: int, num_ranks: int, timeout: float, is_failed: Callable[[], bool]
+    ) -> None:
+        self._device = device
+        self._rank = rank
+        self._everyone = tuple(range(num_ranks))
+        self._timeout = timeout
+        self._is_failed = is_failed
+        self._opened: set[tuple[int, ...]] = set()
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._pending: dict[tuple[int, ...], _Messages] = defaultdict(deque)
+        self._last: list[dist.P2POp] = []
+        self._last_started: list[dist.Work] = []
+        self._aborting = threading.Lock()
+        self._aborted = False
+        self._watcher = Watcher(self, NcclConnections.abort_if_failed, _CHECK_SECONDS)
+
+    def open(self, directions: Iterable[Direction]) -> None:
+        """Make the groups, and send a first message over each: the first use of a group blocks.
+
+        All ranks do so in the same order, so that none blocks on a group that the other comes to later. Every
+        rank takes part in making every group. torch gives a number instead of a group to those outside it.
+        First messages follow in rounds, so that pairs of ranks do not wait for each other.
+        """
+        new = sorted(set(directions) - self._opened)
+        self._check_streams(new)
+        own = {direction for direction in new if self._make_group(direction)}
+        for direction in in_rounds(new):
+            if direction in own:
+                self._greet(*direction)
+
+    def open_last(self) -> None:
+        self.gather([self._everyone])
+
+    def gather(self, groups: Iterable[tuple[int, ...]]) -> None:
+        """Make the groups, and sum a number over each. Groups of two ranks are not those of a direction."""
+        new = sorted({(*ranks, -1) for ranks in groups} - self._opened)
+        self._check_streams(new)
+        for ranks in new:
+            if self._make_group(ranks):
+                self._sum_once(ranks[:-1])
+
+    def collective(self, ranks: tuple[int, ...], start: Collective) -> dist.Work:
+        key = (*ranks, -1)
+        with self._nccl_errors():
+            work = started(start(self._groups[key]))
+            self._remember(key, [work], [])
+        return work
+
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
+        direction = self._rank, peer
+        self._wait_until(lambda: self._under_way(direction) < MOST_UNDER_WAY)
+        with self._nccl_errors():
+            group = self._groups[direction]
+            works = [started(dist.isend(transferable(tensor), peer, group=group)) for tensor in tensors]
+            self._remember(direction, works, tensors)
+
+    def receive(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
+        direction = peer, self._rank
+        with self._nccl_errors():
+            work = started(dist.irecv(transferable(tensor), peer, group=self._groups[direction]))
+            self._remember(direction, [work], [tensor])
+        return work
+
+    def send_last(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
+        self._last += [self._last_message(dist.isend, tensor, peer) for tensor in tensors]
+
+    def receive_last(self, tensor: Tensor, peer: int, tag: int) -> Started:
+        self._last.append(self._last_message(dist.irecv, tensor, peer))
+        return _AllOf(self._start_last)
+
+    def wait(self, work: Started) -> None:
+        with self._nccl_errors():
+            work.wait()
+
+    def settle(self, work: Started) -> None:
+        """Wait for a message whose memory is to be used again.
+
+        Whatever reads it was launched before. The host is then at most as far ahead as there are buffers.
+        """
+        self._wait_until(work.is_completed)
+        self._reap_all()
+
+    def drain(self) -> None:
+        """Wait until every message is over.
+
+        Nobody may use what a step made before that is known: a message that was cut off leaves no trace in
+        the memory it should have filled.
+        """
+        self._start_last()
+        self._wait_until(lambda: not self._reap_all())
+        self._last_started = []
+
+    def check(self) -> None:
+        if self._aborted:
+            raise ConnectionError("the messages were aborted")
+
+    def close(self) -> None:
+        """Abort the kernels that wait for a peer. Peers abort theirs when they see that this rank failed."""
+        self._watcher.stop()
+        self._abort()
+        self._pending.clear()
+
+    def abort_if_failed(self) -> bool:
+        """What the watcher does; returns whether there is nothing left to watch."""
+        if self._is_failed():
+            self._abort()
+        return self._aborted
+
+    def _abort(self) -> None:
+        """Abort all messages, from whatever thread.
+
+        First it says so: an aborted message counts as one that is over, without an error.
+        """
+        with self._aborting:
+            first, self._aborted = not self._aborted, True
+            if first:
+                _abort_together(list(self._groups.values()))
+
+    def _make_group(self, ranks: tuple[int, ...]) -> bool:
+        """Make a group of ranks; a last -1 marks one for collectives. Returns whether this rank is in it."""
+        with self._nccl_errors():
+            # NCCL's own watchdog ends the process, so it must be slower than `drain`.
+            members = [rank for rank in ranks if rank >= 0]
+            options = _options(timedelta(seconds=2 * self._timeout), is_direction=len(members) == len(ranks))
+            group = dist.new_group(members, options._timeout, "nccl", options)
+        self._opened.add(ranks)
+        if self._rank in ranks:
+            self._groups[ranks] = group
+        return self._rank in ranks
+
+    def _sum_once(self, ranks: tuple[int, ...]) -> None:
+        number = torch.zeros(1, device=self._device)
+        self.collective(ranks, lambda group: dist.all_reduce(number, group=group, async_op=True))
+        self.drain()
+
+    def _greet(self, source: int, target: int) -> None:
+        greeting = torch.zeros(1, device=self._device)
+        if self._rank == source:
+            self.send([greeting], target, 0)
+        else:
+            self.receive(greeting, source, 0)
+        self.drain()
+
+    def _check_streams(self, new: Collection[tuple[int, ...]]) -> None:
+        """Refuse groups of which two would share a stream on some rank. Every rank raises the same error."""
+        groups = self._opened.union(new)
+        for rank in self._everyone:
+            count = sum(rank in ranks for ranks in groups)
+            if count > _STREAMS_OF_POOL:
+                raise InputError(
+                    f"rank {rank} would exchange messages over {count} NCCL groups, but torch has "
+                    f"{_STREAMS_OF_POOL} streams for them on a GPU, and groups that share one could wait for "
+                    "each other for ever; use fewer stages, or let values cross fewer of them"
+                )
+
+    def _last_message(self, op: Callable[..., object], tensor: Tensor, peer: int) -> dist.P2POp:
+        return dist.P2POp(op, transferable(tensor), peer, self._groups[*self._everyone, -1])
+
+    def _start_last(self) -> Sequence[dist.Work]:
+        """Start what is read last, unless that was done. Returns what to wait for."""
+        if messages := self._last:
+            self._last = []
+            with self._nccl_errors():
+                self._last_started = dist.batch_isend_irecv(messages)
+                tensors = [message.tensor for message in messages]
+                self._remember((*self._everyone, -1), self._last_started, tensors)
+        return self._last_started
+
+    def _remember(
+        self, direction: tuple[int, ...], works: Sequence[dist.Work], tensors: Sequence[Tensor]
+    ) -> None:
+        messages = self._pending[direction]
+        _reap(messages)
+        messages.append((works, tensors))
+
+    def _under_way(self, direction: tuple[int, ...]) -> int:
+        """How many messages of a direction are not over."""
+        with self._nccl_errors():
+            _reap(self._pending[direction])
+        return len(self._pending[direction])
+
+    def _wait_until(self, is_over: Callable[[], bool]) -> None:
+        """Wait on the host. It takes too long when no message ends for the time of the timeout."""
+        fewest, deadline = math.inf, 0.0
+        while not is_over():
+            left, now = self._reap_all(), time.monotonic()
+            if left < fewest:
+                fewest, deadline = left, now + self._timeout
+            elif now > deadline:
+                raise TimeoutError(
+                    f"{left} NCCL messages are still under way after {self._timeout} s in which none ended"
+                )
+            time.sleep(_POLL_SECONDS)
+        self.check()
+
+    def _reap_all(self) -> int:
+        """Let go of the messages that are over. Returns how many are left."""
+        with self._nccl_errors():
+            for messages in self._pending.values():
+                _reap(messages)
+        return sum(map(len, self._pending.values()))
+
+    @contextlib.contextmanager
+    def _nccl_errors(self) -> Iterator[None]:
+        """Tell errors of the connection, which another rank causes, from those of this rank's own doing."""
+        self.check()
+        try:
+            yield
+        except dist.DistError as error:
+            text = str(error)
+            kind = TimeoutError if "timeout" in text.lower() else ConnectionError
+            raise kind(text) from None
+
+
+_POLL_SECONDS = 50e-6
+_CHECK_SECONDS = 1.0
+
+_STREAMS_OF_POOL = 32
+"""torch has so many streams of each priority on a device, and gives them out in turn (CUDAStream.h)."""
+
+_MOST_CTAS = 4
+"""Blocks of threads that a message between two ranks keeps busy, also while it waits for the other rank."""
+
+
+def _options(timeout: timedelta, is_direction: bool) -> "dist.ProcessGroupNCCL.Options":
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout
+    if is_direction:
+        options.config.max_ctas = _MOST_CTAS
+    return options
+
+
+def in_rounds(directions: Sequence[Direction]) -> list[Direction]:
+    """The directions, those first that have no rank in common: every rank is in at most one of a round.
+
+    A chain of any length takes four rounds::
+
+        0>1  1>0  1>2  2>1  2>3  3>2    ->    0>1  2>3    1>0  3>2    1>2    2>1
+    """
+    rounds: dict[Direction, int] = {}
+    for direction in directions:
+        taken = {rounds[other] for other in rounds if {*direction} & {*other}}
+        rounds[direction] = next(number for number in itertools.count() if number not in taken)
+    return sorted(directions, key=lambda direction: (rounds[direction], direction))
+
+
+@dataclass(frozen=True)
+class _AllOf:
+    """What ``start`` starts, as one."""
+
+    start: Callable[[], Sequence[dist.Work]]
+
+    def wait(self) -> None:
+        for work in self.start():
+            work.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self.start())
+
+
+def _reap(messages: _Messages) -> None:
+    """Let go of the messages that are over, oldest first. A message that failed is over, too.
+
+    ``wait`` would raise the error as well. But before that it aborts the message's communicator alone; see
+    ``_abort_together``.
+    """
+    while messages and all(work.is_completed() for work in messages[0][0]):
+        works, _ = messages.popleft()
+        for work in works:
+            if error := work.exception():
+                raise ConnectionError(str(error))
+
+
+def _abort_together(groups: Collection[dist.ProcessGroup]) -> None:
+    """Abort the groups at the same time.
+
+    An abort may wait for everything that runs on the GPU, so also for messages of the other groups. Those end
+    when their own aborts begin, which must therefore not stand in line. An NCCL group call around the aborts,
+    as in torch's ``_abort_process_group``, does not help: it holds for the calls of one thread, and torch
+    aborts each process group on a thread of its own (2.11 to 2.13).
+    """
+    threads = [threading.Thread(target=_abort_one, args=(group,), name="pipec abort") for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _abort_one(group: dist.ProcessGroup) -> None:
+    with contextlib.suppress(RuntimeError):  # it took longer than the group's timeout
+        group.abort()
+
+
+_NCCL_DTYPES = frozenset(
+    {
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int8,
+        torch.uint8,
+    }
+)
+
+
+def transferable(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as NCCL takes it. One of a dtype that NCCL lacks is viewed as bytes."""
+    return tensor if tensor.dtype in _NCCL_DTYPES else tensor.view(-1).view(torch.uint8)

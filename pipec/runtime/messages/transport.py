@@ -1,0 +1,264 @@
+"""How ranks exchange tensors: what a transport must do, and the transport between ranks of one process."""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
+from typing import Protocol, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from pipec.errors import TransportError
+from pipec.ir import Instruction, Sizes
+from pipec.runtime.messages.apart import Inbox, sending
+from pipec.runtime.messages.cuda import CallersStreams, PeerCopies
+from pipec.runtime.messages.group import Group, Meetings, ThreadGroup
+from pipec.runtime.processes.worker import Worker
+
+T = TypeVar("T")
+
+Send = Callable[[Sequence[Tensor], Sizes], None]
+"""Starts to send the values of a link, in order, and returns at once. They must not change afterwards.
+
+The names in their shapes stand for the sizes.
+"""
+
+
+class Receiver(Protocol):
+    """One receive instruction, bound to its buffers."""
+
+    def post(self, sizes: Sizes) -> None:
+        """Get ready for values in whose shapes the names stand for ``sizes``. Returns at once."""
+
+    def wait(self) -> Sequence[Tensor]:
+        """Wait until the values have arrived, and return them on this rank's device.
+
+        Raises:
+            TransportError: they will not arrive.
+        """
+
+
+class Transport(Protocol):
+    """One rank's end. Messages with the same tag between the same ranks arrive in the order they were sent.
+
+    ``tag`` is the position of the instruction's link in the plan, which is the same on every rank.
+    """
+
+    def sender(self, instruction: Instruction, tag: int) -> Send: ...
+
+    def receiver(self, instruction: Instruction, tag: int) -> Receiver: ...
+
+    def held(self) -> Sequence[Tensor]:
+        """The memory that stays from step to step for messages."""
+
+    def group(self, ranks: Sequence[int], num_hosts: int = 1) -> Group:
+        """These ranks, of which this one is one, for collectives.
+
+        If they are seen as on several hosts, as many after one another on each, a host's link is spared.
+        """
+
+    def finish(self) -> None:
+        """Wait until everything that was sent in this step has left. Raises TransportError."""
+
+    def check(self) -> None:
+        """Raise TransportError if another rank's failure has cut off messages that this one waits for."""
+
+    def fail(self, error: BaseException) -> None:
+        """Tell every other rank that this one has stopped, and why."""
+
+
+class InProcess:
+    """Runs every rank in this process, each on a worker thread, and hands tensors over by reference.
+
+    Rank r runs on ``devices[r]``, and a GPU's ranks on the stream of the thread that calls ``run``. The CPU
+    ranks share the intra-op threads of the thread that made this object.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.devices = tuple(devices)
+        self._mailboxes: dict[tuple[int, int, int], _Mailbox] = {}
+        self._copies: dict[tuple[torch.device, torch.device], PeerCopies] = {}
+        self._meetings: dict[tuple[int, ...], Meetings] = {}
+        self._failure: BaseException | None = None
+        self._failing = threading.Lock()
+        self._stopped = threading.Event()
+        self._workers = [Worker(f"pipec rank {rank}") for rank in range(len(self.devices))]
+        self._set_up_workers()
+
+    def endpoint(self, rank: int) -> Transport:
+        """The transport of one rank's interpreter."""
+        return _Endpoint(self, rank)
+
+    def run(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
+        """Run one job per rank, each on its rank's thread, and return what they return.
+
+        The first error of any rank stops the others at their next instruction that sends or receives,
+        and is raised once all have stopped. The transport is then ready for another run.
+        """
+        done: SimpleQueue[tuple[int, T | None]] = SimpleQueue()
+        results: dict[int, T | None] = {}
+        try:
+            for rank, (worker, job) in enumerate(zip(self._workers, map(self.following, jobs), strict=True)):
+                worker.submit(functools.partial(self._run_job, rank, job, done))
+            while len(results) < len(jobs):
+                rank, result = done.get()
+                results[rank] = result
+        except BaseException as interrupt:  # such as Ctrl-C
+            self.fail(interrupt)
+        if self._failure is not None:
+            raise self._recover()
+        return [cast(T, results[rank]) for rank in range(len(jobs))]
+
+    def following(self, job: Callable[[], T]) -> Callable[[], T]:
+        """The job for another thread, which then computes on the streams of this one."""
+        streams = CallersStreams(self.devices)
+
+        def follow() -> T:
+            with streams.current():
+                return job()
+
+        return follow
+
+    def fail(self, error: BaseException) -> None:
+        """Stop every rank; the first error is the one that ``run`` raises."""
+        with self._failing:
+            self._failure = self._failure or error
+        self._stopped.set()
+        self._for_all_waits(lambda waited_for: waited_for.wake())
+
+    def mailbox(self, tag: int, source: int, target: int) -> "_Mailbox":
+        key = tag, source, target
+        if key not in self._mailboxes:
+            carry = self._carry(self.devices[source], self.devices[target])
+            self._mailboxes[key] = _Mailbox(carry, self.check_running)
+        return self._mailboxes[key]
+
+    def _carry(self, source: torch.device, target: torch.device) -> "_Carry":
+        """How tensors come from one device to another. Between CPU and GPU it is the reader who copies."""
+        if source == target:
+            return lambda tensors: lambda: tensors
+        if source.type == target.type == "cuda":
+            if (source, target) not in self._copies:
+                self._copies[source, target] = PeerCopies(source, target)
+            return self._copies[source, target].start
+        return lambda tensors: lambda: [tensor.to(target) for tensor in tensors]
+
+    def group(self, ranks: Sequence[int], rank: int) -> Group:
+        """The collectives of these ranks, for one of them."""
+        meetings = self._meetings.setdefault(tuple(ranks), Meetings(len(ranks), self.check_running))
+        return ThreadGroup(meetings, list(ranks).index(rank))
+
+    def check_running(self) -> None:
+        if self._stopped.is_set():
+            raise TransportError("another rank of this process failed")
+
+    def _run_job(self, rank: int, job: Callable[[], T], done: "SimpleQueue[tuple[int, T | None]]") -> None:
+        result = None
+        try:
+            result = job()
+        except BaseException as error:
+            self.fail(error)
+        done.put((rank, result))
+
+    def _recover(self) -> BaseException:
+        """The failure, once every worker is idle and ready for another run."""
+        for worker in self._workers:
+            worker.wait_until_idle()
+        self._for_all_waits(lambda waited_for: waited_for.clear())
+        self._stopped.clear()
+        failure, self._failure = self._failure, None
+        assert failure is not None
+        return failure
+
+    def _for_all_waits(self, do: "Callable[[_Mailbox | Meetings], None]") -> None:
+        for mailbox in self._mailboxes.values():
+            do(mailbox)
+        for meetings in self._meetings.values():
+            do(meetings)
+
+    def _set_up_workers(self) -> None:
+        """Give each worker its share of the intra-op threads, and leave the caller's number as it was.
+
+        torch keeps the number per thread, but setting it also sets that of threads started later.
+        """
+        num_threads = torch.get_num_threads()
+        num_cpu_ranks = sum(device.type == "cpu" for device in self.devices)
+        share = max(1, num_threads // max(1, num_cpu_ranks))
+        self.run([functools.partial(_set_up_worker, device, share) for device in self.devices])
+        torch.set_num_threads(num_threads)
+
+
+class _Endpoint:
+    def __init__(self, ranks: InProcess, rank: int) -> None:
+        self._ranks = ranks
+        self._rank = rank
+
+    def sender(self, instruction: Instruction, tag: int) -> Send:
+        send = self._ranks.mailbox(tag, self._rank, instruction.peer).send
+        return sending(send, (instruction.link, instruction.peer))
+
+    def receiver(self, instruction: Instruction, tag: int) -> Receiver:
+        mailbox = self._ranks.mailbox(tag, instruction.peer, self._rank)
+        return Inbox(mailbox, instruction, self._ranks.devices[self._rank])
+
+    def held(self) -> Sequence[Tensor]:
+        """Nothing: messages bring their own memory."""
+        return ()
+
+    def group(self, ranks: Sequence[int], num_hosts: int = 1) -> Group:
+        return self._ranks.group(ranks, self._rank)
+
+    def finish(self) -> None:
+        """Do nothing: a message left when it was put into its mailbox."""
+
+    def check(self) -> None:
+        """Do nothing: no message is cut off while a compute works on it."""
+
+    def fail(self, error: BaseException) -> None:
+        self._ranks.fail(error)
+
+
+_Take = Callable[[], Sequence[Tensor]]
+_Carry = Callable[[Sequence[Tensor]], _Take]
+
+
+class _Mailbox:
+    """The messages of one link for one rank, oldest first.
+
+    ``carry`` is called by the sender, and what it returns by the reader. ``check_running`` raises if the
+    ranks have stopped.
+    """
+
+    def __init__(self, carry: _Carry, check_running: Callable[[], None]) -> None:
+        self._queue: SimpleQueue[_Take] = SimpleQueue()
+        self._carry = carry
+        self._check_running = check_running
+
+    def send(self, tensors: Sequence[Tensor], sizes: Sizes) -> None:
+        self._check_running()
+        self._queue.put(self._carry(tensors))
+
+    def post(self, sizes: Sizes) -> None:
+        """Do nothing: the message brings its own memory."""
+
+    def wait(self) -> Sequence[Tensor]:
+        take = self._queue.get()
+        self._check_running()
+        return take()
+
+    def wake(self) -> None:
+        """Let a waiting reader notice that the ranks have stopped."""
+        self._queue.put(tuple)
+
+    def clear(self) -> None:
+        with contextlib.suppress(Empty):
+            while True:
+                self._queue.get_nowait()
+
+
+def _set_up_worker(device: torch.device, num_threads: int) -> None:
+    if device.type == "cpu":
+        torch.get_num_threads()  # a thread's first use of torch takes the process-wide count: not after this
+        torch.set_num_threads(num_threads)

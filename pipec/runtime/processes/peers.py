@@ -1,0 +1,121 @@
+"""What a rank knows of the others: who lives, who has ended, what each waits for; and how to say so."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from pipec.runtime.processes.waits import absent, at_work, names
+
+
+@dataclass
+class Peer:
+    """What is known of another rank. ``beats_missed`` counts this rank's own beats since its last.
+
+    It is ``doing`` something for which it waits for the rank ``awaited``; before that it ``did`` another
+    thing. ``last_words`` are what it had when the pipeline could not go on.
+    """
+
+    writer: asyncio.StreamWriter | None = None
+    texts: deque[bytes] = field(default_factory=deque)
+    asides: deque[bytes] = field(default_factory=deque)
+    beats_missed: int = 0
+    awaited: int | None = None
+    doing: str = ""
+    did: str = ""
+    ended_at: float | None = None
+    said_farewell: bool = False
+    last_words: str | None = None
+    listening: "asyncio.Future[None] | None" = None
+
+
+class Peers(dict[int, Peer]):
+    """The other ranks as ``rank`` sees them, which sends a beat every ``interval`` seconds."""
+
+    def __init__(self, rank: int, num_ranks: int, timeout: float, interval: float) -> None:
+        super().__init__({peer: Peer() for peer in range(num_ranks) if peer != rank})
+        self._rank, self._timeout, self._interval = rank, timeout, interval
+
+    @property
+    def living(self) -> list[int]:
+        """Those whose connection has not ended."""
+        return [rank for rank, peer in self.items() if peer.ended_at is None]
+
+    def silence(self, rank: int) -> float:
+        """For how many seconds a rank has shown no sign of life."""
+        return self[rank].beats_missed * self._interval
+
+    def silent(self) -> str | None:
+        """Which ranks do not seem to live any more, although they have not been silent for the timeout."""
+        ranks = [rank for rank in self.living if self._seems_dead(rank)]
+        return self.silent_since(ranks) if ranks else None
+
+    def _seems_dead(self, rank: int) -> bool:
+        return self.silence(rank) > self._timeout / 2
+
+    def without_last_words(self) -> list[int]:
+        """The ranks that live and have not said what they have now that the pipeline cannot go on."""
+        living = (rank for rank in self.living if not self._seems_dead(rank))
+        return [rank for rank in living if self[rank].last_words is None]
+
+    def silent_since(self, ranks: Sequence[int]) -> str:
+        seconds = max(map(self.silence, ranks))
+        return (
+            f"{names(ranks)}: no sign of life for {seconds:.3g} s; the process is stopped, or its machine "
+            "cannot be reached"
+        )
+
+    def ended(self, ranks: Iterable[int], ago: float = 0.0) -> str | None:
+        """What became of the rank whose connection ended first, at least so many seconds ago.
+
+        A script that ends while a rank shows no sign of life has given up on that one.
+        """
+        ended = [(at, rank) for rank in ranks if (at := self[rank].ended_at) is not None]
+        if not ended or time.monotonic() - min(ended)[0] < ago:
+            return None
+        rank = min(ended)[1]
+        if self[rank].said_farewell:
+            ended_script = f"rank {rank}: its script ended, or let go of its pipeline, before this call"
+            return self.silent() or ended_script
+        return f"rank {rank}: its process died; its own output may say why"
+
+    def waits_for(self, peer: int | None, doing: str) -> str:
+        """Whom a rank waits for, and whom that one does, as they said last: where the wait begins.
+
+        None stands for the first rank that does something else than this one, which is ``doing`` that.
+        """
+        if peer is None:
+            peer = next((rank for rank, known in self.items() if known.doing != doing), None)
+        links, seen = [], {self._rank}
+        while peer is not None and peer not in seen:
+            seen.add(peer)
+            known = self[peer]
+            links.append(f"rank {peer} is {known.doing}" if known.doing else at_work(peer))
+            peer = known.awaited
+        return "; ".join(links) or "all ranks do the same"
+
+    def late(self) -> str | None:
+        """Who has not come where others wait, in words; None if a lower rank says so, or nobody knows."""
+        away = [rank for rank in self.living if not self[rank].doing or self._is_silent(rank)]
+        if any(rank < self._rank and rank not in away for rank in self.living):
+            return None
+        return "; ".join(absent(rank, self[rank].did, self._is_silent(rank)) for rank in away) or None
+
+    def _is_silent(self, rank: int) -> bool:
+        """Whether so many beats are missing that a machine with much to do is no reason."""
+        return self[rank].beats_missed >= 3
+
+    def not_connected(self) -> str:
+        missing = [rank for rank, peer in self.items() if peer.writer is None]
+        return (
+            f"rank {self._rank} waited {self._timeout:g} s for {names(missing)}, which did not come: that "
+            "process was not started, died or hangs before it makes its pipeline"
+        )
+
+    def unanswered(self, doing: str) -> str:
+        missing = [rank for rank, peer in self.items() if not peer.texts]
+        return (
+            f"rank {self._rank} waited {self._timeout:g} s for {names(missing)}; every rank must run the "
+            f"same script with the same arguments. {self.waits_for(missing[0], doing)}"
+        )

@@ -1,0 +1,155 @@
+"""A replica's share of a bucket: of its gradients and optimizer state, and of the parameters themselves.
+
+The parameters of the bucket lie in one flat tensor of as many equal slices as there are replicas. Each
+replica updates its slice; the slices of all are then gathered, at once or when they are needed.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from pipec.errors import InputError
+from pipec.ir import Bucket, Piece, Sharding
+from pipec.runtime.messages.group import Group, Wait
+
+
+def flat_memory(bucket: Bucket, sharding: Sharding, parameters: Mapping[str, Tensor]) -> Tensor:
+    """Move the parameters of a bucket into one flat tensor, and let them be views of it.
+
+    Raises:
+        InputError: a parameter does not lie row by row in memory.
+    """
+    first = parameters[bucket.names[0]]
+    flat = torch.zeros(sharding.width * sharding.num_replicas, dtype=first.dtype, device=first.device)
+    for name, view in views(sharding, parameters, flat).items():
+        parameter = parameters[name]
+        if not parameter.is_contiguous():
+            raise InputError(
+                f"{name} has strides {parameter.stride()}, but sharded parameters lie row by row in memory; "
+                "make it contiguous, or compile without shard=..."
+            )
+        parameter.data = view.copy_(parameter.detach())
+    return flat
+
+
+def views(sharding: Sharding, shapes: Mapping[str, Tensor], flat: Tensor) -> dict[str, Tensor]:
+    """The parameters that lie in ``flat``, with the shapes of those given."""
+    places = zip(sharding.names, sharding.offsets, sharding.sizes, strict=True)
+    return {name: flat[at : at + size].view(shapes[name].shape) for name, at, size in places}
+
+
+class BucketShard:
+    """What replica ``index`` keeps of a bucket whose parameters lie in ``flat``.
+
+    If it ``keeps_parameters``, ``flat`` stays. Otherwise only its own slice does, and the parameters are
+    empty until they are gathered. ``like`` has tensors on meta with the shapes of the parameters. Gradients
+    travel as ``gradient_dtype`` if it is given.
+    """
+
+    def __init__(
+        self,
+        sharding: Sharding,
+        index: int,
+        flat: Tensor,
+        like: Mapping[str, Tensor],
+        keeps_parameters: bool,
+        gradient_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.sharding = sharding
+        self._travels_as = gradient_dtype or flat.dtype
+        self._index, self._like = index, like
+        self._first = index * sharding.width
+        self._flat: Tensor | None = flat if keeps_parameters else None
+        self._keeps = keeps_parameters
+        own = flat[self._first : self._first + sharding.width]
+        self._own = own if keeps_parameters else own.clone()
+        self._gradient: Tensor | None = None
+        self._summing: tuple[Tensor, Wait] | None = None
+        self._gathering: Wait | None = None
+
+    def held(self) -> dict[str, list[Tensor]]:
+        """What there is by kind, as a meter counts it."""
+        gradients = [] if self._gradient is None else [self._gradient]
+        return {"parameters": [self._own], "gradients": gradients}
+
+    def owned(self) -> dict[Piece, Tensor]:
+        """The memory of each piece that this replica updates."""
+        return {piece: self._part(self._own, piece) for piece in self.sharding.pieces(self._index)}
+
+    def start_reduce(self, totals: Mapping[str, Tensor | None], group: Group) -> None:
+        """Start to sum gradients over the replicas. The memory of those that are given may be given back.
+
+        A replica that had no microbatch in a round has None for its gradients.
+        """
+        self.finish_reduce()
+        size = self.sharding.width * self.sharding.num_replicas
+        flat = self._own.new_empty(size, dtype=self._travels_as)
+        for name, view in views(self.sharding, self._like, flat).items():
+            total = totals[name]
+            if total is None:
+                view.zero_()
+            else:
+                view.copy_(total)
+        part = torch.empty_like(self._own, dtype=self._travels_as)
+        self._summing = part, group.reduce_scatter(part, flat)
+
+    def finish_reduce(self) -> None:
+        """Wait for the sums, and add this replica's slice of them to what it has."""
+        if self._summing is not None:
+            (part, wait), self._summing = self._summing, None
+            wait()
+            part = part.to(self._own.dtype)
+            self._gradient = part if self._gradient is None else self._gradient.add_(part)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The sums of the gradients of the pieces that this replica updates."""
+        if self._gradient is None:
+            return {}
+        pieces = self.sharding.pieces(self._index)
+        return {piece.name: self._part(self._gradient, piece) for piece in pieces}
+
+    @property
+    def has_gradients(self) -> bool:
+        return self._gradient is not None or self._summing is not None
+
+    def forget_gradients(self) -> None:
+        self._gradient = None
+
+    def drop_gradients(self) -> None:
+        """Forget gradients, those that a step has started to sum and did not finish, too."""
+        self._summing = None
+        self.forget_gradients()
+
+    def start_gather(self, group: Group) -> None:
+        """Start to collect the slices of all replicas."""
+        if self._flat is None:
+            self._flat = self._own.new_empty(self.sharding.width * self.sharding.num_replicas)
+        self._gathering = group.all_gather(self._flat, self._own)
+
+    def finish_gather(self) -> dict[str, Tensor]:
+        """Wait for the slices; returns the whole parameters."""
+        wait, self._gathering = self._gathering, None
+        if wait is not None:
+            wait()
+        assert self._flat is not None
+        return views(self.sharding, self._like, self._flat)
+
+    @property
+    def keeps_parameters(self) -> bool:
+        return self._keeps
+
+    def drop(self) -> None:
+        """Let go of the other replicas' slices, if they are gathered for use."""
+        if not self._keeps:
+            self._flat = None
+
+    def take_over(self) -> None:
+        """Keep this replica's slice of what the whole parameters have become, and drop the rest."""
+        assert self._flat is not None
+        self._own.copy_(self._flat[self._first : self._first + self._own.numel()])
+        self.drop()
+
+    def _part(self, slice_: Tensor, piece: Piece) -> Tensor:
+        at = self.sharding.position(piece) - self._first
+        return slice_[at : at + piece.size]

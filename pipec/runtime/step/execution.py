@@ -1,0 +1,365 @@
+"""The ranks of this process, and an artifact linked on them, ready to run."""
+
+import functools
+import json
+import types
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from pipec.artifact.directory import Artifact, stage_module
+from pipec.errors import ExecutionError, InputError, PipecError, TransportError
+from pipec.ir import Phase, Plan, RankMemory, stages_on
+from pipec.runtime.memory.allocator import keep_freed_memory
+from pipec.runtime.memory.meter import make_meter
+from pipec.runtime.messages.agreement import Agreement
+from pipec.runtime.messages.cuda import CudaGraphs, staged
+from pipec.runtime.messages.distributed import TorchDistributed
+from pipec.runtime.messages.group import Group
+from pipec.runtime.messages.transport import InProcess, Transport
+from pipec.runtime.processes.launch import Devices, World, resolve_devices, world
+from pipec.runtime.stages.graphs import Recorder, StageGraphs, require_gpus, require_recordable
+from pipec.runtime.stages.kernels import load_kernels
+from pipec.runtime.step.finite import NotFinite
+from pipec.runtime.step.interpreter import Interpreter
+from pipec.runtime.step.of_batch import OfBatch, share_of, values_of_batch, values_of_local_batch
+from pipec.runtime.step.recording import RecordedStep, Stamps
+from pipec.runtime.step.rehearsal import Rehearsals
+from pipec.runtime.step.span import Span
+from pipec.runtime.step.updates import Updates
+
+T = TypeVar("T")
+
+
+class _ReadsInputs(Protocol):
+    @property
+    def inputs(self) -> set[str]: ...
+
+
+Interprets = TypeVar("Interprets", bound=_ReadsInputs)
+
+
+class Ranks:
+    """Which ranks run in this process, on which devices, and over which transport they reach the others.
+
+    ``kernels`` says how they load the code of their stages.
+
+    Raises:
+        InputError: ``devices`` contradicts the number of processes that were started.
+    """
+
+    def __init__(self, devices: Devices, timeout: float, kernels: str = "source") -> None:
+        self.world = world()
+        self.devices = resolve_devices(devices, self.world)
+        self.count = devices if isinstance(devices, int) else len(devices)
+        self._timeout, self.kernels = timeout, kernels
+        if kernels == "cudagraphs":
+            require_gpus(self.devices.values())
+        if self.message_by_gpu:  # before the first CUDA call, which would take memory of GPU 0
+            torch.cuda.set_device(self.devices[self.world.rank])
+        if any(device.type == "cpu" for device in self.devices.values()):
+            keep_freed_memory()
+
+    @functools.cached_property
+    def in_process(self) -> InProcess:
+        return InProcess([self.devices[rank] for rank in range(self.count)])
+
+    @functools.cached_property
+    def distributed(self) -> TorchDistributed:
+        return TorchDistributed(self.devices[self.world.rank], self._timeout)
+
+    @functools.cached_property
+    def agreement(self) -> Agreement:
+        """Where processes compare what they were given. All of them make theirs in the same order."""
+        return Agreement(self.distributed, self._timeout)
+
+    @property
+    def message_by_gpu(self) -> bool:
+        """Whether GPUs wait for messages, and not their hosts."""
+        return self.world.distributed and self.devices[self.world.rank].type == "cuda"
+
+    def once(self, request: str, make: Callable[[], T]) -> T:
+        """Call ``make`` in one process; every process returns its result, or raises its error."""
+        return self.distributed.once(request, make) if self.world.distributed else make()
+
+    def gathered(self, steps: Sequence[RecordedStep]) -> list[RecordedStep]:
+        """The steps with the stamps of every rank, on every rank."""
+        if not self.world.distributed:
+            return list(steps)
+        parts = [json.loads(part) for part in self.distributed.gather(json.dumps([s.stamps for s in steps]))]
+        return [
+            RecordedStep(step.programs, {int(rank): stamps for part in own for rank, stamps in part.items()})
+            for step, *own in zip(steps, *parts, strict=True)
+        ]
+
+    def most_of_each(self, measured: Sequence[RankMemory]) -> list[RankMemory]:
+        """For each rank what was measured when it held most, on every rank."""
+        found = list(measured)
+        if self.world.distributed:
+            texts = self.distributed.gather(json.dumps([each.as_json() for each in measured]))
+            found = [RankMemory.from_json(each) for text in texts for each in json.loads(text)]
+        most = {each.rank: each for each in sorted(found, key=lambda each: each.peak_bytes)}
+        return [most[rank] for rank in range(self.count)]
+
+    def meet(self) -> None:
+        """Wait for the other processes, however long they take while all of them live."""
+        self.told("", "waiting for what other ranks do before their first step")
+
+    def told(self, text: str, doing: str) -> list[str]:
+        """The text of each process, in every process, however long they take while all of them live."""
+        return self.distributed.told(text, doing) if self.world.distributed else [text]
+
+    def last_words(self, text: str) -> list[str | None]:
+        """The text of each other process that lives when the pipeline cannot go on; None if it tells none."""
+        return list(self.distributed.last_words(text).values()) if self.world.distributed else []
+
+    def aside(self) -> "Aside":
+        """These processes, for a thread beside the one that steps."""
+        if not self.world.distributed:
+            return Aside(self.world, self.told, lambda: None)
+        transport = self.distributed
+        return Aside(self.world, lambda text, _: transport.told_aside(text), transport.check_processes)
+
+    def transport(self, rank: int) -> Transport:
+        return self.distributed if self.world.distributed else self.in_process.endpoint(rank)
+
+
+@dataclass(frozen=True)
+class Aside:
+    """The processes of a pipeline for one thread of each. Its texts are not those of the steps.
+
+    ``told`` takes a text, and what this process does; it gives the text of each process, in every process.
+    ``check`` raises TransportError if the process of another rank has ended.
+    """
+
+    world: World
+    told: Callable[[str, str], list[str]]
+    check: Callable[[], None]
+
+
+class Linked(Generic[Interprets]):
+    """An artifact linked on the ranks of this process, an ``interpret`` of the program of each.
+
+    ``parameters`` and ``buffers`` hold the tensors of those ranks' stages by FQN, on their devices.
+
+    Raises:
+        TransportError: the ranks do not all hold the same artifact. Every rank raises it.
+    """
+
+    def __init__(
+        self,
+        interpret: Callable[..., Interprets],
+        artifact: Artifact,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        ranks: Ranks,
+        updates: Updates | None = None,
+    ) -> None:
+        self.artifact = artifact
+        self._ranks, self._updates = ranks, updates
+        plan, is_distributed = artifact.plan, ranks.world.distributed
+        if ranks.kernels == "cudagraphs":
+            require_recordable(plan, artifact.sources, ranks.devices)
+        _require_one_device(plan, ranks.devices)
+        if is_distributed:
+            ranks.distributed.connect(artifact.programs, _groups(plan), artifact.text())
+        self._interpreters: list[Interprets] = []
+        self._of_batch: list[OfBatch] = []
+        self._read_by_gpus: set[str] = set()
+        self._rehearsals: list[Rehearsals] = []
+        for rank, device in ranks.devices.items():
+            recorder = CudaGraphs(device) if ranks.kernels == "cudagraphs" else None
+            modules = {k: self._load(k, recorder) for k in stages_on(plan.placement, rank)}
+            held = {**buffers, **{name: value.to(device) for name, value in artifact.constants.items()}}
+            owns = functools.partial(_owns_tensors, plan, rank, is_distributed)
+            program, transport = artifact.programs[rank], ranks.transport(rank)
+            self._interpreters.append(
+                interpret(program, plan, modules, parameters, held, transport, device, owns, updates)
+            )
+            if ranks.message_by_gpu or ranks.kernels != "source":
+                self._rehearsals.append(Rehearsals(program, plan, modules, parameters, held, device, updates))
+            if device.type == "cuda":
+                self._read_by_gpus |= self._interpreters[-1].inputs
+            self._of_batch += [OfBatch(plan.stages[k], module, held, device) for k, module in modules.items()]
+
+    def _load(self, number: int, recorder: Recorder | None) -> types.ModuleType:
+        stage = self.artifact.plan.stages[number]
+        names = [name for phase in Phase for name in stage.functions(phase)]
+        code = load_kernels(stage_module(number, self.artifact.sources[number]), names, self._ranks.kernels)
+        if recorder is not None:
+            vars(code)["graphs"] = StageGraphs(stage, code, recorder)
+        return code
+
+    def rehearse(self, microbatches: Sequence[Mapping[str, Tensor]], span: Span, seed: int) -> None:
+        """Let the ranks of this process rehearse what is new to them, one after the other.
+
+        Nobody goes on before all processes have done so, since then a message may wait for another rank.
+        """
+        are_new = any(each.are_new(span) for each in self._rehearsals)
+        try:
+            for each in self._rehearsals:
+                each.rehearse(microbatches, span, seed)
+        except PipecError as error:
+            if self._ranks.world.distributed:
+                self._ranks.distributed.fail(error)
+            raise
+        if are_new:
+            self._ranks.meet()
+
+    def _microbatches(self, leaves: Sequence[object], span: Span) -> list[dict[str, Tensor]]:
+        """What the stages read for each microbatch, by name."""
+        microbatches = self._split(leaves, span)
+        whole = self._of_whole_batch(leaves, microbatches, span)
+        for microbatch, size in zip(microbatches, span.sizes, strict=True):
+            microbatch |= {"share": share_of(size, span.batch), **whole}
+        return microbatches
+
+    def _of_whole_batch(
+        self, leaves: Sequence[object], microbatches: Sequence[Mapping[str, Tensor]], span: Span
+    ) -> dict[str, Tensor]:
+        """What stages must know of the batch. Where replicas have parts of it, they put it together."""
+        plan = self.artifact.plan
+        if not span.is_local:
+            return values_of_batch(self._of_batch, plan, leaves, microbatches, span)
+        transport = self._ranks.distributed
+
+        def group_of(stage: int) -> Group:
+            return transport.group(plan.placement[stage])
+
+        try:
+            return values_of_local_batch(self._of_batch, plan, leaves, microbatches, span, group_of)
+        except TransportError as error:
+            transport.fail(error)
+            raise
+        except Exception as error:  # of rows that the other replicas do not have
+            what = f"{type(error).__name__}: {error}"
+            failure = ExecutionError(f"rank {self._ranks.world.rank}, preparing the step: {what}")
+            transport.fail(failure)
+            raise failure from error
+
+    def _split(self, leaves: Sequence[object], span: Span) -> list[dict[str, Tensor]]:
+        """The inputs of each microbatch of which this process has the rows; of others there are none."""
+        microbatches: list[dict[str, Tensor]] = [{} for _ in span.sizes]
+        own, sizes = [microbatches[each] for each in span.own], [span.sizes[each] for each in span.own]
+        for given in self.artifact.plan.inputs:
+            tensor = leaves[given.position]
+            assert isinstance(tensor, Tensor)
+            if given.value.name in self._read_by_gpus and tensor.device.type == "cpu":
+                tensor = staged(tensor)
+            if given.batched:
+                parts = tensor[span.start : span.start + sum(sizes)].split(sizes)
+            else:
+                parts = (tensor,) * len(own)
+            for microbatch, part in zip(own, parts, strict=True):
+                microbatch[given.value.name] = part
+        return microbatches
+
+
+class Execution(Linked[Interpreter]):
+    """An artifact of steps, ready to run them."""
+
+    def __init__(
+        self,
+        artifact: Artifact,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        ranks: Ranks,
+        updates: Updates | None = None,
+    ) -> None:
+        super().__init__(Interpreter, artifact, parameters, buffers, ranks, updates)
+        self.not_finite: NotFinite | None = None
+        """Why nothing came of the last step, if its plan looks for that."""
+
+    def run(
+        self,
+        leaves: Sequence[object],
+        span: Span,
+        seed: int,
+        recorded: list[RecordedStep] | None = None,
+        update: bool = True,
+        measured: list[RankMemory] | None = None,
+    ) -> dict[str, Tensor]:
+        """Run one step; returns its results by name.
+
+        A step that fails drops all gradients since the last update, if the program makes updates: nobody
+        could tell apart what it has added to them.
+
+        Args:
+            leaves: The flattened arguments of the step, for the whole batch, or for this replica's part.
+            span: Which microbatches of the batch to run.
+            seed: Seeds the random operators. Each step has another.
+            recorded: If the step succeeds, its times on the ranks of this process are appended.
+            update: Whether a program that updates does so.
+            measured: If the step succeeds, what the ranks of this process held is appended.
+        """
+        microbatches = self._microbatches(leaves, span)
+        stamps: dict[int, Stamps] = {} if recorded is None else {rank: [] for rank in self._ranks.devices}
+        devices = self._ranks.devices
+        meters = {
+            rank: make_meter(device, list(devices.values()).count(device) > 1)
+            for rank, device in (devices.items() if measured is not None else ())
+        }
+        jobs = [
+            functools.partial(
+                interpreter.run, microbatches, span, seed, stamps.get(rank), update, meters.get(rank)
+            )
+            for rank, interpreter in zip(self._ranks.devices, self._interpreters, strict=True)
+        ]
+        try:
+            self.rehearse(microbatches, span, seed)
+            results = jobs[0]() if self._ranks.world.distributed else self._ranks.in_process.run(jobs)[0]
+        except BaseException as error:
+            if self._updates is not None:
+                self._updates.drop_gradients()
+                if isinstance(error, PipecError) and (note := self._half_made()):
+                    error.add_note(note)
+            raise
+        self.not_finite = self._interpreters[0].not_finite
+        if measured is not None:
+            measured += [meter.memory(rank) for rank, meter in meters.items()]
+        if recorded is not None:
+            recorded.append(RecordedStep(self.artifact.programs, stamps))
+        return results
+
+    def _half_made(self) -> str | None:
+        """What to say if updates had begun when the step failed. The ranks that live all ask this."""
+        begun = {stage for each in self._interpreters for stage in each.begun_updates}
+        for told in self._ranks.last_words(json.dumps(sorted(begun))):
+            begun.update(json.loads(told or "[]"))
+        if not begun:
+            return None
+        stages = ", ".join(f"stage {number}" for number in sorted(begun))
+        return (
+            f"the step failed when updates had begun, of {stages}: the parameters of the stages do not fit "
+            "together. Load a checkpoint to train on"
+        )
+
+
+def _require_one_device(plan: Plan, devices: Mapping[int, torch.device]) -> None:
+    """Refuse a buffer that several stages of this process read on several devices: it has one place."""
+    on: dict[str, set[str]] = defaultdict(set)
+    for stage in plan.stages:
+        if device := devices.get(plan.placement[stage.index][0]):
+            for fqn in stage.buffers:
+                on[fqn].add(str(device))
+    for fqn, names in on.items():
+        if len(names) > 1:
+            raise InputError(
+                f"stages on {', '.join(sorted(names))} read buffer {fqn}, which one process has on one "
+                "device; run one process per device under torchrun"
+            )
+
+
+def _owns_tensors(plan: Plan, rank: int, is_distributed: bool, stage: int) -> bool:
+    """Whether a rank has tensors of a stage of its own. In one process the first replica's are for all."""
+    return is_distributed or rank == plan.placement[stage][0]
+
+
+def _groups(plan: Plan) -> list[tuple[int, ...]]:
+    """The ranks that meet in collectives."""
+    groups = [ranks for ranks in dict.fromkeys(plan.placement) if len(ranks) > 1]
+    return [*groups, tuple(range(plan.num_ranks))] if plan.ending.has_norm else groups

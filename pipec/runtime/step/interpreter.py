@@ -1,0 +1,315 @@
+"""The interpreter: runs the program of one rank, step after step.
+
+Everything that can be decided before a step is decided once, when ``pipec.runtime.step.linker`` links the
+program. A step then fills the frames of its microbatches and runs the linked actions, one after the other.
+"""
+
+import contextlib
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from pipec.ir import Kind, Mode, Payload, Plan, Program, Value
+from pipec.runtime.memory.meter import Meter
+from pipec.runtime.messages.cuda import current_device
+from pipec.runtime.messages.transport import Transport
+from pipec.runtime.stages.graphs import slots_of
+from pipec.runtime.stages.stage import BoundStage, StageCode
+from pipec.runtime.step.compute import Action
+from pipec.runtime.step.explain import located, telling
+from pipec.runtime.step.finite import NotFinite
+from pipec.runtime.step.linker import link
+from pipec.runtime.step.rank import Rank, Updating
+from pipec.runtime.step.recording import Mark, Stamps, clock_of
+from pipec.runtime.step.results import Results, empty_like, has_rows, join_replicas, result_values
+from pipec.runtime.step.span import Span
+from pipec.runtime.step.updates import StageUpdate, Updates
+
+
+class Interpreter:
+    """Executes ``program`` on ``device``.
+
+    ``stages`` has at least the rank's own stages. ``parameters`` and ``buffers`` have at least the tensors of
+    those stages by FQN, on ``device``. Gradients are added to ``.grad`` of the parameters. Where replicas in
+    one process share tensors, ``owns_tensors`` tells whether this rank is the one to write those of a stage.
+    A program that updates does so with ``updates``.
+
+    Raises:
+        VerifyError: program, plan and stage code do not fit together.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        plan: Plan,
+        stages: Mapping[int, StageCode],
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        transport: Transport,
+        device: torch.device,
+        owns_tensors: Callable[[int], bool] = lambda stage: True,
+        updates: Updates | None = None,
+    ) -> None:
+        self.position = -1
+        self._program, self._device = program, device
+        bind = functools.partial(bind_stages, plan, program.rank, stages, parameters, buffers, device)
+        self._stages = bind(plan.num_microbatches, owns_tensors)
+        for (index, microbatch), slot in slots_of(program).items():
+            self._stages[index].slots[microbatch] = slot
+        self._own = {stage: plan.microbatches_on(stage, program.rank) for stage in self._stages}
+        self._result_links = [link for link in plan.links if link.payload is Payload.RESULT]
+        made = [
+            (value, self._own[link.source])
+            for link in self._result_links
+            if link.source in self._stages
+            for value in link.values
+        ]
+        self._results = Results(made, plan.num_microbatches, plan.sums)
+        self._updating = Updating(updates)
+        loss = loss_of(plan)
+        self._rank = Rank(
+            *(program.rank, plan, self._stages, self._results, {}, [], {}, transport, loss),
+            *(clock_of(device), self._updating),
+        )
+        self._linked = link(program, self._rank)
+        self._instructions = [each.instruction for each in self._linked]
+        self._collectives = [
+            position
+            for position, instruction in enumerate(self._instructions[: len(program.instructions)])
+            if instruction.op.traits.kind is Kind.COLLECTIVE
+        ]
+        self._closing = [transport.finish, self._end_step]
+        self._actions = [*(each.action for each in self._linked), *self._closing]
+
+    @property
+    def inputs(self) -> set[str]:
+        """The inputs of the model that this rank reads."""
+        return set[str]().union(*(stage.inputs for stage in self._stages.values()))
+
+    def run(
+        self,
+        microbatches: Sequence[Mapping[str, Tensor]],
+        span: Span,
+        seed: int = 0,
+        stamps: Stamps | None = None,
+        update: bool = True,
+        meter: Meter | None = None,
+    ) -> dict[str, Tensor]:
+        """Execute one step. Returns the results of the microbatches together by name, on every rank.
+
+        A step that fails leaves in ``.grad`` what was added until then, and the model's buffers as they were.
+        Nothing comes of a step, either, that has found something ``not_finite``, if its plan looks for that.
+
+        Args:
+            microbatches: The model's inputs by name, for each microbatch that this rank runs.
+            span: What the microbatches are of the batch.
+            seed: Random operators draw from streams that depend on the seed, the microbatch's number in the
+                batch and the operator alone. Each step has another.
+            stamps: The times of the step are appended.
+            update: A program that updates does so. If not, the gradients are kept for the next update.
+            meter: Measures the memory of the step.
+
+        Raises:
+            ExecutionError: an instruction failed here or, if every rank is in this process, anywhere.
+            TransportError: another rank failed, hung or is gone.
+        """
+        self.position = -1
+        self._updating.begin_step(update)
+        try:
+            with (
+                telling(self._rank.transport, self._describe),
+                current_device(self._device),
+                torch.no_grad(),
+                torch.autocast(self._device.type, enabled=False),
+                meter or contextlib.nullcontext(),
+            ):
+                self._results.loss_shares, self._results.is_local = span.shares, span.is_local
+                self._begin_step(microbatches, span, seed)
+                actions = self._actions if all(span.sizes) else self._actions_on(span.sizes)
+                if meter is not None:
+                    self._execute_and_measure(actions, meter)
+                elif stamps is not None:
+                    self._execute_and_stamp(actions, stamps)
+                else:
+                    self._execute(actions)
+                return self._merged_results(span)
+        finally:
+            self._forget_step()
+
+    def _begin_step(self, microbatches: Sequence[Mapping[str, Tensor]], span: Span, seed: int) -> None:
+        self._rank.sizes[:] = [*span.sizes, span.num_rows]
+        self._rank.use(span.values)
+        shares, scale = span.loss_shares, self._updating.loss_scale
+        for stage in self._stages.values():
+            stage.begin_step(scale)
+            for microbatch in self._own[stage.index]:
+                if not span.sizes[microbatch]:
+                    continue
+                inputs, sizes = microbatches[microbatch], self._rank.sizes_with(span.sizes[microbatch])
+                frame = stage.fill_frame(microbatch, (seed, span.first + microbatch), sizes)
+                frame.update(
+                    {name: inputs[name].to(self._device, non_blocking=True) for name in stage.inputs}
+                )
+                if self._rank.loss:
+                    weight = shares[microbatch]
+                    frame["grad_loss"] = loss_gradient(weight * scale, self._rank.loss.dtype, self._device)
+
+    def _end_step(self) -> None:
+        """Write the buffers that the step has changed, unless nothing is to come of it."""
+        for stage in self._stages.values() if self.not_finite is None else ():
+            stage.end_step()
+
+    @property
+    def not_finite(self) -> NotFinite | None:
+        """What was found by a step that looks for it, the same on every rank. Nothing came of that step."""
+        return self._updating.not_finite
+
+    @property
+    def begun_updates(self) -> set[int]:
+        """The stages whose update in the last step has begun, all of which have made it if nothing failed."""
+        return set(self._updating.begun)
+
+    def _actions_on(self, sizes: Sequence[int]) -> list[Action]:
+        """The actions of a step in which some microbatches have no rows, and so are not computed."""
+        return [*(each.on(sizes) for each in self._linked), *self._closing]
+
+    def _execute(self, actions: Sequence[Action]) -> None:
+        for position, action in enumerate(actions):
+            self.position = position
+            action()
+
+    def _execute_and_stamp(self, actions: Sequence[Action], stamps: Stamps) -> None:
+        clock, marks = self._rank.clock, list[Mark]()
+        num_instructions = len(self._program.instructions)
+        self._rank.over.clear()
+        with clock.recording():
+            for position, action in enumerate(actions):
+                self.position = position
+                clock.arrived = start = clock.now()
+                action()
+                if position < num_instructions:
+                    marks += (start, clock.arrived, clock.now())
+            for number, over in self._rank.over.items():
+                marks[3 * self._collectives[number] + 2] = over
+            stamps += clock.times(marks)
+
+    def _execute_and_measure(self, actions: Sequence[Action], meter: Meter) -> None:
+        meter.begin(self._held())
+        num_instructions = len(self._program.instructions)
+        for position, action in enumerate(actions):
+            self.position = position
+            action()
+            if position < num_instructions:
+                meter.note(sum(map(self._host_bytes, self._stages.values())))
+
+    def _host_bytes(self, stage: BoundStage) -> int:
+        """What of a stage waits in host memory."""
+        own = self._update_of(stage.index)
+        return stage.host_bytes + (own.optimizer.host_bytes if own else 0)
+
+    def _update_of(self, stage: int) -> StageUpdate | None:
+        """What the rank updates of a stage, or what the replica does with which it shares the parameters."""
+        updates, owners = self._updating.updates, (self._rank.number, self._rank.plan.placement[stage][0])
+        found = (updates.on(each, stage) for each in owners) if updates else iter(())
+        return next(filter(None, found), None)
+
+    def _held(self) -> dict[str, list[Tensor]]:
+        """What the rank holds at the start of a step, by kind.
+
+        Replicas of one process share parameters and state; each is counted with what it would have.
+        """
+        parts: list[Mapping[str, Sequence[Tensor]]] = [stage.held() for stage in self._stages.values()]
+        parts += [own.held() for stage in self._stages if (own := self._update_of(stage))]
+        found: dict[str, list[Tensor]] = defaultdict(list)
+        for part in (*parts, {"received": self._rank.transport.held()}):
+            for kind, tensors in part.items():
+                found[kind] += tensors
+        return found
+
+    def _merged_results(self, span: Span) -> dict[str, Tensor]:
+        """The results of the batch, from what every replica that made a part of them has.
+
+        Where replicas were given their own parts of the batch, a result with rows has those of this one.
+        """
+        plan, merged = self._rank.plan, dict[str, Tensor]()
+        for made in self._result_links:
+            ranks = plan.placement[made.source]
+            for value in made.values:
+                if span.is_local and has_rows(value):
+                    own = self._part(value, ranks[span.replica], made.source, span)
+                    merged[value.name] = empty_like(value, span.values, self._device) if own is None else own
+                else:
+                    parts = [self._part(value, rank, made.source, span) for rank in ranks]
+                    merged[value.name] = join_replicas(
+                        value, parts, span.sizes, span.values, value.name in plan.sums
+                    )
+        return merged
+
+    def _part(self, value: Value, rank: int, stage: int, span: Span) -> Tensor | None:
+        """What a rank made of a result; None if its microbatches have no rows."""
+        if not any(span.sizes[each] for each in self._rank.plan.microbatches_on(stage, rank)):
+            return None
+        if rank == self._rank.number:
+            return self._results.merged(value.name, span.sizes, span.values)
+        return self._rank.received[value.name, rank]
+
+    def _forget_step(self) -> None:
+        for stage in self._stages.values():
+            stage.forget_step()
+        self._results.forget_step()
+        self._rank.received.clear()
+
+    def _describe(self, problem: str) -> str:
+        """Where it happened, what the problem is, and the instructions that led there."""
+        rank = f"rank {self._program.rank}"
+        if self.position < 0:
+            return f"{rank}, preparing the step: {problem}"
+        if self.position >= len(self._instructions):
+            return f"{rank}, finishing the step: {problem}"
+        instruction = self._instructions[self.position]
+        # A message that is awaited only when the program is over counts as its receive instruction.
+        return located(self._program, self._program.instructions.index(instruction), instruction, problem)
+
+
+def bind_stages(
+    plan: Plan,
+    rank: int,
+    stages: Mapping[int, StageCode],
+    parameters: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    device: torch.device,
+    num_frames: int,
+    owns_tensors: Callable[[int], bool],
+) -> dict[int, BoundStage]:
+    """The state of each stage of a rank, for so many microbatches at a time."""
+    return {
+        stage.index: BoundStage(
+            stage,
+            stages[stage.index],
+            parameters,
+            buffers,
+            device,
+            num_frames,
+            plan.ending.reduced(stage.index),
+            owns_tensors(stage.index),
+            plan.ending.holds_gradients,
+        )
+        for stage in plan.stages
+        if rank in plan.placement[stage.index]
+    }
+
+
+def loss_of(plan: Plan) -> Value | None:
+    """The result that training differentiates."""
+    if plan.mode is not Mode.TRAIN:
+        return None
+    return next((value for value in result_values(plan) if value.name == "loss"), None)
+
+
+@functools.lru_cache(maxsize=64)
+def loss_gradient(weight: float, dtype: str, device: torch.device) -> Tensor:
+    """What the backward of a microbatch starts from: its share of the batch, times the loss scale."""
+    return torch.full((), weight, dtype=getattr(torch, dtype), device=device)

@@ -1,0 +1,395 @@
+"""Linking: every instruction of a program becomes an action, a call without arguments.
+
+The linker walks the program once. For each stage and microbatch it keeps track of the named values that are
+present or on their way. It refuses a compute that asks for a name nothing provides. The first reader of a
+value that is still on its way waits for it, and the last reader of a value drops it.
+"""
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from operator import itemgetter
+from typing import Any
+
+from torch import Tensor
+
+from pipec.errors import VerifyError
+from pipec.ir import Instruction, Kind, Link, Op, Payload, Phase, Program
+from pipec.runtime.messages.transport import Receiver
+from pipec.runtime.stages.joins import Joining
+from pipec.runtime.stages.stage import Frame, parameter_names
+from pipec.runtime.step.compute import Action, Take, bind_function
+from pipec.runtime.step.ending import EndingLinker
+from pipec.runtime.step.outcomes import Outcomes
+from pipec.runtime.step.rank import Delivery, Rank
+from pipec.runtime.step.results import Results
+
+
+@dataclass(frozen=True)
+class Linked:
+    """An action with its instruction.
+
+    If none of ``microbatches`` has rows in a step, ``idle`` takes its place there: it waits for what the
+    action would have waited for in the name of others. Without ``microbatches``, the action is always made.
+    """
+
+    instruction: Instruction
+    action: Action
+    microbatches: Sequence[int] = ()
+    idle: Action = lambda: None
+
+    def on(self, sizes: Sequence[int]) -> Action:
+        """What to do in a step whose microbatches have these rows."""
+        is_idle = self.microbatches and not any(sizes[each] for each in self.microbatches)
+        return self.idle if is_idle else self.action
+
+
+Source = Callable[[], Sequence[Any]]
+Sink = Callable[[Sequence[Tensor]], None]
+
+_ALWAYS = frozenset({"w", "prepared", "buffers", "constants", "b", "rng", "device"})
+_SAVING = (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD_INPUT)
+"""The phases whose last function saves something, too."""
+
+
+def link(program: Program, rank: Rank) -> list[Linked]:
+    """The actions of a step in order.
+
+    After the program's own come those that take in what is awaited only when the program is over: weight
+    gradients, and other ranks' results.
+
+    Raises:
+        VerifyError: a stage lacks a function, or a function asks for a value that is not there.
+    """
+    linker = Linker(rank)
+    linked = [linker.link(instruction) for instruction in program.instructions]
+    linker.finish()
+    return linked + linker.closing
+
+
+class Linker:
+    """Makes the actions of a program's instructions, one after the other."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.closing: list[Linked] = []
+        self._rank = rank
+        variables = {variable.name for variable in rank.plan.variables}
+        self._always = _ALWAYS | variables | ({"grad_loss"} if rank.loss else set())
+        self._inputs = {"share", *(entry.value.name for entry in rank.plan.inputs)}
+        self._inputs |= {name for stage in rank.plan.stages for name in stage.of_batch}
+        self._present: dict[tuple[int, int], dict[str, Delivery]] = defaultdict(dict)
+        self._dropped_by: dict[tuple[int, int], dict[str, list[str]]] = defaultdict(dict)
+        self._lent: dict[int, dict[str, Delivery]] = defaultdict(dict)
+        self._leaving: list[Action] = []
+        self._ending = EndingLinker(rank)
+
+    def link(self, instruction: Instruction) -> Linked:
+        if instruction.op.traits.kind is Kind.COMPUTE:
+            return self._compute(instruction)
+        return Linked(instruction, self._action(instruction), self._microbatches(instruction))
+
+    def _action(self, instruction: Instruction) -> Action:
+        match instruction.op:
+            case Op.RECV:
+                return self._receive(instruction)
+            case Op.SEND:
+                return self._send(instruction)
+            case Op.MOVE:
+                return self._move(instruction)
+            case Op.FREE:
+                return self._free(instruction)
+            case Op.OFFLOAD:
+                return self._offload(instruction)
+            case Op.PREFETCH:
+                return self._prefetch(instruction)
+        if instruction.join >= 0:
+            return self._join(instruction)
+        return self._ending.link(instruction)
+
+    def _microbatches(self, instruction: Instruction) -> Sequence[int]:
+        """Those that an instruction is about, or that made what it moves; none if it is not about any."""
+        link, number = instruction.link, self._rank.number
+        if instruction.microbatch >= 0:
+            return (instruction.microbatch,)
+        if link is None or link.payload is Payload.WEIGHT:
+            return ()
+        return self._rank.plan.microbatches_on(
+            link.source, instruction.peer if instruction.op is Op.RECV else number
+        )
+
+    def finish(self) -> None:
+        """Close the program with what nothing has waited for."""
+        self.closing += [Linked(*left) for left in self._ending.left()]
+
+    def _receive(self, instruction: Instruction) -> Action:
+        link, microbatch, rank = _link_of(instruction), instruction.microbatch, self._rank
+        if link.payload is Payload.OUTCOME:
+            apart = replace(instruction, slot=microbatch)  # several are on their way at once
+            return self._outcome(link, microbatch, self._rank.transport.receiver(apart, self._tag(link)))
+        receiver = self._rank.transport.receiver(instruction, self._tag(link))
+        sink, wait, post = self._sink(link, microbatch, instruction.peer), receiver.wait, receiver.post
+        made_of = self._microbatches(instruction)
+
+        def deliver() -> None:
+            sink(wait())
+
+        def deliver_if_made() -> None:
+            if any(rank.sizes[each] for each in made_of):
+                deliver()
+
+        if link.payload.readers:
+            self._announce(link, microbatch, Delivery(deliver))
+        elif link.payload is Payload.WEIGHT_GRADIENT:
+            self._ending.brings(instruction, Delivery(deliver_if_made))
+        else:
+            self.closing.append(Linked(instruction, deliver_if_made))
+        num_rows = self._num_rows(instruction)
+        return lambda: post(rank.sizes_with(num_rows()))
+
+    def _outcome(self, link: Link, microbatch: int, receiver: Receiver) -> Action:
+        """Post the receive of a microbatch's results, which the rank waits for when the script asks."""
+        rank, outcomes, names = self._rank, self._rank.results, [value.name for value in link.values]
+        assert isinstance(outcomes, Outcomes), "only a stream returns results of microbatches"
+
+        def post() -> None:
+            receiver.post(rank.sizes_with(rank.sizes[microbatch]))
+            outcomes.arrives(names, receiver.wait)
+
+        return post
+
+    def _send(self, instruction: Instruction) -> Action:
+        link, rank = _link_of(instruction), self._rank
+        send = rank.transport.sender(instruction, self._tag(link))
+        source = self._source(link, instruction.microbatch, self._is_away(instruction.peer))
+        num_rows = self._num_rows(instruction)
+        return lambda: send(source(), rank.sizes_with(num_rows()))
+
+    def _num_rows(self, instruction: Instruction) -> Callable[[], int]:
+        """How many rows what is sent or received has in the step that runs."""
+        sizes, microbatch = self._rank.sizes, instruction.microbatch
+        if _link_of(instruction).payload is not Payload.RESULT:
+            return lambda: sizes[microbatch]
+        results, away = self._rank.results, self._is_away(instruction.peer)
+        made_of = self._microbatches(instruction)
+        assert isinstance(results, Results), "only a step returns results at its end"
+        return lambda: 0 if away and results.is_local else sum(sizes[each] for each in made_of)
+
+    def _is_away(self, peer: int) -> bool:
+        """Whether a rank is of another pipeline, where whole pipelines stand side by side."""
+        placement = self._rank.plan.placement
+        own, other = (
+            next(ranks.index(rank) for ranks in placement if rank in ranks)
+            for rank in (self._rank.number, peer)
+        )
+        return own != other
+
+    def _move(self, instruction: Instruction) -> Action:
+        link, microbatch = _link_of(instruction), instruction.microbatch
+        source, sink = self._source(link, microbatch), self._sink(link, microbatch, -1)
+        if link.payload.readers:
+            self._announce(link, microbatch, Delivery())
+        return lambda: sink(source())
+
+    def _free(self, instruction: Instruction) -> Action:
+        """Free a frame, and tell the last reader of each value in it to drop it. Others may take it then."""
+        key = instruction.stage, instruction.microbatch
+        self._present.pop(key, None)
+        for name, names in self._dropped_by.pop(key, {}).items():
+            names.append(name)
+        return self._rank.stages[instruction.stage].frames[instruction.microbatch].clear
+
+    def _offload(self, instruction: Instruction) -> Action:
+        """Start to copy saved values to the host, of which the device lets go behind the next compute."""
+        stage = self._rank.stages[instruction.stage]
+        frame, copies = stage.frames[instruction.microbatch], stage.copies
+        self._leaving.append(lambda: copies.let_go(frame.get("saved", ())))
+        return lambda: copies.offload(frame["saved"])
+
+    def _prefetch(self, instruction: Instruction) -> Action:
+        """Start to copy saved values back, for which their reader waits."""
+        microbatch, stage = instruction.microbatch, self._rank.stages[instruction.stage]
+        frame, copies = stage.frames[microbatch], stage.copies
+        self._present[stage.index, microbatch]["saved"] = Delivery(lambda: copies.arrive(microbatch))
+        return lambda: copies.prefetch(frame["saved"], microbatch)
+
+    def _tag(self, link: Link) -> int:
+        return self._rank.plan.links.index(link)
+
+    def _announce(self, link: Link, microbatch: int, delivery: Delivery) -> None:
+        for value in link.values:
+            if link.payload is Payload.WEIGHT:
+                self._lent[link.target][value.name] = delivery
+            else:
+                self._present[link.target, microbatch][value.name] = delivery
+
+    def _source(self, link: Link, microbatch: int, away: bool = False) -> Source:
+        """The function that fetches what a link carries from where it was left, maybe to send it away."""
+        names = [value.name for value in link.values]
+        match link.payload:
+            case Payload.ACTIVATION | Payload.GRADIENT | Payload.OUTCOME:
+                return self._take(link.source, microbatch, names, f"the link to stage {link.target}")
+            case Payload.RESULT:
+                results, rank = self._rank.results, self._rank
+                assert isinstance(results, Results), "only a step returns results at its end"
+                fetch = results.sent_away if away else results.merged
+                return lambda: [fetch(name, rank.sizes[:-1], rank.values) for name in names]
+        stage = self._rank.stages[link.source]
+        indices = [stage.code.PARAMETERS.index(name) for name in names]
+        if link.payload is Payload.WEIGHT:
+            return lambda: [stage.weights[index] for index in indices]
+        return lambda: [stage.gradients.take(index) for index in indices]
+
+    def _sink(self, link: Link, microbatch: int, peer: int) -> Sink:
+        """The function that puts what a link carries to where its reader looks for it."""
+        names = [value.name for value in link.values]
+        if link.payload is Payload.RESULT:
+            received = self._rank.received
+            return lambda tensors: received.update(
+                {(name, peer): tensor for name, tensor in zip(names, tensors, strict=True)}
+            )
+        stage = self._rank.stages[link.target]
+        if link.payload.per_microbatch:
+            frame = stage.frames[microbatch]
+            return lambda tensors: frame.update(zip(names, tensors, strict=True))
+        indices = [stage.code.PARAMETERS.index(name) for name in names]
+        keep = stage.weights.__setitem__ if link.payload is Payload.WEIGHT else stage.gradients.add_one
+
+        def sink(tensors: Sequence[Tensor]) -> None:
+            for index, tensor in zip(indices, tensors, strict=True):
+                keep(index, tensor)
+
+        return sink
+
+    def _compute(self, instruction: Instruction) -> Linked:
+        names = self._rank.plan.stages[instruction.stage].functions(Phase(instruction.op))
+        parts = range(len(names)) if instruction.part < 0 else (instruction.part,)
+        weights: list[Action] = []
+        actions = [self._call(instruction, names, part, weights) for part in parts]
+        if instruction.version >= 0:
+            show = self._rank.stages[instruction.stage].show_version
+            actions = [functools.partial(show, instruction.microbatch), *actions]
+        left, self._leaving = self._leaving, []
+        return Linked(
+            instruction, _all([*actions, *left]), (instruction.microbatch,), _all([*weights, *left])
+        )
+
+    def _call(
+        self, instruction: Instruction, names: Sequence[str], part: int, weights: list[Action]
+    ) -> Action:
+        """The action that calls one of the functions that a phase consists of.
+
+        What it waits for so that the weights are there is added to ``weights``.
+        """
+        stage, microbatch = self._rank.stages[instruction.stage], instruction.microbatch
+        name, phase, is_last = names[part], Phase(instruction.op), part == len(names) - 1
+        function = getattr(stage.code, name, None)
+        if function is None:
+            raise VerifyError(
+                f"the program runs {name} of stage {stage.index}, whose code has no such function; generate "
+                "the stage code for this schedule"
+            )
+        asked = parameter_names(function)
+        makes_gradients = phase not in (Phase.FORWARD, Phase.RECOMPUTE)  # which lie as the weights do
+        reads = not {"w", "prepared"}.isdisjoint(asked)
+        own = self._weights(stage.index, name) if reads or makes_gradients else []
+        weights += own
+        take = self._take(stage.index, microbatch, asked, name, own)
+        self._note_made(stage.index, microbatch, phase, is_last)
+        return bind_function(name, phase, is_last, stage, microbatch, take, self._rank.results)
+
+    def _note_made(self, stage: int, microbatch: int, phase: Phase, is_last: bool) -> None:
+        """Note that what a function of ``phase`` leaves in the frame is present from now on."""
+        present = self._present[stage, microbatch]
+        for link in self._rank.plan.links if is_last else ():
+            if link.source == stage and link.payload.per_microbatch and phase in link.payload.producers:
+                present.update({value.name: Delivery() for value in link.values})
+        if phase in _SAVING or not is_last:
+            present["saved"] = Delivery()
+
+    def _join(self, instruction: Instruction) -> Action:
+        """Start to join a value of a microbatch; its first reader waits for what comes of it."""
+        stage, microbatch = self._rank.stages[instruction.stage], instruction.microbatch
+        join = self._rank.plan.stages[stage.index].joins[instruction.join]
+        group = self._rank.transport.group(self._rank.plan.placement[stage.index], join.num_hosts)
+        joining = Joining(join, stage.frames[microbatch], group)
+        self._present[stage.index, microbatch][join.value.name] = self._ending.join(joining.finish)
+        return joining.start
+
+    def _take(
+        self, stage: int, microbatch: int, names: Sequence[str], reader: str, first: Sequence[Action] = ()
+    ) -> Take:
+        """The function that fetches values from a frame.
+
+        It first waits for those still on their way, and afterwards drops those that nobody reads later.
+        """
+        waits = [*first]
+        dropped: list[str] = []
+        for name in names:
+            if name == "prepared":
+                waits.append(functools.partial(self._rank.stages[stage].prepare, microbatch))
+                dropped.append(name)  # before the weights go, where they are gathered for use
+            elif name in self._always:
+                waits += self._buffers(stage, microbatch, reader) if name == "buffers" else []
+            elif delivery := self._present[stage, microbatch].get(name):
+                waits += delivery.awaited()
+                self._dropped_by[stage, microbatch][name] = dropped
+            elif name in self._inputs:
+                self._rank.stages[stage].inputs.add(name)
+            else:
+                raise self._unknown(stage, microbatch, name, reader)
+        if waits:
+            waits.append(self._rank.clock.note_arrival)
+        return _taking(self._rank.stages[stage].frames[microbatch], names, waits, dropped)
+
+    def _weights(self, stage: int, reader: str) -> list[Action]:
+        """What must run before the weights of a stage are all there."""
+        if unlent := self._rank.stages[stage].borrowed - self._lent[stage].keys():
+            raise VerifyError(
+                f"stage {stage}, {reader}: the parameters {', '.join(sorted(unlent))} are borrowed, but "
+                "no weight link has brought them; add one to the plan, from the stage that owns them"
+            )
+        lent = [call for delivery in self._lent[stage].values() for call in delivery.awaited()]
+        return [*lent, *self._ending.gathered(stage)]
+
+    def _buffers(self, stage: int, microbatch: int, reader: str) -> list[Action]:
+        """What must run before a microbatch has the buffers that its forward finds."""
+        bound = self._rank.stages[stage]
+        first = self._rank.plan.stages[stage].functions(Phase.FORWARD)[0]
+        if reader == first and bound.code.UPDATED_BUFFERS:
+            return [functools.partial(bound.show_buffers, microbatch)]
+        return []
+
+    def _unknown(self, stage: int, microbatch: int, name: str, reader: str) -> VerifyError:
+        present = sorted({*self._present[stage, microbatch], *self._inputs, *self._always})
+        return VerifyError(
+            f"stage {stage}, {reader}, microbatch {microbatch}: nothing provides {name!r}; "
+            f"at this point of the program there are {', '.join(present)}"
+        )
+
+
+def _all(actions: Sequence[Action]) -> Action:
+    def act() -> None:
+        for action in actions:
+            action()
+
+    return act
+
+
+def _taking(frame: Frame, names: Sequence[str], waits: Sequence[Action], dropped: Sequence[str]) -> Take:
+    fetch = itemgetter(*names) if len(names) > 1 else lambda frame: [frame[name] for name in names]
+
+    def take() -> Sequence[Any]:
+        for wait in waits:
+            wait()
+        values: Sequence[Any] = fetch(frame)
+        for name in dropped:
+            del frame[name]
+        return values
+
+    return take
+
+
+def _link_of(instruction: Instruction) -> Link:
+    assert instruction.link is not None
+    return instruction.link

@@ -1,0 +1,1 @@
+"""Programs without end: mini-batches flow through a pipeline that is not flushed."""

@@ -1,0 +1,247 @@
+"""One run of programs without end on the ranks of this process, from an empty pipeline to an empty one.
+
+The script asks for the results of one mini-batch after the other. By asking for those of mini-batch i it says
+with which hyperparameters every rank is to make the update of which i is the last mini-batch, and lets it
+work ahead. So schedulers of learning rates step by mini-batch, on whatever stage and whenever an update is
+made.
+"""
+
+import functools
+import threading
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from pipec.errors import PipecError, TransportError
+from pipec.runtime.messages.transport import InProcess
+from pipec.runtime.processes.worker import Worker
+from pipec.runtime.step.outcomes import StreamBatch
+from pipec.runtime.stream.rounds import Groups, RoundInterpreter, Source
+
+Results = Mapping[str, Tensor]
+
+
+class StreamRun(ABC):
+    """A run that has begun. ``source`` tells its mini-batches.
+
+    Some rank may have begun ``num_ahead`` mini-batches that follow the last one whose results were asked for.
+    """
+
+    def __init__(
+        self, interpreters: Sequence[RoundInterpreter], num_ahead: int, source: Source, seed: int
+    ) -> None:
+        self._interpreters, self._source = interpreters, source
+        self.num_ahead = num_ahead
+        self._results: dict[int, Results] = {}
+        self._num_asked = self._num_given = 0
+        self._end: int | None = None
+        self._drains = False
+        self._changed = threading.Condition()
+        for each in interpreters:
+            each.begin(self._batch, self._emit, seed)
+
+    @abstractmethod
+    def results(self, groups: Groups) -> Results | None:
+        """Those of the next mini-batch, or None if there is none. The run is over then.
+
+        Raises:
+            ExecutionError, TransportError: a rank failed.
+        """
+
+    def drain(self) -> list[Results]:
+        """Complete what was begun; returns the results that nobody has asked for. The run is over then."""
+        self._drain_at_once()
+        self._finish()
+        return self._unasked()
+
+    @abstractmethod
+    def _finish(self) -> None:
+        """Wait until every mini-batch that was begun is over."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Stop at once, because the process ends or nobody can ask for results any longer."""
+
+    def _drain_at_once(self) -> None:
+        """Let no rank begin what none has begun when all have made the last update that was asked for."""
+        with self._changed:
+            self._drains = True
+        self._stop_at(self._num_asked + self.num_ahead if self._num_asked else 0)
+
+    def _batch(self, number: int) -> StreamBatch | None:
+        with self._changed:
+            if self._end is not None and number >= self._end:
+                return None
+        batch = self._source(number)
+        if batch is None:
+            self._stop_at(number)
+        return batch
+
+    def _stop_at(self, number: int) -> None:
+        with self._changed:
+            self._end = number if self._end is None else min(self._end, number)
+            self._changed.notify_all()
+
+    def _emit(self, number: int, results: Results) -> None:
+        """Keep the results of a mini-batch. Every rank has them, one after the other."""
+        with self._changed:
+            if number >= self._num_given:
+                self._results.setdefault(number, results)
+            self._changed.notify_all()
+
+    def _given(self, number: int) -> Results:
+        """Hand over the results of a mini-batch."""
+        with self._changed:
+            self._num_given = number + 1
+            return self._results.pop(number)
+
+    def _unasked(self) -> list[Results]:
+        """Those of all mini-batches that were completed without having been asked for."""
+        assert self._end is not None, "a run that is over has ended"
+        return [self._results[number] for number in range(self._num_asked, self._end)]
+
+
+class ThreadsRun(StreamRun):
+    """Every rank is in this process, on a thread of ``in_process``."""
+
+    def __init__(
+        self,
+        interpreters: Sequence[RoundInterpreter],
+        num_ahead: int,
+        source: Source,
+        seed: int,
+        in_process: InProcess,
+    ) -> None:
+        super().__init__(interpreters, num_ahead, source, seed)
+        self._in_process = in_process
+        self._groups: dict[int, Groups] = {}
+        self._num_advanced: Counter[int] = Counter()
+        self._last: Groups = ()
+        self._failure: BaseException | None = None
+        self._over = False
+        self._jobs = [functools.partial(self._work, each) for each in interpreters]
+        self._worker = Worker("pipec stream")
+        self._worker.submit(in_process.following(self._run))
+
+    def results(self, groups: Groups) -> Results | None:
+        number, self._num_asked = self._num_asked, self._num_asked + 1
+        with self._changed:
+            self._groups[number] = self._last = groups
+            self._changed.notify_all()
+        self._wait_until(lambda: number in self._results or (self._end is not None and number >= self._end))
+        if number in self._results:
+            return self._given(number)
+        self._num_asked = number
+        self._finish()
+        return None
+
+    def abandon(self) -> None:
+        with self._changed:
+            is_running = not self._over
+        if is_running:
+            self._in_process.fail(TransportError("the stream is not asked for results any longer"))
+            self._give_up()
+            with self._changed:
+                self._changed.wait_for(lambda: self._over)
+        self._forget()
+
+    def _forget(self) -> None:
+        for each in self._interpreters:
+            each.forget()
+
+    def _finish(self) -> None:
+        self._wait_until(lambda: self._over)
+
+    def _wait_until(self, reached: Any) -> None:
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: self._failure is not None or reached())
+        except BaseException as interrupt:  # such as Ctrl-C; a second one does not wait for what was begun
+            self._drain_at_once()
+            try:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._over)
+            except BaseException:
+                self._in_process.fail(interrupt)
+                self._give_up()
+            raise
+        if self._failure is not None:
+            with self._changed:
+                self._changed.wait_for(lambda: self._over)
+            raise self._failure
+
+    def _run(self) -> None:
+        failure: BaseException | None = None
+        try:
+            self._in_process.run(self._jobs)
+        except BaseException as error:
+            failure = error
+        if not isinstance(failure, PipecError):  # after which somebody asks what is left
+            self._forget()
+        with self._changed:
+            self._failure, self._over = failure, True
+            self._changed.notify_all()
+
+    def _work(self, interpreter: RoundInterpreter) -> None:
+        """Be a rank: advance as far as the script has asked, and to the end when that is known."""
+        number = 0
+        try:
+            while (groups := self._allowed(number)) is not None:
+                interpreter.advance(number, groups)
+                self._forget_groups(number)
+                number += 1
+            interpreter.finish(self._last)
+        except BaseException:
+            self._give_up()
+            raise
+
+    def _forget_groups(self, number: int) -> None:
+        """Let go of hyperparameters that every rank has used."""
+        with self._changed:
+            self._num_advanced[number] += 1
+            if self._num_advanced[number] == len(self._interpreters):
+                del self._groups[number], self._num_advanced[number]
+
+    def _give_up(self) -> None:
+        """Let every rank go on that waits for the script, and then notice that it has to stop."""
+        with self._changed:
+            self._drains = True
+        self._stop_at(0)
+
+    def _allowed(self, number: int) -> Groups | None:
+        """The hyperparameters of an update once it is asked for, or None if nobody will ask for it."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    number in self._groups or self._drains or (self._end is not None and number >= self._end)
+                )
+            )
+            return self._groups.get(number)
+
+
+class ProcessRun(StreamRun):
+    """The rank of this process, on the thread of the script."""
+
+    _last: Groups = ()
+
+    def abandon(self) -> None:
+        """Do nothing: this rank works only while it is asked for results."""
+
+    def results(self, groups: Groups) -> Results | None:
+        (interpreter,) = self._interpreters
+        number, self._num_asked = self._num_asked, self._num_asked + 1
+        self._last = groups
+        interpreter.advance(number, groups)
+        if number in self._results:
+            return self._given(number)
+        self._num_asked = number
+        self._finish()
+        return None
+
+    def _finish(self) -> None:
+        (interpreter,) = self._interpreters
+        interpreter.finish(self._last)
+        interpreter.forget()
