@@ -7,6 +7,7 @@ are summed, the bytes that its program sends to each rank, and all that it reall
 import functools
 import json
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ import pipec
 from pipec.hardware.topology import Topology, alike, uniform
 from pipec.ir import Op
 from pipec.ir.text import value_bytes
+from pipec.runtime.messages.connections import GlooConnections
 
 SGD = functools.partial(optim.SGD, lr=0.1, momentum=0.9)
 STEPS, ROWS, RANKS = 3, 8, 4
@@ -84,7 +86,15 @@ def counting(tensor: torch.Tensor, peer: int, **options: Any) -> Any:
     return isend(tensor, peer, **options)
 
 
+def counting_messages(
+    connections: GlooConnections, tensors: Sequence[torch.Tensor], peer: int, tag: int
+) -> None:
+    SENT[peer] += sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+    send(connections, tensors, peer, tag)
+
+
 isend, dist.isend = dist.isend, counting
+send, GlooConnections.send = GlooConnections.send, counting_messages  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

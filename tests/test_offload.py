@@ -21,6 +21,7 @@ from pipec.artifact.directory import Artifact
 from pipec.artifact.plan_rules import check_plan
 from pipec.compiler.staged import StagedGraph
 from pipec.errors import ArtifactError, InfeasibleError, InputError, VerifyError
+from pipec.hardware.devices import DEVICES
 from pipec.hardware.topology import alike
 from pipec.ir import Instruction, Op, Program, Schedule
 from pipec.ir.batch import split_sizes
@@ -270,12 +271,13 @@ def test_a_budget_is_kept_by_copies_and_what_was_predicted_is_measured() -> None
     expected = step(free)
     limit = int(0.7 * free.memory().peak_bytes)
     for recompute in ("none", "auto"):
-        pipe = compiled(memory_limit=limit, offload="activations", recompute=recompute)
+        device = replace(DEVICES["cpu"], instruction_seconds=0.0)
+        pipe = compiled(memory_limit=limit, offload="activations", recompute=recompute, device_model=device)
         assert all(map(torch.equal, step(pipe), expected))
         pipe.zero_grad()
         predicted, measured = pipe.memory(), pipe.measure_memory(x, target=y)
         assert predicted.peak_bytes <= limit
-        assert pipe.simulate().makespan < 1.01 * free.simulate().makespan
+        assert pipe.simulate().makespan < 1.02 * free.simulate().makespan
         for mine, theirs in zip(predicted, measured, strict=True):
             assert mine.host_bytes == theirs.host_bytes > 0
             assert mine.peak_bytes == pytest.approx(theirs.peak_bytes, rel=0.03)

@@ -89,9 +89,9 @@ SLOW, FAST = LinkModel(1e5, 1e-7), LinkModel(1e15, 0.0)
 
 @functools.cache
 def over_links(model: Captured, name: str, link: LinkModel) -> Artifact:
-    graph, how, options = staged_with(model, SCHEDULES[name])
+    graph, how, options, recompute = staged_with(model, SCHEDULES[name])
     options = replace(options, topology=alike(SCHEDULES[name].num_ranks, link))  # type: ignore[type-var]
-    return StagedGraph(graph, how, options).trial(SCHEDULES[name], 3).artifact()  # type: ignore[arg-type]
+    return StagedGraph(graph, how, options, recompute).trial(SCHEDULES[name], 3).artifact()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

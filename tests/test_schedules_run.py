@@ -27,7 +27,9 @@ from workers import read_outcome, train
 import pipec
 from pipec.artifact.directory import Artifact
 from pipec.compiler.policy import ScheduleChoice
+from pipec.compiler.staged import DOUBT
 from pipec.errors import VerifyError
+from pipec.hardware.devices import DEVICES
 from pipec.ir import Compute, Phase, Plan, Program, Schedule, unreplicated
 from pipec.ir.batch import split_sizes
 from pipec.plan.memory import plan_memory
@@ -150,10 +152,13 @@ def test_three_stages_per_rank_by_name(name: str) -> None:
 
 
 def test_auto_is_no_slower_than_any_named_schedule_on_the_costs_of_the_model() -> None:
-    """Each is simulated on the stages it would have."""
-    best = trained("auto", microbatches=8)[0].simulate().makespan
-    named = [trained(name, microbatches=8)[0].simulate().makespan for name in ("1f1b", "zb-v")]
-    assert best <= min(named) * (1 + 1e-9)
+    """Each is simulated on the stages it would have. Of those about as fast the simplest is taken."""
+    device = replace(DEVICES["cpu"], instruction_seconds=0.0)
+    makespan = {
+        name: trained(name, microbatches=8, device_model=device)[0].simulate().makespan
+        for name in ("auto", "1f1b", "zb-v")
+    }
+    assert makespan["auto"] <= min(makespan.values()) * (1 + DOUBT)
 
 
 def test_auto_stays_within_the_memory_limit() -> None:

@@ -110,7 +110,7 @@ def test_a_memory_limit_rules_ways_out() -> None:
 
 def test_a_limit_that_nothing_meets_is_told_by_rank() -> None:
     with pytest.raises(InfeasibleError, match=r"rank 3, stage 3: .* \(1 in flight\)"):
-        prepared(memory_limit="10kB")
+        prepared(memory_limit="10kB", microbatches=8, schedule="1f1b", replicas=1)
 
 
 def test_auto_tries_every_schedule_and_takes_the_simplest_where_instructions_cost_more_than_bubbles() -> None:

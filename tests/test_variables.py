@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Factory, each, gpt2, resnet, t5
+from models import Factory, each, gpt2, resnet
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -100,7 +100,7 @@ def trimmed(inputs: dict[str, Any], length: int, short: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "factory",
-    [*each(gpt2), *(pytest.param(x, id=x.__name__, marks=pytest.mark.slow) for x in (t5, resnet))],
+    [*each(gpt2), pytest.param(resnet, id="resnet", marks=pytest.mark.slow)],
 )
 def test_the_third_length_compiles_nothing(factory: Factory) -> None:
     model, inputs = factory()

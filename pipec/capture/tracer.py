@@ -116,6 +116,8 @@ def capture(
             kinds = (True, False) if symbolic else (False,)
             graph, failures = _first_success(tracer, list(itertools.product(FRONT_ENDS, kinds)))
         generators.refuse_draws(tracer.dry_run, suspected=tracer.draws_with_numpy)
+        batched = step.batched
+    step.batched = batched  # which guards of the capture look at
     if tracer.is_direct:
         log.warning(
             "forward and backward were traced together, for the model cannot be differentiated otherwise: "

@@ -152,12 +152,20 @@ def _base_name(graph: TrainingGraph, node: fx.Node, results: Mapping[int, fx.Nod
         return _input_name(role.path) if isinstance(role, ModelInput) else "buffer"
     cause: int = node.meta["operator"]
     if results.get(cause) is node:
-        return identifier(graph.operators[cause].name)
+        return _result_name(graph, cause, results)
     if not is_forward(node):
         awaited = [user.meta["operator"] for user in _readers(node) if user.meta["operator"] != cause]
         if awaited:
-            return f"grad_{identifier(graph.operators[awaited[0]].name)}"
+            return f"grad_{_result_name(graph, awaited[0], results)}"
     return _operator_name(node)
+
+
+def _result_name(graph: TrainingGraph, operator: int, results: Mapping[int, fx.Node]) -> str:
+    """What the user's code calls the result of an operator; of a mere item, what it is an item of."""
+    name = graph.operators[operator].name
+    if name.startswith("getitem") and operator in results:
+        return _operator_name(results[operator])
+    return identifier(name)
 
 
 def _source_of_batch(graph: TrainingGraph, role: OfBatch) -> fx.Node:

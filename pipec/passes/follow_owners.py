@@ -6,20 +6,23 @@
     y = relu(h)                            ->     y = relu(h)       stage 0
     g = mm(y, w1)     w1 is on stage 1            g = mm(y, w1)     stage 1
 
-An operator without parameters goes with the one before it. What reads or changes one buffer stays together.
-An operator that was taken apart for the cut, so that its parameters are on several stages, is taken apart.
+The same holds of buffers that the forward changes. An operator without any goes with the one before it. What
+reads or changes one buffer stays together. An operator that was taken apart for the cut, so that its
+parameters are on several stages, is taken apart.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from torch import fx
+
 from pipec.errors import PlanError
-from pipec.graph import TrainingGraph, is_forward, parameters_behind, stage_of
+from pipec.graph import Buffer, TrainingGraph, UpdatedBuffer, is_forward, parameters_behind, stage_of
 from pipec.passes.cut_stages import assign, spans_of
 from pipec.passes.take_apart import steps_of, take_apart
 
 Owners = Mapping[str, tuple[int, ...]]
-"""The stages that hold each parameter, by FQN."""
+"""The stages that hold each parameter, and each buffer that the forward changes, by FQN."""
 
 
 @dataclass(frozen=True)
@@ -78,13 +81,20 @@ class FollowOwners:
 
 
 def owners_of(graph: TrainingGraph) -> Owners:
-    """Which stages read each parameter."""
+    """Which stages read each parameter, and each buffer that the forward changes."""
     readers: dict[str, set[int]] = {}
+    changed = {result.fqn for result in graph.results if isinstance(result, UpdatedBuffer)}
     for node in graph.arguments:
-        stages = {stage_of(user) for user in node.users if user.op == "call_function"}
-        for fqn in parameters_behind(node) if node.users else ():
-            readers.setdefault(fqn, set()).update(stages)
+        role, stages = node.meta.get("role"), {stage_of(x) for x in node.users if x.op == "call_function"}
+        if not isinstance(role, Buffer) or role.fqn in changed:
+            for fqn in _held_behind(node) if node.users else ():
+                readers.setdefault(fqn, set()).update(stages)
     return {fqn: tuple(sorted(stages)) for fqn, stages in readers.items()}
+
+
+def _held_behind(node: fx.Node) -> tuple[str, ...]:
+    role = node.meta.get("role")
+    return (role.fqn,) if isinstance(role, Buffer) else parameters_behind(node)
 
 
 def _parameters_by_operator(graph: TrainingGraph) -> list[list[str]]:
@@ -92,5 +102,5 @@ def _parameters_by_operator(graph: TrainingGraph) -> list[list[str]]:
     for node in filter(is_forward, graph.nodes):
         for source in node.all_input_nodes:
             if source.op == "placeholder":
-                needed[node.meta["operator"]].extend(parameters_behind(source))
+                needed[node.meta["operator"]].extend(_held_behind(source))
     return needed

@@ -120,6 +120,8 @@ class HeldModel(Streams):
         Raises:
             PlanError: a forward changes a buffer that other ranks hold, too.
         """
+        if not self._ranks.world.distributed:
+            return
         found = holders(plan)
         self._changing.update(*(stage.updated_buffers for stage in plan.stages))
         for fqn in self._changing & found.keys() & self._holders.keys():
@@ -133,7 +135,7 @@ class HeldModel(Streams):
         fixed = (fixed_buffers(plan) - self._changing) & unique.keys() & self._holders.keys()
         for fqn in sorted(fixed):
             lacking = tuple(rank for rank in found[fqn] if rank not in self._holders[fqn])
-            if lacking and self._ranks.world.distributed:
+            if lacking:
                 self._bring(fqn, unique[fqn], lacking)
             self._holders[fqn] += lacking
 
