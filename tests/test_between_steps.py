@@ -316,3 +316,31 @@ def test_half_and_double_reach_the_model_and_what_is_compiled() -> None:
         convert(pair.models[1])
         pair.x, pair.y = pair.x.to(pair.models[1].last.weight), pair.y.to(pair.models[1].last.weight)
         pair.step()
+
+
+SHIFT = 1.0
+
+
+def shifted(x: Tensor) -> Tensor:
+    return x - SHIFT
+
+
+class Unproven(nn.Module):
+    """Whether ``y`` is split along with ``x`` is found out by a capture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (shifted(self.layers(x)) - y).square().mean()
+
+
+def test_a_global_is_followed_where_it_was_found_out_which_arguments_are_split(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, (x, y) = Unproven(), torch.randn(2, 8, 4)
+    pipe = pipec.compile(model, 2, microbatches=2)
+    for shift in (1.0, 3.0):
+        monkeypatch.setitem(globals(), "SHIFT", shift)
+        assert torch.allclose(pipe.step(x, y), model(x, y))
