@@ -451,6 +451,12 @@ def test_default_models_are_entries_not_measurements(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
     slice_of_h100 = replace(DEVICES["h100"], memory_bytes=10 * 10**9)
     assert default_device_model(torch.device("cuda:1")) == slice_of_h100
+    matmul = torch.backends.cuda.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "tf32"
+    try:
+        assert default_device_model(torch.device("cuda:1")).flops_per_second["float32"] == 989e12 / 2
+    finally:
+        matmul.fp32_precision = before
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Imaginary 9000")
     assert default_device_model(torch.device("cuda")).name == FALLBACK_GPU
 

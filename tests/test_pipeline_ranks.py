@@ -389,3 +389,27 @@ def test_a_buffer_may_be_read_on_several_ranks_and_in_evaluation_on_others(tmp_p
     """
     (alone,), ranks = told(tmp_path, body, 0), told(tmp_path, body)
     assert ranks == [alone, alone]
+
+
+def test_nothing_travels_on_the_users_own_group(tmp_path: Path) -> None:
+    """A script may be in the middle of a collective there."""
+    texts = told(
+        tmp_path,
+        """
+        import functools
+        import torch.distributed as dist
+
+        def refused(name, real, *args, group=None, **options):
+            assert group is not None, name
+            return real(*args, group=group, **options)
+
+        dist.init_process_group("gloo")
+        for name in ("broadcast", "all_reduce", "all_gather", "barrier", "send", "recv", "isend", "irecv"):
+            setattr(dist, name, functools.partial(refused, name, getattr(dist, name)))
+        pipe = compiled(nn.Sequential(nn.Linear(6, 8), nn.Dropout(), nn.Linear(8, 3)))
+        pipe.step(x, target=y)
+        pipe.eval().eval_step(x, target=y)
+        print("done")
+        """,
+    )
+    assert texts == ["done\n"] * 2

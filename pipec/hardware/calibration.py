@@ -27,6 +27,7 @@ def default_device_model(device: torch.device) -> DeviceModel:
     """The entry for a device. Nothing is measured, so that every rank and every run makes the same plan.
 
     The memory is what the GPU says that it has: products of one name differ in it, and so do slices of one.
+    Its float32 is TF32 where torch makes products so (``torch.backends.cuda.matmul.fp32_precision``).
 
     A CPU is always the ``cpu`` entry, which describes one core: more threads speed up all operators alike.
     Plans for ``meta`` and for accelerators without an entry are made for ``FALLBACK_GPU``.
@@ -35,6 +36,8 @@ def default_device_model(device: torch.device) -> DeviceModel:
         return DEVICES["cpu"]
     if device.type == "cuda" and torch.cuda.is_available():
         entry = find_device(torch.cuda.get_device_name(device)) or DEVICES[FALLBACK_GPU]
+        if torch.backends.cuda.matmul.fp32_precision == "tf32":
+            entry = entry.with_tf32()
         return replace(entry, memory_bytes=_memory_bytes(device, entry))
     return DEVICES[FALLBACK_GPU]
 

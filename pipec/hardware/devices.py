@@ -1,12 +1,13 @@
 """Devices and links as data: the few figures that turn FLOPs and bytes into seconds. No torch.
 
 Peak rates are the vendors' figures for dense arithmetic, without structured sparsity. ``float32`` is the rate
-of full precision, which is torch's default, and not that of TF32. Bandwidths of links are per direction.
+of full precision, which is torch's default; that of TF32 follows from it. Bandwidths of links are per
+direction.
 """
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,16 @@ class DeviceModel:
         """Time of one operator: launch, then arithmetic or memory traffic, whichever takes longer."""
         rate = self.flops_per_second.get(dtype, self.flops_per_second["float32"])
         return self.launch_seconds + max(flops / rate, bytes_moved / self.memory_bytes_per_second)
+
+    def with_tf32(self) -> "DeviceModel":
+        """The device where products of float32 are made as TF32: at half the rate of bfloat16.
+
+        That is the ratio in NVIDIA's datasheets of all GPUs that have both.
+        """
+        rates = self.flops_per_second
+        if "bfloat16" not in rates:
+            return self
+        return replace(self, flops_per_second={**rates, "float32": rates["bfloat16"] / 2})
 
 
 _KERNEL_LAUNCH_SECONDS = 5e-6

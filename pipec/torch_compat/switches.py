@@ -21,7 +21,6 @@ _ASKED: Mapping[str, Callable[[], Any]] = {
     "dtype": torch.get_default_dtype,
     "device": torch.get_default_device,
     "deterministic": torch.get_deterministic_debug_mode,
-    "matmul": torch.get_float32_matmul_precision,
     "autocast cache": torch.is_autocast_cache_enabled,
     "threads": torch.get_num_threads,
     "cpu": torch.backends.cpu.get_cpu_capability,
@@ -33,11 +32,26 @@ _ASKED: Mapping[str, Callable[[], Any]] = {
     "distributed": lambda: torch.distributed.is_available() and torch.distributed.is_initialized(),
 }
 
+_BACKENDS: Any = torch.backends
+
+_FLOAT32: Mapping[str, Any] = {
+    "everywhere": _BACKENDS,
+    "cublas": _BACKENDS.cuda.matmul,
+    "cudnn": _BACKENDS.cudnn,
+    "cudnn conv": _BACKENDS.cudnn.conv,
+    "cudnn rnn": _BACKENDS.cudnn.rnn,
+    "mkldnn matmul": _BACKENDS.mkldnn.matmul,
+    "mkldnn conv": _BACKENDS.mkldnn.conv,
+    "mkldnn rnn": _BACKENDS.mkldnn.rnn,
+}
+"""What has a precision of float32. torch's older settings change these, and raise once these were set."""
+
 _FLAGS: Mapping[str, tuple[Any, tuple[str, ...]]] = {
-    "cudnn": (torch.backends.cudnn, ("enabled", "benchmark", "deterministic", "allow_tf32")),
+    "cudnn": (torch.backends.cudnn, ("enabled", "benchmark", "deterministic")),
     "mkldnn": (torch.backends.mkldnn, ("enabled", "deterministic")),
+    **{f"float32 {name}": (holder, ("fp32_precision",)) for name, holder in _FLOAT32.items()},
     "opt_einsum": (torch.backends.opt_einsum, ("enabled", "strategy")),
-    "cublas": (torch.backends.cuda.matmul, ("allow_tf32", "allow_fp16_reduced_precision_reduction")),
+    "cublas": (torch.backends.cuda.matmul, ("allow_fp16_reduced_precision_reduction",)),
     "memory": (torch.utils.deterministic, ("fill_uninitialized_memory",)),
 }
 
