@@ -47,9 +47,12 @@ class Place:
     def parse(cls, source: str) -> "Place | None":
         """The place that Dynamo writes as ``self.model.h[0].p``; None if it is written in another way.
 
-        An attribute of a class, ``dict(type(self.model).__dict__)['scale']``, is one of its object.
+        An attribute of a class, ``dict(type(self.model).__dict__)['scale']``, is one of its object. What a
+        property is made of is not: the object computes the property.
         """
         steps: list[tuple[str, Any]] = []
+        if _PROPERTY.search(source):
+            return None
         source = re.sub(r"dict\(type\((.*)\)(\.__mro__\[\d+\])?\.__dict__\)\['(\w+)'\]", r"\1.\3", source)
         node = _parsed(source.replace("L['self']", "self"))
         while not isinstance(node, ast.Name):
@@ -91,6 +94,7 @@ class Place:
 
 
 _IMPORTED = "__import_"
+_PROPERTY = re.compile(r"\.f(get|set|del)\b")
 _REGISTRIES = ("_modules", "_parameters", "_buffers")
 
 
