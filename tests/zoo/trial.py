@@ -26,7 +26,7 @@ STAGES, MICROBATCHES = 4, 4
 BATCHES = (8, 12)
 """Rows of the mini-batch in each step. Compilation is for the first; the second has another size."""
 
-ROUNDING = 1e-4
+ROUNDING = 3e-4
 """How far off a gradient may be, relative to its largest number: sums over a batch have another order."""
 
 NEGLIGIBLE = 1e-2

@@ -112,11 +112,13 @@ CASES = (
         "Wav2Vec2ForCTC",
         tiny("Wav2Vec2ForCTC", **CONVOLUTIONS),
         transcribed,
+        batched={"labels": 0},
     ),
     Case(
         "HubertForCTC",
         tiny("HubertForCTC", **CONVOLUTIONS),
         transcribed,
+        batched={"labels": 0},
     ),
     Case(
         "WavLMForSequenceClassification",
