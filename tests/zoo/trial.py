@@ -142,7 +142,7 @@ def _draws(case: Case, model: nn.Module, inputs: Inputs) -> bool:
     """Whether torch's generator is another after a call: pipelines draw other numbers than eager torch."""
     before = torch.get_rng_state()
     with torch.random.fork_rng(devices=[]):
-        _loss(case, copy.deepcopy(model), dict(inputs))
+        _loss(case, *copy.deepcopy((model, inputs)))
         return not torch.equal(before, torch.get_rng_state())
 
 
