@@ -12,7 +12,6 @@ from pipec.plan.memory import shortfall
 _ATTEMPTS = 4
 """How many limits are tried. With another limit other cuts are, so that the first may not be enough."""
 
-
 _SHARES = (0.88, 0.94, 0.97, 0.985)
 """What is tried of a limit that is enough. On other cuts less may be."""
 
