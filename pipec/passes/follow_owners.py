@@ -8,7 +8,7 @@
 
 The same holds of buffers that the forward changes. An operator without any goes with the one before it. What
 reads or changes one buffer stays together. An operator that was taken apart for the cut, so that its
-parameters are on several stages, is taken apart.
+parameters are on several stages, is taken apart, and so is a recurrent layer that was ``divided`` in time.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,6 +19,7 @@ from torch import fx
 from pipec.errors import PlanError
 from pipec.graph import Buffer, TrainingGraph, UpdatedBuffer, is_forward, parameters_behind, stage_of
 from pipec.passes.cut_stages import assign, spans_of
+from pipec.passes.steps_in_time import Divided, divide_again, stages_of_parts
 from pipec.passes.take_apart import steps_of, take_apart
 
 Owners = Mapping[str, tuple[int, ...]]
@@ -32,16 +33,20 @@ class FollowOwners:
     num_stages: int
     owners: Owners = field(repr=False)
     ranks: tuple[int, ...] = ()
+    divided: Divided = field(default_factory=dict, repr=False)
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
+        graph = divide_again(graph, self.divided)
         graph = take_apart(graph, steps_of(graph, self._divided(graph)))
         stages, current = list[int](), 0
+        of_parts = stages_of_parts(graph, self.divided)
         last_of = {span.first: span.last for span in spans_of(graph)}
         needed = _parameters_by_operator(graph)
         while len(stages) < len(needed):
             first = len(stages)
             together = range(first, last_of.get(first, first) + 1)
             for op in together:
+                current = max(current, of_parts.get(op, current))
                 for fqn in needed[op]:
                     current = self._stage_holding(graph, op, fqn, current)
             for op in together if len(together) > 1 else ():
