@@ -44,11 +44,12 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What is made of the parameters ``fqns`` alone, once for each version of them: output ``index`` of the
-    graph's ``prepared``."""
+    """What is made of the parameters ``fqns`` and of ``buffers`` that never change, once for each version of
+    the parameters: output ``index`` of the graph's ``prepared``."""
 
     index: int
     fqns: tuple[str, ...]
+    buffers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

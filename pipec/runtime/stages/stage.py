@@ -181,7 +181,7 @@ class BoundStage:
         frame = self.frames[microbatch]
         version = frame.get("version", 0)
         if version not in self._prepared:
-            known = {"w": frame["w"], "device": self.device}
+            known = {"w": frame["w"], "buffers": frame["buffers"], "device": self.device}
             made = self._prepare(*(known[name] for name in self._read_by_prepare))
             self._prepared[version] = self.graphs.prepared(made) if self.graphs else made
         frame["prepared"] = self._prepared[version]
