@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 
 import pipec
+from pipec.compiler.staged import StagedGraph
+from pipec.passes.follow_owners import FollowOwners
 
 WIDTH, TOKENS, ROWS = 8, 6, 8
 
@@ -50,6 +52,32 @@ def test_angles_are_computed_once_a_step_and_never_sent() -> None:
         before, phases = pipe.source(stage).split("def forward")
         assert "torch.cos(" in before
         assert "torch.cos(" not in phases
+
+
+class Scaled(nn.Module):
+    """What is between two layers reads a buffer and no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x) / (self.scale + 1).sqrt()).square().mean()
+
+
+def test_a_buffer_is_prepared_where_another_call_changes_it() -> None:
+    """In training the second stage changes the scale, so that it alone has the latest value."""
+    pipe = pipec.compile(Scaled(), devices=2, microbatches=2)
+    pipe.eval()
+    pipe.eval_step(torch.randn(ROWS, WIDTH))
+    (staged, *_) = next(iter(pipe._compiler._captures.staged.values()))
+    homes = {"first": 0, "last": 1}
+    owners = {f"{layer}.{name}": (k,) for layer, k in homes.items() for name in ("weight", "bias")}
+    cut = FollowOwners(2, {**owners, "scale": (1,)})
+    stages = StagedGraph(staged._captured, cut, staged.options).stages(False, ROWS // 2)
+    assert [[node.meta["role"].fqn for node in stage.buffers] for stage in stages] == [[], ["scale"]]
+    assert [len(stage.prepared) for stage in stages] == [0, 1]
 
 
 def test_a_process_with_several_devices_has_each_buffer_on_one() -> None:

@@ -14,10 +14,15 @@ parameters are on several stages, is taken apart, and so is a recurrent layer th
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from torch import fx
-
 from pipec.errors import PlanError
-from pipec.graph import Buffer, TrainingGraph, UpdatedBuffer, is_forward, parameters_behind, stage_of
+from pipec.graph import (
+    TrainingGraph,
+    UpdatedBuffer,
+    buffers_behind,
+    is_forward,
+    parameters_behind,
+    stage_of,
+)
 from pipec.passes.cut_stages import assign, spans_of
 from pipec.passes.steps_in_time import Divided, divide_again, stages_of_parts
 from pipec.passes.take_apart import steps_of, take_apart
@@ -90,22 +95,18 @@ def owners_of(graph: TrainingGraph) -> Owners:
     readers: dict[str, set[int]] = {}
     changed = {result.fqn for result in graph.results if isinstance(result, UpdatedBuffer)}
     for node in graph.arguments:
-        role, stages = node.meta.get("role"), {stage_of(x) for x in node.users if x.op == "call_function"}
-        if not isinstance(role, Buffer) or role.fqn in changed:
-            for fqn in _held_behind(node) if node.users else ():
-                readers.setdefault(fqn, set()).update(stages)
+        stages = {stage_of(x) for x in node.users if x.op == "call_function"}
+        held = (*parameters_behind(node), *changed.intersection(buffers_behind(node)))
+        for fqn in held if node.users else ():
+            readers.setdefault(fqn, set()).update(stages)
     return {fqn: tuple(sorted(stages)) for fqn, stages in readers.items()}
 
 
-def _held_behind(node: fx.Node) -> tuple[str, ...]:
-    role = node.meta.get("role")
-    return (role.fqn,) if isinstance(role, Buffer) else parameters_behind(node)
-
-
 def _parameters_by_operator(graph: TrainingGraph) -> list[list[str]]:
+    """What each operator reads of the model, itself or by what was prepared of it, buffers included."""
     needed: list[list[str]] = [[] for _ in graph.operators]
     for node in filter(is_forward, graph.nodes):
         for source in node.all_input_nodes:
             if source.op == "placeholder":
-                needed[node.meta["operator"]].extend(_held_behind(source))
+                needed[node.meta["operator"]] += (*parameters_behind(source), *buffers_behind(source))
     return needed

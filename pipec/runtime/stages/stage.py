@@ -47,7 +47,7 @@ class StageCode(Protocol):
     ``backward(...) -> (sent, gradients)``, ``backward_input(...) -> (sent, saved, gradients)``,
     ``backward_weight(...) -> gradients``, each gradient aligned with ``PARAMETERS`` and None where there
     is none, ``constants(...) -> tuple`` of what depends on sizes and ``device`` alone,
-    ``prepare(...) -> tuple`` of what depends on ``w`` and ``device`` alone, and
+    ``prepare(...) -> tuple`` of what depends on ``w``, ``buffers`` that stay and ``device`` alone, and
     ``of_batch(...) -> tuple`` of what is needed of the whole batch, under the names in the stage's plan.
     ``graphs``, where there are such, replay these functions as CUDA graphs.
     """
