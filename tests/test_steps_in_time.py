@@ -13,6 +13,7 @@ import pipec
 from pipec.graph import TrainingGraph
 from pipec.ir import Mode
 from pipec.passes.follow_owners import owners_of
+from pipec.passes.mark_recompute import MarkRecompute
 
 WORDS, WIDTH = 20, 16
 
@@ -95,4 +96,9 @@ def test_other_calls_are_cut_where_the_first_one_was() -> None:
     ids=["oneDNN", "projected", "unbiased"],
 )
 def test_every_cell_hands_on_its_states(kind: Callable[..., nn.RNNBase], width: int) -> None:
-    cut_in_time(kind, width)
+    pipe, _ = cut_in_time(kind, width)
+    ((staged,),) = pipe._compiler._captures.staged.values()
+    again = staged.recomputing(MarkRecompute(frozenset()))
+    assert owners_of(again.graph) == owners_of(staged.graph), (
+        "what computes again has the same cut"
+    )
