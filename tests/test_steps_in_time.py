@@ -99,6 +99,4 @@ def test_every_cell_hands_on_its_states(kind: Callable[..., nn.RNNBase], width: 
     pipe, _ = cut_in_time(kind, width)
     ((staged,),) = pipe._compiler._captures.staged.values()
     again = staged.recomputing(MarkRecompute(frozenset()))
-    assert owners_of(again.graph) == owners_of(staged.graph), (
-        "what computes again has the same cut"
-    )
+    assert owners_of(again.graph) == owners_of(staged.graph), "what computes again has the same cut"
