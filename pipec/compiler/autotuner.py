@@ -42,7 +42,7 @@ _MEMORY_ATTEMPTS = 4
 _OF_OPERATORS = frozenset({"parameters", "buffers", "gradients", "saved"})
 """The kinds of memory that the planner adds up over operators."""
 
-_OF_MESSAGES = frozenset({"received", "sent"})
+_OF_REPLAYING = frozenset({"received", "sent", "running"})
 """Those that it adds up, too, for stages that replay: then all memory is wanted."""
 
 _OF_UPDATES = frozenset({"optimizer", "versions"})
@@ -286,7 +286,7 @@ class _Search:
         updates = self.tuner.updates(count)
         devices, members = self.tuner.grouped(topology), self.tuner.members()
         replays = updates is None and self.tuner.replays_on(devices)
-        planned = _OF_MESSAGES if replays else frozenset[str]()
+        planned = _OF_REPLAYING if replays else frozenset[str]()
         unplanned = functools.partial(self.tuner.unplanned, planned=planned)
         reserved = [max(unplanned(nearest.memory[rank]) for rank in group) for group in members]
         for _ in range(_MEMORY_ATTEMPTS):
@@ -299,8 +299,9 @@ class _Search:
                 return
             if found is None or not any(found.excess):
                 return
+            besides = [0.0 if replays else unplanned(need) for need in found.memory]
             reserved = [
-                max(max(held + found.excess[rank], unplanned(found.memory[rank])) for rank in group)
+                max(max(held + found.excess[rank], besides[rank]) for rank in group)
                 for group, held in zip(members, reserved, strict=True)
             ]
 

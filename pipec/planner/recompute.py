@@ -58,8 +58,7 @@ class Value:
 
     ``is_needed``: the backward reads it. What ``may_save`` excludes is a view, or a tuple of values: it costs
     memory only through those it is made of. What ``may_replay`` excludes was received, for example, and what
-    ``may_offload`` excludes is held for others, too. The backward of the value's operator makes gradients of
-    parameters of ``gradient_bytes``, and holds them until the whole backward is over.
+    ``may_offload`` excludes is held for others, too.
     """
 
     num_bytes: float
@@ -69,7 +68,6 @@ class Value:
     may_save: bool = True
     may_replay: bool = True
     may_offload: bool = False
-    gradient_bytes: float = 0.0
 
 
 Stage = tuple[Value, ...]
