@@ -18,7 +18,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ from pipec.ir.text import format_bytes, format_seconds
 from pipec.passes import Pass, cut_replaying
 from pipec.passes.mark_recompute import MarkRecompute
 from pipec.planner import recompute as chooser
+from pipec.planner import replay_curve
 from pipec.planner.replaying_cut import Chain
 from pipec.runtime.memory.meter import TensorMeter
 
@@ -362,17 +363,20 @@ def gpt2(layers: int, num_ranks: int, **options: Any) -> pipec.Pipeline:
 
 @contextmanager
 def timed(seconds: list[float]) -> Iterator[None]:
-    """Note the processor's seconds for each integer or linear program that is solved inside a ``with``."""
-    solve = chooser.milp
+    """Note the processor's seconds for each program that is solved inside a ``with``."""
 
-    def noted(*args: object, **options: object) -> object:
+    def noted(solve: Callable[..., object], *args: object, **options: object) -> object:
         started = time.process_time()
         try:
             return solve(*args, **options)
         finally:
             seconds.append(time.process_time() - started)
 
-    with mock.patch.object(chooser, "milp", noted):
+    solvers = (chooser, "milp"), (replay_curve, "at_price")
+    with ExitStack() as stack:
+        for module, name in solvers:
+            solve = functools.partial(noted, getattr(module, name))
+            stack.enter_context(mock.patch.object(module, name, solve))
         yield
 
 

@@ -344,10 +344,15 @@ class _Search:
         """The fastest that fits; of those about as fast, the simplest.
 
         It has the fewest and largest microbatches, for them the fewest instructions, and of those with as
-        many it needs the least memory. Only what is faster is taken without a flush.
+        many it needs the least memory. Only what is faster is taken without a flush. Of several cuts for a
+        schedule, only the fastest counts.
         """
-        fastest, _ = min(self.trials, key=lambda pair: pair[0].score)
-        as_fast = [pair for pair in self.trials if fastest.is_close(pair[0])]
+        on_best_cut: dict[object, tuple[Trial, StagedGraph]] = {}
+        for pair in sorted(self.trials, key=lambda pair: pair[0].score):
+            how = pair[0].schedule
+            on_best_cut.setdefault((how.name, how.placement, pair[0].plan.num_microbatches), pair)
+        fastest, _ = next(iter(on_best_cut.values()))
+        as_fast = [pair for pair in on_best_cut.values() if fastest.is_close(pair[0])]
 
         def order(trial: Trial) -> tuple[bool, int, float, float]:
             return trial.overlaps, trial.plan.num_microbatches, trial.num_instructions, trial.peak_bytes

@@ -238,8 +238,9 @@ class _Backward:
             for each in functions
             for node, saved, made in course(each, bytes_of)
         ]
-        operators_of_values = [trial.staged.operators[name] for name in names]
-        return cls(*np.array(held, np.int64).reshape(-1, 3).T, np.array(operators_of_values, np.int64))
+        operators, saved, made = np.array(held, np.int64).reshape(-1, 3).T
+        operators_of_values = np.array([trial.staged.operators[name] for name in names], np.int64)
+        return cls(operators, saved, made, operators_of_values)
 
     def growth(self, first: int, end: int) -> float:
         """How much more it holds in the statements of the values from ``first`` to ``end`` than was saved.
@@ -346,9 +347,9 @@ def _needs(trial: Trial, rank: int, values: Mapping[int, Mapping[str, Value]]) -
     for number, room in enumerate(rooms.tolist()):
         replaying = stages.index(int(columns.stages[number])) if backward[number] else None
         if room < math.inf:
-            counts = (tuple(each[:, number].tolist()) for each in (saved, gone))
+            flying, absent = (tuple(each[:, number].tolist()) for each in (saved, gone))
             makes = running[replaying] if replaying is not None else 0.0
-            yield _Need(*counts, replaying, room, makes)
+            yield _Need(flying, absent, replaying, room, makes)
 
 
 def _running(memory: StageMemory) -> float:

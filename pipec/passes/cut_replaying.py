@@ -127,14 +127,14 @@ def _replays(
     segments: int = 1,
 ) -> Replays:
     """What each of ``count`` blocks replays and saves, with a row for each choice."""
-    replays = Replays(*(np.zeros((len(choices), count)) for _ in range(3)), segments)
+    seconds, saved, replayed = (np.zeros((len(choices), count)) for _ in range(3))
     for row, again in enumerate(choices):
         for v in sorted(again):
-            replays.seconds[row, block[v]] += values[v].seconds / speed
-            replays.replayed_bytes[row, block[v]] += values[v].num_bytes * values[v].is_needed
+            seconds[row, block[v]] += values[v].seconds / speed
+            replayed[row, block[v]] += values[v].num_bytes * values[v].is_needed
         for v in sorted(saved_values(values, again)):
-            replays.saved_bytes[row, block[v]] += values[v].num_bytes
-    return replays
+            saved[row, block[v]] += values[v].num_bytes
+    return Replays(seconds, saved, replayed, segments)
 
 
 def _operator_of(node: fx.Node) -> int:
