@@ -305,15 +305,20 @@ def joint(sizes: Sizes, num_ranks: int, shares: Sequence[float]) -> None:
 
 
 def bound(chain: Chain, in_flight: Sequence[int], limit: float) -> float:
-    """No cut into stages has a slowest one that takes less, if they hold weights and what is saved alone.
+    """No cut into stages has a slowest one that takes less.
 
-    At a price of a byte saved, the corner of the curve that is best for the whole chain costs no more on a
-    range of operators than any other choice, but for what crosses the ends of the range.
+    Stages hold what is resident, messages, and what is saved; as a backward ends, one microbatch less is
+    saved, and gradients of parameters are held. At a price of a byte saved, the corner of the curve that is
+    best for the whole chain costs no more on a range of operators than any other choice, but for what crosses
+    the ends of the range.
     """
     curve = chain.curves[0]
-    busy, resident, seconds, saved = (
+    busy, resident, gradients, seconds, saved = (
         np.concatenate([np.zeros((*each.shape[:-1], 1)), np.cumsum(each, axis=-1)], axis=-1)
-        for each in (chain.seconds, chain.resident_bytes, curve.seconds, curve.saved_bytes)
+        for each in (
+            *(chain.seconds, chain.resident_bytes, chain.gradient_bytes),
+            *(curve.seconds, curve.saved_bytes),
+        )
     )
     prices = np.diff(seconds[:, -1]) / -np.diff(saved[:, -1])
     crossing, least = np.append(chain.entry_bytes, 0.0), np.full(len(busy), np.inf)
@@ -322,10 +327,14 @@ def bound(chain: Chain, in_flight: Sequence[int], limit: float) -> float:
         following = np.full(len(busy), np.inf)
         for first in np.flatnonzero(least[:-1] < np.inf).tolist():
             later = slice(first + 1, len(busy))
-            room = (limit - resident[later] + resident[first]) / flying + crossing[first] + crossing[later]
+            own = limit - resident[later] + resident[first] - 3 * crossing[first] - 4 * crossing[later]
             again, held = (sums[:, later] - sums[:, [first]] for sums in (seconds, saved))
-            replays = (again[1:] + prices[:, None] * (held[1:] - room)).max(axis=0, initial=0.0)
-            stage = np.where(held[-1] <= room, busy[later] - busy[first] + replays, np.inf)
+            stage = busy[later] - busy[first]
+            for count, made in ((flying, 0.0), (flying - 1, gradients[later] - gradients[first])):
+                room = (own - made) / max(count, 0.01) + crossing[later]
+                replays = (again[1:] + prices[:, None] * (held[1:] - room)).max(axis=0, initial=0.0)
+                fits = (held[-1] <= room) & (own >= made)
+                stage = np.where(fits, np.maximum(stage, busy[later] - busy[first] + replays), np.inf)
             np.minimum(following[later], np.maximum(stage, least[first]), out=following[later])
         least = following
     return float(least[-1])
