@@ -331,7 +331,7 @@ def bound(chain: Chain, in_flight: Sequence[int], limit: float) -> float:
             again, held = (sums[:, later] - sums[:, [first]] for sums in (seconds, saved))
             stage = busy[later] - busy[first]
             for count, made in ((flying, 0.0), (flying - 1, gradients[later] - gradients[first])):
-                room = (own - made) / max(count, 0.01) + crossing[later]
+                room = (own - made) / (count or 1e-9) + crossing[later]
                 replays = (again[1:] + prices[:, None] * (held[1:] - room)).max(axis=0, initial=0.0)
                 fits = (held[-1] <= room) & (own >= made)
                 stage = np.where(fits, np.maximum(stage, busy[later] - busy[first] + replays), np.inf)

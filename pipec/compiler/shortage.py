@@ -24,9 +24,8 @@ def refuse_on_its_stages(trial: Trial, base: StagedGraph, search: Callable[[Stag
 
     ``search`` finds the best trial on these stages, for any devices.
     """
-    refuse(
-        trial, lambda topology: search(base.on(topology)), " on the stages that the first call has settled"
-    )
+    where = " on the stages that the first call has settled"
+    refuse(trial, lambda topology: search(base.on(topology)), where)
 
 
 def refuse(trial: Trial, search: OnDevices, where: str = "") -> None:

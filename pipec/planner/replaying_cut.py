@@ -53,7 +53,8 @@ class Replays:
         Bit by bit it lets go of what was saved and replayed, and until the end it holds the gradients of
         parameters that it has made. Segments are of about equal size.
         """
-        share, others = 1 / self.segments, (in_flight - 1) * self.saved_bytes + chain.resident_bytes
+        share = 1 / self.segments
+        others = (in_flight - 1) * self.saved_bytes + chain.resident_bytes
         one = share * (self.saved_bytes + self.replayed_bytes)
         return (
             others + self.saved_bytes + share * self.replayed_bytes,
