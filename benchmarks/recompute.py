@@ -5,27 +5,34 @@
     python benchmarks/recompute.py simulated     # 32 layers on 8 GPUs; --picture docs/images/recompute.svg
     python benchmarks/recompute.py joint         # the same, cut with and without regard to recompute
     python benchmarks/recompute.py solver        # how long choosing takes for 12 and 96 layers
+    python benchmarks/recompute.py order         # what the order of operators does to peaks and steps
 
 Limits are shares of what a step needs that keeps everything.
 """
 
 import argparse
 import functools
+import itertools
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
+from memory import MICROBATCHES, MODELS
 from models import gpt, next_token_loss
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_module, make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import pipec
 from pipec.capture.tracer import capture
@@ -38,13 +45,17 @@ from pipec.graph import TrainingGraph
 from pipec.hardware.devices import DEVICES
 from pipec.hardware.topology import Topology, alike
 from pipec.ir.text import format_bytes, format_seconds
-from pipec.passes import Pass
-from pipec.passes.mark_recompute import MarkRecompute, forward_values
+from pipec.passes import Pass, cut_replaying
+from pipec.passes.mark_recompute import MarkRecompute
 from pipec.planner import recompute as chooser
+from pipec.planner import replay_curve
+from pipec.planner.replaying_cut import Chain
 from pipec.runtime.memory.meter import TensorMeter
 
 GPU = "a100-40gb"
-SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.35, 0.3)
+SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.35, 0.32, 0.31, 0.3)
+ORDERED = (("1f1b", "none"), ("1f1b", "full"), ("zb-h1", "none"))
+"""Schedules and kinds of recompute for which orders of operators are compared."""
 
 
 def table(*headings: str) -> Callable[..., None]:
@@ -279,62 +290,122 @@ def _replayed_share(trial: Trial, stage: int) -> str:
 
 
 def joint(sizes: Sizes, num_ranks: int, shares: Sequence[float]) -> None:
-    """Cut and recompute together against recompute after the cut."""
-    row = table("limit", "share of none", "after the cut", "joint", "ratio")
+    """Cut and recompute together against recompute after the cut, and the slowest stage against a bound."""
+    row = table("limit", "share of none", "after the cut", "joint", "ratio", "slowest stage / bound")
     for share, limit in budgets(sizes, num_ranks, shares):
-        after, both = (simulated_step(sizes, num_ranks, limit, how) for how in (AfterTheCut, Autotuner))
+        after = simulated_step(sizes, num_ranks, limit, AfterTheCut)
+        with mock.patch.object(cut_replaying, "cut_chain", wraps=cut_replaying.cut_chain) as cut:
+            both = simulated_step(sizes, num_ranks, limit)
         shown = [("" if any(t.excess) else format_seconds(t.seconds)) for t in (after, both)]
         ratio = f"{after.seconds / both.seconds:.3f}" if all(shown) else ""
-        row(format_bytes(limit), f"{share:.0%}", *shown, ratio)
+        slowest = max(sum(stage.cost.seconds.values()) for stage in both.plan.stages)
+        chain, in_flight = cut.call_args.args[:2]
+        above = f"{slowest / bound(chain, in_flight, limit):.3f}" if shown[1] else ""
+        row(format_bytes(limit), f"{share:.0%}", *shown, ratio, above)
+
+
+def bound(chain: Chain, in_flight: Sequence[int], limit: float) -> float:
+    """No cut into stages has a slowest one that takes less.
+
+    Stages hold what is resident, messages, and what is saved; as a backward ends, one microbatch less is
+    saved, and gradients of parameters are held. At a price of a byte saved, the corner of the curve that is
+    best for the whole chain costs no more on a range of operators than any other choice, but for what crosses
+    the ends of the range.
+    """
+    curve = chain.curves[0]
+    busy, resident, gradients, seconds, saved = (
+        np.concatenate([np.zeros((*each.shape[:-1], 1)), np.cumsum(each, axis=-1)], axis=-1)
+        for each in (
+            *(chain.seconds, chain.resident_bytes, chain.gradient_bytes),
+            *(curve.seconds, curve.saved_bytes),
+        )
+    )
+    prices = np.diff(seconds[:, -1]) / -np.diff(saved[:, -1])
+    crossing, least = np.append(chain.entry_bytes, 0.0), np.full(len(busy), np.inf)
+    least[0] = 0.0
+    for flying in in_flight:
+        following = np.full(len(busy), np.inf)
+        for first in np.flatnonzero(least[:-1] < np.inf).tolist():
+            later = slice(first + 1, len(busy))
+            own = limit - resident[later] + resident[first] - 3 * crossing[first] - 4 * crossing[later]
+            again, held = (sums[:, later] - sums[:, [first]] for sums in (seconds, saved))
+            stage = busy[later] - busy[first]
+            for count, made in ((flying, 0.0), (flying - 1, gradients[later] - gradients[first])):
+                room = (own - made) / (count or 1e-9) + crossing[later]
+                replays = (again[1:] + prices[:, None] * (held[1:] - room)).max(axis=0, initial=0.0)
+                fits = (held[-1] <= room) & (own >= made)
+                stage = np.where(fits, np.maximum(stage, busy[later] - busy[first] + replays), np.inf)
+            np.minimum(following[later], np.maximum(stage, least[first]), out=following[later])
+        least = following
+    return float(least[-1])
 
 
 # the solver
 
 
-def solver(all_sizes: Sequence[Sizes], num_ranks: int) -> None:
-    """How long choosing takes, with all attempts and cuts, beside capture and everything else."""
-    row = table(
-        "layers", "ranks", "values", "problems", "slowest problem", "all problems", "capture", "share"
-    )
-    for sizes in all_sizes:
-        started = time.perf_counter()
-        graph = captured(sizes)
-        capturing = time.perf_counter() - started
+def solver(all_layers: Sequence[int], num_ranks: int) -> None:
+    """How long choosing takes in a whole compilation of GPT-2, in seconds of the processor.
+
+    The batch is symbolic, and ranks have half the memory that keeps everything.
+    """
+    row = table("layers", "ranks", "problems", "slowest", "all problems", "whole compilation", "share")
+    for layers in all_layers:
+        most = gpt2(layers, num_ranks, recompute="none").memory().peak_bytes
         taken: list[float] = []
-        values = len(forward_values(simulated_step(sizes, 1, math.inf).staged.graph, 1))
-        limit = 0.5 * simulated_step(sizes, num_ranks, math.inf).peak_bytes
+        started = time.process_time()
         with timed(taken):
-            started = time.perf_counter()
-            simulated_step(sizes, num_ranks, limit)
-            whole = time.perf_counter() - started
-        share = sum(taken) / (capturing + whole)
-        row(
-            sizes.layers,
-            num_ranks,
-            values,
-            len(taken),
-            format_seconds(max(taken)),
-            format_seconds(sum(taken)),
-            format_seconds(capturing),
-            f"{share:.2%}",
-        )
-        assert graph is captured(sizes)
+            gpt2(layers, num_ranks, memory_limit=most // 2)
+        whole = time.process_time() - started
+        shown = map(format_seconds, (max(taken), sum(taken), whole))
+        row(layers, num_ranks, len(taken), *shown, f"{sum(taken) / whole:.2%}")
+
+
+def gpt2(layers: int, num_ranks: int, **options: Any) -> pipec.Pipeline:
+    """GPT-2, small but for its depth, compiled on meta; nothing of it is kept from before."""
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(GPT2Config(n_layer=layers))
+        tokens = torch.ones(2 * num_ranks, 1024, dtype=torch.int64)
+    pipe = pipec.compile(model, num_ranks, microbatches=2 * num_ranks, **options)
+    with mock.patch.dict(os.environ, PIPEC_CACHE_DIR=""):
+        return pipe.prepare(input_ids=tokens, labels=tokens)
 
 
 @contextmanager
 def timed(seconds: list[float]) -> Iterator[None]:
-    """Note how long each integer or linear program takes that is solved inside a ``with``."""
-    solve = chooser.milp
+    """Note the processor's seconds for each program that is solved inside a ``with``."""
 
-    def noted(*args: object, **options: object) -> object:
-        started = time.perf_counter()
+    def noted(solve: Callable[..., object], *args: object, **options: object) -> object:
+        started = time.process_time()
         try:
             return solve(*args, **options)
         finally:
-            seconds.append(time.perf_counter() - started)
+            seconds.append(time.process_time() - started)
 
-    with mock.patch.object(chooser, "milp", noted):
+    solvers = (chooser, "milp"), (replay_curve, "at_price")
+    with ExitStack() as stack:
+        for module, name in solvers:
+            solve = functools.partial(noted, getattr(module, name))
+            stack.enter_context(mock.patch.object(module, name, solve))
         yield
+
+
+# the order of operators
+
+
+def orders(names: Sequence[str], rounds: int) -> None:
+    """What the order of operators does to the peak of a rank, and to a step of two ranks of one process."""
+    row = table("model", "schedule", "recompute", "peaks of ranks, of before", "step, of before")
+    for name, (schedule, recompute) in itertools.product(names, ORDERED):
+        torch.manual_seed(0)
+        model, batch = MODELS[name]()
+        options = {"schedule": schedule, "recompute": recompute, "microbatches": MICROBATCHES}
+        pipe = pipec.compile(model, 2, **options).prepare(**batch)  # type: ignore[arg-type]
+        with mock.patch("pipec.compiler.staged.in_less_memory", lambda function, _: function):
+            before = pipec.compile(model, 2, **options).prepare(**batch)  # type: ignore[arg-type]
+        pairs = zip(pipe.memory(), before.memory(), strict=True)
+        peaks = ", ".join(f"{now.peak_bytes / was.peak_bytes:.3f}" for now, was in pairs)
+        seconds = seconds_of([functools.partial(each.step, **batch) for each in (pipe, before)], rounds)
+        row(name, schedule, recompute, peaks, f"{seconds[0] / seconds[1]:.3f}")
 
 
 # the picture
@@ -379,8 +450,9 @@ def drawn(points: Sequence[tuple[float, float]], full: tuple[float, float]) -> s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", choices=["measured", "torch", "simulated", "joint", "solver"])
+    parser.add_argument("part", choices=["measured", "torch", "simulated", "joint", "solver", "order"])
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--layers", type=int, nargs="+", default=[12, 96], help="of solver")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--shares", type=float, nargs="+", default=SHARES)
     parser.add_argument("--picture", type=Path)
@@ -388,13 +460,14 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     here, there = (SHORT, SHORT) if args.short else (MEASURED, SIMULATED)
-    layers = (2,) if args.short else (12, 96)
+    layers = (2,) if args.short else tuple(args.layers)
     parts: dict[str, Callable[[], None]] = {
         "measured": lambda: measured(here, args.rounds, args.shares),
         "torch": lambda: against_torch(here, args.rounds),
         "simulated": lambda: simulated(there, args.ranks, args.shares, args.picture),
         "joint": lambda: joint(there, args.ranks, args.shares),
-        "solver": lambda: solver([replace(there, layers=count) for count in layers], args.ranks),
+        "solver": lambda: solver(layers, args.ranks),
+        "order": lambda: orders(["resnet"] if args.short else list(MODELS), args.rounds),
     }
     parts[args.part]()
 

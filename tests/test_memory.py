@@ -72,9 +72,25 @@ def test_a_limit_that_is_too_small_names_the_smallest_and_that_one_is_enough() -
 
 
 def smallest_of(message: str) -> int:
-    found = re.search(r"The smallest limit found to be enough is memory_limit=(\d+) ", message)
+    found = re.search(r"The smallest limit found to be enough.* is memory_limit=(\d+) ", message)
     assert found is not None
     return int(found[1])
+
+
+def test_a_later_call_that_does_not_fit_names_the_limit_that_is_enough_for_it() -> None:
+    """Stages stay where the first call has put them, whether microbatches grow or an evaluation comes."""
+    x, target = (torch.cat([each] * 4) for each in batch())
+    pipe = prepared(max(peaks(prepared(None))))
+    before = peaks(pipe)
+    with pytest.raises(InfeasibleError, match="on the stages that the first call has settled") as caught:
+        pipe.prepare(x, target=target)
+    assert peaks(pipe) == before
+    smallest = smallest_of(str(caught.value))
+    again = prepared(smallest).prepare(x, target=target)
+    assert max(peaks(again)) <= smallest
+    with pytest.raises(InfeasibleError, match="on the stages that the first call has settled") as caught:
+        pipe.eval_step(torch.cat([x] * 64), target=torch.cat([target] * 64))
+    assert smallest_of(str(caught.value)) > smallest
 
 
 def test_other_cuts_are_tried_for_a_smaller_limit() -> None:

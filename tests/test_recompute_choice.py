@@ -205,15 +205,15 @@ def chains(draw: st.DrawFn) -> Chain:
         flat = draw(st.lists(st.integers(0, most), min_size=size, max_size=size))
         return np.array(flat, float).reshape(shape)
 
-    def curve_of_replays() -> Replays:
+    def curve_of_replays(segments: int) -> Replays:
         seconds, saved = np.sort(figures(5, prices, count), axis=0), figures(9, prices, count)
         seconds[0] = 0
-        return Replays(seconds, np.sort(saved, axis=0)[::-1], figures(4, prices, count))
+        return Replays(seconds, np.sort(saved, axis=0)[::-1], figures(4, prices, count), segments)
 
     entry_seconds, entry_bytes = figures(6, count), figures(2, count)
     entry_seconds[0] = entry_bytes[0] = 0
-    curves = curve_of_replays(), curve_of_replays()
-    return Chain(figures(9, count), figures(9, count), entry_seconds, entry_bytes, curves)
+    curves, made = (curve_of_replays(1), curve_of_replays(2)), (figures(3, count), figures(3, count))
+    return Chain(figures(9, count), figures(9, count), *made, entry_seconds, entry_bytes, curves)
 
 
 def slowest(chain: Chain, firsts: Sequence[int], in_flight: Sequence[int], limits: Sequence[float]) -> float:
@@ -225,15 +225,23 @@ def slowest(chain: Chain, firsts: Sequence[int], in_flight: Sequence[int], limit
         best = min(
             least_of_curve(
                 each.seconds[:, own].sum(axis=1),
-                in_flight[stage] * each.saved_bytes[:, own].sum(axis=1)
-                + each.replayed_bytes[:, own].sum(axis=1)
-                + chain.resident_bytes[own].sum(),
+                held(each, chain, own, in_flight[stage]) + chain.resident_bytes[own].sum(),
                 room,
             )
             for each in chain.curves
         )
         worst = max(worst, chain.seconds[own].sum() + best, chain.entry_seconds[first])
     return worst
+
+
+def held(replays: Replays, chain: Chain, own: slice, in_flight: int) -> np.ndarray:
+    """The most as a backward begins, and in the first quarter of the stage, where it ends."""
+    saved, replayed = (sizes[:, own].sum(axis=1) for sizes in (replays.saved_bytes, replays.replayed_bytes))
+    gradients, working = chain.gradient_bytes[own].sum(), chain.working_bytes[own]
+    share = 1 / replays.segments
+    late = (saved + replayed) * share + gradients * (1 - share)
+    ends = (in_flight - 1) * saved + np.maximum(late, gradients) + working[: (len(working) + 3) // 4].max()
+    return np.maximum(in_flight * saved + replayed * share + working.max(), ends)
 
 
 def least_of_curve(seconds: np.ndarray, held: np.ndarray, room: float) -> float:

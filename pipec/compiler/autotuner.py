@@ -43,7 +43,7 @@ _MEMORY_ATTEMPTS = 4
 _OF_OPERATORS = frozenset({"parameters", "buffers", "gradients", "saved"})
 """The kinds of memory that the planner adds up over operators."""
 
-_OF_MESSAGES = frozenset({"received", "sent"})
+_OF_REPLAYING = frozenset({"received", "sent", "running"})
 """Those that it adds up, too, for stages that replay: then all memory is wanted."""
 
 _OF_UPDATES = frozenset({"optimizer", "versions"})
@@ -290,7 +290,7 @@ class _Search:
         updates = self.tuner.updates(count)
         devices, members = self.tuner.grouped(topology), self.tuner.members()
         replays = updates is None and self.tuner.replays_on(devices)
-        planned = _OF_MESSAGES if replays else frozenset[str]()
+        planned = _OF_REPLAYING if replays else frozenset[str]()
         unplanned = functools.partial(self.tuner.unplanned, planned=planned)
         reserved = [max(unplanned(nearest.memory[rank]) for rank in group) for group in members]
         for _ in range(_MEMORY_ATTEMPTS):
@@ -304,8 +304,9 @@ class _Search:
                 return
             if found is None or not any(found.excess):
                 return
+            besides = [0.0 if replays else unplanned(need) for need in found.memory]
             reserved = [
-                max(max(held + found.excess[rank], unplanned(found.memory[rank])) for rank in group)
+                max(max(held + found.excess[rank], besides[rank]) for rank in group)
                 for group, held in zip(members, reserved, strict=True)
             ]
 
@@ -348,10 +349,15 @@ class _Search:
         """The fastest that fits; of those about as fast, the simplest.
 
         It has the fewest and largest microbatches, for them the fewest instructions, and of those with as
-        many it needs the least memory. Only what is faster is taken without a flush.
+        many it needs the least memory. Only what is faster is taken without a flush. Of several cuts for a
+        schedule, only the fastest counts.
         """
-        fastest, _ = min(self.trials, key=lambda pair: pair[0].score)
-        as_fast = [pair for pair in self.trials if fastest.is_close(pair[0])]
+        on_best_cut: dict[object, tuple[Trial, StagedGraph]] = {}
+        for pair in sorted(self.trials, key=lambda pair: pair[0].score):
+            how = pair[0].schedule
+            on_best_cut.setdefault((how.name, how.placement, pair[0].plan.num_microbatches), pair)
+        fastest, _ = next(iter(on_best_cut.values()))
+        as_fast = [pair for pair in on_best_cut.values() if fastest.is_close(pair[0])]
 
         def order(trial: Trial) -> tuple[bool, int, float, float]:
             return trial.overlaps, trial.plan.num_microbatches, trial.num_instructions, trial.peak_bytes

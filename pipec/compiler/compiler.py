@@ -25,7 +25,7 @@ from pipec.compiler.checks import joins_replicas, told_of_rounds, told_of_unclea
 from pipec.compiler.groups import Compiled, Groups, check_groups, check_outputs, check_served
 from pipec.compiler.pass_list import CompilerOptions
 from pipec.compiler.settled import Settled
-from pipec.compiler.shortage import infeasible, refuse
+from pipec.compiler.shortage import refuse, refuse_on_its_stages
 from pipec.compiler.staged import StagedGraph, Trial
 from pipec.console import notice
 from pipec.errors import InputError, PlanError
@@ -297,7 +297,7 @@ class Compiler:
         self.autotuner = self.autotuner.following(best.schedule)
         key = choice.base, best.plan.num_microbatches, best.plan.microbatch_size
         if key not in self._compiled:
-            self._compiled[key] = self._finish(best, choice.tried)
+            self._compiled[key] = self._finish(best, choice.tried, choice.base)
 
     def _group(self, staged: StagedGraph, num_microbatches: int, size: int) -> Compiled:
         """What runs so many microbatches, the first of which has ``size`` rows."""
@@ -309,7 +309,7 @@ class Compiler:
                 self._keep(self._choose_on(staged, size * num_microbatches, [num_microbatches]))
             else:
                 trial = staged.trial(policy.forwards(num_microbatches, placement), size)
-                self._compiled[key] = self._finish(trial, ())
+                self._compiled[key] = self._finish(trial, (), staged)
         return self._compiled[key]
 
     def _stages(self, signature: Signature, call: Call, start: int, sizes: Sequence[int]) -> StagedGraph:
@@ -376,9 +376,8 @@ class Compiler:
     def _cut(self, graph: TrainingGraph, cut: Pass, options: CompilerOptions) -> StagedGraph:
         return StagedGraph(graph, cut, options, observers=(self._time,))
 
-    def _finish(self, trial: Trial, tried: Sequence[Alternative]) -> Compiled:
-        if any(trial.excess):
-            raise infeasible(trial)
+    def _finish(self, trial: Trial, tried: Sequence[Alternative], base: StagedGraph) -> Compiled:
+        refuse_on_its_stages(trial, base, functools.partial(self._again_on, trial))
         with self._timed("generate code"):
             artifact = trial.artifact()
             trial.staged.write_dumps()
@@ -391,6 +390,13 @@ class Compiler:
             shard_costs=shard_costs(trial),
         )
         return Compiled(next(self._numbers), replace(artifact, plan=plan), trial.staged.graph.output_spec)
+
+    def _again_on(self, trial: Trial, staged: StagedGraph) -> Trial:
+        """As many microbatches of as many rows on other stages."""
+        count, size = trial.plan.num_microbatches, trial.plan.microbatch_size
+        if staged.graph.mode is Mode.TRAIN:
+            return self._choose_on(staged, size * count, [count]).best
+        return staged.trial(trial.schedule, size)
 
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:

@@ -1,13 +1,17 @@
 """Recompute by budget: what ranks that lack memory compute again or offload, so that a schedule fits."""
 
+import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from pipec.compiler.staged import Trial
-from pipec.ir import Op, Placement, stages_on
+from pipec.compiler.staged import DOUBT, Trial
+from pipec.cost.formulas import node_bytes
+from pipec.graph.lifetimes import course
+from pipec.ir import Op, Phase, Placement, Plan, StageMemory, stages_on
 from pipec.ir.columns import OP_CODE, Instructions, Ints
 from pipec.passes.mark_offload import MarkOffload
 from pipec.passes.mark_recompute import MarkRecompute
@@ -24,6 +28,7 @@ _SEGMENTS = (1, 2, 4, 8, 16)
 """The numbers of segments that a stage may be replayed in, in the order in which they are tried."""
 
 
+_READING_PHASES = (Phase.BACKWARD, Phase.BACKWARD_INPUT)
 _READING = [OP_CODE[Op.BACKWARD], OP_CODE[Op.BACKWARD_INPUT]]
 """What reads what a forward saved, and lets go of it."""
 
@@ -43,23 +48,49 @@ def _fitted(trial: Trial, offloads: bool) -> Trial:
     """The schedule within memory, where values may wait on the host if it ``offloads``.
 
     At first a stage replays all at once before its backward, which it can do while it waits. Where that does
-    not fit, the backward replays one segment of the stage after the other.
+    not fit, the backward replays one segment of the stage after the other. That can also take less time: so
+    it is tried for stages that are clearly slower now than any was before, and the simulator decides.
 
     What a phase function holds besides follows from what is replayed, and is no sum over values. So it is
     taken to be what it is without recompute, and then to be larger by what the attempt before lacked. If no
     attempt fits, the trial is the one that needs least.
     """
-    tried, groups = list[Trial](), [group for group in _groups(trial, offloads) if group.lacks(trial)]
-    while all(group.choose_fastest() for group in groups):
+    groups = [group for group in _groups(trial, offloads) if group.lacks(trial)]
+    tried = _attempts(trial, groups)
+    if not tried or any(group.lacks(tried[-1]) for group in groups):
+        for group in groups:
+            group.choose_smallest()
+        tried.append(_replaying(trial, groups))
+    else:
+        for group in groups:
+            group.compares = group.busy_seconds(tried[-1]) > (1 + DOUBT) * _slowest(trial)
+        if any(group.compares for group in groups):
+            tried += _attempts(trial, groups, _ATTEMPTS)
+    return min(tried, key=lambda each: each.score)
+
+
+def _attempts(trial: Trial, groups: Sequence["_Group"], most: int | None = None) -> list[Trial]:
+    """Choices of all groups, made anew until one fits, or until a group has none left."""
+    tried = list[Trial]()
+    while len(tried) != most and all(group.choose_fastest() for group in groups):
         tried.append(_replaying(trial, groups))
         lacking = [group for group in groups if group.lacks(tried[-1])]
         if not lacking:
-            return tried[-1]
+            break
         for group in lacking:
             group.reserve_more(tried[-1])
-    for group in groups:
-        group.choose_smallest()
-    return min([*tried, _replaying(trial, groups)], key=lambda each: each.score)
+    return tried
+
+
+def _slowest(trial: Trial) -> float:
+    """How long the rank with most to do computes for a microbatch."""
+    plan = trial.plan
+    return max(_busy_seconds(plan, ranks, stages) for ranks, stages in _sharing_stages(plan.placement))
+
+
+def _busy_seconds(plan: Plan, ranks: Sequence[int], stages: Sequence[int]) -> float:
+    """How long ranks compute for a microbatch, of which each of them has an equal share."""
+    return sum(sum(plan.stages[stage].cost.seconds.values()) for stage in stages) / len(ranks)
 
 
 def _replaying(trial: Trial, groups: Sequence["_Group"]) -> Trial:
@@ -76,32 +107,39 @@ class _Need:
     """What a rank may hold of its stages while an instruction runs: ``room`` bytes.
 
     ``saved`` counts the microbatches that are in flight, by stage, and ``away`` those of them that can be on
-    the host. ``replaying`` is the stage whose backward runs, if one does.
+    the host. ``replaying`` is the stage whose backward runs, if one does. What that function holds besides
+    takes ``running`` of what is not the room.
     """
 
     saved: tuple[int, ...]
     away: tuple[int, ...]
     replaying: int | None
     room: float
+    running: float
 
 
 @dataclass
 class _Group:
     """Ranks that have ``stages`` in common, and what these replay and offload.
 
-    ``values`` are those of each stage by name. ``needs`` is what the ranks may hold when. On each of them so
-    many bytes are ``reserved``. ``level`` says in how many segments stages are replayed. If there is a
-    ``host``, values may wait there.
+    ``values`` are those of each stage by name, and ``backwards`` what its backward holds. ``needs`` is what
+    the ranks may hold when. If there is a ``host``, values may wait there.
+
+    A level says in how many segments stages are replayed. Of the ``levels`` that may fit, the first one is
+    taken, or the fastest one if the group ``compares`` them. On each rank so many bytes are ``reserved``.
     """
 
     ranks: Sequence[int]
     stages: Sequence[int]
     values: Sequence[Mapping[str, Value]]
+    backwards: Sequence["_Backward"]
     needs: Sequence[_Need]
     host: Host | None = None
+    compares: bool = False
+    levels: list[int] = field(default_factory=lambda: list(range(len(_SEGMENTS))))
     level: int = 0
-    reserved: float = 0.0
-    attempts: int = 0
+    reserved: Counter[int] = field(default_factory=Counter)
+    attempts: Counter[int] = field(default_factory=Counter)
     replayed: frozenset[str] = frozenset()
     offloaded: frozenset[str] = frozenset()
 
@@ -114,22 +152,31 @@ class _Group:
         """Whether a rank of the group needs more memory than it has."""
         return any(trial.excess[rank] for rank in self.ranks)
 
+    def busy_seconds(self, trial: Trial) -> float:
+        """How long a rank of the group computes for a microbatch."""
+        return _busy_seconds(trial.plan, self.ranks, self.stages)
+
     def reserve_more(self, trial: Trial) -> None:
         """Set aside as much more as the trial lacked, or give up the level."""
-        self.reserved += max(trial.excess[rank] for rank in self.ranks)
-        self.attempts += 1
-        if self.attempts == _ATTEMPTS:
-            self._next_level()
+        self.reserved[self.level] += math.ceil(max(trial.excess[rank] for rank in self.ranks))
+        self.attempts[self.level] += 1
+        if self.attempts[self.level] == _ATTEMPTS:
+            self.levels.remove(self.level)
 
     def choose_fastest(self) -> bool:
-        """Choose in as few segments as fit what takes the least time; False if nothing fits."""
-        while self.level < len(_SEGMENTS):
-            pieces = self._pieces(self.level)
-            if choice := fastest_within(*_numbers(pieces, self.needs, self.reserved), self.host):
+        """Choose what takes the least time, and in how many segments; False if nothing fits."""
+        least = math.inf
+        for level in tuple(self.levels):
+            pieces = self._pieces(level)
+            choice = fastest_within(*_numbers(pieces, self.needs, self.reserved[level]), self.host)
+            if choice is None:
+                self.levels.remove(level)
+            elif choice.seconds < least:
+                least, self.level = choice.seconds, level
                 self._take(pieces, choice)
-                return True
-            self._next_level()
-        return False
+                if not self.compares:
+                    break
+        return bool(self.levels)
 
     def choose_smallest(self) -> None:
         """Choose what needs least memory in any number of segments."""
@@ -147,24 +194,66 @@ class _Group:
             _names(pieces, chosen) for chosen in (choice.replayed, choice.offloaded)
         )
 
-    def _next_level(self) -> None:
-        self.level, self.reserved, self.attempts = self.level + 1, 0.0, 0
-
     def _pieces(self, level: int) -> list["_Piece"]:
-        return [
-            _Piece(number, list(values)[first : first + len(piece)], piece)
-            for number, values in enumerate(self.values)
-            for first, piece in segments(tuple(values.values()), _SEGMENTS[level])
-        ]
+        found = []
+        for number, (values, backward) in enumerate(zip(self.values, self.backwards, strict=True)):
+            names = list(values)
+            for first, piece in segments(tuple(values.values()), _SEGMENTS[level]):
+                end = first + len(piece)
+                found.append(_Piece(number, names[first:end], piece, backward.growth(first, end)))
+        return found
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """What is replayed at a time: a stage of the group by its position, or a segment of it."""
+    """What is replayed at a time: a stage of the group by its position, or a segment of it.
+
+    While it is replayed, the backward holds up to ``made`` bytes beside what was saved and replayed.
+    """
 
     number: int
     names: Sequence[str]
     values: Stage
+    made: float
+
+
+@dataclass(frozen=True)
+class _Backward:
+    """What the backward of a stage holds of what was saved, and of what it made, as each statement runs.
+
+    That is so without recompute. Statements and values have the ``operators`` that they come from.
+    """
+
+    operators: Ints
+    saved: Ints
+    made: Ints
+    operators_of_values: Ints
+
+    @classmethod
+    def of(cls, trial: Trial, stage: int, names: Iterable[str]) -> "_Backward":
+        bytes_of = functools.partial(node_bytes, size=trial.plan.microbatch_size)
+        functions = [f for phase in _READING_PHASES for f in trial.stages[stage].of_phase(phase)]
+        held = [
+            (node.meta["operator"], saved, made)
+            for each in functions
+            for node, saved, made in course(each, bytes_of)
+        ]
+        operators, saved, made = np.array(held, np.int64).reshape(-1, 3).T
+        operators_of_values = np.array([trial.staged.operators[name] for name in names], np.int64)
+        return cls(operators, saved, made, operators_of_values)
+
+    def growth(self, first: int, end: int) -> float:
+        """How much more it holds in the statements of the values from ``first`` to ``end`` than was saved.
+
+        What it lets go of there has made room for what it makes.
+        """
+        firsts = self.operators_of_values
+        own = np.full(len(self.operators), True)
+        if first > 0:
+            own &= self.operators >= firsts[first]
+        if end < len(firsts):
+            own &= self.operators < firsts[end]
+        return float((self.saved + self.made)[own].max(initial=0) - self.saved[own].max(initial=0))
 
 
 def _names(pieces: Sequence[_Piece], chosen: Sequence[frozenset[int]]) -> frozenset[str]:
@@ -179,29 +268,31 @@ def _numbers(
     moments = list[Moment]()
     for need in needs:
         saved, gone = (tuple(count[piece.number] for piece in pieces) for count in (need.saved, need.away))
-        room, nothing = need.room - reserved, (0,) * len(pieces)
         running = [k for k, piece in enumerate(pieces) if piece.number == need.replaying]
+        moment = Moment(saved, (0,) * len(pieces), need.room - reserved, gone)
         if len(running) > 1:
-            moments += _in_turn(pieces, running, Moment(saved, nothing, room, gone))
+            eased = replace(moment, room=moment.room + need.running)
+            moments += _in_turn(pieces, running, eased)
         else:
-            replayed = tuple(int(k in running) for k in range(len(pieces)))
-            moments.append(Moment(saved, replayed, room, gone))
+            moments.append(replace(moment, replayed=_only(running, pieces)))
     return tuple(piece.values for piece in pieces), tuple(_highest(moments))
 
 
-def _in_turn(pieces: Sequence[_Piece], running: Sequence[int], before: Moment) -> Iterator[Moment]:
+def _in_turn(pieces: Sequence["_Piece"], running: Sequence[int], before: Moment) -> Iterator[Moment]:
     """A backward goes through its pieces from the last to the first.
 
-    Each of them is replayed then, and what it has saved is let go of. The gradients that the backward made of
-    parameters are held until it is over.
+    Each of them is replayed then, beside what the backward has made by then, such as gradients of parameters,
+    which it holds until it is over. What the piece has saved is let go of.
     """
-    saved, room = list(before.saved), before.room
+    saved = list(before.saved)
     for piece in reversed(running):
-        replayed = tuple(int(k == piece) for k in range(len(pieces)))
-        yield replace(before, saved=tuple(saved), replayed=replayed, room=room)
+        room = before.room - pieces[piece].made
+        yield replace(before, saved=tuple(saved), replayed=_only([piece], pieces), room=room)
         saved[piece] -= 1
-        room -= sum(value.gradient_bytes for value in pieces[piece].values)
-    yield replace(before, saved=tuple(saved), room=room)
+
+
+def _only(running: Sequence[int], pieces: Sequence["_Piece"]) -> tuple[int, ...]:
+    return tuple(int(k in running) for k in range(len(pieces)))
 
 
 def _groups(trial: Trial, offloads: bool) -> Iterator[_Group]:
@@ -213,7 +304,8 @@ def _groups(trial: Trial, offloads: bool) -> Iterator[_Group]:
         different = {(trial.stand_in(rank), trial.memory_limit(rank)): rank for rank in reversed(ranks)}
         needs = dict.fromkeys(need for rank in different.values() for need in _needs(trial, rank, own))
         host = _host(trial, stages) if offloads else None
-        yield _Group(ranks, stages, list(own.values()), list(needs), host)
+        backwards = [_Backward.of(trial, stage, own[stage]) for stage in stages]
+        yield _Group(ranks, stages, list(own.values()), backwards, list(needs), host)
 
 
 def _host(trial: Trial, stages: Sequence[int]) -> Host:
@@ -251,10 +343,18 @@ def _needs(trial: Trial, rank: int, values: Mapping[int, Mapping[str, Value]]) -
     limit = trial.memory_limit(rank)
     rooms = limit - trial.memory[rank].most + np.array(needed) @ saved
     stages, backward = list(values), np.isin(columns.ops, _READING)
+    running = [_running(plan.stages[stage].cost.memory) for stage in stages]
     for number, room in enumerate(rooms.tolist()):
         replaying = stages.index(int(columns.stages[number])) if backward[number] else None
         if room < math.inf:
-            yield _Need(tuple(saved[:, number].tolist()), tuple(gone[:, number].tolist()), replaying, room)
+            flying, absent = (tuple(each[:, number].tolist()) for each in (saved, gone))
+            makes = running[replaying] if replaying is not None else 0.0
+            yield _Need(flying, absent, replaying, room, makes)
+
+
+def _running(memory: StageMemory) -> float:
+    """What is counted for what the backward makes itself, besides all that was saved for it."""
+    return next(memory.transient[phase] for phase in _READING_PHASES if phase in memory.transient)
 
 
 def _in_flight(columns: Instructions, stage: int) -> Ints:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 
-from pipec.compiler.staged import Trial
+from pipec.compiler.staged import StagedGraph, Trial
 from pipec.errors import InfeasibleError
 from pipec.hardware.topology import Topology
 from pipec.ir.text import format_bytes
@@ -19,7 +19,16 @@ OnDevices = Callable[[Topology], Trial]
 """Finds the best trial on other devices."""
 
 
-def refuse(trial: Trial, search: OnDevices) -> None:
+def refuse_on_its_stages(trial: Trial, base: StagedGraph, search: Callable[[StagedGraph], Trial]) -> None:
+    """Raise InfeasibleError if a trial lacks memory whose stages, those of ``base``, are settled.
+
+    ``search`` finds the best trial on these stages, for any devices.
+    """
+    where = " on the stages that the first call has settled"
+    refuse(trial, lambda topology: search(base.on(topology)), where)
+
+
+def refuse(trial: Trial, search: OnDevices, where: str = "") -> None:
     """Raise InfeasibleError if the trial lacks memory."""
     topology, more, found = trial.staged.options.topology, 0, trial
     for _ in range(_ATTEMPTS):
@@ -28,7 +37,7 @@ def refuse(trial: Trial, search: OnDevices) -> None:
         more += math.ceil(max(found.excess))
         found = search(_with_more(topology, more))
     if more:
-        enough = "" if any(found.excess) else _enough(topology, _least(topology, more, search))
+        enough = "" if any(found.excess) else _enough(topology, _least(topology, more, search), where)
         raise infeasible(trial, enough)
 
 
@@ -58,10 +67,10 @@ def infeasible(trial: Trial, enough: str = "") -> InfeasibleError:
     )
 
 
-def _enough(topology: Topology, more: int) -> str:
+def _enough(topology: Topology, more: int, where: str) -> str:
     """The smallest limit that was found to be enough, to the byte."""
     limits = {device.memory_bytes for device in topology.devices}
     if len(limits) > 1:
-        return f"With {more} bytes ({format_bytes(more)}) more on each device it would fit.\n"
+        return f"With {more} bytes ({format_bytes(more)}) more on each device it would fit{where}.\n"
     limit = math.ceil(limits.pop()) + more
-    return f"The smallest limit found to be enough is memory_limit={limit} ({format_bytes(limit)}).\n"
+    return f"The smallest limit found to be enough{where} is memory_limit={limit} ({format_bytes(limit)}).\n"

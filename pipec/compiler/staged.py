@@ -17,6 +17,7 @@ from pipec.errors import InputError, PipecError
 from pipec.graph import TrainingGraph, copy_graph
 from pipec.graph.functions import StageFunctions, stage_functions
 from pipec.graph.order import in_less_memory
+from pipec.hardware.topology import Topology
 from pipec.ir import (
     Ending,
     Payload,
@@ -180,6 +181,11 @@ class StagedGraph:
             )
         return self._variants[marks]
 
+    def on(self, topology: Topology) -> "StagedGraph":
+        """The same cut on other devices."""
+        options = replace(self.options, topology=topology)
+        return StagedGraph(self._captured, self._assignment, options, observers=self._observers)
+
     def forward_values(self, size: int) -> Sequence[Mapping[str, Value]]:
         """By stage and by name, what may be saved or replayed of the forward of ``size`` rows."""
         if size not in self._values:
@@ -257,6 +263,11 @@ class StagedGraph:
             stages = self._split_stages if split_backward else self._whole_stages
             self._stages[key] = [_ordered(stage, size) for stage in stages]
         return self._stages[key]
+
+    @functools.cached_property
+    def operators(self) -> Mapping[str, int]:
+        """The operator that each node comes from, by its name; arguments come before all."""
+        return {node.name: node.meta.get("operator", -1) for node in self.graph.module.graph.nodes}
 
     @functools.cached_property
     def names(self) -> Names:

@@ -45,15 +45,29 @@ def held_bytes(nodes: Iterable[fx.Node], bytes_of: BytesOf) -> int:
 
 def occupancy(function: Function, bytes_of: BytesOf) -> Occupancy:
     """What the values of a microbatch take while a function runs, which deletes what is ``dying``."""
+    before = held_bytes(function.saved_in, bytes_of)
+    peak = max((saved + made for _, saved, made in course(function, bytes_of)), default=0)
+    after = held_bytes(map(memories(function), function.saved_out), bytes_of)
+    return Occupancy(before, max(before, peak), after)
+
+
+def course(function: Function, bytes_of: BytesOf) -> Iterator[tuple[fx.Node, int, int]]:
+    """Each statement of a function, with what is held while it runs: of what was saved, and of what was made.
+
+    The first are bytes of values that came saved and are not ``dying`` before, the second of all others.
+    """
     memory, gone, body = memories(function), dying(function), {*function.body}
-    live = before = held_bytes(function.saved_in, bytes_of)
-    peak = live
+    came = owners(function.saved_in)
+    saved, made = sum(map(bytes_of, came)), 0
     for node in filter(is_statement, function.body):
         new = [each for each in made_by(node, body) if memory(each) is each and is_counted(each)]
-        live += sum(map(bytes_of, new))
-        peak = max(peak, live + unread_bytes(node, body, bytes_of))
-        live -= held_bytes(map(memory, gone.get(node, ())), bytes_of)
-    return Occupancy(before, peak, held_bytes(map(memory, function.saved_out), bytes_of))
+        made += sum(map(bytes_of, new))
+        yield node, saved, made + unread_bytes(node, body, bytes_of)
+        for owner in owners(map(memory, gone.get(node, ()))):
+            if owner in came:
+                saved -= bytes_of(owner)
+            else:
+                made -= bytes_of(owner)
 
 
 def dying(function: Function) -> dict[fx.Node, list[fx.Node]]:

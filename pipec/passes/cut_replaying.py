@@ -16,7 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 from torch import fx
 
-from pipec.graph import TrainingGraph
+from pipec.cost.formulas import node_bytes
+from pipec.graph import Gradient, TrainingGraph, is_forward, is_tensor, memory_of
+from pipec.graph.lifetimes import is_counted
 from pipec.hardware.topology import Topology
 from pipec.passes.cut_stages import assign, blocks_of, operator_graph, operator_seconds, spans_of
 from pipec.passes.mark_recompute import forward_values
@@ -67,14 +69,17 @@ class CutReplaying:
         in_segments = [asked_for(numbers, again - kept) for again in choices]
         count, speed = len(operators.seconds), self.topology.devices[0].speed
         entry_seconds, entry_bytes = self._entries(operators)
+        gradient_bytes, working_bytes = _made(graph, blocks, count, self.microbatch_size)
         return Chain(
             seconds=np.array(operators.seconds) / speed,
             resident_bytes=np.array(operators.resident_bytes),
+            gradient_bytes=gradient_bytes,
+            working_bytes=working_bytes,
             entry_seconds=entry_seconds,
             entry_bytes=entry_bytes,
             curves=(
-                _replays(numbers, choices, block, count).at(speed),
-                _replays(numbers, in_segments, block, count).at(speed, _SEGMENTS),
+                _replays(numbers, choices, block, count, speed),
+                _replays(numbers, in_segments, block, count, speed, _SEGMENTS),
             ),
         )
 
@@ -92,16 +97,44 @@ class CutReplaying:
         return seconds, sizes
 
 
-def _replays(values: Stage, choices: Sequence[frozenset[int]], block: Sequence[int], count: int) -> Replays:
+def _made(graph: TrainingGraph, blocks: Sequence[int], count: int, size: int) -> tuple[Vector, Vector]:
+    """What the backward of each of ``count`` blocks makes of gradients, and the most it holds of all else."""
+    nodes = [node for node in graph.nodes if not is_forward(node) and node.op == "call_function"]
+    last = {memory_of(each): node for node in nodes for each in (*node.all_input_nodes, node)}
+    kept = {memory_of(node) for result, node in graph.outputs if isinstance(result, Gradient)}
+    gone: dict[fx.Node, list[fx.Node]] = {}
+    for owner, node in last.items():
+        gone.setdefault(node, []).append(owner)
+    gradients, working, held, live = np.zeros(count), np.zeros(count), 0, set[fx.Node]()
+    for node in nodes:
+        own = blocks[_operator_of(node)]
+        if is_counted(node) and memory_of(node) is node and is_tensor(node):
+            gradients[own] += node_bytes(node, size) * (node in kept)
+            live.add(node)
+            held += node_bytes(node, size) * (node not in kept)
+        working[own] = max(working[own], held)
+        for owner in live.intersection(gone.get(node, ())):
+            held -= node_bytes(owner, size) * (owner not in kept)
+    return gradients, working
+
+
+def _replays(
+    values: Stage,
+    choices: Sequence[frozenset[int]],
+    block: Sequence[int],
+    count: int,
+    speed: float,
+    segments: int = 1,
+) -> Replays:
     """What each of ``count`` blocks replays and saves, with a row for each choice."""
-    replays = Replays(*(np.zeros((len(choices), count)) for _ in range(3)))
+    seconds, saved, replayed = (np.zeros((len(choices), count)) for _ in range(3))
     for row, again in enumerate(choices):
         for v in sorted(again):
-            replays.seconds[row, block[v]] += values[v].seconds
-            replays.replayed_bytes[row, block[v]] += values[v].num_bytes * values[v].is_needed
+            seconds[row, block[v]] += values[v].seconds / speed
+            replayed[row, block[v]] += values[v].num_bytes * values[v].is_needed
         for v in sorted(saved_values(values, again)):
-            replays.saved_bytes[row, block[v]] += values[v].num_bytes
-    return replays
+            saved[row, block[v]] += values[v].num_bytes
+    return Replays(seconds, saved, replayed, segments)
 
 
 def _operator_of(node: fx.Node) -> int:

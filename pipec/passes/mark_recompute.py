@@ -7,9 +7,7 @@
     dg = gelu_back(d, h)   stage 1 BACKWARD           dg = gelu_back(d, h)   stage 1 BACKWARD
 """
 
-from bisect import bisect_right
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from torch import fx
@@ -17,7 +15,6 @@ from torch import fx
 from pipec.cost.formulas import node_bytes
 from pipec.graph import (
     Buffer,
-    Gradient,
     TrainingGraph,
     is_collective,
     is_constant,
@@ -80,7 +77,6 @@ def forward_values(graph: TrainingGraph, size: int) -> dict[fx.Node, Value]:
         sources = dict.fromkeys(_owners(node.all_input_nodes)) if may_replay(node) else ()
         return tuple(position[source] for source in sources if source in position)
 
-    gradients = _gradient_bytes(graph, nodes, size)
     return {
         node: Value(
             num_bytes=node_bytes(node, size) if is_counted(node) else 0,
@@ -90,28 +86,9 @@ def forward_values(graph: TrainingGraph, size: int) -> dict[fx.Node, Value]:
             may_save=is_tensor(node) or is_number(node),
             may_replay=may_replay(node),
             may_offload=may_offload(node),
-            gradient_bytes=gradients[node],
         )
         for node in nodes
     }
-
-
-def _gradient_bytes(graph: TrainingGraph, nodes: Sequence[fx.Node], size: int) -> Counter[fx.Node]:
-    """The bytes of the gradients that the backward makes of parameters, by the value of their operator.
-
-    Of an operator without such a value, they count for the last value before it.
-    """
-    ordered = sorted((node for node in nodes if node.op == "call_function"), key=_operator)
-    operators, found = [_operator(node) for node in ordered], Counter[fx.Node]()
-    for result, node in graph.outputs:
-        if isinstance(result, Gradient) and ordered:
-            last = bisect_right(operators, _operator(node)) - 1
-            found[ordered[max(last, 0)]] += node_bytes(node, size)
-    return found
-
-
-def _operator(node: fx.Node) -> int:
-    return int(node.meta["operator"])
 
 
 def stage_values(graph: TrainingGraph, size: int) -> list[dict[str, Value]]:

@@ -25,7 +25,6 @@ when each value is replayed as well, which takes hours.)
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -42,9 +41,6 @@ _GRAIN = 1e-4
 _MOST_NODES = 10_000
 """So many nodes of a search are looked at, which is hundreds of times what stages have needed."""
 
-_TIE = 1e-6
-"""Where bytes alone count, the share of them that all seconds weigh: of equal bytes, less is replayed."""
-
 HIDDEN = 1e-3
 """A copy beside a compute counts for this share of its time, so that no more is copied than is of use."""
 
@@ -58,8 +54,7 @@ class Value:
 
     ``is_needed``: the backward reads it. What ``may_save`` excludes is a view, or a tuple of values: it costs
     memory only through those it is made of. What ``may_replay`` excludes was received, for example, and what
-    ``may_offload`` excludes is held for others, too. The backward of the value's operator makes gradients of
-    parameters of ``gradient_bytes``, and holds them until the whole backward is over.
+    ``may_offload`` excludes is held for others, too.
     """
 
     num_bytes: float
@@ -69,7 +64,6 @@ class Value:
     may_save: bool = True
     may_replay: bool = True
     may_offload: bool = False
-    gradient_bytes: float = 0.0
 
 
 Stage = tuple[Value, ...]
@@ -208,19 +202,6 @@ class ReplayProgram:
         ]
         return min(filter(None, found), key=lambda choice: choice.seconds, default=None)
 
-    def at_price(self, price: float) -> frozenset[int]:
-        """What one stage replays if each byte that it saves costs ``price`` seconds.
-
-        The relaxation is integral.
-        """
-        seconds = np.array([value.seconds for value in self._values])
-        sizes = np.array([value.num_bytes * value.may_save for value in self._values])
-        time, space = (1.0, price) if price < math.inf else (_TIE * sizes.sum() / (seconds.sum() or 1), 1.0)
-        objective = np.concatenate([time * seconds - space * sizes, space * sizes])
-        found = self._solve(objective, self._memory, self._rooms, self._order, relaxed=True)
-        assert found is not None, "without a limit there is always a choice"
-        return found.replayed[0]
-
     def smallest(self) -> Choice:
         """Minimises one more variable, the excess of the worst moment in small units of memory.
 
@@ -242,7 +223,6 @@ class ReplayProgram:
         memory: csr_array,
         rooms: np.ndarray,
         order: csr_array,
-        relaxed: bool = False,
     ) -> Choice | None:
         num_values = len(self._values)
         if not num_values:
@@ -255,7 +235,7 @@ class ReplayProgram:
         scale = np.abs(objective).max(initial=0.0) or 1.0
         found = milp(
             objective / scale,
-            integrality=np.full(len(objective), not relaxed),
+            integrality=np.ones(len(objective)),
             bounds=Bounds(lower, upper),
             constraints=LinearConstraint(
                 vstack([memory, order]), -np.inf, np.concatenate([rooms, np.zeros(order.shape[0])])

@@ -25,6 +25,8 @@ _RECEIVED, _SENT = 3, 4
 """What a stage holds of each boundary besides what is in flight. Of the one behind which it begins: the next
 message, and two gradients on their way back. Of the one at its end: two gradients, and two messages."""
 
+_ENDS = 4
+"""A backward ends in the first quarter of the operators of its stage."""
 
 _WIDER = 1.5
 """Cuts are sought among stages that take up to some seconds. If there is none, these grow by this factor."""
@@ -35,15 +37,30 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Replays:
-    """What operators replay of one microbatch: a row for each price, from nothing to what saves least."""
+    """What operators replay of one microbatch: a row for each price, from nothing to what saves least.
+
+    A stage replays all at once before its backward, or one of so many ``segments`` at a time inside it.
+    """
 
     seconds: Vector
     saved_bytes: Vector
     replayed_bytes: Vector
+    segments: int = 1
 
-    def at(self, speed: float, segments: int = 1) -> "Replays":
-        """The same on devices of a speed, where one of so many segments of a stage is replayed at a time."""
-        return Replays(self.seconds / speed, self.saved_bytes, self.replayed_bytes / segments)
+    def held(self, chain: "Chain", in_flight: int) -> tuple[Vector, Vector, Vector]:
+        """What operators hold as a backward begins, as its last segment does, and as it ends.
+
+        Bit by bit it lets go of what was saved and replayed, and until the end it holds the gradients of
+        parameters that it has made. Segments are of about equal size.
+        """
+        share = 1 / self.segments
+        others = (in_flight - 1) * self.saved_bytes + chain.resident_bytes
+        one = share * (self.saved_bytes + self.replayed_bytes)
+        return (
+            others + self.saved_bytes + share * self.replayed_bytes,
+            others + one + (1 - share) * chain.gradient_bytes,
+            others + chain.gradient_bytes,
+        )
 
 
 @dataclass(frozen=True)
@@ -51,11 +68,14 @@ class Chain:
     """Operators in order. ``curves`` are the ways to replay them, of which a stage takes one.
 
     ``entry_seconds[k]`` is how long what crosses the chain before operator k is on its way, and
-    ``entry_bytes[k]`` its size.
+    ``entry_bytes[k]`` its size. ``gradient_bytes`` are those that a backward makes of parameters, whose sums
+    are among the ``resident_bytes``, and ``working_bytes`` what it holds of other values that it makes.
     """
 
     seconds: Vector
     resident_bytes: Vector
+    gradient_bytes: Vector
+    working_bytes: Vector
     entry_seconds: Vector
     entry_bytes: Vector
     curves: tuple[Replays, ...]
@@ -94,13 +114,9 @@ class _Stages:
         self.busy, self._entry_seconds = _sums(chain.seconds), chain.entry_seconds
         self._received = (in_flight + _RECEIVED) * chain.entry_bytes
         self._sent = _SENT * np.append(chain.entry_bytes, 0.0)
-        self._limit = limit
+        self._limit, self._working = limit, chain.working_bytes
         self._curves = [
-            (
-                _sums(each.seconds),
-                _sums(in_flight * each.saved_bytes + each.replayed_bytes + chain.resident_bytes),
-            )
-            for each in chain.curves
+            (_sums(each.seconds), *map(_sums, each.held(chain, in_flight))) for each in chain.curves
         ]
 
     def seconds(self, first: int, most: float) -> Vector:
@@ -111,9 +127,12 @@ class _Stages:
         most *= 1 + _ROUNDING
         later = slice(first + 1, int(np.searchsorted(self.busy, self.busy[first] + most, side="right")))
         rooms = self._limit - self._received[first] - self._sent[later]
-        replays = [
-            _least(rooms, *(sums[:, later] - sums[:, [first]] for sums in curve)) for curve in self._curves
-        ]
+        working = np.maximum.accumulate(self._working[first : later.stop - 1])
+        at_end, replays = working[np.arange(len(working)) // _ENDS], []
+        for curve in self._curves:
+            seconds, begins, last, ends = (sums[:, later] - sums[:, [first]] for sums in curve)
+            held = np.maximum(begins + working, np.maximum(last, ends) + at_end)
+            replays.append(_least(rooms, seconds, held))
         busy = self.busy[later] - self.busy[first]
         seconds = np.maximum(busy + np.min(replays, axis=0), self._entry_seconds[first])
         within: Vector = np.where(seconds <= most, seconds, np.inf)
