@@ -7,6 +7,7 @@ from pipec.hardware.devices import DeviceModel
 from pipec.hardware.topology import Topology
 from pipec.ir import NOTHING_MORE, Ending
 from pipec.passes import Pass
+from pipec.passes.add_products import AddProducts
 from pipec.passes.annotate_cost import AnnotateCost
 from pipec.passes.divide_phases import DividePhases
 from pipec.passes.insert_communication import InsertCommunication
@@ -30,7 +31,8 @@ class CompilerOptions:
     ``device_model`` describes every device, ``topology`` how they are joined and what each of them holds.
     ``recompute`` is "auto", "none" or "full". If it ``offloads``, saved values may wait in host memory.
     ``profile`` is of the training graph that decides the cut. ``ending`` says whether the programs update,
-    clip and shard, and ``optimizer`` what is known of the optimizer that does.
+    clip and shard, and ``optimizer`` what is known of the optimizer that does. With ``fast_gradients``,
+    products are added to sums of gradients as they are made.
     """
 
     device_model: DeviceModel
@@ -40,6 +42,7 @@ class CompilerOptions:
     profile: Profile | None = None
     ending: Ending = NOTHING_MORE
     optimizer: OptimizerFacts | None = None
+    fast_gradients: bool = False
 
 
 def passes(
@@ -58,6 +61,7 @@ def passes(
         PrepareWeights(),
         cut,
         UntieGradients(),
+        *([AddProducts()] if options.fast_gradients else []),
         InsertCommunication(options.topology.slowest_link),
         MarkRecompute(None) if options.recompute == "full" else recompute,
         offload,

@@ -13,7 +13,7 @@ import sympy
 from torch import fx
 
 from pipec.graph.functions import Function
-from pipec.graph.nodes import is_constant, is_tensor, is_view, memory_of, recv, sums_gradients
+from pipec.graph.nodes import is_constant, is_in_sum, is_tensor, is_view, memory_of, recv, sums_gradients
 
 BytesOf = Callable[[fx.Node], int]
 """The bytes of a node's value."""
@@ -35,7 +35,8 @@ def owners(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 def is_counted(owner: fx.Node) -> bool:
     """Whether memory is taken for a value because a function made it."""
-    return owner.op == "call_function" and owner.target is not recv and not is_constant(owner)
+    made_here = owner.op == "call_function" and owner.target is not recv and not is_constant(owner)
+    return made_here and not is_in_sum(owner)
 
 
 def held_bytes(nodes: Iterable[fx.Node], bytes_of: BytesOf) -> int:
