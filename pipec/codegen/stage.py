@@ -15,7 +15,8 @@ from pipec.codegen.names import comment
 from pipec.graph import IN_SUMS, TrainingGraph, is_assumption, is_in_sum, is_number, is_view
 from pipec.graph.dimensions import dimension
 from pipec.graph.functions import Function, StageFunctions, of_batch_nodes, prepared_nodes, runs_in
-from pipec.graph.lifetimes import dying, is_statement, items_of, made_by, sums_in_place
+from pipec.graph.in_place import written_in_place
+from pipec.graph.lifetimes import dying, is_statement, items_of, made_by
 from pipec.ir import Phase
 from pipec.ir.text import format_dtype
 
@@ -281,7 +282,7 @@ class _FunctionSource:
 
         Memory is let go of right after the statement that reads it last.
         """
-        gone, sums = dying(self.function), sums_in_place(self.function)
+        gone, written = dying(self.function), written_in_place(self.function)
         group, read = None, set(self.function.body)
         symbols = self.module.graph.symbols
         names = self.module.names
@@ -299,11 +300,9 @@ class _FunctionSource:
                 yield beside(f"    # {title}", self._source_line(node))
             if is_in_sum(node):
                 yield from self._product(node, name)
-            elif node in sums:
-                (other,) = {*node.all_input_nodes} - {sums[node]}
-                yield from self.module.assignment(node, f"{name(sums[node])}.add_({name(other)})", read)
             else:
-                yield from self.module.assignment(node, expression(node, name, symbols), read)
+                source = expression(node, name, symbols, written.get(node))
+                yield from self.module.assignment(node, source, read)
             dead = [names[each] for each in gone.get(node, ()) if each not in views]
             if items_of(node) > sum(1 for _ in made_by(node, read)) and not is_view(node):
                 dead.append("_")
