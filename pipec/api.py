@@ -15,7 +15,7 @@ from pipec.capture.call import Call
 from pipec.capture.splitting import Batched, divide, positional_names
 from pipec.capture.tracer import capture
 from pipec.compiler.autotuner import Autotuner
-from pipec.compiler.checks import check_offload
+from pipec.compiler.checks import check_fast_gradients, check_offload
 from pipec.compiler.compiler import Compiler
 from pipec.compiler.pass_list import CompilerOptions
 from pipec.compiler.policy import (
@@ -41,6 +41,7 @@ from pipec.profiler import Show, profile_graph
 from pipec.runtime.holder import ModelTensors
 from pipec.runtime.optimizers import Factory, state_bytes, update_scratch
 from pipec.runtime.processes.launch import Devices, every_device, world
+from pipec.runtime.stages.kernels import require_source
 from pipec.runtime.step.execution import Ranks
 from pipec.runtime.step.loss_scale import LossScale
 from pipec.runtime.step.updates import Updates
@@ -67,6 +68,7 @@ def compile(
     microbatch_weight: MicrobatchWeight | None = None,
     precision: str | None = None,
     kernels: str = "source",
+    fast_gradients: bool = False,
     recompute: str = "auto",
     memory_limit: int | str | None = None,
     offload: str | None = None,
@@ -138,6 +140,9 @@ def compile(
             takes less time in the first calls of a function; ``"cudagraphs"``, CUDA graphs of the source,
             with its bits, recorded before the first step of each size, where no value tells what is computed.
             They hold more memory than ``memory()`` says; see docs/memory.md.
+        fast_gradients: lets the gradients of weights that are a matrix product be added to their sum within
+            it, which saves memory and time, and changes the last bits. It is for the model's own types and
+            ``kernels="source"``. See docs/benchmarks.md.
         recompute: ``"none"`` keeps every value the backward needs; ``"full"`` keeps only what a stage
             received and computes the rest again; ``"auto"`` computes again as little as lets every device
             stay within ``memory_limit``. See docs/recompute.md.
@@ -187,6 +192,7 @@ def compile(
             microbatch_weight=microbatch_weight,
             precision=precision,
             kernels=kernels,
+            fast_gradients=fast_gradients,
             recompute=recompute,
             memory_limit=memory_limit,
             offload=offload,
@@ -197,6 +203,9 @@ def compile(
     policy = policy_for(schedule, ranks.count, stages, replicas, asynchronous)
     computes_in = None if precision is None else Precision(precision)
     check_updates(policy, replicas == "auto", optimizer is not None, shard, batch, on_nan, computes_in)
+    if fast_gradients:
+        check_fast_gradients(computes_in)
+        require_source(kernels)
     microbatches = check_choice(policy, microbatches)
     if batch == "local":
         _check_local_batch(policy, replicas, microbatches, microbatch_weight)
@@ -221,7 +230,9 @@ def compile(
     facts = _optimizer_facts(updates, optimizer, tensors, device)
     offloads = offload in ("activations", "all")
     anywhere = ranks.world.distributed or len({*ranks.devices.values()}) == 1
-    options = CompilerOptions(device_model, joined, recompute, offloads, measured, ending, facts, anywhere)
+    options = CompilerOptions(
+        device_model, joined, recompute, offloads, measured, ending, facts, anywhere, fast_gradients
+    )
     tuner = Autotuner(
         policy,
         may_recompute=recompute == "auto",

@@ -82,6 +82,7 @@ COMPILE = {
     "microbatch_weight": one_of(*WORDS) | FUNCTION | NONE,
     "precision": _PRECISION,
     "kernels": one_of(*KERNELS),
+    "fast_gradients": FLAG,
     "recompute": one_of("auto", "none", "full"),
     "memory_limit": number(1, 2**63 - 1) | instance("text such as '16GiB'", str) | NONE,
     "offload": one_of("activations", "optimizer", "all") | NONE,

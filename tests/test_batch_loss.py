@@ -73,6 +73,7 @@ LOSSES: dict[str, Loss] = {
     "mean times the rows": lambda x, y: F.cross_entropy(x, y) * x.shape[0],
     "several terms": several_terms,
     "stacked": lambda x, y: torch.stack([F.cross_entropy(x, y, ignore_index=IGNORED), x.sum()], 0).sum(),
+    "stacked rows": lambda x, y: torch.stack([x, x * x, x * 2]).sum((0, 2)).mean(),
     "python's sum": lambda x, y: sum([F.cross_entropy(x, y, ignore_index=IGNORED), x.sum(), y.sum()]),  # type: ignore[list-item]
     "standardised": standardised,
 }
@@ -108,7 +109,7 @@ def test_either_front_end_shows_how_a_loss_adds_up(name: str) -> None:
         check(LOSSES[name], 4)
 
 
-@pytest.mark.parametrize("name", ["ignored", "class weights", "masked mean", "several terms"])
+@pytest.mark.parametrize("name", ["ignored", "class weights", "masked mean", "several terms", "stacked rows"])
 def test_code_for_one_size_adds_up_counts_of_microbatches(name: str) -> None:
     check(LOSSES[name], 4, dynamic=False)
 

@@ -4,17 +4,21 @@ import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from combinations import (
     COMBINATIONS,
+    OPTIONS,
     SIZES,
     Combination,
     TrainingRun,
     captured,
     compiled,
+    cut,
     expected,
+    generated,
     pipeline,
     save_with_tensors,
     tied_parameters,
@@ -23,6 +27,15 @@ from models import MODELS, Factory, each, gpt2, llama, resnet
 from torch import nn
 from unsplit import Inputs, Outcome, assert_equal, unsplit_step
 from workers import read_outcome, run_script, train
+
+from pipec.compiler import pass_list
+from pipec.hardware.topology import alike
+from pipec.passes import Pass
+from pipec.passes.cut_stages import CutStages
+from pipec.passes.join_slices import JoinSlices
+from pipec.passes.prepare_weights import PrepareWeights
+from pipec.passes.simplify import Simplify
+from pipec.schedules import make_schedule
 
 pytestmark = pytest.mark.slow
 
@@ -35,6 +48,21 @@ def test_a_step_has_the_bits_of_the_unsplit_model(factory: Factory, combination:
     run = TrainingRun(artifact, model.model)
     outcome = Outcome.of(run.step(model.inputs), run.model)
     assert_equal(outcome, expected(model), tied_parameters(artifact))
+
+
+@pytest.mark.parametrize("left_out", [Simplify, JoinSlices, PrepareWeights])
+@pytest.mark.parametrize("factory", each(llama, resnet))
+def test_no_pass_changes_a_bit(factory: Factory, left_out: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, every = captured(factory), pass_list.passes
+
+    def others(*args: Any) -> list[Pass]:
+        return [each for each in every(*args) if not isinstance(each, left_out)]
+
+    monkeypatch.setattr(pass_list, "passes", others)
+    how = CutStages(alike(2, OPTIONS.device_model.link), model.graph.batch_size)
+    artifact = generated(cut(model, how, frozenset()), make_schedule("1f1b", 2, len(SIZES)))
+    run = TrainingRun(artifact, model.model)
+    assert_equal(Outcome.of(run.step(model.inputs), run.model), expected(model), tied_parameters(artifact))
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=str)

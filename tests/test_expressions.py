@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipec.codegen.expressions import FUNCTIONS, INFIX, METHODS, expression, literal
+from pipec.graph.in_place import in_place_variant
 from pipec.torch_compat import OpOverload
 
 aten = torch.ops.aten
@@ -177,7 +178,9 @@ class Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def printed(target: OpOverload, arguments: Arguments) -> tuple[str, dict[str, Tensor]]:
+def printed(
+    target: OpOverload, arguments: Arguments, in_place: bool = False
+) -> tuple[str, dict[str, Tensor]]:
     """The source of a call, and the tensors that its names stand for."""
     graph, tensors = fx.Graph(), dict[str, Tensor]()
 
@@ -190,7 +193,8 @@ def printed(target: OpOverload, arguments: Arguments) -> tuple[str, dict[str, Te
 
     args, kwargs = torch.utils._pytree.tree_map(placed, arguments)
     node = graph.call_function(target, args, kwargs)
-    return expression(node, lambda read: read.name, {B: "b"}), tensors
+    written = node.all_input_nodes[0] if in_place else None
+    return expression(node, lambda read: read.name, {B: "b"}, written), tensors
 
 
 def with_number(leaf: Any) -> Any:
@@ -255,6 +259,22 @@ def test_an_expression_dispatches_the_operator_it_stands_for(
         assert_same(passed[name], value, f"{source}: {name}")
     if "empty" not in str(target):
         assert_same(found, target(*concrete[0], **concrete[1]), source)
+
+
+@pytest.mark.parametrize("target", filter(in_place_variant, CALLS), ids=str)
+def test_a_call_that_writes_its_operand_dispatches_the_same_operator_in_place(target: OpOverload) -> None:
+    variant, num_tried = in_place_variant(target), 0
+    for (first, *others), kwargs in CALLS[target]:
+        arguments = (first.clone(), *others), kwargs
+        expected = target(*torch.utils._pytree.tree_map(with_number, arguments[0]), **kwargs)
+        if expected.dtype == first.dtype:
+            source, tensors = printed(target, arguments, in_place=True)
+            found, calls = dispatched(source, tensors)
+            assert [called for called, _ in calls] == [variant], source
+            assert found is tensors["t0"]
+            assert_same(found, expected, source)
+            num_tried += 1
+    assert num_tried or expected.dtype is torch.bool
 
 
 @pytest.mark.parametrize("table", [INFIX, METHODS, FUNCTIONS], ids=["infix", "methods", "functions"])

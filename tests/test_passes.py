@@ -353,3 +353,29 @@ def test_the_gradient_of_slices_is_put_together_at_once() -> None:
         assert torch.equal(found.grad, wanted.grad)
     assert "torch.stack(" in pipe.source(0)
     assert ".add_(" in pipe.source(0)
+
+
+class Rotated(nn.Module):
+    """Rotary positions turn the halves of a vector; of three thirds, two overlap and one is left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = x * 3 + torch.cat([-x[:, WIDTH // 2 :], x[:, : WIDTH // 2]], 1) * x.sin()
+        return (x[:, :4] * x[:, 3:7]).square().mean()
+
+
+def test_the_gradient_of_halves_is_put_together_and_added_in_its_place() -> None:
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
+    model = Rotated()
+    joined = through(capture(model, None, Mode.TRAIN, Call((x,), {}, None)), Simplify(), JoinSlices())
+    assert count(joined, lambda node: node.target is aten.cat.default and not is_forward(node)) == 1
+    assert count(joined, lambda node: node.target is aten.slice_backward.default) == 2
+    pipe = pipec.compile(copy.deepcopy(model), devices=1, microbatches=1)
+    pipe.step(x)
+    model(x).backward()
+    for found, wanted in zip(pipe.parameters(), model.parameters(), strict=True):
+        assert torch.equal(found.grad, wanted.grad)

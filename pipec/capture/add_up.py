@@ -214,7 +214,7 @@ class _Walk:
         if not isinstance(value, Tensor):
             return Part.ROWS
         arguments, count = named_arguments(node), self._num_batches(value, self.rounds.rows_of_round(node))
-        if self._symbol is None and operator_name(node) in REDUCING and 0 in dimensions_of(node):
+        if self._symbol is None and operator_name(node) in REDUCING and self._reduces_first(node):
             count = 0
         if count == 0:
             if operator_name(node) in COUNTED and (counted := self._count(node, arguments)):
@@ -232,6 +232,11 @@ class _Walk:
         if reduces and operator_name(node) in COUNTED and (counted := self._count(node, arguments)):
             return counted
         return part_of_selection(node, value, parts, arguments, count, self._mixes_rows(node))
+
+    def _reduces_first(self, node: fx.Node) -> bool:
+        """Whether a call reduces dimension 0, and that may be the rows, which have no symbol."""
+        reduced = value_of(node.all_input_nodes[0])
+        return 0 in dimensions_of(node) and reduced.shape[0] % self.size == 0
 
     def _mixes_rows(self, node: fx.Node) -> bool:
         """Whether a call computes along the batch, so that a row depends on others."""

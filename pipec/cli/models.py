@@ -14,6 +14,7 @@ from pipec.cli.options import (
     ClipGradNorm,
     DeviceHours,
     Devices,
+    FastGradients,
     Json,
     MemoryLimit,
     Microbatches,
@@ -59,6 +60,7 @@ def plan(
     clip_grad_norm: ClipGradNorm = None,
     shard: ShardName = None,
     precision: PrecisionName = None,
+    fast_gradients: FastGradients = False,
     recompute: RecomputeChoice = Recompute.AUTO,
     memory_limit: MemoryLimit = None,
     offload: OffloadName = None,
@@ -86,6 +88,9 @@ def plan(
             raise InputError("how many ranks? Give their number with --devices, or a file with --topology")
         devices = _number_of_devices(topology)
     one_size = not as_json and profile is None and microbatches is not None
+    around = Around(
+        stages, replicas, asynchronous, optimizer, clip_grad_norm, shard, precision, offload, fast_gradients
+    )
     pipe = prepare(
         target,
         devices,
@@ -95,7 +100,7 @@ def plan(
         memory_limit,
         profile,
         topology,
-        Around(stages, replicas, asynchronous, optimizer, clip_grad_norm, shard, precision, offload),
+        around,
         calibrated=calibrate,
         dynamic=not one_size,
     )
@@ -134,6 +139,7 @@ def dump(
     clip_grad_norm: ClipGradNorm = None,
     shard: ShardName = None,
     precision: PrecisionName = None,
+    fast_gradients: FastGradients = False,
     recompute: RecomputeChoice = Recompute.AUTO,
     memory_limit: MemoryLimit = None,
     offload: OffloadName = None,
@@ -149,7 +155,9 @@ def dump(
     """
     from pipec.ir.text import format_program
 
-    around = Around(stages, replicas, asynchronous, optimizer, clip_grad_norm, shard, precision, offload)
+    around = Around(
+        stages, replicas, asynchronous, optimizer, clip_grad_norm, shard, precision, offload, fast_gradients
+    )
     pipe = prepare(
         target, devices, schedule, microbatches, recompute, memory_limit, profile, topology, around
     )

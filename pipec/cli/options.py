@@ -51,6 +51,7 @@ class Around:
     shard: Shard | None = None
     precision: Precision | None = None
     offload: Offload | None = None
+    fast_gradients: bool = False
 
 
 @dataclass(frozen=True)
@@ -163,6 +164,10 @@ ClipGradNorm = Annotated[
 ShardName = Annotated[
     Shard | None,
     typer.Option("--shard", help="What replicas keep only a share of, besides what stands before it."),
+]
+FastGradients = Annotated[
+    bool,
+    typer.Option("--fast-gradients", help="Add products to sums of gradients as they are made: other bits."),
 ]
 PrecisionName = Annotated[
     Precision | None,

@@ -59,6 +59,7 @@ def prepare(
             clip_grad_norm=around.clip_grad_norm,
             shard=around.shard,
             precision=around.precision,
+            fast_gradients=around.fast_gradients,
             recompute=recompute,
             memory_limit=memory_limit,
             offload=around.offload,

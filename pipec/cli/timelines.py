@@ -17,6 +17,7 @@ from pipec.cli.options import (
     DeviceHours,
     Devices,
     Drawing,
+    FastGradients,
     Json,
     MemoryLimit,
     OffloadName,
@@ -146,6 +147,7 @@ def schedule_target(
     clip_grad_norm: ClipGradNorm = None,
     shard: ShardName = None,
     precision: PrecisionName = None,
+    fast_gradients: FastGradients = False,
     recompute: RecomputeChoice = Recompute.AUTO,
     memory_limit: MemoryLimit = None,
     offload: OffloadName = None,
@@ -169,7 +171,9 @@ def schedule_target(
     from pipec.cli.target import prepare
     from pipec.viz import Step
 
-    around = Around(stages, replicas, asynchronous, optimizer, clip_grad_norm, shard, precision, offload)
+    around = Around(
+        stages, replicas, asynchronous, optimizer, clip_grad_norm, shard, precision, offload, fast_gradients
+    )
     saving = Saving(checkpoint_bandwidth, pause, restart, device_hours)
     check_saving(saving)
 

@@ -18,6 +18,7 @@ from torch import fx
 from pipec import primitives, torch_compat
 from pipec.graph import formula, is_assumption, is_number, is_random
 from pipec.graph.dimensions import Symbols, dimension
+from pipec.graph.in_place import in_place_variant
 
 aten = torch.ops.aten
 
@@ -138,8 +139,11 @@ DEFAULTS = {
 Namer = Callable[[fx.Node], str]
 
 
-def expression(node: fx.Node, name: Namer, symbols: Symbols) -> str:
-    """Python source that computes ``node``; ``name`` gives the source of a node it reads."""
+def expression(node: fx.Node, name: Namer, symbols: Symbols, written: fx.Node | None = None) -> str:
+    """Python source that computes ``node``, into the operand ``written`` if there is one.
+
+    ``name`` gives the source of a node it reads.
+    """
 
     def show(argument: Any) -> str:
         return literal(argument, name, symbols)
@@ -155,6 +159,8 @@ def expression(node: fx.Node, name: Namer, symbols: Symbols) -> str:
         for key, value in node.kwargs.items()
         if not (key in DEFAULTS and value in DEFAULTS[key])
     ]
+    if written is not None:
+        return _in_place(node, [show(each) for each in written_first(node, written)], kwargs)
     if target is aten.slice.Tensor and args[1:2] >= ["0"]:
         return _slice(*args)
     if is_assumption(node):
@@ -174,6 +180,22 @@ def expression(node: fx.Node, name: Namer, symbols: Symbols) -> str:
         return f"primitives.{PRIMITIVES[target]}({', '.join(args + kwargs)})"
     call = f"torch.{FUNCTIONS[target]}" if target in FUNCTIONS else _qualified(target)
     return f"{call}({', '.join(args + kwargs)})"
+
+
+def written_first(node: fx.Node, written: fx.Node) -> list[Any]:
+    """The arguments of a call by position, of which it writes into the first."""
+    first, *others = node.args
+    return [first, *others] if first is written else [written, first]
+
+
+def _in_place(node: fx.Node, args: list[str], kwargs: list[str]) -> str:
+    """``x.add_(y)``"""
+    variant = in_place_variant(node.target)
+    assert variant is not None
+    method = variant._schema.name.split("::")[1]
+    if node.target in (*INFIX, *METHODS, *FUNCTIONS) and hasattr(torch.Tensor, method):
+        return f"{args[0]}.{method}({', '.join(args[1:] + kwargs)})"
+    return f"{_qualified(variant)}({', '.join(args + kwargs)})"
 
 
 def free_names(node: fx.Node, symbols: Symbols) -> set[str]:

@@ -48,6 +48,7 @@ RESERVED = frozenset(
         "loss",
         "grad_loss",
         "share",
+        "sums",
     ]
 )
 

@@ -7,15 +7,16 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from pipec.codegen.expressions import expression, free_names
+from pipec.codegen.expressions import expression, free_names, literal
 from pipec.codegen.held import name_held
 from pipec.codegen.inlining import inlined_views
 from pipec.codegen.layout import LINE_LENGTH, beside, broken, folded, listed, statement, wrapped
 from pipec.codegen.names import comment
-from pipec.graph import TrainingGraph, is_assumption, is_number, is_view
+from pipec.graph import IN_SUMS, TrainingGraph, is_assumption, is_in_sum, is_number, is_view
 from pipec.graph.dimensions import dimension
 from pipec.graph.functions import Function, StageFunctions, of_batch_nodes, prepared_nodes, runs_in
-from pipec.graph.lifetimes import dying, is_statement, items_of, made_by, sums_in_place
+from pipec.graph.in_place import written_in_place
+from pipec.graph.lifetimes import dying, is_statement, items_of, made_by
 from pipec.ir import Phase
 from pipec.ir.text import format_dtype
 
@@ -81,6 +82,11 @@ class StageSource:
             yield from ("", "", *self._prepare())
         for function in self.stage.functions:
             yield from ("", "", *_FunctionSource(self, function).lines())
+
+    @property
+    def parameters(self) -> Sequence[str]:
+        """The FQNs of ``PARAMETERS``."""
+        return [node.meta["role"].fqn for node in self.stage.parameters]
 
     @property
     def updated(self) -> Sequence[str]:
@@ -254,6 +260,8 @@ class _FunctionSource:
         """The names of what the function reads, in one order everywhere. Callers bind them by name."""
         function, reads = self.function, self._held_reads()
         yield from (name for name, nodes in self._held().items() if reads.intersection(nodes))
+        if any(map(is_in_sum, function.body)):
+            yield "sums"
         if function is not self.module.stage.functions[0]:
             yield "saved"
         yield from (self.module.names[node] for node in function.received + function.inputs)
@@ -288,7 +296,7 @@ class _FunctionSource:
 
         Memory is let go of right after the statement that reads it last.
         """
-        gone, sums = dying(self.function), sums_in_place(self.function)
+        gone, written = dying(self.function), written_in_place(self.function)
         group, read = None, set(self.function.body)
         symbols = self.module.graph.symbols
         names = self.module.names
@@ -304,19 +312,27 @@ class _FunctionSource:
             if not replayed and (title := self._title(node)) != group:
                 group = title
                 yield beside(f"    # {title}", self._source_line(node))
-            source = expression(node, name, symbols)
-            if node in sums:
-                (other,) = {*node.all_input_nodes} - {sums[node]}
-                source = f"{name(sums[node])}.add_({name(other)})"
-            yield from self.module.assignment(node, source, read)
+            if is_in_sum(node):
+                yield from self._product(node, name)
+            else:
+                source = expression(node, name, symbols, written.get(node))
+                yield from self.module.assignment(node, source, read)
             dead = [names[each] for each in gone.get(node, ()) if each not in views]
             if items_of(node) > sum(1 for _ in made_by(node, read)) and not is_view(node):
                 dead.append("_")
             if dead:
                 yield from wrapped("    del ", dead, "")
 
+    def _product(self, node: fx.Node, name: Callable[[fx.Node], str]) -> Iterator[str]:
+        """``sums[3].addmm_(grad.t(), x)    # grad_weight  f32[8, 8]``"""
+        fqn = next(fqn for fqn, gradient in self.function.gradients if gradient is node)
+        factors = (literal(each, name, self.module.graph.symbols) for each in node.args)
+        code = f"sums[{self.module.parameters.index(fqn)}].{IN_SUMS[node.target]}({', '.join(factors)})"
+        *lines, last = broken(code, 4)
+        yield from (*lines, beside(last, f"{self.module.names[node]}  {self.module.type_of(node)}"))
+
     def _return(self) -> Iterator[str]:
-        function, names, stage = self.function, self.module.names, self.module.stage
+        function, names = self.function, self.module.names
         updates = dict(function.updates)
         keys = self.module.shared
         sent = {keys[n]: names[n.all_input_nodes[0]] for n in function.sent}
@@ -330,8 +346,8 @@ class _FunctionSource:
                 names[updates[fqn]] if fqn in updates else "None" for fqn in self.module.updated
             ),
             "gradients": listed(
-                names[gradients[p.meta["role"].fqn]] if p.meta["role"].fqn in gradients else "None"
-                for p in stage.parameters
+                names[gradients[fqn]] if fqn in gradients and not is_in_sum(gradients[fqn]) else "None"
+                for fqn in self.module.parameters
             ),
         }
         returned = [parts[key] for key in returned_by(function)]

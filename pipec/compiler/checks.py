@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from pipec.errors import InputError
 from pipec.graph import TrainingGraph, is_collective
-from pipec.ir import Placement
+from pipec.ir import Placement, Precision
 
 
 def joins_replicas(graph: TrainingGraph) -> bool:
@@ -48,6 +48,15 @@ def check_offload(
         raise InputError(
             f"offload is {offload!r}, which moves no more than memory asks for; pass the bytes that a device "
             "has, such as memory_limit='16GiB', or a topology that says so"
+        )
+
+
+def check_fast_gradients(precision: Precision | None) -> None:
+    """Raise InputError if products are of another type than the sums that they are to be added to."""
+    if precision is not None:
+        raise InputError(
+            f"fast_gradients adds products of weights' own type to sums of that type, but with precision="
+            f"{str(precision)!r} products have 16 bits and sums 32; leave out one of the two"
         )
 
 

@@ -7,6 +7,7 @@ from pipec.hardware.devices import DeviceModel
 from pipec.hardware.topology import Topology
 from pipec.ir import NOTHING_MORE, Ending
 from pipec.passes import Pass
+from pipec.passes.add_products import AddProducts
 from pipec.passes.annotate_cost import AnnotateCost
 from pipec.passes.divide_phases import DividePhases
 from pipec.passes.insert_communication import InsertCommunication
@@ -31,7 +32,8 @@ class CompilerOptions:
     ``recompute`` is "auto", "none" or "full". If it ``offloads``, saved values may wait in host memory.
     ``profile`` is of the training graph that decides the cut. ``ending`` says whether the programs update,
     clip and shard, and ``optimizer`` what is known of the optimizer that does. ``buffers_anywhere`` says
-    whether any stage may hold a buffer; where one process has several devices, it has each buffer on one.
+    whether any stage may hold a buffer; where one process has several devices, it has each buffer on one. With
+    ``fast_gradients``, products are added to sums of gradients as they are made.
     """
 
     device_model: DeviceModel
@@ -42,6 +44,7 @@ class CompilerOptions:
     ending: Ending = NOTHING_MORE
     optimizer: OptimizerFacts | None = None
     buffers_anywhere: bool = True
+    fast_gradients: bool = False
 
 
 def passes(
@@ -60,6 +63,7 @@ def passes(
         PrepareWeights(options.buffers_anywhere),
         cut,
         UntieGradients(),
+        *([AddProducts()] if options.fast_gradients else []),
         InsertCommunication(options.topology.slowest_link),
         MarkRecompute(None) if options.recompute == "full" else recompute,
         offload,

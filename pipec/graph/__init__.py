@@ -9,6 +9,7 @@ a call; ``dimensions`` writes sizes as text.
 from pipec.graph.assumptions import Assumptions, changed_constants
 from pipec.graph.branches import ASSUME, Decided, is_assumption, is_check
 from pipec.graph.nodes import (
+    IN_SUMS,
     Argument,
     Buffer,
     Gradient,
@@ -26,6 +27,7 @@ from pipec.graph.nodes import (
     is_collective,
     is_constant,
     is_forward,
+    is_in_sum,
     is_number,
     is_random,
     is_tensor,

@@ -13,7 +13,8 @@ import sympy
 from torch import fx
 
 from pipec.graph.functions import Function
-from pipec.graph.nodes import is_constant, is_tensor, is_view, memory_of, recv, sums_gradients
+from pipec.graph.in_place import is_counted, written_in_place
+from pipec.graph.nodes import is_tensor, is_view, memory_of
 
 BytesOf = Callable[[fx.Node], int]
 """The bytes of a node's value."""
@@ -31,11 +32,6 @@ class Occupancy:
 def owners(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """The nodes that made the memory behind these values, each once. What is held anyway is left out."""
     return {owner for owner in map(memory_of, nodes) if is_counted(owner)}
-
-
-def is_counted(owner: fx.Node) -> bool:
-    """Whether memory is taken for a value because a function made it."""
-    return owner.op == "call_function" and owner.target is not recv and not is_constant(owner)
 
 
 def held_bytes(nodes: Iterable[fx.Node], bytes_of: BytesOf) -> int:
@@ -101,12 +97,12 @@ def unread_bytes(node: fx.Node, read: Container[fx.Node], bytes_of: BytesOf) -> 
 
 
 def memories(function: Function) -> Callable[[fx.Node], fx.Node]:
-    """What owns the memory of a value, in a function that adds up some gradients in place."""
-    sums = sums_in_place(function)
+    """What owns the memory of a value, in a function that writes some values into others' memory."""
+    written = written_in_place(function)
 
     def memory(node: fx.Node) -> fx.Node:
-        while (owner := memory_of(node)) in sums:
-            node = sums[owner]
+        while (owner := memory_of(node)) in written:
+            node = written[owner]
         return owner
 
     return memory
@@ -131,20 +127,6 @@ def made_by(node: fx.Node, read: Container[fx.Node]) -> Iterator[fx.Node]:
         yield from (each for each in node.users if each.target is operator.getitem and each in read)
 
 
-def sums_in_place(function: Function) -> dict[fx.Node, fx.Node]:
-    """The sums of gradients that are written into one of their terms, by sum.
-
-    Such a term has memory that the function made, and no other reader.
-    """
-    body, found = {*function.body}, dict[fx.Node, fx.Node]()
-    for node in filter(sums_gradients, function.body):
-        for term in node.all_input_nodes if len(node.all_input_nodes) == 2 else ():
-            its_own = term in body and not is_view(term) and len(term.users) == 1
-            if node not in found and its_own and _same_type(term, node):
-                found[node] = term
-    return found
-
-
 def is_dense(node: fx.Node) -> bool:
     """Whether the elements of a tensor lie in memory one after the other, row by row."""
     tensor, step = node.meta["val"], sympy.Integer(1)
@@ -153,9 +135,3 @@ def is_dense(node: fx.Node) -> bool:
             return False
         step *= sympy.sympify(size)
     return True
-
-
-def _same_type(one: fx.Node, other: fx.Node) -> bool:
-    """Whether two values also lie in memory alike. Their sizes may be symbols, and are compared as text."""
-    a, b = one.meta["val"], other.meta["val"]
-    return a.dtype == b.dtype and f"{a.shape} {a.stride()}" == f"{b.shape} {b.stride()}"

@@ -17,11 +17,13 @@ key          set by    meaning
 ``stage``    cut       the stage that runs the node
 ``replay``   mark      on forward nodes: ``Phase.RECOMPUTE`` or ``Phase.BACKWARD`` if that computes them again
 ``part``     a pass    which of the functions that its phase consists of runs the node; 0 if it is missing
+``in_sum``   a pass    True on gradients that are made within the sum of a parameter's gradients
 ============ ========= ================================================================================
 """
 
 import functools
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,6 +114,9 @@ class Gradient:
     fqn: str
 
 
+IN_SUMS: Mapping[object, str] = {torch.ops.aten.mm.default: "addmm_", torch.ops.aten.bmm.default: "baddbmm_"}
+"""Products, and the methods of a sum that add them to it."""
+
 Argument = Parameter | Prepared | Buffer | ModelInput | LossGradient | Share | OfBatch
 Result = Output | UpdatedBuffer | Gradient
 
@@ -188,6 +193,11 @@ def is_number(node: fx.Node) -> bool:
 def varies(node: fx.Node) -> bool:
     """Whether the size of the node's value depends on values, so that no message can carry it."""
     return bool(node.meta.get("varies"))
+
+
+def is_in_sum(node: fx.Node) -> bool:
+    """Whether the node is a gradient that has no memory of its own: it is added to a sum as it is made."""
+    return bool(node.meta.get("in_sum"))
 
 
 def is_random(node: fx.Node) -> bool:

@@ -23,7 +23,8 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 from torch import fx
 
 from pipec.graph.functions import Function
-from pipec.graph.lifetimes import BytesOf, is_counted, is_statement, made_by, memories, unread_bytes
+from pipec.graph.in_place import is_counted
+from pipec.graph.lifetimes import BytesOf, is_statement, made_by, memories, unread_bytes
 
 _REACHES = (1, 4, 16, 64)
 """So many statements before the one that holds the most, and after it, change places: the best is taken.

@@ -46,7 +46,8 @@ class StageMemory:
     ============== =============== ========================== ==============================================
 
     ``transient[phase]`` is the most that its functions hold besides the rest while they run, the gradients
-    of the one microbatch included. Phases of several functions also have what each of these holds, as
+    of the one microbatch included that are not ``in_sums``: those are made within the sum, which is there
+    when the first of them begins. Phases of several functions also have what each of these holds, as
     ``parts``. ``buffers`` are also constants, and inputs that are not split.
     ``prepared`` is what is made of weights and fixed buffers alone, once for each version of weights. Where
     these are gathered for use, it goes with them. ``state`` is that of the optimizer, if the program updates.
@@ -72,6 +73,7 @@ class StageMemory:
     travelling: float = 0
     update: float = 0
     prepared: float = 0
+    in_sums: float = 0
     parts: Mapping[Phase, tuple[PartMemory, ...]] = field(default_factory=dict)
 
     @property

@@ -1,60 +1,106 @@
 """Let the gradient of a tensor that was taken apart be put together in one piece.
 
-Differentiation makes zeros for each slice, writes the slice's gradient into them, and adds them up::
+Differentiation makes zeros for each index or slice, writes its gradient into them, and adds them up::
 
     a = select_backward(g1, [2, 4], 0, 1)
     b = select_backward(g0, [2, 4], 0, 0)      ->      c = stack([g0, g1])
     c = a + b
+
+    a = slice_backward(g0, [4], 0, 0, 2, 1)
+    b = slice_backward(g1, [4], 0, 2, 4, 1)    ->      a = cat([g0, g1])
+    c = d + a                                          e = d + a
+    e = c + b
 """
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from pipec.graph import TrainingGraph, sums_gradients
+from pipec.torch_compat import OpOverload
 
-SELECT = torch.ops.aten.select_backward.default
-STACK = torch.ops.aten.stack.default
+SELECT, SLICE = torch.ops.aten.select_backward.default, torch.ops.aten.slice_backward.default
+JOINED_BY: Mapping[object, OpOverload] = {
+    SELECT: torch.ops.aten.stack.default,
+    SLICE: torch.ops.aten.cat.default,
+}
 
 
 @dataclass(frozen=True)
 class JoinSlices:
-    """Replace sums of gradients that have one addend for each index of a dimension."""
+    """Replace sums of gradients to which all parts of a dimension are added one after the other.
+
+    Every element keeps the order in which its terms are added.
+    """
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
-        nodes = graph.module.graph
-        for total in reversed(list(nodes.nodes)):
-            terms = list(_terms(total)) if sums_gradients(total) else []
-            slices = {term.args[3]: term for term in terms if term.target is SELECT}
-            if len(slices) == len(terms) and _make_up_all(list(slices.values())):
-                gradients = [slices[index].args[0] for index in range(len(slices))]
-                with nodes.inserting_before(total):
-                    stacked = nodes.create_node("call_function", STACK, (gradients, terms[0].args[2]))
-                stacked.meta = dict(total.meta)
-                total.replace_all_uses_with(stacked)
-        for node in reversed(list(nodes.nodes)):
-            if not node.users and (node.target is SELECT or sums_gradients(node)):
-                nodes.erase_node(node)
+        for total in reversed(list(graph.nodes)):
+            rest, parts = _parts_of(total)
+            if parts:
+                _join(total, rest, parts)
+        for node in reversed(list(graph.nodes)):
+            if not node.users and (node.target in JOINED_BY or sums_gradients(node)):
+                graph.module.graph.erase_node(node)
         return graph
 
 
-def _terms(total: fx.Node) -> Iterator[fx.Node]:
-    """What is added up, by sums that nobody else reads."""
-    for term in total.all_input_nodes:
-        if len(term.users) == 1 and sums_gradients(term):
-            yield from _terms(term)
-        else:
-            yield term
+def _parts_of(total: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:
+    """What parts are added to by the last additions of a sum, and the parts, if these are all there are."""
+    node, parts = total, list[fx.Node]()
+    while sums_gradients(node) and len(node.all_input_nodes) == 2 and (node is total or len(node.users) == 1):
+        terms = sorted(node.all_input_nodes, key=_is_part)
+        parts.append(terms.pop())
+        (node,) = terms
+        if _make_up_all([*parts, node]):
+            return None, [*parts, node]
+        if _make_up_all(parts):
+            return node, parts
+        if not _is_part(parts[-1]):
+            break
+    return None, []
 
 
-def _make_up_all(slices: list[fx.Node]) -> bool:
-    """Whether gradients of these slices, each of another index, are those of all slices of one tensor."""
-    kinds = {(slice_.args[2], slice_.meta["val"].dtype) for slice_ in slices}
-    if len(slices) < 2 or len(kinds) != 1:
+def _join(total: fx.Node, rest: fx.Node | None, parts: list[fx.Node]) -> None:
+    """Let readers of ``total`` read ``rest`` plus the parts in one piece, if that lies in memory alike."""
+    gradients = [part.args[0] for part in sorted(parts, key=_span)]
+    target, dimension = JOINED_BY[parts[0].target], parts[0].args[2]
+    made = target([each.meta["val"] for each in gradients], dimension)  # type: ignore[union-attr]
+    value = made if rest is None else rest.meta["val"] + made
+    if str(value.stride()) != str(total.meta["val"].stride()):
+        return
+    nodes = total.graph
+    with nodes.inserting_before(total):
+        joined = nodes.create_node("call_function", target, (gradients, dimension))
+        joined.meta = {**total.meta, "val": made}
+        if rest is not None:
+            joined = nodes.create_node("call_function", total.target, (rest, joined))
+            joined.meta = dict(total.meta)
+    total.replace_all_uses_with(joined)
+
+
+def _is_part(node: fx.Node) -> bool:
+    return node.target in JOINED_BY and len(node.users) == 1
+
+
+def _span(part: fx.Node) -> tuple[int, int]:
+    """Where the gradient stands in its dimension: from where and to where."""
+    size, start = part.meta["val"].shape[part.args[2]], part.args[3]
+    return (start, start + 1) if part.target is SELECT else (start, min(part.args[4], size))  # type: ignore
+
+
+def _make_up_all(parts: list[fx.Node]) -> bool:
+    """Whether these are gradients of all parts of one dimension, each once."""
+    if len(parts) < 2 or any(not _is_part(part) or part.args[5:] not in ((), (1,)) for part in parts):
         return False
-    shape, dimension = slices[0].meta["val"].shape, slices[0].args[2]
-    size = shape[dimension]
-    indices = sorted(slice_.args[3] for slice_ in slices)  # type: ignore[type-var]
-    return isinstance(size, int) and indices == list(range(size))
+    kinds = {(part.target, part.args[2], part.meta["val"].dtype) for part in parts}
+    size = parts[0].meta["val"].shape[parts[0].args[2]]
+    if len(kinds) != 1 or not isinstance(size, int):
+        return False
+    ends = [0]
+    for start, end in sorted(map(_span, parts)):
+        if start != ends[-1]:
+            return False
+        ends.append(end)
+    return ends[-1] == size

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from pipec.graph import TrainingGraph, is_collective, is_forward, is_tensor, is_view, send
-from pipec.graph.lifetimes import is_counted
+from pipec.graph.in_place import is_counted
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from pipec.graph import (
     send,
     stage_of,
 )
-from pipec.graph.lifetimes import is_counted
+from pipec.graph.in_place import is_counted
 from pipec.ir import Phase
 from pipec.passes.mark_offload import may_offload
 from pipec.planner.recompute import Value

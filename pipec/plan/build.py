@@ -12,6 +12,7 @@ from pipec.graph import (
     ModelInput,
     Output,
     TrainingGraph,
+    is_in_sum,
     is_view,
     memory_of,
     needs_only_inputs,
@@ -20,7 +21,8 @@ from pipec.graph import (
 )
 from pipec.graph.dimensions import condition
 from pipec.graph.functions import Function, StageFunctions, of_batch_nodes
-from pipec.graph.lifetimes import BytesOf, Occupancy, held_bytes, is_counted, is_dense, occupancy, owners
+from pipec.graph.in_place import is_counted
+from pipec.graph.lifetimes import BytesOf, Occupancy, held_bytes, is_dense, occupancy, owners
 from pipec.hardware.topology import Topology
 from pipec.ir import (
     Ending,
@@ -274,6 +276,7 @@ def _stage_memory(stage: StageFunctions, size: int) -> StageMemory:
         prepared=sum(map(bytes_of, stage.prepared)),
         inputs=sum(map(bytes_of, split)),
         gradients=sum(bytes_of(node) for node in stage.parameters if node.meta["role"].fqn in trained),
+        in_sums=sum(bytes_of(node) for f in stage.functions for _, node in f.gradients if is_in_sum(node)),
         saved=saved + buffers,
         kept=kept + buffers * (Phase.BACKWARD_INPUT in peaks),
         transient={phase: peak - floors.get(phase, full) for phase, peak in peaks.items()},

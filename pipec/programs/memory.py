@@ -206,12 +206,17 @@ class _Account:
         return sum(value_bytes(v, {}) for link in links if link.source == stage for v in link.values)
 
     def _sum_until(self, taken: Ints, amount: float, stage: int, part: int) -> None:
-        """Sums that begin with the first gradients of a part, each time after they were taken."""
+        """Sums that begin with the first gradients of a part, each time after they were taken.
+
+        Those that gradients are made in begin before.
+        """
         columns, of_stage = self.columns, self.columns.stages == stage
         of_part = (columns.parts < 0) | (columns.parts == part)
         made = np.flatnonzero(of_stage & of_part & np.isin(columns.ops, _MAKING_GRADIENTS))
         rounds, first = np.unique(np.searchsorted(taken, made), return_index=True)
-        self.grow("gradients", made[first], 0.0, amount)
+        memory = self.stages[stage]
+        early = amount * memory.in_sums / memory.gradients if memory.in_sums else 0.0
+        self.grow("gradients", made[first], early, amount - early)
         self.grow("gradients", taken[rounds[rounds < taken.size]], 0.0, -amount)
 
     def count_messages(self) -> None:

@@ -34,7 +34,7 @@ from pipec.runtime.optimizers import Factory
 from pipec.runtime.processes.launch import DEVICES, Devices
 from pipec.runtime.randomness import next_seed
 from pipec.runtime.stages.batch import dense
-from pipec.runtime.stages.kernels import KERNELS
+from pipec.runtime.stages.kernels import KERNELS, require_source
 from pipec.runtime.step.execution import Ranks
 from pipec.runtime.step.loss_scale import LossScale
 from pipec.runtime.step.outcomes import StreamBatch
@@ -80,6 +80,7 @@ def load(
             f"the artifact in {directory} is for {num_ranks} ranks, but devices asks for {ranks.count}"
         )
     check_ending(artifact.plan.ending, optimizer, clip_grad_norm)
+    require_source(kernels, artifact.plan)
     return LoadedPipeline(artifact, tensors, ranks, optimizer, clip_grad_norm, microbatch_weight)
 
 

@@ -3,6 +3,7 @@
 A sparse gradient, as ``nn.Embedding(sparse=True)`` has, stays sparse.
 """
 
+import functools
 from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
@@ -100,6 +101,15 @@ class GradientSum:
                 terms.append(gradient)
         if totals:
             _add_all(totals, terms, alpha=factor)
+
+    def __getitem__(self, index: int) -> Tensor:
+        """The sum for a parameter, for its next gradient to be made in; zeros before the first."""
+        total = self._totals[index]
+        if total is None:
+            zeros = functools.partial(torch.zeros_like, self._parameters[index], requires_grad=False)
+            total = self._homes[index].place(index).zero_() if index in self._homes else zeros()
+            self._set(index, total)
+        return total
 
     def add_one(self, index: int, gradient: Tensor) -> None:
         """Add what another stage has summed for a parameter that it borrowed from this one."""

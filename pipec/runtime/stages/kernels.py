@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 from pipec.console import notice
+from pipec.errors import InputError
+from pipec.ir import Plan
 from pipec.runtime.randomness import Streams
 
 KERNELS = ("source", "inductor", "cudagraphs", "auto")
@@ -27,6 +29,19 @@ _TIMED_CALLS = 3
 """How many calls of a function ``auto`` times, after the one that compiles."""
 
 Function = Callable[..., Any]
+
+
+def require_source(kernels: str, plan: Plan | None = None) -> None:
+    """Raise InputError unless functions that add to sums of gradients run as their source, and so once.
+
+    Those of a ``plan`` need not be such functions.
+    """
+    adds = plan is None or any(stage.cost.memory.in_sums for stage in plan.stages)
+    if adds and kernels != "source":
+        raise InputError(
+            f"with fast_gradients the functions of stages add to sums of gradients, but kernels={kernels!r} "
+            "may run one more than once; take kernels='source', or compile without fast_gradients"
+        )
 
 
 def load_kernels(code: types.ModuleType, functions: Iterable[str], kernels: str) -> types.ModuleType:

@@ -25,6 +25,7 @@ class StageCode(Protocol):
 
     =============== ===================================================================================
     ``w``           list of parameters, in the order of ``PARAMETERS``
+    ``sums``        the sums of their gradients by index, to which a function may add itself
     ``prepared``    tuple returned by ``prepare`` for these parameters
     ``buffers``     list of buffers as the microbatch's forward found them, in the order of ``BUFFERS``
     ``constants``   tuple returned by ``constants``
@@ -138,7 +139,7 @@ class BoundStage:
         the batch.
         """
         frame = self.frames[microbatch]
-        frame.update(w=self.weights, buffers=self.buffers, device=self.device, **sizes)
+        frame.update(w=self.weights, sums=self.gradients, buffers=self.buffers, device=self.device, **sizes)
         self._sizes[microbatch] = tuple(sizes.items())
         frame["rng"] = Streams(self.device, key)
         frame["constants"] = self._constants(*(sizes[name] for name in self._read_by_constants))

@@ -48,7 +48,7 @@ class Linked:
 Source = Callable[[], Sequence[Any]]
 Sink = Callable[[Sequence[Tensor]], None]
 
-_ALWAYS = frozenset({"w", "prepared", "buffers", "constants", "b", "rng", "device"})
+_ALWAYS = frozenset({"w", "sums", "prepared", "buffers", "constants", "b", "rng", "device"})
 _SAVING = (Phase.FORWARD, Phase.RECOMPUTE, Phase.BACKWARD_INPUT)
 """The phases whose last function saves something, too."""
 

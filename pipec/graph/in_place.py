@@ -1,0 +1,123 @@
+"""Which statements of a function write their value into the memory of an operand that nobody reads later.
+
+::
+
+    y = mm(x, w)                       y = mm(x, w)
+    z = y.view([b, 8, 4]) + h    ->    z = y.view([b, 8, 4]).add_(h)
+
+That saves memory. Operators have to be elementwise, so that each element is read before it is written. Every
+value keeps its bits.
+"""
+
+import functools
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from pipec.graph.functions import Function
+from pipec.graph.nodes import (
+    is_constant,
+    is_in_sum,
+    is_random,
+    is_tensor,
+    is_view,
+    memory_of,
+    reads_memory,
+    recv,
+)
+from pipec.torch_compat import OpOverload
+
+aten = torch.ops.aten
+
+COMMUTATIVE = (aten.add.Tensor, aten.mul.Tensor)
+"""What has the same bits with its operands the other way round."""
+
+
+def is_counted(owner: fx.Node) -> bool:
+    """Whether memory is taken for a value because a function made it."""
+    made_here = owner.op == "call_function" and owner.target is not recv and not is_constant(owner)
+    return made_here and not is_in_sum(owner)
+
+
+def written_in_place(function: Function) -> dict[fx.Node, fx.Node]:
+    """The operand that each such statement of the function is written into, by statement.
+
+    The function made the operand's memory, and nobody else reads that: it is not sent, saved or returned
+    either. The operand is all of that memory, and lies there as the value would have.
+    """
+    body = {*function.body}
+    leaving = set(map(memory_of, function.results))
+    found: dict[fx.Node, fx.Node] = {}
+    for node in function.body:
+        for operand in _operands(node):
+            owner = memory_of(operand)
+            own = owner in body and owner not in leaving and _is_fresh(owner)
+            if own and {*readers(owner)} == {node} and _is_whole(operand, owner) and _alike(operand, node):
+                found[node] = operand
+                break
+    return found
+
+
+@functools.cache
+def in_place_variant(target: Any) -> OpOverload | None:
+    """The operator that is an elementwise one, but for writing its first operand."""
+    if not isinstance(target, OpOverload) or torch.Tag.pointwise not in target.tags:
+        return None
+    packet = getattr(getattr(torch.ops, target.namespace), f"{target._schema.name.split('::')[1]}_", None)
+    variants = (getattr(packet, name) for name in packet.overloads()) if packet else ()
+    return next((each for each in variants if _arguments(each) == _arguments(target)), None)
+
+
+def _arguments(target: OpOverload) -> list[tuple[str, str]]:
+    return [(argument.name, str(argument.type)) for argument in target._schema.arguments]
+
+
+def readers(owner: fx.Node) -> Iterator[fx.Node]:
+    """Whatever reads a node's memory, under any of its names."""
+    for user in owner.users:
+        yield from readers(user) if user.op == "call_function" and is_view(user) else (user,)
+
+
+def _operands(node: fx.Node) -> Iterator[fx.Node]:
+    """The operands that a call may write into: it can, and no other one is in the same memory."""
+    if not in_place_variant(node.target) or not is_tensor(node) or is_random(node):
+        return
+    first_ones = node.args[: 2 if node.target in COMMUTATIVE and not node.kwargs else 1]
+    for operand in first_ones:
+        if isinstance(operand, fx.Node) and is_tensor(operand):
+            others = [each for each in node.all_input_nodes if each is not operand]
+            if memory_of(operand) not in map(memory_of, others):
+                yield operand
+
+
+def _is_fresh(owner: fx.Node) -> bool:
+    """Whether an operator of torch made the memory. What others return may be what they hold."""
+    maker = owner.all_input_nodes[0] if owner.target is operator.getitem else owner
+    is_torchs = isinstance(maker.target, OpOverload) and maker.target.namespace == "aten"
+    return is_torchs and is_counted(owner)
+
+
+def _is_whole(operand: fx.Node, owner: fx.Node) -> bool:
+    """Whether the operand shows each element of its memory once."""
+    node = operand
+    while node is not owner:
+        if reads_memory(node) or node.target is operator.getitem:
+            return False
+        node = node.all_input_nodes[0]
+    one, other = operand.meta["val"], owner.meta["val"]
+    return one.dtype == other.dtype and str(one.numel()) == str(other.numel())
+
+
+def _alike(operand: fx.Node, node: fx.Node) -> bool:
+    """Whether two values lie in memory alike. Their sizes may be symbols, and are compared as text.
+
+    A single number is not worth it.
+    """
+    a, b = operand.meta["val"], node.meta["val"]
+    if a.layout is not torch.strided or b.layout is not torch.strided or not a.dim():
+        return False
+    same_type = a.dtype == b.dtype and not a.dtype.is_complex and a.device == b.device
+    return same_type and f"{a.shape} {a.stride()}" == f"{b.shape} {b.stride()}"
