@@ -112,7 +112,7 @@ def test_a_message_keeps_its_values_while_it_is_under_way() -> None:
 
 def test_memory_is_free_when_nobody_holds_a_value_of_it() -> None:
     link = link_of(torch.ones(2, 3), torch.ones(2, dtype=torch.int64))
-    memory = Memory(64, CPU)
+    memory = Memory(torch.empty(64, dtype=torch.uint8))
     for rows in (2, 1, 2):
         (parcel,) = parcels(link, {"b": rows})
         assert memory.is_free

@@ -1,0 +1,345 @@
+"""Messages between ranks of one host, through memory that both processes have.
+
+Each direction has a socket. The sender copies the values of a message into a *slot*, a file in memory, and
+announces it there; the file itself travels with the slot's first announcement. The receiver, which blocks in
+the kernel until something is announced, reads the values where they lie. When it posts the receive of a later
+message, it says so on the same socket, and gives the slot of the message before back::
+
+    sender                                   receiver
+                                        <--  post
+    copy into slot 0, announce it       -->  wait; reads the values in slot 0
+    copy into slot 1, announce it       <--  post, slot 0 is free
+    copy into slot 0, announce it       -->  wait; reads the values in slot 1
+
+A sender waits only if the last two messages of the link have not been posted, as with gloo. So there are two
+slots more than the receiver has for what it holds. Nothing here has a name that could outlive the processes.
+"""
+
+import contextlib
+import itertools
+import mmap
+import os
+import socket
+import struct
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from pipec.errors import TransportError
+from pipec.ir import Instruction, Link, Sizes
+from pipec.runtime.messages.buffers import Memory, values_in
+from pipec.runtime.messages.connections import MOST_UNDER_WAY, Direction
+from pipec.runtime.messages.host_sockets import Gather, connect, shared_file
+from pipec.runtime.messages.outbox import Packing, check_values
+from pipec.runtime.messages.parcels import Parcel, Parcels
+
+_ANNOUNCEMENT = struct.Struct("=qqqq")
+"""The tag, the slot, how many bytes of it are the message, and a slot that is no more; -1 for none."""
+
+_POST = struct.Struct("=qq?")
+"""The tag, the slot of an earlier message or -1, and whether that is free or belongs to the receiver now."""
+
+_NO_SLOT = -1
+
+
+class SharedMemory:
+    """One rank's messages through shared memory: where it goes is decided when ``open`` is called."""
+
+    def __init__(self, rank: int, timeout: float) -> None:
+        self._rank, self._timeout = rank, timeout
+        self._asked = set[Direction]()
+        self._outgoing: dict[int, Outgoing] = {}
+        self._incoming: dict[int, Incoming] = {}
+
+    def open(self, directions: Collection[Direction], gather: Gather) -> None:
+        """Find out which ranks share memory. Every rank calls this with the same directions."""
+        if new := {*directions} - self._asked:
+            self._asked |= new
+            outgoing, incoming = connect(self._rank, new, self._timeout, gather)
+            self._outgoing |= {peer: Outgoing(found) for peer, found in outgoing.items()}
+            self._incoming |= {peer: Incoming(found) for peer, found in incoming.items()}
+
+    def to(self, instruction: Instruction) -> "Outgoing | None":
+        """Where a send goes, if it is through shared memory."""
+        return self._outgoing.get(instruction.peer) if _is_for_a_compute(instruction) else None
+
+    def of(self, instruction: Instruction) -> "Incoming | None":
+        """Where a receive comes from, if it is through shared memory."""
+        return self._incoming.get(instruction.peer) if _is_for_a_compute(instruction) else None
+
+    def held(self) -> list[Tensor]:
+        """The memory that stays, counted by the rank that has it for now."""
+        return [memory for each in self._ends() for memory in each.held()]
+
+    def close(self) -> None:
+        """End all sockets. What waits at either end of one, on any thread, gets a ConnectionError."""
+        for each in self._ends():
+            each.socket.close()
+
+    def _ends(self) -> "list[Outgoing | Incoming]":
+        return [*self._outgoing.values(), *self._incoming.values()]
+
+
+def _is_for_a_compute(instruction: Instruction) -> bool:
+    """What lives longer than its microbatch would keep a slot."""
+    return instruction.link is not None and instruction.link.payload.between_computes
+
+
+class _Socket:
+    """Whole messages, with errors as those of other connections. It is used by one thread at a time."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+
+    def send(self, message: bytes, file: int | None = None) -> None:
+        ancillary = [] if file is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _DESCRIPTOR.pack(file))]
+        try:
+            self._connection.sendmsg([message], ancillary, socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            raise TimeoutError("the other rank does not read what it was told") from None
+
+    def receive(self, num_bytes: int, waits: bool = True) -> tuple[bytes, int | None]:
+        """The next message, and the file that came with it. Raises BlockingIOError if it is not to wait."""
+        try:
+            message, ancillary, flags, _ = self._connection.recvmsg(
+                num_bytes, _FILE_SPACE, _PRIVATE if waits else _PRIVATE | socket.MSG_DONTWAIT
+            )
+        except BlockingIOError:
+            if waits:
+                raise TimeoutError("nothing came from the other rank") from None
+            raise
+        if not message:
+            raise ConnectionError("the other rank has closed its end")
+        if flags & socket.MSG_CTRUNC:
+            raise TransportError(
+                "this process cannot open another file, and needs one for memory that it shares with another "
+                "rank; raise its limit of open files (ulimit -n)"
+            )
+        return message, _passed(ancillary) if ancillary else None
+
+    def close(self) -> None:
+        """Let nobody send or receive any more. The descriptor stays, so that it is no other file's."""
+        with contextlib.suppress(OSError):  # the other end was closed before
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+
+def _passed(ancillary: Sequence[tuple[int, int, bytes]]) -> int:
+    ((_, _, content),) = ancillary
+    (file,) = _DESCRIPTOR.unpack(content)
+    return int(file)
+
+
+_DESCRIPTOR = struct.Struct("@i")
+_FILE_SPACE = socket.CMSG_SPACE(_DESCRIPTOR.size)
+_PRIVATE = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+"""Lets no program that another thread starts have the file."""
+
+
+@dataclass(eq=False)
+class Slot:
+    """Memory of a direction. It belongs to whoever was told of it last."""
+
+    number: int
+    memory: Memory
+
+
+@dataclass
+class _Lane:
+    """The messages of one tag, as their sender sees them: its free slots, and how many are not posted yet."""
+
+    free: list["_OwnSlot"] = field(default_factory=list)
+    num_ahead: int = 0
+
+
+@dataclass(eq=False)
+class _OwnSlot(Slot):
+    packing: Packing
+
+
+class Outgoing:
+    """The sender's end of a direction."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = _Socket(connection)
+        self._lanes: defaultdict[int, _Lane] = defaultdict(_Lane)
+        self._lent: dict[int, _OwnSlot] = {}
+        self._numbers = itertools.count()
+
+    def held(self) -> Iterator[Tensor]:
+        return (slot.memory.whole for lane in self._lanes.values() for slot in lane.free)
+
+    def send(self, parcel: Parcel, tensors: Sequence[Tensor], tag: int) -> None:
+        """Copy the values of a message, and announce it. Waits while two were sent that are not posted."""
+        lane = self._lanes[tag]
+        while lane.num_ahead == MOST_UNDER_WAY:
+            self._read_post(waits=True)
+        if not lane.free:
+            self._read_posts()
+        slot, retired, file = self._slot(lane, parcel.num_bytes)
+        try:
+            slot.packing.pack(parcel, tensors)
+            self.socket.send(_ANNOUNCEMENT.pack(tag, slot.number, parcel.num_bytes, retired), file)
+        finally:
+            if file is not None:
+                os.close(file)
+        self._lent[slot.number] = slot
+        lane.num_ahead += 1
+
+    def _slot(self, lane: _Lane, num_bytes: int) -> tuple[_OwnSlot, int, int | None]:
+        """A slot that is large enough, and if it is new, a slot that it stands in for, and its file.
+
+        That which was freed last comes first: its memory may be in the cache.
+        """
+        for slot in reversed(lane.free):
+            if slot.memory.num_bytes >= num_bytes:
+                lane.free.remove(slot)
+                return slot, _NO_SLOT, None
+        retired = lane.free.pop(0).number if lane.free else _NO_SLOT
+        try:
+            file = shared_file(num_bytes)
+        except OSError as error:
+            raise TransportError(
+                f"cannot get {num_bytes:,} bytes of memory to share with another rank: {error}; free memory, "
+                "or raise the limits of open files and memory"
+            ) from error
+        memory = _mapped(file)
+        return _OwnSlot(next(self._numbers), memory, Packing(memory)), retired, file
+
+    def _read_posts(self) -> None:
+        """Take in what the receiver has said until now."""
+        try:
+            while True:
+                self._read_post(waits=False)
+        except BlockingIOError:
+            return
+
+    def _read_post(self, waits: bool) -> None:
+        tag, number, is_free = _POST.unpack(self.socket.receive(_POST.size, waits)[0])
+        self._lanes[tag].num_ahead -= 1
+        if number != _NO_SLOT:
+            slot = self._lent.pop(number)
+            if is_free:
+                self._lanes[tag].free.append(slot)
+
+
+class Incoming:
+    """The receiver's end of a direction."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = _Socket(connection)
+        self._arrived: defaultdict[int, deque[tuple[Slot, int]]] = defaultdict(deque)
+        self._given_back: defaultdict[int, dict[int, Slot]] = defaultdict(dict)
+        self._holding: dict[int, Slot] = {}
+
+    def held(self) -> Iterator[Tensor]:
+        return (slot.memory.whole for slot in self._holding.values())
+
+    def post(self, tag: int, before: Slot | None) -> None:
+        """Say that one more message may come, and give back the slot of one ``before`` if it is free."""
+        is_free = before is not None and before.memory.is_free
+        number = _NO_SLOT
+        if before is not None:
+            number = before.number
+            del self._holding[number]
+            if is_free:
+                self._given_back[tag][number] = before
+        self.socket.send(_POST.pack(tag, number, is_free))
+
+    def wait(self, tag: int, parcel: Parcel) -> Slot:
+        """Wait for the next message of a tag, which is this parcel.
+
+        What it may come in is made ready first: the rank has nothing else to do.
+        """
+        arrived = self._arrived[tag]
+        if not arrived:
+            for slot in self._given_back[tag].values():
+                slot.memory.prepare(parcel)
+        while not arrived:
+            self._read()
+        slot, num_bytes = arrived.popleft()
+        if num_bytes != parcel.num_bytes:
+            raise TransportError(
+                f"a message of {num_bytes:,} bytes came where the plan has one of {parcel.num_bytes:,}: the "
+                "ranks were given different batches; pass the same arguments on every rank"
+            )
+        return slot
+
+    def _read(self) -> None:
+        message, file = self.socket.receive(_ANNOUNCEMENT.size)
+        tag, number, num_bytes, retired = _ANNOUNCEMENT.unpack(message)
+        slots = self._given_back[tag]
+        if retired != _NO_SLOT:
+            del slots[retired]
+        if file is not None:
+            try:
+                slots[number] = Slot(number, _mapped(file))
+            finally:
+                os.close(file)
+        slot = self._holding[number] = slots.pop(number)
+        self._arrived[tag].append((slot, num_bytes))
+
+
+def _mapped(file: int) -> Memory:
+    """The memory of a file, which may be closed afterwards."""
+    return Memory(torch.frombuffer(mmap.mmap(file, os.fstat(file).st_size), dtype=torch.uint8))
+
+
+class SharedSender:
+    """One send instruction. What it waits for is told by ``explaining``."""
+
+    def __init__(
+        self, outgoing: Outgoing, link: Link, tag: int, explaining: contextlib.AbstractContextManager[object]
+    ) -> None:
+        self._outgoing, self._link, self._tag, self._explaining = outgoing, link, tag, explaining
+        self._parcels = Parcels(link)
+
+    def __call__(self, tensors: Sequence[Tensor], sizes: Sizes) -> None:
+        parcels = self._parcels.of(sizes)
+        check_values(self._link, parcels, tensors)
+        with self._explaining:
+            for parcel in parcels:
+                if parcel.num_bytes:
+                    self._outgoing.send(parcel, tensors, self._tag)
+
+
+Berths = dict[int, Slot]
+"""What has arrived in a buffer slot of the program, by the number of the parcel in its link."""
+
+
+class SharedReceiver:
+    """One receive instruction. All receives into the same buffer slot of the program share its ``berths``."""
+
+    def __init__(
+        self,
+        incoming: Incoming,
+        instruction: Instruction,
+        tag: int,
+        berths: Berths,
+        explaining: contextlib.AbstractContextManager[object],
+    ) -> None:
+        assert instruction.link is not None
+        self._incoming, self._tag, self._berths, self._explaining = incoming, tag, berths, explaining
+        self._parcels = Parcels(instruction.link)
+        self._posted: Sequence[Parcel] = ()
+
+    def post(self, sizes: Sizes) -> None:
+        self._posted = self._parcels.of(sizes)
+        with self._explaining:
+            for number, parcel in enumerate(self._posted):
+                if parcel.num_bytes:
+                    self._incoming.post(self._tag, self._berths.pop(number, None))
+
+    def wait(self) -> Sequence[Tensor]:
+        with self._explaining:
+            return values_in(
+                [(parcel, self._memory(number, parcel)) for number, parcel in enumerate(self._posted)]
+            )
+
+    def _memory(self, number: int, parcel: Parcel) -> Memory:
+        if not parcel.num_bytes:
+            return Memory(torch.empty(0, dtype=torch.uint8))
+        slot = self._berths[number] = self._incoming.wait(self._tag, parcel)
+        return slot.memory
