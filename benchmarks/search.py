@@ -12,7 +12,6 @@ import time
 from collections.abc import Mapping
 
 import torch
-from models import next_token_loss
 from step_time import CASES, RANKS, WARMUP_STEPS, Case
 
 import pipec
@@ -20,7 +19,7 @@ import pipec
 
 def compiled(case: Case, microbatches: int | None) -> pipec.Pipeline:
     tokens, target = case.batch()
-    pipe = pipec.compile(case.model(), RANKS, loss_fn=next_token_loss, microbatches=microbatches)
+    pipe = pipec.compile(case.model(), RANKS, loss_fn=case.loss_fn, microbatches=microbatches)
     return pipe.prepare(tokens, target=target)
 
 

@@ -18,6 +18,7 @@ import pipec
 from pipec.hardware.topology import Topology, alike, uniform
 from pipec.ir import Op
 from pipec.ir.text import value_bytes
+from pipec.runtime.messages import host_sockets
 from pipec.runtime.messages.connections import GlooConnections
 
 SGD = functools.partial(optim.SGD, lr=0.1, momentum=0.9)
@@ -93,6 +94,7 @@ def counting_messages(
     send(connections, tensors, peer, tag)
 
 
+host_sockets._is_possible = lambda: False  # as on hosts, which share no memory
 isend, dist.isend = dist.isend, counting
 send, GlooConnections.send = GlooConnections.send, counting_messages  # type: ignore[method-assign]
 
