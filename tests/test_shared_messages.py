@@ -17,14 +17,9 @@ from torch import Tensor
 from pipec.errors import ExecutionError, TransportError
 from pipec.ir import Instruction, Link, Op, Payload
 from pipec.runtime.messages import host_sockets
-from pipec.runtime.messages.shared_memory import (
-    Berths,
-    Incoming,
-    Outgoing,
-    SharedMemory,
-    SharedReceiver,
-    SharedSender,
-)
+from pipec.runtime.messages.shared_memory import SharedMemory
+
+Pair = tuple[SharedMemory, SharedMemory]
 
 TIMEOUT = 0.3
 DIRECTIONS = {(0, 1), (1, 0), (1, 2), (2, 1)}
@@ -52,43 +47,43 @@ class Ranks:
 
     def joined(self) -> set[tuple[int, int]]:
         """The directions whose both ends go through shared memory."""
-        sends = {(a, b) for a, b in DIRECTIONS if self.ends[a].to(at(a, b, Op.SEND))}
-        assert sends == {(a, b) for a, b in DIRECTIONS if self.ends[b].of(at(b, a, Op.RECV))}
+        link = link_of(torch.zeros(1))
+        sends = {(a, b) for a, b in DIRECTIONS if self.ends[a].sender(at(a, b, link), 0, nullcontext())}
+        receives = {(a, b) for a, b in DIRECTIONS if self.ends[b].receiver(at(b, a, link), 0, nullcontext())}
+        assert sends == receives
         return sends
 
 
-def at(rank: int, peer: int, op: Op, payload: Payload = Payload.ACTIVATION, slot: int = 0) -> Instruction:
-    return Instruction(op, rank, 0, Link(0, 1, payload, ()), peer, slot)
+def at(rank: int, peer: int, link: Link, slot: int = 0) -> Instruction:
+    """What a rank sends or receives: which of both decides nothing here."""
+    return Instruction(Op.SEND, rank, 0, link, peer, slot)
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[Outgoing, Incoming]]:
-    ends = Ranks(2, {(0, 1)}).ends
-    outgoing, incoming = ends[0].to(at(0, 1, Op.SEND)), ends[1].of(at(1, 0, Op.RECV))
-    assert outgoing is not None
-    assert incoming is not None
-    yield outgoing, incoming
-    for each in ends:
-        each.close()
+def pair() -> Iterator[Pair]:
+    """Rank 0, which sends to rank 1, and that one."""
+    sending, receiving = Ranks(2, {(0, 1)}).ends
+    yield sending, receiving
+    sending.close()
+    receiving.close()
 
 
 class Side:
     """The instructions of a link at both ends of a direction, with some buffer slots."""
 
-    def __init__(self, pair: tuple[Outgoing, Incoming], link: Link, tag: int = 3, num_slots: int = 2) -> None:
-        self.send = SharedSender(pair[0], link, tag, nullcontext())
-        self.receivers = [
-            SharedReceiver(pair[1], Instruction(Op.RECV, 1, 0, link, 0, slot), tag, Berths(), nullcontext())
-            for slot in range(num_slots)
-        ]
+    def __init__(self, pair: Sequence[SharedMemory], link: Link, tag: int = 3, num_slots: int = 2) -> None:
+        sender = pair[0].sender(at(0, 1, link), tag, nullcontext())
+        found = [pair[1].receiver(at(1, 0, link, slot), tag, nullcontext()) for slot in range(num_slots)]
+        assert sender
+        self.send, self.receivers = sender, [receiver for receiver in found if receiver]
 
 
-def memory_of(ends: Sequence[Outgoing | Incoming]) -> list[int]:
+def memory_of(ends: Sequence[SharedMemory]) -> list[int]:
     return sorted(memory.numel() for end in ends for memory in end.held())
 
 
 def test_values_arrive_as_they_were_sent_and_stay_while_they_are_held(
-    pair: tuple[Outgoing, Incoming],
+    pair: Pair,
 ) -> None:
     """Small ones together, large ones alone, what has no elements, and marks and strides of torch's."""
     number = torch.tensor([1 + 2j, 3 - 1j]).conj()
@@ -108,7 +103,7 @@ def test_values_arrive_as_they_were_sent_and_stay_while_they_are_held(
     assert len(memory_of(pair)) <= 2 * 4, "two parcels, of which each has two slots, and two under way"
 
 
-def test_memory_that_somebody_holds_is_not_written_again(pair: tuple[Outgoing, Incoming]) -> None:
+def test_memory_that_somebody_holds_is_not_written_again(pair: Pair) -> None:
     side, held = Side(pair, link_of(torch.zeros(2, 3)), num_slots=1), []
     for turn in range(6):
         side.receivers[0].post({"b": 2})
@@ -118,7 +113,9 @@ def test_memory_that_somebody_holds_is_not_written_again(pair: tuple[Outgoing, I
     assert [view[0, 0].item() for view in held] == [0, 1, 2, 3, 4, 5]
 
 
-def test_tags_do_not_wait_for_each_other_and_each_keeps_its_order(pair: tuple[Outgoing, Incoming]) -> None:
+def test_tags_do_not_wait_for_each_other_and_each_keeps_its_order(
+    pair: Pair,
+) -> None:
     one, other = (Side(pair, link_of(torch.zeros(1, 3)), tag, 3) for tag in (1, 2))
     for turn in range(2):
         for side, sign in ((one, 1.0), (other, -1.0)):
@@ -131,7 +128,7 @@ def test_tags_do_not_wait_for_each_other_and_each_keeps_its_order(pair: tuple[Ou
     assert found == [-1, 1, -2, 2]
 
 
-def test_a_sender_waits_until_the_last_but_one_is_posted(pair: tuple[Outgoing, Incoming]) -> None:
+def test_a_sender_waits_until_the_last_but_one_is_posted(pair: Pair) -> None:
     side = Side(pair, link_of(torch.zeros(1, 3)), num_slots=3)
     for _ in range(2):
         side.send([torch.zeros(1, 3)], {"b": 1})
@@ -143,7 +140,9 @@ def test_a_sender_waits_until_the_last_but_one_is_posted(pair: tuple[Outgoing, I
         side.send([torch.zeros(1, 3)], {"b": 1})
 
 
-def test_sizes_change_from_step_to_step_and_memory_does_not_pile_up(pair: tuple[Outgoing, Incoming]) -> None:
+def test_sizes_change_from_step_to_step_and_memory_does_not_pile_up(
+    pair: Pair,
+) -> None:
     side = Side(pair, link_of(torch.zeros(1, 8)), num_slots=1)
     for rows in (1, 5, 2, 7, 5, 9, 0, 1):
         side.receivers[0].post({"b": rows})
@@ -156,7 +155,7 @@ def test_sizes_change_from_step_to_step_and_memory_does_not_pile_up(pair: tuple[
     assert memory_of(pair)[-1] == 9 * 8 * 4
 
 
-def test_a_value_that_is_not_the_one_of_the_plan_is_not_sent(pair: tuple[Outgoing, Incoming]) -> None:
+def test_a_value_that_is_not_the_one_of_the_plan_is_not_sent(pair: Pair) -> None:
     side = Side(pair, link_of(torch.ones(2, 3)))
     with pytest.raises(ExecutionError, match=r"x0 is a tensor of torch\.float64"):
         side.send([torch.ones(2, 3, dtype=torch.float64)], {"b": 2})
@@ -167,29 +166,28 @@ def test_a_value_that_is_not_the_one_of_the_plan_is_not_sent(pair: tuple[Outgoin
 
 
 def test_who_waits_learns_of_an_end_at_once_and_of_silence_after_the_timeout(
-    pair: tuple[Outgoing, Incoming],
+    pair: Pair,
 ) -> None:
-    side, (outgoing, incoming) = Side(pair, link_of(torch.ones(2, 3))), pair
+    side = Side(pair, link_of(torch.ones(2, 3)))
     side.receivers[0].post({"b": 2})
     with pytest.raises(TimeoutError):
         side.receivers[0].wait()
-    threading.Timer(0.1, incoming.socket.close).start()
+    threading.Timer(0.1, pair[1].close).start()
     with pytest.raises(ConnectionError):
         side.receivers[0].wait()
     with pytest.raises(ConnectionError):
         side.send([torch.ones(2, 3)], {"b": 2})
-    outgoing.socket.close()
 
 
-def test_a_forked_process_does_not_keep_a_socket_open(pair: tuple[Outgoing, Incoming]) -> None:
-    side, (outgoing, _) = Side(pair, link_of(torch.ones(2, 3))), pair
+def test_a_forked_process_does_not_keep_a_socket_open(pair: Pair) -> None:
+    side = Side(pair, link_of(torch.ones(2, 3)))
     side.receivers[0].post({"b": 2})
     reading, writing = os.pipe()
     if not (child := os.fork()):
         os.read(reading, 1)
         os._exit(0)
     try:
-        outgoing.socket._connection.close()  # as the kernel does when this process dies
+        pair[0]._outgoing[1].socket._connection.close()  # as the kernel does when this process dies
         with pytest.raises(ConnectionError):
             side.receivers[0].wait()
     finally:
@@ -222,18 +220,18 @@ def test_ranks_that_cannot_share_memory_are_left_to_other_connections(
     assert Ranks(3, DIRECTIONS).joined() == set()
 
 
-def test_what_lives_longer_than_its_microbatch_goes_another_way() -> None:
-    ends = Ranks(2, {(0, 1)}).ends
+def test_what_lives_longer_than_its_microbatch_goes_another_way(
+    pair: Pair,
+) -> None:
     for payload in Payload:
-        assert (ends[0].to(at(0, 1, Op.SEND, payload)) is not None) == payload.between_computes
+        link = link_of(torch.zeros(1), payload=payload)
+        assert bool(pair[0].sender(at(0, 1, link), 0, nullcontext())) == payload.between_computes
+        assert bool(pair[1].receiver(at(1, 0, link), 0, nullcontext())) == payload.between_computes
 
 
-def test_nothing_of_a_message_is_left_open() -> None:
+def test_no_file_of_a_message_stays_open() -> None:
     def use() -> None:
-        ends = Ranks(2, {(0, 1)}).ends
-        outgoing, incoming = ends[0].to(at(0, 1, Op.SEND)), ends[1].of(at(1, 0, Op.RECV))
-        assert outgoing is not None and incoming is not None  # noqa: PT018
-        side = Side((outgoing, incoming), link_of(torch.ones(2, 3)))
+        side = Side(Ranks(2, {(0, 1)}).ends, link_of(torch.ones(2, 3)))
         for _ in range(3):
             side.receivers[0].post({"b": 2})
             side.send([torch.ones(2, 3)], {"b": 2})

@@ -42,13 +42,13 @@ class Memory:
 
     def prepare(self, parcel: Parcel) -> None:
         """Make the values of a message that may come into this memory; they count as held."""
-        if self.num_bytes >= parcel.num_bytes and (self._prepared is None or self._prepared[0] != parcel):
+        if self.num_bytes >= parcel.num_bytes and (self._prepared is None or self._prepared[0] is not parcel):
             self._prepared = parcel, self._made(parcel)
 
     def values(self, parcel: Parcel) -> list[Tensor]:
         """The values of the message, in the order of the parcel."""
         prepared, self._prepared = self._prepared, None
-        return prepared[1] if prepared and prepared[0] == parcel else self._made(parcel)
+        return prepared[1] if prepared and prepared[0] is parcel else self._made(parcel)
 
     def _made(self, parcel: Parcel) -> list[Tensor]:
         return [

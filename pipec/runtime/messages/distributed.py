@@ -38,7 +38,7 @@ from pipec.runtime.messages.nccl import NcclConnections
 from pipec.runtime.messages.outbox import Outbox
 from pipec.runtime.messages.parcels import Parcel, Parcels
 from pipec.runtime.messages.processes_group import ProcessesGroup
-from pipec.runtime.messages.shared_memory import Berths, SharedMemory, SharedReceiver, SharedSender
+from pipec.runtime.messages.shared_memory import SharedMemory
 from pipec.runtime.messages.transport import Receiver, Send
 from pipec.runtime.processes.launch import world
 from pipec.runtime.processes.rendezvous import bounded, meet
@@ -70,7 +70,6 @@ class TorchDistributed:
         self._lifelines, store = meet(here, next(_transport_numbers), timeout)
         multiprocessing.util.Finalize(self, self._lifelines.close, exitpriority=0)
         self._buffers: dict[tuple[Link, int, int], list[Buffer]] = {}
-        self._berths: dict[tuple[Link, int, int], Berths] = defaultdict(dict)
         self._outboxes: dict[tuple[Link, int], Outbox] = {}
         self._collectives = ThreadPoolExecutor(1, "pipec collectives")
         if not dist.is_initialized():
@@ -195,8 +194,8 @@ class TorchDistributed:
         assert instruction.link is not None
         peer, key = instruction.peer, (instruction.link, instruction.peer)
         sending = self.explaining(f"sending {_message(instruction)} to rank {peer}", peer)
-        if outgoing := self._shared.to(instruction):
-            return SharedSender(outgoing, instruction.link, tag, sending)
+        if shared := self._shared.sender(instruction, tag, sending):
+            return shared
         if key not in self._outboxes:
             self._outboxes[key] = Outbox(instruction.link, self.device)
         messages = self._outboxes[key].messages
@@ -213,8 +212,8 @@ class TorchDistributed:
         key = instruction.link, instruction.peer, instruction.slot
         doing = f"receiving {_message(instruction)} from rank {instruction.peer}"
         receiving = self.explaining(doing, instruction.peer)
-        if incoming := self._shared.of(instruction):
-            return SharedReceiver(incoming, instruction, tag, self._berths[key], receiving)
+        if shared := self._shared.receiver(instruction, tag, receiving):
+            return shared
         if key not in self._buffers:
             self._buffers[key] = buffers_for(instruction, self.device)
         return _Receiver(instruction, tag, self._buffers[key], receiving)

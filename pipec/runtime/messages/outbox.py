@@ -43,7 +43,8 @@ class Outbox:
         if packing.memory.num_bytes < parcel.num_bytes:
             packing = Packing(self._memory(parcel.num_bytes))
         self._packings.append(packing)
-        return packing.pack(parcel, tensors)
+        packing.pack(parcel, tensors)
+        return packing.memory.message(parcel)
 
     def _memory(self, num_bytes: int) -> Memory:
         return Memory(torch.empty(num_bytes, dtype=torch.uint8, device=self._device))
@@ -56,13 +57,12 @@ class Packing:
         self.memory, self._parcel = memory, Parcel((), 0)
         self._values: Sequence[Tensor] = ()
 
-    def pack(self, parcel: Parcel, tensors: Sequence[Tensor]) -> Tensor:
-        """Copy the values of a parcel here; returns its message."""
-        if parcel != self._parcel:
+    def pack(self, parcel: Parcel, tensors: Sequence[Tensor]) -> None:
+        """Copy the values of a parcel here."""
+        if parcel is not self._parcel:
             self._parcel, self._values = parcel, self.memory.values(parcel)
         for place, value in zip(parcel.places, self._values, strict=True):
             value.copy_(tensors[place.number])
-        return self.memory.message(parcel)
 
 
 def check_values(link: Link, parcels: Sequence[Parcel], tensors: Sequence[Tensor]) -> None:

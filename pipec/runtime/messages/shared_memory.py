@@ -44,6 +44,12 @@ _POST = struct.Struct("=qq?")
 
 _NO_SLOT = -1
 
+Explaining = contextlib.AbstractContextManager[object]
+"""What is around something that waits: it turns errors of connections into a TransportError."""
+
+Berths = dict[int, "Slot"]
+"""What has arrived in a buffer slot of the program, by the number of the parcel in its link."""
+
 
 class SharedMemory:
     """One rank's messages through shared memory: where it goes is decided when ``open`` is called."""
@@ -53,6 +59,8 @@ class SharedMemory:
         self._asked = set[Direction]()
         self._outgoing: dict[int, Outgoing] = {}
         self._incoming: dict[int, Incoming] = {}
+        self._parcels: dict[Link, Parcels] = {}
+        self._berths: dict[tuple[Link, int, int], Berths] = {}
 
     def open(self, directions: Collection[Direction], gather: Gather) -> None:
         """Find out which ranks share memory. Every rank calls this with the same directions."""
@@ -62,13 +70,20 @@ class SharedMemory:
             self._outgoing |= {peer: Outgoing(found) for peer, found in outgoing.items()}
             self._incoming |= {peer: Incoming(found) for peer, found in incoming.items()}
 
-    def to(self, instruction: Instruction) -> "Outgoing | None":
-        """Where a send goes, if it is through shared memory."""
-        return self._outgoing.get(instruction.peer) if _is_for_a_compute(instruction) else None
+    def sender(self, instruction: Instruction, tag: int, explaining: Explaining) -> "SharedSender | None":
+        """A send instruction, if its peer shares memory."""
+        link, outgoing = instruction.link, self._outgoing.get(instruction.peer)
+        if link is None or outgoing is None or not link.payload.between_computes:
+            return None  # what lives longer than its microbatch would keep a slot
+        return SharedSender(outgoing, link, self._parcels_of(link), tag, explaining)
 
-    def of(self, instruction: Instruction) -> "Incoming | None":
-        """Where a receive comes from, if it is through shared memory."""
-        return self._incoming.get(instruction.peer) if _is_for_a_compute(instruction) else None
+    def receiver(self, instruction: Instruction, tag: int, explaining: Explaining) -> "SharedReceiver | None":
+        """A receive instruction, if its peer shares memory."""
+        link, incoming = instruction.link, self._incoming.get(instruction.peer)
+        if link is None or incoming is None or not link.payload.between_computes:
+            return None
+        berths = self._berths.setdefault((link, instruction.peer, instruction.slot), {})
+        return SharedReceiver(incoming, self._parcels_of(link), tag, berths, explaining)
 
     def held(self) -> list[Tensor]:
         """The memory that stays, counted by the rank that has it for now."""
@@ -79,13 +94,12 @@ class SharedMemory:
         for each in self._ends():
             each.socket.close()
 
+    def _parcels_of(self, link: Link) -> Parcels:
+        """One for all instructions of a link, so that memory is prepared for the parcels of all of them."""
+        return self._parcels.setdefault(link, Parcels(link))
+
     def _ends(self) -> "list[Outgoing | Incoming]":
         return [*self._outgoing.values(), *self._incoming.values()]
-
-
-def _is_for_a_compute(instruction: Instruction) -> bool:
-    """What lives longer than its microbatch would keep a slot."""
-    return instruction.link is not None and instruction.link.payload.between_computes
 
 
 class _Socket:
@@ -95,35 +109,52 @@ class _Socket:
         self._connection = connection
 
     def send(self, message: bytes, file: int | None = None) -> None:
-        ancillary = [] if file is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _DESCRIPTOR.pack(file))]
         try:
-            self._connection.sendmsg([message], ancillary, socket.MSG_NOSIGNAL)
+            if file is None:
+                self._connection.send(message, _NO_SIGNAL)
+            else:
+                passed = socket.SOL_SOCKET, socket.SCM_RIGHTS, _DESCRIPTOR.pack(file)
+                self._connection.sendmsg([message], [passed], _NO_SIGNAL)
         except BlockingIOError:
             raise TimeoutError("the other rank does not read what it was told") from None
 
-    def receive(self, num_bytes: int, waits: bool = True) -> tuple[bytes, int | None]:
-        """The next message, and the file that came with it. Raises BlockingIOError if it is not to wait."""
+    def receive(self, num_bytes: int) -> bytes:
+        """The next message."""
         try:
-            message, ancillary, flags, _ = self._connection.recvmsg(
-                num_bytes, _FILE_SPACE, _PRIVATE if waits else _PRIVATE | socket.MSG_DONTWAIT
-            )
+            return _whole(self._connection.recv(num_bytes))
         except BlockingIOError:
-            if waits:
-                raise TimeoutError("nothing came from the other rank") from None
-            raise
-        if not message:
-            raise ConnectionError("the other rank has closed its end")
-        if flags & socket.MSG_CTRUNC:
+            raise TimeoutError("nothing came from the other rank") from None
+
+    def receive_at_once(self, num_bytes: int) -> bytes | None:
+        """The next message, if it is there."""
+        try:
+            return _whole(self._connection.recv(num_bytes, _AT_ONCE))
+        except BlockingIOError:
+            return None
+
+    def receive_file(self, num_bytes: int) -> tuple[bytes, int | None]:
+        """The next message, and the file that came with it."""
+        try:
+            message, ancillary, flags, _ = self._connection.recvmsg(num_bytes, _FILE_SPACE, _CLOSED_BY_EXEC)
+        except BlockingIOError:
+            raise TimeoutError("nothing came from the other rank") from None
+        if flags & _IS_CUT_OFF:
             raise TransportError(
                 "this process cannot open another file, and needs one for memory that it shares with another "
                 "rank; raise its limit of open files (ulimit -n)"
             )
-        return message, _passed(ancillary) if ancillary else None
+        return _whole(message), _passed(ancillary) if ancillary else None
 
     def close(self) -> None:
         """Let nobody send or receive any more. The descriptor stays, so that it is no other file's."""
         with contextlib.suppress(OSError):  # the other end was closed before
             self._connection.shutdown(socket.SHUT_RDWR)
+
+
+def _whole(message: bytes) -> bytes:
+    if not message:
+        raise ConnectionError("the other rank has closed its end")
+    return message
 
 
 def _passed(ancillary: Sequence[tuple[int, int, bytes]]) -> int:
@@ -134,8 +165,12 @@ def _passed(ancillary: Sequence[tuple[int, int, bytes]]) -> int:
 
 _DESCRIPTOR = struct.Struct("@i")
 _FILE_SPACE = socket.CMSG_SPACE(_DESCRIPTOR.size)
-_PRIVATE = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
-"""Lets no program that another thread starts have the file."""
+
+_NO_SIGNAL = int(getattr(socket, "MSG_NOSIGNAL", 0))
+_AT_ONCE = int(getattr(socket, "MSG_DONTWAIT", 0))
+_CLOSED_BY_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
+_IS_CUT_OFF = int(socket.MSG_CTRUNC)
+"""Numbers: socket's own are an enum, whose arithmetic takes as long as a system call."""
 
 
 @dataclass(eq=False)
@@ -175,9 +210,9 @@ class Outgoing:
         """Copy the values of a message, and announce it. Waits while two were sent that are not posted."""
         lane = self._lanes[tag]
         while lane.num_ahead == MOST_UNDER_WAY:
-            self._read_post(waits=True)
-        if not lane.free:
-            self._read_posts()
+            self._note(self.socket.receive(_POST.size))
+        while not lane.free and (post := self.socket.receive_at_once(_POST.size)):
+            self._note(post)
         slot, retired, file = self._slot(lane, parcel.num_bytes)
         try:
             slot.packing.pack(parcel, tensors)
@@ -208,21 +243,15 @@ class Outgoing:
         memory = _mapped(file)
         return _OwnSlot(next(self._numbers), memory, Packing(memory)), retired, file
 
-    def _read_posts(self) -> None:
-        """Take in what the receiver has said until now."""
-        try:
-            while True:
-                self._read_post(waits=False)
-        except BlockingIOError:
-            return
-
-    def _read_post(self, waits: bool) -> None:
-        tag, number, is_free = _POST.unpack(self.socket.receive(_POST.size, waits)[0])
-        self._lanes[tag].num_ahead -= 1
+    def _note(self, post: bytes) -> None:
+        """Take in what the receiver says."""
+        tag, number, is_free = _POST.unpack(post)
+        lane = self._lanes[tag]
+        lane.num_ahead -= 1
         if number != _NO_SLOT:
             slot = self._lent.pop(number)
             if is_free:
-                self._lanes[tag].free.append(slot)
+                lane.free.append(slot)
 
 
 class Incoming:
@@ -268,7 +297,7 @@ class Incoming:
         return slot
 
     def _read(self) -> None:
-        message, file = self.socket.receive(_ANNOUNCEMENT.size)
+        message, file = self.socket.receive_file(_ANNOUNCEMENT.size)
         tag, number, num_bytes, retired = _ANNOUNCEMENT.unpack(message)
         slots = self._given_back[tag]
         if retired != _NO_SLOT:
@@ -291,10 +320,10 @@ class SharedSender:
     """One send instruction. What it waits for is told by ``explaining``."""
 
     def __init__(
-        self, outgoing: Outgoing, link: Link, tag: int, explaining: contextlib.AbstractContextManager[object]
+        self, outgoing: Outgoing, link: Link, parcels: Parcels, tag: int, explaining: Explaining
     ) -> None:
-        self._outgoing, self._link, self._tag, self._explaining = outgoing, link, tag, explaining
-        self._parcels = Parcels(link)
+        self._outgoing, self._link, self._parcels, self._tag = outgoing, link, parcels, tag
+        self._explaining = explaining
 
     def __call__(self, tensors: Sequence[Tensor], sizes: Sizes) -> None:
         parcels = self._parcels.of(sizes)
@@ -305,32 +334,25 @@ class SharedSender:
                     self._outgoing.send(parcel, tensors, self._tag)
 
 
-Berths = dict[int, Slot]
-"""What has arrived in a buffer slot of the program, by the number of the parcel in its link."""
-
-
 class SharedReceiver:
     """One receive instruction. All receives into the same buffer slot of the program share its ``berths``."""
 
     def __init__(
-        self,
-        incoming: Incoming,
-        instruction: Instruction,
-        tag: int,
-        berths: Berths,
-        explaining: contextlib.AbstractContextManager[object],
+        self, incoming: Incoming, parcels: Parcels, tag: int, berths: Berths, explaining: Explaining
     ) -> None:
-        assert instruction.link is not None
-        self._incoming, self._tag, self._berths, self._explaining = incoming, tag, berths, explaining
-        self._parcels = Parcels(instruction.link)
+        self._incoming, self._parcels, self._tag, self._berths = incoming, parcels, tag, berths
+        self._explaining = explaining
         self._posted: Sequence[Parcel] = ()
 
     def post(self, sizes: Sizes) -> None:
         self._posted = self._parcels.of(sizes)
-        with self._explaining:
+        try:
             for number, parcel in enumerate(self._posted):
                 if parcel.num_bytes:
                     self._incoming.post(self._tag, self._berths.pop(number, None))
+        except (TimeoutError, ConnectionError):
+            with self._explaining:  # which a post that succeeds need not enter: it waits for nobody
+                raise
 
     def wait(self) -> Sequence[Tensor]:
         with self._explaining:
