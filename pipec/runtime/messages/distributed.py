@@ -1,4 +1,6 @@
-"""The transport between processes, over torch.distributed: gloo for CPU ranks, NCCL for CUDA ranks.
+"""The transport between processes: torch.distributed, with gloo for CPU ranks and NCCL for CUDA ranks.
+
+What computes of CPU ranks make for each other goes through memory that both have, where they are on one host.
 
 The transport makes connections of its own. From the default process group it takes the members and the
 store alone, so that closing the connections leaves that group open.

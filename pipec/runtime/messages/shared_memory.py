@@ -17,6 +17,7 @@ slots more than the receiver has for what it holds. Nothing here has a name that
 
 import contextlib
 import itertools
+import math
 import mmap
 import os
 import socket
@@ -30,7 +31,7 @@ from torch import Tensor
 
 from pipec.errors import TransportError
 from pipec.ir import Instruction, Link, Sizes
-from pipec.runtime.messages.buffers import Memory, values_in
+from pipec.runtime.messages.buffers import Memory
 from pipec.runtime.messages.connections import MOST_UNDER_WAY, Direction
 from pipec.runtime.messages.host_sockets import Gather, connect, shared_file
 from pipec.runtime.messages.outbox import Packing, check_values
@@ -47,9 +48,6 @@ _NO_SLOT = -1
 Explaining = contextlib.AbstractContextManager[object]
 """What is around something that waits: it turns errors of connections into a TransportError."""
 
-Berths = dict[int, "Slot"]
-"""What has arrived in a buffer slot of the program, by the number of the parcel in its link."""
-
 
 class SharedMemory:
     """One rank's messages through shared memory: where it goes is decided when ``open`` is called."""
@@ -60,7 +58,7 @@ class SharedMemory:
         self._outgoing: dict[int, Outgoing] = {}
         self._incoming: dict[int, Incoming] = {}
         self._parcels: dict[Link, Parcels] = {}
-        self._berths: dict[tuple[Link, int, int], Berths] = {}
+        self._berths: dict[tuple[Link, int, int], Berth] = {}
 
     def open(self, directions: Collection[Direction], gather: Gather) -> None:
         """Find out which ranks share memory. Every rank calls this with the same directions."""
@@ -82,8 +80,8 @@ class SharedMemory:
         link, incoming = instruction.link, self._incoming.get(instruction.peer)
         if link is None or incoming is None or not link.payload.between_computes:
             return None
-        berths = self._berths.setdefault((link, instruction.peer, instruction.slot), {})
-        return SharedReceiver(incoming, self._parcels_of(link), tag, berths, explaining)
+        berth = self._berths.setdefault((link, instruction.peer, instruction.slot), Berth())
+        return SharedReceiver(incoming, self._parcels_of(link), tag, berth, explaining)
 
     def held(self) -> list[Tensor]:
         """The memory that stays, counted by the rank that has it for now."""
@@ -95,8 +93,8 @@ class SharedMemory:
             each.socket.close()
 
     def _parcels_of(self, link: Link) -> Parcels:
-        """One for all instructions of a link, so that memory is prepared for the parcels of all of them."""
-        return self._parcels.setdefault(link, Parcels(link))
+        """One for all instructions of a link. As values are copied anyway, all of them travel together."""
+        return self._parcels.setdefault(link, Parcels(link, most_together=math.inf))
 
     def _ends(self) -> "list[Outgoing | Incoming]":
         return [*self._outgoing.values(), *self._incoming.values()]
@@ -179,6 +177,13 @@ class Slot:
 
     number: int
     memory: Memory
+
+
+@dataclass
+class Berth:
+    """What has arrived in a buffer slot of the program."""
+
+    slot: Slot | None = None
 
 
 @dataclass
@@ -328,40 +333,39 @@ class SharedSender:
     def __call__(self, tensors: Sequence[Tensor], sizes: Sizes) -> None:
         parcels = self._parcels.of(sizes)
         check_values(self._link, parcels, tensors)
-        with self._explaining:
-            for parcel in parcels:
-                if parcel.num_bytes:
-                    self._outgoing.send(parcel, tensors, self._tag)
+        if parcels[0].num_bytes:
+            with self._explaining:
+                self._outgoing.send(parcels[0], tensors, self._tag)
 
 
 class SharedReceiver:
-    """One receive instruction. All receives into the same buffer slot of the program share its ``berths``."""
+    """One receive instruction. All receives into the same buffer slot of the program share its ``berth``."""
 
     def __init__(
-        self, incoming: Incoming, parcels: Parcels, tag: int, berths: Berths, explaining: Explaining
+        self, incoming: Incoming, parcels: Parcels, tag: int, berth: Berth, explaining: Explaining
     ) -> None:
-        self._incoming, self._parcels, self._tag, self._berths = incoming, parcels, tag, berths
+        self._incoming, self._parcels, self._tag, self._berth = incoming, parcels, tag, berth
         self._explaining = explaining
-        self._posted: Sequence[Parcel] = ()
+        self._parcel = Parcel((), 0)
 
     def post(self, sizes: Sizes) -> None:
-        self._posted = self._parcels.of(sizes)
+        (self._parcel,) = self._parcels.of(sizes)
+        if not self._parcel.num_bytes:
+            return
+        before, self._berth.slot = self._berth.slot, None
         try:
-            for number, parcel in enumerate(self._posted):
-                if parcel.num_bytes:
-                    self._incoming.post(self._tag, self._berths.pop(number, None))
+            self._incoming.post(self._tag, before)
         except (TimeoutError, ConnectionError):
             with self._explaining:  # which a post that succeeds need not enter: it waits for nobody
                 raise
 
     def wait(self) -> Sequence[Tensor]:
+        if not self._parcel.num_bytes:
+            return _NOTHING.values(self._parcel)
         with self._explaining:
-            return values_in(
-                [(parcel, self._memory(number, parcel)) for number, parcel in enumerate(self._posted)]
-            )
+            slot = self._berth.slot = self._incoming.wait(self._tag, self._parcel)
+        return slot.memory.values(self._parcel)
 
-    def _memory(self, number: int, parcel: Parcel) -> Memory:
-        if not parcel.num_bytes:
-            return Memory(torch.empty(0, dtype=torch.uint8))
-        slot = self._berths[number] = self._incoming.wait(self._tag, parcel)
-        return slot.memory
+
+_NOTHING = Memory(torch.empty(0, dtype=torch.uint8))
+"""What messages without bytes are in, which are not sent."""
