@@ -94,12 +94,12 @@ def counting_messages(
     send(connections, tensors, peer, tag)
 
 
-host_sockets._is_possible = lambda: False  # as on hosts, which share no memory
 isend, dist.isend = dist.isend, counting
 send, GlooConnections.send = GlooConnections.send, counting_messages  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
+    host_sockets._is_possible = lambda: False  # as on hosts, which share no memory
     found = {f"{shard} on hosts": facts(shard, HOSTS) for shard in LEVELS}
     found |= {f"{shard} flat": facts(shard, FLAT) for shard in LEVELS}
     found |= {"odd on hosts": facts(None, HOSTS, ODD), "two stages": facts("optimizer", FLAT, stages=2)}

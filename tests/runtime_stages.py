@@ -366,7 +366,14 @@ def training(rank: int, schedule_name: str = "1f1b") -> Outcome:
     interpreter = make_interpreter(schedule, rank, transport, model, {**STAGES, 2: Watching})
     results = [interpreter.run(make_batch(SIZES, step), whole_batch(SIZES), 5 + step) for step in range(2)]
     gradients = {name: parameter.grad for name, parameter in model.parameters.items()}
-    return {"results": results, "gradients": gradients, "buffers": model.buffers, "lent": lent}
+    shares_with = sorted(transport._shared._outgoing)
+    return {
+        "results": results,
+        "gradients": gradients,
+        "buffers": model.buffers,
+        "lent": lent,
+        "shares with": shares_with,
+    }
 
 
 def failure(rank: int) -> Outcome:
