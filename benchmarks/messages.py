@@ -1,5 +1,7 @@
 """What it costs to post a receive, and to send: pipec's transport beside torch's calls and gloo's own.
 
+pipec's ranks share memory, as on one host, or do not, as on several.
+
     torchrun --nproc-per-node 2 benchmarks/messages.py [--rounds 500]
 
 Two ranks of one thread. In each round every contestant in turn posts a receive, sends to the other rank,
@@ -18,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -26,6 +29,7 @@ from torch import Tensor
 from pipec.ir import Instruction, Link, Op, Payload, Program, Value
 from pipec.runtime import TorchDistributed
 from pipec.runtime.memory.allocator import keep_freed_memory
+from pipec.runtime.messages import host_sockets
 
 CPU = torch.device("cpu")
 ROWS = 4
@@ -92,7 +96,9 @@ class Torch(Gloo):
 class Pipec:
     """A receive and a send instruction, as the transport binds them for each link."""
 
-    def __init__(self, transport: TorchDistributed, widths: Sequence[int], values: Sequence[Tensor]) -> None:
+    def __init__(
+        self, transport: TorchDistributed, widths: Sequence[int], values: Sequence[Tensor], shares: bool
+    ) -> None:
         carried = tuple(Value(f"x{i}", "float32", ("b", width)) for i, width in enumerate(widths))
         links = [Link(source, 1 - source, Payload.ACTIVATION, carried) for source in range(2)]
         programs = [
@@ -105,7 +111,8 @@ class Pipec:
             )
             for rank in range(2)
         ]
-        transport.connect(programs, [], str(widths))
+        with mock.patch.object(host_sockets, "_is_possible", return_value=shares):
+            transport.connect(programs, [], str(widths))
         receive, send = programs[transport.rank].instructions
         receiver, sizes = transport.receiver(receive, 1 - transport.rank), {"b": ROWS}
         self.post = functools.partial(receiver.post, sizes)
@@ -166,7 +173,7 @@ def main() -> None:
     keep_freed_memory()
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank = dist.get_rank()
-    transport = TorchDistributed(CPU)
+    near, far = TorchDistributed(CPU), TorchDistributed(CPU)
     if rank == 0:
         print(f"| message | contestant | {' | '.join(HEADINGS)} | round trip us |")
         print(f"|---|---|{'--:|' * (len(HEADINGS) + 1)}")
@@ -176,7 +183,8 @@ def main() -> None:
         contestants: dict[str, Contestant] = {
             "gloo": Gloo(group, 1 - rank, values),
             "torch": Torch(group, 1 - rank, values),
-            "pipec": Pipec(transport, widths, values),
+            "pipec, shared memory": Pipec(near, widths, values, shares=True),
+            "pipec, gloo": Pipec(far, widths, values, shares=False),
         }
         with torch.no_grad():
             found, trips = compare(contestants, args.rounds), round_trips(contestants, args.rounds)

@@ -1,8 +1,9 @@
-"""The models that the benchmarks measure, in plain PyTorch: a GPT to cut by hand, and a U-Net."""
+"""The models that the benchmarks measure: a GPT and a ResNet-50 to cut by hand, and a U-Net."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import ResNetConfig, ResNetForImageClassification
 
 
 class Embedding(nn.Module):
@@ -51,6 +52,21 @@ def gpt(width: int, vocabulary: int, context: int, num_layers: int = 8) -> nn.Se
 def next_token_loss(logits: Tensor, target: Tensor) -> Tensor:
     """Mean cross entropy of ``f32[batch, context, vocabulary]`` logits against ``int64[batch, context]``."""
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def resnet50(scale: float) -> nn.Sequential:
+    """The first convolution, 16 blocks of three with batch norm, and the output layer for 1,000 classes.
+
+    ``f32[batch, 3, height, width]`` images to ``f32[batch, 1000]`` (He et al., CVPR 2016). All widths are
+    ``scale`` times those of the paper.
+    """
+    sizes = [int(scale * width) for width in (256, 512, 1024, 2048)]
+    config = ResNetConfig(num_labels=1000, embedding_size=int(scale * 64), hidden_sizes=sizes)
+    whole = ResNetForImageClassification(config)
+    blocks = [block for stage in whole.resnet.encoder.stages for block in stage.layers]
+    return nn.Sequential(
+        whole.resnet.embedder, *blocks, nn.Sequential(whole.resnet.pooler, *whole.classifier)
+    )
 
 
 class ConvBlock(nn.Module):

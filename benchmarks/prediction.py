@@ -11,7 +11,6 @@ import statistics
 import time
 
 import torch
-from models import next_token_loss
 from step_time import CASES, MICROBATCHES, RANKS, WARMUP_STEPS, Case
 
 import pipec
@@ -24,7 +23,7 @@ def predict_and_measure(case: Case, repeats: int) -> tuple[float, float, float]:
     tokens, target = case.batch()
     model = case.model()
     profile = pipec.profile(
-        pipec.Example(model, (tokens,), target=target, loss_fn=next_token_loss),
+        pipec.Example(model, (tokens,), target=target, loss_fn=case.loss_fn),
         microbatch_size=len(tokens) // MICROBATCHES,
         repeats=repeats,
         ranks=RANKS,
@@ -45,7 +44,7 @@ def compiled(model: torch.nn.Module, case: Case, profile: pipec.Profile | None) 
     pipe = pipec.compile(
         model,
         devices=RANKS,
-        loss_fn=next_token_loss,
+        loss_fn=case.loss_fn,
         microbatches=MICROBATCHES,
         recompute="none",
         profile=profile,

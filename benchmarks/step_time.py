@@ -1,9 +1,15 @@
 """Step time of one model on two ranks of one thread each: unsplit, pipec, and torch.distributed.pipelining.
 
+    python benchmarks/step_time.py --cases "width 64" --modes plain --markdown
+
 A step is the forward and backward of a mini-batch of 8 microbatches, with the zeroing of gradients and
 without the optimizer. Every contestant runs alone in fresh processes; rounds alternate between the
 contestants, so that a change in the machine's speed meets all of them. The 1F1B bound is the unsplit time
 times (m + p - 1) / (m p), for m microbatches and p ranks: perfectly balanced stages, free communication.
+
+Three modes, each with contestants of its own: "plain" and "compiled", where both sides run 1F1B, without and
+with torch.compile; and "best", where pipec chooses its schedule and the peer's schedules all run: the fastest
+of them is the peer. Besides the clock, a row has the processor time of a step, that of all ranks and threads.
 """
 
 import argparse
@@ -11,6 +17,7 @@ import itertools
 import json
 import os
 import platform
+import resource
 import statistics
 import subprocess
 import sys
@@ -18,13 +25,15 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from models import gpt, next_token_loss
-from torch import Tensor
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+import torch.nn.functional as F
+from models import gpt, next_token_loss, resnet50
+from torch import Tensor, nn
+from torch.distributed import pipelining
 
 import pipec
 
@@ -34,45 +43,83 @@ WARMUP_STEPS = 3
 BOUND = (MICROBATCHES + RANKS - 1) / (MICROBATCHES * RANKS)
 PEER = "torch.distributed.pipelining"
 
+Batch = tuple[Tensor, Tensor]
+Cuts = dict[int, tuple[int, ...]]
+
 
 @dataclass(frozen=True)
 class Case:
-    """An 8-layer GPT and a mini-batch for it."""
+    """A model, a mini-batch for it, and how the peer's stages are cut by hand.
+
+    ``cuts`` has for each number of stages the children of the model with which the stages after the first one
+    begin.
+    """
 
     name: str
-    width: int
-    vocabulary: int
+    make_model: Callable[[], nn.Sequential]
+    make_batch: Callable[[], Batch]
+    loss_fn: Callable[[Tensor, Tensor], Tensor]
+    cuts: Cuts
 
-    def model(self) -> torch.nn.Sequential:
+    def model(self) -> nn.Sequential:
         torch.manual_seed(0)
-        return gpt(self.width, self.vocabulary, CONTEXT)
+        return self.make_model()
 
-    def batch(self) -> tuple[Tensor, Tensor]:
-        """``int64[batch, context]`` tokens, and the tokens that follow them."""
-        text = torch.randint(
-            self.vocabulary, (BATCH, CONTEXT + 1), generator=torch.Generator().manual_seed(0)
-        )
-        return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+    def batch(self) -> Batch:
+        """The inputs and the targets, with ``BATCH`` rows each."""
+        torch.manual_seed(0)
+        return self.make_batch()
+
+    def stages(self, num_stages: int) -> list[nn.Sequential]:
+        model, edges = self.model(), (0, *self.cuts[num_stages], None)
+        return [model[start:end] for start, end in itertools.pairwise(edges)]
+
+
+def text(vocabulary: int) -> Batch:
+    """``int64[batch, context]`` tokens, and the tokens that follow them."""
+    tokens = torch.randint(vocabulary, (BATCH, CONTEXT + 1))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def images() -> Batch:
+    """``f32[batch, 3, 224, 224]`` images, and the number of a class for each."""
+    return torch.randn(BATCH, 3, 224, 224), torch.randint(1000, (BATCH,))
+
+
+EQUAL_LAYERS: Cuts = {2: (5,), 4: (3, 5, 7)}
+EQUAL_FLOPS: Cuts = {2: (8,), 4: (3, 8, 13)}
+
+
+def gpt_case(name: str, width: int, vocabulary: int) -> Case:
+    """An 8-layer GPT. Its stages have equal layers, the first one the embedding, the last one the output."""
+    model = partial(gpt, width, vocabulary, CONTEXT)
+    return Case(name, model, partial(text, vocabulary), next_token_loss, EQUAL_LAYERS)
 
 
 CASES = {
     case.name: case
-    for case in (Case("width 64", 64, 256), Case("width 256", 256, 256), Case("32k vocabulary", 256, 32768))
+    for case in (
+        gpt_case("width 64", 64, 256),
+        gpt_case("width 256", 256, 256),
+        gpt_case("32k vocabulary", 256, 32768),
+        Case("ResNet-50, half as wide", partial(resnet50, 0.5), images, F.cross_entropy, EQUAL_FLOPS),
+    )
 }
 
 Step = Callable[[], Tensor | None]
 """Runs one step; returns the mini-batch loss on the ranks that know it."""
 
 
-def unsplit_step(case: Case) -> Step:
+def unsplit_step(case: Case, compiled: bool = False) -> Step:
     model, batch = case.model(), case.batch()
+    run = torch.compile(model) if compiled else model
     microbatches = list(zip(*(tensor.chunk(MICROBATCHES) for tensor in batch), strict=True))
 
     def step() -> Tensor:
         model.zero_grad()
         total = torch.zeros(())
-        for tokens, target in microbatches:
-            loss = next_token_loss(model(tokens), target) / MICROBATCHES
+        for inputs, target in microbatches:
+            loss = case.loss_fn(run(inputs), target) / MICROBATCHES
             loss.backward()
             total += loss.detach()
         return total
@@ -80,42 +127,66 @@ def unsplit_step(case: Case) -> Step:
     return step
 
 
-def pipec_step(case: Case) -> Step:
-    tokens, target = case.batch()
+def pipec_step(case: Case, schedule: str = "1f1b", kernels: str = "source") -> Step:
+    inputs, target = case.batch()
     pipe = pipec.compile(
         case.model(),
         devices=RANKS,
-        loss_fn=next_token_loss,
-        schedule="1f1b",
+        loss_fn=case.loss_fn,
+        schedule=schedule,
         microbatches=MICROBATCHES,
         recompute="none",
+        kernels=kernels,
     )
 
     def step() -> Tensor:
         pipe.zero_grad()
-        return pipe.step(tokens, target=target)
+        return pipe.step(inputs, target=target)
 
     return step
 
 
-def peer_step(case: Case) -> Step:
-    """Equal halves, cut by hand: the embedding with the first four blocks, the output layer with the last."""
+@dataclass(frozen=True)
+class PeerSchedule:
+    """A schedule of the peer, and the stages of each rank."""
+
+    make: Callable[..., pipelining.schedules._PipelineSchedule]
+    stages: tuple[tuple[int, ...], ...]
+
+    @property
+    def num_stages(self) -> int:
+        return sum(map(len, self.stages))
+
+
+ONE_EACH = ((0,), (1,))
+ROUND_ROBIN = ((0, 2), (1, 3))
+THERE_AND_BACK = ((0, 3), (1, 2))
+ONE_F_ONE_B = PeerSchedule(pipelining.Schedule1F1B, ONE_EACH)
+
+
+def peer_step(case: Case, schedule: PeerSchedule = ONE_F_ONE_B, compiled: bool = False) -> Step:
     dist.init_process_group("gloo")
-    rank, model = dist.get_rank(), case.model()
-    middle = len(model) // 2
-    half = model[:middle] if rank == 0 else model[middle:]
-    stage = PipelineStage(half, rank, RANKS, torch.device("cpu"))
-    schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=next_token_loss)
-    tokens, target = case.batch()
+    rank = dist.get_rank()
+    parts = {number: case.stages(schedule.num_stages)[number] for number in schedule.stages[rank]}
+    stages = [
+        pipelining.PipelineStage(
+            torch.compile(part) if compiled else part, number, schedule.num_stages, torch.device("cpu")
+        )
+        for number, part in parts.items()
+    ]
+    given = stages[0] if schedule.num_stages == RANKS else stages
+    run = schedule.make(given, MICROBATCHES, loss_fn=case.loss_fn)
+    inputs, target = case.batch()
+    arguments = (inputs,) if 0 in parts else ()
+    is_last = schedule.num_stages - 1 in parts
 
     def step() -> Tensor | None:
-        half.zero_grad()
-        if rank == 0:
-            schedule.step(tokens, return_outputs=False)
-            return None
+        for part in parts.values():
+            part.zero_grad()
         losses: list[Tensor] = []
-        schedule.step(target=target, losses=losses, return_outputs=False)
-        return torch.stack(losses).mean()
+        targets = {"target": target, "losses": losses} if is_last else {}
+        run.step(*arguments, **targets, return_outputs=False)
+        return torch.stack(losses).mean() if is_last else None
 
     return step
 
@@ -125,64 +196,109 @@ class Contestant:
     """How to make a step function, and in how many processes it runs."""
 
     make_step: Callable[[Case], Step]
-    num_processes: int
+    num_processes: int = RANKS
 
 
-CONTESTANTS = {
-    "unsplit": Contestant(unsplit_step, 1),
-    "pipec, one process": Contestant(pipec_step, 1),
-    "pipec, torchrun": Contestant(pipec_step, RANKS),
-    PEER: Contestant(peer_step, RANKS),
+UNSPLIT, COMPILED = "unsplit", "unsplit, torch.compile"
+MODES = {
+    "plain": {
+        UNSPLIT: Contestant(unsplit_step, 1),
+        "pipec, one process": Contestant(pipec_step, 1),
+        "pipec, torchrun": Contestant(pipec_step),
+        PEER: Contestant(peer_step),
+    },
+    "compiled": {
+        COMPILED: Contestant(partial(unsplit_step, compiled=True), 1),
+        "pipec, inductor": Contestant(partial(pipec_step, kernels="inductor")),
+        f"{PEER}, torch.compile": Contestant(partial(peer_step, compiled=True)),
+    },
+    "best": {
+        UNSPLIT: Contestant(unsplit_step, 1),
+        "pipec, auto": Contestant(partial(pipec_step, schedule="auto")),
+        f"{PEER}, GPipe": Contestant(
+            partial(peer_step, schedule=PeerSchedule(pipelining.ScheduleGPipe, ONE_EACH))
+        ),
+        f"{PEER}, 1F1B": Contestant(peer_step),
+        f"{PEER}, interleaved 1F1B": Contestant(
+            partial(peer_step, schedule=PeerSchedule(pipelining.ScheduleInterleaved1F1B, ROUND_ROBIN))
+        ),
+        f"{PEER}, interleaved zero bubble": Contestant(
+            partial(peer_step, schedule=PeerSchedule(pipelining.ScheduleInterleavedZeroBubble, ROUND_ROBIN))
+        ),
+        f"{PEER}, ZBV": Contestant(
+            partial(peer_step, schedule=PeerSchedule(pipelining.ScheduleZBVZeroBubble, THERE_AND_BACK))
+        ),
+    },
 }
 
 
-def measure_here(contestant: str, case: Case, num_steps: int, folder: Path) -> None:
+@dataclass
+class Times:
+    """Seconds of each step on rank 0, where the last backward ends, and of the processor, on all ranks."""
+
+    clock: list[float]
+    processor: list[float]
+
+    def add(self, other: "Times") -> None:
+        self.clock += other.clock
+        self.processor += other.processor
+
+
+def measure_here(mode: str, contestant: str, case: Case, num_steps: int, folder: Path) -> None:
     """In a process of the contestant: time the steps; leave the seconds and the first loss in ``folder``."""
     torch.set_num_threads(1)
-    step = CONTESTANTS[contestant].make_step(case)
+    step = MODES[mode][contestant].make_step(case)
     loss = step()
     for _ in range(WARMUP_STEPS - 1):
         step()
-    seconds = []
+    times = Times([], [])
     for _ in range(num_steps):
-        start = time.perf_counter()
+        start, used = time.perf_counter(), processor_seconds()
         step()
-        seconds.append(time.perf_counter() - start)
-    result = {"seconds": seconds, "loss": None if loss is None else loss.item()}
+        times.clock.append(time.perf_counter() - start)
+        times.processor.append(processor_seconds() - used)
+    result = {**asdict(times), "loss": None if loss is None else loss.item()}
     (folder / f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(result))
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def measure(contestant: str, case: Case, num_steps: int) -> tuple[list[float], float]:
-    """Seconds of each step on rank 0, where the last backward ends, and the last rank's first loss."""
-    num_processes = CONTESTANTS[contestant].num_processes
+def processor_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def measure(mode: str, contestant: str, case: Case, num_steps: int) -> tuple[Times, float]:
+    """The times of the steps, and the first loss."""
+    num_processes = MODES[mode][contestant].num_processes
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
     with tempfile.TemporaryDirectory() as folder:
-        arguments = ["--measure-here", contestant, case.name, folder, "--steps", str(num_steps)]
+        arguments = ["--measure-here", mode, contestant, case.name, folder, "--steps", str(num_steps)]
         command = [sys.executable, *(launcher if num_processes > 1 else []), __file__, *arguments]
         done = subprocess.run(
             command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
         )
         if done.returncode:
             raise RuntimeError(f"{contestant} failed on {case.name}:\n{done.stdout}{done.stderr}")
-        first, last = (
-            json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in (0, num_processes - 1)
-        )
-    return first["seconds"], last["loss"]
+        ranks = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(num_processes)]
+    processor = [sum(each) for each in zip(*(rank["processor"] for rank in ranks), strict=True)]
+    loss = next(rank["loss"] for rank in ranks if rank["loss"] is not None)
+    return Times(ranks[0]["clock"], processor), loss
 
 
-def compare(case: Case, contestants: list[str], num_rounds: int, num_steps: int) -> dict[str, list[float]]:
-    """Seconds of every timed step by contestant, over rounds that alternate; all must agree on the loss."""
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+def compare(
+    mode: str, case: Case, contestants: list[str], num_rounds: int, num_steps: int
+) -> dict[str, Times]:
+    """Times of every timed step by contestant, over rounds that alternate; all must agree on the loss."""
+    times: dict[str, Times] = {name: Times([], []) for name in contestants}
     losses = {}
     for _, name in (bar := pipec.progress([*itertools.product(range(num_rounds), contestants)], case.name)):
         bar.show(name)
-        measured, losses[name] = measure(name, case, num_steps)
-        seconds[name] += measured
+        measured, losses[name] = measure(mode, name, case, num_steps)
+        times[name].add(measured)
     if max(losses.values()) - min(losses.values()) > 1e-4:
         raise RuntimeError(f"the contestants disagree on the loss of {case.name}: {losses}")
-    return seconds
+    return times
 
 
 @dataclass(frozen=True)
@@ -190,39 +306,50 @@ class Row:
     """One line of the table; ``None`` where the contestant to compare with did not run."""
 
     case: str
+    mode: str
     contestant: str
     median_ms: float
     min_ms: float
     max_ms: float
     times_peer: float | None
     times_bound: float | None
+    processor_ms: float
 
 
-def table_rows(case: str, seconds: dict[str, list[float]]) -> list[Row]:
-    milliseconds = {name: [1e3 * value for value in values] for name, values in seconds.items()}
-    if "unsplit" in milliseconds:
-        milliseconds["1F1B bound"] = [BOUND * value for value in milliseconds["unsplit"]]
-    medians = {name: statistics.median(values) for name, values in milliseconds.items()}
-
-    def ratio(name: str, reference: str) -> float | None:
-        return medians[name] / medians[reference] if reference in medians else None
-
+def table_rows(case: str, mode: str, times: dict[str, Times]) -> list[Row]:
+    times = dict(times)
+    for name in times.keys() & {UNSPLIT, COMPILED}:
+        times["1F1B bound"] = Times([BOUND * value for value in times[name].clock], times[name].processor)
+    medians = {name: statistics.median(each.clock) for name, each in times.items()}
+    peer = min((median for name, median in medians.items() if name.startswith(PEER)), default=None)
+    bound = medians.get("1F1B bound")
     return [
-        Row(case, name, medians[name], min(values), max(values), ratio(name, PEER), ratio(name, "1F1B bound"))
-        for name, values in milliseconds.items()
+        Row(
+            case,
+            mode,
+            name,
+            1e3 * medians[name],
+            1e3 * min(each.clock),
+            1e3 * max(each.clock),
+            None if peer is None else medians[name] / peer,
+            None if bound is None else medians[name] / bound,
+            1e3 * statistics.median(each.processor),
+        )
+        for name, each in times.items()
     ]
 
 
 def markdown(rows: list[Row]) -> str:
-    def times(ratio: float | None) -> str:
-        return "" if ratio is None else f"{ratio:.2f}"
+    def ratio(value: float | None) -> str:
+        return "" if value is None else f"{value:.2f}"
 
     lines = [
-        "| model | contestant | median ms | min to max | / peer | / bound |",
-        "|---|---|--:|--:|--:|--:|",
+        "| model | mode | contestant | median ms | min to max | / peer | / bound | processor ms |",
+        "|---|---|---|--:|--:|--:|--:|--:|",
         *(
-            f"| {row.case} | {row.contestant} | {row.median_ms:.0f} | {row.min_ms:.0f} to {row.max_ms:.0f} "
-            f"| {times(row.times_peer)} | {times(row.times_bound)} |"
+            f"| {row.case} | {row.mode} | {row.contestant} | {row.median_ms:.0f} "
+            f"| {row.min_ms:.0f} to {row.max_ms:.0f} "
+            f"| {ratio(row.times_peer)} | {ratio(row.times_bound)} | {row.processor_ms:.0f} |"
             for row in rows
         ),
     ]
@@ -232,21 +359,24 @@ def markdown(rows: list[Row]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=[*CASES])
-    parser.add_argument("--contestants", nargs="+", choices=CONTESTANTS, default=[*CONTESTANTS])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=[*MODES])
+    names = [*dict.fromkeys(name for contestants in MODES.values() for name in contestants)]
+    parser.add_argument("--contestants", nargs="+", choices=names, default=names)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8, help="timed steps of each contestant in each round")
     parser.add_argument("--markdown", action="store_true", help="print a Markdown table instead of JSON")
-    parser.add_argument("--measure-here", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--measure-here", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
 
     if args.measure_here:
-        contestant, case, folder = args.measure_here
-        measure_here(contestant, CASES[case], args.steps, Path(folder))
+        mode, contestant, case, folder = args.measure_here
+        measure_here(mode, contestant, CASES[case], args.steps, Path(folder))
         return
 
     rows = []
-    for case in args.cases:
-        rows += table_rows(case, compare(CASES[case], args.contestants, args.rounds, args.steps))
+    for case, mode in itertools.product(args.cases, args.modes):
+        contestants = [name for name in MODES[mode] if name in args.contestants]
+        rows += table_rows(case, mode, compare(mode, CASES[case], contestants, args.rounds, args.steps))
     machine = f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores"
     if args.markdown:
         print(f"{markdown(rows)}\n\n{machine}; {RANKS} ranks of 1 thread, {MICROBATCHES} microbatches")

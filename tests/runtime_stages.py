@@ -26,6 +26,7 @@ from torch import Tensor
 from pipec.ir import Compute, Input, Link, Mode, Payload, Phase, Plan, Schedule, Stage, Value
 from pipec.programs.lower import lower
 from pipec.runtime import InProcess, Interpreter, TorchDistributed, Transport
+from pipec.runtime.messages import host_sockets
 from pipec.runtime.randomness import Streams
 from pipec.runtime.step.span import Span
 from pipec.schedules import make_schedule
@@ -365,7 +366,14 @@ def training(rank: int, schedule_name: str = "1f1b") -> Outcome:
     interpreter = make_interpreter(schedule, rank, transport, model, {**STAGES, 2: Watching})
     results = [interpreter.run(make_batch(SIZES, step), whole_batch(SIZES), 5 + step) for step in range(2)]
     gradients = {name: parameter.grad for name, parameter in model.parameters.items()}
-    return {"results": results, "gradients": gradients, "buffers": model.buffers, "lent": lent}
+    shares_with = sorted(transport._shared._outgoing)
+    return {
+        "results": results,
+        "gradients": gradients,
+        "buffers": model.buffers,
+        "lent": lent,
+        "shares with": shares_with,
+    }
 
 
 def failure(rank: int) -> Outcome:
@@ -386,9 +394,14 @@ def disagreement(rank: int) -> Outcome:
 
 
 def aftermath(rank: int) -> Outcome:
-    """The process group that the failed transports were made in still works, and so does a new transport."""
+    """The process group that the failed transports were made in still works, and so does a new transport.
+
+    Of its ranks the last one shares no memory with the others, as if it were on another host.
+    """
     total = torch.tensor(rank)
     dist.all_reduce(total)
+    if rank == NUM_RANKS - 1:
+        host_sockets._is_possible = lambda: False
     return {"sum of ranks": int(total), **training(rank, "gpipe")}
 
 

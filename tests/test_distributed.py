@@ -76,6 +76,11 @@ def test_steps_have_the_bits_of_autograd(outcomes: dict[str, list[Outcome]], sce
     assert torch.equal(outcomes[scenario][1]["buffers"]["mean"], model.buffers["mean"])
 
 
+def test_ranks_of_one_host_share_memory_unless_one_of_them_cannot(outcomes: dict[str, list[Outcome]]) -> None:
+    shared = {name: [each["shares with"] for each in outcomes[name]] for name in ("training", "aftermath")}
+    assert shared == {"training": [[1, 2], [0, 2], [0, 1]], "aftermath": [[1], [0], []]}
+
+
 def test_a_lent_parameter_arrives_in_the_same_memory_every_step(outcomes: dict[str, list[Outcome]]) -> None:
     addresses = outcomes["training"][2]["lent"]
     assert addresses == [addresses[0]] * 2 * len(SIZES)

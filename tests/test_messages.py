@@ -112,7 +112,7 @@ def test_a_message_keeps_its_values_while_it_is_under_way() -> None:
 
 def test_memory_is_free_when_nobody_holds_a_value_of_it() -> None:
     link = link_of(torch.ones(2, 3), torch.ones(2, dtype=torch.int64))
-    memory = Memory(64, CPU)
+    memory = Memory(torch.empty(64, dtype=torch.uint8))
     for rows in (2, 1, 2):
         (parcel,) = parcels(link, {"b": rows})
         assert memory.is_free
@@ -126,15 +126,12 @@ def test_memory_is_free_when_nobody_holds_a_value_of_it() -> None:
     assert memory.is_free
 
 
-def test_parcels_follow_the_sizes() -> None:
-    found = Parcels(link_of(torch.ones(2, 3)))
-    sizes = [{"b": rows} for rows in (2, 3, 2)]
-    assert [found.of(each)[0].places[0].shape for each in (*sizes, sizes[-1])] == [
-        (2, 3),
-        (3, 3),
-        (2, 3),
-        (2, 3),
-    ]
+def test_parcels_follow_the_sizes_and_those_of_the_last_few_stay() -> None:
+    found, sizes = Parcels(link_of(torch.ones(2, 3))), [{"b": rows} for rows in (2, 3)]
+    first = [found.of(each) for each in sizes]
+    assert [parcels[0].places[0].shape for parcels in first] == [(2, 3), (3, 3)]
+    assert all(found.of(each) is parcels for each, parcels in zip(sizes, first, strict=True))
+    assert [found.of({"b": rows})[0].places[0].shape for rows in range(9)] == [(b, 3) for b in range(9)]
 
 
 def test_each_time_that_a_rank_waits_is_a_wait_of_its_own() -> None:

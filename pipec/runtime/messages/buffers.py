@@ -13,17 +13,18 @@ from pipec.runtime.messages.parcels import Parcel
 
 
 class Memory:
-    """Memory for a message of some bytes, or of fewer.
+    """Memory for a message of as many bytes as ``whole`` has, or of fewer.
 
     Tensors of it are made once: while computes use the cache, to make one takes half as long as to send it.
     """
 
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self.num_bytes = num_bytes
-        self.whole = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self._views = {torch.uint8: self.whole}
-        self._asked, self._message = (torch.uint8, 0), self.whole[:0]
-        self._storage = self.whole.untyped_storage()
+    def __init__(self, whole: Tensor) -> None:
+        self.num_bytes = whole.numel()
+        self.whole = whole
+        self._views = {torch.uint8: whole}
+        self._asked, self._message = (torch.uint8, 0), whole[:0]
+        self._prepared: tuple[Parcel, list[Tensor]] | None = None
+        self._storage = whole.untyped_storage()
         self._alone = self._count()
 
     @property
@@ -39,8 +40,17 @@ class Memory:
             self._message = self._viewed(dtype)[: num_bytes // dtype.itemsize]
         return self._message
 
+    def prepare(self, parcel: Parcel) -> None:
+        """Make the values of a message that may come into this memory; they count as held."""
+        if self.num_bytes >= parcel.num_bytes and (self._prepared is None or self._prepared[0] is not parcel):
+            self._prepared = parcel, self._made(parcel)
+
     def values(self, parcel: Parcel) -> list[Tensor]:
         """The values of the message, in the order of the parcel."""
+        prepared, self._prepared = self._prepared, None
+        return prepared[1] if prepared and prepared[0] is parcel else self._made(parcel)
+
+    def _made(self, parcel: Parcel) -> list[Tensor]:
         return [
             self._viewed(place.dtype).as_strided(place.shape, place.strides, place.start)
             for place in parcel.places
@@ -84,7 +94,7 @@ class Buffer:
         """Memory of so many bytes, with undefined contents."""
         memory = self._memory
         if memory is None or memory.num_bytes < num_bytes or not memory.is_free:
-            memory = Memory(num_bytes, self._device)
+            memory = Memory(torch.empty(num_bytes, dtype=torch.uint8, device=self._device))
         if self._stays:
             self._memory = memory
         return memory

@@ -1,4 +1,6 @@
-"""The transport between processes, over torch.distributed: gloo for CPU ranks, NCCL for CUDA ranks.
+"""The transport between processes: torch.distributed, with gloo for CPU ranks and NCCL for CUDA ranks.
+
+What computes of CPU ranks make for each other goes through memory that both have, where they are on one host.
 
 The transport makes connections of its own. From the default process group it takes the members and the
 store alone, so that closing the connections leaves that group open.
@@ -38,6 +40,7 @@ from pipec.runtime.messages.nccl import NcclConnections
 from pipec.runtime.messages.outbox import Outbox
 from pipec.runtime.messages.parcels import Parcel, Parcels
 from pipec.runtime.messages.processes_group import ProcessesGroup
+from pipec.runtime.messages.shared_memory import SharedMemory
 from pipec.runtime.messages.transport import Receiver, Send
 from pipec.runtime.processes.launch import world
 from pipec.runtime.processes.rendezvous import bounded, meet
@@ -86,7 +89,8 @@ class TorchDistributed:
             if device.type == "cuda"
             else self.gloo_connections()
         )
-        self._lifelines.on_failure = self._connections.close
+        self._shared = SharedMemory(self.rank, timeout)
+        self._lifelines.on_failure = self._close
 
     def gloo_connections(self) -> GlooConnections:
         """Connections of CPU tensors. All ranks make theirs in the same order."""
@@ -122,6 +126,8 @@ class TorchDistributed:
         """
         self.agree(text)
         directions, has_last = _directions(programs)
+        if isinstance(self._connections, GlooConnections):
+            self._shared.open(directions, self.gather)
 
         def connect() -> None:
             with current_device(self.device):
@@ -189,9 +195,11 @@ class TorchDistributed:
     def sender(self, instruction: Instruction, tag: int) -> Send:
         assert instruction.link is not None
         peer, key = instruction.peer, (instruction.link, instruction.peer)
+        sending = self.explaining(f"sending {_message(instruction)} to rank {peer}", peer)
+        if shared := self._shared.sender(instruction, tag, sending):
+            return shared
         if key not in self._outboxes:
             self._outboxes[key] = Outbox(instruction.link, self.device)
-        sending = self.explaining(f"sending {_message(instruction)} to rank {peer}", peer)
         messages = self._outboxes[key].messages
         start = self._connections.send_last if _is_read_last(instruction) else self._connections.send
 
@@ -204,13 +212,17 @@ class TorchDistributed:
     def receiver(self, instruction: Instruction, tag: int) -> Receiver:
         assert instruction.link is not None
         key = instruction.link, instruction.peer, instruction.slot
+        doing = f"receiving {_message(instruction)} from rank {instruction.peer}"
+        receiving = self.explaining(doing, instruction.peer)
+        if shared := self._shared.receiver(instruction, tag, receiving):
+            return shared
         if key not in self._buffers:
             self._buffers[key] = buffers_for(instruction, self.device)
-        return _Receiver(self, instruction, tag, self._buffers[key])
+        return _Receiver(instruction, tag, self._buffers[key], receiving)
 
     def held(self) -> Sequence[Tensor]:
         buffers: list[Buffer | Outbox] = [*itertools.chain(*self._buffers.values()), *self._outboxes.values()]
-        return [memory for each in buffers for memory in each.held()]
+        return [memory for each in buffers for memory in each.held()] + self._shared.held()
 
     def group(self, ranks: Sequence[int], num_hosts: int = 1) -> Group:
         """These ranks, of which this one is one, for collectives. NCCL itself knows what is on which host."""
@@ -234,6 +246,10 @@ class TorchDistributed:
         """Tell the other ranks the reason, unless one of them failed before; then close."""
         known = self._lifelines.reason() if isinstance(error, TransportError) else None
         self._lifelines.fail(known or (str(error) if isinstance(error, PipecError) else repr(error)))
+        self._close()
+
+    def _close(self) -> None:
+        self._shared.close()
         self._connections.close()
 
     def explaining(self, doing: str, peer: int | None = None) -> "_Explaining":
@@ -309,12 +325,10 @@ class _Receiver:
     """One receive instruction. All receives into the same slot share its buffers."""
 
     def __init__(
-        self, transport: TorchDistributed, instruction: Instruction, tag: int, buffers: Sequence[Buffer]
+        self, instruction: Instruction, tag: int, buffers: Sequence[Buffer], explaining: _Explaining
     ) -> None:
         assert instruction.link is not None
-        self._peer, self._tag, self._buffers = instruction.peer, tag, buffers
-        doing = f"receiving {_message(instruction)} from rank {instruction.peer}"
-        self._explaining = transport.explaining(doing, instruction.peer)
+        self._peer, self._tag, self._buffers, self._explaining = instruction.peer, tag, buffers, explaining
         self._parcels = Parcels(instruction.link)
         self._is_last = _is_read_last(instruction)
         self._posted: list[tuple[Parcel, Memory]] = []

@@ -68,30 +68,36 @@ class Parcel:
 
 
 class Parcels:
-    """The parcels of a link, made anew only if the sizes are others than the time before."""
+    """The parcels of a link, made anew only for sizes that are not among the last few."""
 
-    def __init__(self, link: Link) -> None:
-        self._link = link
-        self._sizes: Sizes | None = None
-        self._found: Sequence[Parcel] = ()
+    def __init__(self, link: Link, most_together: float = MOST_TOGETHER) -> None:
+        self._link, self._most_together = link, most_together
+        self._found: dict[int, tuple[Sizes, Sequence[Parcel]]] = {}
 
     def of(self, sizes: Sizes) -> Sequence[Parcel]:
         """The parcels for ``sizes``, which nobody changes afterwards."""
-        if sizes is not self._sizes:
-            self._sizes, self._found = sizes, parcels(self._link, sizes)
-        return self._found
+        found = self._found.get(id(sizes))
+        if found is None:
+            if len(self._found) == _MOST_SIZES:
+                self._found.clear()
+            found = self._found[id(sizes)] = sizes, parcels(self._link, sizes, self._most_together)
+        return found[1]
 
 
-def parcels(link: Link, sizes: Sizes) -> list[Parcel]:
+_MOST_SIZES = 4
+"""Microbatches of a batch have two at most."""
+
+
+def parcels(link: Link, sizes: Sizes, most_together: float = MOST_TOGETHER) -> list[Parcel]:
     """The messages of a link in the order in which they are sent, for shapes whose names stand for ``sizes``.
 
-    Values of 12, 4 and 200,000 bytes, in two messages::
+    Values of more than ``most_together`` bytes have messages of their own. Of 12, 4 and 200,000 bytes::
 
         message 0 (20 bytes): value 0 at 0, value 1 at 16
         message 1 (200,000 bytes): value 2
     """
     places = [_place(number, value, sizes) for number, value in enumerate(link.values)]
-    small = [place for place in places if link.payload.between_computes and place.num_bytes <= MOST_TOGETHER]
+    small = [place for place in places if link.payload.between_computes and place.num_bytes <= most_together]
     if len(small) < 2:
         small = []
     large = [Parcel((place,), place.num_bytes) for place in places if place not in small]

@@ -1,0 +1,163 @@
+"""Sockets between processes that can share memory, and how ranks find out which of them can."""
+
+import contextlib
+import hmac
+import json
+import mmap
+import os
+import secrets
+import socket
+import struct
+import sys
+import weakref
+from collections.abc import Callable, Collection
+
+from pipec.runtime.messages.connections import Direction
+
+Gather = Callable[[str], list[str]]
+"""The text of each rank, on every rank."""
+
+_HELLO = struct.Struct("=q32s")
+
+
+def connect(
+    rank: int, directions: Collection[Direction], timeout: float, gather: Gather
+) -> tuple[dict[int, socket.socket], dict[int, socket.socket]]:
+    """Sockets to the ranks that this one sends to, and from those that it receives from.
+
+    There is one for each direction whose processes have shown that they can share memory; hosts, containers
+    and what the kernel allows need not be known. Every rank calls this with the same directions. An operation
+    on a socket that takes ``timeout`` seconds raises BlockingIOError.
+    """
+    sources = {source for source, target in directions if target == rank}
+    listener = _Listener(len(sources)) if sources and _is_possible() else None
+    addresses = gather(listener.address if listener else "")
+    tried = {
+        target: _reach(addresses[target], rank)
+        for source, target in sorted(directions)
+        if source == rank and addresses[target]
+    }
+    reached = gather(json.dumps([target for target, found in tried.items() if found]))
+    coming = [source for source in sources if rank in json.loads(reached[source])]
+    incoming = listener.accept(coming) if listener else {}
+    proved = gather(json.dumps([*incoming]))
+    outgoing = {
+        target: found for target, found in tried.items() if found and rank in json.loads(proved[target])
+    }
+    for each in (*outgoing.values(), *incoming.values()):
+        _set_timeout(each, timeout)
+        _OF_THIS_PROCESS.add(each)
+    return outgoing, incoming
+
+
+def shared_file(num_bytes: int) -> int:
+    """The descriptor of a file in memory. It has no name, so that it is gone when nobody has it open."""
+    file = os.memfd_create("pipec", os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(file, 0, num_bytes)  # an error now, rather than a signal at the first access
+    except OSError:
+        os.close(file)
+        raise
+    return file
+
+
+def _is_possible() -> bool:
+    """Whether this process has what only Linux has: files in memory, and sockets whose names are no files."""
+    if sys.platform != "linux":
+        return False
+    try:
+        os.close(shared_file(1))
+    except OSError:  # as where a sandbox forbids it
+        return False
+    return True
+
+
+class _Listener:
+    """Where the ranks that send to this one show that they share memory with it."""
+
+    def __init__(self, most: int) -> None:
+        self._name, self._secret = f"\0pipec-{secrets.token_hex(16)}", secrets.token_bytes(32)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.bind(self._name)
+        self._socket.listen(most + _STRANGERS)
+        self._socket.settimeout(_ANSWERED_WITHIN)
+
+    @property
+    def address(self) -> str:
+        return json.dumps([self._name, self._secret.hex()])
+
+    def accept(self, coming: Collection[int]) -> dict[int, socket.socket]:
+        """The sockets of ranks that have connected already, and proved that they share memory."""
+        found: dict[int, socket.socket] = {}
+        with self._socket, contextlib.suppress(OSError):
+            for _ in range(len(coming) + _STRANGERS):
+                if len(found) == len(coming):
+                    break
+                connection, _ = self._socket.accept()
+                source = self._proved(connection)
+                if source in coming:
+                    found[source] = connection
+        return found
+
+    def _proved(self, connection: socket.socket) -> int:
+        """The rank at the other end; -1 if it has not put the secret into memory that this process sees."""
+        connection.settimeout(_ANSWERED_WITHIN)
+        try:
+            hello, files, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
+            source, shown = _HELLO.unpack(hello)
+            with contextlib.closing(mmap.mmap(files[0], len(self._secret))) as memory:
+                is_shared = hmac.compare_digest(memory[:], self._secret)
+            os.close(files[0])
+        except (OSError, struct.error, IndexError, ValueError):
+            return -1
+        return source if is_shared and hmac.compare_digest(shown, self._secret) else -1
+
+
+def _reach(address: str, rank: int) -> socket.socket | None:
+    """A socket to the rank that listens there, to which memory with its secret has been sent."""
+    name, secret = json.loads(address)
+    if not _is_possible():
+        return None
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.setblocking(False)
+    try:
+        connection.connect(name)
+        file = shared_file(len(bytes.fromhex(secret)))
+        os.pwrite(file, bytes.fromhex(secret), 0)
+        socket.send_fds(connection, [_HELLO.pack(rank, bytes.fromhex(secret))], [file])
+        os.close(file)
+    except OSError:
+        connection.close()
+        return None
+    return connection
+
+
+def _set_timeout(connection: socket.socket, timeout: float) -> None:
+    """Let the kernel count the time: a timeout of Python's is a system call more for each operation."""
+    connection.setblocking(True)
+    seconds, fraction = divmod(timeout, 1)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        connection.setsockopt(
+            socket.SOL_SOCKET, option, struct.pack("@ll", int(seconds), max(1, int(fraction * 1e6)))
+        )
+
+
+_STRANGERS = 8
+"""Connections of other processes of the host, which may try any name, that keep none of the ranks out."""
+
+_ANSWERED_WITHIN = 1.0
+"""Seconds. Ranks that connect have sent what they show before anybody looks for it."""
+
+_OF_THIS_PROCESS: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """Let go of a forked process's copies: they would keep sockets open whose process has died."""
+    with open(os.devnull, "rb") as nothing:
+        for held in _OF_THIS_PROCESS:
+            if held.fileno() >= 0:
+                os.dup2(nothing.fileno(), held.fileno(), inheritable=False)
+    _OF_THIS_PROCESS.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
