@@ -56,18 +56,21 @@ def run_cells(
 _MOST_SWEEPS = 8
 """Steps with as many microbatches as one likes settle in 2 to 7, if ranks are busy in their steady state."""
 
+_GRAINS = 1024
+"""Of a unit of time."""
+
 
 def _sweep(
     durations: Floats, inputs: Sequence[Ints], first_cells: Sequence[int], groups: Sequence[int]
 ) -> Run | None:
     """The run, by sweeps over the resources: from the first group to the last, and back again.
 
-    A sweep runs all cells of one resource at once, given when the cells that they read end as far as is known.
-    The first sweep knows nothing, and times only grow. If a whole sweep changes none, each cell starts when
-    the last of what it waits for has ended, and only one run does that: where cells waited for each other in
-    a ring, times would grow without end. So that this is so, a cell without duration may read lower numbers
-    alone. Times are whole numbers, of which sums are exact. There is no answer if one of these does not hold,
-    or times have not settled after a few sweeps.
+    A sweep runs all cells of a resource at once, given when those that they read end as far as is known. The
+    first sweep knows nothing, and times only grow. If a whole sweep changes none, each cell starts when the
+    last of what it waits for has ended, and only one run does that: where cells waited for each other in a
+    ring, times would grow without end. So that this is so, a cell without duration may read lower numbers
+    alone. Times are whole numbers of 1/1024, of which sums are exact. There is no answer if one of these does
+    not hold, or times have not settled after a few sweeps.
     """
     if not _can_sweep(durations, inputs):
         return None
@@ -92,8 +95,9 @@ def _sweep(
 
 
 def _can_sweep(durations: Floats, inputs: Sequence[Ints]) -> bool:
-    """Whether times are whole numbers, and each ring of cells would have one that lasts."""
-    if not (durations >= 0).all() or not durations.sum() < 2**53 or np.mod(durations, 1).any():
+    """Whether times are exact, and each ring of cells would have one that lasts."""
+    grains = durations * _GRAINS
+    if not (grains >= 0).all() or not grains.sum() < 2**53 or np.mod(grains, 1).any():
         return False
     instant = np.flatnonzero(durations <= 0)
     return all(
@@ -102,9 +106,7 @@ def _can_sweep(durations: Floats, inputs: Sequence[Ints]) -> bool:
     )
 
 
-def _run_in_rounds(
-    durations: Floats, inputs: Sequence[Ints], first_cells: Sequence[int]
-) -> Run | Deadlock:
+def _run_in_rounds(durations: Floats, inputs: Sequence[Ints], first_cells: Sequence[int]) -> Run | Deadlock:
     """The run, or where it ends.
 
     Each round runs the next cell of every resource for which all is there that the cell reads. Two resources

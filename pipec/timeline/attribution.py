@@ -75,7 +75,8 @@ def waits(timeline: Timeline) -> Attribution:
     late = (idle > 0) & (np.maximum(*there) > free + least)
     queued = _queued(events, previous, least)
     ops = events.instructions.ops
-    for mask in (events.is_collective, *(ops == OP_CODE[op] for op in (Op.OFFLOAD, Op.PREFETCH))):
+    masks = (events.is_collective, *(ops == OP_CODE[op] for op in (Op.OFFLOAD, Op.PREFETCH)))
+    for mask in filter(np.any, masks):
         before = events.latest(mask)
         follows = mask & (np.append(events.ends, 0.0)[before] > free)
         previous = np.where(follows, before, previous)

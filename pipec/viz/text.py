@@ -98,8 +98,9 @@ def _panel_text(timeline: Timeline, panel: _Panel, label: Callable[[Event], str]
 def _row(events: Events, panel: _Panel, label: Callable[[Event], str], idle: str = _IDLE) -> str:
     cells = [idle] * panel.column(panel.end)
     firsts, lasts = panel.columns_of(events.starts), panel.columns_of(events.ends)
-    for index in (lasts > firsts).nonzero()[0].tolist():
-        event, first, last = events[index], int(firsts[index]), int(lasts[index])
+    shown = lasts > firsts
+    places = firsts[shown].astype(int).tolist(), lasts[shown].astype(int).tolist()
+    for event, first, last in zip(events.where(shown), *places, strict=True):
         cells[first:last] = _cell(label(event) if event.start >= panel.start else "", last - first)
     return "".join(cells).rstrip()
 
