@@ -1,4 +1,4 @@
-"""What is worked out in sweeps, or proved by one run, is what the plain way finds: times, faults, messages."""
+"""Sweeps, and a proof by one run, find what the plain way finds: times, faults and messages."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -175,3 +175,10 @@ def test_timelines_that_do_not_fit_together_are_refused() -> None:
 def test_the_trace_is_deterministic() -> None:
     draw = [chrome_trace({"zb-v": played(zb_v(3, 5), message=0.1)}) for _ in range(2)]
     assert draw[0] == draw[1]
+
+
+def test_a_trace_that_no_viewer_opens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    timeline = played(make_schedule("1f1b", 2, 2))
+    monkeypatch.setattr("pipec.viz.checks.MOST_EVENTS", len(timeline.events) - 1)
+    with pytest.raises(InputError, match="a trace of 12 events; viewers open at most some 11: draw .html or"):
+        chrome_trace({"step": timeline})

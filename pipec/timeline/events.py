@@ -230,7 +230,8 @@ class Timeline:
     @cached_property
     def work(self) -> Events:
         """The computes and updates."""
-        return self.columns.where(self.columns.is_work)
+        work = self.columns.is_work
+        return self.columns.where(work) if np.count_nonzero(work) > len(self.computes) else self.computes
 
     @cached_property
     def phases(self) -> frozenset[Phase]:

@@ -163,6 +163,8 @@ class _Step:
 
     def last_before(self, mask: NDArray[np.bool_], events: Ints) -> Ints:
         """The last event before each of these on its rank at which ``mask`` is true, or -1."""
+        if not events.size:
+            return events
         latest = np.maximum.accumulate(np.where(mask, np.arange(self.ranks.size), -1))
         before = np.concatenate([[-1], latest])[events]
         first_of_rank = np.searchsorted(self.ranks, range(len(self.programs)))

@@ -123,7 +123,8 @@ def _axis(timeline: Timeline, panel: _Panel) -> str:
 
 def _legend(timeline: Timeline) -> str:
     drawn = timeline.columns.where(timeline.columns.ends > timeline.columns.starts)
-    shown = [op for op in NAMES if op in {*ops(timeline.computes), *ops(drawn)}]
+    named = {*ops(timeline.computes), *ops(drawn)}
+    shown = [op for op in NAMES if op in named]
     entries = "  ".join(f"{LETTERS[op]} {NAMES[op]}" for op in shown)
     several = max(chunks(timeline).values(), default=0) > 0
     letters = "; letters a, b, ... are the stages of a rank" if several else ""
