@@ -7,7 +7,7 @@ from pipec.timeline.attribution import Curve
 from pipec.timeline.events import Timeline
 
 MOST_EVENTS = 500_000
-"""Of more, a page is an overview that draws short computes together, and there is no trace: none would open."""
+"""Of more, a page is an overview, in which short computes are drawn together, and a trace is refused."""
 
 
 def num_events(timelines: Mapping[str, Timeline]) -> int:

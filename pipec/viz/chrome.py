@@ -37,8 +37,8 @@ def chrome_trace(
     check_timelines(timelines, memory)
     if (count := num_events(timelines)) > checks.MOST_EVENTS:
         raise InputError(
-            f"a trace of {count:,} events; viewers open at most some {checks.MOST_EVENTS:,}: draw .html or .svg, "
-            "which show an overview, or a step of fewer microbatches or ranks"
+            f"a trace of {count:,} events; viewers open some {checks.MOST_EVENTS:,} at most: draw .html or "
+            ".svg, which show an overview, or a step of fewer microbatches or ranks"
         )
     events = [
         event

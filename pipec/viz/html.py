@@ -16,8 +16,8 @@ import numpy as np
 from pipec.ir import Payload
 from pipec.timeline.attribution import Attribution, Curve, critical_path, in_flight_over_time, waits
 from pipec.timeline.events import Event, Timeline
-from pipec.viz.causes import causes
 from pipec.viz import checks
+from pipec.viz.causes import causes
 from pipec.viz.checks import check_timelines, num_events
 from pipec.viz.labels import (
     COLLECTIVES,
