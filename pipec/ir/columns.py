@@ -63,7 +63,9 @@ def _is_constant(column: Ints) -> bool:
 
 def compact(column: Ints) -> Ints:
     """The column, without the memory if it has one number everywhere."""
-    return constant(column[0], column.size) if column.size and (column == column[0]).all() else column
+    if _is_constant(column) or not column.size or not (column == column[0]).all():
+        return column
+    return constant(column[0], column.size)
 
 
 def taken(column: Ints, numbers: Ints) -> Ints:

@@ -242,10 +242,13 @@ def _block(positions: Ints, *columns: Ints | int) -> _Block:
     return _Block(positions, [constant(each, size) if isinstance(each, int) else each for each in filled])
 
 
+_NOTHING = _block(np.empty(0, np.int32))
+
+
 def _joined(blocks: Sequence[_Block]) -> _Block:
     filled = [each for each in blocks if each.positions.size]
     if not filled:
-        return _block(np.empty(0, np.int32))
+        return _NOTHING
     if len(filled) == 1:
         return filled[0]
     return _Block(
@@ -339,6 +342,8 @@ def _computes(index: OrderIndex, rank: int, recompute: Collection[int], versions
 def _meetings(meetings: Sequence[Meeting], rank: int, kind: Kind | None = None) -> _Block:
     """The collectives, updates or releases that a rank takes part in, or all of these."""
     own = [each for each in meetings if rank in each.positions and kind in (None, each.op.traits.kind)]
+    if not own:
+        return _NOTHING
     positions = np.array([each.positions[rank] for each in own], np.int32)
     columns = [(OP_CODE[x.op], x.stage, x.microbatch, -1, -1, -1, x.bucket, -1, -1, x.version) for x in own]
     return _block(positions, *np.array(columns, np.int32).reshape(-1, NUM_COLUMNS).T)
