@@ -175,3 +175,11 @@ def test_timelines_that_do_not_fit_together_are_refused() -> None:
 def test_the_trace_is_deterministic() -> None:
     draw = [chrome_trace({"zb-v": played(zb_v(3, 5), message=0.1)}) for _ in range(2)]
     assert draw[0] == draw[1]
+
+
+def test_a_trace_that_no_viewer_opens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    timeline = played(make_schedule("1f1b", 2, 2))
+    count = len(timeline.events)
+    monkeypatch.setattr("pipec.viz.checks.MOST_EVENTS", count - 1)
+    with pytest.raises(InputError, match=f"a trace of {count} events; viewers open some {count - 1} at most"):
+        chrome_trace({"step": timeline})

@@ -561,7 +561,7 @@ def test_versions_are_told_where_there_is_no_flush(open_page: Open) -> None:
 
 def test_a_page_of_very_many_events_is_an_overview(monkeypatch: pytest.MonkeyPatch) -> None:
     timeline = one_f_one_b()
-    monkeypatch.setattr("pipec.viz.html._MOST_EVENTS", len(timeline.events) - 1)
+    monkeypatch.setattr("pipec.viz.checks.MOST_EVENTS", len(timeline.events) - 1)
     page = timeline_html({"planned": timeline}, "1f1b & more")
     assert "<script" not in page
     assert page.count("<svg ") == 1

@@ -1,8 +1,9 @@
 """Long runs of cells and instructions as columns of numbers: read like tuples, worked on with numpy.
 
 A step of a thousand ranks has millions of each. As columns they take a few bytes apiece, and numpy makes,
-checks and compares them without Python objects. An index or a loop returns ordinary ``Compute`` and
-``Instruction`` objects. For example, the order F0 F1 B0 of stage 2 is the matrix::
+checks and compares them without Python objects. A column of one number alone takes no memory. An index or a
+loop returns ordinary ``Compute`` and ``Instruction`` objects. For example, the columns of the order F0 F1 B0
+of stage 2 are::
 
     phase         0  0  2       codes: positions in ``Phase``
     stage         2  2  2
@@ -10,6 +11,7 @@ checks and compares them without Python objects. An index or a loop returns ordi
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from sys import byteorder
 from typing import Any, TypeVar, overload
 
 import numpy as np
@@ -50,22 +52,58 @@ def ranks_by_microbatch(placement: Placement, num_microbatches: int) -> Ints:
     return found
 
 
-class _Columns(Sequence[Row]):
-    """A sequence of rows, held as a matrix whose lines are the columns of the rows.
+def constant(number: int, length: int) -> Ints:
+    """The column that has one number everywhere."""
+    return np.ndarray(length, np.int32, int(number).to_bytes(4, byteorder, signed=True), strides=(0,))
 
-    It is equal to any sequence of the same rows. Line 0 is a code that the subclass defines and that says
-    what is done; line 1 is the stage and line 2 the microbatch.
+
+def _is_constant(column: Ints) -> bool:
+    return column.strides == (0,)
+
+
+def compact(column: Ints) -> Ints:
+    """The column, without the memory if it has one number everywhere."""
+    if _is_constant(column) or not column.size or not (column == column[0]).all():
+        return column
+    return constant(column[0], column.size)
+
+
+def taken(column: Ints, numbers: Ints) -> Ints:
+    """The entries of a column with these numbers."""
+    return constant(column[0], numbers.size) if _is_constant(column) and column.size else column[numbers]
+
+
+def concatenated(columns: Sequence[Ints]) -> Ints:
+    """Columns one after the other."""
+    filled = [column for column in columns if column.size]
+    if len(filled) == 1:
+        return filled[0]
+    if all(_is_constant(column) and column[0] == filled[0][0] for column in filled):
+        return constant(filled[0][0] if filled else -1, sum(column.size for column in filled))
+    return np.concatenate(filled)
+
+
+class _Columns(Sequence[Row]):
+    """A sequence of rows, held as columns of numbers.
+
+    It is equal to any sequence of the same rows. Column 0 is a code that the subclass defines and that says
+    what is done; column 1 is the stage and column 2 the microbatch. ``columns`` may also be a matrix that has
+    them as its lines.
     """
 
-    def __init__(self, matrix: Ints) -> None:
-        self.matrix = matrix
+    def __init__(self, columns: Iterable[Ints]) -> None:
+        self.columns = tuple(columns)
+
+    @property
+    def matrix(self) -> Ints:
+        """A copy of the columns as the lines of a matrix."""
+        return np.stack(self.columns)
 
     def _row(self, *numbers: int) -> Row:
         raise NotImplementedError
 
     def _column(self, number: int) -> Ints:
-        column: Ints = self.matrix[number]
-        return column
+        return self.columns[number]
 
     @property
     def stages(self) -> Ints:
@@ -76,10 +114,13 @@ class _Columns(Sequence[Row]):
         return self._column(2)
 
     def __len__(self) -> int:
-        return int(self.matrix.shape[1])
+        return self.columns[0].size
 
     def __iter__(self) -> Iterator[Row]:
-        return (self._row(*numbers) for numbers in self.matrix.T.tolist())
+        return self._rows(slice(None))
+
+    def _rows(self, which: slice) -> Iterator[Row]:
+        return map(self._row, *(column[which].tolist() for column in self.columns))
 
     @overload
     def __getitem__(self, index: int) -> Row: ...
@@ -87,8 +128,8 @@ class _Columns(Sequence[Row]):
     def __getitem__(self, index: slice) -> Sequence[Row]: ...
     def __getitem__(self, index: int | slice) -> Row | Sequence[Row]:
         if isinstance(index, slice):
-            return tuple(self._row(*numbers) for numbers in self.matrix[:, index].T.tolist())
-        return self._row(*self.matrix[:, index].tolist())
+            return tuple(self._rows(index))
+        return self._row(*(column[index].item() for column in self.columns))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and len(self) == len(other) and all(map(_same, self, other))
@@ -121,11 +162,12 @@ class Cells(_Columns[Compute]):
 
     def where(self, mask: NDArray[np.bool_]) -> "Cells":
         """The cells at which ``mask`` is true."""
-        return Cells(self.matrix.compress(mask, axis=1))
+        numbers = np.flatnonzero(mask)
+        return Cells(taken(column, numbers) for column in self.columns)
 
     def repeated(self, counts: Ints) -> "Cells":
         """Each cell as often as ``counts`` says."""
-        return Cells(self.matrix.repeat(counts, axis=1))
+        return Cells(column.repeat(counts) for column in self.columns)
 
     def _row(self, *numbers: int) -> Compute:
         phase, stage, microbatch = numbers
@@ -138,8 +180,8 @@ class Instructions(_Columns[Instruction]):
     ``link`` is an index into ``links``, or -1.
     """
 
-    def __init__(self, matrix: Ints, links: Sequence[Link]) -> None:
-        super().__init__(matrix)
+    def __init__(self, columns: Iterable[Ints], links: Sequence[Link]) -> None:
+        super().__init__(columns)
         self.links = links
 
     @classmethod
@@ -168,9 +210,8 @@ class Instructions(_Columns[Instruction]):
     @property
     def cells(self) -> Cells:
         """The computes, as the cells of a schedule."""
-        cells = self.matrix[:3, self.is_cell].copy()
-        cells[0] = _PHASE_OF_OP[cells[0]]
-        return Cells(cells)
+        cells = self.where(self.is_cell)
+        return Cells((cells.phases, cells.stages, cells.microbatches))
 
     @property
     def phases(self) -> Ints:
@@ -187,13 +228,23 @@ class Instructions(_Columns[Instruction]):
         chosen = self.is_compute & (self.parts <= 0)
         later = np.flatnonzero(self.is_compute & (self.parts >= 0) & (self.ops != OP_CODE[Op.FORWARD]))
         chosen[later] = False
-        _, last = np.unique(self.matrix[:3, later[::-1]], axis=1, return_index=True)
+        cells = np.stack([column[later[::-1]] for column in self.columns[:3]])
+        _, last = np.unique(cells, axis=1, return_index=True)
         chosen[later[::-1][last]] = True
         return chosen
 
     def where(self, mask: NDArray[np.bool_]) -> "Instructions":
         """The instructions at which ``mask`` is true."""
-        return Instructions(self.matrix.compress(mask, axis=1), self.links)
+        numbers = np.flatnonzero(mask)
+        return Instructions((taken(column, numbers) for column in self.columns), self.links)
+
+    def part(self, first: int, last: int) -> "Instructions":
+        """The instructions from ``first`` on, before ``last``."""
+        return Instructions((column[first:last] for column in self.columns), self.links)
+
+    def of_microbatches(self, microbatches: Ints) -> "Instructions":
+        """The same instructions for other microbatches."""
+        return Instructions((*self.columns[:2], microbatches, *self.columns[3:]), self.links)
 
     @property
     def ops(self) -> Ints:
@@ -260,13 +311,13 @@ def aligned(programs: Sequence[Program]) -> list[Instructions]:
     for program in programs:
         found.append(Instructions.of(program.instructions, links))
         links = found[-1].links
-    return [Instructions(each.matrix, links) for each in found]
+    return [Instructions(each.columns, links) for each in found]
 
 
 def joined(parts: Sequence[Instructions]) -> Instructions:
     """Concatenate instructions that share one numbering of links, as ``aligned`` returns them."""
-    matrix = np.concatenate([_matrix((), NUM_COLUMNS), *(each.matrix for each in parts)], axis=1)
-    return Instructions(matrix, parts[0].links if parts else ())
+    columns = (concatenated([part.columns[k] for part in parts]) for k in range(NUM_COLUMNS))
+    return Instructions(columns, parts[0].links if parts else ())
 
 
 def _matrix(rows: Iterable[tuple[int, ...]], num_columns: int) -> Ints:

@@ -122,7 +122,7 @@ class FewReplicas:
         """The program with the microbatches and peers of the step, and with the results of all replicas."""
         columns = program.instructions
         assert isinstance(columns, Instructions)
-        matrix, replica = columns.matrix.copy(), self.kept[place]
+        matrix, replica = columns.matrix, self.kept[place]
         matrix[2] = self.microbatches(matrix[2])
         is_result = np.array([*(link.payload.is_result for link in columns.links), False])
         peers = [[peer] for peer in self._peers(matrix[4], replica).tolist()]
@@ -184,7 +184,7 @@ def _do_the_same(schedule: Schedule, ranks: Placement, kind: range) -> bool:
 
 def _turns(schedule: Schedule, position: Sequence[int], replica: int, replicas: int) -> Ints:
     """The cells of a rank, with 0, 1, 2, ... for the microbatches of its replica."""
-    matrix = Cells.of(schedule.orders[position[replica]]).matrix.copy()
+    matrix = Cells.of(schedule.orders[position[replica]]).matrix
     matrix[2] -= replica
     own = matrix[2] % replicas == 0
     matrix[2] = np.where(own, matrix[2] // replicas, -1 - matrix[2])

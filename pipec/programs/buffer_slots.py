@@ -4,11 +4,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipec.ir import Op
-from pipec.ir.columns import FILLS_SLOT, OP_CODE, Ints
+from pipec.ir.columns import FILLS_SLOT, OP_CODE, Instructions, Ints, compact
 
 
-def number_slots(rows: Ints, buffered: NDArray[np.bool_]) -> None:
-    """Write the slots of a program's receives and moves into its columns ``rows``.
+def with_slots(columns: Instructions, buffered: NDArray[np.bool_]) -> Instructions:
+    """A program with the slots of its receives and moves.
 
     ``buffered[number]`` says whether the messages of a link need a slot; its last entry stands for no link.
 
@@ -19,7 +19,8 @@ def number_slots(rows: Ints, buffered: NDArray[np.bool_]) -> None:
         recv mb 0   recv mb 1   free mb 0   recv mb 2   free mb 1   recv mb 3
         slot 0      slot 1                  slot 0                  slot 1
     """
-    ops, stages, microbatches, links, _, slots = rows[:6]
+    ops, stages, microbatches, links = columns.columns[:4]
+    slots = np.full(len(columns), -1, np.int32)
     numbers = np.flatnonzero(buffered[links] & FILLS_SLOT[ops])
     frees = np.flatnonzero(ops == OP_CODE[Op.FREE])
     by_link = numbers[np.argsort(links[numbers], kind="stable")]
@@ -29,6 +30,7 @@ def number_slots(rows: Ints, buffered: NDArray[np.bool_]) -> None:
         freed = np.empty(int(microbatches.max()) + 1, np.int64)
         freed[microbatches[own]] = own
         slots[received] = _turns(received, freed[microbatches[received]])
+    return Instructions((*columns.columns[:5], compact(slots), *columns.columns[6:]), columns.links)
 
 
 def _turns(received: Ints, freed: Ints) -> Ints:

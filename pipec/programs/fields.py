@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from pipec.ir import Instruction, Kind, Payload, rank_of, stages_on
-from pipec.ir.columns import Instructions, Ints
+from pipec.ir.columns import OPS, Instructions, Ints
 from pipec.ir.text import format_link
 from pipec.programs import join_rules, meeting_rules, versions
 from pipec.programs.routes import ends
@@ -28,25 +28,42 @@ def first_of_each_kind(step: StepIndex, columns: Instructions) -> Sequence[int]:
     """The first instruction of each kind. Instructions of a kind fit the plan alike.
 
     They may differ in their microbatch and slot, as long as both are within the plan's bounds or both are
-    not.
+    not. Kinds are numbered by what differs at all in this program.
     """
+    kinds, count = np.zeros(len(columns), np.int64), 1
+    for column, low, high in _distinguished(step, columns):
+        within = np.clip(column, low, high)
+        least, most = int(within.min(initial=high)), int(within.max(initial=low))
+        if least < most:
+            kinds = kinds * (most - least + 1) + (within - least)
+            count *= most - least + 1
+        if count > _MOST_KINDS:
+            kinds = np.unique(kinds, return_inverse=True)[1]
+            count = int(kinds.max()) + 1
+    firsts = np.full(count, len(columns), np.int64)
+    firsts[kinds[::-1]] = np.arange(len(columns))[::-1]
+    found: list[int] = np.sort(firsts[firsts < len(columns)]).tolist()
+    return found
+
+
+_MOST_KINDS = 2**16
+"""So many numbers of kinds are told apart by a table. If there might be more, they are numbered anew."""
+
+
+def _distinguished(step: StepIndex, columns: Instructions) -> Iterator[tuple[Ints, int, int]]:
+    """What tells kinds apart: columns, and the bounds beyond which their numbers are alike."""
     microbatch = np.digitize(columns.microbatches, [-1, 0, step.num_microbatches])
-    fields = (
-        (columns.stages, -2, len(step.placement)),
-        (columns.link_numbers, -2, len(columns.links)),
-        (columns.peers, -2, len(step.programs)),
-        (microbatch, 0, 3),
-        (columns.slots >= 0, 0, 1),
-        (columns.slots == -1, 0, 1),
-        (columns.buckets, -2, len(step.ending.buckets)),
-        (columns.parts, -2, max(step.parts.values(), default=0)),
-        (columns.joins, -2, max(map(len, step.joins.values()), default=0)),
-        (_own_rank(step, columns), -1, len(step.programs)),
-    )
-    kinds = columns.ops.astype(np.int64)
-    for column, low, high in fields:
-        kinds = kinds * (high - low + 1) + np.clip(column, low, high) - low
-    return sorted(np.unique(kinds, return_index=True)[1].tolist())
+    yield columns.ops, 0, len(OPS)
+    yield columns.stages, -2, len(step.placement)
+    yield columns.link_numbers, -2, len(columns.links)
+    yield columns.peers, -2, len(step.programs)
+    yield microbatch, 0, 3
+    yield (columns.slots >= 0).view(np.int8), 0, 1
+    yield (columns.slots == -1).view(np.int8), 0, 1
+    yield columns.buckets, -2, len(step.ending.buckets)
+    yield columns.parts, -2, max(step.parts.values(), default=0)
+    yield columns.joins, -2, max(map(len, step.joins.values()), default=0)
+    yield _own_rank(step, columns), -1, len(step.programs)
 
 
 def _own_rank(step: StepIndex, columns: Instructions) -> Ints:

@@ -18,7 +18,7 @@ at a time.
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import numpy as np
@@ -40,9 +40,20 @@ from pipec.ir import (
     replicas_of,
     stages_on,
 )
-from pipec.ir.columns import NUM_COLUMNS, OP_CODE, PART, PHASE_CODE, Floats, Instructions, Ints
+from pipec.ir.columns import (
+    NUM_COLUMNS,
+    OP_CODE,
+    PHASE_CODE,
+    Floats,
+    Instructions,
+    Ints,
+    compact,
+    concatenated,
+    constant,
+    taken,
+)
 from pipec.programs import round_ends
-from pipec.programs.buffer_slots import number_slots
+from pipec.programs.buffer_slots import with_slots
 from pipec.programs.dependence import Bools, Dependence
 from pipec.programs.meetings import Meeting, Meetings
 from pipec.programs.offloads import absences
@@ -115,9 +126,8 @@ def lower(
             Kind.RELEASE: _joined([_frees(index, rank), _meetings(meetings, rank, Kind.RELEASE)]),
             Kind.COPY: _copies(index, rank, offload),
         }
-        rows = _in_order(blocks)
-        number_slots(rows, buffered)
-        programs.append(Program(rank, Instructions(rows, tuple(links))))
+        columns = Instructions(_in_order(blocks), tuple(links))
+        programs.append(Program(rank, with_slots(columns, buffered)))
     return tuple(programs)
 
 
@@ -219,31 +229,40 @@ class _Block:
     """Instructions of one kind: the positions they belong to, and their columns."""
 
     positions: Ints
-    rows: Ints
+    columns: Sequence[Ints]
+
+    def taken(self, order: Ints) -> "_Block":
+        """The instructions in another order, or some of them."""
+        return _Block(self.positions[order], [taken(column, order) for column in self.columns])
 
 
 def _block(positions: Ints, *columns: Ints | int) -> _Block:
-    rows = np.full((NUM_COLUMNS, positions.size), -1, np.int32)
-    for row, column in zip(rows, columns, strict=False):
-        row[:] = column
-    return _Block(positions, rows)
+    filled = (*columns, *(-1,) * (NUM_COLUMNS - len(columns)))
+    size = positions.size
+    return _Block(positions, [constant(each, size) if isinstance(each, int) else each for each in filled])
+
+
+_NOTHING = _block(np.empty(0, np.int32))
 
 
 def _joined(blocks: Sequence[_Block]) -> _Block:
-    if not blocks:
-        return _block(np.empty(0, np.int32))
+    filled = [each for each in blocks if each.positions.size]
+    if not filled:
+        return _NOTHING
+    if len(filled) == 1:
+        return filled[0]
     return _Block(
-        np.concatenate([each.positions for each in blocks]),
-        np.concatenate([each.rows for each in blocks], axis=1),
+        np.concatenate([each.positions for each in filled]),
+        [concatenated([each.columns[k] for each in filled]) for k in range(NUM_COLUMNS)],
     )
 
 
-def _in_order(blocks: Mapping[Kind, _Block]) -> Ints:
-    """The rows of all blocks, sorted by position and then by kind. The sort is stable."""
+def _in_order(blocks: Mapping[Kind, _Block]) -> list[Ints]:
+    """The columns of all blocks, sorted by position and then by kind. The sort is stable."""
     ordered = [blocks[kind] for kind in Kind]
     keys = [block.positions * len(ordered) + number for number, block in enumerate(ordered)]
     order = np.argsort(np.concatenate(keys), kind="stable")
-    return np.ascontiguousarray(_joined(ordered).rows[:, order])
+    return [taken(compact(column), order) for column in _joined(ordered).columns]
 
 
 def _receives(
@@ -265,7 +284,7 @@ def _receives(
         blocks.append(posted)
         times.append(unit_order.ends[source][made])
     joined, order = _joined(blocks), np.argsort(np.concatenate(times), kind="stable")
-    return _Block(joined.positions[order], joined.rows[:, order])
+    return joined.taken(order)
 
 
 def _source(arriving: _Arriving) -> int:
@@ -286,7 +305,7 @@ def _channel(unit_order: _UnitOrder, rank: int, arriving: Sequence[_Arriving]) -
     joined, made = _joined(blocks), np.concatenate([each.producers for each, _ in arriving])
     order = np.argsort(made, kind="stable")
     positions = np.minimum.accumulate(joined.positions[order][::-1])[::-1]
-    return _Block(positions, joined.rows[:, order]), made[order]
+    return replace(joined.taken(order), positions=positions), made[order]
 
 
 def _sends(leaving: Sequence[_Traffic]) -> _Block:
@@ -310,19 +329,21 @@ def _computes(index: OrderIndex, rank: int, recompute: Collection[int], versions
     cells = index.cells[rank]
     ops = np.array([OP_CODE[Op(phase)] for phase in Phase], np.int32)[cells.phases]
     positions = np.arange(1, len(cells) + 1, dtype=np.int32)
-    parts = index.parts[rank]
-    read = versions[cells.stages, cells.microbatches]
+    parts = compact(index.parts[rank])
+    read = compact(versions[cells.stages, cells.microbatches])
     computes = _block(positions, ops, cells.stages, cells.microbatches, -1, -1, -1, -1, parts, -1, read)
     needs_forward = np.isin(cells.phases, [PHASE_CODE[Phase.BACKWARD], PHASE_CODE[Phase.BACKWARD_INPUT]])
     replayed = np.flatnonzero(np.isin(cells.stages, list(recompute)) & needs_forward & (parts <= 0))
-    replays = _Block(positions[replayed], computes.rows[:, replayed])
-    replays.rows[0], replays.rows[PART] = OP_CODE[Op.RECOMPUTE], -1
+    same = taken(cells.stages, replayed), taken(cells.microbatches, replayed), -1, -1, -1, -1
+    replays = _block(positions[replayed], OP_CODE[Op.RECOMPUTE], *same, -1, -1, read[replayed])
     return _joined([replays, computes])
 
 
 def _meetings(meetings: Sequence[Meeting], rank: int, kind: Kind | None = None) -> _Block:
     """The collectives, updates or releases that a rank takes part in, or all of these."""
     own = [each for each in meetings if rank in each.positions and kind in (None, each.op.traits.kind)]
+    if not own:
+        return _NOTHING
     positions = np.array([each.positions[rank] for each in own], np.int32)
     columns = [(OP_CODE[x.op], x.stage, x.microbatch, -1, -1, -1, x.bucket, -1, -1, x.version) for x in own]
     return _block(positions, *np.array(columns, np.int32).reshape(-1, NUM_COLUMNS).T)

@@ -2,15 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
 from pipec.ir import Op
-from pipec.ir.columns import OP_CODE, Ints
+from pipec.ir.columns import OP_CODE, Floats, Ints
 from pipec.programs.dependence import Bools, Dependence
-from pipec.programs.step_index import Deliveries, StepIndex
 from pipec.programs.timing import Reads, Run, run_cells
+
+if TYPE_CHECKING:
+    from pipec.programs.step_index import Deliveries, StepIndex
 
 
 @dataclass(frozen=True)
@@ -25,8 +27,8 @@ class ProgramCells:
     dependence: Dependence
 
     @classmethod
-    def of(cls, step: StepIndex) -> Self:
-        """The cells of programs that finish."""
+    def of(cls, step: "StepIndex") -> Self | None:
+        """The cells of programs; None if computes wait for each other."""
         computes = [columns.is_compute for columns in step.columns]
         first_cells: list[int] = np.cumsum([0, *(each.sum() for each in computes)]).tolist()
         next_cells = [
@@ -36,10 +38,30 @@ class ProgramCells:
         ops = [columns.ops[own] for columns, own in zip(step.columns, computes, strict=True)]
         units = np.where(np.concatenate(ops) == OP_CODE[Op.BACKWARD], 2.0, 1.0)
         run = run_cells(units, reads, first_cells)
-        assert isinstance(run, Run), "these programs do not finish"
-        return cls(first_cells, next_cells, Dependence(first_cells, run))
+        return cls(first_cells, next_cells, Dependence(first_cells, run)) if isinstance(run, Run) else None
 
-    def depend_on_what_follows(self, deliveries: Sequence[Deliveries]) -> Sequence[Bools]:
+    def post_in_one_order(self, deliveries: Sequence["Deliveries"]) -> bool:
+        """Whether ranks finish for certain, even if each of these sends waits for its receive.
+
+        In one run of the computes, an instruction is reached when the compute before it has ended. Of those
+        that are reached at the same time a lower rank's come first, and computes that begin then come last.
+        In this order over all ranks each instruction comes after those before it on its rank, and a reader
+        after the send of what it reads. If every receive comes before its send, all that an instruction waits
+        for comes before it, and no ring of waits can close. If not, another order might still do.
+        """
+        for each in deliveries:
+            source, target = each.route.source, each.route.target
+            sent, posted = self._reached(source, each.sends), self._reached(target, each.receives)
+            if not (posted <= sent if target < source else posted < sent).all():
+                return False
+        return True
+
+    def _reached(self, rank: int, numbers: Ints) -> Floats:
+        """When the computes before these instructions, which are none themselves, have ended."""
+        before = self.next_cells[rank][numbers] - 1
+        return np.where(before < self.first_cells[rank], 0.0, self.dependence.run.ends[before])
+
+    def depend_on_what_follows(self, deliveries: Sequence["Deliveries"]) -> Sequence[Bools]:
         """Message by message, whether it can be made only after the first compute behind its receive."""
         makers, others = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         found, asked = list[Bools](), list[Ints]()
@@ -57,7 +79,9 @@ class ProgramCells:
         return found
 
 
-def _reads(deliveries: Sequence[Deliveries], first_cells: Sequence[int], next_cells: Sequence[Ints]) -> Reads:
+def _reads(
+    deliveries: Sequence["Deliveries"], first_cells: Sequence[int], next_cells: Sequence[Ints]
+) -> Reads:
     readers, producers = [np.empty(0, np.int32)], [np.empty(0, np.int32)]
     for each in deliveries:
         made = _made(each, next_cells)
@@ -67,6 +91,6 @@ def _reads(deliveries: Sequence[Deliveries], first_cells: Sequence[int], next_ce
     return Reads(np.concatenate(readers), np.concatenate(producers))
 
 
-def _made(each: Deliveries, next_cells: Sequence[Ints]) -> Ints:
+def _made(each: "Deliveries", next_cells: Sequence[Ints]) -> Ints:
     """The last cell before each message is sent."""
     return next_cells[each.route.source][each.sends] - 1

@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipec.ir import Ending, Joins, Link, Op, Parts, Phase, Placement, Program
-from pipec.ir.columns import OP_CODE, OPS, Instructions, Ints, ranks_by_microbatch
+from pipec.ir.columns import OP_CODE, Instructions, Ints, ranks_by_microbatch
 from pipec.ir.text import instruction_lines
+from pipec.programs.program_cells import ProgramCells
 from pipec.programs.rendezvous import Site
 from pipec.programs.routes import Route, routes
 
@@ -17,7 +18,7 @@ BACKWARDS = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 COMPUTES = (Op.FORWARD, Op.RECOMPUTE, *BACKWARDS)
 """In the order in which a microbatch runs them."""
 
-_NUM_MICROBATCH_OPS = 1 + max(OP_CODE[op] for op in OPS if op.traits.per_microbatch)
+_NUM_MICROBATCH_OPS = 1 + max(OP_CODE[op] for op in (*COMPUTES, Op.FREE))
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class StepIndex:
     def counts(self) -> Ints:
         """At [op, stage, microbatch], how many such computes (of parts: the first) or frees there are."""
         if self._are_apart:
-            return (self.numbers >= 0).astype(np.int32)
+            return (self.numbers >= 0).astype(np.int8)
         counts = np.zeros(self._shape, np.int32)
         for each in self.columns:
             own = _in_turn(each, each.is_compute & (each.parts <= 0))
@@ -147,6 +148,11 @@ class StepIndex:
     @cached_property
     def routes(self) -> Sequence[Route]:
         return list(routes(self.links, self.placement, self.num_microbatches))
+
+    @cached_property
+    def cells(self) -> ProgramCells | None:
+        """The computes as cells that run, once deliveries are known; None if they wait for each other."""
+        return ProgramCells.of(self)
 
     @cached_property
     def deliveries(self) -> Sequence[Deliveries]:

@@ -44,7 +44,6 @@ from pipec.programs.fields import first_of_each_kind, misfits
 from pipec.programs.fold import num_to_lower
 from pipec.programs.meeting_waits import meeting_waits, waits_for_gradients
 from pipec.programs.memory import in_flight
-from pipec.programs.program_cells import ProgramCells
 from pipec.programs.rendezvous import Waits, circle, stalls
 from pipec.programs.step_index import BACKWARDS, COMPUTES, Deliveries, StepIndex, transfer_ops
 
@@ -345,8 +344,10 @@ def _keeps_channel_order(step: StepIndex) -> Iterator[Fault]:
 def _finishes(step: StepIndex) -> Iterator[Fault]:
     """No rank waits forever, even if every send waits until its receive is posted."""
     meetings = meeting_waits(step)
-    told = script_rules.waits_for_results(step)
-    waits = _together([_waits(step.deliveries), waits_for_gradients(step), meetings.waits, told])
+    others = _together([waits_for_gradients(step), meetings.waits, script_rules.waits_for_results(step)])
+    if not others.ranks.size and step.cells and step.cells.post_in_one_order(_crossing(step)):
+        return
+    waits = _together([_waits(step.deliveries), others])
     stalled = stalls([*(len(columns) for columns in step.columns), *[1] * meetings.count], waits)
     if stalled:
         ring = circle(meetings.of_ranks(stalled))
@@ -356,6 +357,11 @@ def _finishes(step: StepIndex) -> Iterator[Fault]:
         ]
         message = "\n".join(["deadlock if sends wait for their receives:", *lines])
         yield Fault(ring[0][0], message, tuple(site for site, _ in ring[1:]))
+
+
+def _crossing(step: StepIndex) -> Sequence[Deliveries]:
+    """The messages between ranks."""
+    return [each for each in step.deliveries if each.route.crosses_ranks]
 
 
 def _waits(deliveries: Sequence[Deliveries]) -> Waits:
@@ -383,8 +389,9 @@ def _joined(parts: Sequence[Ints]) -> Ints:
 
 def _posts_after_what_messages_need(step: StepIndex) -> Iterator[Fault]:
     """No receive is posted before a compute that its message depends on: a GPU may hold that one up."""
-    crossing = [each for each in step.deliveries if each.route.crosses_ranks]
-    depends = ProgramCells.of(step).depend_on_what_follows(crossing)
+    assert step.cells, "these programs do not finish"
+    crossing = _crossing(step)
+    depends = step.cells.depend_on_what_follows(crossing)
     for each, of_route in zip(crossing, depends, strict=True):
         for wrong in np.flatnonzero(of_route).tolist()[:1]:
             name = _message_name(each.route.link, int(each.route.microbatches[wrong]))

@@ -45,7 +45,7 @@ def lifted(placement: Placement, replicas: int) -> Placement:
 
 def _taking_turns(cells: Cells, first: int, replicas: int) -> Cells:
     """The cells of every ``replicas``-th microbatch, from ``first`` on."""
-    matrix = cells.matrix.copy()
+    matrix = cells.matrix
     matrix[2] = matrix[2] * replicas + first
     return Cells(matrix)
 

@@ -50,7 +50,10 @@ class Attribution:
         """
         awaited = np.maximum(self.awaited, self.queued)
         causes = np.where(awaited < 0, self.previous, awaited)
-        return np.where(np.append(self.last, -1)[causes] < 0, causes, np.append(self.last, -1)[causes])
+        if (self.last < 0).all():
+            return causes
+        last = np.append(self.last, -1)[causes]
+        return np.where(last < 0, causes, last)
 
 
 def waits(timeline: Timeline) -> Attribution:
@@ -64,22 +67,29 @@ def waits(timeline: Timeline) -> Attribution:
     """
     events, least = timeline.columns, NEGLIGIBLE * timeline.makespan
     previous = events.latest(events.is_work)
-    free = np.append(events.ends, 0.0)[previous]
+    free = _at(events.ends, previous, 0.0)
     idle = np.where(events.is_work, events.starts - free, 0.0)
     idle[idle <= least] = 0.0
     arrivals = _arrivals(events)
-    message = _last_inputs(readers(timeline), arrivals)
-    needed = _needed(events)
-    there = np.append(arrivals, -np.inf)[message], np.append(events.ends, -np.inf)[needed]
-    awaited = np.where(there[0] >= there[1], message, needed)
-    late = (idle > 0) & (np.maximum(*there) > free + least)
+    waiting = np.flatnonzero(idle)
+    message, needed = _last_inputs(readers(timeline), arrivals)[waiting], _needed(events)[waiting]
+    there = _at(arrivals, message, -np.inf), _at(events.ends, needed, -np.inf)
+    late = np.maximum(*there) > free[waiting] + least
+    awaited = np.full(len(events), -1)
+    awaited[waiting[late]] = np.where(there[0] >= there[1], message, needed)[late]
     queued = _queued(events, previous, least)
     ops = events.instructions.ops
-    for mask in (events.is_collective, *(ops == OP_CODE[op] for op in (Op.OFFLOAD, Op.PREFETCH))):
+    masks = (events.is_collective, *(ops == OP_CODE[op] for op in (Op.OFFLOAD, Op.PREFETCH)))
+    for mask in filter(np.any, masks):
         before = events.latest(mask)
-        follows = mask & (np.append(events.ends, 0.0)[before] > free)
+        follows = mask & (_at(events.ends, before, 0.0) > free)
         previous = np.where(follows, before, previous)
-    return Attribution(previous, idle, np.where(late, awaited, -1), queued, _last_to_come(events, previous))
+    return Attribution(previous, idle, awaited, queued, _last_to_come(events, previous))
+
+
+def _at(times: Floats, events: Ints, otherwise: float) -> Floats:
+    """The times of these events, or ``otherwise`` where there is none."""
+    return np.where(events < 0, otherwise, times[events])
 
 
 def readers(timeline: Timeline) -> Ints:
@@ -99,9 +109,8 @@ def _needed(events: Events) -> Ints:
     found = np.where(update, events.latest(events.is_collective), -1)
     for needed, computes in collectives_read(events.instructions):
         found[computes] = np.maximum(found, events.latest(needed))[computes]
-    ends = np.append(events.ends, -np.inf)
     for reader, copy in zip(*map(np.ndarray.tolist, copies_read(events.instructions)), strict=True):
-        if ends[copy] > ends[found[reader]]:
+        if found[reader] < 0 or events.ends[copy] > events.ends[found[reader]]:
             found[reader] = copy
     return found
 
@@ -113,7 +122,7 @@ def _last_to_come(events: Events, previous: Ints) -> Ints:
     """
     own = np.flatnonzero(events.is_collective)
     numbers = meetings(events.instructions, events.ranks, own)
-    free = np.append(events.ends, 0.0)[previous[own]]
+    free = _at(events.ends, previous[own], 0.0)
     latest = np.full(int(numbers.max(initial=-1)) + 1, -1)
     ascending = np.lexsort([free, events.starts[own]])
     latest[numbers[ascending]] = own[ascending]
@@ -132,7 +141,7 @@ def _queued(events: Events, previous: Ints, least: float) -> Ints:
     before, after = messages[:-1], messages[1:]
     waited = np.abs(events.starts[after] - events.ends[before]) <= least
     waited &= channels[before] == channels[after]
-    waited &= events.starts[after] > np.append(events.ends, 0.0)[previous[after]] + least
+    waited &= events.starts[after] > _at(events.ends, previous[after], 0.0) + least
     found = np.full(len(events), -1)
     found[after[waited]] = before[waited]
     return found

@@ -101,10 +101,12 @@ class Events(Sequence[Event]):
 
     def latest(self, mask: NDArray[np.bool_]) -> Ints:
         """For each event the last one before it on its rank at which ``mask`` is true, or -1."""
+        if not mask.any():
+            return np.full(len(self), -1)
         numbers = np.arange(len(self))
         found = np.maximum.accumulate(np.where(mask, numbers, -1))
         before = np.concatenate([[-1], found])[: len(self)]
-        return np.where(before < np.searchsorted(self.ranks, self.ranks), -1, before)
+        return np.where(before < self._bounds[self.ranks], -1, before)
 
     def where(self, mask: NDArray[np.bool_]) -> "Events":
         """The events at which ``mask`` is true."""
@@ -112,13 +114,19 @@ class Events(Sequence[Event]):
 
     def part(self, first: int, last: int) -> "Events":
         """The events from ``first`` on, before ``last``."""
-        instructions = Instructions(self.instructions.matrix[:, first:last], self.instructions.links)
+        instructions = self.instructions.part(first, last)
         return Events(self.ranks[first:last], instructions, self.starts[first:last], self.ends[first:last])
 
     def of_rank(self, rank: int) -> "Events":
         """The events of a rank, in order."""
-        first, last = np.searchsorted(self.ranks, (rank, rank + 1)).tolist()
-        return self.part(first, last)
+        last = self._bounds.size - 1
+        return self.part(int(self._bounds[min(rank, last)]), int(self._bounds[min(rank + 1, last)]))
+
+    @cached_property
+    def _bounds(self) -> Ints:
+        """Where the events of each rank begin, and those of the last one end."""
+        num_ranks = int(self.ranks.max(initial=-1)) + 1
+        return np.searchsorted(self.ranks, np.arange(num_ranks + 1, dtype=self.ranks.dtype))
 
     def __len__(self) -> int:
         return len(self.instructions)
@@ -222,7 +230,8 @@ class Timeline:
     @cached_property
     def work(self) -> Events:
         """The computes and updates."""
-        return self.columns.where(self.columns.is_work)
+        work = self.columns.is_work
+        return self.columns.where(work) if np.count_nonzero(work) > len(self.computes) else self.computes
 
     @cached_property
     def phases(self) -> frozenset[Phase]:

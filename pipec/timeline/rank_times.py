@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipec.ir import Op, Payload
 from pipec.ir.columns import OPS, Floats, Ints
@@ -50,8 +51,8 @@ def rank_times(timeline: Timeline, found: Attribution) -> tuple[RankTime, ...]:
     events, num_ranks = timeline.columns, timeline.num_ranks
     busy = np.bincount(events.ranks, np.where(events.is_work, events.ends - events.starts, 0.0), num_ranks)
     idle = np.bincount(events.ranks, found.idle, num_ranks)
-    worked = _latest_ends(events.where(events.is_work), np.zeros(num_ranks))
-    over = _latest_ends(events.where(events.is_collective), worked)
+    worked = _latest_ends(events, events.is_work, np.zeros(num_ranks))
+    over = _latest_ends(events, events.is_collective, worked)
     awaited = _awaited(events, found, worked, over)
     times = []
     for rank in range(num_ranks):
@@ -63,10 +64,10 @@ def rank_times(timeline: Timeline, found: Attribution) -> tuple[RankTime, ...]:
     return tuple(times)
 
 
-def _latest_ends(events: Events, ends: Floats) -> Floats:
-    """For each rank the latest end of its events, or what ``ends`` has if that is later."""
+def _latest_ends(events: Events, mask: NDArray[np.bool_], ends: Floats) -> Floats:
+    """For each rank the latest end of its events at which ``mask`` is true, or ``ends`` if that is later."""
     found = ends.copy()
-    np.maximum.at(found, events.ranks, events.ends)
+    np.maximum.at(found, events.ranks[mask], events.ends[mask])
     return found
 
 

@@ -94,14 +94,13 @@ def simulate(programs: Sequence[Program], costs: Costs, few: FewReplicas | None 
     durations = np.append(_durations(step, costs), np.zeros(step.num_arrivals))
     if not np.isfinite(durations.sum()):
         raise InputError("a cost is no finite number; expected the time of every phase and link")
-    run = run_cells(durations[step.order], _reads(step), step.first_cells)
+    run = run_cells(durations[step.order], _reads(step), step.first_cells, step.groups)
     if isinstance(run, Deadlock):
         raise VerifyError(_explain(step, step.order[run.cells]))
     cells = step.cells[: len(step.events)]
     shown = step.events
     if few:
-        shown = Instructions(shown.matrix.copy(), shown.links)
-        shown.matrix[2] = few.microbatches(shown.microbatches)
+        shown = shown.of_microbatches(few.microbatches(shown.microbatches))
     events = Events(step.ranks, shown, run.starts[cells], run.ends[cells])
     peaks = tuple(map(peak_in_flight, programs))
     return Timeline(events, peaks, costs.unit, alike=few.alike if few else None)
@@ -112,14 +111,14 @@ class _Step:
 
     Each occupies a resource while it lasts: computes and updates their rank, a message the channel from its
     rank to its peer, a collective its rank's turn at collectives, a copy one direction of its rank's link to
-    the host. The cells of ``run_cells`` are the events
-    resource by resource. Here rank 0 has the events 0 to 4::
+    the host. The cells of ``run_cells`` are the events resource by resource, those of a rank in one of the
+    ``groups``. Here rank 0 has the events 0 to 4::
 
         event             0     1     2     3     4     5     6     7
         which it is       F0    send  F1    send  B0    F0    B0    send
         resource          0     0->1  0     0->1  0     1     1     1->0
-        its cell          0     5     1     6     2     3     4     7
-        order, by cell    0     2     4     5     6     1     3     7
+        its cell          0     3     1     4     2     5     6     7
+        order, by cell    0     2     4     1     3     5     6     7
 
     A collective is an event on each of its ranks. For each there is also a cell without duration, numbered
     after the events: the arrival of the rank. The arrivals of one collective follow each other.
@@ -146,24 +145,26 @@ class _Step:
         return self.collectives.size
 
     def _lay_out(self) -> None:
-        """Number the cells: events and arrivals, resource by resource."""
-        num_ranks, ranks = len(self.programs), self.ranks.astype(np.int64)
-        resources = np.empty(len(self.events) + self.num_arrivals, np.int64)
-        resources[: len(self.events)] = ranks
-        channels = (ranks[self.sends] + 1) * num_ranks + self.events.peers[self.sends]
-        resources[self.sends] = channels
-        resources[self.collectives] = (num_ranks + 1) * num_ranks + ranks[self.collectives]
-        for number, copies in enumerate(self.copies):
-            resources[copies] = (num_ranks + 2 + number) * num_ranks + ranks[copies]
-        resources[len(self.events) :] = (num_ranks + 4) * num_ranks + self.meetings
+        """Number the cells: events rank by rank, and on each of them resource by resource; then arrivals."""
+        num_ranks = len(self.programs)
+        most = num_ranks + 4  # of a rank: itself, a channel to each rank, collectives, and copies both ways
+        own = self.ranks.astype(np.int64) * most
+        resources = np.concatenate([own, num_ranks * most + self.meetings])
+        resources[self.sends] += 1 + self.events.peers[self.sends]
+        for number, events in enumerate((self.collectives, *self.copies), start=1 + num_ranks):
+            resources[events] += number
         self.order = np.argsort(resources, kind="stable").astype(np.int32)
         self.cells = np.empty_like(self.order)
         self.cells[self.order] = np.arange(self.order.size, dtype=np.int32)
-        bounds = np.flatnonzero(np.diff(resources[self.order], prepend=-1))
+        resources = resources[self.order]
+        bounds = np.flatnonzero(np.diff(resources, prepend=-1))
         self.first_cells = [*bounds.tolist(), self.order.size]
+        self.groups = np.flatnonzero(np.diff(resources[bounds] // most, prepend=-1)).tolist()
 
     def last_before(self, mask: NDArray[np.bool_], events: Ints) -> Ints:
         """The last event before each of these on its rank at which ``mask`` is true, or -1."""
+        if not events.size:
+            return events
         latest = np.maximum.accumulate(np.where(mask, np.arange(self.ranks.size), -1))
         before = np.concatenate([[-1], latest])[events]
         first_of_rank = np.searchsorted(self.ranks, range(len(self.programs)))
@@ -203,8 +204,8 @@ def _durations(step: _Step, costs: Costs) -> Floats:
 
 
 def _keys(events: Instructions, which: Ints) -> list[list[int]]:
-    columns = np.stack([events.ops, events.stages, events.buckets, events.joins])
-    keys: list[list[int]] = columns[:, which].T.tolist()
+    columns = events.ops, events.stages, events.buckets, events.joins
+    keys: list[list[int]] = np.stack([column[which] for column in columns]).T.tolist()
     return keys
 
 

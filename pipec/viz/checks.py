@@ -6,6 +6,14 @@ from pipec.errors import InputError
 from pipec.timeline.attribution import Curve
 from pipec.timeline.events import Timeline
 
+MOST_EVENTS = 500_000
+"""Of more, a page is an overview, in which short computes are drawn together, and a trace is refused."""
+
+
+def num_events(timelines: Mapping[str, Timeline]) -> int:
+    """How many events the timelines have together."""
+    return sum(len(timeline.events) for timeline in timelines.values())
+
 
 def check_timelines(timelines: Mapping[str, Timeline], memory: Mapping[str, Sequence[Curve]]) -> None:
     """Raise InputError unless the timelines share one unit and ``memory`` fits them.

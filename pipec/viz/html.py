@@ -16,8 +16,9 @@ import numpy as np
 from pipec.ir import Payload
 from pipec.timeline.attribution import Attribution, Curve, critical_path, in_flight_over_time, waits
 from pipec.timeline.events import Event, Timeline
+from pipec.viz import checks
 from pipec.viz.causes import causes
-from pipec.viz.checks import check_timelines
+from pipec.viz.checks import check_timelines, num_events
 from pipec.viz.labels import (
     COLLECTIVES,
     COPIES,
@@ -61,7 +62,7 @@ def timeline_html(
     """
     memory = memory or {}
     check_timelines(timelines, memory)
-    if sum(len(timeline.events) for timeline in timelines.values()) > _MOST_EVENTS:
+    if num_events(timelines) > checks.MOST_EVENTS:
         return _overview(timelines, title)
     rounded = _rounding(max(timeline.makespan for timeline in timelines.values()))
     data = {
@@ -90,10 +91,6 @@ def _overview(timelines: Mapping[str, Timeline], title: str) -> str:
     )
     body = "\n".join([f"<h1>{escape(title)}</h1>", *pictures])
     return f'<!doctype html>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n{body}\n'
-
-
-_MOST_EVENTS = 500_000
-"""Of more, the page shows pictures that draw short computes together."""
 
 
 def _file(name: str) -> str:

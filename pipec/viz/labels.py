@@ -4,8 +4,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from pipec.ir import Op
-from pipec.ir.columns import OPS
+from pipec.ir.columns import OP_CODE, OPS
 from pipec.ir.text import PHASE_LETTERS, format_bytes, format_seconds, value_bytes
 from pipec.timeline.events import Event, Events, Timeline
 from pipec.timeline.steady import steady_state
@@ -55,8 +57,8 @@ _MOST_NAMES = 2
 
 def ops(events: Events) -> list[Op]:
     """What happens, in the order of ``NAMES``."""
-    found = {OPS[code] for code in set(events.instructions.ops.tolist())}
-    return [op for op in NAMES if op in found]
+    found = np.bincount(events.instructions.ops, minlength=len(OPS))
+    return [op for op in NAMES if found[OP_CODE[op]]]
 
 
 def lane_name(timeline: Timeline, rank: int) -> str:

@@ -98,8 +98,9 @@ def _panel_text(timeline: Timeline, panel: _Panel, label: Callable[[Event], str]
 def _row(events: Events, panel: _Panel, label: Callable[[Event], str], idle: str = _IDLE) -> str:
     cells = [idle] * panel.column(panel.end)
     firsts, lasts = panel.columns_of(events.starts), panel.columns_of(events.ends)
-    for index in (lasts > firsts).nonzero()[0].tolist():
-        event, first, last = events[index], int(firsts[index]), int(lasts[index])
+    shown = lasts > firsts
+    places = firsts[shown].astype(int).tolist(), lasts[shown].astype(int).tolist()
+    for event, first, last in zip(events.where(shown), *places, strict=True):
         cells[first:last] = _cell(label(event) if event.start >= panel.start else "", last - first)
     return "".join(cells).rstrip()
 
@@ -122,7 +123,8 @@ def _axis(timeline: Timeline, panel: _Panel) -> str:
 
 def _legend(timeline: Timeline) -> str:
     drawn = timeline.columns.where(timeline.columns.ends > timeline.columns.starts)
-    shown = [op for op in NAMES if op in {*ops(timeline.computes), *ops(drawn)}]
+    named = {*ops(timeline.computes), *ops(drawn)}
+    shown = [op for op in NAMES if op in named]
     entries = "  ".join(f"{LETTERS[op]} {NAMES[op]}" for op in shown)
     several = max(chunks(timeline).values(), default=0) > 0
     letters = "; letters a, b, ... are the stages of a rank" if several else ""

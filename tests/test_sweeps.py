@@ -1,0 +1,137 @@
+"""Sweeps, and a proof by one run, find what the plain way finds: times, faults and messages."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from pipec.errors import VerifyError
+from pipec.ir import Instruction, Op, Program
+from pipec.programs import timing
+from pipec.programs.lower import chain_links, lower
+from pipec.programs.program_cells import ProgramCells
+from pipec.programs.timing import AT_START, NEVER, Deadlock, Reads, run_cells
+from pipec.programs.verify import verify_programs
+from pipec.schedules import make_schedule
+from pipec.schedules.search.workload import Workload
+from pipec.timeline.simulate import simulate
+
+SCHEDULES = ("1f1b", "gpipe", "zb-h1", "interleaved-1f1b", "zb-v", "v-min")
+
+
+def in_rounds() -> object:
+    """Every time is found in rounds, of one cell of each resource."""
+    return patch.object(timing, "_sweep", lambda *_: None)
+
+
+def wait_by_wait() -> object:
+    """That ranks finish is found by moving each of them past one wait at a time."""
+    return patch.object(ProgramCells, "post_in_one_order", lambda *_: False)
+
+
+@st.composite
+def cells(draw: st.DrawFn) -> tuple[np.ndarray, Reads, list[int], list[int]]:
+    """Some resources with cells that read each other, perhaps in a ring or what is never made."""
+    counts = draw(st.lists(st.integers(0, 4), min_size=1, max_size=4))
+    total = sum(counts)
+    durations = draw(st.lists(st.sampled_from([0.0, 1.0, 2.0, 0.5, 0.1]), min_size=total, max_size=total))
+    number = st.integers(0, max(total - 1, 0))
+    pairs = draw(st.lists(st.tuples(number, number | st.sampled_from([AT_START, NEVER])), max_size=total))
+    readers, producers = np.array(pairs, np.int32).reshape(-1, 2).T if total else np.empty((2, 0), np.int32)
+    groups = [0, *sorted(draw(st.sets(st.integers(1, len(counts) - 1)) if len(counts) > 1 else st.just(())))]
+    return np.array(durations), Reads(readers, producers), [0, *np.cumsum(counts).tolist()], groups
+
+
+@settings(max_examples=150)
+@given(cells())
+@example((np.zeros(2), Reads(np.array([0, 1]), np.array([1, 0])), [0, 1, 2], [0, 1]))
+def test_sweeps_find_the_times_of_rounds(given_cells: tuple) -> None:
+    found = run_cells(*given_cells)
+    with in_rounds():
+        expected = run_cells(*given_cells)
+    if isinstance(expected, Deadlock):
+        assert isinstance(found, Deadlock)
+        assert found.cells.tolist() == expected.cells.tolist()
+    else:
+        assert not isinstance(found, Deadlock)
+        assert found.starts.tolist() == expected.starts.tolist()
+        assert found.ends.tolist() == expected.ends.tolist()
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_are_run_in_sweeps(name: str) -> None:
+    schedule = make_schedule(name, 4, 12, Workload.uniform(4))
+    links = chain_links(schedule.num_stages)
+    costs = Workload.uniform(4).costs(schedule, links)
+    with patch.object(timing, "_run_in_rounds", side_effect=AssertionError("a run did not settle")):
+        programs = lower(schedule, links)
+        with patch("pipec.programs.verify.stalls", side_effect=AssertionError("no order was found")):
+            verify_programs(programs, schedule.placement, links, schedule.num_microbatches)
+        timeline = simulate(programs, costs)
+    with in_rounds():
+        assert lower(schedule, links) == programs
+        assert simulate(programs, costs).events == timeline.events
+
+
+def swapped(instructions: list[Instruction], one: int, other: int) -> None:
+    instructions[one], instructions[other] = instructions[other], instructions[one]
+
+
+def moved(instructions: list[Instruction], one: int, other: int) -> None:
+    instructions.insert(other, instructions.pop(one))
+
+
+def dropped(instructions: list[Instruction], one: int, _: int) -> None:
+    del instructions[one]
+
+
+def repeated(instructions: list[Instruction], one: int, other: int) -> None:
+    instructions.insert(other, instructions[one])
+
+
+def renumbered(instructions: list[Instruction], one: int, other: int) -> None:
+    instructions[one] = replace(instructions[one], microbatch=instructions[other].microbatch)
+
+
+Edit = Callable[[list[Instruction], int, int], None]
+
+
+def outcome(programs: list[Program], verify: Callable[[list[Program]], None]) -> str:
+    try:
+        verify(programs)
+    except VerifyError as error:
+        return str(error)
+    return "no fault"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(SCHEDULES),
+    st.integers(2, 4),
+    st.sampled_from([swapped, moved, moved, moved, dropped, repeated, renumbered]),
+    st.data(),
+)
+def test_faults_are_those_of_the_plain_way(
+    name: str, num_ranks: int, edit: Edit, data: st.DataObject
+) -> None:
+    schedule = make_schedule(name, num_ranks, 2 * num_ranks, Workload.uniform(num_ranks))
+    links = chain_links(schedule.num_stages)
+    programs = list(lower(schedule, links))
+    rank = data.draw(st.integers(0, num_ranks - 1))
+    instructions = list(programs[rank].instructions)
+    of_messages = [k for k, each in enumerate(instructions) if each.op in (Op.SEND, Op.RECV)]
+    one = data.draw(st.sampled_from(of_messages or [0]))
+    other = min(max(one + data.draw(st.integers(-8, 8)), 0), len(instructions) - 1)
+    edit(instructions, one, other)
+    programs[rank] = Program(rank, tuple(instructions))
+
+    def verify(programs: list[Program]) -> None:
+        verify_programs(programs, schedule.placement, links, schedule.num_microbatches)
+
+    found = outcome(programs, verify)
+    with in_rounds(), wait_by_wait():
+        assert outcome(programs, verify) == found
