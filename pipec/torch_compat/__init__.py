@@ -3,8 +3,8 @@
 torch 2.11 to 2.13 are supported. ``front_ends`` and ``direct`` trace a module, ``branches`` lets them be told
 values, and ``guards`` tell later whether that would find the same. ``modules`` keeps the module as it was
 meanwhile, ``operators`` keeps some operators whole, ``arithmetic`` computes with sizes once, and
-``differentiation`` adds the backward. ``reading``, ``switches`` and ``fakes`` let another process tell whether it
-would trace the same, and read what was traced.
+``differentiation`` adds the backward. ``reading``, ``switches`` and ``fakes`` let another process tell
+whether it would trace the same, and read what was traced.
 """
 
 from torch._ops import HigherOrderOperator, OpOverload
