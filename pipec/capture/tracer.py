@@ -98,6 +98,7 @@ def capture(
         stack.enter_context(torch_compat.quiet())
         stack.enter_context(torch_compat.unchanged(step))
         stack.enter_context(without_caches(model))
+        stack.enter_context(torch_compat.remembered_arithmetic())
         stack.enter_context(torch_compat.unvalidated_distributions())
         stack.enter_context(torch_compat.whole_interpolations())
         stack.enter_context(torch_compat.whole_recurrent_networks())

@@ -2,13 +2,15 @@
 
 torch 2.11 to 2.13 are supported. ``front_ends`` and ``direct`` trace a module, ``branches`` lets them be told
 values, and ``guards`` tell later whether that would find the same. ``modules`` keeps the module as it was
-meanwhile, ``operators`` keeps some operators whole, and ``differentiation`` adds the backward. ``reading``,
-``switches`` and ``fakes`` let another process tell whether it would trace the same, and read what was traced.
+meanwhile, ``operators`` keeps some operators whole, ``arithmetic`` computes with sizes once, and
+``differentiation`` adds the backward. ``reading``, ``switches`` and ``fakes`` let another process tell
+whether it would trace the same, and read what was traced.
 """
 
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils import _pytree as pytree
 
+from pipec.torch_compat.arithmetic import remembered_arithmetic
 from pipec.torch_compat.branches import (
     Decision,
     MemoryKept,
@@ -123,6 +125,7 @@ __all__ = [
     "quiet",
     "reader",
     "reason_of",
+    "remembered_arithmetic",
     "runs_while_traced",
     "size_in",
     "switches",
