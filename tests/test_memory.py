@@ -87,6 +87,13 @@ def test_other_cuts_are_tried_for_a_smaller_limit() -> None:
         prepared(int(0.97 * smallest), "none", devices=3)
 
 
+def test_what_replaying_everything_needs_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the integer program makes of the limit: here, nothing that fits."""
+    limit = max(peaks(prepared(None, recompute="full")))
+    monkeypatch.setattr("pipec.compiler.recompute._fitted", lambda trial, offloads: trial)
+    assert max(peaks(prepared(limit))) <= limit
+
+
 @pytest.mark.slow
 def test_a_limit_that_recomputing_would_meet_is_not_met_by_none() -> None:
     limit = max(peaks(prepared(None, recompute="full")))
