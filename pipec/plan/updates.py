@@ -91,7 +91,8 @@ def beside_training(plan: Plan, training: Ending, facts: OptimizerFacts) -> Plan
         memory = stage.cost.memory
         if training.shard is Shard.PARAMETERS and share < 1:
             memory = replace(memory, weights=memory.weights + share * sum(sizes[name] for name in own))
-        memory = replace(memory, **{"host" if training.state_on_host else "state": state})
+        on_host = state if training.state_on_host else 0.0
+        memory = replace(memory, state=state - on_host, host=on_host)
         return replace(stage, cost=replace(stage.cost, memory=memory))
 
     return replace(plan, stages=tuple(map(beside, plan.stages)))
