@@ -110,8 +110,9 @@ class Case:
     schedule: str
     recompute: str = "auto"
     budget: float | None = None
-    replicas: int = 1
+    replicas: int | tuple[int, ...] = 1
     shard: str | None = None
+    precision: str | None = None
 
     def options(self) -> dict[str, Any]:
         return {
@@ -120,6 +121,7 @@ class Case:
             "recompute": self.recompute,
             "replicas": self.replicas,
             "shard": self.shard,
+            "precision": self.precision,
             "memory_limit": None if self.budget is None else self.limit(self.budget),
         }
 
@@ -144,13 +146,14 @@ def compiled(case: Case) -> tuple[pipec.Pipeline, dict[str, Tensor]]:
 
 
 def once(model: nn.Module, *args: Any, **options: Any) -> TrainingGraph:
-    """Capture a model the first time alone: that takes most of the time."""
-    if type(model) not in CAPTURED:
-        CAPTURED[type(model)] = capture(model, *args, **options)
-    return copy_graph(CAPTURED[type(model)])
+    """Capture a model the first time alone, in each precision: that takes most of the time."""
+    key = type(model), torch.is_autocast_enabled("cpu")
+    if key not in CAPTURED:
+        CAPTURED[key] = capture(model, *args, **options)
+    return copy_graph(CAPTURED[key])
 
 
-CAPTURED: dict[type[nn.Module], TrainingGraph] = {}
+CAPTURED: dict[tuple[type[nn.Module], bool], TrainingGraph] = {}
 
 
 @functools.cache
@@ -168,13 +171,21 @@ def measured(case: Case) -> list[tuple[float, float]]:
 
 
 def settings(models: Sequence[str], counts: Sequence[int], processes: bool) -> Iterator[Case]:
-    """Every schedule on so many stages; in processes, two replicas of half as many, sharded or not."""
+    """Every schedule on so many stages; in processes, two replicas of half as many, sharded or not.
+
+    Then bf16-mixed on two ranks, and a stage on three ranks before one on the fourth.
+    """
     shards = (None, "optimizer", "gradients", "parameters") if processes else (None,)
     replicas = 2 if processes else 1
     for model, count, schedule in itertools.product(models, counts, ("gpipe", "1f1b", "zb-h1")):
         if count > replicas or schedule == "gpipe":
             for shard in shards:
                 yield Case(model, count, schedule, replicas=replicas, shard=shard)
+    for model, count in itertools.product(models, counts):
+        if count == 2:
+            yield Case(model, count, "1f1b", replicas=replicas, precision="bf16-mixed")
+        if count == 4:
+            yield Case(model, count, "1f1b", replicas=(3, 1))
 
 
 def furthest(ratios: Sequence[float]) -> float:
@@ -196,10 +207,12 @@ def main(arguments: list[str] | None = None) -> list[float]:
     chosen, ways = settings(options.model or list(MODELS), counts, here.distributed), WAYS
     if options.short:
         chosen, ways = iter([Case("gpt2", counts[-1], "1f1b")]), {"none": WAYS["none"]}
-    say(f"| model | ranks | schedule | replicas | shard | {' | '.join(ways)} |")
-    say(f"|---|--:|---|--:|---|{'--:|' * len(ways)}")
+    say(f"| model | ranks | schedule | precision | replicas | shard | {' | '.join(ways)} |")
+    say(f"|---|--:|---|---|--:|---|{'--:|' * len(ways)}")
     for setting in chosen:
-        cells = [setting.model, setting.ranks, setting.schedule, setting.replicas, setting.shard or ""]
+        numbers = setting.replicas if isinstance(setting.replicas, tuple) else (setting.replicas,)
+        how = setting.schedule, setting.precision or "", "-".join(map(str, numbers)), setting.shard or ""
+        cells = [setting.model, setting.ranks, *how]
         for way in ways.values():
             ratios = [said / most for said, most in measured(replace(setting, **way))]
             found += ratios

@@ -28,6 +28,7 @@ def prepared(memory_limit: int | str | None, recompute: str = "auto", devices: i
         microbatches=4,
         recompute=recompute,
         memory_limit=memory_limit,
+        dynamic=False,
     )
     return pipe.prepare(*batch()[:1], target=batch()[1])
 
@@ -41,13 +42,11 @@ def peaks(pipe: Pipeline) -> list[int]:
     return [need.peak_bytes for need in plan_memory(pipe.plan, pipe.programs)]
 
 
-def test_no_limit_keeps_everything() -> None:
-    assert not any(stage.replays for stage in prepared(None).plan.stages)
-
-
 @pytest.mark.slow
 def test_auto_recomputes_only_on_ranks_that_would_not_fit() -> None:
-    free = peaks(prepared(None))
+    unlimited = prepared(None)
+    assert not any(stage.replays for stage in unlimited.plan.stages)
+    free = peaks(unlimited)
     assert free[0] > free[1]  # the first rank has more microbatches in flight
     pipe = prepared((free[0] + free[1]) // 2)
     assert [stage.replays for stage in pipe.plan.stages] == [True, False]
@@ -103,6 +102,13 @@ def test_other_cuts_are_tried_for_a_smaller_limit() -> None:
         prepared(int(0.97 * smallest), "none", devices=3)
 
 
+def test_what_replaying_everything_needs_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the integer program makes of the limit: here, nothing that fits."""
+    limit = max(peaks(prepared(None, recompute="full")))
+    monkeypatch.setattr("pipec.compiler.recompute._fitted", lambda trial, offloads: trial)
+    assert max(peaks(prepared(limit))) <= limit
+
+
 @pytest.mark.slow
 def test_a_limit_that_recomputing_would_meet_is_not_met_by_none() -> None:
     limit = max(peaks(prepared(None, recompute="full")))
@@ -128,7 +134,7 @@ def test_a_checkpoint_in_the_model_is_overruled_and_the_user_is_told(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     x, y = batch()
-    pipe = pipec.compile(Checkpointed(), 1, loss_fn=nn.functional.mse_loss, microbatches=4)
+    pipe = pipec.compile(Checkpointed(), 1, loss_fn=nn.functional.mse_loss, microbatches=4, dynamic=False)
     pipe.prepare(x, target=y)
     assert not any(stage.replays for stage in pipe.plan.stages)
     assert "torch.utils.checkpoint at test_memory.py:" in caplog.text
@@ -141,7 +147,7 @@ def test_a_limit_that_is_no_size_is_refused(text: str) -> None:
         prepared(text)
 
 
-@pytest.mark.parametrize(("schedule", "recompute"), [("1f1b", "none"), ("1f1b", "full"), ("zb-v", "none")])
+@pytest.mark.parametrize(("schedule", "recompute"), [("1f1b", "full"), ("zb-v", "none")])
 def test_the_curves_of_the_page_rise_to_what_the_plan_says(schedule: str, recompute: str) -> None:
     x, y = batch()
     pipe = pipec.compile(
@@ -151,6 +157,7 @@ def test_the_curves_of_the_page_rise_to_what_the_plan_says(schedule: str, recomp
         microbatches=4,
         schedule=schedule,
         recompute=recompute,
+        dynamic=False,
     ).prepare(x, target=y)
     curves = rank_memory_over_time(pipe.plan, pipe.programs, pipe.simulate())
     highest = [max(amount for _, amount in curve) for curve in curves]

@@ -80,3 +80,13 @@ def test_state_counts_against_the_limit_of_memory() -> None:
     assert prepared(memory_limit=int(need) - P, recompute="none")
     with pytest.raises(InfeasibleError, match="weights, gradients and state"):
         prepared(optimizer=adam, memory_limit=int(need) - P, recompute="none")
+
+
+def test_an_evaluation_leaves_room_for_the_state_that_training_keeps() -> None:
+    adam, x = functools.partial(optim.AdamW, lr=1e-3), torch.ones(400, 128)
+    need = int(prepared(optimizer=adam).memory().peak_bytes)
+    pipe = prepared(optimizer=adam, memory_limit=need)
+    with pytest.raises(InfeasibleError, match="too many"):
+        pipe.eval_step(x, target=x)
+    assert prepared(optimizer=adam, memory_limit=need + 2 * P).eval_step(x, target=x) >= 0
+    assert prepared(optimizer=adam, memory_limit=need, offload="optimizer").eval_step(x, target=x) >= 0

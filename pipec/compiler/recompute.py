@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from pipec.compiler.pass_list import NOTHING_AWAY
 from pipec.compiler.staged import DOUBT, Trial
 from pipec.cost.formulas import node_bytes
 from pipec.graph.lifetimes import course
@@ -37,11 +38,15 @@ def within_memory(trial: Trial) -> Trial:
     """The same schedule on the same cut, where ranks that lack memory do as little about it as lets them fit.
 
     They replay, or let values wait on the host, or both, as the options allow. Where they may do both, the
-    simulator decides whether it is better to replay alone.
+    simulator decides whether it is better to replay alone. Where no choice fits, replaying everything may,
+    because what a function holds is not known before it is chosen.
     """
     options = trial.staged.options
     ways = [False] * (options.recompute == "auto") + [True] * (options.offloads and not trial.overlaps)
-    return min((_fitted(trial, offloads) for offloads in ways), key=lambda each: each.score)
+    tried = [_fitted(trial, offloads) for offloads in ways]
+    if options.recompute == "auto" and all(any(each.excess) for each in tried):
+        tried.append(_marked(trial, MarkRecompute(None)))
+    return min(tried, key=lambda each: each.score)
 
 
 def _fitted(trial: Trial, offloads: bool) -> Trial:
@@ -98,7 +103,10 @@ def _replaying(trial: Trial, groups: Sequence["_Group"]) -> Trial:
         frozenset(name for group in groups for name in group.replayed),
         late=frozenset(stage for group in groups if group.is_late for stage in group.stages),
     )
-    offload = MarkOffload(frozenset(name for group in groups for name in group.offloaded))
+    return _marked(trial, again, MarkOffload(frozenset(name for group in groups for name in group.offloaded)))
+
+
+def _marked(trial: Trial, again: MarkRecompute, offload: MarkOffload = NOTHING_AWAY) -> Trial:
     return trial.staged.recomputing(again, offload).trial(trial.schedule, trial.plan.microbatch_size)
 
 

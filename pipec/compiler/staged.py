@@ -43,7 +43,7 @@ from pipec.plan.build import Names, build_plan, stage_cost
 from pipec.plan.memory import plan_memory
 from pipec.plan.offloads import with_copies
 from pipec.plan.predictions import simulate_plan, step_seconds
-from pipec.plan.updates import with_updates
+from pipec.plan.updates import beside_training, with_updates
 from pipec.plan.values import value_of
 from pipec.planner.recompute import Value
 from pipec.programs.alike import ReplicatedPrograms, few_replicas, played
@@ -316,8 +316,10 @@ class StagedGraph:
         return replace(plan, schedule=schedule.name, num_microbatches=count), stages
 
     def _with_updates(self, plan: Plan) -> Plan:
-        if not (plan.ending.updates and self.options.optimizer):
+        if not (self.options.ending.updates and self.options.optimizer):
             return plan
+        if not plan.ending.updates:
+            return beside_training(plan, self.options.ending, self.options.optimizer)
         return with_updates(plan, self.options.optimizer, self.options.device_model)
 
     def _message_seconds(self, stage: StageFunctions, size: int, source: int, target: int) -> float:

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pipec.hardware.devices import DeviceModel
-from pipec.ir import Bucket, Ending, Plan, Sharding, Stage, StageMemory, Versions, replicas_of
+from pipec.ir import Bucket, Ending, Plan, Shard, Sharding, Stage, StageMemory, Versions, replicas_of
 from pipec.ir.sharding import even_slices, whole_tensors
 from pipec.ir.text import value_bytes
 
@@ -75,6 +75,27 @@ def with_updates(plan: Plan, facts: OptimizerFacts, device: DeviceModel) -> Plan
     ]
     plan = replace(plan, ending=replace(plan.ending, buckets=tuple(buckets)))
     return replace(plan, stages=tuple(_updated(plan, stage, shares, facts, device) for stage in plan.stages))
+
+
+def beside_training(plan: Plan, training: Ending, facts: OptimizerFacts) -> Plan:
+    """The plan of an evaluation, with what ``training`` keeps meanwhile: the optimizer's state.
+
+    Parameters of which replicas keep shares are there whole beside these.
+    """
+    sizes = {value.name: value_bytes(value, {}) for value in plan.parameters}
+
+    def beside(stage: Stage) -> Stage:
+        own = [name for name in stage.parameters if name not in stage.borrowed]
+        share = 1 / len(plan.placement[stage.index]) if training.shard else 1.0
+        state = share * sum((facts.state_bytes or {}).get(name, 0) for name in own)
+        memory = stage.cost.memory
+        if training.shard is Shard.PARAMETERS and share < 1:
+            memory = replace(memory, weights=memory.weights + share * sum(sizes[name] for name in own))
+        on_host = state if training.state_on_host else 0.0
+        memory = replace(memory, state=state - on_host, host=on_host)
+        return replace(stage, cost=replace(stage.cost, memory=memory))
+
+    return replace(plan, stages=tuple(map(beside, plan.stages)))
 
 
 def _with_bytes(bucket: Bucket, share: _Share, device: DeviceModel) -> Bucket:

@@ -194,6 +194,7 @@ class _Endpoint:
     def __init__(self, ranks: InProcess, rank: int) -> None:
         self._ranks = ranks
         self._rank = rank
+        self._inboxes: list[Inbox] = []
 
     def sender(self, instruction: Instruction, tag: int) -> Send:
         send = self._ranks.mailbox(tag, self._rank, instruction.peer).send
@@ -201,11 +202,12 @@ class _Endpoint:
 
     def receiver(self, instruction: Instruction, tag: int) -> Receiver:
         mailbox = self._ranks.mailbox(tag, instruction.peer, self._rank)
-        return Inbox(mailbox, instruction, self._ranks.devices[self._rank])
+        self._inboxes.append(Inbox(mailbox, instruction, self._ranks.devices[self._rank]))
+        return self._inboxes[-1]
 
     def held(self) -> Sequence[Tensor]:
-        """Nothing: messages bring their own memory."""
-        return ()
+        """Nothing, since messages bring their own memory; while a meter counts, what processes would have."""
+        return [memory for inbox in self._inboxes for memory in inbox.held()]
 
     def group(self, ranks: Sequence[int], num_hosts: int = 1) -> Group:
         return self._ranks.group(ranks, self._rank)

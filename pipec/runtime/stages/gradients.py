@@ -64,7 +64,7 @@ class GradientSum:
         ]
 
     def follow_update(self) -> None:
-        """Start anew after an update of a stream. Totals of ``apart`` are of later mini-batches."""
+        """Let go of what an update has used. In a stream, totals of ``apart`` are of later mini-batches."""
         self._totals = [
             total if index in self._apart else parameter.grad
             for index, (total, parameter) in enumerate(zip(self._totals, self._parameters, strict=True))

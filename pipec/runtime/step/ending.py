@@ -123,9 +123,12 @@ class EndingLinker:
         if update is None:
             return self._after(waits, _nothing)
 
+        gradients = self._rank.stages[stage].gradients
+
         def act() -> None:
             updating.begun.add(stage)
             update.update(updating.factor)
+            gradients.follow_update()
 
         return self._after(waits, self._if_updating(act))
 
