@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 import pipec
 from pipec.codegen.held import short_ends
 from pipec.codegen.layout import LINE_LENGTH, statement
+from pipec.codegen.stage import StageSource
 from pipec.pipeline import Pipeline
 
 HOSTILE = (
@@ -143,6 +145,17 @@ def test_a_parameter_is_called_after_the_end_of_its_name() -> None:
         "2.bias",
         "bias",
     ]
+
+
+def test_hundreds_of_names_are_unpacked_of_more() -> None:
+    """Python takes up to 255 of them before a star."""
+    held = [f"scale_{index}" for index in range(300)]
+    source = SimpleNamespace(names={name: name for name in held})
+    for last in (254, 255, 298, 299):
+        lines = StageSource.unpack(source, "w", held, held[: last + 1])  # type: ignore[arg-type]
+        found = {"w": tuple(range(300))}
+        exec(textwrap.dedent("\n".join(lines)), found)
+        assert [found[name] for name in held[: last + 1]] == list(range(last + 1))
 
 
 def test_no_line_is_long_that_can_be_broken() -> None:

@@ -4,13 +4,14 @@ import functools
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from combinations import OPTIONS, SIZES, Captured, TrainingRun, captured, save_with_tensors
 from models import Factory, gpt2_with_dropout, perceptron, resnet, t5
 from parts import apart, artifact_in_parts, staged_in_parts
-from torch import Tensor
+from torch import Tensor, fx
 from unsplit import Outcome, relative_error
 from workers import read_outcome, run_ranks, train
 
@@ -20,8 +21,10 @@ from pipec.artifact.directory import Artifact
 from pipec.codegen.stage import StageSource
 from pipec.compiler.staged import NOTHING_AGAIN, StagedGraph
 from pipec.errors import VerifyError
+from pipec.graph import send
 from pipec.graph.functions import stage_functions
 from pipec.graph.invariants import verify
+from pipec.graph.parts import divide
 from pipec.hardware.devices import DeviceModel, LinkModel
 from pipec.hardware.topology import alike
 from pipec.ir import GRADIENT_PHASES, Phase, Schedule, Shard
@@ -217,6 +220,13 @@ def backward_2(w, saved, x):
     grad_layers_0_bias = sum_3.reshape([8])
     return {}, (grad_layers_0_weight, grad_layers_0_bias, None, None, None, None)
 """
+
+
+def test_a_backward_may_send_what_the_forward_made() -> None:
+    """A mask that the stage makes for its loss, and that a gradient before it is multiplied by as well."""
+    graph = fx.Graph()
+    sent = graph.call_function(send, (graph.placeholder("mask"), 0))
+    assert divide(SimpleNamespace(outputs=[]), [sent], [["w"]]) == [{sent}]  # type: ignore[arg-type]
 
 
 def test_a_graph_whose_parts_do_not_follow_each_other_is_refused() -> None:

@@ -19,6 +19,8 @@ from pipec.graph.lifetimes import dying, is_statement, items_of, made_by, sums_i
 from pipec.ir import Phase
 from pipec.ir.text import format_dtype
 
+MOST_BEFORE_A_STAR = 255
+
 RUNTIME = {"pipec.runtime.branches": {"assume"}, "pipec.runtime.draws": {"draw", "dropout"}}
 """What generated code may import of pipec: names by module."""
 
@@ -142,11 +144,19 @@ class StageSource:
         return [f"{name} = (", *rows, ")"]
 
     def unpack(self, variable: str, held: Sequence[fx.Node], read: Collection[fx.Node]) -> list[str]:
-        """``c_fc_weight, c_fc_bias, *_ = w``: all up to the last that is read."""
+        """``c_fc_weight, c_fc_bias, *_ = w``: all up to the last that is read.
+
+        Python takes up to 255 names before a star. Of more it is ``... = w[:300]``.
+        """
         last = max((index for index, node in enumerate(held) if node in read), default=-1)
         names = [self.names[node] for node in held[: last + 1]]
-        rest = ["*_"] if last + 1 < len(held) else []
-        return wrapped("    ", names + rest, f" = {variable}") if names else []
+        if not names:
+            return []
+        if len(names) == len(held):
+            return wrapped("    ", names, f" = {variable}")
+        if len(names) > MOST_BEFORE_A_STAR:
+            return wrapped("    ", names, f" = {variable}[:{len(names)}]")
+        return wrapped("    ", [*names, "*_"], f" = {variable}")
 
     def _constants(self) -> list[str]:
         body, name = self.stage.constants, self.names.__getitem__

@@ -43,5 +43,5 @@ def _first_groups(
         found[node] = min([found[node], *(found[user] for user in node.users if user in found)])
     for node in nodes:
         if node.target in (operator.getitem, send):
-            found[node] = found[node.all_input_nodes[0]]
+            found[node] = found.get(node.all_input_nodes[0], found[node])
     return found
