@@ -118,7 +118,7 @@ def _truth(node: fx.Node, part_of: PartOf) -> Truth | None:
 
 
 def _of_rows(name: str, rows: fx.Node) -> Truth | None:
-    """What a call makes of ``rows`` that returns one element. The number of those that are true is ``ANY``."""
+    """What a call makes of ``rows`` that returns one element. How many of them are true is ``ANY``, too."""
     if name == "count_nonzero" or (name == "sum" and _dtype(rows) is torch.bool):
         return Truth.ANY
     return _REDUCED.get(name)

@@ -50,7 +50,7 @@ def branches_decided(
 
     A call has the condition, its truth value and an empty text. What ``.item()`` takes out of a tensor counts
     as a condition if it is a truth value, and else where a branch compares it with a number: that becomes a
-    comparison of tensors. What ``torch._check_tensor_all`` asks, and an assertion that compares such a number,
+    comparison of tensors. What ``torch._check_tensor_all`` asks, and an assertion that compares such numbers,
     becomes a call of ``expect``, with the condition and an empty text. Other assertions stay what Dynamo
     makes of them.
     """
@@ -117,7 +117,7 @@ def _of_tensors(tx: Any, asked: fx.Node) -> fx.Proxy | None:
     compare, compared = (asked.target, asked.args) if is_comparison else (operator.ne, (asked, 0))
     taken = [_taken_out(side) for side in compared]
     others = [side for side, item in zip(compared, taken, strict=True) if item is None]
-    tensors = [item.args[0].meta["example_value"] for item in taken if item is not None]  # type: ignore[union-attr]
+    tensors = [item.all_input_nodes[0].meta["example_value"] for item in taken if item is not None]
     kinds = {tensor.is_floating_point() for tensor in tensors}
     if len(kinds) != 1 or any(tensor.is_complex() for tensor in tensors):
         return None

@@ -80,9 +80,6 @@ SIZES: dict[str, dict[str, Any]] = {
     "PerceiverForImageClassificationConvProcessing": LATENTS,
     "PerceiverForImageClassificationFourier": LATENTS,
     "PerceiverForMaskedLM": {"max_position_embeddings": TOKENS},
-    "ReformerForMaskedLM": {"num_hashes": 1},
-    "ReformerForSequenceClassification": {"num_hashes": 1},
-    "ReformerModelWithLMHead": {"num_hashes": 1},
     "SwinForImageClassification": WINDOWS,
     "Swinv2ForImageClassification": WINDOWS,
     "XmodForCausalLM": {"default_language": "en_XX"},
@@ -120,12 +117,16 @@ INPUTS: dict[str, Callable[[int], Inputs]] = {
 }
 """What an architecture is called with that takes other arguments than most of its kind."""
 
+BATCHED = {"GitForCausalLM": {"pixel_values": 0}}
+"""Arguments that are split although the model could take any number of their rows."""
+
 
 def find(name: str) -> Case:
     kind, _, class_name = name.partition("/")
     sizes = {"is_decoder": True} if kind == "CausalLM" else {}
     sizes |= SIZES.get(class_name, {})
-    return Case(name, lambda: _small(class_name, sizes), INPUTS.get(class_name, KINDS[kind][1]))
+    batch, batched = INPUTS.get(class_name, KINDS[kind][1]), BATCHED.get(class_name)
+    return Case(name, lambda: _small(class_name, sizes), batch, batched=batched)
 
 
 def _small(class_name: str, sizes: Mapping[str, Any]) -> nn.Module:
