@@ -220,7 +220,8 @@ def compile(
         ending = replace(ending, state_on_host=True)
     facts = _optimizer_facts(updates, optimizer, tensors, device)
     offloads = offload in ("activations", "all")
-    options = CompilerOptions(device_model, joined, recompute, offloads, measured, ending, facts)
+    anywhere = ranks.world.distributed or len({*ranks.devices.values()}) == 1
+    options = CompilerOptions(device_model, joined, recompute, offloads, measured, ending, facts, anywhere)
     tuner = Autotuner(
         policy,
         may_recompute=recompute == "auto",

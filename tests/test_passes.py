@@ -305,7 +305,7 @@ def test_pipec_dump_writes_the_graph_after_every_pass(
         "02_annotate_cost.txt",
         "03_take_apart.txt",
         "04_prepare_weights.txt",
-        "05_cut_stages.txt",
+        "05_cut_in_time.txt",
         "06_untie_gradients.txt",
         "07_insert_communication.txt",
         "08_mark_recompute.txt",

@@ -31,8 +31,11 @@ def name_held(
     for node in stage.prepared:
         made: tuple[fx.Node, ...] = graph.prepared.output_node().args[0]  # type: ignore[union-attr, assignment]
         source, fqns = made[node.meta["role"].index], node.meta["role"].fqns
-        cast = f"{of[fqns[0]]}_{format_dtype(str(node.meta['val'].dtype).removeprefix('torch.'))}"
-        found[node] = found[source] = unique(cast, taken) if len(fqns) == 1 else names[source]
+        if len(fqns) == 1 and not node.meta["role"].buffers:
+            dtype = format_dtype(str(node.meta["val"].dtype).removeprefix("torch."))
+            found[node] = found[source] = unique(f"{of[fqns[0]]}_{dtype}", taken)
+        else:
+            found[node] = names[source]
     for fqn, gradient in (pair for function in stage.functions for pair in function.gradients):
         if gradient not in found:
             found[gradient] = unique(f"grad_{of[fqn]}", taken)

@@ -204,18 +204,22 @@ class StageSource:
 
     def _prepare(self) -> list[str]:
         nodes = prepared_nodes(self.graph, self.stage.prepared)
-        weights = {node.meta["role"]: node for node in self.stage.parameters}
-        held = {node: weights[node.meta["role"]] for node in nodes if node.op == "placeholder"}
+        tensors = {node.meta["role"]: node for node in (*self.stage.parameters, *self.stage.buffers)}
+        held = {node: tensors[node.meta["role"]] for node in nodes if node.op == "placeholder"}
         body = [node for node in nodes if node.op != "placeholder"]
 
         def name(node: fx.Node) -> str:
             return self.names[held.get(node, node)]
 
         assert self.graph.prepared is not None
+        read = {*held.values()}
+        tables = {"w": self.stage.parameters, "buffers": self.stage.buffers}
+        parameters = [name for name, table in tables.items() if read.intersection(table)]
+        parameters += ["device"] if "device" in self.free_names(body) else []
         return [
-            f"def prepare({', '.join(['w', *(['device'] if 'device' in self.free_names(body) else [])])}):",
-            '    """What depends on weights alone: computed once for each version of them."""',
-            *self.unpack("w", self.stage.parameters, {*held.values()}),
+            f"def prepare({', '.join(parameters)}):",
+            '    """What depends on nothing but these: computed once for each version of the weights."""',
+            *(line for name, table in tables.items() for line in self.unpack(name, table, read)),
             *self._computed_apart(self.graph.prepared, body, self.stage.prepared, name),
         ]
 

@@ -23,6 +23,7 @@ from pipec.ir import Alternative, Placement, RankMemory, Schedule, count_ranks
 from pipec.ir.batch import split_sizes
 from pipec.passes import Pass
 from pipec.passes.cut_for_replicas import CutForReplicas
+from pipec.passes.cut_in_time import CutInTime
 from pipec.passes.cut_replaying import CutReplaying
 from pipec.passes.cut_stages import CutStages
 from pipec.passes.place_replicas import PlaceReplicas
@@ -178,9 +179,10 @@ class Autotuner:
         if not isinstance(self.policy.replicas, int):
             return CutForReplicas(self.policy.replicas, size, updates)
         if not _is_straight(placement):
-            return self.shared(CutStages(alike(len(placement), topology.slowest_link), size))
+            devices = alike(len(placement), topology.slowest_link)
+            return self.shared(CutStages(devices, size), len(placement), size)
         devices = self.grouped(topology).without_limits()
-        return self.shared(CutStages(devices, size, updates=updates))
+        return self.shared(CutStages(devices, size, updates=updates), len(placement), size)
 
     def updates(self, count: int) -> StageUpdates | None:
         """The updates after each mini-batch of so many microbatches; None where there is a flush."""
@@ -205,8 +207,10 @@ class Autotuner:
         """
         return self.may_recompute and len({*devices.devices}) == 1 and len(devices.levels) == 1
 
-    def shared(self, cut: Pass) -> Pass:
-        """The cut for a pipeline as that for all its replicas."""
+    def shared(self, cut: Pass, num_stages: int, size: int) -> Pass:
+        """The cut for a pipeline as that for all its replicas. Without a flush, stages share no weights."""
+        if not self.policy.may_be_asynchronous:
+            cut = CutInTime(cut, num_stages, size)
         return cut if self.policy.replicas == 1 else ShareStages(cut, self.members())
 
     def fitting(self, staged: StagedGraph, schedule: Schedule, size: int) -> Trial:
@@ -293,7 +297,8 @@ class _Search:
             try:
                 options = devices.reserving(reserved), size, in_flight
                 within = CutReplaying(*options) if replays else CutStages(*options, updates)
-                found = self._nearest(cut(self.tuner.shared(within)), placement, replays)
+                shared = self.tuner.shared(within, len(placement), size)
+                found = self._nearest(cut(shared), placement, replays)
             except PlanError as error:
                 self.obstacle = self.obstacle or error
                 return

@@ -36,6 +36,7 @@ from pipec.ir import Alternative, Mode, Placement, Precision, Shard, Sizes, Vari
 from pipec.ir.batch import require_equal_rows, split_sizes, variable_values
 from pipec.passes import Pass
 from pipec.passes.follow_owners import FollowOwners, owners_of
+from pipec.passes.steps_in_time import divided
 from pipec.torch_compat import Place
 
 log = logging.getLogger("pipec")
@@ -286,7 +287,8 @@ class Compiler:
         return counts if self.dynamic else counts[:1]
 
     def _settle_on(self, signature: Signature, staged: StagedGraph, placement: Placement) -> None:
-        self._settled = Settled(placement, owners_of(staged.graph), staged.graph.ranks)
+        graph = staged.graph
+        self._settled = Settled(placement, owners_of(graph), graph.ranks, divided(graph))
         self._captures.staged[signature] = [staged]
 
     def _keep(self, choice: Choice) -> None:
@@ -318,7 +320,8 @@ class Compiler:
         for staged in known:
             if staged.graph.serves(sizes[0], values):
                 return staged
-        follow = FollowOwners(len(self._settled.placement), self._settled.owners, self._settled.ranks)
+        settled = self._settled
+        follow = FollowOwners(len(settled.placement), settled.owners, settled.ranks, settled.divided)
         graph = self._capture(signature, call, start, sizes)
         known.append(self._cut(graph, follow, replace(self.options, profile=None)))
         return known[-1]

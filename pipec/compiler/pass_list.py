@@ -30,7 +30,8 @@ class CompilerOptions:
     ``device_model`` describes every device, ``topology`` how they are joined and what each of them holds.
     ``recompute`` is "auto", "none" or "full". If it ``offloads``, saved values may wait in host memory.
     ``profile`` is of the training graph that decides the cut. ``ending`` says whether the programs update,
-    clip and shard, and ``optimizer`` what is known of the optimizer that does.
+    clip and shard, and ``optimizer`` what is known of the optimizer that does. ``buffers_anywhere`` says
+    whether any stage may hold a buffer; where one process has several devices, it has each buffer on one.
     """
 
     device_model: DeviceModel
@@ -40,6 +41,7 @@ class CompilerOptions:
     profile: Profile | None = None
     ending: Ending = NOTHING_MORE
     optimizer: OptimizerFacts | None = None
+    buffers_anywhere: bool = True
 
 
 def passes(
@@ -55,7 +57,7 @@ def passes(
         JoinSlices(),
         AnnotateCost(options.device_model, options.profile),
         TakeApart(len(options.topology.devices)),
-        PrepareWeights(),
+        PrepareWeights(options.buffers_anywhere),
         cut,
         UntieGradients(),
         InsertCommunication(options.topology.slowest_link),

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from pipec.ir import Placement
 from pipec.passes.follow_owners import Owners
+from pipec.passes.steps_in_time import Divided
 
 
 @dataclass(frozen=True)
@@ -11,9 +12,11 @@ class Settled:
     """Where the first call put stages and parameters. Every later call follows it.
 
     ``placement`` is the placement that schedules have. ``owners`` are the stages that hold each parameter.
-    ``ranks[k]`` is the rank that really plays the part of rank k of a schedule.
+    ``ranks[k]`` is the rank that really plays the part of rank k of a schedule. ``divided`` are the recurrent
+    layers that several stages have parts of.
     """
 
     placement: Placement
     owners: Owners
     ranks: tuple[int, ...]
+    divided: Divided

@@ -21,6 +21,7 @@ from pipec.graph.nodes import (
     Result,
     Share,
     UpdatedBuffer,
+    buffers_behind,
     formula,
     is_collective,
     is_constant,

@@ -346,8 +346,9 @@ def _parameters(graph: TrainingGraph, functions: Sequence[Function]) -> tuple[fx
 
 
 def _buffers(graph: TrainingGraph, functions: Sequence[Function]) -> tuple[fx.Node, ...]:
-    """The buffers that some function reads, then those that get a new value or that ``of_batch`` reads."""
+    """The buffers that some function reads, then those that get a new value, or that are read elsewhere."""
     others: set[Any] = {Buffer(fqn) for function in functions for fqn, _ in function.updates}
+    others |= {Buffer(fqn) for node in _arguments(functions, Prepared) for fqn in node.meta["role"].buffers}
     others |= {n.meta.get("role") for n in of_batch_nodes(graph, _arguments(functions, OfBatch))}
     named = [n for n in graph.arguments if n.meta["role"] in others and isinstance(n.meta["role"], Buffer)]
     return tuple(dict.fromkeys([*_arguments(functions, Buffer), *named]))

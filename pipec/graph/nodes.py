@@ -44,11 +44,12 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What is made of the parameters ``fqns`` alone, once for each version of them: output ``index`` of the
-    graph's ``prepared``."""
+    """What is made of the parameters ``fqns`` and of ``buffers`` that never change, once for each version of
+    the parameters: output ``index`` of the graph's ``prepared``."""
 
     index: int
     fqns: tuple[str, ...]
+    buffers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,11 +156,21 @@ def is_constant(node: fx.Node) -> bool:
 
 
 def parameters_behind(node: fx.Node) -> tuple[str, ...]:
-    """The parameters that an argument of the graph is, or is made of alone; none of another argument."""
+    """The parameters that an argument of the graph is, or is made of; none of another argument."""
     match node.meta.get("role"):
         case Parameter(fqn=fqn):
             return (fqn,)
         case Prepared(fqns=fqns):
+            return fqns
+    return ()
+
+
+def buffers_behind(node: fx.Node) -> tuple[str, ...]:
+    """The buffers that an argument of the graph is, or is made of; none of another argument."""
+    match node.meta.get("role"):
+        case Buffer(fqn=fqn):
+            return (fqn,)
+        case Prepared(buffers=fqns):
             return fqns
     return ()
 

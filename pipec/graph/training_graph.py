@@ -49,7 +49,7 @@ class TrainingGraph:
     serves sizes and numbers for which all ``guards`` hold. ``value_sizes`` are the sizes that values alone
     tell, each with what is predicted for it.
     ``of_batch`` computes, once a step, what the stages must know of the whole mini-batch; no pass changes it.
-    ``prepared`` computes, once for each version of the weights, what depends on parameters alone.
+    ``prepared`` computes, once for each version of the weights, what depends on them and on fixed buffers.
     ``unclear`` is the call after which it is not known how the losses of microbatches make that of the batch,
     and ``unclear_output`` the same of other results. ``logs`` names the results that follow the loss; those
     after them, of which ``output_spec`` is the tree, are the model's output.

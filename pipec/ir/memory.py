@@ -48,11 +48,11 @@ class StageMemory:
     ``transient[phase]`` is the most that its functions hold besides the rest while they run, the gradients
     of the one microbatch included. Phases of several functions also have what each of these holds, as
     ``parts``. ``buffers`` are also constants, and inputs that are not split.
-    ``prepared`` is what is made of weights alone, once for each version; where weights are gathered for use,
-    it goes with them. ``state`` is that of the optimizer, if the program updates. Of what is ``saved``,
-    ``offloaded`` waits in host memory where the program has offloads; ``host`` is what waits on the host
-    during the whole step. ``versions`` are those of the weights besides the latest that microbatches in
-    flight still read, where there is no flush. ``travelling`` is the most that sums of
+    ``prepared`` is what is made of weights and fixed buffers alone, once for each version of weights. Where
+    these are gathered for use, it goes with them. ``state`` is that of the optimizer, if the program updates.
+    Of what is ``saved``, ``offloaded`` waits in host memory where the program has offloads; ``host`` is what
+    waits on the host during the whole step. ``versions`` are those of the weights besides the latest that
+    microbatches in flight still read, where there is no flush. ``travelling`` is the most that sums of
     gradients on their way, and gathered parameters, take at a time. Where replicas hold shares of a stage,
     these figures are those of the replica that holds most.
     """

@@ -10,16 +10,21 @@ from dataclasses import dataclass, field, replace
 
 from pipec.graph import TrainingGraph, is_constant, stage_of
 from pipec.passes.cut_stages import assign
+from pipec.passes.steps_in_time import Divided, divide_again, divided
 
 
 @dataclass(frozen=True)
 class AssignStages:
-    """``stages[operator]`` is the stage of each operator; the rest is as in ``TrainingGraph``."""
+    """``stages[operator]`` is the stage of each operator, once layers are ``divided`` as they were.
+
+    The rest is as in ``TrainingGraph``.
+    """
 
     stages: tuple[int, ...] = field(repr=False)
     num_stages: int
     ranks: tuple[int, ...] = ()
     replicas: tuple[int, ...] = ()
+    divided: Divided = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, graph: TrainingGraph) -> "AssignStages":
@@ -31,8 +36,8 @@ class AssignStages:
         for node in graph.nodes:
             if not is_constant(node):
                 stages[node.meta["operator"]] = stage_of(node)
-        return cls(tuple(stages), graph.num_stages, graph.ranks, graph.replicas)
+        return cls(tuple(stages), graph.num_stages, graph.ranks, graph.replicas, divided(graph))
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
-        placed = assign(graph, self.stages, self.num_stages)
+        placed = assign(divide_again(graph, self.divided), self.stages, self.num_stages)
         return replace(placed, ranks=self.ranks, replicas=self.replicas)

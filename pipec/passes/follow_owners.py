@@ -8,17 +8,23 @@
 
 The same holds of buffers that the forward changes. An operator without any goes with the one before it. What
 reads or changes one buffer stays together. An operator that was taken apart for the cut, so that its
-parameters are on several stages, is taken apart.
+parameters are on several stages, is taken apart, and so is a recurrent layer that was ``divided`` in time.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from torch import fx
-
 from pipec.errors import PlanError
-from pipec.graph import Buffer, TrainingGraph, UpdatedBuffer, is_forward, parameters_behind, stage_of
+from pipec.graph import (
+    TrainingGraph,
+    UpdatedBuffer,
+    buffers_behind,
+    is_forward,
+    parameters_behind,
+    stage_of,
+)
 from pipec.passes.cut_stages import assign, spans_of
+from pipec.passes.steps_in_time import Divided, divide_again, stages_of_parts
 from pipec.passes.take_apart import steps_of, take_apart
 
 Owners = Mapping[str, tuple[int, ...]]
@@ -32,16 +38,20 @@ class FollowOwners:
     num_stages: int
     owners: Owners = field(repr=False)
     ranks: tuple[int, ...] = ()
+    divided: Divided = field(default_factory=dict, repr=False)
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
+        graph = divide_again(graph, self.divided)
         graph = take_apart(graph, steps_of(graph, self._divided(graph)))
         stages, current = list[int](), 0
+        of_parts = stages_of_parts(graph, self.divided)
         last_of = {span.first: span.last for span in spans_of(graph)}
         needed = _parameters_by_operator(graph)
         while len(stages) < len(needed):
             first = len(stages)
             together = range(first, last_of.get(first, first) + 1)
             for op in together:
+                current = max(current, of_parts.get(op, current))
                 for fqn in needed[op]:
                     current = self._stage_holding(graph, op, fqn, current)
             for op in together if len(together) > 1 else ():
@@ -85,22 +95,18 @@ def owners_of(graph: TrainingGraph) -> Owners:
     readers: dict[str, set[int]] = {}
     changed = {result.fqn for result in graph.results if isinstance(result, UpdatedBuffer)}
     for node in graph.arguments:
-        role, stages = node.meta.get("role"), {stage_of(x) for x in node.users if x.op == "call_function"}
-        if not isinstance(role, Buffer) or role.fqn in changed:
-            for fqn in _held_behind(node) if node.users else ():
-                readers.setdefault(fqn, set()).update(stages)
+        stages = {stage_of(x) for x in node.users if x.op == "call_function"}
+        held = (*parameters_behind(node), *changed.intersection(buffers_behind(node)))
+        for fqn in held if node.users else ():
+            readers.setdefault(fqn, set()).update(stages)
     return {fqn: tuple(sorted(stages)) for fqn, stages in readers.items()}
 
 
-def _held_behind(node: fx.Node) -> tuple[str, ...]:
-    role = node.meta.get("role")
-    return (role.fqn,) if isinstance(role, Buffer) else parameters_behind(node)
-
-
 def _parameters_by_operator(graph: TrainingGraph) -> list[list[str]]:
+    """What each operator reads of the model, itself or by what was prepared of it, buffers included."""
     needed: list[list[str]] = [[] for _ in graph.operators]
     for node in filter(is_forward, graph.nodes):
         for source in node.all_input_nodes:
             if source.op == "placeholder":
-                needed[node.meta["operator"]].extend(_held_behind(source))
+                needed[node.meta["operator"]] += (*parameters_behind(source), *buffers_behind(source))
     return needed

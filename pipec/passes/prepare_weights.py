@@ -1,4 +1,4 @@
-"""Take what depends on parameters alone out of the graph, to be computed once for each version of them.
+"""Take what depends on held tensors alone out of the graph, to be computed once for each version of them.
 
 ::
 
@@ -7,22 +7,27 @@
     dx = mm(dy, t(c))            BACKWARD                         y = mm(x, prepared_0)         FORWARD
                                                                   dx = mm(dy, t(prepared_0))    BACKWARD
 
-Such are the casts of mixed precision, weight norm and other parametrizations. Microbatches would compute them
-again, and save them besides. What is larger than its parameters stays where it is.
+Such are the casts of mixed precision, weight norm and other parametrizations, and the angles of rotary
+positions, which follow from a buffer. Microbatches would compute them again, and save and send them besides.
+What is larger than its parameters stays where it is, as does what is large and made of buffers.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
+from pipec import torch_compat
 from pipec.graph import (
+    Buffer,
     Parameter,
     Prepared,
     TrainingGraph,
     is_collective,
+    is_constant,
     is_forward,
     is_random,
     is_tensor,
@@ -30,15 +35,23 @@ from pipec.graph import (
 )
 
 Depends = Mapping[fx.Node, frozenset[fx.Node]]
-"""The parameters of which nodes are made, for nodes that are made of nothing else."""
+"""The parameters and buffers of which nodes are made, for nodes that are made of nothing else."""
+
+MADE_OF_BUFFERS = 2**22
+"""How many numbers a tensor that is made of buffers alone may have."""
 
 
 @dataclass(frozen=True)
 class PrepareWeights:
-    """Bits stay as they are. The gradient still comes of each microbatch, and so in the parameter's type."""
+    """Bits stay as they are. The gradient still comes of each microbatch, and so in the parameter's type.
+
+    ``of_buffers`` says whether every stage may hold a buffer that it reads, and so make what follows from it.
+    """
+
+    of_buffers: bool = True
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
-        depends, first = _to_lift(graph)
+        depends, first = self._to_lift(graph)
         read = [node for node in depends if is_tensor(node) and not is_view(node) and _is_read(node, depends)]
         if not read:
             return graph
@@ -52,57 +65,83 @@ class PrepareWeights:
             arguments = [graph.module.graph.placeholder(f"prepared_{index}") for index in range(len(made))]
         for node in read:
             index = made.index(copies[node])
-            fqns = tuple(sorted(each.meta["role"].fqn for each in depends[node]))
+            made_of = {kind: _fqns(depends[node], kind) for kind in (Parameter, Buffer)}
             known = {key: node.meta[key] for key in ("val", "cost", "phase")}
-            arguments[index].meta.update(known, role=Prepared(index, fqns))
+            role = Prepared(index, made_of[Parameter], made_of[Buffer])
+            arguments[index].meta.update(known, role=role)
             node.replace_all_uses_with(arguments[index])
         for node in reversed([*depends]):
             if not node.users:
                 graph.module.graph.erase_node(node)
         return replace(graph, prepared=lifted)
 
+    def _to_lift(self, graph: TrainingGraph) -> tuple[Depends, dict[int, int]]:
+        """The nodes that depend on held tensors alone, and by operator the first that reads what it lifts.
 
-def _to_lift(graph: TrainingGraph) -> tuple[Depends, dict[int, int]]:
-    """The nodes that depend on parameters alone, and the first operator that reads what each operator lifts.
+        The backward of what is lifted goes with that reader: its own operator may be left without anything
+        else, and on a stage that does not hold the parameter. An operator that keeps a part that is not such
+        a reader keeps everything.
+        """
+        whole: set[int] = set()
+        while True:
+            depends = self._of_held_alone(graph, whole)
+            lifted = {node for node in depends if not (is_view(node) and _is_read(node, depends))}
+            first = _first_readers(lifted, depends)
+            kept = (node for node in graph.nodes if node not in lifted and not is_constant(node))
+            left = {node.meta["operator"] for node in kept if is_forward(node)}
+            torn = {operator for operator, reader in first.items() if operator in left and reader > operator}
+            if not torn:
+                return depends, first
+            whole |= torn
 
-    The backward of what is lifted goes with that reader: its own operator may be left without anything else,
-    and on a stage that does not hold the parameter. An operator that keeps a part that is not such a reader
-    keeps everything.
-    """
-    whole: set[int] = set()
-    while True:
-        depends = _of_parameters_alone(graph, whole)
-        lifted = {node for node in depends if not (is_view(node) and _is_read(node, depends))}
-        first = _first_readers(lifted, depends)
-        left = {node.meta["operator"] for node in graph.nodes if is_forward(node) and node not in lifted}
-        torn = {operator for operator, reader in first.items() if operator in left and reader > operator}
-        if not torn:
-            return depends, first
-        whole |= torn
+    def _of_held_alone(
+        self, graph: TrainingGraph, whole: Collection[int]
+    ) -> dict[fx.Node, frozenset[fx.Node]]:
+        """In order, what depends on nothing but parameters, buffers that never change, and constants.
+
+        Operators that stay ``whole`` have none.
+        """
+        found: dict[fx.Node, frozenset[fx.Node]] = {}
+        fixed = set[fx.Node]()
+        for node in graph.nodes:
+            sources = node.all_input_nodes
+            if is_constant(node) and not _reads_sizes(node) and fixed.issuperset(sources):
+                fixed.add(node)
+            elif sources and all(each in found or each in fixed or self._is_held(each) for each in sources):
+                made_of = (found.get(each, {each}) for each in sources if each not in fixed)
+                held = frozenset[fx.Node]().union(*made_of)
+                if node.meta["operator"] not in whole and _may_be_lifted(node, held):
+                    found[node] = held
+        return found
+
+    def _is_held(self, node: fx.Node) -> bool:
+        """Whether the node is a parameter, or a buffer that no forward changes."""
+        if node.op != "placeholder":
+            return False
+        role = node.meta["role"]
+        is_fixed = isinstance(role, Buffer) and not node.meta["changed"]
+        return isinstance(role, Parameter) or (self.of_buffers and is_fixed)
 
 
-def _of_parameters_alone(graph: TrainingGraph, whole: Collection[int]) -> dict[fx.Node, frozenset[fx.Node]]:
-    """In order, the nodes that depend on nothing but parameters. Operators that stay ``whole`` have none."""
-    found: dict[fx.Node, frozenset[fx.Node]] = {}
-    for node in graph.nodes:
-        sources = node.all_input_nodes
-        if sources and all(source in found or _is_parameter(source) for source in sources):
-            parameters = frozenset[fx.Node]().union(*(found.get(each, {each}) for each in sources))
-            if node.meta["operator"] not in whole and _may_be_lifted(node, parameters):
-                found[node] = parameters
-    return found
+def _fqns(held: Iterable[fx.Node], kind: type[Parameter] | type[Buffer]) -> tuple[str, ...]:
+    roles = (node.meta["role"] for node in held)
+    return tuple(sorted(role.fqn for role in roles if isinstance(role, kind)))
 
 
-def _is_parameter(node: fx.Node) -> bool:
-    return node.op == "placeholder" and isinstance(node.meta["role"], Parameter)
+def _reads_sizes(node: fx.Node) -> bool:
+    """Whether the node's arguments name a size that changes from call to call."""
+    leaves = torch_compat.pytree.tree_leaves((node.args, node.kwargs))
+    return any(isinstance(each, sympy.Basic | torch.SymInt) for each in leaves)
 
 
-def _may_be_lifted(node: fx.Node, parameters: frozenset[fx.Node]) -> bool:
-    if not is_forward(node) or is_random(node) or is_collective(node):
+def _may_be_lifted(node: fx.Node, held: Collection[fx.Node]) -> bool:
+    if not is_forward(node) or is_random(node) or is_collective(node) or _reads_sizes(node):
         return False
     if any(user.op == "output" for user in node.users):
         return False
-    return is_view(node) or _elements(node.meta["val"]) <= sum(_elements(p.meta["val"]) for p in parameters)
+    parameters = [each for each in held if isinstance(each.meta["role"], Parameter)]
+    most = sum(_elements(each.meta["val"]) for each in parameters) if parameters else MADE_OF_BUFFERS
+    return is_view(node) or _elements(node.meta["val"]) <= most
 
 
 def _elements(value: Any) -> float:

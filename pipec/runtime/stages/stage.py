@@ -47,7 +47,7 @@ class StageCode(Protocol):
     ``backward(...) -> (sent, gradients)``, ``backward_input(...) -> (sent, saved, gradients)``,
     ``backward_weight(...) -> gradients``, each gradient aligned with ``PARAMETERS`` and None where there
     is none, ``constants(...) -> tuple`` of what depends on sizes and ``device`` alone,
-    ``prepare(...) -> tuple`` of what depends on ``w`` and ``device`` alone, and
+    ``prepare(...) -> tuple`` of what depends on ``w``, ``buffers`` that stay and ``device`` alone, and
     ``of_batch(...) -> tuple`` of what is needed of the whole batch, under the names in the stage's plan.
     ``graphs``, where there are such, replay these functions as CUDA graphs.
     """
@@ -181,7 +181,7 @@ class BoundStage:
         frame = self.frames[microbatch]
         version = frame.get("version", 0)
         if version not in self._prepared:
-            known = {"w": frame["w"], "device": self.device}
+            known = {"w": frame["w"], "buffers": frame["buffers"], "device": self.device}
             made = self._prepare(*(known[name] for name in self._read_by_prepare))
             self._prepared[version] = self.graphs.prepared(made) if self.graphs else made
         frame["prepared"] = self._prepared[version]
