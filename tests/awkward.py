@@ -252,3 +252,9 @@ def batch(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
     x, target = torch.randn(2, sum(SIZES), *SHAPE, generator=generator, dtype=dtype)
     return {"x": x, "target": target}
+
+
+def asserted_below(x: Tensor, limit: float) -> Tensor:
+    """``x``. pytest rewrites what test files assert, so that torch sees another statement there."""
+    assert x.max().item() < limit, "too much"
+    return x

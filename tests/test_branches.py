@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from awkward import asserted_below
 from torch import Tensor, fx, nn
 from unsplit import Outcome, relative_error
 from workers import run_ranks
@@ -74,7 +75,14 @@ def most_are_masked(h: Tensor, mask: Tensor) -> Tensor:
     return h + 1 if share.sum() > 0.9 else h
 
 
-@pytest.mark.parametrize("branch", [any_masked, most_are_masked])
+def more_than_half_are_masked(h: Tensor, mask: Tensor) -> Tensor:
+    count = (mask > 0).sum()
+    number = count.item()
+    count += 100  # the number stays what it was
+    return h + 1 if number > 16 else h
+
+
+@pytest.mark.parametrize("branch", [any_masked, most_are_masked, more_than_half_are_masked])
 def test_a_branch_on_arguments_goes_as_the_whole_batch_says(branch: Callable[..., Tensor]) -> None:
     """No microbatch but the first has masked rows, and the unsplit model sees all."""
     model, pipe = compiled(branch)
@@ -107,6 +115,21 @@ def test_a_condition_that_flips_is_an_error_and_leaves_nothing_behind() -> None:
         assert text in str(caught.value)
     assert torch.equal(model.calls, calls)
     assert_alike(trained(model, pipe.step, given), trained(model, model, given))
+
+
+def compares_numbers(h: Tensor, mask: Tensor) -> Tensor:
+    """The mask is 0.1 of 32 bits, which is more than 0.1."""
+    small = asserted_below(h, 1e6)
+    return h * 0 if int((h > 9.0).sum()) or mask.max().item() <= 0.1 else small + 1
+
+
+def test_numbers_taken_out_of_tensors_are_compared_as_python_compares_them() -> None:
+    model, pipe = compiled(compares_numbers)
+    given = {**inputs(), "mask": torch.full((ROWS, WIDTH), 0.1)}
+    assert_alike(trained(model, pipe.step, given), trained(model, model, given))
+    for scale, message in ((1e9, "this check fails for a microbatch"), (1e3, "the condition is True")):
+        with pytest.raises(ExecutionError, match=message):
+            pipe.step(x=given["x"] * scale, mask=given["mask"])
 
 
 def test_the_code_says_what_is_assumed() -> None:
@@ -170,7 +193,16 @@ CONDITIONS: list[tuple[Callable[[Tensor], Any], bool]] = [
     (lambda x: (x > 1).any() | torch.isnan(x).any(), True),
     (lambda x: (x > 1).any() & torch.isnan(x).any(), False),
     (lambda x: x.max() > x.min(), False),
-    (lambda x: x.max() == 1, False),
+    (lambda x: x.max() == 1, True),
+    (lambda x: (x > 1).sum() == 0, True),
+    (lambda x: (x > 1).sum().double() != 0, True),
+    (lambda x: x.count_nonzero() > 0, True),
+    (lambda x: torch.isnan(x.max()).sum() == 0, True),
+    (lambda x: (x > 1).sum() == 2, False),
+    (lambda x: (x > 1).sum() > 3, False),
+    (lambda x: (x > 1).sum() < 0.5, False),
+    (lambda x: x.sum() == 0, False),
+    (lambda x: x.mean() == 0, False),
     (lambda x: x.std() > 1, False),
     (lambda x: x.amax(0).any(), False),
     (lambda x: (x > 0).any(0).all(), False),
@@ -178,11 +210,20 @@ CONDITIONS: list[tuple[Callable[[Tensor], Any], bool]] = [
 ]
 
 
+class Valued(fx.Interpreter):
+    """Notes what each node is, as capture does."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        n.meta["val"] = super().run_node(n)
+        return n.meta["val"]
+
+
 @pytest.mark.parametrize(("condition", "allowed"), CONDITIONS)
 def test_rules_of_conditions(condition: Callable[[Tensor], Any], allowed: bool) -> None:
     """What is allowed holds of random rows, however they are divided."""
     graph = fx.symbolic_trace(condition).graph
-    reducing = {"any", "all", "max", "amin", "amax", "min", "std", "sum"}
+    Valued(fx.GraphModule(nn.Module(), graph)).run(torch.zeros(4, 2))
+    reducing = {"any", "all", "max", "amin", "amax", "min", "std", "sum", "mean", "count_nonzero"}
 
     def part_of(node: fx.Node) -> Part:
         names = {str(each.target).rpartition(".")[2] for each in [node, *ancestors(node)]}

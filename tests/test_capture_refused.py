@@ -296,10 +296,13 @@ def partially_hooked() -> nn.Module:
     ("model", "message"),
     [
         (lambda: partially_hooked(), "last has a hook of register_backward_hook, which a pipeline would not"),
-        (lambda: Between(partial(ChangesItsWeight, WIDTH, WIDTH)), "changes awkward.weight; only buffers of"),
+        (
+            lambda: Between(partial(ChangesItsWeight, WIDTH, WIDTH)),
+            r"changes awkward.weight\n  at test_capture_refused.py:\d+: .*\nOnly buffers of the model can",
+        ),
         (
             lambda: ChangesItsInput(WIDTH, WIDTH),
-            r"changes its argument args\[0\]; change a clone of it instead",
+            r"changes its argument args\[0\]\n  at test_capture_refused.py:\d+: .*\nChange a clone of it",
         ),
         (
             lambda: Between(HiddenWeight),

@@ -7,7 +7,9 @@ true for the batch. These rules tell the two apart. They know few operators; of 
 
 from collections.abc import Callable
 from enum import Enum, auto
+from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from pipec.capture.markers import OF_BATCH
@@ -34,7 +36,9 @@ class Truth(Enum):
 
 PartOf = Callable[[fx.Node], Part]
 
-_KEEPING = {"clone", "contiguous", "detach", "float", "item", "reshape", "squeeze", "view"}
+_KEEPING = {
+    *("clone", "contiguous", "detach", "double", "float", "item", "long", "reshape", "squeeze", "view"),
+}
 _NOT = {"invert", "logical_not", "bitwise_not", "not"}
 _NEGATED = {Truth.ANY: Truth.ALL, Truth.ALL: Truth.ANY, Truth.ONE: Truth.EITHER, Truth.EITHER: Truth.EITHER}
 _REDUCED = {
@@ -42,6 +46,15 @@ _REDUCED = {
     **dict.fromkeys(("amax", "amin", "max", "min"), Truth.ONE),
 }
 _ORDERED = {"gt", "lt", "ge", "le"}
+_EQUAL = {"eq", "ne"}
+_ABOVE_ZERO = {"gt", "ne"}
+_KINDS = {"isfinite", "isinf", "isnan"}
+_OF_ONE = {"all", "any", "count_nonzero", "sum"}
+"""Operators that keep the truth of what has one element, if it is a truth value or a count."""
+
+_BOOLEAN = {Truth.ANY, Truth.ALL, Truth.EITHER}
+"""What is a truth value, or a count of those that are true."""
+
 _JOINED = {
     **dict.fromkeys(("or", "bitwise_or", "logical_or"), Truth.ANY),
     **dict.fromkeys(("and", "bitwise_and", "logical_and"), Truth.ALL),
@@ -93,27 +106,65 @@ def _truth(node: fx.Node, part_of: PartOf) -> Truth | None:
         return Truth.SAME
     if part_of(node) in (Part.MEAN, Part.ROWS):
         return Truth.BETWEEN if part_of(node) is Part.MEAN and _is_real(node) else None
-    name, operands = operator_name(node), [x for x in node.args if isinstance(x, fx.Node)]
-    if name in _REDUCED and len(operands) == 1:
-        return _REDUCED[name] if part_of(operands[0]) is Part.ROWS else None
+    operands = [x for x in node.args if isinstance(x, fx.Node)]
+    if len(operands) == 1 and part_of(operands[0]) is Part.ROWS:
+        return _of_rows(operator_name(node), operands[0])
     known = {_truth(operand, part_of) for operand in operands}
     truth = next(iter(known - {Truth.SAME}), None)
     if truth is None or not known <= {truth, Truth.SAME}:
         return None
-    if name in _KEEPING and len(operands) == 1:
-        return truth
-    if name in _NOT:
+    is_beside_same = Truth.SAME in known | _of_numbers(node) and len(operands) <= 2
+    return _made_of(node, truth, operands, is_beside_same)
+
+
+def _of_rows(name: str, rows: fx.Node) -> Truth | None:
+    """What a call makes of ``rows`` that returns one element. How many of them are true is ``ANY``, too."""
+    if name == "count_nonzero" or (name == "sum" and _dtype(rows) is torch.bool):
+        return Truth.ANY
+    return _REDUCED.get(name)
+
+
+def _made_of(node: fx.Node, truth: Truth, operands: list[fx.Node], is_beside_same: bool) -> Truth | None:
+    """What a call makes of operands of which it is known, and of those that are the same for all."""
+    name = operator_name(node)
+    if len(operands) == 1 and (name in _KEEPING or (name in _OF_ONE and truth in _BOOLEAN)):
+        return truth if name in _KEEPING or _has_one(operands[0]) else None
+    if name in _NOT or (name == "eq" and truth in _BOOLEAN and _is_with_zero(node)):
         return _NEGATED.get(truth)
+    if name in _ABOVE_ZERO and truth in _BOOLEAN:
+        return truth if _is_with_zero(node) else None
     if name in _JOINED:
         return truth if truth is _JOINED[name] else None
-    if name in _ORDERED and Truth.SAME in known | _of_numbers(node) and len(operands) <= 2:
+    if name in _KINDS and truth is Truth.ONE:
+        return Truth.EITHER
+    if is_beside_same and (name in _ORDERED or (name in _EQUAL and truth is Truth.ONE)):
         return Truth.EITHER if truth in (Truth.ONE, Truth.BETWEEN) else None
     return None
 
 
+def _is_with_zero(comparison: fx.Node) -> bool:
+    return (
+        len(comparison.args) == 2 and isinstance(comparison.args[1], int | float) and comparison.args[1] == 0
+    )
+
+
+def _has_one(node: fx.Node) -> bool:
+    value = _value(node)
+    return isinstance(value, Tensor) and value.ndim == 0
+
+
 def _is_real(node: fx.Node) -> bool:
-    value = node.meta.get("example_value", node.meta.get("val"))
-    return isinstance(value, Tensor) and value.is_floating_point()
+    dtype = _dtype(node)
+    return dtype is not None and dtype.is_floating_point
+
+
+def _dtype(node: fx.Node) -> torch.dtype | None:
+    value = _value(node)
+    return value.dtype if isinstance(value, Tensor) else None
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta.get("example_value", node.meta.get("val"))
 
 
 def _of_numbers(node: fx.Node) -> set[Truth]:

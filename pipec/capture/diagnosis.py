@@ -41,6 +41,16 @@ ADVICE = (
         "becomes a layer of its own, on rows that are turned around with gather.",
     ),
     (
+        "Expected bool, got FakeTensor",
+        "A comparison of lists or tuples asks for the value of a tensor in one of them, such as a size that\n"
+        "values tell. Decide that size outside of the model, or compare without it.",
+    ),
+    (
+        r"(?m)^for .+ in .+:$",
+        "How often this loop runs, values tell. Loop over all that there may be, such as every expert: one\n"
+        "that no row chose works on no rows.",
+    ),
+    (
         "branching",
         "A Python `if` or `while` asks for the value of a tensor, which does not exist at capture.\n"
         "Compute both sides and choose with torch.where or a mask, or decide outside the model.",

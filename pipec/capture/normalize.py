@@ -228,7 +228,7 @@ def _read_results(graph: fx.Graph, traced: Traced) -> _Results:
         elif kind == "output" and not _is_tensor_node(value, traced):
             fixed[int(what)] = value
         elif isinstance(value, fx.Node) and kind != "ignored":
-            role = _result((kind, what), traced)
+            role = _result((kind, what), traced, value)
             if is_marked and isinstance(role, Output):
                 role, unclear = replace(role, adds_up=not marked.args[1]), unclear or str(marked.args[1])
             kept.append((value, role))
@@ -274,7 +274,7 @@ def _is_tensor_node(value: object, traced: Traced) -> bool:
     )
 
 
-def _result(described: tuple[str, str | int], traced: Traced) -> Result:
+def _result(described: tuple[str, str | int], traced: Traced, value: fx.Node) -> Result:
     match described:
         case ("output", int(index)):
             return Output(index)
@@ -283,9 +283,10 @@ def _result(described: tuple[str, str | int], traced: Traced) -> Result:
         case ("gradient", str(name)):
             return Gradient(traced.fqns[name])
         case (_, int(index)):
-            what = f"its argument {traced.call.paths[index]}; change a clone of it instead"
+            what = f"its argument {traced.call.paths[index]}{where(value)}\nChange a clone of it instead."
         case (_, name):
-            what = f"{traced.fqns.get(str(name), name)}; only buffers of the model can be changed"
+            fqn = traced.fqns.get(str(name), name)
+            what = f"{fqn}{where(value)}\nOnly buffers of the model can be changed."
     raise CaptureError(f"forward() changes {what}")
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from zoo.case import Case, Inputs
 from zoo.processes import results_in, run_all
 from zoo.report import PAGE, counted, huggingface_section, replace_section
-from zoo.tiny import answered, causal, classified, images, masked, tiny
+from zoo.tiny import HEADS, PIXELS, TOKENS, answered, causal, classified, images, masked, tiny
 
 RESULTS = Path("build") / "huggingface.jsonl"
 LIMIT = 300.0
@@ -45,10 +45,88 @@ def architectures() -> Iterator[str]:
             yield from (f"{kind}/{name}" for name in ([names] if isinstance(names, str) else names))
 
 
+WINDOWS = {"depths": [1, 1], "num_heads": [2, 4], "patch_size": 4, "window_size": 4}
+PYRAMID = {"depths": [1, 1, 1, 1], "hidden_sizes": [8, 16, 24, 32], "patch_size": 4}
+LEVELS = {
+    **{"image_size": 2 * PIXELS, "patch_size": 16, "depths": [1, 1, 1]},
+    **{"hidden_sizes": [32, 48, 64], "num_attention_heads": [2, 3, 4]},
+}
+LATENTS = {"num_cross_attention_heads": 1, "num_self_attention_heads": 4}
+
+SIZES: dict[str, dict[str, Any]] = {
+    "ConvNextForImageClassification": PYRAMID,
+    "ConvNextV2ForImageClassification": PYRAMID,
+    "DbrxForCausalLM": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4}},
+    "DonutSwinForImageClassification": WINDOWS,
+    "EfficientNetForImageClassification": {
+        **{"width_coefficient": 0.2, "depth_coefficient": 0.2, "hidden_dim": 256, "image_size": PIXELS},
+    },
+    "EsmcForMaskedLM": {"num_key_value_heads": HEADS},
+    "EsmcForSequenceClassification": {"num_key_value_heads": HEADS},
+    "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 1]]},
+    "GPTNeoForSequenceClassification": {"attention_types": [[["global", "local"], 1]]},
+    "HieraForImageClassification": {
+        **{"image_size": [PIXELS, PIXELS], "depths": [1, 1], "num_heads": [1, 2]},
+        **{"patch_size": [7, 7], "masked_unit_size": [2, 2], "query_stride": [2, 2], "num_query_pool": 1},
+    },
+    "KimiLinearForCausalLM": {"num_experts_per_tok": 2, "linear_head_dim": 8, "linear_num_heads": HEADS},
+    "LayoutLMv3ForSequenceClassification": {"coordinate_size": 6, "shape_size": 4},
+    "LevitForImageClassification": LEVELS,
+    "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"]},
+    "LiltForSequenceClassification": {"hidden_size": 48},
+    "Mamba2ForCausalLM": {"num_heads": 8, "head_dim": 8},
+    "MobileViTV2ForImageClassification": {"patch_size": 2, "image_size": 2 * PIXELS},
+    "NeoMMEForMaskedLM": {"head_dim": 16},
+    "PerceiverForImageClassificationConvProcessing": LATENTS,
+    "PerceiverForImageClassificationFourier": LATENTS,
+    "PerceiverForMaskedLM": {"max_position_embeddings": TOKENS},
+    "SwinForImageClassification": WINDOWS,
+    "Swinv2ForImageClassification": WINDOWS,
+    "XmodForCausalLM": {"default_language": "en_XX"},
+    "XmodForMaskedLM": {"default_language": "en_XX"},
+    "XmodForSequenceClassification": {"default_language": "en_XX"},
+    "ZayaForCausalLM": {"num_experts_per_tok": 1},
+}
+"""What the small configuration of an architecture has in a way of its own."""
+
+
+def larger_images(rows: int) -> Inputs:
+    return {**images(rows), "pixel_values": torch.randn(rows, 3, 2 * PIXELS, 2 * PIXELS)}
+
+
+def patches(rows: int) -> Inputs:
+    """Images that were cut into four by four patches."""
+    return {
+        "pixel_values": torch.randn(rows, 16, 3 * 8 * 8),
+        "pixel_attention_mask": torch.ones(rows, 16, dtype=torch.long),
+        "spatial_shapes": torch.full((rows, 2), 4),
+        "labels": images(rows)["labels"],
+    }
+
+
+def captioned(rows: int) -> Inputs:
+    return {**causal(rows), "pixel_values": images(rows)["pixel_values"]}
+
+
+INPUTS: dict[str, Callable[[int], Inputs]] = {
+    "GitForCausalLM": captioned,
+    "ImageGPTForImageClassification": classified,
+    "LevitForImageClassification": larger_images,
+    "MobileViTV2ForImageClassification": larger_images,
+    "Siglip2ForImageClassification": patches,
+}
+"""What an architecture is called with that takes other arguments than most of its kind."""
+
+BATCHED = {"GitForCausalLM": {"pixel_values": 0}}
+"""Arguments that are split although the model could take any number of their rows."""
+
+
 def find(name: str) -> Case:
     kind, _, class_name = name.partition("/")
     sizes = {"is_decoder": True} if kind == "CausalLM" else {}
-    return Case(name, lambda: _small(class_name, sizes), KINDS[kind][1])
+    sizes |= SIZES.get(class_name, {})
+    batch, batched = INPUTS.get(class_name, KINDS[kind][1]), BATCHED.get(class_name)
+    return Case(name, lambda: _small(class_name, sizes), batch, batched=batched)
 
 
 def _small(class_name: str, sizes: Mapping[str, Any]) -> nn.Module:
