@@ -1,7 +1,9 @@
-"""What every test shares: one thread per rank, reproducible hypothesis runs, golden files, and garbage."""
+"""What every test shares: one thread per rank, captured graphs, reproducible hypothesis runs, golden files."""
 
 import gc
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,8 +21,18 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 torch.set_num_threads(1)  # a sum over threads would depend on how many there are
-os.environ["PIPEC_CACHE_DIR"] = ""  # what was captured before would hide what capture does now
 console.PATIENCE = 3600.0  # what is printed would depend on how fast the machine is
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep what is captured for as long as the tests run: many of them train the same model."""
+    if not hasattr(config, "workerinput"):
+        os.environ["PIPEC_CACHE_DIR"] = tempfile.mkdtemp(prefix="pipec-tests-")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ["PIPEC_CACHE_DIR"], ignore_errors=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,6 +45,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that have slow tests, so that no worker is left alone with one of them."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.fixture(scope="module")
+def captured_anew() -> Iterator[None]:
+    """For files that are about capture itself: nothing is read that was captured before."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("PIPEC_CACHE_DIR", "")
+        yield
 
 
 @pytest.fixture

@@ -12,17 +12,12 @@ ROUNDING = 1e-6
 """Relative: the model is in double precision, its loss in single."""
 
 
-@pytest.fixture(scope="module")
-def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("ranks")
-
-
 @pytest.fixture(scope="module", params=[1, 4], ids=["one process", "4 ranks"])
-def losses(request: pytest.FixtureRequest, scratch: Path) -> list[str]:
+def losses(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """What each rank prints, in its last line its losses by habit and source."""
     count = request.param
     script = Path(__file__).with_name("script_matrix.py")
-    return run_ranks(script, count if count > 1 else 0, scratch, [str(count)])
+    return run_ranks(script, count if count > 1 else 0, tmp_path_factory.mktemp("ranks"), [str(count)])
 
 
 expected = functools.cache(plain)

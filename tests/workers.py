@@ -68,16 +68,12 @@ def _printed(
 def _run_ranks(
     task: Callable[..., None], arguments: Sequence[tuple[Any, ...]], scratch: Path, distributed: bool = True
 ) -> list[str]:
-    """Rank r calls ``task`` with ``arguments[r]``; what each rank raised, or an empty text.
-
-    What is captured is kept in ``scratch``: who runs a script in several ways need not wait for it again.
-    """
+    """Rank r calls ``task`` with ``arguments[r]``; what each rank raised, or an empty text."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     num_ranks = len(arguments)
     errors = [scratch / f"error_{rank}" for rank in range(num_ranks)]
-    kept = {"PIPEC_CACHE_DIR": str(scratch / "graphs")}
     environments = [
-        kept | (_environment(rank, num_ranks, store.port) if distributed else {}) for rank in range(num_ranks)
+        _environment(rank, num_ranks, store.port) if distributed else {} for rank in range(num_ranks)
     ]
     processes = [
         forks.Process(target=_run, args=(environment, error, task, *own))
