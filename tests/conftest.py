@@ -1,4 +1,4 @@
-"""What every test shares: one thread per rank, captured graphs, reproducible hypothesis runs, golden files."""
+"""What every test shares: a thread per rank, captured graphs, reproducible hypothesis runs, golden files."""
 
 import gc
 import os
