@@ -114,6 +114,22 @@ def test_code_for_one_size_adds_up_counts_of_microbatches(name: str) -> None:
     check(LOSSES[name], 4, dynamic=False)
 
 
+def test_code_for_one_size_says_where_it_cannot_tell_which_dimension_has_the_rows(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Two stacked tensors, and microbatches of two rows."""
+    x, y = batch()
+    pipe = pipec.compile(
+        model(),
+        devices=2,
+        loss_fn=lambda x, y: torch.stack([x, x * x]).sum((0, 2)).mean(),
+        microbatches=len(x) // 2,
+        dynamic=False,
+    )
+    pipe.prepare(x, target=y)
+    assert "that need not be the loss of the batch" in caplog.text
+
+
 def test_what_is_counted_of_the_batch_can_be_read() -> None:
     pipe = check(LOSSES["ignored"], 2)
     source = pipe.source(1)

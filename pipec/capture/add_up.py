@@ -215,6 +215,8 @@ class _Walk:
             return Part.ROWS
         arguments, count = named_arguments(node), self._num_batches(value, self.rounds.rows_of_round(node))
         if self._symbol is None and operator_name(node) in REDUCING and self._reduces_first(node):
+            if count:
+                return Part.OTHER  # what is left may be the rows as well
             count = 0
         if count == 0:
             if operator_name(node) in COUNTED and (counted := self._count(node, arguments)):

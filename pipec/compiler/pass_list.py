@@ -32,8 +32,8 @@ class CompilerOptions:
     ``recompute`` is "auto", "none" or "full". If it ``offloads``, saved values may wait in host memory.
     ``profile`` is of the training graph that decides the cut. ``ending`` says whether the programs update,
     clip and shard, and ``optimizer`` what is known of the optimizer that does. ``buffers_anywhere`` says
-    whether any stage may hold a buffer; where one process has several devices, it has each buffer on one. With
-    ``fast_gradients``, products are added to sums of gradients as they are made.
+    whether any stage may hold a buffer; where one process has several devices, it has each buffer on one.
+    With ``fast_gradients``, products are added to sums of gradients as they are made.
     """
 
     device_model: DeviceModel
