@@ -130,13 +130,17 @@ def _of_tensors(tx: Any, asked: fx.Node) -> fx.Proxy | None:
 
 
 def _taken_out(side: Any) -> fx.Node | None:
-    """The call of ``item`` that a side of a comparison is, or None."""
+    """The call of ``item`` that a side of a comparison is, or None.
+
+    Dynamo also has one for each number that it was given. Of that it knows a value, and guards it.
+    """
     if isinstance(side, fx.Node) and side.target in (torch.sym_int, torch.sym_float):
         (inside,) = side.args
         is_real = isinstance(side.meta.get("example_value"), torch.SymFloat)
         same = isinstance(inside, fx.Node) and isinstance(inside.meta.get("example_value"), torch.SymFloat)
         side = inside if same is is_real else None
-    return side if isinstance(side, fx.Node) and (side.op, side.target) == ("call_method", "item") else None
+    is_item = isinstance(side, fx.Node) and (side.op, side.target) == ("call_method", "item")
+    return side if is_item and free_unbacked_symbols(side.meta["example_value"]) else None
 
 
 def _kept(tx: Any, item: fx.Node) -> fx.Proxy:
