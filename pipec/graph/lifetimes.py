@@ -10,11 +10,21 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 
 import sympy
+import torch
 from torch import fx
 
 from pipec.graph.functions import Function
 from pipec.graph.in_place import is_counted, written_in_place
 from pipec.graph.nodes import is_tensor, is_view, memory_of
+
+_aten = torch.ops.aten
+
+REDUCED_INSIDE = (
+    _aten.binary_cross_entropy.default,
+    _aten.mse_loss.default,
+    _aten.smooth_l1_loss.default,
+    _aten.soft_margin_loss.default,
+)
 
 BytesOf = Callable[[fx.Node], int]
 """The bytes of a node's value."""
@@ -90,7 +100,12 @@ def dying(function: Function) -> dict[fx.Node, list[fx.Node]]:
 
 
 def unread_bytes(node: fx.Node, read: Container[fx.Node], bytes_of: BytesOf) -> int:
-    """What a statement makes that has no name: the items of its tuple that are not in ``read``."""
+    """What a statement makes that has no name: the items of its tuple that are not in ``read``.
+
+    Of losses that is also what their kernels make of each element, and reduce.
+    """
+    if node.target in REDUCED_INSIDE and not node.meta["val"].dim():
+        return bytes_of(node.all_input_nodes[0])
     if not items_of(node) or is_view(node):
         return 0
     return max(bytes_of(node) - sum(map(bytes_of, made_by(node, read))), 0)
