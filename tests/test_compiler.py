@@ -102,6 +102,19 @@ class KeepFirstLayers:
         return graph
 
 
+def test_another_batch_is_cut_in_the_same_place_between_parameters() -> None:
+    """Also where code is for one size, so that each size has a graph of its own."""
+    layers = nn.Sequential(nn.Linear(32, 32), *(nn.Tanh() for _ in range(8)), nn.Linear(32, 32))
+    pipe = pipec.compile(layers, 2, loss_fn=nn.functional.mse_loss, microbatches=2, dynamic=False)
+    ends = []
+    for rows in (ROWS, 2 * ROWS):
+        x = torch.zeros(rows, 32)
+        ends.append([stage.last_operator for stage in pipe.prepare(x, target=x).plan.stages])
+        pipe.step(x, target=x)
+    assert ends[0] == ends[1]
+    assert 1 < ends[0][0] < 8
+
+
 def test_a_users_pass_counts_also_where_memory_forces_to_recompute() -> None:
     """Such stages go through the one list of passes again, and not through a part of it."""
     passes = pass_list.passes

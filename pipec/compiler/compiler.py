@@ -288,7 +288,9 @@ class Compiler:
 
     def _settle_on(self, signature: Signature, staged: StagedGraph, placement: Placement) -> None:
         graph = staged.graph
-        self._settled = Settled(placement, owners_of(graph), graph.ranks, divided(graph))
+        self._settled = Settled(
+            placement, owners_of(graph), graph.ranks, divided(graph), staged.cut_operators
+        )
         self._captures.staged[signature] = [staged]
 
     def _keep(self, choice: Choice) -> None:
@@ -321,7 +323,9 @@ class Compiler:
             if staged.graph.serves(sizes[0], values):
                 return staged
         settled = self._settled
-        follow = FollowOwners(len(settled.placement), settled.owners, settled.ranks, settled.divided)
+        follow = FollowOwners(
+            len(settled.placement), settled.owners, settled.ranks, settled.divided, settled.cut
+        )
         graph = self._capture(signature, call, start, sizes)
         known.append(self._cut(graph, follow, replace(self.options, profile=None)))
         return known[-1]

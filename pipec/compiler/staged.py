@@ -14,7 +14,7 @@ from pipec.compiler.checks import check_rounds, joins_replicas
 from pipec.compiler.pass_list import NOTHING_AWAY, CompilerOptions
 from pipec.cost.formulas import node_bytes
 from pipec.errors import InputError, PipecError
-from pipec.graph import TrainingGraph, copy_graph
+from pipec.graph import Operator, TrainingGraph, copy_graph
 from pipec.graph.functions import StageFunctions, stage_functions
 from pipec.graph.order import in_less_memory
 from pipec.hardware.topology import Topology
@@ -268,6 +268,11 @@ class StagedGraph:
     def operators(self) -> Mapping[str, int]:
         """The operator that each node comes from, by its name; arguments come before all."""
         return {node.name: node.meta.get("operator", -1) for node in self.graph.module.graph.nodes}
+
+    @property
+    def cut_operators(self) -> Sequence[tuple[Operator, int]]:
+        """The operators of the model, each with its stage."""
+        return [*zip(self.graph.operators, self._assignment.stages, strict=True)]
 
     @functools.cached_property
     def names(self) -> Names:

@@ -6,16 +6,19 @@
     y = relu(h)                            ->     y = relu(h)       stage 0
     g = mm(y, w1)     w1 is on stage 1            g = mm(y, w1)     stage 1
 
-The same holds of buffers that the forward changes. An operator without any goes with the one before it. What
+The same holds of buffers that the forward changes. An operator without any goes with the one before it, unless
+the graph has the same operators as the one that was cut first, up to there: they are on the same stages. What
 reads or changes one buffer stays together. An operator that was taken apart for the cut, so that its
 parameters are on several stages, is taken apart, and so is a recurrent layer that was ``divided`` in time.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pipec.errors import PlanError
 from pipec.graph import (
+    Operator,
     TrainingGraph,
     UpdatedBuffer,
     buffers_behind,
@@ -33,31 +36,41 @@ Owners = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class FollowOwners:
-    """Cut another graph of a model where the model's parameters already are, and for the same ranks."""
+    """Cut another graph of a model where the model's parameters already are, and for the same ranks.
+
+    ``first_cut`` has the operators of the first graph, and the stage of each.
+    """
 
     num_stages: int
     owners: Owners = field(repr=False)
     ranks: tuple[int, ...] = ()
     divided: Divided = field(default_factory=dict, repr=False)
+    first_cut: Sequence[tuple[Operator, int]] = field(default=(), repr=False)
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         graph = divide_again(graph, self.divided)
         graph = take_apart(graph, steps_of(graph, self._divided(graph)))
         stages, current = list[int](), 0
-        of_parts = stages_of_parts(graph, self.divided)
+        known = self._stages_as_before(graph) | stages_of_parts(graph, self.divided)
         last_of = {span.first: span.last for span in spans_of(graph)}
         needed = _parameters_by_operator(graph)
         while len(stages) < len(needed):
             first = len(stages)
             together = range(first, last_of.get(first, first) + 1)
             for op in together:
-                current = max(current, of_parts.get(op, current))
+                current = max(current, known.get(op, current))
                 for fqn in needed[op]:
                     current = self._stage_holding(graph, op, fqn, current)
             for op in together if len(together) > 1 else ():
                 self._check_all_on(graph, op, needed[op], current)
             stages += [current] * len(together)
         return replace(assign(graph, stages, self.num_stages), ranks=self.ranks)
+
+    def _stages_as_before(self, graph: TrainingGraph) -> dict[int, int]:
+        """The stages of the operators up to the first that is another one."""
+        pairs = enumerate(zip(self.first_cut, graph.operators, strict=False))
+        same = itertools.takewhile(lambda pair: pair[1][0][0] == pair[1][1], pairs)
+        return {op: stage for op, ((_, stage), _) in same}
 
     def _divided(self, graph: TrainingGraph) -> set[int]:
         """The operators that need parameters no single stage holds."""
