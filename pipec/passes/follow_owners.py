@@ -6,8 +6,8 @@
     y = relu(h)                            ->     y = relu(h)       stage 0
     g = mm(y, w1)     w1 is on stage 1            g = mm(y, w1)     stage 1
 
-The same holds of buffers that the forward changes. An operator without any goes with the one before it. But as
-far as the operators are those of the graph that was cut first, they are on the same stages. What reads or
+The same holds of buffers that the forward changes. An operator without any goes with the one before it. But
+as far as the operators are those of the graph that was cut first, they are on the same stages. What reads or
 changes one buffer stays together. An operator that was taken apart for the cut, so that its parameters are on
 several stages, is taken apart, and so is a recurrent layer that was ``divided`` in time.
 """

@@ -50,7 +50,8 @@ def zoo_section(families: Mapping[str, Sequence[Case]], results: Mapping[str, Re
     divisible = [r for r in uneven if r.possible < UNEVEN]
     yield (
         f"Of {len(uneven)} models the slowest stage takes {UNEVEN} times the mean or more: {_named(uneven)}. "
-        f"More even stages of whole operators exist for {len(divisible)} of them: {_named(divisible)}."
+        f"More even stages of whole operators exist for "
+        f"{f'{len(divisible)} of them: {_named(divisible)}' if divisible else 'none of them'}."
     )
     for family, cases in families.items():
         yield f"\n### {family.replace('_', ' ').capitalize()}\n"
