@@ -31,6 +31,7 @@ from pipec.capture.parts import (
     CONSTANTS,
     COUNTED,
     DIVIDE,
+    MOVING,
     MULTIPLY,
     REDUCING,
     SHAPED,
@@ -92,6 +93,8 @@ class _Walk:
     known: dict[fx.Node, Meaning] = field(default_factory=dict)
     _scaled_by_rows: bool = False
     _means: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    _moved: set[fx.Node] = field(default_factory=set)
+    """What may have its rows in another dimension than the arguments have."""
 
     def __post_init__(self) -> None:
         split = [node for node in self._arguments() if plain_name(str(node.target)) in self.batched]
@@ -137,6 +140,8 @@ class _Walk:
         return Meaning(Part.ROWS if split else Part.SAME, given)
 
     def _of_call(self, node: fx.Node) -> Meaning:
+        if operator_name(node) in MOVING or not self._moved.isdisjoint(node.all_input_nodes):
+            self._moved.add(node)
         read = [self.known[source] for source in node.all_input_nodes]
         value = value_of(node.args[0] if operator_name(node) == "setitem" else node)
         given = all(meaning.given for meaning in read) and not is_drawn(node)
@@ -215,7 +220,7 @@ class _Walk:
             return Part.ROWS
         arguments, count = named_arguments(node), self._num_batches(value, self.rounds.rows_of_round(node))
         if self._symbol is None and operator_name(node) in REDUCING and self._reduces_first(node):
-            if count:
+            if count and node in self._moved:
                 return Part.OTHER  # what is left may be the rows as well
             count = 0
         if count == 0:

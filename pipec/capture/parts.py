@@ -77,6 +77,14 @@ LINEAR = {
 REDUCING = {"amax", "amin", "logsumexp", "max", "mean", "min", "prod", "std", "sum", "var"}
 """Operators that take dimensions to reduce."""
 
+MOVING = {
+    *("cat", "concat", "concatenate", "einsum", "expand", "flatten", "getattr", "getitem", "hstack"),
+    *("matmul", "movedim", "moveaxis", "permute", "repeat", "reshape", "rot90", "select", "squeeze", "stack"),
+    *("swapaxes", "swapdims", "t", "tile", "transpose", "unbind", "unflatten", "unfold", "unsqueeze"),
+    *("view", "vstack"),
+}
+"""What may put rows into another dimension."""
+
 SUMS = {"sum", "count_nonzero", "dot", "vdot", "nansum", "histc", "bincount"}
 
 ALONG = {

@@ -7,12 +7,11 @@
     g = mm(y, w1)     w1 is on stage 1            g = mm(y, w1)     stage 1
 
 The same holds of buffers that the forward changes. An operator without any goes with the one before it. But
-as far as the operators are those of the graph that was cut first, they are on the same stages. What reads or
-changes one buffer stays together. An operator that was taken apart for the cut, so that its parameters are on
+if all operators are those of the graph that was cut first, they are on the same stages. What reads or changes
+one buffer stays together. An operator that was taken apart for the cut, so that its parameters are on
 several stages, is taken apart, and so is a recurrent layer that was ``divided`` in time.
 """
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -67,10 +66,9 @@ class FollowOwners:
         return replace(assign(graph, stages, self.num_stages), ranks=self.ranks)
 
     def _stages_as_before(self, graph: TrainingGraph) -> dict[int, int]:
-        """The stages of the operators up to the first that is another one."""
-        pairs = enumerate(zip(self.first_cut, graph.operators, strict=False))
-        same = itertools.takewhile(lambda pair: pair[1][0][0] == pair[1][1], pairs)
-        return {op: stage for op, ((_, stage), _) in same}
+        """The stage of each operator, if they are those of the first cut."""
+        same = [operator for operator, _ in self.first_cut] == [*graph.operators]
+        return {op: stage for op, (_, stage) in enumerate(self.first_cut)} if same else {}
 
     def _divided(self, graph: TrainingGraph) -> set[int]:
         """The operators that need parameters no single stage holds."""
