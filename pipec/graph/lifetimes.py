@@ -25,6 +25,7 @@ REDUCED_INSIDE = (
     _aten.smooth_l1_loss.default,
     _aten.soft_margin_loss.default,
 )
+"""Losses whose kernels make a number for each element first; measured on CPUs with torch 2.13."""
 
 BytesOf = Callable[[fx.Node], int]
 """The bytes of a node's value."""
