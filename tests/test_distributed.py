@@ -1,7 +1,6 @@
 """Three real processes over gloo, started once: the same bits, and what each sees when one misbehaves."""
 
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from runtime_stages import HANG_SECONDS, NUM_RANKS, SIZES, make_model, reference_step
+from workers import free_port
 
 from pipec.errors import InputError, PipecError, TransportError
 from pipec.ir import Instruction, Mode, Op, Plan, Program, Stage
@@ -36,10 +36,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome
 
 
 def run_processes(directory: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
     root = Path(__file__).parents[1]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(NUM_RANKS)}
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(NUM_RANKS)}
     path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
     processes = [
         subprocess.Popen(

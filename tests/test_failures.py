@@ -9,12 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from socket import create_server
 
 import pytest
 import torch
 from runtime_stages import CPU, LINKS, NUM_RANKS, SIZES, make_batch, make_interpreter, make_model
-from workers import forks
+from workers import forks, free_port
 
 from pipec.errors import TransportError
 from pipec.programs.lower import lower
@@ -42,6 +41,9 @@ class Blow:
         if (phase, rank) == (self.phase, self.victim):
             (self.scratch / "struck").write_text(str(time.time()))
             os.kill(os.getpid(), self.signal)
+
+    def has_fallen(self) -> bool:
+        return (self.scratch / "struck").exists()
 
     def struck_at(self) -> float:
         return float((self.scratch / "struck").read_text())
@@ -77,8 +79,7 @@ def test_whichever_rank_is_killed_or_stopped_the_others_end_in_time_and_name_it(
 
 def start(blow: Blow) -> list[ForkServerProcess]:
     blow.scratch.mkdir()
-    with create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     processes = [forks.Process(target=live, args=(rank, port, blow)) for rank in range(NUM_RANKS)]
     for process in processes:
         process.start()
@@ -91,6 +92,7 @@ def lateness(blow: Blow, processes: list[ForkServerProcess]) -> float:
     for process in survivors:
         process.join(30)
     assert [process.exitcode for process in survivors] == [0] * len(survivors), blow
+    assert blow.has_fallen(), [path.read_text() for path in blow.scratch.iterdir()]
     return time.time() - blow.struck_at()
 
 

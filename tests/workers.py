@@ -3,7 +3,9 @@
 import contextlib
 import multiprocessing
 import os
+import random
 import runpy
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +27,17 @@ PIPEC_TIMEOUT, TIMEOUT = 30.0, 200.0
 
 forks = multiprocessing.get_context("forkserver")
 forks.set_forkserver_preload(["pipec.cli", "pipec.api", "transformers.models.gpt2.modeling_gpt2"])
+
+
+def free_port() -> int:
+    """A port where nobody listens. It is none of those that systems give to whoever asks for any port.
+
+    One of those could be another process's before it is used here.
+    """
+    for port in random.SystemRandom().sample(range(15_000, 32_000), 100):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise OSError("100 ports from 15000 to 32000 are all in use")
 
 
 def train(artifacts: Sequence[Path], inputs: Inputs, scratch: Path) -> list[str]:
