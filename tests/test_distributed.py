@@ -43,9 +43,8 @@ def run_processes(directory: Path) -> None:
         for process in processes:
             process.kill()
     raised = [file.read_text() for file in directory.glob("error_*")]
-    assert [process.exitcode for process in processes] == [0, 1, 0], (
-        raised
-    )  # rank 1 dies on purpose, at the end
+    # Rank 1 dies on purpose, at the end.
+    assert [process.exitcode for process in processes] == [0, 1, 0], raised
     assert not any(raised), raised
 
 
