@@ -14,6 +14,7 @@ from pipec.passes.insert_communication import InsertCommunication
 from pipec.passes.join_slices import JoinSlices
 from pipec.passes.mark_offload import MarkOffload
 from pipec.passes.mark_recompute import MarkRecompute
+from pipec.passes.permute_parts import PermuteParts
 from pipec.passes.prepare_weights import PrepareWeights
 from pipec.passes.simplify import Simplify
 from pipec.passes.split_backward import SplitBackward
@@ -58,6 +59,7 @@ def passes(
     return [
         Simplify(),
         JoinSlices(),
+        PermuteParts(),
         AnnotateCost(options.device_model, options.profile),
         TakeApart(len(options.topology.devices)),
         PrepareWeights(options.buffers_anywhere),
