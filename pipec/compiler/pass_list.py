@@ -9,6 +9,7 @@ from pipec.ir import NOTHING_MORE, Ending
 from pipec.passes import Pass
 from pipec.passes.add_products import AddProducts
 from pipec.passes.annotate_cost import AnnotateCost
+from pipec.passes.call_linear import CallLinear
 from pipec.passes.divide_phases import DividePhases
 from pipec.passes.insert_communication import InsertCommunication
 from pipec.passes.join_slices import JoinSlices
@@ -71,4 +72,5 @@ def passes(
         offload,
         DividePhases(),
         SplitBackward(),
+        CallLinear(),
     ]
