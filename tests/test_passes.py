@@ -450,7 +450,8 @@ def test_products_are_called_as_linear_layers() -> None:
     x = torch.randn(ROWS, TOKENS, WIDTH, generator=torch.Generator().manual_seed(0))
     model = Products()
     pipe = pipec.compile(copy.deepcopy(model), devices=1, microbatches=1)
-    assert torch.equal(pipe.step(x), loss := model(x))
+    loss = model(x)
+    assert torch.equal(pipe.step(x), loss)
     loss.backward()
     for found, wanted in zip(pipe.parameters(), model.parameters(), strict=True):
         assert torch.equal(found.grad, wanted.grad)

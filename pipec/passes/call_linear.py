@@ -74,7 +74,8 @@ def _leading(product: fx.Node, rows: fx.Node) -> Sequence[Any]:
         return ()
     source: fx.Node = rows.args[0]  # type: ignore[assignment]
     if _is_rows(source, rows) and is_dense(source):
-        return source.meta["val"].shape[:-1]
+        leading: Sequence[Any] = source.meta["val"].shape[:-1]
+        return leading
     if is_dense(rows) and [user for user in rows.users if is_forward(user)] == [product]:
         shown = (user.meta["val"].shape[:-1] for user in product.users if _is_rows(user, product))
         return next(shown, ())
