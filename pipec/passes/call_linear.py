@@ -11,12 +11,13 @@ Such is what torch makes of this call. It has the same bits, and makes the views
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from pipec.cost.formulas import OperatorCost
 from pipec.graph import TrainingGraph, is_forward, varies
 from pipec.graph.lifetimes import is_dense
 
@@ -44,7 +45,10 @@ def _is_linear(node: fx.Node) -> bool:
 
 
 def _call(product: fx.Node) -> None:
-    """Put ``linear`` in the place of a product and of the views around it."""
+    """Let the product's node be ``linear``, and take the place of the views around it.
+
+    It keeps its name, by which passes are told what is computed again, and has the cost of all.
+    """
     *bias, rows, transposed = product.args
     leading = _leading(product, rows)  # type: ignore[arg-type]
     made = product.meta["val"]
@@ -52,17 +56,24 @@ def _call(product: fx.Node) -> None:
     if leading:
         made = VIEW(made, [*leading, made.shape[-1]])
         given = _with_leading(product, rows, leading)  # type: ignore[arg-type]
-    weight = transposed.args[0]  # type: ignore[union-attr]
-    with product.graph.inserting_before(product):
-        linear = product.graph.call_function(aten.linear.default, (given, weight, *bias))
-    linear.meta = {**product.meta, "val": made}
-    product.replace_all_uses_with(linear)
-    for view in list(linear.users):
+    product.target, product.meta["val"] = aten.linear.default, made
+    product.args = (given, transposed.args[0], *bias)  # type: ignore[union-attr]
+    for view in list(product.users):
         if view.target is VIEW and str(view.meta["val"].shape) == str(made.shape):
-            view.replace_all_uses_with(linear)
-    for node in (*linear.users, product, rows, transposed):
+            view.replace_all_uses_with(product)
+    for node in (*product.users, rows, transposed):
         if not node.users and node.op == "call_function":  # type: ignore[union-attr]
+            product.meta["cost"] = _with_view(product.meta["cost"], node.meta["cost"])  # type: ignore[union-attr]
             product.graph.erase_node(node)  # type: ignore[arg-type]
+
+
+def _with_view(cost: OperatorCost, view: OperatorCost) -> OperatorCost:
+    """The cost of a product that makes a view as well, which takes time only where that was measured."""
+    if cost.measured is None or view.measured is None:
+        return cost
+    return replace(
+        cost, measured=replace(cost.measured, seconds=cost.measured.seconds + view.measured.seconds)
+    )
 
 
 def _leading(product: fx.Node, rows: fx.Node) -> Sequence[Any]:
@@ -95,7 +106,9 @@ def _with_leading(product: fx.Node, rows: fx.Node, leading: Sequence[Any]) -> fx
     if str([*source.meta["val"].shape]) == str(shape):
         return source
     sizes = [size.node.expr if isinstance(size, torch.SymInt) else size for size in shape]
-    with product.graph.inserting_before(product):
-        view = product.graph.call_function(VIEW, (source, sizes))
-    view.meta = {**rows.meta, "val": VIEW(rows.meta["val"], shape)}
+    view = rows
+    if len(rows.users) > 1:
+        with product.graph.inserting_before(product):
+            view = product.graph.call_function(VIEW)
+    view.args, view.meta = (source, sizes), {**rows.meta, "val": VIEW(rows.meta["val"], shape)}
     return view
