@@ -27,7 +27,9 @@ from step_time import CASES, MICROBATCHES, RANKS, WARMUP_STEPS, Case
 
 import pipec
 from pipec.compiler import pass_list
+from pipec.passes.call_linear import CallLinear
 from pipec.passes.join_slices import JoinSlices
+from pipec.passes.permute_parts import PermuteParts
 from pipec.passes.prepare_weights import PrepareWeights
 from pipec.passes.simplify import Simplify
 
@@ -69,7 +71,9 @@ VARIANTS: dict[str, Change] = {
     ALL: lambda stack: {},
     "without Simplify": without_pass(Simplify),
     "without JoinSlices": without_pass(JoinSlices),
+    "without PermuteParts": without_pass(PermuteParts),
     "without PrepareWeights": without_pass(PrepareWeights),
+    "without CallLinear": without_pass(CallLinear),
     "without operators in place": replaced(
         *("pipec.graph.lifetimes.written_in_place", nothing_in_place),
         *("pipec.codegen.stage.written_in_place", nothing_in_place),

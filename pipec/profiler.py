@@ -29,6 +29,7 @@ from pipec.hardware.topology import alike
 from pipec.ir import Phase
 from pipec.passes.cut_stages import CutStages
 from pipec.passes.join_slices import JoinSlices
+from pipec.passes.permute_parts import PermuteParts
 from pipec.passes.simplify import Simplify
 from pipec.runtime.messages.cuda import current_device
 from pipec.runtime.step.execution import Execution, Ranks
@@ -66,7 +67,7 @@ def profile_graph(
     if device.type == "meta":
         raise InputError("the meta device computes nothing: profile on a device like those that will train")
     tensors = _tensors(graph, model, device)
-    graph = JoinSlices()(Simplify()(graph))
+    graph = PermuteParts()(JoinSlices()(Simplify()(graph)))
     nodes = _Timer(graph, call.batch_size, device)
     whole = _Whole(graph, tensors, call, device, ranks)
     arguments = list(_arguments(graph, tensors, call, device))

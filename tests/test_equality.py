@@ -31,8 +31,10 @@ from workers import read_outcome, run_script, train
 from pipec.compiler import pass_list
 from pipec.hardware.topology import alike
 from pipec.passes import Pass
+from pipec.passes.call_linear import CallLinear
 from pipec.passes.cut_stages import CutStages
 from pipec.passes.join_slices import JoinSlices
+from pipec.passes.permute_parts import PermuteParts
 from pipec.passes.prepare_weights import PrepareWeights
 from pipec.passes.simplify import Simplify
 from pipec.schedules import make_schedule
@@ -50,7 +52,7 @@ def test_a_step_has_the_bits_of_the_unsplit_model(factory: Factory, combination:
     assert_equal(outcome, expected(model), tied_parameters(artifact))
 
 
-@pytest.mark.parametrize("left_out", [Simplify, JoinSlices, PrepareWeights])
+@pytest.mark.parametrize("left_out", [Simplify, JoinSlices, PermuteParts, PrepareWeights, CallLinear])
 @pytest.mark.parametrize("factory", each(llama, resnet))
 def test_no_pass_changes_a_bit(factory: Factory, left_out: type, monkeypatch: pytest.MonkeyPatch) -> None:
     model, every = captured(factory), pass_list.passes

@@ -35,6 +35,7 @@ from pipec.passes.cut_stages import CutStages
 from pipec.passes.insert_communication import InsertCommunication
 from pipec.passes.join_slices import JoinSlices
 from pipec.passes.mark_recompute import MarkRecompute
+from pipec.passes.permute_parts import PermuteParts
 from pipec.passes.simplify import OF_TENSORS, Simplify
 from pipec.passes.split_backward import SplitBackward
 from pipec.passes.untie_gradients import UntieGradients
@@ -302,18 +303,20 @@ def test_pipec_dump_writes_the_graph_after_every_pass(
     assert files == [
         "00_simplify.txt",
         "01_join_slices.txt",
-        "02_annotate_cost.txt",
-        "03_take_apart.txt",
-        "04_prepare_weights.txt",
-        "05_cut_in_time.txt",
-        "06_untie_gradients.txt",
-        "07_insert_communication.txt",
-        "08_mark_recompute.txt",
-        "09_mark_offload.txt",
-        "10_divide_phases.txt",
-        "11_split_backward.txt",
+        "02_permute_parts.txt",
+        "03_annotate_cost.txt",
+        "04_take_apart.txt",
+        "05_prepare_weights.txt",
+        "06_cut_in_time.txt",
+        "07_untie_gradients.txt",
+        "08_insert_communication.txt",
+        "09_mark_recompute.txt",
+        "10_mark_offload.txt",
+        "11_divide_phases.txt",
+        "12_split_backward.txt",
+        "13_call_linear.txt",
     ]
-    before, after = ((tmp_path / "dump" / name).read_text() for name in files[6:8])
+    before, after = ((tmp_path / "dump" / name).read_text() for name in files[7:9])
     assert after.startswith("# InsertCommunication(link=")
     assert re.search(r"# \d+ nodes: [1-9]\d* added, \d+ removed", after)
     assert "stage 1" in before
@@ -355,6 +358,17 @@ def test_the_gradient_of_slices_is_put_together_at_once() -> None:
     assert ".add_(" in pipe.source(0)
 
 
+def test_a_sum_is_made_in_the_shape_that_its_reader_wants() -> None:
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
+    graph = capture(Rotated(), None, Mode.TRAIN, Call((x,), {}, None))
+    (before,), (after,) = (
+        [node for node in each.nodes if node.target is aten.sum.dim_IntList]
+        for each in (graph, through(graph, Simplify()))
+    )
+    assert (before.args[2:], [user.target for user in before.users]) == ((True,), [aten.view.default])
+    assert (after.args[2:], [user.op for user in after.users]) == ((), ["output"])
+
+
 class Rotated(nn.Module):
     """Rotary positions turn the halves of a vector; of three thirds, two overlap and one is left out."""
 
@@ -379,3 +393,70 @@ def test_the_gradient_of_halves_is_put_together_and_added_in_its_place() -> None
     model(x).backward()
     for found, wanted in zip(pipe.parameters(), model.parameters(), strict=True):
         assert torch.equal(found.grad, wanted.grad)
+
+
+class Permuted(nn.Module):
+    """Parts of tensors in another order of dimensions. What is joined at the end has another reader."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.first(x).unflatten(-1, (3, 2, WIDTH // 2)).permute(2, 0, 3, 1, 4)
+        heads = (torch.sigmoid(q) * k + v).transpose(1, 2).flatten(2)
+        columns = self.second(heads).transpose(1, 2)
+        joined = torch.cat([columns[:, : WIDTH // 2].sin(), columns[:, WIDTH // 2 :].cos()], 1)
+        return joined.transpose(1, 2).contiguous().square().mean() + joined.mean()
+
+
+def test_parts_are_permuted_before_they_are_joined() -> None:
+    """Where nothing else reads what they make. Every element is copied once."""
+    x = torch.randn(ROWS, TOKENS, WIDTH, generator=torch.Generator().manual_seed(0))
+    model = Permuted()
+    pipe = pipec.compile(copy.deepcopy(model), devices=1, microbatches=2)
+    assert torch.equal(pipe.step(x), sum(map(model, x.chunk(2))) / 2)
+    for part in x.chunk(2):
+        (model(part) / 2).backward()
+    for found, wanted in zip(pipe.parameters(), model.parameters(), strict=True):
+        assert torch.equal(found.grad, wanted.grad)
+    graph = through(capture(model, None, Mode.TRAIN, Call((x,), {}, None)), Simplify(), JoinSlices())
+    before, after = (joins_and_copies(each) for each in (graph, through(graph, PermuteParts())))
+    assert before == ["cat", "clone", "cat", "clone", "stack", "clone"]
+    assert after == ["cat", "clone", "cat", "stack"]
+
+
+def joins_and_copies(graph: TrainingGraph) -> list[str]:
+    named = {aten.stack.default: "stack", aten.cat.default: "cat", aten.clone.default: "clone"}
+    return [named[node.target] for node in graph.nodes if node.target in named]
+
+
+class Products(nn.Module):
+    """Linear layers on three dimensions, on two, and on a transposed tensor; and a sum with a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.square = nn.Linear(TOKENS, TOKENS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.first(x).relu())
+        x = self.square(x.transpose(1, 2)) + self.second(x).transpose(1, 2)
+        rows = self.square(x.sum(1))
+        return torch.addmm(rows, rows, self.square.weight.t()).square().mean() + x.mean()
+
+
+def test_products_are_called_as_linear_layers() -> None:
+    x = torch.randn(ROWS, TOKENS, WIDTH, generator=torch.Generator().manual_seed(0))
+    model = Products()
+    pipe = pipec.compile(copy.deepcopy(model), devices=1, microbatches=1)
+    loss = model(x)
+    assert torch.equal(pipe.step(x), loss)
+    loss.backward()
+    for found, wanted in zip(pipe.parameters(), model.parameters(), strict=True):
+        assert torch.equal(found.grad, wanted.grad)
+    forward, backward = pipe.source(0).split("def backward(")
+    assert forward.count("torch.nn.functional.linear(") == 5
+    assert forward.count("torch.addmm(") == 1
+    assert "linear(args_0, first_weight, first_bias)" in forward
+    assert "linear(" not in backward

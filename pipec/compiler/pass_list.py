@@ -9,11 +9,13 @@ from pipec.ir import NOTHING_MORE, Ending
 from pipec.passes import Pass
 from pipec.passes.add_products import AddProducts
 from pipec.passes.annotate_cost import AnnotateCost
+from pipec.passes.call_linear import CallLinear
 from pipec.passes.divide_phases import DividePhases
 from pipec.passes.insert_communication import InsertCommunication
 from pipec.passes.join_slices import JoinSlices
 from pipec.passes.mark_offload import MarkOffload
 from pipec.passes.mark_recompute import MarkRecompute
+from pipec.passes.permute_parts import PermuteParts
 from pipec.passes.prepare_weights import PrepareWeights
 from pipec.passes.simplify import Simplify
 from pipec.passes.split_backward import SplitBackward
@@ -58,6 +60,7 @@ def passes(
     return [
         Simplify(),
         JoinSlices(),
+        PermuteParts(),
         AnnotateCost(options.device_model, options.profile),
         TakeApart(len(options.topology.devices)),
         PrepareWeights(options.buffers_anywhere),
@@ -69,4 +72,5 @@ def passes(
         offload,
         DividePhases(),
         SplitBackward(),
+        CallLinear(),
     ]

@@ -8,6 +8,9 @@
 
     y = mm(x, w)                     i = arange(12)                        z = view(x, [12*b, 8])
 
+    s = sum(dy, [0], True)
+    g = view(s, [8])          ->     g = sum(dy, [0])
+
 Models write such code where it serves other cases: an offset of zero, a mask that hides nothing, a shape that
 is known. Here the case is known. Every value keeps its bits.
 """
@@ -52,6 +55,7 @@ class Simplify:
                 if not varies(node):
                     _write_out(node)
                 _skip_reshape(node)
+                _drop_dimensions(node)
                 same = next(filter(None, (rule(node) for rule in RULES)), None)
                 same = same or _computed_before(node, known)
                 if same is not None and not (same.op == "placeholder" and _is_result(node)):
@@ -77,6 +81,21 @@ def _skip_reshape(node: fx.Node) -> None:
     source = node.args[0] if node.target is aten.view.default else None
     if isinstance(source, fx.Node) and source.target is aten.view.default and len(source.users) == 1:
         node.args = (source.args[0], *node.args[1:])
+
+
+def _drop_dimensions(node: fx.Node) -> None:
+    """``view(sum(x, [0], True), [8])`` is ``sum(x, [0])``, if nobody else reads the sum."""
+    total = node.args[0] if node.target is aten.view.default else None
+    if not isinstance(total, fx.Node) or total.target is not aten.sum.dim_IntList or len(total.users) > 1:
+        return
+    if any(total.meta[key] != node.meta[key] for key in ("operator", "phase")):
+        return
+    summed, dims = total.args[:2]
+    shape = total.meta["val"].shape
+    gone = {dim % len(shape) for dim in dims or range(len(shape))}  # type: ignore[union-attr, operator]
+    left = [size for dim, size in enumerate(shape) if dim not in gone]
+    if total.args[2:] == (True,) and not total.kwargs and str(left) == str([*node.meta["val"].shape]):
+        node.target, node.args = total.target, (summed, dims)
 
 
 def _undone(node: fx.Node) -> fx.Node | None:
