@@ -27,7 +27,16 @@ def simulate_plan(plan: Plan, programs: Sequence[Program]) -> Timeline:
     joins = {(s.index, number): join.seconds for s in plan.stages for number, join in enumerate(s.joins)}
     parts = {(s.index, phase): shares for s in plan.stages for phase, shares in s.parts.items()}
     copies = {stage.index: stage.cost.copy_seconds for stage in plan.stages}
-    costs = Costs(compute, messages, endings=endings, parts=parts, joins=joins, copies=copies)
+    costs = Costs(
+        compute,
+        messages,
+        endings=endings,
+        parts=parts,
+        joins=joins,
+        copies=copies,
+        instruction=plan.host.instruction_seconds,
+        begin=plan.host.step_seconds,
+    )
     return replace(simulate(programs, costs, few), ending=plan.ending)
 
 
