@@ -83,7 +83,7 @@ DEVICES: Mapping[str, DeviceModel] = {
             link=LinkModel(1e9, 1e-4),
             source="conservative, for one core of a server CPU with AVX2; a launch as measured on one, with "
             "the Python and the views around an operator; the link is gloo over loopback, and a copy to the "
-            "host reads and writes this memory; the host's time is that of steps of two processes on two cores",
+            "host reads and writes this memory; the host's time as of two processes on two cores",
             host_link=LinkModel(4e9, 3e-5),
             host=HostCost(instruction_seconds=5e-5, step_seconds=2e-3),
         ),

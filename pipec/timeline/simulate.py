@@ -8,7 +8,8 @@ and everything it reads has arrived. A collective overlaps compute, too, and sta
 come to it and are through with the collectives before. The host's own time for an instruction passes before
 the compute or the update that follows it on its rank, and occupies the rank as that does. A copy to host
 memory overlaps compute as well, and so does one back; of each direction a rank makes one at a time. An update
-occupies its rank, once the collectives before it are over. docs/benchmarks.md compares this with steps that ran.
+occupies its rank, once the collectives before it are over. docs/benchmarks.md compares this with steps that
+ran.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
