@@ -113,10 +113,10 @@ def test_a_limit_that_nothing_meets_is_told_by_rank() -> None:
         prepared(memory_limit="10kB", microbatches=8, schedule="1f1b", replicas=1)
 
 
-def test_auto_tries_every_schedule_and_takes_the_simplest_where_instructions_cost_more_than_bubbles() -> None:
+def test_auto_tries_every_schedule_and_takes_the_simplest_where_calls_cost_more_than_bubbles() -> None:
     free, dear = (
         prepared(devices=2, schedule="auto", microbatches=8, device_model=replace(DEVICES["cpu"], **cost))
-        for cost in ({"host": HostCost()}, {"host": HostCost(instruction_seconds=1e-2)})
+        for cost in ({"host": HostCost()}, {"host": HostCost(call_seconds=1e-2)})
     )
     tried = {each.schedule for pipe in (free, dear) for each in pipe.plan.alternatives}
     assert {"gpipe", "1f1b", "zb-h1", "zb-v", "interleaved-1f1b"} <= tried

@@ -69,17 +69,20 @@ def test_messages_of_both_stages_of_a_rank_share_a_channel_in_the_order_in_which
     assert {e.instruction.stage for e in timeline.messages if e.rank == 0} == {0, 3}
 
 
-def test_the_host_takes_time_for_each_instruction_and_before_the_first() -> None:
-    """A message leaves when its compute is over; to post it, and to receive, delays the next compute."""
+def test_what_passes_before_the_first_instruction_delays_everything() -> None:
     links = chain_links(2)
     programs = lower(make_schedule("gpipe", 2, 1), links)
-    assert [[str(each.op) for each in program.instructions] for program in programs] == [
-        ["forward", "send", "recv", "backward", "free"],
-        ["recv", "forward", "backward", "send", "free"],
+    costs = replace(Costs.uniform(2, links=links, message=1), begin=0.5)
+    timeline = simulate(programs, costs)
+    assert [(each.rank, each.start, each.end) for each in timeline.events] == [
+        (0, 0.5, 1.5),
+        (0, 1.5, 2.5),
+        (0, 6.5, 8.5),
+        (1, 2.5, 3.5),
+        (1, 3.5, 5.5),
+        (1, 5.5, 6.5),
     ]
-    costs = replace(Costs.uniform(2, links=links, message=1), instruction=0.25, begin=2.0)
-    computes = [(each.rank, each.start, each.end) for each in simulate(programs, costs).computes]
-    assert computes == [(0, 2.0, 3.25), (0, 9.0, 11.75), (1, 4.25, 5.75), (1, 5.75, 8.0)]
+    assert timeline.makespan == 8.5
 
 
 def test_channels_do_not_slow_each_other_down() -> None:

@@ -284,7 +284,7 @@ class StagedGraph:
         memory = plan_memory(plan, programs)
         devices = self.options.topology.devices
         excess = [max(0.0, need.peak_bytes - devices[rank].memory_bytes) for rank, need in enumerate(memory)]
-        seconds = step_seconds(simulate_plan(plan, programs))
+        seconds = step_seconds(plan, simulate_plan(plan, programs))
         return Trial(self, schedule, stages, plan, programs, seconds, memory, excess)
 
     def _plan(self, schedule: Schedule, size: int, ending: Ending) -> tuple[Plan, Sequence[StageFunctions]]:

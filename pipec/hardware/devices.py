@@ -85,7 +85,7 @@ DEVICES: Mapping[str, DeviceModel] = {
             "the Python and the views around an operator; the link is gloo over loopback, and a copy to the "
             "host reads and writes this memory; the host's time as of two processes on two cores",
             host_link=LinkModel(4e9, 3e-5),
-            host=HostCost(instruction_seconds=5e-5, step_seconds=2e-3),
+            host=HostCost(call_seconds=1.2e-4, step_seconds=2e-3),
         ),
         DeviceModel(
             name="v100",

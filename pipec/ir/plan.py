@@ -70,12 +70,12 @@ class Stage:
 class HostCost:
     """What a rank's host takes besides stage functions and messages, in which its device has nothing to do.
 
-    That is ``instruction_seconds`` for every instruction of a program, to fetch arguments, keep what comes of
-    them and post messages, and ``step_seconds`` before the first one, to check and compare what the step was
-    given.
+    That is ``call_seconds`` for every compute of a program, to fetch arguments, keep what comes of it and
+    post its messages, and ``step_seconds`` before the first instruction, to check and compare what the step
+    was given.
     """
 
-    instruction_seconds: float = 0.0
+    call_seconds: float = 0.0
     step_seconds: float = 0.0
 
 

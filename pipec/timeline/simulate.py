@@ -5,11 +5,10 @@ channel carries one message at a time. A directed channel leads from a sending r
 message leaves when the program of its rank has reached the send and the channel has carried every message
 that was sent into it before; it arrives after the seconds of its link. A compute starts when its rank is free
 and everything it reads has arrived. A collective overlaps compute, too, and starts when all its ranks have
-come to it and are through with the collectives before. The host's own time for an instruction passes before
-the compute or the update that follows it on its rank, and occupies the rank as that does. A copy to host
-memory overlaps compute as well, and so does one back; of each direction a rank makes one at a time. An update
-occupies its rank, once the collectives before it are over. docs/benchmarks.md compares this with steps that
-ran.
+come to it and are through with the collectives before. A copy to
+host memory overlaps compute as well, and so does one back; of each direction a rank makes one at a time. An
+update occupies its rank, once the collectives before it are over. docs/benchmarks.md compares this with
+steps that ran.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,8 +36,7 @@ class Costs:
     ``endings`` lack takes no time. ``parts`` has the shares of a phase's time that its functions take, if it
     consists of several, and ``joins[stage, number]`` the seconds of what replicas join between these.
     ``copies[stage]`` is what an offload takes, or a prefetch.
-    ``instruction`` is what the host takes for every instruction beside what these take, and ``begin`` what it
-    takes before the first. ``unit`` is the unit of time, for those who show it.
+    ``begin`` passes before the first instruction. ``unit`` is the unit of time, for those who show it.
     """
 
     compute: Mapping[tuple[int, Phase], float]
@@ -48,7 +46,6 @@ class Costs:
     parts: Mapping[tuple[int, Phase], Sequence[float]] = field(default_factory=dict)
     joins: Mapping[tuple[int, int], float] = field(default_factory=dict)
     copies: Mapping[int, float] = field(default_factory=dict)
-    instruction: float = 0.0
     begin: float = 0.0
 
     @classmethod
@@ -141,8 +138,7 @@ class _Step:
         self.sends = np.flatnonzero(self.events.ops == OP_CODE[Op.SEND])
         self.collectives = np.flatnonzero(self.events.is_collective)
         self.copies = [np.flatnonzero(self.events.ops == OP_CODE[op]) for op in (Op.OFFLOAD, Op.PREFETCH)]
-        self.occupies_rank = occupy_rank(self.events)
-        self.num_instructions = np.concatenate([_up_to_each(each) for each in programs])
+        self.occupies_rank = self.is_compute | (self.events.ops == OP_CODE[Op.UPDATE])
         self.meetings = meetings(self.events, self.ranks, self.collectives)
         self._lay_out()
 
@@ -177,20 +173,6 @@ class _Step:
         return np.where(before < first_of_rank[self.ranks[events]], -1, before)
 
 
-def occupy_rank(instructions: Instructions) -> NDArray[np.bool_]:
-    """Which are computes and updates."""
-    updates: NDArray[np.bool_] = instructions.ops == OP_CODE[Op.UPDATE]
-    return instructions.is_compute | updates
-
-
-def _up_to_each(program: Instructions) -> Ints:
-    """For each timed instruction that occupies its rank, how many are new with it; for the others 0."""
-    occupying = np.flatnonzero(occupy_rank(program))
-    counts = np.zeros(len(program), np.int64)
-    counts[occupying] = np.diff(occupying, prepend=-1)
-    return counts[program.is_timed]
-
-
 def meetings(events: Instructions, ranks: Ints, collectives: Ints) -> Ints:
     """For each of these collectives the number of its meeting: of several alike on a rank, the k-th meet."""
     numbers: dict[tuple[int, ...], int] = {}
@@ -220,7 +202,7 @@ def _durations(step: _Step, costs: Costs) -> Floats:
         found[event] = costs.joins.get((stage, join), 0.0) if join >= 0 else ending
     copies = np.flatnonzero(events.is_copy)
     found[copies] = [costs.copies.get(stage, 0.0) for stage in events.stages[copies].tolist()]
-    return found + costs.instruction * step.num_instructions
+    return found
 
 
 def _keys(events: Instructions, which: Ints) -> list[list[int]]:
