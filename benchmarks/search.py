@@ -71,8 +71,8 @@ def microbatches_table(case: Case, rounds: int) -> list[str]:
 
 
 def schedules_table(case: Case, rounds: int) -> list[str]:
-    """Rank 0 profiles, and its plans count."""
-    profile = profiled(case) if world().rank == 0 else None
+    """The profile of rank 0 counts. All ranks make theirs at a time, to slow each other as in a step."""
+    profile = profiled(case)
     pipes, modelled = {}, {}
     for schedule in SCHEDULES:
         pipes[schedule] = compiled(case, MICROBATCHES, schedule=schedule, recompute="none", profile=profile)
@@ -94,7 +94,8 @@ def schedules_table(case: Case, rounds: int) -> list[str]:
 def profiled(case: Case) -> pipec.Profile:
     inputs, target = case.batch()
     example = pipec.Example(case.model(), (inputs,), target=target, loss_fn=case.loss_fn)
-    return pipec.profile(example, microbatch_size=BATCH // MICROBATCHES, repeats=10, ranks=RANKS)
+    copies = 1 if world().distributed else RANKS
+    return pipec.profile(example, microbatch_size=BATCH // MICROBATCHES, repeats=10, ranks=copies)
 
 
 TABLES = {"microbatches": microbatches_table, "schedules": schedules_table}

@@ -338,7 +338,8 @@ def profile(
         device: where to run. A model on meta is given random values there.
         repeats: how often each operator is timed; the median counts.
         ranks: how many ranks will share the device, or its memory bus and caches if it is a CPU. The whole
-            model then runs in as many copies at a time, and is as slow as they make each other.
+            model then runs in as many copies at a time, and is as slow as they make each other. Under
+            ``torchrun`` each process profiles by itself: call it in all of them at a time, with one.
         precision: that which ``compile`` will be given.
         show: wraps the iteration over the runs, for a progress bar.
 

@@ -1,5 +1,6 @@
 """Which schedules without a flush are chosen, and by what: the time from one mini-batch to the next."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,9 +13,9 @@ from test_replica_choice import prepared as shared
 import pipec
 from pipec.compiler.policy import policy_for
 from pipec.errors import InputError
-from pipec.hardware.devices import LinkModel
+from pipec.hardware.devices import DEVICES, LinkModel
 from pipec.hardware.topology import alike
-from pipec.ir import Plan
+from pipec.ir import HostCost, Plan
 from pipec.schedules import ASYNCHRONOUS
 
 
@@ -46,7 +47,8 @@ def test_the_search_takes_a_schedule_without_a_flush_and_stays_with_it() -> None
 
 def test_a_schedule_that_flushes_is_taken_where_it_is_faster() -> None:
     """Six microbatches wait for messages under 2BW; orders that a search finds wait less."""
-    pipe, plain = compiled(microbatches=6), compiled(microbatches=6, asynchronous=False)
+    how = {"microbatches": 6, "device_model": replace(DEVICES["cpu"], host=HostCost())}
+    pipe, plain = compiled(**how), compiled(**how, asynchronous=False)
     losses = list(pipe.stream(batches(4)))
     assert pipe.plan.ending.stream is None
     assert "pipedream-2bw" in tried(pipe)

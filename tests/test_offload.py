@@ -23,7 +23,7 @@ from pipec.compiler.staged import StagedGraph
 from pipec.errors import ArtifactError, InfeasibleError, InputError, VerifyError
 from pipec.hardware.devices import DEVICES
 from pipec.hardware.topology import alike
-from pipec.ir import Instruction, Op, Program, Schedule
+from pipec.ir import HostCost, Instruction, Op, Program, Schedule
 from pipec.ir.batch import split_sizes
 from pipec.ir.columns import OP_CODE, Instructions
 from pipec.ir.text import format_program, parse_program
@@ -271,7 +271,7 @@ def test_a_budget_is_kept_by_copies_and_what_was_predicted_is_measured() -> None
     expected = step(free)
     limit = int(0.7 * free.memory().peak_bytes)
     for recompute in ("none", "auto"):
-        device = replace(DEVICES["cpu"], instruction_seconds=0.0)
+        device = replace(DEVICES["cpu"], host=HostCost())
         pipe = compiled(memory_limit=limit, offload="activations", recompute=recompute, device_model=device)
         assert all(map(torch.equal, step(pipe), expected))
         pipe.zero_grad()

@@ -58,6 +58,12 @@ def test_every_operator_has_its_backward(profile: Profile) -> None:
     assert all(op.seconds("forward") > 0 and op.seconds("backward") > 0 for op in layers)
 
 
+def test_each_process_of_several_profiles_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert measure(Uneven(1)).operators
+
+
 def test_a_profile_reads_back(profile: Profile, tmp_path: Path) -> None:
     profile.save(tmp_path / "profile.json")
     assert load_profile(tmp_path / "profile.json") == profile

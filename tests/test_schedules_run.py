@@ -30,7 +30,7 @@ from pipec.compiler.policy import ScheduleChoice
 from pipec.compiler.staged import DOUBT
 from pipec.errors import VerifyError
 from pipec.hardware.devices import DEVICES
-from pipec.ir import Compute, Phase, Plan, Program, Schedule, unreplicated
+from pipec.ir import Compute, HostCost, Phase, Plan, Program, Schedule, unreplicated
 from pipec.ir.batch import split_sizes
 from pipec.plan.memory import plan_memory
 from pipec.schedules import SCHEDULES, SEARCHED, make_schedule
@@ -153,7 +153,7 @@ def test_three_stages_per_rank_by_name(name: str) -> None:
 
 def test_auto_is_no_slower_than_any_named_schedule_on_the_costs_of_the_model() -> None:
     """Each is simulated on the stages it would have. Of those about as fast the simplest is taken."""
-    device = replace(DEVICES["cpu"], instruction_seconds=0.0)
+    device = replace(DEVICES["cpu"], host=HostCost())
     makespan = {
         name: trained(name, microbatches=8, device_model=device)[0].simulate().makespan
         for name in ("auto", "1f1b", "zb-v")

@@ -13,9 +13,10 @@ from torch import nn
 
 import pipec
 from pipec.compiler.policy import counts_to_try, usual_microbatches
+from pipec.compiler.staged import DOUBT
 from pipec.errors import InfeasibleError, InputError
 from pipec.hardware.devices import DEVICES
-from pipec.ir import Alternative, Plan
+from pipec.ir import Alternative, HostCost, Plan
 from pipec.pipeline import Pipeline
 from pipec.plan.memory import plan_memory
 
@@ -76,9 +77,8 @@ def test_no_other_number_of_microbatches_is_predicted_to_be_much_faster(searched
             assert other.refused == f"{other.seconds / taken - 1:.1%} slower"
         else:
             assert count > searched.plan.num_microbatches
-            is_close = other.seconds > taken / 1.02
-            why = "more and smaller microbatches" if is_close else "what its instructions take of the host"
-            assert other.refused == f"about as fast, with {why}"
+            assert other.seconds > taken / (1 + DOUBT)
+            assert other.refused == "about as fast, with more and smaller microbatches"
 
 
 def test_an_alternative_takes_what_it_is_said_to_take(searched: Pipeline) -> None:
@@ -113,22 +113,22 @@ def test_a_limit_that_nothing_meets_is_told_by_rank() -> None:
         prepared(memory_limit="10kB", microbatches=8, schedule="1f1b", replicas=1)
 
 
-def test_auto_tries_every_schedule_and_takes_the_simplest_where_instructions_cost_more_than_bubbles() -> None:
+def test_auto_tries_every_schedule_and_takes_the_simplest_where_calls_cost_more_than_bubbles() -> None:
     free, dear = (
         prepared(devices=2, schedule="auto", microbatches=8, device_model=replace(DEVICES["cpu"], **cost))
-        for cost in ({"instruction_seconds": 0.0}, {"instruction_seconds": 1e-2})
+        for cost in ({"host": HostCost()}, {"host": HostCost(call_seconds=1e-2)})
     )
     tried = {each.schedule for pipe in (free, dear) for each in pipe.plan.alternatives}
     assert {"gpipe", "1f1b", "zb-h1", "zb-v", "interleaved-1f1b"} <= tried
     assert not any(each.refused == "" for pipe in (free, dear) for each in pipe.plan.alternatives)
     alone = [each for each in free.plan.alternatives if {*each.replicas} == {1}]
-    assert all(each.seconds > 0.98 * free.simulate().makespan for each in alone)
+    assert all(each.seconds > free.simulate().makespan / (1 + DOUBT) for each in alone)
     simple = alternative(free.plan, schedule="1f1b", replicas=(1, 1))
     assert simple.seconds > 1.05 * free.simulate().makespan
-    assert dear.simulate().makespan == pytest.approx(simple.seconds)
     assert dear.plan.placement == ((0,), (1,))
-    told = alternative(dear.plan, schedule="interleaved-1f1b").refused
-    assert told == "about as fast, with what its instructions take of the host"
+    assert alternative(dear.plan, schedule="interleaved-1f1b", replicas=(1, 1, 1, 1)).refused.endswith(
+        "slower"
+    )
     gpipe = alternative(dear.plan, schedule="gpipe", replicas=(1, 1))
     assert max(need.peak_bytes for need in plan_memory(dear.plan, dear.programs)) < gpipe.peak_bytes
 

@@ -69,6 +69,22 @@ def test_messages_of_both_stages_of_a_rank_share_a_channel_in_the_order_in_which
     assert {e.instruction.stage for e in timeline.messages if e.rank == 0} == {0, 3}
 
 
+def test_what_passes_before_the_first_instruction_delays_everything() -> None:
+    links = chain_links(2)
+    programs = lower(make_schedule("gpipe", 2, 1), links)
+    costs = replace(Costs.uniform(2, links=links, message=1), begin=0.5)
+    timeline = simulate(programs, costs)
+    assert [(each.rank, each.start, each.end) for each in timeline.events] == [
+        (0, 0.5, 1.5),
+        (0, 1.5, 2.5),
+        (0, 6.5, 8.5),
+        (1, 2.5, 3.5),
+        (1, 3.5, 5.5),
+        (1, 5.5, 6.5),
+    ]
+    assert timeline.makespan == 8.5
+
+
 def test_channels_do_not_slow_each_other_down() -> None:
     """A forward of rank 0 sends to two ranks, and both messages leave at once."""
     links = (*chain_links(3), *skip_links(0, 2))

@@ -97,7 +97,7 @@ def of_plan(pipe: "Pipeline", optimizer: str | None, saving: Saving) -> "Goodput
     what = "weights and optimizer state" if factory else "weights alone, as there is no --optimizer"
     save = num_bytes / saving.bandwidth
     held = f"a checkpoint holds {format_bytes(num_bytes)}: {what}"
-    return Goodput.of(pipe.plan.num_ranks, step_seconds(pipe.simulate()), save, saving, held=held)
+    return Goodput.of(pipe.plan.num_ranks, step_seconds(pipe.plan, pipe.simulate()), save, saving, held=held)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from pipec.compiler.staged import DOUBT, Trial
+from pipec.compiler.staged import Trial
 from pipec.errors import InputError
 from pipec.ir import Alternative, Shard, ShardCost
 from pipec.ir.text import format_bytes, format_replicas
@@ -68,7 +68,5 @@ def _explained(other: Alternative, taken: Alternative) -> Alternative:
     if replicas != format_replicas(taken.replicas):
         how = f"with replicas={replicas}" if replicas.isdigit() else "tried by replicas='auto'"
         return replace(other, refused=f"{-slower:.1%} faster, {how}")
-    if slower < -DOUBT:
-        return replace(other, refused="about as fast, with what its instructions take of the host")
     smaller = ", with more and smaller microbatches" * (other.num_microbatches > taken.num_microbatches)
     return replace(other, refused=f"about as fast{smaller}")

@@ -239,7 +239,7 @@ class Compiler:
             self.options = replace(self.options, ending=replace(self.options.ending, shard=shard))
             with suppress(InputError) if shard else nullcontext():  # what cannot be sharded
                 found.append((self.options, choose()))
-        self.options, best = min(found, key=lambda each: each[1][1].best.simulated)
+        self.options, best = min(found, key=lambda each: each[1][1].best.score)
         return best
 
     def _choose_replicas(self, cut: CutGraph, batch: int, joins: bool) -> tuple[Autotuner, Choice]:

@@ -56,7 +56,7 @@ from pipec.schedules import Workload, on_ranks
 NOTHING_AGAIN = MarkRecompute()
 
 
-DOUBT = 0.02
+DOUBT = 0.05
 """Share of a step by which predictions of it are off. Ways that are this close count as equally fast."""
 
 
@@ -85,11 +85,6 @@ class Trial:
     @property
     def score(self) -> tuple[float, float]:
         """Less is better: first what does not fit into memory, then what the step is expected to take."""
-        return max(self.excess), self.expected_seconds
-
-    @property
-    def simulated(self) -> tuple[float, float]:
-        """As ``score``, where what is compared does not differ in the order of computes."""
         return max(self.excess), self.seconds
 
     @property
@@ -97,14 +92,6 @@ class Trial:
         """How many instructions the rank with the most has in a step, or without a flush in a mini-batch."""
         count, programs = self.plan.num_microbatches, played(self.programs)
         return max(len(each.instructions) * count / (each.period or count) for each in programs)
-
-    @property
-    def expected_seconds(self) -> float:
-        """The seconds of the step with the host's for its instructions, of which the simulator has none.
-
-        That is all the simulator leaves out that differs from schedule to schedule.
-        """
-        return self.seconds + self.num_instructions * self.staged.options.device_model.instruction_seconds
 
     def is_close(self, other: "Trial") -> bool:
         """Whether another one lacks no more memory, and is slower by less than can be told beforehand."""
@@ -297,7 +284,7 @@ class StagedGraph:
         memory = plan_memory(plan, programs)
         devices = self.options.topology.devices
         excess = [max(0.0, need.peak_bytes - devices[rank].memory_bytes) for rank, need in enumerate(memory)]
-        seconds = step_seconds(simulate_plan(plan, programs))
+        seconds = step_seconds(plan, simulate_plan(plan, programs))
         return Trial(self, schedule, stages, plan, programs, seconds, memory, excess)
 
     def _plan(self, schedule: Schedule, size: int, ending: Ending) -> tuple[Plan, Sequence[StageFunctions]]:
@@ -315,6 +302,7 @@ class StagedGraph:
                 stages = [stage if stage is parts else _ordered(parts, size) for stage, parts in pairs]
             plan = build_plan(self.graph, stages, self.names, schedule, size, topology, ending)
             plan = with_copies(plan, self.options.device_model.host_link)
+            plan = replace(plan, host=self.options.device_model.host)
             self._plans[key] = self._with_updates(plan), stages
         plan, stages = self._plans[key]
         count = schedule.stream.microbatches if schedule.stream else schedule.num_microbatches

@@ -9,6 +9,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from pipec.ir import HostCost
+
 
 @dataclass(frozen=True, slots=True)
 class LinkModel:
@@ -27,15 +29,17 @@ PCIE_3, PCIE_4, PCIE_5 = (LinkModel(rate, _GPU_LATENCY_SECONDS) for rate in (16e
 """Sixteen lanes, per direction (PCI Express Base Specifications: 8, 16 and 32 GT/s a lane)."""
 
 
+_NOTHING = HostCost()
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceModel:
     """One device under the roofline model (Williams, Waterman, Patterson: Roofline, CACM 2009).
 
     ``flops_per_second`` maps names of dtypes to peak rates; the rate of ``float32`` serves for dtypes that it
-    lacks. Every operator takes at least ``launch_seconds``, and every instruction of a program takes
-    ``instruction_seconds`` beside its operators, in which the device has nothing to do. ``link`` joins the
-    device to its peers in one host, and ``host_link`` to the memory of the host. ``source`` says where the
-    figures come from.
+    lacks. Every operator takes at least ``launch_seconds``, and ``host`` is what the host takes besides
+    operators. ``link`` joins the device to its peers in one host, and ``host_link`` to the memory of the
+    host. ``source`` says where the figures come from.
     """
 
     name: str
@@ -46,7 +50,7 @@ class DeviceModel:
     link: LinkModel
     source: str
     host_link: LinkModel = PCIE_4
-    instruction_seconds: float = 0.0
+    host: HostCost = _NOTHING
 
     def seconds(self, flops: float, bytes_moved: float, dtype: str = "float32") -> float:
         """Time of one operator: launch, then arithmetic or memory traffic, whichever takes longer."""
@@ -79,10 +83,9 @@ DEVICES: Mapping[str, DeviceModel] = {
             link=LinkModel(1e9, 1e-4),
             source="conservative, for one core of a server CPU with AVX2; a launch as measured on one, with "
             "the Python and the views around an operator; the link is gloo over loopback, and a copy to the "
-            "host reads and writes this memory; an instruction as between processes, whose messages gloo "
-            "carries on the same core",
+            "host reads and writes this memory; the host's time as of two processes on two cores",
             host_link=LinkModel(4e9, 3e-5),
-            instruction_seconds=3e-4,
+            host=HostCost(call_seconds=1.2e-4, step_seconds=2e-3),
         ),
         DeviceModel(
             name="v100",

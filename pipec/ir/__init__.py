@@ -13,7 +13,7 @@ says which ranks stand for others that do the same.
 from pipec.ir.alike import Alike
 from pipec.ir.ending import NOTHING_MORE, Bucket, Ending, OnNan, Shard
 from pipec.ir.memory import PartMemory, RankMemory, StageMemory
-from pipec.ir.plan import Alternative, Plan, ShardCost, Stage, StageCost
+from pipec.ir.plan import Alternative, HostCost, Plan, ShardCost, Stage, StageCost
 from pipec.ir.program import Instruction, Join, Joins, Kind, Op, Program, Traits
 from pipec.ir.schedule import (
     Compute,

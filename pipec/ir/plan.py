@@ -67,6 +67,19 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
+class HostCost:
+    """What a rank's host takes besides stage functions and messages, in which its device has nothing to do.
+
+    That is ``call_seconds`` for every compute of a program, to fetch arguments, keep what comes of it and
+    post its messages, and ``step_seconds`` before the first instruction, to check and compare what the step
+    was given.
+    """
+
+    call_seconds: float = 0.0
+    step_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Alternative:
     """Another way to run the step that was considered, and why it was not taken.
 
@@ -114,11 +127,11 @@ class Plan:
     fulfil all ``guards``, such as ``t <= 512``, and are what ``fixed`` says. ``link_seconds[i]`` is how long
     ``links[i]`` takes, ``link_memory[i]`` what its sender holds for it besides what it saves,
     ``link_saved[i]`` what it saves of it, and ``link_readers[i]`` the last phase of its reader that needs it.
-    ``parameters`` and ``buffers`` are named by FQN. ``ending`` is what the step does
-    besides its microbatches. ``microbatch_weight`` says how much the losses of microbatches count, if the
-    graph does not: by "rows", as they are ("sum"), or as a function says ("given"). ``alternatives`` are the
-    other ways that were considered, the fastest first, and ``shard_costs`` the levels of sharding, if there
-    is something to shard.
+    ``host`` is what hosts take besides stages and links. ``parameters`` and ``buffers`` are named by FQN.
+    ``ending`` is what the step does besides its microbatches. ``microbatch_weight`` says how much the losses
+    of microbatches count, if the graph does not: by "rows", as they are ("sum"), or as a function says
+    ("given"). ``alternatives`` are the other ways that were considered, the fastest first, and
+    ``shard_costs`` the levels of sharding, if there is something to shard.
     """
 
     mode: Mode
@@ -132,6 +145,7 @@ class Plan:
     link_memory: tuple[float, ...] = ()
     link_saved: tuple[float, ...] = ()
     link_readers: tuple[Phase, ...] = ()
+    host: HostCost = HostCost()
     parameters: tuple[Value, ...] = ()
     buffers: tuple[Value, ...] = ()
     inputs: tuple[Input, ...] = ()

@@ -17,7 +17,11 @@ def simulate_plan(plan: Plan, programs: Sequence[Program]) -> Timeline:
 
     Of replicas that are alike, a few are played.
     """
-    compute = {(s.index, phase): time for s in plan.stages for phase, time in s.cost.seconds.items()}
+    compute = {
+        (stage.index, phase): time + plan.host.call_seconds
+        for stage in plan.stages
+        for phase, time in stage.cost.seconds.items()
+    }
     messages = dict(zip(plan.links, plan.link_seconds, strict=True))
     endings = _collectives(plan)
     for stage in plan.stages:
@@ -27,14 +31,22 @@ def simulate_plan(plan: Plan, programs: Sequence[Program]) -> Timeline:
     joins = {(s.index, number): join.seconds for s in plan.stages for number, join in enumerate(s.joins)}
     parts = {(s.index, phase): shares for s in plan.stages for phase, shares in s.parts.items()}
     copies = {stage.index: stage.cost.copy_seconds for stage in plan.stages}
-    costs = Costs(compute, messages, endings=endings, parts=parts, joins=joins, copies=copies)
+    costs = Costs(
+        compute,
+        messages,
+        endings=endings,
+        parts=parts,
+        joins=joins,
+        copies=copies,
+        begin=plan.host.step_seconds,
+    )
     return replace(simulate(programs, costs, few), ending=plan.ending)
 
 
-def step_seconds(timeline: Timeline) -> float:
-    """How long a step takes; in a stream, from one mini-batch to the next."""
+def step_seconds(plan: Plan, timeline: Timeline) -> float:
+    """How long a step takes; in a stream, from one mini-batch to the next, each of which is checked, too."""
     steady = steady_state(timeline)
-    return steady.seconds if steady else timeline.makespan
+    return steady.seconds + plan.host.step_seconds if steady else timeline.makespan
 
 
 def collective_seconds(plan: Plan, programs: Sequence[Program]) -> float:

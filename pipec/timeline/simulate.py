@@ -5,9 +5,10 @@ channel carries one message at a time. A directed channel leads from a sending r
 message leaves when the program of its rank has reached the send and the channel has carried every message
 that was sent into it before; it arrives after the seconds of its link. A compute starts when its rank is free
 and everything it reads has arrived. A collective overlaps compute, too, and starts when all its ranks have
-come to it and are through with the collectives before. A copy to host memory overlaps compute as well, and so
-does one back; of each direction a rank makes one at a time. An update occupies its rank, once the collectives
-before it are over. docs/benchmarks.md compares this with steps that ran.
+come to it and are through with the collectives before. A copy to
+host memory overlaps compute as well, and so does one back; of each direction a rank makes one at a time. An
+update occupies its rank, once the collectives before it are over. docs/benchmarks.md compares this with
+steps that ran.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -35,7 +36,7 @@ class Costs:
     ``endings`` lack takes no time. ``parts`` has the shares of a phase's time that its functions take, if it
     consists of several, and ``joins[stage, number]`` the seconds of what replicas join between these.
     ``copies[stage]`` is what an offload takes, or a prefetch.
-    ``unit`` is the unit of time, for those who show it.
+    ``begin`` passes before the first instruction. ``unit`` is the unit of time, for those who show it.
     """
 
     compute: Mapping[tuple[int, Phase], float]
@@ -45,6 +46,7 @@ class Costs:
     parts: Mapping[tuple[int, Phase], Sequence[float]] = field(default_factory=dict)
     joins: Mapping[tuple[int, int], float] = field(default_factory=dict)
     copies: Mapping[int, float] = field(default_factory=dict)
+    begin: float = 0.0
 
     @classmethod
     def uniform(
@@ -101,7 +103,7 @@ def simulate(programs: Sequence[Program], costs: Costs, few: FewReplicas | None 
     shown = step.events
     if few:
         shown = shown.of_microbatches(few.microbatches(shown.microbatches))
-    events = Events(step.ranks, shown, run.starts[cells], run.ends[cells])
+    events = Events(step.ranks, shown, costs.begin + run.starts[cells], costs.begin + run.ends[cells])
     peaks = tuple(map(peak_in_flight, programs))
     return Timeline(events, peaks, costs.unit, alike=few.alike if few else None)
 

@@ -49,6 +49,9 @@ class World:
         return self.size > 1
 
 
+ALONE = World(0, 1)
+
+
 def world() -> World:
     """Ask the default process group if there is one, else the environment that ``torchrun`` sets."""
     if dist.is_available() and dist.is_initialized():

@@ -21,7 +21,7 @@ from pipec.runtime.messages.cuda import CudaGraphs, staged
 from pipec.runtime.messages.distributed import TorchDistributed
 from pipec.runtime.messages.group import Group
 from pipec.runtime.messages.transport import InProcess, Transport
-from pipec.runtime.processes.launch import Devices, World, resolve_devices, world
+from pipec.runtime.processes.launch import ALONE, Devices, World, resolve_devices, world
 from pipec.runtime.stages.graphs import Recorder, StageGraphs, require_gpus, require_recordable
 from pipec.runtime.stages.kernels import load_kernels
 from pipec.runtime.step.finite import NotFinite
@@ -46,14 +46,17 @@ Interprets = TypeVar("Interprets", bound=_ReadsInputs)
 class Ranks:
     """Which ranks run in this process, on which devices, and over which transport they reach the others.
 
-    ``kernels`` says how they load the code of their stages.
+    ``kernels`` says how they load the code of their stages. Ranks of a process that is ``alone``, whatever
+    others were started with it, all run in it.
 
     Raises:
         InputError: ``devices`` contradicts the number of processes that were started.
     """
 
-    def __init__(self, devices: Devices, timeout: float, kernels: str = "source") -> None:
-        self.world = world()
+    def __init__(
+        self, devices: Devices, timeout: float, kernels: str = "source", alone: bool = False
+    ) -> None:
+        self.world = ALONE if alone else world()
         self.devices = resolve_devices(devices, self.world)
         self.count = devices if isinstance(devices, int) else len(devices)
         self._timeout, self.kernels = timeout, kernels
