@@ -127,9 +127,8 @@ def unsplit_step(case: Case, compiled: bool = False) -> Step:
     return step
 
 
-def pipec_step(case: Case, schedule: str = "1f1b", kernels: str = "source") -> Step:
-    inputs, target = case.batch()
-    pipe = pipec.compile(
+def pipeline(case: Case, schedule: str = "1f1b", kernels: str = "source") -> pipec.Pipeline:
+    return pipec.compile(
         case.model(),
         devices=RANKS,
         loss_fn=case.loss_fn,
@@ -138,6 +137,10 @@ def pipec_step(case: Case, schedule: str = "1f1b", kernels: str = "source") -> S
         recompute="none",
         kernels=kernels,
     )
+
+
+def pipec_step(case: Case, schedule: str = "1f1b", kernels: str = "source") -> Step:
+    pipe, (inputs, target) = pipeline(case, schedule, kernels), case.batch()
 
     def step() -> Tensor:
         pipe.zero_grad()

@@ -1,0 +1,86 @@
+"""Where the time of a 1F1B step goes, rank by rank, by the events that pipec records.
+
+    torchrun --nproc-per-node 2 benchmarks/account.py [--case "width 64"] [--steps 31]
+
+The model and the step are those of ``step_time.py``. Each row is the median over the steps. The first row is
+what a step would take whose stages take as long as these take on average, and whose messages take no time.
+"""
+
+import argparse
+import os
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from step_time import CASES, MICROBATCHES, RANKS, WARMUP_STEPS, pipeline
+
+from pipec.ir import Kind, Program
+from pipec.runtime.step.recording import Stamps
+
+COMPUTES = "computes: stage functions, sums of gradients"
+POSTS = "posts receives and sends"
+ORDER = (
+    "the step",
+    COMPUTES,
+    "waits while the pipeline fills and drains",
+    "waits longer for what it needs",
+    POSTS,
+    "before the first instruction: zeroes gradients, checks, compares with other ranks",
+    "between instructions, and after the last",
+)
+
+
+def account(program: Program, stamps: Stamps, begun: int, ended: int) -> dict[str, float]:
+    """Milliseconds of each part of one step on one rank. ``begun`` and ``ended`` are those of the call."""
+    parts: dict[str, float] = defaultdict(float)
+    waited = 0.0
+    for number, instruction in enumerate(program.instructions):
+        start, arrived, end = stamps[3 * number : 3 * number + 3]
+        is_compute = instruction.op.traits.kind is Kind.COMPUTE
+        parts[COMPUTES if is_compute else POSTS] += 1e-6 * (end - arrived)
+        waited += 1e-6 * (arrived - start)
+    fills = parts[COMPUTES] / MICROBATCHES * (RANKS - 1)
+    parts[ORDER[0]] = 1e-6 * (ended - begun)
+    parts[ORDER[2]] = min(fills, waited)
+    parts[ORDER[3]] = waited - min(fills, waited)
+    parts[ORDER[5]] = 1e-6 * (stamps[0] - begun)
+    parts[ORDER[6]] = parts[ORDER[0]] - sum(parts[name] for name in ORDER[1:6])
+    return parts
+
+
+def medians(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(step[name] for step in steps) for name in ORDER}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--case", choices=CASES, default="width 64")
+    parser.add_argument("--steps", type=int, default=31)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    case = CASES[args.case]
+    pipe, (inputs, target) = pipeline(case), case.batch()
+    rank, accounts = int(os.environ["RANK"]), []
+    for _ in range(WARMUP_STEPS + args.steps):
+        with pipe.record() as recorded:
+            begun = time.time_ns()
+            pipe.zero_grad()
+            pipe.step(inputs, target=target)
+            ended = time.time_ns()
+        accounts.append(account(recorded[0].programs[rank], recorded[0].stamps[rank], begun, ended))
+    every: list[dict[str, float]] = [{} for _ in range(RANKS)]
+    dist.all_gather_object(every, medians(accounts[WARMUP_STEPS:]))
+    if rank == 0:
+        bound = (MICROBATCHES + RANKS - 1) / MICROBATCHES * statistics.mean(own[COMPUTES] for own in every)
+        print(f"| ms | {' | '.join(f'rank {each}' for each in range(RANKS))} |\n|---|{'--:|' * RANKS}")
+        print(f"| even stages, and free messages |{f' {bound:.1f} |' * RANKS}")
+        for name in ORDER:
+            print(f"| {name} | {' | '.join(f'{own[name]:.1f}' for own in every)} |")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
