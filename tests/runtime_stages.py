@@ -11,7 +11,6 @@ Started as a script it is one process of several: see ``main``.
 
 import functools
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -337,17 +336,16 @@ class DyingStage1(Stage1):
         os._exit(1)
 
 
-def main() -> None:
+def main(directory: Path) -> None:
     """One of ``NUM_RANKS`` processes that go through every scenario; writes what it saw into a directory."""
-    torch.set_num_threads(1)
     dist.init_process_group("gloo")
     outcomes: dict[str, Outcome] = {}
     for scenario in (training, failure, disagreement, hang, aftermath):
         outcomes[scenario.__name__] = scenario(dist.get_rank())
         dist.barrier()
-    torch.save(outcomes, Path(sys.argv[1]) / f"{dist.get_rank()}.pt")
+    torch.save(outcomes, directory / f"{dist.get_rank()}.pt")
     dist.barrier()
-    torch.save(death(dist.get_rank()), Path(sys.argv[1]) / f"death_{dist.get_rank()}.pt")
+    torch.save(death(dist.get_rank()), directory / f"death_{dist.get_rank()}.pt")
 
 
 def training(rank: int, schedule_name: str = "1f1b") -> Outcome:
@@ -419,7 +417,3 @@ def _error_of(call: Callable[[], object]) -> Outcome:
     except Exception as error:
         return {"type": type(error).__name__, "text": str(error), "seconds": time.monotonic() - start}
     return {"type": None}
-
-
-if __name__ == "__main__":
-    main()

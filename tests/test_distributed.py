@@ -1,18 +1,16 @@
 """Three real processes over gloo, started once: the same bits, and what each sees when one misbehaves."""
 
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import runtime_stages
 import torch
 import torch.distributed as dist
 from runtime_stages import HANG_SECONDS, NUM_RANKS, SIZES, make_model, reference_step
-from workers import free_port
+from workers import new_store, start_ranks
 
 from pipec.errors import InputError, PipecError, TransportError
 from pipec.ir import Instruction, Mode, Op, Plan, Program, Stage
@@ -36,26 +34,18 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome
 
 
 def run_processes(directory: Path) -> None:
-    root = Path(__file__).parents[1]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(NUM_RANKS)}
-    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
-    processes = [
-        subprocess.Popen(
-            [sys.executable, root / "tests" / "runtime_stages.py", directory],
-            env={**os.environ, **common, "RANK": str(rank), "PYTHONPATH": path},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(NUM_RANKS)
-    ]
+    store = new_store()
+    processes = start_ranks(runtime_stages.main, [(directory,)] * NUM_RANKS, directory, store.port)
     try:
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
+        for process in processes:
+            process.join(120)
     finally:
         for process in processes:
             process.kill()
-    codes = [process.returncode for process in processes]
-    assert codes == [0, 1, 0], "\n".join(outputs)  # rank 1 dies on purpose, at the end
+    raised = [file.read_text() for file in directory.glob("error_*")]
+    # Rank 1 dies on purpose, at the end.
+    assert [process.exitcode for process in processes] == [0, 1, 0], raised
+    assert not any(raised), raised
 
 
 @pytest.mark.parametrize("scenario", ["training", "aftermath"])

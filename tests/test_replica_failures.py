@@ -1,45 +1,29 @@
 """A replica that dies, hangs, or comes with other data, another plan or optimizer: named, within seconds."""
 
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from torch.distributed import TCPStore
+from workers import new_store, printing, run_main, start_ranks
 
 SCRIPT = Path(__file__).parent / "replica_failures.py"
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 
-def outputs(*how: str) -> list[str]:
+def outputs(scratch: Path, *how: str) -> list[str]:
     """What each of two ranks prints. One that is stopped is killed when the other has ended."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    shared = {
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "OMP_NUM_THREADS": "1",
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), *how],
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    store, printed = new_store(), [scratch / f"printed_{rank}" for rank in range(2)]
+    ranks = start_ranks(printing, [(path, run_main, SCRIPT, how) for path in printed], scratch, store.port)
     try:
-        first = ranks[0].communicate(timeout=90)[0]
+        ranks[0].join(90)
+        assert ranks[0].exitcode == 0
         if how == ("hangs",):
-            ranks[1].send_signal(signal.SIGKILL)
-        return [first, ranks[1].communicate(timeout=90)[0]]
+            ranks[1].kill()
+        ranks[1].join(90)
+        assert ranks[1].exitcode == (-signal.SIGKILL if how in (("dies",), ("hangs",)) else 0)
+        return [path.read_text() for path in printed]
     finally:
         for rank in ranks:
             rank.kill()
@@ -53,8 +37,8 @@ DIFFERENT = {
 }
 
 
-def test_ranks_that_differ_are_told_so() -> None:
-    for printed in outputs(*DIFFERENT):
+def test_ranks_that_differ_are_told_so(tmp_path: Path) -> None:
+    for printed in outputs(tmp_path, *DIFFERENT):
         _, *errors = printed.split("InputError in time")
         assert len(errors) == len(DIFFERENT), printed
         for error, said in zip(errors, DIFFERENT.values(), strict=True):
@@ -62,16 +46,16 @@ def test_ranks_that_differ_are_told_so() -> None:
 
 
 @pytest.mark.parametrize("how", ["dies", "hangs"])
-def test_a_replica_that_is_gone_is_named(how: str) -> None:
+def test_a_replica_that_is_gone_is_named(how: str, tmp_path: Path) -> None:
     begun = time.monotonic()
-    survivor, _ = outputs(how)
+    survivor, _ = outputs(tmp_path, how)
     assert survivor.startswith("TransportError in time")
     assert "rank 1" in survivor
     assert time.monotonic() - begun < 60
 
 
-def test_a_replica_that_fails_in_a_collective_tells_the_others_why() -> None:
-    survivor, failed = outputs("collective")
+def test_a_replica_that_fails_in_a_collective_tells_the_others_why(tmp_path: Path) -> None:
+    survivor, failed = outputs(tmp_path, "collective")
     assert failed.startswith("ExecutionError in time")
     assert "ValueError: broken" in failed
     assert survivor.startswith("TransportError in time")

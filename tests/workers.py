@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def run_script(script: Path, arguments: Sequence[str], num_ranks: int, scratch: 
 def run_ranks(script: Path, num_ranks: int, scratch: Path, arguments: Sequence[str] = ()) -> list[str]:
     """What each rank prints if ``torchrun`` starts the script, or with no ranks, the script alone."""
     ranks = [(script, arguments)] * max(num_ranks, 1)
-    return _printed(_run_main, ranks, scratch, distributed=num_ranks > 0)
+    return _printed(run_main, ranks, scratch, distributed=num_ranks > 0)
 
 
 def _printed(
@@ -73,7 +74,7 @@ def _printed(
     """What ``task`` prints on each rank. A failure fails the test."""
     printed = [scratch / f"printed_{rank}" for rank in range(len(arguments))]
     given = [(path, task, *own) for path, own in zip(printed, arguments, strict=True)]
-    errors = _run_ranks(_printing, given, scratch, distributed)
+    errors = _run_ranks(printing, given, scratch, distributed)
     assert errors == [""] * len(arguments)
     return [path.read_text() for path in printed]
 
@@ -82,19 +83,9 @@ def _run_ranks(
     task: Callable[..., None], arguments: Sequence[tuple[Any, ...]], scratch: Path, distributed: bool = True
 ) -> list[str]:
     """Rank r calls ``task`` with ``arguments[r]``; what each rank raised, or an empty text."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    num_ranks = len(arguments)
-    errors = [scratch / f"error_{rank}" for rank in range(num_ranks)]
-    environments = [
-        _environment(rank, num_ranks, store.port) if distributed else {} for rank in range(num_ranks)
-    ]
-    processes = [
-        forks.Process(target=_run, args=(environment, error, task, *own))
-        for environment, error, own in zip(environments, errors, arguments, strict=True)
-    ]
+    store = new_store()
+    processes = start_ranks(task, arguments, scratch, store.port if distributed else None)
     try:
-        for process in processes:
-            process.start()
         deadline = time.monotonic() + TIMEOUT
         for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -103,7 +94,31 @@ def _run_ranks(
     finally:
         for process in processes:
             process.kill()
-    return [error.read_text() for error in errors]
+    return [_error_of(scratch, rank).read_text() for rank in range(len(processes))]
+
+
+def new_store() -> TCPStore:
+    """What ranks meet at. They may for as long as the caller holds it."""
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def start_ranks(
+    task: Callable[..., None], arguments: Sequence[tuple[Any, ...]], scratch: Path, port: int | None
+) -> list[ForkServerProcess]:
+    """Rank r calls ``task`` with ``arguments[r]``. With a store, it is told what ``torchrun`` tells."""
+    processes = [
+        forks.Process(
+            target=_run, args=(_environment(rank, len(arguments), port), _error_of(scratch, rank), task, *own)
+        )
+        for rank, own in enumerate(arguments)
+    ]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def _error_of(scratch: Path, rank: int) -> Path:
+    return scratch / f"error_{rank}"
 
 
 def read_outcome(scratch: Path, num_ranks: int, replicated: bool = False) -> Outcome:
@@ -123,8 +138,10 @@ def read_outcome(scratch: Path, num_ranks: int, replicated: bool = False) -> Out
     return Outcome(losses[0], **merged)
 
 
-def _environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
-    """What ``torchrun`` tells a process; the store is held by whoever started it."""
+def _environment(rank: int, num_ranks: int, port: int | None) -> dict[str, str]:
+    """What ``torchrun`` tells a process, if there is a store; it is held by whoever started the process."""
+    if port is None:
+        return {}
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -158,7 +175,8 @@ def _save_step(artifact: Path, inputs: Path, file: Path) -> None:
     safetensors.torch.save_file({"loss": outcome.loss, **held}, file)
 
 
-def _printing(printed: Path, task: Callable[..., None], *arguments: Any) -> None:
+def printing(printed: Path, task: Callable[..., None], *arguments: Any) -> None:
+    """``task`` prints into a file."""
     with printed.open("w") as file, contextlib.redirect_stdout(file):
         task(*arguments)
 
@@ -169,7 +187,7 @@ def _invoke(arguments: Sequence[str]) -> None:
     print(result.stdout, end="")
 
 
-def _run_main(script: Path, arguments: Sequence[str]) -> None:
+def run_main(script: Path, arguments: Sequence[str]) -> None:
     """As ``python script arguments``."""
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent))
