@@ -1,6 +1,7 @@
 """Plans and schedules of the size of a cluster: CPU seconds and peak memory of each command, as a table.
 
 Each row is a process of its own, imports included. ``--only 2`` runs the rows whose commands contain a 2.
+``--parts zb-v`` tells instead what the parts of one schedule take on 1,024 ranks with 4,096 microbatches.
 """
 
 import argparse
@@ -8,12 +9,23 @@ import resource
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 import pipec
+from pipec.programs.lower import chain_links, lower
+from pipec.programs.verify import verify_programs
+from pipec.schedules import Workload, make_schedule
+from pipec.timeline.facts import timeline_facts
+from pipec.timeline.simulate import simulate
+
+T = TypeVar("T")
+RANKS, MICROBATCHES = 1024, 4096
 
 CLUSTER = """
 [[devices]]
@@ -33,8 +45,10 @@ latency_seconds = 1e-5
 TARGET = f"{Path(__file__)}:example"
 COMMANDS = (
     "schedule 1f1b --stages 16 --replicas 625 --microbatches 10000",
+    "schedule 1f1b --stages 1024 --microbatches 4096",
     "schedule 1f1b --stages 1024 --microbatches 4096 --json",
     "schedule 1f1b --stages 1024 --microbatches 4096 -o OUT.html",
+    "schedule 1f1b --stages 1024 --microbatches 4096 -o OUT.svg",
     "plan TARGET --topology CLUSTER --stages 8 --microbatches 10000 --optimizer AdamW "
     "--checkpoint-bandwidth 1e11",
     "plan TARGET --topology CLUSTER --stages 8",
@@ -53,7 +67,8 @@ def example() -> pipec.Example:
 def row(command: str, folder: Path) -> str:
     """What a command takes, in a process of its own."""
     (folder / "cluster.toml").write_text(CLUSTER)
-    names = {"TARGET": TARGET, "CLUSTER": f"{folder / 'cluster.toml'}", "OUT.html": f"{folder / 'out.html'}"}
+    names = {"TARGET": TARGET, "CLUSTER": f"{folder / 'cluster.toml'}"}
+    names |= {f"OUT{suffix}": f"{folder / 'out'}{suffix}" for suffix in (".html", ".svg")}
     words = [names.get(word, word) for word in command.split()]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run([sys.executable, "-m", "pipec", *words], check=True, stdout=subprocess.DEVNULL)
@@ -62,10 +77,36 @@ def row(command: str, folder: Path) -> str:
     return f"| `{command}` | {seconds:.1f} | {after.ru_maxrss / 2**20:.2f} |"
 
 
+def part(name: str, work: Callable[[], T]) -> T:
+    """Do one part of the work, and say what it took."""
+    begun = time.process_time()
+    done = work()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    pipec.log(f"| {name} | {time.process_time() - begun:.1f} | {peak:.2f} |")
+    return done
+
+
+def tell_parts(name: str) -> None:
+    """What a schedule's step takes to be made and lowered, verified, simulated and summarised."""
+    pipec.log(f"| {name} | CPU seconds | GiB, the most so far |\n|---|--:|--:|")
+    work = Workload.uniform(RANKS)
+    schedule = make_schedule(name, RANKS, MICROBATCHES, work)
+    links = chain_links(schedule.num_stages)
+    programs = part("made and lowered", lambda: lower(schedule, links))
+    count = schedule.num_microbatches
+    part("verified", lambda: verify_programs(programs, schedule.placement, links, count))
+    timeline = part("simulated", lambda: simulate(programs, work.costs(schedule, links)))
+    part("summarised", lambda: timeline_facts(timeline))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="Only commands that contain this.")
+    parser.add_argument("--parts", metavar="NAME", help="The parts of this schedule's step alone.")
     args = parser.parse_args()
+    if args.parts:
+        tell_parts(args.parts)
+        return
     pipec.log("| command | CPU seconds | GiB, the most of any so far |\n|---|--:|--:|")
     with tempfile.TemporaryDirectory() as folder:
         for command in COMMANDS:

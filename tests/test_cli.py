@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import safetensors.torch
@@ -239,6 +240,14 @@ def test_schedule_of_a_model_beside_another_shows_bytes(tmp_path: Path) -> None:
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     counted = {(event["pid"], *event["args"]) for event in events if event["ph"] == "C"}
     assert counted == {(step, what) for step in (1, 2) for what in ("microbatches", "bytes")}
+
+
+def test_a_trace_that_is_too_large_is_refused_before_anything_is_worked_out(tmp_path: Path) -> None:
+    arguments = "schedule", "1f1b", "--stages", 512, "--microbatches", 1024, "--output", tmp_path / "big.json"
+    with patch("pipec.schedules.make_schedule", side_effect=AssertionError("a schedule was made")):
+        stderr = pipec_cli(*arguments, status=2).stderr
+    assert "a trace of at least 1,048,576 events" in stderr
+    assert "draw .html or .svg" in stderr
 
 
 @pytest.mark.parametrize("suffix", [".svg", ".txt"])

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pipec.errors import VerifyError
 from pipec.ir import Instruction, Op, Program
 from pipec.programs import timing
+from pipec.programs.dependence import Dependence
 from pipec.programs.lower import chain_links, lower
 from pipec.programs.program_cells import ProgramCells
 from pipec.programs.timing import AT_START, NEVER, Deadlock, Reads, run_cells
@@ -75,6 +76,22 @@ def test_schedules_are_run_in_sweeps(name: str) -> None:
     with in_rounds():
         assert lower(schedule, links) == programs
         assert simulate(programs, costs).events == timeline.events
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_messages_of_neighbours_need_no_search_where_a_pipeline_turns_round(name: str) -> None:
+    schedule = make_schedule(name, 6, 12, Workload.uniform(6))
+    links = chain_links(schedule.num_stages)
+    with patch.object(Dependence, "_are_near", lambda _, others, __: np.zeros(others.size, bool)):
+        searched = lower(schedule, links)
+    assert lower(schedule, links) == searched
+
+
+def test_where_gpipe_turns_round_nothing_is_searched() -> None:
+    schedule = make_schedule("gpipe", 6, 12, Workload.uniform(6))
+    with patch.object(Dependence, "_lead_to", return_value=np.empty(0, bool)) as search:
+        lower(schedule, chain_links(schedule.num_stages))
+    assert search.call_args.args[0].size == 0
 
 
 def swapped(instructions: list[Instruction], one: int, other: int) -> None:

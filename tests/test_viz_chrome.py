@@ -181,5 +181,7 @@ def test_a_trace_that_no_viewer_opens_is_refused(monkeypatch: pytest.MonkeyPatch
     timeline = played(make_schedule("1f1b", 2, 2))
     count = len(timeline.events)
     monkeypatch.setattr("pipec.viz.checks.MOST_EVENTS", count - 1)
-    with pytest.raises(InputError, match=f"a trace of {count} events; viewers open some {count - 1} at most"):
+    with pytest.raises(
+        InputError, match=f"a trace of at least {count} events; viewers open some {count - 1} at most"
+    ):
         chrome_trace({"step": timeline})

@@ -11,12 +11,15 @@ if TYPE_CHECKING:
     from pipec.viz import Step
 
 
-def check_output(output: Path | None) -> None:
-    """Raise InputError for a file that cannot be drawn, before anything is worked out."""
-    from pipec.viz import check_suffix
+def check_output(output: Path | None, least_events: int = 0) -> None:
+    """Raise InputError, before anything is worked out, for a file that cannot be drawn.
+
+    ``least_events`` are how many events it would have at least.
+    """
+    from pipec.viz import check_drawing
 
     if output is not None:
-        check_suffix(output)
+        check_drawing(output, least_events)
 
 
 def draw(steps: Sequence["Step"], output: Path | None) -> None:

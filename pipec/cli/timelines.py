@@ -113,8 +113,8 @@ def schedule_name(
     """
     from pipec.schedules import Workload
 
-    names = _names(name, beside, output)
     shares = _Shares.of(stages, replicas)
+    names = _names(name, beside, output, shares.least_events(microbatches))
     if shares.num_stages * microbatches > _MOST_CELLS:
         raise InputError(
             f"--stages {shares.num_stages} and --microbatches {microbatches} make "
@@ -186,9 +186,12 @@ def schedule_target(
     _show([planned(name) for name in _names(schedule, beside, output)], output, as_json)
 
 
-def _names(name: str, beside: str | None, output: Path | None) -> list[str]:
-    """The schedules to draw. Raises InputError, before anything is worked out, if they cannot be drawn."""
-    check_output(output)
+def _names(name: str, beside: str | None, output: Path | None, least_events: int = 0) -> list[str]:
+    """The schedules to draw, each of so many events or more.
+
+    Raises InputError, before anything is worked out, if they cannot be drawn.
+    """
+    check_output(output, least_events if beside is None else 2 * least_events)
     if beside is None:
         return [name]
     if beside == name:
@@ -211,6 +214,10 @@ class _Shares:
     def numbers(self) -> tuple[int, ...]:
         """The replicas of each stage."""
         return (self.replicas,) * self.num_stages if isinstance(self.replicas, int) else self.replicas
+
+    def least_events(self, num_microbatches: int) -> int:
+        """What a timeline has at least: a forward and a backward of what one replica computes."""
+        return 2 * self.num_stages * (num_microbatches // max(self.numbers))
 
     @classmethod
     def of(cls, stages: int | None, text: str) -> "_Shares":

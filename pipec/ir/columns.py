@@ -11,6 +11,7 @@ of stage 2 are::
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from sys import byteorder
 from typing import Any, TypeVar, overload
 
@@ -57,20 +58,20 @@ def constant(number: int, length: int) -> Ints:
     return np.ndarray(length, np.int32, int(number).to_bytes(4, byteorder, signed=True), strides=(0,))
 
 
-def _is_constant(column: Ints) -> bool:
+def is_constant(column: Ints) -> bool:
     return column.strides == (0,)
 
 
 def compact(column: Ints) -> Ints:
     """The column, without the memory if it has one number everywhere."""
-    if _is_constant(column) or not column.size or not (column == column[0]).all():
+    if is_constant(column) or not column.size or not (column == column[0]).all():
         return column
     return constant(column[0], column.size)
 
 
 def taken(column: Ints, numbers: Ints) -> Ints:
     """The entries of a column with these numbers."""
-    return constant(column[0], numbers.size) if _is_constant(column) and column.size else column[numbers]
+    return constant(column[0], numbers.size) if is_constant(column) and column.size else column[numbers]
 
 
 def concatenated(columns: Sequence[Ints]) -> Ints:
@@ -78,7 +79,7 @@ def concatenated(columns: Sequence[Ints]) -> Ints:
     filled = [column for column in columns if column.size]
     if len(filled) == 1:
         return filled[0]
-    if all(_is_constant(column) and column[0] == filled[0][0] for column in filled):
+    if all(is_constant(column) and column[0] == filled[0][0] for column in filled):
         return constant(filled[0][0] if filled else -1, sum(column.size for column in filled))
     return np.concatenate(filled)
 
@@ -250,24 +251,24 @@ class Instructions(_Columns[Instruction]):
     def ops(self) -> Ints:
         return self._column(0)
 
-    @property
+    @cached_property
     def is_compute(self) -> NDArray[np.bool_]:
         return self._have(_IS_COMPUTE)
 
-    @property
+    @cached_property
     def is_collective(self) -> NDArray[np.bool_]:
         return self._have(_IS_COLLECTIVE)
 
-    @property
+    @cached_property
     def is_copy(self) -> NDArray[np.bool_]:
         return self._have(_IS_COPY)
 
-    @property
+    @cached_property
     def is_timed(self) -> NDArray[np.bool_]:
         return self._have(_IS_TIMED)
 
     def _have(self, trait: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        having: NDArray[np.bool_] = trait[self.ops]
+        having: NDArray[np.bool_] = trait.take(self.ops)
         return having
 
     @property

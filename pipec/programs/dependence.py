@@ -29,8 +29,22 @@ class Dependence:
         """
         found = np.zeros(cells.size, bool)
         asked = np.flatnonzero(self.run.starts[cells] >= self.run.ends[others])
-        found[asked] = self._lead_to(others[asked], cells[asked])
+        found[asked] = self._are_near(others[asked], cells[asked])
+        far = asked[~found[asked]]
+        found[far] = self._lead_to(others[far], cells[far])
         return found
+
+    def _are_near(self, others: Ints, cells: Ints) -> Bools:
+        """Whether there is at most one cell between the two.
+
+        It is so where a pipeline turns round: in GPipe the first backward of a rank comes after the last
+        forward of the rank before it, and a search would look at all that the ranks behind did meanwhile.
+        """
+        before = np.stack(self._before(cells))
+        near: Bools = (before == others).any(axis=0)
+        for each in before:
+            near |= (each >= 0) & (np.stack(self._before(each)) == others).any(axis=0)
+        return near
 
     def _lead_to(self, others: Ints, cells: Ints) -> Bools:
         """Search for all pairs at once. Of the cells that are reached for a pair, the latest goes first.

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from pipec.ir import Instruction, Kind, Payload, rank_of, stages_on
-from pipec.ir.columns import OPS, Instructions, Ints
+from pipec.ir.columns import OPS, Instructions, Ints, is_constant
 from pipec.ir.text import format_link
 from pipec.programs import join_rules, meeting_rules, versions
 from pipec.programs.routes import ends
@@ -32,6 +32,8 @@ def first_of_each_kind(step: StepIndex, columns: Instructions) -> Sequence[int]:
     """
     kinds, count = np.zeros(len(columns), np.int64), 1
     for column, low, high in _distinguished(step, columns):
+        if is_constant(column):
+            continue
         within = np.clip(column, low, high)
         least, most = int(within.min(initial=high)), int(within.max(initial=low))
         if least < most:
@@ -52,7 +54,9 @@ _MOST_KINDS = 2**16
 
 def _distinguished(step: StepIndex, columns: Instructions) -> Iterator[tuple[Ints, int, int]]:
     """What tells kinds apart: columns, and the bounds beyond which their numbers are alike."""
-    microbatch = np.digitize(columns.microbatches, [-1, 0, step.num_microbatches])
+    microbatch = np.zeros(len(columns), np.int8)
+    for bound in (-1, 0, step.num_microbatches):
+        microbatch += columns.microbatches >= bound
     yield columns.ops, 0, len(OPS)
     yield columns.stages, -2, len(step.placement)
     yield columns.link_numbers, -2, len(columns.links)

@@ -222,11 +222,13 @@ def collectives(step: StepIndex, rank: int) -> Sequence[tuple[Key, int]]:
     """The collectives of a rank in order, each with its number."""
     columns = step.columns[rank]
     numbers = np.flatnonzero(columns.is_collective)
+    if not numbers.size:
+        return []
     replicas = np.array([len(ranks) for ranks in step.placement])[columns.stages[numbers]]
     microbatches = columns.microbatches[numbers]
     rounds = np.where(columns.joins[numbers] < 0, microbatches, microbatches // replicas)
-    fields = np.stack([columns.stages, columns.buckets, columns.joins])[:, numbers]
-    rows = np.stack([columns.ops[numbers], *fields, rounds]).T.tolist()
+    fields = columns.ops, columns.stages, columns.buckets, columns.joins
+    rows = np.stack([*(each[numbers] for each in fields), rounds]).T.tolist()
     return [(Key(OPS[op], *row), at) for (op, *row), at in zip(rows, numbers.tolist(), strict=True)]
 
 

@@ -32,7 +32,8 @@ class ProgramCells:
         computes = [columns.is_compute for columns in step.columns]
         first_cells: list[int] = np.cumsum([0, *(each.sum() for each in computes)]).tolist()
         next_cells = [
-            first + np.cumsum(each) - each for first, each in zip(first_cells[:-1], computes, strict=True)
+            np.cumsum(each, dtype=np.int32) - each + np.int32(first)
+            for first, each in zip(first_cells[:-1], computes, strict=True)
         ]
         reads = _reads(step.deliveries, first_cells, next_cells)
         ops = [columns.ops[own] for columns, own in zip(step.columns, computes, strict=True)]

@@ -65,8 +65,10 @@ def _sent(step: StepIndex, stream: Stream) -> dict[tuple[int, int], list[tuple[i
 def _pauses(step: StepIndex, rank: int) -> Iterator[Pause]:
     """Where a rank may wait for its script, in order."""
     stream, columns = step.ending.stream, step.columns[rank]
+    if stream is None:
+        return
     links = [link.payload is Payload.OUTCOME for link in step.links]
-    if stream is None or not any(links):
+    if not any(links):
         return
     makers = [link.source for link in step.links if link.payload is Payload.OUTCOME]
     received = (columns.ops == OP_CODE[Op.RECV]) & np.array([*links, False])[columns.link_numbers]

@@ -97,7 +97,7 @@ def _sweep(
 def _can_sweep(durations: Floats, inputs: Sequence[Ints]) -> bool:
     """Whether times are exact, and each ring of cells would have one that lasts."""
     grains = durations * _GRAINS
-    if not (grains >= 0).all() or not grains.sum() < 2**53 or np.mod(grains, 1).any():
+    if not (grains >= 0).all() or not grains.sum() < 2**53 or (grains != np.floor(grains)).any():
         return False
     instant = np.flatnonzero(durations <= 0)
     return all(

@@ -26,7 +26,7 @@ from pipec.ir import (
     rank_of,
     replicas_of,
 )
-from pipec.ir.columns import OP_CODE, OPS, Instructions, Ints
+from pipec.ir.columns import OP_CODE, OPS, Instructions, Ints, taken
 from pipec.ir.rounds import unrolled, window_of
 from pipec.ir.text import format_link, instruction_lines
 from pipec.programs import (
@@ -240,8 +240,8 @@ def _delivers_once(step: StepIndex) -> Iterator[Fault]:
     """Each link is sent and received exactly once for each microbatch, or moved on one rank."""
     nothing = np.empty(0, np.int32)
     for route in step.routes:
-        link, first = route.link, step.microbatches(route.link)[0]
-        expected = np.isin(step.microbatches(link), route.microbatches).astype(int)
+        link, named = route.link, step.microbatches(route.link)
+        first, expected = named[0], np.bincount(route.microbatches - named[0], minlength=len(named))
         for op in transfer_ops(route):
             key = (op, route.number, route.source, route.target)
             carried, numbers = step.transfers.get(key, (nothing, nothing))
@@ -284,13 +284,14 @@ def _frees_after_last_use(step: StepIndex) -> Iterator[Fault]:
     sources = np.array([*(link.source for link in step.links), -1])
     for rank, columns in enumerate(step.columns):
         late: list[tuple[int, int]] = []
-        moves = columns.ops == OP_CODE[Op.MOVE]
-        for stages in (columns.stages, np.where(moves, sources[columns.link_numbers], -1)):
-            named = (columns.microbatches >= 0) & ~np.isin(columns.ops, _OF_ROUNDS)
-            used = np.flatnonzero(named & (stages >= 0))
-            at = freed[stages[used], columns.microbatches[used]]
-            wrong = used[(at >= 0) & (at < used)].tolist()
-            late += [(number, int(stages[number])) for number in wrong[:1]]
+        named = np.flatnonzero((columns.microbatches >= 0) & ~np.isin(columns.ops, _OF_ROUNDS))
+        used = named[taken(columns.stages, named) >= 0]
+        moved = named[columns.ops[named] == OP_CODE[Op.MOVE]]
+        places = (used, taken(columns.stages, used)), (moved, sources[columns.link_numbers[moved]])
+        for numbers, stages in places:
+            at = freed[stages, columns.microbatches[numbers]]
+            wrong = np.flatnonzero((at >= 0) & (at < numbers))[:1]
+            late += zip(numbers[wrong].tolist(), stages[wrong].tolist(), strict=True)
         for number, stage in sorted(late):
             microbatch = int(columns.microbatches[number])
             where = f"stage {stage}, microbatch {microbatch}"

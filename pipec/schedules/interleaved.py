@@ -1,9 +1,10 @@
 """Interleaved 1F1B: 1F1B over several smaller stages on each rank (Narayanan et al., SC 2021)."""
 
-from collections.abc import Iterable
+import numpy as np
 
 from pipec.errors import InputError
-from pipec.ir import Compute, Phase, Schedule
+from pipec.ir import Phase, Schedule
+from pipec.ir.columns import PHASE_CODE, Cells, Ints
 from pipec.schedules.orders import looped_name, looped_placement, ordered
 
 
@@ -27,22 +28,23 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_chunks: int = 2)
             f"take {_nearest_multiple(num_microbatches, num_ranks)}"
         )
 
-    def cell(phase: Phase, rank: int, number: int) -> Compute:
-        """The ``number``-th forward or backward of a rank."""
-        turn, within = divmod(number, num_ranks * num_chunks)
-        chunk, microbatch = divmod(within, num_ranks)
-        if phase is Phase.BACKWARD:
-            chunk = num_chunks - 1 - chunk
-        return Compute(phase, chunk * num_ranks + rank, turn * num_ranks + microbatch)
+    numbers = np.arange(num_chunks * num_microbatches, dtype=np.int32)
 
-    def order(rank: int) -> Iterable[Compute]:
-        count = num_chunks * num_microbatches
-        warmup = min(2 * (num_ranks - rank - 1) + (num_chunks - 1) * num_ranks, count)
-        for number in range(count + warmup):
-            if number < count:
-                yield cell(Phase.FORWARD, rank, number)
-            if number >= warmup:
-                yield cell(Phase.BACKWARD, rank, number - warmup)
+    def cells(phase: Phase, rank: int) -> Ints:
+        """The forwards or the backwards of a rank, in order."""
+        turns, within = np.divmod(numbers, num_ranks * num_chunks)
+        chunks, microbatches = np.divmod(within, num_ranks)
+        if phase is Phase.BACKWARD:
+            chunks = num_chunks - 1 - chunks
+        codes = np.full_like(numbers, PHASE_CODE[phase])
+        return np.stack([codes, chunks * num_ranks + rank, turns * num_ranks + microbatches])
+
+    def order(rank: int) -> Cells:
+        warmup = min(2 * (num_ranks - rank - 1) + (num_chunks - 1) * num_ranks, numbers.size)
+        columns = np.empty((3, 2 * numbers.size), np.int32)
+        columns[:, numbers + np.maximum(numbers - warmup, 0)] = cells(Phase.FORWARD, rank)
+        columns[:, numbers + np.minimum(numbers + warmup + 1, numbers.size)] = cells(Phase.BACKWARD, rank)
+        return Cells(columns)
 
     return ordered(name, num_microbatches, looped_placement(num_ranks, num_chunks), order)
 

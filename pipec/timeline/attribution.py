@@ -75,7 +75,7 @@ def waits(timeline: Timeline) -> Attribution:
     message, needed = _last_inputs(readers(timeline), arrivals)[waiting], _needed(events)[waiting]
     there = _at(arrivals, message, -np.inf), _at(events.ends, needed, -np.inf)
     late = np.maximum(*there) > free[waiting] + least
-    awaited = np.full(len(events), -1)
+    awaited = np.full(len(events), -1, np.int32)
     awaited[waiting[late]] = np.where(there[0] >= there[1], message, needed)[late]
     queued = _queued(events, previous, least)
     ops = events.instructions.ops
@@ -96,7 +96,7 @@ def readers(timeline: Timeline) -> Ints:
     """For each event the compute that reads it first; -1 for computes and for what is read after the step."""
     events = timeline.columns
     computes, messages = np.flatnonzero(events.is_compute), np.flatnonzero(events.is_message)
-    found = np.full(len(events), -1)
+    found = np.full(len(events), -1, np.int32)
     sent = timeline.messages.instructions
     read = first_readers(timeline.computes.instructions, timeline.computes.ranks, sent, sent.peers)
     found[messages] = np.append(computes, -1)[read]
@@ -126,7 +126,7 @@ def _last_to_come(events: Events, previous: Ints) -> Ints:
     latest = np.full(int(numbers.max(initial=-1)) + 1, -1)
     ascending = np.lexsort([free, events.starts[own]])
     latest[numbers[ascending]] = own[ascending]
-    found = np.full(len(events), -1)
+    found = np.full(len(events), -1, np.int32)
     found[own] = latest[numbers]
     copies = np.flatnonzero(events.instructions.is_copy)
     found[copies] = copies
@@ -142,7 +142,7 @@ def _queued(events: Events, previous: Ints, least: float) -> Ints:
     waited = np.abs(events.starts[after] - events.ends[before]) <= least
     waited &= channels[before] == channels[after]
     waited &= events.starts[after] > _at(events.ends, previous[after], 0.0) + least
-    found = np.full(len(events), -1)
+    found = np.full(len(events), -1, np.int32)
     found[after[waited]] = before[waited]
     return found
 
@@ -166,7 +166,7 @@ def _last_inputs(read_by: Ints, arrivals: Floats) -> Ints:
         read_by [3, -1, 3, -1]  ->  [-1, -1, -1, 0]
     """
     messages = np.flatnonzero(read_by >= 0)[::-1]
-    found = np.full(read_by.size, -1)
+    found = np.full(read_by.size, -1, np.int32)
     ascending = messages[np.argsort(arrivals[messages], kind="stable")]
     found[read_by[ascending]] = ascending
     return found

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipec.ir import NOTHING_MORE, Alike, Ending, Instruction, Kind, Op, Phase
-from pipec.ir.columns import OP_CODE, OPS, Floats, Instructions, Ints
+from pipec.ir.columns import OP_CODE, OPS, Floats, Instructions, Ints, constant
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +102,12 @@ class Events(Sequence[Event]):
     def latest(self, mask: NDArray[np.bool_]) -> Ints:
         """For each event the last one before it on its rank at which ``mask`` is true, or -1."""
         if not mask.any():
-            return np.full(len(self), -1)
-        numbers = np.arange(len(self))
-        found = np.maximum.accumulate(np.where(mask, numbers, -1))
-        before = np.concatenate([[-1], found])[: len(self)]
-        return np.where(before < self._bounds[self.ranks], -1, before)
+            return constant(-1, len(self))
+        before = np.empty(len(self), np.int32)
+        before[0] = -1
+        np.maximum.accumulate(np.where(mask, np.arange(len(self), dtype=np.int32), -1)[:-1], out=before[1:])
+        before[before < self._bounds.astype(np.int32)[self.ranks]] = -1
+        return before
 
     def where(self, mask: NDArray[np.bool_]) -> "Events":
         """The events at which ``mask`` is true."""

@@ -5,7 +5,7 @@
 """
 
 from pipec.viz.chrome import chrome_trace
-from pipec.viz.files import check_suffix, write_timelines
+from pipec.viz.files import check_drawing, write_timelines
 from pipec.viz.html import timeline_html
 from pipec.viz.steps import Step, draw_steps, steps_text
 from pipec.viz.svg import timeline_svg

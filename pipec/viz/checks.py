@@ -15,6 +15,15 @@ def num_events(timelines: Mapping[str, Timeline]) -> int:
     return sum(len(timeline.events) for timeline in timelines.values())
 
 
+def check_trace(count: int) -> None:
+    """Raise InputError for so many events that no viewer opens a trace of them."""
+    if count > MOST_EVENTS:
+        raise InputError(
+            f"a trace of at least {count:,} events; viewers open some {MOST_EVENTS:,} at most: draw .html or "
+            ".svg, which show an overview, or a step of fewer microbatches or ranks"
+        )
+
+
 def check_timelines(timelines: Mapping[str, Timeline], memory: Mapping[str, Sequence[Curve]]) -> None:
     """Raise InputError unless the timelines share one unit and ``memory`` fits them.
 

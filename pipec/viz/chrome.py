@@ -8,11 +8,9 @@ each of its units.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 
-from pipec.errors import InputError
 from pipec.timeline.attribution import Curve, in_flight_over_time, readers, waits
 from pipec.timeline.events import Event, Timeline
-from pipec.viz import checks
-from pipec.viz.checks import check_timelines, num_events
+from pipec.viz.checks import check_timelines, check_trace, num_events
 from pipec.viz.labels import NAMES, carried, cell_labels, lane_name, members, rows_beside
 
 _NANOSECONDS = {"s": 1e9}
@@ -35,11 +33,7 @@ def chrome_trace(
     """
     memory = memory or {}
     check_timelines(timelines, memory)
-    if (count := num_events(timelines)) > checks.MOST_EVENTS:
-        raise InputError(
-            f"a trace of {count:,} events; viewers open some {checks.MOST_EVENTS:,} at most: draw .html or "
-            ".svg, which show an overview, or a step of fewer microbatches or ranks"
-        )
+    check_trace(num_events(timelines))
     events = [
         event
         for process, (name, timeline) in enumerate(timelines.items(), start=1)

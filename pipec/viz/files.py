@@ -6,6 +6,7 @@ from pathlib import Path
 from pipec.errors import InputError
 from pipec.timeline.attribution import Curve
 from pipec.timeline.events import Timeline
+from pipec.viz.checks import check_trace
 from pipec.viz.chrome import chrome_trace
 from pipec.viz.html import timeline_html
 from pipec.viz.svg import timeline_svg
@@ -28,7 +29,7 @@ def write_timelines(
     Raises:
         InputError: the path has another ending, or cannot be written.
     """
-    check_suffix(path)
+    check_drawing(path)
     match path.suffix:
         case ".html":
             drawn = timeline_html(timelines, title, memory)
@@ -45,7 +46,9 @@ def write_timelines(
         raise InputError(f"{path} cannot be written: {error}") from error
 
 
-def check_suffix(path: Path) -> None:
-    """Raise InputError unless ``write_timelines`` can draw a file of this name."""
+def check_drawing(path: Path, least_events: int = 0) -> None:
+    """Raise InputError unless ``write_timelines`` can draw so many events to a file of this name."""
     if path.suffix not in SUFFIXES:
         raise InputError(f"cannot draw {path.name}: expected a name that ends in {', '.join(SUFFIXES)}")
+    if path.suffix == ".json":
+        check_trace(least_events)
