@@ -5,10 +5,9 @@ channel carries one message at a time. A directed channel leads from a sending r
 message leaves when the program of its rank has reached the send and the channel has carried every message
 that was sent into it before; it arrives after the seconds of its link. A compute starts when its rank is free
 and everything it reads has arrived. A collective overlaps compute, too, and starts when all its ranks have
-come to it and are through with the collectives before. A copy to
-host memory overlaps compute as well, and so does one back; of each direction a rank makes one at a time. An
-update occupies its rank, once the collectives before it are over. docs/benchmarks.md compares this with
-steps that ran.
+come to it and are through with the collectives before. A copy to host memory overlaps compute as well, and so
+does one back; of each direction a rank makes one at a time. An update occupies its rank, once the collectives
+before it are over. docs/benchmarks.md compares this with steps that ran.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
