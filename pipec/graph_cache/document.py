@@ -15,7 +15,7 @@ from pipec.graph_cache.marks import UnfaithfulError
 from pipec.ir import Mode
 from pipec.torch_compat import pytree
 
-META = ("val", "role", "phase", "operator", "constant", "draw", "changed", "custom")
+META = ("val", "role", "phase", "operator", "constant", "draw", "changed", "custom", "seq_nr")
 """What passes read of a node of a captured graph."""
 
 PLAIN = (

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from pipec.graph import Buffer, Operator, TrainingGraph, is_collective, is_forward, reads_memory
+from pipec.graph import Buffer, Operator, Parameter, TrainingGraph, is_collective, is_forward, reads_memory
 from pipec.passes.cut_stages import operator_seconds
 
 LARGE = 1 / 2
@@ -77,20 +77,37 @@ def _steps(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
 
     No edge of the forward leads to an earlier step, and none of the backward to a later one. Without a
     backward autograd counts no steps, and each node is one. The items of a tuple follow it to its stage.
+    What is made of weights alone, such as a transposed one, is part of the step that reads it first: the
+    gradient of the weight is made there.
     """
     found, number_of, latest = dict[fx.Node, int](), dict[int, int](), -1
     counted = not all(map(is_forward, nodes))
-    for node in filter(is_forward, nodes):
+    of_weights = _made_of_weights(nodes)
+    for node in (each for each in nodes if is_forward(each) and each not in of_weights):
         sequence = node.meta.get("seq_nr", latest) if counted else latest + 1
         if sequence > latest and node.target is not operator.getitem:
             number_of[sequence], latest = len(number_of), sequence
         found[node] = max(len(number_of) - 1, 0)
     last = max(found.values(), default=0)
+    for node in reversed(of_weights):
+        found[node] = min((found[user] for user in node.users if user in found), default=last)
+        if "seq_nr" in node.meta:
+            number_of.setdefault(node.meta["seq_nr"], found[node])
     for node in nodes:
         if not is_forward(node):
             own = number_of.get(node.meta.get("seq_nr", -1), last) if "custom" in node.meta else last
             sources = (found[each] for each in node.all_input_nodes if each in found and not is_forward(each))
             found[node] = min([own, *sources])
+    return found
+
+
+def _made_of_weights(nodes: Sequence[fx.Node]) -> dict[fx.Node, None]:
+    """Of the nodes those of the forward that compute from parameters alone, in order."""
+    found = dict[fx.Node, None]()
+    for node in filter(is_forward, nodes):
+        sources = node.all_input_nodes
+        if sources and all(x in found or isinstance(x.meta.get("role"), Parameter) for x in sources):
+            found[node] = None
     return found
 
 
