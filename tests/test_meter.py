@@ -118,7 +118,7 @@ def test_a_measured_step_is_a_step() -> None:
     for (name, one), (_, other) in zip(plain.named_parameters(), measured.named_parameters(), strict=True):
         assert torch.equal(one, other), name
     assert memory[0].parts["optimizer"] > 2 * memory[0].parts["parameters"]
-    assert "backward of stage 0" in str(memory)
+    assert "forward of stage 0 of microbatch 2" in str(memory)
     assert len(memory.curve(1).splitlines()) == len(measured.programs[1].instructions)
     assert "running" in str(measured.memory())
 
