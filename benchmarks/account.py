@@ -20,17 +20,14 @@ from step_time import CASES, MICROBATCHES, RANKS, WARMUP_STEPS, pipeline
 from pipec.ir import Kind, Program
 from pipec.runtime.step.recording import Stamps
 
+STEP = "the step"
 COMPUTES = "computes: stage functions, sums of gradients"
+FILLS = "waits while the pipeline fills and drains"
+WAITS = "waits longer for what it needs"
 POSTS = "posts receives and sends"
-ORDER = (
-    "the step",
-    COMPUTES,
-    "waits while the pipeline fills and drains",
-    "waits longer for what it needs",
-    POSTS,
-    "before the first instruction: zeroes gradients, checks, compares with other ranks",
-    "between instructions, and after the last",
-)
+BEFORE = "before the first instruction: zeroes gradients, checks, compares with other ranks"
+REST = "between instructions, and after the last"
+ROWS = (STEP, COMPUTES, FILLS, WAITS, POSTS, BEFORE, REST)
 
 
 def account(program: Program, stamps: Stamps, begun: int, ended: int) -> dict[str, float]:
@@ -42,17 +39,16 @@ def account(program: Program, stamps: Stamps, begun: int, ended: int) -> dict[st
         is_compute = instruction.op.traits.kind is Kind.COMPUTE
         parts[COMPUTES if is_compute else POSTS] += 1e-6 * (end - arrived)
         waited += 1e-6 * (arrived - start)
-    fills = parts[COMPUTES] / MICROBATCHES * (RANKS - 1)
-    parts[ORDER[0]] = 1e-6 * (ended - begun)
-    parts[ORDER[2]] = min(fills, waited)
-    parts[ORDER[3]] = waited - min(fills, waited)
-    parts[ORDER[5]] = 1e-6 * (stamps[0] - begun)
-    parts[ORDER[6]] = parts[ORDER[0]] - sum(parts[name] for name in ORDER[1:6])
+    parts[FILLS] = min(waited, parts[COMPUTES] / MICROBATCHES * (RANKS - 1))
+    parts[WAITS] = waited - parts[FILLS]
+    parts[BEFORE] = 1e-6 * (stamps[0] - begun)
+    parts[REST] = 1e-6 * (ended - begun) - sum(parts.values())
+    parts[STEP] = 1e-6 * (ended - begun)
     return parts
 
 
 def medians(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    return {name: statistics.median(step[name] for step in steps) for name in ORDER}
+    return {name: statistics.median(step[name] for step in steps) for name in ROWS}
 
 
 def main() -> None:
@@ -77,7 +73,7 @@ def main() -> None:
         bound = (MICROBATCHES + RANKS - 1) / MICROBATCHES * statistics.mean(own[COMPUTES] for own in every)
         print(f"| ms | {' | '.join(f'rank {each}' for each in range(RANKS))} |\n|---|{'--:|' * RANKS}")
         print(f"| even stages, and free messages |{f' {bound:.1f} |' * RANKS}")
-        for name in ORDER:
+        for name in ROWS:
             print(f"| {name} | {' | '.join(f'{own[name]:.1f}' for own in every)} |")
     dist.destroy_process_group()
 

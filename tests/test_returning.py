@@ -36,9 +36,8 @@ def test_a_run_that_lost_a_rank_goes_on_by_itself_and_then_on_fewer(
     )
     assert done.returncode == 0, done.stderr
     assert f"goes on after step 2, from {tmp_path / 'lost' / 'step-00000002'}" in done.stdout + done.stderr
-    printed = [number for number, _ in losses(done.stdout)]
-    lost = ["3"] * (len(printed) - 5)  # the other rank may be ended before it prints this
-    assert printed == ["1", "2", *lost, "3", "4", "5"]
+    # Step 3 is made twice; the rank that lives may be ended before it prints the first of them.
+    assert [int(number) for number, _ in losses(done.stdout)] in ([1, 2, 3, 3, 4, 5], [1, 2, 3, 4, 5])
     returning.train(tmp_path / "lost", 7)
     assert "goes on after step 4" in capsys.readouterr().out
     returning.train(tmp_path / "whole", 7)
