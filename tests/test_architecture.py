@@ -61,6 +61,7 @@ RUNTIME = (
     "randomness",
     "draws",
     "branches",
+    "rows",
     "processes",
     "memory",
     "messages",

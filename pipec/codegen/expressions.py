@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from pipec import primitives, torch_compat
-from pipec.graph import formula, is_assumption, is_number, is_random
+from pipec.graph import formula, is_assumption, is_in_rows, is_number, is_random
 from pipec.graph.dimensions import Symbols, dimension
 from pipec.graph.in_place import in_place_variant
 
@@ -166,6 +166,8 @@ def expression(node: fx.Node, name: Namer, symbols: Symbols, written: fx.Node | 
         return _slice(*args)
     if is_assumption(node):
         return f"assume({', '.join(args)})"
+    if is_in_rows(node):
+        return f"embedding_rows({', '.join(args)})"
     if is_random(node):
         return _random(node, args, kwargs)
     if target is aten.index.Tensor:
@@ -202,6 +204,7 @@ def _in_place(node: fx.Node, args: list[str], kwargs: list[str]) -> str:
 def free_names(node: fx.Node, symbols: Symbols) -> set[str]:
     """What ``expression(node, ...)`` mentions besides nodes and ``torch``: ``{"b", "t", "device"}``."""
     names = {"primitives"} if node.target in PRIMITIVES else {"assume"} if is_assumption(node) else set()
+    names |= {"embedding_rows"} if is_in_rows(node) else set()
     if is_random(node):
         names |= {"rng", "dropout" if node.target is aten.native_dropout.default else "draw"}
     for argument in torch_compat.pytree.tree_leaves((node.args, node.kwargs)):

@@ -22,7 +22,11 @@ from pipec.ir.text import format_dtype
 
 MOST_BEFORE_A_STAR = 255
 
-RUNTIME = {"pipec.runtime.branches": {"assume"}, "pipec.runtime.draws": {"draw", "dropout"}}
+RUNTIME = {
+    "pipec.runtime.branches": {"assume"},
+    "pipec.runtime.draws": {"draw", "dropout"},
+    "pipec.runtime.rows": {"embedding_rows"},
+}
 """What generated code may import of pipec: names by module."""
 
 RETURNS = {

@@ -8,6 +8,7 @@ from pipec.hardware.topology import Topology
 from pipec.ir import NOTHING_MORE, Ending
 from pipec.passes import Pass
 from pipec.passes.add_products import AddProducts
+from pipec.passes.add_rows import AddRows
 from pipec.passes.annotate_cost import AnnotateCost
 from pipec.passes.call_linear import CallLinear
 from pipec.passes.divide_phases import DividePhases
@@ -62,10 +63,12 @@ def passes(
         JoinSlices(),
         PermuteParts(),
         AnnotateCost(options.device_model, options.profile),
+        AddRows(),
         TakeApart(len(options.topology.devices)),
         PrepareWeights(options.buffers_anywhere),
         cut,
         UntieGradients(),
+        AddRows(),  # of tied tables, whose gradients are apart now
         *([AddProducts()] if options.fast_gradients else []),
         InsertCommunication(options.topology.slowest_link),
         MarkRecompute(None) if options.recompute == "full" else recompute,

@@ -27,6 +27,7 @@ from pipec.graph.nodes import (
     is_collective,
     is_constant,
     is_forward,
+    is_in_rows,
     is_in_sum,
     is_number,
     is_random,

@@ -20,6 +20,7 @@ from torch import fx
 from pipec.graph.functions import Function
 from pipec.graph.nodes import (
     is_constant,
+    is_in_rows,
     is_in_sum,
     is_random,
     is_tensor,
@@ -39,7 +40,7 @@ COMMUTATIVE = (aten.add.Tensor, aten.mul.Tensor)
 def is_counted(owner: fx.Node) -> bool:
     """Whether memory is taken for a value because a function made it."""
     made_here = owner.op == "call_function" and owner.target is not recv and not is_constant(owner)
-    return made_here and not is_in_sum(owner)
+    return made_here and not is_in_sum(owner) and not is_in_rows(owner)
 
 
 def written_in_place(function: Function) -> dict[fx.Node, fx.Node]:

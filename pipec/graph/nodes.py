@@ -18,6 +18,7 @@ key          set by    meaning
 ``replay``   mark      on forward nodes: ``Phase.RECOMPUTE`` or ``Phase.BACKWARD`` if that computes them again
 ``part``     a pass    which of the functions that its phase consists of runs the node; 0 if it is missing
 ``in_sum``   a pass    True on gradients that are made within the sum of a parameter's gradients
+``in_rows``  a pass    True on gradients of which only the rows are made that are not zeros
 ============ ========= ================================================================================
 """
 
@@ -198,6 +199,11 @@ def varies(node: fx.Node) -> bool:
 def is_in_sum(node: fx.Node) -> bool:
     """Whether the node is a gradient that has no memory of its own: it is added to a sum as it is made."""
     return bool(node.meta.get("in_sum"))
+
+
+def is_in_rows(node: fx.Node) -> bool:
+    """Whether the node is the gradient of a table, of which few rows are made, to be added to the sum."""
+    return bool(node.meta.get("in_rows"))
 
 
 def is_random(node: fx.Node) -> bool:

@@ -1,6 +1,7 @@
 """The gradients of one stage, summed over microbatches and steps as autograd's ``AccumulateGrad`` does.
 
-A sparse gradient, as ``nn.Embedding(sparse=True)`` has, stays sparse.
+A sparse gradient, as ``nn.Embedding(sparse=True)`` has, stays sparse. One that comes as some rows of a dense
+one is added to those alone.
 """
 
 import functools
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pipec.runtime.memory.storage import fills_storage, is_exclusive
+from pipec.runtime.rows import Rows
 
 # Adds lists of tensors in one call; the public API has no such function.
 _add_all = torch._foreach_add_
@@ -76,18 +78,21 @@ class GradientSum:
         for home in set(self._homes.values()):
             home.forget_step()
 
-    def add(self, gradients: list[Tensor | None]) -> None:
+    def add(self, gradients: list[Tensor | Rows | None]) -> None:
         """Add one microbatch's gradients, aligned with ``parameters``; None stands for no gradient.
 
         A parameter's first gradient is taken out of the list, so that its memory can become the total.
         """
         self._add(gradients, self._factor)
 
-    def _add(self, gradients: list[Tensor | None], factor: float) -> None:
+    def _add(self, gradients: list[Tensor | Rows | None], factor: float) -> None:
         totals, terms = [], []
         for index, total in enumerate(self._totals):
             gradient = gradients[index]
             if gradient is None:
+                continue
+            if isinstance(gradient, Rows):
+                gradient.add_to(self[index], factor)
                 continue
             if gradient.is_complex():
                 gradients[index] = gradient = gradient.resolve_conj()  # no sum takes the marked memory
@@ -113,7 +118,7 @@ class GradientSum:
 
     def add_one(self, index: int, gradient: Tensor) -> None:
         """Add what another stage has summed for a parameter that it borrowed from this one."""
-        gradients: list[Tensor | None] = [None] * len(self._totals)
+        gradients: list[Tensor | Rows | None] = [None] * len(self._totals)
         gradients[index] = gradient
         self._add(gradients, 1.0)
 
@@ -150,9 +155,9 @@ class GradientSum:
         else:
             parameter.grad.add_(total)
 
-    def _set_first(self, index: int, gradients: list[Tensor | None], factor: float) -> None:
+    def _set_first(self, index: int, gradients: list[Tensor | Rows | None], factor: float) -> None:
         parameter, gradient = self._parameters[index], gradients[index]
-        assert gradient is not None
+        assert isinstance(gradient, Tensor)
         total = gradient.detach()
         gradients[index] = gradient = None
         if total.is_sparse:
