@@ -305,18 +305,20 @@ def test_pipec_dump_writes_the_graph_after_every_pass(
         "01_join_slices.txt",
         "02_permute_parts.txt",
         "03_annotate_cost.txt",
-        "04_take_apart.txt",
-        "05_prepare_weights.txt",
-        "06_cut_in_time.txt",
-        "07_untie_gradients.txt",
-        "08_insert_communication.txt",
-        "09_mark_recompute.txt",
-        "10_mark_offload.txt",
-        "11_divide_phases.txt",
-        "12_split_backward.txt",
-        "13_call_linear.txt",
+        "04_add_rows.txt",
+        "05_take_apart.txt",
+        "06_prepare_weights.txt",
+        "07_cut_in_time.txt",
+        "08_untie_gradients.txt",
+        "09_add_rows.txt",
+        "10_insert_communication.txt",
+        "11_mark_recompute.txt",
+        "12_mark_offload.txt",
+        "13_divide_phases.txt",
+        "14_split_backward.txt",
+        "15_call_linear.txt",
     ]
-    before, after = ((tmp_path / "dump" / name).read_text() for name in files[7:9])
+    before, after = ((tmp_path / "dump" / name).read_text() for name in files[9:11])
     assert after.startswith("# InsertCommunication(link=")
     assert re.search(r"# \d+ nodes: [1-9]\d* added, \d+ removed", after)
     assert "stage 1" in before
