@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from pipec import primitives, torch_compat
-from pipec.graph import formula, is_assumption, is_in_rows, is_number, is_random
+from pipec.graph import formula, is_assumption, is_in_rows, is_number, is_random, reuses_memory
 from pipec.graph.dimensions import Symbols, dimension
 from pipec.graph.in_place import in_place_variant
 
@@ -160,6 +160,8 @@ def expression(node: fx.Node, name: Namer, symbols: Symbols, written: fx.Node | 
         for key, value in node.kwargs.items()
         if not (key in DEFAULTS and value in DEFAULTS[key])
     ]
+    if reuses_memory(node):
+        kwargs.append(f"out={_reused(node, symbols)}")
     if written is not None:
         return _in_place(node, [show(each) for each in written_first(node, written)], kwargs)
     if target is aten.slice.Tensor and args[1:2] >= ["0"]:
@@ -185,6 +187,13 @@ def expression(node: fx.Node, name: Namer, symbols: Symbols, written: fx.Node | 
     return f"{call}({', '.join(args + kwargs)})"
 
 
+def _reused(node: fx.Node, symbols: Symbols) -> str:
+    """``reused([128*b, 32768], torch.float32, device)``"""
+    value = node.meta["val"]
+    sizes = ", ".join(dimension(size, symbols) for size in value.shape)
+    return f"reused([{sizes}], {value.dtype}, device)"
+
+
 def written_first(node: fx.Node, written: fx.Node) -> list[Any]:
     """The arguments of a call by position, of which it writes into the first."""
     first, *others = node.args
@@ -205,9 +214,12 @@ def free_names(node: fx.Node, symbols: Symbols) -> set[str]:
     """What ``expression(node, ...)`` mentions besides nodes and ``torch``: ``{"b", "t", "device"}``."""
     names = {"primitives"} if node.target in PRIMITIVES else {"assume"} if is_assumption(node) else set()
     names |= {"embedding_rows"} if is_in_rows(node) else set()
+    names |= {"reused", "device"} if reuses_memory(node) else set()
     if is_random(node):
         names |= {"rng", "dropout" if node.target is aten.native_dropout.default else "draw"}
-    for argument in torch_compat.pytree.tree_leaves((node.args, node.kwargs)):
+    sizes = [*node.meta["val"].shape] if reuses_memory(node) else []
+    formulas = [size.node.expr for size in sizes if isinstance(size, torch.SymInt)]
+    for argument in (*torch_compat.pytree.tree_leaves((node.args, node.kwargs)), *formulas):
         if isinstance(argument, torch.device):
             names.add("device")
         elif isinstance(argument, sympy.Basic):

@@ -25,6 +25,7 @@ MOST_BEFORE_A_STAR = 255
 RUNTIME = {
     "pipec.runtime.branches": {"assume"},
     "pipec.runtime.draws": {"draw", "dropout"},
+    "pipec.runtime.memory.reuse": {"reused"},
     "pipec.runtime.rows": {"embedding_rows"},
 }
 """What generated code may import of pipec: names by module."""

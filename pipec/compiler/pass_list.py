@@ -18,6 +18,7 @@ from pipec.passes.mark_offload import MarkOffload
 from pipec.passes.mark_recompute import MarkRecompute
 from pipec.passes.permute_parts import PermuteParts
 from pipec.passes.prepare_weights import PrepareWeights
+from pipec.passes.reuse_memory import ReuseMemory
 from pipec.passes.simplify import Simplify
 from pipec.passes.split_backward import SplitBackward
 from pipec.passes.take_apart import TakeApart
@@ -75,5 +76,6 @@ def passes(
         offload,
         DividePhases(),
         SplitBackward(),
+        ReuseMemory(),
         CallLinear(),
     ]

@@ -39,6 +39,7 @@ from pipec.graph.nodes import (
     part_of,
     reads_memory,
     recv,
+    reuses_memory,
     send,
     stage_of,
     sums_gradients,

@@ -19,6 +19,7 @@ key          set by    meaning
 ``part``     a pass    which of the functions that its phase consists of runs the node; 0 if it is missing
 ``in_sum``   a pass    True on gradients that are made within the sum of a parameter's gradients
 ``in_rows``  a pass    True on gradients of which only the rows are made that are not zeros
+``reuses``   a pass    True on values that are made in memory which a former one has left
 ============ ========= ================================================================================
 """
 
@@ -204,6 +205,11 @@ def is_in_sum(node: fx.Node) -> bool:
 def is_in_rows(node: fx.Node) -> bool:
     """Whether the node is the gradient of a table, of which few rows are made, to be added to the sum."""
     return bool(node.meta.get("in_rows"))
+
+
+def reuses_memory(node: fx.Node) -> bool:
+    """Whether the node's value is made in memory that a former one has left."""
+    return bool(node.meta.get("reuses"))
 
 
 def is_random(node: fx.Node) -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from pipec.cost.formulas import OperatorCost
-from pipec.graph import TrainingGraph, is_forward, varies
+from pipec.graph import TrainingGraph, is_forward, reuses_memory, varies
 from pipec.graph.lifetimes import is_dense
 
 aten = torch.ops.aten
@@ -39,6 +39,8 @@ class CallLinear:
 def _is_linear(node: fx.Node) -> bool:
     if node.target not in (aten.mm.default, aten.addmm.default) or node.kwargs or not is_forward(node):
         return False
+    if reuses_memory(node):
+        return False  # linear takes no memory for its value
     *bias, _, weight = node.args
     is_plain = all(each.meta["val"].dim() == 1 for each in bias)  # type: ignore[union-attr]
     return is_plain and isinstance(weight, fx.Node) and weight.target is aten.t.default

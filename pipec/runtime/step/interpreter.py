@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pipec.ir import Kind, Mode, Payload, Plan, Program, Value
 from pipec.runtime.memory.meter import Meter
+from pipec.runtime.memory.reuse import forget_memory
 from pipec.runtime.messages.cuda import current_device
 from pipec.runtime.messages.transport import Transport
 from pipec.runtime.stages.graphs import slots_of
@@ -261,6 +262,7 @@ class Interpreter:
             stage.forget_step()
         self._results.forget_step()
         self._rank.received.clear()
+        forget_memory()
 
     def _describe(self, problem: str) -> str:
         """Where it happened, what the problem is, and the instructions that led there."""

@@ -1,0 +1,38 @@
+"""Let large products be made in memory that a former one has left.
+
+::
+
+    y = mm(a, b)     ->     y = mm(a, b, out=reused([256*b, 32768], torch.float32, device))
+
+They keep their bits. Only products are: other large values are mostly made in the memory of an operand.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from pipec.cost.formulas import node_bytes
+from pipec.graph import TrainingGraph, is_in_sum
+
+aten = torch.ops.aten
+
+PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
+
+LEAST_BYTES = 32 << 20
+"""What glibc gives back to the system each time that it is freed."""
+
+
+@dataclass(frozen=True)
+class ReuseMemory:
+    """Mark products that are this large in microbatches of the planned size."""
+
+    def __call__(self, graph: TrainingGraph) -> TrainingGraph:
+        for node in graph.nodes:
+            if _is_product(node) and node_bytes(node, graph.batch_size) >= LEAST_BYTES:
+                node.meta["reuses"] = True
+        return graph
+
+
+def _is_product(node: fx.Node) -> bool:
+    return node.target in PRODUCTS and not node.kwargs and not is_in_sum(node)
