@@ -27,10 +27,12 @@ from step_time import CASES, MICROBATCHES, RANKS, WARMUP_STEPS, Case
 
 import pipec
 from pipec.compiler import pass_list
+from pipec.passes.add_rows import AddRows
 from pipec.passes.call_linear import CallLinear
 from pipec.passes.join_slices import JoinSlices
 from pipec.passes.permute_parts import PermuteParts
 from pipec.passes.prepare_weights import PrepareWeights
+from pipec.passes.reuse_memory import ReuseMemory
 from pipec.passes.simplify import Simplify
 
 ALL = "all"
@@ -74,6 +76,8 @@ VARIANTS: dict[str, Change] = {
     "without PermuteParts": without_pass(PermuteParts),
     "without PrepareWeights": without_pass(PrepareWeights),
     "without CallLinear": without_pass(CallLinear),
+    "without AddRows": without_pass(AddRows),
+    "without ReuseMemory": without_pass(ReuseMemory),
     "without operators in place": replaced(
         *("pipec.graph.lifetimes.written_in_place", nothing_in_place),
         *("pipec.codegen.stage.written_in_place", nothing_in_place),

@@ -8,8 +8,8 @@ contestants, so that a change in the machine's speed meets all of them. The 1F1B
 times (m + p - 1) / (m p), for m microbatches and p ranks: perfectly balanced stages, free communication.
 
 Three modes, each with contestants of its own: "plain" and "compiled", where both sides run 1F1B, without and
-with torch.compile; and "best", where pipec chooses its schedule and the peer's schedules all run: the fastest
-of them is the peer. Besides the clock, a row has the processor time of a step, that of all ranks and threads.
+with torch.compile; and "best", where pipec chooses its schedule, with eager's bits and without, and the peer's
+schedules all run: the fastest of them is the peer. Besides the clock, a row has the processor time of a step, that of all ranks and threads.
 """
 
 import argparse
@@ -27,6 +27,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -127,7 +128,7 @@ def unsplit_step(case: Case, compiled: bool = False) -> Step:
     return step
 
 
-def pipeline(case: Case, schedule: str = "1f1b", kernels: str = "source") -> pipec.Pipeline:
+def pipeline(case: Case, schedule: str = "1f1b", **options: Any) -> pipec.Pipeline:
     return pipec.compile(
         case.model(),
         devices=RANKS,
@@ -135,12 +136,12 @@ def pipeline(case: Case, schedule: str = "1f1b", kernels: str = "source") -> pip
         schedule=schedule,
         microbatches=MICROBATCHES,
         recompute="none",
-        kernels=kernels,
+        **options,
     )
 
 
-def pipec_step(case: Case, schedule: str = "1f1b", kernels: str = "source") -> Step:
-    pipe, (inputs, target) = pipeline(case, schedule, kernels), case.batch()
+def pipec_step(case: Case, schedule: str = "1f1b", **options: Any) -> Step:
+    pipe, (inputs, target) = pipeline(case, schedule, **options), case.batch()
 
     def step() -> Tensor:
         pipe.zero_grad()
@@ -218,6 +219,7 @@ MODES = {
     "best": {
         UNSPLIT: Contestant(unsplit_step, 1),
         "pipec, auto": Contestant(partial(pipec_step, schedule="auto")),
+        "pipec, auto, fast_gradients": Contestant(partial(pipec_step, schedule="auto", fast_gradients=True)),
         f"{PEER}, GPipe": Contestant(
             partial(peer_step, schedule=PeerSchedule(pipelining.ScheduleGPipe, ONE_EACH))
         ),
