@@ -8,8 +8,9 @@ contestants, so that a change in the machine's speed meets all of them. The 1F1B
 times (m + p - 1) / (m p), for m microbatches and p ranks: perfectly balanced stages, free communication.
 
 Three modes, each with contestants of its own: "plain" and "compiled", where both sides run 1F1B, without and
-with torch.compile; and "best", where pipec chooses its schedule, with eager's bits and without, and the peer's
-schedules all run: the fastest of them is the peer. Besides the clock, a row has the processor time of a step, that of all ranks and threads.
+with torch.compile; and "best", where pipec chooses its schedule, with eager's bits and with fast gradients,
+and the peer's schedules all run: the fastest of them is the peer. Besides the clock, a row has the processor
+time of a step, that of all ranks and threads.
 """
 
 import argparse
