@@ -242,6 +242,7 @@ def compile(
         bytes_per_second=modelled.memory_bytes_per_second,
         may_offload=offloads,
     )
+    measures = policy.choice == "auto" and device_model is measured is None and device.type == "cpu"
     compiler = Compiler(
         model,
         loss_fn,
@@ -255,7 +256,7 @@ def compile(
         microbatch_weight=name_of(microbatch_weight),
         searches_shard=shard == "auto",
         precision=computes_in,
-        measures_processor=policy.choice == "auto" and device_model is None and measured is None and device.type == "cpu",
+        measures_processor=measures,
     )
     return Pipeline(compiler, tensors, ranks, batch, updates, batched, microbatch_weight)
 

@@ -53,8 +53,8 @@ class Compiler:
     Costs are then known for that size alone, so nothing is searched. With ``searches_replicas`` the first
     call chooses how many replicas stages have. With ``searches_shard`` the first training step chooses what
     they divide. ``microbatch_weight`` is that of the plan. ``precision`` is what operators compute in, if
-    not in the model's own types. If it ``measures_processor``, the costs that the first call is compiled for are
-    those measured on this machine. ``seconds`` says how long each step of all compilations took together.
+    not in the model's own types. If it ``measures_processor``, costs are those measured on this machine.
+    ``seconds`` says how long each step of all compilations took together.
     """
 
     model: nn.Module

@@ -1,4 +1,4 @@
-"""The device model of the processor at hand: measured once on a machine, and kept on disk for later processes.
+"""The device model of the processor at hand: measured once on a machine, and kept for later processes.
 
 It is kept beside captured graphs, under a name that says what makes it valid: the processor, its number of
 threads, torch and what is measured. Where nothing is kept, every process measures.
@@ -29,7 +29,7 @@ _FIGURES = ("memory_bytes_per_second", "launch_seconds", "attention_share", "oth
 def measured_processor() -> DeviceModel:
     """The figures that an earlier process measured on this machine, or else those that this one measures.
 
-    Those of a processor that cannot be kept hold for this process. One line on stderr tells of a measurement.
+    What cannot be kept holds for this process. One line on stderr tells of a measurement.
     """
     where, key = folder.cache_folder(), _key(torch.get_num_threads())
     if where is None:
@@ -53,13 +53,10 @@ def keep_processor(model: DeviceModel) -> None:
 def _measured(key: str) -> DeviceModel:
     """Measured once in this process for each ``key``."""
     made = calibrate("cpu")
-    rank_zero_only(print)(
-        "pipec: measured this processor, for schedule='auto': "
-        f"{made.flops_per_second['float32'] / 1e9:.3g} GFLOP/s, {made.memory_bytes_per_second / 1e9:.3g} GB/s,"
-        f" {1e6 * made.launch_seconds:.3g} us a launch",
-        file=sys.stderr,
-        flush=True,
-    )
+    rate, moved = made.flops_per_second["float32"] / 1e9, made.memory_bytes_per_second / 1e9
+    told = f"{rate:.3g} GFLOP/s, {moved:.3g} GB/s, {1e6 * made.launch_seconds:.3g} us a launch"
+    line = f"pipec: measured this processor, for schedule='auto': {told}"
+    rank_zero_only(print)(line, file=sys.stderr, flush=True)
     return _model({"flops_per_second": made.flops_per_second, **{n: getattr(made, n) for n in _FIGURES}})
 
 
