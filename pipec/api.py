@@ -242,7 +242,8 @@ def compile(
         bytes_per_second=modelled.memory_bytes_per_second,
         may_offload=offloads,
     )
-    measures = policy.choice == "auto" and device_model is measured is None and device.type == "cpu"
+    told = device_model is not None or measured is not None
+    measures = policy.choice == "auto" and not told and device.type == "cpu"
     compiler = Compiler(
         model,
         loss_fn,

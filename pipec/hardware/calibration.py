@@ -26,19 +26,22 @@ shorter than what a busy system gives a process at a time."""
 class _Sizes:
     """What is measured of a kind of device: products of ``rows`` and square weights, several in turn.
 
-    ``copied_bytes`` and the weights together are more than caches next to a core hold.
+    ``copied_bytes`` and the weights together are more than caches next to a core hold. ``heads`` attend to as
+    many ``tokens`` each.
     """
 
     rows: int
     width: int
     num_weights: int
     copied_bytes: int
+    heads: int
+    tokens: int
 
 
-_CPU = _Sizes(rows=256, width=512, num_weights=24, copied_bytes=1 << 24)
-_ACCELERATOR = _Sizes(rows=4096, width=4096, num_weights=1, copied_bytes=1 << 28)
+_CPU = _Sizes(rows=256, width=512, num_weights=24, copied_bytes=1 << 24, heads=8, tokens=128)
+_ACCELERATOR = _Sizes(rows=4096, width=4096, num_weights=1, copied_bytes=1 << 28, heads=16, tokens=2048)
 
-_HEADS, _TOKENS, _HEAD_WIDTH = 8, 128, 64
+_HEAD_WIDTH = 64
 _OTHERS = 8 + 20 + 20 + 14
 """Operations per element of what ``_others`` runs, as ``pipec/cost/tables.py`` counts them."""
 
@@ -82,7 +85,7 @@ def calibrate(device: torch.device | str) -> DeviceModel:
     work = {
         "launch": _launch(device),
         "copy": _copy(sizes, device),
-        "attention": _attention(device),
+        "attention": _attention(sizes, device),
         "others": _others(sizes, device),
         **{dtype: _products(sizes, getattr(torch, dtype), device) for dtype in ("float32", "bfloat16")},
     }
@@ -91,7 +94,7 @@ def calibrate(device: torch.device | str) -> DeviceModel:
     launch = seconds["launch"]
     flops = 2 * sizes.rows * sizes.width**2
     rates = {dtype: flops / _without(seconds[dtype], launch) for dtype in ("float32", "bfloat16")}
-    attended = 4 * _HEADS * _TOKENS**2 * _HEAD_WIDTH / _without(seconds["attention"], launch)
+    attended = 4 * sizes.heads * sizes.tokens**2 * _HEAD_WIDTH / _without(seconds["attention"], launch)
     return replace(
         base,
         name=f"{base.name}-calibrated",
@@ -119,14 +122,18 @@ def usable_device(device: torch.device | str) -> torch.device:
 Run = Callable[[], object]
 
 
+def _floats(*shape: int, device: torch.device) -> torch.Tensor:
+    """Of float32, whatever the default type is."""
+    return torch.ones(shape, device=device, dtype=torch.float32)
+
+
 def _launch(device: torch.device) -> Run:
-    small, bias = torch.ones(2, 2, 4, device=device), torch.ones(4, device=device)
-    weight = torch.ones(4, 4, device=device)
+    small, bias, weight = (_floats(*shape, device=device) for shape in ((2, 2, 4), (4,), (4, 4)))
     return lambda: torch.addmm(bias, small.view(4, 4), weight.t())
 
 
 def _copy(sizes: _Sizes, device: torch.device) -> Run:
-    source = torch.ones(sizes.copied_bytes // 4, device=device)
+    source = _floats(sizes.copied_bytes // 4, device=device)
     target = torch.empty_like(source)
     return lambda: target.copy_(source)
 
@@ -138,13 +145,13 @@ def _products(sizes: _Sizes, dtype: torch.dtype, device: torch.device) -> Run:
     return lambda: rows @ next(turns)
 
 
-def _attention(device: torch.device) -> Run:
-    q, k, v = torch.ones(3, 1, _HEADS, _TOKENS, _HEAD_WIDTH, device=device)
+def _attention(sizes: _Sizes, device: torch.device) -> Run:
+    q, k, v = _floats(3, 1, sizes.heads, sizes.tokens, _HEAD_WIDTH, device=device)
     return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 def _others(sizes: _Sizes, device: torch.device) -> Run:
-    x = torch.linspace(-3, 3, sizes.rows * sizes.width, device=device).view(sizes.rows, sizes.width)
+    x = _floats(sizes.rows, sizes.width, device=device)
 
     def run() -> None:
         F.layer_norm(x, (sizes.width,))
