@@ -30,10 +30,12 @@ def predict_and_measure(case: Case, repeats: int) -> tuple[float, float, float]:
     )
     modelled, profiled = (compiled(model, case, each) for each in (None, profile))
     for _ in range(WARMUP_STEPS):
+        profiled.zero_grad()
         profiled.step(tokens, target=target)
     seconds = []
     for _ in range(STEPS):
         start = time.perf_counter()
+        profiled.zero_grad()
         profiled.step(tokens, target=target)
         seconds.append(time.perf_counter() - start)
     return modelled.simulate().makespan, profiled.simulate().makespan, statistics.median(seconds)

@@ -1,12 +1,13 @@
 """Whether what the search takes is fast: all that it chooses from, predicted and measured.
 
-python benchmarks/search.py [--cases "width 64"] [--tables microbatches schedules] [--rounds 5]
+python benchmarks/search.py [--cases "width 64"] [--tables microbatches schedules] [--rounds 4]
 torchrun --nproc-per-node 2 benchmarks/search.py
 
-Two ranks of one thread, the models of ``step_time.py``. Steps of all ways to run take turns, so that a slow
-minute of the machine slows all of them. Numbers of microbatches are compared under 1F1B, as the device model
-predicts them; schedules with 8 microbatches, also as a profile of the model predicts them. Ratios of the last
-column are to the fastest measured.
+Two ranks of one thread, the models of ``step_time.py``. All ways to run take turns, some steps each, so that
+a slow minute of the machine slows all of them; the first step of a turn is not counted, for the others before
+it have emptied the caches of its code and parameters. Numbers of microbatches are compared under 1F1B, as the
+device model predicts them; schedules with 8 microbatches, as the table of devices, what was measured of this
+machine and a profile of the model predict them.
 """
 
 import argparse
@@ -16,12 +17,17 @@ from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
-from step_time import BATCH, CASES, MICROBATCHES, RANKS, WARMUP_STEPS, Case
+from step_time import BATCH, CASES, MICROBATCHES, RANKS, Case
 
 import pipec
+from pipec.compiler.processor import measured_processor
+from pipec.hardware.devices import DEVICES, DeviceModel
 from pipec.runtime import world
 
-SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved-1f1b", "zb-v", "auto")
+SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved-1f1b", "zb-v")
+
+STEPS_IN_TURN = 4
+"""Of one way to run, before the next one's turn. The first of them is not counted."""
 
 
 def compiled(case: Case, microbatches: int | None, **options: object) -> pipec.Pipeline:
@@ -38,15 +44,21 @@ def predictions(searched: pipec.Pipeline) -> dict[int, float]:
 
 
 def measured(pipes: Mapping[str, pipec.Pipeline], case: Case, rounds: int) -> dict[str, float]:
-    """Median milliseconds of a step of each."""
+    """Median milliseconds of a step of each, among steps of its own: what ran before leaves cold caches."""
     inputs, target = case.batch()
     seconds: dict[str, list[float]] = {name: [] for name in pipes}
-    for _ in range(WARMUP_STEPS + rounds):
+    for _ in range(1 + rounds):
         for name, pipe in pipes.items():
-            start = time.perf_counter()
-            pipe.step(inputs, target=target)
-            seconds[name].append(time.perf_counter() - start)
-    return {name: 1e3 * statistics.median(each[WARMUP_STEPS:]) for name, each in seconds.items()}
+            for _ in range(STEPS_IN_TURN):
+                start = time.perf_counter()
+                pipe.zero_grad()
+                pipe.step(inputs, target=target)
+                seconds[name].append(time.perf_counter() - start)
+    counted = range(STEPS_IN_TURN, (1 + rounds) * STEPS_IN_TURN)
+    return {
+        name: 1e3 * statistics.median(each[number] for number in counted if number % STEPS_IN_TURN)
+        for name, each in seconds.items()
+    }
 
 
 def microbatches_table(case: Case, rounds: int) -> list[str]:
@@ -71,24 +83,59 @@ def microbatches_table(case: Case, rounds: int) -> list[str]:
 
 
 def schedules_table(case: Case, rounds: int) -> list[str]:
-    """The profile of rank 0 counts. All ranks make theirs at a time, to slow each other as in a step."""
-    profile = profiled(case)
-    pipes, modelled = {}, {}
-    for schedule in SCHEDULES:
-        pipes[schedule] = compiled(case, MICROBATCHES, schedule=schedule, recompute="none", profile=profile)
-        by_model = compiled(case, MICROBATCHES, schedule=schedule, recompute="none")
-        modelled[schedule] = 1e3 * by_model.simulate().makespan
-    expected = {name: 1e3 * pipe.simulate().makespan for name, pipe in pipes.items()}
+    """Named schedules are cut and predicted by the profile of rank 0, all ranks making theirs at a time.
+
+    Each is also predicted by the table of devices, and by what was measured of this machine, as ``auto`` goes
+    by without a profile. The last columns compare with 1F1B, which is cut by the profile.
+    """
+    profile, machine = profiled(case), measured_processor()
+    options: dict[str, dict[str, object]] = {
+        **{name: {"schedule": name, "profile": profile} for name in SCHEDULES},
+        "auto": {"schedule": "auto"},
+        "auto, with the profile": {"schedule": "auto", "profile": profile},
+    }
+    pipes = {name: compiled(case, MICROBATCHES, recompute="none", **how) for name, how in options.items()}
+    by_profile = {
+        name: 1e3 * pipe.simulate().makespan for name, pipe in pipes.items() if "profile" in options[name]
+    }
+    by_machine, by_table = (
+        {
+            name: 1e3
+            * compiled(case, MICROBATCHES, recompute="none", schedule=name, device_model=model)
+            .simulate()
+            .makespan
+            for name in (*SCHEDULES, "auto")
+        }
+        for model in (machine, DEVICES["cpu"])
+    )
     found = measured(pipes, case, rounds)
+    rows = [_row(case, name, by_table, by_machine, by_profile, found) for name in pipes]
     return [
-        "| model | schedule | device model ms | profile ms | measured ms | profile / measured | / fastest |",
-        "|---|---|--:|--:|--:|--:|--:|",
-        *(
-            f"| {case.name} | {name} | {modelled[name]:.0f} | {expected[name]:.0f} | {each:.0f} "
-            f"| {expected[name] / each:.2f} | {each / min(found.values()):.2f} |"
-            for name, each in found.items()
-        ),
+        f"{case.name}: {described(machine)}; the profile is of {profile.device}",
+        "| model | schedule | table ms | machine ms | profile ms | measured ms | machine / measured "
+        "| profile / measured | machine, of 1F1B | profile, of 1F1B | measured, of 1F1B |",
+        "|---|---|" + "--:|" * 9,
+        *rows,
     ]
+
+
+def _row(case: Case, name: str, *columns: Mapping[str, float]) -> str:
+    """Milliseconds by table, machine, profile and clock; the last two over the clock, three over 1F1B's."""
+    *_, by_machine, by_profile, found = columns
+    cells = [f"{column[name]:.0f}" if name in column else "" for column in columns]
+    cells += [f"{each[name] / found[name]:.2f}" if name in each else "" for each in (by_machine, by_profile)]
+    cells += [f"{each[name] / each['1f1b']:.2f}" if name in each else "" for each in columns[1:]]
+    return f"| {case.name} | {name} | {' | '.join(cells)} |"
+
+
+def described(model: DeviceModel) -> str:
+    """What was measured of the machine."""
+    rate = model.flops_per_second["float32"]
+    return (
+        f"{1e-9 * rate:.0f} GFLOP/s of products, {1e-9 * rate * model.attention_share:.0f} of attention, "
+        f"{1e-9 * model.other_flops_per_second:.0f} of the rest, {1e-9 * model.memory_bytes_per_second:.1f} "
+        f"GB/s, {1e6 * model.launch_seconds:.1f} us a launch"
+    )
 
 
 def profiled(case: Case) -> pipec.Profile:
@@ -105,14 +152,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=["width 64", "width 256"])
     parser.add_argument("--tables", nargs="+", choices=TABLES, default=[*TABLES])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=4)
     args = parser.parse_args()
     torch.set_num_threads(1)
     for table in args.tables:
-        for number, name in enumerate(args.cases):
+        for name in args.cases:
             lines = TABLES[table](CASES[name], args.rounds)
             if world().rank == 0:
-                print("\n".join(lines[2:] if number else lines), flush=True)
+                print("\n".join(lines), flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -156,7 +156,8 @@ def compile(
             so; see docs/planner.md. Rank r is its device r. Without ``devices`` it may have more than there
             are, all of them alike. None: devices that are alike.
         device_model: what turns FLOPs and bytes into seconds, such as ``pipec.calibrate("cpu")`` measures.
-            None: an entry of a table, by the kind of device.
+            None: an entry of a table, by the kind of device; with ``schedule="auto"`` a CPU is measured, once
+            on a machine. See docs/planner.md.
         profile: measured times, or the file that holds them, for the stages to be cut by; see ``profile``.
             None: the device model.
         dynamic: compile once for every size of microbatch, and from the second one on for every length of
@@ -214,8 +215,8 @@ def compile(
     device = next(iter(ranks.devices.values()))
     require_option(computes_in, device, "pipec.compile")
     measured = load_profile(profile) if isinstance(profile, str | Path) else profile
-    device_model = device_model or default_device_model(device)
-    joined = topology_of(topology, ranks.count, device_model.link, elastic=devices is None)
+    modelled = device_model or default_device_model(device)
+    joined = topology_of(topology, ranks.count, modelled.link, elastic=devices is None)
     if limit is not None:
         joined = joined.within(limit)
     limits = [each.memory_bytes for each in joined.devices]
@@ -231,16 +232,18 @@ def compile(
     offloads = offload in ("activations", "all")
     anywhere = ranks.world.distributed or len({*ranks.devices.values()}) == 1
     options = CompilerOptions(
-        device_model, joined, recompute, offloads, measured, ending, facts, anywhere, fast_gradients
+        modelled, joined, recompute, offloads, measured, ending, facts, anywhere, fast_gradients
     )
     tuner = Autotuner(
         policy,
         may_recompute=recompute == "auto",
         may_rearrange=batch != "local",
         optimizer=facts,
-        bytes_per_second=device_model.memory_bytes_per_second,
+        bytes_per_second=modelled.memory_bytes_per_second,
         may_offload=offloads,
     )
+    told = device_model is not None or measured is not None
+    measures = policy.choice == "auto" and not told and device.type == "cpu"
     compiler = Compiler(
         model,
         loss_fn,
@@ -254,6 +257,7 @@ def compile(
         microbatch_weight=name_of(microbatch_weight),
         searches_shard=shard == "auto",
         precision=computes_in,
+        measures_processor=measures,
     )
     return Pipeline(compiler, tensors, ranks, batch, updates, batched, microbatch_weight)
 

@@ -223,7 +223,8 @@ def _arguments(
                 leaf = call.leaves[position]
                 yield _on(leaf, device) if isinstance(leaf, Tensor) else leaf
             case LossGradient() | Share() | OfBatch():
-                yield torch.ones_like(node.meta["val"], device=device)
+                val = node.meta["val"]  # fake, and what is made like it is fake as well
+                yield torch.ones([int(size) for size in val.shape], dtype=val.dtype, device=device)
 
 
 def _repeated(call: Call, device: torch.device) -> list[Any]:

@@ -13,6 +13,8 @@ import torch
 from golden_files import compare_golden
 
 from pipec import console
+from pipec.compiler.processor import keep_processor
+from pipec.hardware.devices import DEVICES
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -29,6 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Keep what is captured for as long as the tests run: many of them train the same model."""
     if not hasattr(config, "workerinput"):
         os.environ["PIPEC_CACHE_DIR"] = tempfile.mkdtemp(prefix="pipec-tests-")
+        keep_processor(DEVICES["cpu"])  # what schedule="auto" takes would depend on the machine
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import pipec
+from pipec import profiler
 from pipec.cli import app
 from pipec.cost.profile import Profile, load_profile
 from pipec.errors import InputError
@@ -112,6 +114,20 @@ def test_times_follow_the_microbatch_size(profile: Profile) -> None:
     whole, half = compiled(Uneven(), profile, microbatches=1), compiled(Uneven(), profile)
     longer, shorter = (sum(s.cost.seconds[Phase.FORWARD] for s in pipe.plan.stages) for pipe in (whole, half))
     assert shorter < longer <= 2 * shorter
+
+
+def test_nodes_are_timed_on_real_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One fake tensor among the arguments makes all that follows from it fake, and its times nonsense."""
+    made: list[object] = []
+    call = profiler._Timer.call_function
+
+    def noted(timer: profiler._Timer, *arguments: Any) -> Any:
+        made.append(call(timer, *arguments))
+        return made[-1]
+
+    monkeypatch.setattr(profiler._Timer, "call_function", noted)
+    measure(Uneven(1))
+    assert {type(each) for each in made} == {Tensor}
 
 
 def test_profiling_leaves_the_model_as_it_was() -> None:

@@ -1,8 +1,10 @@
 """The search for a way to run a step: what it tries, what it takes, and how the plan explains it."""
 
 import itertools
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +14,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import pipec
-from pipec.compiler.policy import counts_to_try, usual_microbatches
-from pipec.compiler.staged import DOUBT
+from pipec.compiler.autotuner import Autotuner, _Search
+from pipec.compiler.policy import counts_to_try, policy_for, usual_microbatches
+from pipec.compiler.staged import DOUBT, Trial
 from pipec.errors import InfeasibleError, InputError
 from pipec.hardware.devices import DEVICES
 from pipec.ir import Alternative, HostCost, Plan
@@ -111,6 +114,44 @@ def test_a_memory_limit_rules_ways_out() -> None:
 def test_a_limit_that_nothing_meets_is_told_by_rank() -> None:
     with pytest.raises(InfeasibleError, match=r"rank 3, stage 3: .* \(1 in flight\)"):
         prepared(memory_limit="10kB", microbatches=8, schedule="1f1b", replicas=1)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What the choice asks of a trial, as if each schedule had more instructions than the one before."""
+
+    name: str
+    num_instructions: int
+    seconds: float
+    schedule = property(lambda self: SimpleNamespace(name=self.name, placement=((0,), (1,))))
+    plan = SimpleNamespace(num_microbatches=8)
+    score = property(lambda self: (0.0, self.seconds))
+    is_close = Trial.is_close
+    overlaps, peak_bytes = False, 1.0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "taken"),
+    [
+        ((57.6, 55.6, 54.0), "zb-h2"),
+        ((56.0, 55.6, 54.0), "1f1b"),
+        ((60.0, 55.6, 54.0), "zb-h1"),
+        ((60.0, 59.0, 55.0), "zb-h2"),
+    ],
+)
+def test_a_simpler_schedule_is_given_up_for_a_clear_gain_alone(
+    seconds: Sequence[float], taken: str, tuner: Autotuner
+) -> None:
+    names = ("1f1b", "zb-h1", "zb-h2")
+    trials = [Tried(name, n, each) for n, (name, each) in enumerate(zip(names, seconds, strict=True))]
+    for order in itertools.permutations(trials):
+        search = _Search(tuner, 16, [8], [(trial, None) for trial in order])  # type: ignore[misc]
+        assert search._best()[0].schedule.name == taken
+
+
+@pytest.fixture(scope="module")
+def tuner() -> Autotuner:
+    return Autotuner(policy_for("auto", 2), may_recompute=False)
 
 
 def test_auto_tries_every_schedule_and_takes_the_simplest_where_calls_cost_more_than_bubbles() -> None:

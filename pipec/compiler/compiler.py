@@ -24,6 +24,7 @@ from pipec.compiler.captures import Captures, Kind, Signature
 from pipec.compiler.checks import joins_replicas, told_of_rounds, told_of_unclear
 from pipec.compiler.groups import Compiled, Groups, check_groups, check_outputs, check_served
 from pipec.compiler.pass_list import CompilerOptions
+from pipec.compiler.processor import measured_processor
 from pipec.compiler.settled import Settled
 from pipec.compiler.shortage import refuse, refuse_on_its_stages
 from pipec.compiler.staged import StagedGraph, Trial
@@ -52,7 +53,8 @@ class Compiler:
     Costs are then known for that size alone, so nothing is searched. With ``searches_replicas`` the first
     call chooses how many replicas stages have. With ``searches_shard`` the first training step chooses what
     they divide. ``microbatch_weight`` is that of the plan. ``precision`` is what operators compute in, if
-    not in the model's own types. ``seconds`` says how long each step of all compilations took together.
+    not in the model's own types. If it ``measures_processor``, costs are those measured on this machine.
+    ``seconds`` says how long each step of all compilations took together.
     """
 
     model: nn.Module
@@ -67,6 +69,7 @@ class Compiler:
     searches_shard: bool = False
     microbatch_weight: str = ""
     precision: Precision | None = None
+    measures_processor: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
     _settled: Settled | None = None
     _traced: dict[Mode, nn.Module] = field(default_factory=dict)
@@ -201,6 +204,8 @@ class Compiler:
 
     def _settle(self, signature: Signature, graph: TrainingGraph, batch: int) -> int:
         """Decide how steps run and, for good, where stages and parameters are; returns the microbatches."""
+        if self.measures_processor:
+            self._measure_processor()
 
         def cut(how: Pass) -> StagedGraph:
             return self._cut(graph, how, self.options)
@@ -220,6 +225,13 @@ class Compiler:
         self._keep(choice)
         counts = self._counts(self.autotuner, batch)
         return choice.best.plan.num_microbatches if len(counts) > 1 else counts[0]
+
+    def _measure_processor(self) -> None:
+        """Take what this machine was measured at for the costs; one process decides for all."""
+        with self._timed("measure the processor"):
+            model = measured_processor()
+        self.options = replace(self.options, device_model=model)
+        self.autotuner = replace(self.autotuner, bytes_per_second=model.memory_bytes_per_second)
 
     def _best_on(self, choose: Callable[[], tuple[Autotuner, Choice]], topology: Topology) -> Trial:
         """The best trial on other devices."""

@@ -50,6 +50,12 @@ class CompilerOptions:
     buffers_anywhere: bool = True
     fast_gradients: bool = False
 
+    @property
+    def costs(self) -> str:
+        """What the seconds of plans are those of."""
+        model = f"the device model {self.device_model.name}"
+        return f"a profile made on {self.profile.device}, and {model}" if self.profile else model
+
 
 def passes(
     options: CompilerOptions, cut: Pass, recompute: MarkRecompute, offload: MarkOffload = NOTHING_AWAY

@@ -302,7 +302,7 @@ class StagedGraph:
                 stages = [stage if stage is parts else _ordered(parts, size) for stage, parts in pairs]
             plan = build_plan(self.graph, stages, self.names, schedule, size, topology, ending)
             plan = with_copies(plan, self.options.device_model.host_link)
-            plan = replace(plan, host=self.options.device_model.host)
+            plan = replace(plan, host=self.options.device_model.host, costs=self.options.costs)
             self._plans[key] = self._with_updates(plan), stages
         plan, stages = self._plans[key]
         count = schedule.stream.microbatches if schedule.stream else schedule.num_microbatches

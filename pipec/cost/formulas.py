@@ -28,7 +28,7 @@ from pipec.cost.tables import (
     Recurrent,
 )
 from pipec.graph import is_collective, is_view
-from pipec.hardware.devices import DeviceModel
+from pipec.hardware.devices import Arithmetic, DeviceModel
 
 Sizes = Mapping[fx.Node, tuple[TensorSize, ...]]
 """The tensors that make up each node's value."""
@@ -49,8 +49,8 @@ class OperatorCost:
     ``bytes_moved`` counts the memory that is read and written. ``output_bytes`` is the size of the node's
     value when it is dense, as it is saved or sent; a view has a size too, though making it moves nothing.
     ``launches`` is how many kernels start, one after the other. ``dtype`` is what the node computes in.
-    ``known`` is False where no formula for FLOPs was found, so that the bytes alone decide. ``measured`` is
-    from a profile, if there is one.
+    ``arithmetic`` tells products from the rest. ``known`` is False where no formula for FLOPs was found, so
+    that the bytes alone decide. ``measured`` is from a profile, if there is one.
     """
 
     flops: sympy.Expr
@@ -58,6 +58,7 @@ class OperatorCost:
     output_bytes: sympy.Expr
     launches: int
     dtype: str
+    arithmetic: Arithmetic
     known: bool
     device: DeviceModel = field(repr=False)
     measured: Measured | None = None
@@ -73,8 +74,8 @@ class OperatorCost:
         """Time that the formulas and the device model give."""
         if not self.launches:
             return 0.0
-        arithmetic = evaluate(self.flops, microbatch_size)
-        seconds = self.device.seconds(arithmetic, evaluate(self.bytes_moved, microbatch_size), self.dtype)
+        computed, moved = (evaluate(each, microbatch_size) for each in (self.flops, self.bytes_moved))
+        seconds = self.device.seconds(computed, moved, self.dtype, self.arithmetic)
         return seconds + (self.launches - 1) * self.device.launch_seconds
 
 
@@ -89,6 +90,7 @@ def operator_cost(node: fx.Node, sizes: Sizes, planned: Planned, device: DeviceM
         output_bytes=in_microbatch(total(size.dense_bytes for size in sizes[node]), planned),
         launches=0 if free else _launches(node, sizes, planned),
         dtype=_computed_in(node, sizes),
+        arithmetic=_arithmetic(node),
         known=computed is not None,
         device=device,
     )
@@ -138,6 +140,14 @@ def flops(node: fx.Node, sizes: Sizes) -> sympy.Expr | None:
     if name in FLOPS_PER_OUTPUT or torch.Tag.pointwise in getattr(node.target, "tags", ()):
         return FLOPS_PER_OUTPUT.get(name, 1) * sizes[node][0].elements
     return None
+
+
+def _arithmetic(node: fx.Node) -> Arithmetic:
+    name = operator_name(node)
+    if "scaled_dot_product" in name:
+        return Arithmetic.ATTENTION
+    is_product = name == "convolution_backward" or name in RECURRENT or _registered_as(node) in flop_registry
+    return Arithmetic.PRODUCT if is_product else Arithmetic.OTHER
 
 
 def bytes_moved(node: fx.Node, sizes: Sizes) -> sympy.Expr:

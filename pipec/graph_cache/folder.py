@@ -1,4 +1,6 @@
-"""The folder in which captured graphs are kept, one file each: a checksum, and a JSON document.
+"""The folder in which captured graphs are kept, and what was measured of the machine: a file each.
+
+A file is a checksum and a JSON document.
 
 ``PIPEC_CACHE_DIR`` names another folder than ``~/.cache/pipec``; where it is empty, nothing is kept. The
 folder is the user's alone, because whoever can write it decides what models compute. The files that were
@@ -42,7 +44,7 @@ def load(folder: Path, key: str) -> Any:
             raise ValueError("its checksum is another one")
         document = json.loads(text)
     except (OSError, ValueError) as error:
-        log.warning("the captured graph in %s cannot be read, and is made again: %s", path, error)
+        log.warning("what is kept in %s cannot be read, and is made again: %s", path, error)
         return None
     with contextlib.suppress(OSError):
         os.utime(path)
@@ -53,7 +55,7 @@ def store(folder: Path, key: str, document: Any) -> None:
     """Write a document, whole or not at all."""
     text = json.dumps(document, separators=(",", ":"))
     if len(text) > MOST_BYTES // 8:
-        log.debug("a captured graph of %d bytes is not kept", len(text))
+        log.debug("a document of %d bytes is not kept", len(text))
         return
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -64,7 +66,7 @@ def store(folder: Path, key: str, document: Any) -> None:
         os.replace(file.name, _path(folder, key))
         _let_go(folder)
     except OSError as error:
-        log.warning("the captured graph cannot be kept in %s: %s", folder, error)
+        log.warning("nothing can be kept in %s: %s", folder, error)
 
 
 def _path(folder: Path, key: str) -> Path:
@@ -81,7 +83,7 @@ def _is_own(folder: Path) -> bool:
     if state.st_uid == os.getuid() and not state.st_mode & 0o022:
         return True
     log.warning(
-        "captured graphs are not kept in %s, because others can write it; "
+        "nothing is kept in %s, because others can write it; "
         "`chmod 700` it, or let %s name a folder of your own",
         folder,
         VARIABLE,

@@ -5,11 +5,21 @@ of full precision, which is torch's default; that of TF32 follows from it. Bandw
 direction.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from enum import StrEnum
 
 from pipec.ir import HostCost
+
+
+class Arithmetic(StrEnum):
+    """What an operator computes, where devices differ in how fast they are at it."""
+
+    PRODUCT = "product"  # matrix products, convolutions, recurrent layers
+    ATTENTION = "attention"
+    OTHER = "other"  # elementary functions, reductions, normalisations
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +47,10 @@ class DeviceModel:
     """One device under the roofline model (Williams, Waterman, Patterson: Roofline, CACM 2009).
 
     ``flops_per_second`` maps names of dtypes to peak rates; the rate of ``float32`` serves for dtypes that it
-    lacks. Every operator takes at least ``launch_seconds``, and ``host`` is what the host takes besides
-    operators. ``link`` joins the device to its peers in one host, and ``host_link`` to the memory of the
-    host. ``source`` says where the figures come from.
+    lacks. Attention reaches the share ``attention_share`` of them, and what is no product does at most
+    ``other_flops_per_second``. Every operator takes at least ``launch_seconds``, and ``host`` is what the
+    host takes besides operators. ``link`` joins the device to its peers in one host, and ``host_link`` to the
+    memory of the host. ``source`` says where the figures come from.
     """
 
     name: str
@@ -51,10 +62,22 @@ class DeviceModel:
     source: str
     host_link: LinkModel = PCIE_4
     host: HostCost = _NOTHING
+    attention_share: float = 1.0
+    other_flops_per_second: float = math.inf
 
-    def seconds(self, flops: float, bytes_moved: float, dtype: str = "float32") -> float:
+    def seconds(
+        self,
+        flops: float,
+        bytes_moved: float,
+        dtype: str = "float32",
+        arithmetic: Arithmetic = Arithmetic.PRODUCT,
+    ) -> float:
         """Time of one operator: launch, then arithmetic or memory traffic, whichever takes longer."""
         rate = self.flops_per_second.get(dtype, self.flops_per_second["float32"])
+        if arithmetic is Arithmetic.ATTENTION:
+            rate *= self.attention_share
+        elif arithmetic is Arithmetic.OTHER:
+            rate = min(rate, self.other_flops_per_second)
         return self.launch_seconds + max(flops / rate, bytes_moved / self.memory_bytes_per_second)
 
     def with_tf32(self) -> "DeviceModel":

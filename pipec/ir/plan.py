@@ -127,7 +127,8 @@ class Plan:
     fulfil all ``guards``, such as ``t <= 512``, and are what ``fixed`` says. ``link_seconds[i]`` is how long
     ``links[i]`` takes, ``link_memory[i]`` what its sender holds for it besides what it saves,
     ``link_saved[i]`` what it saves of it, and ``link_readers[i]`` the last phase of its reader that needs it.
-    ``host`` is what hosts take besides stages and links. ``parameters`` and ``buffers`` are named by FQN.
+    ``host`` is what hosts take besides stages and links, and ``costs`` says what all these seconds are those
+    of: a device model, or a profile. ``parameters`` and ``buffers`` are named by FQN.
     ``ending`` is what the step does besides its microbatches. ``microbatch_weight`` says how much the losses
     of microbatches count, if the graph does not: by "rows", as they are ("sum"), or as a function says
     ("given"). ``alternatives`` are the other ways that were considered, the fastest first, and
@@ -146,6 +147,7 @@ class Plan:
     link_saved: tuple[float, ...] = ()
     link_readers: tuple[Phase, ...] = ()
     host: HostCost = HostCost()
+    costs: str = ""
     parameters: tuple[Value, ...] = ()
     buffers: tuple[Value, ...] = ()
     inputs: tuple[Input, ...] = ()

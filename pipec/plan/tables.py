@@ -121,6 +121,8 @@ def _predictions(plan: Plan, programs: Sequence[Program]) -> list[str]:
         f"bounded by {_bounds(timeline)}",
         _peaks(plan, needs),
     ]
+    if plan.costs:
+        lines.append(f"seconds are those of {plan.costs}")
     if any(need.host_bytes for need in needs):
         lines.append(f"host memory by rank: {', '.join(format_bytes(need.host_bytes) for need in needs)}")
     if any(stage.replays for stage in plan.stages):

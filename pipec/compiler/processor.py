@@ -1,0 +1,98 @@
+"""The device model of the processor at hand: measured once on a machine, and kept for later processes.
+
+It is kept beside captured graphs, under a name that says what makes it valid: the processor, its number of
+threads, torch and what is measured. Where nothing is kept, every process measures.
+"""
+
+import functools
+import hashlib
+import json
+import platform
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipec.console import rank_zero_only
+from pipec.graph_cache import folder
+from pipec.hardware.calibration import calibrate
+from pipec.hardware.devices import DEVICES, DeviceModel
+
+_VERSION = 1
+"""Of what ``calibrate`` measures, and how: with another one, all machines are measured anew."""
+
+_FIGURES = ("memory_bytes_per_second", "launch_seconds", "attention_share", "other_flops_per_second")
+
+
+def measured_processor() -> DeviceModel:
+    """The figures that an earlier process measured on this machine, or else those that this one measures.
+
+    What cannot be kept holds for this process. One line on stderr tells of a measurement.
+    """
+    where, key = folder.cache_folder(), _key(torch.get_num_threads())
+    if where is None:
+        return _measured(key)
+    kept = _read(folder.load(where, key))
+    if kept is None:
+        kept = _measured(key)
+        keep_processor(kept)
+    return kept
+
+
+def keep_processor(model: DeviceModel) -> None:
+    """Keep the figures of a device model as those of this machine, if anything is kept."""
+    if (where := folder.cache_folder()) is not None:
+        rates = dict(model.flops_per_second)
+        figures = {name: getattr(model, name) for name in _FIGURES}
+        folder.store(where, _key(torch.get_num_threads()), {"flops_per_second": rates, **figures})
+
+
+@functools.cache
+def _measured(key: str) -> DeviceModel:
+    """Measured once in this process for each ``key``."""
+    made = calibrate("cpu")
+    rate, moved = made.flops_per_second["float32"] / 1e9, made.memory_bytes_per_second / 1e9
+    told = f"{rate:.3g} GFLOP/s, {moved:.3g} GB/s, {1e6 * made.launch_seconds:.3g} us a launch"
+    line = f"pipec: measured this processor, for schedule='auto': {told}"
+    rank_zero_only(print)(line, file=sys.stderr, flush=True)
+    return _model({"flops_per_second": made.flops_per_second, **{n: getattr(made, n) for n in _FIGURES}})
+
+
+def _read(document: Any) -> DeviceModel | None:
+    """The device model of a document; None if it is none."""
+    if not isinstance(document, dict) or document.keys() != {"flops_per_second", *_FIGURES}:
+        return None
+    rates = document["flops_per_second"]
+    if not isinstance(rates, dict) or "float32" not in rates:
+        return None
+    figures = [*rates.values(), *(document[name] for name in _FIGURES)]
+    return _model(document) if all(isinstance(each, float) and each > 0 for each in figures) else None
+
+
+def _model(figures: dict[str, Any]) -> DeviceModel:
+    base = DEVICES["cpu"]
+    source = f"measured on this machine; the link and the host as in {base.name}"
+    return replace(base, name=f"{base.name}-calibrated", source=source, **figures)
+
+
+def _key(num_threads: int) -> str:
+    facts = {
+        "processor": _processor(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": num_threads,
+        "torch": torch.__version__,
+        "version": _VERSION,
+    }
+    return f"processor-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]}"
+
+
+def _processor() -> str:
+    """What the system calls the processor: a model's name, where it tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    named = sorted({line.partition(":")[2].strip() for line in lines if line.startswith("model name")})
+    return ", ".join(named) or platform.processor() or platform.machine()
