@@ -18,7 +18,7 @@ from torch import fx
 from pipec import primitives, torch_compat
 from pipec.graph import formula, is_assumption, is_number, is_random
 from pipec.graph.dimensions import Symbols, dimension
-from pipec.graph.in_place import in_place_variant
+from pipec.graph.in_place import in_place_variant, out_variant
 
 aten = torch.ops.aten
 
@@ -123,6 +123,7 @@ FUNCTIONS = {
 }
 
 PRIMITIVES = {
+    primitives.cross_entropy_gradient: "cross_entropy_gradient",
     primitives.require: "require",
     primitives.ONEDNN_LSTM: "ONEDNN_LSTM",
     primitives.RECURRENCE: "RECURRENCE",
@@ -160,6 +161,9 @@ def expression(node: fx.Node, name: Namer, symbols: Symbols, written: fx.Node | 
         for key, value in node.kwargs.items()
         if not (key in DEFAULTS and value in DEFAULTS[key])
     ]
+    if written is not None and (place := place_of(node)):
+        call = f"primitives.{PRIMITIVES[target]}" if target in PRIMITIVES else _qualified(out_variant(target))
+        return f"{call}({', '.join([*args, *kwargs, f'{place}={show(written)}'])})"
     if written is not None:
         return _in_place(node, [show(each) for each in written_first(node, written)], kwargs)
     if target is aten.slice.Tensor and args[1:2] >= ["0"]:
@@ -181,6 +185,14 @@ def expression(node: fx.Node, name: Namer, symbols: Symbols, written: fx.Node | 
         return f"primitives.{PRIMITIVES[target]}({', '.join(args + kwargs)})"
     call = f"torch.{FUNCTIONS[target]}" if target in FUNCTIONS else _qualified(target)
     return f"{call}({', '.join(args + kwargs)})"
+
+
+def place_of(node: fx.Node) -> str | None:
+    """The argument that tells a call where to write its value, if it writes into an operand that way."""
+    if node.target is primitives.cross_entropy_gradient:
+        return "out"
+    variant = out_variant(node.target)
+    return variant._schema.arguments[-1].name if variant else None
 
 
 def written_first(node: fx.Node, written: fx.Node) -> list[Any]:

@@ -12,6 +12,7 @@ from pipec.passes.annotate_cost import AnnotateCost
 from pipec.passes.call_linear import CallLinear
 from pipec.passes.divide_phases import DividePhases
 from pipec.passes.insert_communication import InsertCommunication
+from pipec.passes.join_cross_entropy import JoinCrossEntropy
 from pipec.passes.join_slices import JoinSlices
 from pipec.passes.mark_offload import MarkOffload
 from pipec.passes.mark_recompute import MarkRecompute
@@ -73,4 +74,5 @@ def passes(
         DividePhases(),
         SplitBackward(),
         CallLinear(),
+        JoinCrossEntropy(),
     ]
