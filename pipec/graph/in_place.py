@@ -8,8 +8,9 @@
     dy = mm(dz, w)                     dy = mm(dz, w)
     dx = gelu_backward(dy, x)    ->    dx = gelu_backward(dy, x, grad_input=dy)
 
-That saves memory, and time where values are larger than caches. Operators have to be elementwise, so that each
-element is read before it is written, or known to read a row before they write it. Every value keeps its bits.
+That saves memory, and time where values are larger than caches. Operators have to be elementwise, so that
+each element is read before it is written, or known to read a row before they write it. Every value keeps its
+bits.
 """
 
 import functools
@@ -73,8 +74,8 @@ def written_in_place(function: Function) -> dict[fx.Node, fx.Node]:
     """The operand that each such statement of the function is written into, by statement.
 
     The function made the operand's memory, or it was saved for this statement, and nobody else reads that: it
-    is not sent, saved or returned either. The operand is all of that memory, and lies there as the value would
-    have.
+    is not sent, saved or returned either. The operand is all of that memory, and lies there as the value
+    would have.
     """
     body, saved = {*function.body}, {*function.saved_in}
     leaving = set(map(memory_of, function.results))
@@ -158,7 +159,7 @@ def _writable(node: fx.Node) -> Iterator[Any]:
 
 
 def _has_rows(node: fx.Node) -> bool:
-    """Whether kernels go through the operands row by row: on CPUs, of what lies there one row after another."""
+    """Whether kernels go through the operands row by row: on CPUs, where one row lies after another."""
     operands = [each for each in node.all_input_nodes if is_tensor(each)]
     return node.meta["val"].device.type == "cpu" and all(map(is_dense, operands))
 

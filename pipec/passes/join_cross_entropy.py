@@ -7,8 +7,8 @@
 
     dx = cross_entropy_gradient(dl, lp, target, None, 2, -100, n)
 
-With 32,768 classes that is a third less time, and a tensor as large as the logits less. Where nothing else reads
-``lp``, its memory takes the gradient.
+With 32,768 classes that takes a third less time, and no tensor as large as the logits. Where nothing else
+reads ``lp``, its memory takes the gradient.
 """
 
 from dataclasses import dataclass, replace
@@ -28,7 +28,7 @@ LEAST_BYTES = 8192
 
 @dataclass(frozen=True)
 class JoinCrossEntropy:
-    """On CPUs, of logits whose second and last dimension is that of classes. Like ``CallLinear`` it comes last."""
+    """On CPUs, for logits [rows, classes]. Like ``CallLinear`` it comes last: others know torch's steps."""
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         for node in list(graph.nodes):

@@ -35,10 +35,10 @@ def cross_entropy_gradient(
     of ``log_probabilities``. What torch compiles writes into no argument, for it may be called twice.
     """
     if torch.compiler.is_compiling():
-        terms = _aten.nll_loss_backward(
-            grad, log_probabilities, target, weight, reduction, ignore_index, total_weight
-        )
-        return _aten._log_softmax_backward_data(terms, log_probabilities, 1, log_probabilities.dtype)
+        of_nll = (target, weight, reduction, ignore_index, total_weight)
+        terms: Tensor = _aten.nll_loss_backward(grad, log_probabilities, *of_nll)
+        made: Tensor = _aten._log_softmax_backward_data(terms, log_probabilities, 1, terms.dtype)
+        return made
     out = torch.empty_like(log_probabilities) if out is None else out
     num_rows, num_classes = log_probabilities.shape
     step = rows_at_a_time(num_classes, log_probabilities.itemsize)
