@@ -315,6 +315,7 @@ def test_pipec_dump_writes_the_graph_after_every_pass(
         "11_divide_phases.txt",
         "12_split_backward.txt",
         "13_call_linear.txt",
+        "14_join_cross_entropy.txt",
     ]
     before, after = ((tmp_path / "dump" / name).read_text() for name in files[7:9])
     assert after.startswith("# InsertCommunication(link=")

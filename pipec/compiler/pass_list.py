@@ -36,7 +36,8 @@ class CompilerOptions:
     ``profile`` is of the training graph that decides the cut. ``ending`` says whether the programs update,
     clip and shard, and ``optimizer`` what is known of the optimizer that does. ``buffers_anywhere`` says
     whether any stage may hold a buffer; where one process has several devices, it has each buffer on one.
-    With ``fast_gradients``, products are added to sums of gradients as they are made.
+    With ``fast_gradients``, products are added to sums of gradients as they are made, and the gradient of
+    cross entropy is made of probabilities.
     """
 
     device_model: DeviceModel
@@ -74,5 +75,5 @@ def passes(
         DividePhases(),
         SplitBackward(),
         CallLinear(),
-        JoinCrossEntropy(),
+        JoinCrossEntropy(exact=not options.fast_gradients),
     ]

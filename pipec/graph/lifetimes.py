@@ -107,7 +107,7 @@ def unread_bytes(node: fx.Node, read: Container[fx.Node], bytes_of: BytesOf) -> 
     """
     if node.target in REDUCED_INSIDE and not node.meta["val"].dim():
         return bytes_of(node.all_input_nodes[0])
-    if node.target is cross_entropy_gradient:
+    if node.target is cross_entropy_gradient and node.kwargs.get("exact", True):
         num_classes, itemsize = int(node.meta["val"].shape[1]), int(node.meta["val"].itemsize)
         return min(bytes_of(node), rows_at_a_time(num_classes, itemsize) * num_classes * itemsize)
     if not items_of(node) or is_view(node):

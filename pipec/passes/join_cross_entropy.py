@@ -28,12 +28,18 @@ LEAST_BYTES = 8192
 
 @dataclass(frozen=True)
 class JoinCrossEntropy:
-    """On CPUs, for logits [rows, classes]. Like ``CallLinear`` it comes last: others know torch's steps."""
+    """On CPUs, for logits [rows, classes]. Like ``CallLinear`` it comes last: others know torch's steps.
+
+    Every value keeps its bits where gradients are to be ``exact``.
+    """
+
+    exact: bool = True
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         for node in list(graph.nodes):
             if node.target is aten._log_softmax_backward_data.default and _is_of_cross_entropy(node):
                 _join(node)
+                node.kwargs = {} if self.exact else {"exact": False}
         return graph
 
 
