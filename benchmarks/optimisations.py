@@ -28,6 +28,7 @@ from step_time import CASES, MICROBATCHES, RANKS, WARMUP_STEPS, Case
 import pipec
 from pipec.compiler import pass_list
 from pipec.passes.call_linear import CallLinear
+from pipec.passes.join_cross_entropy import JoinCrossEntropy
 from pipec.passes.join_slices import JoinSlices
 from pipec.passes.permute_parts import PermuteParts
 from pipec.passes.prepare_weights import PrepareWeights
@@ -49,11 +50,11 @@ def without_pass(left_out: type) -> Change:
 
 
 def replaced(*pairs: Any) -> Change:
-    """With other functions in the place of those of these names, each followed by its replacement."""
+    """With other values in the place of those of these names, each followed by its replacement."""
 
     def change(stack: contextlib.ExitStack) -> dict[str, Any]:
-        for name, function in zip(pairs[::2], pairs[1::2], strict=True):
-            stack.enter_context(mock.patch(name, function))
+        for name, value in zip(pairs[::2], pairs[1::2], strict=True):
+            stack.enter_context(mock.patch(name, value))
         return {}
 
     return change
@@ -74,6 +75,9 @@ VARIANTS: dict[str, Change] = {
     "without PermuteParts": without_pass(PermuteParts),
     "without PrepareWeights": without_pass(PrepareWeights),
     "without CallLinear": without_pass(CallLinear),
+    "without JoinCrossEntropy": without_pass(JoinCrossEntropy),
+    "without rows in place": replaced("pipec.graph.in_place.BY_ROWS", {}),
+    "without gradients of activations in place": replaced("pipec.graph.in_place.ELEMENTWISE", {}),
     "without operators in place": replaced(
         *("pipec.graph.lifetimes.written_in_place", nothing_in_place),
         *("pipec.codegen.stage.written_in_place", nothing_in_place),
