@@ -29,6 +29,7 @@ import pipec
 from pipec.compiler import pass_list
 from pipec.passes.add_rows import AddRows
 from pipec.passes.call_linear import CallLinear
+from pipec.passes.join_cross_entropy import JoinCrossEntropy
 from pipec.passes.join_slices import JoinSlices
 from pipec.passes.permute_parts import PermuteParts
 from pipec.passes.prepare_weights import PrepareWeights
@@ -51,11 +52,11 @@ def without_pass(left_out: type) -> Change:
 
 
 def replaced(*pairs: Any) -> Change:
-    """With other functions in the place of those of these names, each followed by its replacement."""
+    """With other values in the place of those of these names, each followed by its replacement."""
 
     def change(stack: contextlib.ExitStack) -> dict[str, Any]:
-        for name, function in zip(pairs[::2], pairs[1::2], strict=True):
-            stack.enter_context(mock.patch(name, function))
+        for name, value in zip(pairs[::2], pairs[1::2], strict=True):
+            stack.enter_context(mock.patch(name, value))
         return {}
 
     return change
@@ -78,6 +79,9 @@ VARIANTS: dict[str, Change] = {
     "without CallLinear": without_pass(CallLinear),
     "without AddRows": without_pass(AddRows),
     "without ReuseMemory": without_pass(ReuseMemory),
+    "without JoinCrossEntropy": without_pass(JoinCrossEntropy),
+    "without rows in place": replaced("pipec.graph.in_place.BY_ROWS", {}),
+    "without gradients of activations in place": replaced("pipec.graph.in_place.ELEMENTWISE", {}),
     "without operators in place": replaced(
         *("pipec.graph.lifetimes.written_in_place", nothing_in_place),
         *("pipec.codegen.stage.written_in_place", nothing_in_place),

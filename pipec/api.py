@@ -141,8 +141,9 @@ def compile(
             with its bits, recorded before the first step of each size, where no value tells what is computed.
             They hold more memory than ``memory()`` says; see docs/memory.md.
         fast_gradients: lets the gradients of weights that are a matrix product be added to their sum within
-            it, which saves memory, and changes the last bits. It is for the model's own types and
-            ``kernels="source"``.
+            it, which saves memory, and that of cross entropy be made of the probabilities, which saves time
+            where there are thousands of classes. Both change the last bits of gradients. It is for the
+            model's own types and ``kernels="source"``.
         recompute: ``"none"`` keeps every value the backward needs; ``"full"`` keeps only what a stage
             received and computes the rest again; ``"auto"`` computes again as little as lets every device
             stay within ``memory_limit``. See docs/recompute.md.

@@ -1,7 +1,9 @@
 """What is written into the memory of an operand: only what nobody reads later, under whatever name."""
 
 import copy
+import itertools
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -11,8 +13,9 @@ from torch import Tensor, fx, nn
 import pipec
 from pipec.graph import Parameter, recv, send
 from pipec.graph.functions import Function
-from pipec.graph.in_place import readers, written_in_place
+from pipec.graph.in_place import BY_ROWS, ELEMENTWISE, out_variant, readers, written_in_place
 from pipec.ir import Phase
+from pipec.primitives import cross_entropy_gradient
 
 aten = torch.ops.aten
 
@@ -81,6 +84,15 @@ WRITTEN: dict[str, tuple[Make, str]] = {
     "first": (lambda body: body.call(aten.relu.default, body.made()), "mm"),
     "second, of a sum": (lambda body: body.call(aten.add.Tensor, body.x, body.made()), "mm"),
     "a view of all": (through(aten.view.default, [2, 8]), "view"),
+    "the gradient of an activation": (
+        lambda body: body.call(aten.gelu_backward.default, body.made(), body.x),
+        "mm",
+    ),
+    "the second, of such a gradient": (
+        lambda body: body.call(aten.tanh_backward.default, body.x, body.made()),
+        "mm",
+    ),
+    "rows": (lambda body: body.call(aten._log_softmax.default, body.made(), 1, False), "mm"),
     "twice the same": (lambda body: body.call(aten.mul.Tensor, product := body.made(), product), "mm"),
 }
 
@@ -107,6 +119,15 @@ NOT_WRITTEN: dict[str, Make] = {
     "the second, of a difference": lambda body: body.call(aten.sub.Tensor, body.x, body.made()),
     "a single number": lambda body: body.call(aten.relu.default, body.call(aten.sum.default, body.x)),
     "no operator of each element": lambda body: body.call(aten.cumsum.default, body.made(), 0),
+    "rows that lie otherwise": lambda body: body.call(
+        aten._softmax.default, body.call(aten.t.default, body.made()), 0, False
+    ),
+    "rows that are read again": lambda body: (
+        product := body.made(),
+        shown := body.call(aten._softmax.default, product, 1, False),
+        body.call(aten.mul.Tensor, body.call(aten.exp.default, product), body.x),
+        shown,
+    )[3],
     "what torch did not make": lambda body: body.call(aten.relu.default, body.call(torch.mm, body.x, body.x)),
 }
 
@@ -120,6 +141,163 @@ def test_what_dies_is_written_into(name: str) -> None:
 @pytest.mark.parametrize("name", NOT_WRITTEN)
 def test_what_somebody_reads_or_lies_otherwise_is_not(name: str) -> None:
     assert written(NOT_WRITTEN[name]) is None
+
+
+SIZES = ((1, 1), (3, 7), (6, 33), (2, 5, 3, 19), (3, 2, 1031), (2, 70000))
+
+
+def values_of(dtype: torch.dtype, *sizes: int) -> list[Tensor]:
+    """Two tensors with some infinities, and one that is no number."""
+    generator = torch.Generator().manual_seed(0)
+    made = [4 * torch.randn(sizes, generator=generator) for _ in range(2)]
+    if made[0].numel() > 20:
+        made[0].view(-1)[5], made[0].view(-1)[-3], made[1].view(-1)[2] = -torch.inf, torch.nan, torch.inf
+    return [each.to(dtype) for each in made]
+
+
+def same(found: Tensor, expected: Tensor) -> bool:
+    return torch.equal(found.view(torch.uint8), expected.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("target", [*BY_ROWS, *ELEMENTWISE], ids=str)
+def test_kernels_read_a_row_before_they_write_it(target: Any, dtype: torch.dtype) -> None:
+    """What ``BY_ROWS`` takes for granted of each operand. So do kernels that take element by element."""
+    variant = out_variant(target)
+    assert variant is not None
+    place = variant._schema.arguments[-1].name
+    num_operands = sum(str(argument.type) == "Tensor" for argument in target._schema.arguments)
+    for sizes in SIZES:
+        others: list[tuple[object, ...]] = [()]
+        if target in BY_ROWS:
+            others = [(dim, dtype if num_operands == 2 else False) for dim in range(len(sizes))]
+        elif target is aten.threshold_backward.default:
+            others = [(0,)]
+        for rest, written_into in itertools.product(others, range(num_operands)):
+            operands = values_of(dtype, *sizes)[:num_operands]
+            expected = target(*operands, *rest)
+            found = variant(*operands, *rest, **{place: operands[written_into]})
+            assert found is operands[written_into]
+            assert same(found, expected), (sizes, rest, written_into)
+
+
+CROSS_ENTROPIES = {
+    "mean": ((), 1),
+    "sum": ((), 2),
+    "of each row": ((200,), 0),
+}
+
+
+@pytest.mark.parametrize("kind", CROSS_ENTROPIES)
+@pytest.mark.parametrize("weighted", [False, True], ids=["", "weighted"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_the_gradient_of_cross_entropy_has_torchs_bits(kind: str, weighted: bool, dtype: torch.dtype) -> None:
+    (shape, reduction), classes = CROSS_ENTROPIES[kind], 3000
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(200, classes, generator=generator).to(dtype)
+    logits[7, 5] = torch.inf
+    target = torch.randint(classes, (200,), generator=generator)
+    target[3::7] = -100
+    weight = torch.rand(classes, generator=generator).to(dtype) if weighted else None
+    grad = torch.randn(shape, generator=generator).to(dtype)
+    lp = torch.log_softmax(logits, 1)
+    _, total = aten.nll_loss_forward(lp, target, weight, reduction, -100)
+    terms = aten.nll_loss_backward(grad, lp, target, weight, reduction, -100, total)
+    expected = aten._log_softmax_backward_data(terms, lp, 1, dtype)
+    arguments = (target, weight, reduction, -100, total)
+    assert same(cross_entropy_gradient(grad, lp, *arguments), expected)
+    near = {torch.float32: 1e-6, torch.float64: 1e-12, torch.bfloat16: 0.02}[dtype]
+    found = cross_entropy_gradient(grad, lp, *arguments, exact=False)
+    torch.testing.assert_close(found, expected, rtol=near, atol=1e-9, equal_nan=True)
+    assert same(cross_entropy_gradient(grad, lp.clone(), *arguments, out=lp.clone(), exact=False), found)
+    assert same(cross_entropy_gradient(grad, lp, *arguments, out=lp), expected)
+
+
+def saved_for(*shared_by: Callable[[Body, fx.Node], object], read_after: bool = False) -> str | None:
+    """What the gradient of cross entropy is written into, if others do this to the probabilities, too.
+
+    ``read_after``: whether the function reads them again.
+    """
+    body = Body()
+    lp = body.call(aten._log_softmax.default, body.x, 1, False)
+    target = body.call(aten.zeros.default, [4])
+    target.meta["val"] = torch.zeros(4, dtype=torch.int64)
+    for share in shared_by:
+        share(body, lp)
+    number = body.call(aten.sum.default, body.x)
+    gradient = body.call(cross_entropy_gradient, number, lp, target, None, 2, -100, number)
+    after = [body.call(aten.exp.default, body.call(aten.t.default, lp))] if read_after else []
+    body.output((gradient, *body.saved))
+    results = tuple((f"result {k}", node) for k, node in enumerate((gradient, *body.saved)))
+    function = Function(
+        0, Phase.BACKWARD, (number, gradient, *after), (), (), (target, lp), (), (), gradients=results
+    )
+    found = written_in_place(function).get(gradient)
+    return found and found.name
+
+
+def test_what_was_saved_for_the_gradient_of_cross_entropy_alone_takes_it() -> None:
+    assert saved_for() == "_log_softmax_default"
+    assert saved_for(lambda body, lp: body.call(aten.exp.default, lp)) == "_log_softmax_default"
+    assert saved_for(lambda body, lp: body.call(send, lp, 1)) is None
+    assert saved_for(lambda body, lp: body.call(send, body.call(aten.t.default, lp), 1)) is None
+    assert saved_for(lambda body, lp: body.saved.append(lp)) is None
+    assert saved_for(read_after=True) is None
+
+
+class Classes(nn.Module):
+    """Cross entropy of so many classes that its gradient is made in one piece.
+
+    With ``read_again`` the backward reads the probabilities for another gradient, too.
+    """
+
+    def __init__(self, read_again: bool) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2100))
+        self.scale = nn.Parameter(torch.ones(2100)) if read_again else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        shown = self.layers(x).log_softmax(1)
+        other = 0.0 if self.scale is None else (self.scale * shown.detach()).mean()
+        return nn.functional.nll_loss(shown, x[:, 0].mul(2100).long()) + other
+
+
+def gradients_of(read_again: bool, **options: Any) -> tuple[bool, str]:
+    """Whether a step has the bits of eager torch, and the code of the stage."""
+    torch.manual_seed(0)
+    model, x = Classes(read_again), torch.rand(8, 4)
+    eager = copy.deepcopy(model)
+    for rows in x.split(4):
+        (eager(rows) / 2).backward()
+    pipe = pipec.compile(model, 1, microbatches=2, dynamic=False, **options)
+    pipe.step(x)
+    pairs = zip(model.parameters(), eager.parameters(), strict=True)
+    return all(torch.equal(a.grad, b.grad) for a, b in pairs), pipe.source(0)  # type: ignore[arg-type]
+
+
+def test_fast_gradients_make_that_of_cross_entropy_of_probabilities() -> None:
+    _, source = gradients_of(read_again=False, fast_gradients=True)
+    assert "out=shown, exact=False" in source or "exact=False, out=shown" in source
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": "zb-h1"}, {"recompute": "full"}], ids=str)
+@pytest.mark.parametrize("read_again", [False, True], ids=["", "read again"])
+def test_probabilities_are_overwritten_only_if_nobody_reads_them_again(
+    read_again: bool, options: dict[str, Any]
+) -> None:
+    is_equal, source = gradients_of(read_again, **options)
+    assert is_equal
+    assert "primitives.cross_entropy_gradient(" in source
+    assert ("out=shown" in source) != read_again
+
+
+def test_what_torch_compiles_overwrites_nothing_for_it_may_run_again() -> None:
+    lp, target = torch.randn(8, 2100).log_softmax(1), torch.arange(8)
+    arguments = torch.tensor(0.5), lp.clone(), target, None, 1, -100, torch.tensor(8.0)
+    compiled = torch.compile(cross_entropy_gradient, backend="eager", fullgraph=True)
+    found = compiled(*arguments, out=arguments[1])
+    assert torch.equal(arguments[1], lp)
+    assert torch.equal(found, cross_entropy_gradient(*arguments, out=arguments[1]))
 
 
 class Aliases(nn.Module):

@@ -318,6 +318,7 @@ def test_pipec_dump_writes_the_graph_after_every_pass(
         "14_split_backward.txt",
         "15_reuse_memory.txt",
         "16_call_linear.txt",
+        "17_join_cross_entropy.txt",
     ]
     before, after = ((tmp_path / "dump" / name).read_text() for name in files[9:11])
     assert after.startswith("# InsertCommunication(link=")

@@ -167,7 +167,7 @@ ShardName = Annotated[
 ]
 FastGradients = Annotated[
     bool,
-    typer.Option("--fast-gradients", help="Add products to sums of gradients as they are made: other bits."),
+    typer.Option("--fast-gradients", help="Make gradients in fewer steps, with other last bits."),
 ]
 PrecisionName = Annotated[
     Precision | None,

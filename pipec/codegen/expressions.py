@@ -18,7 +18,7 @@ from torch import fx
 from pipec import primitives, torch_compat
 from pipec.graph import formula, is_assumption, is_in_rows, is_number, is_random, reuses_memory
 from pipec.graph.dimensions import Symbols, dimension
-from pipec.graph.in_place import in_place_variant
+from pipec.graph.in_place import in_place_variant, out_variant
 
 aten = torch.ops.aten
 
@@ -123,6 +123,7 @@ FUNCTIONS = {
 }
 
 PRIMITIVES = {
+    primitives.cross_entropy_gradient: "cross_entropy_gradient",
     primitives.require: "require",
     primitives.ONEDNN_LSTM: "ONEDNN_LSTM",
     primitives.RECURRENCE: "RECURRENCE",
@@ -162,6 +163,9 @@ def expression(node: fx.Node, name: Namer, symbols: Symbols, written: fx.Node | 
     ]
     if reuses_memory(node):
         kwargs.append(f"out={_reused(node, symbols)}")
+    if written is not None and (place := place_of(node)):
+        call = f"primitives.{PRIMITIVES[target]}" if target in PRIMITIVES else _qualified(out_variant(target))
+        return f"{call}({', '.join([*args, *kwargs, f'{place}={show(written)}'])})"
     if written is not None:
         return _in_place(node, [show(each) for each in written_first(node, written)], kwargs)
     if target is aten.slice.Tensor and args[1:2] >= ["0"]:
@@ -192,6 +196,14 @@ def _reused(node: fx.Node, symbols: Symbols) -> str:
     value = node.meta["val"]
     sizes = ", ".join(dimension(size, symbols) for size in value.shape)
     return f"reused([{sizes}], {value.dtype}, device)"
+
+
+def place_of(node: fx.Node) -> str | None:
+    """The argument that tells a call where to write its value, if it writes into an operand that way."""
+    if node.target is primitives.cross_entropy_gradient:
+        return "out"
+    variant = out_variant(node.target)
+    return variant._schema.arguments[-1].name if variant else None
 
 
 def written_first(node: fx.Node, written: fx.Node) -> list[Any]:

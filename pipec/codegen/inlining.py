@@ -16,7 +16,10 @@ LONGEST = 56
 def inlined_views(
     body: Sequence[fx.Node], results: Iterable[fx.Node], name: Callable[[fx.Node], str], symbols: Symbols
 ) -> Mapping[fx.Node, str]:
-    """The source of each view in ``body`` that one statement reads, once, and nothing else does."""
+    """The source of each view in ``body`` that one statement reads, once, and nothing else does.
+
+    ``results`` keep their names.
+    """
     nodes, results = {*body}, {*results}
     found: dict[fx.Node, str] = {}
     for node in filter(is_statement, body):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from pipec.codegen.expressions import expression, free_names, literal
+from pipec.codegen.expressions import expression, free_names, literal, place_of
 from pipec.codegen.held import name_held
 from pipec.codegen.inlining import inlined_views
 from pipec.codegen.layout import LINE_LENGTH, beside, broken, folded, listed, statement, wrapped
@@ -305,7 +305,9 @@ class _FunctionSource:
         group, read = None, set(self.function.body)
         symbols = self.module.graph.symbols
         names = self.module.names
-        views = inlined_views(self.function.body, self.function.results, names.__getitem__, symbols)
+        twice = [operand for node, operand in written.items() if place_of(node)]
+        kept = [*self.function.results, *twice]
+        views = inlined_views(self.function.body, kept, names.__getitem__, symbols)
 
         def name(node: fx.Node) -> str:
             return views.get(node) or names[node]

@@ -13,6 +13,7 @@ from pipec.passes.annotate_cost import AnnotateCost
 from pipec.passes.call_linear import CallLinear
 from pipec.passes.divide_phases import DividePhases
 from pipec.passes.insert_communication import InsertCommunication
+from pipec.passes.join_cross_entropy import JoinCrossEntropy
 from pipec.passes.join_slices import JoinSlices
 from pipec.passes.mark_offload import MarkOffload
 from pipec.passes.mark_recompute import MarkRecompute
@@ -37,7 +38,8 @@ class CompilerOptions:
     ``profile`` is of the training graph that decides the cut. ``ending`` says whether the programs update,
     clip and shard, and ``optimizer`` what is known of the optimizer that does. ``buffers_anywhere`` says
     whether any stage may hold a buffer; where one process has several devices, it has each buffer on one.
-    With ``fast_gradients``, products are added to sums of gradients as they are made.
+    With ``fast_gradients``, products are added to sums of gradients as they are made, and the gradient of
+    cross entropy is made of probabilities.
     """
 
     device_model: DeviceModel
@@ -84,4 +86,5 @@ def passes(
         SplitBackward(),
         ReuseMemory(),
         CallLinear(),
+        JoinCrossEntropy(exact=not options.fast_gradients),
     ]

@@ -26,6 +26,7 @@ from pipec.graph.nodes import (
     formula,
     is_collective,
     is_constant,
+    is_dense,
     is_forward,
     is_in_rows,
     is_in_sum,

@@ -5,13 +5,17 @@
     y = mm(x, w)                       y = mm(x, w)
     z = y.view([b, 8, 4]) + h    ->    z = y.view([b, 8, 4]).add_(h)
 
-That saves memory. Operators have to be elementwise, so that each element is read before it is written. Every
-value keeps its bits.
+    dy = mm(dz, w)                     dy = mm(dz, w)
+    dx = gelu_backward(dy, x)    ->    dx = gelu_backward(dy, x, grad_input=dy)
+
+That saves memory, and time where values are larger than caches. Operators have to be elementwise, so that
+each element is read before it is written, or known to read a row before they write it. Every value keeps its
+bits.
 """
 
 import functools
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +23,9 @@ from torch import fx
 
 from pipec.graph.functions import Function
 from pipec.graph.nodes import (
+    is_collective,
     is_constant,
+    is_dense,
     is_in_rows,
     is_in_sum,
     is_random,
@@ -28,13 +34,35 @@ from pipec.graph.nodes import (
     memory_of,
     reads_memory,
     recv,
+    send,
 )
+from pipec.primitives import cross_entropy_gradient
 from pipec.torch_compat import OpOverload
 
 aten = torch.ops.aten
 
 COMMUTATIVE = (aten.add.Tensor, aten.mul.Tensor)
 """What has the same bits with its operands the other way round."""
+
+ELEMENTWISE: Mapping[Any, OpOverload] = {
+    aten.gelu_backward.default: aten.gelu_backward.grad_input,
+    aten.sigmoid_backward.default: aten.sigmoid_backward.grad_input,
+    aten.silu_backward.default: aten.silu_backward.grad_input,
+    aten.tanh_backward.default: aten.tanh_backward.grad_input,
+    aten.threshold_backward.default: aten.threshold_backward.grad_input,
+}
+"""Elementwise operators that can be told where to write, and what is told."""
+
+BY_ROWS: Mapping[Any, OpOverload] = {
+    aten._log_softmax.default: aten._log_softmax.out,
+    aten._log_softmax_backward_data.default: aten._log_softmax_backward_data.out,
+    aten._softmax.default: aten._softmax.out,
+    aten._softmax_backward_data.default: aten._softmax_backward_data.out,
+}
+"""The same of operators whose kernels on CPUs read all of a row before they write its elements, one by one.
+
+``tests/test_in_place.py`` shows that for every type, size and dimension.
+"""
 
 
 def is_counted(owner: fx.Node) -> bool:
@@ -46,20 +74,43 @@ def is_counted(owner: fx.Node) -> bool:
 def written_in_place(function: Function) -> dict[fx.Node, fx.Node]:
     """The operand that each such statement of the function is written into, by statement.
 
-    The function made the operand's memory, and nobody else reads that: it is not sent, saved or returned
-    either. The operand is all of that memory, and lies there as the value would have.
+    The function made the operand's memory, or it was saved for this statement, and nobody else reads that: it
+    is not sent, saved or returned either. The operand is all of that memory, and lies there as the value
+    would have.
     """
-    body = {*function.body}
+    body, saved = {*function.body}, {*function.saved_in}
     leaving = set(map(memory_of, function.results))
     found: dict[fx.Node, fx.Node] = {}
     for node in function.body:
         for operand in _operands(node):
             owner = memory_of(operand)
-            own = owner in body and owner not in leaving and _is_fresh(owner)
-            if own and {*readers(owner)} == {node} and _is_whole(operand, owner) and _alike(operand, node):
+            if owner in body:
+                is_last = {*readers(owner)} == {node}
+            else:
+                is_last = owner in saved and writes_saved(node) and _is_last(node, owner, body)
+            own = is_last and owner not in leaving and _is_fresh(owner)
+            if own and _is_whole(operand, owner) and _alike(operand, node):
                 found[node] = operand
                 break
     return found
+
+
+def writes_saved(node: fx.Node) -> bool:
+    """Whether an operator may write into what a microbatch has saved.
+
+    Functions that torch compiles run more than once, so that others may not. This one does not do it there.
+    """
+    return node.target is cross_entropy_gradient
+
+
+def _is_last(node: fx.Node, owner: fx.Node, body: set[fx.Node]) -> bool:
+    """Whether nothing of a function but one node reads what was saved, and nobody else was given it.
+
+    What a later function reads is among the function's results.
+    """
+    seen = {*readers(owner)}
+    shared = any(each.target is send or each.op == "output" or is_collective(each) for each in seen)
+    return not shared and seen & body == {node}
 
 
 @functools.cache
@@ -70,6 +121,11 @@ def in_place_variant(target: Any) -> OpOverload | None:
     packet = getattr(getattr(torch.ops, target.namespace), f"{target._schema.name.split('::')[1]}_", None)
     variants = (getattr(packet, name) for name in packet.overloads()) if packet else ()
     return next((each for each in variants if _arguments(each) == _arguments(target)), None)
+
+
+def out_variant(target: Any) -> OpOverload | None:
+    """The operator that is another one, but for a last argument that says where its value goes."""
+    return ELEMENTWISE.get(target) or BY_ROWS.get(target)
 
 
 def _arguments(target: OpOverload) -> list[tuple[str, str]]:
@@ -84,14 +140,29 @@ def readers(owner: fx.Node) -> Iterator[fx.Node]:
 
 def _operands(node: fx.Node) -> Iterator[fx.Node]:
     """The operands that a call may write into: it can, and no other one is in the same memory."""
-    if not in_place_variant(node.target) or not is_tensor(node) or is_random(node):
+    if not is_tensor(node) or is_random(node):
         return
-    first_ones = node.args[: 2 if node.target in COMMUTATIVE and not node.kwargs else 1]
-    for operand in first_ones:
+    for operand in _writable(node):
         if isinstance(operand, fx.Node) and is_tensor(operand):
             others = [each for each in node.all_input_nodes if each is not operand]
             if memory_of(operand) not in map(memory_of, others):
                 yield operand
+
+
+def _writable(node: fx.Node) -> Iterator[Any]:
+    """The operands into which the operator of a node could write."""
+    if in_place_variant(node.target):
+        yield from node.args[: 2 if node.target in COMMUTATIVE and not node.kwargs else 1]
+    elif node.target in ELEMENTWISE or (node.target in BY_ROWS and _has_rows(node)):
+        yield from node.args
+    elif node.target is cross_entropy_gradient:
+        yield node.args[1]
+
+
+def _has_rows(node: fx.Node) -> bool:
+    """Whether kernels go through the operands row by row: on CPUs, where one row lies after another."""
+    operands = [each for each in node.all_input_nodes if is_tensor(each)]
+    return node.meta["val"].device.type == "cpu" and all(map(is_dense, operands))
 
 
 def _is_fresh(owner: fx.Node) -> bool:

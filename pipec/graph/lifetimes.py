@@ -9,13 +9,13 @@ import operator
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 
-import sympy
 import torch
 from torch import fx
 
 from pipec.graph.functions import Function
 from pipec.graph.in_place import is_counted, written_in_place
 from pipec.graph.nodes import is_tensor, is_view, memory_of
+from pipec.primitives import cross_entropy_gradient, rows_at_a_time
 
 _aten = torch.ops.aten
 
@@ -103,10 +103,13 @@ def dying(function: Function) -> dict[fx.Node, list[fx.Node]]:
 def unread_bytes(node: fx.Node, read: Container[fx.Node], bytes_of: BytesOf) -> int:
     """What a statement makes that has no name: the items of its tuple that are not in ``read``.
 
-    Of losses that is also what their kernels make of each element, and reduce.
+    Of losses that is also what their kernels make of each element, and reduce, or of some rows at a time.
     """
     if node.target in REDUCED_INSIDE and not node.meta["val"].dim():
         return bytes_of(node.all_input_nodes[0])
+    if node.target is cross_entropy_gradient and node.kwargs.get("exact", True):
+        num_classes, itemsize = int(node.meta["val"].shape[1]), int(node.meta["val"].itemsize)
+        return min(bytes_of(node), rows_at_a_time(num_classes, itemsize) * num_classes * itemsize)
     if not items_of(node) or is_view(node):
         return 0
     return max(bytes_of(node) - sum(map(bytes_of, made_by(node, read))), 0)
@@ -141,13 +144,3 @@ def made_by(node: fx.Node, read: Container[fx.Node]) -> Iterator[fx.Node]:
         yield node
     elif items_of(node):
         yield from (each for each in node.users if each.target is operator.getitem and each in read)
-
-
-def is_dense(node: fx.Node) -> bool:
-    """Whether the elements of a tensor lie in memory one after the other, row by row."""
-    tensor, step = node.meta["val"], sympy.Integer(1)
-    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
-        if sympy.expand(sympy.sympify(stride) - step) != 0 and size != 1:
-            return False
-        step *= sympy.sympify(size)
-    return True

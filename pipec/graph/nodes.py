@@ -192,6 +192,16 @@ def is_number(node: fx.Node) -> bool:
     return node.target in (torch.ops.aten.sym_size.int, formula)
 
 
+def is_dense(node: fx.Node) -> bool:
+    """Whether the elements of a tensor lie in memory one after the other, row by row."""
+    tensor, step = node.meta["val"], sympy.Integer(1)
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if sympy.expand(sympy.sympify(stride) - step) != 0 and size != 1:
+            return False
+        step *= sympy.sympify(size)
+    return True
+
+
 def varies(node: fx.Node) -> bool:
     """Whether the size of the node's value depends on values, so that no message can carry it."""
     return bool(node.meta.get("varies"))

@@ -18,8 +18,7 @@ import torch
 from torch import fx
 
 from pipec.cost.formulas import OperatorCost
-from pipec.graph import TrainingGraph, is_forward, reuses_memory, varies
-from pipec.graph.lifetimes import is_dense
+from pipec.graph import TrainingGraph, is_dense, is_forward, reuses_memory, varies
 
 aten = torch.ops.aten
 VIEW = aten.view.default

@@ -12,6 +12,7 @@ from pipec.graph import (
     ModelInput,
     Output,
     TrainingGraph,
+    is_dense,
     is_in_sum,
     is_view,
     memory_of,
@@ -22,7 +23,7 @@ from pipec.graph import (
 from pipec.graph.dimensions import condition
 from pipec.graph.functions import Function, StageFunctions, of_batch_nodes
 from pipec.graph.in_place import is_counted
-from pipec.graph.lifetimes import BytesOf, Occupancy, held_bytes, is_dense, occupancy, owners
+from pipec.graph.lifetimes import BytesOf, Occupancy, held_bytes, occupancy, owners
 from pipec.hardware.topology import Topology
 from pipec.ir import (
     Ending,

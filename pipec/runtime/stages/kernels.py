@@ -125,15 +125,18 @@ class _Chosen:
             return self._choice(args)
         was_ready = self._compiled.is_ready
         own = [list(value) if isinstance(value, list) else value for value in args]
-        compiled = _timed(lambda: self._compiled(own))
-        returned = []
+        returned = list[Any]()
+        compiled = _timed(lambda: returned.append(self._compiled(own)))
+        if self._compiled.has_failed:  # and so the source has run, which may write into what was saved
+            self._choice = lambda args: self._source(*args)
+            return returned[0]
         source = _timed(lambda: returned.append(self._source(*args)))
-        if was_ready or self._compiled.has_failed:
+        if was_ready:
             self._seconds.append((compiled, source))
-        if len(self._seconds) == _TIMED_CALLS or self._compiled.has_failed:
+        if len(self._seconds) == _TIMED_CALLS:
             is_faster = min(c for c, _ in self._seconds) < min(s for _, s in self._seconds)
             self._choice = self._compiled if is_faster else lambda args: self._source(*args)
-        return returned[0]
+        return returned[1]
 
 
 def _timed(call: Callable[[], object]) -> float:

@@ -1,4 +1,4 @@
-"""Operators of pipec's own, which stages call: recurrent layers, one direction of each.
+"""Recurrent layers, one direction of each.
 
 torch takes a recurrent layer apart into some operators for each step of the sequence, or has one that keeps
 nothing for a backward unless autograd runs it. These are one node of a graph, for any length. They make the
@@ -10,18 +10,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import Tensor
 
 _aten = torch.ops.aten
 
 _library = torch.library.Library("pipec", "FRAGMENT")
-
-
-@fx.node.has_side_effect
-def require(condition: bool, message: str) -> None:
-    """Stop the stage unless a condition holds that tracing took for granted of a microbatch."""
-    if not condition:
-        raise ValueError(message)
 
 
 # an LSTM's layer under oneDNN

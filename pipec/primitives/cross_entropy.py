@@ -1,0 +1,108 @@
+"""The gradient of cross entropy by the logits, some rows at a time.
+
+torch makes it in two steps, through a tensor as large as the logits that is zero but for one number of each
+row. Here that tensor has as many rows as stay in a core's cache, and the two steps follow each other for
+these rows. Rows do not depend on each other, so that the bits are those of torch. Where last bits do not
+matter, there is no such tensor: the gradient is made of the probabilities.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+_aten = torch.ops.aten
+
+_BLOCK_BYTES = 1 << 20
+
+_MEAN = 1
+"""What ATen calls the mean among reductions."""
+
+
+def rows_at_a_time(num_classes: int, itemsize: int) -> int:
+    """How many rows of logits are differentiated together."""
+    return max(1, _BLOCK_BYTES // (num_classes * itemsize))
+
+
+def cross_entropy_gradient(
+    grad: Tensor,
+    log_probabilities: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: Tensor,
+    *,
+    out: Tensor | None = None,
+    exact: bool = True,
+) -> Tensor:
+    """The gradient by logits of which ``log_probabilities`` [rows, classes] are the logarithm of the softmax.
+
+    The arguments are those of ``nll_loss_backward``. ``out`` is where the result goes, and may be the memory
+    of ``log_probabilities``. What torch compiles writes into no argument, for it may be called twice. What
+    need not be ``exact`` may differ from torch's in its last bits.
+    """
+    of_nll = (target, weight, reduction, ignore_index, total_weight)
+    if torch.compiler.is_compiling():
+        terms: Tensor = _aten.nll_loss_backward(grad, log_probabilities, *of_nll)
+        made: Tensor = _aten._log_softmax_backward_data(terms, log_probabilities, 1, terms.dtype)
+        return made
+    out = torch.empty_like(log_probabilities) if out is None else out
+    make = _in_torchs_steps if exact else _by_probabilities
+    make(grad, log_probabilities, *of_nll, out)
+    return out
+
+
+def _blocks(log_probabilities: Tensor) -> Iterator[slice]:
+    num_rows, num_classes = log_probabilities.shape
+    step = rows_at_a_time(num_classes, log_probabilities.itemsize)
+    yield from (slice(start, start + step) for start in range(0, num_rows, step))
+
+
+def _in_torchs_steps(
+    grad: Tensor,
+    log_probabilities: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: Tensor,
+    out: Tensor,
+) -> None:
+    blocks = list(_blocks(log_probabilities))
+    terms = torch.empty_like(log_probabilities[blocks[0]]) if blocks else out
+    for rows in blocks:
+        block = log_probabilities[rows]
+        part = terms[: len(block)]
+        _aten.nll_loss_backward.grad_input(
+            grad[rows] if grad.dim() else grad,
+            block,
+            target[rows],
+            weight,
+            reduction,
+            ignore_index,
+            total_weight,
+            grad_input=part,
+        )
+        _aten._log_softmax_backward_data.out(part, block, 1, block.dtype, out=out[rows])
+
+
+def _by_probabilities(
+    grad: Tensor,
+    log_probabilities: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: Tensor,
+    out: Tensor,
+) -> None:
+    """Each row is the softmax, less one at the target, times what the loss of that row counts."""
+    counts = target != ignore_index
+    target = target.where(counts, 0)
+    scale = grad / total_weight if reduction == _MEAN else grad
+    scale = scale if weight is None else scale * weight[target]
+    scale = torch.where(counts, scale, 0.0).unsqueeze(1)
+    for rows in _blocks(log_probabilities):
+        torch.exp(log_probabilities[rows], out=out[rows]).mul_(scale[rows])
+    out.scatter_add_(1, target.unsqueeze(1), -scale)
