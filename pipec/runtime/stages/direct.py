@@ -7,14 +7,15 @@ is noted. Later calls do the same by themselves::
     backward(w, saved, grad, b)    ->    code(w[0], w[3], saved[1], grad), and saved is emptied
     returns                              ({"grad_x": made[0]}, (made[2], None, made[1]))
 
-Identity tells which value was passed and which returned. So one that is passed twice is no case for this, nor
-are graphs that take numbers, and code that changes what it is given. Those calls are made as ever.
+Identity tells which tensor was passed and which returned. So one that is passed twice is no case for this,
+nor are numbers that are returned or among those saved, nor code that changes what it is given.
 
 Calls of a kind have the same numbers, and torch is in the same state (``kind_of_call``). Dtypes and devices
 are compared in each of them, and the code looks at sizes and strides (``compile_graph``). A call that
 differs goes through ``torch.compile`` with all of its guards.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,10 +34,7 @@ _look = attrgetter("dtype", "device")
 
 
 def kind_of_call(args: Sequence[Any]) -> Hashable:
-    """What is alike in calls that may run the same code; None if a call cannot be direct.
-
-    Floats are no case for it: 0.0 equals -0.0, for which a graph may be another.
-    """
+    """What is alike in calls that may run the same code; None if a call cannot be direct, as with floats."""
     if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return None
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
@@ -57,25 +55,28 @@ def kind_of_call(args: Sequence[Any]) -> Hashable:
 class DirectCall:
     """A function as a call of the code of its graph.
 
-    ``take`` picks what the code is given out of all that is passed, and ``looks`` are the dtypes and devices
-    of that. The arguments at ``emptied`` are lists that the function empties. ``build`` makes what it returns
-    out of all that was passed, all that the code returned, and None.
+    ``take`` picks the tensors that the code is given out of all that is passed, and ``looks`` are their
+    dtypes and devices. ``join`` puts them and the ``numbers`` of this kind of call, such as sizes, in order.
+    The arguments at ``emptied`` are lists that the function empties. ``build`` makes what it returns out of
+    all that was passed, all that the code returned, and None.
     """
 
     code: Function
     take: Take
     looks: Sequence[tuple[torch.dtype, torch.device]]
+    numbers: Sequence[int]
+    join: Take
     emptied: Sequence[int]
     build: Take
 
     def __call__(self, args: Sequence[Any]) -> tuple[bool, Any]:
         """Whether this call is like the noted one, and what the function returns then."""
         passed = _spread(args)
-        given = self.take(passed)
-        if [*map(_look, given)] != self.looks:
+        tensors = self.take(passed)
+        if [*map(_look, tensors)] != self.looks:
             return False, None
         try:
-            made = self.code(*given)
+            made = self.code(*self.join([*tensors, *self.numbers]))
         except AssertionError:  # of other sizes or strides, before anything is changed
             return False, None
         for position in self.emptied:
@@ -114,8 +115,9 @@ class Noting:
         finally:
             self._calls = None
         emptied = [place for place, length in enumerate(_lengths(args)) if length < lengths[place]]
-        is_known = len(calls) == 1 and not any(args[place] for place in emptied)
-        if not is_known or versions is None or versions != _versions(passed):
+        is_told = len(calls) == 1 and not any(args[place] for place in emptied)
+        is_told &= len(passed) == sum(isinstance(x, Tensor) for x in passed) + _num_numbers(args)
+        if not is_told or versions is None or versions != _versions(passed):
             return None, returned
         return _direct(passed, emptied, *calls[0], returned), returned
 
@@ -129,18 +131,26 @@ def _direct(
     returned: Any,
 ) -> DirectCall | None:
     """A call of ``code`` as a direct one, if identity tells what it was given and what is returned."""
-    if not all(isinstance(x, Tensor) and x.layout is torch.strided and not x.is_complex() for x in given):
+    tensors = [value for value in given if isinstance(value, Tensor)]
+    numbers = [value for value in given if not isinstance(value, Tensor)]
+    if not all(map(_is_plain, tensors)) or not all(type(number) is int for number in numbers):
         return None
     count = Counter(map(id, passed))
-    places = {id(value): place for place, value in enumerate(passed) if count[id(value)] == 1}
-    places |= {id(value): place for place, value in enumerate(made, len(passed))}
-    places[id(None)] = len(passed) + len(made)
+    places = {
+        id(value): place
+        for place, value in enumerate(passed)
+        if isinstance(value, Tensor) and count[id(value)] == 1
+    }
     try:
-        take = _taking([places[id(value)] for value in given])
+        take = _taking([places[id(tensor)] for tensor in tensors])
+        places |= {id(x): place for place, x in enumerate(made, len(passed)) if isinstance(x, Tensor)}
+        places[id(None)] = len(passed) + len(made)
         build = _building(returned, places)
     except KeyError:
         return None
-    return DirectCall(code, take, [*map(_look, given)], emptied, build)
+    next_tensor, next_number = itertools.count(), itertools.count(len(tensors))
+    join = _taking([next(next_tensor if isinstance(value, Tensor) else next_number) for value in given])
+    return DirectCall(code, take, [*map(_look, tensors)], numbers, join, emptied, build)
 
 
 def _building(returned: Any, places: Mapping[int, int]) -> Take:
@@ -176,6 +186,16 @@ def _spread(args: Sequence[Any]) -> list[Any]:
         else:
             values.append(arg)
     return values
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether dtype, device, sizes and strides say all that code may have been told of a tensor."""
+    return tensor.layout is torch.strided and not tensor.is_complex() and not tensor.is_neg()
+
+
+def _num_numbers(args: Sequence[Any]) -> int:
+    """How many arguments are no tensors by themselves. Those are in the kind of the call."""
+    return sum(not isinstance(arg, Tensor | list | tuple) for arg in args)
 
 
 def _lengths(args: Sequence[Any]) -> list[int]:

@@ -10,11 +10,14 @@ from torch import fx
 
 
 def compile_graph(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """The code for a graph of ``torch.compile``. It raises AssertionError for other sizes and strides."""
+    """The code for a graph of ``torch.compile``. It raises AssertionError for other sizes and strides.
+
+    Code that is all C++ (``cpp_wrapper``) would not, and takes long to compile.
+    """
     from torch._inductor.compile_fx import compile_fx  # importing it takes seconds
 
     add_biases_apart(graph)
-    code = compile_fx(graph, inputs, config_patches={"size_asserts": True})
+    code = compile_fx(graph, inputs, config_patches={"size_asserts": True, "cpp_wrapper": False})
     return cast(Callable[..., Any], code)
 
 
