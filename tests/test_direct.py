@@ -114,10 +114,18 @@ def doubles() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
+@contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 UNLIKE: dict[str, tuple[dict[str, Any], Callable[[], AbstractContextManager[Any]]]] = {
     "a number": ({"b": 5}, nullcontext),
     "a dtype": ({"x": torch.linspace(0, 1, 12, dtype=torch.float64).view(4, 3)}, nullcontext),
     "the default dtype": ({}, doubles),
+    "deterministic algorithms": ({}, deterministic),
     "grad mode": ({}, torch.enable_grad),
     "autocast": ({}, lambda: torch.autocast("cpu", torch.bfloat16)),
     "one value twice": ({"x": (same := torch.ones(4, 3)), "saved": [same, torch.ones(1)]}, nullcontext),

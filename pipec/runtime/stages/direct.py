@@ -154,7 +154,11 @@ def _direct(
 
 
 def _building(returned: Any, places: Mapping[int, int]) -> Take:
-    """What makes the like of ``returned`` out of all values, each at its place by identity."""
+    """What makes the like of ``returned`` out of all values, each at its place by identity.
+
+    Raises:
+        KeyError: a value has no place, or is a tuple with names.
+    """
     match returned:
         case dict():
             names, values = tuple(returned), _building(tuple(returned.values()), places)
@@ -162,6 +166,8 @@ def _building(returned: Any, places: Mapping[int, int]) -> Take:
         case list():
             items = _building(tuple(returned), places)
             return lambda known: [*items(known)]
+        case tuple() if type(returned) is not tuple:
+            raise KeyError(type(returned))
         case tuple() if not any(isinstance(each, dict | list | tuple) for each in returned):
             return _taking([places[id(each)] for each in returned])
         case tuple():
