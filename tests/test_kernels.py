@@ -14,7 +14,7 @@ import pipec
 from pipec.errors import InputError
 from pipec.runtime.draws import dropout
 from pipec.runtime.randomness import Streams
-from pipec.runtime.stages import kernels
+from pipec.runtime.stages import direct, kernels
 from pipec.runtime.stages.kernels import load_kernels
 
 pytestmark = pytest.mark.slow
@@ -54,10 +54,10 @@ def train(
 
 def use_backend(monkeypatch: pytest.MonkeyPatch, backend: Any) -> None:
     """Let a stage's functions be compiled by another backend, which keeps the source's bits or fails."""
-    compile = torch.compile
-    monkeypatch.setattr(
-        torch, "compile", lambda function, **options: compile(function, backend=backend, **options)
-    )
+    monkeypatch.setattr(direct, "compile_graph", backend)
+
+
+aot_eager = torch._dynamo.lookup_backend("aot_eager")
 
 
 def refuse(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -73,7 +73,7 @@ def expected() -> tuple[list[Tensor], nn.Module]:
 def test_compiled_functions_have_the_bits_of_their_source_where_their_kernels_have(
     monkeypatch: pytest.MonkeyPatch, expected: tuple[list[Tensor], nn.Module], kernels: str
 ) -> None:
-    use_backend(monkeypatch, "aot_eager")
+    use_backend(monkeypatch, aot_eager)
     losses, compiled = train(Model.seeded(), kernels, ROWS)
     assert torch.equal(torch.stack(losses), torch.stack(expected[0]))
     for own, other in zip(compiled.parameters(), expected[1].parameters(), strict=True):
@@ -121,7 +121,7 @@ def forward(saved: list[Tensor], rng: Streams) -> Tensor:
 def test_auto_takes_the_faster_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only calls of the source take time, by this clock."""
     monkeypatch.setattr(kernels, "_now", lambda: float(calls))
-    use_backend(monkeypatch, "aot_eager")
+    use_backend(monkeypatch, aot_eager)
     x, streams = torch.ones(64), Streams(torch.device("cpu"), (1, 2))
     loaded = load_kernels(sys.modules[__name__], ["forward"], "auto")
     outputs = [loaded.forward([x], streams) for _ in range(8)]

@@ -5,13 +5,14 @@ is one operator of its own, so that it draws what it draws in the source. Other 
 source's in their last bits, since sums are made in another order.
 """
 
+import contextlib
 import functools
 import inspect
 import re
 import time
 import types
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from operator import getitem
 from typing import Any
 
@@ -21,12 +22,16 @@ from pipec.console import notice
 from pipec.errors import InputError
 from pipec.ir import Plan
 from pipec.runtime.randomness import Streams
+from pipec.runtime.stages.direct import DirectCall, Noting, kind_of_call
 
 KERNELS = ("source", "inductor", "cudagraphs", "auto")
 """What ``compile`` and ``load`` take as ``kernels``."""
 
 _TIMED_CALLS = 3
 """How many calls of a function ``auto`` times, after the one that compiles."""
+
+_MOST_NOTED = 16
+"""How many calls of a function are noted. Where sizes change that often, further ones are left to torch."""
 
 Function = Callable[..., Any]
 
@@ -68,12 +73,18 @@ def _compiled(function: Function, name: str, chooses: bool) -> Function:
 
 
 class _Compiled:
-    """A phase function under ``torch.compile``. Where that fails, the source runs from then on."""
+    """A phase function under ``torch.compile``. Where that fails, the source runs from then on.
+
+    Calls of a kind that was there before are direct.
+    """
 
     def __init__(self, function: Function, name: str) -> None:
         self._source, self._name = function, name
-        self._compiled: Function = torch.compile(function, fullgraph=True)
+        self._noting = Noting()
+        self._compiled: Function = torch.compile(function, fullgraph=True, backend=self._noting.compile)
+        self._direct: dict[Hashable, DirectCall | None] = {None: None}
         self._draws = [int(number) for number in re.findall(r"\brng\((\d+)\)", inspect.getsource(function))]
+        self._num_noted = 0
         self.is_ready = self.has_failed = False
 
     def __call__(self, args: Sequence[Any]) -> Any:
@@ -91,14 +102,21 @@ class _Compiled:
             return returned
 
     def _call(self, args: Sequence[Any]) -> Any:
-        passed = [
-            functools.partial(getitem, value.seeds(self._draws)) if isinstance(value, Streams) else value
-            for value in args
-        ]
-        if self.is_ready:
-            return self._compiled(*passed)
-        with notice(f"pipec: compiles {self._name}"):
-            returned = self._compiled(*passed)
+        seeds = [value.seeds(self._draws) for value in args if isinstance(value, Streams)]
+        given = [tuple(seeds[0].values()) if isinstance(value, Streams) else value for value in args]
+        kind = kind_of_call(given)
+        if direct := self._direct.get(kind):
+            is_alike, returned = direct(given)
+            if is_alike:
+                return returned
+            del self._direct[kind]
+        passed = [functools.partial(getitem, seeds[0]) if isinstance(x, Streams) else x for x in args]
+        with contextlib.nullcontext() if self.is_ready else notice(f"pipec: compiles {self._name}"):
+            if kind in self._direct or self._num_noted == _MOST_NOTED:
+                returned = self._compiled(*passed)
+            else:
+                self._num_noted += 1
+                self._direct[kind], returned = self._noting.note(given, lambda: self._compiled(*passed))
         self.is_ready = True
         return returned
 
