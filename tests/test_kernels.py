@@ -129,6 +129,21 @@ def test_auto_takes_the_faster_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == 4  # beside the one that compiled, and the three that were timed
 
 
+def backward(saved: list[Tensor]) -> Tensor:
+    (x,) = saved
+    saved.clear()
+    return x.add_(1)
+
+
+def test_what_was_saved_is_read_once_where_auto_cannot_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Source may write into it, as the gradient of cross entropy does."""
+    use_backend(monkeypatch, refuse)
+    loaded = load_kernels(sys.modules[__name__], ["backward"], "auto")
+    with pytest.warns(UserWarning, match="torch.compile cannot take backward"):
+        assert torch.equal(loaded.backward([torch.ones(3)]), torch.full((3,), 2.0))
+    assert torch.equal(loaded.backward([torch.ones(3)]), torch.full((3,), 2.0))
+
+
 def test_a_name_that_is_no_kind_of_kernels_is_refused() -> None:
     with pytest.raises(
         InputError, match="kernels is 'triton'; expected one of 'source', 'inductor', 'cudagraphs', 'auto'"
