@@ -1,10 +1,11 @@
 """What was captured for which calls of a model, and whether capturing again would find the same."""
 
+import functools
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Generator, nn
 
 from pipec.capture.call import Call
 from pipec.capture.state import State
@@ -29,6 +30,13 @@ class Kind:
     state: State
     variables: tuple[Variable, ...] = ()
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.mode, self.called, self.outputs, self.state, self.variables))
+
     @property
     def of_any_state(self) -> tuple[Mode, Hashable, bool]:
         return self.mode, self.called, self.outputs
@@ -44,7 +52,7 @@ class Signature:
 
 @dataclass(frozen=True)
 class Turn:
-    """A call that all ranks make, what it is compiled as, its seed, and the random state after it.
+    """A call that all ranks make, what it is compiled as, its seed, and a generator that has drawn that.
 
     ``rows[k]`` are those of replica k, if each was given its own part of the batch; of one replica, all rows.
     """
@@ -52,7 +60,7 @@ class Turn:
     call: Call
     signature: Signature
     seed: int
-    random_state: Tensor
+    drawn: Generator
     rows: tuple[int, ...]
 
 
