@@ -99,6 +99,12 @@ class Call:
         vars(call).update({name: vars(self)[name] for name in _OF_THE_FORM}, leaves=leaves)
         return call
 
+    def with_leaves(self, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        """Arguments, keyword arguments and target that have these leaves in the place of its own."""
+        made: tuple[Any, ...] = pytree.tree_unflatten(leaves, pytree.tree_structure(self.tree))
+        args, kwargs, target = made
+        return args, kwargs, target
+
     @functools.cached_property
     def remembered(self) -> dict[Hashable, Any]:
         """What others keep of calls of this form."""

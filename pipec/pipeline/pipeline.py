@@ -358,9 +358,7 @@ class Pipeline(ShownModel):
         call, every, batch = turn.call, [size for sizes in groups for size in sizes], sum(turn.rows)
         shares = None
         if turn.signature.kind.mode is not Mode.FORWARD:
-            structure = pytree.tree_structure(call.tree)
-            call_of = functools.partial(pytree.tree_unflatten, treespec=structure)
-            shares = loss_shares(self._weight, call.leaves, call_of, call.batched, every)
+            shares = loss_shares(self._weight, call.leaves, call.with_leaves, call.batched, every)
         values = variable_values(turn.signature.kind.variables, call.leaves)
         spans, start, first = list[Span](), 0, 0
         for sizes in groups:

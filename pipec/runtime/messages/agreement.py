@@ -123,11 +123,14 @@ class Agreement:
             except (TimeoutError, ConnectionError):
                 with self._together_with(peer, doing):
                     raise
-        wait = self.exchanging(doing, torch.tensor([*own], dtype=torch.uint8), to=self._far)
+        sent = torch.tensor([*own], dtype=torch.uint8) if self._far else torch.empty(0)
+        wait = self.exchanging(doing, sent, to=self._far)
         for peer, socket in self._near.items():
             with self._together_with(peer, doing):
                 found[peer] = socket.receive(len(own))
-        return [found[rank] if rank in found else bytes(row.tolist()) for rank, row in enumerate(wait())]
+        rows = wait()
+        found |= {peer: bytes(rows[peer].tolist()) for peer in self._far}
+        return [found[rank] for rank in range(len(rows))]
 
     def announce(self, doing: str, number: int, facts: Facts) -> Callable[[], bool]:
         """Tell the others ``facts`` without waiting; returns what waits for theirs and says if all go on.
@@ -233,7 +236,7 @@ _ROW = struct.Struct(f"={4 + _MOST_NOTES}q")
 
 
 def _digest(facts: Facts) -> tuple[int, ...]:
-    text = json.dumps(list(facts.items())).encode()
+    text = repr([*facts.items()]).encode()
     return struct.unpack("2q", hashlib.blake2b(text, digest_size=16).digest())
 
 
