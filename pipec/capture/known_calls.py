@@ -88,7 +88,7 @@ _PLAIN = (int, float, bool, str, type(None))
 
 def _binding(function: Any) -> tuple[Any, ...]:
     """What ``inspect.signature`` reads of a function, and of those that it wraps, but for annotations."""
-    found = [inspect.ismethod(function)]
+    found: list[Any] = [inspect.ismethod(function)]
     while function is not None:
         function = getattr(function, "__func__", function)
         code = getattr(function, "__code__", None)

@@ -5,7 +5,6 @@ walked again: what the modules of the last walk hold is read once more, in loops
 own, and compared with what they held then.
 """
 
-import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,7 +46,7 @@ class Look:
 
     @property
     def still_holds(self) -> bool:
-        """Whether another look would find the same: the same objects under the same names, of the same kinds."""
+        """Whether another look would find the same objects under the same names, and of the same kinds."""
         parts, before = parts_of(self.modules), self._parts
         return (
             parts.plain == before.plain
@@ -90,5 +89,10 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
 
 def tensors_of(modules: Sequence[nn.Module]) -> list[Tensor]:
     """The parameters and buffers of modules; one with two names appears twice."""
-    registries = itertools.chain.from_iterable((each._parameters, each._buffers) for each in modules)
-    return [tensor for registry in registries for tensor in registry.values() if tensor is not None]
+    return [
+        tensor
+        for module in modules
+        for registry in (module._parameters, module._buffers)
+        for tensor in registry.values()
+        if tensor is not None
+    ]

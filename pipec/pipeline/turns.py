@@ -273,7 +273,9 @@ class TurnTaker(HeldModel):
         like = self._calls.like(form) if form else None
         if like is None:
             like = self._checked_anew(mode, args, kwargs, target)
-            if form and same_objects(leaves, pytree.tree_leaves((args, dict(sorted(kwargs.items())), target))):
+            if form and same_objects(
+                leaves, pytree.tree_leaves((args, dict(sorted(kwargs.items())), target))
+            ):
                 self._calls.note(form, like)
             return like
         laid_out = [*map(dense, leaves)]
@@ -281,9 +283,7 @@ class TurnTaker(HeldModel):
             args, kwargs, target = pytree.tree_map(dense, (args, kwargs, target))
         return like.with_values(args, kwargs, target, laid_out)
 
-    def _checked_anew(
-        self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
-    ) -> Call:
+    def _checked_anew(self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Call:
         refuse_own_batches((args, kwargs, target))
         call = Call(*pytree.tree_map(dense, (args, kwargs, target)))
         call.check(self._compiler.model)

@@ -67,13 +67,9 @@ class Handle(nn.Module):
             yield parameter
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients of this process's parameters, as ``nn.Module.zero_grad`` does.
-
-        That asks every module for its parameters in turn, which takes longer than to let go of gradients.
-        """
+        """As ``nn.Module.zero_grad``, which takes longer to find gradients than to let go of them."""
         if not set_to_none:
-            super().zero_grad(set_to_none)
-            return
+            return super().zero_grad(set_to_none)
         modules: list[nn.Module] = [self]
         for module in modules:
             modules += filter(None, module._modules.values())

@@ -62,7 +62,7 @@ def parts_of(modules: Sequence[torch.nn.Module]) -> ModuleParts:
 
 
 class TensorKinds(NamedTuple):
-    """The shape, the type and ``requires_grad`` of some tensors, and whether autograd calls a hook of each."""
+    """The shape, the type and ``requires_grad`` of each of some tensors, and whether it has a hook."""
 
     plain: list[tuple[torch.Size, torch.dtype, bool]]
     hooked: Sequence[bool]

@@ -35,7 +35,7 @@ from pipec.runtime.messages.buffers import Buffer, Memory, buffers_for, values_i
 from pipec.runtime.messages.connections import Connections, Direction, GlooConnections
 from pipec.runtime.messages.cuda import current_device
 from pipec.runtime.messages.group import Group
-from pipec.runtime.messages.host_sockets import connect
+from pipec.runtime.messages.host_sockets import connect_all
 from pipec.runtime.messages.hosts_group import HostsGroup
 from pipec.runtime.messages.nccl import NcclConnections
 from pipec.runtime.messages.outbox import Outbox
@@ -101,12 +101,9 @@ class TorchDistributed:
         return self.making("the gloo connections", make)
 
     def near(self) -> Mapping[int, Socket]:
-        """A socket to each rank of this host, for both directions. Every rank calls this once."""
-        others = [rank for rank in range(self.num_ranks) if rank != self.rank]
-        outgoing, incoming = connect(
-            self.rank, {(min(self.rank, each), max(self.rank, each)) for each in others}, self._timeout, self.gather
-        )
-        self._near = {peer: Socket(found) for peer, found in sorted((outgoing | incoming).items())}
+        """A socket to each rank of this host. Every rank calls this once."""
+        found = connect_all(self.rank, self.num_ranks, self._timeout, self.gather)
+        self._near = {peer: Socket(each) for peer, each in found.items()}
         return self._near
 
     def making(self, what: str, make: Callable[[], T], num_parts: int = 1) -> T:

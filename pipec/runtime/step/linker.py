@@ -13,7 +13,7 @@ import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
@@ -26,33 +26,10 @@ from pipec.runtime.stages.joins import Joining
 from pipec.runtime.stages.stage import Frame, parameter_names
 from pipec.runtime.step.compute import Action, Take, bind_function
 from pipec.runtime.step.ending import EndingLinker
+from pipec.runtime.step.linked import Linked, in_turn
 from pipec.runtime.step.outcomes import Outcomes
 from pipec.runtime.step.rank import Delivery, Rank
 from pipec.runtime.step.results import Results
-
-
-@dataclass(frozen=True)
-class Linked:
-    """An action with its instruction.
-
-    If none of ``microbatches`` has rows in a step, ``idle`` takes its place there: it waits for what the
-    action would have waited for in the name of others. Without ``microbatches``, the action is always made.
-    """
-
-    instruction: Instruction
-    action: Action
-    microbatches: Sequence[int] = ()
-    idle: Action = lambda: None
-
-    def on(self, sizes: Sequence[int]) -> Action:
-        """What to do in a step whose microbatches have these rows."""
-        is_idle = self.microbatches and not any(sizes[each] for each in self.microbatches)
-        return self.idle if is_idle else self.action
-
-    def behind(self, action: Action) -> "Linked":
-        """The same, once ``action`` was made, whichever microbatches have rows."""
-        return replace(self, action=_all([action, self.action]), idle=_all([action, self.idle]))
-
 
 Source = Callable[[], Sequence[Any]]
 Sink = Callable[[Sequence[Tensor]], None]
@@ -299,7 +276,7 @@ class Linker:
             actions = [functools.partial(show, instruction.microbatch), *actions]
         left, self._leaving = self._leaving, []
         return Linked(
-            instruction, _all([*actions, *left]), (instruction.microbatch,), _all([*weights, *left])
+            instruction, in_turn([*actions, *left]), (instruction.microbatch,), in_turn([*weights, *left])
         )
 
     def _call(
@@ -323,7 +300,9 @@ class Linker:
                 "the stage code for this schedule"
             )
         asked = parameter_names(function)
-        reads = not {"w", "prepared"}.isdisjoint(asked) or _makes_gradients(instruction)  # laid out as weights
+        reads = not {"w", "prepared"}.isdisjoint(asked) or _makes_gradients(
+            instruction
+        )  # laid out as weights
         own = self._weights(stage.index, name) if reads else []
         weights += own
         take = self._take(stage.index, microbatch, asked, name, own)
@@ -399,14 +378,6 @@ class Linker:
             f"stage {stage}, {reader}, microbatch {microbatch}: nothing provides {name!r}; "
             f"at this point of the program there are {', '.join(present)}"
         )
-
-
-def _all(actions: Sequence[Action]) -> Action:
-    def act() -> None:
-        for action in actions:
-            action()
-
-    return act
 
 
 def _taking(frame: Frame, names: Sequence[str], waits: Sequence[Action], dropped: Sequence[str]) -> Take:
