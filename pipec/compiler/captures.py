@@ -72,6 +72,7 @@ class Captures:
     def __init__(self) -> None:
         self.staged: dict[Signature, list[StagedGraph]] = {}
         self._last: dict[Hashable, Kind] = {}
+        self._latest: Kind | None = None
         self._versions: dict[Kind, list[int]] = {}
 
     def version(self, kind: Kind, call: Call | None) -> int:
@@ -83,10 +84,13 @@ class Captures:
         for number in reversed(numbers):
             signature = Signature(kind, number)
             if not self.obsolete(signature, call):
-                if signature in self.staged:
-                    self._last[kind.of_any_state] = kind
+                if signature in self.staged and kind is not self._latest:
+                    self._note_use(kind)
                 return number
         return numbers[-1] + 1 if numbers else 0
+
+    def _note_use(self, kind: Kind) -> None:
+        self._last[kind.of_any_state] = self._latest = kind
 
     def announce(self, signature: Signature, call: Call, model: nn.Module, variables: str) -> str:
         """Say why a kind of call is compiled, and log why it is captured again; returns it in words.
@@ -95,7 +99,7 @@ class Captures:
         """
         kind, number = signature.kind, signature.version
         last, versions = self._last.get(kind.of_any_state), self._versions.setdefault(kind, [])
-        self._last[kind.of_any_state] = kind
+        self._note_use(kind)
         if signature in self.staged:
             return "for other rows or sizes than before"
         reason = variables
