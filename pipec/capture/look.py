@@ -62,11 +62,11 @@ class Watch:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._last = Look.of(model)
+        self._last: Look | None = None
 
     def look(self) -> Look:
         """The model as it is now: the very object of the last time if nothing has changed."""
-        if not self._last.still_holds:
+        if self._last is None or not self._last.still_holds:
             self._last = Look.of(self._model)
         return self._last
 

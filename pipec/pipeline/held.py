@@ -6,7 +6,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from pipec.capture.look import Look, Watch, same_objects
+from pipec.capture.look import Look, Watch, modules_of, same_objects, tensors_of
 from pipec.compiler.compiler import Compiler
 from pipec.console import log
 from pipec.errors import InputError, PlanError
@@ -37,7 +37,7 @@ class HeldModel(Streams):
         self._changing: set[str] = set()
         self._unsettled = False
         self._watch = Watch(compiler.model)
-        self._followed = self._watch.look().tensors
+        self._followed = tensors_of(modules_of(compiler.model))
         self._trains = tensors.trained()
         self.training = compiler.model.training
         hold(self, tensors)
@@ -226,7 +226,7 @@ class HeldModel(Streams):
     def _adopt(self, tensors: ModelTensors) -> None:
         """Work on these tensors from now on, which the model and the pipeline have."""
         self._tensors, self._compiler.canonical = tensors, tensors.canonical
-        self._followed = self._watch.look().tensors
+        self._followed = tensors_of(modules_of(self._compiler.model))
         self._unsettled = True
         self._executions.clear()
 

@@ -50,6 +50,15 @@ class Asked:
         return f"{self.method} with outputs" if self.outputs else self.method
 
 
+@dataclass(frozen=True, eq=False)
+class _KnownState:
+    """A state, and all that it was read of."""
+
+    tensors: ModelTensors
+    read_of: tuple[Any, ...]
+    state: State
+
+
 class TurnTaker(HeldModel):
     """Agrees with the other ranks on the next call."""
 
@@ -69,7 +78,7 @@ class TurnTaker(HeldModel):
         self._variables = Variables()
         self._read: dict[Mode, ReadConstants] = {}
         self._calls = KnownCalls()
-        self._states: dict[Mode, tuple[tuple[Any, ...], State]] = {}
+        self._states: dict[Mode, _KnownState] = {}
         if batch == "local":
             self._remedy = _LIKE_PARTS
 
@@ -252,10 +261,12 @@ class TurnTaker(HeldModel):
         """The state of the model, and of torch: the very object of the last time if it is the same."""
         with autocast(self._compiler.precision, self._compiler.device):
             modes = around()
-        before, state = self._states.get(mode, ((), None))
-        if state is None or before != (look, modes, self._emptied.layouts):
-            state = State.of(look, mode, self._emptied.shapes(self._tensors.unique()), modes)
-            self._states[mode] = (look, modes, dict(self._emptied.layouts)), state
+        tensors, layouts = self._tensors, self._emptied.layouts
+        known = self._states.get(mode)
+        if known and known.tensors is tensors and known.read_of == (look, modes, layouts):
+            return known.state
+        state = State.of(look, mode, self._emptied.shapes(tensors.unique()), modes)
+        self._states[mode] = _KnownState(tensors, (look, modes, dict(layouts)), state)
         return state
 
     def _model_facts(self, asked: Asked, state: State, look: Look) -> Facts:
