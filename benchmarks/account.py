@@ -36,8 +36,8 @@ def account(program: Program, stamps: Stamps, begun: int, ended: int) -> dict[st
     waited = 0.0
     for number, instruction in enumerate(program.instructions):
         start, arrived, end = stamps[3 * number : 3 * number + 3]
-        is_compute = instruction.op.traits.kind is Kind.COMPUTE
-        parts[COMPUTES if is_compute else POSTS] += 1e-6 * (end - arrived)
+        computes = instruction.op.traits.kind in (Kind.COMPUTE, Kind.RELEASE)  # which adds gradients first
+        parts[COMPUTES if computes else POSTS] += 1e-6 * (end - arrived)
         waited += 1e-6 * (arrived - start)
     parts[FILLS] = min(waited, parts[COMPUTES] / MICROBATCHES * (RANKS - 1))
     parts[WAITS] = waited - parts[FILLS]

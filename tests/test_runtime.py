@@ -1,8 +1,11 @@
 """The runtime on hand-written stages: the same bits as autograd, and errors that say where and why."""
 
+import itertools
 import re
+import threading
 import weakref
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -32,6 +35,8 @@ from pipec.errors import ExecutionError, VerifyError
 from pipec.ir import Compute, Instruction, Mode, Op, Payload, Phase, Program, Schedule, unreplicated
 from pipec.programs.lower import lower
 from pipec.runtime import InProcess, Interpreter
+from pipec.runtime.messages import transport
+from pipec.runtime.stages.gradients import GradientSum
 from pipec.runtime.step.span import Span
 from pipec.schedules import forward_only, make_schedule
 
@@ -199,6 +204,28 @@ def test_the_first_gradient_of_a_step_is_not_copied(schedule: str) -> None:
     pipeline = Pipeline(SCHEDULES[schedule], {**STAGES, 1: Watching})
     pipeline.step(SIZES)
     assert pipeline.model.parameters["w"].grad.data_ptr() == addresses[0]
+
+
+@pytest.mark.parametrize("sizes", [SIZES, (4, 0, 3, 4, 0)], ids=["all", "some without rows"])
+def test_what_a_backward_sends_leaves_before_its_gradients_are_added(
+    sizes: Sequence[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: dict[str, list[str]] = defaultdict(list)
+
+    def noting(what: str, function: Callable[..., None]) -> Callable[..., None]:
+        def noted(*args: Any) -> None:
+            events[threading.current_thread().name].append(what)
+            function(*args)
+
+        return noted
+
+    monkeypatch.setattr(transport._Mailbox, "send", noting("send", transport._Mailbox.send))
+    monkeypatch.setattr(GradientSum, "_add", noting("add", GradientSum._add))
+    Pipeline(SCHEDULES["1f1b"]).step(sizes)
+    found = events["pipec rank 1"]
+    before = [what for what, behind in itertools.pairwise(found) if behind == "add"]
+    assert before == ["send"] * sum(map(bool, sizes))
+    assert found.count("send") == 2 * len(before)
 
 
 def test_a_received_value_may_be_read_by_several_phases() -> None:

@@ -85,6 +85,31 @@ class Call:
         named = [names.get(position, {}) for position in range(len(self.leaves))]
         return self._structure, tuple(map(_kind, self.leaves, self.batched, self.paths, named))
 
+    def without_values(self) -> "Call":
+        """What was found out about this call, without its arguments."""
+        form = Call((), {}, None, self.split, self.unsure)
+        vars(form).update({name: getattr(self, name) for name in _OF_THE_FORM})
+        return form
+
+    def with_values(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any, leaves: list[Any]
+    ) -> "Call":
+        """A call of the same form. ``leaves`` are those of the arguments."""
+        call = Call(args, kwargs, target, self.split, self.unsure)
+        vars(call).update({name: vars(self)[name] for name in _OF_THE_FORM}, leaves=leaves)
+        return call
+
+    def with_leaves(self, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        """Arguments, keyword arguments and target that have these leaves in the place of its own."""
+        made: tuple[Any, ...] = pytree.tree_unflatten(leaves, pytree.tree_structure(self.tree))
+        args, kwargs, target = made
+        return args, kwargs, target
+
+    @functools.cached_property
+    def remembered(self) -> dict[Hashable, Any]:
+        """What others keep of calls of this form."""
+        return {}
+
     @functools.cached_property
     def _structure(self) -> str:
         return str(pytree.tree_structure(self.tree))
@@ -137,6 +162,10 @@ class Call:
         """``function`` of every leaf, in order. What is split stays split."""
         args, kwargs, target = pytree.tree_map(function, self.tree)
         return Call(args, kwargs, target, tuple(self.batched), self.unsure)
+
+
+_OF_THE_FORM = ("paths", "batch_size", "batched", "_structure", "remembered")
+"""What is the same of calls that differ in the values of tensors alone."""
 
 
 def plain_name(path: str) -> str:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from pipec.capture.look import Look, modules_of
 from pipec.ir import Mode
-from pipec.torch_compat import global_hooks, has_gradient_hook, module_hooks
+from pipec.torch_compat import global_hooks
 
 
 @dataclass(frozen=True)
@@ -28,29 +29,32 @@ class State:
     around: tuple[Any, ...]
 
     @classmethod
-    def of(cls, model: nn.Module, mode: Mode, shapes: Mapping[int, torch.Size]) -> "State":
+    def of(cls, look: Look, mode: Mode, shapes: Mapping[int, torch.Size], around: tuple[str, ...]) -> "State":
         """``shapes`` are those of tensors, by ``id``, that are empty here and live in other processes."""
-        modules = modules_of(model)
         first: dict[int, int] = {}
         tensors = [
             (
-                shapes.get(id(x), x.shape),
-                x.dtype,
+                shapes.get(id(x), shape),
+                dtype,
                 first.setdefault(id(x), place),
-                has_gradient_hook(x),
-                mode is Mode.TRAIN and x.requires_grad,
+                hooked,
+                mode is Mode.TRAIN and is_trained,
             )
-            for place, x in enumerate(tensors_of(modules))
+            for place, (x, (shape, dtype, is_trained), hooked) in enumerate(
+                zip(look.tensors, *look.kinds, strict=True)
+            )
         ]
-        return cls(
-            tuple([module.training for module in modules]),
-            tuple([(type(module), module_hooks(module)) for module in modules]),
-            tuple(tensors),
-            _around(),
-        )
+        modules = zip(look.classes, look.hooks, strict=True)
+        return cls(look.training, tuple(modules), tuple(tensors), around)
 
-    @property
-    @functools.lru_cache(maxsize=16)  # noqa: B019, because states hold neither modules nor tensors
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.training, self.modules, self.tensors, self.around))
+
+    @functools.cached_property
     def facts(self) -> dict[str, str]:
         """What the ranks must have in common. Whether tensors are trained, each knows of its own alone."""
         flags = self.training
@@ -84,7 +88,7 @@ class State:
         return "; ".join(found)
 
 
-def _around() -> tuple[str, ...]:
+def around() -> tuple[str, ...]:
     """Autocast on each kind of device, what new tensors are by default, and hooks of every module."""
     autocast = [
         f"autocast to {torch.get_autocast_dtype(kind)} on {kind}"
@@ -107,17 +111,6 @@ def _digest(value: object) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:8]
 
 
-def modules_of(model: nn.Module) -> list[nn.Module]:
-    """The model and all modules below it, each once, in less time than ``nn.Module.modules`` takes."""
-    found, seen = [model], {id(model)}
-    for module in found:
-        for child in module._modules.values():
-            if child is not None and id(child) not in seen:
-                seen.add(id(child))
-                found.append(child)
-    return found
-
-
 def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """As ``modules_of``, each with its first name."""
     names = {id(module): name for name, module in model.named_modules()}
@@ -127,14 +120,3 @@ def _named(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _tensor_names(path: str, module: nn.Module) -> list[str]:
     held = [*module._parameters.items(), *module._buffers.items()]
     return [f"{path}.{name}" if path else name for name, tensor in held if tensor is not None]
-
-
-def tensors_of(modules: Sequence[nn.Module]) -> list[Tensor]:
-    """The parameters and buffers of modules; one with two names appears twice."""
-    return [
-        tensor
-        for module in modules
-        for registry in (module._parameters, module._buffers)
-        for tensor in registry.values()
-        if tensor is not None
-    ]

@@ -1,10 +1,11 @@
 """What was captured for which calls of a model, and whether capturing again would find the same."""
 
+import functools
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Generator, nn
 
 from pipec.capture.call import Call
 from pipec.capture.state import State
@@ -29,6 +30,13 @@ class Kind:
     state: State
     variables: tuple[Variable, ...] = ()
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.mode, self.called, self.outputs, self.state, self.variables))
+
     @property
     def of_any_state(self) -> tuple[Mode, Hashable, bool]:
         return self.mode, self.called, self.outputs
@@ -44,7 +52,7 @@ class Signature:
 
 @dataclass(frozen=True)
 class Turn:
-    """A call that all ranks make, what it is compiled as, its seed, and the random state after it.
+    """A call that all ranks make, what it is compiled as, its seed, and a generator that has drawn that.
 
     ``rows[k]`` are those of replica k, if each was given its own part of the batch; of one replica, all rows.
     """
@@ -52,7 +60,7 @@ class Turn:
     call: Call
     signature: Signature
     seed: int
-    random_state: Tensor
+    drawn: Generator
     rows: tuple[int, ...]
 
 
@@ -64,6 +72,7 @@ class Captures:
     def __init__(self) -> None:
         self.staged: dict[Signature, list[StagedGraph]] = {}
         self._last: dict[Hashable, Kind] = {}
+        self._latest: Kind | None = None
         self._versions: dict[Kind, list[int]] = {}
 
     def version(self, kind: Kind, call: Call | None) -> int:
@@ -75,10 +84,13 @@ class Captures:
         for number in reversed(numbers):
             signature = Signature(kind, number)
             if not self.obsolete(signature, call):
-                if signature in self.staged:
-                    self._last[kind.of_any_state] = kind
+                if signature in self.staged and kind is not self._latest:
+                    self._note_use(kind)
                 return number
         return numbers[-1] + 1 if numbers else 0
+
+    def _note_use(self, kind: Kind) -> None:
+        self._last[kind.of_any_state] = self._latest = kind
 
     def announce(self, signature: Signature, call: Call, model: nn.Module, variables: str) -> str:
         """Say why a kind of call is compiled, and log why it is captured again; returns it in words.
@@ -87,7 +99,7 @@ class Captures:
         """
         kind, number = signature.kind, signature.version
         last, versions = self._last.get(kind.of_any_state), self._versions.setdefault(kind, [])
-        self._last[kind.of_any_state] = kind
+        self._note_use(kind)
         if signature in self.staged:
             return "for other rows or sizes than before"
         reason = variables

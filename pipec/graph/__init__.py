@@ -6,7 +6,7 @@ true after every pass; ``assumptions`` and ``branches`` tell whether a graph is 
 a call; ``dimensions`` writes sizes as text.
 """
 
-from pipec.graph.assumptions import Assumptions, changed_constants
+from pipec.graph.assumptions import Assumptions, ReadConstants
 from pipec.graph.branches import ASSUME, Decided, is_assumption, is_check
 from pipec.graph.nodes import (
     IN_SUMS,

@@ -1,7 +1,10 @@
 """What a captured graph takes for granted of the model and the loss that it was captured from."""
 
+import operator
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -80,10 +83,46 @@ NOTHING = Assumptions(nn.Module(), None, {}, lambda _: {})
 
 def changed_constants(constants: Mapping[Place, Any], traced: nn.Module) -> str:
     """Which of the values that were read are others now: ``model.drop.p was 0.1 and is 0.2``."""
-    now = [_found(place, traced) for place in constants]
-    if all(map(_same, constants.values(), now)):
-        return ""
-    return _changed(constants, dict(zip(constants, now, strict=True)))
+    now = {place: _found(place, traced) for place in constants}
+    return "" if all(map(_same, constants.values(), now.values())) else _changed(constants, now)
+
+
+class ReadConstants:
+    """Values that were read, looked up time after time: what is on the way to several is taken once.
+
+    ``model.h.0.drop.p`` and ``model.h.0.norm.eps`` are five lookups and four more.
+    """
+
+    def __init__(self, constants: Mapping[Place, Any] = MappingProxyType({})) -> None:
+        self._constants = constants
+        self._roots = [*dict.fromkeys(place.root for place in constants if place.root)]
+        self._lookups: list[tuple[int, Callable[[Any, Any], Any], Any]] = []
+        known: dict[tuple[str, tuple[tuple[str, Any], ...]], int] = {
+            (root, ()): number for number, root in enumerate(["", *self._roots])
+        }
+        self._positions = [self._position(place.root, place.steps, known) for place in constants]
+
+    def _position(self, root: str, steps: tuple[tuple[str, Any], ...], known: dict[Any, int]) -> int:
+        """Which lookup finds what is there after these steps; it is added if it is new."""
+        if (root, steps) not in known:
+            *before, (kind, key) = steps
+            parent = self._position(root, tuple(before), known)
+            known[root, steps] = len(known)
+            self._lookups.append((parent, getattr if kind == "attribute" else operator.getitem, key))
+        return known[root, steps]
+
+    def changed(self, traced: nn.Module) -> str:
+        """Which of the values are others now, in words; empty if none is."""
+        found: list[Any] = [traced, *map(sys.modules.get, self._roots)]
+        try:
+            for parent, look_up, key in self._lookups:
+                found.append(look_up(found[parent], key))
+        except (LookupError, AttributeError, TypeError):
+            return changed_constants(self._constants, traced)
+        now = [found[position] for position in self._positions]
+        if all(map(_same, self._constants.values(), now)):
+            return ""
+        return changed_constants(self._constants, traced)
 
 
 def _found(place: Place, traced: nn.Module) -> Any:

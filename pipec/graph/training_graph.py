@@ -136,7 +136,9 @@ class TrainingGraph:
         ``sizes`` are those of the call, its rows among them. Without leaves, the model alone is looked at.
         """
         changed = self.assumptions.broken()
-        return changed or (self.decided.changed(leaves, self._known(sizes)) if leaves is not None else "")
+        if changed or leaves is None or not self.decided.branches:
+            return changed
+        return self.decided.changed(leaves, self._known(sizes))
 
     def _known(self, sizes: Sizes) -> dict[sympy.Symbol, float]:
         return {symbol: sizes[name] for symbol, name in self.symbols.items() if name in sizes}

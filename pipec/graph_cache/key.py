@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pipec.capture.attributes import HeldTensor, readable_values
 from pipec.capture.call import Call
-from pipec.capture.state import modules_of, tensors_of
+from pipec.capture.look import modules_of, tensors_of
 from pipec.capture.step import Step
 from pipec.graph_cache import files
 from pipec.graph_cache.marks import UnfaithfulError, class_mark, digest, name_of, tensor_mark, value_mark

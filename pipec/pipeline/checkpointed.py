@@ -167,11 +167,12 @@ class CheckpointedModel(TurnTaker):
         """The folder, once all ranks have called this for the same one, and hold the tensors of the model."""
         self.finish_saving()
         self.drain()
+        look = self._watch.look()
         if self._ranks.world.distributed:
             how = ", asynchronous=True" if asynchronous else ""
-            replaced = {"replaced": ", ".join(self._replaced()) or "none"}
+            replaced = {"replaced": ", ".join(self._replaced(look)) or "none"}
             self._require_same(f"{method}({str(directory)!r}{how})", replaced)
-        self._follow_model()
+        self._follow_model(look)
         return Path(directory).resolve()
 
     def _training(self, optimizer: Any, scheduler: Any, speaks: bool) -> Training:

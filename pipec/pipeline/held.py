@@ -1,13 +1,12 @@
 """The tensors of a model that is compiled: which of them this process keeps, and how all come together."""
 
-import operator
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from pipec.capture.state import modules_of, tensors_of
+from pipec.capture.look import Look, Watch, modules_of, same_objects, tensors_of
 from pipec.compiler.compiler import Compiler
 from pipec.console import log
 from pipec.errors import InputError, PlanError
@@ -37,6 +36,7 @@ class HeldModel(Streams):
         self._emptied = Emptied()
         self._changing: set[str] = set()
         self._unsettled = False
+        self._watch = Watch(compiler.model)
         self._followed = tensors_of(modules_of(compiler.model))
         self._trains = tensors.trained()
         self.training = compiler.model.training
@@ -176,16 +176,15 @@ class HeldModel(Streams):
                 whole[fqn] = found.to("cpu", copy=True) if found is given else found
         return whole
 
-    def _replaced(self) -> list[str]:
+    def _replaced(self, look: Look) -> list[str]:
         """The names under which the model has other tensors than the pipeline, or has some no longer."""
-        there = tensors_of(modules_of(self._compiler.model))
-        if len(there) == len(self._followed) and all(map(operator.is_, there, self._followed)):
+        if same_objects(look.tensors, self._followed):
             return []
         return self._tensors.differing(ModelTensors.of(self._compiler.model))
 
-    def _follow_model(self) -> bool:
+    def _follow_model(self, look: Look) -> bool:
         """Hold the tensors that the model has now, where it was given others. Returns whether it was."""
-        names = self._replaced()
+        names = self._replaced(look)
         if names:
             model = ModelTensors.of(self._compiler.model)
             model.refuse_shared_memory()

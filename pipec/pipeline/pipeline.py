@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from pipec.artifact.directory import write
@@ -16,6 +15,7 @@ from pipec.compiler.captures import Turn
 from pipec.compiler.compiler import Compiler
 from pipec.compiler.groups import Compiled, Groups
 from pipec.errors import InputError
+from pipec.graph import ReadConstants
 from pipec.ir import Mode, RankMemory
 from pipec.ir.arguments import check_arguments
 from pipec.ir.batch import require_equal_rows, sizes_of_replicas, variable_values
@@ -26,6 +26,7 @@ from pipec.pipeline.turns import Asked
 from pipec.plan.local_batch import check_local_batch
 from pipec.plan.step_memory import StepMemory
 from pipec.runtime.holder import Emptied, ModelTensors, forget
+from pipec.runtime.randomness import take
 from pipec.runtime.step.execution import Ranks
 from pipec.runtime.step.outcomes import StreamBatch
 from pipec.runtime.step.results import join
@@ -166,7 +167,7 @@ class Pipeline(ShownModel):
                 "their rows, so that they make no stream; pass batches that divide evenly"
             )
         if groups[0][0].artifact.draws:
-            torch.default_generator.set_state(turn.random_state)
+            take(turn.drawn)
 
         kind, variables = turn.signature.kind, turn.signature.kind.variables
 
@@ -312,9 +313,11 @@ class Pipeline(ShownModel):
 
         values = variable_values(kind.variables, call.leaves)
         request = repr((*kind.of_any_state, kind.state.facts, self._trains, version, rows, values))
-        groups, self._read[kind.mode] = self._ranks.once(request, compiled)
+        groups, read = self._ranks.once(request, compiled)
+        self._read[kind.mode] = ReadConstants(read)
         self._split_before |= known_from(call)
         self._variables.note(call, kind.mode)
+        self._calls.clear()
         self._kept.add(turn.signature, rows, groups)
         kept = {made.number: made.artifact for made in self._kept.compiled}
         self._compiler.retain(kept)
@@ -325,7 +328,7 @@ class Pipeline(ShownModel):
     def _run(self, turn: Turn, begun: Begun = nothing) -> Mapping[str, Tensor]:
         groups = self._compiled(turn)
         if any(compiled.artifact.draws for compiled, _ in groups):
-            torch.default_generator.set_state(turn.random_state)
+            take(turn.drawn)
         begun()
         if turn.signature.kind.mode is Mode.TRAIN:
             return self._run_groups(turn, groups)
@@ -354,9 +357,7 @@ class Pipeline(ShownModel):
         call, every, batch = turn.call, [size for sizes in groups for size in sizes], sum(turn.rows)
         shares = None
         if turn.signature.kind.mode is not Mode.FORWARD:
-            structure = pytree.tree_structure(call.tree)
-            call_of = functools.partial(pytree.tree_unflatten, treespec=structure)
-            shares = loss_shares(self._weight, call.leaves, call_of, call.batched, every)
+            shares = loss_shares(self._weight, call.leaves, call.with_leaves, call.batched, every)
         values = variable_values(turn.signature.kind.variables, call.leaves)
         spans, start, first = list[Span](), 0, 0
         for sizes in groups:

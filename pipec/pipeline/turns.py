@@ -11,17 +11,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Generator, Tensor
 
 from pipec.capture.autocast import autocast, check_step
 from pipec.capture.call import Call
+from pipec.capture.known_calls import Form, KnownCalls
+from pipec.capture.look import Look, same_objects
 from pipec.capture.splitting import Batched, divide, positional_names, refuse_own_batches
-from pipec.capture.state import State
+from pipec.capture.state import State, around
 from pipec.capture.variables import Variables
 from pipec.compiler.captures import Kind, Signature, Turn
 from pipec.compiler.compiler import Compiler
 from pipec.errors import InputError, PipecError
-from pipec.graph import changed_constants
+from pipec.graph import ReadConstants
 from pipec.ir import Mode
 from pipec.pipeline.held import HeldModel
 from pipec.runtime.holder import ModelTensors
@@ -32,7 +34,7 @@ from pipec.runtime.stages.batch import dense
 from pipec.runtime.step.execution import Ranks
 from pipec.runtime.step.updates import Updates
 from pipec.runtime.stream.batches import Given
-from pipec.torch_compat import Place, pytree
+from pipec.torch_compat import pytree
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,15 @@ class Asked:
     @property
     def name(self) -> str:
         return f"{self.method} with outputs" if self.outputs else self.method
+
+
+@dataclass(frozen=True, eq=False)
+class _KnownState:
+    """A state, and all that it was read of."""
+
+    tensors: ModelTensors
+    read_of: tuple[Any, ...]
+    state: State
 
 
 class TurnTaker(HeldModel):
@@ -65,7 +76,9 @@ class TurnTaker(HeldModel):
         self._batched = batched
         self._split_before: dict[str, bool] = {}
         self._variables = Variables()
-        self._read: dict[Mode, dict[Place, Any]] = {}
+        self._read: dict[Mode, ReadConstants] = {}
+        self._calls = KnownCalls()
+        self._states: dict[Mode, _KnownState] = {}
         if batch == "local":
             self._remedy = _LIKE_PARTS
 
@@ -96,9 +109,10 @@ class TurnTaker(HeldModel):
         self.drain()
         if not self._ranks.world.distributed:
             self._stop_here()
-            self._follow_model()
+            look = self._watch.look()
+            self._follow_model(look)
             call = self._checked(asked.mode, args, kwargs, target)
-            kind = self._kind(asked, call, self._state(asked.mode))
+            kind = self._kind(asked, call, self._state(asked.mode, look))
             seed, after = next_seed()
             return Turn(
                 call, Signature(kind, self._compiler.version(kind, call)), seed, after, (call.batch_size,)
@@ -125,7 +139,8 @@ class TurnTaker(HeldModel):
 
     def _is_right(self, signature: Signature) -> bool:
         """Whether what was compiled is right for the model as it is; rank 0 alone has guards."""
-        if self._replaced() or self._state(Mode.TRAIN) != signature.kind.state:
+        look = self._watch.look()
+        if self._replaced(look) or self._state(Mode.TRAIN, look) != signature.kind.state:
             return False
         return self._ranks.world.rank != 0 or self._compiler.is_right(signature)
 
@@ -135,8 +150,9 @@ class TurnTaker(HeldModel):
         return self._batch != "rank0" or self._ranks.world.rank == 0
 
     def _together(self, asked: Asked, call: Call, refusal: PipecError | None) -> Turn:
-        state, part = self._state(asked.mode), Facts()
-        facts = self._model_facts(asked, state)
+        look, part = self._watch.look(), Facts()
+        state = self._state(asked.mode, look)
+        facts = self._model_facts(asked, state, look)
         if refusal is not None:
             facts |= {"refused": str(refusal)}
         elif self._batch == "same":
@@ -145,7 +161,8 @@ class TurnTaker(HeldModel):
             facts |= _facts_of_any_part(call, asked)
             part = _facts_of_rows(call, asked)
         kind = self._kind(asked, call, state) if self._passes and refusal is None else None
-        notes = self._notes(kind, call) + ([call.batch_size, _digest(part)] if part else [])
+        seed, after = next_seed()
+        notes = [seed, *self._notes(kind, call)] + ([call.batch_size, _digest(part)] if part else [])
         presence = Presence.OPTIONAL if self._batch == "local" else Presence.NEEDED
         every = self._require_same(asked.name, facts, notes, presence)
         self._stop_if_told(every)
@@ -154,13 +171,13 @@ class TurnTaker(HeldModel):
         rows = self._rows_of_parts(every, part) if self._batch == "local" else None
         if any(told.joined for told in every):
             _, call, every = self._told_the_joined(every, asked, call)
-        if self._changes_model(every):
+        if self._changes_model(every, look):
             return self._together(asked, call, None)
         if self._batch == "rank0":
             call = self._sent(asked, call)
             kind = self._kind(asked, call, state)
         assert kind is not None, "a rank whose arguments count, and are right, knows the kind of its call"
-        return _turn(call, kind, every, rows)
+        return _turn(call, kind, every, after, rows)
 
     def _joined(self) -> tuple[Asked, Turn] | None:
         """The next call of the ranks that have rows, which this one has not; None if all have joined."""
@@ -172,9 +189,11 @@ class TurnTaker(HeldModel):
             return None
         rows = self._rows_of_parts(every, own)
         asked, call, every = self._told_the_joined(every)
-        if self._changes_model(every):
+        look = self._watch.look()
+        if self._changes_model(every, look):
             return self._joined()
-        return asked, _turn(call, self._kind(asked, call, self._state(asked.mode)), every, rows)
+        kind = self._kind(asked, call, self._state(asked.mode, look))
+        return asked, _turn(call, kind, every, next_seed()[1], rows)
 
     def _told_the_joined(
         self, every: Sequence[Told], asked: Asked | None = None, call: Call | None = None
@@ -199,19 +218,20 @@ class TurnTaker(HeldModel):
                 "some ranks have joined, but a step without them needs pipec.compile(..., optimizer=...): an "
                 "optimizer outside of the programs would not make its update on ranks that have joined"
             )
-        state = self._state(asked.mode)
-        notes = self._notes(self._kind(asked, call, state), call)
-        return asked, call, self._require_same(asked.name, self._model_facts(asked, state), notes)
+        look = self._watch.look()
+        state = self._state(asked.mode, look)
+        notes = [next_seed()[0], *self._notes(self._kind(asked, call, state), call)]
+        return asked, call, self._require_same(asked.name, self._model_facts(asked, state, look), notes)
 
     def _notes(self, kind: Kind | None, call: Call) -> list[int]:
-        """What rank 0 decides, and whether parameters that this rank holds were switched on or off."""
+        """What rank 0 finds of its guards, and whether parameters that this rank holds were switched."""
         whole = call if self._batch != "local" else None
         version = self._compiler.version(kind, whole) if kind and self._ranks.world.rank == 0 else 0
-        return [next_seed()[0], version, hash(self._tensors.trained())]
+        return [version, hash(self._tensors.trained())]
 
-    def _changes_model(self, every: Sequence[Told]) -> bool:
+    def _changes_model(self, every: Sequence[Told], look: Look) -> bool:
         """Whether the model is another one than before; every rank has followed it then."""
-        return self._follow_model() or self._agree_on_trained([told.notes[_TRAINED] for told in every])
+        return self._follow_model(look) or self._agree_on_trained([told.notes[_TRAINED] for told in every])
 
     def _rows_of_parts(self, every: Sequence[Told], part: Facts) -> tuple[int, ...]:
         """The rows of each replica. Raises InputError if the ranks of one passed different ones."""
@@ -230,23 +250,51 @@ class TurnTaker(HeldModel):
         return self._divided(Call(*pytree.tree_unflatten(sent, structure)))
 
     def _kind(self, asked: Asked, call: Call, state: State) -> Kind:
-        variables = self._variables.of(call, asked.mode)
-        return Kind(asked.mode, call.signature(variables), asked.outputs, state, variables)
+        kind: Kind | None = call.remembered.get((asked, state))
+        if kind is None:
+            variables = self._variables.of(call, asked.mode)
+            kind = Kind(asked.mode, call.signature(variables), asked.outputs, state, variables)
+            call.remembered[asked, state] = kind
+        return kind
 
-    def _state(self, mode: Mode) -> State:
+    def _state(self, mode: Mode, look: Look) -> State:
+        """The state of the model, and of torch: the very object of the last time if it is the same."""
         with autocast(self._compiler.precision, self._compiler.device):
-            return State.of(self._compiler.model, mode, self._emptied.shapes(self._tensors.unique()))
+            modes = around()
+        tensors, layouts = self._tensors, self._emptied.layouts
+        known = self._states.get(mode)
+        if known and known.tensors is tensors and known.read_of == (look, modes, layouts):
+            return known.state
+        state = State.of(look, mode, self._emptied.shapes(tensors.unique()), modes)
+        self._states[mode] = _KnownState(tensors, (look, modes, dict(layouts)), state)
+        return state
 
-    def _model_facts(self, asked: Asked, state: State) -> Facts:
+    def _model_facts(self, asked: Asked, state: State, look: Look) -> Facts:
         """What the ranks must have in common before a call. That is also what the compiled code once read."""
         mode = asked.mode
-        changed = changed_constants(self._read.get(mode, {}), self._compiler.traced(mode)) or "none"
-        replaced = ", ".join(self._replaced()) or "none"
+        read = self._read.get(mode)
+        changed = (read.changed(self._compiler.traced(mode)) if read else "") or "none"
+        replaced = ", ".join(self._replaced(look)) or "none"
         facts = state.facts | {"replaced": replaced, "changed values": changed}
         return facts | (self._update_facts() if asked.method == "step" else {})
 
     def _checked(self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Call:
         check_step(self._compiler.precision, self._compiler.device, mode)
+        form, leaves = Form.of(self._compiler.model, args, kwargs, target, mode is Mode.FORWARD)
+        like = self._calls.like(form) if form else None
+        if like is None:
+            like = self._checked_anew(mode, args, kwargs, target)
+            if form and same_objects(
+                leaves, pytree.tree_leaves((args, dict(sorted(kwargs.items())), target))
+            ):
+                self._calls.note(form, like)
+            return like
+        laid_out = [*map(dense, leaves)]
+        if not same_objects(laid_out, leaves):
+            args, kwargs, target = pytree.tree_map(dense, (args, kwargs, target))
+        return like.with_values(args, kwargs, target, laid_out)
+
+    def _checked_anew(self, mode: Mode, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Call:
         refuse_own_batches((args, kwargs, target))
         call = Call(*pytree.tree_map(dense, (args, kwargs, target)))
         call.check(self._compiler.model)
@@ -263,10 +311,11 @@ _TRAINED, _ROWS = 2, 3
 """Where among the notes of a rank are the digest of what is trained and the rows of its part, if any."""
 
 
-def _turn(call: Call, kind: Kind, every: Sequence[Told], rows: tuple[int, ...] | None) -> Turn:
+def _turn(
+    call: Call, kind: Kind, every: Sequence[Told], after: Generator, rows: tuple[int, ...] | None
+) -> Turn:
     """The turn that the ranks agreed on. What is drawn, and which capture is right, is rank 0's word."""
     seed, version, *_ = every[0].notes
-    _, after = next_seed()
     return Turn(call, Signature(kind, version), seed, after, rows or (call.batch_size,))
 
 

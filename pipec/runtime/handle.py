@@ -66,6 +66,17 @@ class Handle(nn.Module):
             self._warn_of_clipping(sys._getframe(1).f_globals.get("__name__", ""))
             yield parameter
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As ``nn.Module.zero_grad``, which takes longer to find gradients than to let go of them."""
+        if not set_to_none:
+            return super().zero_grad(set_to_none)
+        modules: list[nn.Module] = [self]
+        for module in modules:
+            modules += filter(None, module._modules.values())
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    parameter.grad = None
+
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients so that their norm over the whole model is at most ``max_norm``.

@@ -32,7 +32,7 @@ from pipec.runtime.holder import ModelTensors, hold
 from pipec.runtime.messages.facts import Facts, leaf_fact
 from pipec.runtime.optimizers import Factory
 from pipec.runtime.processes.launch import DEVICES, Devices
-from pipec.runtime.randomness import next_seed
+from pipec.runtime.randomness import next_seed, take
 from pipec.runtime.stages.batch import dense
 from pipec.runtime.stages.kernels import KERNELS, require_source
 from pipec.runtime.step.execution import Ranks
@@ -192,7 +192,7 @@ class LoadedPipeline(Streams):
             seed = every[0].notes[0]
         self._stop_here()
         if self._artifact.draws:
-            torch.default_generator.set_state(after)
+            take(after)
         return seed
 
     def _batch_facts(self, batch: "_Batch") -> Facts:

@@ -57,14 +57,15 @@ def mix(*key: int) -> int:
     return state
 
 
-def next_seed() -> tuple[int, Tensor]:
-    """The next number of torch's default generator, and the state in which it is once that is taken.
+def next_seed() -> tuple[int, torch.Generator]:
+    """The next number of torch's default generator, and one that is as that is once the number is taken.
 
-    The generator is left as it was: only a step that draws takes the number, by setting the state.
+    The default generator is left as it was: only a step that draws takes the number, by ``take``.
     """
-    default = torch.default_generator
-    before = default.get_state()
-    seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=default))
-    after = default.get_state()
-    default.set_state(before)
-    return seed, after
+    after = torch.default_generator.clone_state()
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=after)), after
+
+
+def take(after: torch.Generator) -> None:
+    """Let torch's default generator be as this one, once the number of a step is taken."""
+    torch.default_generator.set_state(after.get_state())

@@ -71,6 +71,7 @@ from pipec.torch_compat.operators import (
     whole_interpolations,
     whole_recurrent_networks,
 )
+from pipec.torch_compat.parts import ModuleParts, TensorKinds, kinds_of, parts_of
 from pipec.torch_compat.reading import UnknownPlaceError, reader
 from pipec.torch_compat.switches import modes_around, patched_functions, switches
 
@@ -88,9 +89,11 @@ __all__ = [
     "HigherOrderOperator",
     "JointGraph",
     "MemoryKept",
+    "ModuleParts",
     "OpOverload",
     "Place",
     "Symbolic",
+    "TensorKinds",
     "UnknownPlaceError",
     "ValueSize",
     "bounded_ctc_losses",
@@ -113,11 +116,13 @@ __all__ = [
     "has_values",
     "hint_of",
     "is_plain_fake",
+    "kinds_of",
     "model_raised",
     "modes_around",
     "module_hooks",
     "needs_values",
     "num_changes",
+    "parts_of",
     "patched_functions",
     "place_fakes",
     "python_expression",

@@ -2,7 +2,7 @@
 
 All ranks call each method in the same order. Before every call of the pipeline they exchange some bytes: a
 digest of what each was given, and some numbers, such as rank 0's seed. Only if digests differ do they also
-exchange the facts themselves.
+exchange the facts themselves. Between ranks of one host these bytes go over a socket of theirs.
 """
 
 import contextlib
@@ -66,6 +66,8 @@ class Agreement:
         self._transport = transport
         self._timeout = timeout
         self._peers = [peer for peer in range(transport.num_ranks) if peer != transport.rank]
+        self._near = transport.near()
+        self._far = [peer for peer in self._peers if peer not in self._near]
         self._gloo = (
             transport.gloo_connections()
             if transport.device.type == "cuda"  # whose connections carry no CPU tensors
@@ -89,8 +91,8 @@ class Agreement:
             TransportError: some rank does not call this.
         """
         padding = [0] * (_MOST_NOTES - len(notes))
-        own = torch.tensor([*_digest(facts), presence, STOPS.asked, *notes, *padding])
-        rows = [row.tolist() for row in self.exchange(doing, own)]
+        own = _ROW.pack(*_digest(facts), presence, STOPS.asked, *notes, *padding)
+        rows = [[*_ROW.unpack(row)] for row in self._exchange_rows(doing, own)]
         strict = any(row[2] == Presence.NEEDED for row in rows)
         compared = [row[:2] for row in rows if strict or row[2] != Presence.JOINED]
         if any(each != compared[0] for each in compared):
@@ -111,6 +113,32 @@ class Agreement:
         """The tensor of each rank, on every rank. All have the same shape and type, and are on the CPU."""
         return self.exchanging(doing, own)()
 
+    def _exchange_rows(self, doing: str, own: bytes) -> list[bytes]:
+        """A few bytes of each rank, on every rank."""
+        found = {self._transport.rank: own}
+        for peer, socket in self._near.items():
+            try:
+                socket.send(own)
+            except (TimeoutError, ConnectionError):
+                with self._together_with(peer, doing):
+                    raise
+        wait = self._exchanging_far(doing, own) if self._far else dict
+        for peer, socket in self._near.items():
+            with self._together_with(peer, doing):
+                found[peer] = socket.receive(len(own))
+        found |= wait()
+        return [found[rank] for rank in range(len(found))]
+
+    def _exchanging_far(self, doing: str, own: bytes) -> Callable[[], dict[int, bytes]]:
+        """Start to exchange bytes with ranks that share no memory with this one."""
+        wait = self.exchanging(doing, torch.tensor([*own], dtype=torch.uint8), to=self._far)
+
+        def received() -> dict[int, bytes]:
+            rows = wait()
+            return {peer: bytes(rows[peer].tolist()) for peer in self._far}
+
+        return received
+
     def announce(self, doing: str, number: int, facts: Facts) -> Callable[[], bool]:
         """Tell the others ``facts`` without waiting; returns what waits for theirs and says if all go on.
 
@@ -122,14 +150,16 @@ class Agreement:
         wait = self.exchanging(doing, own, _TAG - 1 - number % _NUM_ANNOUNCEMENTS)
         return lambda: all(torch.equal(each, going_on) for each in wait())
 
-    def exchanging(self, doing: str, own: Tensor, tag: int = _TAG) -> Callable[[], list[Tensor]]:
-        """Start to exchange tensors; returns what waits for those of all ranks."""
+    def exchanging(
+        self, doing: str, own: Tensor, tag: int = _TAG, to: Sequence[int] | None = None
+    ) -> Callable[[], list[Tensor]]:
+        """Start to exchange tensors, ``to`` these ranks or all; returns what waits for theirs."""
         rank = self._transport.rank
         found = [
             own if other == rank else torch.empty_like(own) for other in range(self._transport.num_ranks)
         ]
         waits = []
-        for peer in self._peers:
+        for peer in self._peers if to is None else to:
             with self._together_with(peer, doing) as via:
                 waits.append((peer, via.receive(found[peer], peer, tag)))
                 via.send([own], peer, tag)
@@ -208,9 +238,12 @@ class Agreement:
 
 _MOST_NOTES = 5
 
+_ROW = struct.Struct(f"={4 + _MOST_NOTES}q")
+"""A digest of the facts, presence, the signal to stop, and the notes."""
+
 
 def _digest(facts: Facts) -> tuple[int, ...]:
-    text = json.dumps(list(facts.items())).encode()
+    text = repr([*facts.items()]).encode()
     return struct.unpack("2q", hashlib.blake2b(text, digest_size=16).digest())
 
 

@@ -18,7 +18,7 @@ import pickle
 import textwrap
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -35,12 +35,14 @@ from pipec.runtime.messages.buffers import Buffer, Memory, buffers_for, values_i
 from pipec.runtime.messages.connections import Connections, Direction, GlooConnections
 from pipec.runtime.messages.cuda import current_device
 from pipec.runtime.messages.group import Group
+from pipec.runtime.messages.host_sockets import connect_all
 from pipec.runtime.messages.hosts_group import HostsGroup
 from pipec.runtime.messages.nccl import NcclConnections
 from pipec.runtime.messages.outbox import Outbox
 from pipec.runtime.messages.parcels import Parcel, Parcels
 from pipec.runtime.messages.processes_group import ProcessesGroup
 from pipec.runtime.messages.shared_memory import SharedMemory
+from pipec.runtime.messages.sockets import Socket
 from pipec.runtime.messages.transport import Receiver, Send
 from pipec.runtime.processes.launch import world
 from pipec.runtime.processes.rendezvous import bounded, meet
@@ -90,12 +92,19 @@ class TorchDistributed:
             else self.gloo_connections()
         )
         self._shared = SharedMemory(self.rank, timeout)
+        self._near: dict[int, Socket] = {}
         self._lifelines.on_failure = self._close
 
     def gloo_connections(self) -> GlooConnections:
         """Connections of CPU tensors. All ranks make theirs in the same order."""
         make = functools.partial(GlooConnections, self.rank, self.num_ranks, self._timeout)
         return self.making("the gloo connections", make)
+
+    def near(self) -> Mapping[int, Socket]:
+        """A socket to each rank of this host. Every rank calls this once."""
+        found = connect_all(self.rank, self.num_ranks, self._timeout, self.gather)
+        self._near = {peer: Socket(each) for peer, each in found.items()}
+        return self._near
 
     def making(self, what: str, make: Callable[[], T], num_parts: int = 1) -> T:
         """What ``make`` returns, which all ranks call together. Each of its parts may take the timeout.
@@ -249,6 +258,8 @@ class TorchDistributed:
         self._close()
 
     def _close(self) -> None:
+        for near in self._near.values():
+            near.close()
         self._shared.close()
         self._connections.close()
 

@@ -50,6 +50,14 @@ def connect(
     return outgoing, incoming
 
 
+def connect_all(rank: int, num_ranks: int, timeout: float, gather: Gather) -> dict[int, socket.socket]:
+    """A socket for both directions to each rank that can share memory with this one. Every rank calls it."""
+    others = [each for each in range(num_ranks) if each != rank]
+    upwards = {(min(rank, each), max(rank, each)) for each in others}
+    outgoing, incoming = connect(rank, upwards, timeout, gather)
+    return dict(sorted((outgoing | incoming).items()))
+
+
 def shared_file(num_bytes: int) -> int:
     """The descriptor of a file in memory. It has no name, so that it is gone when nobody has it open."""
     file = os.memfd_create("pipec", os.MFD_CLOEXEC)

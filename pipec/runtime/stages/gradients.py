@@ -46,6 +46,7 @@ class GradientSum:
         self._holds = holds
         self._factor = 1.0
         self._totals: list[Tensor | None] = []
+        self._waiting: list[Tensor | Rows | None] = []
         self._homes: dict[int, Home] = {}
 
     def keep_in(self, home: Home, indices: Iterable[int]) -> None:
@@ -59,7 +60,7 @@ class GradientSum:
 
     def begin_step(self, factor: float = 1.0) -> None:
         """Start from the ``.grad`` that previous steps left; totals of the step start empty."""
-        self._factor = factor
+        self._factor, self._waiting = factor, []
         self._totals = [
             None if index in self._apart else parameter.grad
             for index, parameter in enumerate(self._parameters)
@@ -74,7 +75,7 @@ class GradientSum:
 
     def forget_step(self) -> None:
         """Hold no gradient any longer, so that setting ``.grad`` to None frees it."""
-        self._totals = []
+        self._totals, self._waiting = [], []
         for home in set(self._homes.values()):
             home.forget_step()
 
@@ -84,6 +85,17 @@ class GradientSum:
         A parameter's first gradient is taken out of the list, so that its memory can become the total.
         """
         self._add(gradients, self._factor)
+
+    def add_later(self, gradients: list[Tensor | Rows | None]) -> None:
+        """Add these when ``settle`` is called, before anybody looks at sums."""
+        self.settle()
+        self._waiting = gradients
+
+    def settle(self) -> None:
+        """Add what waits for that."""
+        gradients, self._waiting = self._waiting, []
+        if gradients:
+            self._add(gradients, self._factor)
 
     def _add(self, gradients: list[Tensor | Rows | None], factor: float) -> None:
         totals, terms = [], []

@@ -19,16 +19,19 @@ def bind_function(
     microbatch: int,
     take: Take,
     results: Collector,
+    sends_first: bool = False,
 ) -> Action:
     """The action that calls a function of ``stage`` on ``microbatch``. ``take`` returns the arguments.
 
-    ``is_last`` tells the last function of ``phase`` from those that save something for the next one.
+    ``is_last`` tells the last function of ``phase`` from those that save something for the next one. If it
+    ``sends_first``, somebody else lets the stage add the gradients, when what others wait for has been sent.
 
     Gradients are handed over in a list that replaces the tuple a function returned. Nothing but the list then
     holds them, and ``GradientSum`` keeps the memory of such a gradient instead of copying it.
     """
     frame = stage.frames[microbatch]
     function = stage.function(name, phase, microbatch)
+    add = stage.gradients.add_later if sends_first else stage.gradients.add
 
     def forward() -> None:
         sent, saved, updates = function(*take())
@@ -42,20 +45,20 @@ def bind_function(
     def backward() -> None:
         sent, gradients = function(*take())
         frame.update(sent)
-        stage.gradients.add(gradients := [*gradients])
+        add(gradients := [*gradients])
 
     def backward_input() -> None:
         sent, saved, gradients = function(*take())
         frame.update(sent, saved=saved)
-        stage.gradients.add(gradients := [*gradients])
+        add(gradients := [*gradients])
 
     def backward_weight() -> None:
         gradients = function(*take())
-        stage.gradients.add(gradients := [*gradients])
+        add(gradients := [*gradients])
 
     def part_of_backward_weight() -> None:
         frame["saved"], gradients = function(*take())
-        stage.gradients.add(gradients := [*gradients])
+        add(gradients := [*gradients])
 
     actions = {
         Phase.FORWARD: forward,

@@ -4,7 +4,7 @@ import functools
 import json
 import types
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 class _ReadsInputs(Protocol):
     @property
-    def inputs(self) -> set[str]: ...
+    def inputs(self) -> Set[str]: ...
 
 
 Interprets = TypeVar("Interprets", bound=_ReadsInputs)
@@ -188,6 +188,8 @@ class Linked(Generic[Interprets]):
             if device.type == "cuda":
                 self._read_by_gpus |= self._interpreters[-1].inputs
             self._of_batch += [OfBatch(plan.stages[k], module, held, device) for k, module in modules.items()]
+        readers: list[_ReadsInputs] = [*self._interpreters, *self._of_batch]
+        self._read_here = set[str]().union(*(reader.inputs for reader in readers))
 
     def _load(self, number: int, recorder: Recorder | None) -> types.ModuleType:
         stage = self.artifact.plan.stages[number]
@@ -245,10 +247,12 @@ class Linked(Generic[Interprets]):
             raise failure from error
 
     def _split(self, leaves: Sequence[object], span: Span) -> list[dict[str, Tensor]]:
-        """The inputs of each microbatch of which this process has the rows; of others there are none."""
+        """What this process reads of each microbatch of which it has the rows; of others there is nothing."""
         microbatches: list[dict[str, Tensor]] = [{} for _ in span.sizes]
         own, sizes = [microbatches[each] for each in span.own], [span.sizes[each] for each in span.own]
         for given in self.artifact.plan.inputs:
+            if given.value.name not in self._read_here:
+                continue
             tensor = leaves[given.position]
             assert isinstance(tensor, Tensor)
             if given.value.name in self._read_by_gpus and tensor.device.type == "cpu":

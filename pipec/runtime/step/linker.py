@@ -3,12 +3,17 @@
 The linker walks the program once. For each stage and microbatch it keeps track of the named values that are
 present or on their way. It refuses a compute that asks for a name nothing provides. The first reader of a
 value that is still on its way waits for it, and the last reader of a value drops it.
+
+What a backward sends leaves before its gradients are added, for another rank waits for it::
+
+    backward, add    send    free        ->        backward    send    add, free
 """
 
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
@@ -21,29 +26,10 @@ from pipec.runtime.stages.joins import Joining
 from pipec.runtime.stages.stage import Frame, parameter_names
 from pipec.runtime.step.compute import Action, Take, bind_function
 from pipec.runtime.step.ending import EndingLinker
+from pipec.runtime.step.linked import Linked, in_turn
 from pipec.runtime.step.outcomes import Outcomes
 from pipec.runtime.step.rank import Delivery, Rank
 from pipec.runtime.step.results import Results
-
-
-@dataclass(frozen=True)
-class Linked:
-    """An action with its instruction.
-
-    If none of ``microbatches`` has rows in a step, ``idle`` takes its place there: it waits for what the
-    action would have waited for in the name of others. Without ``microbatches``, the action is always made.
-    """
-
-    instruction: Instruction
-    action: Action
-    microbatches: Sequence[int] = ()
-    idle: Action = lambda: None
-
-    def on(self, sizes: Sequence[int]) -> Action:
-        """What to do in a step whose microbatches have these rows."""
-        is_idle = self.microbatches and not any(sizes[each] for each in self.microbatches)
-        return self.idle if is_idle else self.action
-
 
 Source = Callable[[], Sequence[Any]]
 Sink = Callable[[Sequence[Tensor]], None]
@@ -62,10 +48,28 @@ def link(program: Program, rank: Rank) -> list[Linked]:
     Raises:
         VerifyError: a stage lacks a function, or a function asks for a value that is not there.
     """
-    linker = Linker(rank)
-    linked = [linker.link(instruction) for instruction in program.instructions]
+    linker, linked, settle = Linker(rank), list[Linked](), list[Action]()
+    for instruction, behind in itertools.zip_longest(program.instructions, program.instructions[1:]):
+        made = linker.link(instruction, _sends_to_compute(behind))
+        if settle and not _sends_to_compute(instruction):
+            made = made.behind(settle.pop())
+        if _makes_gradients(instruction) and _sends_to_compute(behind):
+            settle.append(rank.stages[instruction.stage].gradients.settle)
+        linked.append(made)
     linker.finish()
-    return linked + linker.closing
+    return linked + [Linked(program.instructions[-1], each) for each in settle] + linker.closing
+
+
+def _sends_to_compute(instruction: Instruction | None) -> bool:
+    """Whether an instruction sends what a compute of another rank waits for."""
+    if instruction is None or instruction.op is not Op.SEND:
+        return False
+    return _link_of(instruction).payload.between_computes
+
+
+def _makes_gradients(instruction: Instruction) -> bool:
+    phase = instruction.op.phase
+    return phase is not None and phase not in (Phase.FORWARD, Phase.RECOMPUTE)
 
 
 class Linker:
@@ -84,9 +88,10 @@ class Linker:
         self._leaving: list[Action] = []
         self._ending = EndingLinker(rank)
 
-    def link(self, instruction: Instruction) -> Linked:
+    def link(self, instruction: Instruction, sends_first: bool = False) -> Linked:
+        """With ``sends_first``, somebody else lets a compute's stage add its gradients."""
         if instruction.op.traits.kind is Kind.COMPUTE:
-            return self._compute(instruction)
+            return self._compute(instruction, sends_first)
         return Linked(instruction, self._action(instruction), self._microbatches(instruction))
 
     def _action(self, instruction: Instruction) -> Action:
@@ -261,21 +266,26 @@ class Linker:
 
         return sink
 
-    def _compute(self, instruction: Instruction) -> Linked:
+    def _compute(self, instruction: Instruction, sends_first: bool) -> Linked:
         names = self._rank.plan.stages[instruction.stage].functions(Phase(instruction.op))
         parts = range(len(names)) if instruction.part < 0 else (instruction.part,)
         weights: list[Action] = []
-        actions = [self._call(instruction, names, part, weights) for part in parts]
+        actions = [self._call(instruction, names, part, weights, sends_first) for part in parts]
         if instruction.version >= 0:
             show = self._rank.stages[instruction.stage].show_version
             actions = [functools.partial(show, instruction.microbatch), *actions]
         left, self._leaving = self._leaving, []
         return Linked(
-            instruction, _all([*actions, *left]), (instruction.microbatch,), _all([*weights, *left])
+            instruction, in_turn([*actions, *left]), (instruction.microbatch,), in_turn([*weights, *left])
         )
 
     def _call(
-        self, instruction: Instruction, names: Sequence[str], part: int, weights: list[Action]
+        self,
+        instruction: Instruction,
+        names: Sequence[str],
+        part: int,
+        weights: list[Action],
+        sends_first: bool,
     ) -> Action:
         """The action that calls one of the functions that a phase consists of.
 
@@ -290,13 +300,15 @@ class Linker:
                 "the stage code for this schedule"
             )
         asked = parameter_names(function)
-        makes_gradients = phase not in (Phase.FORWARD, Phase.RECOMPUTE)  # which lie as the weights do
-        reads = not {"w", "prepared"}.isdisjoint(asked)
-        own = self._weights(stage.index, name) if reads or makes_gradients else []
+        reads = not {"w", "prepared"}.isdisjoint(asked) or _makes_gradients(
+            instruction
+        )  # laid out as weights
+        own = self._weights(stage.index, name) if reads else []
         weights += own
         take = self._take(stage.index, microbatch, asked, name, own)
         self._note_made(stage.index, microbatch, phase, is_last)
-        return bind_function(name, phase, is_last, stage, microbatch, take, self._rank.results)
+        results = self._rank.results
+        return bind_function(name, phase, is_last, stage, microbatch, take, results, sends_first)
 
     def _note_made(self, stage: int, microbatch: int, phase: Phase, is_last: bool) -> None:
         """Note that what a function of ``phase`` leaves in the frame is present from now on."""
@@ -366,14 +378,6 @@ class Linker:
             f"stage {stage}, {reader}, microbatch {microbatch}: nothing provides {name!r}; "
             f"at this point of the program there are {', '.join(present)}"
         )
-
-
-def _all(actions: Sequence[Action]) -> Action:
-    def act() -> None:
-        for action in actions:
-            action()
-
-    return act
 
 
 def _taking(frame: Frame, names: Sequence[str], waits: Sequence[Action], dropped: Sequence[str]) -> Take:

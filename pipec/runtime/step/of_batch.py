@@ -24,6 +24,11 @@ class OfBatch:
     buffers: Mapping[str, Tensor]
     device: torch.device
 
+    @functools.cached_property
+    def inputs(self) -> frozenset[str]:
+        """The names of what the function takes, inputs of the model among them."""
+        return frozenset(parameter_names(self.code.of_batch)) if self.stage.of_batch else frozenset()
+
     def values(self, inputs: Mapping[str, Tensor], sizes: Sizes) -> dict[str, Tensor]:
         """By name, the values of ``inputs``, in which ``b`` rows and the variables have these ``sizes``."""
         if not self.stage.of_batch:
