@@ -300,9 +300,8 @@ class Linker:
                 "the stage code for this schedule"
             )
         asked = parameter_names(function)
-        reads = not {"w", "prepared"}.isdisjoint(asked) or _makes_gradients(
-            instruction
-        )  # laid out as weights
+        lies_alike = _makes_gradients(instruction)  # gradients lie as the weights do
+        reads = lies_alike or not {"w", "prepared"}.isdisjoint(asked)
         own = self._weights(stage.index, name) if reads else []
         weights += own
         take = self._take(stage.index, microbatch, asked, name, own)
