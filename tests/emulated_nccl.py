@@ -198,7 +198,7 @@ class Emulated(TorchDistributed):
         self.rank, self.num_ranks, self.device, self._timeout = rank, num_ranks, torch.device("cpu"), PATIENCE
         self._lifelines: Any = _Lifelines(num_ranks)
         self._buffers, self._outboxes = {}, {}
-        self._shared = SharedMemory(rank, PATIENCE)
+        self._shared, self._near = SharedMemory(rank, PATIENCE), {}
         self._connections = NcclConnections(self.device, rank, num_ranks, PATIENCE, lambda: False)
 
     def making(self, what: str, make: Callable[[], T], num_parts: int = 1) -> T:

@@ -198,8 +198,10 @@ def backward_1(w, saved):
     saved.clear()
     grad_input_4 = torch.mm(grad_input_5, layers_4_weight)
     del grad_input_5
-    grad_input_3 = torch.ops.aten.tanh_backward.default(grad_input_4, input_4)
-    del grad_input_4, input_4
+    grad_input_3 = torch.ops.aten.tanh_backward.grad_input(
+        grad_input_4, input_4, grad_input=grad_input_4
+    )
+    del input_4
     grad_layers_2_weight = torch.mm(grad_input_3.t(), input_2)
     grad_layers_2_bias = torch.sum(grad_input_3, [0])
     return (
@@ -215,11 +217,13 @@ def backward_2(w, saved, x):
     saved.clear()
     grad_input_2 = torch.mm(grad_input_3, layers_2_weight)
     del grad_input_3
-    grad_input_1 = torch.ops.aten.tanh_backward.default(grad_input_2, input_2)
-    del grad_input_2, input_2
+    grad_input_1 = torch.ops.aten.tanh_backward.grad_input(
+        grad_input_2, input_2, grad_input=grad_input_2
+    )
+    del input_2
     grad_layers_0_weight = torch.mm(grad_input_1.t(), x)
     grad_layers_0_bias = torch.sum(grad_input_1, [0])
-    del grad_input_1
+    del grad_input_2, grad_input_1
     return {}, (grad_layers_0_weight, grad_layers_0_bias, None, None, None, None)
 """
 
