@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 from unittest import mock
@@ -136,10 +136,10 @@ def measure(case: str, variant: str, num_steps: int) -> Cost:
     return Cost(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def compare(case: str, num_rounds: int, num_steps: int) -> dict[str, list[Cost]]:
+def compare(case: str, variants: Sequence[str], num_rounds: int, num_steps: int) -> dict[str, list[Cost]]:
     """The costs of every variant, round by round. All must have the loss of ``all``, to the bit."""
-    costs: dict[str, list[Cost]] = {variant: [] for variant in VARIANTS}
-    for _, variant in (bar := pipec.progress([(k, v) for k in range(num_rounds) for v in VARIANTS], case)):
+    costs: dict[str, list[Cost]] = {variant: [] for variant in variants}
+    for _, variant in (bar := pipec.progress([(k, v) for k in range(num_rounds) for v in variants], case)):
         bar.show(variant)
         costs[variant].append(measure(case, variant, num_steps))
     losses = {variant: each[0].loss for variant, each in costs.items()}
@@ -169,6 +169,7 @@ def rows(case: str, costs: dict[str, list[Cost]]) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", nargs="+", choices=CASES, default=["width 64", "width 256"])
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=[*VARIANTS], help="beside all")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=12, help="timed steps of each variant in each round")
     parser.add_argument("--measure-here", nargs=2, help=argparse.SUPPRESS)
@@ -179,9 +180,10 @@ def main() -> None:
         print(json.dumps(asdict(measure_here(CASES[case], variant, args.steps))))
         return
 
+    variants = [*dict.fromkeys([ALL, *args.variants])]
     print("| model | variant | processor time | page faults | clock |\n|---|---|--:|--:|--:|")
     for case in args.cases:
-        print("\n".join(rows(case, compare(case, args.rounds, args.steps))), flush=True)
+        print("\n".join(rows(case, compare(case, variants, args.rounds, args.steps))), flush=True)
 
 
 if __name__ == "__main__":
