@@ -8,7 +8,7 @@ READY := .venv/.ready
 export OMP_NUM_THREADS ?= 1
 
 # A file's tests share the models that it captures, so that they stay in one process.
-PARALLEL := --numprocesses 3 --dist loadfile --no-loadscope-reorder
+PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo check test zoo lint benchmark gpu format clean

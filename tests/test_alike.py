@@ -68,7 +68,7 @@ def is_result(instruction: Instruction) -> bool:
     return bool(instruction.link and instruction.link.payload is Payload.RESULT)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(steps())
 def test_a_few_replicas_do_what_all_do(each: Step) -> None:
     schedule, few, links, ending = each
@@ -120,7 +120,7 @@ def accepted(programs: Sequence[Program], schedule: Schedule, links: Sequence[Li
     return True
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(
     st.sampled_from([5, 6, 8]),
     st.sampled_from(["1f1b", "zb-h1"]),

@@ -279,7 +279,7 @@ def test_weights_alone_leave_the_rest(stopped: Stopped) -> None:
         other.pipe.load_checkpoint(stopped["2 stages"][1], weights_alone=True, scheduler=other.scheduler)
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),

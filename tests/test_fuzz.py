@@ -33,7 +33,7 @@ from pipec.schedules.custom import format_orders
 
 X, Y = torch.linspace(-1, 1, 32).view(8, 4), torch.linspace(0, 1, 16).view(8, 2)
 
-often = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+often = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def refused_or_fine(call: Callable[[], object]) -> None:

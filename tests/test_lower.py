@@ -130,7 +130,7 @@ def linked_schedules(draw: st.DrawFn) -> tuple[Schedule, tuple[Link, ...], list[
     return schedule, tuple(draw(st.permutations(links))), recompute
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(linked_schedules())
 def test_any_schedule_with_any_links_verifies(case: tuple[Schedule, tuple[Link, ...], list[int]]) -> None:
     schedule, links, recompute = case
@@ -139,7 +139,7 @@ def test_any_schedule_with_any_links_verifies(case: tuple[Schedule, tuple[Link, 
     checked(forward_only(schedule), forward)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(linked_schedules())
 def test_buffers_are_as_few_as_can_be(case: tuple[Schedule, tuple[Link, ...], list[int]]) -> None:
     for program in lower(*case):
@@ -158,7 +158,7 @@ def test_buffers_are_as_few_as_can_be(case: tuple[Schedule, tuple[Link, ...], li
         assert {link: set(range(count)) for link, count in peak.items()} == slots
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(linked_schedules())
 def test_receives_are_posted_a_compute_ahead(case: tuple[Schedule, tuple[Link, ...], list[int]]) -> None:
     """Unless the message depends on that compute. None is posted before a compute that it depends on."""

@@ -75,7 +75,7 @@ def functions(draw: st.DrawFn) -> tuple[Function, dict[fx.Node, int]]:
     return function, {node: draw(st.integers(0, 9)) for node in nodes}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(functions())
 def test_less_is_held_in_any_other_order(made: tuple[Function, dict[fx.Node, int]]) -> None:
     function, sizes = made

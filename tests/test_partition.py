@@ -86,7 +86,7 @@ def lines(draw: st.DrawFn, times: st.SearchStrategy[float]) -> Line:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(lines(st.integers(0, 5).map(float)), st.sampled_from([0.0, 0.125, 0.5]))
 def test_equals_brute_force_for_every_number_of_stages(line: Line, tolerance: float) -> None:
     """Small whole numbers, so that ties abound and both sides add exactly: cuts must match too."""
@@ -102,7 +102,7 @@ def test_equals_brute_force_for_every_number_of_stages(line: Line, tolerance: fl
         assert found.least_seconds == fastest
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(lines(st.integers(0, 5).map(float)), st.integers(1, 12), st.sampled_from([0.0, 0.125, 0.5]))
 def test_bounds_do_not_change_the_cuts(line: Line, num_stages: int, tolerance: float) -> None:
     num_stages = min(num_stages, len(line.seconds))
@@ -113,7 +113,7 @@ def test_bounds_do_not_change_the_cuts(line: Line, num_stages: int, tolerance: f
         assert line.cut(num_stages, tolerance).stages == expected.stages
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(lines(st.floats(0, 1e3)), st.integers(1, 12))
 def test_any_times_reach_the_best_bottleneck(line: Line, num_stages: int) -> None:
     """As near as the grid allows, which is never finer than the smallest normal number."""
@@ -125,7 +125,7 @@ def test_any_times_reach_the_best_bottleneck(line: Line, num_stages: int) -> Non
     assert found.seconds == pytest.approx(best, rel=1e-12, abs=rounding)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(lines(st.floats(0, 10)), st.integers(1, 12))
 def test_reported_seconds_are_those_of_the_cuts(line: Line, num_stages: int) -> None:
     found = line.cut(min(num_stages, len(line.seconds)))
@@ -136,7 +136,7 @@ def test_reported_seconds_are_those_of_the_cuts(line: Line, num_stages: int) -> 
         assert stage.seconds == pytest.approx(max(work, moved), rel=1e-12, abs=1e-12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(lines(st.floats(0, 10)), st.integers(1, 12), st.sampled_from([0.125, 2.0, 1024.0]))
 def test_scaling_all_times_scales_the_answer(line: Line, num_stages: int, factor: float) -> None:
     num_stages = min(num_stages, len(line.seconds))

@@ -49,21 +49,21 @@ def chain(num_operators: int, size: float = 1.0) -> OperatorGraph:
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(trials(10, FLAT))
 def test_a_plan_on_one_level_is_as_fast_as_the_best_of_all(trial: Trial) -> None:
     assert seconds(trial) == pytest.approx(trial.best_seconds(), rel=1e-9)
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(trials(10, NESTED))
 def test_a_plan_on_two_levels_is_as_fast_as_the_best_of_all(trial: Trial) -> None:
     assert seconds(trial) == pytest.approx(trial.best_seconds(), rel=1e-9)
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(trials(8, st.one_of(FLAT, NESTED)))
 def test_a_plan_on_every_device_leaves_none_unused_and_costs_no_less(trial: Trial) -> None:
     least = seconds(trial)
@@ -95,7 +95,7 @@ def test_plans_that_are_compared_have_all_features(sizes: st.SearchStrategy[tupl
     """Those for which the same is drawn as above; some have no plan at all."""
     seen: Counter[str] = Counter()
 
-    @settings(max_examples=150, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+    @settings(max_examples=75, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
     @given(trials(10, sizes))
     def look(trial: Trial) -> None:
         if math.isinf(seconds(trial)):
@@ -109,7 +109,7 @@ def test_plans_that_are_compared_have_all_features(sizes: st.SearchStrategy[tupl
 
 
 @pytest.mark.slow
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(trials(7, FLAT | NESTED))
 def test_bounds_narrow_the_search_without_missing_the_best(trial: Trial) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -121,7 +121,7 @@ def test_bounds_narrow_the_search_without_missing_the_best(trial: Trial) -> None
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(trials(10, FLAT | NESTED))
 def test_bounds_of_a_line_do_not_miss_the_best_either(trial: Trial) -> None:
     before = [(k, k + 1) for k in range(len(trial.graph.names) - 1)]
@@ -132,7 +132,7 @@ def test_bounds_of_a_line_do_not_miss_the_best_either(trial: Trial) -> None:
     assert narrowed == pytest.approx(trial.best_seconds(), rel=1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(trials(9, FLAT))
 def test_containment_tells_the_best_where_too_much_remains(trial: Trial) -> None:
     alike = (replace(trial.devices[0], memory_bytes=math.inf),) * len(trial.devices)
@@ -144,7 +144,7 @@ def test_containment_tells_the_best_where_too_much_remains(trial: Trial) -> None
     assert plan.seconds == pytest.approx(trial.best_seconds(), rel=1e-9)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(trials(8, FLAT | NESTED))
 def test_no_plan_is_below_the_bound_where_too_much_remains(trial: Trial) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -168,7 +168,7 @@ def prefixes(graph: OperatorGraph, value_seconds: list[float]) -> set[int]:
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(trials(9, FLAT))
 def test_every_downset_falls_into_a_window_that_tells_no_more_than_is_true(trial: Trial) -> None:
     graph, order = trial.graph, program_order(trial.graph)
@@ -208,7 +208,7 @@ def without_merging(graph: OperatorGraph, order: Sequence[int], *_: object) -> M
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(trials(9, FLAT | NESTED))
 def test_a_wide_graph_gets_the_best_plan_of_its_linear_orders(trial: Trial) -> None:
     """No downset is listed but theirs. The bound holds for every plan."""
@@ -263,7 +263,7 @@ def test_bounds_of_nothing_find_what_does_not_fit(monkeypatch: pytest.MonkeyPatc
         place(graph, uniform([1], [1.0], Device(memory_bytes=4.0)), PIPEC)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(trials(8, FLAT))
 def test_every_operator_is_placed_once_and_none_before_what_it_must_follow(trial: Trial) -> None:
     try:
@@ -280,7 +280,7 @@ def test_every_operator_is_placed_once_and_none_before_what_it_must_follow(trial
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(trials(8, FLAT | NESTED))
 def test_more_of_anything_is_never_worse(trial: Trial) -> None:
     more = [with_memory(trial, 2.0)]
@@ -317,7 +317,7 @@ def test_an_unused_device_of_a_later_group_costs_no_memory() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(trials(8, FLAT | NESTED), st.sampled_from([1e-3, 0.5, 1000.0]))
 def test_scaling_all_costs_scales_the_answer(trial: Trial, factor: float) -> None:
     scaled = replace(

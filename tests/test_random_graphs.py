@@ -134,7 +134,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(cases())
 def test_any_cut_under_any_schedule_has_the_bits_of_the_unsplit_model(case: Case) -> None:
     model = captured(case.seed)

@@ -68,7 +68,7 @@ moments = st.lists(
 ).map(tuple)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(stages(), moments)
 def test_the_choice_is_as_fast_as_any_within_the_budget(values: Stage, limits: tuple[Moment, ...]) -> None:
     found = fastest_within((values,), limits)
@@ -85,7 +85,7 @@ def test_the_choice_is_as_fast_as_any_within_the_budget(values: Stage, limits: t
         assert found.seconds == min(each.seconds for each in fitting)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(stages(), stages(), moments, st.integers(1, 40))
 def test_more_room_never_takes_longer(
     one: Stage, other: Stage, limits: tuple[Moment, ...], more: int
@@ -100,7 +100,7 @@ def test_more_room_never_takes_longer(
         assert all(tight.held((one, other), moment) <= moment.room for moment in both)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(stages())
 def test_the_curve_has_the_ends_and_no_choice_is_better_than_a_corner(values: Stage) -> None:
     def figures(replayed: frozenset[int]) -> tuple[float, float]:
@@ -162,7 +162,7 @@ def ways(values: Stage, host: Host) -> Iterator[Choice]:
             yield Choice((replayed,), (frozenset(offloaded),), seconds)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(offloadable, moments_away, hosts, st.integers(1, 40))
 def test_with_a_host_the_choice_is_as_fast_as_any_within_the_budget(
     values: Stage, limits: tuple[Moment, ...], host: Host, more: int
@@ -254,7 +254,7 @@ def least_of_curve(seconds: np.ndarray, held: np.ndarray, room: float) -> float:
     return min([*corners, *lines], default=np.inf)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(chains(), st.integers(10, 160), st.integers(2, 3))
 def test_the_cut_is_the_best_of_all(chain: Chain, limit: int, num_stages: int) -> None:
     in_flight, limits = range(num_stages, 0, -1), [float(limit)] * num_stages

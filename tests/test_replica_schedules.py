@@ -22,7 +22,7 @@ from pipec.schedules.replicas import lifted, replicated, round_robin, side_by_si
 from pipec.timeline.simulate import Costs, simulate
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(steps())
 def test_programs_verify_and_deliver_every_gradient_once(step: Step) -> None:
     programs = step.programs()
@@ -57,7 +57,7 @@ seconds = st.integers(0, 5).map(float)
 prices = st.fixed_dictionaries({op.value: seconds for op in Op if op.traits.timed} | {"message": seconds})
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(steps(), prices, st.randoms(use_true_random=False))
 def test_the_numbers_of_ranks_change_no_time(step: Step, price: Mapping[str, float], random) -> None:
     numbers = list(range(step.schedule.num_ranks))
@@ -68,7 +68,7 @@ def test_the_numbers_of_ranks_change_no_time(step: Step, price: Mapping[str, flo
     assert sorted(times[0].events.ends.tolist()) == sorted(times[1].events.ends.tolist())
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.sampled_from(EQUAL), st.integers(1, 4), st.integers(1, 4), st.integers(1, 6))
 def test_equal_replicas_take_as_long_as_one_pipeline_with_its_share(
     name: str, ranks: int, replicas: int, rounds: int
@@ -85,7 +85,7 @@ def test_equal_replicas_take_as_long_as_one_pipeline_with_its_share(
     assert together.makespan == alone.makespan
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(st.integers(1, 4), st.integers(2, 4), seconds, seconds, seconds, seconds)
 def test_data_parallelism_takes_its_computes_and_what_comes_behind(
     rounds: int, replicas: int, reduce: float, norm: float, update: float, gather: float
@@ -105,7 +105,7 @@ def test_data_parallelism_takes_its_computes_and_what_comes_behind(
     assert makespan(updates=True, shard=Shard.PARAMETERS) >= gather + 3 * rounds + reduce + update
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(st.integers(2, 4), st.integers(1, 3), seconds)
 def test_a_reduce_runs_beside_what_its_rank_computes_next(ranks: int, rounds: int, reduce: float) -> None:
     """In looped BFS a rank's later stages end first: only the reduce of its first stage is in the way."""
@@ -128,7 +128,7 @@ def test_round_robin_on_equal_numbers_is_1f1b_lifted(stages: int, replicas: int,
     assert cells(several) == cells(other)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(0, 12))
 def test_round_robin_keeps_no_more_in_flight_than_the_ranks_behind_need(
     replicas: list[int], more: int
@@ -179,7 +179,7 @@ def test_side_by_side_puts_the_ranks_of_a_pipeline_next_to_each_other(replicas: 
     assert side_by_side(3, 2) == ((0, 3), (1, 4), (2, 5))
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(steps())
 def test_the_text_of_a_program_is_read_back_with_its_buckets(step: Step) -> None:
     for program in step.programs():
@@ -212,7 +212,7 @@ works = st.lists(st.integers(0, 9), min_size=1, max_size=7)
 shares_of = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 
 
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(works, shares_of)
 def test_work_is_balanced_as_well_as_any_other_cut(work: list[int], shares: list[int]) -> None:
     if len(work) < len(shares):

@@ -121,7 +121,7 @@ def counts_that_fit(name: str, p: int, m: int) -> bool:
     return (name != "interleaved-1f1b" or m % p == 0) and (name != "dualpipe-v" or m >= 2 * p)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 8), st.integers(1, 32))
 def test_each_rank_computes_its_stages_once_per_phase_and_microbatch(name: str, p: int, m: int) -> None:
     assume(counts_that_fit(name, p, m))
@@ -141,7 +141,7 @@ def test_each_rank_computes_its_stages_once_per_phase_and_microbatch(name: str, 
         assert len(cells) == len(expected)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 6), st.integers(1, 20), st.floats(0, 1))
 def test_every_schedule_finishes_without_waiting_for_messages_that_never_come(
     name: str, p: int, m: int, message: float
@@ -154,7 +154,7 @@ def test_every_schedule_finishes_without_waiting_for_messages_that_never_come(
 costs = st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.sampled_from(["gpipe", "1f1b"]), st.integers(1, 8), st.integers(1, 32), costs)
 def test_gpipe_and_1f1b_have_a_bubble_of_p_minus_1_microbatches(
     name: str, p: int, m: int, each: tuple[int, int, int]
@@ -166,7 +166,7 @@ def test_gpipe_and_1f1b_have_a_bubble_of_p_minus_1_microbatches(
     assert list(timeline.peak_in_flight) == peaks[name]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 4), costs)
 def test_interleaving_divides_the_bubble_by_the_number_of_chunks(
     p: int, turns: int, v: int, each: tuple[int, int, int]
@@ -178,7 +178,7 @@ def test_interleaving_divides_the_bubble_by_the_number_of_chunks(
     assert list(timeline.peak_in_flight) == in_flight
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(1, 6), st.integers(0, 12), st.integers(1, 4), costs)
 def test_looped_bfs_has_the_bubble_of_interleaved_and_keeps_everything(
     p: int, more: int, v: int, each: tuple[int, int, int]
@@ -189,7 +189,7 @@ def test_looped_bfs_has_the_bubble_of_interleaved_and_keeps_everything(
     assert list(timeline.peak_in_flight) == [v * m] * p
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(1, 8), st.integers(0, 16), costs)
 def test_zb_h1_has_a_bubble_of_p_minus_1_times_f_plus_b_minus_w(
     p: int, more: int, each: tuple[int, int, int]
@@ -202,7 +202,7 @@ def test_zb_h1_has_a_bubble_of_p_minus_1_times_f_plus_b_minus_w(
     assert list(timeline.peak_in_flight) == [p] * p
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(1, 8), st.integers(0, 16), costs)
 def test_zb_h2_has_a_bubble_of_p_minus_1_times_f_plus_b_minus_2w(
     p: int, more: int, each: tuple[int, int, int]

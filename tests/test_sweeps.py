@@ -47,7 +47,7 @@ def cells(draw: st.DrawFn) -> tuple[np.ndarray, Reads, list[int], list[int]]:
     return np.array(durations), Reads(readers, producers), [0, *np.cumsum(counts).tolist()], groups
 
 
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(cells())
 @example((np.zeros(2), Reads(np.array([0, 1]), np.array([1, 0])), [0, 1, 2], [0, 1]))
 def test_sweeps_find_the_times_of_rounds(given_cells: tuple) -> None:
@@ -125,7 +125,7 @@ def outcome(programs: list[Program], verify: Callable[[list[Program]], None]) ->
     return "no fault"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.sampled_from(SCHEDULES),
     st.integers(2, 4),

@@ -126,7 +126,7 @@ def test_prologue_body_and_epilogue_are_the_same_round() -> None:
     assert [x.version for x in written] == [0, 0, 0, 0, 1, 1, 2, 2, 3]
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(st.sampled_from(sorted(ASYNCHRONOUS)), st.integers(1, 6), st.integers(0, 4))
 def test_rounds_are_right_for_any_number_of_mini_batches(name: str, num_ranks: int, more: int) -> None:
     """The verifier's own argument, of two windows, is tried on streams that are longer."""

@@ -87,7 +87,7 @@ def test_searched_schedules_are_no_worse_than_those_they_start_from(
         assert max(work.peaks(schedule)) <= depth
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.sampled_from(["zb-h1", "zb-h2", "zb-v", "v-min"]),
     st.integers(1, 5),
@@ -108,7 +108,7 @@ def test_the_search_plays_orders_as_the_simulator_plays_programs(
     assert problem.schedule(name, problem.orders(schedule)) == schedule
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.sampled_from(["zb-v", "v-half", "v-min"]), st.integers(1, 4), st.integers(1, 8), costs)
 def test_weight_gradients_fill_the_pauses_of_the_other_cells(
     name: str, p: int, m: int, each: tuple[int, int, int, int]
