@@ -165,6 +165,10 @@ def replacing(old: str, new: str) -> Callable[[Path], None]:
     return edit
 
 
+def cut_short(file: Path) -> None:
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
+
+
 @pytest.mark.parametrize(
     ("file", "damage", "message"),
     [
@@ -182,6 +186,7 @@ def replacing(old: str, new: str) -> Callable[[Path], None]:
         ("SHA256SUMS", replacing("  stage_0.py", "  ../x.py"), "names a file outside its folder"),
         ("SHA256SUMS", lambda file: file.write_text("x"), "found 'x', expected a SHA-256 and a name"),
         ("SHA256SUMS", lambda file: file.write_text(""), "lists no plan.json"),
+        ("SHA256SUMS", cut_short, "lists no tensors.safetensors; it was edited or cut short"),
         ("SHA256SUMS", Path.unlink, "SHA256SUMS is missing"),
         ("SHA256SUMS", name_a_file_outside, "names a file outside its folder: '../outside.txt'"),
         ("stage_0.py", lambda file: write_anew(file, b"\xff"), "stage_0.py cannot be read"),

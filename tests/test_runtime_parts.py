@@ -369,7 +369,9 @@ def test_torchrun_gives_each_process_one_rank(monkeypatch: pytest.MonkeyPatch) -
     assert world() == World(2, 4)
     assert world().distributed
     assert resolve_devices(4, world()) == {2: CPU}
-    assert resolve_devices(["cpu", "cpu", "meta", "cpu"], world()) == {2: torch.device("meta")}
+    assert resolve_devices(["cpu", "cpu", "mps", "cpu"], world()) == {2: torch.device("mps")}
+    with pytest.raises(InputError, match="entry 1 of devices is 'meta', which computes nothing"):
+        resolve_devices(["cpu", "meta", "cpu", "cpu"], world())
     assert every_device(world()) == 4
 
 

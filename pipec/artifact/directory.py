@@ -143,6 +143,7 @@ def read(directory: Path) -> tuple[Artifact, dict[str, Tensor]]:
     check_plan(plan, path)
     expected = [f"stage_{stage.index}.py" for stage in plan.stages]
     expected += [f"rank_{rank}.txt" for rank in range(plan.num_ranks)]
+    expected += [name for name in (CONSTANTS, TENSORS) if (directory / name).exists()]
     if missing := sorted({*expected} - present):
         raise ArtifactError(f"{directory / SUMS} lists no {', '.join(missing)}; it was edited or cut short")
     programs = tuple(

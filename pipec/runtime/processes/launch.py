@@ -73,7 +73,7 @@ def resolve_devices(devices: Devices, world: World) -> dict[int, torch.device]:
     an index stands for the GPU that the rank would have with a number of devices.
 
     Raises:
-        InputError: there is not one for each process, or this process has no GPU.
+        InputError: there is not one for each process, one is meta, or this process has no GPU.
     """
     count = devices if isinstance(devices, int) else len(devices)
     if world.distributed and count != world.size:
@@ -85,6 +85,12 @@ def resolve_devices(devices: Devices, world: World) -> dict[int, torch.device]:
     if isinstance(devices, int):
         devices = ["cuda" if torch.cuda.is_available() else "cpu"] * count
     chosen = [torch.device(device) for device in devices]
+    for rank, device in enumerate(chosen):
+        if device.type == "meta":
+            raise InputError(
+                f"entry {rank} of devices is 'meta', which computes nothing; let it be 'cpu' or a GPU. A "
+                "model on meta gets its memory on these by pipe.to_empty(device=...)"
+            )
     local_ranks = [world.rank] if world.distributed else range(count)
     return {rank: _indexed(chosen[rank], rank, world) for rank in local_ranks}
 
