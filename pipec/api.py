@@ -1,6 +1,5 @@
 """The front door: compile a model, load a saved artifact, describe an example for the command line."""
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,32 +8,31 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipec.arguments import COMPILE, GRADIENT_DTYPES, PROFILE, Example, require_same_arguments
+from pipec.arguments import (
+    COMPILE,
+    GRADIENT_DTYPES,
+    PROFILE,
+    Example,
+    parse_bytes,
+    require_same_arguments,
+    topology_of,
+)
 from pipec.capture.autocast import autocast, require_option
 from pipec.capture.call import Call
 from pipec.capture.splitting import Batched, divide, positional_names
 from pipec.capture.tracer import capture
 from pipec.compiler.autotuner import Autotuner
-from pipec.compiler.checks import check_fast_gradients, check_offload
+from pipec.compiler.combinations import check_fast_gradients, check_local_batch, check_offload, check_updates
 from pipec.compiler.compiler import Compiler
 from pipec.compiler.pass_list import CompilerOptions
-from pipec.compiler.policy import (
-    ScheduleChoice,
-    SchedulePolicy,
-    check_choice,
-    check_updates,
-    policy_for,
-)
+from pipec.compiler.policy import ScheduleChoice, check_choice, policy_for
 from pipec.cost.profile import Profile, load_profile
 from pipec.errors import InputError
 from pipec.hardware.calibration import default_device_model, usable_device
-from pipec.hardware.devices import DeviceModel, LinkModel
-from pipec.hardware.topology import Topology, alike, read_topology
+from pipec.hardware.devices import DeviceModel
+from pipec.hardware.topology import Topology
 from pipec.ir import NOTHING_MORE, Ending, Mode, OnNan, Precision, Shard
-from pipec.ir.arguments import (
-    check_arguments,
-    shown,
-)
+from pipec.ir.arguments import check_arguments
 from pipec.pipeline import Pipeline
 from pipec.plan.updates import OptimizerFacts
 from pipec.profiler import Show, profile_graph
@@ -210,7 +208,7 @@ def compile(
         require_source(kernels)
     microbatches = check_choice(policy, microbatches)
     if batch == "local":
-        _check_local_batch(policy, replicas, microbatches, microbatch_weight)
+        check_local_batch(policy, replicas, microbatches, microbatch_weight)
     tensors = ModelTensors.of(model)
     tensors.refuse_shared_memory()
     device = next(iter(ranks.devices.values()))
@@ -261,27 +259,6 @@ def compile(
         measures_processor=measures,
     )
     return Pipeline(compiler, tensors, ranks, batch, updates, batched, microbatch_weight)
-
-
-def _check_local_batch(
-    policy: SchedulePolicy, replicas: object, microbatches: int | None, weight: MicrobatchWeight | None
-) -> None:
-    """Refuse what replicas that pass their own parts of a batch cannot do."""
-    if replicas == "auto" or not isinstance(policy.replicas, int):
-        raise InputError(
-            f'replicas is {replicas!r}; batch="local" needs one number, so that it is known beforehand which '
-            "rank passes which part. Pass stages=... or replicas=2, say"
-        )
-    if microbatches and microbatches % policy.replicas:
-        raise InputError(
-            f'microbatches is {microbatches}; with batch="local" each of the {policy.replicas} replicas '
-            f"splits its own part, so pass a multiple of {policy.replicas}"
-        )
-    if callable(weight):
-        raise InputError(
-            'microbatch_weight is a function, which batch="local" would call with the rows of one replica '
-            'alone; pass "rows" or "sum", or divide by a count over the batch that the model or loss_fn takes'
-        )
 
 
 def _updates(
@@ -366,41 +343,3 @@ def profile(
     with autocast(None if precision is None else Precision(precision), where):
         graph = capture(model, example.loss_fn, Mode.TRAIN, rows, canonical, where)
     return profile_graph(graph, model, rows, where, repeats, ranks, show)
-
-
-def topology_of(
-    given: Topology | str | Path | None, num_ranks: int, link: LinkModel, elastic: bool = False
-) -> Topology:
-    """What was given or is in the file, else as many devices with the same link between any two.
-
-    Where the number of ranks shrinks, being ``elastic``, it is as many of the devices that were given.
-
-    Raises InputError for another number of devices, PlanError for a malformed file.
-    """
-    if given is None:
-        return alike(num_ranks, link)
-    topology = given if isinstance(given, Topology) else read_topology(Path(given))
-    if elastic and len({*topology.devices}) == 1 and num_ranks < len(topology.devices):
-        return topology.part(num_ranks)
-    if len(topology.devices) != num_ranks:
-        raise InputError(
-            f"the topology has {len(topology.devices)} devices, but there are {num_ranks} ranks; "
-            f"list {num_ranks} devices, or pass devices={len(topology.devices)}"
-        )
-    return topology
-
-
-def parse_bytes(text: str) -> int:
-    """``"16GiB"``, ``"500 MB"`` or ``"1e9"`` as a number of bytes. Raises InputError."""
-    match = re.fullmatch(
-        r"\s*(\d{1,20}(?:\.\d{0,20})?(?:e\d{1,2})?)\s*([kmgt]?)(i?)b?\s*", text.lower(), re.A
-    )
-    amount = 0.0
-    if match:
-        number, prefix, binary = match.groups()
-        amount = float(number) * (1024 if binary else 1000) ** (" kmgt".index(prefix or " "))
-    if not 1 <= amount < 2**63:
-        raise InputError(
-            f"memory_limit is {shown(text)}; expected a number of bytes or text such as '16GiB' or '500MB'"
-        )
-    return int(amount)

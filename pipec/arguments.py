@@ -1,6 +1,7 @@
-"""The arguments of the front door: what each must be, and that all ranks pass the same."""
+"""The arguments of the front door: what each must be, what it means, and that all ranks pass the same."""
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,8 +11,9 @@ from torch import nn
 
 from pipec.capture.splitting import Batched
 from pipec.cost.profile import Profile
-from pipec.hardware.devices import DeviceModel
-from pipec.hardware.topology import Topology
+from pipec.errors import InputError
+from pipec.hardware.devices import DeviceModel, LinkModel
+from pipec.hardware.topology import Topology, alike, read_topology
 from pipec.ir import OnNan, Precision, Shard
 from pipec.ir.arguments import (
     FLAG,
@@ -25,6 +27,7 @@ from pipec.ir.arguments import (
     instance,
     number,
     one_of,
+    shown,
     whole,
 )
 from pipec.runtime.messages.facts import Facts, argument_fact, differences, tensor_kind
@@ -124,3 +127,41 @@ def _other_arguments(every: Sequence[Facts]) -> str:
         f"the ranks passed different arguments to pipec.compile:\n{differences(every)}\nEvery rank passes "
         "the same; see what in the script depends on the rank, the environment or a random state"
     )
+
+
+def topology_of(
+    given: Topology | str | Path | None, num_ranks: int, link: LinkModel, elastic: bool = False
+) -> Topology:
+    """What was given or is in the file, else as many devices with the same link between any two.
+
+    Where the number of ranks shrinks, being ``elastic``, it is as many of the devices that were given.
+
+    Raises InputError for another number of devices, PlanError for a malformed file.
+    """
+    if given is None:
+        return alike(num_ranks, link)
+    topology = given if isinstance(given, Topology) else read_topology(Path(given))
+    if elastic and len({*topology.devices}) == 1 and num_ranks < len(topology.devices):
+        return topology.part(num_ranks)
+    if len(topology.devices) != num_ranks:
+        raise InputError(
+            f"the topology has {len(topology.devices)} devices, but there are {num_ranks} ranks; "
+            f"list {num_ranks} devices, or pass devices={len(topology.devices)}"
+        )
+    return topology
+
+
+def parse_bytes(text: str) -> int:
+    """``"16GiB"``, ``"500 MB"`` or ``"1e9"`` as a number of bytes. Raises InputError."""
+    match = re.fullmatch(
+        r"\s*(\d{1,20}(?:\.\d{0,20})?(?:e\d{1,2})?)\s*([kmgt]?)(i?)b?\s*", text.lower(), re.A
+    )
+    amount = 0.0
+    if match:
+        number, prefix, binary = match.groups()
+        amount = float(number) * (1024 if binary else 1000) ** (" kmgt".index(prefix or " "))
+    if not 1 <= amount < 2**63:
+        raise InputError(
+            f"memory_limit is {shown(text)}; expected a number of bytes or text such as '16GiB' or '500MB'"
+        )
+    return int(amount)

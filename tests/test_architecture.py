@@ -78,7 +78,10 @@ PRIVATE_TORCH_ALLOWED: dict[str, tuple[str, ...]] = {
     "pipec.torch_compat": ("torch",),
     "pipec.capture.step": ("torch._check",),  # documented, for all its underscore
     "pipec.runtime.stages.gradients": ("torch._foreach_add_",),
-    "pipec.runtime.stages.inductor": ("torch._inductor.compile_fx.compile_fx",),
+    "pipec.runtime.stages.inductor": (
+        "torch._inductor.compile_fx.compile_fx",
+        "torch._inductor.codecache.PyCodeCache",
+    ),
     "pipec.runtime.processes.rendezvous": ("torch.distributed.distributed_c10d._get_default_store",),
     "pipec.runtime.handle": ("torch.utils._pytree",),
     "pipec.runtime.loaded": ("torch.utils._pytree",),

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pipec.runtime.memory import reuse
+from pipec.runtime.memory.reuse import forget_memory
 from pipec.runtime.stages import direct, kernels
 from pipec.runtime.stages.inductor import add_biases_apart
 
@@ -216,8 +218,11 @@ def test_code_that_fails_when_it_is_called(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_inductor_looks_at_sizes_and_strides() -> None:
+def test_inductor_looks_at_sizes_and_strides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every value taken for large, and so made in memory that former ones have left."""
+    monkeypatch.setattr("pipec.runtime.stages.inductor.MAPPED_BYTES", 1)
     torch._dynamo.reset()
+    forget_memory()
     watched = Watched(affine)
     for _ in range(2):
         require_right(watched, affine, arguments())
@@ -230,6 +235,8 @@ def test_inductor_looks_at_sizes_and_strides() -> None:
             require_right(watched, affine, arguments(x=torch.randn(rows, 3)))
     assert watched.num_guarded == 6
     assert not watched.has_failed
+    assert sorted(block.nbytes // 12 for block in reuse._kept.blocks) == [4, 5, 6, 7]
+    forget_memory()
 
 
 @pytest.mark.parametrize(

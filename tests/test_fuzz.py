@@ -20,6 +20,7 @@ from torch import nn
 
 import pipec
 from pipec import api
+from pipec.arguments import parse_bytes
 from pipec.artifact.check import read_verified
 from pipec.cli.target import load_example
 from pipec.cost.profile import load_profile
@@ -231,7 +232,7 @@ def test_any_argument_of_compile(name: str, value: object) -> None:
 @often
 @given(text=st.text(alphabet="0123456789.eEkKmMgGtTiIbB -+nan", max_size=12) | st.text(max_size=6))
 def test_any_text_of_a_memory_limit(text: str) -> None:
-    refused_or_fine(lambda: api.parse_bytes(text))
+    refused_or_fine(lambda: parse_bytes(text))
 
 
 @pytest.fixture

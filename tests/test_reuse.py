@@ -46,7 +46,7 @@ def test_a_compiled_function_takes_memory_of_its_own() -> None:
 )
 def test_steps_have_the_bits_of_eager(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """With every product taken for large."""
-    monkeypatch.setattr("pipec.passes.reuse_memory.LEAST_BYTES", 1)
+    monkeypatch.setattr("pipec.passes.reuse_memory.MAPPED_BYTES", 1)
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(8, 8), nn.GELU())))
     eager, pipe = copy.deepcopy(model), pipec.compile(model, 2, loss_fn=F.mse_loss, microbatches=4, **options)
@@ -63,7 +63,7 @@ def test_steps_have_the_bits_of_eager(options: dict[str, Any], monkeypatch: pyte
 
 
 def test_results_stay_with_their_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipec.passes.reuse_memory.LEAST_BYTES", 1)
+    monkeypatch.setattr("pipec.passes.reuse_memory.MAPPED_BYTES", 1)
     torch.manual_seed(0)
     model = nn.Linear(8, 8)
     pipe = pipec.compile(model, 1, microbatches=2)

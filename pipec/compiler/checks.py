@@ -1,11 +1,8 @@
 """Whether microbatches make what the batch would: what is refused if not, and what the user is told."""
 
-import math
-from collections.abc import Iterable
-
 from pipec.errors import InputError
 from pipec.graph import TrainingGraph, is_collective
-from pipec.ir import Placement, Precision
+from pipec.ir import Payload, Placement, Plan
 
 
 def joins_replicas(graph: TrainingGraph) -> bool:
@@ -20,43 +17,6 @@ def check_rounds(graph: TrainingGraph, placement: Placement, num_microbatches: i
         raise InputError(
             f"the model joins the replicas of a stage, of which each must have as many microbatches, but "
             f"{len(uneven[0])} share {num_microbatches}; pass a multiple of {len(uneven[0])} as microbatches"
-        )
-
-
-def check_offload(
-    offload: str | None, recompute: str, memory_limits: Iterable[float], flushes: bool, updates: bool
-) -> None:
-    """Raise InputError if state or saved values are to wait on the host where they cannot, or need not."""
-    if offload in ("optimizer", "all") and not updates:
-        raise InputError(
-            f"offload is {offload!r}, but the programs have no optimizer; pass optimizer=..., such as "
-            "functools.partial(torch.optim.AdamW, lr=1e-3), or offload='activations'"
-        )
-    if offload not in ("activations", "all"):
-        return
-    if not flushes:
-        raise InputError(
-            f"offload is {offload!r}, but without a flush what was saved stays on the device; take a "
-            "schedule with a flush, such as schedule='1f1b', or leave it out"
-        )
-    if recompute == "full":
-        raise InputError(
-            f"offload is {offload!r}, but recompute='full' saves nothing that could wait on the host; take "
-            "recompute='auto', which chooses both together, or 'none'"
-        )
-    if all(limit == math.inf for limit in memory_limits):
-        raise InputError(
-            f"offload is {offload!r}, which moves no more than memory asks for; pass the bytes that a device "
-            "has, such as memory_limit='16GiB', or a topology that says so"
-        )
-
-
-def check_fast_gradients(precision: Precision | None) -> None:
-    """Raise InputError if products are of another type than the sums that they are to be added to."""
-    if precision is not None:
-        raise InputError(
-            f"fast_gradients adds products of weights' own type to sums of that type, but with precision="
-            f"{str(precision)!r} products have 16 bits and sums 32; leave out one of the two"
         )
 
 
@@ -79,3 +39,32 @@ def told_of_unclear(graph: TrainingGraph) -> str:
         f"of the batch: see {graph.unclear}. Say how they add up with microbatch_weight=..., or reduce "
         "with sums and means over rows"
     )
+
+
+def refuse_tied(plan: Plan) -> None:
+    """Refuse weights that several stages use, of which each would have another version."""
+    for link in plan.links:
+        if link.payload is Payload.WEIGHT:
+            name, stages = link.values[0].name, f"{link.source} and {link.target}"
+            raise InputError(
+                f"{name} is tied: stages {stages} use it, and without a flush they would use different "
+                "versions of it. Take a schedule with a flush, such as schedule='1f1b'; or give each use a "
+                "parameter of its own before you compile"
+            )
+
+
+def refuse_shared(plan: Plan, graph: TrainingGraph) -> None:
+    """Refuse what replicas make together in a forward, of which each runs another one at a time."""
+    if joins_replicas(graph) and any(len(ranks) > 1 for ranks in plan.placement):
+        raise InputError(
+            "the model joins the replicas of a stage, which without a flush work on other mini-batches; take "
+            "a schedule with a flush, such as schedule='1f1b', or replicas=1"
+        )
+    for stage in plan.ending.averaged:
+        name, count = plan.stages[stage].updated_buffers[0], len(plan.placement[stage])
+        raise InputError(
+            f"forwards of stage {stage} change the buffer {name}, of which its {count} replicas would have "
+            "different ones without a flush. Take a schedule with a flush, such as schedule='1f1b', or one "
+            "replica of the stage; or call eval() on the layer, or give it no such buffer "
+            "(track_running_stats=False)"
+        )

@@ -3,9 +3,8 @@
 import functools
 import itertools
 import logging
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
@@ -28,7 +27,7 @@ from pipec.compiler.processor import measured_processor
 from pipec.compiler.settled import Settled
 from pipec.compiler.shortage import refuse, refuse_on_its_stages
 from pipec.compiler.staged import StagedGraph, Trial
-from pipec.console import notice
+from pipec.compiler.stopwatch import Stopwatch
 from pipec.errors import InputError, PlanError
 from pipec.graph import TrainingGraph
 from pipec.graph_cache import capture
@@ -54,7 +53,7 @@ class Compiler:
     call chooses how many replicas stages have. With ``searches_shard`` the first training step chooses what
     they divide. ``microbatch_weight`` is that of the plan. ``precision`` is what operators compute in, if
     not in the model's own types. If it ``measures_processor``, costs are those measured on this machine.
-    ``seconds`` says how long each step of all compilations took together.
+    ``watch`` says how long each step of all compilations took together.
     """
 
     model: nn.Module
@@ -70,7 +69,7 @@ class Compiler:
     microbatch_weight: str = ""
     precision: Precision | None = None
     measures_processor: bool = False
-    seconds: dict[str, float] = field(default_factory=dict)
+    watch: Stopwatch = field(default_factory=Stopwatch)
     _settled: Settled | None = None
     _traced: dict[Mode, nn.Module] = field(default_factory=dict)
     _captures: Captures = field(default_factory=Captures)
@@ -78,12 +77,11 @@ class Compiler:
     _symbolic: dict[Signature, list[tuple[Variable, ...]]] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=itertools.count)
     _warned: set[str] = field(default_factory=set)
-    _notice: notice = field(default_factory=lambda: notice(""))
 
     def of(self, model: nn.Module) -> "Compiler":
         """One for a copy of the model, that knows where stages are and has compiled nothing."""
-        fresh: dict[str, Any] = {"seconds": {}, "_traced": {}, "_captures": Captures(), "_compiled": {}}
-        return replace(self, model=model, **fresh, _symbolic={}, _warned=set())
+        fresh: dict[str, Any] = {"_traced": {}, "_captures": Captures(), "_compiled": {}, "_symbolic": {}}
+        return replace(self, model=model, watch=Stopwatch(), **fresh, _warned=set())
 
     def version(self, kind: Kind, call: Call | None) -> int:
         """Which capture of a kind of call is still right; a new number if none is."""
@@ -112,7 +110,7 @@ class Compiler:
             CaptureError, InputError, PlanError, InfeasibleError: nothing has run or been sent by then.
         """
         reason = self._captures.announce(signature, call, self.model, variables)
-        with notice(f"pipec: compiles, {reason}") as self._notice:
+        with self.watch.telling(f"pipec: compiles, {reason}"):
             return self._compile(signature, call)
 
     def _compile(self, signature: Signature, call: Call) -> Groups:
@@ -199,7 +197,7 @@ class Compiler:
 
     def _choose_on(self, staged: StagedGraph, batch: int, counts: Sequence[int]) -> Choice:
         assert self._settled is not None
-        with self._timed("search"):
+        with self.watch.timed("search"):
             return self.autotuner.choose_on(staged, self._settled.placement, batch, counts)
 
     def _settle(self, signature: Signature, graph: TrainingGraph, batch: int) -> int:
@@ -217,7 +215,7 @@ class Compiler:
             staged = cut(self.autotuner.fastest_cut(placement, self.options.topology, count, size))
             self._settle_on(signature, staged, placement)
             return count
-        with self._timed("search"):
+        with self.watch.timed("search"):
             choose = functools.partial(self._choose_replicas, cut, batch, joins_replicas(graph))
             self.autotuner, choice = self._best_sharded(choose)
             refuse(choice.best, functools.partial(self._best_on, choose))
@@ -228,7 +226,7 @@ class Compiler:
 
     def _measure_processor(self) -> None:
         """Take what this machine was measured at for the costs; one process decides for all."""
-        with self._timed("measure the processor"):
+        with self.watch.timed("measure the processor"):
             model = measured_processor()
         self.options = replace(self.options, device_model=model)
         self.autotuner = replace(self.autotuner, bytes_per_second=model.memory_bytes_per_second)
@@ -363,7 +361,7 @@ class Compiler:
             num_replicas=None if self.searches_replicas or isinstance(replicas, tuple) else replicas,
         )
         require_wide_weights(self.precision, self.model)
-        with self._timed("capture and differentiate"), autocast(self.precision, self.device):
+        with self.watch.timed("capture and differentiate"), autocast(self.precision, self.device):
             graph = self._trace_variables(signature, traced) or traced(symbolic=symbolic)
         if graph.joined and self.microbatches is None:
             log.info("%s joins replicas: a step is one round, of %s microbatches", graph.joined, replicas)
@@ -390,11 +388,11 @@ class Compiler:
         return None
 
     def _cut(self, graph: TrainingGraph, cut: Pass, options: CompilerOptions) -> StagedGraph:
-        return StagedGraph(graph, cut, options, observers=(self._time,))
+        return StagedGraph(graph, cut, options, observers=(self.watch.observe,))
 
     def _finish(self, trial: Trial, tried: Sequence[Alternative], base: StagedGraph) -> Compiled:
         refuse_on_its_stages(trial, base, functools.partial(self._again_on, trial))
-        with self._timed("generate code"):
+        with self.watch.timed("generate code"):
             artifact = trial.artifact()
             trial.staged.write_dumps()
         name = "auto" if self.autotuner.policy.choice == "auto" else trial.plan.schedule
@@ -413,21 +411,3 @@ class Compiler:
         if staged.graph.mode is Mode.TRAIN:
             return self._choose_on(staged, size * count, [count]).best
         return staged.trial(trial.schedule, size)
-
-    @contextmanager
-    def _timed(self, what: str) -> Iterator[None]:
-        """Note how long a block takes, without the time of what is noted within it."""
-        started, noted = time.perf_counter(), sum(self.seconds.values())
-        self._notice.now(what)
-        try:
-            yield
-        finally:
-            within = sum(self.seconds.values()) - noted
-            self._note(what, time.perf_counter() - started - within)
-
-    def _time(self, position: int, transform: Pass, graph: TrainingGraph, seconds: float) -> None:
-        self._note(type(transform).__name__, seconds)
-        self._notice.now(f"after the pass {type(transform).__name__}")
-
-    def _note(self, what: str, seconds: float) -> None:
-        self.seconds[what] = self.seconds.get(what, 0.0) + seconds

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipec.errors import InputError, PlanError
-from pipec.ir import Placement, Precision, Schedule, Stream, Versions
+from pipec.ir import Placement, Schedule, Stream, Versions
 from pipec.programs.fold import num_to_lower
 from pipec.schedules import (
     ASYNCHRONOUS,
@@ -338,55 +338,6 @@ def _with_stages(one: SchedulePolicy, stages: int) -> SchedulePolicy:
 
 _ROWS_FOR_ANY = 1024
 """Rows of a batch that is large enough for every schedule to have its usual number of microbatches."""
-
-
-def check_updates(
-    policy: SchedulePolicy,
-    may_replicate: bool,
-    updates: bool,
-    shard: str | None,
-    batch: str,
-    on_nan: str,
-    precision: Precision | None,
-) -> None:
-    """Raise InputError if a schedule without a flush is to do what needs one.
-
-    ``may_replicate`` tells whether the search may give stages replicas that the policy has not.
-    """
-    if not policy.may_be_asynchronous:
-        return
-    name = f"schedule {policy.choice!r}" + " with asynchronous=True" * policy.asynchronous
-    if not updates:
-        raise InputError(
-            f"{name} updates each stage after every mini-batch, and so makes the updates itself; pass "
-            "optimizer=..., such as functools.partial(torch.optim.AdamW, lr=1e-3), or take schedule='1f1b'"
-        )
-    if shard is not None:
-        raise InputError(
-            f"{name} updates a stage while replicas of it still use other versions of its weights, of which "
-            f"shard={shard!r} would leave each a share; leave it out, or take schedule='1f1b'"
-        )
-    if precision is Precision.FP16:
-        raise InputError(
-            f"{name} updates a stage before it is known whether gradients of others overflow, for which "
-            "precision='fp16-mixed' leaves out all updates; take precision='bf16-mixed', or "
-            "schedule='1f1b'"
-        )
-    if on_nan == "skip":
-        raise InputError(
-            f"{name} begins with mini-batches before it is known whether the one before is to be skipped; "
-            "pass on_nan='raise', which ends the stream with those before it, or take schedule='1f1b'"
-        )
-    if on_nan == "raise" and (may_replicate or policy.replicas != 1):
-        raise InputError(
-            f"{name} updates a stage with replicas once for several mini-batches, so that no update could be "
-            "left out for one whose loss is NaN alone; leave out on_nan, or take schedule='1f1b'"
-        )
-    if batch != "same":
-        raise InputError(
-            f"{name} lets ranks read batches ahead of each other, each its own, but batch is {batch!r}; pass "
-            "the same batches on every rank, or take schedule='1f1b'"
-        )
 
 
 def check_choice(policy: SchedulePolicy, num_microbatches: int | None) -> int | None:

@@ -10,17 +10,16 @@ from pipec.codegen.names import name_nodes
 from pipec.codegen.stage import StageSource
 from pipec.codegen.title import stage_title
 from pipec.compiler import pass_list
-from pipec.compiler.checks import check_rounds, joins_replicas
+from pipec.compiler.checks import check_rounds, refuse_shared, refuse_tied
 from pipec.compiler.pass_list import NOTHING_AWAY, CompilerOptions
 from pipec.cost.formulas import node_bytes
-from pipec.errors import InputError, PipecError
+from pipec.errors import PipecError
 from pipec.graph import Operator, TrainingGraph, copy_graph
 from pipec.graph.functions import StageFunctions, stage_functions
 from pipec.graph.order import in_less_memory
 from pipec.hardware.topology import Topology
 from pipec.ir import (
     Ending,
-    Payload,
     Phase,
     Placement,
     Plan,
@@ -278,8 +277,8 @@ class StagedGraph:
         placed = on_ranks(schedule, self.graph.ranks) if self.graph.ranks else schedule
         plan, stages = self._plan(placed, size, replace(ending, stream=placed.stream))
         if placed.stream:
-            _refuse_tied(plan)
-            _refuse_shared(plan, self.graph)
+            refuse_tied(plan)
+            refuse_shared(plan, self.graph)
         programs = _programs(placed, plan)
         memory = plan_memory(plan, programs)
         devices = self.options.topology.devices
@@ -357,18 +356,6 @@ def _of_all(schedule: Schedule, plan: Plan) -> tuple[Program, ...]:
     return programs
 
 
-def _refuse_tied(plan: Plan) -> None:
-    """Refuse weights that several stages use, of which each would have another version."""
-    for link in plan.links:
-        if link.payload is Payload.WEIGHT:
-            name, stages = link.values[0].name, f"{link.source} and {link.target}"
-            raise InputError(
-                f"{name} is tied: stages {stages} use it, and without a flush they would use different "
-                "versions of it. Take a schedule with a flush, such as schedule='1f1b'; or give each use a "
-                "parameter of its own before you compile"
-            )
-
-
 def _with_messages(memory: StageMemory, stage: StageFunctions, size: int) -> StageMemory:
     """No less than what a stage holds with its messages: each microbatch in flight has a buffer for them."""
     received, sent = (
@@ -381,23 +368,6 @@ def _with_messages(memory: StageMemory, stage: StageFunctions, size: int) -> Sta
         kept=memory.kept + received,
         travelling=memory.travelling + UNDER_WAY * sent,
     )
-
-
-def _refuse_shared(plan: Plan, graph: TrainingGraph) -> None:
-    """Refuse what replicas make together in a forward, of which each runs another one at a time."""
-    if joins_replicas(graph) and any(len(ranks) > 1 for ranks in plan.placement):
-        raise InputError(
-            "the model joins the replicas of a stage, which without a flush work on other mini-batches; take "
-            "a schedule with a flush, such as schedule='1f1b', or replicas=1"
-        )
-    for stage in plan.ending.averaged:
-        name, count = plan.stages[stage].updated_buffers[0], len(plan.placement[stage])
-        raise InputError(
-            f"forwards of stage {stage} change the buffer {name}, of which its {count} replicas would have "
-            "different ones without a flush. Take a schedule with a flush, such as schedule='1f1b', or one "
-            "replica of the stage; or call eval() on the layer, or give it no such buffer "
-            "(track_running_stats=False)"
-        )
 
 
 def _splits_backward(schedule: Schedule) -> bool:

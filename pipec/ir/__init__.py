@@ -12,7 +12,7 @@ says which ranks stand for others that do the same.
 
 from pipec.ir.alike import Alike
 from pipec.ir.ending import NOTHING_MORE, Bucket, Ending, OnNan, Shard
-from pipec.ir.memory import PartMemory, RankMemory, StageMemory
+from pipec.ir.memory import MAPPED_BYTES, PartMemory, RankMemory, StageMemory
 from pipec.ir.plan import Alternative, HostCost, Plan, ShardCost, Stage, StageCost
 from pipec.ir.program import Instruction, Join, Joins, Kind, Op, Program, Traits
 from pipec.ir.schedule import (

@@ -9,6 +9,10 @@ from numpy.typing import NDArray
 
 from pipec.ir.values import Phase
 
+MAPPED_BYTES = 32 << 20
+"""glibc maps each block of this size or more anew, and gives it back to the system when it is freed, whatever
+it is told (``man mallopt``, M_MMAP_THRESHOLD)."""
+
 
 @dataclass(frozen=True, slots=True)
 class PartMemory:

@@ -9,10 +9,10 @@ Nobody then writes the gradient of one microbatch, and reads it again to add it.
 differ from those of the product that is rounded first.
 """
 
-from collections import Counter
 from dataclasses import dataclass
 
-from pipec.graph import IN_SUMS, Gradient, Parameter, TrainingGraph
+from pipec.graph import IN_SUMS, TrainingGraph
+from pipec.passes.own_gradients import own_gradients
 
 
 @dataclass(frozen=True)
@@ -20,13 +20,7 @@ class AddProducts:
     """Mark the gradients that are a matrix product of the parameter's own type. Others stay as they are."""
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
-        results = Counter(node for _, node in graph.outputs)
-        weights = {node.meta["role"]: node for node in graph.arguments}
-        for role, node in graph.outputs:
-            if (
-                isinstance(role, Gradient)
-                and node.target in IN_SUMS
-                and results[node] == len(node.users) == 1
-            ):
-                node.meta["in_sum"] = node.meta["val"].dtype == weights[Parameter(role.fqn)].meta["val"].dtype
+        for node in own_gradients(graph):
+            if node.target in IN_SUMS:
+                node.meta["in_sum"] = True
         return graph

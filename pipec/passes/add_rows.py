@@ -12,14 +12,14 @@ microbatch. Sums have the bits that they would have: rows are added up as that o
 nobody adds change nothing.
 """
 
-from collections import Counter
 from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
 from pipec.cost.formulas import OperatorCost, node_bytes
-from pipec.graph import Gradient, Parameter, TrainingGraph
+from pipec.graph import TrainingGraph
+from pipec.passes.own_gradients import own_gradients
 
 LARGE = 2
 """A table is large if it has at least so many times the rows that a microbatch looks up, ..."""
@@ -33,15 +33,10 @@ class AddRows:
     """Mark gradients of embeddings that are a parameter's whole gradient, and of its own type."""
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
-        results = Counter(node for _, node in graph.outputs)
-        weights = {node.meta["role"]: node for node in graph.arguments}
-        for role, node in graph.outputs:
-            if isinstance(role, Gradient) and results[node] == len(node.users) == 1:
-                weight = weights[Parameter(role.fqn)]
-                same_type = node.meta["val"].dtype == weight.meta["val"].dtype
-                if same_type and not node.meta.get("in_rows") and _is_large(node, graph.batch_size):
-                    node.meta["in_rows"] = True
-                    node.meta["cost"] = _of_rows(node)
+        for node in own_gradients(graph):
+            if not node.meta.get("in_rows") and _is_large(node, graph.batch_size):
+                node.meta["in_rows"] = True
+                node.meta["cost"] = _of_rows(node)
         return graph
 
 

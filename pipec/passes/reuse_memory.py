@@ -14,13 +14,11 @@ from torch import fx
 
 from pipec.cost.formulas import node_bytes
 from pipec.graph import TrainingGraph, is_in_sum
+from pipec.ir import MAPPED_BYTES
 
 aten = torch.ops.aten
 
 PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
-
-LEAST_BYTES = 32 << 20
-"""What glibc gives back to the system each time that it is freed."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +27,7 @@ class ReuseMemory:
 
     def __call__(self, graph: TrainingGraph) -> TrainingGraph:
         for node in graph.nodes:
-            if _is_product(node) and node_bytes(node, graph.batch_size) >= LEAST_BYTES:
+            if _is_product(node) and node_bytes(node, graph.batch_size) >= MAPPED_BYTES:
                 node.meta["reuses"] = True
         return graph
 

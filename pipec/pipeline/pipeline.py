@@ -259,7 +259,7 @@ class Pipeline(ShownModel):
     @property
     def compile_seconds(self) -> dict[str, float]:
         """How long each step of compilation took, summed over all compilations."""
-        return dict(self._compiler.seconds)
+        return dict(self._compiler.watch.seconds)
 
     def _compiled(self, turn: Turn) -> Groups:
         """What runs each group of consecutive microbatches, and their sizes.

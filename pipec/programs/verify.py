@@ -33,6 +33,7 @@ from pipec.programs import (
     ending_rules,
     join_rules,
     meeting_rules,
+    message_rules,
     offload_rules,
     part_rules,
     script_rules,
@@ -45,7 +46,7 @@ from pipec.programs.fold import num_to_lower
 from pipec.programs.meeting_waits import meeting_waits, waits_for_gradients
 from pipec.programs.memory import in_flight
 from pipec.programs.rendezvous import Waits, circle, stalls
-from pipec.programs.step_index import BACKWARDS, COMPUTES, Deliveries, StepIndex, transfer_ops
+from pipec.programs.step_index import BACKWARDS, COMPUTES, Deliveries, StepIndex
 
 _CONTEXT_LINES = 3
 _OF_ROUNDS = [OP_CODE[op] for op in versions.OPS]
@@ -236,48 +237,6 @@ def _computes_in_order(step: StepIndex) -> Iterator[Fault]:
         latest[runs], latest_op[runs] = numbers[runs], OP_CODE[op]
 
 
-def _delivers_once(step: StepIndex) -> Iterator[Fault]:
-    """Each link is sent and received exactly once for each microbatch, or moved on one rank."""
-    nothing = np.empty(0, np.int32)
-    for route in step.routes:
-        link, named = route.link, step.microbatches(route.link)
-        first, expected = named[0], np.bincount(route.microbatches - named[0], minlength=len(named))
-        for op in transfer_ops(route):
-            key = (op, route.number, route.source, route.target)
-            carried, numbers = step.transfers.get(key, (nothing, nothing))
-            counts = np.bincount(carried - first, minlength=expected.size)
-            for wrong in np.flatnonzero(counts != expected).tolist()[:1]:
-                microbatch = wrong + first
-                rank, stage = route.target, link.target
-                if op is Op.SEND:
-                    rank, stage = route.source, link.source
-                message = f"{op} of {_message_name(link, microbatch)} to rank {route.target}"
-                site = step.suspect(numbers[carried == microbatch].tolist(), rank, stage, microbatch)
-                yield Fault(site, f"{message} is there {counts[wrong]} times; expected once")
-
-
-def _message_name(link: Link, microbatch: int) -> str:
-    return format_link(link) + (f", microbatch {microbatch}" if microbatch >= 0 else "")
-
-
-def _sends_what_was_made(step: StepIndex) -> Iterator[Fault]:
-    """Nothing is sent before the compute that makes it."""
-    for each in step.deliveries:
-        for wrong in np.flatnonzero(each.sends < each.made).tolist()[:1]:
-            name = _message_name(each.route.link, int(each.route.microbatches[wrong]))
-            site = each.route.source, int(each.sends[wrong])
-            yield Fault(site, f"{name} leaves before it is made at {each.made[wrong]}")
-
-
-def _posts_before_reading(step: StepIndex) -> Iterator[Fault]:
-    """Every receive is posted, and every move done, before the compute that reads it."""
-    for each in step.deliveries:
-        for wrong in np.flatnonzero((each.reads >= 0) & (each.reads < each.receives)).tolist()[:1]:
-            name = _message_name(each.route.link, int(each.route.microbatches[wrong]))
-            site = each.route.target, int(each.reads[wrong])
-            yield Fault(site, f"reads {name}, which is received only at {each.receives[wrong]}")
-
-
 def _frees_after_last_use(step: StepIndex) -> Iterator[Fault]:
     """Each stage and microbatch is freed exactly once, and not used afterwards."""
     freed = step.numbers[OP_CODE[Op.FREE]]
@@ -302,51 +261,11 @@ def _frees_after_last_use(step: StepIndex) -> Iterator[Fault]:
         yield Fault(suspect, f"stage {stage}, microbatch {microbatch} is never freed")
 
 
-def _spares_live_slots(step: StepIndex) -> Iterator[Fault]:
-    """Nothing is received into a buffer between the receive it holds and the free of that microbatch."""
-    freed = step.numbers[OP_CODE[Op.FREE]]
-    for rank, columns in enumerate(step.columns):
-        used = np.flatnonzero((columns.link_numbers >= 0) & (columns.slots >= 0))
-        used = used[np.lexsort((used, columns.slots[used], columns.link_numbers[used]))]
-        links, slots = columns.link_numbers[used], columns.slots[used]
-        again = np.flatnonzero((links[1:] == links[:-1]) & (slots[1:] == slots[:-1]))
-        before, after = used[again], used[again + 1]
-        live = freed[columns.stages[before], columns.microbatches[before]] > after
-        for number, holder in sorted(zip(after[live].tolist(), before[live].tolist(), strict=True))[:1]:
-            link = columns.links[columns.link_numbers[number]]
-            name = f"slot {columns.slots[number]} of {format_link(link)}"
-            held = columns.microbatches[holder]
-            yield Fault((rank, number), f"{name} still holds microbatch {held}, which is not freed yet")
-
-
-def _keeps_channel_order(step: StepIndex) -> Iterator[Fault]:
-    """From one rank to another, receives are posted in the order of the sends."""
-    channels: dict[tuple[int, int], list[Deliveries]] = defaultdict(list)
-    for each in step.deliveries:
-        if each.route.crosses_ranks:
-            channels[each.route.source, each.route.target].append(each)
-    for (source, target), deliveries in channels.items():
-        sends, receives = (
-            _joined([getattr(each, way) for each in deliveries]) for way in ("sends", "receives")
-        )
-        order = np.argsort(sends)
-        for place in np.flatnonzero(np.diff(receives[order]) < 0).tolist()[:1]:
-            late, early = order[place], order[place + 1]
-            names = [
-                _message_name(each.route.link, microbatch)
-                for each in deliveries
-                for microbatch in each.route.microbatches.tolist()
-            ]
-            sent = f"rank {source} sends them at {sends[early]} and {sends[late]}"
-            message = f"{names[early]} is received before {names[late]}, but {sent}"
-            yield Fault((target, int(receives[early])), message)
-
-
 def _finishes(step: StepIndex) -> Iterator[Fault]:
     """No rank waits forever, even if every send waits until its receive is posted."""
     meetings = meeting_waits(step)
     others = _together([waits_for_gradients(step), meetings.waits, script_rules.waits_for_results(step)])
-    if not others.ranks.size and step.cells and step.cells.post_in_one_order(_crossing(step)):
+    if not others.ranks.size and step.cells and step.cells.post_in_one_order(message_rules.crossing(step)):
         return
     waits = _together([_waits(step.deliveries), others])
     stalled = stalls([*(len(columns) for columns in step.columns), *[1] * meetings.count], waits)
@@ -358,11 +277,6 @@ def _finishes(step: StepIndex) -> Iterator[Fault]:
         ]
         message = "\n".join(["deadlock if sends wait for their receives:", *lines])
         yield Fault(ring[0][0], message, tuple(site for site, _ in ring[1:]))
-
-
-def _crossing(step: StepIndex) -> Sequence[Deliveries]:
-    """The messages between ranks."""
-    return [each for each in step.deliveries if each.route.crosses_ranks]
 
 
 def _waits(deliveries: Sequence[Deliveries]) -> Waits:
@@ -388,18 +302,6 @@ def _joined(parts: Sequence[Ints]) -> Ints:
     return np.concatenate([np.empty(0, np.int32), *parts])
 
 
-def _posts_after_what_messages_need(step: StepIndex) -> Iterator[Fault]:
-    """No receive is posted before a compute that its message depends on: a GPU may hold that one up."""
-    assert step.cells, "these programs do not finish"
-    crossing = _crossing(step)
-    depends = step.cells.depend_on_what_follows(crossing)
-    for each, of_route in zip(crossing, depends, strict=True):
-        for wrong in np.flatnonzero(of_route).tolist()[:1]:
-            name = _message_name(each.route.link, int(each.route.microbatches[wrong]))
-            site = each.route.target, int(each.receives[wrong])
-            yield Fault(site, f"{name} is received before the next compute, which it depends on")
-
-
 def _bounds_in_flight(step: StepIndex) -> Iterator[Fault]:
     """No rank holds more between forward and free than it may."""
     if step.limits is None:
@@ -415,20 +317,20 @@ RULES: tuple[Callable[[StepIndex], Iterator[Fault]], ...] = (
     _fits_plan,
     _computes_once,
     _computes_in_order,
-    _delivers_once,
+    message_rules.delivers_once,
     join_rules.join_once_in_order,
     meeting_rules.ends_once,
     meeting_rules.ends_in_order,
     meeting_rules.meets_in_one_order,
     *versions.RULES,
-    _sends_what_was_made,
-    _posts_before_reading,
+    message_rules.sends_what_was_made,
+    message_rules.posts_before_reading,
     _frees_after_last_use,
     offload_rules.offload_rules,
-    _spares_live_slots,
+    message_rules.spares_live_slots,
     script_rules.results_in_time,
-    _keeps_channel_order,
+    message_rules.keeps_channel_order,
     _finishes,
-    _posts_after_what_messages_need,
+    message_rules.posts_after_what_messages_need,
     _bounds_in_flight,
 )

@@ -11,10 +11,12 @@ import logging
 import os
 import platform
 
+from pipec.ir import MAPPED_BYTES
+
 log = logging.getLogger("pipec")
 
 _SETTINGS = {
-    "M_MMAP_THRESHOLD": (-3, 32 << 20),  # the largest that glibc takes on 64-bit systems
+    "M_MMAP_THRESHOLD": (-3, MAPPED_BYTES),
     "M_TRIM_THRESHOLD": (-1, 1 << 30),
 }
 """Parameters of ``mallopt`` with their numbers in ``malloc.h``, and bytes."""

@@ -1,0 +1,43 @@
+"""How long the steps of a compilation take, and which one a person waits for."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from pipec.console import notice
+from pipec.graph import TrainingGraph
+from pipec.passes import Pass
+
+
+@dataclass
+class Stopwatch:
+    """``seconds`` that each step of all compilations took together, by its name."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    _notice: notice = field(default_factory=lambda: notice(""))
+
+    @contextmanager
+    def telling(self, what: str) -> Iterator[None]:
+        """Tell what is done, step by step, if a block takes long."""
+        with notice(what) as self._notice:
+            yield
+
+    @contextmanager
+    def timed(self, step: str) -> Iterator[None]:
+        """Note how long a block takes, without the time of what is noted within it."""
+        started, noted = time.perf_counter(), sum(self.seconds.values())
+        self._notice.now(step)
+        try:
+            yield
+        finally:
+            within = sum(self.seconds.values()) - noted
+            self._note(step, time.perf_counter() - started - within)
+
+    def observe(self, position: int, transform: Pass, graph: TrainingGraph, seconds: float) -> None:
+        """Note how long a pass took."""
+        self._note(type(transform).__name__, seconds)
+        self._notice.now(f"after the pass {type(transform).__name__}")
+
+    def _note(self, step: str, seconds: float) -> None:
+        self.seconds[step] = self.seconds.get(step, 0.0) + seconds

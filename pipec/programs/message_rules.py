@@ -1,0 +1,111 @@
+"""Messages between stages: each is sent and received once, in time, and in an order that channels keep."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from pipec.ir import Link, Op
+from pipec.ir.columns import OP_CODE
+from pipec.ir.text import format_link
+from pipec.programs.faults import Fault
+from pipec.programs.step_index import Deliveries, StepIndex, transfer_ops
+
+
+def delivers_once(step: StepIndex) -> Iterator[Fault]:
+    """Each link is sent and received exactly once for each microbatch, or moved on one rank."""
+    nothing = np.empty(0, np.int32)
+    for route in step.routes:
+        link, named = route.link, step.microbatches(route.link)
+        first, expected = named[0], np.bincount(route.microbatches - named[0], minlength=len(named))
+        for op in transfer_ops(route):
+            key = (op, route.number, route.source, route.target)
+            carried, numbers = step.transfers.get(key, (nothing, nothing))
+            counts = np.bincount(carried - first, minlength=expected.size)
+            for wrong in np.flatnonzero(counts != expected).tolist()[:1]:
+                microbatch = wrong + first
+                rank, stage = route.target, link.target
+                if op is Op.SEND:
+                    rank, stage = route.source, link.source
+                message = f"{op} of {_message_name(link, microbatch)} to rank {route.target}"
+                site = step.suspect(numbers[carried == microbatch].tolist(), rank, stage, microbatch)
+                yield Fault(site, f"{message} is there {counts[wrong]} times; expected once")
+
+
+def sends_what_was_made(step: StepIndex) -> Iterator[Fault]:
+    """Nothing is sent before the compute that makes it."""
+    for each in step.deliveries:
+        for wrong in np.flatnonzero(each.sends < each.made).tolist()[:1]:
+            name = _message_name(each.route.link, int(each.route.microbatches[wrong]))
+            site = each.route.source, int(each.sends[wrong])
+            yield Fault(site, f"{name} leaves before it is made at {each.made[wrong]}")
+
+
+def posts_before_reading(step: StepIndex) -> Iterator[Fault]:
+    """Every receive is posted, and every move done, before the compute that reads it."""
+    for each in step.deliveries:
+        for wrong in np.flatnonzero((each.reads >= 0) & (each.reads < each.receives)).tolist()[:1]:
+            name = _message_name(each.route.link, int(each.route.microbatches[wrong]))
+            site = each.route.target, int(each.reads[wrong])
+            yield Fault(site, f"reads {name}, which is received only at {each.receives[wrong]}")
+
+
+def spares_live_slots(step: StepIndex) -> Iterator[Fault]:
+    """Nothing is received into a buffer between the receive it holds and the free of that microbatch."""
+    freed = step.numbers[OP_CODE[Op.FREE]]
+    for rank, columns in enumerate(step.columns):
+        used = np.flatnonzero((columns.link_numbers >= 0) & (columns.slots >= 0))
+        used = used[np.lexsort((used, columns.slots[used], columns.link_numbers[used]))]
+        links, slots = columns.link_numbers[used], columns.slots[used]
+        again = np.flatnonzero((links[1:] == links[:-1]) & (slots[1:] == slots[:-1]))
+        before, after = used[again], used[again + 1]
+        live = freed[columns.stages[before], columns.microbatches[before]] > after
+        for number, holder in sorted(zip(after[live].tolist(), before[live].tolist(), strict=True))[:1]:
+            link = columns.links[columns.link_numbers[number]]
+            name = f"slot {columns.slots[number]} of {format_link(link)}"
+            held = columns.microbatches[holder]
+            yield Fault((rank, number), f"{name} still holds microbatch {held}, which is not freed yet")
+
+
+def keeps_channel_order(step: StepIndex) -> Iterator[Fault]:
+    """From one rank to another, receives are posted in the order of the sends."""
+    channels: dict[tuple[int, int], list[Deliveries]] = defaultdict(list)
+    for each in step.deliveries:
+        if each.route.crosses_ranks:
+            channels[each.route.source, each.route.target].append(each)
+    for (source, target), deliveries in channels.items():
+        sends, receives = (
+            np.concatenate([getattr(each, way) for each in deliveries]) for way in ("sends", "receives")
+        )
+        order = np.argsort(sends)
+        for place in np.flatnonzero(np.diff(receives[order]) < 0).tolist()[:1]:
+            late, early = order[place], order[place + 1]
+            names = [
+                _message_name(each.route.link, microbatch)
+                for each in deliveries
+                for microbatch in each.route.microbatches.tolist()
+            ]
+            sent = f"rank {source} sends them at {sends[early]} and {sends[late]}"
+            message = f"{names[early]} is received before {names[late]}, but {sent}"
+            yield Fault((target, int(receives[early])), message)
+
+
+def posts_after_what_messages_need(step: StepIndex) -> Iterator[Fault]:
+    """No receive is posted before a compute that its message depends on: a GPU may hold that one up."""
+    assert step.cells, "these programs do not finish"
+    between_ranks = crossing(step)
+    depends = step.cells.depend_on_what_follows(between_ranks)
+    for each, of_route in zip(between_ranks, depends, strict=True):
+        for wrong in np.flatnonzero(of_route).tolist()[:1]:
+            name = _message_name(each.route.link, int(each.route.microbatches[wrong]))
+            site = each.route.target, int(each.receives[wrong])
+            yield Fault(site, f"{name} is received before the next compute, which it depends on")
+
+
+def _message_name(link: Link, microbatch: int) -> str:
+    return format_link(link) + (f", microbatch {microbatch}" if microbatch >= 0 else "")
+
+
+def crossing(step: StepIndex) -> Sequence[Deliveries]:
+    """The messages between ranks."""
+    return [each for each in step.deliveries if each.route.crosses_ranks]
