@@ -11,11 +11,11 @@ from pipec.graph import Gradient, Parameter, TrainingGraph
 def own_gradients(graph: TrainingGraph) -> Iterator[fx.Node]:
     """Values that are the whole gradient of one parameter and of its type, and that nothing else reads."""
     results = Counter(node for _, node in graph.outputs)
-    types = {node.meta["role"]: node.meta["val"].dtype for node in graph.arguments if "val" in node.meta}
+    arguments = {node.meta["role"]: node for node in graph.arguments}
     for role, node in graph.outputs:
         if (
             isinstance(role, Gradient)
             and results[node] == len(node.users) == 1
-            and node.meta["val"].dtype == types[Parameter(role.fqn)]
+            and node.meta["val"].dtype == arguments[Parameter(role.fqn)].meta["val"].dtype
         ):
             yield node

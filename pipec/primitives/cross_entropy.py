@@ -7,6 +7,7 @@ matter, there is no such tensor: the gradient is made of the probabilities.
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,16 @@ _BLOCK_BYTES = 1 << 20
 
 _MEAN = 1
 """What ATen calls the mean among reductions."""
+
+
+class _Loss(NamedTuple):
+    """What ``nll_loss_backward`` takes after the logarithms."""
+
+    target: Tensor
+    weight: Tensor | None
+    reduction: int
+    ignore_index: int
+    total_weight: Tensor
 
 
 def rows_at_a_time(num_classes: int, itemsize: int) -> int:
@@ -42,14 +53,14 @@ def cross_entropy_gradient(
     of ``log_probabilities``. What torch compiles writes into no argument, for it may be called twice. What
     need not be ``exact`` may differ from torch's in its last bits.
     """
-    of_nll = (target, weight, reduction, ignore_index, total_weight)
+    loss = _Loss(target, weight, reduction, ignore_index, total_weight)
     if torch.compiler.is_compiling():
-        terms: Tensor = _aten.nll_loss_backward(grad, log_probabilities, *of_nll)
+        terms: Tensor = _aten.nll_loss_backward(grad, log_probabilities, *loss)
         made: Tensor = _aten._log_softmax_backward_data(terms, log_probabilities, 1, terms.dtype)
         return made
     out = torch.empty_like(log_probabilities) if out is None else out
     make = _in_torchs_steps if exact else _by_probabilities
-    make(grad, log_probabilities, *of_nll, out)
+    make(grad, log_probabilities, loss, out)
     return out
 
 
@@ -59,49 +70,24 @@ def _blocks(log_probabilities: Tensor) -> Iterator[slice]:
     yield from (slice(start, start + step) for start in range(0, num_rows, step))
 
 
-def _in_torchs_steps(
-    grad: Tensor,
-    log_probabilities: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    reduction: int,
-    ignore_index: int,
-    total_weight: Tensor,
-    out: Tensor,
-) -> None:
+def _in_torchs_steps(grad: Tensor, log_probabilities: Tensor, loss: _Loss, out: Tensor) -> None:
     blocks = list(_blocks(log_probabilities))
     terms = torch.empty_like(log_probabilities[blocks[0]]) if blocks else out
     for rows in blocks:
         block = log_probabilities[rows]
         part = terms[: len(block)]
-        _aten.nll_loss_backward.grad_input(
-            grad[rows] if grad.dim() else grad,
-            block,
-            target[rows],
-            weight,
-            reduction,
-            ignore_index,
-            total_weight,
-            grad_input=part,
-        )
+        target, *others = loss
+        row_grad = grad[rows] if grad.dim() else grad
+        _aten.nll_loss_backward.grad_input(row_grad, block, target[rows], *others, grad_input=part)
         _aten._log_softmax_backward_data.out(part, block, 1, block.dtype, out=out[rows])
 
 
-def _by_probabilities(
-    grad: Tensor,
-    log_probabilities: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    reduction: int,
-    ignore_index: int,
-    total_weight: Tensor,
-    out: Tensor,
-) -> None:
+def _by_probabilities(grad: Tensor, log_probabilities: Tensor, loss: _Loss, out: Tensor) -> None:
     """Each row is the softmax, less one at the target, times what the loss of that row counts."""
-    counts = target != ignore_index
-    target = target.where(counts, 0)
-    scale = grad / total_weight if reduction == _MEAN else grad
-    scale = scale if weight is None else scale * weight[target]
+    counts = loss.target != loss.ignore_index
+    target = loss.target.where(counts, 0)
+    scale = grad / loss.total_weight if loss.reduction == _MEAN else grad
+    scale = scale if loss.weight is None else scale * loss.weight[target]
     scale = torch.where(counts, scale, 0.0).unsqueeze(1)
     for rows in _blocks(log_probabilities):
         torch.exp(log_probabilities[rows], out=out[rows]).mul_(scale[rows])
