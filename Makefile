@@ -24,7 +24,7 @@ $(READY): pyproject.toml
 	@echo "installing into .venv: a few minutes the first time"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed")'
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/pip install --disable-pip-version-check -qq --editable '.[dev]'
+	@$(BIN)/pip install --disable-pip-version-check -qq --no-compile --editable '.[dev]'
 	@touch $@
 
 demo: $(READY) ## train a byte-level GPT on four stages for a minute; results in build/demo

@@ -24,6 +24,7 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 torch.set_num_threads(1)  # a sum over threads would depend on how many there are
 console.PATIENCE = 3600.0  # what is printed would depend on how fast the machine is
+torch._dynamo.guards.profile_guard_manager = lambda *args: 0.0  # empties caches, 20 ms for each capture
 gc.set_threshold(50_000)  # what tracing makes lives short, and a look at all objects takes half a second
 
 
