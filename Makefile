@@ -7,6 +7,9 @@ READY := .venv/.ready
 # One thread per rank: results are then the same bits in one process and in many.
 export OMP_NUM_THREADS ?= 1
 
+# What one process has compiled the next ones read, also where the environment says otherwise.
+export PYTHONDONTWRITEBYTECODE :=
+
 # A file's tests share the models that it captures, so that they stay in one process.
 PARALLEL := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
@@ -24,7 +27,7 @@ $(READY): pyproject.toml
 	@echo "installing into .venv: a few minutes the first time"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed")'
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/pip install --disable-pip-version-check -qq --no-compile --editable '.[dev]'
+	@$(BIN)/pip install --disable-pip-version-check -qq --editable '.[dev]'
 	@touch $@
 
 demo: $(READY) ## train a byte-level GPT on four stages for a minute; results in build/demo
