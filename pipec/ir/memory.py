@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from pipec.ir.values import Phase
 
 MAPPED_BYTES = 32 << 20
-"""glibc maps each block of this size or more anew, and gives it back to the system when it is freed, whatever
-it is told (``man mallopt``, M_MMAP_THRESHOLD)."""
+"""glibc maps each block of this size or more anew, and gives it back to the system when it is freed. It is
+the largest threshold that it takes on 64-bit systems (``man mallopt``, M_MMAP_THRESHOLD)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,12 +71,11 @@ def _blocks(log_probabilities: Tensor) -> Iterator[slice]:
 
 
 def _in_torchs_steps(grad: Tensor, log_probabilities: Tensor, loss: _Loss, out: Tensor) -> None:
-    blocks = list(_blocks(log_probabilities))
+    (target, *others), blocks = loss, list(_blocks(log_probabilities))
     terms = torch.empty_like(log_probabilities[blocks[0]]) if blocks else out
     for rows in blocks:
         block = log_probabilities[rows]
         part = terms[: len(block)]
-        target, *others = loss
         row_grad = grad[rows] if grad.dim() else grad
         _aten.nll_loss_backward.grad_input(row_grad, block, target[rows], *others, grad_input=part)
         _aten._log_softmax_backward_data.out(part, block, 1, block.dtype, out=out[rows])

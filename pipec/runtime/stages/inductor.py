@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from pipec.ir import MAPPED_BYTES
 from pipec.runtime.memory.reuse import reused
 
-CPU = torch.device("cpu")
+_CPU = torch.device("cpu")
 
 
 def compile_graph(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -79,4 +79,4 @@ def _empty(
     if math.prod(sizes) * dtype.itemsize < MAPPED_BYTES:
         return empty(sizes, strides, dtype)
     extent = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-    return reused([extent], dtype, CPU).as_strided(sizes, strides)
+    return reused([extent], dtype, _CPU).as_strided(sizes, strides)
