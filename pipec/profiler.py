@@ -23,7 +23,7 @@ from pipec.compiler.staged import StagedGraph
 from pipec.cost.fingerprint import calls, fingerprint, profiled_nodes
 from pipec.cost.profile import Profile, ProfiledNode, ProfiledOperator
 from pipec.errors import InputError
-from pipec.graph import Buffer, LossGradient, ModelInput, OfBatch, Parameter, Share, TrainingGraph
+from pipec.graph import Buffer, FirstRow, LossGradient, ModelInput, OfBatch, Parameter, Share, TrainingGraph
 from pipec.hardware.calibration import default_device_model
 from pipec.hardware.topology import alike
 from pipec.ir import Phase
@@ -222,7 +222,7 @@ def _arguments(
             case ModelInput(position=position):
                 leaf = call.leaves[position]
                 yield _on(leaf, device) if isinstance(leaf, Tensor) else leaf
-            case LossGradient() | Share() | OfBatch():
+            case LossGradient() | Share() | FirstRow() | OfBatch():
                 val = node.meta["val"]  # fake, and what is made like it is fake as well
                 yield torch.ones([int(size) for size in val.shape], dtype=val.dtype, device=device)
 

@@ -20,7 +20,7 @@ from pipec.capture.call import Call
 from pipec.capture.diagnosis import brief, lines_in, model_line
 from pipec.capture.markers import EXPECT
 from pipec.capture.operators import module_of
-from pipec.capture.parts import changes_argument, draws_by_chance, is_never, where
+from pipec.capture.calls import changes_argument, draws_by_chance, is_never, where
 from pipec.errors import CaptureError
 from pipec.graph import ASSUME
 

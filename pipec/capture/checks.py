@@ -5,7 +5,7 @@ from torch import fx
 
 from pipec.capture.call import Call, plain_name
 from pipec.capture.markers import EXPECT
-from pipec.capture.parts import changes_argument, operator_name, place_of
+from pipec.capture.calls import changes_argument, operator_name, place_of
 from pipec.capture.rewriting import Chain
 
 

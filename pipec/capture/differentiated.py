@@ -2,19 +2,21 @@
 
 import copy
 from collections.abc import Collection
+from dataclasses import replace
 
 from torch import fx
 
-from pipec.capture.add_up import add_up
+from pipec.capture.batch import analyse
 from pipec.capture.markers import OF_BATCH, RESULT, SHARE
-from pipec.capture.parts import place_of
+from pipec.capture.calls import place_of
+from pipec.graph import Findings
 from pipec.torch_compat import CAUSE, Captured
 
 
-def add_up_differentiated(
+def analyse_differentiated(
     captured: Captured, batched: Collection[str], size: int, has_loss: bool, num_replicas: int = 1
-) -> str:
-    """As ``add_up``, which is tried on a copy of the forward.
+) -> Findings:
+    """As ``analyse``, which is tried on a copy of the forward.
 
     Where it would rewrite the loss, it is not known how losses add up. Results are marked as they are there.
     """
@@ -22,7 +24,7 @@ def add_up_differentiated(
     graph, num_results = captured.module.graph, captured.differentiated.results.num_leaves
     results: list[fx.Node] = list(graph.output_node().args[0])  # type: ignore[arg-type]
     forward = fx.GraphModule(captured.module, _forward(graph, num_results))
-    unclear = add_up(forward, batched, size, has_loss, num_replicas)
+    found = analyse(forward, batched, size, has_loss, num_replicas)
     output = forward.graph.output_node()
     for place, (result, marked) in enumerate(zip(results, output.args[0], strict=False)):  # type: ignore[arg-type]
         if isinstance(marked, fx.Node) and marked.target is RESULT:
@@ -31,7 +33,10 @@ def add_up_differentiated(
     graph.output_node().args = (results,)
     captured.module.recompile()
     rewritten = [node for node in _leading_to(output) if node.target in (OF_BATCH, SHARE)]
-    return unclear or (place_of(rewritten[0]) if rewritten else "")
+    if rewritten and not (found.mixed or found.unproven):
+        what = "needs a value of the whole batch, in a model that differentiates by itself"
+        return replace(found, unproven=f"{place_of(rewritten[0])} {what}")
+    return found
 
 
 def _forward(graph: fx.Graph, num_results: int) -> fx.Graph:

@@ -9,6 +9,7 @@ from torch import Tensor, fx
 _library = torch.library.Library("pipec", "DEF")
 _library.define("of_batch(Tensor of_microbatch, bool adds_up) -> Tensor")
 _library.define("share(Device device) -> Tensor")
+_library.define("row_numbers(Tensor of_microbatch) -> Tensor")
 
 _library.define("result(Tensor result, str unclear) -> Tensor")
 _library.define("expect(Tensor condition, str what) -> ()")
@@ -22,6 +23,9 @@ If it ``adds_up``, that is the sum of what they compute from its parts, however 
 SHARE = torch.ops.pipec.share.default
 """The rows of the microbatch as a share of those of the mini-batch."""
 
+ROW_NUMBERS = torch.ops.pipec.row_numbers.default
+"""The numbers of rows, counted from the first row of the mini-batch instead of the microbatch's."""
+
 EXPECT = torch.ops.pipec.expect.default
 """Fails unless the condition holds of the microbatch. Stages have ``primitives.require`` in its place."""
 
@@ -34,6 +38,11 @@ RESULT = torch.ops.pipec.result.default
 @torch.library.register_fake("pipec::of_batch", lib=_library)  # type: ignore[untyped-decorator]
 def _like(value: Tensor, adds_up: bool) -> Tensor:
     return torch.empty_like(value)
+
+
+@torch.library.register_fake("pipec::row_numbers", lib=_library)  # type: ignore[untyped-decorator]
+def _numbers(numbers: Tensor) -> Tensor:
+    return torch.empty_like(numbers)
 
 
 @torch.library.register_fake("pipec::share", lib=_library)  # type: ignore[untyped-decorator]

@@ -14,7 +14,7 @@ from pipec.capture.call import Call
 from pipec.capture.classify import classify
 from pipec.capture.markers import EXPECT, RESULT
 from pipec.capture.of_batch import decided_by_arguments, lift_of_batch
-from pipec.capture.parts import where
+from pipec.capture.calls import where
 from pipec.capture.symbols import batch_symbol, check_readable, number_symbols, variable_symbols
 from pipec.capture.tied import merge_tied_arguments, merge_tied_gradients
 from pipec.capture.value_sizes import keep_value_sizes
@@ -22,6 +22,8 @@ from pipec.errors import CaptureError, InputError
 from pipec.graph import (
     Argument,
     Buffer,
+    PROVED,
+    Findings,
     Gradient,
     LossGradient,
     ModelInput,
@@ -71,8 +73,8 @@ class Traced:
     Its ``variables`` were to be symbolic, and are ``planned`` in the call; ``numbers`` has what the forward
     graph has for those that are numbers.
     ``fqns`` maps the names of tensors in the joint graph to their names in the model, where a tied tensor has
-    one. ``constants`` are the tensors that belong to the loss function alone. ``unclear`` is the call after
-    which it is not known how the losses of microbatches make that of the batch. ``joined`` is the first call
+    one. ``constants`` are the tensors that belong to the loss function alone. ``findings`` say what
+    was proved of the batch. ``joined`` is the first call
     that joins the microbatches of a round, one of each of ``num_replicas``.
     """
 
@@ -88,7 +90,7 @@ class Traced:
     fqns: Mapping[str, str]
     constants: Mapping[str, Tensor]
     training: bool = True
-    unclear: str = ""
+    findings: Findings = PROVED
     joined: str = ""
     num_replicas: int = 1
 
@@ -139,8 +141,7 @@ def training_graph(traced: Traced) -> TrainingGraph:
             value_sizes=value_sizes,
             constants={**_used(graph, of_batch, traced.constants), **lifted},
             of_batch=of_batch,
-            unclear=traced.unclear,
-            unclear_output=results.unclear,
+            findings=replace(traced.findings, output=results.unclear),
             joined=traced.joined,
             logs=results.logs,
             output_spec=results.output_spec,

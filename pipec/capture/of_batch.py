@@ -2,15 +2,17 @@
 
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import fx
 
-from pipec.capture.markers import OF_BATCH, SHARE
+from pipec.capture.markers import OF_BATCH, ROW_NUMBERS, SHARE
 from pipec.errors import CaptureError
 from pipec.graph import (
     ASSUME,
     Argument,
     Buffer,
     Decided,
+    FirstRow,
     ModelInput,
     OfBatch,
     Share,
@@ -33,12 +35,13 @@ def lift_of_batch(graph: fx.Graph) -> fx.Graph | None:
     marked = [node for node in graph.nodes if node.target is OF_BATCH and node.users]
     if shares:
         _argument(graph, shares, "share", Share())
+    numbers = [node for node in graph.nodes if node.target is ROW_NUMBERS and node.users]
     lifted = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     sources = [node.all_input_nodes[0] for node in marked]
     for node in _closure(graph, sources):
         _check(node)
-        if node.target is OF_BATCH:
+        if node.target in (OF_BATCH, ROW_NUMBERS):
             copies[node] = copies[node.all_input_nodes[0]]
         else:
             copies[node] = lifted.node_copy(node, copies.__getitem__)
@@ -46,6 +49,7 @@ def lift_of_batch(graph: fx.Graph) -> fx.Graph | None:
     roles = [OfBatch(index, _adds_up(graph, node)) for index, node in enumerate(marked)]
     for role, node in zip(roles, marked, strict=True):
         _argument(graph, [node], f"of_batch_{role.index}", role)
+    _count_from_first(graph, numbers)
     for node in reversed(list(graph.nodes)):
         if not node.users and node.op == "call_function" and not is_check(node):
             graph.erase_node(node)
@@ -91,6 +95,19 @@ def _argument(graph: fx.Graph, nodes: Sequence[fx.Node], name: str, role: Argume
     argument.meta.update(val=nodes[0].meta["val"], role=role)
     for node in nodes:
         node.replace_all_uses_with(argument)
+
+
+def _count_from_first(graph: fx.Graph, numbers: Sequence[fx.Node]) -> None:
+    """Let the numbers of rows begin with that of the microbatch's first row in the batch."""
+    if not numbers:
+        return
+    with graph.inserting_before(next(iter(graph.nodes))):
+        first = graph.placeholder("first_row")
+    val = numbers[0].meta["val"]
+    first.meta.update(val=val.new_empty((), dtype=torch.int64), role=FirstRow())
+    for node in numbers:
+        node.target = torch.ops.aten.add.Tensor
+        node.args = (node.args[0], first)
 
 
 def _adds_up(graph: fx.Graph, marked: fx.Node) -> bool:

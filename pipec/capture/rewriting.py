@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from pipec.capture.markers import SHARE
-from pipec.capture.parts import named_arguments
+from pipec.capture.calls import named_arguments
 
 KEPT = ("custom", "nn_module_stack", "partitioner_tag", "stack_trace")
 """What a node that is put in has of the meta of the node it belongs to."""

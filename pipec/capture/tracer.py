@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, fx, nn
 
 from pipec import ops, torch_compat
-from pipec.capture.add_up import add_up
 from pipec.capture.attributes import readable_values
+from pipec.capture.batch import analyse
 from pipec.capture.branches import Branches, describe_branches, refuse_branches
 from pipec.capture.caches import refuse_cache, without_caches
 from pipec.capture.call import Call
 from pipec.capture.checks import expect_all_scattered
 from pipec.capture.diagnosis import brief, capture_error
-from pipec.capture.differentiated import add_up_differentiated
+from pipec.capture.differentiated import analyse_differentiated
 from pipec.capture.joins import join_replicas, sync_batch_norms_alone
 from pipec.capture.normalize import Traced, training_graph
 from pipec.capture.operators import checkpoints, number_operators
@@ -35,7 +35,7 @@ from pipec.capture.splitting import all_have_rows
 from pipec.capture.step import Step, model_names, step_of
 from pipec.capture.symbols import FixedVariableError, number_values
 from pipec.errors import CaptureError, InputError, PipecError
-from pipec.graph import Assumptions, Gradient, TrainingGraph
+from pipec.graph import PROVED, Assumptions, Findings, Gradient, TrainingGraph
 from pipec.ir import Mode, Variable
 from pipec.ir.batch import variable_values
 from pipec.torch_compat import Captured, Place
@@ -270,7 +270,7 @@ class _Tracer:
         joined = join_replicas(captured.module, self._step, self._num_replicas)
         if joined and self.is_direct:
             raise CaptureError(f"{joined} joins replicas, which a model cannot that differentiates by itself")
-        unclear = self._add_up(captured, sample, joined)
+        findings = self._analyse(captured, sample, joined)
         joint = torch_compat.differentiate(captured, training=self._mode is Mode.TRAIN)
         return training_graph(
             Traced(
@@ -286,7 +286,7 @@ class _Tracer:
                 self._fqns,
                 self._constants,
                 self._step.model.training,
-                unclear,
+                findings,
                 joined,
                 self._num_replicas or 1,
             )
@@ -330,23 +330,23 @@ class _Tracer:
             return None
         return captured if all_have_rows(captured.module, self._call) else None
 
-    def _add_up(self, captured: Captured, sample: Call, joined: str) -> str:
-        """Make the losses of microbatches add up; returns the call after which that is not known, if any.
+    def _analyse(self, captured: Captured, sample: Call, joined: str) -> Findings:
+        """Make the losses of microbatches add up, as far as that can be proved.
 
         If they shall not, a copy is made to add up where replicas are ``joined``, for what it refuses.
         """
         if not (self._adds_up or joined):
             refuse_branches(captured.module, "where microbatch_weight=... says how losses add up")
-            return ""
+            return PROVED
         module = captured.module
         module = module if self._adds_up else fx.GraphModule(module, copy.deepcopy(module.graph))
         batched = [path for path, split in zip(sample.paths, sample.batched, strict=True) if split]
         has_loss = self._mode is not Mode.FORWARD
         size, num_replicas = self._call.batch_size, self._num_replicas or 1
         if captured.differentiated is not None:
-            return add_up_differentiated(captured, batched, size, has_loss, num_replicas)
-        unclear = add_up(module, batched, size, has_loss, num_replicas)
-        return unclear if self._adds_up else ""
+            return analyse_differentiated(captured, batched, size, has_loss, num_replicas)
+        findings = analyse(module, batched, size, has_loss, num_replicas)
+        return findings if self._adds_up else PROVED
 
     def assumptions(self) -> Assumptions:
         """What the last graph takes for granted of the model and of the loss function."""

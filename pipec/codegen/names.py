@@ -19,6 +19,7 @@ from pipec.graph import (
     ModelInput,
     OfBatch,
     Output,
+    FirstRow,
     Share,
     TrainingGraph,
     is_forward,
@@ -48,6 +49,7 @@ RESERVED = frozenset(
         "loss",
         "grad_loss",
         "share",
+        "first_row",
         "sums",
     ]
 )
@@ -101,6 +103,8 @@ def name_nodes(graph: TrainingGraph) -> dict[fx.Node, str]:
             names[node] = "grad_loss"
         elif node.op == "placeholder" and isinstance(node.meta["role"], Share):
             names[node] = "share"
+        elif node.op == "placeholder" and isinstance(node.meta["role"], FirstRow):
+            names[node] = "first_row"
         elif node in losses:
             names[node] = "loss"
         elif node.op != "output":

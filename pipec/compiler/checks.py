@@ -1,8 +1,8 @@
 """Whether microbatches make what the batch would: what is refused if not, and what the user is told."""
 
 from pipec.errors import InputError
-from pipec.graph import TrainingGraph, is_collective
-from pipec.ir import Payload, Placement, Plan
+from pipec.graph import Findings, TrainingGraph, is_collective
+from pipec.ir import Payload, Placement, Plan, Sizes
 
 
 def joins_replicas(graph: TrainingGraph) -> bool:
@@ -30,15 +30,56 @@ def told_of_rounds(graph: TrainingGraph, replicas: object, num_microbatches: int
     )
 
 
-def told_of_unclear(graph: TrainingGraph) -> str:
-    """What to tell if nothing shows how the losses of microbatches make that of the batch."""
-    if not graph.unclear:
-        return ""
-    return (
-        "the losses of microbatches are averaged, each weighted by its rows, but that need not be the loss "
-        f"of the batch: see {graph.unclear}. Say how they add up with microbatch_weight=..., or reduce "
-        "with sums and means over rows"
-    )
+def check_batch(findings: Findings, num_microbatches: int) -> None:
+    """Raise InputError if rows of the batch that are in different microbatches depend on one another."""
+    if findings.mixed:
+        raise InputError(
+            f"the loss of the batch is not made by its {num_microbatches} microbatches, for rows depend on "
+            f"other rows:\n  {findings.mixed}\n"
+            "Compute it with microbatches=1. Or let each row be computed by itself, and reduce with sums and "
+            'means over rows; say in batched={"x": 1}, by the name of the argument, if the batch is another '
+            "dimension than the first; draw random permutations outside, and pass them as rows that are "
+            "permuted already; join the rows of replicas with pipec.ops.all_gather. "
+            'microbatch_weight="rows" takes the mean over microbatches, each computed by itself, on purpose'
+        )
+    if findings.output:
+        raise InputError(
+            "the model or loss_fn returns a value of all rows together, which those of "
+            f"{num_microbatches} microbatches do not make:\n  {findings.output}\n"
+            "Return it for each row, or compile with microbatches=1"
+        )
+
+
+def check_sizes(graph: TrainingGraph, num_microbatches: int, rows: int, values: Sizes) -> None:
+    """Raise InputError if the model's code goes another way for the whole batch than for a microbatch."""
+    if graph.batch is not None and not graph.serves(rows, values):
+        raise InputError(
+            f"the model's code takes another way for the {rows} rows of the batch than for those of one of its "
+            f"{num_microbatches} microbatches: it compares sizes where {graph.broken_guard(rows, values)} is "
+            "expected. Compute it with microbatches=1, or let the code not depend on the number of rows"
+        )
+
+
+def warnings_of(findings: Findings) -> list[str]:
+    """What is to be said of a model whose batch is split, since it is not proved right."""
+    found = []
+    if findings.unproven:
+        found.append(
+            "the losses of microbatches are averaged, each weighted by its rows, but nothing proves that "
+            f"this is the loss of the batch: {findings.unproven}. Say how they add up with "
+            "microbatch_weight=..., or reduce with sums and means over rows"
+        )
+    found += [
+        f"{call}: each row is taken to be computed by itself there, which is not proved"
+        for call in findings.assumed
+    ]
+    if findings.norms:
+        found.append(
+            f"{findings.norms} batch norms take their statistics of each microbatch, not of the whole batch, "
+            "so that losses differ from those of the unsplit model; in eval() mode, or with GroupNorm or "
+            "LayerNorm, they do not"
+        )
+    return found
 
 
 def refuse_tied(plan: Plan) -> None:

@@ -20,8 +20,8 @@ from pipec.capture.variables import symbolic_choices
 from pipec.compiler.alternatives import refused, shard_costs
 from pipec.compiler.autotuner import Autotuner, Choice, CutGraph, best_of
 from pipec.compiler.captures import Captures, Kind, Signature
-from pipec.compiler.checks import joins_replicas, told_of_rounds, told_of_unclear
-from pipec.compiler.groups import Compiled, Groups, check_groups, check_outputs, check_served
+from pipec.compiler.checks import check_batch, check_sizes, joins_replicas, told_of_rounds, warnings_of
+from pipec.compiler.groups import Compiled, Groups, check_groups, check_served
 from pipec.compiler.pass_list import CompilerOptions
 from pipec.compiler.processor import measured_processor
 from pipec.compiler.settled import Settled
@@ -128,8 +128,10 @@ class Compiler:
             groups.append((self._group(staged, len(served), rest[0]), served))
             rest = rest[len(served) :]
         if count > 1:
-            check_outputs(graphs[0].unclear_output, count)
-            self._warn_once(told_of_unclear(graphs[0]))
+            check_batch(graphs[0].findings, count)
+            check_sizes(graphs[0], count, call.batch_size, sizes)
+            for warning in warnings_of(graphs[0].findings):
+                self._warn_once(warning)
         check_groups(groups)
         return groups
 

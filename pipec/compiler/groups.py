@@ -26,14 +26,6 @@ Groups = list[tuple[Compiled, list[int]]]
 """What runs each group of consecutive microbatches of a call, and their sizes."""
 
 
-def check_outputs(unclear: str, count: int) -> None:
-    if unclear:
-        raise InputError(
-            f"the model or loss_fn returns a value of all rows together, which those of {count} microbatches "
-            f"do not make: see {unclear}. Return it for each row, or compile with microbatches=1"
-        )
-
-
 def check_groups(groups: Sequence[tuple[Compiled, list[int]]]) -> None:
     """Refuse values of the whole mini-batch where no code can take all of it."""
     if len(groups) > 1 and any(stage.of_batch for stage in groups[0][0].artifact.plan.stages):

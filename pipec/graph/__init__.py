@@ -8,6 +8,7 @@ a call; ``dimensions`` writes sizes as text.
 
 from pipec.graph.assumptions import Assumptions, ReadConstants
 from pipec.graph.branches import ASSUME, Decided, is_assumption, is_check
+from pipec.graph.findings import PROVED, Findings
 from pipec.graph.nodes import (
     IN_SUMS,
     Argument,
@@ -20,6 +21,7 @@ from pipec.graph.nodes import (
     Parameter,
     Prepared,
     Result,
+    FirstRow,
     Share,
     UpdatedBuffer,
     buffers_behind,

@@ -34,6 +34,7 @@ from pipec.graph import (
     Parameter,
     Prepared,
     Result,
+    FirstRow,
     Share,
     TrainingGraph,
     UpdatedBuffer,
@@ -327,7 +328,7 @@ def _is_held(node: fx.Node, reads_changed: bool) -> bool:
 
 def _is_input(node: fx.Node) -> bool:
     return node.op == "placeholder" and isinstance(
-        node.meta["role"], ModelInput | LossGradient | Share | OfBatch
+        node.meta["role"], ModelInput | LossGradient | Share | FirstRow | OfBatch
     )
 
 

@@ -83,6 +83,11 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
+class FirstRow:
+    """The number of the microbatch's first row in the mini-batch: a 0-dim int64 tensor."""
+
+
+@dataclass(frozen=True, slots=True)
 class OfBatch:
     """A value of the whole mini-batch, such as how many labels count: output ``index`` of the graph's
     ``of_batch``. If it ``adds_up``, it is the sum of what it is of parts of the batch."""
@@ -119,7 +124,7 @@ class Gradient:
 IN_SUMS: Mapping[object, str] = {torch.ops.aten.mm.default: "addmm_", torch.ops.aten.bmm.default: "baddbmm_"}
 """Products, and the methods of a sum that add them to it."""
 
-Argument = Parameter | Prepared | Buffer | ModelInput | LossGradient | Share | OfBatch
+Argument = Parameter | Prepared | Buffer | ModelInput | LossGradient | Share | FirstRow | OfBatch
 Result = Output | UpdatedBuffer | Gradient
 
 
@@ -287,7 +292,7 @@ def needs_only_inputs(node: fx.Node) -> bool:
     """
     if "needs_only_inputs" not in node.meta:
         if node.op == "placeholder":
-            answer = isinstance(node.meta["role"], ModelInput | Share | OfBatch)
+            answer = isinstance(node.meta["role"], ModelInput | Share | FirstRow | OfBatch)
         else:
             answer = (
                 is_forward(node)

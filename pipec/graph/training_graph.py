@@ -10,6 +10,7 @@ import sympy
 import torch
 from torch import fx
 
+from pipec.graph.findings import PROVED, Findings
 from pipec.graph.assumptions import NOTHING, Assumptions
 from pipec.graph.branches import ALL_THE_SAME, Decided
 from pipec.graph.dimensions import Symbols
@@ -50,8 +51,7 @@ class TrainingGraph:
     tell, each with what is predicted for it.
     ``of_batch`` computes, once a step, what the stages must know of the whole mini-batch; no pass changes it.
     ``prepared`` computes, once for each version of the weights, what depends on them and on fixed buffers.
-    ``unclear`` is the call after which it is not known how the losses of microbatches make that of the batch,
-    and ``unclear_output`` the same of other results. ``logs`` names the results that follow the loss; those
+    ``findings`` say what was proved of the batch. ``logs`` names the results that follow the loss; those
     after them, of which ``output_spec`` is the tree, are the model's output.
     ``joined`` is the first call of ``pipec.ops``, if any: it joins what replicas run at the same time.
     ``assumptions`` say whether capturing again would give the same, and ``decided`` whether the values of a
@@ -79,8 +79,7 @@ class TrainingGraph:
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     of_batch: fx.Graph | None = None
     prepared: fx.Graph | None = None
-    unclear: str = ""
-    unclear_output: str = ""
+    findings: Findings = PROVED
     joined: str = ""
     logs: tuple[str, ...] = ()
     output_spec: pytree.TreeSpec | None = None
@@ -129,6 +128,12 @@ class TrainingGraph:
         sizes = {"b": microbatch_size, **(values or {})}
         known = self._known(sizes)
         return all(guard.subs(known) != sympy.false for guard in self.guards)
+
+    def broken_guard(self, microbatch_size: int, values: Sizes) -> str:
+        """The first condition on sizes that does not hold for this number of rows, in words."""
+        known = self._known({"b": microbatch_size, **values})
+        broken = next(guard for guard in self.guards if guard.subs(known) == sympy.false)
+        return str(broken.subs({symbol: sympy.Symbol(name) for symbol, name in self.symbols.items()}))
 
     def obsolete(self, leaves: Sequence[Any] | None, sizes: Sizes) -> str:
         """Why capturing again would give another graph, for a call of these leaves; empty if it would not.

@@ -70,6 +70,7 @@ from pipec.torch_compat.operators import (
     unvalidated_distributions,
     whole_interpolations,
     whole_recurrent_networks,
+    decompositions,
 )
 from pipec.torch_compat.parts import ModuleParts, TensorKinds, kinds_of, parts_of
 from pipec.torch_compat.reading import UnknownPlaceError, reader
@@ -103,6 +104,7 @@ __all__ = [
     "capture_with_export",
     "computes_with_onednn",
     "constant_place",
+    "decompositions",
     "depends_on_values",
     "differentiate",
     "draws_with_numpy",

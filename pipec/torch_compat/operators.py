@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch._dynamo
 from torch._C import DispatchKey
+from torch._decomp import decomposition_table
 from torch._decomp.decompositions import upsample_compute_output_size
 from torch._library.simple_registry import singleton as fake_kernels
 from torch._library.utils import Kernel
@@ -148,3 +149,9 @@ def computes_with_onednn(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether eager torch calls oneDNN for an LSTM with these tensors. For 16 bits the CPU decides."""
     enabled = torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
     return enabled and all(x.device.type == "cpu" and x.dtype is torch.float32 for x in tensors)
+
+
+@functools.cache
+def decompositions() -> dict[OpOverload, Any]:
+    """What torch makes of operators out of simpler ones."""
+    return dict(decomposition_table)

@@ -219,8 +219,9 @@ class Linked(Generic[Interprets]):
         """What the stages read for each microbatch, by name."""
         microbatches = self._split(leaves, span)
         whole = self._of_whole_batch(leaves, microbatches, span)
-        for microbatch, size in zip(microbatches, span.sizes, strict=True):
-            microbatch |= {"share": share_of(size, span.batch), **whole}
+        for microbatch, size, first in zip(microbatches, span.sizes, span.first_rows, strict=True):
+            numbers = {"share": share_of(size, span.batch), "first_row": torch.tensor(first)}
+            microbatch |= numbers | whole
         return microbatches
 
     def _of_whole_batch(

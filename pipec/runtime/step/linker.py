@@ -80,7 +80,7 @@ class Linker:
         self._rank = rank
         variables = {variable.name for variable in rank.plan.variables}
         self._always = _ALWAYS | variables | ({"grad_loss"} if rank.loss else set())
-        self._inputs = {"share", *(entry.value.name for entry in rank.plan.inputs)}
+        self._inputs = {"share", "first_row", *(entry.value.name for entry in rank.plan.inputs)}
         self._inputs |= {name for stage in rank.plan.stages for name in stage.of_batch}
         self._present: dict[tuple[int, int], dict[str, Delivery]] = defaultdict(dict)
         self._dropped_by: dict[tuple[int, int], dict[str, list[str]]] = defaultdict(dict)

@@ -32,6 +32,16 @@ class Span:
         return range(self.replica, len(self.sizes), self.num_replicas)
 
     @property
+    def first_rows(self) -> list[int]:
+        """The number of each microbatch's first row in the batch: replica by replica, if that is local."""
+        first = [0] * len(self.sizes)
+        row = self.start if not self.is_local else 0
+        for replica in range(self.num_replicas):
+            for each in range(replica, len(self.sizes), self.num_replicas):
+                first[each], row = row, row + self.sizes[each]
+        return first
+
+    @property
     def is_local(self) -> bool:
         """Whether each replica was given its own part of the batch."""
         return self.num_replicas > 1

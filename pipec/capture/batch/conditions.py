@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from pipec.capture.batch.values import MEAN, Rows, Value, Whole
+from pipec.capture.calls import operator_name, where
 from pipec.capture.markers import OF_BATCH
-from pipec.capture.parts import Part, operator_name, where
 from pipec.errors import CaptureError
 
 
@@ -34,7 +35,7 @@ class Truth(Enum):
     """It is their truth value, if they have the same."""
 
 
-PartOf = Callable[[fx.Node], Part]
+ValueOf = Callable[[fx.Node], Value]
 
 _KEEPING = {
     *("clone", "contiguous", "detach", "double", "float", "item", "long", "reshape", "squeeze", "view"),
@@ -61,7 +62,7 @@ _JOINED = {
 }
 
 
-def refuse_unless_of_batch(assumed: fx.Node, part_of: PartOf, rows: int | None) -> None:
+def refuse_unless_of_batch(assumed: fx.Node, value_of: ValueOf, rows: int | None) -> None:
     """Raise CaptureError for a branch that all microbatches could take, and the batch not.
 
     ``rows`` are those of a microbatch if the graph is for these alone.
@@ -74,7 +75,7 @@ def refuse_unless_of_batch(assumed: fx.Node, part_of: PartOf, rows: int | None) 
             f"from the {rows} rows of a microbatch:\nthis model is compiled for that many alone. Compare a "
             "share, such as the mean, or choose with torch.where."
         )
-    if not is_of_batch(condition, part_of):
+    if not is_of_batch(condition, value_of):
         raise CaptureError(
             f"the model cannot be captured as one graph{where(assumed)}\n"
             "  A branch asks for a value that microbatches do not tell: all could go one way there, and the "
@@ -95,21 +96,22 @@ def _number_of_rows(condition: fx.Node, rows: int) -> int | None:
     return next(iter(numbers), None) if any(node.target is OF_BATCH for node in reached) else None
 
 
-def is_of_batch(condition: fx.Node, part_of: PartOf) -> bool:
+def is_of_batch(condition: fx.Node, value_of: ValueOf) -> bool:
     """Whether the condition is that of the batch where it is the same for all of its microbatches."""
-    return _truth(condition, part_of) not in (None, Truth.BETWEEN)
+    return _truth(condition, value_of) not in (None, Truth.BETWEEN)
 
 
-def _truth(node: fx.Node, part_of: PartOf) -> Truth | None:
+def _truth(node: fx.Node, value_of: ValueOf) -> Truth | None:
     """How a value of one element adds up; None if that is not known."""
-    if part_of(node) is Part.SAME:
+    if value_of(node) == Whole():
         return Truth.SAME
-    if part_of(node) in (Part.MEAN, Part.ROWS):
-        return Truth.BETWEEN if part_of(node) is Part.MEAN and _is_real(node) else None
+    value = value_of(node)
+    if value == MEAN or isinstance(value, Rows):
+        return Truth.BETWEEN if value == MEAN and _is_real(node) else None
     operands = [x for x in node.args if isinstance(x, fx.Node)]
-    if len(operands) == 1 and part_of(operands[0]) is Part.ROWS:
+    if len(operands) == 1 and isinstance(value_of(operands[0]), Rows):
         return _of_rows(operator_name(node), operands[0])
-    known = {_truth(operand, part_of) for operand in operands}
+    known = {_truth(operand, value_of) for operand in operands}
     truth = next(iter(known - {Truth.SAME}), None)
     if truth is None or not known <= {truth, Truth.SAME}:
         return None

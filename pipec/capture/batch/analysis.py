@@ -1,0 +1,448 @@
+"""What every value of a captured forward and loss is to the batch, and the rewriting that makes it right.
+
+The graph runs node by node on tensors without memory, under a ``Tracker``. Where a value can be made right it
+is, and the analysis goes on with what was put in::
+
+    loss = cross_entropy(logits, labels)          n = of_batch((labels != -100).sum())
+                                            ->    s = cross_entropy(logits, labels, reduction="sum")
+                                                  loss = s / (n * share)
+
+* What follows from the arguments of ``step`` alone and has no rows, such as a count, is taken of the whole
+  batch.
+* Where a sum over rows is to be a mean, it is divided by the microbatch's share of the rows.
+* The numbers of the rows, ``arange(rows)``, count from the first row of the batch.
+"""
+
+import operator
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+
+from pipec.capture.batch.call import ROWS, NeedsMeanError, NeedsNumbersError, tensors_in
+from pipec.capture.batch.conditions import refuse_unless_of_batch
+from pipec.capture.batch.tracker import Known, Tracker, following
+from pipec.capture.batch.values import MEAN, Mixed, Picked, Rows, Sum, Unproven, Value, Whole
+from pipec.capture.call import plain_name
+from pipec.capture.calls import changes_argument, named_arguments, operator_name, place_of, reduction_of
+from pipec.capture.checks import leading_to_checks
+from pipec.capture.joins import BROADCASTS, GATHERS, JOINS, REDUCES, batch_norm_of_round
+from pipec.capture.markers import OF_BATCH, RESULT, ROW_NUMBERS, SHARE
+from pipec.capture.rewriting import Chain, put, value_of
+from pipec.graph import Findings, is_assumption
+from pipec.torch_compat import HigherOrderOperator, pytree, value_symbols
+
+_COUNTED = {"cross_entropy", "cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"}
+"""Losses whose mean is over targets that are not ignored, each with the weight of its class."""
+
+_SHAPING = {"empty", "expand", "new_empty", "new_zeros", "reshape", "unflatten", "view", "zeros", "getitem"}
+"""Calls that read a number as a size."""
+
+
+def analyse(
+    module: fx.GraphModule, batched: Collection[str], size: int, has_loss: bool, num_replicas: int = 1
+) -> Findings:
+    """Rewrite the graph in place so that microbatches make what the unsplit model makes of the batch.
+
+    Args:
+        module: What a front end captured of one microbatch.
+        batched: The paths of the arguments that are split.
+        size: The rows of the microbatch, if the graph is for these alone.
+        has_loss: The first output is the loss.
+        num_replicas: How many replicas the model's own collectives join.
+    """
+    walk = _Walk(module, {plain_name(path) for path in batched}, size, num_replicas)
+    walk.run()
+    found = walk.finish(has_loss)
+    module.recompile()
+    return found
+
+
+@dataclass
+class _Walk:
+    """Visits the nodes of a graph in order."""
+
+    module: fx.GraphModule
+    batched: Collection[str]
+    size: int
+    num_replicas: int
+    values: dict[fx.Node, Any] = field(default_factory=dict)
+    """What each node returned: tensors without memory, and numbers."""
+    _odd: set[fx.Node] = field(default_factory=set)
+    """Numbers that come from the number of rows, or from values, and are no power of the former."""
+    _causes: dict[int, fx.Node] = field(default_factory=dict)
+    _means: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    _numbers: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        split = [node for node in self._arguments() if plain_name(str(node.target)) in self.batched]
+        sizes = [value.shape[0] for value in map(value_of, split) if value.shape[:1]]
+        symbols = [x.node.expr for x in sizes if isinstance(x, torch.SymInt)]
+        self._symbol = next((x for x in symbols if isinstance(x, sympy.Symbol)), None)
+        self._sizes: dict[Any, Any] = {} if self._symbol is None else {self._symbol: ROWS}
+        rows = ROWS if self._symbol is not None else self.size
+        self.tracker = Tracker(rows, self._symbol is not None)
+        self._checks = leading_to_checks(self.module.graph)
+        self._leading = _leading_to_joins(self.module.graph)
+
+    def _arguments(self) -> list[fx.Node]:
+        nodes = self.module.graph.find_nodes(op="placeholder")
+        return [node for node in nodes if isinstance(value_of(node), Tensor)]
+
+    def run(self) -> None:
+        with following(self.tracker):
+            node = next(iter(self.module.graph.nodes))
+            while node.op != "output":
+                self.visit(node)
+                node = node.next
+
+    def visit(self, node: fx.Node) -> None:
+        match node.op:
+            case "placeholder":
+                self.values[node] = self._argument(node)
+            case "get_attr":
+                held = operator.attrgetter(str(node.target))(self.module)
+                self.values[node] = self._held(held) if isinstance(held, Tensor) else held
+            case "call_function" if is_assumption(node):
+                rows = self.size if self._symbol is None else None
+                refuse_unless_of_batch(node, self.value_of, rows)
+            case "call_function" | "call_method" if node in self._checks:
+                pass  # each microbatch is checked by itself
+            case "call_function" | "call_method" | "call_module":
+                if not self._make_count(node):
+                    self._call(node)
+
+    def value_of(self, node: fx.Node) -> Value:
+        """What a node is to the batch; of several tensors, the first that is not proved."""
+        if node not in self.values:
+            return Unproven("is not computed")
+        if node in self._odd:
+            return Unproven("is a number that depends on the rows of the microbatch")
+        result = self.values[node]
+        if isinstance(result, int | float) and not isinstance(result, bool):
+            return Whole(self.tracker.degrees.get(result, 0))
+        found = [self.tracker.value_of(tensor) for tensor in tensors_in(result)]
+        unknown = [value for value in found if isinstance(value, Mixed | Unproven)]
+        return (unknown or found or [Whole()])[0]
+
+    def _argument(self, node: fx.Node) -> Any:
+        value = value_of(node)
+        if not isinstance(value, Tensor):
+            return self._number(node, value)
+        tensor = self._like(value)
+        has_rows = plain_name(str(node.target)) in self.batched
+        if self._symbol is not None:
+            has_rows = value.ndim > 0 and self._in_symbols(value.shape[0]) == self._symbol
+        given = not isinstance(value, nn.Parameter) and not any(map(changes_argument, node.users))
+        return self.tracker.tell(tensor, Known(Rows(0) if has_rows else Whole(), given))
+
+    def _held(self, tensor: Tensor) -> Tensor:
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        return self.tracker.tell(made, Known(Whole(), not isinstance(tensor, nn.Parameter)))
+
+    def _like(self, value: Tensor) -> Tensor:
+        """A tensor without memory, in the sizes of the analysis."""
+        shape = [self._size(size) for size in tuple[Any, ...](value.shape)]
+        return torch.empty(shape, dtype=value.dtype, device="meta")
+
+    def _in_symbols(self, size: Any) -> Any:
+        return size.node.expr if hasattr(size, "node") else size
+
+    def _size(self, size: Any) -> int:
+        if not hasattr(size, "node"):
+            return int(size)
+        found = self._worked_out(size)
+        return 1 if found is None else int(found)
+
+    def _worked_out(self, number: Any) -> Any:
+        """A symbolic number in the sizes of the analysis. Other symbols are what they are in this call."""
+        expression = sympy.sympify(number.node.expr)
+        for symbol in expression.free_symbols - self._sizes.keys():
+            hint = number.node.shape_env.var_to_val.get(symbol) if number.node.shape_env else None
+            if hint is None:
+                return None
+            self._sizes[symbol] = int(hint)
+        found = sympy.sympify(expression.xreplace(self._sizes))
+        if found in (sympy.true, sympy.false):
+            return bool(found)
+        if not found.is_number:
+            return None
+        return int(found) if isinstance(number, torch.SymInt) else float(found)
+
+    def _number(self, node: fx.Node, value: Any) -> Any:
+        """A Python number, which a symbolic one stands for, and whether it is a power of the rows."""
+        if not hasattr(value, "node"):
+            return value
+        expression = sympy.sympify(value.node.expr)
+        if value_symbols(value):
+            self._odd.add(node)
+        elif self._symbol is not None and self._symbol in expression.free_symbols:
+            expression = expression.replace(lambda x: type(x).__name__ == "ToFloat", lambda x: x.args[0])
+            powers = [k for k in (1, -1, 2, -2) if self._symbol not in _free(expression / self._symbol**k)]
+            if not powers:
+                self._odd.add(node)
+            elif (found := self._worked_out(value)) is not None:
+                self.tracker.degrees[found] = powers[0]
+                return found
+        found = self._worked_out(value)
+        return 1 if found is None else found
+
+    def _call(self, node: fx.Node) -> None:
+        value = value_of(node)
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | int | float):
+            self.values[node] = self._number(node, value)
+            if any(self._is_of_values(source) for source in node.all_input_nodes):
+                self._odd.add(node)
+            return
+        if operator_name(node) in _NOT_FOLLOWED:
+            self.values[node] = None
+            return
+        for _ in range(4):
+            try:
+                result = self._run(node)
+                break
+            except NeedsMeanError as needed:
+                if not self._replace(node, needed.tensors, self._mean_of):
+                    result = self._stand_in(node, Mixed("adds sums over the rows of a microbatch to means"))
+                    break
+            except NeedsNumbersError as needed:
+                if not self._replace(node, needed.tensors, self._numbers_of):
+                    result = self._stand_in(node, Unproven("computes with the numbers of rows"))
+                    break
+            except Exception as error:
+                result = self._stand_in(node, Unproven(f"could not be followed: {type(error).__name__}: {error}"))
+                break
+        else:
+            result = self._stand_in(node, Unproven("could not be made right"))
+        self.values[node] = result
+        self._note(node, result)
+        self._take_of_batch(node, result)
+
+    def _is_of_values(self, source: fx.Node) -> bool:
+        return source in self._odd
+
+    def _run(self, node: fx.Node) -> Any:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self.values.__getitem__)
+        if node.target in JOINS and self.num_replicas > 1:
+            return self._joined(node, args[0] if args else next(iter(kwargs.values())))
+        if node.target is batch_norm_of_round:
+            self.tracker.trained_norms += 1
+            return self.tracker.tell(torch.empty_like(args[0]), self.tracker.known(args[0]))
+        if isinstance(node.target, HigherOrderOperator):
+            return self._higher_order(node, args)
+        odd = [source for source in node.all_input_nodes if source in self._odd]
+        if odd and operator_name(node) not in _SHAPING:
+            return self._stand_in(node, Unproven("computes with a number that depends on the rows of the microbatch"))
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        if node.op == "call_module":
+            raise TypeError("a call of a module")
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def _higher_order(self, node: fx.Node, args: Sequence[Any]) -> Any:
+        """Run the graph that an operator calls, where that is all it does."""
+        name = str(node.target)
+        if name in ("tag_activation_checkpoint", "wrap", "invoke_subgraph"):
+            inner, *rest = args
+            rest = rest[1:] if name == "invoke_subgraph" else rest
+            return inner(*rest)
+        raise TypeError(f"a call of {name}")
+
+    def _joined(self, node: fx.Node, own: Tensor) -> Tensor:
+        """What a collective makes of a microbatch's value, if a step is one round."""
+        known = self.tracker.known(own)
+        if known.value == Rows(0) and node.target in GATHERS:
+            gathered = torch.empty(self.num_replicas * own.shape[0], *own.shape[1:], dtype=own.dtype, device="meta")
+            self.tracker.of_round.add(gathered.shape[0])
+            return self.tracker.tell(gathered, Known(Whole()))
+        fits = known.value == Sum() if node.target in REDUCES else known.value == Whole()
+        if node.target in BROADCASTS or node.target in REDUCES:
+            value: Value = Whole() if fits else Mixed("joins what is no sum over the rows of a replica")
+            return self.tracker.tell(torch.empty_like(own), Known(value))
+        made = torch.empty(self.num_replicas * own.shape[0], *own.shape[1:], dtype=own.dtype, device="meta")
+        value = known.value if isinstance(known.value, Whole | Mixed | Unproven) else Mixed("gathers what has no rows")
+        return self.tracker.tell(made, Known(value))
+
+    def _stand_in(self, node: fx.Node, value: Value) -> Any:
+        """Tensors like those that the front end saw, of which only ``value`` is known."""
+        read = tensors_in(fx.map_arg((node.args, node.kwargs), self.values.get))
+        known = [self.tracker.known(tensor) for tensor in read]
+        unknown = [k.value for k in known if isinstance(k.value, Mixed)] or [value]
+        given = all(k.given for k in known)
+
+        def made(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return self.tracker.tell(self._like(leaf), Known(unknown[0], given))
+
+        return pytree.tree_map(made, value_of(node))
+
+    def _note(self, node: fx.Node, result: Any) -> None:
+        """Remember which node began not to be proved, and what sizes values tell."""
+        for tensor in tensors_in((result, self._read(node))):
+            value = self.tracker.value_of(tensor)
+            if isinstance(value, Mixed | Unproven) and id(value) not in self._causes:
+                self._kept_causes.append(value)
+                self._causes[id(value)] = node
+        for value in self.tracker.assumed:
+            if id(value) not in self._causes:
+                self._causes[id(value)] = node
+        for tensor, seen in zip(tensors_in(result), tensors_in(value_of(node)), strict=False):
+            for size, made in zip(tuple[Any, ...](seen.shape), tensor.shape, strict=False):
+                if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
+                    self._sizes.setdefault(size.node.expr, made)
+
+    def _read(self, node: fx.Node) -> Any:
+        """What a node reads, which it may have written to."""
+        return [self.values.get(source) for source in node.all_input_nodes]
+
+    _kept_causes: list[Value] = field(default_factory=list)
+
+    def _replace(self, node: fx.Node, tensors: Sequence[Tensor], made: Any) -> bool:
+        """Let a node read something else in place of these tensors. Returns whether that can be done."""
+        wanted = {id(tensor) for tensor in tensors}
+        found = [x for x in node.all_input_nodes if id(self.values.get(x)) in wanted]
+        return bool(found) and all([made(source, node) for source in found])
+
+    def _mean_of(self, total: fx.Node, reader: fx.Node) -> bool:
+        """Let ``reader`` read a sum divided by the microbatch's share."""
+        shared = changes_argument(reader) and reader.args[0] is total and len(total.users) > 1
+        if shared or not value_of(total).is_floating_point():
+            return False
+        if total not in self._means:
+            share = put(total, "share", SHARE, value_of(total).device)
+            cast = put(share, "share", torch.ops.aten._to_copy.default, share, dtype=value_of(total).dtype)
+            mean = put(cast, total.name, operator.truediv, total, cast)
+            mean.meta["example_value"] = value_of(total)
+            share.meta["example_value"] = cast.meta["example_value"] = torch.empty((), device="meta")
+            self._means[total] = mean
+            for each in (share, cast, mean):
+                self.visit(each)
+        reader.replace_input_with(total, self._means[total])
+        return True
+
+    def _numbers_of(self, numbers: fx.Node, reader: fx.Node) -> bool:
+        """Let ``reader`` read the numbers of rows as they are in the batch."""
+        if numbers not in self._numbers:
+            made = put(numbers, "row_numbers", ROW_NUMBERS, numbers)
+            made.meta["example_value"] = value_of(numbers)
+            self._numbers[numbers] = made
+            self.visit(made)
+        reader.replace_input_with(numbers, self._numbers[numbers])
+        return True
+
+    def _take_of_batch(self, node: fx.Node, result: Any) -> None:
+        """Let the users of a node read what it is of the whole batch, if that follows from the arguments."""
+        if not isinstance(result, Tensor) or node in self._leading or node.target is OF_BATCH:
+            return
+        known = self.tracker.known(result)
+        seen = value_of(node)
+        fixed = seen is None or not any(map(value_symbols, seen.shape))
+        grows = any(size % ROWS == 0 and size for size in result.shape) if self._symbol is not None else False
+        takes = isinstance(known.value, Sum | Mixed) if self._symbol is not None else known.value == Sum()
+        if not (known.given and takes and fixed and not grows):
+            return
+        users = [user for user in node.users if user not in self._checks]
+        whole = put(node, "of_batch", OF_BATCH, node, known.value == Sum())
+        whole.meta["example_value"] = value_of(node)
+        for user in users:
+            user.replace_input_with(node, whole)
+
+    def _make_count(self, node: fx.Node) -> bool:
+        """Let a mean over targets that count be their sum over the number of them in the batch.
+
+        Returns whether it was done; what was put in is visited next.
+        """
+        if operator_name(node) not in _COUNTED:
+            return False
+        arguments = named_arguments(node)
+        target, weight = arguments.get("target"), arguments.get("weight")
+        if not isinstance(target, fx.Node) or value_of(target).is_floating_point():
+            return False
+        if reduction_of(arguments) != "mean" or not isinstance(self.value_of(target), Rows):
+            return False
+        tensors = [self.values[x] for x in (target, weight) if isinstance(x, fx.Node)]
+        if not all(self.tracker.known(x).given for x in tensors):
+            return False
+        chain = Chain(node)
+        valid = chain("valid", torch.ne, target, arguments["ignore_index"])
+        counted = valid
+        if weight is not None:
+            invalid = chain("invalid", torch.logical_not, valid)
+            index = chain("index", torch.flatten, chain("index", torch.masked_fill, target, invalid, 0))
+            weights = chain("weights", torch.gather, weight, 0, index)
+            counted = chain("weights", torch.masked_fill, weights, chain("flat", torch.flatten, invalid), 0)
+        count = chain("count", torch.sum, counted)
+        share = chain.share_of(chain("count", OF_BATCH, count, True), node)
+        total = chain.again(node, reduction=2 if isinstance(arguments["reduction"], int) else "sum")
+        mean = chain(node.name, operator.truediv, total, share)
+        mean.meta["example_value"] = value_of(node)
+        node.replace_all_uses_with(mean, delete_user_cb=lambda user: user is not total)
+        return True
+
+    def finish(self, has_loss: bool) -> Findings:
+        """Make a sum the mean that a loss is, and mark the results that are no means."""
+        output = self.module.graph.output_node()
+        leaves = [leaf for leaf in pytree.tree_leaves(output.args) if isinstance(leaf, fx.Node)]
+        loss = leaves[0] if has_loss and leaves else None
+        problem: Value | None = None
+        with following(self.tracker):
+            if loss is not None and self.value_of(loss) == Sum() and self._mean_of(loss, output):
+                loss = self._means[loss]
+        if loss is not None and self.value_of(loss) not in (MEAN, Whole()):
+            problem = self.value_of(loss)
+            if not isinstance(problem, Mixed | Unproven):
+                problem = Mixed("is no sum or mean over the rows of the batch")
+        output.args = fx.map_arg(output.args, lambda node: node if node is loss else self._marked(node))
+        assumed = tuple(dict.fromkeys(self._placed(value) for value in self.tracker.assumed))
+        return Findings(
+            self._placed(problem, loss) if isinstance(problem, Mixed) else "",
+            self._placed(problem, loss) if isinstance(problem, Unproven) else "",
+            assumed,
+            norms=self.tracker.trained_norms,
+        )
+
+    def _placed(self, value: Value, node: fx.Node | None = None) -> str:
+        """Which line makes a value what it is, and how."""
+        found = self._causes.get(id(value), node)
+        assert isinstance(value, Mixed | Unproven)
+        return f"{place_of(found)} {value.why}" if found is not None else value.why
+
+    def _marked(self, node: fx.Node) -> fx.Node:
+        """What to return instead of a result besides the loss: one that says how it adds up."""
+        value = self.value_of(node)
+        if not isinstance(value_of(node), Tensor) or value in (MEAN, Whole()):
+            return node
+        if isinstance(value, Rows) and not value.degree:
+            return node
+        unclear = "" if value == Sum() else self._placed(value, node) if isinstance(value, Mixed | Unproven) else (
+            f"{place_of(node)} is no sum or mean over the rows of the batch"
+        )
+        return put(node, node.name, RESULT, node, unclear)
+
+
+_NOT_FOLLOWED = {
+    *("enter_autocast", "exit_autocast", "set_grad_enabled", "assert_scalar", "assert_async", "check"),
+    *("sym_constrain_range_for_size", "sym_constrain_range", "manual_seed"),
+}
+"""Calls that compute nothing."""
+
+
+def _free(expression: Any) -> set[Any]:
+    found: set[Any] = sympy.cancel(expression).free_symbols
+    return found
+
+
+def _leading_to_joins(graph: fx.Graph) -> set[fx.Node]:
+    """What replicas join, so that each must have its own."""
+    leading: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.target in JOINS or any(user in leading for user in node.users):
+            leading.add(node)
+    return leading
+
+
+__all__ = ["Findings", "Picked", "analyse"]

@@ -1,0 +1,300 @@
+"""Where operators that move elements put the rows."""
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from pipec.capture.batch.call import NeedsMeanError, OperatorCall, tensors_in, unknown_among
+from pipec.capture.batch.values import MEAN, Picked, Rows, Sum, Value, Whole
+
+
+def moved(call: OperatorCall) -> Value:
+    """Sums and what is whole stay that wherever their elements go; rows ask ``_PLACES``."""
+    value = call.value_of(call.first)
+    if not isinstance(value, Rows | Picked) or isinstance(value, Picked) and _keeps_first(call):
+        return value
+    if isinstance(value, Picked):
+        return call.unproven("moves rows that values choose")
+    return _PLACES[call.name](call, value)
+
+
+def reshaped(shape: Sequence[int], rows: Rows, to: Sequence[int], batch: int) -> Rows | None:
+    """The rows of a tensor of ``shape`` in the shape ``to``, its elements in the same order.
+
+    An element's row is (place // stride) % batch, before and after.
+    """
+    stride = rows.inner * math.prod(shape[rows.dim + 1 :])
+    for dim, size in enumerate(to):
+        behind = math.prod(to[dim + 1 :])
+        if size % batch == 0 and size and stride % behind == 0 and (behind * size) % (stride * batch) == 0:
+            inner = stride // behind
+            return replace(rows, dim=dim, outer=size // (batch * inner), inner=inner)
+    return None
+
+
+def _keeps_first(call: OperatorCall) -> bool:
+    """Whether dimension 0, of rows that values choose, stays the first and as it is."""
+    return call.first.shape[:1] == call.shape[:1]
+
+
+def _dim(call: OperatorCall, name: str = "dim") -> int:
+    ndim = call.first.ndim
+    return int(call[name]) % ndim if ndim else 0
+
+
+def _view(call: OperatorCall, rows: Rows) -> Value:
+    found = reshaped(call.first.shape, rows, call.shape, call.rows)
+    return found or call.mixed("gives rows another shape, in which they no longer stand one behind the other")
+
+
+def _permute(call: OperatorCall, rows: Rows) -> Value:
+    dims = [dim % call.first.ndim for dim in call["dims"]]
+    return rows.at(dims.index(rows.dim))
+
+
+def _transpose(call: OperatorCall, rows: Rows) -> Value:
+    if call.name == "t":
+        return rows.at(call.first.ndim - 1 - rows.dim)
+    one, other = (call[name] % call.first.ndim for name in ("dim0", "dim1"))
+    return rows.at({one: other, other: one}.get(rows.dim, rows.dim))
+
+
+def _unsqueeze(call: OperatorCall, rows: Rows) -> Value:
+    dim = call["dim"] % (call.first.ndim + 1)
+    return rows.at(rows.dim + (dim <= rows.dim))
+
+
+def _squeeze(call: OperatorCall, rows: Rows) -> Value:
+    given = call.arguments.get("dim")
+    dims = range(call.first.ndim) if given is None else [given] if isinstance(given, int) else given
+    gone = {dim % call.first.ndim for dim in dims if call.first.shape[dim] == 1}
+    if rows.dim in gone:
+        return call.unproven("drops the dimension of the rows, if that has one row")
+    return rows.at(rows.dim - sum(dim < rows.dim for dim in gone))
+
+
+def _expand(call: OperatorCall, rows: Rows) -> Value:
+    return rows.at(rows.dim + len(call.shape) - call.first.ndim)
+
+
+def _select(call: OperatorCall, rows: Rows) -> Value:
+    dim = _dim(call)
+    if dim == rows.dim:
+        return call.mixed("takes one row of the microbatch")
+    return rows.at(rows.dim - (dim < rows.dim))
+
+
+def _unbind(call: OperatorCall, rows: Rows) -> Value:
+    return _select(call, rows)
+
+
+def _slice(call: OperatorCall, rows: Rows) -> Value:
+    dim, size = _dim(call), call.first.shape[_dim(call)]
+    if dim != rows.dim:
+        return rows
+    start, end, step = call["start"] or 0, call["end"], call["step"]
+    start = start + size if start < 0 else min(start, size)
+    end = size if end is None else end + size if end < 0 else min(end, size)
+    every = call.rows * rows.inner
+    if step != 1 or start % every or (end - start) % every or end <= start:
+        return call.mixed("takes some rows of the microbatch by their place")
+    if not call.symbolic and (start or call["end"] not in (None, sys.maxsize)):
+        return call.unproven("takes rows by their place, and this model is captured for one number of rows")
+    return replace(rows, outer=(end - start) // every)
+
+
+def _split(call: OperatorCall, rows: Rows) -> Value:
+    if _dim(call) != rows.dim:
+        return rows
+    every = call.rows * rows.inner
+    if any(part.shape[rows.dim] % every or not part.shape[rows.dim] for part in call.result):
+        return call.mixed("takes some rows of the microbatch by their place")
+    sizes = {part.shape[rows.dim] for part in call.result}
+    if len(sizes) > 1 or not call.symbolic:
+        return call.unproven()
+    return replace(rows, outer=sizes.pop() // every)
+
+
+def _unfold(call: OperatorCall, rows: Rows) -> Value:
+    if call["dimension"] % call.first.ndim == rows.dim:
+        return call.mixed("takes windows over rows")
+    return rows
+
+
+def _diagonal(call: OperatorCall, rows: Rows) -> Value:
+    dims = {call[name] % call.first.ndim for name in ("dim1", "dim2")}
+    if rows.dim in dims:
+        return call.mixed("takes the diagonal over rows")
+    return rows.at(rows.dim - sum(dim < rows.dim for dim in dims))
+
+
+def _flip(call: OperatorCall, rows: Rows) -> Value:
+    dims = call["dims"] if call["dims"] or call.name == "flip" else range(call.first.ndim)
+    if rows.dim in {dim % call.first.ndim for dim in dims}:
+        return call.mixed("changes the order of rows")
+    return rows
+
+
+def _as_strided(call: OperatorCall, rows: Rows) -> Value:
+    """Windows within rows: a step along the rows' dimension is longer than all other steps together."""
+    sizes, strides = call["size"], call["stride"]
+    every = call.first.stride(rows.dim)
+    found = [dim for dim, (n, s) in enumerate(zip(sizes, strides, strict=True)) if n == call.rows and s == every]
+    others = sum((n - 1) * s for n, s in zip(sizes, strides, strict=True)) - (call.rows - 1) * every
+    is_plain = rows == Rows(rows.dim, numbers=rows.numbers) and call.first.is_contiguous() and rows.dim == 0
+    if len(found) == 1 and is_plain and others < every and not call["storage_offset"]:
+        return rows.at(found[0])
+    return call.unproven()
+
+
+_PLACES = {
+    **dict.fromkeys(("view", "_unsafe_view", "reshape", "_reshape_alias", "_view_copy"), _view),
+    **dict.fromkeys(("transpose", "t"), _transpose),
+    **dict.fromkeys(("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes"), _split),
+    **dict.fromkeys(("flip", "roll"), _flip),
+    "permute": _permute,
+    "unsqueeze": _unsqueeze,
+    "squeeze": _squeeze,
+    "expand": _expand,
+    "select": _select,
+    "unbind": _unbind,
+    "slice": _slice,
+    "unfold": _unfold,
+    "diagonal": _diagonal,
+    "as_strided": _as_strided,
+}
+
+
+def expanded(call: OperatorCall) -> Value:
+    """As ``moved``; and what is whole has rows once a dimension of it is as long as the batch."""
+    value, first = call.value_of(call.first), call.first
+    shift = len(call.shape) - first.ndim
+    if isinstance(value, Whole) and call.symbolic:
+        made = [
+            dim
+            for dim, size in enumerate(call.shape)
+            if call.is_tagged(size) and (dim < shift or not call.is_tagged(first.shape[dim - shift]))
+        ]
+        if len(made) == 1:
+            return Rows(made[0], call.shape[made[0]] // call.rows, degree=value.degree)
+    return moved(call)
+
+
+def repeated(call: OperatorCall) -> Value:
+    """``x.repeat(2, 1)`` puts all rows once more behind the rows."""
+    value, first = call.value_of(call.first), call.first
+    shift = len(call.shape) - first.ndim
+    sizes = [1] * shift + list(first.shape)
+    if isinstance(value, Rows):
+        dim = value.dim + shift
+        return replace(value, dim=dim, outer=value.outer * call["repeats"][dim])
+    tagged = [dim for dim, n in enumerate(call["repeats"]) if call.is_tagged(n)]
+    if isinstance(value, Whole) and len(tagged) == 1:
+        dim = tagged[0]
+        return Rows(dim, call["repeats"][dim] // call.rows, sizes[dim], value.degree)
+    return value
+
+
+def joined(call: OperatorCall) -> Value:
+    """``cat`` and ``stack``."""
+    parts = [x for x in call.tensors if x.numel() or x.ndim > 1 or call.name == "stack"]
+    values = [call.value_of(x) for x in parts]
+    if unknown := unknown_among(values):
+        return unknown
+    rows = [value for value in values if isinstance(value, Rows)]
+    if any(isinstance(value, Picked) for value in values):
+        keeps = call.name == "cat" and call["dim"] % len(call.shape) != 0
+        return Picked() if keeps and set(values) == {Picked()} else call.unproven()
+    if rows and any(isinstance(value, Sum) for value in values):
+        return call.mixed("joins rows with what is computed of all rows of a microbatch")
+    if rows:
+        return _joined_rows(call, parts, values, rows)
+    sums = {value.degree for value in values if isinstance(value, Sum)}
+    wholes = {value.degree for value in values if isinstance(value, Whole)}
+    if not sums:
+        return Whole(wholes.pop()) if len(wholes) == 1 else call.mixed("joins different powers of the rows")
+    if wholes - {0} or (wholes and sums - {0, -1}):
+        return call.mixed("joins different powers of the number of rows")
+    if len(sums) == 1 and (not wholes or sums == {MEAN.degree}):
+        return Sum(sums.pop())
+    raise NeedsMeanError([x for x, value in zip(parts, values, strict=True) if value == Sum()])
+
+
+def _joined_rows(
+    call: OperatorCall, parts: Sequence[Tensor], values: Sequence[Value], rows: Sequence[Rows]
+) -> Value:
+    dim = call["dim"] % len(call.shape)
+    first, is_stack = rows[0], call.name == "stack"
+    if len({(x.dim, x.inner, x.degree, x.numbers) for x in rows}) > 1:
+        return call.mixed("joins each row with other rows")
+    if is_stack or dim != first.dim:
+        fits = all(isinstance(x, Rows) or (isinstance(x, Whole) and x.fill is not None) for x in values)
+        if len({x.outer for x in rows}) > 1 or not fits:
+            return call.unproven("joins rows with what has no rows")
+        return first.at(first.dim + (is_stack and dim <= first.dim))
+    if len(rows) < len(values):
+        return call.mixed("puts something before or behind the rows of a microbatch")
+    return replace(first, outer=sum(x.outer for x in rows))
+
+
+def padded(call: OperatorCall) -> Value:
+    """``constant_pad_nd``: ``pad`` has two numbers for each dimension, from the last on."""
+    value, pad = call.value_of(call.first), call["pad"]
+    if isinstance(value, Rows):
+        own = call.first.ndim - 1 - value.dim
+        if any(pad[2 * own : 2 * own + 2]):
+            return call.mixed("puts something before or behind the rows of a microbatch")
+    if isinstance(value, Sum) and (value != MEAN and call["value"]):
+        return call.mixed("adds what is no sum over rows")
+    return value
+
+
+def created(call: OperatorCall) -> Value:
+    """Zeros, ones, or a number: rows like any other, if there is one for each."""
+    results = tensors_in(call.result)
+    tagged = [dim for dim, size in enumerate(call.shape) if call.is_tagged(size)]
+    degree = call.degree(call.arguments.get("fill_value", 0)) if call.name in _FILLED else 0
+    if degree is None or len(results) != 1:
+        return call.unproven()
+    if call.symbolic and len(tagged) == 1:
+        return Rows(tagged[0], call.shape[tagged[0]] // call.rows, degree=degree)
+    if call.symbolic and tagged:
+        return call.unproven("makes a tensor with several dimensions as long as the batch")
+    return Whole(degree, None if degree or call.name in _DRAWN else _fill(call))
+
+
+_FILLED = {"full", "full_like", "new_full", "scalar_tensor", "fill"}
+_DRAWN = {"rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal"}
+
+
+def _fill(call: OperatorCall) -> float | None:
+    if call.name in _FILLED:
+        number = call.arguments.get("fill_value", call.arguments.get("s", call.arguments.get("value")))
+        return float(number) if isinstance(number, int | float) else None
+    if "zeros" in call.name or call.name == "zero":
+        return 0.0
+    return 1.0 if "ones" in call.name else None
+
+
+def numbered(call: OperatorCall) -> Value:
+    """``arange(rows)`` are the numbers of the rows, in the microbatch."""
+    if not any(call.is_tagged(size) for size in call.shape):
+        fixed = call.symbolic or call.degree(call.shape[0] if call.shape else 0) == 0
+        return Whole() if fixed else call.unproven("may number the rows of the microbatch")
+    given = (call.arguments.get("start") or 0, call["end"], call.arguments.get("step") or 1)
+    if given == (0, call.rows, 1):
+        return Rows(0, numbers=True)
+    return call.unproven("numbers what grows with the number of rows")
+
+
+def as_view_of(base: Tensor, view: Tensor, rows: Rows, batch: int) -> int | None:
+    """The dimension of ``base`` that the rows of a view of its memory go along; None if there is none."""
+    stride, size = view.stride(rows.dim), view.shape[rows.dim]
+    dims = [d for d in range(base.ndim) if base.stride(d) == stride and base.shape[d] == size]
+    return dims[0] if len(dims) == 1 and size % batch == 0 else None
+
+
+__all__ = ["as_view_of", "created", "expanded", "joined", "moved", "numbered", "padded", "repeated"]

@@ -1,0 +1,129 @@
+"""What arithmetic makes of rows, and of sums over rows. torch's tag tells which operators are elementwise."""
+
+from dataclasses import replace
+
+from pipec.capture.batch.call import NeedsMeanError, OperatorCall, rows_among, unknown_among
+from pipec.capture.batch.values import MEAN, Picked, Rows, Sum, Value, Whole
+
+ADDING = {"add", "sub", "rsub"}
+MULTIPLYING = {"mul"}
+DIVIDING = {"div", "true_divide"}
+KEEPING = {
+    *("clone", "_to_copy", "alias", "detach", "lift_fresh", "lift_fresh_copy", "contiguous", "copy"),
+    *("_conj", "conj_physical", "resolve_conj", "resolve_neg", "real", "imag", "positive", "view_as_real"),
+    *("view_as_complex", "_conj_physical", "_reshape_alias_copy"),
+}
+"""Operators that return the elements of their first argument, in another type perhaps."""
+
+LINEAR = ADDING | MULTIPLYING | DIVIDING | KEEPING | {"neg"}
+
+
+def pointwise(call: OperatorCall) -> Value:
+    """Each element of the result is made of the elements of the arguments at the same place."""
+    if unknown := unknown_among(call.values):
+        return unknown
+    if call.name not in KEEPING:
+        call.require_no_numbers()
+    if any(isinstance(value, Picked) for value in call.values):
+        return _of_picked(call)
+    if any(isinstance(value, Sum) for value in call.values):
+        return _of_sums(call)
+    if not call.symbolic and None in map(call.degree, call.numbers):
+        return call.unproven("computes with a number that may be that of the rows, in a graph for so many alone")
+    degree = _degree(call)
+    if degree is None:
+        return call.mixed("computes with the number of rows, which is another one in a microbatch")
+    rows = aligned_rows(call)
+    if rows is None:
+        return call.mixed("combines each row with other rows")
+    if rows:
+        return replace(rows[0], degree=degree) if _fits(call, rows[0]) else call.unproven()
+    fills = [value.fill for value in call.values if isinstance(value, Whole)]
+    return Whole(degree, fills[0] if call.name in KEEPING else None)
+
+
+def aligned_rows(call: OperatorCall) -> list[Rows] | None:
+    """The rows of the arguments along a dimension of the result; None if that is not one for all."""
+    ndim = len(call.shape)
+    aligned = [
+        value.at(value.dim + ndim - tensor.ndim)
+        for tensor, value in zip(call.tensors, call.values, strict=True)
+        if isinstance(value, Rows)
+    ]
+    return aligned if len({(x.dim, x.outer, x.inner) for x in aligned}) <= 1 else None
+
+
+def _fits(call: OperatorCall, rows: Rows) -> bool:
+    """Whether what is no row is the same for each of them."""
+    from_end = len(call.shape) - rows.dim
+    for tensor, value in zip(call.tensors, call.values, strict=True):
+        if isinstance(value, Whole) and value.fill is None and tensor.ndim >= from_end:
+            if tensor.shape[-from_end] != 1:
+                return False
+    return True
+
+
+def _degree(call: OperatorCall) -> int | None:
+    """The power of the number of rows in the result; None if it has no power of it as a factor."""
+    degrees = []
+    for value in call.values:
+        assert isinstance(value, Whole | Rows)
+        is_zero = isinstance(value, Whole) and value.fill == 0 and call.name in ADDING
+        degrees += [] if is_zero else [value.degree]
+    for number in call.numbers:
+        degree = call.degree(number)
+        if degree is None:
+            return None
+        degrees += [] if number == 0 and call.name in ADDING else [degree]
+    if call.name in MULTIPLYING:
+        return sum(degrees)
+    if call.name in DIVIDING and call.arguments.get("rounding_mode") is None:
+        return degrees[0] - sum(degrees[1:])
+    if call.name in ADDING | KEEPING | {"neg", "abs", "relu", "where"}:
+        numbers = {degree for degree in degrees}
+        if call.name in KEEPING | {"neg", "abs", "relu"}:
+            return degrees[0]
+        return numbers.pop() if len(numbers) == 1 else (0 if not numbers else None)
+    return 0 if not any(degrees) else None
+
+
+def _of_sums(call: OperatorCall) -> Value:
+    sums = [value for value in call.values if isinstance(value, Sum)]
+    if rows_among(call.values):
+        return call.mixed("combines rows with what is computed of all rows of a microbatch")
+    numbers = [call.degree(number) for number in call.numbers]
+    if None in numbers:
+        return call.mixed("computes with the number of rows, which is another one in a microbatch")
+    wholes = [value for value in call.values if isinstance(value, Whole) and value.fill != 0]
+    if call.name in KEEPING | {"neg"}:
+        return sums[0]
+    if call.name in ADDING:
+        has_number = any(call.numbers[: 1 if len(call.tensors) < 2 else 0])
+        degrees = {value.degree for value in sums} | ({MEAN.degree} if wholes or has_number else set())
+        if any(value.degree for value in wholes):
+            return call.mixed("adds what grows with the number of rows")
+        if len(degrees) == 1:
+            return sums[0]
+        if degrees == {0, MEAN.degree}:
+            pairs = zip(call.tensors, call.values, strict=True)
+            raise NeedsMeanError([tensor for tensor, value in pairs if value == Sum()])
+    others = sum(value.degree for value in call.values if isinstance(value, Whole))
+    if call.name in MULTIPLYING and len(sums) == 1:
+        return Sum(sums[0].degree + others + sum(degree or 0 for degree in numbers))
+    if call.name in DIVIDING and len(sums) == 1 and isinstance(call.values[0], Sum):
+        if call.arguments.get("rounding_mode") is None:
+            return Sum(sums[0].degree - others - sum(degree or 0 for degree in numbers))
+    return call.mixed("computes, of a sum over the rows of a microbatch, what is no multiple of it")
+
+
+def _of_picked(call: OperatorCall) -> Value:
+    if all(value == Picked() or isinstance(value, Whole) for value in call.values):
+        return Picked() if _degree_is_zero(call) else call.unproven()
+    if len(call.values) == 1 and call.name in KEEPING:
+        return call.values[0]
+    return call.unproven("computes with rows that values choose, and with others")
+
+
+def _degree_is_zero(call: OperatorCall) -> bool:
+    wholes = [value for value in call.values if isinstance(value, Whole)]
+    return not any(value.degree for value in wholes) and not any(map(call.degree, call.numbers))

@@ -1,0 +1,379 @@
+"""What becomes of rows where elements are brought together: sums, means, products of matrices, statistics."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from pipec.capture.batch.call import OperatorCall, rows_among, unknown_among
+from pipec.capture.batch.pointwise import aligned_rows, pointwise
+from pipec.capture.batch.values import MEAN, Picked, Rows, Sum, Value, Whole
+
+
+def dims_of(call: OperatorCall) -> list[int]:
+    """The dimensions that a call names as ``dim``; all of them if it names none."""
+    given = call.arguments.get("dim", call.arguments.get("dims"))
+    ndim = call.first.ndim
+    if given is None or given == []:
+        return list(range(ndim))
+    return [dim % ndim if ndim else 0 for dim in (given if isinstance(given, list | tuple) else [given])]
+
+
+def added_up(call: OperatorCall) -> Value:
+    """``sum`` and ``mean``."""
+    value, is_mean = call.value_of(call.first), call.name == "mean"
+    dims = dims_of(call)
+    if isinstance(value, Picked):
+        if 0 not in dims:
+            return value
+        if value.places or is_mean:
+            return call.mixed("takes the mean of rows that values choose, of which microbatches have different numbers")
+        return Sum()
+    if isinstance(value, Whole):
+        return replace(value, fill=None)
+    if not isinstance(value, Rows):
+        return value
+    if value.dim in dims:
+        call.require_no_numbers()
+        return Sum(value.degree - is_mean)
+    return _left(call, value, dims)
+
+
+def counted(call: OperatorCall) -> Value:
+    """``count_nonzero`` and the like: how many elements are so is a sum; of a sum it is nothing."""
+    value = call.value_of(call.first)
+    if isinstance(value, Sum):
+        return call.mixed("counts in what is a sum over the rows of a microbatch")
+    return replace(found, degree=0) if isinstance(found := added_up(call), Sum | Rows | Whole) else found
+
+
+def reduced(call: OperatorCall) -> Value:
+    """Reductions of another kind: along rows they mix them."""
+    value, dims = call.value_of(call.first), dims_of(call)
+    if unknown := unknown_among(call.values):
+        return unknown
+    if isinstance(value, Picked) and 0 not in dims:
+        return value
+    if isinstance(value, Picked):
+        return call.mixed(f"takes {call.name} over rows")
+    call.require_no_numbers()
+    if isinstance(value, Sum):
+        return call.mixed("computes, of a sum over the rows of a microbatch, what is no multiple of it")
+    if getattr(value, "degree", 0):
+        return call.mixed("computes with the number of rows, which is another one in a microbatch")
+    if isinstance(value, Rows):
+        if value.dim in dims:
+            return call.mixed(f"takes {call.name} over rows")
+        return _left(call, value, dims)
+    return Whole()
+
+
+def _left(call: OperatorCall, rows: Rows, dims: Sequence[int]) -> Rows:
+    """The rows once some other dimensions are gone."""
+    result = call.result[0] if isinstance(call.result, tuple | list) else call.result
+    keeps = result.ndim == call.first.ndim
+    return rows if keeps else rows.at(rows.dim - sum(dim < rows.dim for dim in set(dims)))
+
+
+def along(call: OperatorCall) -> Value:
+    """Operators that let elements along ``dim`` depend on one another, and keep the shape."""
+    value, dims = call.value_of(call.first), dims_of(call)
+    if unknown := unknown_among(call.values):
+        return unknown
+    if isinstance(value, Rows) and value.dim in dims:
+        return call.mixed(f"computes {call.name} over rows")
+    if isinstance(value, Picked) and (0 in dims or value.places):
+        return call.mixed(f"computes {call.name} over rows")
+    if isinstance(value, Picked) and len(call.values) == 1:
+        return value
+    if isinstance(value, Sum):
+        return value if call.name in ("cumsum",) else pointwise_of_last(call)
+    return pointwise_of_last(call)
+
+
+def pointwise_of_last(call: OperatorCall) -> Value:
+    """As an operator that computes each row by itself, whatever it does within one."""
+    if unknown := unknown_among(call.values):
+        return unknown
+    call.require_no_numbers()
+    rows = rows_among(call.values)
+    if any(isinstance(value, Sum) for value in call.values):
+        return call.mixed("computes, of a sum over the rows of a microbatch, what is no multiple of it")
+    if any(isinstance(value, Picked) for value in call.values):
+        return call.unproven("computes with rows that values choose")
+    if any(getattr(value, "degree", 0) for value in call.values):
+        return call.mixed("computes with the number of rows, which is another one in a microbatch")
+    if len(set(rows)) > 1:
+        return call.mixed("combines each row with other rows")
+    return rows[0] if rows else Whole()
+
+
+def by_reduction(call: OperatorCall) -> Value:
+    """Elementwise losses with an argument ``reduction``: none, mean or sum."""
+    if unknown := unknown_among(call.values):
+        return unknown
+    call.require_no_numbers()
+    ndim = max(x.ndim for x in call.tensors)
+    rows = {v.at(v.dim - x.ndim) for x, v in zip(call.tensors, call.values, strict=True) if isinstance(v, Rows)}
+    if any(isinstance(value, Sum | Picked) or getattr(value, "degree", 0) for value in call.values):
+        return call.unproven()
+    if not rows:
+        return Whole()
+    if len(rows) > 1 or any(
+        isinstance(v, Whole) and v.fill is None and x.ndim and x.shape[0] != 1 and x.ndim == ndim
+        for x, v in zip(call.tensors, call.values, strict=True)
+    ):
+        return call.mixed("combines each row with other rows")
+    one = rows.pop()
+    return {0: one.at(one.dim + ndim), 1: MEAN, 2: Sum()}[call["reduction"]]
+
+
+def nll_loss(call: OperatorCall) -> Value:
+    """Cross entropy behind its softmax: classes are along dimension 1, or 0 of a single row."""
+    if unknown := unknown_among(call.values):
+        return unknown
+    call.require_no_numbers()
+    scores, targets = call.value_of(call["self"]), call.value_of(call["target"])
+    weight = Whole() if call["weight"] is None else call.value_of(call["weight"])
+    if not isinstance(weight, Whole):
+        return call.mixed("weighs classes by what is computed of rows")
+    if isinstance(scores, Whole) and isinstance(targets, Whole):
+        return Whole()
+    if Picked() in (scores, targets):
+        return Sum() if call["reduction"] == 2 and scores == targets else call.mixed(
+            "divides by the number of chosen rows, which is another one in each microbatch"
+        )
+    ndim = call["self"].ndim
+    if not isinstance(scores, Rows) or scores.degree or (ndim > 1 and scores.dim == 1) or ndim == 1:
+        return call.mixed("takes the classes over rows")
+    own = scores.at(scores.dim - (scores.dim > 1))
+    if targets != own:
+        return call.mixed("pairs each row with the target of another one")
+    if call["reduction"] == 1:
+        return call.mixed("divides by the number of targets that count, which is another one in each microbatch")
+    return own if call["reduction"] == 0 else Sum()
+
+
+def product(call: OperatorCall) -> Value:
+    """Products of matrices: ``mm``, ``bmm``, ``mv``, ``dot``, and those that add something to one."""
+    if unknown := unknown_among(call.values):
+        return unknown
+    call.require_no_numbers()
+    *added, left, right = call.tensors
+    made = _product(call, left, right)
+    if not added or unknown_among([made]):
+        return made
+    values = {**dict(zip(map(id, call.tensors), call.values, strict=True))}
+    return _with_added(call, values[id(added[0])], added[0], made)
+
+
+def _product(call: OperatorCall, left: Tensor, right: Tensor) -> Value:
+    one, other = call.value_of(left), call.value_of(right)
+    if Picked() in (one, other):
+        keeps = one == Picked() and isinstance(other, Whole) and left.ndim == 2 and not other.degree
+        return Picked() if keeps else call.unproven()
+    degree = getattr(one, "degree", 0) + getattr(other, "degree", 0)
+    if isinstance(one, Sum) or isinstance(other, Sum):
+        if isinstance(one, Whole) or isinstance(other, Whole):
+            return Sum(degree)
+        return call.mixed("multiplies a sum over the rows of a microbatch")
+    inner, outer = left.ndim - 1, max(right.ndim - 2, 0)
+    if isinstance(one, Rows) and one.dim == inner or isinstance(other, Rows) and other.dim == outer == right.ndim - 2:
+        pass
+    is_contracted = [
+        isinstance(one, Rows) and one.dim == inner,
+        isinstance(other, Rows) and other.dim == (right.ndim - 2 if right.ndim > 1 else 0),
+    ]
+    if any(is_contracted):
+        assert isinstance(one, Rows | Whole)
+        if all(is_contracted) and isinstance(one, Rows) and isinstance(other, Rows):
+            if (one.outer, one.inner) == (other.outer, other.inner):
+                return Sum(degree)
+        fills = [isinstance(x, Whole) and x.fill is not None for x in (one, other)]
+        return Sum(degree) if any(fills) else call.mixed("multiplies rows with what stands for other rows")
+    kept = []
+    if isinstance(one, Rows):
+        kept.append(one)
+    if isinstance(other, Rows):
+        behind = right.ndim > 1 and other.dim == right.ndim - 1
+        kept.append(other.at(len(call.shape) - 1) if behind else other)
+    if len({(x.dim, x.outer, x.inner) for x in kept}) > 1:
+        return call.mixed("multiplies each row with other rows")
+    if not kept:
+        return Whole(degree)
+    batches = [x.shape[0] for x, v in ((left, one), (right, other)) if isinstance(v, Whole) and x.ndim == 3]
+    if kept[0].dim == 0 and len(call.shape) == 3 and any(size != 1 for size in batches):
+        fills = [v.fill is not None for v in (one, other) if isinstance(v, Whole)]
+        if not all(fills):
+            return call.unproven("multiplies rows with what stands for other rows")
+    return replace(kept[0], degree=degree)
+
+
+def _with_added(call: OperatorCall, value: Value, added: Tensor, made: Value) -> Value:
+    """``addmm`` and the like: what is added is whole, or has the same rows."""
+    if isinstance(made, Rows) and isinstance(value, Whole):
+        from_end = len(call.shape) - made.dim
+        fits = added.ndim < from_end or added.shape[-from_end] == 1 or value.fill is not None
+        return made if fits and made.degree == value.degree else call.unproven()
+    if isinstance(made, Rows) and isinstance(value, Rows):
+        same = replace(value, dim=value.dim + len(call.shape) - added.ndim) == made
+        return made if same else call.mixed("combines each row with other rows")
+    if isinstance(made, Picked):
+        return made if isinstance(value, Whole) and added.ndim < 2 else call.unproven()
+    if value == made or (made == MEAN and value == Whole()):
+        return made
+    return call.mixed("adds what is no sum over rows")
+
+
+def layer_norm(call: OperatorCall) -> Value:
+    """Statistics over the last dimensions."""
+    value = call.value_of(call.first)
+    if isinstance(value, Rows) and value.dim >= call.first.ndim - len(call["normalized_shape"]):
+        return call.mixed("takes statistics over rows")
+    if isinstance(value, Picked) and call.first.ndim > len(call["normalized_shape"]):
+        return value if all(isinstance(v, Whole) for v in call.values[1:]) else call.unproven()
+    return _only_first(call, value)
+
+
+def group_norm(call: OperatorCall) -> Value:
+    value = call.value_of(call.first)
+    if isinstance(value, Rows) and value.dim:
+        return call.mixed("takes statistics over rows")
+    return _only_first(call, value)
+
+
+def _only_first(call: OperatorCall, value: Value) -> Value:
+    """For operators whose further arguments are parameters."""
+    if any(isinstance(v, Rows) for v in call.values[1:]):
+        return call.unproven()
+    return pointwise_of_last(call)
+
+
+def on_last(num: int) -> "Rule":
+    """A rule for operators that work within the last ``num`` dimensions."""
+
+    def rule(call: OperatorCall) -> Value:
+        for tensor, value in zip(call.tensors, call.values, strict=True):
+            if isinstance(value, Rows) and value.dim >= tensor.ndim - num:
+                return call.mixed(f"computes {call.name} over rows")
+        return pointwise_of_last(call)
+
+    return rule
+
+
+def convolution(call: OperatorCall) -> Value:
+    """Rows are along dimension 0; or along the channels, with a kernel for each row."""
+    x, weight = call.value_of(call["input"]), call.value_of(call["weight"])
+    if isinstance(x, Rows) and isinstance(weight, Rows) and x.dim == 1 and weight.dim == 0:
+        if call.is_tagged(call["groups"]) and call["groups"] == call.rows:
+            return x.at(1) if x.inner == weight.inner and x.outer == weight.outer == 1 else replace(
+                x, inner=weight.inner
+            )
+        return call.mixed("computes convolution over rows")
+    if isinstance(x, Rows) and x.dim:
+        return call.mixed("computes convolution over rows")
+    if isinstance(x, Picked):
+        return x if all(isinstance(v, Whole) for v in call.values[1:]) else call.unproven()
+    return _only_first(call, x)
+
+
+def batch_norm(call: OperatorCall) -> tuple[Value, ...] | Value:
+    """In training rows share their statistics: a declared exception, which the tracker notes."""
+    value = call.value_of(call.first)
+    training = call.arguments.get("training", call.arguments.get("train", call.name.endswith("legit")))
+    if call.name in ("_native_batch_norm_legit_no_training",):
+        training = False
+    if isinstance(value, Rows) and value.dim != 1:
+        per_channel = [v for v in call.values[1:] if not isinstance(v, Whole)]
+        if per_channel:
+            return call.unproven()
+        found = pointwise_of_last(call)
+        return (found, *[Whole()] * 4) if training else found
+    if isinstance(value, Rows):
+        rest = {v.at(1) if isinstance(v, Rows) else v for v in call.values[1:]} - {value}
+        return call.unproven() if any(isinstance(v, Rows) for v in rest) else (value, *[value.at(0)] * 4)
+    return pointwise_of_last(call)
+
+
+def recurrence(call: OperatorCall) -> tuple[Value, ...] | Value:
+    """A layer of an LSTM, GRU or RNN over (length, rows, width), with states (rows, width)."""
+    values = [value for value in call.values if not isinstance(value, Whole)]
+    if unknown := unknown_among(call.values):
+        return unknown
+    rows = rows_among(values)
+    if len(rows) < len(values):
+        return call.unproven()
+    for tensor, value in zip(call.tensors, call.values, strict=True):
+        if isinstance(value, Rows) and value.dim != tensor.ndim - 2:
+            return call.mixed("goes over rows as if they were steps in time")
+    if len({(x.outer, x.inner, x.degree) for x in rows}) > 1 or any(x.degree for x in rows):
+        return call.mixed("combines each row with other rows")
+    return tuple(rows[0].at(x.ndim - 2) for x in call.result) if rows else Whole()
+
+
+def histogram(call: OperatorCall) -> Value:
+    """Counts by value, between limits that are given."""
+    value = call.value_of(call.first)
+    has_limits = "bins" not in call.arguments or call.arguments.get("min") != call.arguments.get("max")
+    if isinstance(value, Rows) and not has_limits:
+        return call.mixed("takes the smallest and the largest value of rows")
+    return Sum() if isinstance(value, Rows | Picked) and not value == Picked(places=True) else value
+
+
+def searched(call: OperatorCall) -> Value:
+    """``searchsorted`` and ``bucketize``: where values belong in what is sorted."""
+    table = call.arguments.get("sorted_sequence", call.arguments.get("boundaries"))
+    values = call["self"]
+    if not isinstance(values, Tensor) or not isinstance(table, Tensor):
+        return call.unproven()
+    of_table, of_values = call.value_of(table), call.value_of(values)
+    if unknown := unknown_among([of_table, of_values]):
+        return unknown
+    call.require_no_numbers()
+    if isinstance(of_table, Whole) and not of_table.degree and table.ndim == 1:
+        return of_values if isinstance(of_values, Rows) and not of_values.degree else pointwise_of_last(call)
+    if isinstance(of_table, Rows) and of_table.dim == table.ndim - 1:
+        return call.mixed("looks values up among rows")
+    return pointwise_of_last(call) if of_table == of_values else call.unproven()
+
+
+def pairwise(call: OperatorCall) -> Value:
+    """``cdist``: distances of (..., p, m) and (..., r, m), of shape (..., p, r)."""
+    if unknown := unknown_among(call.values):
+        return unknown
+    call.require_no_numbers()
+    found = set()
+    for place, (tensor, value) in enumerate(zip(call.tensors[:2], call.values[:2], strict=True)):
+        if isinstance(value, Sum | Picked) or getattr(value, "degree", 0):
+            return call.unproven()
+        if isinstance(value, Rows):
+            from_end = tensor.ndim - value.dim
+            if from_end == 1:
+                return call.mixed("takes distances over rows")
+            found.add(value.at(len(call.shape) - (from_end if from_end > 2 else 2 - place)))
+    if len(found) > 1:
+        return call.mixed("combines each row with other rows")
+    return found.pop() if found else Whole()
+
+
+def attention(call: OperatorCall) -> tuple[Value, ...] | Value:
+    """Kernels for attention over (rows, heads, length, width); ``attn_mask`` broadcasts."""
+    mask = call.arguments.get("attn_mask", call.arguments.get("attn_bias"))
+    values = [call.value_of(call[name]) for name in ("query", "key", "value")]
+    if unknown := unknown_among(call.values):
+        return unknown
+    if set(values) != {values[0]} or not isinstance(values[0], Rows) or values[0].dim > 1:
+        return call.unproven()
+    if isinstance(mask, Tensor):
+        of_mask = call.value_of(mask)
+        aligned = of_mask.at(of_mask.dim + 4 - mask.ndim) if isinstance(of_mask, Rows) else of_mask
+        if not (isinstance(aligned, Whole) or aligned == values[0]):
+            return call.unproven()
+    return values[0]
+
+
+from collections.abc import Callable  # noqa: E402
+
+Rule = Callable[[OperatorCall], Value | tuple[Value, ...]]
+
+__all__ = ["aligned_rows"]

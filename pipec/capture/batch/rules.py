@@ -1,0 +1,190 @@
+"""The rule of each operator: what it makes of what its arguments are to the batch.
+
+Elementwise operators are told by torch's own tag. An operator that is not here is decomposed into others by
+torch's decompositions; one that has none is unproven.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from pipec.capture.batch import indexing as i
+from pipec.capture.batch import movement as m
+from pipec.capture.batch import reductions as r
+from pipec.capture.batch.call import OperatorCall, unknown_among
+from pipec.capture.batch.pointwise import KEEPING, pointwise
+from pipec.capture.batch.values import MEAN, Rows, Value, Whole
+
+Rule = Callable[[OperatorCall], Value | tuple[Value, ...]]
+
+
+def _drawn(call: OperatorCall) -> Value:
+    """Random numbers in place of the elements of the first argument."""
+    value = call.value_of(call.first)
+    return value if isinstance(value, Rows | Whole) else Whole()
+
+
+def _permutation(call: OperatorCall) -> Value:
+    if any(map(call.is_tagged, call.shape)) or not call.symbolic:
+        return call.mixed("draws a permutation of the rows, of which a microbatch has only its own")
+    return Whole()
+
+
+def _whole_rows(call: OperatorCall) -> Value:
+    return call.unproven("is of the whole batch") if unknown_among(call.values) else Whole()
+
+
+def _share(call: OperatorCall) -> Value:
+    """A microbatch's share of the rows, which grows with their number."""
+    return Whole(degree=1)
+
+
+def _first_only(call: OperatorCall) -> Value:
+    """The shape counts, and the first dimension of the result has the rows."""
+    return r.pointwise_of_last(call)
+
+
+def _ctc_loss(call: OperatorCall) -> tuple[Value, ...] | Value:
+    scores, lengths = call.values[0], call.values[1:]
+    if unknown := unknown_among(call.values):
+        return unknown
+    if scores == Rows(1) and all(isinstance(value, Rows) and value.dim == 0 for value in lengths):
+        return Rows(0)
+    return call.unproven()
+
+
+_MOVES = (
+    *("view", "_unsafe_view", "reshape", "_reshape_alias", "permute", "transpose", "t", "unsqueeze", "squeeze"),
+    *("select", "unbind", "slice", "split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes"),
+    *("unfold", "diagonal", "flip", "roll", "as_strided"),
+)
+
+_CREATES = (
+    *("empty", "zeros", "ones", "full", "rand", "randn", "randint", "scalar_tensor", "empty_strided"),
+    *("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided", "empty_permuted"),
+    *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
+    *("fill", "zero"),
+)
+
+_DRAWS = (
+    *("bernoulli", "normal", "uniform", "exponential", "random", "log_normal", "geometric", "cauchy"),
+    *("normal_functional",),
+)
+
+_REDUCES = (
+    *("amax", "amin", "max", "min", "argmax", "argmin", "aminmax", "any", "all", "prod", "std", "var"),
+    *("var_mean", "std_mean", "logsumexp", "norm", "linalg_vector_norm", "median", "nanmedian", "mode"),
+    *("kthvalue", "nansum"),
+)
+
+_ALONG = (
+    *("softmax", "_softmax", "_safe_softmax", "_log_softmax", "log_softmax", "sort", "argsort", "topk"),
+    *("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "_cummax_helper", "glu", "renorm"),
+    *("_fft_r2c", "_fft_c2c", "_fft_c2r", "_weight_norm_interface", "diff", "linalg_cross", "msort"),
+)
+
+_BY_REDUCTION = (
+    *("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss"),
+    *("multilabel_margin_loss", "multi_margin_loss"),
+)
+
+_MATRICES = (
+    *("linalg_inv_ex", "inverse", "linalg_cholesky_ex", "cholesky", "linalg_eigh", "_linalg_eigh", "linalg_qr"),
+    *("_linalg_svd", "_linalg_det", "_linalg_slogdet", "linalg_lu_factor_ex", "linalg_lu", "tril", "triu"),
+    *("linalg_matrix_exp", "_linalg_solve_ex", "linalg_solve_triangular", "triangular_solve", "cholesky_solve"),
+    *("linalg_pinv", "linalg_eig", "linalg_eigvals", "_linalg_eigvals", "lu_unpack", "linalg_lu_solve"),
+)
+
+RULES: Mapping[str, Rule] = {
+    **dict.fromkeys(KEEPING, pointwise),
+    **dict.fromkeys(("masked_fill", "where", "native_dropout", "_fused_dropout", "rrelu_with_noise"), pointwise),
+    **dict.fromkeys(_MOVES, m.moved),
+    **dict.fromkeys(("cat", "stack"), m.joined),
+    **dict.fromkeys(_CREATES, m.created),
+    **dict.fromkeys(_DRAWS, _drawn),
+    **dict.fromkeys(("sum", "mean"), r.added_up),
+    **dict.fromkeys(_REDUCES, r.reduced),
+    **dict.fromkeys(_ALONG, r.along),
+    **dict.fromkeys(_BY_REDUCTION, r.by_reduction),
+    **dict.fromkeys(_MATRICES, r.on_last(2)),
+    **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot", "addmm", "addmv", "baddbmm"), r.product),
+    **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), r.nll_loss),
+    **dict.fromkeys(
+        (
+            *("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training"),
+            *("cudnn_batch_norm", "miopen_batch_norm", "_batch_norm_with_update", "_batch_norm_no_update"),
+        ),
+        r.batch_norm,
+    ),
+    **dict.fromkeys(("histc", "bincount"), r.histogram),
+    **dict.fromkeys(("searchsorted", "bucketize"), r.searched),
+    **dict.fromkeys(("_cdist_forward", "_euclidean_dist"), r.pairwise),
+    **dict.fromkeys(("convolution", "_convolution", "mkldnn_convolution"), r.convolution),
+    **dict.fromkeys(
+        (
+            *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention"),
+            *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
+        ),
+        r.attention,
+    ),
+    **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy", "index_fill"), i.scattered),
+    **dict.fromkeys(("index_put", "_unsafe_index_put", "_index_put_impl"), i.index_put),
+    **dict.fromkeys(("index", "_unsafe_index"), i.index),
+    **dict.fromkeys(("nonzero", "argwhere"), i.places),
+    **{f"upsample_{kind}": r.on_last(n) for kind, n in (("nearest1d", 1), ("linear1d", 1), ("nearest2d", 2))},
+    **{f"upsample_{kind}2d": r.on_last(2) for kind in ("bilinear", "bicubic", "trilinear")},
+    **{f"_upsample_{kind}2d_aa": r.on_last(2) for kind in ("bilinear", "bicubic")},
+    **{f"_upsample_nearest_exact{n}d": r.on_last(n) for n in (1, 2, 3)},
+    **dict.fromkeys(("upsample_nearest3d", "upsample_trilinear3d"), r.on_last(3)),
+    **{f"{kind}{n}d": r.on_last(n) for kind in ("reflection_pad", "replication_pad") for n in (1, 2, 3)},
+    **{
+        f"{kind}{n}d{rest}": r.on_last(n)
+        for kind in ("avg_pool", "max_pool", "adaptive_avg_pool", "_adaptive_avg_pool", "adaptive_max_pool")
+        for n in (1, 2, 3)
+        for rest in ("", "_with_indices")
+    },
+    **dict.fromkeys(("pixel_shuffle", "pixel_unshuffle", "channel_shuffle", "im2col"), r.on_last(3)),
+    **dict.fromkeys(("fractional_max_pool2d", "max_unpool2d", "col2im"), r.on_last(2)),
+    "grid_sampler_2d": r.on_last(3),
+    "grid_sampler_3d": r.on_last(4),
+    "affine_grid_generator": r.on_last(2),
+    "expand": m.expanded,
+    "repeat": m.repeated,
+    "constant_pad_nd": m.padded,
+    "arange": m.numbered,
+    "randperm": _permutation,
+    "count_nonzero": r.counted,
+    "native_layer_norm": r.layer_norm,
+    "_fused_rms_norm": r.layer_norm,
+    "native_group_norm": r.group_norm,
+    "multinomial": r.on_last(1),
+    "_ctc_loss": _ctc_loss,
+    "embedding": i.embedding,
+    "index_select": i.index_select,
+    "gather": i.gather,
+    "masked_select": i.picked,
+    "masked_scatter": i.masked_scatter,
+    "pipec::of_batch": lambda call: Whole(),
+    "pipec::share": _share,
+    "pipec::row_numbers": lambda call: Rows(call.value_of(call.first).dim),
+    "pipec::onednn_lstm": r.recurrence,
+    "pipec::recurrence": r.recurrence,
+    "pipec::result": lambda call: call.values[0],
+}
+"""By name, without the underscore of those that write into their first argument."""
+
+READ_SIZES = {
+    *_MOVES, *_CREATES, *_DRAWS, "expand", "repeat", "arange", "randperm", "native_group_norm",
+    "affine_grid_generator", "convolution", "col2im", "bernoulli", "mul", "div", "add", "sub", "rsub",
+    "constant_pad_nd",
+}
+"""Operators whose rule knows what to make of an argument that comes from the number of rows."""
+
+ONLY_SHAPES = {name for name in _CREATES if name.endswith("_like") or name.startswith("new_")} | {"fill", "zero"}
+"""Operators that read the shape and the type of their first argument, and none of its values."""
+
+
+def rule_of(name: str, is_elementwise: bool) -> Rule | None:
+    """The rule of an operator, by its name and by torch's tag."""
+    return RULES.get(name) or (pointwise if is_elementwise else None)
+
+
+__all__ = ["MEAN", "ONLY_SHAPES", "READ_SIZES", "RULES", "Rule", "Sequence", "rule_of"]

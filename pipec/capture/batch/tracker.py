@@ -1,0 +1,321 @@
+"""Follows what every tensor is to the batch, while operators run on tensors without memory.
+
+Each operator that torch dispatches is looked up in ``rules``. Tensors that share memory share what is known:
+a write through a view changes what its base is.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipec.capture.batch.call import (
+    OperatorCall,
+    is_pointwise,
+    plain_name_of,
+    rows_among,
+    tensors_in,
+    unknown_among,
+)
+from pipec.capture.batch.movement import as_view_of
+from pipec.capture.batch.rules import ONLY_SHAPES, READ_SIZES, rule_of
+from pipec.capture.batch.values import Rows, Sum, Unproven, Value, Whole
+from pipec.torch_compat import OpOverload, decompositions, pytree
+
+_META = torch.device("meta")
+
+_RANDOM = torch.Tag.nondeterministic_seeded
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a tensor is to the batch. ``given``: it follows from the arguments of ``step`` alone."""
+
+    value: Value
+    given: bool = False
+
+
+@dataclass(eq=False)
+class Tracker(TorchDispatchMode):
+    """Knows the tensors that were made while it was active.
+
+    ``rows`` stands for the rows of a microbatch; ``symbolic``: no other number is a multiple of it.
+    """
+
+    rows: int
+    symbolic: bool
+    degrees: Mapping[float, int] = field(default_factory=dict)
+    assumed: list[Unproven] = field(default_factory=list)
+    """The operators without a rule whose results were taken to have rows, for their sizes say so."""
+    of_round: set[int] = field(default_factory=set)
+    """The sizes of dimensions that have the rows of all replicas."""
+    trained_norms: int = 0
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self._known: dict[int, Known] = {}
+        self._kept: list[Any] = []
+        self._sharing: dict[int, list[Tensor]] = {}
+        self._twins: dict[int, Tensor] = {}
+        self._depth = 0
+
+    def known(self, tensor: Tensor) -> Known:
+        """What is known of a tensor; one that nobody told of is a constant."""
+        return self._known.get(id(tensor), Known(Whole(), given=True))
+
+    def value_of(self, tensor: Tensor) -> Value:
+        return self.known(tensor).value
+
+    def tell(self, tensor: Tensor, known: Known) -> Tensor:
+        """Note what a tensor is."""
+        if id(tensor) not in self._known:
+            self._kept.append(tensor)
+            self._sharing.setdefault(_memory(tensor), []).append(tensor)
+        self._known[id(tensor)] = known
+        return tensor
+
+    def twin(self, tensor: Tensor) -> Tensor:
+        """A tensor without memory in place of one that has some."""
+        if tensor.device == _META:
+            return tensor
+        if id(tensor) not in self._twins:
+            self._kept.append(tensor)
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)
+            self._twins[id(tensor)] = self.tell(made, self.known(tensor))
+        return self._twins[id(tensor)]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = pytree.tree_map_only(Tensor, self.twin, (tuple(args), dict(kwargs or {})))
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": _META}
+        result = self._run(func, args, kwargs)
+        if not isinstance(func, OpOverload):
+            return result
+        call = OperatorCall(
+            func, args, kwargs, result, self.value_of, self.rows, self.symbolic, self.degrees
+        )
+        given = all(self.known(tensor).given for tensor in call.tensors) and _RANDOM not in func.tags
+        if func._schema.is_mutable and call.tensors and "batch_norm" not in func._schema.name:
+            self._write(call, given)
+            return result
+        values = self._values(call)
+        results = tensors_in(result)
+        each = values if isinstance(values, tuple) else (values,) * len(results)
+        for tensor, value in zip(results, each, strict=False):
+            if not any(tensor is argument for argument in call.tensors):
+                self.tell(tensor, Known(self._checked(call, tensor, value), given))
+        return result
+
+    def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        made = _STAND_INS.get(plain_name_of(func)) if isinstance(func, OpOverload) else None
+        found = made(args) if made else None
+        return func(*args, **kwargs) if found is None else found
+
+    def _values(self, call: OperatorCall) -> Value | tuple[Value, ...]:
+        """What the results of a call are."""
+        name = call.name
+        if unknown := None if name in ONLY_SHAPES else unknown_among(call.values):
+            return unknown
+        grows = any(call.degree(number) != 0 for number in call.numbers)
+        is_whole = bool(call.values) and all(isinstance(v, Whole) and not v.degree for v in call.values)
+        if is_whole and not grows and name not in _KEEP_FILLS | ONLY_SHAPES:
+            return Whole()
+        if grows and name not in READ_SIZES:
+            if not self.symbolic:
+                return call.unproven("computes with a number that may be that of the rows")
+            return call.mixed("computes with the number of rows, which is another one in a microbatch")
+        if name in ("native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update"):
+            self._note_norm(call)
+        rule = rule_of(name, is_pointwise(call.op))
+        if rule is not None:
+            return rule(call)
+        if not call.values:
+            return call.unproven() if grows else Whole()
+        if (made := self._decomposed(call)) is not None:
+            return made
+        return self._assume(call)
+
+    def _note_norm(self, call: OperatorCall) -> None:
+        value = call.value_of(call.first)
+        training = call.arguments.get("training", True)
+        if training and isinstance(value, Rows) and value.dim != 1:
+            self.trained_norms += 1
+
+    def _decomposed(self, call: OperatorCall) -> tuple[Value, ...] | None:
+        """What torch's decomposition of an operator makes of its arguments."""
+        decompose = decompositions().get(call.op)
+        if decompose is None or self._depth > 3:
+            return None
+        self._depth += 1
+        try:
+            with self:
+                made = decompose(*call.args, **call.kwargs)
+        except (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError):
+            return None
+        finally:
+            self._depth -= 1
+        return tuple(map(self.value_of, tensors_in(made)))
+
+    def _assume(self, call: OperatorCall) -> Value:
+        """Rows along the one dimension that is as long as the batch, to be checked when the step runs."""
+        found = call.unproven()
+        rows = rows_among(call.values)
+        results = tensors_in(call.result)
+        dims = [dim for dim, size in enumerate(call.shape) if size == self.rows] if results else []
+        plain = all(isinstance(v, Rows | Whole) and not v.degree for v in call.values)
+        if self.symbolic and len(dims) == 1 and rows and plain and len(results) == 1:
+            self.assumed.append(found)
+            return Rows(dims[0])
+        return found
+
+    def _checked(self, call: OperatorCall, tensor: Tensor, value: Value) -> Value:
+        """The value, unless the tensor has dimensions that grow with the batch and are none of its rows."""
+        if not self.symbolic or not isinstance(value, Rows | Sum | Whole):
+            return value
+        tagged = {dim for dim, size in enumerate(tensor.shape) if call.is_tagged(size)}
+        own = {value.dim} if isinstance(value, Rows) else set()
+        if tagged == own:
+            if own and tensor.shape[value.dim] != self.rows * value.outer * value.inner:  # type: ignore[union-attr]
+                return call.unproven()
+            return value
+        if own <= tagged and all(tensor.shape[dim] in self.of_round for dim in tagged - own):
+            return value
+        return call.mixed("makes something for every pair of rows") if own else call.unproven()
+
+    def _write(self, call: OperatorCall, given: bool) -> None:
+        """Note what a call has written into an argument, and into all that shares its memory."""
+        schema = call.op._schema.arguments
+        written = [call.arguments[a.name] for a in schema if a.alias_info is not None and a.alias_info.is_write]
+        if call.name in ("set", "resize", "set_source_Tensor_storage_offset"):
+            values: Value | tuple[Value, ...] = call.unproven()
+        elif call.name in _OVERWRITING:
+            values = self._overwritten(call)
+        else:
+            values = self._values(call)
+        each = values if isinstance(values, tuple) else (values,) * len(written)
+        for tensor, value in zip(tensors_in(written), each, strict=False):
+            before = self.value_of(tensor)
+            value = self._checked(call, tensor, value)
+            given_here = given and self.known(tensor).given
+            for other in self._sharing.get(_memory(tensor), []):
+                if other is tensor or _is_same(other, tensor):
+                    self.tell(other, Known(value, given_here))
+                else:
+                    found = self._beside(call, other, tensor, before, value)
+                    self.tell(other, Known(found, given_here and self.known(other).given))
+            self.tell(tensor, Known(value, given_here))
+
+    def _overwritten(self, call: OperatorCall) -> Value:
+        """``copy_`` and ``fill_``: what was there is gone."""
+        target = call.first
+        if call.name == "copy" and len(call.tensors) > 1:
+            source = call.tensors[1]
+            value = self.value_of(source)
+            if isinstance(value, Rows):
+                return value.at(value.dim + target.ndim - source.ndim)
+            return self._kept_rows(call, value)
+        if call.name == "fill" and len(call.tensors) > 1:
+            return self._kept_rows(call, self.value_of(call.tensors[1]))
+        number = 0.0 if call.name == "zero" else next(iter(call.numbers), None)
+        degree = call.degree(number)
+        return self._kept_rows(call, call.unproven() if degree is None else Whole(degree, number))
+
+    def _kept_rows(self, call: OperatorCall, value: Value) -> Value:
+        """What is whole, written to each row, is rows."""
+        old = self.value_of(call.first)
+        if isinstance(value, Whole) and isinstance(old, Rows):
+            return Rows(old.dim, old.outer, old.inner, value.degree)
+        tagged = any(map(call.is_tagged, call.first.shape))
+        return value if not (isinstance(value, Whole) and tagged) else unknown_among([old]) or call.unproven()
+
+    def _beside(self, call: OperatorCall, other: Tensor, view: Tensor, before: Value, value: Value) -> Value:
+        """What a tensor is of whose memory a part was written, that ``view`` shows."""
+        old = self.value_of(other)
+        if unknown := unknown_among([old, value]) or unknown_among([before]):
+            return unknown
+        if isinstance(old, Whole) and isinstance(value, Whole) and old.degree == value.degree:
+            return Whole(old.degree, old.fill if old.fill == value.fill else None)
+        if isinstance(old, Sum) and old == value:
+            return old
+        if isinstance(value, Rows) and not value.numbers:
+            dim = as_view_of(other, view, value, self.rows)
+            if dim is not None and getattr(old, "degree", None) == value.degree:
+                mapped = Rows(dim, value.outer, value.inner, value.degree)
+                if isinstance(old, Whole) or old == mapped:
+                    return mapped
+        if isinstance(old, Rows) and isinstance(before, Rows) and before == value:
+            return old
+        return call.unproven("writes into a part of what has another meaning")
+
+
+_OVERWRITING = {"copy", "fill", "zero"}
+_KEEP_FILLS = {"view", "expand", "clone", "_to_copy", "unsqueeze", "slice", "select", "transpose", "permute", "detach"}
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return (
+        one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.storage_offset() == other.storage_offset()
+    )
+
+
+CHOSEN = 1_000_033
+"""How many rows values choose, in the analysis: another prime."""
+
+
+def _nonzero(args: Sequence[Any]) -> Tensor:
+    return torch.empty(CHOSEN, max(args[0].ndim, 1), dtype=torch.int64, device=_META)
+
+
+def _masked_select(args: Sequence[Any]) -> Tensor:
+    return torch.empty(CHOSEN, dtype=args[0].dtype, device=_META)
+
+
+def _index(args: Sequence[Any]) -> Tensor | None:
+    """``x[mask]``, whose size torch cannot tell without values."""
+    x, given = args[0], list(args[1])
+    masks = [(place, i) for place, i in enumerate(given) if i is not None and i.dtype in (torch.bool, torch.uint8)]
+    if not masks:
+        return None
+    place, mask = masks[0]
+    shape = (*x.shape[:place], CHOSEN, *x.shape[place + mask.ndim :])
+    return torch.empty(shape, dtype=x.dtype, device=_META)
+
+
+def _ctc(args: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    scores = args[0]
+    losses = torch.empty(scores.shape[1:2], dtype=scores.dtype, device=_META)
+    return losses, losses.clone()
+
+
+def _bincount(args: Sequence[Any]) -> Tensor:
+    return torch.empty(CHOSEN, dtype=torch.int64, device=_META)
+
+
+_STAND_INS: Mapping[str, Callable[[Sequence[Any]], Any]] = {
+    "nonzero": _nonzero,
+    "masked_select": _masked_select,
+    "index": _index,
+    "_ctc_loss": _ctc,
+    "bincount": _bincount,
+    "pipec::share": lambda args: torch.empty((), dtype=torch.float64, device=_META),
+}
+"""Results of operators that torch cannot run without values."""
+
+
+@contextlib.contextmanager
+def following(tracker: Tracker) -> Iterator[Tracker]:
+    """Let operators run under the tracker, without gradients."""
+    with torch.no_grad(), tracker:
+        yield tracker

@@ -1,0 +1,85 @@
+"""What a value of a microbatch is to that of the whole mini-batch.
+
+Let the batch of N rows be divided into microbatches of n rows, each with a share n / N. A value of the
+captured forward is one of these:
+
+=============  ====================================================================================
+``Whole``      the same for every microbatch: parameters, constants, what has no rows
+``Rows``       row by row: microbatch values, one behind the other along a dimension, are the batch's
+``Sum``        the batch's is the sum over microbatches
+``Mixed``      proved to depend on other rows of the batch, in a way that microbatches cannot make up for
+``Unproven``   no rule covers it
+=============  ====================================================================================
+
+A ``degree`` counts factors of the number of rows: a mean is a sum with degree -1, whose batch value is the
+mean of the microbatches' values, each weighted with its share. Only a sum of degree -1 is a loss as it is.
+"""
+
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """The same for every microbatch, times the number of rows to the power of ``degree``.
+
+    ``fill`` is the number that all its elements are, if they are known to be equal.
+    """
+
+    degree: int = 0
+    fill: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Row by row along dimension ``dim``, whose size is ``outer`` * rows * ``inner``.
+
+    Index i along it belongs to row (i // ``inner``) % rows. ``numbers``: the values are themselves the
+    numbers of the rows, counted from the first of the microbatch.
+    """
+
+    dim: int
+    outer: int = 1
+    inner: int = 1
+    degree: int = 0
+    numbers: bool = False
+
+    def at(self, dim: int) -> "Rows":
+        """The same rows along another dimension."""
+        return replace(self, dim=dim)
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """A sum over rows, times the number of rows to the power of ``degree``."""
+
+    degree: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Picked:
+    """Rows that values choose, as ``x[mask]`` does; ``places``: which ones they are."""
+
+    places: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    """Depends on several rows. ``why`` completes the sentence "this line ..."; ``at`` is the call."""
+
+    why: str
+    at: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class Unproven:
+    """No rule says what it is. ``at`` is the call where that began."""
+
+    why: str
+    at: object = None
+
+
+Value: TypeAlias = Whole | Rows | Sum | Picked | Mixed | Unproven
+
+WHOLE = Whole()
+MEAN = Sum(-1)
