@@ -14,7 +14,6 @@ import argparse
 import functools
 import itertools
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -361,13 +360,12 @@ def solver(all_layers: Sequence[int], num_ranks: int) -> None:
 
 
 def gpt2(layers: int, num_ranks: int, **options: Any) -> pipec.Pipeline:
-    """GPT-2, small but for its depth, compiled on meta; nothing of it is kept from before."""
+    """GPT-2, small but for its depth, compiled on meta."""
     with torch.device("meta"):
         model = GPT2LMHeadModel(GPT2Config(n_layer=layers))
         tokens = torch.ones(2 * num_ranks, 1024, dtype=torch.int64)
     pipe = pipec.compile(model, num_ranks, microbatches=2 * num_ranks, **options)
-    with mock.patch.dict(os.environ, PIPEC_CACHE_DIR=""):
-        return pipe.prepare(input_ids=tokens, labels=tokens)
+    return pipe.prepare(input_ids=tokens, labels=tokens)
 
 
 @contextmanager

@@ -29,7 +29,7 @@ gc.set_threshold(50_000)  # what tracing makes lives short, and a look at all ob
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep what is captured for as long as the tests run: many of them train the same model."""
+    """Give the processor figures for as long as the tests run."""
     if not hasattr(config, "workerinput"):
         os.environ["PIPEC_CACHE_DIR"] = tempfile.mkdtemp(prefix="pipec-tests-")
         keep_processor(DEVICES["cpu"])  # what schedule="auto" takes would depend on the machine
@@ -50,14 +50,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that have slow tests, so that no worker is left alone with one of them."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
-
-
-@pytest.fixture(scope="module")
-def captured_anew() -> Iterator[None]:
-    """For files that are about capture itself: nothing is read that was captured before."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("PIPEC_CACHE_DIR", "")
-        yield
 
 
 @pytest.fixture

@@ -34,7 +34,6 @@ ORDER = (
     Package("hardware"),
     Package("graph"),
     Package("capture"),
-    Package("graph_cache"),
     Package("cost"),
     Package("planner", torch=False),
     Package("programs", torch=False),

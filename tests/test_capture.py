@@ -43,8 +43,6 @@ from pipec.errors import CaptureError, InputError
 from pipec.ir import Mode
 from pipec.pipeline import Pipeline
 
-pytestmark = pytest.mark.usefixtures("captured_anew")
-
 mse = nn.functional.mse_loss
 
 

@@ -9,8 +9,6 @@ import pipec
 from pipec import torch_compat
 from pipec.pipeline import Pipeline
 
-pytestmark = pytest.mark.usefixtures("captured_anew")
-
 GPU = torch.device("cuda", 0)
 
 

@@ -23,8 +23,6 @@ from pipec.passes.follow_owners import FollowOwners
 from pipec.pipeline import Pipeline
 from pipec.runtime.draws import draw
 
-pytestmark = pytest.mark.usefixtures("captured_anew")
-
 mse = nn.functional.mse_loss
 
 Model = Callable[..., Tensor]

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 import pipec
 from pipec.errors import CaptureError, InputError
 
-pytestmark = pytest.mark.usefixtures("captured_anew")
-
 
 def step(model: nn.Module, loss_fn: Callable[..., Any] = nn.functional.mse_loss, **arguments: Any) -> Tensor:
     pipe = pipec.compile(model, 2, loss_fn=loss_fn, microbatches=len(SIZES))

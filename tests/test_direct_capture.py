@@ -12,8 +12,6 @@ from unsplit import Outcome, relative_error
 import pipec
 from pipec.errors import CaptureError
 
-pytestmark = pytest.mark.usefixtures("captured_anew")
-
 ROWS, WIDTH = 8, 6
 
 

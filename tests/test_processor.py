@@ -12,7 +12,6 @@ from torch import nn
 import pipec
 from pipec.compiler import processor
 from pipec.compiler.processor import keep_processor, measured_processor
-from pipec.graph_cache import folder
 from pipec.hardware.devices import DEVICES, DeviceModel
 
 MADE_UP = replace(
@@ -28,8 +27,7 @@ MADE_UP = replace(
 @pytest.fixture
 def measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """A folder of its own, and one entry for each time that the processor is measured."""
-    tmp_path.chmod(0o700)
-    monkeypatch.setenv(folder.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(processor.CACHE_DIR, str(tmp_path))
     made: list[str] = []
 
     def calibrate(device: str) -> DeviceModel:
@@ -65,6 +63,7 @@ def test_processor_is_measured_once_and_kept(
     [
         lambda figures: figures | {"launch_seconds": -1.0},
         lambda figures: figures | {"launch_seconds": "fast"},
+        lambda figures: figures | {"launch_seconds": float("inf")},
         lambda figures: {name: x for name, x in figures.items() if name != "attention_share"},
         lambda figures: figures | {"flops_per_second": {"bfloat16": 1.0}},
     ],
@@ -72,8 +71,17 @@ def test_processor_is_measured_once_and_kept(
 def test_figures_that_cannot_be_are_measured_anew(change, measurements: list[str], tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     keep_processor(MADE_UP)
     path = file_in(tmp_path)
-    figures = json.loads(path.read_text().partition("\n")[2])
-    folder.store(tmp_path, path.stem, change(figures))
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    assert measured_processor().flops_per_second == MADE_UP.flops_per_second
+    assert measurements == ["cpu"]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[" * 50_000, b"1" * 100_000, b"null"])
+def test_a_file_that_holds_no_figures_is_measured_anew(
+    content: bytes, measurements: list[str], tmp_path: Path
+) -> None:
+    keep_processor(MADE_UP)
+    file_in(tmp_path).write_bytes(content)
     assert measured_processor().flops_per_second == MADE_UP.flops_per_second
     assert measurements == ["cpu"]
 
@@ -93,7 +101,7 @@ def test_another_torch_or_number_of_threads_is_measured_anew(
 def test_nothing_is_kept_where_nothing_may_be(
     measurements: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(folder.VARIABLE, "")
+    monkeypatch.setenv(processor.CACHE_DIR, "")
     assert measured_processor() is measured_processor()
     assert measurements == ["cpu"]
     assert not [*tmp_path.iterdir()]

@@ -221,26 +221,6 @@ def test_a_place_as_dynamo_writes_it(source: str, written: str) -> None:
     assert str(torch_compat.Place.parse(source)) == written
 
 
-@pytest.mark.parametrize(
-    "place", ["__import__('os').getcwd()", "open('x')", "self.layer(1)", "(yield)", "a b"]
-)
-def test_looking_up_a_place_calls_nothing(place: str) -> None:
-    with pytest.raises(torch_compat.UnknownPlaceError):
-        torch_compat.reader([place], {})
-
-
-def test_places_are_looked_up_as_dynamo_writes_them() -> None:
-    module = Around()
-    guards = capture(module, torch.zeros(4, 4)).guards
-    assert guards is not None
-    places = [place for place, _ in guards.read]
-    found = dict(
-        zip(places, torch_compat.reader(places, type(module).forward.__globals__)(module), strict=True)
-    )
-    assert {found[place] for place in places if place.endswith("_modules['model']")} == {module.model}
-    assert any(code.co_qualname == "Reads.forward" for code in guards.code)
-
-
 def test_only_the_marked_dimension_is_symbolic() -> None:
     for dynamic, sizes in ((True, ["s", "4"]), (False, ["4", "4"])):
         module = capture(Net(), torch.zeros(4, 4), dynamic).module

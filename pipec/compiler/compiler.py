@@ -16,6 +16,7 @@ from pipec.capture.autocast import autocast, require_wide_weights
 from pipec.capture.call import Call
 from pipec.capture.step import traced_module
 from pipec.capture.symbols import FixedVariableError
+from pipec.capture.tracer import capture
 from pipec.capture.variables import symbolic_choices
 from pipec.compiler.alternatives import refused, shard_costs
 from pipec.compiler.autotuner import Autotuner, Choice, CutGraph, best_of
@@ -30,7 +31,6 @@ from pipec.compiler.staged import StagedGraph, Trial
 from pipec.compiler.stopwatch import Stopwatch
 from pipec.errors import InputError, PlanError
 from pipec.graph import TrainingGraph
-from pipec.graph_cache import capture
 from pipec.hardware.topology import Topology
 from pipec.ir import Alternative, Mode, Placement, Precision, Shard, Sizes, Variable
 from pipec.ir.batch import require_equal_rows, split_sizes, variable_values

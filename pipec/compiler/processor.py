@@ -1,14 +1,19 @@
 """The device model of the processor at hand: measured once on a machine, and kept for later processes.
 
-It is kept beside captured graphs, under a name that says what makes it valid: the processor, its number of
-threads, torch and what is measured. Where nothing is kept, every process measures.
+The name of the file says what makes it valid: the processor, its number of threads, torch and what is
+measured. ``PIPEC_CACHE_DIR`` names another folder than ``~/.cache/pipec``; where it is empty, every process
+measures. The figures decide which plan is made, and no value that a plan computes.
 """
 
 import functools
 import hashlib
 import json
+import logging
+import math
+import os
 import platform
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +21,12 @@ from typing import Any
 import torch
 
 from pipec.console import rank_zero_only
-from pipec.graph_cache import folder
 from pipec.hardware.calibration import calibrate
 from pipec.hardware.devices import DEVICES, DeviceModel
+
+log = logging.getLogger("pipec")
+
+CACHE_DIR = "PIPEC_CACHE_DIR"
 
 _VERSION = 1
 """Of what ``calibrate`` measures, and how: with another one, all machines are measured anew."""
@@ -31,10 +39,9 @@ def measured_processor() -> DeviceModel:
 
     What cannot be kept holds for this process. One line on stderr tells of a measurement.
     """
-    where, key = folder.cache_folder(), _key(torch.get_num_threads())
-    if where is None:
-        return _measured(key)
-    kept = _read(folder.load(where, key))
+    key = _key(torch.get_num_threads())
+    path = _path(key)
+    kept = _load(path) if path else None
     if kept is None:
         kept = _measured(key)
         keep_processor(kept)
@@ -43,10 +50,26 @@ def measured_processor() -> DeviceModel:
 
 def keep_processor(model: DeviceModel) -> None:
     """Keep the figures of a device model as those of this machine, if anything is kept."""
-    if (where := folder.cache_folder()) is not None:
-        rates = dict(model.flops_per_second)
-        figures = {name: getattr(model, name) for name in _FIGURES}
-        folder.store(where, _key(torch.get_num_threads()), {"flops_per_second": rates, **figures})
+    path = _path(_key(torch.get_num_threads()))
+    if path is None:
+        return
+    figures = {name: getattr(model, name) for name in _FIGURES}
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, encoding="utf-8", delete=False) as file:
+            json.dump({"flops_per_second": dict(model.flops_per_second), **figures}, file)
+        os.replace(file.name, path)
+    except OSError as error:
+        log.warning("what this processor was measured at cannot be kept in %s: %s", path, error)
+
+
+def _path(key: str) -> Path | None:
+    """The file of this name, which may not exist yet; None if nothing is to be kept."""
+    named = os.environ.get(CACHE_DIR)
+    if named == "":
+        return None
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(named or Path(home) / "pipec") / f"{key}.json"
 
 
 @functools.cache
@@ -60,6 +83,20 @@ def _measured(key: str) -> DeviceModel:
     return _model({"flops_per_second": made.flops_per_second, **{n: getattr(made, n) for n in _FIGURES}})
 
 
+def _load(path: Path) -> DeviceModel | None:
+    """The device model that a file holds; None if it holds none."""
+    if not path.is_file() or path.stat().st_size > _MOST_BYTES:
+        return None
+    try:
+        return _read(json.loads(path.read_bytes()))
+    except (OSError, ValueError, RecursionError) as error:
+        log.warning("what is kept in %s cannot be read, and is measured anew: %s", path, error)
+        return None
+
+
+_MOST_BYTES = 2**16
+
+
 def _read(document: Any) -> DeviceModel | None:
     """The device model of a document; None if it is none."""
     if not isinstance(document, dict) or document.keys() != {"flops_per_second", *_FIGURES}:
@@ -68,7 +105,8 @@ def _read(document: Any) -> DeviceModel | None:
     if not isinstance(rates, dict) or "float32" not in rates:
         return None
     figures = [*rates.values(), *(document[name] for name in _FIGURES)]
-    return _model(document) if all(isinstance(each, float) and each > 0 for each in figures) else None
+    can_be = all(isinstance(each, float) and 0 < each < math.inf for each in figures)
+    return _model(document) if can_be else None
 
 
 def _model(figures: dict[str, Any]) -> DeviceModel:

@@ -5,37 +5,26 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
-from pipec.torch_compat import Place, num_changes
-
-
-class Checks(Protocol):
-    """Whether what a capture read of a module is there still; ``constants`` are plain values among that."""
-
-    constants: dict[Place, Any]
-
-    def holds(self, module: nn.Module) -> bool: ...
-
-    def broken(self, module: nn.Module) -> str:
-        """The first thing that has changed; empty if nothing has."""
+from pipec.torch_compat import Guards, Place, num_changes
 
 
 @dataclass(frozen=True, eq=False)
 class Assumptions:
     """Checked before each step, because a step runs what was captured and none of the model's code.
 
-    ``traced`` is the module that was captured. Dynamo's ``guards``, or those that were kept of it, know every
-    value that its code read. Where another front end captured it there are none, and ``attributes`` stand for
-    them: what ``snapshot`` found at capture. ``versions`` are the tensors that the graph holds as constants,
-    and how often each had been changed.
+    ``traced`` is the module that was captured. Dynamo's ``guards`` know every value that its code read. Where
+    another front end captured it there are none, and ``attributes`` stand for them: what ``snapshot`` found
+    at capture. ``versions`` are the tensors that the graph holds as constants, and how often each had been
+    changed.
     """
 
     traced: nn.Module
-    guards: Checks | None
+    guards: Guards | None
     versions: Mapping[Place, tuple[torch.Tensor, int]]
     snapshot: Callable[[nn.Module], Mapping[str, Any]]
     attributes: Mapping[str, Any] = field(default_factory=dict)
@@ -44,7 +33,7 @@ class Assumptions:
     def of(
         cls,
         traced: nn.Module,
-        guards: Checks | None,
+        guards: Guards | None,
         tensors: Iterable[Place],
         snapshot: Callable[[nn.Module], Mapping[str, Any]],
     ) -> "Assumptions":

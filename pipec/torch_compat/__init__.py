@@ -3,8 +3,7 @@
 torch 2.11 to 2.13 are supported. ``front_ends`` and ``direct`` trace a module, ``branches`` lets them be told
 values, and ``guards`` tell later whether that would find the same. ``modules`` keeps the module as it was
 meanwhile, ``operators`` keeps some operators whole, ``arithmetic`` computes with sizes once, and
-``differentiation`` adds the backward. ``reading``, ``switches`` and ``fakes`` let another process tell
-whether it would trace the same, and read what was traced.
+``differentiation`` adds the backward.
 """
 
 from torch._ops import HigherOrderOperator, OpOverload
@@ -31,7 +30,6 @@ from pipec.torch_compat.differentiation import (
     value_symbols,
 )
 from pipec.torch_compat.direct import CAUSE, capture_directly
-from pipec.torch_compat.fakes import Fakes, formula_class, hint_of, is_plain_fake
 from pipec.torch_compat.front_ends import (
     LOST_HOOK,
     Captured,
@@ -45,20 +43,15 @@ from pipec.torch_compat.front_ends import (
     user_frames,
 )
 from pipec.torch_compat.guards import (
-    CONSTANTS,
-    IDENTITIES,
     Guards,
     Place,
-    constant_place,
     fqn_of,
-    runs_while_traced,
 )
 from pipec.torch_compat.modules import (
     DryRun,
     dry_run,
     global_hooks,
     has_partial_backward_hook,
-    module_hooks,
     num_changes,
     place_fakes,
     quiet,
@@ -73,19 +66,14 @@ from pipec.torch_compat.operators import (
     decompositions,
 )
 from pipec.torch_compat.parts import ModuleParts, TensorKinds, kinds_of, parts_of
-from pipec.torch_compat.reading import UnknownPlaceError, reader
-from pipec.torch_compat.switches import modes_around, patched_functions, switches
 
 __all__ = [
     "ASSERTIONS",
     "CAUSE",
-    "CONSTANTS",
-    "IDENTITIES",
     "LOST_HOOK",
     "Captured",
     "Decision",
     "DryRun",
-    "Fakes",
     "Guards",
     "HigherOrderOperator",
     "JointGraph",
@@ -95,7 +83,6 @@ __all__ = [
     "Place",
     "Symbolic",
     "TensorKinds",
-    "UnknownPlaceError",
     "ValueSize",
     "bounded_ctc_losses",
     "branches_decided",
@@ -103,39 +90,29 @@ __all__ = [
     "capture_with_dynamo",
     "capture_with_export",
     "computes_with_onednn",
-    "constant_place",
     "decompositions",
     "depends_on_values",
     "differentiate",
     "draws_with_numpy",
     "dry_run",
     "example_of",
-    "formula_class",
     "fqn_of",
     "global_hooks",
     "has_gradient_hook",
     "has_partial_backward_hook",
     "has_values",
-    "hint_of",
-    "is_plain_fake",
     "kinds_of",
     "model_raised",
-    "modes_around",
-    "module_hooks",
     "needs_values",
     "num_changes",
     "parts_of",
-    "patched_functions",
     "place_fakes",
     "python_expression",
     "pytree",
     "quiet",
-    "reader",
     "reason_of",
     "remembered_arithmetic",
-    "runs_while_traced",
     "size_in",
-    "switches",
     "symbols_of",
     "unchanged",
     "unvalidated_distributions",

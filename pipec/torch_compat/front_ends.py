@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
-from pipec.torch_compat.guards import Guards, foreign_calls, fqn_of
+from pipec.torch_compat.guards import Guards, fqn_of
 from pipec.torch_compat.modules import no_output
 
 DYNAMO_CONFIG = {
@@ -107,8 +107,6 @@ def capture_with_dynamo(module: torch.nn.Module, args: tuple[Any, ...], symbolic
     ):
         warnings.simplefilter("always")
         graph_module: torch.fx.GraphModule = dynamo_graph_capture_for_export(module)(*args)
-    if guards[0] is not None:
-        guards[0].foreign = foreign_calls(graph_module.graph)
     changed = _changed_state([str(warning.message) for warning in caught])
     return Captured(graph_module, args, changed, guards[0])
 

@@ -10,7 +10,6 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import CodeType
 from typing import Any
 
 import torch
@@ -21,9 +20,6 @@ from torch._dynamo.utils import dynamo_timed
 
 CONSTANTS = {"CONSTANT_MATCH", "EQUALS_MATCH"}
 """Kinds of guards that compare a value."""
-
-IDENTITIES = {"ID_MATCH", "CLASS_MATCH", "BUILTIN_MATCH", "MODULE_MATCH", "CLOSURE_MATCH", "FUNCTION_MATCH"}
-"""Kinds of guards that compare a class, a function, a module or the like by its identity."""
 
 OWN = ("G['torch']", "G['__import_torch", "__import__('torch')", "G['__builtins_dict__")
 """How the places begin that belong to torch and Python, whose registries grow without any effect."""
@@ -98,43 +94,19 @@ _PROPERTY = re.compile(r"\.f(get|set|del)\b")
 _REGISTRIES = ("_modules", "_parameters", "_buffers")
 
 
-def foreign_calls(graph: torch.fx.Graph) -> tuple[str, ...]:
-    """The functions and operators that a captured graph calls and that are not torch's."""
-    called = [node.target for node in graph.nodes if node.op == "call_function"]
-    return tuple(str(target) for target in called if not _is_known(target))
-
-
-def _is_known(target: Any) -> bool:
-    if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
-        return str(target).partition(".")[0] in ("aten", "prims", "pipec")
-    module = getattr(target, "__module__", None) or "torch"  # what is written in C++ has none
-    return module.partition(".")[0] in ("torch", "pipec", "_operator", "builtins", "math")
-
-
-def runs_while_traced(function: Any) -> bool:
-    """Whether Dynamo calls a function while it traces, and takes what it returns for a constant."""
-    return bool(getattr(function, "_dynamo_marked_constant", False))
-
-
 class Guards:
     """The guards of one capture. ``constants`` are the plain values they expect, by place.
 
-    ``tensors`` are those that the graph holds as constants, because no module has them registered. ``read``
-    names every place that was looked at and the kind of its guard, torch's own constants and functions among
-    them, and ``code`` is what was traced: both let another process find out whether it would trace the same.
-    ``foreign`` are functions that are neither torch's nor were traced, but ran while the graph was made.
+    ``tensors`` are those that the graph holds as constants, because no module has them registered.
     """
 
     def __init__(self, capture: CaptureOutput, module: torch.nn.Module) -> None:
         registered = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
         self.constants: dict[Place, Any] = {}
         self.tensors: dict[Place, torch.Tensor] = {}
-        self.read: dict[tuple[str, str], None] = {}
-        self.code: tuple[CodeType, ...] = tuple(capture.graph_capture_output.traced_code)
         self._own = OWN + tuple(
             f"G[{name!r}]" for name, x in type(module).forward.__globals__.items() if x is torch
         )
-        self.foreign: tuple[str, ...] = ()
         self._alive: list[object] = []
         with dynamo_timed("build_guards", log_pt2_compile_event=True):
             built = capture.graph_capture_output.build_guards(
@@ -155,8 +127,6 @@ class Guards:
         if not entry.name or _of_arguments(entry.name):
             return False
         if entry.name.startswith(self._own):
-            if entry.guard_type in (*CONSTANTS, *IDENTITIES):
-                self.read[entry.name, entry.guard_type] = None
             return False
         if re.search(rf"\b({'|'.join(SET_BY_CAPTURE)})\b", entry.name):
             return False
@@ -165,7 +135,6 @@ class Guards:
             if id(value) not in registered and (place := Place.parse(entry.name)):
                 self.tensors[place] = value
             return False
-        self.read[entry.name, entry.guard_type] = None
         if callable(value) and not isinstance(value, torch.nn.Module):
             self._alive.append(value)  # guards know a function by its address, which another could be given
         if place := constant_place(entry.name, entry.guard_type, value):

@@ -4,7 +4,6 @@ The exit status is 1 if a model is wrong or crashes, is refused without being li
 and right.
 """
 
-import os
 import sys
 from pathlib import Path
 
@@ -18,7 +17,6 @@ LIMIT = 300.0
 
 
 def main(wanted: tuple[str, ...]) -> int:
-    os.environ["PIPEC_CACHE_DIR"] = ""  # what is tried is the capture
     families = cases()
     names = [f"{family}/{case.name}" for family, members in families.items() for case in members]
     chosen = [name for name in names if name.startswith(wanted or ("",))]
