@@ -233,6 +233,8 @@ class _Walk:
             return self.tracker.tell(torch.empty_like(args[0]), self.tracker.known(args[0]))
         if isinstance(node.target, HigherOrderOperator):
             return self._higher_order(node, args)
+        if operator_name(node) in _HOLDING_NUMBERS:
+            return self._constant(node, args, kwargs)
         odd = [source for source in node.all_input_nodes if source in self._odd]
         if odd and operator_name(node) not in _SHAPING:
             return self._stand_in(node, Unproven("computes with a number that depends on the rows of the microbatch"))
@@ -241,6 +243,19 @@ class _Walk:
         if node.op == "call_module":
             raise TypeError("a call of a module")
         return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def _constant(self, node: fx.Node, args: Sequence[Any], kwargs: Any) -> Any:
+        """``torch.tensor`` of numbers, which torch puts into memory without any operator."""
+        read = [source for source in node.all_input_nodes if not isinstance(self.values[source], Tensor)]
+        values = {self.value_of(source) for source in read}
+        data = next(iter([*args[-1:], *kwargs.values()]), None)
+        if not read or values == {Whole()}:
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs) if node.op == "call_method" else (
+                node.target(*args, **kwargs)  # type: ignore[operator]
+            )
+        value = values.pop() if len(values) == 1 and not isinstance(data, list | tuple) else None
+        unclear = Mixed("computes with the number of rows, which is another one in a microbatch")
+        return self._stand_in(node, value if isinstance(value, Whole) else unclear)
 
     def _higher_order(self, node: fx.Node, args: Sequence[Any]) -> Any:
         """Run the graph that an operator calls, where that is all it does."""
@@ -423,6 +438,8 @@ class _Walk:
         )
         return put(node, node.name, RESULT, node, unclear)
 
+
+_HOLDING_NUMBERS = {"tensor", "as_tensor", "new_tensor", "asarray"}
 
 _NOT_FOLLOWED = {
     *("enter_autocast", "exit_autocast", "set_grad_enabled", "assert_scalar", "assert_async", "check"),

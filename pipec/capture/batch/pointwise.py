@@ -28,7 +28,7 @@ def pointwise(call: OperatorCall) -> Value:
         return _of_picked(call)
     if any(isinstance(value, Sum) for value in call.values):
         return _of_sums(call)
-    if not call.symbolic and None in map(call.degree, call.numbers):
+    if call.name in MULTIPLYING | DIVIDING and None in map(call.degree, call.numbers):
         return call.unproven("computes with a number that may be that of the rows, in a graph for so many alone")
     degree = _degree(call)
     if degree is None:
@@ -71,9 +71,7 @@ def _degree(call: OperatorCall) -> int | None:
         is_zero = isinstance(value, Whole) and value.fill == 0 and call.name in ADDING
         degrees += [] if is_zero else [value.degree]
     for number in call.numbers:
-        degree = call.degree(number)
-        if degree is None:
-            return None
+        degree = call.degree(number) or 0
         degrees += [] if number == 0 and call.name in ADDING else [degree]
     if call.name in MULTIPLYING:
         return sum(degrees)
@@ -92,8 +90,8 @@ def _of_sums(call: OperatorCall) -> Value:
     if rows_among(call.values):
         return call.mixed("combines rows with what is computed of all rows of a microbatch")
     numbers = [call.degree(number) for number in call.numbers]
-    if None in numbers:
-        return call.mixed("computes with the number of rows, which is another one in a microbatch")
+    if None in numbers and call.name in MULTIPLYING | DIVIDING:
+        return call.unproven("computes with a number that may be that of the rows, in a graph for so many alone")
     wholes = [value for value in call.values if isinstance(value, Whole) and value.fill != 0]
     if call.name in KEEPING | {"neg"}:
         return sums[0]

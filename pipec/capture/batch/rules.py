@@ -178,8 +178,9 @@ READ_SIZES = {
 }
 """Operators whose rule knows what to make of an argument that comes from the number of rows."""
 
-ONLY_SHAPES = {name for name in _CREATES if name.endswith("_like") or name.startswith("new_")} | {"fill", "zero"}
-"""Operators that read the shape and the type of their first argument, and none of its values."""
+READ_NO_VALUES = {name for name in _CREATES if name.endswith("_like") or name.startswith("new_")}
+READ_NO_VALUES |= {"fill", "zero", "pipec::of_batch"}
+"""Operators whose result does not depend on the values that their first argument has here."""
 
 
 def rule_of(name: str, is_elementwise: bool) -> Rule | None:
@@ -187,4 +188,4 @@ def rule_of(name: str, is_elementwise: bool) -> Rule | None:
     return RULES.get(name) or (pointwise if is_elementwise else None)
 
 
-__all__ = ["MEAN", "ONLY_SHAPES", "READ_SIZES", "RULES", "Rule", "Sequence", "rule_of"]
+__all__ = ["MEAN", "READ_NO_VALUES", "READ_SIZES", "RULES", "Rule", "Sequence", "rule_of"]

@@ -22,7 +22,7 @@ from pipec.capture.batch.call import (
     unknown_among,
 )
 from pipec.capture.batch.movement import as_view_of
-from pipec.capture.batch.rules import ONLY_SHAPES, READ_SIZES, rule_of
+from pipec.capture.batch.rules import READ_NO_VALUES, READ_SIZES, rule_of
 from pipec.capture.batch.values import Rows, Sum, Unproven, Value, Whole
 from pipec.torch_compat import OpOverload, decompositions, pytree
 
@@ -120,15 +120,13 @@ class Tracker(TorchDispatchMode):
     def _values(self, call: OperatorCall) -> Value | tuple[Value, ...]:
         """What the results of a call are."""
         name = call.name
-        if unknown := None if name in ONLY_SHAPES else unknown_among(call.values):
+        if unknown := None if name in READ_NO_VALUES else unknown_among(call.values):
             return unknown
-        grows = any(call.degree(number) != 0 for number in call.numbers)
+        grows = self.symbolic and any(call.degree(number) for number in call.numbers)
         is_whole = bool(call.values) and all(isinstance(v, Whole) and not v.degree for v in call.values)
-        if is_whole and not grows and name not in _KEEP_FILLS | ONLY_SHAPES:
+        if is_whole and not grows and name not in _KEEP_FILLS | READ_NO_VALUES:
             return Whole()
         if grows and name not in READ_SIZES:
-            if not self.symbolic:
-                return call.unproven("computes with a number that may be that of the rows")
             return call.mixed("computes with the number of rows, which is another one in a microbatch")
         if name in ("native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update"):
             self._note_norm(call)
